@@ -1,1 +1,1 @@
-"""Hydra's configuration tree, found by `pkg://lowprec_train.configs` in a checkout and in a wheel alike."""
+"""Hydra's configuration groups. A Python package, so that a wheel carries them as `lowprec_train.configs`."""

@@ -1,0 +1,155 @@
+"""What a run is: the types that Hydra holds every configuration to.
+
+`configs/train.yaml` and its groups give the values; the dataclasses here give their names and types, so an unknown key or a
+wrong type is refused by Hydra before anything is built. Two places are open on purpose: nodes that name their class
+(`data`, `optim.schedule`, the entries of `precision.policy` and `logger`: a `_target_` and its keyword arguments), and
+`precision.override`, a free tree of changes to the recipe, so that `precision.override.dgrad.a.format=E4M3` needs no `+`.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
+
+LAUNCH_FACTS: dict[str, str] = {
+    "name": "a label of the run",
+    "run_root": "where the run is kept",
+    "resume": "what to do with an earlier run of that name",
+    "device": "a requeued job may land on another machine",
+    "compile": "compiled and eager draw the same bits and differ by rounding only",
+    "debug": "how errors are shown",
+    "logger": "who listens",
+    "log_interval": "who listens",
+    "eval_interval": "evaluation has draws and batches of its own and leaves training alone",
+    "eval_batches": "the same",
+    "checkpoint_interval": "saving leaves training alone",
+    "checkpoint_async": "the same",
+    "keep": "the same",
+    "max_skipped": "when to give up, not how to train",
+    "model.recompute": "recomputed activations are the same bits",
+    "data.cache": "where prepared data is kept; the corpus hash says what it is",
+    "precision.deviations": "a sentence for people",
+}
+"""Keys that do not change what is learned, with the reason. All other keys are training keys: they make the run's identity.
+
+`steps` is a training key: the learning rate of every step depends on it, so a longer run is another run.
+`micro_batch` is one: a scale per tensor spans a micro-batch.
+"""
+
+
+class Resume(Enum):
+    """`auto` continues the run of this name; `never` moves it aside to `<name>.1`, `.2`, ... and starts afresh."""
+
+    auto = "auto"
+    never = "never"
+
+
+class Compile(Enum):
+    """`auto` compiles on CUDA only. In YAML files quote "on" and "off": bare, YAML reads them as booleans."""
+
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Keyword arguments of `lowprec_train.model.transformer.Transformer`, and a name."""
+
+    name: str = MISSING
+    vocab_size: int = MISSING
+    dim: int = MISSING
+    layers: int = MISSING
+    heads: int = MISSING
+    kv_heads: int = MISSING
+    ffn: int = MISSING
+    max_seq_len: int = MISSING
+    norm: str = MISSING
+    activation: str = MISSING
+    positions: str = MISSING
+    bias: bool = MISSING
+    tied: bool = MISSING
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    recompute: str = "none"
+
+
+@dataclass(kw_only=True)
+class PrecisionConfig:
+    """Which linear layer computes how.
+
+    policy: pattern over module names -> `_target_` of a recipe and its options; first match wins.
+    override: changes to every recipe of the policy that quantises, e.g. `{dgrad: {a: {format: E4M3}}}`.
+    deviations: parts of the published scheme that are not built yet.
+    """
+
+    name: str = MISSING
+    policy: dict[str, Any] = field(default_factory=dict)
+    override: dict[str, Any] = field(default_factory=dict)
+    deviations: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """AdamW and its learning rate. `schedule` names a class of `lowprec_train.optim.schedule`."""
+
+    lr: float = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    eps: float = MISSING
+    weight_decay: float = MISSING
+    schedule: dict[str, Any] = MISSING
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """One run. Values and their meaning: `configs/train.yaml`."""
+
+    name: str | None = MISSING
+    seed: int = MISSING
+    steps: int = MISSING
+    tokens_per_step: int = MISSING
+    micro_batch: int = MISSING
+    clip_norm: float = MISSING
+    max_skipped: int = MISSING
+
+    run_root: str = MISSING
+    resume: Resume = MISSING
+    device: str = MISSING
+    compile: Compile = MISSING
+    debug: bool = MISSING
+
+    eval_interval: int = MISSING
+    eval_batches: int = MISSING
+    checkpoint_interval: int = MISSING
+    checkpoint_async: bool = MISSING
+    keep: int = MISSING
+    log_interval: int = MISSING
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: dict[str, Any] = MISSING
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    logger: dict[str, Any] = MISSING
+
+
+def directory() -> Path:
+    """The shipped configuration files: inside an installed package, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "configs"
+    return inside if inside.is_dir() else package.parent / "configs"
+
+
+def choices(group: str) -> list[str]:
+    """Names of the shipped files of a configuration group, e.g. `recipe`."""
+    return sorted(path.stem for path in (directory() / group).glob("*.yaml"))
+
+
+def register() -> None:
+    """Give Hydra the schema that `train.yaml` starts from."""
+    schema = OmegaConf.structured(RunConfig)
+    OmegaConf.set_struct(schema.precision.override, False)
+    ConfigStore.instance().store(name="schema", node=schema)
