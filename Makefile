@@ -1,0 +1,33 @@
+# The two commands, `make demo` and `make test`; both make or find the environment first (scripts/environment.sh).
+# Variables: PYTHON=python3.12  VENV=.venv  TORCH_INDEX=<index with CPU wheels of torch>  PIP_INDEX=<index for the rest>
+#            WORKERS=2 (pytest processes)  TESTS=tests/numerics (a part of the suite)  LIMIT=720 (seconds for the suite)
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint format
+
+export PYTHON VENV TORCH_INDEX PIP_INDEX
+WORKERS ?= 2
+TESTS ?= tests
+LIMIT ?= 720
+ENV = python=$$(scripts/environment.sh)
+
+help:   ## this list
+	@grep -E '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+): *## /  make \1\t/' | expand -t 16
+
+env:    ## make or find the environment: torch, the pinned needs, the project (editable)
+	@$(ENV); scripts/environment.sh --hint
+
+demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches and compare (about 7 minutes on 2 cores)
+	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint
+
+test:   ## the whole CPU suite (under 12 minutes on 2 cores)
+	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) -m "not gpu" $(TESTS)
+
+lint:   ## format, lint, types, import floors
+	@$(ENV); "$$python" -m ruff format --check . && "$$python" -m ruff check . && "$$python" -m mypy && \
+	"$$python" -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+
+format: ## rewrite the sources as the formatter wants them
+	@$(ENV); "$$python" -m ruff format . && "$$python" -m ruff check --fix .
