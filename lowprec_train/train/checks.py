@@ -1,0 +1,133 @@
+"""What can be known to be wrong is said before any work: one error per fault, with the offending numbers.
+
+Parts check their own arguments; here stand the checks that need two parts, or the machine. After them nothing is defensive.
+All raise ValueError.
+"""
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from lowprec_train.config import Compile, ModelConfig, RunConfig
+from lowprec_train.precision import recipe as recipes
+from lowprec_train.precision.recipe import LinearRecipe
+
+OPTIONAL_PACKAGES = ("tensorboard", "wandb")
+SEQUENCE_MULTIPLE = 8
+
+
+def world() -> tuple[int, int]:
+    """(rank, number of processes) as the launcher set them; (0, 1) without a launcher."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def configuration(run: RunConfig) -> None:
+    """Numbers that must fit each other."""
+    _positive(run)
+    _batch(run)
+    _shape(run.model)
+    missing = [p for p in OPTIONAL_PACKAGES if p in run.logger and importlib.util.find_spec(p) is None]
+    for package in missing:
+        raise ValueError(f"logger={package} needs {package}, which is not installed: pip install 'lowprec_train[{package}]'")
+
+
+def _positive(run: RunConfig) -> None:
+    for key in ("steps", "tokens_per_step", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval"):
+        if getattr(run, key) < 1:
+            raise ValueError(f"{key}={getattr(run, key)} must be at least 1")
+    for key in ("keep", "log_interval", "max_skipped"):
+        if getattr(run, key) < 1:
+            raise ValueError(f"{key}={getattr(run, key)} must be at least 1")
+    if run.clip_norm < 0:
+        raise ValueError(f"clip_norm={run.clip_norm} must not be negative (0 turns clipping off)")
+
+
+def _batch(run: RunConfig) -> None:
+    seq_len = run.data.get("seq_len")
+    if not isinstance(seq_len, int) or seq_len < 1:
+        raise ValueError(f"data.seq_len={seq_len!r} must be a positive number of tokens")
+    if seq_len % SEQUENCE_MULTIPLE:
+        raise ValueError(f"data.seq_len={seq_len} must be a multiple of {SEQUENCE_MULTIPLE}: draws are made for 8 tokens at a time")
+    if seq_len > run.model.max_seq_len:
+        raise ValueError(f"data.seq_len={seq_len} is longer than model.max_seq_len={run.model.max_seq_len}")
+    if run.tokens_per_step % (run.micro_batch * seq_len):
+        raise ValueError(
+            f"tokens_per_step={run.tokens_per_step} is not a multiple of micro_batch * data.seq_len = "
+            f"{run.micro_batch} * {seq_len} = {run.micro_batch * seq_len}"
+        )
+
+
+def _shape(model: ModelConfig) -> None:
+    for key in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn", "max_seq_len"):
+        if getattr(model, key) < 1:
+            raise ValueError(f"model.{key}={getattr(model, key)} must be at least 1")
+    if model.dim % model.heads:
+        raise ValueError(f"model.dim={model.dim} is not a multiple of model.heads={model.heads}")
+    if model.heads % model.kv_heads:
+        raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
+    head_dim = model.dim // model.heads
+    if model.positions == "rotary" and head_dim % 2:
+        raise ValueError(f"rotary positions need an even head dimension: model.dim / model.heads = {head_dim}")
+
+
+def device(name: str) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise ValueError(f"device={name} is not one of auto, cpu, cuda, cuda:N")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name} was asked for, but torch {torch.__version__} finds no CUDA device")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name} is not there: {torch.cuda.device_count()} CUDA devices")
+    return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
+
+
+def compiles(choice: Compile, on: torch.device) -> bool:
+    """Whether to compile; a compiler that is missing on this machine is an error only when the choice was made."""
+    if choice is Compile.off or (choice is Compile.auto and on.type == "cpu"):
+        return False
+    if on.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise ValueError(f"compile={choice.name} on {on} needs triton, which is not installed; compile=off runs without")
+    names = ("c++", "g++", "clang++") if on.type == "cpu" else ("cc", "gcc", "clang")
+    if not any(map(shutil.which, names)):
+        raise ValueError(f"compile={choice.name} on {on} needs a compiler, and none of {', '.join(names)} is on PATH")
+    return True
+
+
+def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int) -> None:
+    """Every tile and rotation divides its dimension. `tokens`: of one micro-batch."""
+    for name, recipe in effective.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        recipes.check(
+            recipe, name=name, in_features=linear.in_features, out_features=linear.out_features, tokens=tokens
+        )
+
+
+def vocabulary(model: ModelConfig, tokenizer: int) -> None:
+    """The embedding has a row for every token."""
+    if model.vocab_size < tokenizer:
+        raise ValueError(f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer}")
+
+
+def corpus(name: str, saved: str | None, now: str) -> None:
+    """A run goes on with the text it began with."""
+    if saved not in (None, now):
+        raise ValueError(
+            f"run {name!r} began on a corpus with hash {saved}, the data now has {now}; restore the data, or choose "
+            "another name=..., or resume=never to move the earlier run aside"
+        )
+
+
+def undone_recipe(overrides: Iterable[str]) -> str | None:
+    """A sentence when `precision=...` on the command line replaces what `+recipe=...` chose, else None."""
+    chosen = dict(o.split("=", 1) for o in overrides if "=" in o)
+    if "+recipe" in chosen and "precision" in chosen:
+        return f"precision={chosen['precision']} undoes the precision of +recipe={chosen['+recipe']}"
+    return None
