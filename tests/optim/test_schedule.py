@@ -1,0 +1,73 @@
+"""Schedules at the steps where they bend."""
+
+import math
+
+import pytest
+
+from lowprec_train.optim.schedule import WarmupCosine, WarmupLinear, WarmupStableDecay
+
+
+def test_warmup_reaches_the_peak_on_its_last_step():
+    for schedule in (
+        WarmupCosine(peak=2.0, steps=100, warmup_steps=10),
+        WarmupLinear(peak=2.0, steps=100, warmup_fraction=0.1),
+        WarmupStableDecay(peak=2.0, steps=100, warmup_steps=10),
+    ):
+        assert [schedule(step) for step in (0, 4, 9)] == [0.2, 1.0, 2.0]
+
+
+def test_cosine_corner_steps():
+    schedule = WarmupCosine(peak=1.0, steps=110, warmup_steps=10, final_fraction=0.1)
+    assert schedule(59) == pytest.approx(0.55, abs=1e-15)  # half of the decay is done
+    assert schedule(109) == 0.1
+    assert schedule(500) == 0.1
+    assert schedule(34) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), abs=1e-15)
+
+
+def test_linear_corner_steps():
+    schedule = WarmupLinear(peak=1.0, steps=10, final_fraction=0.0)
+    assert [schedule(step) for step in range(10)] == pytest.approx([1 - (step + 1) / 10 for step in range(10)])
+    assert schedule(9) == 0.0
+
+
+def test_stable_phase_is_flat_and_the_tail_ends_at_the_final_fraction():
+    schedule = WarmupStableDecay(peak=3.0, steps=100, warmup_steps=5, decay_steps=20, final_fraction=0.5)
+    assert {schedule(step) for step in range(4, 80)} == {3.0}
+    assert schedule(80) == 3.0 * (0.5 + 0.5 * (1 - 1 / 20))
+    assert schedule(89) == 3.0 * 0.75
+    assert schedule(99) == 1.5
+    root = WarmupStableDecay(peak=1.0, steps=100, decay_fraction=0.16, shape="sqrt")
+    assert root(87) == pytest.approx(1 - math.sqrt(0.25), abs=1e-15)
+    assert root(99) == 0.0
+
+
+def test_whole_run_may_decay():
+    assert WarmupStableDecay(peak=1.0, steps=10, decay_fraction=1.0)(4) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "complaint"),
+    [
+        (WarmupCosine, {"peak": -1.0, "steps": 10}, "-1.0"),
+        (WarmupCosine, {"peak": float("nan"), "steps": 10}, "nan"),
+        (WarmupCosine, {"peak": 1.0, "steps": 0}, "steps=0"),
+        (WarmupCosine, {"peak": 1.0, "steps": 10, "warmup_steps": 10}, "10 of 10"),
+        (WarmupCosine, {"peak": 1.0, "steps": 10, "warmup_steps": -3}, "-3 of 10"),
+        (WarmupCosine, {"peak": 1.0, "steps": 10, "warmup_steps": 2, "warmup_fraction": 0.2}, "2 and 0.2"),
+        (WarmupLinear, {"peak": 1.0, "steps": 10, "warmup_fraction": 1.0}, "1.0"),
+        (WarmupLinear, {"peak": 1.0, "steps": 10, "final_fraction": 1.5}, "1.5"),
+        (WarmupStableDecay, {"peak": 1.0, "steps": 10, "warmup_steps": 6, "decay_steps": 5}, "decay 5"),
+        (WarmupStableDecay, {"peak": 1.0, "steps": 3}, "decay 0"),
+        (WarmupStableDecay, {"peak": 1.0, "steps": 10, "shape": "cube"}, "cube"),
+        (WarmupStableDecay, {"peak": 1.0, "steps": 10, "decay_steps": 1, "decay_fraction": 0.3}, "1 and 0.3"),
+    ],
+)
+def test_bad_values_are_named(make, values, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        make(**values)
+
+
+def test_negative_step_is_an_error():
+    for make in (WarmupCosine, WarmupLinear, WarmupStableDecay):
+        with pytest.raises(ValueError, match="-1"):
+            make(peak=1.0, steps=10)(-1)
