@@ -1,0 +1,265 @@
+"""The rules of the house, held by tests: floors, budgets, banned patterns, documentation that stays true."""
+
+import ast
+import re
+import statistics
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "lowprec_train"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+SCRIPTS = [ROOT / "train.py", *sorted((ROOT / "scripts").rglob("*.py"))]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 80
+P90_FUNCTION_LINES = 35
+MEDIAN_FUNCTION_LINES = 14
+# Facts of the launch, set by torchrun or Slurm: where this process stands, never what it computes.
+LAUNCH_FACTS = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+LAUNCH_FACTS |= {"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
+# The one file that may touch torch's private names (decision 0008).
+TORCH_ADAPTER: str | None = None
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def functions(module: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(module) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function from its `def` on, its docstring left out: prose is not what the budget is about."""
+    length = function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        docstring = function.body[0]
+        length -= docstring.end_lineno - docstring.lineno + 1
+    return length
+
+
+def places(found: list[tuple[Path, ast.AST]]) -> list[str]:
+    return [f"{relative(path)}:{node.lineno}" for path, node in found]
+
+
+def nodes(kind: type, paths: list[Path] = SOURCES) -> Iterator[tuple[Path, ast.AST]]:
+    for path in paths:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, kind):
+                yield path, node
+
+
+# --- floors and budgets ---------------------------------------------------------------------------------------------
+
+
+def test_floors(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True) == 0
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *SCRIPTS, *TESTS], ids=relative)
+def test_file_length(path):
+    lines = len(path.read_text().splitlines())
+    assert lines <= MAX_FILE_LINES, f"{relative(path)} has {lines} lines: one idea a file, at most {MAX_FILE_LINES}"
+
+
+def test_function_lengths():
+    lengths = {
+        f"{relative(path)}:{node.lineno} {node.name}": code_lines(node)
+        for path in SOURCES
+        for node in functions(tree(path))
+    }
+    ordered = sorted(lengths.values())
+    too_long = {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
+    assert not too_long, f"functions over {MAX_FUNCTION_LINES} lines: {too_long}"
+    assert ordered[int(0.9 * len(ordered))] <= P90_FUNCTION_LINES, sorted(lengths.items(), key=lambda item: -item[1])[:10]
+    assert statistics.median(ordered) <= MEDIAN_FUNCTION_LINES
+
+
+def test_modules_teach():
+    silent = [relative(path) for path in [*SOURCES, *SCRIPTS] if not (ast.get_docstring(tree(path)) or "").strip()]
+    assert not silent, f"modules without a docstring: {silent}"
+
+
+def test_no_rooms_without_an_idea():
+    vague = {"utils", "util", "helpers", "helper", "common", "manager", "misc", "core", "base"}
+    assert not [relative(path) for path in SOURCES if path.stem in vague or path.parent.name in vague]
+
+
+# --- banned patterns, each seen to rot a codebase -------------------------------------------------------------------
+
+
+def environment_key(node: ast.AST) -> ast.AST | None:
+    """The key of an `os.environ[...]`, `os.environ.get(...)` or `os.getenv(...)`; the node itself for any other use."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="environ"), slice=key):
+            return key
+        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="environ"), attr="get"), args=[key, *_]):
+            return key
+        case ast.Call(func=ast.Attribute(attr="getenv"), args=[key, *_]):
+            return key
+    return None
+
+
+def test_environment_is_launch_facts_only():
+    """D6: no environment variable changes numerics."""
+    for path in SOURCES:
+        module = tree(path)
+        uses = [node for node in ast.walk(module) if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")]
+        keys = [key for node in ast.walk(module) if (key := environment_key(node)) is not None]
+        assert len(keys) == len(uses), f"{relative(path)}: os.environ used other than by a literal key"
+        for key in keys:
+            assert isinstance(key, ast.Constant), f"{relative(path)}:{key.lineno}: the key is not a literal"
+            assert key.value in LAUNCH_FACTS, f"{relative(path)}:{key.lineno}: {key.value} is not a launch fact"
+
+
+def names_a_recipe(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Name) and "recipe" in node.id) or (
+        isinstance(node, ast.Attribute) and (node.attr == "recipe" or (node.attr == "name" and names_a_recipe(node.value)))
+    )
+
+
+def test_no_recipe_ladders():
+    def ladder(node: ast.Compare) -> bool:
+        operands = [node.left, *node.comparators]
+        literal = any(isinstance(item, ast.Constant) and isinstance(item.value, str) for item in operands)
+        return literal and any(names_a_recipe(item) for item in operands)
+
+    assert not places([(path, node) for path, node in nodes(ast.Compare) if ladder(node)])
+
+
+def test_optional_imports_are_never_none():
+    """D4: a missing extra is an error when it is asked for, never a None that fails at step 1."""
+
+    def hides(handler: ast.ExceptHandler) -> bool:
+        caught = ast.unparse(handler.type) if handler.type else ""
+        assigned = [node.value for node in ast.walk(handler) if isinstance(node, ast.Assign)]
+        return "Import" in caught and any(isinstance(value, ast.Constant) and value.value is None for value in assigned)
+
+    assert not places([(path, node) for path, node in nodes(ast.ExceptHandler) if hides(node)])
+
+
+def test_no_host_synchronisation_in_the_step():
+    trainer = PACKAGE / "train" / "trainer.py"
+    steps = [node for node in functions(tree(trainer)) if node.name == "step"]
+    assert steps, "trainer.py has no step"
+    reads = {"item", "tolist", "cpu", "numpy", "synchronize"}
+    for step in steps:
+        called = {node.func.attr for node in ast.walk(step) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
+        assert not called & reads, f"Trainer.step waits for the device: {called & reads}"
+
+
+def test_no_randomness_inside_the_graph():
+    """A torch.rand* in a compiled region is drawn again in the backward graph, silently: draws come from Philox."""
+    banned = re.compile(r"torch\.(rand|randn|randint|rand_like|randn_like|bernoulli|randperm|dropout)\b|\.(bernoulli_|random_)\(")
+    floors = [path for path in SOURCES if path.relative_to(PACKAGE).parts[0] in ("ops", "numerics", "precision", "recipes")]
+    for path in floors:
+        calls = [ast.unparse(node) for node in ast.walk(tree(path)) if isinstance(node, ast.Call)]
+        assert not [call for call in calls if banned.search(call)], relative(path)
+
+
+def test_no_tensor_subclasses():
+    bases = [(path, node) for path, node in nodes(ast.ClassDef) for base in node.bases if ast.unparse(base) in ("torch.Tensor", "Tensor")]
+    assert not places(bases)
+
+
+def private_torch(node: ast.AST) -> bool:
+    match node:
+        case ast.ImportFrom(module=str(module)) if module.split(".")[0] == "torch":
+            return any(part.startswith("_") and part != "__future__" for part in module.split("."))
+        case ast.Import(names=names):
+            return any(name.name.startswith("torch.") and "._" in name.name for name in names)
+        case ast.Attribute(attr=attr):
+            return attr.startswith("_") and not attr.startswith("__") and ast.unparse(node.value).split(".")[0] == "torch"
+    return False
+
+
+def test_private_torch_names_live_in_one_file():
+    """D8: works on torch 2.11 to 2.13, so what may move without notice is behind one adapter."""
+    found = [(path, node) for path, node in nodes(ast.AST) if private_torch(node) and relative(path) != TORCH_ADAPTER]
+    assert not places(found)
+
+
+# --- packaging ------------------------------------------------------------------------------------------------------
+
+
+def distribution(requirement: str) -> str:
+    return re.split(r"[\[<>=!~ ]", requirement)[0].lower().replace("_", "-")
+
+
+def test_every_need_is_pinned():
+    pinned = {distribution(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
+    project = PYPROJECT["project"]
+    needs = {distribution(item) for item in [*project["dependencies"], *project["optional-dependencies"]["dev"]]}
+    assert needs <= pinned, f"constraints.txt lacks {sorted(needs - pinned)}"
+
+
+def test_apex_is_no_extra():
+    """D4: what the package index calls apex is an unrelated project."""
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    assert not [item for items in extras.values() for item in items if distribution(item) == "apex"]
+    assert "apex" not in extras
+
+
+# --- documentation --------------------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that a Markdown file offers: its headings, lower case, spaces as dashes, signs dropped."""
+    headings = re.findall(r"^#+ +(.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_links_resolve(document):
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, fragment = target.partition("#")
+        path = (document.parent / name).resolve() if name else document
+        assert path.exists(), f"{relative(document)} links to {target}, which does not exist"
+        if fragment:
+            assert fragment in anchors(path.read_text()), f"{relative(document)}: no heading for {target}"
+
+
+def test_changelog_has_this_version():
+    version = PYPROJECT["project"]["version"]
+    assert re.search(rf"^## \[?{re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+
+
+def test_recipes_are_documented():
+    """Each recipe has its module, its bundle, and a row in the README and in docs/recipes.md."""
+    bundles = {path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml")}
+    modules = {path.stem for path in (PACKAGE / "recipes").glob("*.py")} - {"__init__"}
+    assert bundles and bundles <= modules | set()
+    for document in (ROOT / "README.md", ROOT / "docs" / "recipes.md"):
+        rows = set(re.findall(r"^\| *`?(\w+)`? *\|", document.read_text(), flags=re.MULTILINE))
+        assert bundles <= rows, f"{relative(document)} has no row for {sorted(bundles - rows)}"
+
+
+@pytest.mark.parametrize("bundle", sorted((ROOT / "configs" / "recipe").glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipe_bundles_are_global(bundle):
+    """D2: `+recipe=` bundles sit in the global package and are not in the defaults list."""
+    assert bundle.read_text().lstrip().startswith("# @package _global_")
+    defaults = (ROOT / "configs" / "train.yaml").read_text()
+    assert not re.search(r"^\s*- *(optional +)?/?recipe\b", defaults, flags=re.MULTILINE)
+
+
+def test_decisions_say_what_they_prevent():
+    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert len(records) >= 10
+    for record in records:
+        assert {"decision", "failure-it-prevents"} <= anchors(record.read_text()), relative(record)
