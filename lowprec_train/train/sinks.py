@@ -1,0 +1,201 @@
+"""Where the numbers of a run go. The trainer hands every sink the same `{name: float}` per step; a sink keeps no other state.
+
+`metrics.jsonl` is always written: one JSON object a line, `{"step": 12, "train/loss": 3.25, ...}`, floats in full precision, so that equal runs are
+equal files. A skipped step's loss is the bare word NaN, as Python's json writes and reads it. Console, TensorBoard and Weights & Biases are added
+by configuration, and a package that is missing is an error when the sink is built, before the first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+class Sink(Protocol):
+    """Receives one line per logged step."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What sinks may know of the run they belong to.
+
+    Args:
+        name: the run's name.
+        directory: the run directory, existing.
+        steps: length of the run in steps.
+        resumed_step: steps already done when this process started; 0 for a fresh run.
+        config: the resolved configuration, plain values.
+        remembered: strings that the checkpoint carries from launch to launch (`Trainer.remembered`); a sink may add its own.
+    """
+
+    name: str
+    directory: Path
+    steps: int
+    resumed_step: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    remembered: dict[str, str] = field(default_factory=dict)
+
+
+class JsonlSink:
+    """Appends to `metrics.jsonl`, a line at a time; on resume the lines past the resumed step, and a torn last one, go first."""
+
+    def __init__(self, *, run: RunFacts) -> None:
+        path = run.directory / "metrics.jsonl"
+        if path.exists():
+            _drop_lines_after(path, run.resumed_step)
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one line."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, without a last one that a crash tore."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _drop_lines_after(path: Path, step: int) -> None:
+    kept = [line for line in read_lines(path) if line["step"] <= step]
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(partial, path)
+
+
+class ConsoleSink:
+    """A progress bar with loss, tokens/s and the time left; where output is no terminal, a plain line every `every` steps."""
+
+    def __init__(self, *, run: RunFacts, every: int = 10, console: Console | None = None) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1 step")
+        self._run, self._every = run, every
+        self._console = console or Console(soft_wrap=True)
+        self._bar: Progress | None = None
+        if self._console.is_terminal:
+            self._bar = _progress_bar(self._console)
+            self._task = self._bar.add_task(run.name, total=run.steps, completed=run.resumed_step, numbers="")
+            self._bar.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the bar; print evaluations, and without a bar every n-th step."""
+        evaluated = "valid/loss" in metrics
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, numbers=_numbers(metrics))
+            if evaluated:
+                self._console.print(self._line(step, metrics), highlight=False)
+        elif evaluated or step % self._every == 0 or step == self._run.steps:
+            self._console.print(self._line(step, metrics), highlight=False)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
+        return f"{self._run.name}  step {step}/{self._run.steps}  {_numbers(metrics)}"
+
+
+def _progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+    return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+
+
+_SHOWN = {
+    "train/loss": "loss {:.4f}",
+    "valid/loss": "valid {:.4f}",
+    "train/grad_norm": "norm {:.3g}",
+    "perf/tokens_per_sec_per_gpu": "{:,.0f} tokens/s",
+    "perf/mfu_bf16peak": "mfu {:.1%}",
+    "mem/peak_gib": "{:.1f} GiB",
+}
+
+
+def _numbers(metrics: Mapping[str, float]) -> str:
+    shown = [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
+    skipped = metrics.get("train/skipped", 0)
+    return "  ".join(shown + ([f"{skipped:.0f} skipped"] if skipped else []))
+
+
+class TensorBoardSink:
+    """Scalars under `<run directory>/tensorboard`; on resume the points past the resumed step are purged.
+
+    Raises:
+        ValueError: the tensorboard package is missing.
+    """
+
+    def __init__(self, *, run: RunFacts) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ValueError(_missing("tensorboard", error)) from error
+        purge = run.resumed_step + 1 if run.resumed_step else None
+        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write every metric as a scalar of its own name."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases. The run id travels in the checkpoint, so a requeued job goes on in the same W&B run.
+
+    WANDB_MODE and wandb's other variables are wandb's own and are honoured by it.
+
+    Args:
+        project, group, tags: as in `wandb.init`.
+
+    Raises:
+        ValueError: the wandb package is missing.
+    """
+
+    REMEMBERED = "wandb_run_id"
+
+    def __init__(
+        self, *, run: RunFacts, project: str = "lowprec_train", group: str | None = None, tags: tuple[str, ...] = ()
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(_missing("wandb", error)) from error
+        self._wandb_run = wandb.init(
+            project=project,
+            group=group,
+            tags=list(tags),
+            name=run.name,
+            dir=str(run.directory),
+            config=dict(run.config),
+            id=run.remembered.get(self.REMEMBERED),
+            resume="allow",
+        )
+        self._wandb_run.define_metric("data/tokens")
+        self._wandb_run.define_metric("*", step_metric="data/tokens")
+        run.remembered[self.REMEMBERED] = self._wandb_run.id
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send one step. W&B itself drops a step that it already has."""
+        self._wandb_run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._wandb_run.finish()
+
+
+def _missing(package: str, error: ImportError) -> str:
+    return f"logger={package} needs the package {package!r} ({error}): pip install 'lowprec_train[{package}]'"

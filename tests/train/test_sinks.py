@@ -1,0 +1,118 @@
+"""Sinks: what is written, what a resume takes back, and what is said when a package is missing."""
+
+import io
+import json
+import math
+import sys
+import types
+
+import pytest
+from rich.console import Console
+
+from lowprec_train.train.sinks import ConsoleSink, JsonlSink, RunFacts, TensorBoardSink, WandbSink, read_lines
+
+LINE = {"train/loss": 2.5, "perf/tokens_per_sec_per_gpu": 1234.0, "train/skipped": 0.0}
+
+
+def facts(tmp_path, **changes):
+    return RunFacts(**{"name": "r", "directory": tmp_path, "steps": 100, **changes})
+
+
+def write(tmp_path, steps, **changes):
+    sink = JsonlSink(run=facts(tmp_path, **changes))
+    for step in steps:
+        sink.log(step, {"train/loss": step / 3})
+    return sink
+
+
+def test_jsonl_keeps_full_precision_and_is_flushed_per_line(tmp_path):
+    sink = write(tmp_path, range(1, 4))
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": s, "train/loss": s / 3} for s in (1, 2, 3)]  # not closed yet
+    sink.log(4, {"train/loss": math.nan})
+    assert math.isnan(read_lines(tmp_path / "metrics.jsonl")[-1]["train/loss"])
+    sink.close()
+
+
+def test_jsonl_resume_drops_later_lines_and_a_torn_one(tmp_path):
+    write(tmp_path, range(1, 8)).close()
+    path = tmp_path / "metrics.jsonl"
+    uninterrupted = path.read_bytes()
+    with path.open("a") as file:
+        file.write('{"step": 8, "train/lo')
+    write(tmp_path, range(6, 8), resumed_step=5).close()
+    assert path.read_bytes() == uninterrupted
+    write(tmp_path, [1]).close()  # a run that died before its first checkpoint starts over
+    assert [line["step"] for line in read_lines(path)] == [1]
+
+
+def test_console_without_a_terminal_prints_every_n_steps_and_evaluations(tmp_path):
+    out = io.StringIO()
+    sink = ConsoleSink(run=facts(tmp_path, steps=25), every=10, console=Console(file=out, width=200))
+    for step in range(1, 26):
+        sink.log(step, LINE | ({"valid/loss": 3.5} if step == 13 else {}))
+    sink.close()
+    lines = out.getvalue().splitlines()
+    assert [line.split()[2] for line in lines] == ["10/25", "13/25", "20/25", "25/25"]
+    assert "loss 2.5000" in lines[0] and "1,234 tokens/s" in lines[0] and "skipped" not in lines[0]
+    assert "valid 3.5000" in lines[1]
+
+
+def test_console_on_a_terminal_shows_a_bar(tmp_path):
+    out = io.StringIO()
+    sink = ConsoleSink(run=facts(tmp_path, resumed_step=40), console=Console(file=out, force_terminal=True, width=160))
+    sink.log(50, LINE | {"train/skipped": 2.0, "valid/loss": 3.5})
+    sink.close()
+    assert all(part in out.getvalue() for part in ("50/100", "loss 2.5000", "1,234 tokens/s", "left", "2 skipped", "valid 3.5"))
+
+
+def test_console_interval_is_checked(tmp_path):
+    with pytest.raises(ValueError, match="every=0"):
+        ConsoleSink(run=facts(tmp_path), every=0)
+
+
+def test_tensorboard_writes_scalars(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    sink = TensorBoardSink(run=facts(tmp_path))
+    sink.log(3, LINE)
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 2.5)]
+
+
+@pytest.mark.parametrize(("sink", "package"), [(TensorBoardSink, "tensorboard"), (WandbSink, "wandb")])
+def test_missing_package_is_one_clear_error(tmp_path, monkeypatch, sink, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    with pytest.raises(ValueError, match=f"logger={package} needs"):
+        sink(run=facts(tmp_path))
+
+
+class FakeWandbRun:
+    def __init__(self, **arguments):
+        self.arguments, self.id, self.lines, self.finished = arguments, arguments["id"] or "new-id", [], False
+
+    def define_metric(self, name, step_metric=None):
+        pass
+
+    def log(self, metrics, step):
+        self.lines.append((step, metrics))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_run_id_travels_with_the_checkpoint(tmp_path, monkeypatch):
+    made = []
+    fake = types.SimpleNamespace(init=lambda **arguments: made.append(FakeWandbRun(**arguments)) or made[-1])
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    remembered = {}
+    first = WandbSink(run=facts(tmp_path, remembered=remembered, config={"seed": 1}), project="p", group="g")
+    first.log(7, LINE)
+    first.close()
+    assert remembered == {"wandb_run_id": "new-id"} and made[0].lines == [(7, LINE)] and made[0].finished
+    assert made[0].arguments["id"] is None and made[0].arguments["config"] == {"seed": 1}
+    WandbSink(run=facts(tmp_path, remembered=json.loads('{"wandb_run_id": "old-id"}')))
+    assert made[1].arguments["id"] == "old-id" and made[1].arguments["resume"] == "allow"
