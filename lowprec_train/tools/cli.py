@@ -1,0 +1,45 @@
+"""The `lowprec` command: one word per job, `lowprec compare RUN RUN ...`.
+
+A subcommand is a module with `register(subparsers)`, which adds a parser whose default `run` takes the parsed arguments and
+returns the exit status. Statuses are the same for all: 0 done, 1 the answer is no (a gate that fails), 2 bad input, in one line.
+"""
+
+import argparse
+import platform
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+
+from lowprec_train import __version__
+from lowprec_train.tools import compare
+
+COMMANDS = (compare,)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit status; argparse itself exits 2 on a wrong option."""
+    parsed = parser().parse_args(arguments)
+    try:
+        return parsed.run(parsed)
+    except (ValueError, OSError) as error:
+        print(f"lowprec {parsed.command}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line, as a value: documentation and tests read it too."""
+    top = argparse.ArgumentParser(prog="lowprec", description="Tools around low-precision pretraining runs.")
+    top.add_argument("--version", action="version", version=version())
+    subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.register(subparsers)
+    return top
+
+
+def version() -> str:
+    """Version of the package and of what decides its numbers, e.g. for a bug report."""
+    return f"lowprec_train {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""A finished, stopped or still growing run, read from its directory and nothing else.
+
+`metrics.jsonl` has one JSON object a line: a `step` and any numbers. It is read as a writer that may be killed at any byte
+leaves it: a line that is not whole is counted and left out, and a step that a resumed run wrote again replaces the first one,
+metric by metric. NaN and infinity (a `null` is read as NaN) stay in: they are results.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+LOSS = "train/loss"
+VALID = "valid/loss"
+TOKENS = "data/tokens"
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One metric: `values[i]` (float64) was logged at `steps[i]` (int64, increasing)."""
+
+    steps: Array
+    values: Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run directory in memory. `label` is the name that reports use: unique among the runs that were read together."""
+
+    path: Path
+    label: str
+    recipe: str
+    model: str
+    corpus_hash: str
+    unigram_entropy: float | None
+    deviations: tuple[str, ...]
+    overrides: tuple[str, ...]
+    config: Mapping[str, Any]
+    metrics: Mapping[str, Series]
+    status: str
+    notes: tuple[str, ...]
+
+    def series(self, metric: str) -> Series:
+        """The metric, empty when it was never logged."""
+        return self.metrics.get(metric, Series(steps=np.array([], int), values=np.array([], float)))
+
+    @property
+    def loss(self) -> Series:
+        return self.metrics[LOSS]
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Read runs that can be compared: at least two, different, on the same corpus. Earlier reports among `paths` are left out.
+
+    Raises ValueError naming the directory and the offending value.
+    """
+    paths = [path for path in paths if not (path / "report.json").is_file() or (path / "metrics.jsonl").exists()]
+    if len(paths) < 2:
+        raise ValueError(f"needs at least two runs, got {len(paths)}")
+    for i, path in enumerate(paths):
+        if path.resolve() in [earlier.resolve() for earlier in paths[:i]]:
+            raise ValueError(f"the same run is given twice: {path}")
+    infos = [read_info(path) for path in paths]
+    runs = [read_run(path, info, label) for path, info, label in zip(paths, infos, labels(paths, infos))]
+    for run in runs[1:]:
+        if run.corpus_hash != runs[0].corpus_hash:
+            raise ValueError(
+                "runs on different corpora cannot be compared: "
+                f"{runs[0].label} has corpus hash {runs[0].corpus_hash}, {run.label} has {run.corpus_hash}"
+            )
+    return runs
+
+
+def labels(paths: Sequence[Path], infos: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Run names, or paths where two runs share a name."""
+    names = [str(info.get("name") or path.resolve().name) for path, info in zip(paths, infos)]
+    return [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths)]
+
+
+def read_info(path: Path) -> dict[str, Any]:
+    """`run.json`: the run's identity. Raises ValueError when `path` is no run directory."""
+    if not path.is_dir():
+        raise ValueError(f"no such run directory: {path}")
+    source = path / "run.json"
+    if not source.is_file():
+        raise ValueError(f"not a run directory (no run.json): {path}")
+    try:
+        info = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{source} is not JSON: {error}") from None
+    if not isinstance(info, dict) or not info.get("corpus_hash"):
+        raise ValueError(f"{source} has no corpus_hash, so nothing says that the runs saw the same data")
+    return info
+
+
+def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
+    """Read the rest of a run directory whose `run.json` is `info`."""
+    metrics, notes = read_metrics(path / "metrics.jsonl")
+    entropy = info.get("valid_unigram_entropy")
+    return Run(
+        path=path,
+        label=label,
+        recipe=str(info.get("recipe") or "unknown"),
+        model=str(info.get("model") or "unknown"),
+        corpus_hash=str(info["corpus_hash"]),
+        unigram_entropy=None if entropy is None else float(entropy),
+        deviations=tuple(map(str, info.get("deviations") or ())),
+        overrides=tuple(map(str, info.get("overrides") or ())),
+        config=read_config(path / "config.yaml"),
+        metrics=metrics,
+        status=next((mark.lower() for mark in ("DONE", "PREEMPTED") if (path / mark).exists()), "unfinished"),
+        notes=tuple(notes),
+    )
+
+
+def read_config(source: Path) -> dict[str, Any]:
+    """The resolved configuration as one level of dotted keys; lists are values."""
+    if not source.is_file():
+        raise ValueError(f"not a run directory (no config.yaml): {source.parent}")
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(source), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{source} is not YAML: {str(error).splitlines()[0]}") from None
+    return dict(flatten(tree))
+
+
+def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of nested dictionaries with their dotted keys; an empty dictionary has none."""
+    if not isinstance(tree, dict):
+        yield prefix, tree
+        return
+    for key, value in tree.items():
+        yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def read_metrics(source: Path) -> tuple[dict[str, Series], list[str]]:
+    """All series of a metrics.jsonl, and what a reader should know about the file."""
+    if not source.is_file():
+        raise ValueError(f"no metrics (no metrics.jsonl): {source.parent}")
+    rows: dict[int, dict[str, float]] = {}
+    broken, repeated = [], 0
+    for number, line in enumerate(source.read_bytes().decode("utf-8", errors="replace").split("\n"), start=1):
+        if not line.strip():
+            continue
+        record = parse(line)
+        if record is None:
+            broken.append(number)
+            continue
+        step, values = record
+        row = rows.setdefault(step, {})
+        repeated += LOSS in values and LOSS in row
+        row.update(values)
+    if not any(LOSS in row for row in rows.values()):
+        raise ValueError(f"no metrics (no {LOSS} in {source})")
+    notes = []
+    if broken:
+        notes.append(f"unreadable lines of metrics.jsonl are left out: {', '.join(map(str, broken))}")
+    if repeated:
+        notes.append(f"{repeated} steps were logged again after a resume; the last values are used")
+    return columns(rows), notes
+
+
+def parse(line: str) -> tuple[int, dict[str, float]] | None:
+    """(step, metrics) of one line; None when the line is not whole."""
+    try:
+        record = json.loads(line)
+        return int(record.pop("step")), {k: float("nan") if v is None else float(v) for k, v in record.items()}
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return None
+
+
+def columns(rows: Mapping[int, Mapping[str, float]]) -> dict[str, Series]:
+    """Turn one row per step into one series per metric."""
+    steps = sorted(rows)
+    found: dict[str, Series] = {}
+    for metric in dict.fromkeys(metric for step in steps for metric in rows[step]):
+        at = [step for step in steps if metric in rows[step]]
+        found[metric] = Series(steps=np.array(at, int), values=np.array([rows[step][metric] for step in at], float))
+    return found
