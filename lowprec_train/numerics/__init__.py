@@ -1,0 +1,1 @@
+"""Numbers: formats, quantisers and draws."""

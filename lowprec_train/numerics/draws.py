@@ -1,0 +1,84 @@
+"""Seeds for every stochastic operand of every linear, as data: a table that is rewritten in place at each step.
+
+    seed[site, stream] = first 63 bits of Philox4x32-10(counter = (site, stream, step), key = run seed)
+
+A site is a linear layer, a stream one of its (gemm, purpose) pairs. Nothing inside the graph draws: compiled, recomputed and
+resumed runs read the same table. Micro-batches of a step share the seeds and differ by `origin`, the global index of their first token:
+the draw of a token does not depend on how the batch is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from lowprec_train.ops.philox import philox
+
+
+class Gemms(IntEnum):
+    """The three GEMMs of a linear layer."""
+
+    FPROP = 0
+    DGRAD = 1
+    WGRAD = 2
+
+
+class Purpose(IntEnum):
+    """What a GEMM draws for: the signs of its rotation, the rounding of operand a, of operand b."""
+
+    ROTATION = 0
+    A = 1
+    B = 2
+
+
+STREAMS = len(Gemms) * len(Purpose)
+
+
+@dataclass(frozen=True)
+class SiteDraws:
+    """One linear's view: seeds int64 [9]; origins of token-major and channel-major operands, int64 [2] each."""
+
+    seeds: Tensor
+    token_rows: Tensor
+    token_columns: Tensor
+
+    def seed(self, gemm: Gemms, purpose: Purpose) -> Tensor:
+        """0-dim int64."""
+        return self.seeds[gemm * len(Purpose) + purpose]
+
+
+class Draws:
+    """The seeds of one run. `seed`: any int; `sites`: number of linear layers."""
+
+    def __init__(self, seed: int, sites: int, device: torch.device | str = "cpu") -> None:
+        self.run_seed = torch.tensor(seed & 0x7FFFFFFFFFFFFFFF)
+        self.table = torch.zeros((sites, STREAMS), dtype=torch.int64, device=device)
+        self.token_rows = torch.zeros(2, dtype=torch.int64, device=device)
+        self.token_columns = torch.zeros(2, dtype=torch.int64, device=device)
+        self.step: int | None = None
+
+    def begin(self, step: int, first_token: int) -> None:
+        """Point all draws at a step and at a micro-batch's first token (counted within the step, a multiple of 8)."""
+        if first_token % 8:
+            raise ValueError(
+                f"draws are addressed in groups of 8 tokens; a micro-batch cannot start at token {first_token}"
+            )
+        if step != self.step:
+            self.table.copy_(self._seeds(step))
+            self.step = step
+        self.token_rows.copy_(torch.tensor([first_token, 0]))
+        self.token_columns.copy_(torch.tensor([0, first_token]))
+
+    def _seeds(self, step: int) -> Tensor:
+        site = torch.arange(self.table.shape[0]).unsqueeze(1)
+        stream = torch.arange(STREAMS).unsqueeze(0)
+        low, high = torch.tensor(step & 0xFFFFFFFF), torch.tensor(step >> 32 & 0xFFFFFFFF)
+        words = philox((site, stream, low, high), self.run_seed)
+        return (words[1] & 0x7FFFFFFF) << 32 | words[0]
+
+    def site(self, index: int) -> SiteDraws:
+        """The view of one linear layer; it stays valid over `begin`."""
+        return SiteDraws(self.table[index], self.token_rows, self.token_columns)

@@ -1,0 +1,147 @@
+"""A Quantizer is the only lossy thing: it rounds a matrix to a format, with one scale per tile.
+
+    x[i, j] ~ codes[i, j] * scale[i // rows, j // columns]
+
+GEMM operands, gradient payloads, kept activations and optimizer moments are its users. Granularity is a tile shape:
+(-1, -1) is one scale for the tensor, (1, -1) one per row, (1, 32) an MX block, (128, 128) a weight block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.formats import BF16, E2M1, FP16, FP32, Format
+from lowprec_train.ops.schema import tile_shape
+
+
+class ScaleRule(Enum):
+    """How a tile's scale follows from its largest magnitude amax (format maximum M, exponent of M e_M).
+
+    FP32        amax / M
+    POW2        2**ceil(log2(amax / M)): never saturates, and layouts agree on it
+    E8M0_FLOOR  2**(floor(log2 amax) - e_M), OCP MX v1.0: values beyond M saturate unless `headroom` is 3/4
+    E8M0_CEIL   2**ceil(log2(amax / M)), arXiv 2506.08027: never saturates
+    NVFP4       amax / M rounded to E4M3 under an FP32 tensor scale, arXiv 2509.25149; E2M1 only
+    """
+
+    FP32 = "FP32"
+    POW2 = "POW2"
+    E8M0_FLOOR = "E8M0_FLOOR"
+    E8M0_CEIL = "E8M0_CEIL"
+    NVFP4 = "NVFP4"
+
+
+STOCHASTIC_HEADROOM = {
+    ScaleRule.E8M0_FLOOR: 3 / 4,
+    ScaleRule.NVFP4: 16 / 17,
+}  # without it rounding up would saturate: bias
+POWERS_OF_TWO = (ScaleRule.POW2, ScaleRule.E8M0_FLOOR, ScaleRule.E8M0_CEIL)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes and scale as plain tensors; not a Tensor subclass. It never crosses autograd: Functions take and return its tensors.
+
+    codes: [m, k] in the format's carrier. scale: FP32 [m / rows, k / columns], the effective dequantisation multiplier.
+    parts: what is stored where the scale has levels (NVFP4: `block` in E4M3, `tensor` in FP32, their product is the scale).
+    gain: scale / gain is a power of two for MX scales with head-room (4/3 for 3/4), else 1.
+    span: binades that the block exponents of a row lie within, 0 when unbounded.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    gain: float = 1.0
+    span: int = 0
+
+    @property
+    def granularity(self) -> str:
+        """ "tensor", "row" (one scale for all of k) or "block" (scales vary along k)."""
+        if self.scale.numel() == 1:
+            return "tensor"
+        return "row" if self.scale.shape == (self.codes.shape[0], 1) else "block"
+
+    def dequantize(self) -> Tensor:
+        """codes * scale, FP32 [m, k]."""
+        return torch.ops.lowprec.dequantize(self.codes, self.scale)
+
+    def t(self) -> Quantized:
+        """The transposed matrix, codes laid out row-major again."""
+        parts = {name: part.t() for name, part in self.parts.items()}
+        return Quantized(self.codes.t().contiguous(), self.scale.t(), parts, self.gain)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Rounds a 2-D tensor to `format` with a scale per `tile` = (rows, columns), -1 meaning the whole extent.
+
+    stochastic: rounds up with the probability of the distance (needs a seed), so that E[dequantize()] = x.
+    headroom: share of the format's range that amax may take; None takes 3/4 for stochastic E8M0_FLOOR, 16/17 for stochastic NVFP4, else 1.
+    span: MX exponents are raised to at least the row's largest minus `span`, before rounding, so that the codes fold into an
+          FP8 carrier (28 for E5M2, 14 for E4M3) and nothing flushes to zero; 0 leaves them alone.
+
+    Raises ValueError for a format or tile that the rule does not know.
+    """
+
+    format: Format
+    tile: tuple[int, int] = (-1, -1)
+    scale: ScaleRule = ScaleRule.FP32
+    stochastic: bool = False
+    headroom: float | None = None
+    span: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tile", tuple(self.tile))
+        if len(self.tile) != 2 or any(n != -1 and n < 1 for n in self.tile):
+            raise ValueError(f"a tile is (rows, columns), each positive or -1, not {self.tile}")
+        if self.scale is ScaleRule.NVFP4 and self.format is not E2M1:
+            raise ValueError(f"NVFP4 scales belong to E2M1, not {self.format}")
+        if self.headroom is not None and not 0 < self.headroom <= 1:
+            raise ValueError(f"headroom is a share of the range in (0, 1], not {self.headroom}")
+        if self.stochastic and self.format is FP32:
+            raise ValueError("FP32 is not rounded, so stochastic rounding to it means nothing")
+        if self.span and self.scale not in POWERS_OF_TWO:
+            raise ValueError(f"span bounds power-of-two block exponents; {self.scale.name} scales have none")
+
+    @property
+    def range_share(self) -> float:
+        """The head-room in force."""
+        if self.headroom is not None:
+            return self.headroom
+        return STOCHASTIC_HEADROOM.get(self.scale, 1.0) if self.stochastic else 1.0
+
+    def check(self, rows: int, columns: int) -> None:
+        """ValueError when the tile does not divide a rows x columns matrix."""
+        tile_shape(rows, columns, self.tile)
+
+    def __call__(self, x: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> Quantized:
+        """x [m, k], any float dtype. seed: 0-dim int64, required exactly when stochastic. origin: int64 [2], global row and column of x[0, 0]."""
+        self._check_call(x, seed)
+        if self.scale is ScaleRule.NVFP4:
+            codes, scale, block, tensor = torch.ops.lowprec.quantize_nvfp4(x, self.tile, self.range_share, seed, origin)
+            return Quantized(codes, scale, {"block": block, "tensor": tensor})
+        rule = self.scale.value
+        codes, scale = torch.ops.lowprec.quantize(
+            x, self.format.name, self.tile, rule, self.range_share, self.span, seed, origin
+        )
+        return Quantized(
+            codes, scale, gain=1 / self.range_share if self.scale is ScaleRule.E8M0_FLOOR else 1.0, span=self.span
+        )
+
+    def _check_call(self, x: Tensor, seed: Tensor | None) -> None:
+        if x.ndim != 2:
+            raise ValueError(f"a Quantizer takes a matrix, not a tensor of shape {tuple(x.shape)}")
+        if self.stochastic != (seed is not None):
+            raise ValueError("a seed is required exactly when rounding is stochastic")
+        if seed is not None and (seed.ndim != 0 or seed.dtype != torch.int64):
+            raise ValueError(f"a seed is a 0-dim int64 tensor, not {seed.dtype} of shape {tuple(seed.shape)}")
+        self.check(x.shape[0], x.shape[1])
+
+    def __str__(self) -> str:
+        tile = "x".join("*" if n == -1 else str(n) for n in self.tile)
+        rule = "" if self.format in (BF16, FP16, FP32) else f" {self.scale.name}"
+        return f"{self.format.name}[{tile}]{rule}{' SR' if self.stochastic else ''}"

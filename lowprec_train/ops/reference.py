@@ -1,0 +1,219 @@
+"""What each op means, in plain PyTorch: the oracle of every test and the kernel where no other one is built.
+
+Codes, scales and draws are made of operations that every back end rounds alike: + - x on FP32, integer arithmetic,
+exponent-field extraction and multiplication by powers of two. A quotient is taken in FP64 and rounded to FP32, which is
+the correctly rounded FP32 quotient (53 >= 2 * 24 + 2 bits) even where a compiler approximates FP32 division; no expression has the
+form a * b + c with an inexact product, so contraction to a fused multiply-add changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowprec_train.ops.philox import random_bits
+from lowprec_train.ops.schema import CARRIERS, tile_shape
+
+# format -> (mantissa bits, exponent of the smallest normal number, largest finite value)
+GRIDS = {
+    "E2M1": (1, 0, 6.0),
+    "E4M3": (3, -6, 448.0),
+    "E5M2": (2, -14, 57344.0),
+    "INT8": (0, 0, 127.0),
+    "BF16": (7, -126, torch.finfo(torch.bfloat16).max),
+    "FP16": (10, -14, torch.finfo(torch.float16).max),
+    "FP32": (23, -126, torch.finfo(torch.float32).max),
+}
+UNSCALED = ("BF16", "FP32")  # FP32's own exponent range: a scale would only take bits away
+TINY = 2.0**-126  # the smallest normal FP32: a scale below it has no finite reciprocal
+FOLD_TOP = {"E4M3": 6, "E5M2": 13}  # exponent that a row's largest block takes in a carrier: 6 * 2**top fits
+FOLD_SPAN = {"E4M3": 14, "E5M2": 28}  # binades below it whose E2M1 codes are still exact carrier values
+CARRIER_SHIFT = 8  # outlier carriers ride at 2**-8: E2M1 codes stay exact, outliers up to 19,000 clamps fit
+
+
+def divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
+    """Correctly rounded FP32 quotient on every back end."""
+    return (numerator.double() / denominator).float()
+
+
+def exponent(x: Tensor) -> Tensor:
+    """floor(log2 |x|) as int32; -127 for zeros and subnormals, 128 for Inf and NaN."""
+    return ((x.contiguous().view(torch.int32) >> 23) & 255) - 127
+
+
+def exp2_int(e: Tensor) -> Tensor:
+    """2**e for int32 e in [-126, 127], exactly."""
+    return ((e + 127) << 23).view(torch.float32)
+
+
+def tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """[m, k] -> [m / rows, rows, k / columns, columns]."""
+    return x.unflatten(1, (-1, tile[1])).unflatten(0, (-1, tile[0]))
+
+
+def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
+    """Largest magnitude of each tile, [m / rows, k / columns]; NaN and Inf stay visible."""
+    return tiles(x, tile).abs().amax(dim=(1, 3))
+
+
+def _power_of_two(amax: Tensor, format: str, rule: str, headroom: float, span: int) -> Tensor:
+    """Exponents by bit extraction: a logarithm is wrong just below powers of two."""
+    limit = GRIDS[format][2]
+    e = exponent(amax)
+    if rule == "E8M0_FLOOR":
+        e = e - math.frexp(limit)[1] + 1
+    else:
+        fraction, limit_exponent = math.frexp(limit * headroom)
+        mantissa = amax * exp2_int(-e.clamp(-126, 126))
+        e = e - limit_exponent + 1 + (mantissa > 2 * fraction)
+    if span:  # a zero block takes the row's floor, so that it never sets the row's largest exponent
+        e = e.clamp(-126 + FOLD_SPAN["E4M3"], 127)
+        e = torch.maximum(e, e.amax(dim=1, keepdim=True) - span)
+        return torch.where(amax.isfinite(), exp2_int(e), torch.nan)
+    scale = torch.where(amax.isfinite(), exp2_int(e.clamp(-126, 127)), torch.nan)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def tile_scale(amax: Tensor, format: str, rule: str, headroom: float, span: int) -> tuple[Tensor, Tensor]:
+    """(dequantisation multiplier, what x is multiplied by before rounding). Both FP32, shape of `amax`."""
+    if format in UNSCALED:
+        return torch.ones_like(amax), torch.ones_like(amax)
+    if rule == "FP32":
+        scale = torch.where(amax == 0, 1.0, divide(amax, GRIDS[format][2] * headroom).clamp_min(TINY))
+        return scale, divide(torch.ones_like(scale), scale)
+    scale = _power_of_two(amax, format, rule, headroom, span)
+    inverse = divide(torch.ones_like(scale), scale)
+    if rule == "E8M0_FLOOR" and headroom != 1.0:
+        return divide(scale, headroom), inverse * headroom
+    return scale, inverse
+
+
+def round_to(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
+    """FP32 values already on the format's range, rounded to its grid: to nearest even, or up with the probability of the distance.
+
+    `bits`: integers in [0, 65536). P(up) = round(65536 * fraction) / 65536, so the bias is at most 2**-17 of a grid step.
+    """
+    mantissa, low, _ = GRIDS[format]
+    e = exponent(v).clamp_min(max(low, mantissa - 125))
+    if format == "INT8":
+        e = torch.zeros_like(e)
+    steps = v.abs() * exp2_int(mantissa - e)
+    if bits is None:
+        whole = steps.round()
+    else:
+        whole = steps.floor()
+        whole = whole + ((steps - whole) * 65536.0 > bits.float() + 0.5)
+    return (whole * exp2_int(e - mantissa)).copysign(v)
+
+
+def encode(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
+    """Scaled FP32 values to codes: clamped to the range first (a plain FP8 cast does not promise saturation), NaN kept."""
+    if format == "FP32":
+        return v
+    limit = GRIDS[format][2]
+    v = v if format in UNSCALED else v.clamp(-limit, limit)
+    if bits is not None or format in ("E2M1", "INT8"):
+        v = torch.where(v.isfinite(), round_to(v, format, bits), v)
+    if format == "INT8":  # int8 has no NaN: the tile's scale carries it
+        v = torch.where(v.isnan(), 0.0, v)
+    return v.to(CARRIERS[format])
+
+
+def _draws(x: Tensor, seed: Tensor | None, origin: Tensor | None) -> Tensor | None:
+    return None if seed is None else random_bits(seed, origin, x.shape[0], x.shape[1])
+
+
+def spread(scale: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
+    """A scale per tile broadcast against [m, k]; expanded only where tiles are smaller than a row."""
+    if tile[1] != shape[1]:
+        scale = scale.repeat_interleave(tile[1], dim=1)
+    return scale if tile[0] in (1, shape[0]) else scale.repeat_interleave(tile[0], dim=0)
+
+
+def quantize(x, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
+    """Codes on the format's grid and one dequantisation multiplier per tile: x ~ codes * scale."""
+    shape, x = tile_shape(x.shape[0], x.shape[1], tile), x.float()
+    scale, inverse = tile_scale(tile_amax(x, shape), format, scale_rule, headroom, span)
+    return encode(x * spread(inverse, x.shape, shape), format, _draws(x, seed, origin)), scale
+
+
+def quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
+    """Two-level NVFP4 (arXiv 2509.25149): E4M3 block scales under one FP32 tensor scale, amax_x / (6 * 448)."""
+    shape, x = tile_shape(x.shape[0], x.shape[1], tile), x.float()
+    amax = tile_amax(x, shape)
+    tensor_scale = divide(amax.amax().reshape(1, 1), 6.0 * 448.0).clamp_min(TINY * 2.0**9)
+    wanted = divide(divide(amax, 6.0 * headroom), tensor_scale.double())
+    block = encode(wanted.clamp_min(2.0**-9), "E4M3", None)  # a block scale of zero would lose the block
+    scale = torch.where(amax == 0, 1.0, block.float() * tensor_scale)
+    scaled = x * spread(divide(torch.ones_like(scale), scale), x.shape, shape)
+    return encode(scaled, "E2M1", _draws(x, seed, origin)), scale, block, tensor_scale
+
+
+def outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
+    """Per row, the (clipped + 1)-th smallest and largest value, each [m, 1] FP32: at most `clipped` values lie outside on each side."""
+    high = x.topk(clipped + 1, dim=1).values[:, -1:]
+    low = x.topk(clipped + 1, dim=1, largest=False).values[:, -1:]
+    nan = x.isnan().any(dim=1, keepdim=True)
+    return torch.where(nan, torch.nan, low.float()), torch.where(nan, torch.nan, high.float())
+
+
+def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
+    """Row-scaled E2M1 codes of the clamped body, outliers rounded once to E4M3 in the same carrier, which rides at 2**-8."""
+    x = x.float()
+    scale, inverse = tile_scale(torch.maximum(low.abs(), high.abs()), "E2M1", "FP32", 1.0, 0)
+    v = x * inverse
+    body = round_to(v.clamp(-6.0, 6.0), "E2M1", None)
+    shift = 2.0**-CARRIER_SHIFT
+    codes = torch.where((x < low) | (x > high), v, body) * shift
+    codes = torch.where(v.isfinite(), codes, torch.nan)  # an infinite outlier must not saturate silently
+    return encode(codes, "E4M3", None), scale * 2.0**CARRIER_SHIFT
+
+
+def dequantize(codes, scale):  # type: ignore[no-untyped-def]
+    """codes * scale, FP32."""
+    tile = (codes.shape[0] // scale.shape[0], codes.shape[1] // scale.shape[1])
+    return codes.float() * spread(scale, codes.shape, tile)
+
+
+def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
+    """Block exponents moved into the carrier (methods S6): code * 2**(e_block - e_row + top), one scale per row; exact within the span."""
+    e = exponent(scale)
+    top = FOLD_TOP[carrier]
+    shift = exp2_int((e - e.amax(dim=1, keepdim=True) + top).clamp(-126, 127))
+    folded = codes.float() * spread(shift, codes.shape, (1, codes.shape[1] // scale.shape[1]))
+    return folded.to(CARRIERS[carrier]), scale.amax(dim=1, keepdim=True) * 2.0**-top
+
+
+def hadamard(x, seed, block):  # type: ignore[no-untyped-def]
+    """Random signs (one vector of length `block`, shared by all blocks), then the orthonormal Walsh-Hadamard transform of each block.
+
+    Butterflies in a fixed order, stride 1 first; without a seed the signs are all +1.
+    """
+    h = x.float().unflatten(1, (-1, block))
+    if seed is not None:
+        h = h * (1.0 - 2.0 * (random_bits(seed, None, 1, block) & 1).float())
+    stride = 1
+    while stride < block:
+        a, b = h.unflatten(2, (-1, 2, stride)).unbind(3)
+        h = torch.stack((a + b, a - b), dim=3).flatten(2)
+        stride *= 2
+    return (h * block**-0.5).flatten(1)
+
+
+def dge(grad, weight, scale, k, cap):  # type: ignore[no-untyped-def]
+    """grad * f'(weight / scale) with f' = min(|2 t - 1|**(1/k - 1) / k, cap), t the place inside E2M1's interval (arXiv 2501.17116, eq. 8)."""
+    tile = (weight.shape[0] // scale.shape[0], weight.shape[1] // scale.shape[1])
+    inverse = spread(divide(torch.ones_like(scale), scale), weight.shape, tile)
+    v = (weight.float() * inverse).abs().clamp_max(6.0)
+    e = exponent(v).clamp_min(0)
+    steps = v * exp2_int(1 - e)  # the interval's width is 2**(e - 1)
+    centred = (2.0 * (steps - steps.floor()) - 1.0).abs()
+    slope = _power(centred.clamp_min(TINY), 1.0 / k - 1.0) * (1.0 / k)
+    return grad.float() * slope.clamp_max(cap)
+
+
+def _power(x: Tensor, p: float) -> Tensor:
+    """x**p for 0 < x <= 1 by FP64: the correctly rounded result but for rare ties, whatever an element's place in the tensor."""
+    return torch.exp2(torch.log2(x.double()) * p).float()

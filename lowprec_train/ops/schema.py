@@ -1,0 +1,83 @@
+"""Every op once: its schema and the shapes and dtypes it returns.
+
+An op never draws for itself: a `seed` is a 0-dim int64 tensor that enters the graph as data, so that eager, compiled,
+recomputed and resumed runs see the same bits. Formats and scale rules cross the boundary as strings, never inferred from a dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+CARRIERS = {"E2M1": torch.float8_e4m3fn, "E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "INT8": torch.int8}
+CARRIERS |= {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
+
+SCHEMAS = {
+    "quantize": (
+        "(Tensor x, str format, int[2] tile, str scale_rule, float headroom, int span, Tensor? seed, Tensor? origin)"
+        " -> (Tensor codes, Tensor scale)"
+    ),
+    "quantize_nvfp4": (
+        "(Tensor x, int[2] tile, float headroom, Tensor? seed, Tensor? origin)"
+        " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
+    ),
+    "quantize_carrier": "(Tensor x, Tensor low, Tensor high) -> (Tensor codes, Tensor scale)",
+    "outlier_bounds": "(Tensor x, int clipped) -> (Tensor low, Tensor high)",
+    "dequantize": "(Tensor codes, Tensor scale) -> Tensor",
+    "fold": "(Tensor codes, Tensor scale, str carrier) -> (Tensor codes, Tensor scale)",
+    "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
+    "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap) -> Tensor",
+}
+
+
+def tile_shape(rows: int, columns: int, tile: list[int] | tuple[int, int]) -> tuple[int, int]:
+    """The tile with -1 resolved to the whole extent. Raises ValueError when it does not divide the matrix."""
+    shape = (rows if tile[0] == -1 else tile[0], columns if tile[1] == -1 else tile[1])
+    if min(shape) < 1 or rows % shape[0] or columns % shape[1]:
+        raise ValueError(f"a {shape[0]}x{shape[1]} tile does not divide a {rows}x{columns} matrix")
+    return shape
+
+
+def _scale_like(x: Tensor, tile: list[int] | tuple[int, int]) -> Tensor:
+    rows, columns = tile_shape(x.shape[0], x.shape[1], tile)
+    return x.new_empty((x.shape[0] // rows, x.shape[1] // columns), dtype=torch.float32)
+
+
+def _quantize(x, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=CARRIERS[format]), _scale_like(x, tile)
+
+
+def _quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
+    scale = _scale_like(x, tile)
+    stored = torch.empty_like(scale, dtype=torch.float8_e4m3fn)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale, stored, scale.new_empty((1, 1))
+
+
+def _quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
+
+
+def _outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
+    return _scale_like(x, (1, -1)), _scale_like(x, (1, -1))
+
+
+def _fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
+    return codes.new_empty(codes.shape, dtype=CARRIERS[carrier]), scale.new_empty((codes.shape[0], 1))
+
+
+def _as_float32(x, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+FAKES: dict[str, Callable] = {
+    "quantize": _quantize,
+    "quantize_nvfp4": _quantize_nvfp4,
+    "quantize_carrier": _quantize_carrier,
+    "outlier_bounds": _outlier_bounds,
+    "dequantize": _as_float32,
+    "fold": _fold,
+    "hadamard": _as_float32,
+    "dge": _as_float32,
+}

@@ -1,0 +1,45 @@
+"""How the gradient passes the forward rounding of the weight: dL/dW = dL/dW_q * f'(W / scale).
+
+Straight-through takes f' = 1. The differentiable estimator (DGE, arXiv 2501.17116, section 3.1) takes the slope of a smooth staircase
+
+    f(x) = delta / 2 * (1 + sign(2 x / delta - 1) |2 x / delta - 1|^(1/k)),   f'(x) = min(|2 x / delta - 1|^(1/k - 1) / k, cap)
+
+on each interval of width delta of the E2M1 grid; the scale cancels. Gradient norms are those after the estimator: f' averages 0.59 for k = 5.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Estimator(Protocol):
+    """Corrects dW [n, k] for the weight quantiser of fprop, given W [n, k] and the scale of its codes."""
+
+    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class StraightThrough:
+    """f' = 1."""
+
+    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return grad
+
+
+@dataclass(frozen=True)
+class DifferentiableEstimator:
+    """k: sharpness (5 in the paper; 1 is straight-through). cap: largest slope (3 in the paper). ValueError when k < 1 or cap <= 0."""
+
+    k: float = 5.0
+    cap: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.k < 1 or self.cap <= 0:
+            raise ValueError(f"DGE needs k >= 1 and cap > 0, not k = {self.k}, cap = {self.cap}")
+
+    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        return torch.ops.lowprec.dge(grad, weight, scale, self.k, self.cap)

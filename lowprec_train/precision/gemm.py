@@ -1,0 +1,194 @@
+"""Picks the cheapest exact execution for a pair of operands, and says which.
+
+    bf16         neither operand is quantised
+    fp8_tensor   FP8 tensor cores, one scale an operand (E2M1 rides as E4M3)
+    fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue
+    fp8_folded   MXFP4: block exponents folded into E5M2 / E4M3 carriers (methods S6), then as fp8_row
+    dequantize   BF16 tensor cores (CUDA) or FP32 (CPU) on the operands' exact values; scales outside the product where they can be
+
+Nothing falls back silently: `execution` tells the path of every GEMM of a layer before the first step, by the same rule that runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowprec_train.numerics.quantizer import Quantized, Quantizer
+from lowprec_train.ops.reference import FOLD_SPAN
+from lowprec_train.precision.recipe import LinearRecipe, Reuse
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class Path(Enum):
+    """How a GEMM runs."""
+
+    BF16 = "bf16"
+    FP8_TENSOR = "fp8_tensor"
+    FP8_ROW = "fp8_row"
+    FP8_FOLDED = "fp8_folded"
+    DEQUANTIZE = "dequantize"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What the choice depends on: the codes' dtype (None: not quantised), the scale's granularity, the span that allows folding."""
+
+    dtype: torch.dtype | None
+    granularity: str = "tensor"
+    span: int = 0
+
+
+def has_fp8(device: torch.device) -> bool:
+    """True on CUDA devices with FP8 tensor cores (compute capability 8.9 and up)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def choose(a: Operand, b: Operand, n: int, k: int, fp8: bool) -> Path:
+    """The path of a[m, k] @ b[n, k]^T. cuBLASLt refuses E5M2 x E5M2 and dimensions that are no multiples of 16."""
+    if a.dtype is None and b.dtype is None:
+        return Path.BF16
+    if not fp8 or a.dtype not in FP8 or b.dtype not in FP8 or n % 16 or k % 16:
+        return Path.DEQUANTIZE
+    if _carrier(a) == _carrier(b) == "E5M2" or None in (_carrier(a), _carrier(b)):
+        return Path.DEQUANTIZE
+    if "block" in (a.granularity, b.granularity):
+        return Path.FP8_FOLDED
+    return Path.FP8_ROW if "row" in (a.granularity, b.granularity) else Path.FP8_TENSOR
+
+
+def _carrier(operand: Operand) -> str | None:
+    """The FP8 format an operand enters the tensor core in; None when its blocks do not fold."""
+    if operand.granularity != "block":
+        return "E5M2" if operand.dtype is torch.float8_e5m2 else "E4M3"
+    if not operand.span:
+        return None
+    return "E4M3" if operand.span <= FOLD_SPAN["E4M3"] else "E5M2" if operand.span <= FOLD_SPAN["E5M2"] else None
+
+
+def _operand(x: Quantized | Tensor) -> Operand:
+    return Operand(x.codes.dtype, x.granularity, x.span) if isinstance(x, Quantized) else Operand(None)
+
+
+def multiply(a: Quantized | Tensor, b: Quantized | Tensor, *, split_accumulation: bool, dtype: torch.dtype) -> Tensor:
+    """a[m, k] @ b[n, k]^T -> [m, n] in `dtype`, each operand quantised or a plain tensor."""
+    operand_a, operand_b = _operand(a), _operand(b)
+    codes = b.codes if isinstance(b, Quantized) else b
+    path = choose(operand_a, operand_b, codes.shape[0], codes.shape[1], has_fp8(codes.device))
+    if path is Path.BF16:
+        assert isinstance(a, Tensor) and isinstance(b, Tensor)
+        return (a @ b.t()).to(dtype)
+    if path is Path.DEQUANTIZE:
+        return _dequantized(a, b, dtype)
+    assert isinstance(a, Quantized) and isinstance(b, Quantized)
+    if path is Path.FP8_TENSOR:
+        return _tensorwise(a, b, split_accumulation, dtype)
+    a, b = _folded(a, operand_a), _folded(b, operand_b)
+    return _rowwise(a, b, split_accumulation).to(dtype)
+
+
+def _folded(x: Quantized, operand: Operand) -> Quantized:
+    if operand.granularity != "block":
+        return x
+    return Quantized(*torch.ops.lowprec.fold(x.codes, x.scale, _carrier(operand)))
+
+
+def _tensorwise(a: Quantized, b: Quantized, split_accumulation: bool, dtype: torch.dtype) -> Tensor:
+    kind = F.ScalingType.TensorWise
+    return F.scaled_mm(
+        a.codes,
+        b.codes.t(),
+        a.scale.reshape(()),
+        kind,
+        b.scale.reshape(()),
+        kind,
+        output_dtype=dtype,
+        use_fast_accum=not split_accumulation,
+    )
+
+
+def _rowwise(a: Quantized, b: Quantized, split_accumulation: bool) -> Tensor:
+    """The row-wise kernel writes BF16 only."""
+    kind = F.ScalingType.RowWise
+    scale_a = a.scale.expand(a.codes.shape[0], 1).contiguous()
+    scale_b = b.scale.expand(b.codes.shape[0], 1).contiguous()
+    return F.scaled_mm(
+        a.codes,
+        b.codes.t(),
+        scale_a,
+        kind,
+        scale_b.t(),
+        kind,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=not split_accumulation,
+    )
+
+
+def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
+    (values_a, scale_a), (values_b, scale_b) = _exact(a), _exact(b)
+    if values_a.device.type == "cuda":
+        product = torch.mm(values_a.to(torch.bfloat16), values_b.to(torch.bfloat16).t(), out_dtype=torch.float32)
+    else:
+        product = values_a.float() @ values_b.float().t()
+    if scale_a is not None:
+        product = product * scale_a
+    if scale_b is not None:
+        product = product * scale_b.t()
+    return product.to(dtype)
+
+
+def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
+    """(values that BF16 holds exactly, scale outside the product [m or 1, 1]); FP32 block scales alone have to be multiplied in."""
+    if isinstance(x, Tensor):
+        return x, None
+    if x.granularity != "block":
+        return x.codes, x.scale
+    if "tensor" in x.parts:
+        return torch.ops.lowprec.dequantize(x.codes, x.parts["block"].float()), x.parts["tensor"]
+    if x.gain != 1.0:
+        return torch.ops.lowprec.dequantize(x.codes, _power_part(x.scale)), torch.full(
+            (1, 1), x.gain, device=x.scale.device
+        )
+    return x.dequantize(), None
+
+
+def _power_part(scale: Tensor) -> Tensor:
+    """The power of two in 2**e * gain, 1 <= gain < 2."""
+    return (scale.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def execution(recipe: LinearRecipe, in_features: int, out_features: int, device: torch.device) -> dict[str, str]:
+    """The path of each GEMM of a linear layer on a device, by the rule that `multiply` follows; tokens are taken to be a multiple of 16."""
+    fp8 = has_fp8(device)
+    codes = {"dgrad": recipe.fprop.b, "wgrad": recipe.fprop.a}
+    sizes = {"fprop": (out_features, in_features), "dgrad": (in_features, out_features), "wgrad": (in_features, 16)}
+    paths = {}
+    for name, gemm in recipe.gemms().items():
+        b = _reused(codes[name]) if isinstance(gemm.b, Reuse) else _planned(gemm.b)
+        paths[name] = choose(_planned(gemm.a), b, *sizes[name], fp8).value
+    return paths
+
+
+def _planned(quantizer: Quantizer | None) -> Operand:
+    if quantizer is None:
+        return Operand(None)
+    rows, columns = quantizer.tile
+    granularity = "block" if columns != -1 or rows not in (1, -1) else "row" if rows == 1 else "tensor"
+    return Operand(quantizer.format.carrier, granularity, quantizer.span)
+
+
+def _reused(quantizer: Quantizer | Reuse | None) -> Operand:
+    """Codes of fprop in a backward GEMM: a row scale lies along k there and is folded into the other operand."""
+    assert isinstance(quantizer, Quantizer)
+    planned = _planned(quantizer)
+    return planned if planned.granularity == "block" else Operand(planned.dtype)
+
+
+def peak_kind(path: str) -> str:
+    """Which of the device's peaks a path is measured against: "bf16" or "fp8"."""
+    return "fp8" if path.startswith("fp8") else "bf16"

@@ -1,0 +1,197 @@
+"""A recipe is a value: three GEMMs, the weight's gradient estimator, and what is kept for the backward pass.
+
+Every GEMM is a[m, k] @ b[n, k]^T, and tiles, rotations and outliers lie along its own k:
+
+    fprop   Y  = X W^T       a = X   [tokens, in]    b = W   [out, in]
+    dgrad   dX = dY W        a = dY  [tokens, out]   b = W^T [in, out]
+    wgrad   dW = dY^T X      a = dY^T [out, tokens]  b = X^T [in, tokens]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from enum import Enum
+from typing import Any
+
+from lowprec_train.numerics.formats import E2M1, Format, parse_format
+from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.precision.estimators import DifferentiableEstimator, Estimator, StraightThrough
+from lowprec_train.precision.hadamard import RandomHadamard
+from lowprec_train.precision.outliers import OutlierClamp
+
+
+class Reuse(Enum):
+    """An operand of a backward GEMM that takes fprop's codes as they are: no second rounding (methods S7)."""
+
+    FPROP_CODES = "fprop codes"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+class Keep(Enum):
+    """What a Linear keeps of its input for wgrad: the BF16 tensor, or fprop's codes and scale."""
+
+    INPUT = "input"
+    CODES = "codes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """Operand quantisers (None: BF16) and what must match across the pair, so that a mismatch cannot be written down.
+
+    split_accumulation: FP8 partial sums are promoted to FP32 as they go (slower, exact for FP4 codes) instead of at the end.
+    """
+
+    a: Quantizer | None = None
+    b: Quantizer | Reuse | None = None
+    rotation: RandomHadamard | None = None
+    outliers: OutlierClamp | None = None
+    split_accumulation: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rotation is not None and (self.a is None or not isinstance(self.b, Quantizer)):
+            raise ValueError(
+                "a rotation needs a quantiser on both operands: codes that exist already cannot be rotated"
+            )
+        if self.outliers is not None and (self.a is None or self.a.format is not E2M1 or self.a.tile != (1, -1)):
+            raise ValueError(f"outlier clamping belongs to row-wise E2M1 activations, not to {self.a}")
+        if (
+            self.outliers is not None
+            and self.outliers.variant == "carrier"
+            and self.a is not None
+            and self.a.stochastic
+        ):
+            raise ValueError("carrier outliers are rounded to nearest; a stochastic quantiser cannot hold them")
+
+    @property
+    def is_identity(self) -> bool:
+        """True when both operands stay as they are."""
+        return self.a is None and self.b is None
+
+    def check(self, m: int, n: int, k: int) -> None:
+        """ValueError when a tile or the rotation does not divide a dimension."""
+        if self.a is not None:
+            self.a.check(m, k)
+        if isinstance(self.b, Quantizer):
+            self.b.check(n, k)
+        if self.rotation is not None:
+            self.rotation.check(k)
+
+    def __str__(self) -> str:
+        parts = [f"{self.a or 'BF16'} x {self.b or 'BF16'}"]
+        parts += [f"RHT {self.rotation.block}"] if self.rotation else []
+        parts += [f"OCC {self.outliers.quantile} {self.outliers.variant}"] if self.outliers else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRecipe:
+    """The precision of one linear layer. The default is the identity: bit-equal to nn.Linear."""
+
+    fprop: Gemm = field(default_factory=Gemm)
+    dgrad: Gemm = field(default_factory=Gemm)
+    wgrad: Gemm = field(default_factory=Gemm)
+    estimator: Estimator = field(default_factory=StraightThrough)
+    keep: Keep = Keep.INPUT
+
+    def __post_init__(self) -> None:
+        if self.dgrad.b is Reuse.FPROP_CODES and not isinstance(self.fprop.b, Quantizer):
+            raise ValueError("dgrad.b reuses fprop's weight codes, but fprop.b quantises nothing")
+        if self.wgrad.b is Reuse.FPROP_CODES and self.fprop.a is None:
+            raise ValueError("wgrad.b reuses fprop's input codes, but fprop.a quantises nothing")
+        if isinstance(self.fprop.b, Reuse) or (self.keep is Keep.CODES and self.fprop.a is None):
+            raise ValueError("fprop has no codes to reuse or to keep")
+        if self.fprop.rotation is not None and Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b):
+            raise ValueError("fprop's codes are rotated along its own k, so a backward GEMM cannot reuse them")
+        if self.dgrad.outliers is not None or self.wgrad.outliers is not None:
+            raise ValueError("outlier clamping is for fprop's activations")
+        if isinstance(self.estimator, DifferentiableEstimator) and (
+            not isinstance(self.fprop.b, Quantizer) or self.fprop.b.format is not E2M1
+        ):
+            raise ValueError(f"DGE corrects E2M1 weights, but fprop.b is {self.fprop.b}")
+
+    @property
+    def is_identity(self) -> bool:
+        """True when no GEMM is quantised."""
+        return self.fprop.is_identity and self.dgrad.is_identity and self.wgrad.is_identity
+
+    @property
+    def keeps_codes(self) -> bool:
+        """True when wgrad's X comes from fprop's codes."""
+        return self.wgrad.b is Reuse.FPROP_CODES or self.keep is Keep.CODES
+
+    def gemms(self) -> dict[str, Gemm]:
+        """By name."""
+        return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
+
+
+def check(recipe: LinearRecipe, *, name: str, in_features: int, out_features: int, tokens: int) -> None:
+    """ValueError naming the linear and the GEMM whose tile or rotation does not divide. tokens: of one micro-batch."""
+    shapes = {
+        "fprop": (tokens, out_features, in_features),
+        "dgrad": (tokens, in_features, out_features),
+        "wgrad": (out_features, in_features, tokens),
+    }
+    for gemm_name, gemm in recipe.gemms().items():
+        try:
+            gemm.check(*shapes[gemm_name])
+        except ValueError as error:
+            raise ValueError(
+                f"{name}.{gemm_name} (in {in_features}, out {out_features}, {tokens} tokens): {error}"
+            ) from None
+
+
+def override(recipe: LinearRecipe, changes: Mapping[str, Any]) -> LinearRecipe:
+    """The recipe with nested changes, such as {"dgrad": {"a": {"format": "E5M2"}}}. ValueError for a field that is not there."""
+    return _replace(recipe, changes, "override")
+
+
+DEFAULTS: dict[str, Any] = {
+    "rotation": RandomHadamard,
+    "outliers": OutlierClamp,
+    "a": lambda: Quantizer(E2M1),
+    "b": lambda: Quantizer(E2M1),
+}
+
+
+def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
+    names = [f.name for f in fields(value)]
+    new = {}
+    for key, change in changes.items():
+        if key not in names:
+            raise ValueError(f"{path}.{key}: no such field; {type(value).__name__} has {', '.join(names)}")
+        new[key] = _changed(getattr(value, key), change, key, f"{path}.{key}")
+    try:
+        return replace(value, **new)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _changed(old: Any, change: Any, key: str, path: str) -> Any:
+    if isinstance(change, Mapping):
+        base = old if is_dataclass(old) else DEFAULTS.get(key, lambda: None)()
+        if base is None:
+            raise ValueError(f"{path} is a plain value, not a group of fields")
+        return _replace(base, change, path)
+    return _parsed(old, change, key, path)
+
+
+def _parsed(old: Any, change: Any, key: str, path: str) -> Any:
+    if isinstance(old, Format):
+        return parse_format(str(change))
+    if key == "b" and change == "fprop_codes":
+        return Reuse.FPROP_CODES
+    if isinstance(old, Enum):
+        members = type(old).__members__
+        if str(change).upper() not in members:
+            raise ValueError(f"{path}: {change!r} is none of {', '.join(members)}")
+        return members[str(change).upper()]
+    if key == "tile":
+        return tuple(change)
+    if key == "estimator" and change is None:
+        return StraightThrough()
+    if is_dataclass(old) and change is not None:
+        raise ValueError(f"{path}: give its fields or null, not {change!r}")
+    return change

@@ -1,0 +1,18 @@
+"""MXFP4 backward with an FP8 forward (arXiv 2502.20586, section 4.2): the two schemes' halves put together.
+
+Y as in fp8; dX and dW as in mxfp4, wgrad requantising the E4M3 codes of X that fprop kept.
+"""
+
+from __future__ import annotations
+
+from lowprec_train.numerics.formats import E4M3
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe
+from lowprec_train.recipes.mxfp4 import backward
+
+
+def recipe(*, rotation: int = 64, stochastic: bool = True) -> LinearRecipe:
+    """rotation: Hadamard block of the backward GEMMs, 0 for none. stochastic: False rounds to nearest."""
+    operand = Quantizer(E4M3, scale=ScaleRule.POW2)
+    gemm = backward(rotation, stochastic)
+    return LinearRecipe(fprop=Gemm(a=operand, b=operand), dgrad=gemm, wgrad=gemm, keep=Keep.CODES)
