@@ -1,7 +1,8 @@
 """The `lowprec` command: one word per job, `lowprec compare RUN RUN ...`.
 
-A subcommand is a module with `register(subparsers)`, which adds a parser whose default `run` takes the parsed arguments and
-returns the exit status. Statuses are the same for all: 0 done, 1 the answer is no (a gate that fails), 2 bad input, in one line.
+A subcommand is a module with `register(subparsers)`, which adds a parser whose default `run` takes the parsed arguments
+and returns the exit status. Statuses are the same for all: 0 done, 1 the answer is no (a gate that fails), 2 bad input,
+said in one line.
 """
 
 import argparse

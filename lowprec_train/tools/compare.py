@@ -1,7 +1,8 @@
-"""`lowprec compare`: the loss gap between runs on the same data, as a table, a figure, a JSON file and, if asked, a verdict."""
+"""`lowprec compare`: the loss gap between runs on the same data as a table, a figure, JSON and, if asked, a verdict."""
 
 import argparse
 import math
+from contextlib import suppress
 from pathlib import Path
 
 from lowprec_train.tools import measure, report
@@ -9,7 +10,8 @@ from lowprec_train.tools.runs import read_runs
 
 DESCRIPTION = """\
 Compare training runs on the same data: loss gap to a baseline at matched steps and tokens, held-out loss, spikes,
-speed, memory and what differs between their configurations. Reads run directories, finished or still growing; needs no GPU.
+speed, memory and what differs between their configurations. Reads run directories, finished or still growing;
+needs no GPU.
 """
 
 EPILOG = """\
@@ -17,7 +19,7 @@ Writes report.md (also printed), curves.png and report.json. How each number is 
 
 exit status:
   0  done; with --max-gap: every gap is within it
-  1  --max-gap: a gap is larger, either way, or not a number; or a run stopped before the others
+  1  --max-gap: a gap is larger, either way, or not a number; or an unfinished run ends before the others
   2  bad input: no such run, no metrics, different corpora, no common steps
 
 examples:
@@ -62,9 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools import plot  # takes a second, which --help should not
 
     runs = read_runs(arguments.runs)
-    comparison = measure.compare(
-        runs, baseline=arguments.baseline, window=arguments.smooth, max_gap=arguments.max_gap
-    )
+    comparison = measure.compare(runs, baseline=arguments.baseline, window=arguments.smooth, max_gap=arguments.max_gap)
     out = arguments.out or default_out([each.path for each in runs])
     out.mkdir(parents=True, exist_ok=True)
     plot.save(comparison, runs, out / "curves.png")
@@ -84,14 +84,15 @@ def default_out(paths: list[Path]) -> Path:
 
 def nats(text: str) -> float:
     """A gap: finite and not negative."""
-    value = float(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError
-    return value
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)) and value >= 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of nats, 0 or more")
 
 
 def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+    """A count of at least one."""
+    with suppress(ValueError):
+        if (value := int(text)) > 0:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")

@@ -1,8 +1,9 @@
-"""Statistics of noisy training curves: smoothing, an honest interval, spikes, and the points where two curves can be subtracted.
+"""Statistics of noisy training curves: smoothing, an honest interval, spikes, and where two curves can be subtracted.
 
-Two runs on the same batches share most of their noise, so their *difference* at matched points says far more than either curve.
-Neighbouring steps are not independent, so the standard error of a mean comes from means of batches (Schmeiser 1982), not from
-single steps; a training curve falls while it is measured, so a straight line through the batches is taken out first.
+Two runs on the same batches share most of their noise, so their *difference* at matched points says far more than
+either curve. Neighbouring steps are not independent, so the standard error of a mean comes from the means of batches of
+steps (Schmeiser 1982), not from single steps; a training curve falls while it is measured, so a straight line through
+the batches is taken out first.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """Consecutive logged steps far above their surroundings, as the highest of them: `excess` nats are `sigmas` robust sigmas."""
+    """Consecutive logged steps far above their surroundings; `step`, `loss`, `excess` (nats) are the highest one's."""
 
     step: int
     loss: float
@@ -40,7 +41,7 @@ class Spike:
 
 
 def smooth(values: Array, window: int) -> Array:
-    """Mean of the last `window` values, of fewer at the start. A non-finite value makes its windows non-finite, no others."""
+    """Mean of the last `window` values, of fewer at the start. A non-finite value spoils its own windows, no others."""
     sums = np.convolve(values, np.ones(window))[: len(values)]
     return sums / np.minimum(np.arange(len(values)) + 1, window)
 
@@ -101,9 +102,10 @@ def at_common_steps(run: Series, baseline: Series) -> tuple[Array, Array, Array]
 
 
 def at_common_tokens(run: tuple[Array, Array], baseline: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-    """(tokens, run's values, baseline's values) at the baseline's token counts within both ranges; each input is (tokens, values).
+    """(tokens, run's values, baseline's values) at the baseline's token counts within both ranges.
 
-    The run is interpolated linearly between its own points, and taken as it is where it has a point.
+    Each input is (tokens, values). The run is interpolated linearly between its own points, and taken as it is where
+    it has one.
     """
     x, y = run
     tokens, reference = baseline

@@ -1,8 +1,8 @@
 """What low precision costs and gains: every number of a comparison, as values that go to JSON as they are.
 
-The gap of a run is the mean of (its loss - the baseline's loss) over the last matched points. Matched *steps* compare the same
-batches; matched *tokens* stay fair when the batch sizes differ. Speed alone flatters a scheme that learns less per token, so
-the time to the same loss stands beside it: the worse of the two final losses, which both runs reach.
+The gap of a run is the mean of (its loss - the baseline's loss) over the last matched points. Matched *steps* compare
+the same batches; matched *tokens* stay fair when the batch sizes differ. Speed alone flatters a scheme that learns less
+per token, so the time to the same loss stands beside it: the worse of the two final losses, which both runs reach.
 """
 
 import math
@@ -15,7 +15,7 @@ import numpy as np
 from lowprec_train.config import LAUNCH_FACTS
 from lowprec_train.tools import curves
 from lowprec_train.tools.curves import Interval, Spike
-from lowprec_train.tools.runs import LOSS, TOKENS, VALID, Array, Run
+from lowprec_train.tools.runs import TOKENS, VALID, Array, Run
 
 RATE = "perf/tokens_per_sec_per_gpu"
 MEMORY = "mem/peak_gib"
@@ -51,7 +51,7 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Tokens per second over the baseline's (medians); the same for the GPU time until both smoothed losses reach `loss`."""
+    """Median tokens per second over the baseline's; `at_loss`: the ratio of GPU times until both means reach `loss`."""
 
     raw: float
     at_loss: float | None
@@ -96,8 +96,11 @@ class RunReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The whole report. `failures` are the gate's reasons to say no (None without a gate); `uncontrolled` are differing keys
-    beside precision and communication that change training."""
+    """The whole report.
+
+    failures: the gate's reasons to say no; None without a gate.
+    uncontrolled: differing keys, beside precision and communication, that change training.
+    """
 
     baseline: str
     window: int
@@ -212,9 +215,7 @@ def gap_curve(run: Run, baseline: Run, window: int) -> Curve:
     steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
     smoothed = curves.smooth(values - reference, window)
     keep = np.unique(np.linspace(0, len(steps) - 1, min(CURVE_POINTS, len(steps))).round().astype(int))
-    return Curve(
-        steps=steps[keep].tolist(), gap=(values - reference)[keep].tolist(), smoothed=smoothed[keep].tolist()
-    )
+    return Curve(steps=steps[keep].tolist(), gap=(values - reference)[keep].tolist(), smoothed=smoothed[keep].tolist())
 
 
 def loss_over_tokens(run: Run) -> tuple[Array, Array]:
@@ -256,7 +257,7 @@ def measure_speed(run: Run, baseline: Run, window: int) -> Speed | None:
 
 
 def time_to(target: float, run: Run, window: int) -> float | None:
-    """GPU seconds a token's worth at the median rate, until the smoothed loss is first at most `target` (None: never)."""
+    """GPU seconds, at the median rate, until the smoothed loss is first at most `target`; None when it never is."""
     tokens, loss = loss_over_tokens(run)
     i = curves.first_at_most(curves.smooth(loss, window), target) if len(loss) else None
     return None if i is None else float(tokens[i]) / float(np.median(run.series(RATE).values))
@@ -270,15 +271,15 @@ def below_unigram(run: Run, final: Interval, validation: Validation | None) -> b
 
 
 def failures(reports: Sequence[RunReport], max_gap: float) -> list[str]:
-    """Why a two-sided gate at `max_gap` nats says no; a gap that is not a number is too large, an unfinished run untested."""
+    """Why a two-sided gate at `max_gap` nats says no: a gap is larger or not a number, or a run stopped early."""
     longest = max(each.last_step for each in reports)
     found = []
     for each in reports:
         if each.status != "done" and each.last_step < longest:
-            found.append(f"{each.name} is {each.status} at step {each.last_step} of {longest}")
+            found.append(f"{each.name}: {each.status} at step {each.last_step}, others are at {longest}")
         for matched, value in gaps(each).items():
             if not abs(value) <= max_gap:
-                found.append(f"{each.name} is {value:+.4f} nat from the baseline at matched {matched}")
+                found.append(f"{each.name}: gap of {value:+.4f} nat, {matched}")
     return found
 
 
@@ -286,9 +287,9 @@ def gaps(each: RunReport) -> dict[str, float]:
     """All gaps of a run that a gate holds, by what is matched."""
     found = {}
     if each.gap_steps:
-        found["steps"] = each.gap_steps.nats.mean
+        found["matched steps"] = each.gap_steps.nats.mean
     if each.gap_tokens:
-        found["tokens"] = each.gap_tokens.nats.mean
+        found["matched tokens"] = each.gap_tokens.nats.mean
     if each.validation and each.validation.gap is not None:
         found["validation"] = each.validation.gap
     return found

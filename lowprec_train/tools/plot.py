@@ -1,7 +1,8 @@
 """The figure of a comparison: whole curves, their ends enlarged, the gap to the baseline along the run and at its end.
 
-Raw losses are faint, running means strong. Colours are Okabe and Ito's, which stay apart for colour-blind readers, and every
-run has dashes and a marker of its own besides, so the figure survives a grey printer. A non-finite loss is a cross at the top.
+Raw losses are faint, running means strong and drawn at the middle of their window, where they lie on the curve. Colours
+are Okabe and Ito's, which stay apart for colour-blind readers, and every run has dashes and a marker of its own, so the
+figure survives a grey printer. A non-finite loss is a cross at the top.
 """
 
 import textwrap
@@ -25,7 +26,7 @@ DASHES = ((0, (6, 1.4)), (0, (2.2, 1.2)), (0, (6, 1.4, 1.4, 1.4)), (0, (1, 1)))
 MARKERS = "osD^vP"
 BASELINE = {"color": "#000000", "linestyle": "-", "marker": "o"}
 INK, QUIET, FAINT = "#3c4043", "#80868b", 0.16
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.edgecolor": "#9aa0a6",
     "axes.labelcolor": INK,
@@ -59,6 +60,10 @@ class Subject:
         """Position of steps on the x axis."""
         tokens = self.run.series(TOKENS)
         return np.interp(steps, tokens.steps, tokens.values) / self.scale if self.over_tokens else steps
+
+    def smoothed(self, series: Series) -> tuple[Array, Array]:
+        """(x, y) of the running mean, each point at the middle of its window."""
+        return curves.smooth(self.x(series.steps), self.window), curves.smooth(series.values, self.window)
 
     @property
     def line(self) -> dict[str, Any]:
@@ -164,9 +169,8 @@ def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -
 def draw_loss(ax: Axes, subject: Subject, **options: Any) -> None:
     """A faint raw curve under its running mean."""
     loss = subject.run.loss
-    x = subject.x(loss.steps)
-    ax.plot(x, loss.values, color=subject.look["color"], lw=0.7, alpha=FAINT)
-    ax.plot(x, curves.smooth(loss.values, subject.window), lw=1.7, **subject.line, **options)
+    ax.plot(subject.x(loss.steps), loss.values, color=subject.look["color"], lw=0.7, alpha=FAINT)
+    ax.plot(*subject.smoothed(loss), lw=1.7, **subject.line, **options)
 
 
 def marker(subject: Subject) -> dict[str, Any]:
@@ -178,7 +182,7 @@ def draw_nonfinite(ax: Axes, subject: Subject) -> None:
     loss = subject.run.loss
     x = subject.x(loss.steps[~np.isfinite(loss.values)])
     top = ax.get_xaxis_transform()
-    ax.plot(x, np.full(len(x), 0.985), ls="", marker="x", mew=1.6, color=subject.look["color"], transform=top, clip_on=False)
+    ax.plot(x, np.full(len(x), 0.97), ls="", marker="x", mew=1.6, color=subject.look["color"], transform=top)
 
 
 def limit_losses(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
@@ -201,11 +205,11 @@ def finite(values: Array) -> Array:
 
 def draw_ends(ax: Axes, subjects: Sequence[Subject]) -> None:
     """The last quarter's running means, enlarged, with the final mean and its interval at the right."""
-    drawn = []
+    drawn: list[Any] = []
     for place, subject in enumerate(subjects):
         loss = subject.run.loss
         last = max(len(loss.steps) // 4, min(2, len(loss.steps)))
-        x, smoothed = subject.x(loss.steps)[-last:], curves.smooth(loss.values, subject.window)[-last:]
+        x, smoothed = (values[-last:] for values in subject.smoothed(loss))
         ax.plot(x, smoothed, lw=1.7, **subject.line)
         at = x[-1] + (place + 1) * 0.035 * max(np.ptp(x), 1e-9)
         draw_interval(ax, at, subject.report.final_loss, subject)
@@ -227,13 +231,13 @@ def draw_interval(ax: Axes, x: float, interval: curves.Interval, subject: Subjec
 def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
     """Run minus baseline at matched steps: raw, and its running mean."""
     base = next(s for s in subjects if s.run.label == comparison.baseline)
-    drawn = []
+    drawn: list[Any] = []
     for subject in subjects:
         if subject is base:
             continue
         gap = difference(subject.run, base.run)
-        x, smoothed = subject.x(gap.steps), curves.smooth(gap.values, subject.window)
-        ax.plot(x, gap.values, color=subject.look["color"], lw=0.6, alpha=FAINT)
+        x, smoothed = subject.smoothed(gap)
+        ax.plot(subject.x(gap.steps), gap.values, color=subject.look["color"], lw=0.6, alpha=FAINT)
         ax.plot(x, smoothed, lw=1.7, label=f"{subject.run.label} - {base.run.label}", **subject.line)
         drawn += [smoothed[len(smoothed) // 10 :], *final_gaps(subject.report)]
     draw_zero_and_gate(ax, comparison)

@@ -1,7 +1,7 @@
 """A comparison as text: Markdown for people (the terminal shows the same), JSON for programs.
 
-Every number says how it was made (`definitions`), and what a run leaves out of the scheme it is named after stands under each
-table as a footnote: a gap of "FP4" means nothing without it.
+Every number says how it was made (`definitions`), and what a run leaves out of the scheme it is named after is a
+footnote of every report: a gap of "FP4" means nothing without it.
 """
 
 import json
@@ -50,12 +50,13 @@ def definitions(comparison: Comparison) -> dict[str, str]:
         "% is of the baseline's mean there",
         "gap, tokens": "the same at the baseline's token counts, the run interpolated linearly between its own",
         "validation": "held-out loss at the last evaluation; its gap at the last evaluation that both logged",
-        "spikes": f"runs of steps whose loss exceeds the median of up to {curves.SPIKE_HALF_WINDOW} steps either side by more "
-        f"than {curves.SPIKE_SIGMAS:g} robust sigmas (1.4826 x the median distance, at least {curves.SIGMA_FLOOR:g} nat)",
+        "spikes": "groups of neighbouring steps whose loss exceeds the median of up to "
+        f"{curves.SPIKE_HALF_WINDOW} steps either side by more than {curves.SPIKE_SIGMAS:g} robust sigmas "
+        f"(1.4826 x the median distance, at least {curves.SIGMA_FLOOR:g} nat)",
         "non-finite": "logged steps whose training loss is NaN or infinite; none is left out of any mean",
         "tokens/s": "median over the logged steps, per GPU (per process without one)",
-        "speed at equal loss": f"ratio of the GPU times until both runs' {n}-step means are first at most the worse of the "
-        "two final ones",
+        "speed at equal loss": f"ratio of the GPU times until both runs' {n}-step means are first at most the worse "
+        "of the two final ones",
         "peak memory": "largest logged value",
     }
 
@@ -103,12 +104,12 @@ COST_HEADER = ("run", "status", "steps", "tokens/s", "speed", "at equal loss", "
 
 
 def cost_row(each: RunReport) -> list[str]:
+    speed = each.speed
     return [
         each.status,
         f"{each.last_step:,}",
         number(each.tokens_per_second, ",.0f"),
-        number(each.speed and each.speed.raw, ".2f", "x"),
-        number(each.speed and each.speed.at_loss, ".2f", "x"),
+        *([number(speed.raw, ".2f", "x"), number(speed.at_loss, ".2f", "x")] if speed else [NONE, NONE]),
         number(each.peak_memory_gib, ".2f"),
         counted([spike.step for spike in each.spikes]),
         counted(each.nonfinite_steps),
@@ -136,10 +137,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [list(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(header))]
     lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))) + " |"
-        for line in lines
-    )
+    padded = [[line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))] for line in lines]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
 
 
 def footnotes(runs: Iterable[RunReport]) -> dict[str, int]:
@@ -166,10 +165,11 @@ def gate(comparison: Comparison) -> str:
     if comparison.failures is None:
         return ""
     if comparison.failures:
-        return f"Gate of ±{comparison.max_gap:g} nat: FAILED.\n\n" + "\n".join(f"- {text}" for text in comparison.failures)
+        reasons = "\n".join(f"- {text}" for text in comparison.failures)
+        return f"Gate of ±{comparison.max_gap:g} nat: FAILED.\n\n{reasons}"
     held = [(abs(value), each.name, matched) for each in comparison.runs for matched, value in gaps(each).items()]
     value, name, matched = max(held)
-    return f"Gate of ±{comparison.max_gap:g} nat: passed; the largest gap is {value:.4f} ({name}, matched {matched})."
+    return f"Gate of ±{comparison.max_gap:g} nat: passed; the largest gap is {value:.4f} ({name}, {matched})."
 
 
 def overrides(runs: Iterable[RunReport]) -> str:

@@ -1,8 +1,8 @@
 """A finished, stopped or still growing run, read from its directory and nothing else.
 
-`metrics.jsonl` has one JSON object a line: a `step` and any numbers. It is read as a writer that may be killed at any byte
-leaves it: a line that is not whole is counted and left out, and a step that a resumed run wrote again replaces the first one,
-metric by metric. NaN and infinity (a `null` is read as NaN) stay in: they are results.
+`metrics.jsonl` has one JSON object a line: a `step` and any numbers. It is read as a writer that may be killed at any
+byte leaves it: a line that is not whole is left out and reported, and a step that a resumed run wrote again replaces
+the first one, metric by metric. NaN and infinity (a `null` is read as NaN) stay in: they are results.
 """
 
 import json
@@ -34,7 +34,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run directory in memory. `label` is the name that reports use: unique among the runs that were read together."""
+    """One run directory in memory. `label` is the name that reports use, unique among the runs read together."""
 
     path: Path
     label: str
@@ -59,7 +59,9 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs that can be compared: at least two, different, on the same corpus. Earlier reports among `paths` are left out.
+    """Read runs that can be compared: at least two, different, on the same corpus.
+
+    Earlier reports among `paths` are left out, so that `runs/demo/*` keeps working.
 
     Raises ValueError naming the directory and the offending value.
     """
