@@ -2,9 +2,9 @@
 
     seed[site, stream] = first 63 bits of Philox4x32-10(counter = (site, stream, step), key = run seed)
 
-A site is a linear layer, a stream one of its (gemm, purpose) pairs. Nothing inside the graph draws: compiled, recomputed and
-resumed runs read the same table. Micro-batches of a step share the seeds and differ by `origin`, the global index of their first token:
-the draw of a token does not depend on how the batch is split.
+A site is a linear layer, a stream one of its (gemm, purpose) pairs. Nothing inside the graph draws: compiled,
+recomputed and resumed runs read the same table. Micro-batches of a step share the seeds and differ by `origin`, the
+global index of their first token: the draw of a token does not depend on how the batch is split.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Number formats as data: a new format is a new constant, not a new class.
 
-E2M1 is OCP's FP4 (grid 0 .5 1 1.5 2 3 4 6); every E2M1 value is an exact E4M3 value, so E2M1 codes ride as float8_e4m3fn.
-E4M3 and E5M2 are OCP FP8 (E4M3 without infinities, largest value 448).
+E2M1 is OCP's FP4 (grid 0 .5 1 1.5 2 3 4 6); every E2M1 value is an exact E4M3 value, so E2M1 codes ride as
+float8_e4m3fn. E4M3 and E5M2 are OCP FP8 (E4M3 without infinities, largest value 448).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from lowprec_train.ops.schema import CARRIERS
 class Format:
     """A grid of values and the dtype its codes travel in.
 
-    `min_exponent` is the exponent of the smallest normal number; below it the grid is uniform with the step of that binade.
+    `min_exponent` is the exponent of the smallest normal number; below it the grid is uniform with the step of that
+    binade.
     """
 
     name: str

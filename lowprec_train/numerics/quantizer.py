@@ -44,10 +44,12 @@ POWERS_OF_TWO = (ScaleRule.POW2, ScaleRule.E8M0_FLOOR, ScaleRule.E8M0_CEIL)
 
 @dataclass(frozen=True)
 class Quantized:
-    """Codes and scale as plain tensors; not a Tensor subclass. It never crosses autograd: Functions take and return its tensors.
+    """Codes and scale as plain tensors; not a Tensor subclass. It never crosses autograd: Functions take and return its
+    tensors.
 
     codes: [m, k] in the format's carrier. scale: FP32 [m / rows, k / columns], the effective dequantisation multiplier.
-    parts: what is stored where the scale has levels (NVFP4: `block` in E4M3, `tensor` in FP32, their product is the scale).
+    parts: what is stored where the scale has levels (NVFP4: `block` in E4M3, `tensor` in FP32, their product is the
+    scale).
     gain: scale / gain is a power of two for MX scales with head-room (4/3 for 3/4), else 1.
     span: binades that the block exponents of a row lie within, 0 when unbounded.
     """
@@ -60,7 +62,7 @@ class Quantized:
 
     @property
     def granularity(self) -> str:
-        """ "tensor", "row" (one scale for all of k) or "block" (scales vary along k)."""
+        """One of "tensor", "row" (one scale for all of k) and "block" (scales vary along k)."""
         if self.scale.numel() == 1:
             return "tensor"
         return "row" if self.scale.shape == (self.codes.shape[0], 1) else "block"
@@ -80,9 +82,10 @@ class Quantizer:
     """Rounds a 2-D tensor to `format` with a scale per `tile` = (rows, columns), -1 meaning the whole extent.
 
     stochastic: rounds up with the probability of the distance (needs a seed), so that E[dequantize()] = x.
-    headroom: share of the format's range that amax may take; None takes 3/4 for stochastic E8M0_FLOOR, 16/17 for stochastic NVFP4, else 1.
-    span: MX exponents are raised to at least the row's largest minus `span`, before rounding, so that the codes fold into an
-          FP8 carrier (28 for E5M2, 14 for E4M3) and nothing flushes to zero; 0 leaves them alone.
+    headroom: share of the format's range that amax may take; None takes 3/4 for stochastic E8M0_FLOOR, 16/17 for
+    stochastic NVFP4, else 1.
+    span: MX exponents are raised to at least the row's largest minus `span`, before rounding, so that the codes fold
+    into an FP8 carrier (28 for E5M2, 14 for E4M3) and nothing flushes to zero; 0 leaves them alone.
 
     Raises ValueError for a format or tile that the rule does not know.
     """
@@ -119,7 +122,9 @@ class Quantizer:
         tile_shape(rows, columns, self.tile)
 
     def __call__(self, x: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> Quantized:
-        """x [m, k], any float dtype. seed: 0-dim int64, required exactly when stochastic. origin: int64 [2], global row and column of x[0, 0]."""
+        """x [m, k], any float dtype. seed: 0-dim int64, required exactly when stochastic. origin: int64 [2], global row
+        and column of x[0, 0].
+        """
         self._check_call(x, seed)
         if self.scale is ScaleRule.NVFP4:
             codes, scale, block, tensor = torch.ops.lowprec.quantize_nvfp4(x, self.tile, self.range_share, seed, origin)

@@ -1,7 +1,7 @@
 """Registers the ops: schema, fake kernel, and the reference as the kernel of every device that has none of its own.
 
-On CUDA the reference runs through torch.compile behind the same schema (eager Philox is 10 to 25 times slower);
-the bits are those of the eager reference. `live_kernels` says what runs.
+On CUDA the reference runs through torch.compile behind the same schema (eager Philox is 10 to 25 times slower); the
+bits are those of the eager reference. `live_kernels` says what runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Philox4x32-10 (Salmon et al., SC 2011) as a pure function of (seed, row, column): 16 random bits an element, eight elements a call.
+"""Philox4x32-10 (Salmon et al., SC 2011) as a pure function of (seed, row, column): 16 random bits an element, eight
+elements a call.
 
     counter = (column >> 3, row, 0, 0)      key = (seed & 0xffffffff, seed >> 32)
     element (row, column) takes bits 16 * (column & 1) .. +15 of output word (column & 7) >> 1
 
-Rows and columns are global: `origin` moves a shard or a micro-batch to its place, so that the layout does not change the draw.
-Products are split at 16 bits, since int64 has no unsigned form and signed overflow is undefined in C++.
+Rows and columns are global: `origin` moves a shard or a micro-batch to its place, so that the layout does not change
+the draw. Products are split at 16 bits, since int64 has no unsigned form and signed overflow is undefined in C++.
 """
 
 from __future__ import annotations

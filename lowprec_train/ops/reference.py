@@ -2,8 +2,8 @@
 
 Codes, scales and draws are made of operations that every back end rounds alike: + - x on FP32, integer arithmetic,
 exponent-field extraction and multiplication by powers of two. A quotient is taken in FP64 and rounded to FP32, which is
-the correctly rounded FP32 quotient (53 >= 2 * 24 + 2 bits) even where a compiler approximates FP32 division; no expression has the
-form a * b + c with an inexact product, so contraction to a fused multiply-add changes nothing.
+the correctly rounded FP32 quotient (53 >= 2 * 24 + 2 bits) even where a compiler approximates FP32 division; no
+expression has the form a * b + c with an inexact product, so contraction to a fused multiply-add changes nothing.
 """
 
 from __future__ import annotations
@@ -91,9 +91,11 @@ def tile_scale(amax: Tensor, format: str, rule: str, headroom: float, span: int)
 
 
 def round_to(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
-    """FP32 values already on the format's range, rounded to its grid: to nearest even, or up with the probability of the distance.
+    """FP32 values already on the format's range, rounded to its grid: to nearest even, or up with the probability of
+    the distance.
 
-    `bits`: integers in [0, 65536). P(up) = round(65536 * fraction) / 65536, so the bias is at most 2**-17 of a grid step.
+    `bits`: integers in [0, 65536). P(up) = round(65536 * fraction) / 65536, so the bias is at most 2**-17 of a grid
+    step.
     """
     mantissa, low, _ = GRIDS[format]
     e = exponent(v).clamp_min(max(low, mantissa - 125))
@@ -109,7 +111,7 @@ def round_to(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
 
 
 def encode(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
-    """Scaled FP32 values to codes: clamped to the range first (a plain FP8 cast does not promise saturation), NaN kept."""
+    """Scaled FP32 values to codes: clamped first (a plain FP8 cast does not promise saturation), NaN kept."""
     if format == "FP32":
         return v
     limit = GRIDS[format][2]
@@ -152,7 +154,9 @@ def quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped-
 
 
 def outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
-    """Per row, the (clipped + 1)-th smallest and largest value, each [m, 1] FP32: at most `clipped` values lie outside on each side."""
+    """Per row, the (clipped + 1)-th smallest and largest value, each [m, 1] FP32: at most `clipped` values lie outside
+    on each side.
+    """
     high = x.topk(clipped + 1, dim=1).values[:, -1:]
     low = x.topk(clipped + 1, dim=1, largest=False).values[:, -1:]
     nan = x.isnan().any(dim=1, keepdim=True)
@@ -160,7 +164,9 @@ def outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
 
 
 def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
-    """Row-scaled E2M1 codes of the clamped body, outliers rounded once to E4M3 in the same carrier, which rides at 2**-8."""
+    """Row-scaled E2M1 codes of the clamped body, outliers rounded once to E4M3 in the same carrier, which rides at
+    2**-8.
+    """
     x = x.float()
     scale, inverse = tile_scale(torch.maximum(low.abs(), high.abs()), "E2M1", "FP32", 1.0, 0)
     v = x * inverse
@@ -178,7 +184,9 @@ def dequantize(codes, scale):  # type: ignore[no-untyped-def]
 
 
 def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
-    """Block exponents moved into the carrier (methods S6): code * 2**(e_block - e_row + top), one scale per row; exact within the span."""
+    """Block exponents moved into the carrier (docs/numerics.md): code * 2**(e_block - e_row + top), one scale per row; exact
+    within the span.
+    """
     e = exponent(scale)
     top = FOLD_TOP[carrier]
     shift = exp2_int((e - e.amax(dim=1, keepdim=True) + top).clamp(-126, 127))
@@ -187,7 +195,8 @@ def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
 
 
 def hadamard(x, seed, block):  # type: ignore[no-untyped-def]
-    """Random signs (one vector of length `block`, shared by all blocks), then the orthonormal Walsh-Hadamard transform of each block.
+    """Random signs (one vector of length `block`, shared by all blocks), then the orthonormal Walsh-Hadamard transform
+    of each block.
 
     Butterflies in a fixed order, stride 1 first; without a seed the signs are all +1.
     """
@@ -203,7 +212,9 @@ def hadamard(x, seed, block):  # type: ignore[no-untyped-def]
 
 
 def dge(grad, weight, scale, k, cap):  # type: ignore[no-untyped-def]
-    """grad * f'(weight / scale) with f' = min(|2 t - 1|**(1/k - 1) / k, cap), t the place inside E2M1's interval (arXiv 2501.17116, eq. 8)."""
+    """grad * f'(weight / scale) with f' = min(|2 t - 1|**(1/k - 1) / k, cap), t the place inside E2M1's interval (arXiv
+    2501.17116, eq. 8).
+    """
     tile = (weight.shape[0] // scale.shape[0], weight.shape[1] // scale.shape[1])
     inverse = spread(divide(torch.ones_like(scale), scale), weight.shape, tile)
     v = (weight.float() * inverse).abs().clamp_max(6.0)
@@ -215,5 +226,7 @@ def dge(grad, weight, scale, k, cap):  # type: ignore[no-untyped-def]
 
 
 def _power(x: Tensor, p: float) -> Tensor:
-    """x**p for 0 < x <= 1 by FP64: the correctly rounded result but for rare ties, whatever an element's place in the tensor."""
+    """x**p for 0 < x <= 1 by FP64: the correctly rounded result but for rare ties, whatever an element's place in the
+    tensor.
+    """
     return torch.exp2(torch.log2(x.double()) * p).float()

@@ -1,7 +1,8 @@
 """Every op once: its schema and the shapes and dtypes it returns.
 
 An op never draws for itself: a `seed` is a 0-dim int64 tensor that enters the graph as data, so that eager, compiled,
-recomputed and resumed runs see the same bits. Formats and scale rules cross the boundary as strings, never inferred from a dtype.
+recomputed and resumed runs see the same bits. Formats and scale rules cross the boundary as strings, never inferred
+from a dtype.
 """
 
 from __future__ import annotations

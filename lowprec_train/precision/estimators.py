@@ -1,10 +1,13 @@
 """How the gradient passes the forward rounding of the weight: dL/dW = dL/dW_q * f'(W / scale).
 
-Straight-through takes f' = 1. The differentiable estimator (DGE, arXiv 2501.17116, section 3.1) takes the slope of a smooth staircase
+Straight-through takes f' = 1. The differentiable estimator (DGE, arXiv 2501.17116, section 3.1) takes the slope of a
+smooth staircase
 
-    f(x) = delta / 2 * (1 + sign(2 x / delta - 1) |2 x / delta - 1|^(1/k)),   f'(x) = min(|2 x / delta - 1|^(1/k - 1) / k, cap)
+    f(x)  = delta / 2 * (1 + sign(2 x / delta - 1) |2 x / delta - 1|^(1/k))
+    f'(x) = min(|2 x / delta - 1|^(1/k - 1) / k, cap)
 
-on each interval of width delta of the E2M1 grid; the scale cancels. Gradient norms are those after the estimator: f' averages 0.59 for k = 5.
+on each interval of width delta of the E2M1 grid; the scale cancels. Gradient norms are those after the estimator: f'
+averages 0.59 for k = 5.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ class StraightThrough:
 
 @dataclass(frozen=True)
 class DifferentiableEstimator:
-    """k: sharpness (5 in the paper; 1 is straight-through). cap: largest slope (3 in the paper). ValueError when k < 1 or cap <= 0."""
+    """k: sharpness (5 in the paper; 1 is straight-through). cap: largest slope (3 in the paper). ValueError when k < 1
+    or cap <= 0.
+    """
 
     k: float = 5.0
     cap: float = 3.0

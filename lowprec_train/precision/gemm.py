@@ -3,10 +3,11 @@
     bf16         neither operand is quantised
     fp8_tensor   FP8 tensor cores, one scale an operand (E2M1 rides as E4M3)
     fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue
-    fp8_folded   MXFP4: block exponents folded into E5M2 / E4M3 carriers (methods S6), then as fp8_row
-    dequantize   BF16 tensor cores (CUDA) or FP32 (CPU) on the operands' exact values; scales outside the product where they can be
+    fp8_folded   MXFP4: block exponents folded into E5M2 / E4M3 carriers (docs/numerics.md), then as fp8_row
+    dequantize   BF16 tensor cores (CUDA) or FP32 (CPU) on the exact values, scales outside the product where possible
 
-Nothing falls back silently: `execution` tells the path of every GEMM of a layer before the first step, by the same rule that runs.
+Nothing falls back silently: `execution` tells the path of every GEMM of a layer before the first step, by the same rule
+that runs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class Path(Enum):
 
 @dataclass(frozen=True)
 class Operand:
-    """What the choice depends on: the codes' dtype (None: not quantised), the scale's granularity, the span that allows folding."""
+    """What the choice depends on: the codes' dtype (None: not quantised), the scale's granularity, the span that allows
+    folding.
+    """
 
     dtype: torch.dtype | None
     granularity: str = "tensor"
@@ -143,7 +146,9 @@ def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtyp
 
 
 def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
-    """(values that BF16 holds exactly, scale outside the product [m or 1, 1]); FP32 block scales alone have to be multiplied in."""
+    """(values that BF16 holds exactly, scale outside the product [m or 1, 1]); FP32 block scales alone have to be
+    multiplied in.
+    """
     if isinstance(x, Tensor):
         return x, None
     if x.granularity != "block":
@@ -163,7 +168,9 @@ def _power_part(scale: Tensor) -> Tensor:
 
 
 def execution(recipe: LinearRecipe, in_features: int, out_features: int, device: torch.device) -> dict[str, str]:
-    """The path of each GEMM of a linear layer on a device, by the rule that `multiply` follows; tokens are taken to be a multiple of 16."""
+    """The path of each GEMM of a linear layer on a device, by the rule that `multiply` follows; tokens are taken to be
+    a multiple of 16.
+    """
     fp8 = has_fp8(device)
     codes = {"dgrad": recipe.fprop.b, "wgrad": recipe.fprop.a}
     sizes = {"fprop": (out_features, in_features), "dgrad": (in_features, out_features), "wgrad": (in_features, 16)}

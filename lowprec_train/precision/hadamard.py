@@ -2,7 +2,8 @@
 
     a' = a diag(s) H_g,   b' = b diag(s) H_g,   a' b'^T = a b^T   since H_g diag(s) diag(s) H_g^T = I
 
-One sign vector a GEMM, shared by all blocks and by both operands, along the reduction dimension (arXiv 2502.20586, section 3.2).
+One sign vector a GEMM, shared by all blocks and by both operands, along the reduction dimension (arXiv 2502.20586,
+section 3.2).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """nn.Linear with a recipe: precision is a property of the layer, not a subclass of it.
 
-What crosses autograd is flat tensors: the Function takes x and the weight and returns y; codes live between forward and backward only.
+What crosses autograd is flat tensors: the Function takes x and the weight and returns y; codes live between forward and
+backward only.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Kept = dict[str, Tensor]
 class Linear(nn.Linear):
     """y = x W^T + b with master weights in the parameter's dtype and GEMMs in x's dtype or in the recipe's.
 
-    recipe: a LinearRecipe; the default is bit-equal to F.linear in x's dtype. draws: this layer's view of the run's seeds,
-    needed by stochastic recipes. x [..., in] -> [..., out].
+    recipe: a LinearRecipe; the default is bit-equal to F.linear in x's dtype. draws: this layer's view of the run's
+    seeds, needed by stochastic recipes. x [..., in] -> [..., out].
     """
 
     recipe: LinearRecipe
@@ -77,9 +78,10 @@ def _seed(draws: SiteDraws | None, gemm: Gemms, purpose: Purpose) -> Tensor:
 
 def _fprop(x: Tensor, weight: Tensor, recipe: LinearRecipe, draws: SiteDraws | None) -> tuple[Tensor, Kept]:
     """Y = X W^T, and what the backward pass needs besides the weight."""
-    gemm, w, kept = recipe.fprop, weight.to(x.dtype), {}
-    a: Tensor | Quantized = x
-    b: Tensor | Quantized = w
+    gemm, w = recipe.fprop, weight.to(x.dtype)
+    kept: Kept = {}
+    a: Any = x
+    b: Any = w
     residual = None
     if gemm.rotation is not None:
         seed = _seed(draws, Gemms.FPROP, Purpose.ROTATION)

@@ -1,8 +1,10 @@
 """Outlier clamping and compensation (OCC, arXiv 2501.17116, section 3.2): four bits for the body, more for the few.
 
-Per token, the values outside the quantiles [1 - q, q] are outliers. The E2M1 scale follows the clamped body; outliers come back in one of two ways:
-`carrier`   an outlier is rounded once to E4M3 in the FP8 code that carries E2M1 anyway: no second GEMM, but it meets the 4-bit weight;
-`residual`  the paper's: R = A - clamp(A) is kept sparsely and multiplies the BF16 weight.
+Per token, the values outside the quantiles [1 - q, q] are outliers. The E2M1 scale follows the clamped body; outliers
+come back in one of two ways:
+
+    carrier     rounded once to E4M3 in the FP8 code that carries E2M1 anyway: no second GEMM, but they meet a 4-bit W
+    residual    the paper's: R = A - clamp(A) is kept sparsely and multiplies the BF16 weight
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ VARIANTS = ("carrier", "residual")
 
 @dataclass(frozen=True)
 class Residual:
-    """R as its non-zeros: values FP32 [m, 2c] at columns int64 [m, 2c] of a matrix with k columns; positions may repeat with value 0."""
+    """R as its non-zeros: values FP32 [m, 2c] at columns int64 [m, 2c] of a matrix with k columns; positions may repeat
+    with value 0.
+    """
 
     values: Tensor
     columns: Tensor

@@ -22,7 +22,7 @@ from lowprec_train.precision.outliers import OutlierClamp
 
 
 class Reuse(Enum):
-    """An operand of a backward GEMM that takes fprop's codes as they are: no second rounding (methods S7)."""
+    """An operand of a backward GEMM that takes fprop's codes as they are: no second rounding (docs/numerics.md)."""
 
     FPROP_CODES = "fprop codes"
 
@@ -41,7 +41,8 @@ class Keep(Enum):
 class Gemm:
     """Operand quantisers (None: BF16) and what must match across the pair, so that a mismatch cannot be written down.
 
-    split_accumulation: FP8 partial sums are promoted to FP32 as they go (slower, exact for FP4 codes) instead of at the end.
+    split_accumulation: FP8 partial sums are promoted to FP32 as they go (slower, exact for FP4 codes) instead of at the
+    end.
     """
 
     a: Quantizer | None = None
@@ -144,7 +145,9 @@ def check(recipe: LinearRecipe, *, name: str, in_features: int, out_features: in
 
 
 def override(recipe: LinearRecipe, changes: Mapping[str, Any]) -> LinearRecipe:
-    """The recipe with nested changes, such as {"dgrad": {"a": {"format": "E5M2"}}}. ValueError for a field that is not there."""
+    """The recipe with nested changes, such as {"dgrad": {"a": {"format": "E5M2"}}}. ValueError for a field that is not
+    there.
+    """
     return _replace(recipe, changes, "override")
 
 

@@ -1,10 +1,12 @@
-"""FP8 with current scaling: every operand rounded with one power-of-two scale for the tensor, taken from the tensor itself.
+"""FP8 with current scaling: every operand rounded with one power-of-two scale for the tensor, taken from the tensor
+itself.
 
     Y  = E4M3(X) E4M3(W)^T       fast accumulation
     dX = E5M2(dY) E4M3(W)        split accumulation; codes of W and X are fprop's own
     dW = E5M2(dY)^T E4M3(X)      split accumulation; one byte of X kept
 
-Formats as in FP8-LM (arXiv 2310.18313) and TransformerEngine's hybrid; no amax history. Power-of-two scales make the data-parallel layouts agree.
+Formats as in FP8-LM (arXiv 2310.18313) and TransformerEngine's hybrid; no amax history. Power-of-two scales make the
+data-parallel layouts agree.
 """
 
 from __future__ import annotations

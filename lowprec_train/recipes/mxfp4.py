@@ -3,9 +3,10 @@
     Y  = X W^T in BF16
     dX = 16/9 Q(dY H) Q(W^T H)^T,   dW = 16/9 Q(dY^T H') Q(X^T H')^T
 
-Q rounds 3/4 of a block of 32 stochastically to E2M1 under 2**(floor(log2 amax) - 2): nothing saturates, so E[Q(v)] = 3/4 v and the GEMM is
-unbiased; the factor 4/3 of each operand sits in its scale, never in the codes. H is a random Hadamard transform of 64 along the reduction,
-signs drawn anew for every GEMM. Block exponents stay within one FP8 carrier's range of their row (methods S6).
+Q rounds 3/4 of a block of 32 stochastically to E2M1 under 2**(floor(log2 amax) - 2): nothing saturates, so E[Q(v)] =
+3/4 v and the GEMM is unbiased; the factor 4/3 of each operand sits in its scale, never in the codes. H is a random
+Hadamard transform of 64 along the reduction, signs drawn anew for every GEMM. Block exponents stay within one FP8
+carrier's range of their row (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ OTHER_SPAN = 14  # E4M3 carriers
 
 
 def backward(rotation: int = 64, stochastic: bool = True) -> Gemm:
-    """One MXFP4 GEMM; rotation 0 leaves the Hadamard transform out. Nearest rounding takes the ceil rule (methods S5)."""
+    """One MXFP4 GEMM; rotation 0: no Hadamard transform. Nearest rounding takes the ceil rule (arXiv 2506.08027)."""
     rule = ScaleRule.E8M0_FLOOR if stochastic else ScaleRule.E8M0_CEIL
     a = Quantizer(E2M1, tile=(1, 32), scale=rule, stochastic=stochastic, span=GRADIENT_SPAN)
     b = Quantizer(E2M1, tile=(1, 32), scale=rule, stochastic=stochastic, span=OTHER_SPAN)
