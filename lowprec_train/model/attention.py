@@ -1,0 +1,104 @@
+"""Causal attention with rotary positions and grouped queries, on PyTorch's fused kernels.
+
+The q, k and v projections are one GEMM. Its rows are grouped by key-value head, (K, G + 2, H): the G query heads that
+share a key-value head, then that key, then that value. A tensor-parallel shard of the rows is then whole groups, and
+`forward` reads the number of groups from the tensor it gets, so it runs on a shard as it does on all of it.
+
+Which kernel runs is PyTorch's choice among those that accept the call; we rank cuDNN first, the fastest on Hopper. The
+ranking is set around the call itself, so it holds in a compiled graph and when a block is run again in backward.
+
+Shapes: B batch, T tokens, D model width, K key-value heads, G query heads per key-value head, H head width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lowprec_train.model.layers import Angles, rotate
+from lowprec_train.precision.linear import Linear
+
+_RANKING = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class Attention(nn.Module):
+    """x [B, T, D] -> [B, T, D]: causal, scaled by 1/sqrt(H), within a document when a mask says so."""
+
+    def __init__(self, dim: int, heads: int, kv_heads: int, bias: bool) -> None:
+        super().__init__()
+        self.head_dim = dim // heads
+        self.queries = heads // kv_heads
+        self.qkv = Linear(dim, kv_heads * (self.queries + 2) * self.head_dim, bias=bias)
+        self.out = Linear(dim, dim, bias=bias)
+
+    def forward(self, x_BTD: Tensor, angles: Angles | None = None, mask_B1TT: Tensor | None = None) -> Tensor:
+        groups_BTKGH = self.qkv(x_BTD).unflatten(-1, (-1, self.queries + 2, self.head_dim))
+        q_BTKGH, k_BTKGH, v_BTKGH = groups_BTKGH.split((self.queries, 1, 1), dim=-2)
+        if angles is not None:
+            q_BTKGH, k_BTKGH = rotate(q_BTKGH, angles), rotate(k_BTKGH, angles)
+        q, k, v = (each.flatten(2, 3).transpose(1, 2) for each in (q_BTKGH, k_BTKGH, v_BTKGH))
+        return self.out(scaled_dot_product(q, k, v, mask_B1TT).transpose(1, 2).flatten(2))
+
+
+def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
+    """softmax(q k^T / sqrt(H)) v for q [B, K*G, T, H] and k, v [B, K, T, H]; causal unless a mask says what is seen."""
+    grouped = q.shape[1] != k.shape[1]
+    with sdpa_kernel(_RANKING, set_priority=True):
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask_B1TT, is_causal=mask_B1TT is None, enable_gqa=grouped
+        )
+
+
+def document_mask(documents_BT: Tensor) -> Tensor:
+    """True where a query [.., T, .] may see a key [.., ., T]: not later, and of the same document. [B, 1, T, T] bool.
+
+    Dense: B*T^2 bytes once per micro-batch (67 MB for 16 sequences of 2048), and a kernel that takes masks and computes
+    the half it throws away: attention costs about twice the causal kernel's time.
+    """
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return same_BTT.tril()[:, None]
+
+
+def attention_backend(
+    device: torch.device | str,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    seq_len: int,
+    dtype: torch.dtype = torch.bfloat16,
+    documents: bool = False,
+) -> str:
+    """The kernel that attention of this shape runs on: "cudnn", "flash", "efficient" or "math".
+
+    Found by running it once, for one sequence and one key-value head, and reading which backward it recorded.
+    """
+    queries = heads // kv_heads
+    q = torch.zeros(1, seq_len, queries, head_dim, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
+    k = torch.zeros(1, seq_len, 1, head_dim, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
+    mask = document_mask(torch.zeros(1, seq_len, device=device, dtype=torch.int64)) if documents else None
+    with torch.enable_grad():
+        return _recorded_backend(scaled_dot_product(q, k, k, mask))
+
+
+def _recorded_backend(output: Tensor) -> str:
+    """Walk back to the fused kernel's node; a kernel composed of plain operations leaves none."""
+    pending, seen = [output.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for backend in ("cudnn", "flash", "efficient"):
+            if node.name().lower().startswith(f"scaleddotproduct{backend}attention"):
+                return backend
+        pending.extend(parent for parent, _ in node.next_functions)
+    return "math"

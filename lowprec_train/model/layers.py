@@ -1,0 +1,149 @@
+"""The small parts of a decoder: norms, positions, feed-forward nets and the output head of a tied model.
+
+Each is one choice of a model's configuration, a module that `Transformer` picks from a table by name; no forward asks
+which model it is in. The residual stream is BF16 (FP32 in tests); norms and activations compute in FP32 and round once
+to the stream's dtype, so that an eager and a compiled run hand the same numbers to the quantisers behind them.
+
+Shapes: B batch, T tokens, D model width, F feed-forward width, H head width, M maximal sequence length.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowprec_train.precision.linear import Linear
+
+Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
+
+
+class RMSNorm(nn.Module):
+    """y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in FP32, returned in x's dtype; never a bias."""
+
+    def __init__(self, dim: int, eps: float, bias: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return F.rms_norm(x_BTD.float(), self.weight.shape, self.weight, self.eps).to(x_BTD.dtype)
+
+
+class LayerNorm(nn.Module):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias (arXiv 1607.06450), in FP32, returned in x's dtype."""
+
+    def __init__(self, dim: int, eps: float, bias: bool = True) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return F.layer_norm(x_BTD.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x_BTD.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate) * up) (arXiv 2002.05202). `gate_up` is one GEMM whose rows alternate gate, up: (F, 2).
+
+    Interleaved rows let a tensor-parallel shard of the rows hold whole (gate, up) pairs.
+    """
+
+    def __init__(self, dim: int, ffn: int, bias: bool) -> None:
+        super().__init__()
+        self.gate_up = Linear(dim, 2 * ffn, bias=bias)
+        self.down = Linear(ffn, dim, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        gate_BTF, up_BTF = self.gate_up(x_BTD).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down((F.silu(gate_BTF.float()) * up_BTF.float()).to(x_BTD.dtype))
+
+
+class GELU(nn.Module):
+    """down(gelu(up)) with the tanh form of GELU (arXiv 1606.08415), as GPT-2 and Megatron-LM train."""
+
+    def __init__(self, dim: int, ffn: int, bias: bool) -> None:
+        super().__init__()
+        self.up = Linear(dim, ffn, bias=bias)
+        self.down = Linear(ffn, dim, bias=bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+
+
+class Rotary(nn.Module):
+    """Rotary positions (arXiv 2104.09864): the pair (x_i, x_{i + H/2}) turns by t * theta^(-2i/H) at position t.
+
+    The tables are FP32, rounded from FP64 on the CPU, so they are the same on every device. They are not saved; `reset`
+    fills them again after `to_empty`. Attention sees only differences of positions: packed documents need no restart.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, max_seq_len: int, dim: int, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.theta = theta
+        self.register_buffer("cos", torch.empty(max_seq_len, head_dim // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(max_seq_len, head_dim // 2), persistent=False)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        positions, half = self.cos.shape
+        frequencies = self.theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+        turns = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
+        self.cos.copy_(turns.cos())
+        self.sin.copy_(turns.sin())
+
+    def add(self, x_BTD: Tensor, documents_BT: Tensor | None) -> Tensor:
+        return x_BTD
+
+    def angles(self, seq_len: int) -> Angles:
+        return self.cos[:seq_len], self.sin[:seq_len]
+
+
+class LearnedPositions(nn.Embedding):
+    """One trained vector per position, added to the token's. With documents, positions start again at each document."""
+
+    def __init__(self, max_seq_len: int, dim: int, head_dim: int, theta: float) -> None:
+        super().__init__(max_seq_len, dim)
+
+    def add(self, x_BTD: Tensor, documents_BT: Tensor | None) -> Tensor:
+        if documents_BT is None:
+            return x_BTD + self.weight[: x_BTD.shape[1]]
+        return x_BTD + self(positions_in_document(documents_BT))
+
+    def angles(self, seq_len: int) -> None:
+        return None
+
+
+def positions_in_document(documents_BT: Tensor) -> Tensor:
+    """Distance of each token to the first of its run of equal document ids: [B, T] int64."""
+    place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0
+    return place_T - torch.where(begins_BT, place_T, 0).cummax(dim=1).values
+
+
+def rotate(x: Tensor, angles: Angles) -> Tensor:
+    """Turn x [B, T, ..., H] by its positions' angles, in FP32, dtype kept; halves pair up (Hugging Face's layout)."""
+    cos, sin = (table.view(-1, *(1,) * (x.ndim - 3), table.shape[-1]) for table in angles)
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
+
+
+class TiedHead(Linear):
+    """The output projection of a tied model: a Linear, with a recipe like any other, whose weight is the embedding's.
+
+    It owns no parameter: a shared one comes apart in `to_empty`, and would be saved twice.
+    """
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
+        del self.weight
+        self._embedding = (embedding,)  # in a tuple: not a submodule of this one
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self._embedding[0].weight

@@ -1,0 +1,95 @@
+"""Cross-entropy that never holds all FP32 logits.
+
+The head's GEMM gives the logits in BF16, N tokens by V words: at V = 128256 their FP32 copy would be the largest tensor
+of the whole step. With lse_n = log sum_v exp(x_nv),
+
+    loss = sum_n (lse_n - x_n,target) / normalizer
+    d loss / d x_nv = (exp(x_nv - lse_n) - [v = target_n]) / normalizer
+
+so forward keeps the logits and one FP32 number per token, and backward turns the logits into their gradient in place, a
+chunk of tokens at a time. The head's GEMM is not computed twice and no second matrix of that size exists. Compiled,
+both passes are one kernel each, the FP32 values live in registers, and the chunk is everything.
+
+Shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a target that carries no loss
+
+CHUNK_BYTES = 64 * 2**20  # FP32 logits of one chunk
+
+
+class CrossEntropy:
+    """Callable loss; `compile` trades the chunks of its eager form for fused kernels over all tokens."""
+
+    def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.chunk_bytes: int | None = chunk_bytes
+        self.token_losses: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = token_losses
+        self.become_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None] = become_gradient
+
+    def compile(self, **options: Any) -> None:
+        """Compile both passes with torch.compile(**options)."""
+        self.chunk_bytes = None
+        self.token_losses = torch.compile(token_losses, fullgraph=True, **options)
+        self.become_gradient = torch.compile(become_gradient, fullgraph=True, **options)
+
+    def rows(self, vocab_size: int, tokens: int) -> int:
+        """Tokens of one chunk."""
+        return tokens if self.chunk_bytes is None else max(1, self.chunk_bytes // (4 * vocab_size))
+
+    def __call__(self, logits: Tensor, targets: Tensor, normalizer: Tensor | float) -> Tensor:
+        """Sum of the token losses / normalizer: 0-dim FP32.
+
+        logits [..., V], consumed: backward overwrites them with their gradient (a second backward raises).
+        targets [...] int64, -100 where a token carries no loss. normalizer: a number or a 0-dim tensor on the device.
+        """
+        losses_N = _TokenLosses.apply(logits.flatten(0, -2), targets.flatten(), normalizer, self)
+        return losses_N.sum()
+
+
+class _TokenLosses(torch.autograd.Function):
+    """(logits [N, V], targets [N]) -> losses [N] / normalizer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, targets_N: Tensor, normalizer: Tensor | float, loss: CrossEntropy
+    ) -> Tensor:
+        tokens, vocab = logits_NV.shape
+        chunks = zip(*(each.split(loss.rows(vocab, tokens)) for each in (logits_NV, targets_N)))
+        losses, lse = (torch.cat(parts) for parts in zip(*(loss.token_losses(*chunk) for chunk in chunks)))
+        ctx.save_for_backward(logits_NV, targets_N, lse)
+        ctx.loss, ctx.normalizer = loss, normalizer
+        return losses / normalizer
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        logits_NV, targets_N, lse_N = (saved.detach() for saved in ctx.saved_tensors)
+        tokens, vocab = logits_NV.shape
+        scale_N = (gradients[0] / ctx.normalizer).masked_fill(targets_N == IGNORED, 0.0)
+        each = (logits_NV, targets_N, lse_N, scale_N)
+        for chunk in zip(*(tensor.split(ctx.loss.rows(vocab, tokens)) for tensor in each)):
+            ctx.loss.become_gradient(*chunk)
+        torch.autograd.graph.increment_version(logits_NV)  # a compiled kernel writes unseen
+        return logits_NV, None, None, None
+
+
+def token_losses(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and log-sum-exp of some tokens, [N] FP32 each; the loss is 0 where the target is -100."""
+    lse_N = logits_NV.float().logsumexp(dim=-1)
+    chosen_N = logits_NV.gather(-1, targets_N.clamp(min=0)[:, None]).squeeze(-1).float()
+    return (lse_N - chosen_N).masked_fill(targets_N == IGNORED, 0.0), lse_N
+
+
+def become_gradient(logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, scale_N: Tensor) -> None:
+    """logits <- (softmax(logits) - onehot(targets)) * scale, rounded once to their dtype."""
+    probability_NV = logits_NV.float().sub_(lse_N[:, None]).exp_()
+    words_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    probability_NV.add_(words_V == targets_N[:, None], alpha=-1).mul_(scale_N[:, None])
+    logits_NV.copy_(probability_NV)

@@ -1,0 +1,187 @@
+"""One decoder for LLaMA and GPT.
+
+    x = embedding(tokens) (+ position)                       the residual stream, BF16
+    x = x + attention(attention_norm(x));  x = x + mlp(mlp_norm(x))          for each block
+    loss = cross_entropy(head(norm(x)), targets)
+
+LLaMA: norm=rmsnorm, activation=swiglu, positions=rotary, untied, no bias. GPT: layernorm, gelu, learned, tied, bias.
+The choices are data: each names a module in a table below. Parameters are FP32 masters; modules cast them to the
+stream's dtype. Every GEMM with a weight is a `precision.linear.Linear`, which is all that a recipe needs to find.
+
+Shapes: B sequences, T tokens of a sequence, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from lowprec_train.model.attention import Attention, attention_backend, document_mask
+from lowprec_train.model.initialization import initial_value
+from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU, TiedHead
+from lowprec_train.model.loss import CrossEntropy
+from lowprec_train.model.recompute import RECOMPUTE, Recompute
+from lowprec_train.precision.linear import Linear
+
+NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+ACTIVATIONS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
+POSITIONS: dict[str, type[Rotary] | type[LearnedPositions]] = {"rotary": Rotary, "learned": LearnedPositions}
+
+T = TypeVar("T")
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward net around a residual stream [B, T, D]."""
+
+    def __init__(self, attention: Attention, mlp: nn.Module, norms: tuple[nn.Module, nn.Module], recompute: Recompute):
+        super().__init__()
+        self.attention_norm, self.mlp_norm = norms
+        self.attention = attention
+        self.mlp = mlp
+        self.recompute = recompute
+
+    def forward(self, x_BTD: Tensor, angles: Angles | None, mask_B1TT: Tensor | None) -> Tensor:
+        return self.recompute(self._residual, x_BTD, angles, mask_B1TT)
+
+    def _residual(self, x_BTD: Tensor, angles: Angles | None, mask_B1TT: Tensor | None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, mask_B1TT)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model; `configs/model` holds the published sizes.
+
+    Args:
+        vocab_size, dim, layers, heads, ffn: the usual sizes; head_dim = dim / heads.
+        kv_heads: key-value heads, each shared by heads / kv_heads query heads (arXiv 2305.13245).
+        max_seq_len: longest sequence that has positions.
+        norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
+        bias: of every linear layer but the head, and of layernorm.  tied: the head uses the embedding's weight.
+        rope_theta: base of the rotary frequencies; unused when positions are learned.
+        recompute: "none" | "selective" | "full", see `model.recompute`.
+        dtype: of the residual stream and of the GEMMs; torch.float32 is for tests.
+
+    Raises ValueError for sizes that do not divide and for an unknown choice.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        dim: int,
+        layers: int,
+        heads: int,
+        kv_heads: int,
+        ffn: int,
+        max_seq_len: int,
+        norm: str,
+        activation: str,
+        positions: str,
+        bias: bool,
+        tied: bool,
+        rope_theta: float = 10000.0,
+        norm_eps: float = 1e-5,
+        recompute: str = "none",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        _check_heads(dim, heads, kv_heads)
+        norm_type, mlp_type = _choose("norm", norm, NORMS), _choose("activation", activation, ACTIVATIONS)
+        position_type, again = _choose("positions", positions, POSITIONS), _choose("recompute", recompute, RECOMPUTE)
+        self.vocab_size, self.dim, self.layers = vocab_size, dim, layers
+        self.max_seq_len, self.dtype = max_seq_len, dtype
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.position = position_type(max_seq_len, dim, self.head_dim, rope_theta)
+        self.blocks = nn.ModuleList(
+            Block(
+                Attention(dim, heads, kv_heads, bias),
+                mlp_type(dim, ffn, bias),
+                (norm_type(dim, norm_eps, bias), norm_type(dim, norm_eps, bias)),
+                again,
+            )
+            for _ in range(layers)
+        )
+        self.norm = norm_type(dim, norm_eps, bias)
+        self.head = TiedHead(self.embedding) if tied else Linear(dim, vocab_size, bias=False)
+        self.cross_entropy = CrossEntropy()
+
+    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """What the head reads: [B, T, D] in the stream's dtype, after the last norm.
+
+        documents_BT: an id per token; attention stays within runs of one id. None: the sequence is one document.
+        """
+        seq_len = tokens_BT.shape[1]
+        if seq_len > self.max_seq_len:
+            raise ValueError(f"a sequence of {seq_len} tokens is longer than max_seq_len {self.max_seq_len}")
+        x_BTD = self.position.add(self.embedding(tokens_BT), documents_BT).to(self.dtype)
+        angles = self.position.angles(seq_len)
+        mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, angles, mask_B1TT)
+        return self.norm(x_BTD)
+
+    def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+        """[B, T, V] in the stream's dtype."""
+        return self.head(self.hidden(tokens_BT, documents_BT))
+
+    forward = logits
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        normalizer: Tensor | float,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Sum over tokens of the cross-entropy in nats / normalizer: 0-dim FP32. Targets of -100 are ignored."""
+        return self.cross_entropy(self.logits(tokens_BT, documents_BT), targets_BT, normalizer)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Set every parameter from (seed, name, shape) and fill the rotary tables; works after `to_empty`."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, seed=seed, layers=self.layers))
+        if isinstance(self.position, Rotary):
+            self.position.reset()
+
+    def compile_blocks(self, **options: Any) -> None:
+        """Compile each block, the last norm, the head and the loss with torch.compile(fullgraph=True, **options).
+
+        Equal blocks share one graph. Hooks of the modules stay outside of the graphs.
+        """
+        for module in (*self.blocks, self.norm, self.head):
+            module.forward = torch.compile(module.forward, fullgraph=True, **options)  # type: ignore[method-assign]
+        self.cross_entropy.compile(**options)
+
+    def attention_flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of q k^T and p v per token, forward and backward (twice forward), over all layers.
+
+        Causal, counted half: a query sees seq_len / 2 keys on average. GEMMs with a weight are not counted here.
+        """
+        forward = 2 * (2 * self.heads * self.head_dim) * (seq_len / 2)
+        return 3 * self.layers * forward
+
+    def attention_backend(self, device: torch.device | str, seq_len: int, documents: bool = False) -> str:
+        """The kernel that this model's attention runs on, found by running it: see `attention.attention_backend`."""
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return attention_backend(device, **sizes, seq_len=seq_len, dtype=self.dtype, documents=documents)
+
+
+def _check_heads(dim: int, heads: int, kv_heads: int) -> None:
+    if dim % heads or heads % kv_heads or dim // heads % 8:
+        raise ValueError(
+            f"dim {dim}, heads {heads}, kv_heads {kv_heads}: heads must divide dim, kv_heads must divide heads, "
+            f"and the head width dim / heads = {dim / heads:g} must be a multiple of 8"
+        )
+
+
+def _choose(what: str, name: str, table: Mapping[str, T]) -> T:
+    if name not in table:
+        raise ValueError(f"unknown {what} {name!r}; one of: {', '.join(table)}")
+    return table[name]
