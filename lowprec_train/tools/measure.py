@@ -19,6 +19,7 @@ from lowprec_train.tools.runs import TOKENS, VALID, Array, Run
 
 RATE = "perf/tokens_per_sec_per_gpu"
 MEMORY = "mem/peak_gib"
+SKIPPED = "train/skipped"
 WINDOW_RANGE = (30, 200)  # steps: a tenth of the run within these
 CURVE_POINTS = 500
 IDENTITY = ("name", "run_root")  # always differ, say nothing
@@ -86,6 +87,7 @@ class RunReport:
     gap_curve: Curve | None
     spikes: list[Spike]
     nonfinite_steps: list[int]
+    skipped_steps: int | None
     tokens_per_second: float | None
     speed: Speed | None
     peak_memory_gib: float | None
@@ -157,6 +159,7 @@ def default_window(runs: Sequence[Run]) -> int:
 def report(run: Run, baseline: Run | None, window: int) -> RunReport:
     """Measure one run; `baseline` is None for the baseline itself."""
     loss, tokens, rate, memory = run.loss, run.series(TOKENS), run.series(RATE), run.series(MEMORY)
+    skipped = run.series(SKIPPED).values
     final = curves.interval(loss.values[-window:])
     validation = measure_validation(run, baseline)
     return RunReport(
@@ -175,6 +178,7 @@ def report(run: Run, baseline: Run | None, window: int) -> RunReport:
         gap_curve=gap_curve(run, baseline, window) if baseline else None,
         spikes=curves.spikes(loss),
         nonfinite_steps=[int(step) for step in loss.steps[~np.isfinite(loss.values)]],
+        skipped_steps=int(np.max(skipped)) if len(skipped) else None,
         tokens_per_second=float(np.median(rate.values)) if len(rate.values) else None,
         speed=measure_speed(run, baseline, window) if baseline else None,
         peak_memory_gib=float(np.max(memory.values)) if len(memory.values) else None,

@@ -54,6 +54,7 @@ def definitions(comparison: Comparison) -> dict[str, str]:
         f"{curves.SPIKE_HALF_WINDOW} steps either side by more than {curves.SPIKE_SIGMAS:g} robust sigmas "
         f"(1.4826 x the median distance, at least {curves.SIGMA_FLOOR:g} nat)",
         "non-finite": "logged steps whose training loss is NaN or infinite; none is left out of any mean",
+        "skipped": "steps that left the weights alone because the loss or the gradient norm was not finite",
         "tokens/s": "median over the logged steps, per GPU (per process without one)",
         "speed at equal loss": f"ratio of the GPU times until both runs' {n}-step means are first at most the worse "
         "of the two final ones",
@@ -100,7 +101,18 @@ def loss_row(each: RunReport) -> list[str]:
     return cells
 
 
-COST_HEADER = ("run", "status", "steps", "tokens/s", "speed", "at equal loss", "peak GiB", "spikes", "non-finite")
+COST_HEADER = (
+    "run",
+    "status",
+    "steps",
+    "tokens/s",
+    "speed",
+    "at equal loss",
+    "peak GiB",
+    "spikes",
+    "non-finite",
+    "skipped",
+)
 
 
 def cost_row(each: RunReport) -> list[str]:
@@ -113,6 +125,7 @@ def cost_row(each: RunReport) -> list[str]:
         number(each.peak_memory_gib, ".2f"),
         counted([spike.step for spike in each.spikes]),
         counted(each.nonfinite_steps),
+        number(each.skipped_steps, "d"),
     ]
 
 

@@ -1,0 +1,121 @@
+"""The demonstration: llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches, then what low precision cost.
+
+Every run is an ordinary `python -m lowprec_train.main +recipe=...`, one after another, with its progress bar; a run that
+is finished is left alone and an interrupted one continues, so the same command can be given again at any time.
+Ends with `lowprec compare` as a gate: status 1 when a loss is further than --max-gap from bf16's, either way, or is not
+below the unigram entropy of the held-out text, which a network that uses its context reaches soon.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from lowprec_train.tools import cli
+
+RECIPES = ("bf16", "fp8", "fp4", "mxfp4")
+STEPS = 240
+
+
+def main() -> int:
+    """Train, compare, say what to do next; the exit status of the first thing that went wrong."""
+    arguments, overrides = parser().parse_known_args()
+    started = time.monotonic()
+    for number, recipe in enumerate(arguments.recipes, start=1):
+        print(f"\n[{number}/{len(arguments.recipes)}] {recipe}", flush=True)
+        status = train(recipe, arguments, overrides)
+        if status:
+            return status
+    print(f"\nTrained in {clock(time.monotonic() - started)}.\n", flush=True)
+    return compare(arguments)
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        description="Train llama_tiny under several recipes on the same batches and compare the losses.",
+        epilog="Further arguments are overrides for every run, e.g. seed=7.",
+    )
+    options.add_argument("--recipes", metavar="NAME", nargs="+", default=list(RECIPES), help="default: %(default)s")
+    options.add_argument(
+        "--steps", metavar="N", type=int, default=STEPS, help="steps of every run (default: %(default)s)"
+    )
+    options.add_argument("--root", metavar="DIR", type=Path, default=Path("runs/demo"), help="default: %(default)s")
+    options.add_argument(
+        "--max-gap", metavar="NATS", type=float, default=0.15, help="largest loss gap allowed (default: %(default)s)"
+    )
+    options.add_argument(
+        "--environment", metavar="DIR", type=Path, help="say at the end how to activate this environment"
+    )
+    return options
+
+
+def train(recipe: str, arguments: argparse.Namespace, overrides: list[str]) -> int:
+    """One run in a process of its own on this terminal. 0 when it is finished, now or before."""
+    command = [
+        *(sys.executable, "-m", "lowprec_train.main", f"+recipe={recipe}"),
+        *(f"name={recipe}", f"run_root={arguments.root}", f"steps={arguments.steps}", *overrides),
+    ]
+    started = time.monotonic()
+    status = call(command)
+    if status:
+        print(f"{recipe} failed with status {status}: {' '.join(command)}", file=sys.stderr)
+        print(
+            f"Settings other than those of an earlier demo? Give a new --root, or remove {arguments.root}.",
+            file=sys.stderr,
+        )
+        return status if status > 0 else 128 - status
+    if not (arguments.root / recipe / "DONE").exists():
+        print(f"{recipe} was interrupted and saved; the same command continues it.", file=sys.stderr)
+        return 130
+    print(f"{recipe}: {clock(time.monotonic() - started)}", flush=True)
+    return 0
+
+
+def call(command: Sequence[str]) -> int:
+    """The command's exit status. A run that is told to stop saves first, so this process waits for it rather than dying."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        if number != signal.SIGINT:  # the terminal sends that to both
+            for process in started:
+                process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        started.append(subprocess.Popen(command))
+        return started[0].wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """The report and its verdict."""
+    runs = [str(arguments.root / recipe) for recipe in arguments.recipes]
+    out = arguments.root / "comparison"
+    status = cli.main(["compare", *runs, "--max-gap", str(arguments.max_gap), "--out", str(out)])
+    if status == 2:
+        return status
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    if report["all_below_unigram"] is False:
+        print(
+            "A loss is not below the validation unigram entropy: that network has learned no context.", file=sys.stderr
+        )
+        status = 1
+    print(f"\nLook at {out.resolve() / 'curves.png'}; the table is {out / 'report.md'}.")
+    if arguments.environment:
+        print(f"To use the environment: source {arguments.environment / 'bin' / 'activate'}")
+    return status
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60} min {int(seconds) % 60:02d} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
