@@ -7,7 +7,7 @@ All raise ValueError.
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from lowprec_train.precision.recipe import LinearRecipe
 
 OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 SEQUENCE_MULTIPLE = 8
+POSITIVE = ("steps", "tokens_per_step", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval", "keep")
+POSITIVE += ("log_interval", "max_skipped")
+POSITIVE_SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn", "max_seq_len")
 
 
 def world() -> tuple[int, int]:
@@ -25,24 +28,24 @@ def world() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def configuration(run: RunConfig) -> None:
-    """Numbers that must fit each other."""
+def configuration(run: RunConfig) -> tuple[torch.device, bool]:
+    """Numbers that must fit each other, and what this machine must have. Returns the device and whether to compile."""
     _positive(run)
     _batch(run)
-    _shape(run.model)
     missing = [p for p in OPTIONAL_PACKAGES if p in run.logger and importlib.util.find_spec(p) is None]
     for package in missing:
         raise ValueError(f"logger={package} needs {package}, which is not installed: pip install 'lowprec_train[{package}]'")
+    on = device(run.device)
+    return on, compiles(run.compile, on)
 
 
 def _positive(run: RunConfig) -> None:
-    for key in ("steps", "tokens_per_step", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval"):
-        if getattr(run, key) < 1:
-            raise ValueError(f"{key}={getattr(run, key)} must be at least 1")
-    for key in ("keep", "log_interval", "max_skipped"):
-        if getattr(run, key) < 1:
-            raise ValueError(f"{key}={getattr(run, key)} must be at least 1")
-    if run.clip_norm < 0:
+    values = {key: getattr(run, key) for key in POSITIVE}
+    values |= {f"model.{key}": getattr(run.model, key) for key in POSITIVE_SIZES}
+    for key, value in values.items():
+        if value < 1:
+            raise ValueError(f"{key}={value} must be at least 1")
+    if not run.clip_norm >= 0:
         raise ValueError(f"clip_norm={run.clip_norm} must not be negative (0 turns clipping off)")
 
 
@@ -59,19 +62,6 @@ def _batch(run: RunConfig) -> None:
             f"tokens_per_step={run.tokens_per_step} is not a multiple of micro_batch * data.seq_len = "
             f"{run.micro_batch} * {seq_len} = {run.micro_batch * seq_len}"
         )
-
-
-def _shape(model: ModelConfig) -> None:
-    for key in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn", "max_seq_len"):
-        if getattr(model, key) < 1:
-            raise ValueError(f"model.{key}={getattr(model, key)} must be at least 1")
-    if model.dim % model.heads:
-        raise ValueError(f"model.dim={model.dim} is not a multiple of model.heads={model.heads}")
-    if model.heads % model.kv_heads:
-        raise ValueError(f"model.heads={model.heads} is not a multiple of model.kv_heads={model.kv_heads}")
-    head_dim = model.dim // model.heads
-    if model.positions == "rotary" and head_dim % 2:
-        raise ValueError(f"rotary positions need an even head dimension: model.dim / model.heads = {head_dim}")
 
 
 def device(name: str) -> torch.device:
@@ -123,11 +113,3 @@ def corpus(name: str, saved: str | None, now: str) -> None:
             f"run {name!r} began on a corpus with hash {saved}, the data now has {now}; restore the data, or choose "
             "another name=..., or resume=never to move the earlier run aside"
         )
-
-
-def undone_recipe(overrides: Iterable[str]) -> str | None:
-    """A sentence when `precision=...` on the command line replaces what `+recipe=...` chose, else None."""
-    chosen = dict(o.split("=", 1) for o in overrides if "=" in o)
-    if "+recipe" in chosen and "precision" in chosen:
-        return f"precision={chosen['precision']} undoes the precision of +recipe={chosen['+recipe']}"
-    return None

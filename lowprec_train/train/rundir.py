@@ -76,6 +76,12 @@ class RunDirectory:
         self.resumed = resumed
         self._lock = lock
 
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
     @property
     def done(self) -> bool:
         """Whether the run has finished."""
@@ -93,9 +99,19 @@ class RunDirectory:
         file = self.path / name
         return json.loads(file.read_text()) if file.exists() else {}
 
-    def begin(self) -> None:
-        """The run goes on: an earlier PREEMPTED no longer holds."""
+    def begin(self, *, config: Mapping[str, Any], recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        """The run goes on: keep what it is; an earlier PREEMPTED no longer holds. With config.yaml, last, the run exists."""
+        self.write("recipe.json", recipe)
+        self.write("run.json", facts)
+        self.write("config.yaml", config)
         (self.path / "PREEMPTED").unlink(missing_ok=True)
+
+    def end(self, outcome: str, *, step: int, signal: str | None) -> None:
+        """Say how the launch ended: DONE with the last losses, or PREEMPTED with the signal."""
+        if outcome == "preempted":
+            self.write("PREEMPTED", {"step": step, "signal": signal})
+        else:
+            self.write("DONE", {"step": step, **_last_losses(self.path / "metrics.jsonl")})
 
     def release(self) -> None:
         """Give the claim up; a directory in which no run began goes with it."""
@@ -104,6 +120,14 @@ class RunDirectory:
             (self.path / ".lock").unlink(missing_ok=True)
             with suppress(OSError):
                 self.path.rmdir()
+
+
+def _last_losses(metrics: Path) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for line in metrics.read_text().splitlines():
+        values = json.loads(line)
+        found |= {name: values[name] for name in ("train/loss", "valid/loss") if name in values}
+    return found
 
 
 def claim(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> RunDirectory:

@@ -1,0 +1,152 @@
+"""`torchrun train.py +recipe=fp4`: compose, check, build, fit.
+
+Hydra composes `configs/train.yaml` with the command line (`--help` lists the groups), once, or once per job under `--multirun`.
+A mistake in the configuration ends in one line on stderr and exit status 1; `debug=true` adds the trace (HYDRA_FULL_ERROR=1 for errors
+of Hydra's own). How a launch ended is a file in the run directory, DONE or PREEMPTED: under torchrun the exit status is the agent's.
+"""
+
+import logging
+import re
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from lowprec_train import config
+from lowprec_train.config import RunConfig
+from lowprec_train.train import build, checks, describe, rundir, signals
+from lowprec_train.train.checkpoint import CheckpointError
+from lowprec_train.train.describe import Choice
+from lowprec_train.train.signals import StopRequest
+from lowprec_train.train.sinks import RunFacts
+from lowprec_train.train.trainer import TrainingDiverged
+
+log = logging.getLogger(__name__)
+
+EXPECTED = (ValueError, OSError, CheckpointError, TrainingDiverged)  # told in one line
+LAUNCHER_PATIENCE = 20  # seconds in which rank 0 has said what is wrong and the launcher has ended the others
+
+
+def main() -> None:
+    """Entry point of train.py and of `python -m lowprec_train.main`: reads the command line, exits."""
+    refuse_many_processes()
+    config.register()
+    statuses: list[int] = []
+    with signals.listen() as stop:
+
+        @hydra.main(version_base="1.3", config_path=str(config.directory()), config_name="train")
+        def job(cfg: DictConfig) -> None:
+            statuses.append(status(cfg, stop))
+
+        try:
+            job()
+        except SystemExit as end:
+            for hint in recipe_hints(sys.argv[1:]) if end.code else ():
+                print(hint, file=sys.stderr)
+            raise
+        except KeyboardInterrupt:
+            sys.exit("aborted by a second interrupt; the last checkpoint stands")
+    sys.exit(max(statuses, default=0))
+
+
+def status(cfg: DictConfig, stop: StopRequest) -> int:
+    """Exit status of one job, its mistakes told in one line."""
+    try:
+        run(cfg, stop)
+    except EXPECTED as error:
+        if cfg.debug:
+            traceback.print_exc()
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@record
+def run(cfg: DictConfig, stop: StopRequest) -> None:
+    """One run, from its checks to DONE or PREEMPTED. Raises what EXPECTED lists for mistakes."""
+    if stop():
+        return
+    options, plain, choice = read(cfg)
+    device, compiled = checks.configuration(options)
+    layout = build.layout(options)
+    name = options.name or rundir.default_name(plain, choice.recipe)
+    with rundir.claim(Path(options.run_root), name, plain, options.resume) as directory:
+        if directory.done:
+            log.info("run %s is done: %s; resume=never or another name trains again", directory.path, directory.read("DONE"))
+            return
+        corpus = build.corpus(options)
+        checks.corpus(name, directory.read("run.json").get("corpus_hash"), corpus.hash)
+        trainer = build.trainer(options, layout, corpus, device, compiled=compiled)
+        checkpointer = build.checkpointer(options, directory.path)
+        step = (checkpointer.load(trainer.checkpoint_parts()) if directory.resumed else None) or 0
+
+        linears = describe.effective(layout.model, layout.recipes, device)
+        facts = {"name": name, "hash": rundir.digest(plain), "compiled": compiled}
+        facts |= build.facts(options, choice, layout, corpus, device)
+        announce(plain, linears, facts, choice, step)
+        directory.begin(config=plain, recipe=linears, facts=facts)
+
+        about = RunFacts(
+            name=name,
+            directory=directory.path,
+            steps=options.steps,
+            resumed_step=step,
+            config=plain,
+            remembered=trainer.remembered,
+        )
+        with build.sinks(options, about) as sinks:
+            outcome = trainer.fit(sinks=sinks, checkpointer=checkpointer, should_stop=stop)
+        directory.end(outcome, step=trainer.steps_done, signal=stop.signal_name)
+        log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
+
+
+def read(cfg: DictConfig) -> tuple[RunConfig, dict[str, Any], Choice]:
+    """The composed configuration as typed values, as plain values, and the choice of recipe."""
+    options = OmegaConf.to_object(cfg)
+    plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    assert isinstance(options, RunConfig) and isinstance(plain, dict)
+    made = HydraConfig.get()
+    choice = Choice.of(options.precision, made.runtime.choices, made.overrides.task)
+    return options, {str(key): value for key, value in plain.items()}, choice
+
+
+def announce(plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, Any], choice: Choice, step: int) -> None:
+    """Print once what runs: the sentence that matters first, then everything."""
+    log.info("%s", describe.first_line(facts, step))
+    if choice.undone:
+        log.warning("warning: %s", choice.undone)
+    log.info("%s", OmegaConf.to_yaml(OmegaConf.create(plain)))
+    log.info("linear layers, and the path that each GEMM takes:\n%s", describe.summary(linears))
+    kernels = ", ".join(f"{op}: {kernel}" for op, kernel in facts["kernels"].items())
+    log.info("kernels: %s", kernels)
+
+
+def refuse_many_processes() -> None:
+    """Parallel training is not built yet: one error from rank 0, and a failure from every process."""
+    rank, processes = checks.world()
+    if processes == 1:
+        return
+    if rank > 0:
+        time.sleep(LAUNCHER_PATIENCE)
+        sys.exit(1)
+    sweep = " (nor does --multirun: a sweep runs in one process)" if {"-m", "--multirun"} & set(sys.argv) else ""
+    sys.exit(f"error: WORLD_SIZE={processes}: parallel training is not built yet; start one process{sweep}")
+
+
+def recipe_hints(arguments: Sequence[str]) -> list[str]:
+    """What helps after Hydra has refused a command line: how a recipe is asked for, and which there are."""
+    known = config.choices("recipe")
+    asked = [match for match in (re.fullmatch(r"([+~]*)recipe=(.*)", a) for a in arguments) if match]
+    wrong = [m for m in asked if m[1] != "+" or not set(m[2].split(",")) <= set(known)]
+    return [f"hint: a recipe is added with a plus sign: +recipe=NAME, one of {', '.join(known)}"] if wrong else []
+
+
+if __name__ == "__main__":
+    main()

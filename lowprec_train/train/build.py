@@ -1,0 +1,173 @@
+"""From values to parts: the one place where a configuration becomes a model, a corpus, an optimizer and a trainer.
+
+Below this file nothing sees a configuration: parts take plain values. What a `_target_` names is built by `construct`; a mistake in
+its arguments is a ValueError like any other. The model is laid out on the meta device, checked there, and only then given memory.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+
+from lowprec_train.config import PrecisionConfig, RunConfig
+from lowprec_train.data.corpus import Corpus
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.numerics.draws import Draws
+from lowprec_train.ops.library import live_kernels
+from lowprec_train.optim.adamw import AdamW, parameter_groups
+from lowprec_train.precision import gemm, policy
+from lowprec_train.precision.recipe import LinearRecipe, override
+from lowprec_train.train import checks, metrics
+from lowprec_train.train.checkpoint import Checkpointer
+from lowprec_train.train.describe import Choice, device_name, versions
+from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink
+from lowprec_train.train.trainer import Trainer
+
+TRAINER_KEYS = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
+TRAINER_KEYS += ("eval_interval", "eval_batches", "log_interval")
+
+
+def construct(node: Mapping[str, Any], **extra: Any) -> Any:
+    """The object that a `_target_` node names, its arguments completed by `extra`, which are passed as they are.
+
+    Raises ValueError when there is no such target, when it does not take the arguments, or when it refuses their values.
+    """
+    try:
+        return instantiate({**node, "_partial_": True, "_convert_": "all"})(**extra)
+    except InstantiationException as error:
+        raise ValueError(str(error)) from error
+    except TypeError as error:
+        raise ValueError(f"{node['_target_']}: {error}") from error
+
+
+def recipes(precision: PrecisionConfig) -> dict[str, LinearRecipe]:
+    """Pattern -> recipe, with `precision.override` applied to those that quantise."""
+    built: dict[str, LinearRecipe] = {pattern: construct(node) for pattern, node in precision.policy.items()}
+    if not precision.override:
+        return built
+    if all(recipe.is_identity for recipe in built.values()):
+        raise ValueError(f"precision.override={precision.override} changes nothing: precision={precision.name} quantises nothing")
+    return {p: r if r.is_identity else override(r, precision.override) for p, r in built.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A model without memory, and what each of its linears will compute."""
+
+    model: Transformer
+    recipes: dict[str, LinearRecipe]
+
+
+def layout(run: RunConfig) -> Layout:
+    """Model and policy on the meta device, checked against each other: costs no memory at any size."""
+    arguments = {key: value for key, value in asdict(run.model).items() if key != "name"}
+    with torch.device("meta"):
+        model = Transformer(**arguments)
+    effective = policy.apply_policy(model, recipes(run.precision))
+    checks.linears(model, effective, tokens=run.micro_batch * run.data["seq_len"])
+    return Layout(model=model, recipes=effective)
+
+
+def weights(model: Transformer, device: torch.device, seed: int) -> Draws:
+    """Give the model memory on `device`, its first weights and its draws."""
+    model.to_empty(device=device)
+    model.init_weights(seed)
+    draws = Draws(seed, policy.count_linears(model), device)
+    policy.attach_draws(model, draws)
+    return draws
+
+
+def corpus(run: RunConfig) -> Corpus:
+    """The text, prepared on first use."""
+    built: Corpus = construct(run.data)
+    checks.vocabulary(run.model, built.vocab_size)
+    return built
+
+
+def trainer(run: RunConfig, laid_out: Layout, text: Corpus, device: torch.device, *, compiled: bool) -> Trainer:
+    """The trainer of a run at its first step."""
+    model, seq_len = laid_out.model, run.data["seq_len"]
+    draws = weights(model, device, run.seed)
+    optimizer = AdamW(
+        parameter_groups(model, run.optim.weight_decay),
+        lr=run.optim.lr,
+        betas=(run.optim.beta1, run.optim.beta2),
+        eps=run.optim.eps,
+    )
+    rates = throughput(laid_out, device, tokens_per_step=run.tokens_per_step, seq_len=seq_len)
+    if compiled:
+        model.compile_blocks()
+    return Trainer(
+        model=model,
+        optimizer=optimizer,
+        schedule=construct(run.optim.schedule),
+        corpus=text,
+        draws=draws,
+        device=device,
+        seq_len=seq_len,
+        throughput=rates,
+        **{key: getattr(run, key) for key in TRAINER_KEYS},
+    )
+
+
+def throughput(laid_out: Layout, device: torch.device, *, tokens_per_step: int, seq_len: int) -> metrics.Throughput:
+    """Rates of the run's steps, each GEMM measured against the peak of the path that it takes."""
+    model = laid_out.model
+    linears = {name: model.get_submodule(name) for name in laid_out.recipes}
+    paths = {
+        name: gemm.execution(recipe, linears[name].in_features, linears[name].out_features, device)
+        for name, recipe in laid_out.recipes.items()
+    }
+    return metrics.throughput(
+        model,
+        device=device,
+        tokens_per_step=tokens_per_step,
+        kinds={name: {g: gemm.peak_kind(path) for g, path in each.items()} for name, each in paths.items()},
+        attention_flops=model.attention_flops_per_token(seq_len),
+    )
+
+
+def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
+    """Saves under `<run directory>/checkpoints`."""
+    return Checkpointer(
+        directory / "checkpoints", interval=run.checkpoint_interval, keep=run.keep, asynchronous=run.checkpoint_async
+    )
+
+
+@contextmanager
+def sinks(run: RunConfig, facts: RunFacts) -> Iterator[list[Sink]]:
+    """metrics.jsonl and what `logger` names, closed in the end."""
+    with ExitStack() as stack:
+        opened: list[Sink] = []
+        for make in (JsonlSink, *(partial(construct, node) for node in run.logger.values())):
+            opened.append(make(run=facts))
+            stack.callback(opened[-1].close)
+        yield opened
+
+
+def facts(run: RunConfig, choice: Choice, laid_out: Layout, text: Corpus, device: torch.device) -> dict[str, Any]:
+    """What run.json says of a run beside its configuration."""
+    seq_len = run.data["seq_len"]
+    documents = text.train.batch(0, 0, 1, run.tokens_per_step // seq_len).documents is not None
+    return {
+        "recipe": choice.recipe,
+        "model": run.model.name,
+        "deviations": run.precision.deviations,
+        "overrides": choice.overrides,
+        "corpus": text.name,
+        "corpus_hash": text.hash,
+        "train_tokens": text.train.tokens,
+        "valid_tokens": text.valid.tokens,
+        "valid_unigram_entropy": text.valid.unigram_entropy(),
+        "parameters": sum(p.numel() for p in laid_out.model.parameters()),
+        "device": device_name(device),
+        "attention": laid_out.model.attention_backend(device, seq_len, documents),
+        "kernels": live_kernels(device),
+        "versions": versions(),
+    }

@@ -1,0 +1,110 @@
+"""What is about to run, said once: its recipe, what was changed in it, and how each GEMM of every linear layer is executed.
+
+Layers that compute alike share an entry. The same facts, one entry a layer, go into recipe.json.
+"""
+
+import dataclasses
+import platform
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+import lowprec_train
+from lowprec_train.config import PrecisionConfig
+
+from lowprec_train.precision import gemm
+from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.train.rundir import flatten
+
+INDEX = r"\.\d+\."  # of a block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The name of the recipe, and what the command line changed in it."""
+
+    recipe: str
+    overrides: list[str]
+    undone: str | None
+
+    @classmethod
+    def of(cls, precision: PrecisionConfig, groups: Mapping[str, str], command_line: Sequence[str]) -> "Choice":
+        """groups: choices that Hydra made; command_line: overrides as they were typed."""
+        asked = groups.get("recipe")
+        replaced = any(argument.startswith("precision=") for argument in command_line)
+        undone = f"precision={precision.name} undoes +recipe={asked}" if asked and replaced else None
+        tree = {"precision": {"override": precision.override}} if precision.override else {}
+        changes = [f"{key}={value}" for key, value in flatten(tree).items()]
+        typed = [a for a in command_line if re.match(r"[+~]*precision\.(?!override\b)", a)]
+        name = precision.name if undone or not asked else asked
+        return cls(recipe=name, overrides=changes + typed + ([undone] if undone else []), undone=undone)
+
+
+def versions() -> dict[str, str]:
+    """Of what the numbers of a run depend on."""
+    return {"lowprec_train": lowprec_train.__version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def device_name(device: torch.device) -> str:
+    """`cpu`, or the product name of the GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def first_line(facts: Mapping[str, Any], step: int) -> str:
+    """One sentence that says what runs and in what it departs from the published recipe."""
+    beginning = f"resumes at step {step}" if step else "starts"
+    parts = [
+        f"run {facts['name']} {beginning}: {facts['model']} ({facts['parameters'] / 1e6:.1f} M parameters), recipe {facts['recipe']}",
+        f"{facts['device']}, {'compiled' if facts['compiled'] else 'eager'}, attention {facts['attention']}",
+        *([f"overrides: {', '.join(facts['overrides'])}"] if facts["overrides"] else []),
+        *([f"not as published: {', '.join(facts['deviations'])}"] if facts["deviations"] else []),
+    ]
+    return "; ".join(parts)
+
+
+def plain(value: Any) -> Any:
+    """A recipe as JSON: dataclasses as dictionaries, things with a name (formats, rules) as that name."""
+    if isinstance(value, Enum) or type(value).__name__ == "Format":
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"kind": type(value).__name__, **fields}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value if isinstance(value, int | float | str | bool | None) else str(value)
+
+
+def effective(model: nn.Module, recipes: Mapping[str, LinearRecipe], device: torch.device) -> dict[str, dict[str, Any]]:
+    """Per linear layer: shape [out, in], recipe, and the path of each GEMM. The content of recipe.json."""
+    table = {}
+    for name, recipe in recipes.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        table[name] = {
+            "shape": [linear.out_features, linear.in_features],
+            "gemms": {gemm_name: str(each) for gemm_name, each in recipe.gemms().items()},
+            "estimator": str(recipe.estimator),
+            "keeps": recipe.keep.value,
+            "execution": gemm.execution(recipe, linear.in_features, linear.out_features, device),
+            "recipe": plain(recipe),
+        }
+    return table
+
+
+def summary(table: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table for people: per kind of layer one line, then one line a GEMM with operands and [execution path]."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, row in table.items():
+        gemms = *(f"{each} {text} [{row['execution'][each]}]" for each, text in row["gemms"].items()), f"keeps {row['keeps']}, {row['estimator']}"
+        groups.setdefault(gemms, []).append(f"{re.sub(INDEX, '.*.', name)} {'x'.join(map(str, row['shape']))}")
+    lines = []
+    for gemms, names in groups.items():
+        lines.append("  " + ", ".join(f"{name} ({n} layers)" if n > 1 else name for name, n in Counter(names).items()))
+        lines += [f"    {text}" for text in gemms]
+    return "\n".join(lines)
