@@ -1,0 +1,1 @@
+"""Token streams on disk and the order in which training reads them."""

@@ -1,0 +1,175 @@
+"""Data that is tokenised already: Megatron's indexed datasets, alone or blended, split the way Megatron splits them.
+
+A blend is written as on Megatron's command line, `[weight, prefix, weight, prefix, ...]`. A split is a list of shares
+for train, validation and test, `949,50,1`: each dataset is cut into runs of whole documents in that order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowprec_train.data.corpus import VALID_SEED, Corpus
+from lowprec_train.data.indexed import IndexedDataset
+from lowprec_train.data.loader import Dataset, Stream
+from lowprec_train.data.order import Blend
+
+_READ_WHOLE = 256 << 20  # bytes; of a longer file as much is hashed, in evenly spaced blocks
+_BLOCK = 1 << 20
+_WHOLE = (1.0, 0.0, 0.0)
+
+Blended = str | Sequence[str | float]
+
+
+def indexed(
+    *,
+    train: Blended,
+    seq_len: int,
+    vocab_size: int,
+    seed: int = 0,
+    valid: Blended | None = None,
+    split: str | Sequence[float] | None = None,
+    document_mask: bool = False,
+    name: str = "indexed",
+) -> Corpus:
+    """Existing `<prefix>.bin` and `<prefix>.idx` files, named without extension.
+
+    train, valid: one prefix, or `[weight, prefix, weight, prefix, ...]`.
+    split: shares of train, validation (and test) by which the documents of `train` are cut; instead of `valid`.
+    vocab_size: of the tokenizer that made the data; a token outside it is an error when it is met.
+
+    Raises:
+        ValueError: a blend or split that cannot be read, both or neither of valid and split, a file that is absent,
+            truncated or foreign, a part without documents or too short for seq_len.
+    """
+    if (valid is None) == (split is None):
+        raise ValueError(f"exactly one of valid and split must be given, not valid={valid!r} and split={split!r}")
+    shares = _WHOLE if split is None else parse_split(split)
+    blend = parse_blend(train)
+    training = _Part("train", blend, shares, 0)
+    held_out = _Part("valid", blend, shares, 1) if valid is None else _Part("valid", parse_blend(valid), _WHOLE, 0)
+
+    def dataset(part: _Part, seed: int) -> Dataset:
+        return Dataset(
+            streams=tuple(part.stream(prefix) for prefix in part.blend.prefixes),
+            order=part.blend.order,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            seed=seed,
+            document_mask=document_mask,
+        )
+
+    return Corpus(
+        train=dataset(training, seed),
+        valid=dataset(held_out, VALID_SEED),
+        hash=hashlib.sha256(training.digest() + held_out.digest()).hexdigest(),
+        vocab_size=vocab_size,
+        name=name,
+    )
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Prefixes of indexed datasets and the order in which their samples are dealt."""
+
+    prefixes: tuple[str, ...]
+    order: Blend
+
+
+def parse_blend(blend: Blended) -> Mixture:
+    """`prefix`, `[prefix]` or `[weight, prefix, weight, prefix, ...]`.
+
+    Raises:
+        ValueError: it is none of these, names a dataset twice, or has a weight that `Blend` refuses.
+    """
+    items = [blend] if isinstance(blend, str) else list(blend)
+    if len(items) == 1:
+        items = [1.0, *items]
+    if not items or len(items) % 2:
+        raise ValueError(f"blend {items}: expected one prefix, or weight, prefix, weight, prefix, ...")
+    for weight, prefix in zip(items[0::2], items[1::2], strict=True):
+        if not _is_number(weight) or _is_number(prefix):
+            raise ValueError(f"blend {items}: expected a weight and a prefix, got {weight!r}, {prefix!r}")
+    prefixes = tuple(os.path.expanduser(str(prefix)) for prefix in items[1::2])
+    if len(set(prefixes)) != len(prefixes):
+        raise ValueError(f"blend {items}: names a dataset twice")
+    return Mixture(prefixes, Blend([float(weight) for weight in items[0::2]]))
+
+
+def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
+    """Shares of train, validation and test that sum to 1, from `949,50,1`, `[949, 50, 1]` or the first two of these.
+
+    Raises:
+        ValueError: other than two or three numbers, or no share for train or validation.
+    """
+    written = split.split(",") if isinstance(split, str) else list(split)
+    if not all(map(_is_number, written)):
+        raise ValueError(f"split {split!r}: expected numbers such as 949,50,1")
+    values = [float(value) for value in written]
+    values += [0.0] * (3 - len(values))
+    if len(values) != 3 or not (values[0] > 0 and values[1] > 0 and values[2] >= 0 and sum(values) < float("inf")):
+        raise ValueError(f"split {split!r}: expected shares of train, validation and test such as 949,50,1")
+    train, valid, test = (value / sum(values) for value in values)
+    return train, valid, test
+
+
+def split_documents(count: int, shares: Sequence[float], position: int) -> range:
+    """The documents of one part: Megatron's rounding, whole documents in file order."""
+    return range(round(sum(shares[:position]) * count), round(sum(shares[: position + 1]) * count))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Training or validation: the same share of every dataset of a mixture."""
+
+    name: str
+    blend: Mixture
+    shares: tuple[float, float, float]
+    position: int
+
+    def stream(self, prefix: str) -> Stream:
+        source = IndexedDataset(prefix)
+        documents = split_documents(source.document_count, self.shares, self.position)
+        if not documents:
+            raise ValueError(
+                f"{prefix}: the {self.name} part is empty: {source.document_count} documents, shares {self.shares}"
+            )
+        return Stream(source, documents)
+
+    def digest(self) -> bytes:
+        """SHA-256 of shares and contents, not of places."""
+        digest = hashlib.sha256(f"{self.blend.order.shares} {self.shares} {self.position}".encode())
+        for prefix in self.blend.prefixes:
+            digest.update(_file_digest(Path(f"{prefix}.idx")))
+            digest.update(_file_digest(Path(f"{prefix}.bin")))
+        return digest.digest()
+
+
+def _is_number(value: object) -> bool:
+    try:
+        float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _file_digest(path: Path) -> bytes:
+    """SHA-256 of size and content. A file above 256 MiB is sampled: a terabyte is not read at start-up."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(size.to_bytes(8, "little"))
+    with open(path, "rb") as file:
+        for start in _blocks(size):
+            file.seek(start)
+            digest.update(file.read(_BLOCK))
+    return digest.digest()
+
+
+def _blocks(size: int) -> Iterator[int]:
+    if size <= _READ_WHOLE:
+        yield from range(0, size, _BLOCK)
+    else:
+        count = _READ_WHOLE // _BLOCK
+        yield from ((size - _BLOCK) * block // (count - 1) for block in range(count))

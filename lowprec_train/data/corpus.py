@@ -1,0 +1,114 @@
+"""What a run reads: a training and a validation set, and the hash that says whether two runs read the same.
+
+`stdlib` needs nothing but the running Python; `text` takes the user's files; `blend.indexed` takes tokenised data. Each
+is named by a `_target_` of configs/data and called with what stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowprec_train.data.documents import PythonSources, TextFiles
+from lowprec_train.data.indexed import IndexedDataset
+from lowprec_train.data.loader import Dataset, Stream
+from lowprec_train.data.prepare import Preparation
+from lowprec_train.data.tokenizer import Tokenizer, check_vocabulary
+
+VALID_SEED = 0  # validation reads the same samples in every run, whatever its seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """What a run trains on and is judged by. `hash` names the tokens; `vocab_size` is the tokenizer's."""
+
+    train: Dataset
+    valid: Dataset
+    hash: str
+    vocab_size: int
+    name: str
+
+
+def stdlib(
+    *,
+    seq_len: int,
+    vocab_size: int = 4096,
+    seed: int = 0,
+    valid_fraction: float = 0.05,
+    document_mask: bool = False,
+    cache: str | None = None,
+    root: str | None = None,
+    name: str = "stdlib",
+) -> Corpus:
+    """The running Python's standard library (or the Python sources under `root`), a file a document.
+
+    Raises:
+        ValueError: there are no sources, they are too few for this vocabulary, split or seq_len, or the cache cannot be
+            written to.
+    """
+    preparation = Preparation(train=PythonSources(root), valid_fraction=valid_fraction, vocab_size=vocab_size)
+    return _corpus(preparation, cache, name, seq_len=seq_len, seed=seed, document_mask=document_mask)
+
+
+def text(
+    *,
+    train: str | Sequence[str],
+    seq_len: int,
+    vocab_size: int | None = 4096,
+    seed: int = 0,
+    valid: str | Sequence[str] | None = None,
+    valid_fraction: float = 0.05,
+    field: str = "text",
+    tokenizer: str | None = None,
+    document_mask: bool = False,
+    cache: str | None = None,
+    name: str = "text",
+) -> Corpus:
+    """Files of text: .txt, .jsonl, either as .zst, or directories of them (see `documents.TextFiles`).
+
+    `valid`: held-out files; None holds out `valid_fraction` of the documents of `train`, by their names.
+    `tokenizer`: an existing SentencePiece model; None learns one of `vocab_size` pieces from the training documents.
+    With an existing model `vocab_size` is a bound on its size, or None.
+
+    Raises:
+        ValueError: see `TextFiles`; the files hold no text; they are too few for this vocabulary, split or seq_len; the
+            tokenizer has more pieces than vocab_size, or is no SentencePiece model.
+    """
+    model = None if tokenizer is None else Tokenizer.load(Path(tokenizer).expanduser())
+    if model is None and vocab_size is None:
+        raise ValueError("vocab_size None: a tokenizer learnt from the text needs a size, or name an existing one")
+    if model is not None and vocab_size is not None:
+        check_vocabulary(tokenizer=model.vocab_size, vocab_size=vocab_size, name=str(tokenizer))
+    preparation = Preparation(
+        train=TextFiles(train, field),
+        valid=None if valid is None else TextFiles(valid, field),
+        valid_fraction=valid_fraction,
+        tokenizer=model,
+        vocab_size=vocab_size,
+    )
+    return _corpus(preparation, cache, name, seq_len=seq_len, seed=seed, document_mask=document_mask)
+
+
+def _corpus(
+    preparation: Preparation, cache: str | None, name: str, *, seq_len: int, seed: int, document_mask: bool
+) -> Corpus:
+    prepared = preparation.run(cache, name)
+
+    def dataset(prefix: Path, seed: int) -> Dataset:
+        source = IndexedDataset(prefix)
+        return Dataset(
+            streams=(Stream(source, range(source.document_count)),),
+            seq_len=seq_len,
+            vocab_size=prepared.vocab_size,
+            seed=seed,
+            document_mask=document_mask,
+        )
+
+    return Corpus(
+        train=dataset(prepared.train, seed),
+        valid=dataset(prepared.valid, VALID_SEED),
+        hash=prepared.hash,
+        vocab_size=prepared.vocab_size,
+        name=name,
+    )

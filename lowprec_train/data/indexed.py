@@ -1,0 +1,238 @@
+"""Megatron's indexed dataset: token sequences in two files, read by mapping them into memory.
+
+`<prefix>.bin` is nothing but the tokens of all sequences, one after the other. `<prefix>.idx` says where they lie
+(little-endian, no padding; S sequences, D - 1 documents):
+
+    0         9 bytes   b"MMIDIDX\\0\\0"
+    9         uint64    version = 1
+    17        uint8     code of the token dtype
+    18        uint64    S
+    26        uint64    D
+    34        int32[S]  tokens in each sequence
+    34+4S     int64[S]  byte offset of each sequence in .bin
+    34+12S    int64[D]  documents: document d is the sequences documents[d] .. documents[d+1]
+    34+12S+8D int8[S]   modes, multimodal data only
+
+Layout after megatron/core/datasets/indexed_dataset.py. Reading copies nothing: every array is a view of the mapping.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES: dict[int, np.dtype[Any]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+_CHECKED_AT_ONCE = 1 << 20  # sequences; keeps the check of a large index from doubling it in memory
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The dtype Megatron stores a vocabulary of `vocab_size` tokens in: uint16 below 65,500, else int32."""
+    return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
+
+
+class IndexedDataset:
+    """The sequences of `<prefix>.bin` and `<prefix>.idx`, mapped into memory; the prefix is given without extension.
+
+    `data`: every token of the .bin, flat. `lengths` int32 [S] in tokens, `offsets` int64 [S] in bytes,
+    `documents` int64 [D] sequence numbers, `modes` int8 [S] or None. `self[i]` is sequence i, a view.
+
+    Raises:
+        ValueError: a file is absent, truncated, foreign or contradicts itself; names the path and the value.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+        for path in (idx, bin_):
+            if not path.is_file():
+                raise ValueError(f"{path}: no such file (an indexed dataset is named without extension, as {prefix})")
+        index = _map(idx)
+        self.dtype, count, bounds = _read_header(idx, index)
+        self.lengths = np.frombuffer(index, "<i4", count, HEADER.size)
+        self.offsets = np.frombuffer(index, "<i8", count, HEADER.size + 4 * count)
+        self.documents = np.frombuffer(index, "<i8", bounds, HEADER.size + 12 * count)
+        modes_at = HEADER.size + 12 * count + 8 * bounds
+        self.modes = np.frombuffer(index, "<i1", count, modes_at) if len(index) > modes_at else None
+        tokens = _map(bin_)
+        self.data = np.frombuffer(tokens, self.dtype, len(tokens) // self.dtype.itemsize)
+        _check_documents(idx, self.documents, count)
+        _check_sequences(idx, bin_, self, len(tokens))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, sequence: int) -> np.ndarray:
+        start, length = int(self.offsets[sequence]), int(self.lengths[sequence])
+        return self.data[start // self.dtype.itemsize :][:length]
+
+    @property
+    def document_count(self) -> int:
+        return len(self.documents) - 1
+
+    def boundary(self, sequence: int) -> int:
+        """The byte at which `sequence` begins; for sequence S, the byte after the last one."""
+        if sequence < len(self):
+            return int(self.offsets[sequence])
+        return int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
+
+
+class IndexedWriter:
+    """Writes an indexed dataset, document by document; the files appear whole at the end of the `with`, or not at all.
+
+        with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
+            writer.document(tokens)
+
+    Raises:
+        ValueError: the layout has no code for `dtype`.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            raise ValueError(f"{prefix}: no dtype code for {np.dtype(dtype)}; known: {[str(d) for d in CODES]}")
+        self._bin, self._idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+        self._lengths = array("i")
+        self._documents = array("q", [0])
+
+    def __enter__(self) -> IndexedWriter:
+        self._file: IO[bytes] = open(_unfinished(self._bin), "wb")
+        return self
+
+    def document(self, *sequences: ArrayLike) -> None:
+        """Append one document made of these sequences of token ids.
+
+        Raises:
+            ValueError: a token does not fit the dtype.
+        """
+        for sequence in sequences:
+            tokens = self._fit(np.asarray(sequence))
+            self._file.write(tokens.tobytes())
+            self._lengths.append(len(tokens))
+        self._documents.append(len(self._lengths))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._close(self._file)
+            if kind is None:
+                self._commit()
+        finally:
+            _unfinished(self._bin).unlink(missing_ok=True)
+            _unfinished(self._idx).unlink(missing_ok=True)
+
+    def _fit(self, tokens: np.ndarray) -> np.ndarray:
+        if tokens.size and self.dtype.kind in "iu":
+            limits, low, high = np.iinfo(self.dtype), tokens.min(), tokens.max()
+            if low < limits.min or high > limits.max:
+                bad = low if low < limits.min else high
+                raise ValueError(f"{self._bin}: token {bad} does not fit {self.dtype} ({limits.min}..{limits.max})")
+        return tokens.astype(self.dtype)
+
+    def _commit(self) -> None:
+        with open(_unfinished(self._idx), "wb") as file:
+            self._write_index(file)
+            self._close(file)
+        self._idx.unlink(missing_ok=True)  # an old index must never be read with the new tokens
+        os.replace(_unfinished(self._bin), self._bin)
+        os.replace(_unfinished(self._idx), self._idx)
+
+    def _write_index(self, file: IO[bytes]) -> None:
+        lengths = np.asarray(self._lengths, "<i4")
+        sizes = lengths.astype("<i8") * self.dtype.itemsize
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
+        file.write(lengths.tobytes())
+        file.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
+        file.write(np.asarray(self._documents, "<i8").tobytes())
+
+    @staticmethod
+    def _close(file: IO[bytes]) -> None:
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
+
+
+def _map(path: Path) -> mmap.mmap | bytes:
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+
+
+def _read_header(path: Path, index: mmap.mmap | bytes) -> tuple[np.dtype[Any], int, int]:
+    """The token dtype, S and D of an index whose size agrees with them."""
+    magic = bytes(index[: len(MAGIC)])
+    if magic != MAGIC[: len(magic)]:
+        raise ValueError(f"{path}: not a Megatron index: begins with {magic!r}, expected {MAGIC!r}")
+    if len(index) < HEADER.size:
+        raise ValueError(f"{path}: truncated: {len(index)} bytes, the header alone has {HEADER.size}")
+    _, version, code, count, bounds = HEADER.unpack_from(index)
+    if version != VERSION:
+        raise ValueError(f"{path}: version {version}, can read {VERSION}")
+    if code not in DTYPES:
+        raise ValueError(f"{path}: unknown dtype code {code}, known: {sorted(DTYPES)}")
+    size = HEADER.size + 12 * count + 8 * bounds
+    if len(index) < size:
+        raise ValueError(
+            f"{path}: truncated: {len(index)} bytes, needs {size} for {count} sequences and {bounds} document bounds"
+        )
+    if len(index) not in (size, size + count):
+        raise ValueError(
+            f"{path}: {len(index)} bytes, expected {size} (or {size + count} with modes) for {count} sequences "
+            f"and {bounds} document bounds"
+        )
+    return DTYPES[code], count, bounds
+
+
+def _check_documents(path: Path, documents: np.ndarray, count: int) -> None:
+    if not len(documents) or documents[0] != 0 or documents[-1] != count:
+        ends = [int(bound) for bound in documents[[0, -1]]] if len(documents) else []
+        raise ValueError(f"{path}: document bounds {ends} must begin with 0 and end with the {count} sequences")
+    for part in _parts(len(documents) - 1):
+        steps = documents[part.start + 1 : part.stop + 1] - documents[part]
+        if (steps < 0).any():
+            raise ValueError(f"{path}: document {part.start + int(steps.argmin())} has {steps.min()} sequences")
+
+
+def _check_sequences(idx: Path, bin_: Path, dataset: IndexedDataset, size: int) -> None:
+    for part in _parts(len(dataset)):
+        lengths, offsets = dataset.lengths[part], dataset.offsets[part]
+        if (lengths < 0).any():
+            raise ValueError(f"{idx}: sequence {part.start + int(lengths.argmin())} has {lengths.min()} tokens")
+        wrong = (offsets < 0) | (offsets % dataset.dtype.itemsize != 0)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise ValueError(f"{idx}: sequence {part.start + at} begins at byte {offsets[at]}, not at a token")
+        end = int((offsets + lengths.astype(np.int64) * dataset.dtype.itemsize).max())
+        if end > size:
+            raise ValueError(f"{bin_}: truncated: {size} bytes, its index reaches to byte {end}")
+
+
+def _parts(count: int) -> Iterator[slice]:
+    for start in range(0, count, _CHECKED_AT_ONCE):
+        yield slice(start, min(count, start + _CHECKED_AT_ONCE))

@@ -1,0 +1,173 @@
+"""From text to tokens on disk: a tokenizer learnt from the text itself, a split by document, and a cache.
+
+The first use writes a directory named after the SHA-256 of everything that decides its content (documents, tokenizer
+settings, versions); later uses only map it:
+
+    tokenizer.model                      SentencePiece
+    {train,valid}_text_document.bin,idx  Megatron's layout, each document closed by the end-of-document token
+    corpus.json                          hash, sizes and versions
+
+The hash is the SHA-256 of train's .bin followed by valid's: runs with equal hashes read the same tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+
+from lowprec_train.data import tokenizer as tokenization
+from lowprec_train.data.cache import build_once
+from lowprec_train.data.documents import Document, Documents
+from lowprec_train.data.indexed import IndexedWriter, token_dtype
+from lowprec_train.data.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+_LAYOUT = 1  # of the cache directory; raised when the same text gives other tokens or files
+_AT_ONCE = 256  # documents handed to the tokenizer together
+DEFAULT_CACHE = "~/.cache/lowprec_train"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A prepared corpus: where its two splits lie (prefixes of indexed datasets), its hash, its tokenizer's size."""
+
+    train: Path
+    valid: Path
+    hash: str
+    vocab_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Text to tokenise, and how.
+
+    `valid` None: the documents of `train` whose names draw below `valid_fraction` are held out.
+    `tokenizer` None: one of `vocab_size` pieces is learnt from the training documents.
+    """
+
+    train: Documents
+    valid: Documents | None = None
+    valid_fraction: float = 0.05
+    tokenizer: Tokenizer | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.valid is None and not 0 < self.valid_fraction < 1:
+            raise ValueError(f"valid_fraction {self.valid_fraction} must lie between 0 and 1")
+
+    def run(self, cache: str | None, name: str) -> Prepared:
+        """The prepared corpus, from `cache` (None: the user's) if it is there.
+
+        Raises:
+            ValueError: a split has no text, the text cannot fill the vocabulary, or the cache cannot be written to.
+        """
+        place = Path(cache or DEFAULT_CACHE).expanduser() / f"{name}-{self.digest()[:16]}"
+        directory = build_once(place, self._build)
+        described = json.loads((directory / "corpus.json").read_text())
+        return Prepared(
+            train=_prefix(directory, "train"),
+            valid=_prefix(directory, "valid"),
+            hash=described["hash"],
+            vocab_size=described["vocab_size"],
+        )
+
+    def digest(self) -> str:
+        """Names everything that decides the tokens."""
+        parts = {
+            "layout": _LAYOUT,
+            "train": self.train.digest(),
+            "valid": self.valid.digest() if self.valid else self.valid_fraction,
+            "tokenizer": self._tokenizer_digest(),
+            "sentencepiece": sentencepiece.__version__,
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+    def _tokenizer_digest(self) -> Any:
+        if self.tokenizer:
+            return hashlib.sha256(self.tokenizer.model).hexdigest()
+        return [self.vocab_size, tokenization.SAMPLE_CHARACTERS, tokenization.SETTINGS]
+
+    def _split(self, held_out: bool) -> Iterator[Document]:
+        """The documents of train or of valid that hold any text."""
+        if self.valid:
+            return (doc for doc in (self.valid if held_out else self.train) if doc.text)
+        return (doc for doc in self.train if doc.text and is_held_out(doc.name, self.valid_fraction) == held_out)
+
+    def _build(self, directory: Path) -> None:
+        began = time.monotonic()
+        _log.info("preparing %s (once; kept in %s)", self.train.name, directory.parent)
+        self._check_splits()
+        tokenizer = self.tokenizer or self._learn()
+        (directory / "tokenizer.model").write_bytes(tokenizer.model)
+        counts = {
+            "train": _tokenise(self._split(held_out=False), tokenizer, _prefix(directory, "train")),
+            "valid": _tokenise(self._split(held_out=True), tokenizer, _prefix(directory, "valid")),
+        }
+        described = {
+            "hash": _hash(directory),
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+            "documents": counts,
+            "sentencepiece": sentencepiece.__version__,
+        }
+        (directory / "corpus.json").write_text(json.dumps(described, indent=2) + "\n")
+        _log.info("prepared %s documents in %.1f s", counts, time.monotonic() - began)
+
+    def _check_splits(self) -> None:
+        for collection in (self.train, self.valid or self.train):
+            if not any(doc.text for doc in collection):
+                raise ValueError(f"empty corpus: no text in {collection.name}")
+        for split, held_out in (("train", False), ("valid", True)):
+            if next(self._split(held_out), None) is None:
+                documents = sum(1 for doc in self.train if doc.text)
+                raise ValueError(
+                    f"the {split} split is empty: valid_fraction {self.valid_fraction} of {documents} documents in "
+                    f"{self.train.name}; change it, or name held-out files"
+                )
+
+    def _learn(self) -> Tokenizer:
+        assert self.vocab_size is not None
+        texts = (doc.text for doc in self._split(held_out=False))
+        learnt = Tokenizer.train(texts, self.vocab_size, self.train.name)
+        assert learnt.vocab_size == self.vocab_size, (learnt.vocab_size, self.vocab_size)
+        return learnt
+
+
+def is_held_out(name: str, fraction: float) -> bool:
+    """Whether the document of this name belongs to validation: a fixed coin of this bias for every name."""
+    draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    return draw < fraction * 2**64
+
+
+def _tokenise(documents: Iterable[Document], tokenizer: Tokenizer, prefix: Path) -> int:
+    """Write each document and the token that closes it; how many they are."""
+    texts = (doc.text for doc in documents)
+    count = 0
+    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+        while batch := list(islice(texts, _AT_ONCE)):
+            for ids in tokenizer.encode(batch):
+                writer.document([*ids, tokenizer.eod])
+            count += len(batch)
+    return count
+
+
+def _prefix(directory: Path, split: str) -> Path:
+    return directory / f"{split}_text_document"
+
+
+def _hash(directory: Path) -> str:
+    digest = hashlib.sha256()
+    for split in ("train", "valid"):
+        with open(f"{_prefix(directory, split)}.bin", "rb") as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+    return digest.hexdigest()
