@@ -1,4 +1,4 @@
-"""A stranger's test: docs/adding_a_recipe.md, followed to the letter in an empty directory, trains a recipe that this repository does not have."""
+"""A stranger's test: docs/adding_a_recipe.md, followed to the letter in an empty directory, trains a new recipe."""
 
 import json
 import os
