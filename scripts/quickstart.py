@@ -1,7 +1,7 @@
 """The demonstration: llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches, then what low precision cost.
 
-Every run is an ordinary `python -m lowprec_train.main +recipe=...`, one after another, with its progress bar; a run that
-is finished is left alone and an interrupted one continues, so the same command can be given again at any time.
+Every run is an ordinary `python -m lowprec_train.main +recipe=...`, one after another, with its progress bar; a run
+that is finished is left alone and an interrupted one continues, so the same command can be given again at any time.
 Ends with `lowprec compare` as a gate: status 1 when a loss is further than --max-gap from bf16's, either way, or is not
 below the unigram entropy of the held-out text, which a network that uses its context reaches soon.
 """
@@ -24,11 +24,11 @@ STEPS = 240
 
 def main() -> int:
     """Train, compare, say what to do next; the exit status of the first thing that went wrong."""
-    arguments, overrides = parser().parse_known_args()
+    arguments = parser().parse_args()
     started = time.monotonic()
     for number, recipe in enumerate(arguments.recipes, start=1):
         print(f"\n[{number}/{len(arguments.recipes)}] {recipe}", flush=True)
-        status = train(recipe, arguments, overrides)
+        status = train(recipe, arguments)
         if status:
             return status
     print(f"\nTrained in {clock(time.monotonic() - started)}.\n", flush=True)
@@ -38,9 +38,11 @@ def main() -> int:
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         description="Train llama_tiny under several recipes on the same batches and compare the losses.",
-        epilog="Further arguments are overrides for every run, e.g. seed=7.",
     )
-    options.add_argument("--recipes", metavar="NAME", nargs="+", default=list(RECIPES), help="default: %(default)s")
+    options.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides of every run, e.g. seed=7")
+    options.add_argument(
+        "--recipes", metavar="A,B", type=lambda text: text.split(","), default=RECIPES, help="default: all four"
+    )
     options.add_argument(
         "--steps", metavar="N", type=int, default=STEPS, help="steps of every run (default: %(default)s)"
     )
@@ -54,20 +56,18 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
-def train(recipe: str, arguments: argparse.Namespace, overrides: list[str]) -> int:
+def train(recipe: str, arguments: argparse.Namespace) -> int:
     """One run in a process of its own on this terminal. 0 when it is finished, now or before."""
     command = [
         *(sys.executable, "-m", "lowprec_train.main", f"+recipe={recipe}"),
-        *(f"name={recipe}", f"run_root={arguments.root}", f"steps={arguments.steps}", *overrides),
+        *(f"name={recipe}", f"run_root={arguments.root}", f"steps={arguments.steps}", *arguments.overrides),
     ]
     started = time.monotonic()
     status = call(command)
     if status:
         print(f"{recipe} failed with status {status}: {' '.join(command)}", file=sys.stderr)
-        print(
-            f"Settings other than those of an earlier demo? Give a new --root, or remove {arguments.root}.",
-            file=sys.stderr,
-        )
+        if (arguments.root / recipe / "config.yaml").exists():
+            print(f"After a demo with other settings, give a new --root or remove {arguments.root}.", file=sys.stderr)
         return status if status > 0 else 128 - status
     if not (arguments.root / recipe / "DONE").exists():
         print(f"{recipe} was interrupted and saved; the same command continues it.", file=sys.stderr)
@@ -77,7 +77,7 @@ def train(recipe: str, arguments: argparse.Namespace, overrides: list[str]) -> i
 
 
 def call(command: Sequence[str]) -> int:
-    """The command's exit status. A run that is told to stop saves first, so this process waits for it rather than dying."""
+    """The command's exit status. A run that is told to stop saves first, so this process waits for it."""
     started: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -103,9 +103,7 @@ def compare(arguments: argparse.Namespace) -> int:
         return status
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     if report["all_below_unigram"] is False:
-        print(
-            "A loss is not below the validation unigram entropy: that network has learned no context.", file=sys.stderr
-        )
+        print("A loss is not below the validation unigram entropy: no context was learned.", file=sys.stderr)
         status = 1
     print(f"\nLook at {out.resolve() / 'curves.png'}; the table is {out / 'report.md'}.")
     if arguments.environment:

@@ -25,7 +25,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ((0, (6, 1.4)), (0, (2.2, 1.2)), (0, (6, 1.4, 1.4, 1.4)), (0, (1, 1)))
 MARKERS = "osD^vP"
 BASELINE = {"color": "#000000", "linestyle": "-", "marker": "o"}
-INK, QUIET, FAINT = "#3c4043", "#80868b", 0.16
+INK, QUIET, GATE, FAINT = "#3c4043", "#80868b", "#b3261e", 0.16
+DIVERGED = 1.0  # nats: a run further away than this leaves the axes instead of flattening the others
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.edgecolor": "#9aa0a6",
@@ -147,7 +148,8 @@ def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -
         valid = subject.run.series(VALID)
         ax.plot(subject.x(valid.steps), valid.values, ls="", mfc="white", ms=4.5, **marker(subject))
         draw_nonfinite(ax, subject)
-    if comparison.unigram_entropy is not None:
+    limit_losses(ax, comparison, subjects)
+    if comparison.unigram_entropy is not None and comparison.unigram_entropy < ax.get_ylim()[1]:
         ax.axhline(comparison.unigram_entropy, color=QUIET, lw=1, ls=(0, (1, 2)))
         ax.annotate(
             f"validation unigram entropy {comparison.unigram_entropy:.2f}",
@@ -159,7 +161,6 @@ def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -
             fontsize=8,
             color=QUIET,
         )
-    limit_losses(ax, comparison, subjects)
     handles, names = ax.get_legend_handles_labels()
     heading = f"mean of the last {comparison.window} steps ± 95 %"
     ax.legend(handles[::-1], names[::-1], loc="upper right", title=heading, alignment="left", title_fontsize=8.5)
@@ -192,9 +193,9 @@ def limit_losses(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) 
     values, reference = np.concatenate(losses), finite(base.values)
     if not len(values):
         return
-    low, high = values.min(), values.max()
+    low, high = min(values.min(), comparison.unigram_entropy or np.inf), values.max()
     if len(reference):
-        high = min(high, reference.max() + 0.35 * max(np.ptp(reference), 0.1))
+        high = min(high, reference.max() + max(0.35 * np.ptp(reference), DIVERGED))
     margin = 0.04 * max(high - low, 1e-3)
     ax.set_ylim(low - margin, high + margin)
 
@@ -206,6 +207,7 @@ def finite(values: Array) -> Array:
 def draw_ends(ax: Axes, subjects: Sequence[Subject]) -> None:
     """The last quarter's running means, enlarged, with the final mean and its interval at the right."""
     drawn: list[Any] = []
+    highest = []
     for place, subject in enumerate(subjects):
         loss = subject.run.loss
         last = max(len(loss.steps) // 4, min(2, len(loss.steps)))
@@ -214,10 +216,12 @@ def draw_ends(ax: Axes, subjects: Sequence[Subject]) -> None:
         at = x[-1] + (place + 1) * 0.035 * max(np.ptp(x), 1e-9)
         draw_interval(ax, at, subject.report.final_loss, subject)
         drawn += [smoothed, subject.report.final_loss.mean]
+        highest += [finite(smoothed).max()] if np.isfinite(smoothed).any() else []
     values = finite(np.hstack(drawn))
     if len(values):
-        margin = 0.08 * max(np.ptp(values), 1e-3)
-        ax.set_ylim(values.min() - margin, values.max() + margin)
+        high = min([values.max(), *(top + DIVERGED for top in highest)])
+        margin = 0.08 * max(high - values.min(), 1e-3)
+        ax.set_ylim(values.min() - margin, high + margin)
     ax.set(title="The last quarter, enlarged", ylabel="nats per token")
 
 
@@ -242,7 +246,7 @@ def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> 
         drawn += [smoothed[len(smoothed) // 10 :], *final_gaps(subject.report)]
     draw_zero_and_gate(ax, comparison)
     values = finite(np.hstack(drawn))
-    reach = 1.25 * max(float(np.abs(values).max()) if len(values) else 0.0, 1e-3)
+    reach = 1.25 * min(max(float(np.abs(values).max(initial=0)), 1e-3), DIVERGED)
     if comparison.max_gap is not None:
         reach = max(reach, min(1.12 * comparison.max_gap, 5 * reach))
     ax.set_ylim(-reach, reach)
@@ -267,7 +271,7 @@ def draw_zero_and_gate(ax: Axes, comparison: Comparison) -> None:
     """The baseline, and the gate's two sides."""
     ax.axhline(0, color=BASELINE["color"], lw=1.2)
     for side in (-1, 1) if comparison.max_gap is not None else ():
-        ax.axhline(side * (comparison.max_gap or 0), color="#b3261e", lw=1, ls=(0, (4, 3)), alpha=0.8)
+        ax.axhline(side * (comparison.max_gap or 0), color=GATE, lw=1.2, ls=(0, (4, 3)))
 
 
 def draw_final_gaps(
