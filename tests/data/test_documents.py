@@ -1,0 +1,126 @@
+"""What counts as text, in which order, and what is said when it cannot be read."""
+
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from lowprec_train.data.documents import Document, PythonSources, TextFiles
+
+
+def put(root: Path, files: dict[str, str | bytes]) -> Path:
+    for name, content in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return root
+
+
+def test_python_sources(tmp_path):
+    kept = {"b.py": "b\n", "a/z.py": "z\r\n", "a/b.py": "é\n", "a.py": "", "lib2to3/main.py": "m"}
+    dropped = {
+        "test/a.py": "t",
+        "a/tests/a.py": "t",
+        "site-packages/numpy.py": "n",
+        "idlelib/idle_test/a.py": "t",
+        "__pycache__/a.py": "c",
+        "config-3.11-x86_64-linux-gnu/python-config.py": "c",
+        "_sysconfigdata__linux_.py": "s",
+        "data.txt": "d",
+        "latin.py": "# é".encode("latin-1"),
+    }
+    root = put(tmp_path, kept | dropped)
+    expected = [Document(name, kept[name]) for name in ("a/b.py", "a/z.py", "a.py", "b.py", "lib2to3/main.py")]
+    assert list(PythonSources(root)) == expected
+
+
+def test_standard_library():
+    names = [document.name for document in PythonSources()]
+    assert len(names) > 500 and "argparse.py" in names and "asyncio/base_events.py" in names
+    assert not [name for name in names if "test" in Path(name).parts or "site-packages" in name]
+    assert [*PythonSources()] == [*PythonSources(sysconfig.get_path("stdlib"))]
+
+
+def test_no_python_sources(tmp_path):
+    with pytest.raises(ValueError, match=r"absent: no such directory"):
+        PythonSources(tmp_path / "absent")
+    put(tmp_path, {"tests/a.py": "t", "a.txt": "t"})
+    with pytest.raises(ValueError, match=rf"empty corpus: {tmp_path} holds no \.py files"):
+        PythonSources(tmp_path)
+
+
+def test_text_files(tmp_path):
+    root = put(
+        tmp_path,
+        {
+            "b/two.txt": "second\r\nfile",
+            "a.jsonl": '{"text": "one\\n", "id": 1}\n\n{"text": "two\u2028still", "body": "b"}\n',
+            "ignored.csv": "x",
+        },
+    )
+    expected = [
+        Document("a.jsonl:1", "one\n"),
+        Document("a.jsonl:3", "two\u2028still"),
+        Document("b/two.txt", "second\r\nfile"),
+    ]
+    assert list(TextFiles(str(root))) == expected
+    listed = TextFiles([str(root / "b" / "two.txt"), str(root / "a.jsonl")])
+    assert [document.text for document in listed] == ["second\r\nfile", "one\n", "two\u2028still"]
+    assert [d.text for d in TextFiles(str(put(tmp_path / "other", {"c.jsonl": '{"body": "b"}'})), "body")] == ["b"]
+
+
+def test_digest_names_content_not_place(tmp_path):
+    first = put(tmp_path / "one", {"a.txt": "ab", "b.txt": "c"})
+    same = put(tmp_path / "two", {"a.txt": "ab", "b.txt": "c"})
+    moved = put(tmp_path / "three", {"a.txt": "a", "b.txt": "bc"})
+    renamed = put(tmp_path / "four", {"a.txt": "ab", "c.txt": "c"})
+    digests = [TextFiles(str(root)).digest() for root in (first, same, moved, renamed)]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
+    assert TextFiles(str(first), "body").digest() != digests[0]
+    put(first, {"m.py": "1"}), put(same, {"m.py": "1"}), put(moved, {"m.py": "2"})
+    sources = [PythonSources(root).digest() for root in (first, same, moved)]
+    assert sources[0] == sources[1] != sources[2]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"empty corpus: .* holds no file that ends in \.txt, \.jsonl"),
+        ({"a.csv": "x"}, r"empty corpus: .* holds no file"),
+        ({"a.jsonl": '{"text": "x"}\n{"text"\n'}, r"a\.jsonl:2: not JSON"),
+        (
+            {"a.jsonl": '{"body": "x", "id": 1}\n'},
+            r"a\.jsonl:1: no text in field 'text'; the line holds \['body', 'id'\]",
+        ),
+        ({"a.jsonl": '{"text": 5}\n'}, r"a\.jsonl:1: no text in field 'text'"),
+        ({"a.jsonl": "[1]\n"}, r"a\.jsonl:1: no text in field 'text'; the line holds list"),
+        ({"a.txt": b"\xff\xfe"}, r"a\.txt: not UTF-8"),
+    ],
+)
+def test_text_that_cannot_be_read(tmp_path, files, message):
+    with pytest.raises(ValueError, match=message):
+        list(TextFiles(str(put(tmp_path, files))))
+
+
+def test_paths_that_cannot_be_read(tmp_path):
+    with pytest.raises(ValueError, match=r"absent: no such file or directory of text"):
+        TextFiles(str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match=r"a\.csv: can read \.txt, \.jsonl"):
+        TextFiles(str(put(tmp_path, {"a.csv": "x"}) / "a.csv"))
+    with pytest.raises(ValueError, match=r"empty corpus: no files in \[\]"):
+        TextFiles([])
+
+
+def test_zst_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"a\.jsonl\.zst: reading \.zst needs pyarrow"):
+        list(TextFiles(str(put(tmp_path, {"a.jsonl.zst": b"x"}))))
+
+
+def test_zst(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    for name, content in (("a.jsonl.zst", b'{"text": "one"}\n'), ("b.txt.zst", "é".encode())):
+        with pyarrow.output_stream(str(tmp_path / name), compression="zstd") as file:
+            file.write(content)
+    assert list(TextFiles(str(tmp_path))) == [Document("a.jsonl.zst:1", "one"), Document("b.txt.zst", "é")]
