@@ -283,7 +283,7 @@ def failures(reports: Sequence[RunReport], max_gap: float) -> list[str]:
             found.append(f"{each.name}: {each.status} at step {each.last_step}, others are at {longest}")
         for matched, value in gaps(each).items():
             if not abs(value) <= max_gap:
-                found.append(f"{each.name}: gap of {value:+.4f} nat, {matched}")
+                found.append(f"{each.name}: gap of {value:{'+.4f' if math.isfinite(value) else ''}} nat, {matched}")
     return found
 
 

@@ -41,7 +41,9 @@ STYLE: dict[Any, Any] = {
     "grid.color": "#e8eaed",
     "xtick.color": INK,
     "ytick.color": INK,
-    "legend.frameon": False,
+    "legend.framealpha": 0.85,
+    "legend.edgecolor": "none",
+    "legend.fontsize": 9,
     "legend.handlelength": 3.2,
 }
 
@@ -133,6 +135,11 @@ def subjects_of(comparison: Comparison, runs: Sequence[Run]) -> tuple[list[Subje
     return subjects, f"{unit} tokens" if over_tokens else "steps"
 
 
+def shortened(label: str) -> str:
+    """A label of at most 24 characters: paths and generated names differ at their ends."""
+    return label if len(label) <= 24 else "…" + label[-23:]
+
+
 def look(i: int) -> dict[str, Any]:
     return {
         "color": COLOURS[i % len(COLOURS)],
@@ -144,7 +151,7 @@ def look(i: int) -> dict[str, Any]:
 def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
     """All losses, the held-out ones as markers, and the unigram entropy as the line that a working network crosses."""
     for subject in reversed(subjects):
-        draw_loss(ax, subject, label=f"{subject.run.label}  {spread(subject.report.final_loss)}")
+        draw_loss(ax, subject, label=f"{shortened(subject.run.label)}  {spread(subject.report.final_loss)}")
         valid = subject.run.series(VALID)
         ax.plot(subject.x(valid.steps), valid.values, ls="", mfc="white", ms=4.5, **marker(subject))
         draw_nonfinite(ax, subject)
@@ -163,7 +170,10 @@ def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -
         )
     handles, names = ax.get_legend_handles_labels()
     heading = f"mean of the last {comparison.window} steps ± 95 %"
-    ax.legend(handles[::-1], names[::-1], loc="upper right", title=heading, alignment="left", title_fontsize=8.5)
+    legend = ax.legend(
+        handles[::-1], names[::-1], loc="upper right", title=heading, alignment="left", title_fontsize=8.5
+    )
+    legend.set(zorder=5)
     ax.set(title="Training loss (markers: held-out)", ylabel="nats per token")
 
 
@@ -183,7 +193,7 @@ def draw_nonfinite(ax: Axes, subject: Subject) -> None:
     loss = subject.run.loss
     x = subject.x(loss.steps[~np.isfinite(loss.values)])
     top = ax.get_xaxis_transform()
-    ax.plot(x, np.full(len(x), 0.97), ls="", marker="x", mew=1.6, color=subject.look["color"], transform=top)
+    ax.plot(x, np.full(len(x), 0.97), ls="", marker="x", mew=1.6, color=subject.look["color"], transform=top, zorder=6)
 
 
 def limit_losses(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
@@ -235,23 +245,22 @@ def draw_interval(ax: Axes, x: float, interval: curves.Interval, subject: Subjec
 def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
     """Run minus baseline at matched steps: raw, and its running mean."""
     base = next(s for s in subjects if s.run.label == comparison.baseline)
-    drawn: list[Any] = []
+    reaches = []
     for subject in subjects:
         if subject is base:
             continue
         gap = difference(subject.run, base.run)
         x, smoothed = subject.smoothed(gap)
         ax.plot(subject.x(gap.steps), gap.values, color=subject.look["color"], lw=0.6, alpha=FAINT)
-        ax.plot(x, smoothed, lw=1.7, label=f"{subject.run.label} - {base.run.label}", **subject.line)
-        drawn += [smoothed[len(smoothed) // 10 :], *final_gaps(subject.report)]
+        ax.plot(x, smoothed, lw=1.7, **subject.line)
+        settled = np.append(smoothed[len(smoothed) // 10 :], final_gaps(subject.report))
+        reaches.append(float(np.abs(finite(settled)).max(initial=1e-3)))
     draw_zero_and_gate(ax, comparison)
-    values = finite(np.hstack(drawn))
-    reach = 1.25 * min(max(float(np.abs(values).max(initial=0)), 1e-3), DIVERGED)
+    reach = 1.25 * max((each for each in reaches if each < DIVERGED), default=DIVERGED)
     if comparison.max_gap is not None:
         reach = max(reach, min(1.12 * comparison.max_gap, 5 * reach))
     ax.set_ylim(-reach, reach)
-    ax.set(title="Gap to the baseline at matched steps", ylabel="nats per token")
-    ax.legend(loc="best", ncols=3, fontsize=8.5)
+    ax.set(title=f"Gap to {shortened(base.run.label)} at matched steps", ylabel="nats per token")
 
 
 def difference(run: Run, baseline: Run) -> Series:
@@ -279,16 +288,24 @@ def draw_final_gaps(
 ) -> None:
     """One column a run: the final gap with its interval (filled), the held-out gap (hollow)."""
     others = [subject for subject in subjects if subject.run.label != comparison.baseline]
+    crowded = len(others) > 5
     draw_zero_and_gate(ax, comparison)
     for place, subject in enumerate(others):
         gap, held = subject.report.gap_steps, subject.report.validation
         if gap:
             draw_interval(ax, place - 0.12, gap.nats, subject)
-            text = number(gap.nats.mean, "+.3f")
-            ax.annotate(text, (place, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=8.5, color=INK)
+            text, where = number(gap.nats.mean, "+.3f"), ("data", "axes fraction")
+            ax.annotate(
+                text, (place, 0.02), xycoords=where, ha="center", fontsize=8.5, color=INK, rotation=90 * crowded
+            )
         if held and held.gap is not None:
             ax.plot([place + 0.12], [held.gap], ls="", ms=5.5, mfc="white", **marker(subject))
-    ax.set_xticks(range(len(others)), [textwrap.shorten(s.run.label, 18, placeholder="…") for s in others])
+    names = [shortened(subject.run.label) for subject in others]
+    ax.set_xticks(range(len(others)), names)
+    if sum(map(len, names)) > 32:
+        ax.tick_params(axis="x", rotation=30)
+        for tick in ax.get_xticklabels():
+            tick.set(ha="right", rotation_mode="anchor", fontsize=8)
     ax.set_xlim(-0.6, len(others) - 0.4)
     ax.set_ylim(limits)
     ax.grid(visible=False, axis="x")

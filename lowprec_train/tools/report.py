@@ -83,10 +83,10 @@ def to_markdown(comparison: Comparison, *, figure: str) -> str:
 
 def heading(comparison: Comparison) -> str:
     models = ", ".join(dict.fromkeys(each.model for each in comparison.runs))
-    tokens = comparison.runs[0].last_tokens
-    seen = f", {tokens:,} tokens" if tokens is not None else ""
-    steps = ", ".join(dict.fromkeys(f"{each.last_step:,}" for each in comparison.runs))
-    return f"{models}, {steps} steps{seen}. Corpus {comparison.corpus_hash}. Losses in nats per token."
+    tokens = max(each.last_tokens or 0 for each in comparison.runs)
+    seen = f", {tokens:,} tokens" if tokens else ""
+    steps = max(each.last_step for each in comparison.runs)
+    return f"{models}, {steps:,} steps{seen}. Corpus {comparison.corpus_hash}. Losses in nats per token."
 
 
 LOSS_HEADER = ("run", "train loss", "gap, steps", "%", "gap, tokens", "%", "validation", "gap", "%")
@@ -130,7 +130,9 @@ def cost_row(each: RunReport) -> list[str]:
 
 
 def number(value: float | None, style: str = ".4f", unit: str = "") -> str:
-    return NONE if value is None else f"{value:{style}}{unit}"
+    if value is None:
+        return NONE
+    return f"{value:{style}}{unit}" if math.isfinite(value) else str(value)
 
 
 def spread(interval: Interval, style: str = ".4f") -> str:

@@ -137,7 +137,7 @@ def test_non_finite_losses_are_shown_and_fail_the_gate(make_run, capsys, value):
     fp4, shown = row(found, "fp4"), str(value)
     assert status == 1 and fp4["nonfinite_steps"] == [11, 96]
     assert fp4["final_loss"]["mean"] == fp4["gap_steps"]["nats"]["mean"] == fp4["gap_curve"]["gap"][10] == shown
-    assert f"fp4: gap of +{shown} nat, matched steps" in found["failures"]
+    assert f"fp4: gap of {shown} nat, matched steps" in found["failures"]
     assert "2 (at 11, 96)" in capsys.readouterr().out
 
 
