@@ -37,7 +37,7 @@ class CrossEntropy:
     def compile(self, **options: Any) -> None:
         """Compile both passes with torch.compile(**options)."""
         self.chunk_bytes = None
-        self.token_losses = torch.compile(token_losses, fullgraph=True, **options)
+        self.token_losses = torch.compile(token_losses, fullgraph=True, **_whole_rows(options))
         self.become_gradient = torch.compile(become_gradient, fullgraph=True, **options)
 
     def rows(self, vocab_size: int, tokens: int) -> int:
@@ -78,6 +78,13 @@ class _TokenLosses(torch.autograd.Function):
             ctx.loss.become_gradient(*chunk)
         torch.autograd.graph.increment_version(logits_NV)  # a compiled kernel writes unseen
         return logits_NV, None, None, None
+
+
+def _whole_rows(options: dict[str, Any]) -> dict[str, Any]:
+    """Inductor would split a row over thread blocks below 8448 tokens, and then read the logits twice."""
+    if options.get("backend", "inductor") != "inductor" or "mode" in options:
+        return options
+    return options | {"options": {"split_reductions": False} | options.get("options", {})}
 
 
 def token_losses(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
