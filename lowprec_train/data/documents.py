@@ -131,6 +131,10 @@ class TextFiles:
         if not isinstance(text, str):
             holds = sorted(record) if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"{place}: no text in field {self._field!r}; the line holds {holds}")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+            raise ValueError(f"{place}: not Unicode text: {error}") from error
         return text
 
 

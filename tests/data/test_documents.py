@@ -95,6 +95,7 @@ def test_digest_names_content_not_place(tmp_path):
         ),
         ({"a.jsonl": '{"text": 5}\n'}, r"a\.jsonl:1: no text in field 'text'"),
         ({"a.jsonl": "[1]\n"}, r"a\.jsonl:1: no text in field 'text'; the line holds list"),
+        ({"a.jsonl": '{"text": "x \\ud800"}\n'}, r"a\.jsonl:1: not Unicode text"),
         ({"a.txt": b"\xff\xfe"}, r"a\.txt: not UTF-8"),
     ],
 )
