@@ -54,11 +54,19 @@ class JsonlSink:
         path = run.directory / "metrics.jsonl"
         if path.exists():
             _drop_lines_after(path, run.resumed_step)
+        self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        """Write one line.
+
+        Raises:
+            OSError: it cannot be written, with the path.
+        """
+        try:
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        except OSError as error:
+            raise OSError(error.errno, f"metrics of step {step} cannot be written: {error.strerror}", str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()

@@ -1,0 +1,195 @@
+"""What a step cost: arithmetic, time, memory, and how that compares with the chip.
+
+A linear layer of n inputs and m outputs computes three GEMMs a token, 2nm FLOPs each: fprop, dgrad, wgrad. Together they are the 6N of the
+rule "6N FLOPs a token" for N weights in GEMMs. Attention adds its own; recomputed activations are not counted (model FLOPs, not hardware FLOPs).
+Each GEMM runs in a precision p of its own, so one utilisation says too little:
+
+    mfu_bf16peak = sum_p F_p / peak_bf16 / time        comparable between recipes; may exceed 1 for FP8
+    sol          = sum_p (F_p / peak_p) / time         part of the speed of light of exactly this mixture; at most 1
+
+Peaks are dense ones from NVIDIA's data sheets (a sparse figure is twice as high). An unknown chip has none, and those two metrics are left out.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+log = logging.getLogger(__name__)
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+GIB = 2**30
+
+_PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    (r"GH200", {"bf16": 989.4, "fp8": 1978.9}),
+    (r"H200 NVL", {"bf16": 835.5, "fp8": 1670.5}),
+    (r"H200", {"bf16": 989.4, "fp8": 1978.9}),
+    (r"H100 NVL", {"bf16": 835.5, "fp8": 1670.5}),
+    (r"H100 PCIe", {"bf16": 756.0, "fp8": 1513.0}),
+    (r"H100|H800", {"bf16": 989.4, "fp8": 1978.9}),
+    (r"H20\b", {"bf16": 148.0, "fp8": 296.0}),
+    (r"A100|A800", {"bf16": 312.0}),
+    (r"L40S", {"bf16": 362.05, "fp8": 733.0}),
+    (r"L40\b", {"bf16": 181.05, "fp8": 362.0}),
+    (r"L4\b", {"bf16": 121.0, "fp8": 242.5}),
+    (r"A40\b", {"bf16": 149.7}),
+    (r"A10\b", {"bf16": 125.0}),
+    (r"GB200", {"bf16": 2500.0, "fp8": 5000.0}),
+    (r"B200", {"bf16": 2250.0, "fp8": 4500.0}),
+)
+"""(pattern of the CUDA device name, dense TFLOP/s per precision); first match wins."""
+
+
+def peak_flops(device_name: str) -> dict[str, float]:
+    """Dense peak in FLOP/s per precision kind; empty for a chip that is not in the table."""
+    for pattern, peaks in _PEAK_TFLOPS:
+        if re.search(pattern, device_name):
+            return {kind: tera * 1e12 for kind, tera in peaks.items()}
+    return {}
+
+
+def flops_per_token(
+    model: nn.Module, *, kinds: Mapping[str, Mapping[str, str]], attention_flops: float = 0.0
+) -> dict[str, float]:
+    """Training FLOPs a token, forward and backward, per precision kind.
+
+    Args:
+        model: its modules with `in_features` and `out_features` are the linear layers.
+        kinds: {module name: {"fprop": kind, "dgrad": kind, "wgrad": kind}}; a layer that is not named computes in "bf16".
+        attention_flops: of the attention GEMMs, forward and backward, a token; counted as "bf16".
+
+    Raises:
+        ValueError: `kinds` names a module that is no linear layer.
+    """
+    linears = {name: module for name, module in model.named_modules() if hasattr(module, "in_features")}
+    unknown = sorted(set(kinds) - set(linears))
+    if unknown:
+        raise ValueError(f"precision kinds for modules that are no linear layers: {unknown}")
+    total: dict[str, float] = {"bf16": float(attention_flops)}
+    for name, linear in linears.items():
+        for gemm in GEMMS:
+            kind = kinds.get(name, {}).get(gemm, "bf16")
+            total[kind] = total.get(kind, 0.0) + 2.0 * linear.in_features * linear.out_features
+    return total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Turns the time of a step into rates.
+
+    Args:
+        tokens_per_step: tokens of a global step.
+        flops_per_token: as from `flops_per_token`; empty: no FLOP metrics.
+        peaks: FLOP/s per kind as from `peak_flops`.
+        gpus: devices that share a step.
+    """
+
+    tokens_per_step: int
+    flops_per_token: Mapping[str, float] = field(default_factory=dict)
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    gpus: int = 1
+
+    def __call__(self, seconds: float) -> dict[str, float]:
+        """Metrics of a step that took `seconds`."""
+        tokens = self.tokens_per_step / seconds / self.gpus
+        flops = sum(self.flops_per_token.values())
+        metrics = {"perf/tokens_per_sec_per_gpu": tokens}
+        if flops:
+            metrics["perf/tflops_per_gpu"] = tokens * flops / 1e12
+        if flops and "bf16" in self.peaks:
+            metrics["perf/mfu_bf16peak"] = tokens * flops / self.peaks["bf16"]
+        if flops and not self._without_peak():
+            metrics["perf/sol"] = tokens * sum(f / self.peaks[kind] for kind, f in self.flops_per_token.items() if f)
+        return metrics
+
+    def _without_peak(self) -> list[str]:
+        return sorted(kind for kind, flops in self.flops_per_token.items() if flops and kind not in self.peaks)
+
+
+def throughput(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    tokens_per_step: int,
+    kinds: Mapping[str, Mapping[str, str]],
+    attention_flops: float,
+    gpus: int = 1,
+) -> Throughput:
+    """A `Throughput` for `model` on `device`; says once, in the log, which utilisation cannot be given. Arguments as above."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    rates = Throughput(
+        tokens_per_step=tokens_per_step,
+        flops_per_token=flops_per_token(model, kinds=kinds, attention_flops=attention_flops),
+        peaks=peak_flops(name),
+        gpus=gpus,
+    )
+    if rates._without_peak():
+        without = ", ".join(rates._without_peak())
+        log.info("no peak of %s on %r is known: perf/sol%s left out", without, name, "" if rates.peaks else " and perf/mfu_bf16peak")
+    return rates
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Peak memory so far, in GiB: allocated by torch on a GPU, resident of the process on a CPU. Reading it waits for nothing."""
+    if device.type != "cuda":
+        unit = 1 if sys.platform == "darwin" else 1024
+        return {"mem/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, "mem/alloc_retries": 0.0}
+    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    return {"mem/peak_gib": torch.cuda.max_memory_allocated(device) / GIB, "mem/alloc_retries": float(retries)}
+
+
+class Instant:
+    """A point in a device's time: on a GPU the moment at which its stream gets here, else now. Making one waits for nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Return once the device has got here."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def since(self, earlier: Instant) -> float:
+        """Seconds between two instants that the device has reached."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._time - earlier._time
+
+
+class Late:
+    """The metrics of one step on their way to the host; reading them a step later keeps the device busy in between.
+
+    Args:
+        metrics: floats, and 0-dim tensors of `device`.
+        begin: the end of the step before, or the start of this one.
+    """
+
+    def __init__(self, step: int, metrics: Mapping[str, Tensor | float], begin: Instant, device: torch.device) -> None:
+        self.step = step
+        self._floats = {name: float(value) for name, value in metrics.items() if not isinstance(value, Tensor)}
+        tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
+        self._names = list(metrics), list(tensors)
+        self._begin, self.end = begin, Instant(device)
+        stacked = torch.stack([tensor.detach().double() for tensor in tensors.values()])
+        self._values = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=device.type == "cuda")
+        self._values.copy_(stacked, non_blocking=True)
+        self._copied = Instant(device)
+
+    def read(self) -> tuple[dict[str, float], float]:
+        """The metrics in the order given, and the seconds of the step. Waits until the device has finished it."""
+        self._copied.wait()
+        order, names = self._names
+        values = self._floats | dict(zip(names, self._values.tolist(), strict=True))
+        return {name: values[name] for name in order}, self.end.since(self._begin)

@@ -1,0 +1,310 @@
+"""The training loop. A step never waits for the device:
+
+    for each micro-batch:  draws.begin(step, first token);  loss = sum of token losses / targets of the global batch;  backward
+    norm = |gradient|;  bad = not finite(loss, norm)
+    AdamW divides by max(norm / clip, 1), and leaves everything as it is where bad
+    the step's numbers set out for the host, where they are read one step later
+
+So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_skipped` skips in a row the run saves and stops.
+Everything a step does depends on its index alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and two counters.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.schedule import Schedule
+from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
+from lowprec_train.train.feed import Dataset, Feed, load_step
+from lowprec_train.train.metrics import Instant, Late, Throughput, memory
+from lowprec_train.train.sinks import Sink
+
+EVALUATION_STEP = 1 << 32
+"""Step number that the draws of an evaluation are made from: no training step reaches it."""
+
+_IN_ROW = "train/skipped_in_row"
+
+
+class Corpus(Protocol):
+    """A training and a validation split."""
+
+    @property
+    def train(self) -> Dataset: ...
+    @property
+    def valid(self) -> Dataset: ...
+
+
+class Draws(Protocol):
+    """Seeds of the stochastic operands: pure functions of (run seed, step, token index within the step)."""
+
+    def begin(self, step: int, first_token: int) -> None: ...
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the gradient was not finite for too many steps in a row."""
+
+    def __init__(self, *, step: int, loss: float, grad_norm: float, skipped: int, lr: float) -> None:
+        self.step, self.loss, self.grad_norm, self.skipped, self.lr = step, loss, grad_norm, skipped, lr
+        super().__init__(
+            f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
+            f"{skipped} steps in a row skipped as not finite, learning rate {lr:.3g}.\n"
+            "Weights and optimizer state are those of before the skipped steps, and saved. Try a lower peak learning rate or a longer warm-up, "
+            "a smaller clip_norm, one GEMM in higher precision (precision.override) to find the one that overflows, or a larger max_skipped."
+        )
+
+
+class Trainer:
+    """Trains `model` on `corpus`.
+
+    Args:
+        model: has `loss(tokens, targets, normalizer, documents) -> 0-dim FP32 tensor`, the sum of the token losses / normalizer, which is
+            handed over as a 0-dim FP32 tensor on `device`; FP32 parameters on `device`.
+        optimizer: over the model's parameters.
+        schedule: 0-based step -> learning rate.
+        corpus: its batches are pure functions of the step.
+        draws: seeds of stochastic operands, pointed at each micro-batch; None for a model without.
+        steps: length of the run. tokens_per_step: tokens of a global step. micro_batch: sequences of one forward and backward.
+        seq_len: tokens of a sequence.
+        clip_norm: largest global gradient norm; 0 for no clipping.
+        eval_interval: steps between evaluations (there is one at the end too). eval_batches: micro-batches of the validation split.
+        max_skipped: non-finite steps in a row after which the run saves and stops.
+        seed: the run's seed; a checkpoint of another one is refused.
+        log_interval: steps between logged lines; evaluations and the last step are always logged.
+        throughput: turns the time of a step into rates; tokens per second alone if left out.
+
+    Raises:
+        ValueError: numbers that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: AdamW,
+        schedule: Schedule,
+        corpus: Corpus,
+        draws: Draws | None,
+        device: torch.device,
+        steps: int,
+        tokens_per_step: int,
+        micro_batch: int,
+        seq_len: int,
+        clip_norm: float,
+        eval_interval: int,
+        eval_batches: int,
+        max_skipped: int,
+        seed: int,
+        log_interval: int = 1,
+        throughput: Throughput | None = None,
+    ) -> None:
+        _check(
+            tokens_per_step=tokens_per_step,
+            micro_batch=micro_batch,
+            seq_len=seq_len,
+            clip_norm=clip_norm,
+            steps=steps,
+            eval_interval=eval_interval,
+            eval_batches=eval_batches,
+            max_skipped=max_skipped,
+            log_interval=log_interval,
+        )
+        self.model, self.optimizer, self.schedule, self.draws, self.device = model, optimizer, schedule, draws, device
+        self.steps, self.tokens_per_step, self.micro_batch, self.seq_len = steps, tokens_per_step, micro_batch, seq_len
+        self.clip_norm, self.max_skipped, self.seed = clip_norm, max_skipped, seed
+        self.eval_interval, self.eval_batches, self.log_interval = eval_interval, eval_batches, log_interval
+        self.throughput = throughput or Throughput(tokens_per_step=tokens_per_step)
+        self.steps_done = 0
+        self.remembered: dict[str, str] = {}
+        self._valid = corpus.valid
+        self._feed = Feed(
+            corpus.train,
+            steps=steps,
+            per_step=tokens_per_step // seq_len,
+            micro_batch=micro_batch,
+            pinned=device.type == "cuda",
+        )
+        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._skipped_in_row = torch.zeros((), dtype=torch.int64, device=device)
+
+    def fit(
+        self,
+        *,
+        sinks: Sequence[Sink],
+        checkpointer: Checkpointer | None = None,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> Literal["done", "preempted"]:
+        """Train up to `steps`. After each step `should_stop` is asked; if so, save and return "preempted". The sinks stay open.
+
+        Raises:
+            TrainingDiverged: after a checkpoint of the last good state.
+            CheckpointError: a save failed, also one in the background.
+        """
+        late: Late | None = None
+        self.model.train()
+        while self.steps_done < self.steps:
+            begin = late.end if late is not None else Instant(self.device)
+            metrics = self.step()
+            previous, late = late, Late(self.steps_done, metrics, begin, self.device)
+            if previous is not None:
+                self._report(previous, sinks, checkpointer)
+            if checkpointer is not None:
+                checkpointer.check()
+            last = self.steps_done == self.steps
+            stop = should_stop() and not last
+            save = checkpointer is not None and (stop or last or checkpointer.due(self.steps_done))
+            if stop or save or self._evaluation_due():
+                self._report(late, sinks, checkpointer)
+                late = None
+            if save:
+                self._save(checkpointer, wait=stop or last)
+            if stop:
+                return "preempted"
+        return "done"
+
+    def step(self) -> dict[str, Tensor | float]:
+        """One update. Tensors are 0-dim and on the device; nothing waits for them."""
+        begin = time.perf_counter()
+        batch = self._feed.take(self.steps_done)
+        data_ms = (time.perf_counter() - begin) * 1e3
+        normalizer = self._to_device(batch.targets)
+        loss = torch.zeros((), device=self.device)
+        for micro in batch.micro:
+            self._begin_draws(self.steps_done, micro.first)
+            part = micro.to(self.device)
+            partial = self.model.loss(part.tokens, part.targets, normalizer, part.documents)
+            partial.backward()
+            loss += partial.detach()
+        lr = self.schedule(self.steps_done)
+        norm = self._update(loss, lr)
+        self.steps_done += 1
+        return {
+            "train/loss": loss,
+            "train/grad_norm": norm,
+            "train/lr": lr,
+            "train/skipped": self._skipped.clone(),
+            _IN_ROW: self._skipped_in_row.clone(),
+            "data/tokens": float(self.steps_done * self.tokens_per_step),
+            "time/data_ms": data_ms,
+        }
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss per target token over fixed validation batches, with draws of their own: training is not disturbed."""
+        batch = load_step(
+            self._valid,
+            step=0,
+            per_step=self.eval_batches * self.micro_batch,
+            micro_batch=self.micro_batch,
+            pinned=self.device.type == "cuda",
+        )
+        one = torch.ones((), device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.eval()
+        for micro in batch.micro:
+            self._begin_draws(EVALUATION_STEP, micro.first)
+            part = micro.to(self.device)
+            total += self.model.loss(part.tokens, part.targets, one, part.documents).double()
+        self.model.train()
+        return {"valid/loss": float(total) / float(batch.targets)}
+
+    def checkpoint_parts(self) -> dict[str, Stateful]:
+        """What `Checkpointer.save` and `.load` take."""
+        return {"model": ModelState(self.model), "optimizer": OptimizerState(self.model, self.optimizer), "trainer": self}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step, counters and what sinks want remembered. The counters are the live tensors."""
+        return {
+            "step": self.steps_done,
+            "seed": self.seed,
+            "tokens_per_step": self.tokens_per_step,
+            "skipped": self._skipped,
+            "skipped_in_row": self._skipped_in_row,
+            "remembered": json.dumps(self.remembered, sort_keys=True),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after `state_dict["step"]` steps.
+
+        Raises:
+            ValueError: the state is of a run with another seed or step size, whose data order is another.
+        """
+        for name in ("seed", "tokens_per_step"):
+            if state_dict[name] != getattr(self, name):
+                raise ValueError(f"the checkpoint is of a run with {name}={state_dict[name]}, this one has {getattr(self, name)}")
+        self.steps_done = state_dict["step"]
+        self._skipped.copy_(state_dict["skipped"])
+        self._skipped_in_row.copy_(state_dict["skipped_in_row"])
+        self.remembered.clear()
+        self.remembered.update(json.loads(state_dict["remembered"]))
+
+    def _update(self, loss: Tensor, lr: float) -> Tensor:
+        """Clip, step or skip, count; returns the gradient norm before clipping."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        finite = loss.isfinite() & norm.isfinite()
+        clip = self.clip_norm or float("inf")
+        self.optimizer.set_lr(lr)
+        self.optimizer.step(grad_scale=((norm + 1e-6) / clip).clamp(min=1.0), found_inf=(~finite).float())
+        self.optimizer.zero_grad(set_to_none=True)
+        self._skipped += ~finite
+        self._skipped_in_row.add_(1).mul_(~finite)
+        return norm
+
+    def _begin_draws(self, step: int, first_sequence: int) -> None:
+        if self.draws is not None:
+            self.draws.begin(step, first_sequence * self.seq_len)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)
+
+    def _evaluation_due(self) -> bool:
+        return self.steps_done % self.eval_interval == 0 or self.steps_done == self.steps
+
+    def _report(self, late: Late, sinks: Sequence[Sink], checkpointer: Checkpointer | None) -> None:
+        """Read a step's numbers, stop a run that has diverged, evaluate where due, and log."""
+        metrics, seconds = late.read()
+        in_row = int(metrics.pop(_IN_ROW))
+        metrics |= {"time/step_ms": seconds * 1e3, **self.throughput(seconds), **memory(self.device)}
+        newest = late.step == self.steps_done
+        evaluated = self.evaluate() if newest and self._evaluation_due() else {}
+        if evaluated or late.step % self.log_interval == 0:
+            for sink in sinks:
+                sink.log(late.step, metrics | evaluated)
+        if in_row >= self.max_skipped:
+            self._stop(late.step, metrics, in_row, checkpointer)
+
+    def _stop(self, step: int, metrics: Mapping[str, float], in_row: int, checkpointer: Checkpointer | None) -> None:
+        error = TrainingDiverged(
+            step=step, loss=metrics["train/loss"], grad_norm=metrics["train/grad_norm"], skipped=in_row, lr=metrics["train/lr"]
+        )
+        try:
+            self._save(checkpointer, wait=True)
+        except CheckpointError as failure:
+            error.add_note(str(failure))
+        raise error
+
+    def _save(self, checkpointer: Checkpointer | None, *, wait: bool) -> None:
+        if checkpointer is not None:
+            checkpointer.save(self.checkpoint_parts(), self.steps_done, wait=wait)
+
+
+def _check(*, tokens_per_step: int, micro_batch: int, seq_len: int, clip_norm: float, **counts: int) -> None:
+    counts |= {"tokens_per_step": tokens_per_step, "micro_batch": micro_batch, "seq_len": seq_len}
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    tokens = micro_batch * seq_len
+    if tokens_per_step % tokens:
+        raise ValueError(
+            f"tokens_per_step={tokens_per_step} must be a multiple of micro_batch * seq_len = {micro_batch} * {seq_len} = {tokens}"
+        )
+    if not clip_norm >= 0:
+        raise ValueError(f"clip_norm={clip_norm} must not be negative (0: no clipping)")

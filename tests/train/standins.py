@@ -1,0 +1,140 @@
+"""A tiny model, corpus and draws that satisfy the trainer's protocols, so that its tests stand on their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowprec_train.optim.adamw import AdamW, parameter_groups
+from lowprec_train.optim.schedule import WarmupCosine
+from lowprec_train.train.trainer import Trainer
+
+VOCAB, SEQ, SEED = 16, 8, 3
+
+
+@dataclass(frozen=True)
+class Sequences:
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None = None
+
+
+class Counting:
+    """Sequence i of step s counts upwards from a start that depends on (seed, s, i); a few targets are ignored."""
+
+    def __init__(self, seed=SEED):
+        self.seed = seed
+        self.asked = []
+
+    def batch(self, step, first, count, per_step):
+        self.asked.append((step, first, count, per_step))
+        rows = []
+        for index in range(first, first + count):
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step * per_step + index)
+            start, stride = torch.randint(VOCAB, (2,), generator=generator)
+            rows.append((start + stride % 3 * torch.arange(SEQ + 1)) % VOCAB)
+        block = torch.stack(rows)
+        targets = block[:, 1:].clone()
+        for row, index in enumerate(range(first, first + count)):
+            targets[row, : (index**3 + step) % 7] = -100  # uneven over micro-batches
+        return Sequences(block[:, :-1].contiguous(), targets)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    train: Counting
+    valid: Counting
+
+
+class Noise:
+    """Draws: a tensor that depends on (step, first token), which the model adds to its activations."""
+
+    def __init__(self, device="cpu"):
+        self.value = torch.zeros((), device=device)
+        self.calls = []
+
+    def begin(self, step, first_token):
+        self.calls.append((step, first_token))
+        self.value.fill_(((step * 7919 + first_token) % 101) / 1000)
+
+
+class Model(nn.Module):
+    """Embedding, one hidden layer, tied or own head. `poison`: steps (as the draws number them) whose activations become NaN."""
+
+    def __init__(self, *, dim=12, noise=None, poison=(), tied=False, device="cpu"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.hidden = nn.Linear(dim, dim)
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.noise, self.poison = noise, set(poison)
+        self.to(device)
+
+    def loss(self, tokens, targets, normalizer, documents=None):
+        hidden = self.norm(self.embedding(tokens) + torch.tanh(self.hidden(self.embedding(tokens))))
+        if self.noise is not None:
+            hidden = hidden + self.noise.value
+            if self.poison and self.noise.calls[-1][0] in self.poison:
+                hidden = hidden * float("nan")
+        logits = self.head(hidden)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / normalizer
+
+
+class Lines:
+    """A sink that remembers."""
+
+    def __init__(self):
+        self.lines = []
+
+    def log(self, step, metrics):
+        self.lines.append({"step": step, **metrics})
+
+    def close(self):
+        pass
+
+    def column(self, name):
+        return [line[name] for line in self.lines]
+
+
+def make_trainer(*, steps=12, poison=(), tied=False, dim=12, seed=SEED, device="cpu", lr=3e-2, **changes):
+    noise = Noise(device)
+    model = Model(dim=dim, noise=noise, poison=poison, tied=tied, device=device)
+    arguments = {
+        "model": model,
+        "optimizer": AdamW(parameter_groups(model, 0.1)),
+        "schedule": WarmupCosine(peak=lr, steps=steps, warmup_steps=1),
+        "corpus": Corpus(Counting(seed), Counting(seed + 1)),
+        "draws": noise,
+        "device": torch.device(device),
+        "steps": steps,
+        "tokens_per_step": 8 * SEQ,
+        "micro_batch": 4,
+        "seq_len": SEQ,
+        "clip_norm": 1.0,
+        "eval_interval": 5,
+        "eval_batches": 2,
+        "max_skipped": 3,
+        "seed": seed,
+    }
+    return Trainer(**(arguments | changes))
+
+
+def bits(trainer):
+    """Every tensor of a trainer's state, cloned."""
+    parts = trainer.checkpoint_parts()
+    return {
+        f"{name}.{key}": value.clone() if isinstance(value, torch.Tensor) else value
+        for name, part in parts.items()
+        for key, value in part.state_dict().items()
+    }
+
+
+def same(left, right):
+    """Whether two such states are equal bit for bit."""
+    equal = [torch.equal(v, right[k]) if isinstance(v, torch.Tensor) else v == right[k] for k, v in left.items()]
+    return left.keys() == right.keys() and all(equal)
