@@ -17,6 +17,7 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from lowprec_train import config
@@ -30,7 +31,7 @@ from lowprec_train.train.trainer import TrainingDiverged
 
 log = logging.getLogger(__name__)
 
-EXPECTED = (ValueError, OSError, CheckpointError, TrainingDiverged)  # told in one line
+EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged)  # told in one line
 LAUNCHER_PATIENCE = 20  # seconds in which rank 0 has said what is wrong and the launcher has ended the others
 
 
@@ -79,19 +80,23 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
     name = options.name or rundir.default_name(plain, choice.recipe)
     with rundir.claim(Path(options.run_root), name, plain, options.resume) as directory:
         if directory.done:
-            log.info("run %s is done: %s; resume=never or another name trains again", directory.path, directory.read("DONE"))
+            log.info(
+                "run %s is done: %s; resume=never or another name trains again", directory.path, directory.read("DONE")
+            )
             return
+        facts = {"name": name, "hash": rundir.digest(plain)}
+        facts |= build.facts(options, choice, layout, device, compiled=compiled)
+        linears = describe.effective(layout.model, layout.recipes, device)
+        announce(plain, linears, facts, choice)
+
         corpus = build.corpus(options)
         checks.corpus(name, directory.read("run.json").get("corpus_hash"), corpus.hash)
         trainer = build.trainer(options, layout, corpus, device, compiled=compiled)
         checkpointer = build.checkpointer(options, directory.path)
         step = (checkpointer.load(trainer.checkpoint_parts()) if directory.resumed else None) or 0
-
-        linears = describe.effective(layout.model, layout.recipes, device)
-        facts = {"name": name, "hash": rundir.digest(plain), "compiled": compiled}
-        facts |= build.facts(options, choice, layout, corpus, device)
-        announce(plain, linears, facts, choice, step)
-        directory.begin(config=plain, recipe=linears, facts=facts)
+        if directory.resumed:
+            log.info("resuming after step %d of %d", step, options.steps)
+        directory.begin(config=plain, recipe=linears, facts=facts | build.text_facts(corpus))
 
         about = RunFacts(
             name=name,
@@ -117,9 +122,9 @@ def read(cfg: DictConfig) -> tuple[RunConfig, dict[str, Any], Choice]:
     return options, {str(key): value for key, value in plain.items()}, choice
 
 
-def announce(plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, Any], choice: Choice, step: int) -> None:
+def announce(plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, Any], choice: Choice) -> None:
     """Print once what runs: the sentence that matters first, then everything."""
-    log.info("%s", describe.first_line(facts, step))
+    log.info("%s", describe.first_line(facts))
     if choice.undone:
         log.warning("warning: %s", choice.undone)
     log.info("%s", OmegaConf.to_yaml(OmegaConf.create(plain)))

@@ -52,7 +52,9 @@ def recipes(precision: PrecisionConfig) -> dict[str, LinearRecipe]:
     if not precision.override:
         return built
     if all(recipe.is_identity for recipe in built.values()):
-        raise ValueError(f"precision.override={precision.override} changes nothing: precision={precision.name} quantises nothing")
+        raise ValueError(
+            f"precision.override={precision.override} changes nothing: precision={precision.name} quantises nothing"
+        )
     return {p: r if r.is_identity else override(r, precision.override) for p, r in built.items()}
 
 
@@ -151,23 +153,29 @@ def sinks(run: RunConfig, facts: RunFacts) -> Iterator[list[Sink]]:
         yield opened
 
 
-def facts(run: RunConfig, choice: Choice, laid_out: Layout, text: Corpus, device: torch.device) -> dict[str, Any]:
-    """What run.json says of a run beside its configuration."""
-    seq_len = run.data["seq_len"]
-    documents = text.train.batch(0, 0, 1, run.tokens_per_step // seq_len).documents is not None
+def facts(run: RunConfig, choice: Choice, laid_out: Layout, device: torch.device, *, compiled: bool) -> dict[str, Any]:
+    """What run.json says of a run beside its configuration; `text_facts` completes it."""
+    documents = bool(run.data.get("document_mask"))
     return {
         "recipe": choice.recipe,
         "model": run.model.name,
         "deviations": run.precision.deviations,
         "overrides": choice.overrides,
+        "parameters": sum(p.numel() for p in laid_out.model.parameters()),
+        "device": device_name(device),
+        "compiled": compiled,
+        "attention": laid_out.model.attention_backend(device, run.data["seq_len"], documents),
+        "kernels": live_kernels(device),
+        "versions": versions(),
+    }
+
+
+def text_facts(text: Corpus) -> dict[str, Any]:
+    """What run.json says of the corpus."""
+    return {
         "corpus": text.name,
         "corpus_hash": text.hash,
         "train_tokens": text.train.tokens,
         "valid_tokens": text.valid.tokens,
         "valid_unigram_entropy": text.valid.unigram_entropy(),
-        "parameters": sum(p.numel() for p in laid_out.model.parameters()),
-        "device": device_name(device),
-        "attention": laid_out.model.attention_backend(device, seq_len, documents),
-        "kernels": live_kernels(device),
-        "versions": versions(),
     }

@@ -34,7 +34,9 @@ def configuration(run: RunConfig) -> tuple[torch.device, bool]:
     _batch(run)
     missing = [p for p in OPTIONAL_PACKAGES if p in run.logger and importlib.util.find_spec(p) is None]
     for package in missing:
-        raise ValueError(f"logger={package} needs {package}, which is not installed: pip install 'lowprec_train[{package}]'")
+        raise ValueError(
+            f"logger={package} needs {package}, which is not installed: pip install 'lowprec_train[{package}]'"
+        )
     on = device(run.device)
     return on, compiles(run.compile, on)
 
@@ -54,7 +56,9 @@ def _batch(run: RunConfig) -> None:
     if not isinstance(seq_len, int) or seq_len < 1:
         raise ValueError(f"data.seq_len={seq_len!r} must be a positive number of tokens")
     if seq_len % SEQUENCE_MULTIPLE:
-        raise ValueError(f"data.seq_len={seq_len} must be a multiple of {SEQUENCE_MULTIPLE}: draws are made for 8 tokens at a time")
+        raise ValueError(
+            f"data.seq_len={seq_len} must be a multiple of {SEQUENCE_MULTIPLE}: draws are made for 8 tokens at a time"
+        )
     if seq_len > run.model.max_seq_len:
         raise ValueError(f"data.seq_len={seq_len} is longer than model.max_seq_len={run.model.max_seq_len}")
     if run.tokens_per_step % (run.micro_batch * seq_len):
@@ -83,7 +87,9 @@ def compiles(choice: Compile, on: torch.device) -> bool:
     if choice is Compile.off or (choice is Compile.auto and on.type == "cpu"):
         return False
     if on.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise ValueError(f"compile={choice.name} on {on} needs triton, which is not installed; compile=off runs without")
+        raise ValueError(
+            f"compile={choice.name} on {on} needs triton, which is not installed; compile=off runs without"
+        )
     names = ("c++", "g++", "clang++") if on.type == "cpu" else ("cc", "gcc", "clang")
     if not any(map(shutil.which, names)):
         raise ValueError(f"compile={choice.name} on {on} needs a compiler, and none of {', '.join(names)} is on PATH")
@@ -103,7 +109,9 @@ def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int
 def vocabulary(model: ModelConfig, tokenizer: int) -> None:
     """The embedding has a row for every token."""
     if model.vocab_size < tokenizer:
-        raise ValueError(f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer}")
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer}"
+        )
 
 
 def corpus(name: str, saved: str | None, now: str) -> None:

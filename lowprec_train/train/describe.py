@@ -17,7 +17,6 @@ from torch import nn
 
 import lowprec_train
 from lowprec_train.config import PrecisionConfig
-
 from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.train.rundir import flatten
@@ -56,12 +55,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def first_line(facts: Mapping[str, Any], step: int) -> str:
+def first_line(facts: Mapping[str, Any]) -> str:
     """One sentence that says what runs and in what it departs from the published recipe."""
-    beginning = f"resumes at step {step}" if step else "starts"
     parts = [
-        f"run {facts['name']} {beginning}: {facts['model']} ({facts['parameters'] / 1e6:.1f} M parameters), recipe {facts['recipe']}",
-        f"{facts['device']}, {'compiled' if facts['compiled'] else 'eager'}, attention {facts['attention']}",
+        f"run {facts['name']}: recipe {facts['recipe']}, {facts['model']} with {facts['parameters'] / 1e6:.1f} M parameters",
+        f"on {facts['device']}, {'compiled' if facts['compiled'] else 'eager'}, attention {facts['attention']}",
         *([f"overrides: {', '.join(facts['overrides'])}"] if facts["overrides"] else []),
         *([f"not as published: {', '.join(facts['deviations'])}"] if facts["deviations"] else []),
     ]
@@ -101,7 +99,10 @@ def summary(table: Mapping[str, Mapping[str, Any]]) -> str:
     """The table for people: per kind of layer one line, then one line a GEMM with operands and [execution path]."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, row in table.items():
-        gemms = *(f"{each} {text} [{row['execution'][each]}]" for each, text in row["gemms"].items()), f"keeps {row['keeps']}, {row['estimator']}"
+        gemms = (
+            *(f"{each} {text} [{row['execution'][each]}]" for each, text in row["gemms"].items()),
+            f"keeps {row['keeps']}, {row['estimator']}",
+        )
         groups.setdefault(gemms, []).append(f"{re.sub(INDEX, '.*.', name)} {'x'.join(map(str, row['shape']))}")
     lines = []
     for gemms, names in groups.items():

@@ -1,0 +1,96 @@
+"""Every shipped configuration composes, has the right types, and fits: from the checkout and as packaged."""
+
+from itertools import product
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lowprec_train import config
+from lowprec_train.train import build, checks
+
+RECIPES, MODELS, DATA = (config.choices(group) for group in ("recipe", "model", "data"))
+REQUIRED = {"indexed": ("data.train=x", "data.vocab_size=64"), "text": ("data.train=x",), "stdlib": ()}
+
+
+@pytest.fixture(autouse=True)
+def hydra_here():
+    config.register()
+    with initialize_config_dir(str(config.directory()), version_base="1.3"):
+        yield
+
+
+def composed(*overrides):
+    run = OmegaConf.to_object(compose("train", overrides=list(overrides)))
+    assert isinstance(run, config.RunConfig)
+    return run
+
+
+def test_the_promised_choices_are_there():
+    assert set(RECIPES) >= {"bf16", "fp8", "fp4", "mxfp4", "mxfp4_fp8"}
+    assert set(DATA) >= {"stdlib", "indexed"} and set(DATA) == set(REQUIRED)
+    assert set(MODELS) >= {
+        *("llama_tiny", "llama_tp_test", "llama_130m", "llama_350m", "llama_1b3", "llama_7b", "llama_13b", "llama_30b"),
+        *("llama3_8b", "gpt_tiny", "gpt_125m", "gpt_345m", "gpt_1b3", "gpt_6b7", "gpt_13b", "gpt_175b"),
+    }
+
+
+@pytest.mark.parametrize(("recipe", "data"), list(product(RECIPES, DATA)))
+def test_every_combination_composes(recipe, data):
+    for model in MODELS:
+        run = composed(f"+recipe={recipe}", f"model={model}", f"data={data}", *REQUIRED[data])
+        assert (run.precision.name, run.model.name) == (recipe, model)
+        checks.configuration(run)
+
+
+@pytest.mark.parametrize(("recipe", "model"), list(product(RECIPES, MODELS)))
+def test_every_recipe_fits_every_model(recipe, model):
+    run = composed(f"+recipe={recipe}", f"model={model}")
+    run.model.layers = min(run.model.layers, 2)
+    laid_out = build.layout(run)
+    per_block = 4
+    assert len(laid_out.recipes) == run.model.layers * per_block + 1
+    assert laid_out.recipes["head"].is_identity
+    assert laid_out.recipes["blocks.1.mlp.down"].is_identity == (recipe == "bf16")
+
+
+@pytest.mark.parametrize("schedule", config.choices("optim/schedule"))
+def test_every_schedule_builds(schedule):
+    run = composed(f"optim/schedule={schedule}", "optim.lr=2.0", "steps=100")
+    built = build.construct(run.optim.schedule)
+    assert built(9) == 2.0 and built(0) == pytest.approx(0.2) and built(99) < 0.3
+
+
+@pytest.mark.parametrize("logger", config.choices("logger"))
+def test_every_logger_composes(logger):
+    expected = set() if logger == "none" else {"console", logger}
+    assert set(composed(f"logger={logger}").logger) == expected
+
+
+@pytest.mark.parametrize("experiment", config.choices("experiment"))
+def test_every_experiment_composes(experiment):
+    run = composed(f"+experiment={experiment}", "+recipe=fp4")
+    checks.configuration(run)
+    assert len(build.layout(run).recipes) == 4 * run.model.layers + 1
+
+
+def test_the_default_is_bf16_and_the_command_line_wins():
+    assert composed().precision.name == "bf16"
+    assert composed("+recipe=fp4", "optim.lr=9").optim.lr == 9.0
+    assert composed("+recipe=fp4", "precision=bf16").precision.name == "bf16"
+
+
+def test_the_override_tree_is_open_and_nothing_else_is():
+    run = composed("+recipe=fp4", "precision.override.dgrad.a.format=E4M3", "precision.override.estimator=null")
+    assert run.precision.override == {"dgrad": {"a": {"format": "E4M3"}}, "estimator": None}
+    recipes = build.recipes(run.precision)
+    assert recipes["blocks.*"].dgrad.a.format.name == "E4M3" and recipes["blocks.*"].wgrad.a.format.name == "E5M2"
+
+
+def test_the_configuration_is_found_inside_an_installed_package(tmp_path, monkeypatch):
+    package = tmp_path / "lowprec_train"
+    package.mkdir()
+    monkeypatch.setattr(config, "__file__", str(package / "config.py"))
+    assert config.directory() == tmp_path / "configs"
+    (package / "configs").mkdir()
+    assert config.directory() == package / "configs"

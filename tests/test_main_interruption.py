@@ -1,0 +1,113 @@
+"""A run that is told to stop, or killed, ends with the losses of one that was left alone. Through torchrun, as users launch it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+STEPS = 100
+WORDS = ["loss", "scale", "tile", "token", "block", "codes", "draws", "layer", "model", "train", "valid", "epoch", "batch", "shape", "point", "value"]
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """Overrides of a run that takes a few seconds, on a corpus of its own."""
+    root = tmp_path_factory.mktemp("sources")
+    for number in range(40):
+        text = "\n".join(f"def {WORDS[i * number % 16]}_{i}(x): return x * {i * 7 + number}" for i in range(40))
+        (root / f"module_{number}.py").write_text(text)
+    return (
+        *("+recipe=mxfp4", "model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2"),
+        *("model.vocab_size=320", "data.vocab_size=320", f"+data.root={root}", f"data.cache={root.parent / 'cache'}"),
+        *("data.seq_len=32", "micro_batch=2", "tokens_per_step=64", "eval_batches=1", "checkpoint_interval=10"),
+        *(f"steps={STEPS}", "name=run", f"run_root={root.parent / 'runs'}"),
+    )
+
+
+def environment(**extra):
+    outside = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "WORLD", "RANK"))}
+    return {**outside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
+
+
+def start(command, **extra):
+    return subprocess.Popen(
+        [str(part) for part in command],
+        env=environment(**extra),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def losses(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    return [line["train/loss"] for line in lines]
+
+
+def wait_for_steps(run, count, process):
+    deadline = time.monotonic() + 90
+    while not (run / "metrics.jsonl").exists() or (run / "metrics.jsonl").read_text().count("\n") < count:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(arguments, tmp_path_factory):
+    root = tmp_path_factory.mktemp("undisturbed")
+    process = start((sys.executable, ROOT / "train.py", *arguments, f"run_root={root}"))
+    assert process.wait(120) == 0, process.communicate()
+    reference = losses(root / "run")
+    assert len(reference) == STEPS and reference[-1] < reference[0] - 0.3
+    return reference
+
+
+def stop(run, process, number, after):
+    """Signal a run when it has logged `after` steps; the step that it saved."""
+    wait_for_steps(run, after, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, "torchrun's own status after a signal: the file is what counts"
+    preempted = json.loads((run / "PREEMPTED").read_text())
+    assert preempted["signal"] == number.name and after <= preempted["step"] < STEPS
+    assert not (run / "DONE").exists() and "preempted at step" in out, err
+    assert (run / "checkpoints" / "latest").read_text() == f"step-{preempted['step']}\n"
+    return preempted["step"]
+
+
+def test_signals_and_a_kill_leave_the_losses_alone(arguments, undisturbed, tmp_path):
+    """SIGTERM through torchrun, SIGUSR1 through torchrun, SIGKILL; then the rest."""
+    run = tmp_path / "run"
+    train = (ROOT / "train.py", *arguments, f"run_root={tmp_path}")
+    first = stop(run, start((*TORCHRUN, "1", *train)), signal.SIGTERM, 2)
+    handed_on = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+    second = stop(run, start((*TORCHRUN, "1", handed_on, *train)), signal.SIGUSR1, first + 2)
+
+    process = start((sys.executable, *train))
+    wait_for_steps(run, second + 12, process)
+    process.kill()
+    out, _ = process.communicate()
+    assert f"resuming after step {second} of {STEPS}" in out
+    assert not (run / "DONE").exists() and not (run / "PREEMPTED").exists()
+
+    process = start((sys.executable, *train))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0 and "resuming after step" in out, err
+    assert json.loads((run / "DONE").read_text())["step"] == STEPS
+    assert losses(run) == undisturbed
+
+
+def test_two_processes_are_refused_once(tmp_path):
+    agent = start((*TORCHRUN, "2", ROOT / "train.py", "+recipe=fp4", f"run_root={tmp_path / 'runs'}"))
+    out, err = agent.communicate(timeout=120)
+    assert agent.returncode == 1
+    assert err.count("error: WORLD_SIZE=2: parallel training is not built yet") == 1
+    assert not (tmp_path / "runs").exists()
