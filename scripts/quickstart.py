@@ -103,7 +103,10 @@ def compare(arguments: argparse.Namespace) -> int:
         return status
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
     if report["all_below_unigram"] is False:
-        print("A loss is not below the validation unigram entropy: no context was learned.", file=sys.stderr)
+        print(
+            "A loss is not below the validation unigram entropy: that network does not use its context.",
+            file=sys.stderr,
+        )
         status = 1
     print(f"\nLook at {out.resolve() / 'curves.png'}; the table is {out / 'report.md'}.")
     if arguments.environment:

@@ -22,7 +22,7 @@ MEMORY = "mem/peak_gib"
 SKIPPED = "train/skipped"
 WINDOW_RANGE = (30, 200)  # steps: a tenth of the run within these
 CURVE_POINTS = 500
-IDENTITY = ("name", "run_root")  # always differ, say nothing
+SAID_ELSEWHERE = ("name", "run_root", "precision.deviations")  # a run's place and its footnotes
 ABSENT = "(absent)"
 
 
@@ -301,7 +301,7 @@ def gaps(each: RunReport) -> dict[str, float]:
 
 def config_differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """Configuration keys whose values are not the same in all runs: key -> run -> value."""
-    keys = sorted(set().union(*(run.config for run in runs)) - set(IDENTITY))
+    keys = sorted(set().union(*(run.config for run in runs)) - set(SAID_ELSEWHERE))
     rows = {key: {run.label: run.config.get(key, ABSENT) for run in runs} for key in keys}
     return {key: row for key, row in rows.items() if any(not same(row[runs[0].label], v) for v in row.values())}
 

@@ -111,7 +111,7 @@ def deviations(comparison: Comparison) -> list[str]:
     for each in comparison.runs:
         for text in each.deviations:
             texts.setdefault(text, []).append(each.name)
-    lines = [f"{', '.join(names)}, not built: {text}" for text, names in texts.items()]
+    lines = [f"{', '.join(names)}, not as published: {text}" for text, names in texts.items()]
     return [row for line in lines for row in textwrap.wrap(line, 165, subsequent_indent="    ")]
 
 

@@ -6,6 +6,7 @@ footnote of every report: a gap of "FP4" means nothing without it.
 
 import json
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -76,7 +77,7 @@ def to_markdown(comparison: Comparison, *, figure: str) -> str:
         differences(comparison),
         bullets("Notes", [f"{each.name}: {note}" for each in runs for note in each.notes]),
         bullets("How the numbers are made", [f"**{key}**: {text}" for key, text in definitions(comparison).items()]),
-        "\n".join(f"[^{number}]: Not built: {text}" for text, number in notes.items()),
+        "\n".join(f"[^{number}]: Not as published: {text}" for text, number in notes.items()),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -86,7 +87,7 @@ def heading(comparison: Comparison) -> str:
     tokens = max(each.last_tokens or 0 for each in comparison.runs)
     seen = f", {tokens:,} tokens" if tokens else ""
     steps = max(each.last_step for each in comparison.runs)
-    return f"{models}, {steps:,} steps{seen}. Corpus {comparison.corpus_hash}. Losses in nats per token."
+    return f"{models}, {steps:,} steps{seen}. Corpus {comparison.corpus_hash[:12]}. Losses in nats per token."
 
 
 LOSS_HEADER = ("run", "train loss", "gap, steps", "%", "gap, tokens", "%", "validation", "gap", "%")
@@ -183,7 +184,7 @@ def gate(comparison: Comparison) -> str:
         reasons = "\n".join(f"- {text}" for text in comparison.failures)
         return f"Gate of ±{comparison.max_gap:g} nat: FAILED.\n\n{reasons}"
     held = [(abs(value), each.name, matched) for each in comparison.runs for matched, value in gaps(each).items()]
-    value, name, matched = max(held)
+    value, name, matched = max(held, key=lambda each: each[0])
     return f"Gate of ±{comparison.max_gap:g} nat: passed; the largest gap is {value:.4f} ({name}, {matched})."
 
 
@@ -195,7 +196,10 @@ def differences(comparison: Comparison) -> str:
     if not comparison.differences:
         return ""
     names = [each.name for each in comparison.runs]
-    rows = [[f"`{key}`", *(str(row[name]) for name in names)] for key, row in comparison.differences.items()]
+    rows = [
+        [f"`{key}`", *(textwrap.shorten(str(row[name]), 60) for name in names)]
+        for key, row in comparison.differences.items()
+    ]
     text = "## Configuration keys that differ\n\n" + table(("key", *names), rows)
     if comparison.uncontrolled:
         keys = ", ".join(f"`{key}`" for key in comparison.uncontrolled)

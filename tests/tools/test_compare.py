@@ -165,8 +165,8 @@ def test_unigram_entropy_verdict(make_run, capsys, entropy, below):
 
 def test_configuration_differences(make_run):
     runs = [
-        make_run("bf16", losses(), config="optim: {lr: 0.001}\nkeep: 2\n"),
-        make_run("fp4", losses(), config="optim: {lr: 0.002}\nkeep: 3\ncomm: {payload: fp8}\n"),
+        make_run("bf16", losses(), config="optim: {lr: 0.001}\nkeep: 2\nrun_root: a\n"),
+        make_run("fp4", losses(), config="optim: {lr: 0.002}\nkeep: 3\nrun_root: b\ncomm: {payload: fp8}\n"),
     ]
     _, found = report(runs)
     assert found["differences"] == {
@@ -188,7 +188,7 @@ def test_deviations_are_footnotes_and_overrides_are_listed(make_run, capsys):
     text = (runs[0].parent / "comparison" / "report.md").read_text()
     assert text.strip() in capsys.readouterr().out
     assert "| fp4[^1] " in text and "| mxfp4[^1][^2] " in text and "| bf16 " in text
-    assert "[^1]: Not built: no residual\n[^2]: Not built: scales rounded down" in text
+    assert "[^1]: Not as published: no residual\n[^2]: Not as published: scales rounded down" in text
     assert "- fp4: `precision.override.dgrad.a.format=E4M3`" in text
 
 

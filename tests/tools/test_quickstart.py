@@ -66,7 +66,7 @@ def test_gap_beyond_the_gate_fails(demo):
 
 def test_a_loss_above_the_unigram_entropy_fails(demo, capsys):
     assert demo(valid_unigram_entropy=2.9)[0] == 1
-    assert "no context was learned" in capsys.readouterr().err
+    assert "does not use its context" in capsys.readouterr().err
 
 
 def test_stops_at_the_first_failure(demo, capsys):
