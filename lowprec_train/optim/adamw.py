@@ -3,9 +3,10 @@
     g' = g / grad_scale,   m = b1 m + (1 - b1) g',   v = b2 v + (1 - b2) g'^2
     w  = w - lr * (weight_decay * w + m^ / (sqrt(v^) + eps))          unless found_inf
 
-torch's fused kernels read `grad_scale` and `found_inf` from the device, the way GradScaler hands them over. Global-norm clipping is a
-division by max(norm / clip, 1), and a non-finite step is a found_inf of 1: the kernel leaves weights, moments and step counter as they
-were, and the host never waits to learn which it was (arXiv 1711.05101 for the decoupled decay).
+torch's fused kernels read `grad_scale` and `found_inf` from the device, the way GradScaler hands them over.
+Global-norm clipping is a division by max(norm / clip, 1), and a non-finite step is a found_inf of 1: the kernel
+leaves weights, moments and step counter as they were, and the host never waits to learn which it was (arXiv
+1711.05101 for the decoupled decay).
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """Decay for weights with two or more dimensions, embeddings among them, none for norms and biases.
 
     Raises:
-        ValueError: a negative decay, a parameter that is not FP32 (master weights are), or one that is still on the meta device.
+        ValueError: a negative decay, a parameter that is not FP32 (master weights are), or one that is still on the
+            meta device.
     """
     if not weight_decay >= 0:
         raise ValueError(f"weight_decay must not be negative, got {weight_decay}")

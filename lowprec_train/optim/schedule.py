@@ -5,7 +5,8 @@ A schedule maps the 0-based index of an update to its learning rate. With W warm
     warm-up          lr(s) = peak * (s + 1) / W                          s < W       lr(W - 1) = peak
     decay            lr(s) = peak * (f + (1 - f) * shape(p))             s >= W      lr(N - 1) = f * peak
 
-where f is the final fraction and p in (0, 1] the part of the decay that is done after this update. Past the last step the final value stays.
+where f is the final fraction and p in (0, 1] the part of the decay that is done after this update. Past the last step
+the final value stays.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
-    """What all schedules share: the peak, the length of the run, a linear warm-up given in steps or as a fraction of the run.
+    """What all schedules share: the peak, the length of the run, a linear warm-up.
 
     Args:
         peak: highest learning rate, > 0.

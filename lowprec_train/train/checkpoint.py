@@ -1,15 +1,16 @@
 """Checkpoints that a crash, a signal or a full disk cannot spoil.
 
     stage     copy the state to host memory; training goes on from here
-    write     torch.distributed.checkpoint into checkpoints/.tmp-step-N, with a manifest of file sizes, all synced to disk
+    write     torch.distributed.checkpoint into checkpoints/.tmp-step-N and a manifest of file sizes, synced to disk
     publish   rename to checkpoints/step-N, then write-and-rename `latest`
 
-`latest` names the newest complete checkpoint and is the last thing to change, so whenever the process dies the run resumes from a complete one.
-Loading reads the metadata first: a checkpoint of another model is refused, with the keys, before a byte of the model is touched; then DCP fills
-the live tensors in place, which needs no second copy of the state and casts nothing.
+`latest` names the newest complete checkpoint and is the last thing to change, so whenever the process dies the run
+resumes from a complete one. Loading reads the metadata first: a checkpoint of another model is refused, with the
+keys, before a byte of the model is touched; then DCP fills the live tensors in place, which needs no second copy of
+the state and casts nothing.
 
-A checkpoint is a mapping of parts, each a `Stateful` whose state_dict is flat: `model.<fqn>`, `optimizer.<fqn>.exp_avg`, `trainer.step`. Hyper-parameters are
-not in it: they come from the configuration.
+A checkpoint is a mapping of parts, each a `Stateful` whose state_dict is flat: `model.<fqn>`,
+`optimizer.<fqn>.exp_avg`, `trainer.step`. Hyper-parameters are not in it: they come from the configuration.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class OptimizerState:
         self._model, self._optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        state = get_optimizer_state_dict(self._model, self._optimizer)["state"]
+        state: Any = get_optimizer_state_dict(self._model, self._optimizer)["state"]
         return {f"{fqn}.{name}": value for fqn, values in state.items() for name, value in values.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -119,7 +120,8 @@ class Checkpointer:
         """Save `state` as step-`step`. Without `wait` an asynchronous save goes on in the background.
 
         Raises:
-            CheckpointError: this save, or an earlier one in the background, failed. The checkpoint that `latest` names is intact.
+            CheckpointError: this save, or an earlier one in the background, failed. The checkpoint that `latest`
+                names is intact.
         """
         self.finish()
         flat = _flatten(state)
@@ -143,10 +145,11 @@ class Checkpointer:
             save.result()
 
     def load(self, state: Parts, step: int | None = None) -> int | None:
-        """Fill `state` from the checkpoint that `latest` names (or from `step`) and return its step; None when there is none.
+        """Fill `state` from the checkpoint that `latest` names, or from `step`; return its step, None if there is none.
 
         Raises:
-            ValueError: the checkpoint is of another model: names the keys, shapes and dtypes that differ. Nothing has been changed.
+            ValueError: the checkpoint is of another model: names the keys, shapes and dtypes that differ. Nothing has
+                been changed.
             CheckpointError: the checkpoint is incomplete or unreadable.
         """
         self.finish()
@@ -164,7 +167,9 @@ class Checkpointer:
         except (OSError, CheckpointException) as error:
             raise CheckpointError(f"cannot read checkpoint {path}: {_root(error)}") from error
         for name, part in state.items():
-            part.load_state_dict({key.removeprefix(f"{name}."): v for key, v in flat.items() if key.startswith(f"{name}.")})
+            part.load_state_dict(
+                {key.removeprefix(f"{name}."): v for key, v in flat.items() if key.startswith(f"{name}.")}
+            )
         return step
 
     def latest(self) -> int | None:

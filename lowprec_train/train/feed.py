@@ -1,6 +1,7 @@
 """The batches of a step, loaded one step ahead.
 
-A batch is a pure function of (seed, step, index), so loading ahead is asking for step + 1 in a thread, and there is no loader state to save.
+A batch is a pure function of (seed, step, index), so loading ahead is asking for step + 1 in a thread, and there is
+no loader state to save.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ IGNORED = -100
 
 
 class Batch(Protocol):
-    """`count` sequences: tokens and targets int64 [count, seq], targets -100 where nothing is to be predicted; document ids or None."""
+    """Tokens and targets, int64 [count, seq], -100 where nothing is to be predicted; document ids or None."""
 
     @property
     def tokens(self) -> Tensor: ...
@@ -50,7 +51,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """All micro-batches of one global step on the host, and the number of their targets: a 0-dim FP32 tensor, at least 1."""
+    """All micro-batches of one global step, on the host; the number of their targets, 0-dim FP32, at least 1."""
 
     micro: tuple[MicroBatch, ...]
     targets: Tensor

@@ -1,13 +1,15 @@
 """What a step cost: arithmetic, time, memory, and how that compares with the chip.
 
-A linear layer of n inputs and m outputs computes three GEMMs a token, 2nm FLOPs each: fprop, dgrad, wgrad. Together they are the 6N of the
-rule "6N FLOPs a token" for N weights in GEMMs. Attention adds its own; recomputed activations are not counted (model FLOPs, not hardware FLOPs).
+A linear layer of n inputs and m outputs computes three GEMMs a token, 2nm FLOPs each: fprop, dgrad, wgrad. Together
+they are the 6N of the rule "6N FLOPs a token" for N weights in GEMMs. Attention adds its own; recomputed activations
+are not counted (model FLOPs, not hardware FLOPs).
 Each GEMM runs in a precision p of its own, so one utilisation says too little:
 
     mfu_bf16peak = sum_p F_p / peak_bf16 / time        comparable between recipes; may exceed 1 for FP8
     sol          = sum_p (F_p / peak_p) / time         part of the speed of light of exactly this mixture; at most 1
 
-Peaks are dense ones from NVIDIA's data sheets (a sparse figure is twice as high). An unknown chip has none, and those two metrics are left out.
+Peaks are dense ones from NVIDIA's data sheets (a sparse figure is twice as high). An unknown chip has none, and those
+two metrics are left out.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def flops_per_token(
 
     Args:
         model: its modules with `in_features` and `out_features` are the linear layers.
-        kinds: {module name: {"fprop": kind, "dgrad": kind, "wgrad": kind}}; a layer that is not named computes in "bf16".
+        kinds: {module name: {"fprop": kind, "dgrad": kind, "wgrad": kind}}; what is not named computes in "bf16".
         attention_flops: of the attention GEMMs, forward and backward, a token; counted as "bf16".
 
     Raises:
@@ -123,7 +125,7 @@ def throughput(
     attention_flops: float,
     gpus: int = 1,
 ) -> Throughput:
-    """A `Throughput` for `model` on `device`; says once, in the log, which utilisation cannot be given. Arguments as above."""
+    """A `Throughput` for `model` on `device`, arguments as above; the log says once which metric cannot be given."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     rates = Throughput(
         tokens_per_step=tokens_per_step,
@@ -133,21 +135,29 @@ def throughput(
     )
     if rates._without_peak():
         without = ", ".join(rates._without_peak())
-        log.info("no peak of %s on %r is known: perf/sol%s left out", without, name, "" if rates.peaks else " and perf/mfu_bf16peak")
+        log.info(
+            "no peak of %s on %r is known: perf/sol%s left out",
+            without,
+            name,
+            "" if rates.peaks else " and perf/mfu_bf16peak",
+        )
     return rates
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Peak memory so far, in GiB: allocated by torch on a GPU, resident of the process on a CPU. Reading it waits for nothing."""
+    """Peak memory so far in GiB: allocated by torch on a GPU, resident on a CPU. Reading it waits for nothing."""
     if device.type != "cuda":
         unit = 1 if sys.platform == "darwin" else 1024
-        return {"mem/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB, "mem/alloc_retries": 0.0}
+        return {
+            "mem/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB,
+            "mem/alloc_retries": 0.0,
+        }
     retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
     return {"mem/peak_gib": torch.cuda.max_memory_allocated(device) / GIB, "mem/alloc_retries": float(retries)}
 
 
 class Instant:
-    """A point in a device's time: on a GPU the moment at which its stream gets here, else now. Making one waits for nothing."""
+    """A point in a device's time: on a GPU when its stream gets here, else now. Making one waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None

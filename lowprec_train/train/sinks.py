@@ -1,8 +1,9 @@
-"""Where the numbers of a run go. The trainer hands every sink the same `{name: float}` per step; a sink keeps no other state.
+"""Where the numbers of a run go: the trainer hands every sink the same `{name: float}` a step.
 
-`metrics.jsonl` is always written: one JSON object a line, `{"step": 12, "train/loss": 3.25, ...}`, floats in full precision, so that equal runs are
-equal files. A skipped step's loss is the bare word NaN, as Python's json writes and reads it. Console, TensorBoard and Weights & Biases are added
-by configuration, and a package that is missing is an error when the sink is built, before the first step.
+`metrics.jsonl` is always written: one JSON object a line, `{"step": 12, "train/loss": 3.25, ...}`, floats in full
+precision, so that equal runs are equal files. A skipped step's loss is the bare word NaN, as Python's json writes and
+reads it. Console, TensorBoard and Weights & Biases are added by configuration, and a package that is missing is an
+error when the sink is built, before the first step.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class RunFacts:
         steps: length of the run in steps.
         resumed_step: steps already done when this process started; 0 for a fresh run.
         config: the resolved configuration, plain values.
-        remembered: strings that the checkpoint carries from launch to launch (`Trainer.remembered`); a sink may add its own.
+        remembered: strings that the checkpoint carries from launch to launch (`Trainer.remembered`); a sink may add
+            its own.
     """
 
     name: str
@@ -48,7 +50,7 @@ class RunFacts:
 
 
 class JsonlSink:
-    """Appends to `metrics.jsonl`, a line at a time; on resume the lines past the resumed step, and a torn last one, go first."""
+    """Appends to `metrics.jsonl`, a line at a time. On resume, lines past the resumed step and a torn last one go."""
 
     def __init__(self, *, run: RunFacts) -> None:
         path = run.directory / "metrics.jsonl"
@@ -66,7 +68,9 @@ class JsonlSink:
         try:
             self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         except OSError as error:
-            raise OSError(error.errno, f"metrics of step {step} cannot be written: {error.strerror}", str(self._path)) from error
+            raise OSError(
+                error.errno, f"metrics of step {step} cannot be written: {error.strerror}", str(self._path)
+            ) from error
 
     def close(self) -> None:
         self._file.close()
@@ -86,7 +90,7 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 class ConsoleSink:
-    """A progress bar with loss, tokens/s and the time left; where output is no terminal, a plain line every `every` steps."""
+    """A progress bar with loss, tokens/s and time left; where output is no terminal, a line every `every` steps."""
 
     def __init__(self, *, run: RunFacts, every: int = 10, console: Console | None = None) -> None:
         if every < 1:
@@ -118,7 +122,12 @@ class ConsoleSink:
 
 
 def _progress_bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
     return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
 
 

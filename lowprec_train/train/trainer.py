@@ -1,12 +1,13 @@
 """The training loop. A step never waits for the device:
 
-    for each micro-batch:  draws.begin(step, first token);  loss = sum of token losses / targets of the global batch;  backward
-    norm = |gradient|;  bad = not finite(loss, norm)
-    AdamW divides by max(norm / clip, 1), and leaves everything as it is where bad
+    for each micro-batch: draws.begin(step, first token); backward of (sum of token losses / targets of the whole step)
+    norm = |gradient|; bad = loss or norm not finite
+    AdamW divides gradients by max(norm / clip, 1), and leaves everything as it is where bad
     the step's numbers set out for the host, where they are read one step later
 
-So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_skipped` skips in a row the run saves and stops.
-Everything a step does depends on its index alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and two counters.
+So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_skipped` skips
+in a row the run saves and stops. Everything a step does depends on its index alone (data, draws, learning rate), so
+the state of a run is the model, the optimizer, the step and two counters.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +57,9 @@ class TrainingDiverged(RuntimeError):
         super().__init__(
             f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
             f"{skipped} steps in a row skipped as not finite, learning rate {lr:.3g}.\n"
-            "Weights and optimizer state are those of before the skipped steps, and saved. Try a lower peak learning rate or a longer warm-up, "
-            "a smaller clip_norm, one GEMM in higher precision (precision.override) to find the one that overflows, or a larger max_skipped."
+            "The weights and optimizer state from before them are saved. Try a lower peak learning rate or a longer "
+            "warm-up, a smaller clip_norm, one GEMM in higher precision (precision.override) to find the one that "
+            "overflows, or a larger max_skipped."
         )
 
 
@@ -65,16 +67,19 @@ class Trainer:
     """Trains `model` on `corpus`.
 
     Args:
-        model: has `loss(tokens, targets, normalizer, documents) -> 0-dim FP32 tensor`, the sum of the token losses / normalizer, which is
-            handed over as a 0-dim FP32 tensor on `device`; FP32 parameters on `device`.
+        model: has `loss(tokens, targets, normalizer, documents) -> 0-dim FP32 tensor`, the sum of the token losses /
+            normalizer, which is handed over as a 0-dim FP32 tensor on `device`; FP32 parameters on `device`.
         optimizer: over the model's parameters.
         schedule: 0-based step -> learning rate.
         corpus: its batches are pure functions of the step.
         draws: seeds of stochastic operands, pointed at each micro-batch; None for a model without.
-        steps: length of the run. tokens_per_step: tokens of a global step. micro_batch: sequences of one forward and backward.
+        steps: length of the run.
+        tokens_per_step: tokens of a global step, a multiple of micro_batch * seq_len: the rest is accumulation.
+        micro_batch: sequences of one forward and backward.
         seq_len: tokens of a sequence.
         clip_norm: largest global gradient norm; 0 for no clipping.
-        eval_interval: steps between evaluations (there is one at the end too). eval_batches: micro-batches of the validation split.
+        eval_interval: steps between evaluations; there is one at the end too.
+        eval_batches: micro-batches of the validation split in an evaluation.
         max_skipped: non-finite steps in a row after which the run saves and stops.
         seed: the run's seed; a checkpoint of another one is refused.
         log_interval: steps between logged lines; evaluations and the last step are always logged.
@@ -123,6 +128,7 @@ class Trainer:
         self.throughput = throughput or Throughput(tokens_per_step=tokens_per_step)
         self.steps_done = 0
         self.remembered: dict[str, str] = {}
+        self._loss = cast("Callable[..., Tensor]", model.loss)
         self._valid = corpus.valid
         self._feed = Feed(
             corpus.train,
@@ -141,7 +147,7 @@ class Trainer:
         checkpointer: Checkpointer | None = None,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> Literal["done", "preempted"]:
-        """Train up to `steps`. After each step `should_stop` is asked; if so, save and return "preempted". The sinks stay open.
+        """Train up to `steps`, or until `should_stop`, which is asked after each step; save. The sinks stay open.
 
         Raises:
             TrainingDiverged: after a checkpoint of the last good state.
@@ -179,7 +185,7 @@ class Trainer:
         for micro in batch.micro:
             self._begin_draws(self.steps_done, micro.first)
             part = micro.to(self.device)
-            partial = self.model.loss(part.tokens, part.targets, normalizer, part.documents)
+            partial = self._loss(part.tokens, part.targets, normalizer, part.documents)
             partial.backward()
             loss += partial.detach()
         lr = self.schedule(self.steps_done)
@@ -197,7 +203,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean loss per target token over fixed validation batches, with draws of their own: training is not disturbed."""
+        """Mean loss per target token over fixed validation batches, whose draws are their own."""
         batch = load_step(
             self._valid,
             step=0,
@@ -211,13 +217,17 @@ class Trainer:
         for micro in batch.micro:
             self._begin_draws(EVALUATION_STEP, micro.first)
             part = micro.to(self.device)
-            total += self.model.loss(part.tokens, part.targets, one, part.documents).double()
+            total += self._loss(part.tokens, part.targets, one, part.documents).double()
         self.model.train()
         return {"valid/loss": float(total) / float(batch.targets)}
 
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """What `Checkpointer.save` and `.load` take."""
-        return {"model": ModelState(self.model), "optimizer": OptimizerState(self.model, self.optimizer), "trainer": self}
+        return {
+            "model": ModelState(self.model),
+            "optimizer": OptimizerState(self.model, self.optimizer),
+            "trainer": self,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Step, counters and what sinks want remembered. The counters are the live tensors."""
@@ -238,7 +248,9 @@ class Trainer:
         """
         for name in ("seed", "tokens_per_step"):
             if state_dict[name] != getattr(self, name):
-                raise ValueError(f"the checkpoint is of a run with {name}={state_dict[name]}, this one has {getattr(self, name)}")
+                raise ValueError(
+                    f"the checkpoint is of a run with {name}={state_dict[name]}, this one has {getattr(self, name)}"
+                )
         self.steps_done = state_dict["step"]
         self._skipped.copy_(state_dict["skipped"])
         self._skipped_in_row.copy_(state_dict["skipped_in_row"])
@@ -283,7 +295,11 @@ class Trainer:
 
     def _stop(self, step: int, metrics: Mapping[str, float], in_row: int, checkpointer: Checkpointer | None) -> None:
         error = TrainingDiverged(
-            step=step, loss=metrics["train/loss"], grad_norm=metrics["train/grad_norm"], skipped=in_row, lr=metrics["train/lr"]
+            step=step,
+            loss=metrics["train/loss"],
+            grad_norm=metrics["train/grad_norm"],
+            skipped=in_row,
+            lr=metrics["train/lr"],
         )
         try:
             self._save(checkpointer, wait=True)
@@ -304,7 +320,8 @@ def _check(*, tokens_per_step: int, micro_batch: int, seq_len: int, clip_norm: f
     tokens = micro_batch * seq_len
     if tokens_per_step % tokens:
         raise ValueError(
-            f"tokens_per_step={tokens_per_step} must be a multiple of micro_batch * seq_len = {micro_batch} * {seq_len} = {tokens}"
+            f"tokens_per_step={tokens_per_step} must be a multiple of "
+            f"micro_batch * seq_len = {micro_batch} * {seq_len} = {tokens}"
         )
     if not clip_norm >= 0:
         raise ValueError(f"clip_norm={clip_norm} must not be negative (0: no clipping)")

@@ -1,4 +1,5 @@
-"""A run for a process of its own, to be killed or starved of disk: resumed if its directory holds a checkpoint, with two skipped steps."""
+"""A run for a process of its own, to be killed or starved of disk: resumed if its directory holds a checkpoint, with
+two skipped steps."""
 
 import os
 import resource
@@ -11,7 +12,6 @@ import torch
 
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.sinks import JsonlSink, RunFacts
-
 from tests.train.standins import make_trainer
 
 torch.compiler.reset()  # loads now, before the fork, what torch would load at the first step
@@ -19,7 +19,8 @@ torch.compiler.reset()  # loads now, before the fork, what torch would load at t
 
 @contextmanager
 def file_size(limit):
-    """No file may grow past `limit` bytes: writing fails with EFBIG, as it does with ENOSPC on a full disk. 0: no limit."""
+    """No file may grow past `limit` bytes: writing fails with EFBIG, as it does with ENOSPC on a full disk. 0: no
+    limit."""
     if limit:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
@@ -29,7 +30,8 @@ def file_size(limit):
 
 
 class Troubled(Checkpointer):
-    """Dawdles at every stage of a save, so that a kill can land in each; from step `limit_from` on its files are limited."""
+    """Dawdles at every stage of a save, so that a kill can land in each; from step `limit_from` on its files are
+    limited."""
 
     pause, limit, limit_from = 0.0, 0, 0
 

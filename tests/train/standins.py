@@ -61,7 +61,8 @@ class Noise:
 
 
 class Model(nn.Module):
-    """Embedding, one hidden layer, tied or own head. `poison`: steps (as the draws number them) whose activations become NaN."""
+    """Embedding, one hidden layer, tied or own head. `poison`: steps (as the draws number them) whose activations
+    become NaN."""
 
     def __init__(self, *, dim=12, noise=None, poison=(), tied=False, device="cpu"):
         super().__init__()
@@ -82,7 +83,9 @@ class Model(nn.Module):
             if self.poison and self.noise.calls[-1][0] in self.poison:
                 hidden = hidden * float("nan")
         logits = self.head(hidden)
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / normalizer
+        return (
+            nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / normalizer
+        )
 
 
 class Lines:

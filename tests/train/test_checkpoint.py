@@ -12,7 +12,6 @@ import torch
 
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError
 from lowprec_train.train.sinks import read_lines
-
 from tests.train.killable_run import launch
 from tests.train.standins import Lines, bits, make_trainer, same
 
@@ -26,7 +25,10 @@ def keeper(directory, **changes):
 def losses(trainer, **arguments):
     sink = Lines()
     trainer.fit(sinks=[sink], **arguments)
-    return [(line["step"], line["train/loss"], line["train/grad_norm"], line["train/skipped"], line.get("valid/loss")) for line in sink.lines]
+    return [
+        (line["step"], line["train/loss"], line["train/grad_norm"], line["train/skipped"], line.get("valid/loss"))
+        for line in sink.lines
+    ]
 
 
 def text(rows):
@@ -129,7 +131,9 @@ def test_loading_fills_the_live_tensors_and_keeps_their_types(tmp_path):
 
 def live(trainer):
     parts = trainer.checkpoint_parts()
-    return {f"{n}.{k}": v for n, part in parts.items() for k, v in part.state_dict().items() if isinstance(v, torch.Tensor)}
+    return {
+        f"{n}.{k}": v for n, part in parts.items() for k, v in part.state_dict().items() if isinstance(v, torch.Tensor)
+    }
 
 
 # --- files ---
@@ -225,7 +229,10 @@ def test_another_dtype_is_refused_not_cast(tmp_path):
     other = make_trainer()
     state = other.optimizer.state[other.model.head.weight]
     state["exp_avg"] = state["exp_avg"].bfloat16()
-    with pytest.raises(ValueError, match=r"optimizer.head.weight.exp_avg: saved \(16, 12\) torch.float32, here \(16, 12\) torch.bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"optimizer.head.weight.exp_avg: saved \(16, 12\) torch.float32, here \(16, 12\) torch.bfloat16",
+    ):
         saver.load(other.checkpoint_parts())
 
 
@@ -278,7 +285,9 @@ def test_error_of_a_background_save_surfaces_at_the_next_call(tmp_path, monkeypa
         saver.save(trainer.checkpoint_parts(), 8)
         while not saver._save.done():
             time.sleep(0.01)
-    call = {"finish": saver.finish, "check": saver.check, "save": lambda: saver.save(trainer.checkpoint_parts(), 12)}[where]
+    call = {"finish": saver.finish, "check": saver.check, "save": lambda: saver.save(trainer.checkpoint_parts(), 12)}[
+        where
+    ]
     with pytest.raises(CheckpointError, match="step 8 could not be written.*No space left.*step-4 is intact"):
         call()
     saver.finish()  # said once
@@ -336,9 +345,14 @@ def uninterrupted(tmp_path_factory, processes):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("limit", [300, 4000, 20_000])
-def test_full_disk_is_one_error_and_the_previous_checkpoint_survives(tmp_path, processes, uninterrupted, limit, asynchronous):
-    """A file-size limit that strikes at the first bytes, at the metadata, in the middle of the tensors (there beneath an error of torch's own)."""
-    code, output = run(processes, tmp_path, limit=limit, limit_from=9, keep=1, asynchronous=asynchronous, step_pause=0.02)
+def test_full_disk_is_one_error_and_the_previous_checkpoint_survives(
+    tmp_path, processes, uninterrupted, limit, asynchronous
+):
+    """A file-size limit that strikes at the first bytes, at the metadata, in the middle of the tensors (there beneath
+    an error of torch's own)."""
+    code, output = run(
+        processes, tmp_path, limit=limit, limit_from=9, keep=1, asynchronous=asynchronous, step_pause=0.02
+    )
     assert code == 1
     message = output[output.rindex("CheckpointError: ") :]
     assert "checkpoint of step 9 could not be written" in message and "File too large" in message
@@ -349,7 +363,8 @@ def test_full_disk_is_one_error_and_the_previous_checkpoint_survives(tmp_path, p
 
 
 def test_sigkill_at_any_time_resumes_bit_for_bit(tmp_path, processes, uninterrupted):
-    """Killed again and again, mostly inside a save that is drawn out over its three stages, until a launch gets through."""
+    """Killed again and again, mostly inside a save that is drawn out over its three stages, until a launch gets
+    through."""
     resumed, codes = [], []
     for attempt in range(16):
         code, output = run(processes, tmp_path, kill_after=0.15 + 0.023 * attempt, pause=0.03, step_pause=0.01)

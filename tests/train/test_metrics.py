@@ -25,7 +25,9 @@ def llama_7b():
             )
             for _ in range(32)
         )
-        return nn.ModuleDict({"embedding": nn.Embedding(32000, 4096), "blocks": blocks, "head": nn.Linear(4096, 32000, bias=False)})
+        return nn.ModuleDict(
+            {"embedding": nn.Embedding(32000, 4096), "blocks": blocks, "head": nn.Linear(4096, 32000, bias=False)}
+        )
 
 
 def test_flops_are_6n_for_the_weights_in_gemms():
@@ -77,7 +79,9 @@ def test_utilisation_of_a_known_run():
     """torchtitan publishes 6,667 tokens/s/GPU of Llama-3.1-8B at sequence 8192 with an MFU of 33 to 39 % on H100."""
     params = 8_030_261_248 - 128_256 * 4096
     attention = 12 * 32 * 4096 * 8192 / 2
-    rates = Throughput(tokens_per_step=16384, flops_per_token={"bf16": 6.0 * params + attention}, peaks=peak_flops("NVIDIA H100 80GB"))
+    rates = Throughput(
+        tokens_per_step=16384, flops_per_token={"bf16": 6.0 * params + attention}, peaks=peak_flops("NVIDIA H100 80GB")
+    )
     got = rates(16384 / 6667)
     assert got["perf/tokens_per_sec_per_gpu"] == pytest.approx(6667)
     assert 0.33 < got["perf/mfu_bf16peak"] < 0.39

@@ -27,7 +27,9 @@ def write(tmp_path, steps, **changes):
 
 def test_jsonl_keeps_full_precision_and_is_flushed_per_line(tmp_path):
     sink = write(tmp_path, range(1, 4))
-    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": s, "train/loss": s / 3} for s in (1, 2, 3)]  # not closed yet
+    assert read_lines(tmp_path / "metrics.jsonl") == [
+        {"step": s, "train/loss": s / 3} for s in (1, 2, 3)
+    ]  # not closed yet
     sink.log(4, {"train/loss": math.nan})
     assert math.isnan(read_lines(tmp_path / "metrics.jsonl")[-1]["train/loss"])
     sink.close()
@@ -62,7 +64,9 @@ def test_console_on_a_terminal_shows_a_bar(tmp_path):
     sink = ConsoleSink(run=facts(tmp_path, resumed_step=40), console=Console(file=out, force_terminal=True, width=160))
     sink.log(50, LINE | {"train/skipped": 2.0, "valid/loss": 3.5})
     sink.close()
-    assert all(part in out.getvalue() for part in ("50/100", "loss 2.5000", "1,234 tokens/s", "left", "2 skipped", "valid 3.5"))
+    assert all(
+        part in out.getvalue() for part in ("50/100", "loss 2.5000", "1,234 tokens/s", "left", "2 skipped", "valid 3.5")
+    )
 
 
 def test_console_interval_is_checked(tmp_path):

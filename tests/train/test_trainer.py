@@ -1,5 +1,6 @@
 """The training loop against hand-written references: accumulation, skipping, evaluation, what is logged and when."""
 
+import itertools
 import math
 
 import pytest
@@ -9,7 +10,6 @@ from torch import nn
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.metrics import Throughput
 from lowprec_train.train.trainer import EVALUATION_STEP, TrainingDiverged
-
 from tests.train.standins import SEQ, Counting, Lines, Model, Noise, bits, make_trainer, same
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -26,7 +26,8 @@ def fit(trainer, **arguments):
 
 
 def test_steps_equal_a_plain_loop_with_torchs_clip_and_adamw():
-    """Ten steps against the loop that everybody writes: one big batch, clip_grad_norm_, AdamW. Clipping divides instead of multiplying: 1e-6."""
+    """Ten steps against the loop that everybody writes: one big batch, clip_grad_norm_, AdamW. Clipping divides
+    instead of multiplying: 1e-6."""
     trainer = make_trainer(steps=10, micro_batch=8, clip_norm=0.5)
     _, sink = fit(trainer)
     noise = Noise()
@@ -56,7 +57,9 @@ def test_steps_equal_a_plain_loop_with_torchs_clip_and_adamw():
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 def test_accumulation_is_one_big_batch(micro_batch):
-    """Targets are ignored unevenly over the micro-batches, so a mean of means would show. Gradients sum in another order: 1e-5 over 5 steps."""
+    """Targets are ignored unevenly over the micro-batches, so a mean of means would show. Gradients sum in another
+    order: 1e-5 over 5 steps."""
+
     class Silent:
         def begin(self, step, first_token):
             pass
@@ -72,7 +75,14 @@ def test_accumulation_is_one_big_batch(micro_batch):
 def test_draws_are_pointed_at_every_micro_batch_and_evaluation_has_its_own():
     trainer = make_trainer(steps=2, eval_interval=2)
     fit(trainer)
-    assert trainer.draws.calls == [(0, 0), (0, 4 * SEQ), (1, 0), (1, 4 * SEQ), (EVALUATION_STEP, 0), (EVALUATION_STEP, 4 * SEQ)]
+    assert trainer.draws.calls == [
+        (0, 0),
+        (0, 4 * SEQ),
+        (1, 0),
+        (1, 4 * SEQ),
+        (EVALUATION_STEP, 0),
+        (EVALUATION_STEP, 4 * SEQ),
+    ]
 
 
 def test_batches_are_asked_for_once_and_in_order():
@@ -99,7 +109,9 @@ def test_evaluation_is_the_mean_token_loss_and_disturbs_nothing():
 
 
 def test_one_line_a_step_with_the_names_of_the_convention():
-    trainer = make_trainer(steps=12, eval_interval=5, throughput=Throughput(tokens_per_step=64, flops_per_token={"bf16": 6e6}))
+    trainer = make_trainer(
+        steps=12, eval_interval=5, throughput=Throughput(tokens_per_step=64, flops_per_token={"bf16": 6e6})
+    )
     outcome, sink = fit(trainer)
     assert outcome == "done" and sink.column("step") == list(range(1, 13))
     assert [line["step"] for line in sink.lines if "valid/loss" in line] == [5, 10, 12]
@@ -143,7 +155,7 @@ def test_nan_in_activations_skips_the_step_and_only_that(device):
     assert [math.isnan(line["train/loss"]) for line in lines] == [False, False, True, False, True, False]
     assert [line["train/skipped"] for line in lines] == [0, 0, 1, 1, 2, 2]
     learned = [{k: v for k, v in state.items() if not k.startswith("trainer.")} for state in states]
-    assert [same(a, b) for a, b in zip(learned, learned[1:], strict=False)] == [False, False, True, False, True, False]
+    assert [same(a, b) for a, b in itertools.pairwise(learned)] == [False, False, True, False, True, False]
     assert all(v.isfinite().all() for v in learned[-1].values())
     assert {v.item() for k, v in learned[-1].items() if k.endswith(".step")} == {4.0}
 
@@ -155,7 +167,10 @@ def test_infinite_gradient_with_a_finite_loss_is_skipped():
     line = trainer.step()
     after = bits(trainer)
     assert line["train/loss"].isfinite() and not line["train/grad_norm"].isfinite() and line["train/skipped"] == 1
-    assert same({k: v for k, v in before.items() if k.startswith("model")}, {k: v for k, v in after.items() if k.startswith("model")})
+    assert same(
+        {k: v for k, v in before.items() if k.startswith("model")},
+        {k: v for k, v in after.items() if k.startswith("model")},
+    )
 
 
 def test_divergence_saves_and_stops_with_the_numbers(tmp_path):
