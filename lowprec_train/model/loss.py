@@ -50,12 +50,11 @@ class CrossEntropy:
         logits [..., V], consumed: backward overwrites them with their gradient (a second backward raises).
         targets [...] int64, -100 where a token carries no loss. normalizer: a number or a 0-dim tensor on the device.
         """
-        losses_N = _TokenLosses.apply(logits.flatten(0, -2), targets.flatten(), normalizer, self)
-        return losses_N.sum()
+        return _Loss.apply(logits.flatten(0, -2), targets.flatten(), normalizer, self)
 
 
-class _TokenLosses(torch.autograd.Function):
-    """(logits [N, V], targets [N]) -> losses [N] / normalizer."""
+class _Loss(torch.autograd.Function):
+    """(logits [N, V], targets [N]) -> sum of the token losses / normalizer."""
 
     @staticmethod
     def forward(
@@ -66,16 +65,15 @@ class _TokenLosses(torch.autograd.Function):
         losses, lse = (torch.cat(parts) for parts in zip(*(loss.token_losses(*chunk) for chunk in chunks)))
         ctx.save_for_backward(logits_NV, targets_N, lse)
         ctx.loss, ctx.normalizer = loss, normalizer
-        return losses / normalizer
+        return (losses.sum() / normalizer).float()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits_NV, targets_N, lse_N = (saved.detach() for saved in ctx.saved_tensors)
         tokens, vocab = logits_NV.shape
-        scale_N = (gradients[0] / ctx.normalizer).masked_fill(targets_N == IGNORED, 0.0)
-        each = (logits_NV, targets_N, lse_N, scale_N)
-        for chunk in zip(*(tensor.split(ctx.loss.rows(vocab, tokens)) for tensor in each)):
-            ctx.loss.become_gradient(*chunk)
+        scale = (gradients[0] / ctx.normalizer).float()
+        for chunk in zip(*(each.split(ctx.loss.rows(vocab, tokens)) for each in (logits_NV, targets_N, lse_N))):
+            ctx.loss.become_gradient(*chunk, scale)
         torch.autograd.graph.increment_version(logits_NV)  # a compiled kernel writes unseen
         return logits_NV, None, None, None
 
@@ -94,8 +92,9 @@ def token_losses(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     return (lse_N - chosen_N).masked_fill(targets_N == IGNORED, 0.0), lse_N
 
 
-def become_gradient(logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, scale_N: Tensor) -> None:
-    """logits <- (softmax(logits) - onehot(targets)) * scale, rounded once to their dtype."""
+def become_gradient(logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, scale: Tensor) -> None:
+    """logits <- (softmax(logits) - onehot(targets)) * scale, 0 where ignored; rounded once to their dtype."""
+    scale_N = torch.where(targets_N == IGNORED, 0.0, scale)
     probability_NV = logits_NV.float().sub_(lse_N[:, None]).exp_()
     words_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
     probability_NV.add_(words_V == targets_N[:, None], alpha=-1).mul_(scale_N[:, None])

@@ -63,9 +63,9 @@ def test_bits_do_not_depend_on_the_chunk() -> None:
 def test_normalizer_may_be_a_tensor() -> None:
     logits, targets = problem(torch.bfloat16)
     number = loss_and_gradient(CrossEntropy(), logits, targets, 12.0)
-    for tensor in (torch.tensor(12.0), torch.tensor(12)):
+    for tensor in (torch.tensor(12.0), torch.tensor(12), torch.tensor(12.0, dtype=torch.float64)):
         value, gradient = loss_and_gradient(CrossEntropy(), logits, targets, tensor)
-        assert torch.equal(value, number[0]) and torch.equal(gradient, number[1])
+        assert value.dtype is torch.float32 and torch.equal(value, number[0]) and torch.equal(gradient, number[1])
 
 
 def test_all_ignored_is_zero_and_nan_stays_visible() -> None:
