@@ -91,22 +91,21 @@ def tile_scale(amax: Tensor, format: str, rule: str, headroom: float, span: int)
 
 
 def round_to(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
-    """FP32 values already on the format's range, rounded to its grid: to nearest even, or up with the probability of
-    the distance.
+    """Finite FP32 values in the format's range, rounded to its grid: to nearest even, or up with the probability of the
+    distance.
 
-    `bits`: integers in [0, 65536). P(up) = round(65536 * fraction) / 65536, so the bias is at most 2**-17 of a grid
-    step.
+    `bits`: integers in [0, 65536). P(up) = round(65536 * fraction) / 65536: a bias of at most 2**-17 of a grid step.
     """
     mantissa, low, _ = GRIDS[format]
     e = exponent(v).clamp_min(max(low, mantissa - 125))
     if format == "INT8":
         e = torch.zeros_like(e)
+    if bits is None:  # the last bit of the sum is worth one grid step, so the addition itself rounds
+        magic = exp2_int(e + (23 - mantissa)) * 1.5
+        return ((v + magic) - magic).copysign(v)
     steps = v.abs() * exp2_int(mantissa - e)
-    if bits is None:
-        whole = steps.round()
-    else:
-        whole = steps.floor()
-        whole = whole + ((steps - whole) * 65536.0 > bits.float() + 0.5)
+    whole = steps.floor()
+    whole = whole + ((steps - whole) * 65536.0 > bits.float() + 0.5)
     return (whole * exp2_int(e - mantissa)).copysign(v)
 
 
@@ -184,8 +183,8 @@ def dequantize(codes, scale):  # type: ignore[no-untyped-def]
 
 
 def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
-    """Block exponents moved into the carrier (docs/numerics.md): code * 2**(e_block - e_row + top), one scale per row; exact
-    within the span.
+    """Block exponents moved into the carrier: code * 2**(e_block - e_row + top), one scale per row; exact within the
+    span.
     """
     e = exponent(scale)
     top = FOLD_TOP[carrier]
