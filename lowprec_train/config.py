@@ -1,9 +1,10 @@
 """What a run is: the types that Hydra holds every configuration to.
 
-`configs/train.yaml` and its groups give the values; the dataclasses here give their names and types, so an unknown key or a
-wrong type is refused by Hydra before anything is built. Two places are open on purpose: nodes that name their class
-(`data`, `optim.schedule`, the entries of `precision.policy` and `logger`: a `_target_` and its keyword arguments), and
-`precision.override`, a free tree of changes to the recipe, so that `precision.override.dgrad.a.format=E4M3` needs no `+`.
+`configs/train.yaml` and its groups give the values; the dataclasses here give their names and types, so an unknown
+key or a wrong type is refused by Hydra before anything is built. Two places are open on purpose: nodes that name
+their class (`data`, `optim.schedule`, the entries of `precision.policy` and `logger`: a `_target_` and its keyword
+arguments), and `precision.override`, a free tree of changes to the recipe, so that
+`precision.override.dgrad.a.format=E4M3` needs no `+`.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "data.cache": "where prepared data is kept; the corpus hash says what it is",
     "precision.deviations": "a sentence for people",
 }
-"""Keys that do not change what is learned, with the reason. All other keys are training keys: they make the run's identity.
+"""Keys that do not change what is learned, with the reason. All others are training keys: they make the run's identity.
 
 `steps` is a training key: the learning rate of every step depends on it, so a longer run is another run.
 `micro_batch` is one: a scale per tensor spans a micro-batch.

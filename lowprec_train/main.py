@@ -1,8 +1,9 @@
 """`torchrun train.py +recipe=fp4`: compose, check, build, fit.
 
-Hydra composes `configs/train.yaml` with the command line (`--help` lists the groups), once, or once per job under `--multirun`.
-A mistake in the configuration ends in one line on stderr and exit status 1; `debug=true` adds the trace (HYDRA_FULL_ERROR=1 for errors
-of Hydra's own). How a launch ended is a file in the run directory, DONE or PREEMPTED: under torchrun the exit status is the agent's.
+Hydra composes `configs/train.yaml` with the command line (`--help` lists the groups), once, or once per job under
+`--multirun`. A mistake in the configuration ends in one line on stderr and exit status 1; `debug=true` adds the trace
+(HYDRA_FULL_ERROR=1 for errors of Hydra's own). How a launch ended is a file in the run directory, DONE or PREEMPTED:
+under torchrun the exit status is the agent's.
 """
 
 import logging
@@ -26,7 +27,6 @@ from lowprec_train.train import build, checks, describe, rundir, signals
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
 from lowprec_train.train.signals import StopRequest
-from lowprec_train.train.sinks import RunFacts
 from lowprec_train.train.trainer import TrainingDiverged
 
 log = logging.getLogger(__name__)
@@ -80,33 +80,23 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
     name = options.name or rundir.default_name(plain, choice.recipe)
     with rundir.claim(Path(options.run_root), name, plain, options.resume) as directory:
         if directory.done:
-            log.info(
-                "run %s is done: %s; resume=never or another name trains again", directory.path, directory.read("DONE")
-            )
+            log.info("run %s is done: %s", directory.path, directory.read("DONE"))
+            log.info("resume=never, or another name=..., trains again")
             return
         facts = {"name": name, "hash": rundir.digest(plain)}
-        facts |= build.facts(options, choice, layout, device, compiled=compiled)
+        facts |= build.facts(options, choice, layout.model, device, compiled=compiled)
         linears = describe.effective(layout.model, layout.recipes, device)
         announce(plain, linears, facts, choice)
 
         corpus = build.corpus(options)
         checks.corpus(name, directory.read("run.json").get("corpus_hash"), corpus.hash)
-        trainer = build.trainer(options, layout, corpus, device, compiled=compiled)
+        trainer = build.trainer(options, layout.model, linears, corpus, device, compiled=compiled)
         checkpointer = build.checkpointer(options, directory.path)
-        step = (checkpointer.load(trainer.checkpoint_parts()) if directory.resumed else None) or 0
         if directory.resumed:
+            step = checkpointer.load(trainer.checkpoint_parts()) or 0
             log.info("resuming after step %d of %d", step, options.steps)
         directory.begin(config=plain, recipe=linears, facts=facts | build.text_facts(corpus))
-
-        about = RunFacts(
-            name=name,
-            directory=directory.path,
-            steps=options.steps,
-            resumed_step=step,
-            config=plain,
-            remembered=trainer.remembered,
-        )
-        with build.sinks(options, about) as sinks:
+        with build.sinks(options, trainer, directory.path, plain) as sinks:
             outcome = trainer.fit(sinks=sinks, checkpointer=checkpointer, should_stop=stop)
         directory.end(outcome, step=trainer.steps_done, signal=stop.signal_name)
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)

@@ -13,7 +13,21 @@ SMALL = (
     *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=384"),
     *("data.vocab_size=384", "data.seq_len=64", "micro_batch=2", "tokens_per_step=256", "steps=3", "eval_batches=1"),
 )
-WORDS = ["loss", "scale", "tile", "token", "block", "codes", "draws", "layer", "model", "train", "valid", "epoch", "batch", "shape", "point", "value"]
+WORDS = (
+    "loss",
+    "scale",
+    "tile",
+    "token",
+    "block",
+    "codes",
+    "draws",
+    "layer",
+    "model",
+    "train",
+    "valid",
+    "epoch",
+    "batch",
+)
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +36,7 @@ def sources(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
     for number in range(40):
         lines = [
-            f"def {WORDS[i * number % 16]}_{i}(x): return x * {i * 7 + number} + {WORDS[(i + number) % 16]!r}"
+            f"def {WORDS[i * number % 13]}_{i}(x): return x * {i * 7 + number} + {WORDS[(i + number) % 13]!r}"
             for i in range(40)
         ]
         (root / f"module_{number}.py").write_text("\n".join(lines))
@@ -238,3 +252,10 @@ def test_parallel_training_is_refused_once(launch, monkeypatch):
     with pytest.raises(SystemExit) as end:
         main.main()
     assert end.value.code == 1
+
+
+def test_a_diverged_run_is_one_error(launch):
+    status, _, err = launch("name=a", "optim.lr=1e30", "steps=20", "max_skipped=3")
+    assert status == 1 and err.startswith("error: training diverged at step") and "Traceback" not in err
+    assert "3 steps in a row" in err and not Path("runs/a/DONE").exists()
+    assert Path("runs/a/checkpoints/latest").exists()

@@ -1,10 +1,11 @@
 """From values to parts: the one place where a configuration becomes a model, a corpus, an optimizer and a trainer.
 
-Below this file nothing sees a configuration: parts take plain values. What a `_target_` names is built by `construct`; a mistake in
-its arguments is a ValueError like any other. The model is laid out on the meta device, checked there, and only then given memory.
+Below this file nothing sees a configuration: parts take plain values. What a `_target_` names is built by
+`construct`; a mistake in its arguments is a ValueError like any other. The model is laid out on the meta device,
+checked there, and only then given memory.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,18 +26,19 @@ from lowprec_train.precision import gemm, policy
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.train import checks, metrics
 from lowprec_train.train.checkpoint import Checkpointer
-from lowprec_train.train.describe import Choice, device_name, versions
+from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink
 from lowprec_train.train.trainer import Trainer
 
-TRAINER_KEYS = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
+TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
 TRAINER_KEYS += ("eval_interval", "eval_batches", "log_interval")
 
 
 def construct(node: Mapping[str, Any], **extra: Any) -> Any:
     """The object that a `_target_` node names, its arguments completed by `extra`, which are passed as they are.
 
-    Raises ValueError when there is no such target, when it does not take the arguments, or when it refuses their values.
+    Raises ValueError when there is no such target, when it does not take the arguments, or when it refuses their
+    values.
     """
     try:
         return instantiate({**node, "_partial_": True, "_convert_": "all"})(**extra)
@@ -92,9 +94,11 @@ def corpus(run: RunConfig) -> Corpus:
     return built
 
 
-def trainer(run: RunConfig, laid_out: Layout, text: Corpus, device: torch.device, *, compiled: bool) -> Trainer:
-    """The trainer of a run at its first step."""
-    model, seq_len = laid_out.model, run.data["seq_len"]
+def trainer(
+    run: RunConfig, model: Transformer, linears: Linears, text: Corpus, device: torch.device, *, compiled: bool
+) -> Trainer:
+    """The trainer of a run at its first step. `linears`: from `describe.effective`."""
+    seq_len = run.data["seq_len"]
     draws = weights(model, device, run.seed)
     optimizer = AdamW(
         parameter_groups(model, run.optim.weight_decay),
@@ -102,7 +106,7 @@ def trainer(run: RunConfig, laid_out: Layout, text: Corpus, device: torch.device
         betas=(run.optim.beta1, run.optim.beta2),
         eps=run.optim.eps,
     )
-    rates = throughput(laid_out, device, tokens_per_step=run.tokens_per_step, seq_len=seq_len)
+    rates = throughput(model, linears, device, tokens_per_step=run.tokens_per_step, seq_len=seq_len)
     if compiled:
         model.compile_blocks()
     return Trainer(
@@ -118,14 +122,11 @@ def trainer(run: RunConfig, laid_out: Layout, text: Corpus, device: torch.device
     )
 
 
-def throughput(laid_out: Layout, device: torch.device, *, tokens_per_step: int, seq_len: int) -> metrics.Throughput:
+def throughput(
+    model: Transformer, linears: Linears, device: torch.device, *, tokens_per_step: int, seq_len: int
+) -> metrics.Throughput:
     """Rates of the run's steps, each GEMM measured against the peak of the path that it takes."""
-    model = laid_out.model
-    linears = {name: model.get_submodule(name) for name in laid_out.recipes}
-    paths = {
-        name: gemm.execution(recipe, linears[name].in_features, linears[name].out_features, device)
-        for name, recipe in laid_out.recipes.items()
-    }
+    paths = {name: row["execution"] for name, row in linears.items()}
     return metrics.throughput(
         model,
         device=device,
@@ -143,17 +144,28 @@ def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
 
 
 @contextmanager
-def sinks(run: RunConfig, facts: RunFacts) -> Iterator[list[Sink]]:
-    """metrics.jsonl and what `logger` names, closed in the end."""
+def sinks(run: RunConfig, about: Trainer, directory: Path, plain: Mapping[str, Any]) -> Iterator[list[Sink]]:
+    """metrics.jsonl and what `logger` names, closed in the end. plain: the resolved configuration."""
+    facts = RunFacts(
+        name=directory.name,
+        directory=directory,
+        steps=run.steps,
+        resumed_step=about.steps_done,
+        config=plain,
+        remembered=about.remembered,
+    )
     with ExitStack() as stack:
+        makers: list[Callable[..., Sink]] = [JsonlSink, *(partial(construct, node) for node in run.logger.values())]
         opened: list[Sink] = []
-        for make in (JsonlSink, *(partial(construct, node) for node in run.logger.values())):
+        for make in makers:
             opened.append(make(run=facts))
             stack.callback(opened[-1].close)
         yield opened
 
 
-def facts(run: RunConfig, choice: Choice, laid_out: Layout, device: torch.device, *, compiled: bool) -> dict[str, Any]:
+def facts(
+    run: RunConfig, choice: Choice, model: Transformer, device: torch.device, *, compiled: bool
+) -> dict[str, Any]:
     """What run.json says of a run beside its configuration; `text_facts` completes it."""
     documents = bool(run.data.get("document_mask"))
     return {
@@ -161,10 +173,10 @@ def facts(run: RunConfig, choice: Choice, laid_out: Layout, device: torch.device
         "model": run.model.name,
         "deviations": run.precision.deviations,
         "overrides": choice.overrides,
-        "parameters": sum(p.numel() for p in laid_out.model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
         "device": device_name(device),
         "compiled": compiled,
-        "attention": laid_out.model.attention_backend(device, run.data["seq_len"], documents),
+        "attention": model.attention_backend(device, run.data["seq_len"], documents),
         "kernels": live_kernels(device),
         "versions": versions(),
     }

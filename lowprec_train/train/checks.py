@@ -1,11 +1,12 @@
 """What can be known to be wrong is said before any work: one error per fault, with the offending numbers.
 
-Parts check their own arguments; here stand the checks that need two parts, or the machine. After them nothing is defensive.
-All raise ValueError.
+Parts check their own arguments; here stand the checks that need two parts, or the machine. After them nothing is
+defensive. All raise ValueError.
 """
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Mapping
 
@@ -18,7 +19,15 @@ from lowprec_train.precision.recipe import LinearRecipe
 
 OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 SEQUENCE_MULTIPLE = 8
-POSITIVE = ("steps", "tokens_per_step", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval", "keep")
+POSITIVE: tuple[str, ...] = (
+    "steps",
+    "tokens_per_step",
+    "micro_batch",
+    "eval_interval",
+    "eval_batches",
+    "checkpoint_interval",
+    "keep",
+)
 POSITIVE += ("log_interval", "max_skipped")
 POSITIVE_SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn", "max_seq_len")
 
@@ -73,7 +82,7 @@ def device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device={name} is not one of auto, cpu, cuda, cuda:N")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name} was asked for, but torch {torch.__version__} finds no CUDA device")

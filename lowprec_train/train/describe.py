@@ -1,4 +1,4 @@
-"""What is about to run, said once: its recipe, what was changed in it, and how each GEMM of every linear layer is executed.
+"""What is about to run, said once: its recipe, what was changed in it, and how each GEMM of every layer is executed.
 
 Layers that compute alike share an entry. The same facts, one entry a layer, go into recipe.json.
 """
@@ -21,6 +21,7 @@ from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.train.rundir import flatten
 
+Linears = dict[str, dict[str, Any]]  # module name -> shape, gemms, execution, recipe, ...
 INDEX = r"\.\d+\."  # of a block
 
 
@@ -58,7 +59,8 @@ def device_name(device: torch.device) -> str:
 def first_line(facts: Mapping[str, Any]) -> str:
     """One sentence that says what runs and in what it departs from the published recipe."""
     parts = [
-        f"run {facts['name']}: recipe {facts['recipe']}, {facts['model']} with {facts['parameters'] / 1e6:.1f} M parameters",
+        f"run {facts['name']}: recipe {facts['recipe']}",
+        f"{facts['model']} with {facts['parameters'] / 1e6:.1f} M parameters",
         f"on {facts['device']}, {'compiled' if facts['compiled'] else 'eager'}, attention {facts['attention']}",
         *([f"overrides: {', '.join(facts['overrides'])}"] if facts["overrides"] else []),
         *([f"not as published: {', '.join(facts['deviations'])}"] if facts["deviations"] else []),
@@ -78,7 +80,7 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else str(value)
 
 
-def effective(model: nn.Module, recipes: Mapping[str, LinearRecipe], device: torch.device) -> dict[str, dict[str, Any]]:
+def effective(model: nn.Module, recipes: Mapping[str, LinearRecipe], device: torch.device) -> Linears:
     """Per linear layer: shape [out, in], recipe, and the path of each GEMM. The content of recipe.json."""
     table = {}
     for name, recipe in recipes.items():

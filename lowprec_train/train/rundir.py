@@ -4,8 +4,9 @@
     recipe.json    what every linear layer computes  checkpoints/    step-N, latest
     run.json       identity, corpus, deviations      DONE | PREEMPTED   how the last launch ended (JSON)
 
-The default name is model-recipe-hash, the hash taken over the training keys only (`config.LAUNCH_FACTS` names the others), so a
-requeued job continues and a changed learning rate is a new run. Nothing here deletes a run: `resume=never` renames it.
+The default name is model-recipe-hash, the hash taken over the training keys only (`config.LAUNCH_FACTS` names the
+others), so a requeued job continues and a changed learning rate is a new run. Nothing here deletes a run:
+`resume=never` renames it.
 """
 
 import fcntl
@@ -69,7 +70,7 @@ def _shown(flat: Mapping[str, Any], key: str) -> str:
 
 
 class RunDirectory:
-    """A claimed run directory. One process at a time: the claim is a lock that ends with the process, however it ends."""
+    """A run directory held by one process: the claim is a lock, which ends with the process, however it ends."""
 
     def __init__(self, path: Path, lock: IO[str], resumed: bool) -> None:
         self.path = path
@@ -87,9 +88,13 @@ class RunDirectory:
         """Whether the run has finished."""
         return (self.path / "DONE").exists()
 
-    def write(self, name: str, content: Mapping[str, Any] | list[Any]) -> None:
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `name` (.yaml, else JSON) whole or not at all."""
-        text = OmegaConf.to_yaml(OmegaConf.create(content)) if name.endswith(".yaml") else json.dumps(content, indent=2)
+        text = (
+            OmegaConf.to_yaml(OmegaConf.create(dict(content)))
+            if name.endswith(".yaml")
+            else json.dumps(content, indent=2)
+        )
         partial = self.path / f".{name}.partial"
         partial.write_text(text + "\n")
         os.replace(partial, self.path / name)
@@ -100,7 +105,7 @@ class RunDirectory:
         return json.loads(file.read_text()) if file.exists() else {}
 
     def begin(self, *, config: Mapping[str, Any], recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """The run goes on: keep what it is; an earlier PREEMPTED no longer holds. With config.yaml, last, the run exists."""
+        """The run goes on, an earlier PREEMPTED no longer holds. With config.yaml, written last, the run exists."""
         self.write("recipe.json", recipe)
         self.write("run.json", facts)
         self.write("config.yaml", config)
@@ -153,7 +158,7 @@ def claim(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> R
 def _same(path: Path, config: Mapping[str, Any]) -> None:
     saved = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
     assert isinstance(saved, dict)
-    changed = differences(saved, config)
+    changed = differences({str(key): value for key, value in saved.items()}, config)
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ValueError(

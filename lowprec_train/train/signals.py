@@ -1,9 +1,9 @@
 """A signal asks; the trainer answers at the end of its step.
 
-SIGTERM, SIGUSR1, SIGUSR2 and SIGINT only leave their name behind. The trainer looks after each step, saves, and the process
-ends with status 0 and a PREEMPTED file. torchrun hands on SIGTERM and SIGINT by itself, and the rest if its --signals-to-handle (or
-PET_SIGNALS_TO_HANDLE) names them: it overwrites TORCHELASTIC_SIGNALS_TO_HANDLE. It kills after 30 s, so ask early.
-A second SIGINT aborts at once.
+SIGTERM, SIGUSR1, SIGUSR2 and SIGINT only leave their name behind. The trainer looks after each step, saves, and the
+process ends with status 0 and a PREEMPTED file. torchrun hands on SIGTERM and SIGINT by itself, and the rest if its
+--signals-to-handle (or PET_SIGNALS_TO_HANDLE) names them: it overwrites TORCHELASTIC_SIGNALS_TO_HANDLE. It kills
+after 30 s, so ask early. A second SIGINT aborts at once.
 """
 
 import os
@@ -38,7 +38,7 @@ class StopRequest:
 
 @contextmanager
 def listen() -> Iterator[StopRequest]:
-    """Handle the signals for the length of a `with` block, in the main thread; the earlier handlers come back after it."""
+    """Handle the signals within a `with` block, in the main thread; the earlier handlers come back after it."""
     request = StopRequest()
     before = {number: signal.signal(number, request.handle) for number in HANDLED}
     try:

@@ -1,0 +1,128 @@
+"""Parts come out of a configuration with the configuration's values in them."""
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lowprec_train import config
+from lowprec_train.config import PrecisionConfig
+from lowprec_train.train import build, describe
+from lowprec_train.train.describe import Choice
+
+CPU = torch.device("cpu")
+SMALL = ("model.layers=3", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=1", "model.vocab_size=128")
+
+
+def composed(*overrides):
+    config.register()
+    with initialize_config_dir(str(config.directory()), version_base="1.3"):
+        return OmegaConf.to_object(compose("train", overrides=[*SMALL, *overrides]))
+
+
+def target(name, **arguments):
+    return {"_target_": name, **arguments}
+
+
+def test_construct_passes_values_and_objects():
+    built = build.construct(target("builtins.dict", a=[1, 2], b=target("fractions.Fraction", numerator=3)), c=CPU)
+    assert built == {"a": [1, 2], "b": 3, "c": CPU} and built["c"] is CPU and type(built["a"]) is list
+
+
+@pytest.mark.parametrize(
+    ("node", "message"),
+    [
+        (target("no.such.thing"), "no.such.thing"),
+        (target("fractions.Fraction", colour=1), "fractions.Fraction.*colour"),
+        (target("fractions.Fraction", numerator="x"), "Invalid literal for Fraction: 'x'"),
+    ],
+)
+def test_construct_refuses_with_a_value_error(node, message):
+    with pytest.raises(ValueError, match=message):
+        build.construct(node)
+
+
+def test_layout_needs_no_memory():
+    laid_out = build.layout(composed("+recipe=fp4"))
+    assert all(parameter.is_meta for parameter in laid_out.model.parameters())
+    assert len(laid_out.recipes) == 13
+
+
+def test_weights_depend_on_the_seed_alone():
+    first, again, other = (build.layout(composed("+recipe=mxfp4")).model for _ in range(3))
+    build.weights(first, CPU, 1)
+    build.weights(again, CPU, 1)
+    build.weights(other, CPU, 2)
+    pairs = list(zip(first.parameters(), again.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b, _ in pairs)
+    assert not any(torch.equal(a, c) for a, _, c in pairs if a.ndim == 2)
+    assert first.blocks[2].mlp.down.draws is not None and all(p.isfinite().all() for p in first.parameters())
+
+
+def test_overrides_reach_what_quantises():
+    precision = composed("+recipe=fp4", "precision.override.fprop.outliers=null").precision
+    recipes = build.recipes(precision)
+    assert recipes["blocks.*"].fprop.outliers is None and recipes["head"].is_identity
+    with pytest.raises(ValueError, match="precision=bf16 quantises nothing"):
+        build.recipes(composed("precision.override.dgrad.a.format=E4M3").precision)
+
+
+def test_the_policy_must_cover_the_model():
+    run = composed("+recipe=fp8")
+    del run.precision.policy["head"]
+    with pytest.raises(ValueError, match="'head'"):
+        build.layout(run)
+
+
+def test_the_table_and_its_summary():
+    laid_out = build.layout(composed("+recipe=fp4"))
+    table = describe.effective(laid_out.model, laid_out.recipes, CPU)
+    assert table["blocks.2.mlp.gate_up"]["shape"] == [128, 64]
+    assert table["blocks.2.mlp.gate_up"]["execution"] == dict.fromkeys(("fprop", "dgrad", "wgrad"), "dequantize")
+    assert table["blocks.0.attention.qkv"]["recipe"]["estimator"] == {
+        "kind": "DifferentiableEstimator",
+        "k": 5.0,
+        "cap": 3.0,
+    }
+    lines = describe.summary(table).splitlines()
+    assert len(lines) == 2 * 5  # two kinds of layers: names, three GEMMs, what is kept
+    assert "blocks.*.mlp.gate_up 128x64 (3 layers)" in lines[0] and lines[5] == "  head 128x64"
+    assert lines[1].startswith("    fprop E2M1[1x*]") and lines[1].endswith("[dequantize]")
+    assert lines[6] == "    fprop BF16 x BF16 [bf16]"
+
+
+def test_rates_count_every_gemm():
+    laid_out = build.layout(composed("+recipe=fp8"))
+    linears = describe.effective(laid_out.model, laid_out.recipes, CPU)
+    rates = build.throughput(laid_out.model, linears, CPU, tokens_per_step=1024, seq_len=256)
+    weights = sum(torch.Size(row["shape"]).numel() for row in linears.values())
+    attention = 3 * 3 * 2 * (2 * 64) * 128
+    assert sum(rates.flops_per_token.values()) == 6 * weights + attention
+
+
+@pytest.mark.parametrize(
+    ("groups", "typed", "recipe", "overrides"),
+    [
+        ({"precision": "bf16"}, [], "bf16", []),
+        ({"precision": "bf16"}, ["precision=bf16"], "bf16", []),
+        ({"recipe": "fp4", "precision": "fp4"}, ["+recipe=fp4", "optim.lr=1"], "fp4", []),
+        ({"recipe": "mine", "precision": "fp4"}, ["+recipe=mine"], "mine", []),
+        (
+            {"recipe": "fp4", "precision": "bf16"},
+            ["+recipe=fp4", "precision=bf16"],
+            "bf16",
+            ["precision=bf16 undoes +recipe=fp4"],
+        ),
+        (
+            {"recipe": "fp4", "precision": "fp4"},
+            ["+recipe=fp4", "+precision.policy.norm=x", "precision.override.estimator=null"],
+            "fp4",
+            ["precision.override.estimator=None", "+precision.policy.norm=x"],
+        ),
+    ],
+)
+def test_the_choice_of_recipe(groups, typed, recipe, overrides):
+    tree = {"estimator": None} if any("override" in argument for argument in typed) else {}
+    choice = Choice.of(PrecisionConfig(name=groups["precision"], override=tree), groups, typed)
+    assert (choice.recipe, choice.overrides) == (recipe, overrides)
+    assert (choice.undone is None) == ("undoes" not in "".join(overrides))

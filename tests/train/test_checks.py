@@ -1,0 +1,85 @@
+"""What this machine lacks is said before any work; numbers that must fit are tested through main."""
+
+import shutil
+from importlib import util
+
+import pytest
+import torch
+
+from lowprec_train.config import Compile
+from lowprec_train.train import checks
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """No compiler, no triton."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(util, "find_spec", lambda name: None)
+
+
+def test_devices_of_a_machine_with_gpus(two_gpus):
+    assert checks.device("auto") == checks.device("cuda") == torch.device("cuda", 0)
+    assert checks.device("cuda:1") == torch.device("cuda", 1)
+    assert checks.device("cpu") == CPU
+    with pytest.raises(ValueError, match="cuda:2 is not there: 2 CUDA devices"):
+        checks.device("cuda:2")
+
+
+def test_devices_of_a_machine_without(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert checks.device("auto") == CPU
+    with pytest.raises(ValueError, match="device=cuda was asked for, but torch .* finds no CUDA device"):
+        checks.device("cuda")
+
+
+@pytest.mark.parametrize("name", ["tpu", "", "cuda:", "cuda:x", "gpu:0", "cpu:0"])
+def test_unknown_devices(two_gpus, name):
+    with pytest.raises(ValueError, match=f"device={name} is not one of"):
+        checks.device(name)
+
+
+def test_compile_is_for_cuda_unless_asked_for(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/" + name)
+    monkeypatch.setattr(util, "find_spec", lambda name: object())
+    found = {(choice, on.type): checks.compiles(choice, on) for choice in Compile for on in (CPU, CUDA)}
+    assert found == {
+        (Compile.auto, "cpu"): False,
+        (Compile.auto, "cuda"): True,
+        (Compile.on, "cpu"): True,
+        (Compile.on, "cuda"): True,
+        (Compile.off, "cpu"): False,
+        (Compile.off, "cuda"): False,
+    }
+
+
+def test_compile_without_a_compiler(bare):
+    assert not checks.compiles(Compile.auto, CPU)
+    with pytest.raises(ValueError, match=r"compile=on on cpu needs a compiler, and none of c\+\+, g\+\+, clang\+\+"):
+        checks.compiles(Compile.on, CPU)
+    with pytest.raises(ValueError, match="compile=auto on cuda:0 needs triton, which is not installed; compile=off"):
+        checks.compiles(Compile.auto, CUDA)
+
+
+def test_a_corpus_that_changed():
+    checks.corpus("r", None, "aa")
+    checks.corpus("r", "aa", "aa")
+    with pytest.raises(ValueError, match="run 'r' began on a corpus with hash aa, the data now has bb"):
+        checks.corpus("r", "aa", "bb")
+
+
+def test_the_launcher_tells_the_processes(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert checks.world() == (0, 1)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert checks.world() == (3, 8)
