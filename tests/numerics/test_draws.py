@@ -1,0 +1,137 @@
+"""The counter generator against its published vectors, and the seed table: every draw has an address."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from lowprec_train.numerics.draws import STREAMS, Draws, Gemms, Purpose
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.ops.philox import philox, random_bits
+from tests import oracle
+
+# Random123's kat_vectors for philox4x32-10: counter, key, words
+VECTORS = [
+    ((0,) * 4, (0,) * 2, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+BIG = 0x9ABC_DEF0_1234_5678 - 2**64  # a seed with its top bit set
+
+
+@pytest.mark.parametrize("counter, key, words", VECTORS)
+def test_published_vectors(counter, key, words):
+    assert tuple(int(w) for w in oracle.philox(counter, key)) == words
+    seed = key[0] | key[1] << 32
+    signed = torch.tensor(seed - 2**64 if seed >= 2**63 else seed)
+    got = philox(tuple(torch.tensor(c) for c in counter), signed)
+    assert tuple(int(w) for w in got) == words
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**62 + 12345, BIG])
+@pytest.mark.parametrize("place", [None, (0, 0), (7, 8), (5_000_000_000 % 2**32, 40_000)])
+def test_bits_are_the_oracles(seed, place):
+    origin = None if place is None else torch.tensor(place)
+    got = random_bits(torch.tensor(seed), origin, 5, 29)
+    assert got.dtype == torch.int32
+    assert np.array_equal(got.numpy(), oracle.random_bits(seed, 5, 29, place or (0, 0)))
+
+
+def test_bits_are_uniform():
+    bits = random_bits(torch.tensor(11), None, 256, 200).double().numpy()
+    n = bits.size
+    assert bits.min() >= 0 and bits.max() <= 65535
+    assert abs(bits.mean() - 32767.5) < 4.5 * 65536 / np.sqrt(12 * n)
+    for bit in range(16):
+        share = ((bits.astype(int) >> bit) & 1).mean()
+        assert abs(share - 0.5) < 4.5 * 0.5 / np.sqrt(n)
+    counts = np.bincount(bits.astype(int).ravel() >> 8, minlength=256)
+    chi2 = ((counts - n / 256) ** 2 / (n / 256)).sum()
+    assert abs(chi2 - 255) < 4.5 * np.sqrt(2 * 255)
+
+
+def table(run_seed: int, sites: int, step: int, first_token: int = 0) -> np.ndarray:
+    draws = Draws(run_seed, sites)
+    draws.begin(step, first_token)
+    return np.stack([draws.site(i).seeds.numpy() for i in range(sites)])
+
+
+@pytest.mark.parametrize("run_seed", [0, 42, 2**40 + 7])
+@pytest.mark.parametrize("step", [0, 1, 100_000, 2**32 + 5])
+def test_the_table_is_the_oracles(run_seed, step):
+    want = [
+        [oracle.draw_seed(run_seed, site, gemm, purpose, step) for gemm in range(3) for purpose in range(3)]
+        for site in range(4)
+    ]
+    assert np.array_equal(table(run_seed, 4, step), want)
+
+
+def test_every_address_has_a_seed_of_its_own():
+    tables = [table(run_seed, 5, step) for run_seed, step in itertools.product((0, 1, 2, -1), (0, 1, 2, 1000))]
+    seeds = np.stack(tables)
+    assert seeds.shape[-1] == STREAMS == 9
+    assert len(np.unique(seeds)) == seeds.size
+    assert (seeds >= 0).all()
+
+
+def test_begin_replays_and_views_stay_valid():
+    draws = Draws(3, 2)
+    view = draws.site(1)
+    pointer = view.seeds.data_ptr()
+    draws.begin(5, 0)
+    first = view.seeds.clone()
+    draws.begin(6, 64)
+    assert not torch.equal(view.seeds, first)
+    assert view.token_rows.tolist() == [64, 0] and view.token_columns.tolist() == [0, 64]
+    draws.begin(5, 0)
+    assert torch.equal(view.seeds, first) and view.token_rows.tolist() == [0, 0]
+    assert view.seeds.data_ptr() == pointer
+
+
+def test_the_first_token_moves_origins_only():
+    assert np.array_equal(table(9, 3, 4, first_token=0), table(9, 3, 4, first_token=4096))
+
+
+def test_seed_names_a_stream():
+    draws = Draws(3, 2)
+    draws.begin(1, 0)
+    view = draws.site(1)
+    for gemm, purpose in itertools.product(Gemms, Purpose):
+        seed = view.seed(gemm, purpose)
+        assert seed.shape == () and seed.dtype == torch.int64
+        assert seed.item() == oracle.draw_seed(3, 1, int(gemm), int(purpose), 1)
+
+
+@pytest.mark.parametrize("cut", [8, 32, 64])
+def test_a_token_draws_the_same_however_the_batch_is_split(cut):
+    """Rows of dY in dgrad, columns of dY^T and X^T in wgrad: tile (1, 8) so that no scale crosses the cut."""
+    tokens = torch.randn(96, 16)
+    quantizer = Quantizer(E2M1, (1, 8), stochastic=True)
+    draws = Draws(17, 1)
+    view = draws.site(0)
+
+    def rounded(part: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        draws.begin(2, first)
+        rows = quantizer(part, view.seed(Gemms.DGRAD, Purpose.A), view.token_rows)
+        columns = quantizer(part.t().contiguous(), view.seed(Gemms.WGRAD, Purpose.A), view.token_columns)
+        return rows.codes.float(), columns.codes.float()
+
+    rows, columns = rounded(tokens, 0)
+    parts = [rounded(tokens[:cut], 0), rounded(tokens[cut:], cut)]
+    assert torch.equal(torch.cat([p[0] for p in parts]), rows)
+    assert torch.equal(torch.cat([p[1] for p in parts], dim=1), columns)
+    assert not torch.equal(rounded(tokens[cut:], 0)[0], rows[cut:])
+
+
+@pytest.mark.parametrize("first_token", [4, 1, 20])
+def test_a_micro_batch_starts_at_a_multiple_of_eight(first_token):
+    with pytest.raises((ValueError, AssertionError), match=str(first_token)):
+        Draws(0, 1).begin(0, first_token)

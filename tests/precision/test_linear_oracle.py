@@ -1,0 +1,265 @@
+"""Whole linears against their FP64 emulation: y, dX and dW of every recipe.
+
+Both sides have the same codes and scales, so what may differ is a sum of k FP32 products in some order (its bound: (k +
+8) 2^-24 sum |a| |b|, the 8 for scales) and one rounding of the result to its dtype: 2^-8 of the value for BF16. One
+wrong code moves an element by some 1e-3 of sum |a| |b|; the FP32 runs see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lowprec_train.numerics.draws import Draws, SiteDraws
+from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.recipes import bf16, fp4, fp8, mxfp4, mxfp4_fp8
+from tests import oracle
+
+TOKENS, IN, OUT = 128, 96, 64
+U = 2.0**-24
+RUN_SEED, SITE, STEP, FIRST_TOKEN = 2**40 + 7, 2, 5, 256
+DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
+
+
+def plain_data(g: np.random.Generator) -> tuple:
+    return g.standard_normal((TOKENS, IN)), g.standard_normal((OUT, IN)) * 0.02, g.standard_normal((TOKENS, OUT))
+
+
+def heavy_tails(g: np.random.Generator) -> tuple:
+    """Token norms over decades, zero tokens, a dead output channel, gradients near 1e-4."""
+    x = g.standard_t(2, (TOKENS, IN)) * np.exp(2 * g.standard_normal((TOKENS, 1)))
+    w = g.standard_t(3, (OUT, IN)) * 0.02 * np.exp(g.standard_normal((OUT, 1)))
+    dy = g.standard_t(2, (TOKENS, OUT)) * 1e-4 * np.exp(2 * g.standard_normal((TOKENS, 1)))
+    x[3], dy[9], w[7], dy[:, 11] = 0, 0, 0, 0
+    return x, w, dy
+
+
+def outlier_channels(g: np.random.Generator) -> tuple:
+    x, w, dy = plain_data(g)
+    x[:, [5, 40]] *= 200
+    w[:, 17] *= 50
+    dy[:, 3] *= 300
+    dy[64:] *= 1e-6
+    return x, w, dy
+
+
+DATA = [plain_data, heavy_tails, outlier_channels]
+
+
+def make(data: Callable, format: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """x and dy as values of the format, the weight of FP32; FP64 arrays."""
+    x, w, dy = data(np.random.default_rng(0))
+    cast = oracle.bf16 if format == "BF16" else lambda a: a.astype(np.float32).astype(np.float64)
+    return cast(x), w.astype(np.float32).astype(np.float64), cast(dy)
+
+
+def draws() -> SiteDraws:
+    table = Draws(RUN_SEED, 4)
+    table.begin(STEP, FIRST_TOKEN)
+    return table.site(SITE)
+
+
+def seeds(gemm: int, purpose: int) -> int:
+    return oracle.draw_seed(RUN_SEED, SITE, gemm, purpose, STEP)
+
+
+def linear(recipe: LinearRecipe, w: np.ndarray, bias: np.ndarray | None = None) -> Linear:
+    layer = Linear(w.shape[1], w.shape[0], bias=bias is not None)
+    with torch.no_grad():
+        layer.weight.copy_(torch.from_numpy(w))
+        if bias is not None:
+            layer.bias.copy_(torch.from_numpy(bias))
+    layer.recipe, layer.draws = recipe, draws()
+    return layer
+
+
+def run(layer: Linear, x: np.ndarray, dy: np.ndarray, format: str) -> list[torch.Tensor]:
+    """[y, dX, dW]"""
+    leaf = torch.from_numpy(x).to(DTYPES[format]).requires_grad_()
+    y = layer(leaf)
+    y.backward(torch.from_numpy(dy).to(y.dtype))
+    return [y.detach(), leaf.grad, layer.weight.grad]
+
+
+def bound(product: oracle.Product, dtype: torch.dtype) -> np.ndarray:
+    sums = (product.k + 8) * U * product.magnitude
+    return sums + (2.0**-8 * (np.abs(product.value) + sums) if dtype == torch.bfloat16 else 0) + 1e-37
+
+
+def assert_within(got: list[torch.Tensor], want: oracle.Passes, format: str, slack: np.ndarray | float = 0.0) -> None:
+    """slack: relative, of dW, for an estimator's slopes."""
+    expected = {"y": want.y, "dX": want.dx, "dW": want.dw}
+    for (name, product), tensor in zip(expected.items(), got):
+        assert tensor.dtype == (torch.float32 if name == "dW" else DTYPES[format])
+        error = np.abs(tensor.double().numpy() - product.value)
+        allowed = bound(product, tensor.dtype) + (np.abs(product.value) * slack if name == "dW" else 0)
+        assert (error <= allowed).all(), (name, (error / allowed).max())
+        assert np.abs(product.value).max() > 0
+
+
+@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
+class TestAgainstTheOracle:
+    def test_bf16(self, data, format):
+        x, w, dy = make(data, format)
+        got = run(linear(bf16.recipe(), w), x, dy, format)
+        want = oracle.linear_plain(x, w, dy, format)
+        if format == "BF16":  # F.linear gives the weight a BF16 gradient before it becomes FP32
+            weight = bound(want.dw, torch.bfloat16)
+            assert (np.abs(got[2].double().numpy() - want.dw.value) <= weight).all()
+            got[2] = torch.from_numpy(want.dw.value).float()
+        assert_within(got, want, format)
+
+    @pytest.mark.parametrize("gradient", ["E5M2", "E4M3"])
+    def test_fp8(self, data, format, gradient):
+        x, w, dy = make(data, format)
+        got = run(linear(fp8.recipe(gradient=gradient), w), x, dy, format)
+        assert_within(got, oracle.linear_fp8(x, w, dy, gradient, format), format)
+
+    @pytest.mark.parametrize("variant", ["carrier", "residual"])
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"alpha": 0.9}, {"alpha": 1.0}, {"gradient": "E4M3"}, {"k": 1.0}, {"k": 3.0, "cap": 2.0}],
+        ids=lambda o: ",".join(f"{k}={v}" for k, v in o.items()) or "defaults",
+    )
+    def test_fp4(self, data, format, variant, options):
+        x, w, dy = make(data, format)
+        named = {{"k": "dge_k", "cap": "dge_cap"}.get(key, key): value for key, value in options.items()}
+        got = run(linear(fp4.recipe(outliers=variant, **named), w), x, dy, format)
+        want = oracle.linear_fp4(x, w, dy, variant=variant, format=format, **options)
+        assert_within(got, want, format, slack=2.0**-22)
+
+    @pytest.mark.parametrize("rotation, stochastic", [(64, True), (16, True), (0, True), (64, False), (0, False)])
+    def test_mxfp4(self, data, format, rotation, stochastic):
+        x, w, dy = make(data, format)
+        got = run(linear(mxfp4.recipe(rotation=rotation, stochastic=stochastic), w), x, dy, format)
+        mx = oracle.MX(seeds, FIRST_TOKEN, rotation, stochastic)
+        assert_within(got, oracle.linear_mxfp4(x, w, dy, mx, format), format)
+
+    @pytest.mark.parametrize("rotation, stochastic", [(64, True), (0, True), (64, False)])
+    def test_mxfp4_fp8(self, data, format, rotation, stochastic):
+        x, w, dy = make(data, format)
+        got = run(linear(mxfp4_fp8.recipe(rotation=rotation, stochastic=stochastic), w), x, dy, format)
+        mx = oracle.MX(seeds, FIRST_TOKEN, rotation, stochastic)
+        assert_within(got, oracle.linear_mxfp4_fp8(x, w, dy, mx, format), format)
+
+
+RECIPES = {"fp8": fp8.recipe, "fp4": fp4.recipe, "mxfp4": mxfp4.recipe, "mxfp4_fp8": mxfp4_fp8.recipe}
+
+
+def emulate(name: str, x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> oracle.Passes:
+    mx = oracle.MX(seeds, FIRST_TOKEN)
+    return {
+        "fp8": lambda: oracle.linear_fp8(x, w, dy),
+        "fp4": lambda: oracle.linear_fp4(x, w, dy),
+        "mxfp4": lambda: oracle.linear_mxfp4(x, w, dy, mx),
+        "mxfp4_fp8": lambda: oracle.linear_mxfp4_fp8(x, w, dy, mx),
+    }[name]()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_bias_is_added_in_high_precision_terms(name):
+    """y + b costs at most one more BF16 rounding of the sum and one of the bias; db is the sum of dY."""
+    x, w, dy = make(heavy_tails, "BF16")
+    b = np.random.default_rng(1).standard_normal(OUT)
+    layer = linear(RECIPES[name](), w, b)
+    y, _, _ = run(layer, x, dy, "BF16")
+    want = emulate(name, x, w, dy).y
+    total = want.value + b
+    allowed = bound(want, torch.bfloat16) + 2.0**-8 * (np.abs(total) + np.abs(b)) * (1 + 2.0**-7)
+    assert (np.abs(y.double().numpy() - total) <= allowed).all()
+    db = dy.sum(0)
+    assert (np.abs(layer.bias.grad.double().numpy() - db) <= 2.0**-8 * np.abs(db) + 200 * U * np.abs(dy).sum(0)).all()
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_leading_dimensions_are_tokens(name):
+    x, w, dy = make(plain_data, "BF16")
+    flat = run(linear(RECIPES[name](), w), x, dy, "BF16")
+    shaped = run(linear(RECIPES[name](), w), x.reshape(2, 64, IN), dy.reshape(2, 64, OUT), "BF16")
+    assert torch.equal(shaped[0].reshape(TOKENS, OUT), flat[0])
+    assert torch.equal(shaped[1].reshape(TOKENS, IN), flat[1])
+    assert torch.equal(shaped[2], flat[2])
+
+
+@pytest.mark.parametrize("format", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_identity_is_f_linear_bit_for_bit(format, bias):
+    x, w, dy = make(heavy_tails, format)
+    b = np.linspace(-1, 1, OUT) if bias else None
+    for recipe in (LinearRecipe(), bf16.recipe()):
+        assert recipe.is_identity
+        layer = linear(recipe, w, b)
+        got = run(layer, x, dy, format)
+        leaf = torch.from_numpy(x).to(DTYPES[format]).requires_grad_()
+        weight = torch.from_numpy(w).float().requires_grad_()
+        shift = None if b is None else torch.from_numpy(b).float().to(DTYPES[format])
+        y = F.linear(leaf, weight.to(DTYPES[format]), shift)
+        y.backward(torch.from_numpy(dy).to(y.dtype))
+        assert torch.equal(got[0], y.detach()) and torch.equal(got[1], leaf.grad) and torch.equal(got[2], weight.grad)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_gradients_point_where_bf16s_do(name):
+    """A dead or transposed GEMM has cosine 0."""
+    x, w, dy = make(plain_data, "BF16")
+    exact = oracle.linear_plain(x, w, dy)
+    for got, want in zip(run(linear(RECIPES[name](), w), x, dy, "BF16"), (exact.y, exact.dx, exact.dw)):
+        a, b = got.double().numpy().ravel(), want.value.ravel()
+        assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > (0.999 if name == "fp8" else 0.9)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [*RECIPES, "fp4_residual"])
+def test_non_finite_numbers_reach_what_they_touch(name, bad):
+    recipe = fp4.recipe(outliers="residual") if name == "fp4_residual" else RECIPES[name]()
+    x, w, dy = make(plain_data, "BF16")
+    x[4, 9] = bad
+    y, _, dw = run(linear(recipe, w), x, dy, "BF16")
+    assert not torch.isfinite(y[4]).any() and not torch.isfinite(dw[:, 9]).all()
+    x, w, dy = make(plain_data, "BF16")
+    dy[4, 9] = bad
+    _, dx, dw = run(linear(recipe, w), x, dy, "BF16")
+    assert not torch.isfinite(dx[4]).any() and not torch.isfinite(dw[9]).any()
+
+
+def test_draws_make_the_gradient():
+    x, w, dy = make(plain_data, "BF16")
+    first, again, moved = linear(mxfp4.recipe(), w), linear(mxfp4.recipe(), w), linear(mxfp4.recipe(), w)
+    other = Draws(RUN_SEED, 4)
+    other.begin(STEP + 1, FIRST_TOKEN)
+    moved.draws = other.site(SITE)
+    a, b, c = (run(layer, x, dy, "BF16") for layer in (first, again, moved))
+    assert torch.equal(a[1], b[1]) and torch.equal(a[2], b[2])
+    assert torch.equal(a[0], c[0]) and not torch.equal(a[1], c[1]) and not torch.equal(a[2], c[2])
+
+
+@pytest.mark.parametrize("rotation", [64, 0])
+def test_the_stochastic_gemm_is_unbiased(rotation):
+    """The mean of n gradients lies at the exact one within its standard error, which falls as 1 / sqrt(n)."""
+    steps = 256
+    x, w, dy = (a.astype(np.float32).astype(np.float64) for a in outlier_channels(np.random.default_rng(2)))
+    x, w, dy = x[:64, :32], w[:, :32], dy[32:96]  # half of the tokens a million times smaller
+    layer = linear(mxfp4.recipe(rotation=rotation), w)
+    table = Draws(1, 1)
+    layer.draws = table.site(0)
+    samples: list[list[np.ndarray]] = [[], []]
+    for step in range(steps):
+        table.begin(step, 0)
+        layer.weight.grad = None
+        for kept, tensor in zip(samples, run(layer, x, dy, "FP32")[1:]):
+            kept.append(tensor.double().numpy())
+    exact = oracle.linear_plain(x, w, dy, "FP32")
+    for kept, want in zip(samples, (exact.dx.value, exact.dw.value)):
+        stack = np.stack(kept)
+        sigma = stack.std(0, ddof=1)
+        live = sigma > 0
+        z = ((stack.mean(0) - want)[live]) / (sigma[live] / np.sqrt(steps))
+        assert live.mean() > 0.9 and 0.8 < (z**2).mean() < 1.25
+        distance = [np.linalg.norm(stack[:n].mean(0) - want) for n in (4, steps)]
+        assert 4 < distance[0] / distance[1] < 16  # sqrt(steps / 4) = 8
