@@ -72,7 +72,8 @@ def status(cfg: DictConfig, stop: StopRequest) -> int:
 @record
 def run(cfg: DictConfig, stop: StopRequest) -> None:
     """One run, from its checks to DONE or PREEMPTED. Raises what EXPECTED lists for mistakes."""
-    if stop():
+    if stop():  # a sweep that was told to stop
+        log.info("%s: this job does not begin", stop.signal_name)
         return
     options, plain, choice = read(cfg)
     device, compiled = checks.configuration(options)

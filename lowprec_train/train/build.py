@@ -80,6 +80,8 @@ def layout(run: RunConfig) -> Layout:
 
 def weights(model: Transformer, device: torch.device, seed: int) -> Draws:
     """Give the model memory on `device`, its first weights and its draws."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # compiled kernels are launched on the current device
     model.to_empty(device=device)
     model.init_weights(seed)
     draws = Draws(seed, policy.count_linears(model), device)

@@ -37,7 +37,7 @@ class Choice:
     def of(cls, precision: PrecisionConfig, groups: Mapping[str, str], command_line: Sequence[str]) -> "Choice":
         """groups: choices that Hydra made; command_line: overrides as they were typed."""
         asked = groups.get("recipe")
-        replaced = any(argument.startswith("precision=") for argument in command_line)
+        replaced = precision.name != asked and any(typed.startswith("precision=") for typed in command_line)
         undone = f"precision={precision.name} undoes +recipe={asked}" if asked and replaced else None
         tree = {"precision": {"override": precision.override}} if precision.override else {}
         changes = [f"{key}={value}" for key, value in flatten(tree).items()]

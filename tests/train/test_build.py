@@ -106,6 +106,7 @@ def test_rates_count_every_gemm():
         ({"precision": "bf16"}, [], "bf16", []),
         ({"precision": "bf16"}, ["precision=bf16"], "bf16", []),
         ({"recipe": "fp4", "precision": "fp4"}, ["+recipe=fp4", "optim.lr=1"], "fp4", []),
+        ({"recipe": "fp4", "precision": "fp4"}, ["+recipe=fp4", "precision=fp4"], "fp4", []),
         ({"recipe": "mine", "precision": "fp4"}, ["+recipe=mine"], "mine", []),
         (
             {"recipe": "fp4", "precision": "bf16"},
