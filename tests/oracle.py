@@ -287,14 +287,18 @@ def clamp_bounds(x: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
     return ordered[:, count : count + 1], ordered[:, k - 1 - count : k - count]
 
 
+def body(x: np.ndarray, quantile: float) -> np.ndarray:
+    return np.clip(x, *clamp_bounds(x, clipped(quantile, x.shape[1])))
+
+
 def carrier_codes(x: np.ndarray, count: int) -> Rounded:
     """E2M1 codes of the body at 2^-8 in E4M3, outliers rounded once to E4M3 beside them."""
     low, high = clamp_bounds(x, count)
     base = tile_scales(np.maximum(np.abs(low), np.abs(high)).astype(F64), "E2M1", "FP32")
     ratio = scaled(x, base).astype(F64)
-    body = to_grid(ratio, "E2M1") / 256
+    inner = to_grid(ratio, "E2M1") / 256
     outlier = (x < low) | (x > high)
-    return Rounded(np.where(outlier, to_grid(ratio / 256, "E4M3"), body), (base * F32(256)).astype(F32))
+    return Rounded(np.where(outlier, to_grid(ratio / 256, "E4M3"), inner), (base * F32(256)).astype(F32))
 
 
 # --- differentiable gradient estimator ---
@@ -388,15 +392,17 @@ def linear_fp4(
 ) -> Passes:
     """format: also of the residual's GEMMs, R W^T and dY^T R."""
     w = plain(w, format)
-    count = clipped(alpha, x.shape[1])
-    body = np.clip(x, *clamp_bounds(x, count))
-    qx = carrier_codes(x, count) if variant == "carrier" else quantize(body, "E2M1", (1, -1))
+    clamped = body(x, alpha)
+    if variant == "carrier":
+        qx = carrier_codes(x, clipped(alpha, x.shape[1]))
+    else:
+        qx = quantize(clamped, "E2M1", (1, -1))
     qw = quantize(w, "E2M1", (1, -1))
     y = gemm(qx.exact, qw.exact)
     dx = gemm(_folded_gradient(dy, qw.scale, gradient), qw.values.T)
     dw = gemm(_folded_gradient(dy.T, qx.scale, gradient), qx.values.T)
     if variant == "residual":
-        residual = plain(x - body, format)
+        residual = plain(x - clamped, format)
         y = y + gemm(residual, w)
         dw = dw + gemm(dy.T, residual.T)
     return Passes(y, dx, dw * slope(scaled(w, qw.scale), k, cap))

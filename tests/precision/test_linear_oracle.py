@@ -20,7 +20,7 @@ from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.recipes import bf16, fp4, fp8, mxfp4, mxfp4_fp8
 from tests import oracle
 
-TOKENS, IN, OUT = 128, 96, 64
+TOKENS, IN, OUT = 128, 256, 64
 U = 2.0**-24
 RUN_SEED, SITE, STEP, FIRST_TOKEN = 2**40 + 7, 2, 5, 256
 DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
@@ -91,15 +91,28 @@ def bound(product: oracle.Product, dtype: torch.dtype) -> np.ndarray:
     return sums + (2.0**-8 * (np.abs(product.value) + sums) if dtype == torch.bfloat16 else 0) + 1e-37
 
 
-def assert_within(got: list[torch.Tensor], want: oracle.Passes, format: str, slack: np.ndarray | float = 0.0) -> None:
-    """slack: relative, of dW, for an estimator's slopes."""
+def assert_within(
+    got: list[torch.Tensor],
+    want: oracle.Passes,
+    format: str,
+    slack: float = 0.0,
+    more: dict[str, np.ndarray] | None = None,
+) -> None:
+    """slack: relative, of dW, for an estimator's slopes. more: what else an output may lose."""
     expected = {"y": want.y, "dX": want.dx, "dW": want.dw}
     for (name, product), tensor in zip(expected.items(), got):
         assert tensor.dtype == (torch.float32 if name == "dW" else DTYPES[format])
         error = np.abs(tensor.double().numpy() - product.value)
         allowed = bound(product, tensor.dtype) + (np.abs(product.value) * slack if name == "dW" else 0)
+        allowed = allowed + (more or {}).get(name, 0)
         assert (error <= allowed).all(), (name, (error / allowed).max())
         assert np.abs(product.value).max() > 0
+
+
+def residual_roundings(body: oracle.Passes, total: oracle.Passes) -> dict[str, np.ndarray]:
+    """What the residual variant adds in BF16: R's GEMMs write BF16, and so does fprop's other GEMM before the sum."""
+    outer = {"y": np.abs(total.y.value - body.y.value), "dW": np.abs(total.dw.value - body.dw.value)}
+    return {"y": 2.0**-8 * (1 + 2.0**-7) * (outer["y"] + np.abs(body.y.value)), "dW": 2.0**-8 * outer["dW"]}
 
 
 @pytest.mark.parametrize("format", DTYPES)
@@ -132,7 +145,13 @@ class TestAgainstTheOracle:
         named = {{"k": "dge_k", "cap": "dge_cap"}.get(key, key): value for key, value in options.items()}
         got = run(linear(fp4.recipe(outliers=variant, **named), w), x, dy, format)
         want = oracle.linear_fp4(x, w, dy, variant=variant, format=format, **options)
-        assert_within(got, want, format, slack=2.0**-22)
+        more = None
+        if variant == "residual" and format == "BF16":
+            kept = oracle.body(x, options.get("alpha", 0.99))
+            more = residual_roundings(
+                oracle.linear_fp4(kept, w, dy, variant=variant, format=format, **{**options, "alpha": 1.0}), want
+            )
+        assert_within(got, want, format, slack=2.0**-22, more=more)
 
     @pytest.mark.parametrize("rotation, stochastic", [(64, True), (16, True), (0, True), (64, False), (0, False)])
     def test_mxfp4(self, data, format, rotation, stochastic):
@@ -204,14 +223,23 @@ def test_the_identity_is_f_linear_bit_for_bit(format, bias):
         assert torch.equal(got[0], y.detach()) and torch.equal(got[1], leaf.grad) and torch.equal(got[2], weight.grad)
 
 
+COSINES = {  # y, dX, dW; for dW of fp4, DGE's mean slope .59 over its RMS .86, times the rounding's own cosine
+    "fp8": (0.997, 0.997, 0.997),
+    "fp4": (0.97, 0.98, 0.6),
+    "mxfp4": (0.999, 0.95, 0.95),
+    "mxfp4_fp8": (0.997, 0.95, 0.95),
+}
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_gradients_point_where_bf16s_do(name):
+def test_results_point_where_bf16s_do(name):
     """A dead or transposed GEMM has cosine 0."""
     x, w, dy = make(plain_data, "BF16")
     exact = oracle.linear_plain(x, w, dy)
-    for got, want in zip(run(linear(RECIPES[name](), w), x, dy, "BF16"), (exact.y, exact.dx, exact.dw)):
-        a, b = got.double().numpy().ravel(), want.value.ravel()
-        assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > (0.999 if name == "fp8" else 0.9)
+    got = run(linear(RECIPES[name](), w), x, dy, "BF16")
+    for tensor, want, cosine in zip(got, (exact.y, exact.dx, exact.dw), COSINES[name]):
+        a, b = tensor.double().numpy().ravel(), want.value.ravel()
+        assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > cosine
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -239,6 +267,11 @@ def test_draws_make_the_gradient():
     assert torch.equal(a[0], c[0]) and not torch.equal(a[1], c[1]) and not torch.equal(a[2], c[2])
 
 
+def typical_distance(samples: np.ndarray, n: int) -> float:
+    """Root mean square of the means of n samples, over all disjoint groups of n."""
+    return float(np.sqrt((samples.reshape(-1, n, samples.shape[1]).mean(1) ** 2).mean()))
+
+
 @pytest.mark.parametrize("rotation", [64, 0])
 def test_the_stochastic_gemm_is_unbiased(rotation):
     """The mean of n gradients lies at the exact one within its standard error, which falls as 1 / sqrt(n)."""
@@ -260,6 +293,6 @@ def test_the_stochastic_gemm_is_unbiased(rotation):
         sigma = stack.std(0, ddof=1)
         live = sigma > 0
         z = ((stack.mean(0) - want)[live]) / (sigma[live] / np.sqrt(steps))
-        assert live.mean() > 0.9 and 0.8 < (z**2).mean() < 1.25
-        distance = [np.linalg.norm(stack[:n].mean(0) - want) for n in (4, steps)]
-        assert 4 < distance[0] / distance[1] < 16  # sqrt(steps / 4) = 8
+        assert live.mean() > 0.9 and 0.6 < (z**2).mean() < 1.6  # errors share rows: few degrees of freedom
+        distance = [typical_distance((stack - want)[:, live] / sigma[live], n) for n in (4, steps)]
+        assert 6 < distance[0] / distance[1] < 10.5  # sqrt(steps / 4) = 8

@@ -1,0 +1,224 @@
+"""Recipes as values: the published table, what cannot be written down, overrides, and the check before a run."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.precision.estimators import DifferentiableEstimator, StraightThrough
+from lowprec_train.precision.hadamard import RandomHadamard
+from lowprec_train.precision.outliers import OutlierClamp
+from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse, check, override
+from lowprec_train.recipes import bf16, fp4, fp8, mxfp4, mxfp4_fp8
+
+TENSOR, ROW, MX = (-1, -1), (1, -1), (1, 32)
+CODES = Reuse.FPROP_CODES
+ALL = {m.__name__.rsplit(".", 1)[1]: m.recipe for m in (bf16, fp8, fp4, mxfp4, mxfp4_fp8)}
+
+
+def describe(q: Quantizer | Reuse | None) -> tuple | Reuse | None:
+    return (q.format, q.tile, q.scale, q.stochastic) if isinstance(q, Quantizer) else q
+
+
+E4M3_TENSOR = (E4M3, TENSOR, ScaleRule.POW2, False)
+E5M2_TENSOR = (E5M2, TENSOR, ScaleRule.POW2, False)
+E2M1_ROW = (E2M1, ROW, ScaleRule.FP32, False)
+E5M2_ROW = (E5M2, ROW, ScaleRule.FP32, False)
+MX_SR = (E2M1, MX, ScaleRule.E8M0_FLOOR, True)
+MX_NEAREST = (E2M1, MX, ScaleRule.E8M0_CEIL, False)
+
+
+@pytest.mark.parametrize(
+    "recipe, fprop, dgrad, wgrad, keep",
+    [
+        (bf16.recipe(), (None, None), (None, None), (None, None), Keep.INPUT),
+        (fp8.recipe(), (E4M3_TENSOR, E4M3_TENSOR), (E5M2_TENSOR, CODES), (E5M2_TENSOR, CODES), Keep.CODES),
+        (fp8.recipe(gradient="E4M3"), (E4M3_TENSOR,) * 2, (E4M3_TENSOR, CODES), (E4M3_TENSOR, CODES), Keep.CODES),
+        (fp4.recipe(), (E2M1_ROW, E2M1_ROW), (E5M2_ROW, CODES), (E5M2_ROW, CODES), Keep.CODES),
+        (mxfp4.recipe(), (None, None), (MX_SR, MX_SR), (MX_SR, MX_SR), Keep.INPUT),
+        (mxfp4.recipe(stochastic=False), (None, None), (MX_NEAREST,) * 2, (MX_NEAREST,) * 2, Keep.INPUT),
+        (mxfp4_fp8.recipe(), (E4M3_TENSOR,) * 2, (MX_SR, MX_SR), (MX_SR, MX_SR), Keep.CODES),
+    ],
+)
+def test_the_published_table(recipe, fprop, dgrad, wgrad, keep):
+    for gemm, operands in zip(recipe.gemms().values(), (fprop, dgrad, wgrad)):
+        assert (describe(gemm.a), describe(gemm.b)) == operands
+    assert recipe.keep is keep and recipe.keeps_codes == (keep is Keep.CODES)
+
+
+def test_the_published_constants():
+    four, mx = fp4.recipe(), mxfp4.recipe()
+    assert four.estimator == DifferentiableEstimator(k=5, cap=3)
+    assert four.fprop.outliers == OutlierClamp(0.99, "carrier")
+    assert fp4.recipe(outliers="residual", alpha=0.97).fprop.outliers == OutlierClamp(0.97, "residual")
+    for gemm in (mx.dgrad, mx.wgrad):
+        assert gemm.rotation == RandomHadamard(64) and gemm.split_accumulation
+        assert (gemm.a.range_share, gemm.b.range_share) == (3 / 4, 3 / 4)
+        assert (gemm.a.span, gemm.b.span) == (28, 14)
+    assert mxfp4.recipe(rotation=0).dgrad.rotation is None
+    assert mxfp4.recipe(rotation=128).wgrad.rotation == RandomHadamard(128)
+    eight = fp8.recipe()
+    assert [g.split_accumulation for g in eight.gemms().values()] == [False, True, True]
+
+
+def test_identity():
+    assert LinearRecipe().is_identity and bf16.recipe().is_identity and bf16.recipe() == LinearRecipe()
+    assert not any(ALL[name]().is_identity for name in ALL if name != "bf16")
+    assert list(LinearRecipe().gemms()) == ["fprop", "dgrad", "wgrad"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_recipes_are_values(name):
+    recipe = ALL[name]()
+    assert recipe == ALL[name]() and hash(recipe) == hash(ALL[name]())
+    with pytest.raises(FrozenInstanceError):
+        recipe.fprop = Gemm()
+
+
+@pytest.mark.parametrize(
+    "build, names",
+    [
+        (lambda: LinearRecipe(dgrad=Gemm(b=CODES)), "dgrad"),
+        (lambda: LinearRecipe(wgrad=Gemm(b=CODES)), "fprop"),
+        (lambda: LinearRecipe(keep=Keep.CODES), "fprop"),
+        (lambda: LinearRecipe(fprop=Gemm(b=CODES)), "fprop"),
+        (lambda: Gemm(outliers=OutlierClamp()), "None"),
+        (lambda: Gemm(a=Quantizer(E4M3, ROW), outliers=OutlierClamp()), "E4M3"),
+        (lambda: Gemm(a=Quantizer(E2M1, TENSOR), outliers=OutlierClamp()), "E2M1"),
+        (lambda: Gemm(rotation=RandomHadamard()), "rotation"),
+        (lambda: Gemm(a=Quantizer(E2M1), rotation=RandomHadamard()), "rotation"),
+        (lambda: Gemm(a=Quantizer(E2M1), b=CODES, rotation=RandomHadamard()), "rotation"),
+        (lambda: LinearRecipe(estimator=DifferentiableEstimator()), "None"),
+        (lambda: replace(fp8.recipe(), estimator=DifferentiableEstimator()), "E4M3"),
+        (lambda: fp4.recipe(gradient="E3M4"), "E3M4"),
+        (lambda: fp8.recipe(gradient="E3M4"), "E3M4"),
+        (lambda: fp4.recipe(outliers="sparse"), "sparse"),
+        (lambda: fp4.recipe(alpha=0.4), "0.4"),
+        (lambda: fp4.recipe(dge_k=0.5), "0.5"),
+        (lambda: mxfp4.recipe(rotation=48), "48"),
+    ],
+)
+def test_what_cannot_be_written_down(build, names):
+    with pytest.raises(ValueError, match=names):
+        build()
+
+
+# --- check: sizes, before anything runs ---
+
+
+@pytest.mark.parametrize(
+    "recipe, sizes, said",
+    [
+        (mxfp4.recipe(), (96, 80, 64), ("dgrad", "32", "80")),
+        (mxfp4.recipe(), (96, 64, 100), ("wgrad", "32", "100")),
+        (mxfp4.recipe(), (96, 96, 64), ("dgrad", "64", "96")),
+        (mxfp4.recipe(), (96, 64, 96), ("wgrad", "64", "96")),
+        (mxfp4.recipe(rotation=0), (96, 48, 64), ("dgrad", "32", "48")),
+        (mxfp4_fp8.recipe(), (96, 64, 32), ("wgrad", "64", "32")),
+        (override(mxfp4.recipe(), {"wgrad": {"rotation": {"block": 256}}}), (96, 64, 128), ("wgrad", "256", "128")),
+        (override(fp8.recipe(), {"fprop": {"a": {"tile": [1, 128]}}}), (96, 64, 64), ("fprop", "128", "96")),
+        (override(fp8.recipe(), {"fprop": {"b": {"tile": [128, 32]}}}), (96, 64, 64), ("fprop", "128", "64")),
+    ],
+)
+def test_check_names_the_linear_the_gemm_and_the_numbers(recipe, sizes, said):
+    in_features, out_features, tokens = sizes
+    with pytest.raises(ValueError) as error:
+        check(recipe, name="blocks.3.mlp.up", in_features=in_features, out_features=out_features, tokens=tokens)
+    for part in ("blocks.3.mlp.up", *said):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_check_accepts_what_divides(name):
+    check(ALL[name](), name="x", in_features=96, out_features=64, tokens=128)
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8", "fp4"])
+def test_tensor_and_row_tiles_take_any_size(name):
+    check(ALL[name](), name="x", in_features=7, out_features=5, tokens=3)
+
+
+# --- override ---
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_change_is_no_change(name):
+    recipe = ALL[name]()
+    assert override(recipe, {}) == recipe
+    assert override(recipe, {"dgrad": {}, "wgrad": {}}) == recipe
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp4", "mxfp4", "mxfp4_fp8"])
+def test_an_override_and_its_reverse(name):
+    recipe = ALL[name]()
+    was = recipe.dgrad.a
+    there = override(recipe, {"dgrad": {"a": {"format": "E4M3"}}})
+    assert there != recipe and there.dgrad.a == replace(was, format=E4M3)
+    assert (there.fprop, there.wgrad, there.dgrad.b) == (recipe.fprop, recipe.wgrad, recipe.dgrad.b)
+    assert override(there, {"dgrad": {"a": {"format": was.format.name}}}) == recipe
+
+
+def test_every_kind_of_value():
+    mx, four = mxfp4.recipe(), fp4.recipe()
+    assert override(mx, {"wgrad": {"rotation": {"block": 32}}}).wgrad.rotation == RandomHadamard(32)
+    assert override(mx, {"wgrad": {"rotation": None}}).wgrad.rotation is None
+    assert override(mx, {"wgrad": {"a": {"tile": [1, 64]}}}).wgrad.a.tile == (1, 64)
+    assert override(mx, {"wgrad": {"a": {"stochastic": False}}}).wgrad.a.stochastic is False
+    assert override(mx, {"dgrad": {"b": {"scale": "E8M0_CEIL"}}}).dgrad.b.scale is ScaleRule.E8M0_CEIL
+    assert override(mx, {"dgrad": {"split_accumulation": False}}).dgrad.split_accumulation is False
+    assert override(four, {"estimator": None}).estimator == StraightThrough()
+    assert override(four, {"estimator": {"k": 3.0}}).estimator == DifferentiableEstimator(k=3.0, cap=3.0)
+    assert override(four, {"fprop": {"outliers": None}}).fprop.outliers is None
+    assert override(four, {"fprop": {"outliers": {"variant": "residual"}}}) == fp4.recipe(outliers="residual")
+    assert override(four, {"fprop": {"outliers": {"quantile": 0.97}}}) == fp4.recipe(alpha=0.97)
+    plain = override(bf16.recipe(), {"fprop": {"a": {"format": "E4M3", "scale": "POW2"}}})
+    assert plain.fprop.a == Quantizer(E4M3, scale=ScaleRule.POW2) and plain.fprop.b is None
+
+
+def test_the_original_is_untouched():
+    recipe = fp4.recipe()
+    override(recipe, {"dgrad": {"a": {"format": "E4M3"}}})
+    assert recipe == fp4.recipe()
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"bgrad": {"a": None}}, ("bgrad", "fprop, dgrad, wgrad")),
+        ({"dgrad": {"c": None}}, ("dgrad.c",)),
+        ({"dgrad": {"a": {"fromat": "E4M3"}}}, ("dgrad.a.fromat", "format")),
+        ({"dgrad": {"a": {"format": "E9M9"}}}, ("E9M9", "E4M3")),
+        ({"dgrad": {"a": {"scale": "OCP"}}}, ("dgrad.a.scale", "OCP", "E8M0_CEIL")),
+        ({"dgrad": 3}, ("dgrad", "3")),
+        ({"fprop": {"outliers": {"variant": "sparse"}}}, ("fprop.outliers", "sparse")),
+        ({"fprop": {"outliers": {"quantile": 0.1}}}, ("fprop.outliers", "0.1")),
+        ({"dgrad": {"rotation": {"block": 33}}}, ("dgrad.rotation", "33")),
+        ({"dgrad": {"a": {"tile": [0, 1]}}}, ("dgrad.a", "0")),
+        ({"estimator": {"k": 0}}, ("estimator", "0")),
+        ({"estimator": {"q": 0}}, ("estimator.q", "k")),
+        ({"fprop": {"b": None}}, ("fprop",)),
+    ],
+)
+def test_wrong_overrides_name_their_place(changes, said):
+    with pytest.raises(ValueError) as error:
+        override(fp4.recipe(), changes)
+    for part in said:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"wgrad": {"a": {"stochastic": "maybe"}}},
+        {"wgrad": {"split_accumulation": "maybe"}},
+        {"wgrad": {"a": {"span": "wide"}}},
+        {"wgrad": {"a": {"tile": [1, 32, 1]}}},
+        {"wgrad": {"a": {"tile": "row"}}},
+    ],
+)
+def test_values_of_another_type_are_refused(changes):
+    with pytest.raises(ValueError, match="wgrad"):
+        override(mxfp4.recipe(), changes)
