@@ -1,0 +1,100 @@
+"""Documentation that stays true: links resolve, commands compose, keys exist, recipes and releases are listed."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from lowprec_train import config
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+COMMAND = re.compile(r"^ +(?:torchrun|python) train\.py (.*)$", flags=re.MULTILINE)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def composed(overrides: list[str]) -> DictConfig:
+    config.register()
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return compose("train", overrides=overrides)
+
+
+def commands() -> list[tuple[str, str]]:
+    """(document, overrides) of every training command in the documentation."""
+    return [(relative(path), line) for path in DOCUMENTS for line in COMMAND.findall(path.read_text())]
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments that a Markdown file offers: its headings, lower case, spaces as dashes, signs dropped."""
+    headings = re.findall(r"^#+ +(.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_links_resolve(document):
+    text = re.sub(r"```.*?```", "", document.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"https?:|mailto:", target):
+            continue
+        name, _, fragment = target.partition("#")
+        path = (document.parent / name).resolve() if name else document
+        assert path.exists(), f"{relative(document)} links to {target}, which does not exist"
+        if fragment:
+            assert fragment in anchors(path.read_text()), f"{relative(document)}: no heading for {target}"
+
+
+def test_changelog_has_this_version():
+    assert re.search(rf"^## \[?{re.escape(VERSION)}\b", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+
+
+def test_recipes_are_documented():
+    """Each recipe has its module, its bundle, and a row in the README and in docs/recipes.md."""
+    bundles = {path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml")}
+    modules = {path.stem for path in (ROOT / "lowprec_train" / "recipes").glob("*.py")} - {"__init__"}
+    assert bundles and bundles <= modules
+    for document in (ROOT / "README.md", ROOT / "docs" / "recipes.md"):
+        rows = set(re.findall(r"^\| *`?(\w+)`? *\|", document.read_text(), flags=re.MULTILINE))
+        assert bundles <= rows, f"{relative(document)} has no row for {sorted(bundles - rows)}"
+
+
+def test_decisions_say_what_they_prevent():
+    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert len(records) >= 10
+    for record in records:
+        assert {"decision", "failure-it-prevents"} <= anchors(record.read_text()), relative(record)
+
+
+@pytest.mark.parametrize(("document", "line"), commands())
+def test_commands_compose(document, line):
+    """Every training command of the documentation is one that Hydra accepts, sweeps by their first value."""
+    overrides = [word for word in shlex.split(line, comments=True) if not word.startswith("--")]
+    assert overrides or "--help" in line, document
+    sweeps = "--multirun" in line
+    OmegaConf.to_object(composed([word.split(",")[0] if sweeps else word for word in overrides]))
+
+
+def flat(tree: dict, prefix: str = "") -> set[str]:
+    """Dotted names of a configuration, groups included."""
+    inner = [flat(value, f"{prefix}{key}.") for key, value in tree.items() if isinstance(value, dict)]
+    return {f"{prefix}{key}" for key in tree}.union(*inner)
+
+
+def test_keys_of_the_migration_table_exist():
+    """Keys in the third column, `model.dim` or `compile=auto`, are in the composed configuration of their group."""
+    variants = [["data=stdlib"], ["data=indexed"], ["data=text"], ["optim/schedule=wsd", "logger=wandb"]]
+    known = set().union(*(flat(OmegaConf.to_container(composed(each), resolve=False)) for each in variants))
+    rows = [line.split("|") for line in (ROOT / "docs/migrating.md").read_text().splitlines() if line.startswith("| ")]
+    codes = [code for row in rows for code in re.findall(r"`([^`]+)`", row[3])]
+    named = {key for code in codes for key in re.findall(r"(?:^|[ '])([a-z][\w.]*)=", code)}
+    named |= {code for code in codes if re.fullmatch(r"[a-z]\w*(\.\w+)+", code)} - {"metrics.jsonl"}
+    named = {key for key in named if not key.startswith("precision.override.")}
+    assert len(named) > 35
+    assert named <= known, f"docs/migrating.md names keys that do not exist: {sorted(named - known)}"
