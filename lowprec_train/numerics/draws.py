@@ -62,15 +62,17 @@ class Draws:
 
     def begin(self, step: int, first_token: int) -> None:
         """Point all draws at a step and at a micro-batch's first token (counted within the step, a multiple of 8)."""
-        if first_token % 8:
-            raise ValueError(
-                f"draws are addressed in groups of 8 tokens; a micro-batch cannot start at token {first_token}"
-            )
+        if first_token % 8 or first_token < 0:
+            raise ValueError(f"draws come in groups of 8 tokens: no micro-batch starts at token {first_token}")
         if step != self.step:
-            self.table.copy_(self._seeds(step))
+            self._set(self.table, self._seeds(step))
             self.step = step
-        self.token_rows.copy_(torch.tensor([first_token, 0]))
-        self.token_columns.copy_(torch.tensor([0, first_token]))
+        self._set(self.token_rows, torch.tensor([first_token, 0]))
+        self._set(self.token_columns, torch.tensor([0, first_token]))
+
+    def _set(self, target: Tensor, value: Tensor) -> None:
+        """Host to device without waiting, from pinned memory of its own: no later call overwrites it too soon."""
+        target.copy_(value.pin_memory() if target.is_cuda else value, non_blocking=True)
 
     def _seeds(self, step: int) -> Tensor:
         site = torch.arange(self.table.shape[0]).unsqueeze(1)

@@ -49,7 +49,7 @@ class Quantized:
 
     codes: [m, k] in the format's carrier. scale: FP32 [m / rows, k / columns], the effective dequantisation multiplier.
     parts: what is stored where the scale has levels (NVFP4: `block` in E4M3, `tensor` in FP32, their product is the
-    scale).
+    scale of every tile that is not all zero).
     gain: scale / gain is a power of two for MX scales with head-room (4/3 for 3/4), else 1.
     span: binades that the block exponents of a row lie within, 0 when unbounded.
     """

@@ -5,7 +5,7 @@ elements a call.
     element (row, column) takes bits 16 * (column & 1) .. +15 of output word (column & 7) >> 1
 
 Rows and columns are global: `origin` moves a shard or a micro-batch to its place, so that the layout does not change
-the draw. Compiled, products are split at 16 bits, since int64 has no unsigned form and signed overflow is undefined in C++.
+the draw. Compiled, products are split at 16 bits: int64 has no unsigned form, and its overflow is undefined in C++.
 """
 
 from __future__ import annotations
@@ -54,4 +54,3 @@ def random_bits(seed: Tensor, origin: Tensor | None, rows: int, columns: int) ->
     words = torch.stack(torch.broadcast_tensors(*philox((group & MASK, row & MASK, zero, zero), seed)), dim=-1)
     halves = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     return halves.flatten(1)[:, :columns].to(torch.int32)
-

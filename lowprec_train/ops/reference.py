@@ -66,14 +66,13 @@ def _power_of_two(amax: Tensor, format: str, rule: str, headroom: float, span: i
         e = e - math.frexp(limit)[1] + 1
     else:
         fraction, limit_exponent = math.frexp(limit * headroom)
-        mantissa = amax * exp2_int(-e.clamp(-126, 126))
+        mantissa = (amax.view(torch.int32) & 0x7FFFFF | 0x3F800000).view(torch.float32)
         e = e - limit_exponent + 1 + (mantissa > 2 * fraction)
     if span:  # a zero block takes the row's floor, so that it never sets the row's largest exponent
-        e = e.clamp(-126 + FOLD_SPAN["E4M3"], 127)
+        e = e.clamp(-126, 127)
         e = torch.maximum(e, e.amax(dim=1, keepdim=True) - span)
         return torch.where(amax.isfinite(), exp2_int(e), torch.nan)
-    scale = torch.where(amax.isfinite(), exp2_int(e.clamp(-126, 127)), torch.nan)
-    return torch.where(amax == 0, 1.0, scale)
+    return torch.where(amax.isfinite(), exp2_int(e.clamp(-126, 127)), torch.nan)
 
 
 def tile_scale(amax: Tensor, format: str, rule: str, headroom: float, span: int) -> tuple[Tensor, Tensor]:
@@ -86,8 +85,8 @@ def tile_scale(amax: Tensor, format: str, rule: str, headroom: float, span: int)
     scale = _power_of_two(amax, format, rule, headroom, span)
     inverse = divide(torch.ones_like(scale), scale)
     if rule == "E8M0_FLOOR" and headroom != 1.0:
-        return divide(scale, headroom), inverse * headroom
-    return scale, inverse
+        scale, inverse = divide(scale, headroom), inverse * headroom
+    return (scale if span else torch.where(amax == 0, 1.0, scale)), inverse
 
 
 def round_to(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
@@ -180,6 +179,26 @@ def dequantize(codes, scale):  # type: ignore[no-untyped-def]
     """codes * scale, FP32."""
     tile = (codes.shape[0] // scale.shape[0], codes.shape[1] // scale.shape[1])
     return codes.float() * spread(scale, codes.shape, tile)
+
+
+def pack_e2m1(codes):  # type: ignore[no-untyped-def]
+    """E2M1 codes, two a byte, the first one low. Bit 3 of a nibble is the sign, bits 0..2 the place in the grid.
+
+    A NaN code has no nibble: it survives in its tile's scale.
+    """
+    bits = codes.view(torch.uint8)  # E4M3 bits of 0 .5 1 1.5 2 3 4 6 are 0x00 0x30 0x38 0x3c 0x40 0x44 0x48 0x4c
+    magnitude = bits & 0x7F
+    place = torch.where(magnitude < 0x38, magnitude >> 5, ((magnitude - 0x38) >> 2) + 2) & 7
+    low, high = (place | (bits >> 4 & 8)).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
+
+
+def unpack_e2m1(packed):  # type: ignore[no-untyped-def]
+    """The codes that `pack_e2m1` took."""
+    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    place = nibbles & 7
+    magnitude = torch.where(place == 1, 0x30, torch.where(place == 0, 0, 0x30 + (place << 2)))
+    return (magnitude | (nibbles & 8) << 4).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
 def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]

@@ -28,6 +28,8 @@ SCHEMAS = {
     "outlier_bounds": "(Tensor x, int clipped) -> (Tensor low, Tensor high)",
     "dequantize": "(Tensor codes, Tensor scale) -> Tensor",
     "fold": "(Tensor codes, Tensor scale, str carrier) -> (Tensor codes, Tensor scale)",
+    "pack_e2m1": "(Tensor codes) -> Tensor",
+    "unpack_e2m1": "(Tensor packed) -> Tensor",
     "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap) -> Tensor",
 }
@@ -68,6 +70,16 @@ def _fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
     return codes.new_empty(codes.shape, dtype=CARRIERS[carrier]), scale.new_empty((codes.shape[0], 1))
 
 
+def _pack_e2m1(codes):  # type: ignore[no-untyped-def]
+    if codes.shape[-1] % 2:
+        raise ValueError(f"two E2M1 codes make a byte; the last dimension {codes.shape[-1]} is odd")
+    return codes.new_empty((*codes.shape[:-1], codes.shape[-1] // 2), dtype=torch.uint8)
+
+
+def _unpack_e2m1(packed):  # type: ignore[no-untyped-def]
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=torch.float8_e4m3fn)
+
+
 def _as_float32(x, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float32)
 
@@ -79,6 +91,8 @@ FAKES: dict[str, Callable] = {
     "outlier_bounds": _outlier_bounds,
     "dequantize": _as_float32,
     "fold": _fold,
+    "pack_e2m1": _pack_e2m1,
+    "unpack_e2m1": _unpack_e2m1,
     "hadamard": _as_float32,
     "dge": _as_float32,
 }

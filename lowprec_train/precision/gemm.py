@@ -134,15 +134,19 @@ def _rowwise(a: Quantized, b: Quantized, split_accumulation: bool) -> Tensor:
 
 def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:
     (values_a, scale_a), (values_b, scale_b) = _exact(a), _exact(b)
-    if values_a.device.type == "cuda":
-        product = torch.mm(values_a.to(torch.bfloat16), values_b.to(torch.bfloat16).t(), out_dtype=torch.float32)
-    else:
-        product = values_a.float() @ values_b.float().t()
+    product = accumulate(values_a, values_b)
     if scale_a is not None:
         product = product * scale_a
     if scale_b is not None:
         product = product * scale_b.t()
     return product.to(dtype)
+
+
+def accumulate(a: Tensor, b: Tensor) -> Tensor:
+    """a[m, k] @ b[n, k]^T in FP32 [m, n], of values that BF16 holds."""
+    if a.device.type == "cuda":
+        return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
+    return a.float() @ b.float().t()
 
 
 def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:

@@ -30,5 +30,6 @@ class RandomHadamard:
             raise ValueError(f"a Hadamard block of {self.block} does not divide the reduction dimension {k}")
 
     def __call__(self, x: Tensor, seed: Tensor) -> Tensor:
-        """x [m, k] -> FP32 [m, k]. seed: 0-dim int64, the same for both operands of the GEMM."""
+        """x [m, k] -> FP32 [m, k]. seed: 0-dim int64, the same for both operands of the GEMM. ValueError as `check`."""
+        self.check(x.shape[1])
         return torch.ops.lowprec.hadamard(x, seed, self.block)

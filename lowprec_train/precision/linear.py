@@ -16,7 +16,7 @@ from torch import Tensor
 from lowprec_train.numerics.draws import Gemms, Purpose, SiteDraws
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.precision.estimators import StraightThrough
-from lowprec_train.precision.gemm import multiply
+from lowprec_train.precision.gemm import accumulate, multiply
 from lowprec_train.precision.outliers import Residual
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse
 
@@ -91,9 +91,10 @@ def _fprop(x: Tensor, weight: Tensor, recipe: LinearRecipe, draws: SiteDraws | N
     if isinstance(gemm.b, Quantizer):
         b = _quantize(gemm.b, b, draws, Gemms.FPROP, Purpose.B, None)
         kept |= {"w_codes": b.codes, "w_scale": b.scale}
-    y = multiply(a, b, split_accumulation=gemm.split_accumulation, dtype=x.dtype)
+    dtype = x.dtype if residual is None else torch.float32
+    y = multiply(a, b, split_accumulation=gemm.split_accumulation, dtype=dtype)
     if residual is not None:
-        y = y + residual.dense(x.dtype) @ w.t()
+        y = (y + accumulate(residual.dense(x.dtype), w)).to(x.dtype)
     return y, _kept(kept, x, a, residual, recipe)
 
 
@@ -167,7 +168,8 @@ def _weight_grad(dy, shared, kept, recipe, draws, dtype):  # type: ignore[no-unt
     dw = _grad_gemm(recipe.wgrad, Gemms.WGRAD, a, b, draws, torch.float32)
     if "residual" in kept:
         k = kept["x_codes"].shape[1]
-        dw = dw + (dy.t() @ Residual(kept["residual"], kept["columns"], k).dense(dtype)).float()
+        rest = Residual(kept["residual"], kept["columns"], k).dense(dtype)
+        dw = dw + accumulate(dy.t().contiguous(), rest.t().contiguous())
     return dw
 
 

@@ -25,7 +25,7 @@ def count_linears(model: nn.Module) -> int:
 def apply_policy(model: nn.Module, policy: Mapping[str, LinearRecipe]) -> dict[str, LinearRecipe]:
     """Sets `.recipe` of every Linear by the first glob pattern that its name matches; returns the table.
 
-    Raises ValueError for a linear that no pattern matches, and for a pattern that matches nothing.
+    Raises ValueError for a linear that no pattern matches, and for a pattern that no linear gets.
     """
     table: dict[str, LinearRecipe] = {}
     used: set[str] = set()
@@ -35,9 +35,13 @@ def apply_policy(model: nn.Module, policy: Mapping[str, LinearRecipe]) -> dict[s
             raise ValueError(f"no pattern of the policy matches the linear {name!r}; patterns are {list(policy)}")
         table[name] = policy[pattern]
         used.add(pattern)
-    unused = [p for p in policy if p not in used and not any(fnmatchcase(name, p) for name in table)]
-    if unused:
-        raise ValueError(f"the policy's pattern {unused[0]!r} matches no linear; linears are {list(table)}")
+    for pattern in policy:
+        if pattern not in used:
+            seen = any(fnmatchcase(name, pattern) for name in table)
+            why = "comes after patterns that match first" if seen else "matches no linear"
+            raise ValueError(
+                f"the policy's pattern {pattern!r} {why}; linears are {list(table)}, in order {list(policy)}"
+            )
     for name, module in named_linears(model):
         module.recipe = table[name]
     return table

@@ -197,4 +197,12 @@ def _parsed(old: Any, change: Any, key: str, path: str) -> Any:
         return StraightThrough()
     if is_dataclass(old) and change is not None:
         raise ValueError(f"{path}: give its fields or null, not {change!r}")
-    return change
+    return _same_type(old, change, path)
+
+
+def _same_type(old: Any, change: Any, path: str) -> Any:
+    """A number or a flag stays one; a field that may be None takes its value as it is, for the part itself to judge."""
+    wanted = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(type(old))
+    if wanted is None or (isinstance(change, wanted) and isinstance(change, bool) == isinstance(old, bool)):
+        return change
+    raise ValueError(f"{path}: {change!r} is no {type(old).__name__}")

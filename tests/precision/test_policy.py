@@ -114,3 +114,9 @@ def test_a_stochastic_recipe_without_draws_says_so():
     x = torch.randn(64, 64, requires_grad=True)
     with pytest.raises((ValueError, AssertionError), match="draws|seed"):
         layer(x).sum().backward()
+
+
+def test_a_shadowed_pattern_is_refused():
+    model = torch.nn.ModuleDict({"head": Linear(8, 8)})
+    with pytest.raises(ValueError, match=r"'head' comes after patterns that match first"):
+        apply_policy(model, {"*": LinearRecipe(), "head": LinearRecipe()})

@@ -1,0 +1,65 @@
+"""At step 0, each recipe's gradients point where BF16's do, layer by layer.
+
+The bounds lie a little below the least cosine seen over the linears of both families (dX / dW): fp8 0.994 / 0.994,
+fp4 0.966 / 0.657, mxfp4 0.913 / 0.926. DGE rescales FP4's dW element by element, by slopes of 0.2 to 3, so its
+direction differs by design: mean / rms of the slope is 0.68.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.recipes import GPT, LLAMA, RECIPES, build
+
+BOUNDS = {  # recipe -> least cosine with BF16 of (dX, dW) over the linears of the blocks
+    "bf16": (1.0 - 1e-6, 1.0 - 1e-6),
+    "fp8": (0.99, 0.99),
+    "fp4": (0.95, 0.63),
+    "fp4_residual": (0.95, 0.63),
+    "mxfp4": (0.90, 0.91),
+    "mxfp4_fp8": (0.90, 0.91),
+}
+
+
+def gradients(recipe: str, family) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Name of each linear in the blocks -> (gradient of its input, gradient of its weight)."""
+    model, draws = build(RECIPES[recipe], family, seed=3)
+    draws.begin(0, 0)
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.startswith("blocks.") and isinstance(module, torch.nn.Linear):
+            module.register_full_backward_hook(lambda _, grads, __, name=name: found.__setitem__(name, grads[0]))
+    tokens = torch.randint(0, 64, (8, 64), generator=torch.Generator().manual_seed(2))
+    model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel())).backward()
+    weights = dict(model.named_parameters())
+    return {name: (dx.float(), weights[f"{name}.weight"].grad) for name, dx in found.items()}
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return torch.nn.functional.cosine_similarity(a.flatten().double(), b.flatten().double(), dim=0).item()
+
+
+@pytest.mark.parametrize("family", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients_point_where_bf16_does(recipe, family):
+    expected, seen = gradients("bf16", family), gradients(recipe, family)
+    assert len(seen) == len(expected) == 8
+    for name, (dx, dw) in seen.items():
+        least_dx, least_dw = BOUNDS[recipe]
+        assert cosine(dx, expected[name][0]) > least_dx, (name, "dX", cosine(dx, expected[name][0]))
+        assert cosine(dw, expected[name][1]) > least_dw, (name, "dW", cosine(dw, expected[name][1]))
+        assert 0.5 < (dx.norm() / expected[name][0].norm()).item() < 2, name
+
+
+def test_bounds_would_catch_a_wrong_rotation():
+    """Signs that differ between the operands break the product: the test above would see it."""
+    from lowprec_train.precision.hadamard import RandomHadamard
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(32, 128, generator=generator), torch.randn(48, 128, generator=generator)
+    rotate = RandomHadamard(64)
+    one, other = torch.tensor(5), torch.tensor(6)
+    right, wrong = rotate(a, one) @ rotate(b, one).t(), rotate(a, one) @ rotate(b, other).t()
+    assert cosine(right, a @ b.t()) > 1 - 1e-6
+    assert cosine(wrong, a @ b.t()) < 0.5
