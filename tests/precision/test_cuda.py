@@ -1,0 +1,175 @@
+"""On CUDA: the compiled reference has the eager CPU's bits, and FP8 tensor cores multiply FP4 codes exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.ops.philox import random_bits
+from lowprec_train.precision.gemm import execution, multiply
+from lowprec_train.precision.linear import Linear
+from tests.recipes import RECIPES, build
+
+pytestmark = pytest.mark.gpu
+RULES = [ScaleRule.FP32, ScaleRule.POW2, ScaleRule.E8M0_FLOOR, ScaleRule.E8M0_CEIL]
+
+
+def data(rows: int = 512, columns: int = 768, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * torch.exp2(
+        torch.randint(-20, 20, (rows, 1), generator=generator)
+    )
+    x[3] = 0
+    x[:, 5] *= 300
+    x[7, 32:64] = 0
+    return x
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (1, 32), (16, 16)])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("format", [E2M1, E4M3, E5M2, INT8])
+def test_quantizer_has_the_bits_of_the_cpu(format, rule, tile, stochastic, dtype):
+    x = data().to(dtype)
+    quantizer = Quantizer(
+        format,
+        tile,
+        scale=rule,
+        stochastic=stochastic,
+        span=14 if tile == (1, 32) and rule is not ScaleRule.FP32 else 0,
+    )
+    seed, origin = torch.tensor(2**40 + 5), torch.tensor([64, 128])
+    extra = (seed, origin) if stochastic else ()
+    expected = quantizer(x, *extra)
+    seen = quantizer(x.cuda(), *(t.cuda() for t in extra))
+    assert same(seen.codes, expected.codes)
+    assert same(seen.scale, expected.scale)
+
+
+def test_other_ops_have_the_bits_of_the_cpu():
+    ops, x, seed = torch.ops.lowprec, data(), torch.tensor(77)
+    assert same(random_bits(seed.cuda(), None, 64, 72), random_bits(seed, None, 64, 72))
+    for dtype in (torch.float32, torch.bfloat16):
+        assert same(ops.hadamard(x.to(dtype).cuda(), seed.cuda(), 64), ops.hadamard(x.to(dtype), seed, 64))
+        bounds = ops.outlier_bounds(x.to(dtype), 7)
+        on_gpu = ops.outlier_bounds(x.to(dtype).cuda(), 7)
+        assert all(same(a, b) for a, b in zip(on_gpu, bounds, strict=True))
+        expected = ops.quantize_carrier(x.to(dtype), *bounds)
+        assert all(same(a, b) for a, b in zip(ops.quantize_carrier(x.to(dtype).cuda(), *on_gpu), expected, strict=True))
+    for headroom, draw in ((1.0, None), (16 / 17, seed)):
+        expected = ops.quantize_nvfp4(x, (1, 16), headroom, draw, None)
+        seen = ops.quantize_nvfp4(x.cuda(), (1, 16), headroom, None if draw is None else draw.cuda(), None)
+        assert all(same(a, b) for a, b in zip(seen, expected, strict=True))
+    block = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, stochastic=True, span=14)(x, seed)
+    expected = ops.fold(block.codes, block.scale, "E4M3")
+    seen = ops.fold(block.codes.cuda(), block.scale.cuda(), "E4M3")
+    assert all(same(a, b) for a, b in zip(seen, expected, strict=True))
+    assert same(ops.dequantize(block.codes.cuda(), block.scale.cuda()), ops.dequantize(block.codes, block.scale))
+    packed = ops.pack_e2m1(block.codes)
+    assert same(ops.pack_e2m1(block.codes.cuda()), packed)
+    assert same(ops.unpack_e2m1(packed.cuda()), block.codes)
+
+
+def exact(a: Quantized, b: Quantized) -> torch.Tensor:
+    return a.dequantize().double().cpu() @ b.dequantize().double().cpu().t()
+
+
+def error(seen: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((seen.double().cpu() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("k", [2048, 16384])
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+def test_fp4_codes_multiply_exactly(k, mean):
+    """Split accumulation, FP32 output, one scale: no error at all; row scales: the rounding of the BF16 output
+    alone.
+    """
+    a, b = torch.randn(256, k) + mean, torch.randn(128, k) + mean
+    tensor, row = Quantizer(E2M1, scale=ScaleRule.POW2), Quantizer(E2M1, (1, -1))
+    qa, qb = tensor(a.cuda()), tensor(b.cuda())
+    assert error(multiply(qa, qb, split_accumulation=True, dtype=torch.float32), exact(qa, qb)) == 0.0
+    qa, qb = row(a.cuda()), row(b.cuda())
+    expected = exact(qa, qb)
+    rounding = error(expected.bfloat16(), expected)
+    assert error(multiply(qa, qb, split_accumulation=True, dtype=torch.bfloat16), expected) < 1.05 * rounding
+
+
+@pytest.mark.parametrize("k", [2048, 16384])
+def test_folded_mxfp4_multiplies_to_the_bf16_rounding(k):
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn(256, k, generator=generator) * torch.exp2(
+        torch.randint(-12, 1, (256, k // 32), generator=generator)
+    ).repeat_interleave(32, 1)
+    b = torch.randn(128, k, generator=generator)
+    wide = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, stochastic=True, span=28)
+    other = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, stochastic=True, span=14)
+    qa, qb = wide(a.cuda(), torch.tensor(1).cuda()), other(b.cuda(), torch.tensor(2).cuda())
+    expected = exact(qa, qb)
+    rounding = error(expected.bfloat16(), expected)
+    assert error(multiply(qa, qb, split_accumulation=True, dtype=torch.bfloat16), expected) < 1.05 * rounding
+
+
+def test_paths_on_hopper():
+    device = torch.device("cuda")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs FP8 tensor cores")
+    paths = {name: execution(RECIPES[name], 768, 2048, device) for name in RECIPES}
+    assert paths["fp8"] == {"fprop": "fp8_tensor", "dgrad": "fp8_tensor", "wgrad": "fp8_tensor"}
+    assert paths["fp4"] == {"fprop": "fp8_row", "dgrad": "fp8_row", "wgrad": "fp8_row"}
+    assert paths["mxfp4"] == {"fprop": "bf16", "dgrad": "fp8_folded", "wgrad": "fp8_folded"}
+    assert paths["mxfp4_fp8"] == {"fprop": "fp8_tensor", "dgrad": "fp8_folded", "wgrad": "fp8_folded"}
+
+
+def passes(recipe: str, device: str, compiled: bool = False) -> list[torch.Tensor]:
+    layer, draws = Linear(256, 384), Draws(7, 1, device)
+    with torch.no_grad():
+        layer.weight.copy_(torch.randn(384, 256, generator=torch.Generator().manual_seed(4)) / 16)
+    layer = layer.to(device)
+    layer.recipe, layer.draws = RECIPES[recipe], draws.site(0)
+    draws.begin(3, 64)
+    x = torch.randn(512, 256, generator=torch.Generator().manual_seed(1)).bfloat16().to(device).requires_grad_()
+    dy = torch.randn(512, 384, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+    run = torch.compile(layer, fullgraph=True) if compiled else layer
+    y = run(x)
+    y.backward(dy)
+    assert x.grad is not None and layer.weight.grad is not None
+    return [y.detach(), x.grad, layer.weight.grad]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_linear_on_cuda_is_the_linear_of_the_cpu(recipe):
+    """Equal codes, so only the accumulation order and the rounding of the output differ."""
+    for seen, expected in zip(passes(recipe, "cuda"), passes(recipe, "cpu"), strict=True):
+        assert error(seen, expected.double()) < 4e-3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_is_eager_on_cuda(recipe):
+    """Draws and codes are the same bits, and the same kernels multiply them."""
+    for seen, expected in zip(passes(recipe, "cuda", compiled=True), passes(recipe, "cuda"), strict=True):
+        assert error(seen, expected.double().cpu()) < 1e-3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_step_never_waits_for_the_device(recipe):
+    model, _ = build(RECIPES[recipe])
+    model, draws = model.cuda(), Draws(0, 9, "cuda")
+    from lowprec_train.precision.policy import attach_draws
+
+    attach_draws(model, draws)
+    tokens = torch.randint(0, 64, (4, 64)).cuda()
+    for checked in (False, True):
+        torch.cuda.set_sync_debug_mode("error" if checked else "default")
+        try:
+            draws.begin(int(checked), 0)
+            model.loss(tokens, tokens, 256.0).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
