@@ -158,6 +158,13 @@ def test_compiled_is_eager_on_cuda(recipe):
         assert error(seen, expected.double().cpu()) < 1e-3
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp4_fp8"])
+def test_repeated_draws_repeat_the_bits(recipe, compiled):
+    first, second = (passes(recipe, "cuda", compiled) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_never_waits_for_the_device(recipe):
     model, _ = build(RECIPES[recipe])
