@@ -1,0 +1,152 @@
+"""Killed without warning, in the middle of a save and again at a random step, a run that is started again by the same
+command ends with the numbers of one that was left alone: for every recipe, through the real entry point.
+
+No kill is taken on trust. The process is frozen first (SIGSTOP), and killed only if what the run directory then shows
+is the moment that was meant; else it goes on, and the next such moment is waited for.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = ("bf16", "fp8", "fp4", "mxfp4", "mxfp4_fp8")
+STEPS, INTERVAL = 30, 3
+NOUNS = ("loss", "scale", "tile", "token", "block", "codes", "draws", "layer", "model", "train", "valid")
+TIMINGS = ("time/", "perf/", "mem/")
+
+
+@pytest.fixture(scope="module")
+def overrides(tmp_path_factory):
+    """A run of a second on a corpus of its own, which saves every few steps."""
+    root = tmp_path_factory.mktemp("sources")
+    for number in range(40):
+        text = "\n".join(f"def {NOUNS[i * number % 11]}_{i}(x): return x * {i * 7 + number}" for i in range(40))
+        (root / f"module_{number}.py").write_text(text)
+    return (
+        *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2"),
+        *("model.vocab_size=320", "data.vocab_size=320", f"+data.root={root}", f"data.cache={root.parent / 'cache'}"),
+        *("data.seq_len=64", "micro_batch=1", "tokens_per_step=64", f"steps={STEPS}", "eval_interval=4"),
+        *("eval_batches=1", f"checkpoint_interval={INTERVAL}", "keep=3"),
+    )
+
+
+def start(output, *arguments):
+    """The process of a launch; its output goes to a file, which nobody has to read for it to go on."""
+    outside = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "WORLD", "RANK"))}
+    environment = {**outside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "lowprec_train.main", *arguments]
+    with output.open("w") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(overrides, tmp_path_factory):
+    """Run directories by recipe, from one sweep: a run's name does not depend on where or beside what it runs."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    sweep = ("--multirun", f"+recipe={','.join(RECIPES)}", f"run_root={root / 'runs'}")
+    assert start(root / "output", *sweep, *overrides).wait(300) == 0, (root / "output").read_text()
+    return {recipe: next((root / "runs").glob(f"llama_tiny-{recipe}-*")) for recipe in RECIPES}
+
+
+def logged(run):
+    """Number of whole lines in metrics.jsonl."""
+    metrics = run / "metrics.jsonl"
+    return metrics.read_text().count("\n") if metrics.exists() else 0
+
+
+def numbers(run):
+    """All that a run computes, step by step, at full precision; not what it took."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMINGS)} for line in lines]
+
+
+def latest(run):
+    """Step of the checkpoint that a launch would resume from; 0 without one."""
+    pointer = run / "checkpoints" / "latest"
+    return int(pointer.read_text().removeprefix("step-")) if pointer.exists() else 0
+
+
+def in_save(run):
+    """Step whose checkpoint is being written or published at this moment; 0 if none is."""
+    started = [path.name.rpartition("step-")[2] for path in (run / "checkpoints").glob("*step-[0-9]*")]
+    newest = max(map(int, started), default=0)
+    return newest if newest > latest(run) else 0
+
+
+def kill_at(moment, process, output, chance):
+    """SIGKILL while `moment()` holds, a random delay after it has begun."""
+    deadline = time.monotonic() + 120
+    early = "ended before it could be killed"
+    try:
+        while True:
+            assert process.poll() is None, f"{early}:\n{output.read_text()}"
+            assert time.monotonic() < deadline, output.read_text()
+            if moment():
+                time.sleep(chance.uniform(0, 0.02))
+                process.send_signal(signal.SIGSTOP)
+                _, status = os.waitpid(process.pid, os.WUNTRACED)
+                assert os.WIFSTOPPED(status), f"{early}:\n{output.read_text()}"
+                if moment():
+                    break
+                process.send_signal(signal.SIGCONT)
+            time.sleep(0.001)
+    finally:
+        process.kill()
+    assert process.wait(60) == -signal.SIGKILL
+
+
+def killed_in_a_save(run, command, chance):
+    """Step of the checkpoint that was cut short, which is not the first."""
+    first = chance.randrange(2 * INTERVAL, STEPS // 2, INTERVAL)
+    output = run.parent / "in_a_save"
+    kill_at(lambda: in_save(run) >= first, start(output, *command), output, chance)
+    cut = in_save(run)
+    assert cut in range(first, STEPS, INTERVAL) and 0 < latest(run) < cut
+    return cut
+
+
+def killed_at_a_step(run, command, chance):
+    """Number of steps that were done: a few more than at the last kill."""
+    resumed, target = latest(run), logged(run) + chance.randint(1, 4)
+    output = run.parent / "at_a_step"
+    kill_at(lambda: logged(run) >= target, start(output, *command), output, chance)
+    assert f"resuming after step {resumed} of {STEPS}" in output.read_text()
+    return logged(run)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kills_leave_every_number_alone(recipe, overrides, undisturbed, tmp_path):
+    chance = random.Random(recipe)
+    command = (f"+recipe={recipe}", *overrides, f"run_root={tmp_path}")
+    run = tmp_path / undisturbed[recipe].name
+    cut = killed_in_a_save(run, command, chance)
+    done = killed_at_a_step(run, command, chance)
+    resumed = latest(run)
+    assert 0 < resumed <= done < STEPS and cut <= done
+    assert not (run / "DONE").exists() and not (run / "PREEMPTED").exists()
+
+    output = tmp_path / "rest"
+    assert start(output, *command).wait(120) == 0, output.read_text()
+    assert f"resuming after step {resumed} of {STEPS}" in output.read_text()
+    assert json.loads((run / "DONE").read_text())["step"] == STEPS == latest(run)
+    assert not list((run / "checkpoints").glob(".tmp*"))
+
+    expected = numbers(undisturbed[recipe])
+    assert [line["step"] for line in expected] == list(range(1, STEPS + 1))
+    assert sum("valid/loss" in line for line in expected) == 8
+    assert expected[-1]["train/loss"] < expected[0]["train/loss"] - 1
+    assert numbers(run) == expected
+
+
+def test_recipes_compute_different_numbers(undisturbed):
+    """Else five runs would prove what one does."""
+    finals = {json.loads((run / "DONE").read_text())["train/loss"] for run in undisturbed.values()}
+    assert len(finals) == len(RECIPES)
