@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import reference
+from lowprec_train.ops import reference, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
-EAGER_ON_CUDA = {"outlier_bounds"}  # a selection is a library call either way
+LIBRARY_CALLS = {"outlier_bounds"}  # a selection: nothing to compile
 CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
 
@@ -60,7 +60,9 @@ EAGER: dict[str, Callable] = {name: getattr(reference, name) for name in SCHEMAS
 def _register(name: str, schema: str) -> None:
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, EAGER[name], "CompositeExplicitAutograd")
-    if name not in EAGER_ON_CUDA:
+    if name == "scaled_mm":
+        _LIBRARY.impl(name, tensor_cores.scaled_mm, "CUDA")
+    elif name not in LIBRARY_CALLS:
         _LIBRARY.impl(name, partial(_on_cuda, name), "CUDA")
     torch.library.register_fake(f"lowprec::{name}", FAKES[name])
 
@@ -71,5 +73,7 @@ for _name, _schema in SCHEMAS.items():
 
 def live_kernels(device: torch.device) -> dict[str, str]:
     """Which kernel runs for each op on a device."""
-    compiled = device.type == "cuda"
-    return {name: "reference, compiled" if compiled and name not in EAGER_ON_CUDA else "reference" for name in SCHEMAS}
+    if device.type != "cuda":
+        return dict.fromkeys(SCHEMAS, "reference")
+    kernels = {name: "reference" if name in LIBRARY_CALLS else "reference, compiled" for name in SCHEMAS}
+    return kernels | {"scaled_mm": "cuBLASLt"}

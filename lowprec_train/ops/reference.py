@@ -181,6 +181,11 @@ def dequantize(codes, scale):  # type: ignore[no-untyped-def]
     return codes.float() * spread(scale, codes.shape, tile)
 
 
+def scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignore[no-untyped-def]
+    """(a[m, k] @ b[n, k]^T) * scale_a * scale_b^T with FP32 sums; scales [1, 1] or one per row. [m, n] in `dtype`."""
+    return (a.float() @ b.float().t() * scale_a * scale_b.t()).to(dtype)
+
+
 def pack_e2m1(codes):  # type: ignore[no-untyped-def]
     """E2M1 codes, two a byte, the first one low. Bit 3 of a nibble is the sign, bits 0..2 the place in the grid.
 

@@ -27,6 +27,9 @@ SCHEMAS = {
     "quantize_carrier": "(Tensor x, Tensor low, Tensor high) -> (Tensor codes, Tensor scale)",
     "outlier_bounds": "(Tensor x, int clipped) -> (Tensor low, Tensor high)",
     "dequantize": "(Tensor codes, Tensor scale) -> Tensor",
+    "scaled_mm": (
+        "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, bool split_accumulation, ScalarType dtype) -> Tensor"
+    ),
     "fold": "(Tensor codes, Tensor scale, str carrier) -> (Tensor codes, Tensor scale)",
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",
@@ -66,6 +69,10 @@ def _outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
     return _scale_like(x, (1, -1)), _scale_like(x, (1, -1))
 
 
+def _scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignore[no-untyped-def]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+
+
 def _fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
     return codes.new_empty(codes.shape, dtype=CARRIERS[carrier]), scale.new_empty((codes.shape[0], 1))
 
@@ -90,6 +97,7 @@ FAKES: dict[str, Callable] = {
     "quantize_carrier": _quantize_carrier,
     "outlier_bounds": _outlier_bounds,
     "dequantize": _as_float32,
+    "scaled_mm": _scaled_mm,
     "fold": _fold,
     "pack_e2m1": _pack_e2m1,
     "unpack_e2m1": _unpack_e2m1,

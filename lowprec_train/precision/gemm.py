@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
@@ -89,47 +88,14 @@ def multiply(a: Quantized | Tensor, b: Quantized | Tensor, *, split_accumulation
     if path is Path.DEQUANTIZE:
         return _dequantized(a, b, dtype)
     assert isinstance(a, Quantized) and isinstance(b, Quantized)
-    if path is Path.FP8_TENSOR:
-        return _tensorwise(a, b, split_accumulation, dtype)
     a, b = _folded(a, operand_a), _folded(b, operand_b)
-    return _rowwise(a, b, split_accumulation).to(dtype)
+    return torch.ops.lowprec.scaled_mm(a.codes, a.scale, b.codes, b.scale, split_accumulation, dtype)
 
 
 def _folded(x: Quantized, operand: Operand) -> Quantized:
     if operand.granularity != "block":
         return x
     return Quantized(*torch.ops.lowprec.fold(x.codes, x.scale, _carrier(operand)))
-
-
-def _tensorwise(a: Quantized, b: Quantized, split_accumulation: bool, dtype: torch.dtype) -> Tensor:
-    kind = F.ScalingType.TensorWise
-    return F.scaled_mm(
-        a.codes,
-        b.codes.t(),
-        a.scale.reshape(()),
-        kind,
-        b.scale.reshape(()),
-        kind,
-        output_dtype=dtype,
-        use_fast_accum=not split_accumulation,
-    )
-
-
-def _rowwise(a: Quantized, b: Quantized, split_accumulation: bool) -> Tensor:
-    """The row-wise kernel writes BF16 only."""
-    kind = F.ScalingType.RowWise
-    scale_a = a.scale.expand(a.codes.shape[0], 1).contiguous()
-    scale_b = b.scale.expand(b.codes.shape[0], 1).contiguous()
-    return F.scaled_mm(
-        a.codes,
-        b.codes.t(),
-        scale_a,
-        kind,
-        scale_b.t(),
-        kind,
-        output_dtype=torch.bfloat16,
-        use_fast_accum=not split_accumulation,
-    )
 
 
 def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,23 @@
+"""The FP8 GEMM of the tensor cores, behind our own schema: torch 2.11 cannot trace its public form inside a graph."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def scaled_mm(  # type: ignore[no-untyped-def]
+    a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, split_accumulation: bool, dtype: torch.dtype
+):
+    """cuBLASLt with one scale an operand; with a scale per row of either, the row-wise kernel, which writes BF16 only."""
+    fast = not split_accumulation
+    if scale_a.numel() == scale_b.numel() == 1:
+        one = F.ScalingType.TensorWise
+        scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+        return F.scaled_mm(a, b.t(), scale_a, one, scale_b, one, output_dtype=dtype, use_fast_accum=fast)
+    row = F.ScalingType.RowWise
+    scale_a = scale_a.expand(a.shape[0], 1).contiguous()
+    scale_b = scale_b.expand(b.shape[0], 1).contiguous().t()
+    product = F.scaled_mm(a, b.t(), scale_a, row, scale_b, row, output_dtype=torch.bfloat16, use_fast_accum=fast)
+    return product.to(dtype)
