@@ -1,13 +1,16 @@
 """The command line, end to end on tiny runs: what is written, what is refused and how, what a sweep does."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowprec_train import main
+from lowprec_train.precision.linear import Linear
 
 SMALL = (
     *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=384"),
@@ -259,3 +262,38 @@ def test_a_diverged_run_is_one_error(launch):
     assert status == 1 and err.startswith("error: training diverged at step") and "Traceback" not in err
     assert "3 steps in a row" in err and not Path("runs/a/DONE").exists()
     assert Path("runs/a/checkpoints/latest").exists()
+
+
+@pytest.fixture
+def spoiled():
+    """Removable: after two steps of two micro-batches, one input of every MLP's last linear (128 wide) is NaN."""
+    passes = 0
+
+    def spoil(module, arguments):
+        nonlocal passes
+        if not (isinstance(module, Linear) and module.in_features == 128 and module.training):
+            return None
+        passes += 1
+        x = arguments[0].clone()
+        if passes > 4:
+            x[0, 3, 7] = math.nan
+        return (x, *arguments[1:])
+
+    handle = register_module_forward_pre_hook(spoil)
+    yield handle
+    handle.remove()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp4", "mxfp4", "mxfp4_fp8"])
+def test_nan_in_an_activation_is_one_error_and_spoils_nothing(launch, spoiled, recipe):
+    """No format may swallow it; and the run goes on from what was saved, once the cause is gone."""
+    command = (f"+recipe={recipe}", "name=a", "model.ffn=128", "steps=8", "max_skipped=3")
+    status, _, err = launch(*command)
+    assert status == 1 and err.startswith("error: training diverged at step 5: loss nan") and "Traceback" not in err
+    assert "3 steps in a row" in err and not Path("runs/a/DONE").exists()
+    assert [step for step, loss in losses("runs/a").items() if math.isnan(loss)] == [3, 4, 5]
+    saved = Path("runs/a/checkpoints/latest").read_text().strip()
+    spoiled.remove()
+    status, out, err = launch(*command)
+    assert (status, err) == (0, "") and f"resuming after step {saved.removeprefix('step-')} of 8" in out
+    assert losses("runs/a")[8] < losses("runs/a")[1]
