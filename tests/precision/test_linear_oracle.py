@@ -19,6 +19,16 @@ from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.recipes import bf16, fp4, fp8, mxfp4, mxfp4_fp8
 from tests import oracle
+from tests.oracle_linear import (
+    MX,
+    Passes,
+    Product,
+    linear_fp4,
+    linear_fp8,
+    linear_mxfp4,
+    linear_mxfp4_fp8,
+    linear_plain,
+)
 
 TOKENS, IN, OUT = 128, 256, 64
 U = 2.0**-24
@@ -86,14 +96,14 @@ def run(layer: Linear, x: np.ndarray, dy: np.ndarray, format: str) -> list[torch
     return [y.detach(), leaf.grad, layer.weight.grad]
 
 
-def bound(product: oracle.Product, dtype: torch.dtype) -> np.ndarray:
+def bound(product: Product, dtype: torch.dtype) -> np.ndarray:
     sums = (product.k + 8) * U * product.magnitude
     return sums + (2.0**-8 * (np.abs(product.value) + sums) if dtype == torch.bfloat16 else 0) + 1e-37
 
 
 def assert_within(
     got: list[torch.Tensor],
-    want: oracle.Passes,
+    want: Passes,
     format: str,
     slack: float = 0.0,
     more: dict[str, np.ndarray] | None = None,
@@ -109,7 +119,7 @@ def assert_within(
         assert np.abs(product.value).max() > 0
 
 
-def residual_roundings(body: oracle.Passes, total: oracle.Passes) -> dict[str, np.ndarray]:
+def residual_roundings(body: Passes, total: Passes) -> dict[str, np.ndarray]:
     """What the residual variant adds in BF16: R's GEMMs write BF16, and so does fprop's other GEMM before the sum."""
     outer = {"y": np.abs(total.y.value - body.y.value), "dW": np.abs(total.dw.value - body.dw.value)}
     return {"y": 2.0**-8 * (1 + 2.0**-7) * (outer["y"] + np.abs(body.y.value)), "dW": 2.0**-8 * outer["dW"]}
@@ -121,7 +131,7 @@ class TestAgainstTheOracle:
     def test_bf16(self, data, format):
         x, w, dy = make(data, format)
         got = run(linear(bf16.recipe(), w), x, dy, format)
-        want = oracle.linear_plain(x, w, dy, format)
+        want = linear_plain(x, w, dy, format)
         if format == "BF16":  # F.linear gives the weight a BF16 gradient before it becomes FP32
             weight = bound(want.dw, torch.bfloat16)
             assert (np.abs(got[2].double().numpy() - want.dw.value) <= weight).all()
@@ -132,7 +142,7 @@ class TestAgainstTheOracle:
     def test_fp8(self, data, format, gradient):
         x, w, dy = make(data, format)
         got = run(linear(fp8.recipe(gradient=gradient), w), x, dy, format)
-        assert_within(got, oracle.linear_fp8(x, w, dy, gradient, format), format)
+        assert_within(got, linear_fp8(x, w, dy, gradient, format), format)
 
     @pytest.mark.parametrize("variant", ["carrier", "residual"])
     @pytest.mark.parametrize(
@@ -144,12 +154,12 @@ class TestAgainstTheOracle:
         x, w, dy = make(data, format)
         named = {{"k": "dge_k", "cap": "dge_cap"}.get(key, key): value for key, value in options.items()}
         got = run(linear(fp4.recipe(outliers=variant, **named), w), x, dy, format)
-        want = oracle.linear_fp4(x, w, dy, variant=variant, format=format, **options)
+        want = linear_fp4(x, w, dy, variant=variant, format=format, **options)
         more = None
         if variant == "residual" and format == "BF16":
             kept = oracle.body(x, options.get("alpha", 0.99))
             more = residual_roundings(
-                oracle.linear_fp4(kept, w, dy, variant=variant, format=format, **{**options, "alpha": 1.0}), want
+                linear_fp4(kept, w, dy, variant=variant, format=format, **{**options, "alpha": 1.0}), want
             )
         assert_within(got, want, format, slack=2.0**-22, more=more)
 
@@ -157,27 +167,27 @@ class TestAgainstTheOracle:
     def test_mxfp4(self, data, format, rotation, stochastic):
         x, w, dy = make(data, format)
         got = run(linear(mxfp4.recipe(rotation=rotation, stochastic=stochastic), w), x, dy, format)
-        mx = oracle.MX(seeds, FIRST_TOKEN, rotation, stochastic)
-        assert_within(got, oracle.linear_mxfp4(x, w, dy, mx, format), format)
+        mx = MX(seeds, FIRST_TOKEN, rotation, stochastic)
+        assert_within(got, linear_mxfp4(x, w, dy, mx, format), format)
 
     @pytest.mark.parametrize("rotation, stochastic", [(64, True), (0, True), (64, False)])
     def test_mxfp4_fp8(self, data, format, rotation, stochastic):
         x, w, dy = make(data, format)
         got = run(linear(mxfp4_fp8.recipe(rotation=rotation, stochastic=stochastic), w), x, dy, format)
-        mx = oracle.MX(seeds, FIRST_TOKEN, rotation, stochastic)
-        assert_within(got, oracle.linear_mxfp4_fp8(x, w, dy, mx, format), format)
+        mx = MX(seeds, FIRST_TOKEN, rotation, stochastic)
+        assert_within(got, linear_mxfp4_fp8(x, w, dy, mx, format), format)
 
 
 RECIPES = {"fp8": fp8.recipe, "fp4": fp4.recipe, "mxfp4": mxfp4.recipe, "mxfp4_fp8": mxfp4_fp8.recipe}
 
 
-def emulate(name: str, x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> oracle.Passes:
-    mx = oracle.MX(seeds, FIRST_TOKEN)
+def emulate(name: str, x: np.ndarray, w: np.ndarray, dy: np.ndarray) -> Passes:
+    mx = MX(seeds, FIRST_TOKEN)
     return {
-        "fp8": lambda: oracle.linear_fp8(x, w, dy),
-        "fp4": lambda: oracle.linear_fp4(x, w, dy),
-        "mxfp4": lambda: oracle.linear_mxfp4(x, w, dy, mx),
-        "mxfp4_fp8": lambda: oracle.linear_mxfp4_fp8(x, w, dy, mx),
+        "fp8": lambda: linear_fp8(x, w, dy),
+        "fp4": lambda: linear_fp4(x, w, dy),
+        "mxfp4": lambda: linear_mxfp4(x, w, dy, mx),
+        "mxfp4_fp8": lambda: linear_mxfp4_fp8(x, w, dy, mx),
     }[name]()
 
 
@@ -235,7 +245,7 @@ COSINES = {  # y, dX, dW; for dW of fp4, DGE's mean slope .59 over its RMS .86, 
 def test_results_point_where_bf16s_do(name):
     """A dead or transposed GEMM has cosine 0."""
     x, w, dy = make(plain_data, "BF16")
-    exact = oracle.linear_plain(x, w, dy)
+    exact = linear_plain(x, w, dy)
     got = run(linear(RECIPES[name](), w), x, dy, "BF16")
     for tensor, want, cosine in zip(got, (exact.y, exact.dx, exact.dw), COSINES[name]):
         a, b = tensor.double().numpy().ravel(), want.value.ravel()
@@ -287,7 +297,7 @@ def test_the_stochastic_gemm_is_unbiased(rotation):
         layer.weight.grad = None
         for kept, tensor in zip(samples, run(layer, x, dy, "FP32")[1:]):
             kept.append(tensor.double().numpy())
-    exact = oracle.linear_plain(x, w, dy, "FP32")
+    exact = linear_plain(x, w, dy, "FP32")
     for kept, want in zip(samples, (exact.dx.value, exact.dw.value)):
         stack = np.stack(kept)
         sigma = stack.std(0, ddof=1)
