@@ -1,8 +1,8 @@
 """Registers the ops: schema, fake kernel, and the reference as the kernel of every device that has none of its own.
 
 The reference is eager on the CPU, a few rows at a time where rows are independent, so that its temporaries stay in the
-cache. On CUDA it runs through torch.compile behind the same schema (eager Philox takes ten times longer); the bits are
-those of the eager reference. `live_kernels` says what runs.
+cache. On CUDA the rounding ops run it through torch.compile, once per shape, behind the same schema (eager Philox takes
+ten times longer); the bits are those of the eager reference. `live_kernels` says what runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowprec_train.ops import reference, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
-LIBRARY_CALLS = {"outlier_bounds"}  # a selection: nothing to compile
+COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "fold", "dge"}
 CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
 
@@ -28,12 +28,12 @@ def _compiled(name: str, variant: tuple) -> Callable:
     """One code object per variant: torch counts recompilations per code object and gives up after a few."""
     function = getattr(reference, name)
     code = function.__code__.replace(co_name=f"{name}_{hash(variant) & 0xFFFFFF:06x}")
-    return torch.compile(FunctionType(code, function.__globals__), fullgraph=True)
+    return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, dynamic=False)
 
 
 def _key(argument: Any) -> Any:
     if isinstance(argument, Tensor):
-        return argument.dtype, argument.is_contiguous(), tuple(n == 1 for n in argument.shape)
+        return argument.dtype, argument.shape, argument.stride()
     return tuple(argument) if isinstance(argument, list) else argument
 
 
@@ -60,20 +60,19 @@ EAGER: dict[str, Callable] = {name: getattr(reference, name) for name in SCHEMAS
 def _register(name: str, schema: str) -> None:
     _LIBRARY.define(name + schema)
     _LIBRARY.impl(name, EAGER[name], "CompositeExplicitAutograd")
-    if name == "scaled_mm":
-        _LIBRARY.impl(name, tensor_cores.scaled_mm, "CUDA")
-    elif name not in LIBRARY_CALLS:
+    if name in COMPILED_ON_CUDA:
         _LIBRARY.impl(name, partial(_on_cuda, name), "CUDA")
     torch.library.register_fake(f"lowprec::{name}", FAKES[name])
 
 
 for _name, _schema in SCHEMAS.items():
     _register(_name, _schema)
+_LIBRARY.impl("scaled_mm", tensor_cores.scaled_mm, "CUDA")
 
 
 def live_kernels(device: torch.device) -> dict[str, str]:
     """Which kernel runs for each op on a device."""
     if device.type != "cuda":
         return dict.fromkeys(SCHEMAS, "reference")
-    kernels = {name: "reference" if name in LIBRARY_CALLS else "reference, compiled" for name in SCHEMAS}
+    kernels = {name: "reference, compiled" if name in COMPILED_ON_CUDA else "reference" for name in SCHEMAS}
     return kernels | {"scaled_mm": "cuBLASLt"}

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def scaled_mm(  # type: ignore[no-untyped-def]
+def scaled_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, split_accumulation: bool, dtype: torch.dtype
-):
-    """cuBLASLt with one scale an operand; with a scale per row of either, the row-wise kernel, which writes BF16 only."""
+) -> Tensor:
+    """cuBLASLt, with one scale an operand or one per row; the row-wise kernel writes BF16 only."""
     fast = not split_accumulation
     if scale_a.numel() == scale_b.numel() == 1:
         one = F.ScalingType.TensorWise
@@ -19,5 +19,5 @@ def scaled_mm(  # type: ignore[no-untyped-def]
     row = F.ScalingType.RowWise
     scale_a = scale_a.expand(a.shape[0], 1).contiguous()
     scale_b = scale_b.expand(b.shape[0], 1).contiguous().t()
-    product = F.scaled_mm(a, b.t(), scale_a, row, scale_b, row, output_dtype=torch.bfloat16, use_fast_accum=fast)
-    return product.to(dtype)
+    out = torch.bfloat16
+    return F.scaled_mm(a, b.t(), scale_a, row, scale_b, row, output_dtype=out, use_fast_accum=fast).to(dtype)

@@ -84,7 +84,7 @@ def multiply(a: Quantized | Tensor, b: Quantized | Tensor, *, split_accumulation
     path = choose(operand_a, operand_b, codes.shape[0], codes.shape[1], has_fp8(codes.device))
     if path is Path.BF16:
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
-        return (a @ b.t()).to(dtype)
+        return cast(a @ b.t(), dtype)
     if path is Path.DEQUANTIZE:
         return _dequantized(a, b, dtype)
     assert isinstance(a, Quantized) and isinstance(b, Quantized)
@@ -105,7 +105,16 @@ def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtyp
         product = product * scale_a
     if scale_b is not None:
         product = product * scale_b.t()
-    return product.to(dtype)
+    return cast(product, dtype)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, and x itself where that is its own.
+
+    `Tensor.to` would return an alias there, and a compiled autograd Function whose output is an alias of another value
+    loses its gradient without a word (torch 2.11).
+    """
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def accumulate(a: Tensor, b: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowprec_train.numerics.draws import Gemms, Purpose, SiteDraws
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.precision.estimators import StraightThrough
-from lowprec_train.precision.gemm import accumulate, multiply
+from lowprec_train.precision.gemm import accumulate, cast, multiply
 from lowprec_train.precision.outliers import Residual
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse
 
@@ -78,7 +78,7 @@ def _seed(draws: SiteDraws | None, gemm: Gemms, purpose: Purpose) -> Tensor:
 
 def _fprop(x: Tensor, weight: Tensor, recipe: LinearRecipe, draws: SiteDraws | None) -> tuple[Tensor, Kept]:
     """Y = X W^T, and what the backward pass needs besides the weight."""
-    gemm, w = recipe.fprop, weight.to(x.dtype)
+    gemm, w = recipe.fprop, cast(weight, x.dtype)
     kept: Kept = {}
     a: Any = x
     b: Any = w
@@ -94,7 +94,7 @@ def _fprop(x: Tensor, weight: Tensor, recipe: LinearRecipe, draws: SiteDraws | N
     dtype = x.dtype if residual is None else torch.float32
     y = multiply(a, b, split_accumulation=gemm.split_accumulation, dtype=dtype)
     if residual is not None:
-        y = (y + accumulate(residual.dense(x.dtype), w)).to(x.dtype)
+        y = cast(y + accumulate(residual.dense(x.dtype), w), x.dtype)
     return y, _kept(kept, x, a, residual, recipe)
 
 
@@ -134,11 +134,11 @@ def _backward(dy, weight, kept, recipe, draws, dtype, needs):  # type: ignore[no
         if recipe.dgrad.b is Reuse.FPROP_CODES:
             b = Quantized(kept["w_codes"], kept["w_scale"]).t()
         else:
-            b = weight.to(dtype).t().contiguous()
+            b = cast(weight, dtype).t().contiguous()
         dx = _grad_gemm(recipe.dgrad, Gemms.DGRAD, dy if shared is None else shared, b, draws, dtype)
     if needs[1]:
         dw = _weight_grad(dy, shared, kept, recipe, draws, dtype)
-        dw = recipe.estimator(dw, weight.to(dtype), kept.get("w_scale", dw)).to(weight.dtype)
+        dw = cast(recipe.estimator(dw, cast(weight, dtype), kept.get("w_scale", dw)), weight.dtype)
     return dx, dw
 
 
@@ -164,7 +164,7 @@ def _weight_grad(dy, shared, kept, recipe, draws, dtype):  # type: ignore[no-unt
         b = kept["x"].t().contiguous()
     else:
         b = Quantized(kept["x_codes"], kept["x_scale"])
-        b = b.t() if recipe.wgrad.b is Reuse.FPROP_CODES else b.dequantize().to(dtype).t().contiguous()
+        b = b.t() if recipe.wgrad.b is Reuse.FPROP_CODES else cast(b.dequantize(), dtype).t().contiguous()
     dw = _grad_gemm(recipe.wgrad, Gemms.WGRAD, a, b, draws, torch.float32)
     if "residual" in kept:
         k = kept["x_codes"].shape[1]

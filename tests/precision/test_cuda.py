@@ -129,7 +129,7 @@ def test_paths_on_hopper():
 
 
 def passes(recipe: str, device: str, compiled: bool = False) -> list[torch.Tensor]:
-    layer, draws = Linear(256, 384), Draws(7, 1, device)
+    layer, draws = Linear(256, 384, bias=False), Draws(7, 1, device)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(384, 256, generator=torch.Generator().manual_seed(4)) / 16)
     layer = layer.to(device)
