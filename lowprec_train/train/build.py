@@ -110,6 +110,7 @@ def trainer(
     )
     rates = throughput(model, linears, device, tokens_per_step=run.tokens_per_step, seq_len=seq_len)
     if compiled:
+        torch.compiler.reset()  # a sweep's earlier jobs leave graphs of the same code, and torch keeps only a few
         model.compile_blocks()
     return Trainer(
         model=model,
