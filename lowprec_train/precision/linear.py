@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec_train.numerics.draws import Gemms, Purpose, SiteDraws
+from lowprec_train.numerics.draws import Draws, Gemms, Purpose, SiteDraws
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.gemm import accumulate, cast, multiply
@@ -26,17 +26,30 @@ Kept = dict[str, Tensor]
 class Linear(nn.Linear):
     """y = x W^T + b with master weights in the parameter's dtype and GEMMs in x's dtype or in the recipe's.
 
-    recipe: a LinearRecipe; the default is bit-equal to F.linear in x's dtype. draws: this layer's view of the run's
-    seeds, needed by stochastic recipes. x [..., in] -> [..., out].
+    recipe: a LinearRecipe; the default is bit-equal to F.linear in x's dtype. x [..., in] -> [..., out].
+    draws: this layer's view of a run's seeds, from `precision.policy.attach_draws`. A layer outside of a run draws as a
+    run of seed 0 does at its step 0, the same bits at every call.
     """
 
-    recipe: LinearRecipe
     draws: SiteDraws | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.recipe = LinearRecipe()
         self.draws = None
+        self.recipe = LinearRecipe()
+
+    @property
+    def recipe(self) -> LinearRecipe:
+        """The precision of the three GEMMs; may be set at any time."""
+        return self._recipe
+
+    @recipe.setter
+    def recipe(self, recipe: LinearRecipe) -> None:
+        self._recipe = recipe
+        if recipe.draws and self.draws is None and not self.weight.is_meta:
+            draws = Draws(0, 1, self.weight.device)
+            draws.begin(0, 0)
+            self.draws = draws.site(0)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.to(x.dtype)

@@ -119,6 +119,13 @@ class LinearRecipe:
         return self.fprop.is_identity and self.dgrad.is_identity and self.wgrad.is_identity
 
     @property
+    def draws(self) -> bool:
+        """True when a GEMM rounds stochastically or rotates by random signs."""
+        operands = [q for gemm in self.gemms().values() for q in (gemm.a, gemm.b)]
+        rounds = any(isinstance(q, Quantizer) and q.stochastic for q in operands)
+        return rounds or any(gemm.rotation is not None for gemm in self.gemms().values())
+
+    @property
     def keeps_codes(self) -> bool:
         """True when wgrad's X comes from fprop's codes."""
         return self.wgrad.b is Reuse.FPROP_CODES or self.keep is Keep.CODES

@@ -111,8 +111,9 @@ def test_draws_are_numbered_in_the_order_of_the_model():
 def test_a_stochastic_recipe_without_draws_says_so():
     layer = Linear(64, 64)
     layer.recipe = mxfp4.recipe()
+    layer.draws = None
     x = torch.randn(64, 64, requires_grad=True)
-    with pytest.raises((ValueError, AssertionError), match="draws|seed"):
+    with pytest.raises(ValueError, match="attach_draws"):
         layer(x).sum().backward()
 
 
@@ -120,3 +121,22 @@ def test_a_shadowed_pattern_is_refused():
     model = torch.nn.ModuleDict({"head": Linear(8, 8)})
     with pytest.raises(ValueError, match=r"'head' comes after patterns that match first"):
         apply_policy(model, {"*": LinearRecipe(), "head": LinearRecipe()})
+
+
+def test_a_layer_outside_of_a_run_draws_as_seed_0_step_0():
+    x, dy = torch.randn(64, 64), torch.randn(64, 128)
+    layer, attached = Linear(64, 128, bias=False), Linear(64, 128, bias=False)
+    attached.load_state_dict(layer.state_dict())
+    draws = Draws(0, 1)
+    draws.begin(0, 0)
+    for each in (layer, attached):
+        each.recipe = mxfp4.recipe()
+    attached.draws = draws.site(0)
+    for each in (layer, attached, layer):
+        each.weight.grad = None
+        each(x).backward(dy)
+    assert torch.equal(layer.weight.grad, attached.weight.grad)
+    with torch.device("meta"):
+        on_meta = Linear(64, 128)
+    on_meta.recipe = mxfp4.recipe()
+    assert on_meta.draws is None
