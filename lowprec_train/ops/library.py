@@ -54,7 +54,14 @@ def _quantize(x, format, tile, scale_rule, headroom, span, seed, origin):  # typ
     return torch.cat(codes), torch.cat(scales)
 
 
-EAGER: dict[str, Callable] = {name: getattr(reference, name) for name in SCHEMAS} | {"quantize": _quantize}
+def _hadamard(x, seed, block):  # type: ignore[no-untyped-def]
+    if x.device.type != "cpu":
+        return reference.hadamard(x, seed, block)
+    return torch.cat([reference.hadamard(part, seed, block) for part in x.split(max(1, CHUNK // x.shape[1]))])
+
+
+EAGER: dict[str, Callable] = {name: getattr(reference, name) for name in SCHEMAS}
+EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 
 
 def _register(name: str, schema: str) -> None:

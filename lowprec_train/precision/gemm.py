@@ -19,10 +19,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
-from lowprec_train.ops.reference import FOLD_SPAN
+from lowprec_train.ops.reference import FOLD_SPAN, FP8, to_float
 from lowprec_train.precision.recipe import LinearRecipe, Reuse
-
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class Path(Enum):
@@ -121,7 +119,7 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
     """a[m, k] @ b[n, k]^T in FP32 [m, n], of values that BF16 holds."""
     if a.device.type == "cuda":
         return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
-    return a.float() @ b.float().t()
+    return to_float(a) @ to_float(b).t()
 
 
 def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
