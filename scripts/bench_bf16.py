@@ -5,7 +5,7 @@
     plain       a LLaMA of the same shape written with nothing but torch.nn, autocast, compiled blocks and loss
 
 All three have FP32 parameters, BF16 GEMMs, torch's fused AdamW and the same batches. Prints medians and ratios, and
-writes them as JSON:
+writes them as JSON and Markdown:
 
     python scripts/bench_bf16.py --model llama_130m --batch 16 --seq-len 2048 --out bench_bf16.json
 """
@@ -153,6 +153,16 @@ def interleaved(steps: dict[str, Callable[[], Tensor]], rounds: int, warm_up: in
     return times
 
 
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    rows = [f"| {name} | {ms:.2f} |" for name, ms in result["median_ms"].items()]
+    ratios = ", ".join(f"{ratio:.4f} of {name}" for name, ratio in result["ours_over"].items())
+    head = (
+        f"{result['model']}, {result['tokens_per_step']:,} tokens a step, {result['device']}, torch {result['torch']}"
+    )
+    return "\n".join([head, "", "| BF16 step | median ms |", "|---|---|", *rows, "", f"ours takes {ratios}.", ""])
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,6 +195,7 @@ def main() -> None:
     }
     print(json.dumps(result, indent=1))
     options.out.write_text(json.dumps(result, indent=1) + "\n")
+    options.out.with_suffix(".md").write_text(table(result))
 
 
 if __name__ == "__main__":
