@@ -238,14 +238,15 @@ def hadamard(x, seed, block):  # type: ignore[no-untyped-def]
 
     Butterflies in a fixed order, stride 1 first; without a seed the signs are all +1.
     """
-    h = x.float().unflatten(1, (-1, block))
-    if seed is not None:
-        h = h * (1.0 - 2.0 * (random_bits(seed, None, 1, block) & 1).float())
-    stride = 1
+    signs = 1.0 if seed is None else 1.0 - 2.0 * (random_bits(seed, None, 1, block) & 1).float()
+    h = x.float().unflatten(1, (-1, block)) * signs
+    out, stride = torch.empty_like(h), 1
     while stride < block:
         a, b = h.unflatten(2, (-1, 2, stride)).unbind(3)
-        h = torch.stack((a + b, a - b), dim=3).flatten(2)
-        stride *= 2
+        total, difference = out.unflatten(2, (-1, 2, stride)).unbind(3)
+        torch.add(a, b, out=total)
+        torch.sub(a, b, out=difference)
+        h, out, stride = out, h, 2 * stride
     return (h * block**-0.5).flatten(1)
 
 
