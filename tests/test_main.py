@@ -114,7 +114,7 @@ def test_another_configuration_under_the_same_name(launch):
     launch("name=a")
     status, _, err = launch("name=a", "optim.lr=0.5", "seed=7", "keep=5")
     assert status == 1
-    assert "optim.lr: saved 0.003, now 0.5" in err and "seed: saved 1234, now 7" in err and "keep" not in err
+    assert "optim.lr: saved 0.001, now 0.5" in err and "seed: saved 1234, now 7" in err and "keep" not in err
     assert "resume=never" in err and "Traceback" not in err
     status, _, _ = launch("name=a", "optim.lr=0.5", "resume=never")
     assert status == 0 and Path("runs/a.1/DONE").exists() and Path("runs/a/DONE").exists()
