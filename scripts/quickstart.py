@@ -19,7 +19,7 @@ from types import FrameType
 from lowprec_train.tools import cli
 
 RECIPES = ("bf16", "fp8", "fp4", "mxfp4")
-STEPS = 90
+STEPS = 70
 
 
 def main() -> int:
