@@ -128,14 +128,17 @@ class Quantizer:
         self._check_call(x, seed)
         if self.scale is ScaleRule.NVFP4:
             codes, scale, block, tensor = torch.ops.lowprec.quantize_nvfp4(x, self.tile, self.range_share, seed, origin)
-            return Quantized(codes, scale, {"block": block, "tensor": tensor})
+            return self.wrap(codes, scale, {"block": block, "tensor": tensor})
         rule = self.scale.value
         codes, scale = torch.ops.lowprec.quantize(
             x, self.format.name, self.tile, rule, self.range_share, self.span, seed, origin
         )
-        return Quantized(
-            codes, scale, gain=1 / self.range_share if self.scale is ScaleRule.E8M0_FLOOR else 1.0, span=self.span
-        )
+        return self.wrap(codes, scale)
+
+    def wrap(self, codes: Tensor, scale: Tensor, parts: dict[str, Tensor] | None = None) -> Quantized:
+        """Tensors that this quantiser made, as the Quantized that it made of them."""
+        gain = 1 / self.range_share if self.scale is ScaleRule.E8M0_FLOOR else 1.0
+        return Quantized(codes, scale, parts or {}, gain, self.span)
 
     def _check_call(self, x: Tensor, seed: Tensor | None) -> None:
         if x.ndim != 2:

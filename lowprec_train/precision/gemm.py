@@ -3,7 +3,8 @@
     bf16         neither operand is quantised
     fp8_tensor   FP8 tensor cores, one scale an operand (E2M1 rides as E4M3)
     fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue
-    fp8_folded   MXFP4: block exponents folded into E5M2 / E4M3 carriers (docs/numerics.md), then as fp8_row
+    fp8_folded   power-of-two blocks of E2M1 folded into E5M2 / E4M3 carriers (docs/numerics.md), then as fp8_row
+    int8         integer tensor cores (FP64 on the CPU): sums are exact, scales in the epilogue
     dequantize   BF16 tensor cores (CUDA) or FP32 (CPU) on the exact values, scales outside the product where possible
 
 Nothing falls back silently: `execution` tells the path of every GEMM of a layer before the first step, by the same rule
@@ -30,6 +31,7 @@ class Path(Enum):
     FP8_TENSOR = "fp8_tensor"
     FP8_ROW = "fp8_row"
     FP8_FOLDED = "fp8_folded"
+    INT8 = "int8"
     DEQUANTIZE = "dequantize"
 
 
@@ -50,9 +52,13 @@ def has_fp8(device: torch.device) -> bool:
 
 
 def choose(a: Operand, b: Operand, n: int, k: int, fp8: bool) -> Path:
-    """The path of a[m, k] @ b[n, k]^T. cuBLASLt refuses E5M2 x E5M2 and dimensions that are no multiples of 16."""
+    """The path of a[m, k] @ b[n, k]^T. cuBLASLt refuses E5M2 x E5M2, FP8 dimensions that are no multiples of 16 and
+    INT8 ones that are none of 8.
+    """
     if a.dtype is None and b.dtype is None:
         return Path.BF16
+    if a.dtype is b.dtype is torch.int8 and "block" not in (a.granularity, b.granularity) and n % 8 == k % 8 == 0:
+        return Path.INT8
     if not fp8 or a.dtype not in FP8 or b.dtype not in FP8 or n % 16 or k % 16:
         return Path.DEQUANTIZE
     if _carrier(a) == _carrier(b) == "E5M2" or None in (_carrier(a), _carrier(b)):
@@ -153,24 +159,32 @@ def execution(recipe: LinearRecipe, in_features: int, out_features: int, device:
     sizes = {"fprop": (out_features, in_features), "dgrad": (in_features, out_features), "wgrad": (in_features, 16)}
     paths = {}
     for name, gemm in recipe.gemms().items():
-        b = _reused(codes[name]) if isinstance(gemm.b, Reuse) else _planned(gemm.b)
-        paths[name] = choose(_planned(gemm.a), b, *sizes[name], fp8).value
+        n, k = sizes[name]
+        if gemm.codes_only:
+            paths[name] = Path.BF16.value
+            continue
+        b = _reused(codes[name], in_features) if isinstance(gemm.b, Reuse) else _planned(gemm.b, k)
+        paths[name] = choose(_planned(gemm.a, k), b, n, k, fp8).value
     return paths
 
 
-def _planned(quantizer: Quantizer | None) -> Operand:
+def _planned(quantizer: Quantizer | None, k: int) -> Operand:
+    """The operand that a quantiser will make of a matrix with k columns."""
     if quantizer is None:
         return Operand(None)
     rows, columns = quantizer.tile
-    granularity = "block" if columns != -1 or rows not in (1, -1) else "row" if rows == 1 else "tensor"
+    whole = columns in (-1, k)
+    granularity = "row" if whole and rows == 1 else "tensor" if whole and rows == -1 else "block"
     return Operand(quantizer.format.carrier, granularity, quantizer.span)
 
 
-def _reused(quantizer: Quantizer | Reuse | None) -> Operand:
-    """Codes of fprop in a backward GEMM: a row scale lies along k there and is folded into the other operand."""
+def _reused(quantizer: Quantizer | Reuse | None, k: int) -> Operand:
+    """Codes of fprop in a backward GEMM: a row scale lies along k there and is folded into the other operand, blocks
+    change their direction.
+    """
     assert isinstance(quantizer, Quantizer)
-    planned = _planned(quantizer)
-    return planned if planned.granularity == "block" else Operand(planned.dtype)
+    planned = _planned(quantizer, k)
+    return Operand(planned.dtype, "block" if planned.granularity == "block" else "tensor")
 
 
 def peak_kind(path: str) -> str:

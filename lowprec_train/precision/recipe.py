@@ -31,10 +31,13 @@ class Reuse(Enum):
 
 
 class Keep(Enum):
-    """What a Linear keeps of its input for wgrad: the BF16 tensor, or fprop's codes and scale."""
+    """What a Linear keeps of its input for wgrad: the BF16 tensor, fprop's codes, or wgrad's own operand, rotated and
+    rounded in the forward pass. E2M1 codes are packed, two a byte.
+    """
 
     INPUT = "input"
     CODES = "codes"
+    OPERAND = "operand"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class Gemm:
 
     split_accumulation: FP8 partial sums are promoted to FP32 as they go (slower, exact for FP4 codes) instead of at the
     end.
+    codes_only: of fprop; the product takes its operands as they are, and codes are made only where the backward pass
+    takes them (a forward pass in BF16 before an unchanged backward pass, arXiv 2509.25149, appendix D).
     """
 
     a: Quantizer | None = None
@@ -50,6 +55,7 @@ class Gemm:
     rotation: RandomHadamard | None = None
     outliers: OutlierClamp | None = None
     split_accumulation: bool = False
+    codes_only: bool = False
 
     def __post_init__(self) -> None:
         if self.rotation is not None and (self.a is None or not isinstance(self.b, Quantizer)):
@@ -81,7 +87,8 @@ class Gemm:
             self.rotation.check(k)
 
     def __str__(self) -> str:
-        parts = [f"{self.a or 'BF16'} x {self.b or 'BF16'}"]
+        codes = f"{self.a or 'BF16'} x {self.b or 'BF16'}"
+        parts = [f"BF16 x BF16 (codes for backward: {codes})" if self.codes_only else codes]
         parts += [f"RHT {self.rotation.block}"] if self.rotation else []
         parts += [f"OCC {self.outliers.quantile} {self.outliers.variant}"] if self.outliers else []
         return ", ".join(parts)
@@ -106,6 +113,10 @@ class LinearRecipe:
             raise ValueError("fprop has no codes to reuse or to keep")
         if self.fprop.rotation is not None and Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b):
             raise ValueError("fprop's codes are rotated along its own k, so a backward GEMM cannot reuse them")
+        if self.keep is Keep.OPERAND and (not isinstance(self.wgrad.b, Quantizer) or self.wgrad.a is None):
+            raise ValueError(f"keep=operand needs a quantiser on both operands of wgrad, not {self.wgrad}")
+        if self.dgrad.codes_only or self.wgrad.codes_only:
+            raise ValueError("codes_only is for fprop: no GEMM takes the codes of a backward one")
         if self.dgrad.outliers is not None or self.wgrad.outliers is not None:
             raise ValueError("outlier clamping is for fprop's activations")
         if isinstance(self.estimator, DifferentiableEstimator) and (
