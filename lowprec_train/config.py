@@ -79,16 +79,35 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class PhaseConfig:
+    """A later part of the run under a policy of its own.
+
+    at: fraction of the run's steps after which it begins, in (0, 1).
+    forward_only: only the forward GEMMs change; backward GEMMs and kept activations stay.
+    policy, keep: as in `precision`.
+    """
+
+    at: float = MISSING
+    forward_only: bool = False
+    policy: dict[str, Any] = field(default_factory=dict)
+    keep: dict[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
 class PrecisionConfig:
     """Which linear layer computes how.
 
     policy: pattern over module names -> `_target_` of a recipe and its options; first match wins.
-    override: changes to every recipe of the policy that quantises, e.g. `{dgrad: {a: {format: E4M3}}}`.
+    keep: `_target_` of what the norms and activations of blocks keep for the backward pass; null: their inputs.
+    schedule: later phases of the run, by name.
+    override: changes to every recipe of the policies that quantises, e.g. `{dgrad: {a: {format: E4M3}}}`.
     deviations: parts of the published scheme that are not built yet.
     """
 
     name: str = MISSING
     policy: dict[str, Any] = field(default_factory=dict)
+    keep: dict[str, Any] | None = None
+    schedule: dict[str, PhaseConfig] = field(default_factory=dict)
     override: dict[str, Any] = field(default_factory=dict)
     deviations: list[str] = field(default_factory=list)
 

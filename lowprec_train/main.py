@@ -86,17 +86,18 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
             return
         facts = {"name": name, "hash": rundir.digest(plain)}
         facts |= build.facts(options, choice, layout.model, device, compiled=compiled)
-        linears = describe.effective(layout.model, layout.recipes, device)
-        announce(plain, linears, facts, choice)
+        linears = [describe.effective(layout.model, phase.recipes, device) for phase in layout.phases]
+        facts["schedule"] = describe.later(layout.phases, linears)
+        announce(plain, linears[0], facts, choice)
 
         corpus = build.corpus(options)
         checks.corpus(name, directory.read("run.json").get("corpus_hash"), corpus.hash)
-        trainer = build.trainer(options, layout.model, linears, corpus, device, compiled=compiled)
+        trainer = build.trainer(options, layout, linears, corpus, device, compiled=compiled)
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:
             step = checkpointer.load(trainer.checkpoint_parts()) or 0
             log.info("resuming after step %d of %d", step, options.steps)
-        directory.begin(config=plain, recipe=linears, facts=facts | build.text_facts(corpus))
+        directory.begin(config=plain, recipe=linears[0], facts=facts | build.text_facts(corpus))
         with build.sinks(options, trainer, directory.path, plain) as sinks:
             outcome = trainer.fit(sinks=sinks, checkpointer=checkpointer, should_stop=stop)
         directory.end(outcome, step=trainer.steps_done, signal=stop.signal_name)
@@ -120,6 +121,8 @@ def announce(plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, An
         log.warning("warning: %s", choice.undone)
     log.info("%s", OmegaConf.to_yaml(OmegaConf.create(plain)))
     log.info("linear layers, and the path that each GEMM takes:\n%s", describe.summary(linears))
+    for phase in facts["schedule"]:
+        log.info("from step %d on:\n%s", phase["first_step"], describe.summary(phase["linears"]))
     kernels = ", ".join(f"{op}: {kernel}" for op, kernel in facts["kernels"].items())
     log.info("kernels: %s", kernels)
 

@@ -49,9 +49,9 @@ def test_every_recipe_fits_every_model(recipe, model):
     run.model.layers = min(run.model.layers, 2)
     laid_out = build.layout(run)
     per_block = 4
-    assert len(laid_out.recipes) == run.model.layers * per_block + 1
-    assert laid_out.recipes["head"].is_identity
-    assert laid_out.recipes["blocks.1.mlp.down"].is_identity == (recipe == "bf16")
+    assert len(laid_out.phases[0].recipes) == run.model.layers * per_block + 1
+    assert laid_out.phases[0].recipes["head"].is_identity
+    assert laid_out.phases[0].recipes["blocks.1.mlp.down"].is_identity == (recipe == "bf16")
 
 
 @pytest.mark.parametrize("schedule", config.choices("optim/schedule"))
@@ -71,7 +71,7 @@ def test_every_logger_composes(logger):
 def test_every_experiment_composes(experiment):
     run = composed(f"+experiment={experiment}", "+recipe=fp4")
     checks.configuration(run)
-    assert len(build.layout(run).recipes) == 4 * run.model.layers + 1
+    assert len(build.layout(run).phases[0].recipes) == 4 * run.model.layers + 1
 
 
 def test_the_default_is_bf16_and_the_command_line_wins():

@@ -5,9 +5,9 @@ Below this file nothing sees a configuration: parts take plain values. What a `_
 checked there, and only then given memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,16 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from lowprec_train.config import PrecisionConfig, RunConfig
+from lowprec_train.config import PhaseConfig, RunConfig
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.adamw import AdamW, parameter_groups
 from lowprec_train.precision import gemm, policy
+from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
+from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
 from lowprec_train.train import checks, metrics
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
@@ -48,24 +50,20 @@ def construct(node: Mapping[str, Any], **extra: Any) -> Any:
         raise ValueError(f"{node['_target_']}: {error}") from error
 
 
-def recipes(precision: PrecisionConfig) -> dict[str, LinearRecipe]:
-    """Pattern -> recipe, with `precision.override` applied to those that quantise."""
-    built: dict[str, LinearRecipe] = {pattern: construct(node) for pattern, node in precision.policy.items()}
-    if not precision.override:
+def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[str, LinearRecipe]:
+    """Pattern -> recipe of a policy's nodes, with the override applied to those that quantise."""
+    built: dict[str, LinearRecipe] = {pattern: construct(node) for pattern, node in nodes.items()}
+    if not override_tree:
         return built
-    if all(recipe.is_identity for recipe in built.values()):
-        raise ValueError(
-            f"precision.override={precision.override} changes nothing: precision={precision.name} quantises nothing"
-        )
-    return {p: r if r.is_identity else override(r, precision.override) for p, r in built.items()}
+    return {p: r if r.is_identity else override(r, override_tree) for p, r in built.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A model without memory, and what each of its linears will compute."""
+    """A model without memory, and what it will compute from which step on."""
 
     model: Transformer
-    recipes: dict[str, LinearRecipe]
+    phases: tuple[Phase, ...]
 
 
 def layout(run: RunConfig) -> Layout:
@@ -73,9 +71,43 @@ def layout(run: RunConfig) -> Layout:
     arguments = {key: value for key, value in asdict(run.model).items() if key != "name"}
     with torch.device("meta"):
         model = Transformer(**arguments)
-    effective = policy.apply_policy(model, recipes(run.precision))
-    checks.linears(model, effective, tokens=run.micro_batch * run.data["seq_len"])
-    return Layout(model=model, recipes=effective)
+    made = phases(run, model)
+    for phase in made:
+        checks.linears(model, phase.recipes, tokens=run.micro_batch * run.data["seq_len"])
+        checks.kept(model, phase.keep)
+    return Layout(model=model, phases=made)
+
+
+def phases(run: RunConfig, model: Transformer) -> tuple[Phase, ...]:
+    """The run's first phase and those of its schedule."""
+    precision = run.precision
+    table = policy.resolve(model, recipes(precision.policy, precision.override))
+    if precision.override and all(recipe.is_identity for recipe in table.values()):
+        raise ValueError(
+            f"precision.override={precision.override} changes nothing: precision={precision.name} quantises nothing"
+        )
+    made = [Phase(first_step=0, recipes=table, keep=kept(precision.keep))]
+    for name, later in sorted(precision.schedule.items(), key=lambda item: item[1].at):
+        try:
+            made.append(_later(run, model, made[-1], later))
+        except ValueError as error:
+            raise ValueError(f"precision.schedule.{name}: {error}") from None
+    return tuple(made)
+
+
+def _later(run: RunConfig, model: Transformer, before: Phase, later: PhaseConfig) -> Phase:
+    table = policy.resolve(model, recipes(later.policy, run.precision.override))
+    keep = kept(later.keep)
+    if later.forward_only:
+        table = {name: forward_only(before.recipes[name], target) for name, target in table.items()}
+        keep = before.keep
+    return Phase(first_step=first_step(later.at, run.steps), recipes=table, keep=keep)
+
+
+def kept(node: Mapping[str, Any] | None) -> BlockKeep:
+    """What norms and activations keep; the default keeps their inputs."""
+    built: BlockKeep = BlockKeep() if node is None else construct(node)
+    return built
 
 
 def weights(model: Transformer, device: torch.device, seed: int) -> Draws:
@@ -97,10 +129,10 @@ def corpus(run: RunConfig) -> Corpus:
 
 
 def trainer(
-    run: RunConfig, model: Transformer, linears: Linears, text: Corpus, device: torch.device, *, compiled: bool
+    run: RunConfig, laid_out: Layout, linears: Sequence[Linears], text: Corpus, device: torch.device, *, compiled: bool
 ) -> Trainer:
-    """The trainer of a run at its first step. `linears`: from `describe.effective`."""
-    seq_len = run.data["seq_len"]
+    """The trainer of a run at its first step. `linears`: from `describe.effective`, for each phase."""
+    seq_len, model = run.data["seq_len"], laid_out.model
     draws = weights(model, device, run.seed)
     optimizer = AdamW(
         parameter_groups(model, run.optim.weight_decay),
@@ -108,7 +140,10 @@ def trainer(
         betas=(run.optim.beta1, run.optim.beta2),
         eps=run.optim.eps,
     )
-    rates = throughput(model, linears, device, tokens_per_step=run.tokens_per_step, seq_len=seq_len)
+    rates = [throughput(model, each, device, tokens_per_step=run.tokens_per_step, seq_len=seq_len) for each in linears]
+    later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))
+    precision = PrecisionSchedule(laid_out.phases)
+    precision.begin(model, 0)
     if compiled:
         torch.compiler.reset()  # a sweep's earlier jobs leave graphs of the same code, and torch keeps only a few
         model.compile_blocks()
@@ -120,7 +155,8 @@ def trainer(
         draws=draws,
         device=device,
         seq_len=seq_len,
-        throughput=rates,
+        throughput=replace(rates[0], later=later),
+        precision=precision,
         **{key: getattr(run, key) for key in TRAINER_KEYS},
     )
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from lowprec_train.config import Compile, ModelConfig, RunConfig
 from lowprec_train.precision import recipe as recipes
+from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
 
 OPTIONAL_PACKAGES = ("tensorboard", "wandb")
@@ -113,6 +114,11 @@ def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int
         recipes.check(
             recipe, name=name, in_features=linear.in_features, out_features=linear.out_features, tokens=tokens
         )
+
+
+def kept(model: nn.Module, keep: BlockKeep) -> None:
+    """The groups in which norms and activations keep their inputs divide the model's sizes."""
+    keep.check(model)
 
 
 def vocabulary(model: ModelConfig, tokenizer: int) -> None:

@@ -19,6 +19,7 @@ import lowprec_train
 from lowprec_train.config import PrecisionConfig
 from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.schedule import Phase
 from lowprec_train.train.rundir import flatten
 
 Linears = dict[str, dict[str, Any]]  # module name -> shape, gemms, execution, recipe, ...
@@ -95,6 +96,12 @@ def effective(model: nn.Module, recipes: Mapping[str, LinearRecipe], device: tor
             "recipe": plain(recipe),
         }
     return table
+
+
+def later(phases: Sequence[Phase], linears: Sequence[Linears]) -> list[dict[str, Any]]:
+    """The phases after the first, each with its first step and its linears as from `effective`."""
+    pairs = zip(phases[1:], linears[1:], strict=True)
+    return [{"first_step": phase.first_step, "linears": table} for phase, table in pairs]
 
 
 def summary(table: Mapping[str, Mapping[str, Any]]) -> str:

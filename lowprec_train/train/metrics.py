@@ -92,12 +92,18 @@ class Throughput:
         flops_per_token: as from `flops_per_token`; empty: no FLOP metrics.
         peaks: FLOP/s per kind as from `peak_flops`.
         gpus: devices that share a step.
+        later: (0-based first step, rates from there on) of phases in which GEMMs compute in other precisions.
     """
 
     tokens_per_step: int
     flops_per_token: Mapping[str, float] = field(default_factory=dict)
     peaks: Mapping[str, float] = field(default_factory=dict)
     gpus: int = 1
+    later: tuple[tuple[int, Throughput], ...] = ()
+
+    def of_step(self, step: int) -> Throughput:
+        """The rates of a 0-based step."""
+        return [self, *(rates for first, rates in self.later if first <= step)][-1]
 
     def __call__(self, seconds: float) -> dict[str, float]:
         """Metrics of a step that took `seconds`."""

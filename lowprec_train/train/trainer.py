@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.optim.adamw import AdamW
 from lowprec_train.optim.schedule import Schedule
+from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
 from lowprec_train.train.feed import Dataset, Feed, load_step
 from lowprec_train.train.metrics import Instant, Late, Throughput, memory
@@ -84,6 +85,7 @@ class Trainer:
         seed: the run's seed; a checkpoint of another one is refused.
         log_interval: steps between logged lines; evaluations and the last step are always logged.
         throughput: turns the time of a step into rates; tokens per second alone if left out.
+        precision: gives the model the recipes of each step; None: it keeps those it has.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -109,6 +111,7 @@ class Trainer:
         seed: int,
         log_interval: int = 1,
         throughput: Throughput | None = None,
+        precision: PrecisionSchedule | None = None,
     ) -> None:
         _check(
             tokens_per_step=tokens_per_step,
@@ -126,6 +129,7 @@ class Trainer:
         self.clip_norm, self.max_skipped, self.seed = clip_norm, max_skipped, seed
         self.eval_interval, self.eval_batches, self.log_interval = eval_interval, eval_batches, log_interval
         self.throughput = throughput or Throughput(tokens_per_step=tokens_per_step)
+        self.precision = precision
         self.steps_done = 0
         self.remembered: dict[str, str] = {}
         self._loss = cast("Callable[..., Tensor]", model.loss)
@@ -177,6 +181,8 @@ class Trainer:
 
     def step(self) -> dict[str, Tensor | float]:
         """One update. Tensors are 0-dim and on the device; nothing waits for them."""
+        if self.precision is not None:
+            self.precision.begin(self.model, self.steps_done)
         begin = time.perf_counter()
         batch = self._feed.take(self.steps_done)
         data_ms = (time.perf_counter() - begin) * 1e3
@@ -284,7 +290,7 @@ class Trainer:
         """Read a step's numbers, stop a run that has diverged, evaluate where due, and log."""
         metrics, seconds = late.read()
         in_row = int(metrics.pop(_IN_ROW))
-        metrics |= {"time/step_ms": seconds * 1e3, **self.throughput(seconds), **memory(self.device)}
+        metrics |= {"time/step_ms": seconds * 1e3, **self.throughput.of_step(late.step - 1)(seconds), **memory(self.device)}
         newest = late.step == self.steps_done
         evaluated = self.evaluate() if newest and self._evaluation_due() else {}
         if evaluated or late.step % self.log_interval == 0:

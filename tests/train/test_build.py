@@ -45,7 +45,7 @@ def test_construct_refuses_with_a_value_error(node, message):
 def test_layout_needs_no_memory():
     laid_out = build.layout(composed("+recipe=fp4"))
     assert all(parameter.is_meta for parameter in laid_out.model.parameters())
-    assert len(laid_out.recipes) == 13
+    assert len(laid_out.phases[0].recipes) == 13
 
 
 def test_weights_depend_on_the_seed_alone():
@@ -60,11 +60,10 @@ def test_weights_depend_on_the_seed_alone():
 
 
 def test_overrides_reach_what_quantises():
-    precision = composed("+recipe=fp4", "precision.override.fprop.outliers=null").precision
-    recipes = build.recipes(precision)
-    assert recipes["blocks.*"].fprop.outliers is None and recipes["head"].is_identity
+    (phase,) = build.layout(composed("+recipe=fp4", "precision.override.fprop.outliers=null")).phases
+    assert phase.recipes["blocks.0.mlp.down"].fprop.outliers is None and phase.recipes["head"].is_identity
     with pytest.raises(ValueError, match="precision=bf16 quantises nothing"):
-        build.recipes(composed("precision.override.dgrad.a.format=E4M3").precision)
+        build.layout(composed("precision.override.dgrad.a.format=E4M3"))
 
 
 def test_the_policy_must_cover_the_model():
@@ -76,7 +75,7 @@ def test_the_policy_must_cover_the_model():
 
 def test_the_table_and_its_summary():
     laid_out = build.layout(composed("+recipe=fp4"))
-    table = describe.effective(laid_out.model, laid_out.recipes, CPU)
+    table = describe.effective(laid_out.model, laid_out.phases[0].recipes, CPU)
     assert table["blocks.2.mlp.gate_up"]["shape"] == [128, 64]
     assert table["blocks.2.mlp.gate_up"]["execution"] == dict.fromkeys(("fprop", "dgrad", "wgrad"), "dequantize")
     assert table["blocks.0.attention.qkv"]["recipe"]["estimator"] == {
@@ -93,7 +92,7 @@ def test_the_table_and_its_summary():
 
 def test_rates_count_every_gemm():
     laid_out = build.layout(composed("+recipe=fp8"))
-    linears = describe.effective(laid_out.model, laid_out.recipes, CPU)
+    linears = describe.effective(laid_out.model, laid_out.phases[0].recipes, CPU)
     rates = build.throughput(laid_out.model, linears, CPU, tokens_per_step=1024, seq_len=256)
     weights = sum(torch.Size(row["shape"]).numel() for row in linears.values())
     attention = 3 * 3 * 2 * (2 * 64) * 128

@@ -1,0 +1,70 @@
+"""Precision over time: a run is a list of phases, each of which gives every linear its recipe from a step on.
+
+The target-precision schedule of arXiv 2502.11458 ends a run in BF16; arXiv 2509.25149 (appendix D) finds that the
+forward pass alone recovers most of the gap. A switch changes what GEMMs compute and nothing else: master weights,
+optimizer state and draws stay as they are, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch.nn as nn
+
+from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
+from lowprec_train.precision.estimators import StraightThrough
+from lowprec_train.precision.policy import assign
+from lowprec_train.precision.recipe import Keep, LinearRecipe, Reuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """From a 0-based step on: the recipe of every linear, by name, and what norms and activations keep."""
+
+    first_step: int
+    recipes: Mapping[str, LinearRecipe]
+    keep: BlockKeep = field(default_factory=BlockKeep)
+
+
+class PrecisionSchedule:
+    """Sets a model to the phase of a step. phases: by ascending first step, the first at 0; ValueError otherwise."""
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        starts = [phase.first_step for phase in phases]
+        if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
+            raise ValueError(f"phases begin at step 0 and at ascending steps after it, not at {starts}")
+        self.phases = tuple(phases)
+        self._current: Phase | None = None
+
+    def begin(self, model: nn.Module, step: int) -> None:
+        """Give the model the phase of `step`; nothing happens within a phase."""
+        phase = [each for each in self.phases if each.first_step <= step][-1]
+        if phase is not self._current:
+            assign(model, phase.recipes)
+            apply_block_keep(model, phase.keep)
+            self._current = phase
+
+
+def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
+    """`before` with its forward GEMM replaced by the target's; the backward GEMMs stay.
+
+    Where the target's forward pass is BF16, codes that the backward pass takes are still made, and the weight's
+    gradient passes straight through. ValueError where the backward pass cannot take the target's codes.
+    """
+    if not target.fprop.is_identity:
+        keep = before.keep if before.keep is not Keep.CODES else target.keep
+        return replace(before, fprop=target.fprop, estimator=target.estimator, keep=keep)
+    if before.keep is not Keep.CODES and Reuse.FPROP_CODES not in (before.dgrad.b, before.wgrad.b):
+        return replace(before, fprop=target.fprop, estimator=StraightThrough())
+    return replace(before, fprop=replace(before.fprop, codes_only=True), estimator=StraightThrough())
+
+
+def first_step(at: float, steps: int) -> int:
+    """The 0-based step that a fraction of a run falls on. ValueError outside of (0, 1), and for a phase without steps."""
+    if not 0 < at < 1:
+        raise ValueError(f"a phase begins at a fraction of the run between 0 and 1, not at {at}")
+    step = round(at * steps)
+    if not 0 < step < steps:
+        raise ValueError(f"a phase at {at} of a run of {steps} steps would have no steps, or no steps before it")
+    return step

@@ -1,0 +1,33 @@
+"""FP4 feed-forward GEMMs among FP8 ones (arXiv 2502.11458): precision chosen by module, and by time.
+
+    feed-forward   Y  = E2M1(X) E2M1(W)^T in blocks of 1x128 along the reduction
+                   dX = E5M2(dY) E4M3(W),  dW = E5M2(dY)^T E4M3(X)        a scale per tensor
+    attention      fp8 in all three GEMMs: four bits flatten the attention scores
+    at the end     BF16 (the paper's target-precision schedule): the precision bundle's `schedule`
+
+Gradients around 0.02 would underflow E2M1, so the backward pass is FP8, with X and W rounded anew from BF16: its
+operands are not the forward pass's. The paper scales blocks by their maximum in high precision and does not give the
+share of steps in the final stage; here block scales are powers of two (ceil rule, arXiv 2506.08027), which keeps the
+codes exact on FP8 tensor cores, and the last tenth of the steps is BF16.
+"""
+
+from __future__ import annotations
+
+from lowprec_train.numerics.formats import E2M1, E4M3, parse_format
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe
+
+ACTIVATION_SPAN = 28  # E5M2 carriers
+WEIGHT_SPAN = 14  # E4M3 carriers
+
+
+def feed_forward(*, block: int = 128, gradient: str = "E5M2") -> LinearRecipe:
+    """block: length of a block along fprop's reduction. gradient: format of dY."""
+    rule = ScaleRule.E8M0_CEIL
+    x = Quantizer(E2M1, tile=(1, block), scale=rule, span=ACTIVATION_SPAN)
+    w = Quantizer(E2M1, tile=(1, block), scale=rule, span=WEIGHT_SPAN)
+    dy = Quantizer(parse_format(gradient), scale=ScaleRule.POW2)
+    backward = Gemm(a=dy, b=Quantizer(E4M3, scale=ScaleRule.POW2), split_accumulation=True)
+    return LinearRecipe(
+        fprop=Gemm(a=x, b=w, split_accumulation=True), dgrad=backward, wgrad=backward, keep=Keep.OPERAND
+    )

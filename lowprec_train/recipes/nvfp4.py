@@ -1,0 +1,31 @@
+"""NVFP4 pretraining (arXiv 2509.25149): all three GEMMs in E2M1 under two levels of scales.
+
+    Y  = Q(X) Q2(W)^T                 X in 1x16, nearest; W in 16x16, nearest
+    dX = SR(dY) Q2(W)                 dY in 1x16, stochastic; a square block serves W and W^T alike
+    dW = SR(dY^T H) Q(X^T H)^T        a random Hadamard transform of 16 along the tokens, 1x16
+
+A block's scale is E4M3 under one FP32 scale of the tensor. Stochastic rounding takes 17/16 of head-room, without which
+a block scale that was rounded down clips its maximum (IST-DASLab's Quartet II). Signs are drawn for every GEMM; the
+paper keeps one vector for all of training. X^T H is rounded in the forward pass and kept, two codes a byte. The paper
+leaves the last blocks in BF16: the precision bundle's policy.
+"""
+
+from __future__ import annotations
+
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.precision.hadamard import RandomHadamard
+from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse
+
+
+def recipe(*, rotation: int = 16, stochastic: bool = True) -> LinearRecipe:
+    """rotation: Hadamard block of wgrad, 0 for none. stochastic: False rounds dY to nearest."""
+    line = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4)
+    square = Quantizer(E2M1, tile=(16, 16), scale=ScaleRule.NVFP4)
+    dy = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4, stochastic=stochastic)
+    return LinearRecipe(
+        fprop=Gemm(a=line, b=square),
+        dgrad=Gemm(a=dy, b=Reuse.FPROP_CODES),
+        wgrad=Gemm(a=dy, b=line, rotation=RandomHadamard(rotation) if rotation else None),
+        keep=Keep.OPERAND,
+    )
