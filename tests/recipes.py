@@ -1,24 +1,58 @@
-"""Every recipe of this release with the values that tests hold it to, and a small model that carries one."""
+"""Every recipe that ships, built from its configuration as a run builds it, small enough for tests.
+
+`RECIPES` are values of one linear layer; a *system* is what `+recipe=` names: policy by module and by time, kept
+activations, optimizer codecs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from lowprec_train import config
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import Draws
+from lowprec_train.optim.adamw import AdamW
 from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
 from lowprec_train.precision.recipe import LinearRecipe
-from lowprec_train.recipes import bf16, fp4, fp8, mxfp4, mxfp4_fp8
+from lowprec_train.precision.schedule import PrecisionSchedule
+from lowprec_train.recipes import (
+    bf16,
+    fp4,
+    fp4_mixed,
+    fp8,
+    fp8_block,
+    fp8_rowwise,
+    int8_switchback,
+    mxfp4,
+    mxfp4_fp8,
+    nvfp4,
+)
+from lowprec_train.train import build as parts
 
 RECIPES: dict[str, LinearRecipe] = {
     "bf16": bf16.recipe(),
     "fp8": fp8.recipe(),
+    "fp8_rowwise": fp8_rowwise.recipe(),
+    "fp8_block": fp8_block.recipe(),
     "fp4": fp4.recipe(),
     "fp4_residual": fp4.recipe(outliers="residual"),
+    "fp4_unclamped": fp4.recipe(alpha=1.0),
+    "fp4_mixed": fp4_mixed.feed_forward(),
     "mxfp4": mxfp4.recipe(),
     "mxfp4_fp8": mxfp4_fp8.recipe(),
+    "nvfp4": nvfp4.recipe(),
+    "int8_switchback": int8_switchback.recipe(),
 }
+SYSTEMS = config.choices("recipe")
+MODELS = ("llama_tiny", "gpt_tiny")
+
 LLAMA: Mapping[str, Any] = {
     "norm": "rmsnorm",
     "activation": "swiglu",
@@ -40,3 +74,44 @@ def build(
     draws = Draws(seed, count_linears(model))
     attach_draws(model, draws)
     return model, draws
+
+
+@dataclass(frozen=True)
+class System:
+    """The parts of a run that its recipe decides."""
+
+    run: config.RunConfig
+    model: Transformer
+    draws: Draws
+    optimizer: AdamW
+    precision: PrecisionSchedule
+
+
+TINY = ("model.layers=2", "model.vocab_size=64", "model.max_seq_len=64", "data.seq_len=64")
+TINY += ("micro_batch=16", "tokens_per_step=1024", "steps=150")
+
+
+def composed(*overrides: str) -> config.RunConfig:
+    """The run that a command line describes; works inside and outside of another Hydra context."""
+    config.register()
+    if GlobalHydra.instance().is_initialized():
+        return _typed(overrides)
+    with initialize_config_dir(str(config.directory()), version_base="1.3"):
+        return _typed(overrides)
+
+
+def _typed(overrides: tuple[str, ...]) -> config.RunConfig:
+    run = OmegaConf.to_object(compose("train", overrides=list(overrides)))
+    assert isinstance(run, config.RunConfig)
+    return run
+
+
+def system(recipe: str, model: str = "llama_tiny", *overrides: str, seed: int = 0) -> System:
+    """`+recipe=<recipe> model=<model>` at test size, with weights, at its first step, eager."""
+    run = composed(f"+recipe={recipe}", f"model={model}", *TINY, *overrides)
+    laid_out = parts.layout(run)
+    draws = parts.weights(laid_out.model, torch.device("cpu"), seed)
+    optimizer = parts.optimizer(run, laid_out.model)
+    precision = PrecisionSchedule(laid_out.phases)
+    precision.begin(laid_out.model, 0)
+    return System(run, laid_out.model, draws, optimizer, precision)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 from lowprec_train.numerics.draws import Draws, Gemms, Purpose
 from lowprec_train.precision.linear import Linear
-from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears, named_linears
+from lowprec_train.precision.policy import Pattern, apply_policy, attach_draws, count_linears, named_linears
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.recipes import bf16, fp4, fp8, mxfp4
 from tests import oracle
@@ -140,3 +142,39 @@ def test_a_layer_outside_of_a_run_draws_as_seed_0_step_0():
         on_meta = Linear(64, 128)
     on_meta.recipe = mxfp4.recipe()
     assert on_meta.draws is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers", "blocks"),
+    [
+        ("blocks[85%:].*", 4, [3]),
+        ("blocks[85%:].*", 32, [27, 28, 29, 30, 31]),
+        ("blocks[:10%].*", 4, [0]),
+        ("blocks[:1].*", 4, [0]),
+        ("blocks[-2:].*", 4, [2, 3]),
+        ("blocks[1:3].*", 4, [1, 2]),
+        ("blocks[25%:75%].*", 4, [1, 2]),
+        ("blocks[12.5%:].*", 8, [1, 2, 3, 4, 5, 6, 7]),
+    ],
+)
+def test_slices_of_the_depth(pattern, layers, blocks):
+    names = tuple(f"blocks.{i}.mlp.down" for i in range(layers)) + ("head",)
+    assert [i for i in range(layers) if Pattern(pattern, names).matches(f"blocks.{i}.mlp.down")] == blocks
+    assert not Pattern(pattern, names).matches("head")
+
+
+def test_a_slice_goes_on_behind_the_number():
+    names = tuple(f"blocks.{i}.{part}" for i in range(12) for part in ("mlp.down", "attention.out"))
+    seen = [name for name in names if Pattern("blocks[-2:].mlp.*", names).matches(name)]
+    assert seen == ["blocks.10.mlp.down", "blocks.11.mlp.down"]
+
+
+@pytest.mark.parametrize("text", ["blocks[a:].*", "blocks[101%:].*", "blocks[1:2:3].*", "blocks[-5%:].*", "blocks[1:"])
+def test_a_slice_that_cannot_be_read_is_an_error(text):
+    with pytest.raises(ValueError, match=re.escape(repr(text))):
+        Pattern(text, ("blocks.0.mlp.down",))
+
+
+def test_character_classes_stay_globs():
+    names = tuple(f"blocks.{i}.mlp.down" for i in range(4))
+    assert [name[7] for name in names if Pattern("blocks.[02].*", names).matches(name)] == ["0", "2"]
