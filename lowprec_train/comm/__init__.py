@@ -1,0 +1,1 @@
+"""Gradient reduction: low-precision payloads on the wire, sums in FP32."""
