@@ -1,122 +1,49 @@
-"""Whole linears against their FP64 emulation: y, dX and dW of every recipe.
+"""Whole linears against their FP64 emulation: y, dX and dW of bf16, fp8, fp4, mxfp4 and mxfp4_fp8.
 
-Both sides have the same codes and scales, so what may differ is a sum of k FP32 products in some order (its bound: (k +
-8) 2^-24 sum |a| |b|, the 8 for scales) and one rounding of the result to its dtype: 2^-8 of the value for BF16. One
-wrong code moves an element by some 1e-3 of sum |a| |b|; the FP32 runs see it.
+What may differ is said in tests/precision/layers.py.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from lowprec_train.numerics.draws import Draws, SiteDraws
-from lowprec_train.precision.linear import Linear
+from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.recipes import bf16, fp4, fp8, mxfp4, mxfp4_fp8
 from tests import oracle
 from tests.oracle_linear import (
     MX,
     Passes,
-    Product,
     linear_fp4,
     linear_fp8,
     linear_mxfp4,
     linear_mxfp4_fp8,
     linear_plain,
 )
-
-TOKENS, IN, OUT = 128, 256, 64
-U = 2.0**-24
-RUN_SEED, SITE, STEP, FIRST_TOKEN = 2**40 + 7, 2, 5, 256
-DTYPES = {"FP32": torch.float32, "BF16": torch.bfloat16}
-
-
-def plain_data(g: np.random.Generator) -> tuple:
-    return g.standard_normal((TOKENS, IN)), g.standard_normal((OUT, IN)) * 0.02, g.standard_normal((TOKENS, OUT))
-
-
-def heavy_tails(g: np.random.Generator) -> tuple:
-    """Token norms over decades, zero tokens, a dead output channel, gradients near 1e-4."""
-    x = g.standard_t(2, (TOKENS, IN)) * np.exp(2 * g.standard_normal((TOKENS, 1)))
-    w = g.standard_t(3, (OUT, IN)) * 0.02 * np.exp(g.standard_normal((OUT, 1)))
-    dy = g.standard_t(2, (TOKENS, OUT)) * 1e-4 * np.exp(2 * g.standard_normal((TOKENS, 1)))
-    x[3], dy[9], w[7], dy[:, 11] = 0, 0, 0, 0
-    return x, w, dy
-
-
-def outlier_channels(g: np.random.Generator) -> tuple:
-    x, w, dy = plain_data(g)
-    x[:, [5, 40]] *= 200
-    w[:, 17] *= 50
-    dy[:, 3] *= 300
-    dy[64:] *= 1e-6
-    return x, w, dy
-
-
-DATA = [plain_data, heavy_tails, outlier_channels]
-
-
-def make(data: Callable, format: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """x and dy as values of the format, the weight of FP32; FP64 arrays."""
-    x, w, dy = data(np.random.default_rng(0))
-    cast = oracle.bf16 if format == "BF16" else lambda a: a.astype(np.float32).astype(np.float64)
-    return cast(x), w.astype(np.float32).astype(np.float64), cast(dy)
-
-
-def draws() -> SiteDraws:
-    table = Draws(RUN_SEED, 4)
-    table.begin(STEP, FIRST_TOKEN)
-    return table.site(SITE)
-
-
-def seeds(gemm: int, purpose: int) -> int:
-    return oracle.draw_seed(RUN_SEED, SITE, gemm, purpose, STEP)
-
-
-def linear(recipe: LinearRecipe, w: np.ndarray, bias: np.ndarray | None = None) -> Linear:
-    layer = Linear(w.shape[1], w.shape[0], bias=bias is not None)
-    with torch.no_grad():
-        layer.weight.copy_(torch.from_numpy(w))
-        if bias is not None:
-            layer.bias.copy_(torch.from_numpy(bias))
-    layer.recipe, layer.draws = recipe, draws()
-    return layer
-
-
-def run(layer: Linear, x: np.ndarray, dy: np.ndarray, format: str) -> list[torch.Tensor]:
-    """[y, dX, dW]"""
-    leaf = torch.from_numpy(x).to(DTYPES[format]).requires_grad_()
-    y = layer(leaf)
-    y.backward(torch.from_numpy(dy).to(y.dtype))
-    return [y.detach(), leaf.grad, layer.weight.grad]
-
-
-def bound(product: Product, dtype: torch.dtype) -> np.ndarray:
-    sums = (product.k + 8) * U * product.magnitude
-    return sums + (2.0**-8 * (np.abs(product.value) + sums) if dtype == torch.bfloat16 else 0) + 1e-37
-
-
-def assert_within(
-    got: list[torch.Tensor],
-    want: Passes,
-    format: str,
-    slack: float = 0.0,
-    more: dict[str, np.ndarray] | None = None,
-) -> None:
-    """slack: relative, of dW, for an estimator's slopes. more: what else an output may lose."""
-    expected = {"y": want.y, "dX": want.dx, "dW": want.dw}
-    for (name, product), tensor in zip(expected.items(), got):
-        assert tensor.dtype == (torch.float32 if name == "dW" else DTYPES[format])
-        error = np.abs(tensor.double().numpy() - product.value)
-        allowed = bound(product, tensor.dtype) + (np.abs(product.value) * slack if name == "dW" else 0)
-        allowed = allowed + (more or {}).get(name, 0)
-        assert (error <= allowed).all(), (name, (error / allowed).max())
-        assert np.abs(product.value).max() > 0
+from tests.precision.layers import (
+    DATA,
+    DTYPES,
+    FIRST_TOKEN,
+    IN,
+    OUT,
+    RUN_SEED,
+    SITE,
+    STEP,
+    TOKENS,
+    U,
+    assert_within,
+    heavy_tails,
+    linear,
+    make,
+    outlier_channels,
+    plain_data,
+    rounded_to_bf16,
+    run,
+    seeds,
+)
 
 
 def residual_roundings(body: Passes, total: Passes) -> dict[str, np.ndarray]:
@@ -131,12 +58,7 @@ class TestAgainstTheOracle:
     def test_bf16(self, data, format):
         x, w, dy = make(data, format)
         got = run(linear(bf16.recipe(), w), x, dy, format)
-        want = linear_plain(x, w, dy, format)
-        if format == "BF16":  # F.linear gives the weight a BF16 gradient before it becomes FP32
-            weight = bound(want.dw, torch.bfloat16)
-            assert (np.abs(got[2].double().numpy() - want.dw.value) <= weight).all()
-            got[2] = torch.from_numpy(want.dw.value).float()
-        assert_within(got, want, format)
+        assert_within(got, linear_plain(x, w, dy, format), format, plain_weight=True)
 
     @pytest.mark.parametrize("gradient", ["E5M2", "E4M3"])
     def test_fp8(self, data, format, gradient):
@@ -200,8 +122,7 @@ def test_bias_is_added_in_high_precision_terms(name):
     y, _, _ = run(layer, x, dy, "BF16")
     want = emulate(name, x, w, dy).y
     total = want.value + b
-    allowed = bound(want, torch.bfloat16) + 2.0**-8 * (np.abs(total) + np.abs(b)) * (1 + 2.0**-7)
-    assert (np.abs(y.double().numpy() - total) <= allowed).all()
+    assert (np.abs(y.double().numpy() - total) <= rounded_to_bf16(total, want, b)).all()
     db = dy.sum(0)
     assert (np.abs(layer.bias.grad.double().numpy() - db) <= 2.0**-8 * np.abs(db) + 200 * U * np.abs(dy).sum(0)).all()
 
