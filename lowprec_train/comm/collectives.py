@@ -120,7 +120,8 @@ def reduce_scatter_shared(
     if ranks == 1:
         return rows[0].float().clone(), torch.zeros((), device=flat.device)
     multiplier = _agreed(rows, group, payload, layout, mu)
-    codes, plain, share = _added(rows, group, payload, layout, multiplier)
+    codes, plain, at_maximum = _added(rows, group, payload, layout, multiplier)
+    share = at_maximum / max(1, ranks * layout.coded_size)
     return payload.scale_back(codes[None], plain[None], layout, multiplier)[0], share
 
 
@@ -144,10 +145,10 @@ def all_reduce_shared(
         return flat.float().clone(), torch.zeros((), device=flat.device)
     multiplier = _agreed(flat[None], group, payload, layout, mu)
     shard = layout.split(ranks, 1)
-    codes, plain, share = _added(layout.scatter(flat, ranks, 1), group, payload, shard, multiplier)
+    codes, plain, at_maximum = _added(layout.scatter(flat, ranks, 1), group, payload, shard, multiplier)
     wire, work = _start_gather(payload.encode_sum(codes, plain), group)
     work.wait()
-    return layout.gather(payload.decode(wire, shard, multiplier), 1), share
+    return layout.gather(payload.decode(wire, shard, multiplier), 1), at_maximum / max(1, layout.coded_size)
 
 
 def sends_whole(payload: Payload, layout: Layout, ranks: int) -> bool:
@@ -245,9 +246,9 @@ def _agreed(rows: Tensor, group: dist.ProcessGroup | None, payload: SharedScale,
 def _added(
     rows: Tensor, group: dist.ProcessGroup | None, payload: SharedScale, layout: Layout, multiplier: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and plain sums of this rank's row, and the share of all ranks' codes at the maximum."""
+    """Codes and plain sums of this rank's row, and how many codes of all ranks are at the maximum."""
     wire, work = _start_exchange(payload.encode(rows, layout, multiplier), group)
     work.wait()
     codes, plain, at_maximum = payload.add(wire, layout)
     dist.all_reduce(at_maximum, group=group)
-    return codes, plain, at_maximum / max(1, rows.shape[0] * layout.coded_size)
+    return codes, plain, at_maximum

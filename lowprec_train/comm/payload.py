@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.comm.layout import Layout
@@ -56,30 +57,29 @@ class Payload:
         return layout if self.format.scaled else layout.uncoded()
 
     def row_bytes(self, layout: Layout) -> int:
-        """Bytes on the wire of one row: codes, block exponents, plain elements."""
-        coded, plain = (self.wire_layout(layout).padded_size(each, self.block) for each in (True, False))
-        return coded + coded // self.block + plain * self._plain.carrier.itemsize
+        """Bytes on the wire of one row: plain elements, codes, block exponents, and one more where that is odd."""
+        plain, coded = self._sizes(layout)
+        return even(plain + coded + coded // self.block)
 
     def encode(self, rows: Tensor, layout: Layout) -> Tensor:
         """Gradients [n, layout.size] of any float dtype as bytes, uint8 [n, row_bytes]."""
         layout, parts = self.wire_layout(layout), []
-        if layout.coded_size:
-            q = self.quantizer(layout.columns(rows, True, self.block))
-            parts = [q.codes.view(torch.uint8), exponent_bytes(q.scale)]
         if layout.coded_size < layout.size:
             parts.append(encode_plain(layout.columns(rows, False, self.block), self._plain))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        if layout.coded_size:
+            q = self.quantizer(layout.columns(rows, True, self.block))
+            parts += [q.codes.view(torch.uint8), exponent_bytes(q.scale)]
+        return join(parts)
 
     def decode(self, wire: Tensor, layout: Layout) -> Tensor:
         """Bytes [n, row_bytes] as FP32 [n, layout.size]."""
         layout = self.wire_layout(layout)
-        size = layout.padded_size(True, self.block)
-        codes, exponents, plain = wire.split([size, size // self.block, wire.shape[1] - size - size // self.block], 1)
-        coded = codes.float()
+        plain, size = self._sizes(layout)
+        coded, codes = wire[:, :0].float(), wire[:, plain : plain + size]
         if size:
-            scale = scale_of_bytes(exponents)
-            coded = self.quantizer.wrap(codes.contiguous().view(self.format.carrier), scale).dequantize()
-        return layout.merge(coded, decode_plain(plain, self._plain), self.block)
+            scale = scale_of_bytes(wire[:, plain + size : plain + size + size // self.block])
+            coded = self.quantizer.wrap(codes.view(self.format.carrier), scale).dequantize()
+        return layout.merge(coded, decode_plain(wire[:, :plain], self._plain), self.block)
 
     def decode_sum(self, wire: Tensor, layout: Layout) -> Tensor:
         """The sum of the rows' contributions in rank order, FP32 [layout.size]."""
@@ -91,6 +91,12 @@ class Payload:
     @property
     def _plain(self) -> Format:
         return BF16 if self.format.scaled else self.format
+
+    def _sizes(self, layout: Layout) -> tuple[int, int]:
+        """Bytes of plain elements and of codes in a row."""
+        layout = self.wire_layout(layout)
+        plain, coded = (layout.padded_size(each, self.block) for each in (False, True))
+        return plain * self._plain.carrier.itemsize, coded
 
     def __str__(self) -> str:
         return f"{self.format.name}[{self.block}]" if self.format.scaled else self.format.name
@@ -107,6 +113,17 @@ def scale_of_bytes(exponents: Tensor) -> Tensor:
     return torch.where(byte == EXPONENT_NAN, torch.nan, exp2_int(byte - EXPONENT_BIAS))
 
 
+def even(count: int) -> int:
+    """Rows of an even number of bytes keep the BF16 elements of every row aligned."""
+    return count + count % 2
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """Bytes [n, each] side by side, to an even number."""
+    wire = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return F.pad(wire, (0, 1)) if wire.shape[1] % 2 else wire
+
+
 def encode_plain(x: Tensor, format: Format) -> Tensor:
     """x [n, k] in an unscaled format, as bytes [n, k * itemsize]."""
     return Quantizer(format, (1, -1))(x).codes.contiguous().view(torch.uint8)
@@ -114,7 +131,7 @@ def encode_plain(x: Tensor, format: Format) -> Tensor:
 
 def decode_plain(wire: Tensor, format: Format) -> Tensor:
     """FP32 [n, k] from the bytes of `encode_plain`."""
-    return wire.contiguous().view(format.carrier).float()
+    return wire.view(format.carrier).float()
 
 
 def rounding_energy(rows: Tensor, payload: Payload, layout: Layout) -> Tensor:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.comm.layout import Layout
-from lowprec_train.comm.payload import decode_plain, encode_plain
+from lowprec_train.comm.payload import decode_plain, encode_plain, even, join
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, Format
 from lowprec_train.ops.reference import divide, encode, tile_scale, to_float
 
@@ -55,7 +55,7 @@ class SharedScale:
 
     def row_bytes(self, layout: Layout) -> int:
         """Bytes on the wire of one row; the scales travel as one FP32 maximum per parameter beside it."""
-        return layout.coded_size + BF16.carrier.itemsize * (layout.size - layout.coded_size)
+        return even(layout.coded_size + self._plain_bytes(layout))
 
     def amax(self, rows: Tensor, layout: Layout) -> Tensor:
         """Largest magnitude of each span over rows [n, size], FP32 [spans], NaN as infinity: a maximum over ranks may
@@ -70,15 +70,13 @@ class SharedScale:
 
     def encode(self, rows: Tensor, layout: Layout, multiplier: Tensor) -> Tensor:
         """Gradients [n, size] as bytes, uint8 [n, row_bytes]."""
-        spans = zip(layout.spans, layout.pieces(rows), multiplier.unbind())
-        parts = [
-            encode(piece.float() * s, self.format.name, None).view(torch.uint8)
-            for span, piece, s in spans
-            if span.coded
-        ]
+        parts = []
         if layout.coded_size < layout.size:
             parts.append(encode_plain(layout.columns(rows, False, 1), BF16))
-        return torch.cat(parts, dim=1)
+        for span, piece, s in zip(layout.spans, layout.pieces(rows), multiplier.unbind()):
+            if span.coded:
+                parts.append(encode(piece.float() * s, self.format.name, None).view(torch.uint8))
+        return join(parts)
 
     def add(self, wire: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
         """The sum of the rows' contributions: codes [coded_size], FP32 sums of the other spans, and how many codes an
@@ -97,7 +95,7 @@ class SharedScale:
 
     def encode_sum(self, codes: Tensor, plain: Tensor) -> Tensor:
         """What `add` left as bytes [1, row_bytes]; the codes go as they are."""
-        return torch.cat((codes.view(torch.uint8)[None], encode_plain(plain[None], BF16)), dim=1)
+        return join([encode_plain(plain[None], BF16), codes.view(torch.uint8)[None]])
 
     def decode(self, wire: Tensor, layout: Layout, multiplier: Tensor) -> Tensor:
         """Bytes [n, row_bytes] as FP32 [n, size]."""
@@ -112,8 +110,12 @@ class SharedScale:
 
     def _open(self, wire: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Codes [n, coded_size] and plain elements in FP32."""
-        codes, plain = wire.tensor_split([layout.coded_size], dim=1)
-        return codes.contiguous().view(self.format.carrier), decode_plain(plain, BF16)
+        start = self._plain_bytes(layout)
+        codes = wire[:, start : start + layout.coded_size]
+        return codes.view(self.format.carrier), decode_plain(wire[:, :start], BF16)
+
+    def _plain_bytes(self, layout: Layout) -> int:
+        return BF16.carrier.itemsize * (layout.size - layout.coded_size)
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:

@@ -1,0 +1,110 @@
+"""What is reduced in the tests: gradients of each rank, and the cases that processes and the simulation both run."""
+
+from dataclasses import dataclass
+
+import torch
+
+from lowprec_train.comm.layout import Layout, Span
+from lowprec_train.comm.payload import Payload
+from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
+
+RANKS = 4
+ROW = Layout((Span(1024), Span(40, coded=False), Span(300), Span(7, coded=False), Span(5), Span(513)))
+VECTORS = Layout((Span(12, coded=False), Span(5, coded=False)))
+
+
+def spans(layout):
+    return [(span.size, span.coded) for span in layout.spans]
+
+
+def gradients(size, ranks=RANKS, seed=0, spread=4.0):
+    """Normal values, magnitudes that differ between ranks (by `spread` each) and along the buffer; FP32 [size] each."""
+    generator = torch.Generator().manual_seed(seed)
+    along = torch.linspace(-6, 6, size).exp2()
+    return [torch.randn(size, generator=generator) * along * spread**-rank for rank in range(ranks)]
+
+
+def with_value(flats, rank, place, value):
+    """The same gradients but for one element of one rank."""
+    changed = [flat.clone() for flat in flats]
+    changed[rank][place] = value
+    return changed
+
+
+@dataclass(frozen=True)
+class Case:
+    """One reduction: `kind` is the collective's name, `rows` the rows of its flat buffer."""
+
+    kind: str
+    payload: Payload | SharedScale
+    flats: list[torch.Tensor]
+    layout: Layout = ROW
+    segment: int = 1 << 22
+    mu: float = 1.0
+
+
+def _scattered(name, payload, **options):
+    flats = gradients(RANKS * ROW.size)
+    return {f"reduce_scatter-{name}": Case("reduce_scatter", payload, flats, **options)}
+
+
+def _reduced(name, payload, **options):
+    return {f"all_reduce-{name}": Case("all_reduce", payload, gradients(ROW.size, seed=1), **options)}
+
+
+def _shared(name, flats=None, **options):
+    payload = SharedScale(every_addition=options.pop("every_addition", True))
+    wide, short = flats or (gradients(RANKS * ROW.size, seed=2), gradients(ROW.size, seed=3))
+    return {
+        f"reduce_scatter_shared-{name}": Case("reduce_scatter_shared", payload, wide, **options),
+        f"all_reduce_shared-{name}": Case("all_reduce_shared", payload, short, **options),
+    }
+
+
+def _awkward():
+    """One element of rank 2 is not finite, one rank is all zeros, everything is zero, BF16 gradients, only vectors."""
+    wide, short = gradients(RANKS * ROW.size), gradients(ROW.size)
+    zeros = [torch.zeros_like(flat) for flat in wide]
+    silent = [torch.zeros_like(flat) if rank == 1 else flat for rank, flat in enumerate(wide)]
+    e4m3, few = Payload(E4M3), gradients(RANKS * VECTORS.size)
+    return {
+        "nan": Case("reduce_scatter", e4m3, with_value(wide, 2, ROW.size + 1500, torch.nan)),
+        "inf": Case("reduce_scatter", e4m3, with_value(wide, 2, ROW.size + 300, torch.inf)),
+        "nan-everywhere": Case("all_reduce", e4m3, with_value(short, 2, 1100, torch.nan)),
+        "inf-in-bf16": Case("all_reduce", Payload(BF16), with_value(short, 2, 1100, -torch.inf)),
+        "zeros": Case("reduce_scatter", e4m3, zeros),
+        "one-rank-zero": Case("reduce_scatter", e4m3, silent),
+        "bf16-gradients": Case("reduce_scatter", e4m3, [flat.bfloat16() for flat in wide]),
+        "vectors": Case("reduce_scatter", e4m3, few, layout=VECTORS),
+        "vectors-shared": Case("reduce_scatter_shared", SharedScale(), few, layout=VECTORS),
+    }
+
+
+def _awkward_shared():
+    wide, short = gradients(RANKS * ROW.size), gradients(ROW.size)
+    return {
+        **_shared("nan", (with_value(wide, 3, 1100, torch.nan), with_value(short, 3, 1100, torch.nan))),
+        **_shared("inf", (with_value(wide, 3, 7, torch.inf), with_value(short, 3, 7, torch.inf))),
+        **_shared("identical", ([wide[0]] * RANKS, [short[0]] * RANKS), mu=RANKS**-0.5),
+        **_shared("one-rank-zero", tuple([torch.zeros_like(x[0]), *x[1:]] for x in (wide, short))),
+    }
+
+
+CASES = {
+    **_scattered("fp32", Payload(FP32)),
+    **_scattered("bf16", Payload(BF16)),
+    **_scattered("e4m3", Payload(E4M3)),
+    **_scattered("e5m2", Payload(E5M2)),
+    **_scattered("e4m3-segments", Payload(E4M3), segment=256),
+    **_scattered("e4m3-block-32", Payload(E4M3, block=32), segment=96),
+    **_reduced("fp32", Payload(FP32)),
+    **_reduced("bf16", Payload(BF16)),
+    **_reduced("e4m3", Payload(E4M3)),
+    **_reduced("e5m2-segments", Payload(E5M2), segment=512),
+    **_shared("ring"),
+    **_shared("ring-mu", mu=0.3),
+    **_shared("once", every_addition=False),
+    **_awkward(),
+    **_awkward_shared(),
+}

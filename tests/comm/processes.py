@@ -1,0 +1,78 @@
+"""Runs every case on RANKS processes over gloo and saves each rank's results; started once for all tests.
+
+Usage: processes.py DIRECTORY. The processes are forked from one, which has imported torch, and meet through a file.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lowprec_train.comm import collectives
+from lowprec_train.comm.payload import Payload
+from lowprec_train.comm.shared_scale import MuSchedule, SharedScale
+from tests.comm.cases import CASES, RANKS, ROW, gradients
+
+
+def run(case, rank, group=None):
+    collective, flat = getattr(collectives, case.kind), case.flats[rank]
+    if isinstance(case.payload, SharedScale):
+        return collective(flat, group, case.payload, case.layout, torch.tensor(case.mu))
+    return collective(flat, group, case.payload, case.layout, segment=case.segment)
+
+
+def scheduled(rank, steps=6):
+    """mu and the share at the maximum, step by step, of identical gradients from mu = 1 on."""
+    schedule, history = MuSchedule(RANKS), []
+    schedule.load_state_dict({"level": torch.tensor(0)})
+    flat = gradients(RANKS * ROW.size)[0]
+    for _ in range(steps):
+        mu = schedule.mu
+        _, share = collectives.reduce_scatter_shared(flat, None, SharedScale(), ROW, mu)
+        schedule.update(share)
+        history.append(torch.stack((mu, share)))
+    return torch.stack(history)
+
+
+def refusals():
+    """The messages of what must be refused: averages, and sizes that do not fit."""
+    messages = []
+    for kind, size in (("reduce_scatter", RANKS * ROW.size), ("all_reduce", ROW.size)):
+        for options in ({"op": dist.ReduceOp.AVG}, {"op": dist.ReduceOp.MAX}, {"short": 1}, {"segment": 100}):
+            options = dict(options)
+            flat = torch.zeros(size - options.pop("short", 0))
+            try:
+                getattr(collectives, kind)(flat, None, Payload(), ROW, **options)
+                messages.append(None)
+            except ValueError as error:
+                messages.append(str(error))
+    return messages
+
+
+def subgroups(rank):
+    """Two ranks each, where whole contributions are summed; and one rank alone, where nothing is rounded."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    alone = [dist.new_group([each]) for each in range(RANKS)][rank]
+    case = CASES["all_reduce-e4m3"]
+    flat = case.flats[rank]
+    return {
+        "pair": collectives.all_reduce(flat, pairs[rank // 2], case.payload, ROW),
+        "alone": collectives.all_reduce(flat, alone, case.payload, ROW),
+        "alone-scattered": collectives.reduce_scatter(flat, alone, case.payload, ROW),
+        "alone-shared": collectives.reduce_scatter_shared(flat, alone, SharedScale(), ROW, torch.tensor(1.0)),
+    }
+
+
+def work(rank, directory):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    results = {name: run(case, rank) for name, case in CASES.items()}
+    results |= {"schedule": scheduled(rank), "refusals": refusals(), **subgroups(rank)}
+    torch.save(results, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(work, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")

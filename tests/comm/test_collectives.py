@@ -1,0 +1,162 @@
+"""The collectives over gloo on four processes: the simulation's bits, the same on every rank."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes, sends_whole
+from lowprec_train.comm.layout import Layout, Span
+from lowprec_train.comm.payload import Payload
+from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.numerics.formats import BF16, E4M3, E5M2
+from tests.comm import simulation
+from tests.comm.cases import CASES, RANKS, ROW, spans
+
+ROOT = Path(__file__).parents[2]
+SHARED = [name for name, case in CASES.items() if isinstance(case.payload, SharedScale)]
+PLAIN = [name for name in CASES if name not in SHARED]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What each rank computed, {case: result} a rank."""
+    directory = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, str(Path(__file__).with_name("processes.py")), str(directory)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(RANKS)]
+
+
+def same_bits(a, b):
+    """torch.equal on the bits; any NaN equals any other."""
+    assert a.dtype == b.dtype and a.shape == b.shape
+    one = torch.tensor(torch.nan)
+    return torch.equal(*(torch.where(x.isnan(), one, x).view(torch.int32) for x in (a, b)))
+
+
+def expected(case):
+    """One result a rank."""
+    format, block = case.payload.format.name, case.payload.block
+    if case.kind == "reduce_scatter":
+        return simulation.reduce_scatter(case.flats, spans(case.layout), format, block)
+    whole = sends_whole(case.payload, case.layout, RANKS)
+    return [simulation.all_reduce(case.flats, spans(case.layout), format, block, whole)] * RANKS
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_equals_the_simulation(results, name):
+    for rank, value in enumerate(expected(CASES[name])):
+        assert same_bits(results[rank][name], value), rank
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_scale_equals_the_simulation(results, name):
+    case = CASES[name]
+    arguments = (case.flats, spans(case.layout), case.mu, case.payload.format.name, case.payload.every_addition)
+    values, share = getattr(simulation, case.kind)(*arguments)
+    if case.kind == "all_reduce_shared":
+        values, share = [values] * RANKS, share / case.layout.coded_size
+    for rank, value in enumerate(values):
+        assert same_bits(results[rank][name][0], value), rank
+        assert results[rank][name][1] == pytest.approx(share)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].kind.startswith("all_reduce")])
+def test_ranks_agree(results, name):
+    first, *others = ([each[name]] if torch.is_tensor(each[name]) else each[name] for each in results)
+    assert all(same_bits(a, b) for other in others for a, b in zip(first, other))
+
+
+def test_segments_change_no_bit(results):
+    for each in results:
+        assert torch.equal(each["reduce_scatter-e4m3"], each["reduce_scatter-e4m3-segments"])
+
+
+def test_two_ranks_sum_whole_contributions(results):
+    case = CASES["all_reduce-e4m3"]
+    for first in (0, 2):
+        pair = simulation.all_reduce(case.flats[first : first + 2], spans(ROW), "E4M3", 256, whole=True)
+        assert all(same_bits(results[rank]["pair"], pair) for rank in (first, first + 1))
+
+
+def test_one_rank_is_the_identity(results):
+    for rank, flat in enumerate(CASES["all_reduce-e4m3"].flats):
+        for name in ("alone", "alone-scattered"):
+            assert torch.equal(results[rank][name], flat)
+        value, share = results[rank]["alone-shared"]
+        assert torch.equal(value, flat) and share == 0
+
+
+@pytest.mark.parametrize("name", ["nan-everywhere", "inf-in-bf16"])
+def test_not_finite_on_one_rank_reaches_all(results, name):
+    """Rank 2's element 1100 lies in the third span's only full block, or is alone in BF16."""
+    poisoned = slice(1064, 1064 + 256) if name == "nan-everywhere" else slice(1100, 1101)
+    clean = torch.ones(ROW.size, dtype=torch.bool)
+    clean[poisoned] = False
+    for each in results:
+        assert not each[name][poisoned].isfinite().any()
+        assert each[name][clean].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["nan", "inf"])
+def test_not_finite_reaches_its_owner(results, name):
+    """Row 1 is where rank 2's element lies."""
+    seen = [not each[name].isfinite().all() for each in results]
+    assert seen == [False, True, False, False]
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter_shared", "all_reduce_shared"])
+@pytest.mark.parametrize("name", ["nan", "inf"])
+def test_not_finite_under_a_shared_scale_reaches_all(results, kind, name):
+    """A whole parameter: the one that holds the element, on every rank."""
+    start, size = {"nan": (1064, 300), "inf": (0, 1024)}[name]
+    for each in results:
+        lost = ~each[f"{kind}-{name}"][0].isfinite()
+        assert lost[start : start + size].all() and lost.sum() == size
+
+
+def test_schedule_ends_saturation(results):
+    """Identical gradients saturate at mu = 1 and 1/2; four ranks do not at 1/4. All ranks follow the same mu."""
+    history = results[0]["schedule"]
+    assert all(torch.equal(each["schedule"], history) for each in results)
+    mu, share = history.unbind(1)
+    assert mu[:3].tolist() == [1.0, 0.5, 0.25]
+    assert (share[:2] > 1e-5).all() and (share[2:] <= 1e-5).all()
+    assert mu[3:].tolist() == pytest.approx([0.25 * 2 ** (k / 1000) for k in (1, 2, 3)])
+
+
+def test_refusals(results):
+    words = ["not a sum", "not a sum", "elements are not", "multiple of the block of 256 elements, not 100"]
+    for message, word in zip(results[0]["refusals"], words * 2, strict=True):
+        assert message and word in message
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("payload", "cost"), [(Payload(E4M3), 1 + 1 / 256), (Payload(E5M2), 1 + 1 / 256)])
+def test_a_gradient_is_a_byte(payload, cost):
+    """T13: one byte, and a 256th for its block's exponent; BF16 takes twice that, a shared scale nothing beside."""
+    row = Layout((Span(1 << 20),))
+    assert reduce_scatter_bytes(payload, row, 8) == 7 * cost * (1 << 20)
+    assert reduce_scatter_bytes(Payload(BF16), row, 8) == 7 * 2 << 20
+    assert reduce_scatter_bytes(SharedScale(), row, 8) == 7 << 20
+
+
+def test_all_reduce_sends_what_is_less():
+    whole = Layout((Span(1 << 20),))
+    assert sends_whole(Payload(), whole, 2) and not sends_whole(Payload(), whole, 4)
+    assert all_reduce_bytes(Payload(), whole, 2) == (1 + 1 / 256) * (1 << 20)
+    assert all_reduce_bytes(Payload(), whole, 8) == 2 * 7 / 8 * (1 + 1 / 256) * (1 << 20)
+    assert all_reduce_bytes(SharedScale(), whole, 8) == 2 * 7 / 8 * (1 << 20)
+
+
+def test_small_parameters_are_summed_whole():
+    """A 300-element matrix fills a block on each of eight ranks: two steps would send 2 * 257 bytes to each."""
+    assert sends_whole(Payload(), Layout((Span(300),)), 8)
+    assert all_reduce_bytes(Payload(), Layout((Span(300),)), 8) == 7 * 514
