@@ -1,0 +1,107 @@
+"""What a linear of fp8_rowwise, fp8_block, fp4_mixed, nvfp4 and int8_switchback should return, in FP64.
+
+Written from the equations that open each recipe's file and the papers they name, with the numbers of tests/oracle.py: a
+GEMM a @ b^T rounds each operand along its own k, unless it says that it takes fprop's codes. Nothing here may import
+the package.
+
+    dY_R  [tokens, out]      W_T [in, out]      dY_T [out, tokens]      X_T [in, tokens]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.oracle import TABLES, quantize, random_bits, rotate_float32
+from tests.oracle_linear import DGRAD, ROTATION, WGRAD, A, Passes, Seeds, gemm, plain
+
+
+def linear_fp8_rowwise(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, gradient: str = "E4M3", format: str = "BF16"
+) -> Passes:
+    """A power-of-two scale for each row of all six operands, each made anew from the unquantised matrix."""
+    w = plain(w, format)
+
+    def rows(matrix: np.ndarray, name: str = "E4M3") -> np.ndarray:
+        return quantize(matrix, name, (1, -1), "POW2").exact
+
+    return Passes(
+        gemm(rows(x), rows(w)),
+        gemm(rows(dy, gradient), rows(w.T)),
+        gemm(rows(dy.T, gradient), rows(x.T)),
+    )
+
+
+def linear_fp8_block(x: np.ndarray, w: np.ndarray, dy: np.ndarray, block: int = 128, format: str = "BF16") -> Passes:
+    """Lines of X, X^T, dY and dY^T along each GEMM's k; the same square blocks of W in fprop and dgrad."""
+
+    def line(matrix: np.ndarray) -> np.ndarray:
+        return quantize(matrix, "E4M3", (1, block), "POW2").exact
+
+    qw = quantize(plain(w, format), "E4M3", (block, block), "POW2").exact
+    return Passes(gemm(line(x), qw), gemm(line(dy), qw.T), gemm(line(dy.T), line(x.T)))
+
+
+def linear_fp4_mixed(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, block: int = 128, gradient: str = "E5M2", format: str = "BF16"
+) -> Passes:
+    """Blocks of E2M1 in fprop, exponents within 28 (X) and 14 (W) binades of their row's largest; tensor-scaled FP8 in
+    the backward pass, from X and W themselves."""
+    w = plain(w, format)
+
+    def whole(matrix: np.ndarray, name: str = "E4M3") -> np.ndarray:
+        return quantize(matrix, name, rule="POW2").exact
+
+    qx = quantize(x, "E2M1", (1, block), "E8M0_CEIL", span=28).exact
+    qw = quantize(w, "E2M1", (1, block), "E8M0_CEIL", span=14).exact
+    qdy = whole(dy, gradient)
+    return Passes(gemm(qx, qw), gemm(qdy, whole(w).T), gemm(qdy.T, whole(x).T))
+
+
+@dataclass(frozen=True)
+class NV:
+    """NVFP4: seeds by (gemm, purpose), the micro-batch's first token, wgrad's Hadamard block (0: none), and whether dY
+    is rounded stochastically, under 17/16 of head-room then."""
+
+    seeds: Seeds
+    first_token: int = 0
+    rotation: int = 16
+    stochastic: bool = True
+
+    def nearest(self, x: np.ndarray, tile: tuple[int, int] = (1, 16)) -> np.ndarray:
+        return quantize(x, "E2M1", tile, "NVFP4").exact
+
+    def gradient(self, dy: np.ndarray, which: int, origin: tuple[int, int]) -> np.ndarray:
+        if not self.stochastic:
+            return self.nearest(dy)
+        bits = random_bits(self.seeds(which, A), *dy.shape, origin)
+        return quantize(dy, "E2M1", (1, 16), "NVFP4", 16 / 17, bits=bits).exact
+
+    def rotated(self, x: np.ndarray) -> np.ndarray:
+        """Of wgrad's operands only, both by the same signs."""
+        return rotate_float32(x, self.seeds(WGRAD, ROTATION), self.rotation) if self.rotation else x
+
+    def kept(self, x: np.ndarray) -> np.ndarray:
+        """wgrad's operand b, which is what fprop leaves of X."""
+        return self.nearest(self.rotated(x.T))
+
+
+def linear_nvfp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, nv: NV, format: str = "BF16") -> Passes:
+    qw = nv.nearest(plain(w, format), (16, 16))
+    by_token = nv.gradient(dy, DGRAD, (nv.first_token, 0))
+    by_channel = nv.gradient(nv.rotated(dy.T), WGRAD, (0, nv.first_token))
+    return Passes(gemm(nv.nearest(x), qw), gemm(by_token, qw.T), gemm(by_channel, nv.kept(x)))
+
+
+def linear_int8_switchback(x: np.ndarray, w: np.ndarray, dy: np.ndarray, format: str = "BF16") -> Passes:
+    """Integers in fprop and dgrad; dW is the unquantised linear's."""
+    qw = quantize(plain(w, format), "INT8").exact
+    rows = [quantize(each, "INT8", (1, -1)).exact for each in (x, dy)]
+    return Passes(gemm(rows[0], qw), gemm(rows[1], qw.T), gemm(dy.T, x.T))
+
+
+def unpacked(packed: np.ndarray) -> np.ndarray:
+    """Bytes [m, k / 2] -> E2M1 values [m, k]: the first code in the low half, its sign in bit 3."""
+    nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    return np.where(nibbles & 8, -1.0, 1.0) * TABLES["E2M1"][nibbles & 7]
