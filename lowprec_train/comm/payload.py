@@ -84,7 +84,7 @@ class Payload:
     def decode_sum(self, wire: Tensor, layout: Layout) -> Tensor:
         """The sum of the rows' contributions in rank order, FP32 [layout.size]."""
         total = self.decode(wire[:1], layout)[0].clone()
-        for row in wire[1:].split(1):
+        for row in wire.split(1)[1:]:
             total += self.decode(row, layout)[0]
         return total
 

@@ -1,0 +1,184 @@
+"""FP8-LM's reduction: one scale on all ranks, sums in FP8, head-room that follows saturation."""
+
+import math
+
+import pytest
+import torch
+
+from lowprec_train.comm.layout import Layout, Span
+from lowprec_train.comm.shared_scale import MuSchedule, SharedScale
+from lowprec_train.numerics.formats import BF16, E4M3, E5M2
+from tests.comm import simulation
+from tests.comm.cases import ROW, gradients, spans, with_value
+
+ONE = torch.tensor(1.0)
+
+
+def agreed(flats, payload, layout, mu):
+    """What every rank computes once the maxima are exchanged."""
+    return payload.multiplier(torch.stack([payload.amax(flat[None], layout) for flat in flats]).amax(0), mu)
+
+
+def reduced(flats, payload, layout, mu):
+    """(sum, share at the maximum) for rows of one rank each."""
+    s = agreed(flats, payload, layout, mu)
+    wire = torch.cat([payload.encode(flat[None], layout, s) for flat in flats])
+    codes, plain, at_maximum = payload.add(wire, layout)
+    return payload.scale_back(codes[None], plain[None], layout, s)[0], at_maximum.item() / layout.coded_size
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("every_addition", [True, False])
+@pytest.mark.parametrize("mu", [1.0, 0.5, 0.3, 8**-0.5])
+def test_equals_the_simulation(format, every_addition, mu):
+    flats = gradients(ROW.size, ranks=8, spread=1.5)
+    value, share = reduced(flats, SharedScale(format, every_addition), ROW, torch.tensor(mu))
+    s = simulation.shared_multipliers(flats, spans(ROW), format.name, mu)
+    expected, at_maximum = simulation.shared_row(flats, spans(ROW), s, format.name, every_addition)
+    assert torch.equal(value, expected)
+    assert share == at_maximum / ROW.coded_size
+
+
+def test_scale_is_the_smallest_of_the_ranks():
+    """I4.1: the same bits as the minimum over the ranks' own just-in-time scales, ranks of zeros aside."""
+    flats = gradients(ROW.size)
+    flats[1] = torch.zeros(ROW.size)
+    own = [agreed([flat], SharedScale(), ROW, ONE) for rank, flat in enumerate(flats) if rank != 1]
+    assert torch.equal(agreed(flats, SharedScale(), ROW, ONE), torch.stack(own).amin(0))
+    for mu in (0.25, 0.3):
+        shared = agreed(flats, SharedScale(), ROW, torch.tensor(mu))
+        assert torch.equal(shared, torch.stack(own).amin(0) * torch.tensor(mu))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("every_addition", [True, False])
+def test_identical_gradients_saturate_unless_mu_is_one_over_ranks(ranks, every_addition):
+    """I4.2: with 1/sqrt(N) the sum of N equal gradients leaves the range, and that is counted; with 1/N it cannot."""
+    layout, payload = Layout((Span(1 << 16),)), SharedScale(every_addition=every_addition)
+    gradient = torch.randn(1 << 16).clamp(-3, 3)  # of 3.5, the largest value at the scale that 3 gets
+    value, share = reduced([gradient] * ranks, payload, layout, torch.tensor(ranks**-0.5))
+    limit = 3.5 * ranks**0.5
+    beyond = (gradient.abs() * ranks > limit).sum() / gradient.numel()
+    assert value.max() == pytest.approx(limit, rel=1e-6)
+    assert share > beyond / 2 > 1e-3
+    value, share = reduced([gradient] * ranks, payload, layout, torch.tensor(1 / ranks))
+    assert value.max() == pytest.approx(3 * ranks, rel=0.1)
+    assert share == 0
+
+
+def test_saturation_on_the_way_is_counted():
+    """Partial sums that leave the range and come back: the last code does not tell, the count does."""
+    flats = [torch.full((64,), value) for value in (448.0, 448.0, -448.0)]
+    value, share = reduced(flats, SharedScale(), Layout((Span(64),)), ONE)
+    assert share == 1 and not value.any()
+    value, share = reduced(flats, SharedScale(every_addition=False), Layout((Span(64),)), ONE)
+    assert (value == 448).all() and share == 1
+
+
+@pytest.mark.parametrize(("every_addition", "error"), [(True, 0.069), (False, 0.038)])
+@pytest.mark.parametrize("mu", [8**-0.5, 1 / 8])
+def test_errors_of_the_mean(every_addition, error, mu):
+    """I4.4 on eight ranks: about 6.9 % with a rounding per addition, 3.8 % with one."""
+    flats = [torch.randn(1 << 16) * 2.0 ** -(rank % 4) for rank in range(8)]
+    value, share = reduced(
+        flats, SharedScale(every_addition=every_addition), Layout((Span(1 << 16),)), torch.tensor(mu)
+    )
+    exact = torch.stack(flats).double().sum(0)
+    assert ((value.double() - exact).norm() / exact.norm()).item() == pytest.approx(error, rel=0.08)
+    assert share == 0
+
+
+def test_average_as_published():
+    """FP8-LM dequantises with N * s: the caller's division of this sum by N, bit for bit when N is a power of two."""
+    flats, payload = gradients(ROW.size), SharedScale()
+    s = agreed(flats, payload, ROW, ONE)
+    wire = torch.cat([payload.encode(flat[None], ROW, s) for flat in flats])
+    codes, plain, _ = payload.add(wire, ROW)
+    published = payload.scale_back(codes[None], plain[None] / 4, ROW, s * 4)[0]
+    assert torch.equal(published, payload.scale_back(codes[None], plain[None], ROW, s)[0] / 4)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_not_finite_loses_the_parameter_everywhere(value):
+    """I4.3: the maximum carries it, so ranks need not see the element."""
+    flats = with_value(gradients(ROW.size), 2, 5, value)
+    s = agreed(flats, SharedScale(), ROW, ONE)
+    assert s.isnan().tolist() == [True] + [False] * 5
+    for flat in flats:
+        mine = SharedScale().decode(SharedScale().encode(flat[None], ROW, s), ROW, s)[0]
+        assert mine[:1024].isnan().all() and mine[1024:].isfinite().all()
+
+
+def test_zeros_are_exact():
+    zeros = torch.zeros(ROW.size)
+    value, share = reduced([zeros] * 4, SharedScale(), ROW, torch.tensor(0.3))
+    assert torch.equal(value, zeros) and share == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_bytes_are_what_is_sent(ranks):
+    payload, s = SharedScale(), torch.ones(len(ROW.spans))
+    assert payload.encode(torch.randn(ranks, ROW.size), ROW, s).shape == (ranks, payload.row_bytes(ROW))
+    assert payload.row_bytes(Layout((Span(1000),))) == 1000
+
+
+def test_what_is_refused():
+    with pytest.raises(ValueError, match="not BF16"):
+        SharedScale(BF16)
+    with pytest.raises(ValueError, match="not 0"):
+        MuSchedule(0)
+
+
+# --- the schedule of mu ---------------------------------------------------------------------------------------------
+
+CLEAN, SATURATED = torch.tensor(0.0), torch.tensor(2e-5)
+
+
+def test_mu_doubles_in_a_thousand_clean_steps():
+    """T15: exactly, as the level is an integer; by 2^(1/1000) each step."""
+    schedule = MuSchedule(8)
+    seen = [schedule.mu.item()]
+    for _ in range(1000):
+        schedule.update(CLEAN)
+        seen.append(schedule.mu.item())
+    assert seen[0] == 0.125 and seen[-1] == 0.25
+    assert seen == pytest.approx([0.125 * 2 ** (k / 1000) for k in range(1001)], rel=1e-7)
+
+
+def test_mu_halves_when_codes_saturate():
+    schedule = MuSchedule(8)
+    for _ in range(2500):
+        schedule.update(CLEAN)
+    before = schedule.mu.item()
+    schedule.update(SATURATED)
+    assert schedule.mu.item() == before / 2
+    schedule.update(torch.tensor(1e-5))  # the share itself is not beyond it
+    assert schedule.mu.item() == pytest.approx(before / 2 * 2**0.001, rel=1e-7)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1000])
+def test_mu_stays_within_its_bounds(ranks):
+    schedule = MuSchedule(ranks)
+    assert schedule.mu == torch.tensor(1 / ranks)
+    for share, end in ((SATURATED, 1 / ranks), (CLEAN, 1.0)):
+        for _ in range(1000 * math.ceil(math.log2(ranks)) + 5):
+            schedule.update(share)
+        assert schedule.mu == torch.tensor(end)
+
+
+def test_mu_continues():
+    schedule, other = MuSchedule(8), MuSchedule(8)
+    for _ in range(700):
+        schedule.update(CLEAN)
+    other.load_state_dict({name: value.clone() for name, value in schedule.state_dict().items()})
+    for share in (CLEAN, SATURATED, CLEAN):
+        schedule.update(share)
+        other.update(share)
+        assert torch.equal(schedule.mu, other.mu)
+
+
+def test_mu_of_another_number_of_ranks():
+    """Fewer ranks need less head-room: a level below the new bound becomes that bound."""
+    schedule = MuSchedule(2)
+    schedule.load_state_dict(MuSchedule(64).state_dict())
+    assert schedule.mu == 0.5
