@@ -34,7 +34,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (1, 32), (16, 16)])
+@pytest.mark.parametrize("tile", [(-1, -1), (1, -1), (1, 32), (1, 128), (128, 128)])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("format", [E2M1, E4M3, E5M2, INT8])
 def test_quantizer_has_the_bits_of_the_cpu(format, rule, tile, stochastic, dtype):
@@ -64,9 +64,9 @@ def test_other_ops_have_the_bits_of_the_cpu():
         assert all(same(a, b) for a, b in zip(on_gpu, bounds, strict=True))
         expected = ops.quantize_carrier(x.to(dtype), *bounds)
         assert all(same(a, b) for a, b in zip(ops.quantize_carrier(x.to(dtype).cuda(), *on_gpu), expected, strict=True))
-    for headroom, draw in ((1.0, None), (16 / 17, seed)):
-        expected = ops.quantize_nvfp4(x, (1, 16), headroom, draw, None)
-        seen = ops.quantize_nvfp4(x.cuda(), (1, 16), headroom, None if draw is None else draw.cuda(), None)
+    for tile, headroom, draw in (((1, 16), 1.0, None), ((16, 16), 1.0, None), ((1, 16), 16 / 17, seed)):
+        expected = ops.quantize_nvfp4(x, tile, headroom, draw, None)
+        seen = ops.quantize_nvfp4(x.cuda(), tile, headroom, None if draw is None else draw.cuda(), None)
         assert all(same(a, b) for a, b in zip(seen, expected, strict=True))
     block = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, stochastic=True, span=14)(x, seed)
     expected = ops.fold(block.codes, block.scale, "E4M3")
@@ -117,6 +117,22 @@ def test_folded_mxfp4_multiplies_to_the_bf16_rounding(k):
     assert error(multiply(qa, qb, split_accumulation=True, dtype=torch.bfloat16), expected) < 1.05 * rounding
 
 
+@pytest.mark.parametrize("k", [64, 1024, 8192])
+@pytest.mark.parametrize("m", [8, 256])
+def test_int8_sums_are_exact(m, k):
+    """Also beyond 2**24, where FP32 sums of +-127 * 127 are not."""
+    a = torch.full((m, k), 127, dtype=torch.int8)
+    a[:, ::5] = -126
+    b = torch.randint(-127, 128, (64, k), dtype=torch.int8)
+    b[0] = a[0]
+    one = torch.ones(1, 1)
+    args = (one, b, one, False, torch.float32)
+    expected = (a.double() @ b.double().t()).float()
+    assert torch.equal(torch.ops.lowprec.scaled_mm(a, *args), expected)
+    on_gpu = torch.ops.lowprec.scaled_mm(a.cuda(), one.cuda(), b.cuda(), one.cuda(), False, torch.float32)
+    assert torch.equal(on_gpu.cpu(), expected)
+
+
 def test_paths_on_hopper():
     device = torch.device("cuda")
     if torch.cuda.get_device_capability() < (8, 9):
@@ -126,6 +142,10 @@ def test_paths_on_hopper():
     assert paths["fp4"] == {"fprop": "fp8_row", "dgrad": "fp8_row", "wgrad": "fp8_row"}
     assert paths["mxfp4"] == {"fprop": "bf16", "dgrad": "fp8_folded", "wgrad": "fp8_folded"}
     assert paths["mxfp4_fp8"] == {"fprop": "fp8_tensor", "dgrad": "fp8_folded", "wgrad": "fp8_folded"}
+    assert paths["fp8_rowwise"] == {"fprop": "fp8_row", "dgrad": "fp8_row", "wgrad": "fp8_row"}
+    assert paths["fp4_mixed"] == {"fprop": "fp8_folded", "dgrad": "fp8_tensor", "wgrad": "fp8_tensor"}
+    assert paths["int8_switchback"] == {"fprop": "int8", "dgrad": "int8", "wgrad": "bf16"}
+    assert paths["fp8_block"] == paths["nvfp4"] == dict.fromkeys(("fprop", "dgrad", "wgrad"), "dequantize")
 
 
 def passes(recipe: str, device: str, compiled: bool = False) -> list[torch.Tensor]:
@@ -159,7 +179,7 @@ def test_compiled_is_eager_on_cuda(recipe):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp4_fp8"])
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp4_fp8", "nvfp4"])
 def test_repeated_draws_repeat_the_bits(recipe, compiled):
     first, second = (passes(recipe, "cuda", compiled) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
