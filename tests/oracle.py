@@ -141,9 +141,13 @@ def tile_scales(amax: np.ndarray, format: str, rule: str, headroom: float = 1.0,
 
 
 def nvfp4_scales(amax: np.ndarray, headroom: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(effective scale float32, block scales as E4M3 values, tensor scale float32)"""
+    """(effective scale float32, block scales as E4M3 values, tensor scale float32)
+
+    In the order of arXiv 2509.25149: a block's own scale A / (6 h) first, in FP32, and of that the share of the
+    tensor's. One quotient A / (6 h t) would fall on the other side of an E4M3 tie now and then."""
     tensor = np.maximum(F32(amax.max() / (6 * 448)), F32(2.0**-117))
-    share = (amax / (6 * headroom * F64(tensor))).astype(F32)
+    own = (amax / (6 * headroom)).astype(F32)
+    share = (own / F64(tensor)).astype(F32)
     block = to_grid(np.maximum(share, 2.0**-9), "E4M3")
     return np.where(amax == 0, F32(1), (block * F64(tensor)).astype(F32)), block, tensor
 

@@ -27,7 +27,10 @@ def composed(*overrides):
 
 
 def test_the_promised_choices_are_there():
-    assert set(RECIPES) >= {"bf16", "fp8", "fp4", "mxfp4", "mxfp4_fp8"}
+    assert set(RECIPES) == {
+        *("bf16", "fp8", "fp8_rowwise", "fp8_block", "fp8_lm", "coat"),
+        *("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "nvfp4", "int8_switchback"),
+    }
     assert set(DATA) >= {"stdlib", "indexed"} and set(DATA) == set(REQUIRED)
     assert set(MODELS) >= {
         *("llama_tiny", "llama_tp_test", "llama_130m", "llama_350m", "llama_1b3", "llama_7b", "llama_13b", "llama_30b"),
@@ -51,7 +54,7 @@ def test_every_recipe_fits_every_model(recipe, model):
     per_block = 4
     assert len(laid_out.phases[0].recipes) == run.model.layers * per_block + 1
     assert laid_out.phases[0].recipes["head"].is_identity
-    assert laid_out.phases[0].recipes["blocks.1.mlp.down"].is_identity == (recipe == "bf16")
+    assert laid_out.phases[0].recipes["blocks.0.mlp.down"].is_identity == (recipe == "bf16")
 
 
 @pytest.mark.parametrize("schedule", config.choices("optim/schedule"))
@@ -83,8 +86,31 @@ def test_the_default_is_bf16_and_the_command_line_wins():
 def test_the_override_tree_is_open_and_nothing_else_is():
     run = composed("+recipe=fp4", "precision.override.dgrad.a.format=E4M3", "precision.override.estimator=null")
     assert run.precision.override == {"dgrad": {"a": {"format": "E4M3"}}, "estimator": None}
-    recipes = build.recipes(run.precision)
-    assert recipes["blocks.*"].dgrad.a.format.name == "E4M3" and recipes["blocks.*"].wgrad.a.format.name == "E5M2"
+    recipe = build.layout(run).phases[0].recipes["blocks.0.mlp.down"]
+    assert recipe.dgrad.a.format.name == "E4M3" and recipe.wgrad.a.format.name == "E5M2"
+
+
+def test_phases_are_a_choice_of_any_recipe():
+    run = composed("+recipe=fp4", "precision/schedule=bf16_forward_end", "steps=100")
+    first, last = build.layout(run).phases
+    before, after = (phase.recipes["blocks.1.mlp.down"] for phase in (first, last))
+    assert (
+        last.first_step == 82 and after.fprop.codes_only and (after.dgrad, after.wgrad) == (before.dgrad, before.wgrad)
+    )
+    assert len(build.layout(composed("+recipe=fp4_mixed", "precision/schedule=none")).phases) == 1
+    moved = composed("+recipe=fp4_mixed", "precision.schedule.end.at=0.5", "steps=100")
+    assert [phase.first_step for phase in build.layout(moved).phases] == [0, 50]
+    with pytest.raises(ValueError, match=r"precision.schedule.end: .*1.5"):
+        build.layout(composed("+recipe=fp4_mixed", "precision.schedule.end.at=1.5"))
+
+
+def test_two_phases_follow_each_other():
+    bf16 = "{_target_: lowprec_train.recipes.bf16.recipe}"
+    forward = f"+precision.schedule.a={{at: 0.5, forward_only: true, policy: {{'*': {bf16}}}}}"
+    run = composed("+recipe=nvfp4", forward, "+precision.schedule.b={at: 0.75, policy: {'*': " + bf16 + "}}", "steps=8")
+    phases = build.layout(run).phases
+    assert [phase.first_step for phase in phases] == [0, 4, 6]
+    assert phases[1].recipes["blocks.0.mlp.down"].fprop.codes_only and phases[2].recipes["head"].is_identity
 
 
 def test_the_configuration_is_found_inside_an_installed_package(tmp_path, monkeypatch):

@@ -36,9 +36,7 @@ def test_phases_begin_at_zero_and_ascend(starts):
 def test_each_step_has_its_phase_in_any_order():
     model, _ = build(fp8.recipe())
     tables = [resolve(model, {"*": recipe}) for recipe in (fp8.recipe(), mxfp4.recipe(), bf16.recipe())]
-    schedule = PrecisionSchedule(
-        [Phase(first_step=s, recipes=t) for s, t in zip((0, 3, 5), tables, strict=True)]
-    )
+    schedule = PrecisionSchedule([Phase(first_step=s, recipes=t) for s, t in zip((0, 3, 5), tables, strict=True)])
     down = model.blocks[1].mlp.down
     for step in (0, 1, 2, 3, 4, 5, 6, 2, 4, 0):  # a resumed run begins anywhere
         schedule.begin(model, step)
