@@ -105,12 +105,14 @@ def test_phases_are_a_choice_of_any_recipe():
 
 
 def test_two_phases_follow_each_other():
-    bf16 = "{_target_: lowprec_train.recipes.bf16.recipe}"
-    forward = f"+precision.schedule.a={{at: 0.5, forward_only: true, policy: {{'*': {bf16}}}}}"
-    run = composed("+recipe=nvfp4", forward, "+precision.schedule.b={at: 0.75, policy: {'*': " + bf16 + "}}", "steps=8")
+    run = composed("+recipe=nvfp4", "steps=8")
+    policy = {"*": {"_target_": "lowprec_train.recipes.bf16.recipe"}}
+    run.precision.schedule["late"] = config.PhaseConfig(at=0.75, policy=policy)
+    run.precision.schedule["middle"] = config.PhaseConfig(at=0.5, policy=policy, forward_only=True)
     phases = build.layout(run).phases
     assert [phase.first_step for phase in phases] == [0, 4, 6]
-    assert phases[1].recipes["blocks.0.mlp.down"].fprop.codes_only and phases[2].recipes["head"].is_identity
+    assert phases[1].recipes["blocks.0.mlp.down"].fprop.codes_only
+    assert phases[2].recipes["blocks.0.mlp.down"].is_identity
 
 
 def test_the_configuration_is_found_inside_an_installed_package(tmp_path, monkeypatch):
