@@ -188,5 +188,5 @@ def _reused(quantizer: Quantizer | Reuse | None, k: int) -> Operand:
 
 
 def peak_kind(path: str) -> str:
-    """Which of the device's peaks a path is measured against: "bf16" or "fp8"."""
-    return "fp8" if path.startswith("fp8") else "bf16"
+    """Which of the device's peaks a path is measured against: "bf16", "fp8" or "int8"."""
+    return "int8" if path == Path.INT8.value else "fp8" if path.startswith("fp8") else "bf16"
