@@ -26,7 +26,7 @@ MEDIAN_FUNCTION_LINES = 14
 LAUNCH_FACTS = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCH_FACTS |= {"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
 # The one file that may touch torch's private names (decision 0008).
-TORCH_ADAPTER: str | None = None
+TORCH_ADAPTER = "lowprec_train/ops/tensor_cores.py"
 
 
 def relative(path: Path) -> str:
