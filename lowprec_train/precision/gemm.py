@@ -150,13 +150,16 @@ def _power_part(scale: Tensor) -> Tensor:
     return (scale.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
+MANY = 1 << 20  # tokens: longer than any block, so that a block of them is not taken for a row
+
+
 def execution(recipe: LinearRecipe, in_features: int, out_features: int, device: torch.device) -> dict[str, str]:
     """The path of each GEMM of a linear layer on a device, by the rule that `multiply` follows; tokens are taken to be
-    a multiple of 16.
+    many, and a multiple of 16.
     """
     fp8 = has_fp8(device)
     codes = {"dgrad": recipe.fprop.b, "wgrad": recipe.fprop.a}
-    sizes = {"fprop": (out_features, in_features), "dgrad": (in_features, out_features), "wgrad": (in_features, 16)}
+    sizes = {"fprop": (out_features, in_features), "dgrad": (in_features, out_features), "wgrad": (in_features, MANY)}
     paths = {}
     for name, gemm in recipe.gemms().items():
         n, k = sizes[name]
