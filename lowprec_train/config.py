@@ -33,6 +33,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "model.recompute": "recomputed activations are the same bits",
     "data.cache": "where prepared data is kept; the corpus hash says what it is",
     "precision.deviations": "a sentence for people",
+    "lint_allow": "a permission; what was waived is in run.json",
 }
 """Keys that do not change what is learned, with the reason. All others are training keys: they make the run's identity.
 
@@ -148,6 +149,7 @@ class RunConfig:
     checkpoint_async: bool = MISSING
     keep: int = MISSING
     log_interval: int = MISSING
+    lint_allow: list[str] = field(default_factory=list)
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: dict[str, Any] = MISSING

@@ -78,17 +78,21 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
     options, plain, choice = read(cfg)
     device, compiled = checks.configuration(options)
     layout = build.layout(options)
+    linears = [describe.effective(layout.model, phase.recipes, device) for phase in layout.phases]
+    report = build.lint(options, layout, linears, device)
     name = options.name or rundir.default_name(plain, choice.recipe)
     with rundir.claim(Path(options.run_root), name, plain, options.resume) as directory:
         if directory.done:
             log.info("run %s is done: %s", directory.path, directory.read("DONE"))
             log.info("resume=never, or another name=..., trains again")
             return
-        facts = {"name": name, "hash": rundir.digest(plain)}
+        facts: dict[str, Any] = {"name": name, "hash": rundir.digest(plain)}
         facts |= build.facts(options, choice, layout.model, device, compiled=compiled)
-        linears = [describe.effective(layout.model, phase.recipes, device) for phase in layout.phases]
+        facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
         facts["schedule"] = describe.later(layout.phases, linears)
         announce(plain, linears[0], facts, choice)
+        for line in report.lines:
+            log.warning("warning: %s", line)
 
         corpus = build.corpus(options)
         checks.corpus(name, directory.read("run.json").get("corpus_hash"), corpus.hash)

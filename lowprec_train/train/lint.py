@@ -1,0 +1,212 @@
+"""Combinations that train and go wrong without a word, found before the first step: a table of rules over values.
+
+A rule looks at what a run is about to do (its numbers, the recipe of every linear in every phase, the path each GEMM
+takes) and names what is known to fail, with the paper or the report it is known from and a way out. Errors end the run
+before any work; warnings are printed and kept in run.json. `lint_allow=[rule]` waives a rule by name: an experiment may
+want the very combination, and its run says so.
+
+What cannot work at all (sizes that do not divide, devices that are not there) is in checks.py; here stands what works
+and should not be wanted.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from lowprec_train.config import RunConfig
+from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.precision.recipe import Gemm, LinearRecipe
+from lowprec_train.precision.schedule import Phase
+from lowprec_train.train.describe import INDEX, Linears
+
+
+class Severity(Enum):
+    """Whether a finding ends the run."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Linears that compute alike: `blocks.*.mlp.down`, their recipe, sizes, and the path of each GEMM.
+
+    tokens: of one micro-batch. last: one of them is in the last block.
+    """
+
+    layers: str
+    recipe: LinearRecipe
+    out_features: int
+    in_features: int
+    tokens: int
+    paths: Mapping[str, str]
+    last: bool = False
+
+    @property
+    def in_blocks(self) -> bool:
+        """False for the head."""
+        return ".*." in self.layers
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """(m, n, k) of each GEMM a[m, k] @ b[n, k]^T."""
+        tokens, n, k = self.tokens, self.out_features, self.in_features
+        return {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """One quantised side of one GEMM. side: `a` (X, dY, dY^T) or `b` (W, W^T, X^T)."""
+
+    site: Site
+    gemm: str
+    side: str
+    quantizer: Quantizer
+
+    @property
+    def fault(self) -> "Fault":
+        """This operand as what a rule found."""
+        return Fault(what=f"{self.gemm}.{self.side} = {self.quantizer}", where=self.site.layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run is about to do, as values. on_gpu: the run's device is a CUDA device."""
+
+    run: RunConfig
+    sites: tuple[Site, ...]
+    on_gpu: bool = False
+
+    def gemms(self) -> Iterator[tuple[Site, str, Gemm]]:
+        """Every GEMM that quantises something."""
+        return ((s, name, g) for s in self.sites for name, g in s.recipe.gemms().items() if not g.is_identity)
+
+    def operands(self) -> Iterator[Operand]:
+        """Every operand that is rounded; fprop's codes in a backward GEMM were counted in fprop."""
+        for site, name, gemm in self.gemms():
+            for side in ("a", "b"):
+                quantizer = getattr(gemm, side)
+                if isinstance(quantizer, Quantizer):
+                    yield Operand(site=site, gemm=name, side=side, quantizer=quantizer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """What is wrong, with the offending value, and the layers where it is (none for the run as a whole)."""
+
+    what: str
+    where: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One combination known to go wrong. why: with its source, an arXiv id or owner/repo#N. instead: a way out."""
+
+    name: str
+    severity: Severity
+    find: Callable[[Plan], Iterable[Fault]]
+    why: str
+    instead: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A rule that applies, with every value it applies to."""
+
+    rule: str
+    severity: Severity
+    what: str
+    why: str
+    instead: str
+    waived: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.what}: {self.why}. Instead: {self.instead} (lint_allow=[{self.rule}] waives it)"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The findings of a run."""
+
+    findings: tuple[Finding, ...] = field(default_factory=tuple)
+
+    @property
+    def errors(self) -> list[Finding]:
+        """Not waived, and the run must not begin."""
+        return [f for f in self.findings if f.severity is Severity.ERROR and not f.waived]
+
+    @property
+    def lines(self) -> list[str]:
+        """What the log says of warnings and of rules that were waived."""
+        waived = [f"waived by lint_allow: {f.rule}: {f.what}: {f.why}" for f in self.findings if f.waived]
+        return waived + [str(f) for f in self.findings if f.severity is Severity.WARNING and not f.waived]
+
+    @property
+    def overrides(self) -> list[str]:
+        """Waived rules, as a run names what was changed in it."""
+        return [f"lint_allow={f.rule}" for f in self.findings if f.waived]
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """For run.json."""
+        return [asdict(f) | {"severity": f.severity.value} for f in self.findings]
+
+
+def sites(phases: Sequence[Phase], linears: Sequence[Linears], tokens: int) -> tuple[Site, ...]:
+    """The linears of all phases, those that compute alike as one. linears: of each phase, from `describe.effective`."""
+    groups: dict[tuple[Any, ...], list[tuple[str, Site]]] = {}
+    for phase, table in zip(phases, linears, strict=True):
+        names = list(phase.recipes)
+        for name, recipe in phase.recipes.items():
+            label, row = re.sub(INDEX, ".*.", name), table[name]
+            out_features, in_features = row["shape"]
+            site = Site(
+                layers=label,
+                recipe=recipe,
+                out_features=out_features,
+                in_features=in_features,
+                tokens=tokens,
+                paths=row["execution"],
+                last=_is_last(name, names),
+            )
+            groups.setdefault((label, recipe, out_features, in_features), []).append((name, site))
+    return tuple(_merged(members) for members in groups.values())
+
+
+def _merged(members: list[tuple[str, Site]]) -> Site:
+    first = members[0][1]
+    return Site(**{**vars(first), "last": any(site.last for _, site in members)})
+
+
+def _is_last(name: str, names: Sequence[str]) -> bool:
+    """True for the linears of the last block."""
+    numbered = [match[0] for match in (re.match(rf".*?{INDEX}", each) for each in names) if match]
+    return bool(numbered) and name.startswith(numbered[-1])
+
+
+def examine(plan: Plan, rules: Sequence[Rule], allow: Sequence[str] = ()) -> Report:
+    """Every rule over the plan. allow: names of rules that are waived. ValueError for a name that is no rule."""
+    known = [rule.name for rule in rules]
+    for name in allow:
+        if name not in known:
+            raise ValueError(f"lint_allow: {name!r} is no rule; rules are {', '.join(known)}")
+    found = (_finding(rule, list(rule.find(plan)), waived=rule.name in allow) for rule in rules)
+    return Report(tuple(finding for finding in found if finding is not None))
+
+
+def _finding(rule: Rule, faults: Sequence[Fault], *, waived: bool) -> Finding | None:
+    if not faults:
+        return None
+    places: dict[str, list[str]] = {}
+    for fault in dict.fromkeys(faults):
+        places.setdefault(fault.what, []).append(fault.where)
+    what = "; ".join(f"{text} in {', '.join(where)}" if any(where) else text for text, where in places.items())
+    return Finding(rule=rule.name, severity=rule.severity, what=what, why=rule.why, instead=rule.instead, waived=waived)
+
+
+def refuse(report: Report) -> None:
+    """ValueError that lists every error of the report that is not waived."""
+    if report.errors:
+        raise ValueError("\n".join(["the start-up linter refuses this run:", *(f"  {f}" for f in report.errors)]))

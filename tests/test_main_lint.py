@@ -1,0 +1,66 @@
+"""The linter in a run: an error ends it before it has a directory, a waiver is on record, warnings are printed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lowprec_train import main
+
+SMALL = (
+    *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=320"),
+    *("data.vocab_size=320", "data.seq_len=64", "micro_batch=2", "tokens_per_step=128", "steps=1", "eval_batches=1"),
+    *("+recipe=mxfp4", "precision.override.dgrad.a.stochastic=false", "name=a"),
+)
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capfd):
+    """Call main with a command line; returns (exit status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for number in range(20):
+        lines = [f"def scale_{i}(x): return x * {i * 7 + number} + 'block {number}'" for i in range(40)]
+        (tmp_path / f"module_{number}.py").write_text("\n".join(lines))
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, f"+data.root={tmp_path}", "data.cache=cache", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        out, err = capfd.readouterr()
+        return end.value.code or 0, out, err
+
+    return call
+
+
+def test_an_error_ends_the_run_before_it_begins(launch):
+    status, _, err = launch()
+    assert status == 1 and not Path("runs").exists() and "Traceback" not in err
+    assert "floor-clips: dgrad.a = E2M1[1x32] E8M0_FLOOR in blocks.*.attention.qkv" in err
+    assert "(lint_allow=[floor-clips] waives it)" in err
+
+
+def test_a_waived_run_says_so(launch):
+    status, out, err = launch("lint_allow=[floor-clips]")
+    assert (status, err) == (0, "")
+    facts = json.loads(Path("runs/a/run.json").read_text())
+    assert [(f["rule"], f["severity"], f["waived"]) for f in facts["lint"]] == [
+        ("floor-clips", "error", True),
+        ("nearest-gradient", "warning", False),
+    ]
+    assert facts["overrides"] == ["precision.override.dgrad.a.stochastic=False", "lint_allow=floor-clips"]
+    assert "warning: waived by lint_allow: floor-clips" in out and "warning: nearest-gradient: dgrad.a" in out
+    assert "lint_allow=floor-clips" in out.splitlines()[0]
+
+
+def test_a_waiver_does_not_make_another_run(launch):
+    launch("lint_allow=[floor-clips]")
+    status, out, _ = launch("lint_allow=[floor-clips,nearest-gradient]")
+    assert status == 0 and "is done" in out
+
+
+def test_an_unknown_rule_is_refused(launch):
+    status, _, err = launch("lint_allow=[floor]")
+    assert status == 1 and "'floor' is no rule; rules are floor-clips, ceil-headroom" in err
