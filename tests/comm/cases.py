@@ -1,6 +1,6 @@
 """What is reduced in the tests: gradients of each rank, and the cases that processes and the simulation both run."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,12 @@ class Case:
     layout: Layout = ROW
     segment: int = 1 << 22
     mu: float = 1.0
+
+
+def of_two_ranks(case):
+    """The case of its last two ranks and, where rows are scattered, its first two rows."""
+    rows = 1 if case.kind.startswith("all_reduce") else 2
+    return replace(case, flats=[flat[: rows * case.layout.size].clone() for flat in case.flats[-2:]])
 
 
 def _scattered(name, payload, **options):

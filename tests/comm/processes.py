@@ -1,8 +1,11 @@
-"""Runs every case on RANKS processes over gloo and saves each rank's results; started once for all tests.
+"""Runs every case on several processes and saves each rank's results; started once for all tests.
 
-Usage: processes.py DIRECTORY. The processes are forked from one, which has imported torch, and meet through a file.
+Usage: processes.py DIRECTORY [nccl]. Without `nccl`, RANKS processes over gloo, forked from one that has imported
+torch; with it, two GPUs. They meet through a file.
 """
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,14 +16,27 @@ import torch.multiprocessing as mp
 from lowprec_train.comm import collectives
 from lowprec_train.comm.payload import Payload
 from lowprec_train.comm.shared_scale import MuSchedule, SharedScale
-from tests.comm.cases import CASES, RANKS, ROW, gradients
+from tests.comm.cases import CASES, RANKS, ROW, gradients, of_two_ranks
+
+ROOT = Path(__file__).parents[2]
 
 
-def run(case, rank, group=None):
-    collective, flat = getattr(collectives, case.kind), case.flats[rank]
+def launch(directory, *arguments):
+    """Run this file to its end in processes of its own; what each rank saved."""
+    command = [sys.executable, __file__, str(directory), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(path) for path in sorted(Path(directory).glob("rank-*.pt"))]
+
+
+def run(case, rank, device="cpu"):
+    """This rank's result, on the CPU."""
+    collective, flat = getattr(collectives, case.kind), case.flats[rank].to(device)
     if isinstance(case.payload, SharedScale):
-        return collective(flat, group, case.payload, case.layout, torch.tensor(case.mu))
-    return collective(flat, group, case.payload, case.layout, segment=case.segment)
+        mu = torch.tensor(case.mu, device=device)
+        return tuple(x.cpu() for x in collective(flat, None, case.payload, case.layout, mu))
+    return collective(flat, None, case.payload, case.layout, segment=case.segment).cpu()
 
 
 def scheduled(rank, steps=6):
@@ -74,5 +90,23 @@ def work(rank, directory):
     dist.destroy_process_group()
 
 
+def work_on_gpu(rank, directory):
+    """The cases on two ranks, and their all-reduces once more in two steps, which two ranks would not choose."""
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=rank, world_size=2, device_id=device)
+    cases = {name: of_two_ranks(case) for name, case in CASES.items()}
+    results = {name: run(case, rank, device=device) for name, case in cases.items()}
+    collectives.sends_whole = lambda *_: False
+    results |= {
+        f"{name}-two-steps": run(case, rank, device=device) for name, case in cases.items() if case.kind == "all_reduce"
+    }
+    torch.save(results, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    mp.start_processes(work, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")
+    if sys.argv[2:] == ["nccl"]:
+        mp.start_processes(work_on_gpu, args=(sys.argv[1],), nprocs=2, start_method="spawn")
+    else:
+        mp.start_processes(work, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")

@@ -1,9 +1,4 @@
-"""The collectives over gloo on four processes: the simulation's bits, the same on every rank."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The collectives over gloo on four processes and NCCL on two GPUs: the simulation's bits, the same on every rank."""
 
 import pytest
 import torch
@@ -14,22 +9,25 @@ from lowprec_train.comm.payload import Payload
 from lowprec_train.comm.shared_scale import SharedScale
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2
 from tests.comm import simulation
-from tests.comm.cases import CASES, RANKS, ROW, spans
+from tests.comm.cases import CASES, ROW, of_two_ranks, spans
+from tests.comm.processes import launch
 
-ROOT = Path(__file__).parents[2]
 SHARED = [name for name, case in CASES.items() if isinstance(case.payload, SharedScale)]
 PLAIN = [name for name in CASES if name not in SHARED]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """What each rank computed, {case: result} a rank."""
-    directory = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, str(Path(__file__).with_name("processes.py")), str(directory)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(RANKS)]
+    """What each of four ranks computed over gloo, {case: result} a rank."""
+    return launch(tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def results_on_gpus(tmp_path_factory):
+    """The same of two ranks over NCCL."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    return launch(tmp_path_factory.mktemp("gpus"), "nccl")
 
 
 def same_bits(a, b):
@@ -39,13 +37,22 @@ def same_bits(a, b):
     return torch.equal(*(torch.where(x.isnan(), one, x).view(torch.int32) for x in (a, b)))
 
 
-def expected(case):
+def expected(case, whole=None):
     """One result a rank."""
-    format, block = case.payload.format.name, case.payload.block
+    format, block, ranks = case.payload.format.name, case.payload.block, len(case.flats)
     if case.kind == "reduce_scatter":
         return simulation.reduce_scatter(case.flats, spans(case.layout), format, block)
-    whole = sends_whole(case.payload, case.layout, RANKS)
-    return [simulation.all_reduce(case.flats, spans(case.layout), format, block, whole)] * RANKS
+    whole = sends_whole(case.payload, case.layout, ranks) if whole is None else whole
+    return [simulation.all_reduce(case.flats, spans(case.layout), format, block, whole)] * ranks
+
+
+def expected_shared(case):
+    """One result a rank, and the share at the maximum."""
+    arguments = (case.flats, spans(case.layout), case.mu, case.payload.format.name, case.payload.every_addition)
+    values, share = getattr(simulation, case.kind)(*arguments)
+    if case.kind == "reduce_scatter_shared":
+        return values, share
+    return [values] * len(case.flats), share / case.layout.coded_size
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -56,14 +63,30 @@ def test_equals_the_simulation(results, name):
 
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_scale_equals_the_simulation(results, name):
-    case = CASES[name]
-    arguments = (case.flats, spans(case.layout), case.mu, case.payload.format.name, case.payload.every_addition)
-    values, share = getattr(simulation, case.kind)(*arguments)
-    if case.kind == "all_reduce_shared":
-        values, share = [values] * RANKS, share / case.layout.coded_size
+    values, share = expected_shared(CASES[name])
     for rank, value in enumerate(values):
         assert same_bits(results[rank][name][0], value), rank
         assert results[rank][name][1] == pytest.approx(share)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PLAIN)
+def test_gpus_equal_the_simulation(results_on_gpus, name):
+    case = of_two_ranks(CASES[name])
+    for rank, value in enumerate(expected(case)):
+        assert same_bits(results_on_gpus[rank][name], value), rank
+    if case.kind == "all_reduce":
+        for rank, value in enumerate(expected(case, whole=False)):
+            assert same_bits(results_on_gpus[rank][f"{name}-two-steps"], value), rank
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHARED)
+def test_gpus_with_a_shared_scale_equal_the_simulation(results_on_gpus, name):
+    values, share = expected_shared(of_two_ranks(CASES[name]))
+    for rank, value in enumerate(values):
+        assert same_bits(results_on_gpus[rank][name][0], value), rank
+        assert results_on_gpus[rank][name][1] == pytest.approx(share)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].kind.startswith("all_reduce")])

@@ -182,3 +182,6 @@ def test_mu_of_another_number_of_ranks():
     schedule = MuSchedule(2)
     schedule.load_state_dict(MuSchedule(64).state_dict())
     assert schedule.mu == 0.5
+    for _ in range(1000):
+        schedule.update(CLEAN)
+    assert schedule.mu == 1.0
