@@ -40,7 +40,7 @@ class Case:
     payload: Payload | SharedScale
     flats: list[torch.Tensor]
     layout: Layout = ROW
-    segment: int = 1 << 22
+    segment: int = 1 << 25
     mu: float = 1.0
 
 
