@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import reference, tensor_cores
+from lowprec_train.ops import reference, states, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
@@ -61,7 +61,20 @@ def _hadamard(x, seed, block):  # type: ignore[no-untyped-def]
     return torch.cat([reference.hadamard(part, seed, block) for part in x.split(max(1, CHUNK // x.shape[1]))])
 
 
-EAGER: dict[str, Callable] = {name: getattr(reference, name) for name in SCHEMAS}
+def _quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-def]
+    rows = max(1, CHUNK // x.shape[1]) if x.device.type == "cpu" else x.shape[0]
+    parts = [states.quantize_expanded(part, format, group, segments) for part in x.split(rows)]
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+
+def _dequantize_expanded(codes, scale, exponent, center, format, group, segments):  # type: ignore[no-untyped-def]
+    rows = max(1, CHUNK // codes.shape[1]) if codes.device.type == "cpu" else codes.shape[0]
+    parts = zip(*(each.split(rows) for each in (codes, scale, exponent, center)), strict=True)
+    return torch.cat([states.dequantize_expanded(*part, format, group, segments) for part in parts])
+
+
+EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
+EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 
 

@@ -34,6 +34,13 @@ SCHEMAS = {
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",
     "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
+    "quantize_expanded": (
+        "(Tensor x, str format, int group, int segments)"
+        " -> (Tensor codes, Tensor scale, Tensor exponent, Tensor center)"
+    ),
+    "dequantize_expanded": (
+        "(Tensor codes, Tensor scale, Tensor exponent, Tensor center, str format, int group, int segments) -> Tensor"
+    ),
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap) -> Tensor",
 }
 
@@ -44,6 +51,13 @@ def tile_shape(rows: int, columns: int, tile: list[int] | tuple[int, int]) -> tu
     if min(shape) < 1 or rows % shape[0] or columns % shape[1]:
         raise ValueError(f"a {shape[0]}x{shape[1]} tile does not divide a {rows}x{columns} matrix")
     return shape
+
+
+def segment_groups(columns: int, group: int, segments: int) -> int:
+    """Groups of one segment. Raises ValueError where there is no group, or where the segments do not divide a row."""
+    if group < 1 or segments < 1 or columns % segments:
+        raise ValueError(f"{segments} segments of groups of {group} do not fit a row of {columns}")
+    return -(-(columns // segments) // group)
 
 
 def _scale_like(x: Tensor, tile: list[int] | tuple[int, int]) -> Tensor:
@@ -87,6 +101,12 @@ def _unpack_e2m1(packed):  # type: ignore[no-untyped-def]
     return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=torch.float8_e4m3fn)
 
 
+def _quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-def]
+    groups = segments * segment_groups(x.shape[1], group, segments)
+    scale = x.new_empty((x.shape[0], groups), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=CARRIERS[format]), scale, torch.empty_like(scale), torch.empty_like(scale)
+
+
 def _as_float32(x, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float32)
 
@@ -102,5 +122,7 @@ FAKES: dict[str, Callable] = {
     "pack_e2m1": _pack_e2m1,
     "unpack_e2m1": _unpack_e2m1,
     "hadamard": _as_float32,
+    "quantize_expanded": _quantize_expanded,
+    "dequantize_expanded": _as_float32,
     "dge": _as_float32,
 }

@@ -1,0 +1,104 @@
+"""COAT's dynamic range expansion (arXiv 2410.19313, section 4): FP8 codes for optimizer moments, whose groups span
+fewer binades than the format has.
+
+For a group with largest magnitude A and smallest non-zero one a, in a format of largest value M:
+
+    k = floor(16 log2(M^2 / 2) / log2(A / a)) / 16, in [1/16, 64]       the exponent that stretches a .. A to the format
+    c = sqrt(A) sqrt(a)                                                  the centre
+    s = (A / c)^k / M                                                    the scale
+    code = round(sign(x) M (|x| / A)^k) = round(sign(x) (|x| / c)^k / s)       x ~ sign(code) |code s|^(1/k) c
+
+So A takes the code M and a one of at least about 2 / M, two and a half subnormal steps: nothing is flushed. Zeros keep
+the code zero and take no part in a; magnitudes below 2^-126 count as zeros. Equal magnitudes have k = 64, a group of
+zeros has k = 1, c = 1. A group that is not finite decodes to NaN.
+
+Groups lie along the last dimension, `group` elements each, and restart at each of its `segments` (the last group of a
+segment may be short). A whole row has 8 segments where 8 divides it, a rank that holds half of it has 4 of them: codes
+and scales are split alike over up to 8 ranks, and no split changes a bit.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowprec_train.ops.powers import exp2_parts, log2, log2_parts
+from lowprec_train.ops.reference import GRIDS, TINY, divide, encode, exp2_int
+from lowprec_train.ops.schema import segment_groups
+
+STEPS = 16  # k is a multiple of 1 / STEPS
+LARGEST_EXPONENT = 64.0
+
+
+def quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-def]
+    """x [n, k] -> codes [n, k], and scale, exponent, centre of every group, FP32 [n, segments * groups of one]."""
+    v = _grouped(x.float(), group, segments)
+    magnitude = v.abs()
+    amax = magnitude.amax(dim=2)
+    finite = amax.isfinite()
+    present = (magnitude >= TINY) & finite.unsqueeze(2)
+    amax = torch.where(finite & (amax >= TINY), amax, 1.0)
+    amin = torch.where(present, magnitude, torch.inf).amin(dim=2).minimum(amax)
+    span = _log2_quotient(amax, amin)
+    k = _exponent(span, format)
+    power = k.unsqueeze(2) * _log2_quotient(torch.where(present, magnitude, 1.0), amax.unsqueeze(2))
+    codes = torch.where(present, _exp2_times(power, GRIDS[format][2]), 0.0).copysign(v)
+    center = torch.where(amin == amax, amax, amax.sqrt() * amin.sqrt())
+    scale = divide(_exp2_times(k * span * 0.5, 1.0), GRIDS[format][2])
+    scale, center = (torch.where(finite, each, torch.nan) for each in (scale, center))
+    k = torch.where(present.any(dim=2), k, 1.0)
+    return encode(_ungrouped(codes, x.shape[1], segments), format, None), scale, k, center
+
+
+def dequantize_expanded(codes, scale, exponent, center, format, group, segments):  # type: ignore[no-untyped-def]
+    """sign(code) |code * scale|^(1 / exponent) * center, FP32 [n, k]; zero for a zero code, NaN where center is."""
+    c = _grouped(codes.view(torch.uint8), group, segments)
+    finite = center.isfinite()
+    log_code = _code_log2(format, codes.device)[(c & 0x7F).int()]
+    log_scale = log2(torch.where(finite, scale, 1.0))
+    power = (log_code + log_scale.unsqueeze(2)) * divide(torch.ones_like(exponent), exponent).unsqueeze(2)
+    magnitude = torch.where((c & 0x7F) == 0, 0.0, _exp2_times(power, center.unsqueeze(2)))
+    magnitude = torch.where(finite.unsqueeze(2), magnitude, torch.nan)
+    return _ungrouped(torch.where(c < 0x80, magnitude, -magnitude), codes.shape[1], segments)
+
+
+def _grouped(x: Tensor, group: int, segments: int) -> Tensor:
+    """[n, k] -> [n, segments * groups, group], filled up with zeros."""
+    groups = segment_groups(x.shape[1], group, segments)
+    x = x.unflatten(1, (segments, -1))
+    return F.pad(x, (0, groups * group - x.shape[2])).reshape(x.shape[0], segments * groups, group)
+
+
+def _ungrouped(x: Tensor, columns: int, segments: int) -> Tensor:
+    return x.reshape(x.shape[0], segments, -1)[:, :, : columns // segments].reshape(x.shape[0], columns)
+
+
+def _log2_quotient(a: Tensor, b: Tensor) -> Tensor:
+    """log2(a / b) of normal positive numbers; 0 exactly where they are equal."""
+    (whole_a, part_a), (whole_b, part_b) = log2_parts(a), log2_parts(b)
+    return (whole_a - whole_b).float() + (part_a - part_b)
+
+
+def _exponent(span: Tensor, format: str) -> Tensor:
+    bound = math.log2(GRIDS[format][2] ** 2 / 2)
+    steps = divide(torch.full_like(span, STEPS * bound), span.clamp_min(TINY)).floor()
+    return steps.clamp(1.0, STEPS * LARGEST_EXPONENT) * (1 / STEPS)
+
+
+def _exp2_times(power: Tensor, factor: Tensor | float) -> Tensor:
+    """2^power * factor, the power of two applied in halves: neither overflows where the product does not."""
+    whole, part = exp2_parts(power)
+    half = whole >> 1
+    return part * factor * exp2_int(half) * exp2_int(whole - half)
+
+
+@cache
+def _code_log2(format: str, device: torch.device) -> Tensor:
+    """log2 of the codes without a sign, FP32 [128]: 0 at zero, NaN where the code is no finite number."""
+    carrier = torch.float8_e4m3fn if format == "E4M3" else torch.float8_e5m2
+    values = torch.arange(128, dtype=torch.uint8).view(carrier).float().tolist()
+    return torch.tensor([0.0 if v == 0 else math.log2(v) if v < math.inf else math.nan for v in values], device=device)
