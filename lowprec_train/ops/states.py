@@ -55,13 +55,13 @@ def quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-de
 
 
 def dequantize_expanded(codes, scale, exponent, center, format, group, segments):  # type: ignore[no-untyped-def]
-    """sign(code) |code * scale|^(1 / exponent) * center, FP32 [n, k]; zero for a zero code, NaN where center is."""
+    """sign(code) |code * scale|^(1 / exponent) * center, at least 2^-126, FP32 [n, k]; zero for a zero code, NaN where center is."""
     c = _grouped(codes.view(torch.uint8), group, segments)
     finite = center.isfinite()
     log_code = _code_log2(format, codes.device)[(c & 0x7F).int()]
     log_scale = log2(torch.where(finite, scale, 1.0))
     power = (log_code + log_scale.unsqueeze(2)) * divide(torch.ones_like(exponent), exponent).unsqueeze(2)
-    magnitude = torch.where((c & 0x7F) == 0, 0.0, _exp2_times(power, center.unsqueeze(2)))
+    magnitude = torch.where((c & 0x7F) == 0, 0.0, _exp2_times(power, center.unsqueeze(2)).clamp_min(TINY))
     magnitude = torch.where(finite.unsqueeze(2), magnitude, torch.nan)
     return _ungrouped(torch.where(c < 0x80, magnitude, -magnitude), codes.shape[1], segments)
 
