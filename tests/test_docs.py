@@ -6,10 +6,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lowprec_train import config
+from lowprec_train.precision import gemm
+from lowprec_train.train import build, describe
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -56,13 +59,52 @@ def test_changelog_has_this_version():
 
 
 def test_recipes_are_documented():
-    """Each recipe has its module, its bundle, and a row in the README and in docs/recipes.md."""
-    bundles = {path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml")}
-    modules = {path.stem for path in (ROOT / "lowprec_train" / "recipes").glob("*.py")} - {"__init__"}
-    assert bundles and bundles <= modules
+    """Each recipe has its precision file, its bundle, and a row in the README and in docs/recipes.md."""
+    bundles, files = (
+        {path.stem for path in (ROOT / "configs" / group).glob("*.yaml")} for group in ("recipe", "precision")
+    )
+    assert bundles and bundles == files
     for document in (ROOT / "README.md", ROOT / "docs" / "recipes.md"):
         rows = set(re.findall(r"^\| *`?(\w+)`? *\|", document.read_text(), flags=re.MULTILINE))
         assert bundles <= rows, f"{relative(document)} has no row for {sorted(bundles - rows)}"
+
+
+@pytest.mark.parametrize("recipe", config.choices("recipe"))
+def test_every_recipe_has_its_page(recipe, monkeypatch):
+    """Source, command, and for each GEMM the path that a GPU with FP8 tensor cores really takes."""
+    text = (ROOT / "docs" / "recipes" / f"{recipe}.md").read_text()
+    assert text.startswith(f"# `{recipe}`\n") and re.search(r"arXiv \[\d{4}\.\d{5}\]\(https://arxiv\.org/abs/", text)
+    assert f"\n    torchrun train.py +recipe={recipe}\n" in text
+    assert {"gemms", "errors", "options", "published-results"} <= anchors(text)
+    monkeypatch.setattr(gemm, "has_fp8", lambda device: device.type == "cuda")
+    model = OmegaConf.to_object(composed([f"+recipe={recipe}", "model=llama_7b", "model.layers=2"]))
+    laid_out = build.layout(model)
+    linears = describe.effective(laid_out.model, laid_out.phases[0].recipes, torch.device("cuda", 0))
+    told = dict(re.findall(r"^\| (fprop|dgrad|wgrad) \| .* \| `(\w+)` \|$", text, flags=re.MULTILINE))
+    assert told == linears["blocks.0.mlp.down"]["execution"]
+
+
+def test_the_policy_of_the_page_works(tmp_path):
+    """The precision file of docs/recipes.md, from a directory of its own."""
+    (written,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "recipes.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision" / "fp8_edges.yaml").write_text(written)
+    run = composed([f"hydra.searchpath=[file://{tmp_path}]", "precision=fp8_edges", "model.layers=10"])
+    laid_out = build.layout(OmegaConf.to_object(run))
+    first, last = (phase.recipes for phase in laid_out.phases)
+    plain = [name for name, recipe in first.items() if recipe.is_identity]
+    assert plain == [name for name in first if name.startswith(("blocks.0.", "blocks.9.", "head"))]
+    assert (
+        first["blocks.1.mlp.down"].fprop.a.tile == (1, -1)
+        and first["blocks.8.attention.qkv"].dgrad.a.format.name == "E4M3"
+    )
+    assert last["blocks.1.attention.qkv"].fprop.codes_only and laid_out.phases[1].first_step == 246
+
+
+def test_the_linter_is_documented():
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    rows = re.findall(r"^\| `([\w-]+)` \| (error|warning)(, GPU)? \|", text, flags=re.MULTILINE)
+    assert [(name, severity) for name, severity, _ in rows] == [(r.name, r.severity.value) for r in build.LINT_RULES]
 
 
 def test_decisions_say_what_they_prevent():
