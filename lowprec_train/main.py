@@ -89,6 +89,7 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
         facts: dict[str, Any] = {"name": name, "hash": rundir.digest(plain)}
         facts |= build.facts(options, choice, layout.model, device, compiled=compiled)
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
+        facts["kept"] = describe.kept(layout.phases[0].keep)
         facts["schedule"] = describe.later(layout.phases, linears)
         announce(plain, linears[0], facts, choice)
         for line in report.lines:
@@ -125,6 +126,7 @@ def announce(plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, An
         log.warning("warning: %s", choice.undone)
     log.info("%s", OmegaConf.to_yaml(OmegaConf.create(plain)))
     log.info("linear layers, and the path that each GEMM takes:\n%s", describe.summary(linears))
+    log.info("kept for backward: %s", ", ".join(f"by {role}s {what}" for role, what in facts["kept"].items()))
     for phase in facts["schedule"]:
         log.info("from step %d on:\n%s", phase["first_step"], describe.summary(phase["linears"]))
     kernels = ", ".join(f"{op}: {kernel}" for op, kernel in facts["kernels"].items())

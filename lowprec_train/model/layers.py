@@ -2,7 +2,8 @@
 
 Each is one choice of a model's configuration, a module that `Transformer` picks from a table by name; no forward asks
 which model it is in. The residual stream is BF16 (FP32 in tests); norms and activations compute in FP32 and round once
-to the stream's dtype, so that an eager and a compiled run hand the same numbers to the quantisers behind them.
+to the stream's dtype, so that an eager and a compiled run hand the same numbers to the quantisers behind them. Under a
+`BlockKeep` policy they compute from rounded inputs and keep codes of them.
 
 Shapes: B batch, T tokens, D model width, F feed-forward width, H head width, M maximal sequence length.
 """
@@ -14,61 +15,82 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
+from lowprec_train.precision.block_keep import KeptInput
 from lowprec_train.precision.linear import Linear
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(KeptInput):
     """y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in FP32, returned in x's dtype; never a bias."""
+
+    role = "norm"
 
     def __init__(self, dim: int, eps: float, bias: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.width = eps, dim
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.quantizer is not None:
+            return self.through_codes(RMS(self.eps), (x_BTD,), (self.weight,))
         return F.rms_norm(x_BTD.float(), self.weight.shape, self.weight, self.eps).to(x_BTD.dtype)
 
 
-class LayerNorm(nn.Module):
+class LayerNorm(KeptInput):
     """y = (x - mean) / sqrt(var + eps) * weight + bias (arXiv 1607.06450), in FP32, returned in x's dtype."""
+
+    role = "norm"
 
     def __init__(self, dim: int, eps: float, bias: bool = True) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.width = eps, dim
         self.weight = nn.Parameter(torch.ones(dim))
         self.bias = nn.Parameter(torch.zeros(dim)) if bias else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.quantizer is not None:
+            parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+            return self.through_codes(Normal(self.eps), (x_BTD,), parameters)
         return F.layer_norm(x_BTD.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x_BTD.dtype)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(KeptInput):
     """down(silu(gate) * up) (arXiv 2002.05202). `gate_up` is one GEMM whose rows alternate gate, up: (F, 2).
 
     Interleaved rows let a tensor-parallel shard of the rows hold whole (gate, up) pairs.
     """
 
+    role = "activation"
+
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
         super().__init__()
+        self.width = ffn
         self.gate_up = Linear(dim, 2 * ffn, bias=bias)
         self.down = Linear(ffn, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate_BTF, up_BTF = self.gate_up(x_BTD).unflatten(-1, (-1, 2)).unbind(-1)
+        if self.quantizer is not None:
+            return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()))
         return self.down((F.silu(gate_BTF.float()) * up_BTF.float()).to(x_BTD.dtype))
 
 
-class GELU(nn.Module):
+class GELU(KeptInput):
     """down(gelu(up)) with the tanh form of GELU (arXiv 1606.08415), as GPT-2 and Megatron-LM train."""
+
+    role = "activation"
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
         super().__init__()
+        self.width = ffn
         self.up = Linear(dim, ffn, bias=bias)
         self.down = Linear(ffn, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.quantizer is not None:
+            return self.down(self.through_codes(TanhGELU(), (self.up(x_BTD),), ()))
         return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
 
 

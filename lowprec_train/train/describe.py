@@ -18,6 +18,7 @@ from torch import nn
 import lowprec_train
 from lowprec_train.config import PrecisionConfig
 from lowprec_train.precision import gemm
+from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train.rundir import flatten
@@ -101,7 +102,12 @@ def effective(model: nn.Module, recipes: Mapping[str, LinearRecipe], device: tor
 def later(phases: Sequence[Phase], linears: Sequence[Linears]) -> list[dict[str, Any]]:
     """The phases after the first, each with its first step and its linears as from `effective`."""
     pairs = zip(phases[1:], linears[1:], strict=True)
-    return [{"first_step": phase.first_step, "linears": table} for phase, table in pairs]
+    return [{"first_step": p.first_step, "linears": table, "kept": kept(p.keep)} for p, table in pairs]
+
+
+def kept(keep: BlockKeep) -> dict[str, str]:
+    """What the norms and the activations of blocks keep for the backward pass."""
+    return {role: str(keep.of(role) or "input") for role in ("norm", "activation")}
 
 
 def summary(table: Mapping[str, Mapping[str, Any]]) -> str:

@@ -1,0 +1,144 @@
+"""What norms and activations keep for the backward pass: their inputs in BF16, or in FP8 codes (COAT, arXiv 2410.19313,
+section 5).
+
+    x^ = Q(x) in groups along the last dimension,   y = f(x^),   dx = f'(x^) dy        straight through Q
+
+The layer computes from the rounded input, so the codes are all that its backward pass needs: one byte an element and
+one a group (power-of-two scales are kept as their exponents), where BF16 takes two bytes and an FP32 copy four. The
+residual stream itself stays in BF16. Rounding is to nearest: recomputed and first computed are the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from lowprec_train.numerics.quantizer import POWERS_OF_TWO, Quantized, Quantizer
+from lowprec_train.precision.gemm import cast
+
+Observer = Callable[[Tensor, Quantized, Quantizer], None]
+"""Told of every input that is rounded: the matrix, what came out, how."""
+
+
+@dataclass(frozen=True)
+class BlockKeep:
+    """How the norms and the activations of blocks keep their inputs; None: as they are.
+
+    Raises ValueError for a stochastic quantiser and for one whose tiles span several tokens.
+    """
+
+    norm: Quantizer | None = None
+    activation: Quantizer | None = None
+
+    def __post_init__(self) -> None:
+        for role in ("norm", "activation"):
+            quantizer = getattr(self, role)
+            if quantizer is not None and (quantizer.stochastic or quantizer.tile[0] != 1):
+                raise ValueError(
+                    f"{role}={quantizer}: kept inputs are rounded to nearest in groups of one token, so that a "
+                    "recomputed layer meets the same bits, however the batch is cut"
+                )
+
+    def of(self, role: str) -> Quantizer | None:
+        """The quantiser of a role, "norm" or "activation"."""
+        quantizer: Quantizer | None = getattr(self, role)
+        return quantizer
+
+    def check(self, model: nn.Module) -> None:
+        """ValueError for a module whose width a group does not divide."""
+        for name, module in kept_inputs(model):
+            quantizer = self.of(module.role)
+            if quantizer is not None and quantizer.tile[1] != -1 and module.width % quantizer.tile[1]:
+                raise ValueError(
+                    f"{name}: groups of {quantizer.tile[1]} do not divide the {module.width} channels that it keeps"
+                )
+
+
+class Formula(Protocol):
+    """A function of inputs that may be rounded and of parameters that are not, with its derivative; all FP32.
+
+    forward(inputs, parameters) -> y.  backward(dy, inputs, parameters) -> a gradient for each of them.
+    """
+
+    def forward(self, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor: ...
+
+    def backward(
+        self, dy: Tensor, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]: ...
+
+
+class KeptInput(nn.Module):
+    """A layer whose input may be kept in codes.
+
+    role: "norm" or "activation". width: channels of what is rounded. quantizer: None computes as if this class were
+    not there. observer: told of every rounding; None adds nothing.
+    """
+
+    role: ClassVar[str]
+    width: int
+    quantizer: Quantizer | None = None
+    observer: Observer | None = None
+
+    def through_codes(self, formula: Formula, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
+        """formula of the rounded inputs [..., width], in their dtype, keeping codes alone."""
+        y: Tensor = _ThroughCodes.apply(formula, self.quantizer, self.observer, len(inputs), *inputs, *parameters)
+        return y
+
+
+class _ThroughCodes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, formula, quantizer, observer, count, *tensors):  # type: ignore[no-untyped-def]
+        inputs, parameters = tensors[:count], tensors[count:]
+        rounded = [_round(x, quantizer, observer) for x in inputs]
+        values = tuple(q.dequantize().view(x.shape) for q, x in zip(rounded, inputs, strict=True))
+        ctx.formula, ctx.shape, ctx.dtype = formula, inputs[0].shape, inputs[0].dtype
+        ctx.count, ctx.exponents = count, quantizer.scale in POWERS_OF_TWO
+        ctx.save_for_backward(*(part for q in rounded for part in _stored(q, ctx.exponents)), *parameters)
+        return cast(formula.forward(values, parameters), ctx.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+        saved, parameters = ctx.saved_tensors[: 2 * ctx.count], ctx.saved_tensors[2 * ctx.count :]
+        inputs = tuple(
+            torch.ops.lowprec.dequantize(codes, _scale(scale, ctx.exponents)).view(ctx.shape)
+            for codes, scale in zip(saved[::2], saved[1::2], strict=True)
+        )
+        gradients = ctx.formula.backward(dy.float(), inputs, parameters)
+        dtypes = [ctx.dtype] * ctx.count + [parameter.dtype for parameter in parameters]
+        return None, None, None, None, *(cast(g, d) for g, d in zip(gradients, dtypes, strict=True))
+
+
+def _round(x: Tensor, quantizer: Quantizer, observer: Observer | None) -> Quantized:
+    matrix = x.flatten(end_dim=-2)
+    codes = quantizer(matrix)
+    if observer is not None:
+        observer(matrix, codes, quantizer)
+    return codes
+
+
+def _stored(codes: Quantized, exponents: bool) -> tuple[Tensor, Tensor]:
+    """What is kept: codes, and scales as biased exponents where they are powers of two (E8M0; 255 for NaN)."""
+    if not exponents:
+        return codes.codes, codes.scale
+    return codes.codes, (codes.scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def _scale(stored: Tensor, exponents: bool) -> Tensor:
+    return (stored.int() << 23).view(torch.float32) if exponents else stored
+
+
+def kept_inputs(model: nn.Module) -> Iterator[tuple[str, KeptInput]]:
+    """The norms and activations inside of blocks, by name."""
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, KeptInput))
+    return ((name, module) for name, module in found if name.startswith("blocks."))
+
+
+def apply_block_keep(model: nn.Module, keep: BlockKeep) -> None:
+    """Set what the norms and activations of blocks keep; may be called at any step."""
+    for _, module in kept_inputs(model):
+        module.quantizer = keep.of(module.role)
