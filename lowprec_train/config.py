@@ -2,8 +2,8 @@
 
 `configs/train.yaml` and its groups give the values; the dataclasses here give their names and types, so an unknown
 key or a wrong type is refused by Hydra before anything is built. Two places are open on purpose: nodes that name
-their class (`data`, `optim.schedule`, the entries of `precision.policy` and `logger`: a `_target_` and its keyword
-arguments), and `precision.override`, a free tree of changes to the recipe, so that
+their class (`data`, `optim.schedule` and the codecs beside it, the entries of `precision.policy` and `logger`: a
+`_target_` and its keyword arguments), and `precision.override`, a free tree of changes to the recipe, so that
 `precision.override.dgrad.a.format=E4M3` needs no `+`.
 """
 
@@ -115,7 +115,13 @@ class PrecisionConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW and its learning rate. `schedule` names a class of `lowprec_train.optim.schedule`."""
+    """AdamW and its learning rate.
+
+    schedule: `_target_` of a class of `lowprec_train.optim.schedule`.
+    first_moment, second_moment: `_target_` of the codecs that store the moments of matrices (`optim.moments`).
+    master: `_target_` of the precision that their weights are updated in (`optim.master`).
+    clip_updates: StableAdamW's update clipping.
+    """
 
     lr: float = MISSING
     beta1: float = MISSING
@@ -123,6 +129,10 @@ class OptimConfig:
     eps: float = MISSING
     weight_decay: float = MISSING
     schedule: dict[str, Any] = MISSING
+    first_moment: dict[str, Any] = MISSING
+    second_moment: dict[str, Any] = MISSING
+    master: dict[str, Any] = MISSING
+    clip_updates: bool = MISSING
 
 
 @dataclass(kw_only=True)

@@ -55,7 +55,9 @@ def quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-de
 
 
 def dequantize_expanded(codes, scale, exponent, center, format, group, segments):  # type: ignore[no-untyped-def]
-    """sign(code) |code * scale|^(1 / exponent) * center, at least 2^-126, FP32 [n, k]; zero for a zero code, NaN where center is."""
+    """sign(code) |code * scale|^(1 / exponent) * center, FP32 [n, k]: at least 2^-126 but for a zero code, NaN where
+    center is.
+    """
     c = _grouped(codes.view(torch.uint8), group, segments)
     finite = center.isfinite()
     log_code = _code_log2(format, codes.device)[(c & 0x7F).int()]

@@ -136,6 +136,20 @@ def weights(model: Transformer, device: torch.device, seed: int) -> Draws:
     return draws
 
 
+def optimizer(run: RunConfig, model: torch.nn.Module) -> AdamW:
+    """AdamW over the model's first weights. With a reduced master the parameters of matrices become BF16."""
+    return AdamW(
+        parameter_groups(model, run.optim.weight_decay),
+        lr=run.optim.lr,
+        betas=(run.optim.beta1, run.optim.beta2),
+        eps=run.optim.eps,
+        moments=(construct(run.optim.first_moment), construct(run.optim.second_moment)),
+        master=construct(run.optim.master),
+        clip_updates=run.optim.clip_updates,
+        seed=run.seed,
+    )
+
+
 def corpus(run: RunConfig) -> Corpus:
     """The text, prepared on first use."""
     built: Corpus = construct(run.data)
@@ -149,12 +163,7 @@ def trainer(
     """The trainer of a run at its first step. `linears`: from `describe.effective`, for each phase."""
     seq_len, model = run.data["seq_len"], laid_out.model
     draws = weights(model, device, run.seed)
-    optimizer = AdamW(
-        parameter_groups(model, run.optim.weight_decay),
-        lr=run.optim.lr,
-        betas=(run.optim.beta1, run.optim.beta2),
-        eps=run.optim.eps,
-    )
+    adamw = optimizer(run, model)
     rates = [throughput(model, each, device, tokens_per_step=run.tokens_per_step, seq_len=seq_len) for each in linears]
     later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))
     precision = PrecisionSchedule(laid_out.phases)
@@ -164,7 +173,7 @@ def trainer(
         model.compile_blocks()
     return Trainer(
         model=model,
-        optimizer=optimizer,
+        optimizer=adamw,
         schedule=construct(run.optim.schedule),
         corpus=text,
         draws=draws,

@@ -1,0 +1,125 @@
+"""Master weights: the precision that updates are added in.
+
+    FP32   the parameter itself                                                            4 bytes a parameter
+    FP16   codes * 2^e, one e a tensor (FP8-LM, arXiv 2310.18313, section 2.2)              2 bytes and the parameter
+    BF16   the parameter itself, rounded stochastically (arXiv 2010.06192)                  2 bytes
+
+With the last two, a matrix's parameter is BF16: the rounding of its master that GEMMs take.
+
+What becomes of an update that is small beside its weight, measured by adding 1e-4 of it 1,000 times (tests/optim/
+test_master.py): rounding to nearest drops or doubles an update near half a step. FP16's step is 2^-11 to 2^-10 of a
+normal number, so an update of 1e-4 is below half of it (2.4e-4 to 4.9e-4) always. Stochastic rounding keeps every
+update on average and pays with a random walk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.formats import BF16, FP16
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.ops.philox import philox
+from lowprec_train.optim.moments import Parts
+
+STREAM = 1 << 16
+"""The draws' stream of masters: those of linear layers count from 0 (`numerics.draws`)."""
+
+
+class Master(Protocol):
+    """Stores a weight matrix w [n, k] between two steps, part of it in the parameter."""
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        """dtype of a matrix's parameter."""
+        ...
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether `encode` needs a seed."""
+        ...
+
+    def encode(self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> tuple[Tensor, Parts]:
+        """w FP32 -> the parameter's new value, and what the optimizer keeps.
+
+        seed: 0-dim int64. origin: int64 [2], global row and column of w[0, 0], where w is a part of the matrix.
+        """
+        ...
+
+    def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
+        """FP32 [n, k]."""
+        ...
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        """What the optimizer keeps of a matrix of `shape`, beside the parameter."""
+        ...
+
+
+@dataclass(frozen=True)
+class FP32Master:
+    """The parameter is the master."""
+
+    parameter_dtype: torch.dtype = field(default=torch.float32, init=False)
+    stochastic: bool = field(default=False, init=False)
+
+    def encode(self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> tuple[Tensor, Parts]:
+        return w, {}
+
+    def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
+        return parameter
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        return 0
+
+
+@dataclass(frozen=True)
+class FP16Master:
+    """FP16 codes under one power of two; the parameter is their BF16 rounding.
+
+    stochastic: round the codes so; False is the published rounding to nearest.
+    """
+
+    stochastic: bool = True
+    parameter_dtype: torch.dtype = field(default=torch.bfloat16, init=False)
+
+    def encode(self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> tuple[Tensor, Parts]:
+        quantizer = Quantizer(FP16, scale=ScaleRule.POW2, stochastic=self.stochastic)
+        rounded = quantizer(w, seed if self.stochastic else None, origin)
+        return rounded.dequantize().to(torch.bfloat16), {"codes": rounded.codes, "scale": rounded.scale}
+
+    def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
+        return torch.ops.lowprec.dequantize(parts["codes"], parts["scale"])
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        return 2 * torch.Size(shape).numel() + 4
+
+
+@dataclass(frozen=True)
+class BF16Master:
+    """The parameter is the master, in BF16; stochastic rounding keeps updates below its step of 2^-8 on average."""
+
+    parameter_dtype: torch.dtype = field(default=torch.bfloat16, init=False)
+    stochastic: bool = field(default=True, init=False)
+
+    def encode(self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> tuple[Tensor, Parts]:
+        return Quantizer(BF16, stochastic=True)(w, seed, origin).codes, {}
+
+    def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
+        return parameter.float()
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        return 0
+
+
+def seeds(run_seed: Tensor, parameters: Tensor, steps: Tensor) -> Tensor:
+    """Seeds of parameters' roundings, int64 [p]: first 63 bits of Philox4x32-10((parameter, STREAM, step), run seed).
+
+    run_seed: 0-dim int64. parameters: their indices, int64 [p]. steps: updates that were done, [p].
+    """
+    step = steps.long()
+    counter = (parameters, torch.full_like(step, STREAM), step & 0xFFFFFFFF, step >> 32)
+    words = philox(counter, run_seed)
+    return (words[1] & 0x7FFFFFFF) << 32 | words[0]

@@ -1,0 +1,133 @@
+"""Codecs of Adam's moments: how a matrix [n, k] of FP32 numbers is stored between two steps.
+
+    plain      FP32, or its BF16 rounding                                            4 or 2 bytes a parameter
+    scaled     codes * 2^e, one e a tensor: m in E4M3, v in FP16 (arXiv 2310.18313)  1 or 2 bytes
+    expanded   sign(code) |code s|^(1/k) c, three FP32 numbers a group of 128: COAT's dynamic range expansion (arXiv
+               2410.19313), see `ops.states`                                         1.094 bytes
+
+A codec is a value without state: `encode` gives plain tensors by name, `codes` and what belongs to them, `decode` takes
+them back. Nothing here draws: moments are rounded to nearest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.formats import Format, parse_format
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.ops.schema import segment_groups
+
+Parts = dict[str, Tensor]
+
+
+class Codec(Protocol):
+    """Stores a matrix. seed: 0-dim int64, for codecs that round stochastically."""
+
+    @property
+    def exact(self) -> bool:
+        """True when decode(encode(x)) is x, bit for bit."""
+        ...
+
+    def encode(self, x: Tensor, seed: Tensor | None = None) -> Parts:
+        """x FP32 [n, k] -> `codes` [n, k] and their scales."""
+        ...
+
+    def decode(self, parts: Parts) -> Tensor:
+        """FP32 [n, k]."""
+        ...
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        """What a matrix of `shape` takes, scales included."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A cast. format: FP32 or BF16, whose range needs no scale. Raises ValueError for any other."""
+
+    format: str = "FP32"
+
+    def __post_init__(self) -> None:
+        if parse_format(self.format).scaled:
+            raise ValueError(f"{self.format} codes need a scale: Scaled or Expanded stores them, not Plain")
+
+    @property
+    def exact(self) -> bool:
+        return self._format.name == "FP32"
+
+    def encode(self, x: Tensor, seed: Tensor | None = None) -> Parts:
+        return {"codes": x.to(self._format.carrier)}
+
+    def decode(self, parts: Parts) -> Tensor:
+        return parts["codes"].float()
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        return torch.Size(shape).numel() * self._format.carrier.itemsize
+
+    @property
+    def _format(self) -> Format:
+        return parse_format(self.format)
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Codes under one power of two for the whole tensor, chosen anew at each step so that nothing saturates.
+
+    format: E4M3, E5M2, FP16. Raises ValueError for formats without a scale and for grids with less range than those.
+    """
+
+    format: str
+    exact: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if parse_format(self.format).name not in ("E4M3", "E5M2", "FP16"):
+            raise ValueError(f"scaled moments are E4M3, E5M2 or FP16, not {self.format}")
+
+    def encode(self, x: Tensor, seed: Tensor | None = None) -> Parts:
+        rounded = Quantizer(parse_format(self.format), scale=ScaleRule.POW2)(x)
+        return {"codes": rounded.codes, "scale": rounded.scale}
+
+    def decode(self, parts: Parts) -> Tensor:
+        return torch.ops.lowprec.dequantize(parts["codes"], parts["scale"])
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        return torch.Size(shape).numel() * parse_format(self.format).carrier.itemsize + 4
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """COAT's dynamic range expansion. format: E4M3 or E5M2; group: elements that share an exponent (128 in the paper).
+
+    Raises ValueError for another format or a group below 1.
+    """
+
+    format: str = "E4M3"
+    group: int = 128
+    exact: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        if parse_format(self.format).name not in ("E4M3", "E5M2") or self.group < 1:
+            raise ValueError(f"expanded moments are groups of E4M3 or E5M2, not {self.group} of {self.format}")
+
+    def encode(self, x: Tensor, seed: Tensor | None = None) -> Parts:
+        how = (parse_format(self.format).name, self.group, segments(x.shape[1]))
+        return dict(zip(("codes", "scale", "exponent", "center"), torch.ops.lowprec.quantize_expanded(x, *how)))
+
+    def decode(self, parts: Parts) -> Tensor:
+        tensors = (parts[name] for name in ("codes", "scale", "exponent", "center"))
+        how = (parse_format(self.format).name, self.group, segments(parts["codes"].shape[1]))
+        return torch.ops.lowprec.dequantize_expanded(*tensors, *how)
+
+    def state_bytes(self, shape: tuple[int, ...]) -> int:
+        numbers, columns = torch.Size(shape).numel(), shape[-1]
+        of_row = segments(columns) * segment_groups(columns, self.group, segments(columns))
+        return numbers + 3 * 4 * of_row * (numbers // columns)
+
+
+def segments(columns: int) -> int:
+    """Places of a whole row where groups restart: 8 where 8 divides it, so that any of 2, 4, 8 ranks holds its own."""
+    return 1 if columns % 8 else 8
