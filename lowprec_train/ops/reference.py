@@ -197,8 +197,8 @@ def dequantize(codes, scale):  # type: ignore[no-untyped-def]
 
 
 def scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignore[no-untyped-def]
-    """(a[m, k] @ b[n, k]^T) * scale_a * scale_b^T with FP32 sums, exact ones for INT8 (in FP64); scales [1, 1] or one per
-    row. [m, n] in `dtype`.
+    """(a[m, k] @ b[n, k]^T) * scale_a * scale_b^T with FP32 sums, exact ones (in FP64) for INT8; scales [1, 1] or one
+    per row. [m, n] in `dtype`.
     """
     if a.dtype == torch.int8:
         return ((a.double() @ b.double().t()).float() * scale_a * scale_b.t()).to(dtype)

@@ -61,7 +61,7 @@ def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
 
 
 def first_step(at: float, steps: int) -> int:
-    """The 0-based step that a fraction of a run falls on. ValueError outside of (0, 1), and for a phase without steps."""
+    """The 0-based step that a fraction of a run falls on. ValueError outside (0, 1), and for a phase without steps."""
     if not 0 < at < 1:
         raise ValueError(f"a phase begins at a fraction of the run between 0 and 1, not at {at}")
     step = round(at * steps)
