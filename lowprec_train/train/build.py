@@ -26,14 +26,14 @@ from lowprec_train.precision import gemm, policy
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
-from lowprec_train.train import checks, lint_execution, lint_recipes, metrics
+from lowprec_train.train import checks, lint_execution, lint_recipes, lint_training, metrics
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.lint import Plan, Report, examine, refuse, sites
 from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink
 from lowprec_train.train.trainer import Trainer
 
-LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES)
+LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
 TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
 TRAINER_KEYS += ("eval_interval", "eval_batches", "log_interval")
 
@@ -90,7 +90,14 @@ def lint(run: RunConfig, laid_out: Layout, linears: Sequence[Linears], device: t
 def plan(run: RunConfig, laid_out: Layout, linears: Sequence[Linears], device: torch.device) -> Plan:
     """The values that the linter looks at."""
     tokens = run.micro_batch * run.data["seq_len"]
-    return Plan(run=run, sites=sites(laid_out.phases, linears, tokens), on_gpu=device.type == "cuda")
+    return Plan(
+        run=run,
+        sites=sites(laid_out.phases, linears, tokens),
+        moments=(construct(run.optim.first_moment), construct(run.optim.second_moment)),
+        master=construct(run.optim.master),
+        learning_rate=construct(run.optim.schedule),
+        on_gpu=device.type == "cuda",
+    )
 
 
 def phases(run: RunConfig, model: Transformer) -> tuple[Phase, ...]:

@@ -17,6 +17,9 @@ from typing import Any
 
 from lowprec_train.config import RunConfig
 from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.optim.master import Master
+from lowprec_train.optim.moments import Codec
+from lowprec_train.optim.schedule import Schedule
 from lowprec_train.precision.recipe import Gemm, LinearRecipe
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train.describe import INDEX, Linears
@@ -73,10 +76,16 @@ class Operand:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run is about to do, as values. on_gpu: the run's device is a CUDA device."""
+    """What a run is about to do, as values.
+
+    moments: codecs of Adam's first and second. learning_rate: of a 0-based step. on_gpu: on a CUDA device.
+    """
 
     run: RunConfig
     sites: tuple[Site, ...]
+    moments: tuple[Codec, Codec]
+    master: Master
+    learning_rate: Schedule
     on_gpu: bool = False
 
     def gemms(self) -> Iterator[tuple[Site, str, Gemm]]:

@@ -9,8 +9,10 @@ import torch
 
 from lowprec_train import config
 from lowprec_train.config import PhaseConfig
+from lowprec_train.optim import moments
+from lowprec_train.optim.master import FP16Master
 from lowprec_train.precision import gemm
-from lowprec_train.train import build, describe, lint
+from lowprec_train.train import build, describe, lint, lint_training
 from lowprec_train.train.lint import Report, Severity
 from tests.recipes import composed
 
@@ -40,7 +42,13 @@ CASES_ON_GPU = {
     "twice-rounded": ("+recipe=fp8_block", f"{OVER}fprop.a.scale=FP32"),
     "small-gemm": ("+recipe=fp8",),
 }
-ERRORS = {"floor-clips", "ceil-headroom", "scale-per-step"}
+CASES_OF_TRAINING = {
+    "fp8-second-moment": ("optim/moment@optim.second_moment=e4m3",),
+    "stalled-moments": ("+recipe=coat", "optim.beta2=0.999"),
+    "lost-updates": ("optim/master=fp16_nearest", "optim.lr=2e-5"),
+    "two-clips": ("+recipe=int8_switchback", "clip_norm=1.0"),
+}
+ERRORS = {"floor-clips", "ceil-headroom", "scale-per-step", "fp8-second-moment"}
 BF16_SPEED = {"fp8_block", "nvfp4"}  # their block scales do not fold (docs/recipes/)
 SMALL = {"gpt_125m", "gpt_345m", "gpt_tiny", "llama_130m", "llama_350m", "llama_tiny", "llama_tp_test"}
 
@@ -66,7 +74,7 @@ def names(found: Report, severity: Severity | None = None) -> set[str]:
 
 
 def test_every_rule_is_here():
-    assert [rule.name for rule in build.LINT_RULES] == [*CASES, *CASES_ON_GPU]
+    assert [rule.name for rule in build.LINT_RULES] == [*CASES, *CASES_ON_GPU, *CASES_OF_TRAINING]
     assert {rule.name for rule in build.LINT_RULES if rule.severity is Severity.ERROR} == ERRORS
 
 
@@ -76,9 +84,9 @@ def test_every_rule_names_its_source(rule):
     assert rule.instead and not rule.why.endswith(".")
 
 
-@pytest.mark.parametrize("rule", CASES)
+@pytest.mark.parametrize("rule", [*CASES, *CASES_OF_TRAINING])
 def test_a_rule_finds_its_fault(rule):
-    assert rule in names(report(command(*CASES[rule])))
+    assert rule in names(report(command(*(CASES | CASES_OF_TRAINING)[rule])))
 
 
 @pytest.mark.parametrize("rule", CASES_ON_GPU)
@@ -165,3 +173,31 @@ def test_when_the_floor_rule_clips(scale, headroom, clips):
     x = torch.linspace(4.0, 7.9, 32).repeat(1, 1)
     assert (x.max() / quantizer(x).scale > 6).item() == clips
     assert ("floor-clips" in names(report(run))) == clips
+
+
+@pytest.mark.parametrize("codec", [moments.Scaled("E4M3"), moments.Scaled("FP16"), moments.Plain("BF16")], ids=str)
+def test_where_a_moment_stalls(codec):
+    """At the coarsest place of a binade a decay below the rule's bound leaves a code as it is, one above does not."""
+    least = lint_training.half_step(codec, 1.0)
+    coarsest = 1 + 1 / (1 / (2 * least) - 1)  # the first number above 1
+    m = torch.full((2, 8), coarsest)
+    for beta, stays in ((1 - 0.98 * least, True), (1 - 1.02 * least, False)):
+        kept = codec.decode(codec.encode(m * beta))
+        assert torch.equal(codec.decode(codec.encode(m)), m) and torch.equal(kept, m) == stays
+
+
+def test_where_an_update_is_lost():
+    """An FP16 master of typical weights keeps them under the rule's rate, and moves all of them at eight times that."""
+    least = lint_training.WEIGHT * lint_training.HALF_STEP
+    w = torch.full((2, 8), lint_training.WEIGHT)
+    w[0, 0] = 0.1  # of a matrix: the scale follows its largest weight
+    master = FP16Master(stochastic=False)
+
+    def kept(update):
+        parameter, parts = master.encode(w)
+        before = master.decode(parameter, parts)
+        return torch.equal(master.decode(*master.encode(before + update)), before)
+
+    assert kept(0.9 * least) and not kept(8 * least)
+    assert not report(composed("optim/master=fp16_nearest")).findings
+    assert not report(composed("optim/master=fp16", "optim.lr=2e-5")).findings
