@@ -144,11 +144,16 @@ def nvfp4_scales(amax: np.ndarray, headroom: float) -> tuple[np.ndarray, np.ndar
     """(effective scale float32, block scales as E4M3 values, tensor scale float32)
 
     In the order of arXiv 2509.25149: a block's own scale A / (6 h) first, in FP32, and of that the share of the
-    tensor's. One quotient A / (6 h t) would fall on the other side of an E4M3 tie now and then."""
+    tensor's. One quotient A / (6 h t) would fall on the other side of an E4M3 tie now and then. With head-room no block
+    clips: where its scale was rounded down so far that A / s > 6, which takes a subnormal, the next one is taken."""
     tensor = np.maximum(F32(amax.max() / (6 * 448)), F32(2.0**-117))
     own = (amax / (6 * headroom)).astype(F32)
     share = (own / F64(tensor)).astype(F32)
     block = to_grid(np.maximum(share, 2.0**-9), "E4M3")
+    if headroom < 1:
+        clips = (scaled(amax, (block * F64(tensor)).astype(F32)) > 6) & (block < 448)
+        place = np.searchsorted(TABLES["E4M3"], np.where(clips, block, 0.0))
+        block = np.where(clips, TABLES["E4M3"][place + 1], block)
     return np.where(amax == 0, F32(1), (block * F64(tensor)).astype(F32)), block, tensor
 
 

@@ -161,9 +161,20 @@ def quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped-
     tensor_scale = divide(amax.amax().reshape(1, 1), 6.0 * 448.0).clamp_min(TINY * 2.0**9)
     wanted = divide(divide(amax, 6.0 * headroom), tensor_scale.double())
     block = encode(wanted.clamp_min(2.0**-9), "E4M3", None)  # a block scale of zero would lose the block
+    if headroom < 1.0:
+        block = _not_below(block, tensor_scale, amax)
     scale = torch.where(amax == 0, 1.0, block.float() * tensor_scale)
     scaled = x * spread(divide(torch.ones_like(scale), scale), x.shape, shape)
     return encode(scaled, "E2M1", _draws(x, seed, origin)), scale, block, tensor_scale
+
+
+def _not_below(block: Tensor, tensor_scale: Tensor, amax: Tensor) -> Tensor:
+    """Block scales that came out too small for their block, one E4M3 step up. Head-room covers half a step of a normal
+    number; subnormal ones are coarser, and a block far below the tensor's maximum would clip.
+    """
+    scale = block.float() * tensor_scale
+    clips = (amax * divide(torch.ones_like(scale), scale) > 6.0) & (block.float() < 448.0)
+    return (block.view(torch.uint8) + clips.to(torch.uint8)).view(torch.float8_e4m3fn)
 
 
 def outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
@@ -186,7 +197,7 @@ def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
     body = round_to(v.clamp(-6.0, 6.0), "E2M1", None)
     shift = 2.0**-CARRIER_SHIFT
     codes = torch.where((x < low) | (x > high), v, body) * shift
-    codes = torch.where(v.isfinite(), codes, torch.nan)  # an infinite outlier must not saturate silently
+    codes = torch.where(x.isfinite() & ~v.isnan(), codes, torch.nan)  # only what is infinite must not saturate silently
     return encode(codes, "E4M3", None), scale * 2.0**CARRIER_SHIFT
 
 

@@ -92,12 +92,11 @@ def test_nvfp4_levels_follow_the_maxima(tile):
 
 @pytest.mark.parametrize("tile", NVFP4_TILES, ids=str)
 def test_stochastic_nvfp4_never_clips(tile):
-    """x / s <= 6 for 17/16 of head-room, since E4M3 rounds a normal number down by at most 1/17 of it."""
+    """x / s <= 6: E4M3 rounds a normal number down by at most 1/17 of it, and a subnormal block scale gives way."""
     for draw, case in itertools.product(range(10), CASES[:4]):
         x = case(256, 128, tile, "E2M1", generator(draw))
         q = Quantizer(E2M1, tile, ScaleRule.NVFP4, stochastic=True)(torch.from_numpy(x), seed())
-        normal = levels(q)[0] >= 2.0**-6
-        assert (amax(x, tile) / q.scale.double().numpy() <= 6 * (1 + 2.0**-22))[normal].all()
+        assert (amax(x, tile) / q.scale.double().numpy() <= 6 * (1 + 2.0**-22)).all()
 
 
 def test_stochastic_nvfp4_at_the_edges_of_e4m3():
@@ -114,16 +113,16 @@ def test_stochastic_nvfp4_at_the_edges_of_e4m3():
         assert (amax(x, (1, 16)) / q.scale.double().numpy() <= 6 * (1 + 2.0**-22)).all()
 
 
-def test_stochastic_nvfp4_may_clip_only_under_a_subnormal_block_scale():
-    """A block below 2^-15 of the tensor's largest has a scale on E4M3's coarse end: x / s < 6 * 16/17 * 3/2 there."""
+def test_stochastic_nvfp4_does_not_clip_under_a_subnormal_block_scale():
+    """A block below 2^-15 of the tensor's largest has a scale on E4M3's coarse end: nearest would leave x / s = 8.47."""
     x = np.zeros((4000, 16), F32)
     x[0, 0] = 2688.0
     x[1:, 3] = 6 * np.linspace(2.0**-9, 2.0**-6, 3999)
     q = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, stochastic=True)(torch.from_numpy(x), seed())
     ratio = amax(x, (1, 16)) / q.scale.double().numpy()
     block = levels(q)[0]
-    assert (ratio < 6 * 16 / 17 * 1.5).all()
-    assert set(block[ratio > 6 * (1 + 2.0**-22)]) <= set(oracle.TABLES["E4M3"][1:8])
+    assert (ratio <= 6 * (1 + 2.0**-22)).all()
+    assert set(oracle.TABLES["E4M3"][1:8]) <= set(block[1:])
 
 
 # --- stochastic rounding has no bias ---
@@ -208,7 +207,6 @@ def test_carrier_codes_over_every_kind_of_number(case):
         assert np.array_equal(codes(Quantized(got, scale))[held], oracle.encode(want.values, "E4M3")[held])
 
 
-@pytest.mark.xfail(strict=True, reason="x / s0 beyond FP32 gives NaN; docs/numerics.md says that an outlier saturates")
 @pytest.mark.parametrize("body, outlier", [(2.0**-126, 8.0), (1e-30, 1e9), (1.0, 1e38)])
 def test_a_finite_outlier_saturates_however_large(body, outlier):
     x = torch.full((1, 32), body)
