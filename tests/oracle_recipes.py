@@ -9,6 +9,7 @@ the package.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,10 +45,16 @@ def linear_fp8_block(x: np.ndarray, w: np.ndarray, dy: np.ndarray, block: int = 
 
 
 def linear_fp4_mixed(
-    x: np.ndarray, w: np.ndarray, dy: np.ndarray, block: int = 128, gradient: str = "E5M2", format: str = "BF16"
+    x: np.ndarray,
+    w: np.ndarray,
+    dy: np.ndarray,
+    block: int = 128,
+    gradient: str = "E5M2",
+    format: str = "BF16",
+    rotate: Callable[[np.ndarray], np.ndarray] = lambda matrix: matrix,
 ) -> Passes:
     """Blocks of E2M1 in fprop, exponents within 28 (X) and 14 (W) binades of their row's largest; tensor-scaled FP8 in
-    the backward pass, from X and W themselves."""
+    the backward pass, from X and W themselves. rotate: of both operands of wgrad, which the recipe does without."""
     w = plain(w, format)
 
     def whole(matrix: np.ndarray, name: str = "E4M3") -> np.ndarray:
@@ -55,8 +62,8 @@ def linear_fp4_mixed(
 
     qx = quantize(x, "E2M1", (1, block), "E8M0_CEIL", span=28).exact
     qw = quantize(w, "E2M1", (1, block), "E8M0_CEIL", span=14).exact
-    qdy = whole(dy, gradient)
-    return Passes(gemm(qx, qw), gemm(qdy, whole(w).T), gemm(qdy.T, whole(x).T))
+    by_channel = gemm(whole(rotate(dy.T), gradient), whole(rotate(x.T)))
+    return Passes(gemm(qx, qw), gemm(whole(dy, gradient), whole(w).T), by_channel)
 
 
 @dataclass(frozen=True)

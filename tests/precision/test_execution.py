@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowprec_train.precision import gemm
-from lowprec_train.precision.gemm import Operand, Path, choose, execution, has_fp8
+from lowprec_train.precision import gemm, passes
+from lowprec_train.precision.gemm import Operand, Path, accumulate, choose, execution, has_fp8
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import check, override
 from lowprec_train.recipes import fp4_mixed, fp8, fp8_block, fp8_rowwise
@@ -175,6 +175,25 @@ def test_the_plan_is_what_runs(name, shape, monkeypatch):
 @pytest.mark.parametrize("name, shape", [marked(pair) for pair in PAIRS])
 def test_the_plan_is_what_runs_on_a_gpu(name, shape, tensor_cores, monkeypatch):
     assert chosen(name, shape, monkeypatch) == planned(name, shape)
+
+
+KEEPING = {**RECIPES, "mxfp4, operand kept": override(RECIPES["mxfp4"], {"keep": "OPERAND"})}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_what_is_dequantised_is_exact_in_bf16(name, monkeypatch):
+    """A GPU multiplies it in BF16: codes times the part of their scale that stays inside the sum."""
+    recipe = KEEPING[name]
+    factors: list[torch.Tensor] = []
+    for module in (gemm, passes):
+        monkeypatch.setattr(module, "accumulate", lambda a, b: (factors.extend((a, b)), accumulate(a, b))[1])
+    layer = Linear(256, 128, bias=False)
+    layer.recipe = recipe
+    x = torch.randn(384, 256).mul(torch.logspace(-3, 3, 384)[:, None]).bfloat16().requires_grad_()
+    layer(x).backward(torch.randn(384, 128).bfloat16())
+    for factor in factors:
+        assert torch.equal(factor.float(), factor.bfloat16().float())
+    assert len(factors) >= 2 * sum(path == "dequantize" for path in execution(recipe, 256, 128, CPU).values())
 
 
 def test_every_recipe_is_planned():

@@ -17,7 +17,8 @@ from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, nvfp4
-from tests.oracle_linear import Passes, linear_plain
+from tests.oracle import rotate_float32
+from tests.oracle_linear import ROTATION, WGRAD, Passes, linear_plain
 from tests.oracle_recipes import (
     NV,
     linear_fp4_mixed,
@@ -104,6 +105,26 @@ OPTIONS = [
 def test_options(recipe, emulate, data):
     x, w, dy = make(data, "FP32", MIDDLE)
     assert_within(run(linear(recipe, w), x, dy, "FP32"), emulate(x, w, dy), "FP32")
+
+
+@pytest.mark.parametrize("fold", [False, True])
+def test_blocks_far_below_their_row(fold, monkeypatch):
+    """A block's exponent stays within 28 binades of X's row, 14 of W's. What lies 30 and 16 below keeps fewer codes;
+    it makes all of y here, since the other operand is zero where the row is large."""
+    monkeypatch.setattr(gemm, "has_fp8", lambda device: fold)
+    x, w, dy = make(plain_data, "BF16", (128, 384, 128))
+    x, w = x * np.repeat([1, 2.0**-30, 0], 128), w * np.repeat([0, 2.0**-16, 1], 128)
+    got = run(linear(fp4_mixed.feed_forward(), w), x, dy, "BF16")
+    assert_within(got, linear_fp4_mixed(x, w, dy), "BF16")
+
+
+def test_dy_is_rounded_twice_where_one_gemm_rotates_it():
+    """fp4_mixed rounds dY once for both GEMMs, with one scale of the tensor; not so when wgrad's is rotated."""
+    x, w, dy = make(heavy_tails, "FP32", MIDDLE)
+    recipe = override(fp4_mixed.feed_forward(), {"wgrad": {"rotation": {"block": 16}}})
+    assert recipe.dgrad.a == recipe.wgrad.a
+    want = linear_fp4_mixed(x, w, dy, format="FP32", rotate=lambda m: rotate_float32(m, seeds(WGRAD, ROTATION), 16))
+    assert_within(run(linear(recipe, w), x, dy, "FP32"), want, "FP32")
 
 
 @pytest.mark.parametrize("name", ["fp8_rowwise", "int8_switchback"])
