@@ -97,7 +97,7 @@ class _ThroughCodes(torch.autograd.Function):
         rounded = [_round(x, quantizer, observer) for x in inputs]
         values = tuple(q.dequantize().view(x.shape) for q, x in zip(rounded, inputs, strict=True))
         ctx.formula, ctx.shape, ctx.dtype = formula, inputs[0].shape, inputs[0].dtype
-        ctx.count, ctx.exponents = count, quantizer.scale in POWERS_OF_TWO
+        ctx.count, ctx.exponents = count, quantizer.scale in POWERS_OF_TWO and rounded[0].gain == 1
         ctx.save_for_backward(*(part for q in rounded for part in _stored(q, ctx.exponents)), *parameters)
         return cast(formula.forward(values, parameters), ctx.dtype)
 
