@@ -24,6 +24,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "debug": "how errors are shown",
     "logger": "who listens",
     "log_interval": "who listens",
+    "telemetry_interval": "watching leaves training alone",
     "eval_interval": "evaluation has draws and batches of its own and leaves training alone",
     "eval_batches": "the same",
     "checkpoint_interval": "saving leaves training alone",
@@ -159,6 +160,7 @@ class RunConfig:
     checkpoint_async: bool = MISSING
     keep: int = MISSING
     log_interval: int = MISSING
+    telemetry_interval: int = MISSING
     lint_allow: list[str] = field(default_factory=list)
 
     model: ModelConfig = field(default_factory=ModelConfig)

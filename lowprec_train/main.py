@@ -103,8 +103,9 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
             step = checkpointer.load(trainer.checkpoint_parts()) or 0
             log.info("resuming after step %d of %d", step, options.steps)
         directory.begin(config=plain, recipe=linears[0], facts=facts | build.text_facts(corpus))
-        with build.sinks(options, trainer, directory.path, plain) as sinks:
-            outcome = trainer.fit(sinks=sinks, checkpointer=checkpointer, should_stop=stop)
+        sinks = build.sinks(options, trainer, directory.path, plain)
+        with sinks as listening, build.rows(options, trainer, directory.path) as write_rows:
+            outcome = trainer.fit(sinks=listening, checkpointer=checkpointer, should_stop=stop, write_rows=write_rows)
         directory.end(outcome, step=trainer.steps_done, signal=stop.signal_name)
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
 

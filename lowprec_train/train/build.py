@@ -30,7 +30,8 @@ from lowprec_train.train import checks, lint_execution, lint_recipes, lint_train
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.lint import Plan, Report, examine, refuse, sites
-from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink
+from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
+from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
 
 LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
@@ -188,6 +189,7 @@ def trainer(
         seq_len=seq_len,
         throughput=replace(rates[0], later=later),
         precision=precision,
+        telemetry=Telemetry(model, adamw, interval=run.telemetry_interval, compiled=compiled),
         **{key: getattr(run, key) for key in TRAINER_KEYS},
     )
 
@@ -231,6 +233,20 @@ def sinks(run: RunConfig, about: Trainer, directory: Path, plain: Mapping[str, A
             opened.append(make(run=facts))
             stack.callback(opened[-1].close)
         yield opened
+
+
+@contextmanager
+def rows(run: RunConfig, about: Trainer, directory: Path) -> Iterator[Callable[[Sequence[Row]], None]]:
+    """Writes telemetry's rows to telemetry.jsonl, which a run without telemetry does not have."""
+    path = directory / "telemetry.jsonl"
+    if not (run.telemetry_interval or path.exists()):
+        yield lambda rows: None
+        return
+    lines = StepLines(path, resumed_step=about.steps_done)
+    try:
+        yield lines.write
+    finally:
+        lines.close()
 
 
 def facts(

@@ -57,6 +57,8 @@ def _positive(run: RunConfig) -> None:
     for key, value in values.items():
         if value < 1:
             raise ValueError(f"{key}={value} must be at least 1")
+    if run.telemetry_interval < 0:
+        raise ValueError(f"telemetry_interval={run.telemetry_interval} must not be negative (0: no telemetry)")
     if not run.clip_norm >= 0:
         raise ValueError(f"clip_norm={run.clip_norm} must not be negative (0 turns clipping off)")
 

@@ -184,6 +184,21 @@ class Instant:
         return self._time - earlier._time
 
 
+class Arriving:
+    """Numbers of a device on their way to the host, by way of pinned memory."""
+
+    def __init__(self, values: Tensor, device: torch.device) -> None:
+        self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
+        self._values.copy_(values, non_blocking=True)
+        self._copied = Instant(device)
+
+    def read(self) -> list[float]:
+        """The numbers. Waits until the device has sent them."""
+        self._copied.wait()
+        numbers: list[float] = self._values.tolist()
+        return numbers
+
+
 class Late:
     """The metrics of one step on their way to the host; reading them a step later keeps the device busy in between.
 
@@ -198,14 +213,10 @@ class Late:
         tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         self._names = list(metrics), list(tensors)
         self._begin, self.end = begin, Instant(device)
-        stacked = torch.stack([tensor.detach().double() for tensor in tensors.values()])
-        self._values = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=device.type == "cuda")
-        self._values.copy_(stacked, non_blocking=True)
-        self._copied = Instant(device)
+        self._values = Arriving(torch.stack([tensor.detach().double() for tensor in tensors.values()]), device)
 
     def read(self) -> tuple[dict[str, float], float]:
         """The metrics in the order given, and the seconds of the step. Waits until the device has finished it."""
-        self._copied.wait()
         order, names = self._names
-        values = self._floats | dict(zip(names, self._values.tolist(), strict=True))
+        values = self._floats | dict(zip(names, self._values.read(), strict=True))
         return {name: values[name] for name in order}, self.end.since(self._begin)

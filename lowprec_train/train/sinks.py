@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,35 +49,48 @@ class RunFacts:
     remembered: dict[str, str] = field(default_factory=dict)
 
 
-class JsonlSink:
-    """Appends to `metrics.jsonl`, a line at a time. On resume, lines past the resumed step and a torn last one go."""
+class StepLines:
+    """A file of JSON lines, each with its `step`. On resume, lines past the resumed step and a torn last one go."""
 
-    def __init__(self, *, run: RunFacts) -> None:
-        path = run.directory / "metrics.jsonl"
+    def __init__(self, path: Path, *, resumed_step: int) -> None:
         if path.exists():
-            _drop_lines_after(path, run.resumed_step)
+            _drop_lines_after(path, resumed_step)
         self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line.
+    def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines.
 
         Raises:
-            OSError: it cannot be written, with the path.
+            OSError: one cannot be written, with the path.
         """
-        try:
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        except OSError as error:
-            raise OSError(
-                error.errno, f"metrics of step {step} cannot be written: {error.strerror}", str(self._path)
-            ) from error
+        for line in lines:
+            try:
+                self._file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                message = f"step {line['step']} cannot be written: {error.strerror}"
+                raise OSError(error.errno, message, str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()
 
 
+class JsonlSink:
+    """Appends to `metrics.jsonl`, a line at a time."""
+
+    def __init__(self, *, run: RunFacts) -> None:
+        self._lines = StepLines(run.directory / "metrics.jsonl", resumed_step=run.resumed_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write one line; OSError when it cannot be written."""
+        self._lines.write([{"step": step, **metrics}])
+
+    def close(self) -> None:
+        self._lines.close()
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without a last one that a crash tore."""
+    """The lines of such a file, without a last one that a crash tore."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -5,6 +5,8 @@
     AdamW divides gradients by max(norm / clip, 1), and leaves everything as it is where bad
     the step's numbers set out for the host, where they are read one step later
 
+Where telemetry is due, an extra pass comes before all that and leaves nothing behind (`train.telemetry`).
+
 So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_skipped` skips
 in a row the run saves and stops. Everything a step does depends on its index alone (data, draws, learning rate), so
 the state of a run is the model, the optimizer, the step and two counters.
@@ -25,9 +27,10 @@ from lowprec_train.optim.adamw import AdamW
 from lowprec_train.optim.schedule import Schedule
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
-from lowprec_train.train.feed import Dataset, Feed, load_step
+from lowprec_train.train.feed import Dataset, Feed, MicroBatch, load_step
 from lowprec_train.train.metrics import Instant, Late, Throughput, memory
 from lowprec_train.train.sinks import Sink
+from lowprec_train.train.telemetry import Record, Row, Telemetry, aggregates
 
 EVALUATION_STEP = 1 << 32
 """Step number that the draws of an evaluation are made from: no training step reaches it."""
@@ -83,9 +86,10 @@ class Trainer:
         eval_batches: micro-batches of the validation split in an evaluation.
         max_skipped: non-finite steps in a row after which the run saves and stops.
         seed: the run's seed; a checkpoint of another one is refused.
-        log_interval: steps between logged lines; evaluations and the last step are always logged.
+        log_interval: steps between logged lines; evaluations, watched steps and the last one are always logged.
         throughput: turns the time of a step into rates; tokens per second alone if left out.
         precision: gives the model the recipes of each step; None: it keeps those it has.
+        telemetry: watches some of the steps; None: none.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -112,6 +116,7 @@ class Trainer:
         log_interval: int = 1,
         throughput: Throughput | None = None,
         precision: PrecisionSchedule | None = None,
+        telemetry: Telemetry | None = None,
     ) -> None:
         _check(
             tokens_per_step=tokens_per_step,
@@ -130,6 +135,7 @@ class Trainer:
         self.eval_interval, self.eval_batches, self.log_interval = eval_interval, eval_batches, log_interval
         self.throughput = throughput or Throughput(tokens_per_step=tokens_per_step)
         self.precision = precision
+        self.telemetry = telemetry or Telemetry(model, optimizer)
         self.steps_done = 0
         self.remembered: dict[str, str] = {}
         self._loss = cast("Callable[..., Tensor]", model.loss)
@@ -150,8 +156,11 @@ class Trainer:
         sinks: Sequence[Sink],
         checkpointer: Checkpointer | None = None,
         should_stop: Callable[[], bool] = lambda: False,
+        write_rows: Callable[[Sequence[Row]], None] = lambda rows: None,
     ) -> Literal["done", "preempted"]:
         """Train up to `steps`, or until `should_stop`, which is asked after each step; save. The sinks stay open.
+
+        write_rows: takes the rows of every step that telemetry watched; its series go to the sinks.
 
         Raises:
             TrainingDiverged: after a checkpoint of the last good state.
@@ -164,14 +173,14 @@ class Trainer:
             metrics = self.step()
             previous, late = late, Late(self.steps_done, metrics, begin, self.device)
             if previous is not None:
-                self._report(previous, sinks, checkpointer)
+                self._report(previous, sinks, checkpointer, write_rows)
             if checkpointer is not None:
                 checkpointer.check()
             last = self.steps_done == self.steps
             stop = should_stop() and not last
             save = checkpointer is not None and (stop or last or checkpointer.due(self.steps_done))
             if stop or save or self._evaluation_due():
-                self._report(late, sinks, checkpointer)
+                self._report(late, sinks, checkpointer, write_rows)
                 late = None
             if save:
                 self._save(checkpointer, wait=stop or last)
@@ -187,6 +196,7 @@ class Trainer:
         batch = self._feed.take(self.steps_done)
         data_ms = (time.perf_counter() - begin) * 1e3
         normalizer = self._to_device(batch.targets)
+        record = self._probe(batch.micro[0], normalizer)
         loss = torch.zeros((), device=self.device)
         for micro in batch.micro:
             self._begin_draws(self.steps_done, micro.first)
@@ -195,8 +205,10 @@ class Trainer:
             partial.backward()
             loss += partial.detach()
         lr = self.schedule(self.steps_done)
-        norm = self._update(loss, lr)
+        norm = self._update(loss, lr, record)
         self.steps_done += 1
+        if record is not None:
+            self.telemetry.send(self.steps_done, record, self.device)
         return {
             "train/loss": loss,
             "train/grad_norm": norm,
@@ -263,14 +275,26 @@ class Trainer:
         self.remembered.clear()
         self.remembered.update(json.loads(state_dict["remembered"]))
 
-    def _update(self, loss: Tensor, lr: float) -> Tensor:
+    def _probe(self, micro: MicroBatch, normalizer: Tensor) -> Record | None:
+        """Where telemetry is due, what the step's first micro-batch is rounded to."""
+        if not self.telemetry.due(self.steps_done + 1):
+            return None
+        self._begin_draws(self.steps_done, micro.first)
+        part = micro.to(self.device)
+        return self.telemetry.probe(lambda: self._loss(part.tokens, part.targets, normalizer, part.documents))
+
+    def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         finite = loss.isfinite() & norm.isfinite()
         clip = self.clip_norm or float("inf")
         self.optimizer.set_lr(lr)
-        self.optimizer.step(grad_scale=((norm + 1e-6) / clip).clamp(min=1.0), found_inf=(~finite).float())
+        self.optimizer.step(
+            grad_scale=((norm + 1e-6) / clip).clamp(min=1.0),
+            found_inf=(~finite).float(),
+            observer=None if record is None else record.state,
+        )
         self.optimizer.zero_grad(set_to_none=True)
         self._skipped += ~finite
         self._skipped_in_row.add_(1).mul_(~finite)
@@ -286,16 +310,28 @@ class Trainer:
     def _evaluation_due(self) -> bool:
         return self.steps_done % self.eval_interval == 0 or self.steps_done == self.steps
 
-    def _report(self, late: Late, sinks: Sequence[Sink], checkpointer: Checkpointer | None) -> None:
+    def _report(
+        self,
+        late: Late,
+        sinks: Sequence[Sink],
+        checkpointer: Checkpointer | None,
+        write_rows: Callable[[Sequence[Row]], None],
+    ) -> None:
         """Read a step's numbers, stop a run that has diverged, evaluate where due, and log."""
         metrics, seconds = late.read()
         in_row = int(metrics.pop(_IN_ROW))
-        metrics |= {"time/step_ms": seconds * 1e3, **self.throughput.of_step(late.step - 1)(seconds), **memory(self.device)}
+        metrics |= {
+            "time/step_ms": seconds * 1e3,
+            **self.throughput.of_step(late.step - 1)(seconds),
+            **memory(self.device),
+        }
+        if rows := self.telemetry.read(late.step):
+            write_rows(rows)
         newest = late.step == self.steps_done
         evaluated = self.evaluate() if newest and self._evaluation_due() else {}
-        if evaluated or late.step % self.log_interval == 0:
+        if evaluated or rows or late.step % self.log_interval == 0:
             for sink in sinks:
-                sink.log(late.step, metrics | evaluated)
+                sink.log(late.step, metrics | aggregates(rows) | evaluated)
         if in_row >= self.max_skipped:
             self._stop(late.step, metrics, in_row, checkpointer)
 
