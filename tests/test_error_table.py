@@ -70,9 +70,31 @@ def test_the_committed_figures_come_out_again(name):
         assert again[name][kind] == pytest.approx(committed["linears"][name][kind], abs=0.1)
 
 
+CODEC_SIZES = Sizes(in_features=256, out_features=128)
+
+
+def test_codecs_have_the_errors_of_their_formats():
+    """Plain E4M3 and BF16 as rounding has it; range expansion divides the error by its exponents (arXiv 2410.19313)."""
+    found = error_table.measure_codecs(CODEC_SIZES, seeds=(0,))
+    one_scale = {name: kinds["gradients of one scale"] for name, kinds in found.items()}
+    assert one_scale["m E4M3, v FP16"]["m"] == pytest.approx(100 * E4M3, rel=0.1)
+    assert one_scale["m, v BF16"]["v"] == pytest.approx(100 * BF16, rel=0.1)
+    assert one_scale["m E4M3, v FP16"]["v"] < 0.03
+    assert one_scale["m, v E4M3 expanded"]["m"] < 0.6 * one_scale["m, v E4M3"]["m"]
+    assert one_scale["m, v E4M3 expanded"]["v"] < 0.2 * one_scale["m, v E4M3"]["v"]
+
+
+def test_a_second_moment_in_plain_e4m3_explodes():
+    """What the linter's fp8-second-moment refuses (arXiv 2310.18313, figure 8)."""
+    found = error_table.measure_codecs(CODEC_SIZES, seeds=(0,))
+    spread = {name: kinds["of lognormal scales"]["update"] for name, kinds in found.items()}
+    assert spread["m, v E4M3"] > 1000
+    assert max(error for name, error in spread.items() if name != "m, v E4M3") < 4
+
+
 def test_every_case_was_measured_and_every_recipe_is_a_case():
     committed = json.loads(RESULTS.read_text())
-    assert list(committed["linears"]) == list(CASES)
+    assert list(committed["linears"]) == list(CASES) and list(committed["codecs"]) == list(error_table.CODECS)
     assert committed["command"] == error_table.COMMAND and len(committed["seeds"]) >= 3
     pages = {case.page for case in CASES.values()} | set(error_table.ALSO)
     assert pages == set(config.choices("recipe")) == {page.stem for page in error_table.pages()}
