@@ -59,8 +59,8 @@ class GatedSiLU:
 
     def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
         gate, up = inputs
-        open = torch.sigmoid(gate)
-        return dy * up * (open * (1 + gate * (1 - open))), dy * (gate * open)
+        sigma = torch.sigmoid(gate)
+        return dy * up * (sigma * (1 + gate * (1 - sigma))), dy * (gate * sigma)
 
 
 @dataclass(frozen=True)

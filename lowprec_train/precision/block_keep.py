@@ -3,9 +3,11 @@ section 5).
 
     x^ = Q(x) in groups along the last dimension,   y = f(x^),   dx = f'(x^) dy        straight through Q
 
-The layer computes from the rounded input, so the codes are all that its backward pass needs: one byte an element and
-one a group (power-of-two scales are kept as their exponents), where BF16 takes two bytes and an FP32 copy four. The
-residual stream itself stays in BF16. Rounding is to nearest: recomputed and first computed are the same bits.
+The layer computes from the rounded input, so the codes are all that its backward pass needs: one byte an element (E2M1:
+half a byte) and one a group, the exponent of its power-of-two scale; 1.0625 bytes an element for E4M3 in groups of 16,
+where BF16 takes two and an FP32 copy four. What else a derivative needs (the norm's rate, silu) is computed again from
+the codes; COAT keeps silu as well. The residual stream itself stays in BF16. Rounding is to nearest: recomputed and
+first computed are the same bits.
 """
 
 from __future__ import annotations
@@ -18,18 +20,23 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lowprec_train.numerics.quantizer import POWERS_OF_TWO, Quantized, Quantizer
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.precision.gemm import cast
 
 Observer = Callable[[Tensor, Quantized, Quantizer], None]
 """Told of every input that is rounded: the matrix, what came out, how."""
+
+EXPONENTS = (ScaleRule.POW2, ScaleRule.E8M0_CEIL)  # never saturate, and a byte holds them
 
 
 @dataclass(frozen=True)
 class BlockKeep:
     """How the norms and the activations of blocks keep their inputs; None: as they are.
 
-    Raises ValueError for a stochastic quantiser and for one whose tiles span several tokens.
+    Raises ValueError for a stochastic quantiser, for one whose tiles span several tokens, and for scales that are not
+    powers of two: they would take four bytes a group, and a compiler that finds the same dequantisation in forward and
+    backward keeps its FP32 result.
     """
 
     norm: Quantizer | None = None
@@ -37,11 +44,18 @@ class BlockKeep:
 
     def __post_init__(self) -> None:
         for role in ("norm", "activation"):
-            quantizer = getattr(self, role)
-            if quantizer is not None and (quantizer.stochastic or quantizer.tile[0] != 1):
+            quantizer = self.of(role)
+            if quantizer is None:
+                continue
+            if quantizer.stochastic or quantizer.tile[0] != 1:
                 raise ValueError(
                     f"{role}={quantizer}: kept inputs are rounded to nearest in groups of one token, so that a "
                     "recomputed layer meets the same bits, however the batch is cut"
+                )
+            if quantizer.scale not in EXPONENTS:
+                raise ValueError(
+                    f"{role}={quantizer}: the scales of kept inputs are stored as exponents; they are "
+                    f"{' or '.join(rule.name for rule in EXPONENTS)}"
                 )
 
     def of(self, role: str) -> Quantizer | None:
@@ -53,10 +67,13 @@ class BlockKeep:
         """ValueError for a module whose width a group does not divide."""
         for name, module in kept_inputs(model):
             quantizer = self.of(module.role)
-            if quantizer is not None and quantizer.tile[1] != -1 and module.width % quantizer.tile[1]:
-                raise ValueError(
-                    f"{name}: groups of {quantizer.tile[1]} do not divide the {module.width} channels that it keeps"
-                )
+            if quantizer is None:
+                continue
+            group = 1 if quantizer.tile[1] == -1 else quantizer.tile[1]
+            if module.width % group:
+                raise ValueError(f"{name}: groups of {group} do not divide the {module.width} channels that it keeps")
+            if quantizer.format is E2M1 and module.width % 2:
+                raise ValueError(f"{name}: two E2M1 codes make a byte, and it keeps {module.width} channels")
 
 
 class Formula(Protocol):
@@ -96,18 +113,17 @@ class _ThroughCodes(torch.autograd.Function):
         inputs, parameters = tensors[:count], tensors[count:]
         rounded = [_round(x, quantizer, observer) for x in inputs]
         values = tuple(q.dequantize().view(x.shape) for q, x in zip(rounded, inputs, strict=True))
-        ctx.formula, ctx.shape, ctx.dtype = formula, inputs[0].shape, inputs[0].dtype
-        ctx.count, ctx.exponents = count, quantizer.scale in POWERS_OF_TWO and rounded[0].gain == 1
-        ctx.save_for_backward(*(part for q in rounded for part in _stored(q, ctx.exponents)), *parameters)
+        ctx.formula, ctx.quantizer, ctx.count = formula, quantizer, count
+        ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
+        ctx.save_for_backward(*parameters, *(part for q in rounded for part in _stored(q, quantizer)))
         return cast(formula.forward(values, parameters), ctx.dtype)
 
     @staticmethod
     def backward(ctx, dy):  # type: ignore[no-untyped-def]
-        saved, parameters = ctx.saved_tensors[: 2 * ctx.count], ctx.saved_tensors[2 * ctx.count :]
-        inputs = tuple(
-            torch.ops.lowprec.dequantize(codes, _scale(scale, ctx.exponents)).view(ctx.shape)
-            for codes, scale in zip(saved[::2], saved[1::2], strict=True)
-        )
+        saved = ctx.saved_tensors  # once: recomputation hands it out a single time
+        parameters, parts = saved[: -2 * ctx.count], saved[-2 * ctx.count :]
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        inputs = tuple(_restored(*pair, ctx.quantizer).dequantize().view(ctx.shape) for pair in pairs)
         gradients = ctx.formula.backward(dy.float(), inputs, parameters)
         dtypes = [ctx.dtype] * ctx.count + [parameter.dtype for parameter in parameters]
         return None, None, None, None, *(cast(g, d) for g, d in zip(gradients, dtypes, strict=True))
@@ -121,15 +137,15 @@ def _round(x: Tensor, quantizer: Quantizer, observer: Observer | None) -> Quanti
     return codes
 
 
-def _stored(codes: Quantized, exponents: bool) -> tuple[Tensor, Tensor]:
-    """What is kept: codes, and scales as biased exponents where they are powers of two (E8M0; 255 for NaN)."""
-    if not exponents:
-        return codes.codes, codes.scale
-    return codes.codes, (codes.scale.view(torch.int32) >> 23).to(torch.uint8)
+def _stored(rounded: Quantized, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
+    """What is kept: codes, two E2M1 ones a byte, and the biased exponents of the scales (as E8M0; 255 for NaN)."""
+    codes = torch.ops.lowprec.pack_e2m1(rounded.codes) if quantizer.format is E2M1 else rounded.codes
+    return codes, (rounded.scale.view(torch.int32) >> 23).to(torch.uint8)
 
 
-def _scale(stored: Tensor, exponents: bool) -> Tensor:
-    return (stored.int() << 23).view(torch.float32) if exponents else stored
+def _restored(codes: Tensor, exponents: Tensor, quantizer: Quantizer) -> Quantized:
+    codes = torch.ops.lowprec.unpack_e2m1(codes) if quantizer.format is E2M1 else codes
+    return quantizer.wrap(codes, (exponents.int() << 23).view(torch.float32))
 
 
 def kept_inputs(model: nn.Module) -> Iterator[tuple[str, KeptInput]]:
