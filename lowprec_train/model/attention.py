@@ -44,6 +44,7 @@ class Attention(nn.Module):
         q_BTKGH, k_BTKGH, v_BTKGH = groups_BTKGH.split((self.queries, 1, 1), dim=-2)
         if angles is not None:
             q_BTKGH, k_BTKGH = rotate(q_BTKGH, angles), rotate(k_BTKGH, angles)
+            v_BTKGH = v_BTKGH.contiguous()  # a view would keep the q and k of before the rotation for backward
         q, k, v = (each.flatten(2, 3).transpose(1, 2) for each in (q_BTKGH, k_BTKGH, v_BTKGH))
         return self.out(scaled_dot_product(q, k, v, mask_B1TT).transpose(1, 2).flatten(2))
 
