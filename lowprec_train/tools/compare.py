@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lowprec_train.tools import measure, report
 from lowprec_train.tools.runs import read_runs
+from lowprec_train.tools.telemetry import LABELS
 
 DESCRIPTION = """\
 Compare training runs on the same data: loss gap to a baseline at matched steps and tokens, held-out loss, spikes,
@@ -15,7 +16,8 @@ needs no GPU.
 """
 
 EPILOG = """\
-Writes report.md (also printed), curves.png and report.json. How each number is made is said at the end of the report.
+Writes report.md (also printed), curves.png and report.json, and heatmap-NAME.png for runs with telemetry: a figure of
+every rounding, layer by step. How each number is made is said at the end of the report.
 
 exit status:
   0  done; with --max-gap: every gap is within it
@@ -25,6 +27,7 @@ exit status:
 examples:
   lowprec compare runs/bf16 runs/fp4
   lowprec compare runs/demo/* --baseline bf16 --max-gap 0.15 --out report
+  lowprec compare runs/fp8 runs/fp4 --heatmap underflow_pct
 """
 
 
@@ -56,23 +59,32 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=positive,
         help="logged steps in a smoothed point and in the final mean (default: a tenth of the run, within 30 and 200)",
     )
+    parser.add_argument(
+        "--heatmap",
+        metavar="FIGURE",
+        default="sqnr_db",
+        choices=LABELS,
+        help=f"what the heat maps show: {', '.join(LABELS)} (default: %(default)s)",
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, measure, write, print. Returns 1 when the gate says no; raises ValueError or OSError for bad input."""
-    from lowprec_train.tools import plot  # takes a second, which --help should not
+    from lowprec_train.tools import heatmap, plot  # take a second, which --help should not
 
     runs = read_runs(arguments.runs)
     comparison = measure.compare(runs, baseline=arguments.baseline, window=arguments.smooth, max_gap=arguments.max_gap)
     out = arguments.out or default_out([each.path for each in runs])
     out.mkdir(parents=True, exist_ok=True)
     plot.save(comparison, runs, out / "curves.png")
-    text = report.to_markdown(comparison, figure="curves.png")
+    maps, notes = heatmap.save(runs, arguments.heatmap, out)
+    text = report.to_markdown(comparison, figure="curves.png", heatmaps=[each.name for each in maps])
     (out / "report.md").write_text(text, encoding="utf-8")
     (out / "report.json").write_text(report.to_json(comparison), encoding="utf-8")
     print(text)
-    print(f"Saved {out / 'report.md'}, {out / 'curves.png'}, {out / 'report.json'}")
+    written = [out / "report.md", out / "curves.png", out / "report.json", *maps]
+    print(*notes, f"Saved {', '.join(map(str, written))}", sep="\n")
     return 1 if comparison.failures else 0
 
 

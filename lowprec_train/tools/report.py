@@ -63,8 +63,8 @@ def definitions(comparison: Comparison) -> dict[str, str]:
     }
 
 
-def to_markdown(comparison: Comparison, *, figure: str) -> str:
-    """The report; `figure` is the file name of the plot beside it."""
+def to_markdown(comparison: Comparison, *, figure: str, heatmaps: Sequence[str] = ()) -> str:
+    """The report; `figure` is the file name of the plot beside it, `heatmaps` those of what telemetry saw."""
     runs, notes = comparison.runs, footnotes(comparison.runs)
     parts = [
         f"# Loss gap to {comparison.baseline}: " + ", ".join(r.name for r in runs if r.name != comparison.baseline),
@@ -73,6 +73,7 @@ def to_markdown(comparison: Comparison, *, figure: str) -> str:
         table(COST_HEADER, [[marked(each, notes), *cost_row(each)] for each in runs]),
         "\n\n".join(filter(None, (unigram(comparison), gate(comparison)))),
         f"![loss curves and gap]({figure})",
+        "\n\n".join(f"![roundings, layer by step]({name})" for name in heatmaps),
         overrides(runs),
         differences(comparison),
         bullets("Notes", [f"{each.name}: {note}" for each in runs for note in each.notes]),
