@@ -70,5 +70,5 @@ def _horner(coefficients: tuple[float, ...], t: Tensor) -> Tensor:
     """Sum of coefficients[i] t^i."""
     total = torch.full_like(t, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
-        total = total * t + coefficient
+        total = total.mul_(t).add_(coefficient)
     return total
