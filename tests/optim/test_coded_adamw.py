@@ -94,10 +94,13 @@ def test_drift_over_a_thousand_steps(name, quadratic):
     assert problem.loss(weight) < 1.02 * problem.loss(exact) < 0.022 * problem.loss(problem.start)
 
 
-def test_an_fp8_second_moment_diverges(quadratic):
-    """FP8-LM's ablation (arXiv 2310.18313, figure 8): v in E4M3 under one scale loses its small entries."""
-    problem, exact = quadratic
+def test_an_fp8_second_moment_diverges():
+    """FP8-LM's ablation (arXiv 2310.18313, figure 8): v in E4M3 under one scale loses its small entries. Measured: a
+    drift of 2,300, the same with range expansion .006."""
+    problem = Quadratic(shape=(64, 512))
+    exact = problem.descend("adamw")
     assert problem.drift(problem.descend(("fp32", "e4m3", "fp32")), exact) > 100
+    assert problem.drift(problem.descend(("fp32", "e4m3_expanded", "fp32")), exact) < 0.01
 
 
 @every_system
