@@ -68,7 +68,8 @@ def maps(rows: Sequence[Mapping[str, Any]], figure: str) -> list[Map]:
         value = float(row[figure])
         if figure in LOGARITHMIC:
             value = math.log2(value) if value > 0 else math.nan
-        cells.setdefault(name, {})[row.get("site") or row["parameter"], row["step"]] = value
+        layer = row.get("site") or row["parameter"].removesuffix(".weight")
+        cells.setdefault(name, {})[layer, row["step"]] = value
     steps = tuple(sorted({row["step"] for row in rows}))
     return [filled(name, cells[name], steps) for name in sorted(cells, key=place)]
 

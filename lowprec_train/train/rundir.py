@@ -2,7 +2,8 @@
 
     config.yaml    resolved configuration            metrics.jsonl   one line a step
     recipe.json    what every linear layer computes  checkpoints/    step-N, latest
-    run.json       identity, corpus, deviations      DONE | PREEMPTED   how the last launch ended (JSON)
+    run.json       identity, corpus, deviations      telemetry.jsonl  a line a rounding, where it was watched
+    DONE | PREEMPTED   how the last launch ended (JSON)
 
 The default name is model-recipe-hash, the hash taken over the training keys only (`config.LAUNCH_FACTS` names the
 others), so a requeued job continues and a changed learning rate is a new run. Nothing here deletes a run:

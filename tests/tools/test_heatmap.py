@@ -53,7 +53,7 @@ def test_every_row_has_its_cell(tmp_path):
     assert forward.layers == tuple(f"blocks.{i}.mlp" for i in range(BLOCKS)) and forward.steps == STEPS
     wanted = [[decibels(i, s) or math.nan for s in STEPS] for i in range(BLOCKS)]
     np.testing.assert_array_equal(forward.values, wanted)
-    assert found["exp_avg"].layers == ("blocks.0.weight", "blocks.1.weight")
+    assert found["exp_avg"].layers == ("blocks.0", "blocks.1")
     assert list(by_name(maps(read_rows(source), "stalled_pct"))) == ["exp_avg"]
     np.testing.assert_array_equal(maps(read_rows(source), "amax")[0].values, [[-10, -20, -30]])
     assert maps(read_rows(source), "outlier_pct") == []
