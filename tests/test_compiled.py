@@ -120,6 +120,23 @@ def test_gradients_agree(recipe, model, backend):
         assert error < (1e-6 if backend == "aot_eager" else 1e-3), (name, error)
 
 
+@pytest.mark.parametrize(("recipe", "model"), [*((r, "llama_tiny") for r in SYSTEMS), ("coat", "gpt_tiny")])
+def test_evaluation_agrees(recipe, model):
+    """Without gradients and after a step with them, as a run evaluates."""
+    tokens = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(2))
+    losses = []
+    for backend in (None, "aot_eager"):
+        one = system(recipe, model, seed=1)
+        if backend:
+            one.model.compile_blocks(backend=backend)
+        one.draws.begin(0, 0)
+        one.model.loss(tokens, tokens.roll(-1, 1), 256.0).backward()
+        one.optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(one.model.loss(tokens, tokens.roll(-1, 1), 256.0))
+    assert torch.equal(*losses)
+
+
 @pytest.mark.parametrize("recipe", STOCHASTIC)
 def test_a_step_replays_its_draws(recipe):
     layer, draws = linear(recipe)

@@ -103,6 +103,10 @@ class KeptInput(nn.Module):
 
     def through_codes(self, formula: Formula, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
         """formula of the rounded inputs [..., width], in their dtype, keeping codes alone."""
+        assert self.quantizer is not None
+        if not torch.is_grad_enabled():  # nothing is kept; a compiled Function without gradients loses its context
+            _, values = _rounded(inputs, self.quantizer, self.observer)
+            return cast(formula.forward(values, parameters), inputs[0].dtype)
         y: Tensor = _ThroughCodes.apply(formula, self.quantizer, self.observer, len(inputs), *inputs, *parameters)
         return y
 
@@ -111,8 +115,7 @@ class _ThroughCodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, formula, quantizer, observer, count, *tensors):  # type: ignore[no-untyped-def]
         inputs, parameters = tensors[:count], tensors[count:]
-        rounded = [_round(x, quantizer, observer) for x in inputs]
-        values = tuple(q.dequantize().view(x.shape) for q, x in zip(rounded, inputs, strict=True))
+        rounded, values = _rounded(inputs, quantizer, observer)
         ctx.formula, ctx.quantizer, ctx.count = formula, quantizer, count
         ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
         ctx.save_for_backward(*parameters, *(part for q in rounded for part in _stored(q, quantizer)))
@@ -127,6 +130,14 @@ class _ThroughCodes(torch.autograd.Function):
         gradients = ctx.formula.backward(dy.float(), inputs, parameters)
         dtypes = [ctx.dtype] * ctx.count + [parameter.dtype for parameter in parameters]
         return None, None, None, None, *(cast(g, d) for g, d in zip(gradients, dtypes, strict=True))
+
+
+def _rounded(
+    inputs: tuple[Tensor, ...], quantizer: Quantizer, observer: Observer | None
+) -> tuple[list[Quantized], tuple[Tensor, ...]]:
+    """Codes of each input, and what they stand for, FP32 in the input's shape."""
+    codes = [_round(x, quantizer, observer) for x in inputs]
+    return codes, tuple(q.dequantize().view(x.shape) for q, x in zip(codes, inputs, strict=True))
 
 
 def _round(x: Tensor, quantizer: Quantizer, observer: Observer | None) -> Quantized:
