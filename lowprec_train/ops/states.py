@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.ops.powers import exp2_parts, log2, log2_parts
-from lowprec_train.ops.reference import GRIDS, TINY, divide, encode, exp2_int
+from lowprec_train.ops.reference import GRIDS, TINY, divide, encode, exp2_int, square_root
 from lowprec_train.ops.schema import segment_groups
 
 STEPS = 16  # k is a multiple of 1 / STEPS
@@ -47,7 +47,7 @@ def quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-de
     k = _exponent(span, format)
     power = k.unsqueeze(2) * _log2_quotient(torch.where(present, magnitude, 1.0), amax.unsqueeze(2))
     codes = torch.where(present, _exp2_times(power, GRIDS[format][2]), 0.0).copysign(v)
-    center = torch.where(amin == amax, amax, amax.sqrt() * amin.sqrt())
+    center = torch.where(amin == amax, amax, square_root(amax) * square_root(amin))
     scale = divide(_exp2_times(k * span * 0.5, 1.0), GRIDS[format][2])
     scale, center = (torch.where(finite, each, torch.nan) for each in (scale, center))
     k = torch.where(present.any(dim=2), k, 1.0)

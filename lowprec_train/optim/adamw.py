@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from lowprec_train.ops.reference import square_root
 from lowprec_train.optim.master import FP32Master, Master, seeds
 from lowprec_train.optim.moments import Codec, Parts, Plain
 
@@ -248,7 +249,7 @@ def update(old: dict[str, Tensor], gradient: Tensor, constants: Constants, *, cl
     if clip:
         rate = rate / update_rms(gradient, v, correction2, constants.eps).double().clamp_min(1.0)
     step_size, decay = (rate / correction1).float(), (1.0 - rate * constants.weight_decay).float()
-    denominator = v.sqrt() / correction2.sqrt().float() + constants.eps
+    denominator = square_root(v) / correction2.sqrt().float() + constants.eps
     return {"exp_avg": m, "exp_avg_sq": v, "master": old["master"] * decay - m * step_size / denominator}
 
 
