@@ -92,7 +92,7 @@ class PhaseConfig:
     at: float = MISSING
     forward_only: bool = False
     policy: dict[str, Any] = field(default_factory=dict)
-    keep: dict[str, Any] | None = None
+    keep: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -100,7 +100,7 @@ class PrecisionConfig:
     """Which linear layer computes how.
 
     policy: pattern over module names -> `_target_` of a recipe and its options; first match wins.
-    keep: `_target_` of what the norms and activations of blocks keep for the backward pass; null: their inputs.
+    keep: `_target_` of what the norms and activations of blocks keep for the backward pass; empty: their inputs.
     schedule: later phases of the run, by name.
     override: changes to every recipe of the policies that quantises, e.g. `{dgrad: {a: {format: E4M3}}}`.
     deviations: parts of the published scheme that are not built yet.
@@ -108,7 +108,7 @@ class PrecisionConfig:
 
     name: str = MISSING
     policy: dict[str, Any] = field(default_factory=dict)
-    keep: dict[str, Any] | None = None
+    keep: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, PhaseConfig] = field(default_factory=dict)
     override: dict[str, Any] = field(default_factory=dict)
     deviations: list[str] = field(default_factory=list)

@@ -158,36 +158,35 @@ def execution(recipe: LinearRecipe, in_features: int, out_features: int, device:
     many, and a multiple of 16.
     """
     fp8 = has_fp8(device)
-    codes = {"dgrad": recipe.fprop.b, "wgrad": recipe.fprop.a}
-    sizes = {"fprop": (out_features, in_features), "dgrad": (in_features, out_features), "wgrad": (in_features, MANY)}
+    weight, x = _planned(recipe.fprop.b, out_features, in_features), _planned(recipe.fprop.a, MANY, in_features)
+    reused = {"dgrad": _turned(weight), "wgrad": _turned(x)}
+    sizes = {
+        "fprop": (MANY, out_features, in_features),
+        "dgrad": (MANY, in_features, out_features),
+        "wgrad": (out_features, in_features, MANY),
+    }
     paths = {}
     for name, gemm in recipe.gemms().items():
-        n, k = sizes[name]
-        if gemm.codes_only:
-            paths[name] = Path.BF16.value
-            continue
-        b = _reused(codes[name], in_features) if isinstance(gemm.b, Reuse) else _planned(gemm.b, k)
-        paths[name] = choose(_planned(gemm.a, k), b, n, k, fp8).value
+        m, n, k = sizes[name]
+        a, b = _planned(gemm.a, m, k), reused[name] if isinstance(gemm.b, Reuse) else _planned(gemm.b, n, k)
+        paths[name] = (Path.BF16 if gemm.codes_only else choose(a, b, n, k, fp8)).value
     return paths
 
 
-def _planned(quantizer: Quantizer | None, k: int) -> Operand:
-    """The operand that a quantiser will make of a matrix with k columns."""
-    if quantizer is None:
+def _planned(quantizer: Quantizer | Reuse | None, rows: int, k: int) -> Operand:
+    """The operand that a quantiser will make of a matrix [rows, k]."""
+    if not isinstance(quantizer, Quantizer):
         return Operand(None)
-    rows, columns = quantizer.tile
-    whole = columns in (-1, k)
-    granularity = "row" if whole and rows == 1 else "tensor" if whole and rows == -1 else "block"
+    high, wide = quantizer.tile[0] in (-1, rows), quantizer.tile[1] in (-1, k)
+    granularity = "tensor" if high and wide else "row" if wide and quantizer.tile[0] == 1 else "block"
     return Operand(quantizer.format.carrier, granularity, quantizer.span)
 
 
-def _reused(quantizer: Quantizer | Reuse | None, k: int) -> Operand:
+def _turned(codes: Operand) -> Operand:
     """Codes of fprop in a backward GEMM: a row scale lies along k there and is folded into the other operand, blocks
     change their direction.
     """
-    assert isinstance(quantizer, Quantizer)
-    planned = _planned(quantizer, k)
-    return Operand(planned.dtype, "block" if planned.granularity == "block" else "tensor")
+    return Operand(codes.dtype, "block" if codes.granularity == "block" else "tensor")
 
 
 def peak_kind(path: str) -> str:

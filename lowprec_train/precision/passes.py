@@ -139,8 +139,8 @@ class Site:
             assert isinstance(a, Tensor)
             a, b = a.float() * b.scale, Quantized(b.codes, torch.ones_like(b.scale[:, :1]))
         if isinstance(a, Tensor):
-            a, b = self._rotated(which, a, b)
-            a = a if gemm.a is None else self._rounded(which, Purpose.A, a)
+            plain, b = self._rotated(which, a, b)
+            a = plain if gemm.a is None else self._rounded(which, Purpose.A, plain)
         if isinstance(gemm.b, Quantizer) and isinstance(b, Tensor):
             b = self._rounded(which, Purpose.B, b)
         return multiply(a, b, split_accumulation=gemm.split_accumulation, dtype=dtype)

@@ -202,8 +202,8 @@ def _changed(old: Any, change: Any, key: str, path: str) -> Any:
 def _parsed(old: Any, change: Any, key: str, path: str) -> Any:
     if isinstance(old, Format):
         return parse_format(str(change))
-    if key == "b" and change == "fprop_codes":
-        return Reuse.FPROP_CODES
+    if key == "b" and change in (None, "fprop_codes"):
+        return None if change is None else Reuse.FPROP_CODES
     if isinstance(old, Enum):
         members = type(old).__members__
         if str(change).upper() not in members:

@@ -127,9 +127,9 @@ def _later(run: RunConfig, model: Transformer, before: Phase, later: PhaseConfig
     return Phase(first_step=first_step(later.at, run.steps), recipes=table, keep=keep)
 
 
-def kept(node: Mapping[str, Any] | None) -> BlockKeep:
-    """What norms and activations keep; the default keeps their inputs."""
-    built: BlockKeep = BlockKeep() if node is None else construct(node)
+def kept(node: Mapping[str, Any]) -> BlockKeep:
+    """What norms and activations keep; an empty node keeps their inputs."""
+    built: BlockKeep = construct(node) if node else BlockKeep()
     return built
 
 

@@ -114,7 +114,7 @@ def test_stochastic_nvfp4_at_the_edges_of_e4m3():
 
 
 def test_stochastic_nvfp4_does_not_clip_under_a_subnormal_block_scale():
-    """A block below 2^-15 of the tensor's largest has a scale on E4M3's coarse end: nearest would leave x / s = 8.47."""
+    """A block below 2^-15 of the tensor's largest has a scale on E4M3's coarse end: nearest leaves x / s = 8.47."""
     x = np.zeros((4000, 16), F32)
     x[0, 0] = 2688.0
     x[1:, 3] = 6 * np.linspace(2.0**-9, 2.0**-6, 3999)

@@ -157,14 +157,6 @@ def chosen(name: str, shape: tuple[int, int], monkeypatch) -> list[str]:
 
 
 PAIRS = [(name, shape) for name in RECIPES for shape in SHAPES if accepts(name, shape)]
-ONE_SQUARE = pytest.mark.xfail(
-    strict=True, reason="a weight of one square block has one scale, but is planned as a block"
-)
-
-
-def marked(pair: tuple[str, tuple[int, int]]) -> object:
-    wrong = pair in [("fp8_block", (128, 128)), ("nvfp4", (16, 16))]
-    return pytest.param(*pair, marks=ONE_SQUARE if wrong else ())
 
 
 @pytest.mark.parametrize("name, shape", PAIRS)
@@ -172,7 +164,7 @@ def test_the_plan_is_what_runs(name, shape, monkeypatch):
     assert chosen(name, shape, monkeypatch) == planned(name, shape)
 
 
-@pytest.mark.parametrize("name, shape", [marked(pair) for pair in PAIRS])
+@pytest.mark.parametrize("name, shape", PAIRS)
 def test_the_plan_is_what_runs_on_a_gpu(name, shape, tensor_cores, monkeypatch):
     assert chosen(name, shape, monkeypatch) == planned(name, shape)
 

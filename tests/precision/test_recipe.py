@@ -291,7 +291,6 @@ def test_overrides_of_what_is_kept_and_rotated():
     assert own.dgrad.b == block.fprop.b
 
 
-@pytest.mark.xfail(strict=True, raises=ValueError, reason="null is not read where an operand takes fprop's codes")
 @pytest.mark.parametrize("name", ["fp8", "int8_switchback", "nvfp4"])
 def test_a_reused_operand_can_be_left_unquantised(name):
     """16-bit dX in one line: precision.override.dgrad.a=null, dgrad.b=null."""

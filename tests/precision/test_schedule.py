@@ -59,12 +59,12 @@ def passes(recipe: LinearRecipe) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
 def test_a_forward_switch_leaves_the_backward_pass_alone(name):
-    """Y is BF16's bit for bit; dX and dW are the recipe's own, but for the estimator of a weight that is not rounded."""
+    """Y is BF16's bit for bit; dX and dW are the recipe's own, estimator aside: the weight is not rounded."""
     before = RECIPES[name]
     switched = forward_only(before, bf16.recipe())
     y, dx, dw = passes(switched)
     assert torch.equal(y, passes(bf16.recipe())[0])
-    straight = LinearRecipe(**{**{f: getattr(before, f) for f in ("fprop", "dgrad", "wgrad", "keep")}})
+    straight = LinearRecipe(**{f: getattr(before, f) for f in ("fprop", "dgrad", "wgrad", "keep")})
     own_y, own_dx, own_dw = passes(straight)
     assert torch.equal(dx, own_dx) and torch.equal(dw, own_dw)
     assert before.fprop.is_identity or not torch.equal(y, own_y)
