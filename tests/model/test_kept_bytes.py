@@ -7,7 +7,10 @@ instead of the codes would show.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +24,28 @@ from torch.utils._pytree import tree_leaves
 from lowprec_train.precision.linear import Linear
 from tests.recipes import MODELS, System, system
 
-B, T, D, HEADS, GROUP = 2, 64, 128, 4, 16
-FFN = {"llama_tiny": 384, "gpt_tiny": 512}
+B, T, GROUP = 2, 64, 16
 FP8, BYTE, BF16, FP32 = torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32
 PARTITION = "aot_eager_decomp_partition"
-CASES = [("llama_tiny", 4, None), ("llama_tiny", 2, None), ("gpt_tiny", 4, None)]
-CASES += [("llama_tiny", 2, PARTITION), ("gpt_tiny", 4, PARTITION)]
 Bytes = Counter[torch.dtype]
+
+
+@dataclass(frozen=True)
+class Shape:
+    llama: bool
+    dim: int
+    ffn: int
+    heads: int
+    kv_heads: int
+
+
+SHAPES = {
+    "llama_tiny": Shape(True, 128, 384, 4, 4),
+    "llama_tiny model.kv_heads=2": Shape(True, 128, 384, 4, 2),
+    "gpt_tiny": Shape(False, 128, 512, 4, 4),
+}
+LLAMA_7B, GPT_6B7 = Shape(True, 4096, 11008, 32, 32), Shape(False, 4096, 16384, 32, 32)
+CASES = [(name, compiled) for name in SHAPES for compiled in (False, True) if not (compiled and name == "llama_tiny")]
 
 
 @pytest.fixture(autouse=True)
@@ -40,35 +58,34 @@ def fresh_compiler():
 # --- by the shapes ---
 
 
-def norms(recipe: str, model: str, compiled: bool) -> Bytes:
+def norms(recipe: str, shape: Shape, compiled: bool) -> Bytes:
     """Codes; or compiled the input with its rate (and mean), eager FP32 copies: x, and x / rms for RMSNorm's weight."""
-    if recipe == "coat":
-        return Bytes({FP8: 2 * D, BYTE: 2 * D // GROUP})
-    statistics = 4 if model == "llama_tiny" else 4 + 4
-    if compiled:
-        return Bytes({BF16: 2 * 2 * D, FP32: 2 * statistics})
-    copies = 2 if model == "llama_tiny" else 1
-    return Bytes({FP32: 2 * (copies * 4 * D + statistics)})
-
-
-def activation(recipe: str, model: str, compiled: bool) -> Bytes:
-    """Gate and up, or GELU's input: in codes, in BF16, or eager gate, silu(gate) and up in FP32."""
-    llama, ffn = model == "llama_tiny", FFN[model]
-    width = (2 if llama else 1) * ffn
+    width, statistics = 2 * shape.dim, 2 * (4 if shape.llama else 4 + 4)
     if recipe == "coat":
         return Bytes({FP8: width, BYTE: width // GROUP})
-    return Bytes({FP32: 3 * 4 * ffn}) if llama and not compiled else Bytes({BF16: 2 * width})
+    if compiled:
+        return Bytes({BF16: 2 * width, FP32: statistics})
+    return Bytes({FP32: (2 if shape.llama else 1) * 4 * width + statistics})
 
 
-def attention(recipe: str, kv_heads: int) -> Bytes:
+def activation(recipe: str, shape: Shape, compiled: bool) -> Bytes:
+    """Gate and up, or GELU's input: in codes, in BF16, or eager gate, silu(gate) and up in FP32."""
+    width = (2 if shape.llama else 1) * shape.ffn
+    if recipe == "coat":
+        return Bytes({FP8: width, BYTE: width // GROUP})
+    return Bytes({FP32: 3 * 4 * shape.ffn}) if shape.llama and not compiled else Bytes({BF16: 2 * width})
+
+
+def attention(recipe: str, shape: Shape) -> Bytes:
     """q, k and v, once, and the logarithm of the softmax's sum. Its output, unless a linear keeps that already."""
-    output = 0 if recipe == "bf16" else 2 * D
-    return Bytes({BF16: 2 * (D + 2 * kv_heads * D // HEADS) + output, FP32: 4 * HEADS})
+    keys = shape.kv_heads * shape.dim // shape.heads
+    output = 0 if recipe == "bf16" else 2 * shape.dim
+    return Bytes({BF16: 2 * (shape.dim + 2 * keys) + output, FP32: 4 * shape.heads})
 
 
-def linears(recipe: str, model: str) -> Bytes:
+def linears(recipe: str, shape: Shape) -> Bytes:
     """The inputs of qkv, out, up and down."""
-    width = 3 * D + FFN[model]
+    width = 3 * shape.dim + shape.ffn
     return Bytes({BF16: 2 * width}) if recipe == "bf16" else Bytes({FP8: width})
 
 
@@ -78,10 +95,10 @@ def weights(recipe: str, model: nn.Module) -> Bytes:
     return Bytes({BF16: 2 * count}) if recipe == "bf16" else Bytes({FP8: count})
 
 
-def expected(recipe: str, model: str, compiled: bool, kv_heads: int) -> Bytes:
+def expected(recipe: str, shape: Shape, compiled: bool) -> Bytes:
     """Of a token."""
-    parts = norms(recipe, model, compiled), activation(recipe, model, compiled), linears(recipe, model)
-    return sum(parts, attention(recipe, kv_heads))
+    parts = norms(recipe, shape, compiled), activation(recipe, shape, compiled), linears(recipe, shape)
+    return sum(parts, attention(recipe, shape))
 
 
 # --- as it is ---
@@ -97,7 +114,7 @@ def owned(one: System) -> set[int]:
 
 def block(one: System) -> Tensor:
     """The first block's output."""
-    x = torch.randn(B, T, D).bfloat16().requires_grad_()
+    x = torch.randn(B, T, one.model.dim).bfloat16().requires_grad_()
     return one.model.blocks[0](x, one.model.position.angles(T), None)
 
 
@@ -119,16 +136,29 @@ def kept(one: System) -> Bytes:
     return found
 
 
-@pytest.mark.parametrize("model, kv_heads, backend", CASES)
+@pytest.mark.parametrize("model, compiled", CASES)
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "coat"])
-def test_a_block_keeps_what_its_shapes_say(recipe: str, model: str, kv_heads: int, backend: str | None) -> None:
+def test_a_block_keeps_what_its_shapes_say(recipe: str, model: str, compiled: bool) -> None:
     """Of each dtype to the byte: under coat BF16 is attention's alone, FP32 the softmax's sums."""
-    one = system(recipe, model, "model.recompute=none", f"model.kv_heads={kv_heads}")
-    if backend:
-        one.model.compile_blocks(backend=backend)
-    token = expected(recipe, model, backend is not None, kv_heads)
-    whole = Bytes({dtype: B * T * size for dtype, size in token.items()}) + weights(recipe, one.model.blocks[0])
-    assert kept(one) == whole
+    one = system(recipe, *model.split(), "model.recompute=none")
+    first = one.model.blocks[0]
+    if compiled:
+        first.forward = torch.compile(first.forward, fullgraph=True, backend=PARTITION)
+    token = expected(recipe, SHAPES[model], compiled)
+    assert kept(one) == Bytes({dtype: B * T * size for dtype, size in token.items()}) + weights(recipe, first)
+
+
+UNITS = re.compile(r"^\| (BF16|`fp8`|`coat`), (eager|compiled) \| ([\d.]+) \| ([\d.]+) \|$", flags=re.MULTILINE)
+
+
+def test_the_documented_units_follow_from_the_shapes() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    rows = UNITS.findall(text)
+    assert len(rows) == 6
+    for recipe, how, *figures in rows:
+        for shape, figure in zip((LLAMA_7B, GPT_6B7), figures):
+            size = expected(recipe.strip("`").lower(), shape, how == "compiled").total()
+            assert f"{size / (2 * shape.dim):.2f}" == figure, (recipe, how, size / (2 * shape.dim))
 
 
 class Alive(TorchDispatchMode):
@@ -161,6 +191,6 @@ def test_no_dequantised_value_outlives_the_forward_pass(model: str, recompute: s
     products = [4 * B * T * m.out_features for m in one.model.blocks[0].modules() if isinstance(m, Linear)]
     with Alive() as alive:
         y = block(one)
-        wide = [size for size in alive.bytes(FP32) if size >= 4 * B * T * D]
+        wide = [size for size in alive.bytes(FP32) if size >= 4 * B * T * one.model.dim]
     y.sum().backward()
     assert wide == (sorted(products, reverse=True) if recompute == "selective" else [])

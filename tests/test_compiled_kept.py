@@ -1,0 +1,90 @@
+"""Kept codes in a compiled graph: the bits of an eager run, whatever is recomputed, in a handful of graphs.
+
+All gradients are compared: on torch 2.11 an output of an autograd function that aliases another forward value loses its
+gradient in a compiled graph, silently, and another parameter's need not show it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
+from lowprec_train.recipes import coat, fp8
+from tests.recipes import GPT, LLAMA, MODELS, build, system
+
+FAMILIES = pytest.mark.parametrize("family", [LLAMA, GPT], ids=["llama", "gpt"])
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compile_blocks(model: Transformer) -> None:
+    """The blocks alone: the head and the loss keep no codes."""
+    for block in model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
+
+
+def loss_and_gradients(model: Transformer, draws: Draws) -> dict[str, Tensor]:
+    draws.begin(0, 0)
+    model.zero_grad()
+    tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
+    loss = model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel()))
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.any(), name
+        assert torch.equal(found[name], value), (name, (found[name] - value).norm() / value.norm())
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_and_recomputed_are_the_bits_of_eager(model: str, recompute: str) -> None:
+    eager, compiled = system("coat", model), system("coat", model, f"model.recompute={recompute}")
+    compile_blocks(compiled.model)
+    assert_same(*(loss_and_gradients(one.model, one.draws) for one in (compiled, eager)))
+
+
+@FAMILIES
+def test_an_fp32_stream_loses_no_gradient(family: Mapping[str, Any]) -> None:
+    """Where `.to` does nothing. Kept in E2M1, two codes a byte."""
+    keep = Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.POW2)
+    results = []
+    for compiled in (True, False):
+        model, draws = build(fp8.recipe(), family, dtype=torch.float32)
+        apply_block_keep(model, BlockKeep(norm=keep, activation=keep))
+        if compiled:
+            compile_blocks(model)
+        results.append(loss_and_gradients(model, draws))
+    assert_same(*results)
+
+
+@FAMILIES
+def test_a_handful_of_graphs_at_32_layers(family: Mapping[str, Any]) -> None:
+    """Blocks share one graph; keeping codes is another one for all of them, and going back none."""
+    model, draws = build(fp8.recipe(), family, layers=32, dim=64, ffn=64, heads=2, kv_heads=2)
+    counter = torch._dynamo.testing.CompileCounter()
+    model.compile_blocks(backend=counter)
+    counts = []
+    for keep in (BlockKeep(), coat.keep(), BlockKeep(), coat.keep()):
+        apply_block_keep(model, keep)
+        loss_and_gradients(model, draws)
+        counts.append(counter.frame_count)
+    assert counts[0] <= 6 and 1 <= counts[1] - counts[0] <= 2 and counts[1:] == counts[1:2] * 3, counts
