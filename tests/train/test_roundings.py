@@ -75,10 +75,12 @@ def test_against_numpy(how):
 @pytest.mark.parametrize("quantile", [0.9, 0.99, 1.0])
 @pytest.mark.parametrize("variant", ["carrier", "residual"])
 def test_clamped_outliers_against_numpy(variant, quantile):
-    """A row holds outliers far beyond what even the carrier's E4M3 codes reach."""
+    """One row has outliers beyond what even the carrier's E4M3 codes reach, one an outlier that they do reach, one
+    nothing but an outlier: its body is zero, and its scale means nothing.
+    """
     x, clamp, how = data(binades=4), OutlierClamp(quantile, variant), Quantizer(E2M1, (1, -1))
     if quantile < 1:
-        x[5, :2], x[6, 0] = (1e6, -1e5), 40.0
+        x[5, :2], x[6, 0], x[3, 0] = (1e6, -1e5), 4000.0, 5.0
     q, _ = clamp(torch.from_numpy(x), how, None, None)
     ordered, count = np.sort(x, axis=1), math.floor((1 - quantile) * x.shape[1] + 1e-9)
     low, high = ordered[:, [count]], ordered[:, [-1 - count]]
@@ -91,6 +93,14 @@ def test_clamped_outliers_against_numpy(variant, quantile):
     assert float(got["saturated_pct"]) == pytest.approx(100 * beyond)
     assert float(got["outlier_pct"]) > 1 or quantile > 0.9
     assert (float(got["outlier_pct"]) > 0) == (quantile < 1)
+
+
+def test_an_infinite_outlier_is_not_finite_rather_than_clipped():
+    x, clamp, how = torch.from_numpy(data(binades=4)), OutlierClamp(0.99), Quantizer(E2M1, (1, -1))
+    x[7, 1] = math.inf
+    q, _ = clamp(x, how, None, None)
+    got = numbers(of_operand(x, q, how, clamp))
+    assert got["saturated_pct"] == 0 and got["nonfinite_pct"] == 100 / x.numel()
 
 
 def test_bf16_operands_are_measured_as_they_are():
@@ -145,6 +155,7 @@ def test_clamped_blocks_by_construction(rule):
     figures = of_operand(x, how(x), how)
     assert float(figures["clamped_blocks_pct"]) == pytest.approx(100 * 2 / 12)
     assert float(figures["scale_spread"]) == 4
+    assert float(of_operand(1024 * x, how(1024 * x), how)["clamped_blocks_pct"]) == float(figures["clamped_blocks_pct"])
     free = Quantizer(E2M1, (1, 4), rule)
     assert float(of_operand(x, free(x), free)["scale_spread"]) == 20
     assert math.isnan(of_operand(x, free(x), free)["clamped_blocks_pct"])
