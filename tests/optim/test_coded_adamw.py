@@ -122,6 +122,15 @@ def test_a_skip_leaves_every_bit(name, clip, device):
 
 
 @every_system
+def test_state_tensors_stay_where_they_are(name):
+    """A checkpoint is loaded into them, and a CUDA graph reads them."""
+    net, optimizer = system(name)
+    places = [t.data_ptr() for p in net.parameters() for t in (p, *optimizer.state[p].values())]
+    advance(net, optimizer, 2)
+    assert places == [t.data_ptr() for p in net.parameters() for t in (p, *optimizer.state[p].values())]
+
+
+@every_system
 def test_the_gradient_is_divided_by_the_scale(name):
     ours, optimizer = system(name)
     theirs, reference = system(name)

@@ -38,12 +38,14 @@ def step(weight, optimizer, gradient):
     optimizer.step()
 
 
-def test_the_published_equations():
-    drawn = gradients(30, spike=20)
-    weight, optimizer = pair(drawn[0], weight_decay=0.1, clip_updates=True)
+@pytest.mark.parametrize("size", [1.0, 1e-6, 1e-8])
+def test_the_published_equations(size):
+    """Also where v' lies between eps^2 and eps, and around eps^2."""
+    drawn = [gradient * size for gradient in gradients(30, spike=20)]
+    weight, optimizer = pair(gradients(1)[0], weight_decay=0.1, clip_updates=True)
     for gradient in drawn:
         step(weight, optimizer, gradient)
-    wanted, rates = oracle(drawn[0], drawn, 1e-2, 0.1)
+    wanted, rates = oracle(gradients(1)[0], drawn, 1e-2, 0.1)
     torch.testing.assert_close(weight.double(), wanted, rtol=2e-5, atol=1e-7)
     assert min(rates) < 1e-2 / 3 and all(rate <= 1e-2 for rate in rates)
 
