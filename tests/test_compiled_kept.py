@@ -22,8 +22,6 @@ from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
 from lowprec_train.recipes import coat, fp8
 from tests.recipes import GPT, LLAMA, MODELS, build, system
 
-FAMILIES = pytest.mark.parametrize("family", [LLAMA, GPT], ids=["llama", "gpt"])
-
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
@@ -62,7 +60,7 @@ def test_compiled_and_recomputed_are_the_bits_of_eager(model: str, recompute: st
     assert_same(*(loss_and_gradients(one.model, one.draws) for one in (compiled, eager)))
 
 
-@FAMILIES
+@pytest.mark.parametrize("family", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_an_fp32_stream_loses_no_gradient(family: Mapping[str, Any]) -> None:
     """Where `.to` does nothing. Kept in E2M1, two codes a byte."""
     keep = Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.POW2)
@@ -76,10 +74,9 @@ def test_an_fp32_stream_loses_no_gradient(family: Mapping[str, Any]) -> None:
     assert_same(*results)
 
 
-@FAMILIES
-def test_a_handful_of_graphs_at_32_layers(family: Mapping[str, Any]) -> None:
+def test_a_handful_of_graphs_at_32_layers() -> None:
     """Blocks share one graph; keeping codes is another one for all of them, and going back none."""
-    model, draws = build(fp8.recipe(), family, layers=32, dim=64, ffn=64, heads=2, kv_heads=2)
+    model, draws = build(fp8.recipe(), LLAMA, layers=32, dim=64, ffn=64, heads=2, kv_heads=2)
     counter = torch._dynamo.testing.CompileCounter()
     model.compile_blocks(backend=counter)
     counts = []
