@@ -58,6 +58,13 @@ def test_bytes_per_parameter_of_published_optimizers(system, expected, overhead)
     assert expected <= bytes_per_parameter(optimizer) <= expected * (1 + overhead)
 
 
+@pytest.mark.parametrize(("columns", "groups"), [(11008, 88), (4096, 32), (64, 8), (36, 1)])
+def test_groups_restart_at_every_eighth(columns, groups):
+    """Llama-7B's down projection has 10.75 groups an eighth: 11, so that 8 ranks hold whole groups."""
+    parts = MOMENTS["e4m3_expanded"].encode(torch.randn(2, columns))
+    assert {parts[name].shape for name in ("scale", "exponent", "center")} == {(2, groups)}
+
+
 @pytest.mark.parametrize("codec", MOMENTS.values(), ids=MOMENTS)
 def test_zeros_and_signs(codec):
     x = torch.randn(4, 64)
