@@ -1,6 +1,6 @@
 # The two commands, `make demo` and `make test`; both make or find the environment first (scripts/environment.sh).
 # Variables: PYTHON=python3.12  VENV=.venv  TORCH_INDEX=<index with CPU wheels of torch>  PIP_INDEX=<index for the rest>
-#            WORKERS=2 (pytest processes)  TESTS=tests/numerics (a part of the suite)  LIMIT=720 (seconds for the suite)
+#            WORKERS=2 (pytest processes)  TESTS=tests/numerics (a part of the suite)  LIMIT=1500 (seconds for the suite)
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -10,7 +10,7 @@ SHELL := bash
 export PYTHON VENV TORCH_INDEX PIP_INDEX
 WORKERS ?= 2
 TESTS ?= tests
-LIMIT ?= 720
+LIMIT ?= 1500
 ENV = python=$$(scripts/environment.sh)
 
 help:   ## this list
