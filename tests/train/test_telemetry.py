@@ -16,7 +16,7 @@ from lowprec_train.optim.adamw import AdamW, parameter_groups
 from lowprec_train.optim.schedule import WarmupCosine
 from lowprec_train.precision.block_keep import kept_inputs
 from lowprec_train.precision.linear import Linear
-from lowprec_train.train import roundings, telemetry
+from lowprec_train.train import build, roundings, telemetry
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.telemetry import Telemetry, aggregates
 from lowprec_train.train.trainer import Trainer
@@ -113,6 +113,31 @@ def test_recompute_shows_the_same_rows(recompute):
     assert learned(first) == learned(second)
     key = lambda row: (row["step"], row.get("site", ""), row.get("gemm", ""), str(row))  # noqa: E731
     assert sorted(rows, key=key) == sorted(recomputed, key=key)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_watched_step_on_a_gpu_never_waits_for_it(compiled):
+    """Steps 3 and 4, the last one watched, under torch's ban of synchronisation; losses as of an unwatched run."""
+    device, losses = torch.device("cuda", 0), {}
+    for interval in (0, 2):
+        one = system("coat")
+        draws = build.weights(one.model, device, 0)
+        optimizer = build.optimizer(one.run, one.model)
+        if compiled:
+            torch._dynamo.reset()
+            one.model.compile_blocks()
+        watching = Telemetry(one.model, optimizer, interval=interval, compiled=compiled)
+        parts = {"model": one.model, "optimizer": optimizer, "draws": draws, "device": device, "telemetry": watching}
+        trainer = make("coat", 0, **parts)
+        lines = [trainer.step() for _ in range(2)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            lines += [trainer.step() for _ in range(2)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        losses[interval] = [line["train/loss"].item() for line in lines]
+    assert losses[0] == losses[2] and trainer.telemetry.read(4)
 
 
 class Counted(TorchDispatchMode):
