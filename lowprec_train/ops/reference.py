@@ -9,7 +9,6 @@ expression has the form a * b + c with an inexact product, so contraction to a f
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ GRIDS = {
     "FP32": (23, -126, torch.finfo(torch.float32).max),
 }
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+VALUES = {dtype: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float() for dtype in FP8}
 UNSCALED = ("BF16", "FP32")  # FP32's own exponent range: a scale would only take bits away
 TINY = 2.0**-126  # the smallest normal FP32: a scale below it has no finite reciprocal
 FOLD_TOP = {"E4M3": 6, "E5M2": 13}  # exponent that a row's largest block takes in a carrier: 6 * 2**top fits
@@ -45,17 +45,12 @@ def square_root(x: Tensor) -> Tensor:
     return x.double().sqrt().float()
 
 
-@cache
-def _values(dtype: torch.dtype) -> Tensor:
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
-
-
 def to_float(x: Tensor) -> Tensor:
     """x in FP32. FP8 goes by a table of its 256 values where the eager CPU cast is four times slower."""
     if x.dtype not in FP8 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.float()
     index = x.contiguous().view(torch.uint8).flatten().int()
-    return _values(x.dtype).index_select(0, index).view(x.shape)
+    return VALUES[x.dtype].index_select(0, index).view(x.shape)
 
 
 def exponent(x: Tensor) -> Tensor:
