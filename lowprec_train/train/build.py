@@ -189,7 +189,7 @@ def trainer(
         seq_len=seq_len,
         throughput=replace(rates[0], later=later),
         precision=precision,
-        telemetry=Telemetry(model, adamw, interval=run.telemetry_interval, compiled=compiled),
+        telemetry=Telemetry(model, adamw, interval=run.telemetry_interval),
         **{key: getattr(run, key) for key in TRAINER_KEYS},
     )
 

@@ -4,9 +4,11 @@
              and on every norm and activation that keeps codes; its gradients are dropped
     update   the optimizer's own, with an observer on every state that is stored in codes
 
-The probe makes the step's own draws. It runs eagerly also where blocks are compiled: an observer in a compiled graph
-would be another graph. Training meets neither, so losses are the same bits with telemetry and without. Figures travel
-to the host as metrics do, and are read a step later.
+The probe makes the step's own draws. Modules whose forward is compiled run the eager one in it: an observer in a
+compiled graph would be another graph. The loss and the rounding kernels, which have no observer inside, stay compiled
+(`torch.compiler.set_stance` would take them too, and eagerly a compiled loss makes an FP32 copy of all logits).
+Training meets neither, so losses are the same bits with telemetry and without. Figures travel to the host as metrics
+do, and are read a step later.
 
 One row is one rounding: `{"step", "site", "gemm", "operand", "what", figures}` for an operand of a GEMM, the same with
 gemm "kept" for the inputs of a norm or an activation (operand a, and b for the second one), and `{"step", "parameter",
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -101,10 +103,10 @@ class Telemetry:
     Raises ValueError for a negative interval.
     """
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, *, interval: int = 0, compiled: bool = False) -> None:
+    def __init__(self, model: nn.Module, optimizer: AdamW, *, interval: int = 0) -> None:
         if interval < 0:
             raise ValueError(f"telemetry_interval={interval} must not be negative (0: no telemetry)")
-        self.model, self.optimizer, self.interval, self.compiled = model, optimizer, interval, compiled
+        self.model, self.optimizer, self.interval = model, optimizer, interval
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         self._sent: dict[int, tuple[list[tuple[Row, Figures]], Arriving]] = {}
 
@@ -115,7 +117,7 @@ class Telemetry:
     def probe(self, loss: Callable[[], Tensor]) -> Record:
         """The roundings of one forward and backward pass; the model's gradients are none before and after."""
         record = Record(self._names, self._stored)
-        with self._eager(), self._watched(record):
+        with eager(self.model), self._watched(record):
             total = loss()
             record.forward_over = True
             total.backward()
@@ -136,9 +138,6 @@ class Telemetry:
         rows, arriving = self._sent.pop(step)
         numbers = iter(arriving.read())
         return [{"step": step, **labels} | {name: _finite(next(numbers)) for name in each} for labels, each in rows]
-
-    def _eager(self) -> AbstractContextManager[Any]:
-        return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
 
     @contextmanager
     def _watched(self, record: Record) -> Iterator[None]:
@@ -161,6 +160,17 @@ class Telemetry:
         kept = self.optimizer.state[parameter]
         expanded = " expanded" if f"{state}.exponent" in kept else ""
         return FORMATS[kept.get(state, parameter).dtype] + expanded
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Modules run the forward of their class; one of their own, as `Transformer.compile_blocks` gives, comes back."""
+    compiled = {module: module.__dict__.pop("forward") for module in model.modules() if "forward" in module.__dict__}
+    try:
+        yield
+    finally:
+        for module, forward in compiled.items():
+            module.forward = forward
 
 
 def described(how: Quantizer, clamp: OutlierClamp | None) -> str:

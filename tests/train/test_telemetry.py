@@ -41,7 +41,7 @@ def make(recipe, interval, *overrides, model="llama_tiny", compiled=False, backe
     if compiled:
         torch._dynamo.reset()
         one.model.compile_blocks(backend=backend)
-    watching = Telemetry(one.model, one.optimizer, interval=interval, compiled=compiled)
+    watching = Telemetry(one.model, one.optimizer, interval=interval)
     arguments = {
         "model": one.model,
         "optimizer": one.optimizer,
@@ -106,6 +106,25 @@ def test_a_compiled_run_makes_no_more_graphs_and_is_watched_eagerly():
     assert [row for row in rows[3] if row["step"] == 3] == [row for row in eager if row["step"] == 3]
 
 
+def test_the_loss_stays_compiled_in_the_probe():
+    """Eagerly it would take all tokens at once in FP32. Of the graphs, the probe runs its two passes and no block's."""
+    runs = Counter()
+
+    def counting(graph, inputs):
+        def run(*arguments):
+            runs["all"] += 1
+            return graph.forward(*arguments)
+
+        return run
+
+    trainer = make("mxfp4", 2, compiled=True, backend=counting)
+    for _ in range(4):
+        runs["before"] = runs["all"]
+        trainer.step()
+        runs[trainer.steps_done] = runs["all"] - runs["before"]
+    assert runs[2] - runs[1] == runs[4] - runs[3] == 2 and runs[1] == runs[3] == 2 * (2 + 2 + 2)
+
+
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_recompute_shows_the_same_rows(recompute):
     plain, again = make("coat", 1, steps=2), make("coat", 1, f"model.recompute={recompute}", steps=2)
@@ -127,7 +146,7 @@ def test_a_watched_step_on_a_gpu_never_waits_for_it(compiled):
         if compiled:
             torch._dynamo.reset()
             one.model.compile_blocks()
-        watching = Telemetry(one.model, optimizer, interval=interval, compiled=compiled)
+        watching = Telemetry(one.model, optimizer, interval=interval)
         parts = {"model": one.model, "optimizer": optimizer, "draws": draws, "device": device, "telemetry": watching}
         trainer = make("coat", 0, **parts)
         lines = [trainer.step() for _ in range(2)]
