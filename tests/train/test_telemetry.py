@@ -35,9 +35,9 @@ class Text:
         return Sequences(block[:, :-1].contiguous(), block[:, 1:].contiguous())
 
 
-def make(recipe, interval, *overrides, model="llama_tiny", compiled=False, backend="aot_eager", **changes):
+def make(recipe, interval, *overrides, family="llama_tiny", compiled=False, backend="aot_eager", **changes):
     """A trainer of `+recipe=` at test size: four sequences a step, in two micro-batches."""
-    one = system(recipe, model, *overrides, f"steps={STEPS}")
+    one = system(recipe, family, *overrides, f"steps={STEPS}")
     if compiled:
         torch._dynamo.reset()
         one.model.compile_blocks(backend=backend)
@@ -206,7 +206,7 @@ def expected_operands(recipe):
 @pytest.mark.parametrize("recipe", ["fp8", "fp8_block", "fp4", "mxfp4_fp8", "nvfp4", "int8_switchback", "coat"])
 @pytest.mark.parametrize("model", ["llama_tiny", "gpt_tiny"])
 def test_every_rounding_of_every_layer_has_a_row(recipe, model):
-    trainer = make(recipe, 1, model=model, steps=1)
+    trainer = make(recipe, 1, family=model, steps=1)
     _, rows = fit(trainer)
     seen = {(r["site"], r["gemm"], r["operand"]): r for r in rows if "site" in r and r["gemm"] != "kept"}
     linears = {name: m for name, m in trainer.model.named_modules() if isinstance(m, Linear)}
