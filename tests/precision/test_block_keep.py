@@ -154,6 +154,18 @@ def test_the_observer_is_told_of_every_rounding() -> None:
         assert torch.equal(codes.dequantize(), COAT(matrix).dequantize())
 
 
+@pytest.mark.parametrize("name", ["coat", "E2M1"])
+def test_evaluation_computes_and_reports_the_same(name: str) -> None:
+    pair, events = layer(HOWS[name]), []
+    pair.observer = lambda *event: events.append(event)
+    a, b = (values(torch.bfloat16, TOKENS, seed=i).requires_grad_() for i in range(2))
+    trained = pair(a, b)
+    with torch.no_grad():
+        evaluated = pair(a, b)
+    assert torch.equal(trained, evaluated) and not evaluated.requires_grad
+    assert len(events) == 4 and all(torch.equal(events[i][0], events[i + 2][0]) for i in range(2))
+
+
 # --- the policy ---
 
 
