@@ -1,11 +1,12 @@
 """Heat maps of what telemetry saw: one panel for each operand and state, a cell for each layer and watched step.
 
-Cells without a number are blank. All maps share one colour scale, also those of runs that are compared with each other;
-its light end is the better one for every figure that has a better end: high SQNR, few underflows.
+Cells without a number are blank. The operands share one colour scale, and each state has its own: an FP16 moment, 50 dB
+above 4-bit operands, would leave these one colour. Runs that are compared with each other share their scales. The light
+end is the better one for every figure that has a better end: high SQNR, few underflows.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from lowprec_train.tools.runs import Run
 from lowprec_train.tools.telemetry import FILE, LABELS, Map, maps, read_rows
 
 LIGHT_IS_HIGH = ("sqnr_db",)
+Limits = Mapping[str, tuple[float, float]]
+"""Ends of the colour scale of each group."""
+
+OPERANDS = "operands"
 BLANK = "#e8eaed"
 TICKS = 24  # layer names that a map of its height has room for
 
@@ -29,7 +34,7 @@ def save(runs: Sequence[Run], figure: str, target: Path) -> tuple[list[Path], li
     Returns the files, and at most two sentences about the runs that have nothing to draw.
     """
     found = {run.label: maps(read_rows(run.path / FILE), figure) for run in runs}
-    limits = scale(each for of_run in found.values() for each in of_run)
+    limits = scales(each for of_run in found.values() for each in of_run)
     files = []
     for run in (run for run in runs if found[run.label]):
         files.append(target / f"heatmap-{re.sub(r'[^A-Za-z0-9_.=+-]+', '_', run.label)}.png")
@@ -45,6 +50,19 @@ def missing(runs: Sequence[Run], figure: str) -> list[str]:
     return [f"No heat map of {', '.join(labels)}: {reason}" for reason, labels in reasons.items() if labels]
 
 
+def group(each: Map) -> str:
+    """Maps of one group share a colour scale."""
+    return OPERANDS if "." in each.name else each.name
+
+
+def scales(all_maps: Iterable[Map]) -> Limits:
+    """The limits of every group."""
+    members: dict[str, list[Map]] = {}
+    for each in all_maps:
+        members.setdefault(group(each), []).append(each)
+    return {name: scale(of_group) for name, of_group in members.items()}
+
+
 def scale(all_maps: Iterable[Map]) -> tuple[float, float]:
     """Smallest and largest finite value; a range even where there is none."""
     values = np.concatenate([np.empty(0), *(each.values.ravel() for each in all_maps)])
@@ -53,9 +71,10 @@ def scale(all_maps: Iterable[Map]) -> tuple[float, float]:
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
-def paint(found: Sequence[Map], figure: str, limits: tuple[float, float], *, title: str, target: Path) -> None:
-    """One run's maps, two in a row, into a PNG file."""
-    rows = [found[i : i + 2] for i in range(0, len(found), 2)]
+def paint(found: Sequence[Map], figure: str, limits: Limits, *, title: str, target: Path) -> None:
+    """One run's maps, two in a row, operands before states, into a PNG file."""
+    kinds = ([m for m in found if group(m) == OPERANDS], [m for m in found if group(m) != OPERANDS])
+    rows = [kind[i : i + 2] for kind in kinds for i in range(0, len(kind), 2)]
     heights = [1.1 + 0.17 * min(TICKS, max(len(each.layers) for each in row)) for row in rows]
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):
         picture = Figure(figsize=(11, 0.9 + sum(heights)), layout="constrained")
@@ -69,18 +88,21 @@ def draw(
     rows: Sequence[Sequence[Map]],
     heights: Sequence[float],
     figure: str,
-    limits: tuple[float, float],
+    limits: Limits,
 ) -> None:
-    """Lay the maps out and give them their common colour bar."""
+    """Lay the maps out and give each group its colour bar."""
     grid = picture.subplots(len(rows), 2, squeeze=False, height_ratios=heights)
     colours = matplotlib.colormaps["viridis" if figure in LIGHT_IS_HIGH else "viridis_r"].with_extremes(bad=BLANK)
+    drawn: dict[str, tuple[Any, list[Axes]]] = {}
     for row, axes in zip(rows, grid):
         for each, ax in zip(row, axes):
-            image = draw_map(ax, each, colours, limits)
+            image = draw_map(ax, each, colours, limits[group(each)])
+            drawn.setdefault(group(each), (image, []))[1].append(ax)
         for ax in axes[len(row) :]:
             ax.set_axis_off()
-    bar = picture.colorbar(image, ax=grid, fraction=0.03, aspect=40, label=LABELS[figure])
-    bar.outline.set_visible(False)  # type: ignore[operator]
+    for image, members in drawn.values():
+        bar = picture.colorbar(image, ax=members, fraction=0.03, aspect=40, label=LABELS[figure])
+        bar.outline.set_visible(False)  # type: ignore[operator]
 
 
 def draw_map(ax: Axes, each: Map, colours: Any, limits: tuple[float, float]) -> Any:

@@ -1,4 +1,4 @@
-"""Heat maps: every row of telemetry.jsonl is the colour of its cell, wherever it stands, on one scale for all."""
+"""Heat maps: every row of telemetry.jsonl is the colour of its cell, wherever it stands, on one scale for all runs."""
 
 import json
 import math
@@ -81,8 +81,10 @@ def colours_of(image):
     return dict(zip(map(tuple, colours.tolist()), counts.tolist()))
 
 
-def test_cells_have_the_colours_of_one_scale_over_all_runs(runs, tmp_path):
-    """10 dB (all of fp4) to 30 dB (the states): fp8's cells are found by colour, as large as one another."""
+def test_operands_have_the_colours_of_one_scale_over_all_runs(runs, tmp_path):
+    """10 dB (all of fp4) to 25 dB (fp8's dgrad), whatever the states have: fp8's cells are found by colour, as large as
+    one another.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         files, notes = heatmap.save(read_runs(runs), "sqnr_db", tmp_path)
@@ -93,7 +95,7 @@ def test_cells_have_the_colours_of_one_scale_over_all_runs(runs, tmp_path):
 
     def pixels(picture, value):
         """Of the cells of a value: its colour, as the PNG has it."""
-        rgb = tuple(int(c) for c in viridis(256 * (value - 10) / 20 / 256, bytes=True)[:3])
+        rgb = tuple(int(c) for c in viridis((value - 10) / 15, bytes=True)[:3])
         return picture.get(rgb, 0)
 
     cell = pixels(pictures[0], decibels(11, 30))
@@ -108,24 +110,32 @@ def test_cells_have_the_colours_of_one_scale_over_all_runs(runs, tmp_path):
 def test_panels_are_named_and_stand_in_the_order_of_the_gemms(tmp_path):
     found = maps(read_rows(telemetry(tmp_path / "t", decibels)), "sqnr_db")
     picture = Figure()
-    heatmap.draw(picture, [found[:2], found[2:]], [2, 1], "sqnr_db", (10, 30))
+    heatmap.draw(picture, [found[:2], found[2:]], [2, 1], "sqnr_db", {"operands": (10, 30), "exp_avg": (29, 31)})
     titles = [ax.get_title(loc="left") or ax.get_title() for ax in picture.axes if ax.images]
     assert titles == ["fprop.a", "dgrad.a", "exp_avg"]
     images = [ax.images[0] for ax in picture.axes if ax.images]
     for image, each in zip(images, found):
         np.testing.assert_array_equal(image.get_array().filled(np.nan), each.values)
-        assert image.get_clim() == (10, 30)
+        assert image.get_clim() == ((10, 30) if "." in each.name else (29, 31))
     assert [t.get_text() for t in picture.axes[0].get_yticklabels()] == list(found[0].layers)
     assert [t.get_text() for t in picture.axes[0].get_xticklabels()] == ["10", "20", "30"]
+
+
+def test_a_state_does_not_stretch_the_scale_of_the_operands():
+    rows = [operand(1, f"blocks.{i}.mlp", gemm, "a", sqnr_db=18.0 + i) for i in range(3) for gemm in ("fprop", "dgrad")]
+    for name, db in (("exp_avg", 32.0), ("exp_avg_sq", 75.0)):
+        rows += [{"step": 1, "parameter": f"blocks.{i}.w", "state": name, "sqnr_db": db + i} for i in range(2)]
+    limits = heatmap.scales(maps(rows, "sqnr_db"))
+    assert limits == {"operands": (18, 20), "exp_avg": (32, 33), "exp_avg_sq": (75, 76)}
 
 
 def test_many_layers_and_steps_keep_readable_labels(tmp_path):
     rows = [operand(s, f"blocks.{i}.mlp", "fprop", "a", sqnr_db=20.0) for s in range(1, 200) for i in range(160)]
     (found,) = maps(rows, "sqnr_db")
-    heatmap.paint([found], "sqnr_db", heatmap.scale([found]), title="r", target=tmp_path / "h.png")
+    heatmap.paint([found], "sqnr_db", heatmap.scales([found]), title="r", target=tmp_path / "h.png")
     assert 600 < imread(tmp_path / "h.png").shape[0] < 1200
     picture = Figure()
-    heatmap.draw(picture, [[found]], [1], "sqnr_db", (0, 1))
+    heatmap.draw(picture, [[found]], [1], "sqnr_db", {"operands": (0, 1)})
     assert len(picture.axes[0].get_yticks()) <= heatmap.TICKS and len(picture.axes[0].get_xticks()) == 6
 
 
