@@ -23,7 +23,7 @@ demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches a
 	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint
 
 test:   ## the whole CPU suite (under 12 minutes on 2 cores)
-	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) -m "not gpu" $(TESTS)
+	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu" $(TESTS)
 
 lint:   ## format, lint, types, import floors
 	@$(ENV); "$$python" -m ruff format --check . && "$$python" -m ruff check . && "$$python" -m mypy && \
