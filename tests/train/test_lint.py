@@ -104,7 +104,8 @@ def test_what_ships_is_sound(fp8_gpu, recipe):
         run.model.layers = 3
         assert not report(run).findings, model
         slow = {"unfolded-blocks"} if recipe in BF16_SPEED else set()
-        on_fp8 = recipe not in BF16_SPEED | {"bf16", "int8_switchback"}
+        one_square = recipe == "fp8_block" and run.model.dim == 128  # a weight of one block has one scale: FP8 takes it
+        on_fp8 = one_square or recipe not in BF16_SPEED | {"bf16", "int8_switchback"}
         assert names(report(run, GPU)) == slow | ({"small-gemm"} if model in SMALL and on_fp8 else set()), model
 
 
