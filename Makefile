@@ -22,7 +22,7 @@ env:    ## make or find the environment: torch, the pinned needs, the project (e
 demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches and compare (about 7 minutes on 2 cores)
 	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint
 
-test:   ## the whole CPU suite (under 12 minutes on 2 cores)
+test:   ## the whole CPU suite (about 18 minutes on 2 cores)
 	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu" $(TESTS)
 
 lint:   ## format, lint, types, import floors
