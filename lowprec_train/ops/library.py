@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import reference, states, tensor_cores
+from lowprec_train.ops import pairs, reference, rotated, states, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
@@ -74,6 +74,8 @@ def _dequantize_expanded(codes, scale, exponent, center, format, group, segments
 
 
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
+EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
+EAGER |= {"rotate_fold": rotated.rotate_fold}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 

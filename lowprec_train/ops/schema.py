@@ -24,6 +24,11 @@ SCHEMAS = {
         "(Tensor x, int[2] tile, float headroom, Tensor? seed, Tensor? origin)"
         " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
+    "quantize_both": (
+        "(Tensor x, Tensor? maxima, Tensor? across, Tensor? down, str format, int[2] tile, int[2] tile_t,"
+        " str scale_rule, float headroom) -> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
+    ),
+    "quantize_outliers": "(Tensor x, int clipped) -> (Tensor codes, Tensor scale)",
     "quantize_carrier": "(Tensor x, Tensor low, Tensor high) -> (Tensor codes, Tensor scale)",
     "outlier_bounds": "(Tensor x, int clipped) -> (Tensor low, Tensor high)",
     "dequantize": "(Tensor codes, Tensor scale) -> Tensor",
@@ -33,6 +38,11 @@ SCHEMAS = {
     "fold": "(Tensor codes, Tensor scale, str carrier) -> (Tensor codes, Tensor scale)",
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",
+    "transpose": "(Tensor codes) -> Tensor",
+    "rotate_fold": (
+        "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
+        " int span, str carrier, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
+    ),
     "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
     "quantize_expanded": (
         "(Tensor x, str format, int group, int segments)"
@@ -75,6 +85,27 @@ def _quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale, stored, scale.new_empty((1, 1))
 
 
+def _quantize_both(x, maxima, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
+    turned = x.new_empty((x.shape[1], x.shape[0]), dtype=CARRIERS[format])
+    return x.new_empty(x.shape, dtype=CARRIERS[format]), _scale_like(x, tile), turned, _scale_like(turned, tile_t)
+
+
+def _quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
+
+
+def _transpose(codes):  # type: ignore[no-untyped-def]
+    return codes.new_empty((codes.shape[1], codes.shape[0]))
+
+
+def _rotate_fold(  # type: ignore[no-untyped-def]
+    x, scale, transposed, signs, rotation, scale_rule, headroom, span, carrier, seed, origin
+):
+    rows, columns = x.shape[::-1] if transposed else x.shape
+    codes = x.new_empty((rows, columns), dtype=CARRIERS[carrier])
+    return codes, x.new_empty((rows, 1), dtype=torch.float32)
+
+
 def _quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
 
@@ -114,6 +145,10 @@ def _as_float32(x, *_):  # type: ignore[no-untyped-def]
 FAKES: dict[str, Callable] = {
     "quantize": _quantize,
     "quantize_nvfp4": _quantize_nvfp4,
+    "quantize_both": _quantize_both,
+    "quantize_outliers": _quantize_outliers,
+    "transpose": _transpose,
+    "rotate_fold": _rotate_fold,
     "quantize_carrier": _quantize_carrier,
     "outlier_bounds": _outlier_bounds,
     "dequantize": _as_float32,

@@ -1,0 +1,36 @@
+"""One matrix for two GEMMs: rounded as it lies, and transposed, since FP8 tensor cores take both operands along k.
+
+    codes   = Q(x * across)            along the rows, for the GEMM that reduces over columns
+    codes_t = Q((x * down)^T)          along the columns, for the GEMM that reduces over rows
+
+`across` [1, k] and `down` [m, 1] are the scales that lie along those GEMMs' reductions and are folded in before rounding
+(docs/numerics.md). A transposed tile with the same values gives the same codes: (-1, -1) twice, (1, -1) and (-1, 1).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowprec_train.ops import reference
+
+
+def quantize_both(x, maxima, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
+    """Codes and scale of x [m, k] and of its transpose, [m, k] and [k, m] row-major, nearest. `maxima`: any tensor whose
+    largest element is max |x|, where a producer left it; it spares a pass over x and changes no bit.
+    """
+    x = x.float()
+    a, b = (x if each is None else x * each for each in (across, down))
+    codes, scale = reference.quantize(a, format, tile, scale_rule, headroom, 0, None, None)
+    turned, scale_t = reference.quantize(b.t().contiguous(), format, tile_t, scale_rule, headroom, 0, None, None)
+    return codes, scale, turned, scale_t
+
+
+def quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
+    """Carrier codes of x [m, k] with the bounds taken from its own rows."""
+    return reference.quantize_carrier(x, *reference.outlier_bounds(x, clipped))
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Codes [m, k] of one byte -> [k, m], row-major."""
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
