@@ -3,8 +3,8 @@
     codes   = Q(x * across)            along the rows, for the GEMM that reduces over columns
     codes_t = Q((x * down)^T)          along the columns, for the GEMM that reduces over rows
 
-`across` [1, k] and `down` [m, 1] are the scales that lie along those GEMMs' reductions and are folded in before rounding
-(docs/numerics.md). A transposed tile with the same values gives the same codes: (-1, -1) twice, (1, -1) and (-1, 1).
+`across` [1, k] and `down` [m, 1] are the scales that lie along those GEMMs' reductions and are folded in before
+rounding (docs/numerics.md). A transposed tile with the same values gives the same codes: (-1, -1) twice, (1, -1) and (-1, 1).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lowprec_train.ops import reference
 
 
 def quantize_both(x, maxima, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
-    """Codes and scale of x [m, k] and of its transpose, [m, k] and [k, m] row-major, nearest. `maxima`: any tensor whose
-    largest element is max |x|, where a producer left it; it spares a pass over x and changes no bit.
+    """Codes and scale of x [m, k] and of its transpose, [m, k] and [k, m] row-major, nearest. `maxima`: any tensor
+    whose largest element is max |x|, where a producer left it; it spares a pass over x and changes no bit.
     """
     x = x.float()
     a, b = (x if each is None else x * each for each in (across, down))

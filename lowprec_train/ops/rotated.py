@@ -2,8 +2,8 @@
 
     codes * scale = fold(Q_E2M1(H diag(s) x))            along the rows of x, or of x^T
 
-(arXiv 2502.20586). Between the three steps nothing leaves the chip; step by step, `hadamard`, `quantize` and `fold` give
-the same bits.
+(arXiv 2502.20586). Between the three steps nothing leaves the chip; step by step, `hadamard`, `quantize` and `fold`
+give the same bits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ BLOCK = 32  # elements of an MX block
 def rotate_fold(  # type: ignore[no-untyped-def]
     x, scale, transposed, signs, rotation, scale_rule, headroom, span, carrier, seed, origin
 ):
-    """x [m, k] (with `scale` [1, 1]: E4M3 codes, decoded to BF16 first) -> carrier codes and a scale per row, of x or of
-    its transpose. signs: seed of the rotation's signs; rotation: its block, 0 for none. seed, origin: of stochastic
+    """x [m, k] (with `scale` [1, 1]: E4M3 codes, decoded to BF16 first) -> carrier codes and a scale per row, of x or
+    of its transpose. signs: seed of the rotation's signs; rotation: its block, 0 for none. seed, origin: of stochastic
     rounding; no seed rounds to nearest.
     """
     if scale is not None:
