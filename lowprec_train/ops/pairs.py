@@ -4,7 +4,7 @@
     codes_t = Q((x * down)^T)          along the columns, for the GEMM that reduces over rows
 
 `across` [1, k] and `down` [m, 1] are the scales that lie along those GEMMs' reductions and are folded in before
-rounding (docs/numerics.md). A transposed tile with the same values gives the same codes: (-1, -1) twice, (1, -1) and (-1, 1).
+rounding (docs/numerics.md). A transposed tile gives the same codes: (-1, -1) twice, or (1, -1) and (-1, 1).
 """
 
 from __future__ import annotations
