@@ -1,0 +1,154 @@
+// Between torch's stable ABI and the kernels: argument checks, enum names, new tensors, dtype switches, the stream.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "numerics/scale.h"
+
+namespace lowprec {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline Format parse_format(const std::string& name) {
+  if (name == "E2M1") return Format::E2M1;
+  if (name == "E4M3") return Format::E4M3;
+  if (name == "E5M2") return Format::E5M2;
+  if (name == "INT8") return Format::INT8;
+  if (name == "BF16") return Format::BF16;
+  if (name == "FP16") return Format::FP16;
+  STD_TORCH_CHECK(name == "FP32", "unknown format ", name);
+  return Format::FP32;
+}
+
+inline Rule parse_rule(const std::string& name) {
+  if (name == "POW2") return Rule::POW2;
+  if (name == "E8M0_FLOOR") return Rule::E8M0_FLOOR;
+  if (name == "E8M0_CEIL") return Rule::E8M0_CEIL;
+  STD_TORCH_CHECK(name == "FP32", "unknown scale rule ", name);
+  return Rule::FP32;
+}
+
+inline ScalarType carrier_of(Format format) {
+  switch (format) {
+    case Format::E5M2:
+      return ScalarType::Float8_e5m2;
+    case Format::INT8:
+      return ScalarType::Char;
+    case Format::BF16:
+      return ScalarType::BFloat16;
+    case Format::FP16:
+      return ScalarType::Half;
+    case Format::FP32:
+      return ScalarType::Float;
+    default:
+      return ScalarType::Float8_e4m3fn;
+  }
+}
+
+// A compile-time format: with_format(f, [&](auto g) { using G = Grid<decltype(g)::value>; ... }).
+template <Format F>
+struct FormatTag {
+  static constexpr Format value = F;
+};
+
+template <typename Body>
+auto with_format(Format format, Body&& body) {
+  switch (format) {
+    case Format::E2M1:
+      return body(FormatTag<Format::E2M1>{});
+    case Format::E4M3:
+      return body(FormatTag<Format::E4M3>{});
+    case Format::E5M2:
+      return body(FormatTag<Format::E5M2>{});
+    case Format::INT8:
+      return body(FormatTag<Format::INT8>{});
+    case Format::BF16:
+      return body(FormatTag<Format::BF16>{});
+    case Format::FP16:
+      return body(FormatTag<Format::FP16>{});
+    default:
+      return body(FormatTag<Format::FP32>{});
+  }
+}
+
+inline ScaleRule scale_rule_of(Format format, Rule rule, double headroom, int64_t span) {
+  return with_format(format, [&](auto tag) {
+    using G = Grid<decltype(tag)::value>;
+    return scale_rule(G::max, G::unscaled, rule, headroom, static_cast<int>(span));
+  });
+}
+
+// What inputs are read as: 16-bit and 32-bit floats by their bits.
+struct Bf16 {
+  uint16_t bits;
+  LOWPREC_HD float value() const { return bf16_value(bits); }
+};
+struct Fp16 {
+  uint16_t bits;
+  LOWPREC_HD float value() const { return fp16_value(bits); }
+};
+struct Fp32 {
+  float bits;
+  LOWPREC_HD float value() const { return bits; }
+};
+
+template <typename T>
+struct InputTag {
+  using Type = T;
+};
+
+// with_input(x, [&](auto tag) { using In = typename decltype(tag)::Type; const In* data = ...; })
+template <typename Body>
+auto with_input(const Tensor& x, Body&& body) {
+  const ScalarType type = x.scalar_type();
+  if (type == ScalarType::BFloat16) return body(InputTag<Bf16>{});
+  if (type == ScalarType::Half) return body(InputTag<Fp16>{});
+  STD_TORCH_CHECK(type == ScalarType::Float, "inputs are float32, bfloat16 or float16");
+  return body(InputTag<Fp32>{});
+}
+
+template <typename T>
+const T* data_of(const Tensor& x) {
+  return static_cast<const T*>(x.const_data_ptr());
+}
+template <typename T>
+T* mutable_data_of(const Tensor& x) {
+  return static_cast<T*>(x.mutable_data_ptr());
+}
+
+inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
+
+inline Tensor empty_like_device(const Tensor& x, std::vector<int64_t> shape, ScalarType type) {
+  return torch::stable::new_empty(x, shape, type);
+}
+
+struct Tile {
+  int64_t rows, columns;
+};
+
+// The tile with -1 resolved; it has to divide the matrix (ops/schema.py tile_shape).
+inline Tile resolve_tile(int64_t rows, int64_t columns, const std::vector<int64_t>& tile) {
+  STD_TORCH_CHECK(tile.size() == 2, "a tile is (rows, columns)");
+  const Tile made{tile[0] == -1 ? rows : tile[0], tile[1] == -1 ? columns : tile[1]};
+  STD_TORCH_CHECK(made.rows >= 1 && made.columns >= 1 && rows % made.rows == 0 && columns % made.columns == 0, "a ",
+                  made.rows, "x", made.columns, " tile does not divide a ", rows, "x", columns, " matrix");
+  return made;
+}
+
+// A seed or an origin: 0-dim or [2] int64 on the op's device; nullptr where there is none.
+inline const int64_t* seed_of(const std::optional<Tensor>& seed) {
+  return seed.has_value() ? data_of<int64_t>(*seed) : nullptr;
+}
+
+}  // namespace lowprec

@@ -1,0 +1,69 @@
+// What host and device share: bit casts, and the two operations that a compiler may approximate, correctly rounded.
+//
+// Everything under numerics/ is compiled by the C++ kernels and by the CUDA kernels without contraction
+// (-ffp-contract=off, --fmad=false): one rounding rule, the same bits everywhere.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__CUDACC__)
+#define LOWPREC_HD __host__ __device__ __forceinline__
+#else
+#define LOWPREC_HD inline __attribute__((always_inline))
+#endif
+
+namespace lowprec {
+
+LOWPREC_HD uint32_t float_bits(float x) {
+#if defined(__CUDA_ARCH__)
+  return __float_as_uint(x);
+#else
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+#endif
+}
+
+LOWPREC_HD float bits_float(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __uint_as_float(bits);
+#else
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+#endif
+}
+
+// Quotient rounded to nearest even.
+LOWPREC_HD float divide(float a, float b) {
+#if defined(__CUDA_ARCH__)
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+// Root rounded to nearest even.
+LOWPREC_HD float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return std::sqrt(x);
+#endif
+}
+
+constexpr uint32_t SIGN = 0x80000000u;
+constexpr uint32_t MAGNITUDE = 0x7fffffffu;
+constexpr uint32_t INFINITE = 0x7f800000u;  // bits of infinity; a magnitude above it is NaN
+constexpr float TINY = 0x1p-126f;           // the smallest normal number
+
+LOWPREC_HD uint32_t magnitude_bits(float x) { return float_bits(x) & MAGNITUDE; }
+LOWPREC_HD bool is_nan(float x) { return magnitude_bits(x) > INFINITE; }
+LOWPREC_HD bool is_finite(float x) { return magnitude_bits(x) < INFINITE; }
+LOWPREC_HD float with_sign(float magnitude, float sign) {
+  return bits_float((float_bits(magnitude) & MAGNITUDE) | (float_bits(sign) & SIGN));
+}
+
+}  // namespace lowprec

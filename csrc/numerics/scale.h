@@ -1,0 +1,76 @@
+// From a tile's largest magnitude to its scale (ops/reference.py tile_scale): FP32 quotients, powers of two by exponent
+// extraction (a logarithm is wrong just below powers of two), OCP MX floors, and block exponents held within a span.
+#pragma once
+
+#include "numerics/rounding.h"
+
+namespace lowprec {
+
+enum class Rule : int { FP32, POW2, E8M0_FLOOR, E8M0_CEIL };
+
+// scale: what codes are multiplied by. inverse: what values are multiplied by before rounding.
+struct TileScale {
+  float scale, inverse;
+};
+
+// The constants of a format, a rule and a head-room, made once on the host.
+struct ScaleRule {
+  Rule rule;
+  bool unscaled;
+  double share;      // limit * headroom
+  double headroom;
+  int offset;        // exponent of the limit, minus one
+  float threshold;   // mantissas above it take the next power of two
+  int span;
+};
+
+inline ScaleRule scale_rule(float limit, bool unscaled, Rule rule, double headroom, int span) {
+  ScaleRule made{rule, unscaled, static_cast<double>(limit) * headroom, headroom, 0, 4.0f, span};
+  int e = 0;
+  const double fraction = std::frexp(rule == Rule::E8M0_FLOOR ? static_cast<double>(limit) : made.share, &e);
+  made.offset = e - 1;
+  if (rule != Rule::E8M0_FLOOR) made.threshold = static_cast<float>(2 * fraction);
+  return made;
+}
+
+// floor or ceil of log2(amax / limit), unbounded.
+LOWPREC_HD int wanted_exponent(float amax, const ScaleRule& how) {
+  const float mantissa = bits_float((float_bits(amax) & 0x7fffffu) | 0x3f800000u);
+  return exponent(amax) - how.offset + (mantissa > how.threshold ? 1 : 0);
+}
+
+LOWPREC_HD int bounded(int e) { return e < -126 ? -126 : e > 127 ? 127 : e; }
+
+// A tile's exponent before its row is known (span > 0).
+LOWPREC_HD int block_exponent(float amax, const ScaleRule& how) { return bounded(wanted_exponent(amax, how)); }
+
+LOWPREC_HD TileScale of_power(float power, const ScaleRule& how) {
+  TileScale made{power, divide(1.0f, power)};
+  if (how.rule == Rule::E8M0_FLOOR && how.headroom != 1.0) {
+    made.scale = static_cast<float>(static_cast<double>(power) / how.headroom);
+    made.inverse = made.inverse * static_cast<float>(how.headroom);
+  }
+  return made;
+}
+
+// row: the largest block exponent of the tile's row. A zero block takes the row's floor.
+LOWPREC_HD TileScale spanned_scale(float amax, int block, int row, const ScaleRule& how) {
+  const int e = block > row - how.span ? block : row - how.span;
+  return of_power(is_finite(amax) ? exp2_int(e) : bits_float(0x7fc00000u), how);
+}
+
+LOWPREC_HD TileScale tile_scale(float amax, const ScaleRule& how) {
+  if (how.unscaled) return {1.0f, 1.0f};
+  if (how.rule == Rule::FP32) {
+    float scale = static_cast<float>(static_cast<double>(amax) / how.share);
+    scale = scale < TINY ? TINY : scale;
+    if (amax == 0.0f) scale = 1.0f;
+    return {scale, divide(1.0f, scale)};
+  }
+  const float power = is_finite(amax) ? exp2_int(bounded(wanted_exponent(amax, how))) : bits_float(0x7fc00000u);
+  TileScale made = of_power(power, how);
+  if (amax == 0.0f) made.scale = 1.0f;
+  return made;
+}
+
+}  // namespace lowprec
