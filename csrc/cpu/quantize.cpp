@@ -1,0 +1,163 @@
+// quantize, quantize_both: the largest magnitude of each tile, its scale, and the codes of the scaled values.
+//
+// A tile of one row needs one pass over the matrix; taller ones need their maximum first, so the rows are read twice.
+#include "cpu/rows.h"
+
+namespace lowprec {
+namespace {
+
+struct Row {
+  std::vector<float> v;
+  std::vector<uint16_t> bits;
+};
+
+}  // namespace
+
+void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float* across, const Cast& cast,
+                     const Draws& draws, void* codes, float* scale) {
+  const int64_t width = cast.tile.columns, height = cast.tile.rows, tiles = columns / width;
+  const int64_t bytes = with_format(cast.format, [](auto tag) -> int64_t {
+    return sizeof(typename Grid<decltype(tag)::value>::Code);
+  });
+  const auto read = [&](int64_t r, Row& row) {
+    row.v.resize(columns);
+    load(x, r * columns, columns, row.v.data());
+    if (across != nullptr) multiply(row.v.data(), columns, across);
+  };
+  const auto write = [&](int64_t r, Row& row, const float* inverse) {
+    if (!cast.how.unscaled) scale_tiles(row.v.data(), columns, width, inverse);
+    const uint16_t* bits = draws.of_row(r, columns, row.bits);
+    encode_row(cast.format, row.v.data(), bits, columns, static_cast<char*>(codes) + r * columns * bytes);
+  };
+  if (height == 1) {
+    for_rows(rows, columns, [&](int64_t first, int64_t last) {
+      Row row;
+      std::vector<uint32_t> maxima(tiles);
+      std::vector<float> inverse(tiles);
+      for (int64_t r = first; r < last; ++r) {
+        read(r, row);
+        std::fill(maxima.begin(), maxima.end(), 0u);
+        tile_maxima(row.v.data(), columns, width, maxima.data());
+        tile_scales(maxima.data(), tiles, cast.how, scale + r * tiles, inverse.data());
+        write(r, row, inverse.data());
+      }
+    });
+    return;
+  }
+  std::vector<uint32_t> maxima(rows * tiles, 0u);
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    Row row;
+    for (int64_t r = first; r < last; ++r) {
+      read(r, row);
+      tile_maxima(row.v.data(), columns, width, maxima.data() + r * tiles);
+    }
+  });
+  std::vector<float> inverse(rows / height * tiles);
+  for (int64_t band = 0; band < rows / height; ++band) {
+    uint32_t* most = maxima.data() + band * height * tiles;
+    for (int64_t r = 1; r < height; ++r) {
+      for (int64_t i = 0; i < tiles; ++i) most[i] = larger(most[i], most[r * tiles + i]);
+    }
+    tile_scales(most, tiles, cast.how, scale + band * tiles, inverse.data() + band * tiles);
+  }
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    Row row;
+    for (int64_t r = first; r < last; ++r) {
+      read(r, row);
+      write(r, row, inverse.data() + r / height * tiles);
+    }
+  });
+}
+
+std::vector<float> transposed(const Source& x, int64_t rows, int64_t columns, const float* down) {
+  constexpr int64_t wide = 64, tall = 16;
+  std::vector<float> out(rows * columns);
+  for_rows((columns + wide - 1) / wide, rows * wide, [&](int64_t first, int64_t last) {
+    float block[tall * wide];
+    for (int64_t c = first * wide; c < std::min(last * wide, columns); c += wide) {
+      const int64_t n = std::min(wide, columns - c);
+      for (int64_t r = 0; r < rows; r += tall) {
+        const int64_t m = std::min(tall, rows - r);
+        for (int64_t i = 0; i < m; ++i) {
+          load(x, (r + i) * columns + c, n, block + i * wide);
+          if (down != nullptr) {
+            for (int64_t j = 0; j < n; ++j) block[i * wide + j] *= down[r + i];
+          }
+        }
+        for (int64_t j = 0; j < n; ++j) {
+          for (int64_t i = 0; i < m; ++i) out[(c + j) * rows + r + i] = block[i * wide + j];
+        }
+      }
+    }
+  });
+  return out;
+}
+
+namespace {
+
+Cast cast_of(const std::string& format, int64_t rows, int64_t columns, const std::vector<int64_t>& tile,
+             const std::string& rule, double headroom, int64_t span) {
+  const Format made = parse_format(format);
+  return {made, scale_rule_of(made, parse_rule(rule), headroom, span), resolve_tile(rows, columns, tile)};
+}
+
+struct Quantized {
+  Tensor codes, scale;
+};
+
+Quantized empty_for(const Tensor& x, int64_t rows, int64_t columns, const Cast& cast) {
+  return {empty_like_device(x, {rows, columns}, carrier_of(cast.format)),
+          empty_like_device(x, {rows / cast.tile.rows, columns / cast.tile.columns}, ScalarType::Float)};
+}
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::vector<int64_t> tile,
+                                    std::string scale_rule, double headroom, int64_t span,
+                                    std::optional<Tensor> seed, std::optional<Tensor> origin) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Cast cast = cast_of(format, rows, columns, tile, scale_rule, headroom, span);
+  const Quantized made = empty_for(x, rows, columns, cast);
+  quantize_matrix(source_of(x), rows, columns, nullptr, cast, draws_of(seed, origin), made.codes.mutable_data_ptr(),
+                  mutable_data_of<float>(made.scale));
+  return {made.codes, made.scale};
+}
+
+// A factor [1, k] or [m, 1] in FP32, dense.
+struct Factor {
+  std::vector<float> values;
+  explicit Factor(const std::optional<Tensor>& factor) {
+    if (!factor.has_value()) return;
+    values.resize(factor->numel());
+    load(source_of(*factor), 0, factor->numel(), values.data());
+  }
+  const float* data() const { return values.empty() ? nullptr : values.data(); }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::optional<Tensor> maxima,
+                                                         std::optional<Tensor> across, std::optional<Tensor> down,
+                                                         std::string format, std::vector<int64_t> tile,
+                                                         std::vector<int64_t> tile_t, std::string scale_rule,
+                                                         double headroom) {
+  (void)maxima;  // the second read is from the cache
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Cast cast = cast_of(format, rows, columns, tile, scale_rule, headroom, 0);
+  const Cast cast_t = cast_of(format, columns, rows, tile_t, scale_rule, headroom, 0);
+  const Quantized made = empty_for(x, rows, columns, cast), turned = empty_for(x, columns, rows, cast_t);
+  const Source source = source_of(x);
+  const Factor by_column(across), by_row(down);
+  quantize_matrix(source, rows, columns, by_column.data(), cast, Draws{}, made.codes.mutable_data_ptr(),
+                  mutable_data_of<float>(made.scale));
+  const std::vector<float> flipped = transposed(source, rows, columns, by_row.data());
+  const Source source_t{source.owner, reinterpret_cast<const char*>(flipped.data()), Format::FP32, 4};
+  quantize_matrix(source_t, columns, rows, nullptr, cast_t, Draws{}, turned.codes.mutable_data_ptr(),
+                  mutable_data_of<float>(turned.scale));
+  return {made.codes, made.scale, turned.codes, turned.scale};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
+  m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize_both", TORCH_BOX(&quantize_both));
+}
+
+}  // namespace lowprec

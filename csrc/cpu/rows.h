@@ -1,0 +1,124 @@
+// The loops of the CPU kernels: each works on one row in FP32 that lies in the first-level cache, without branches, so
+// that the compiler makes vectors of it. An op is a few of them in turn; the row travels through memory once.
+#pragma once
+
+#include <vector>
+
+#include "binding.h"
+#include "cpu/parallel.h"
+#include "numerics/amax.h"
+#include "numerics/philox.h"
+
+namespace lowprec {
+
+// A dense matrix of any format's codes or values, read as FP32.
+struct Source {
+  Tensor owner;
+  const char* data;
+  Format format;
+  int64_t bytes;
+};
+
+inline Format format_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Float8_e4m3fn:
+      return Format::E4M3;
+    case ScalarType::Float8_e5m2:
+      return Format::E5M2;
+    case ScalarType::Char:
+      return Format::INT8;
+    case ScalarType::BFloat16:
+      return Format::BF16;
+    case ScalarType::Half:
+      return Format::FP16;
+    default:
+      return Format::FP32;
+  }
+}
+
+// Types without a format of their own (FP64, integers) go by FP32, as `.float()` does.
+inline Source source_of(const Tensor& x) {
+  const Format format = format_of(x.scalar_type());
+  const bool converted = format == Format::FP32 && x.scalar_type() != ScalarType::Float;
+  Tensor owner = dense(converted ? torch::stable::to(x, ScalarType::Float) : x);
+  const char* data = static_cast<const char*>(owner.const_data_ptr());
+  const int64_t bytes = with_format(format, [](auto tag) -> int64_t {
+    return sizeof(typename Grid<decltype(tag)::value>::Code);
+  });
+  return {owner, data, format, bytes};
+}
+
+// n elements from element `first` on.
+void load(const Source& x, int64_t first, int64_t n, float* out);
+
+// out[i] = the larger of out[i] and the largest magnitude of the i-th `width` elements, as bits.
+void tile_maxima(const float* v, int64_t n, int64_t width, uint32_t* out);
+
+// v *= factor of its tile. Where the factor is NaN the tile becomes that NaN, whatever NaN it held.
+void scale_tiles(float* v, int64_t n, int64_t width, const float* factor);
+
+// v *= factor, element by element.
+void multiply(float* v, int64_t n, const float* factor);
+
+// v = BF16(v * factor).
+void scale_to_bf16(float* v, int64_t n, float factor);
+
+// 16 random bits for each of n elements that start at a multiple of eight; `out` holds n rounded up to eight.
+void draw(uint64_t seed, uint64_t row, uint64_t group, int64_t n, uint16_t* out);
+
+// Scaled values to codes; bits: of stochastic rounding, or nullptr.
+void encode_row(Format format, const float* v, const uint16_t* bits, int64_t n, void* codes);
+
+// Scaled values, clamped and rounded to E2M1, still in FP32.
+void round_e2m1(float* v, const uint16_t* bits, int64_t n);
+
+// v * factor of its tile as FP8 codes by an IEEE cast: to nearest even, too large becomes infinite (NaN in E4M3).
+void cast_tiles(Format carrier, const float* v, int64_t n, int64_t width, const float* factor, uint8_t* codes);
+
+// Orthonormal Walsh-Hadamard transform of each `block` elements, signs [block] first. `spare` holds n; the result is v.
+void rotate_row(float* v, int64_t n, const float* signs, int64_t block, float* spare);
+
+// Where a matrix lies in the global one that its draws belong to.
+struct Draws {
+  const int64_t* seed = nullptr;
+  uint64_t row = 0, group = 0;
+
+  // Bits of a row, or nullptr when rounding is to nearest.
+  const uint16_t* of_row(int64_t r, int64_t n, std::vector<uint16_t>& buffer) const {
+    if (seed == nullptr) return nullptr;
+    buffer.resize((n + 7) / 8 * 8);
+    draw(static_cast<uint64_t>(*seed), row + static_cast<uint64_t>(r), group, n, buffer.data());
+    return buffer.data();
+  }
+};
+
+inline Draws draws_of(const std::optional<Tensor>& seed, const std::optional<Tensor>& origin) {
+  Draws draws{seed_of(seed)};
+  if (origin.has_value()) {
+    const int64_t* place = data_of<int64_t>(*origin);
+    draws.row = static_cast<uint64_t>(place[0]);
+    draws.group = static_cast<uint64_t>(place[1] >> 3);
+  }
+  return draws;
+}
+
+// Scales and inverses of the tiles of one row of tiles, from their maxima.
+void tile_scales(const uint32_t* maxima, int64_t n, const ScaleRule& how, float* scale, float* inverse);
+
+inline float magnitude_of(uint32_t bits) { return bits_float(bits > INFINITE ? 0x7fc00000u : bits); }
+
+// What `quantize` does to a matrix: format, rule and tile.
+struct Cast {
+  Format format;
+  ScaleRule how;
+  Tile tile;
+};
+
+// codes, scale of x * across [1, k]; `across` may be nullptr.
+void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float* across, const Cast& cast,
+                     const Draws& draws, void* codes, float* scale);
+
+// The transpose of x * down [m, 1] in FP32, [k, m]; `down` may be nullptr.
+std::vector<float> transposed(const Source& x, int64_t rows, int64_t columns, const float* down);
+
+}  // namespace lowprec

@@ -1,0 +1,416 @@
+// quantize_both and transpose: a matrix as it lies and transposed, by blocks of 128x128.
+//
+// A thread holds 8x8 elements: eight 16-byte loads are in flight before the first use, rows are written 128 bytes at a
+// time by 16 threads, and the transposed codes go through 16 KB of shared memory, 8-byte chunks swizzled by their column
+// so that neither side meets a bank twice. Tiles within 128x128 need one read; a row's, a column's or the tensor's
+// maximum is a first read of its own (or the producer's `maxima`).
+#include "cuda/maxima.h"
+#include "cuda/quantize.h"
+
+namespace lowprec {
+namespace {
+
+constexpr int BLOCK = 128;  // rows and columns of a thread block's matrix; 16 x 16 threads, 8 x 8 elements each
+
+// What shares a scale, in coordinates of x: everything, a row, a column, 1x128, 128x1, 128x128.
+enum class Share : int { ALL, ROW, COLUMN, LINE, POST, SQUARE, OTHER };
+
+Share share_of(int64_t rows, int64_t columns, Tile tile) {
+  const bool tall = tile.rows == rows, wide = tile.columns == columns;
+  if (tall && wide) return Share::ALL;
+  if (tile.rows == 1 && wide) return Share::ROW;
+  if (tall && tile.columns == 1) return Share::COLUMN;
+  if (tile.rows == 1 && tile.columns == BLOCK) return Share::LINE;
+  if (tile.rows == BLOCK && tile.columns == 1) return Share::POST;
+  return tile.rows == BLOCK && tile.columns == BLOCK ? Share::SQUARE : Share::OTHER;
+}
+
+// One orientation: what shares a scale, the multiplier of x, where maxima were left, where scales go.
+struct Side {
+  Share share;
+  const float* fold;  // side a: of each column; side b: of each row
+  uint32_t* amax;
+  float* scale;
+};
+
+struct Place {
+  int group, lane_column;  // of this thread: rows 8 * group .., columns 8 * lane_column ..
+  int64_t row, column;
+  __device__ Place()
+      : group(threadIdx.x >> 4), lane_column(threadIdx.x & 15),
+        row(static_cast<int64_t>(blockIdx.y) * BLOCK + group * 8),
+        column(static_cast<int64_t>(blockIdx.x) * BLOCK + lane_column * 8) {}
+};
+
+template <typename In>
+__device__ __forceinline__ void load_block(Vector<In> (&x)[8], const In* data, const Place& at, int64_t rows, int64_t columns) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (at.row + i < rows && at.column < columns) x[i].load(data + (at.row + i) * columns + at.column);
+    else x[i].clear();
+  }
+}
+
+// The multipliers of eight columns, ones where there are none.
+__device__ __forceinline__ void load_fold(float (&fold)[8], const float* data, int64_t first, int64_t count) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) fold[i] = data != nullptr && first + i < count ? data[first + i] : 1.0f;
+}
+
+// Maxima of this block's rows under `across` and of its columns under `down`, as bits, into shared memory.
+template <typename In, bool folded>
+__device__ __forceinline__ void block_maxima(const Vector<In> (&x)[8], const float (&across)[8], const float (&down)[8],
+                                             bool want_rows, bool want_columns, uint32_t* of_rows, uint32_t* of_columns,
+                                             const Place& at) {
+  if (want_rows) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t found = 0;
+      if constexpr (folded) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) found = larger_magnitude(found, x[i][j] * across[j]);
+      } else {
+        found = x[i].largest();
+      }
+#pragma unroll
+      for (int offset = 1; offset < 16; offset <<= 1) found = larger(found, __shfl_xor_sync(0xffffffffu, found, offset));
+      if (at.lane_column == 0) of_rows[at.group * 8 + i] = found;
+    }
+  }
+  if (want_columns) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      uint32_t found = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) found = larger_magnitude(found, folded ? x[i][j] * down[i] : x[i][j]);
+      found = larger(found, __shfl_xor_sync(0xffffffffu, found, 16));
+      if ((threadIdx.x & 31) < 16) atomicMax(&of_columns[at.lane_column * 8 + j], found);
+    }
+  }
+}
+
+// First read: maxima of whole rows, whole columns, or of everything.
+template <typename In, bool folded>
+__global__ void __launch_bounds__(THREADS) outer_maxima(const In* __restrict__ data, int64_t rows, int64_t columns, Side a, Side b) {
+  __shared__ uint32_t of_rows[BLOCK], of_columns[BLOCK];
+  const Place at;
+  Vector<In> x[8];
+  float across[8], down[8];
+  load_block(x, data, at, rows, columns);
+  if constexpr (folded) {
+    load_fold(across, a.fold, at.column, columns);
+    load_fold(down, b.fold, at.row, rows);
+  }
+  if (threadIdx.x < BLOCK) of_columns[threadIdx.x] = 0;
+  __syncthreads();
+  block_maxima<In, folded>(x, across, down, a.amax != nullptr, b.amax != nullptr, of_rows, of_columns, at);
+  __syncthreads();
+  const int i = threadIdx.x & (BLOCK - 1);
+  const bool first = threadIdx.x < BLOCK;
+  uint32_t* amax = first ? a.amax : b.amax;
+  if (amax == nullptr) return;
+  const uint32_t found = first ? of_rows[i] : of_columns[i];
+  if ((first ? a.share : b.share) == Share::ALL) {
+    const uint32_t most = warp_largest(found);
+    if ((threadIdx.x & 31) == 0 && most > *reinterpret_cast<volatile uint32_t*>(amax)) atomicMax(amax, most);
+    return;
+  }
+  const int64_t index = static_cast<int64_t>(first ? blockIdx.y : blockIdx.x) * BLOCK + i;
+  if (index < (first ? rows : columns)) atomicMax(amax + index, found);
+}
+
+// Scale of the block's i-th row (side a) or column (side b); writes it where this block is the one to do so, and into
+// `also`, in the transposed matrix's order, where both sides share it.
+__device__ __forceinline__ float block_scale(const Side& side, float* also, uint32_t inside, int i, int64_t block,
+                                             int64_t blocks, int64_t along, int64_t blocks_along, int64_t count,
+                                             const ScaleRule& how) {
+  const int64_t index = block * BLOCK + i;
+  if (index >= count) return 1.0f;
+  if (side.share == Share::ALL) {
+    const TileScale of = tile_scale(bits_float(*side.amax), how);
+    if (index == 0 && along == 0) {
+      *side.scale = of.scale;
+      if (also != nullptr) *also = of.scale;
+    }
+    return of.inverse;
+  }
+  if (side.share == Share::ROW || side.share == Share::COLUMN) {
+    const TileScale of = tile_scale(bits_float(side.amax[index]), how);
+    if (along == 0) {
+      side.scale[index] = of.scale;
+      if (also != nullptr) also[index] = of.scale;
+    }
+    return of.inverse;
+  }
+  const TileScale of = tile_scale(bits_float(inside), how);
+  if (side.share != Share::SQUARE) {
+    side.scale[index * blocks_along + along] = of.scale;
+  } else if (i == 0) {
+    side.scale[block * blocks_along + along] = of.scale;
+    if (also != nullptr) also[along * blocks + block] = of.scale;
+  }
+  return of.inverse;
+}
+
+// Eight rows of eight one-byte codes, written transposed: chunk `group` of 16 in each of the eight columns.
+__device__ __forceinline__ void turn_block(const uint32_t (&words)[8][2], uint8_t* turned, const Place& at) {
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    uint32_t out[4][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t r0 = words[4 * half][w], r1 = words[4 * half + 1][w], r2 = words[4 * half + 2][w], r3 = words[4 * half + 3][w];
+      const uint32_t low01 = __byte_perm(r0, r1, 0x5140), low23 = __byte_perm(r2, r3, 0x5140);
+      const uint32_t high01 = __byte_perm(r0, r1, 0x7362), high23 = __byte_perm(r2, r3, 0x7362);
+      out[0][half] = __byte_perm(low01, low23, 0x5410);
+      out[1][half] = __byte_perm(low01, low23, 0x7632);
+      out[2][half] = __byte_perm(high01, high23, 0x5410);
+      out[3][half] = __byte_perm(high01, high23, 0x7632);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int column = at.lane_column * 8 + w * 4 + j, chunk = at.group ^ at.lane_column;
+      *reinterpret_cast<uint2*>(turned + column * BLOCK + chunk * 8) = make_uint2(out[j][0], out[j][1]);
+    }
+  }
+}
+
+// After a barrier: 128 columns of 128 bytes, 16 bytes a thread.
+__device__ __forceinline__ void write_turned(const uint8_t* turned, uint8_t* codes_t, int64_t rows, int64_t columns) {
+  const int quarter = threadIdx.x & 7;
+  const int64_t row = static_cast<int64_t>(blockIdx.y) * BLOCK + quarter * 16;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int local = i * 32 + (threadIdx.x >> 3), swizzle = local >> 3;
+    const int64_t column = static_cast<int64_t>(blockIdx.x) * BLOCK + local;
+    if (column >= columns || row >= rows) continue;
+    uint4 v = *reinterpret_cast<const uint4*>(turned + local * BLOCK + (quarter ^ swizzle >> 1) * 16);
+    if (swizzle & 1) v = make_uint4(v.z, v.w, v.x, v.y);
+    *reinterpret_cast<uint4*>(codes_t + column * rows + row) = v;
+  }
+}
+
+// same: both orientations hold the same codes, scaled by rows. Otherwise a is scaled by rows and b by columns.
+template <typename In, Format F, bool same, bool folded>
+__global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data, uint8_t* __restrict__ codes,
+                                                     uint8_t* __restrict__ codes_t, int64_t rows, int64_t columns, Side a,
+                                                     Side b, ScaleRule how) {
+  __shared__ alignas(16) uint8_t turned[BLOCK * BLOCK];
+  __shared__ uint32_t of_rows[BLOCK], of_columns[BLOCK];
+  __shared__ float inverse_row[BLOCK], inverse_column[BLOCK];
+  const Place at;
+  Vector<In> x[8];
+  float across[8], down[8];
+  load_block(x, data, at, rows, columns);
+  if constexpr (folded) {
+    load_fold(across, a.fold, at.column, columns);
+    load_fold(down, b.fold, at.row, rows);
+  }
+  const bool inner_a = a.share >= Share::LINE, inner_b = !same && b.share >= Share::LINE;
+  if (inner_a || inner_b) {
+    if (threadIdx.x < BLOCK) of_columns[threadIdx.x] = 0;
+    __syncthreads();
+    block_maxima<In, folded>(x, across, down, inner_a, inner_b, of_rows, of_columns, at);
+    __syncthreads();
+    const bool square_a = a.share == Share::SQUARE, square_b = !same && b.share == Share::SQUARE;
+    if (square_a || square_b) {  // a warp a side
+      if (threadIdx.x < 64 && (threadIdx.x < 32 ? square_a : square_b)) {
+        uint32_t* found = threadIdx.x < 32 ? of_rows : of_columns;
+        const int lane = threadIdx.x & 31;
+        uint32_t most = larger(larger(found[lane], found[lane + 32]), larger(found[lane + 64], found[lane + 96]));
+        most = warp_largest(most);
+        for (int i = 0; i < 4; ++i) found[lane + 32 * i] = most;
+      }
+      __syncthreads();
+    }
+  }
+  {
+    const int i = threadIdx.x & (BLOCK - 1);
+    if (threadIdx.x < BLOCK) {
+      inverse_row[i] = block_scale(a, same ? b.scale : nullptr, of_rows[i], i, blockIdx.y, gridDim.y, blockIdx.x,
+                                   gridDim.x, rows, how);
+    } else if constexpr (!same) {
+      inverse_column[i] =
+          block_scale(b, nullptr, of_columns[i], i, blockIdx.x, gridDim.x, blockIdx.y, gridDim.y, columns, how);
+    }
+  }
+  __syncthreads();
+  uint32_t words[8][2];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float inverse = inverse_row[at.group * 8 + i];
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = (folded ? x[i][j] * across[j] : x[i][j]) * inverse;
+    Codes<F> made;
+    made.encode_nearest(v);
+    words[i][0] = made.words[0], words[i][1] = made.words[1];
+    if (at.row + i < rows && at.column < columns) made.store_all(reinterpret_cast<typename Grid<F>::Code*>(codes) + (at.row + i) * columns + at.column);
+  }
+  if constexpr (!same) {
+    float inverse[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) inverse[j] = inverse_column[at.lane_column * 8 + j];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float v[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[j] = (folded ? x[i][j] * down[i] : x[i][j]) * inverse[j];
+      Codes<F> made;
+      made.encode_nearest(v);
+      words[i][0] = made.words[0], words[i][1] = made.words[1];
+    }
+  }
+  turn_block(words, turned, at);
+  __syncthreads();
+  write_turned(turned, codes_t, rows, columns);
+}
+
+__global__ void __launch_bounds__(THREADS) transpose_bytes(const uint8_t* __restrict__ codes, uint8_t* __restrict__ codes_t,
+                                                           int64_t rows, int64_t columns) {
+  __shared__ alignas(16) uint8_t turned[BLOCK * BLOCK];
+  const Place at;
+  uint32_t words[8][2];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    uint2 v = make_uint2(0, 0);
+    if (at.row + i < rows && at.column < columns) v = __ldg(reinterpret_cast<const uint2*>(codes + (at.row + i) * columns + at.column));
+    words[i][0] = v.x, words[i][1] = v.y;
+  }
+  turn_block(words, turned, at);
+  __syncthreads();
+  write_turned(turned, codes_t, rows, columns);
+}
+
+__global__ void __launch_bounds__(THREADS) transpose_any(const uint8_t* __restrict__ codes, uint8_t* __restrict__ codes_t,
+                                                         int64_t rows, int64_t columns) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (index < rows * columns) codes_t[index % columns * rows + index / columns] = codes[index];
+}
+
+// FP32 copies with the folds in them, for tilings and shapes that the blocks do not cover.
+template <typename In>
+__global__ void __launch_bounds__(THREADS) folded_copies(const In* __restrict__ x, const float* __restrict__ across,
+                                                         const float* __restrict__ down, float* __restrict__ plain,
+                                                         float* __restrict__ turned, int64_t rows, int64_t columns) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (index >= rows * columns) return;
+  const int64_t row = index / columns, column = index % columns;
+  const float v = x[index].value();
+  plain[index] = across == nullptr ? v : v * across[column];
+  turned[column * rows + row] = down == nullptr ? v : v * down[row];
+}
+
+using Both = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+struct Request {
+  Tensor x;
+  std::optional<Tensor> maxima;
+  const float *across, *down;
+  Format format;
+  Tile tile, tile_t;  // both as (rows, columns) of the matrix that they tile
+  ScaleRule how;
+};
+
+bool both_same(const Request& r, Share a, Share b) {
+  const bool folded = r.across != nullptr || r.down != nullptr;
+  return !folded && a == b && (a == Share::ALL || a == Share::ROW || a == Share::SQUARE);
+}
+
+template <typename In, Format F>
+void launch_both(const Request& r, Share share_a, Share share_b, const Tensor& codes, const Tensor& scale,
+                 const Tensor& codes_t, const Tensor& scale_t) {
+  const int64_t rows = r.x.size(0), columns = r.x.size(1);
+  const cudaStream_t stream = stream_of(r.x);
+  const In* x = data_of<In>(r.x);
+  const bool same = both_same(r, share_a, share_b), folded = r.across != nullptr || r.down != nullptr;
+  Side a{share_a, r.across, nullptr, mutable_data_of<float>(scale)}, b{share_b, r.down, nullptr, mutable_data_of<float>(scale_t)};
+  const int64_t of_a = share_a == Share::ALL ? 1 : share_a == Share::ROW ? rows : 0;
+  const int64_t of_b = same ? 0 : share_b == Share::ALL ? 1 : share_b == Share::COLUMN ? columns : 0;
+  const dim3 grid(ceil_div(columns, BLOCK), ceil_div(rows, BLOCK));
+  Tensor workspace = torch::stable::new_zeros(r.x, {of_a + of_b + 1}, ScalarType::Int);
+  uint32_t* words = mutable_data_of<uint32_t>(workspace);
+  if (of_a > 0) a.amax = words;
+  if (of_b > 0) b.amax = words + of_a;
+  if (share_a == Share::ALL && share_b == Share::ALL && !folded) {
+    if (r.maxima.has_value()) launch_amax(data_of<Fp32>(*r.maxima), a.amax, r.maxima->numel(), stream);
+    else launch_amax(x, a.amax, rows * columns, stream);
+  } else if (of_a + of_b > 0) {
+    if (folded) outer_maxima<In, true><<<grid, THREADS, 0, stream>>>(x, rows, columns, a, b);
+    else outer_maxima<In, false><<<grid, THREADS, 0, stream>>>(x, rows, columns, a, b);
+  }
+  uint8_t *out = mutable_data_of<uint8_t>(codes), *out_t = mutable_data_of<uint8_t>(codes_t);
+  if (same) emit_both<In, F, true, false><<<grid, THREADS, 0, stream>>>(x, out, out_t, rows, columns, a, b, r.how);
+  else if (folded) emit_both<In, F, false, true><<<grid, THREADS, 0, stream>>>(x, out, out_t, rows, columns, a, b, r.how);
+  else emit_both<In, F, false, false><<<grid, THREADS, 0, stream>>>(x, out, out_t, rows, columns, a, b, r.how);
+}
+
+Both quantize_both(const Tensor& given, std::optional<Tensor> maxima, std::optional<Tensor> across_given,
+                   std::optional<Tensor> down_given, std::string format_name, std::vector<int64_t> tile_given,
+                   std::vector<int64_t> tile_t_given, std::string rule, double headroom) {
+  const Tensor x = dense(given);
+  const int64_t rows = x.size(0), columns = x.size(1);
+  std::optional<Tensor> across, down;
+  if (across_given.has_value()) across = dense(*across_given);
+  if (down_given.has_value()) down = dense(*down_given);
+  if (maxima.has_value()) maxima = dense(*maxima);
+  const Format format = parse_format(format_name);
+  Request r{x, maxima, across.has_value() ? data_of<float>(*across) : nullptr,
+            down.has_value() ? data_of<float>(*down) : nullptr, format, resolve_tile(rows, columns, tile_given),
+            resolve_tile(columns, rows, tile_t_given), scale_rule_of(format, parse_rule(rule), headroom, 0)};
+  const Share share_a = share_of(rows, columns, r.tile), share_b = share_of(rows, columns, {r.tile_t.columns, r.tile_t.rows});
+  const bool byte = format != Format::BF16 && format != Format::FP16 && format != Format::FP32;
+  const bool by_rows = share_a != Share::OTHER && share_a != Share::COLUMN && share_a != Share::POST;
+  const bool by_columns = share_b != Share::OTHER && share_b != Share::ROW && share_b != Share::LINE;
+  const bool blocks = byte && columns % 8 == 0 && rows % 16 == 0 && aligned(x.const_data_ptr(), 16) &&
+                      ((by_rows && by_columns) || both_same(r, share_a, share_b));
+  if (!blocks) {
+    Tensor plain = empty_like_device(x, {rows, columns}, ScalarType::Float);
+    Tensor turned = empty_like_device(x, {columns, rows}, ScalarType::Float);
+    with_input(x, [&](auto in) {
+      using In = typename decltype(in)::Type;
+      folded_copies<In><<<ceil_div(rows * columns, THREADS), THREADS, 0, stream_of(x)>>>(
+          data_of<In>(x), r.across, r.down, mutable_data_of<float>(plain), mutable_data_of<float>(turned), rows, columns);
+    });
+    auto [codes, scale] = quantize(plain, format_name, tile_given, rule, headroom, 0, std::nullopt, std::nullopt);
+    auto [codes_t, scale_t] = quantize(turned, format_name, tile_t_given, rule, headroom, 0, std::nullopt, std::nullopt);
+    return {codes, scale, codes_t, scale_t};
+  }
+  Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
+  Tensor codes_t = empty_like_device(x, {columns, rows}, carrier_of(format));
+  Tensor scale = empty_like_device(x, {rows / r.tile.rows, columns / r.tile.columns}, ScalarType::Float);
+  Tensor scale_t = empty_like_device(x, {columns / r.tile_t.rows, rows / r.tile_t.columns}, ScalarType::Float);
+  with_input(x, [&](auto in) {
+    using In = typename decltype(in)::Type;
+    if (format == Format::E4M3) launch_both<In, Format::E4M3>(r, share_a, share_b, codes, scale, codes_t, scale_t);
+    else if (format == Format::E5M2) launch_both<In, Format::E5M2>(r, share_a, share_b, codes, scale, codes_t, scale_t);
+    else if (format == Format::E2M1) launch_both<In, Format::E2M1>(r, share_a, share_b, codes, scale, codes_t, scale_t);
+    else launch_both<In, Format::INT8>(r, share_a, share_b, codes, scale, codes_t, scale_t);
+  });
+  check_launch("quantize_both");
+  return {codes, scale, codes_t, scale_t};
+}
+
+Tensor transpose_codes(const Tensor& given) {
+  const Tensor codes = dense(given);
+  const int64_t rows = codes.size(0), columns = codes.size(1);
+  Tensor turned = empty_like_device(codes, {columns, rows}, codes.scalar_type());
+  const uint8_t* in = data_of<uint8_t>(codes);
+  uint8_t* out = mutable_data_of<uint8_t>(turned);
+  const cudaStream_t stream = stream_of(codes);
+  if (columns % 8 == 0 && rows % 16 == 0 && aligned(in, 8)) {
+    transpose_bytes<<<dim3(ceil_div(columns, BLOCK), ceil_div(rows, BLOCK)), THREADS, 0, stream>>>(in, out, rows, columns);
+  } else {
+    transpose_any<<<ceil_div(rows * columns, THREADS), THREADS, 0, stream>>>(in, out, rows, columns);
+  }
+  check_launch("transpose");
+  return turned;
+}
+
+}  // namespace
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
+  m.impl("quantize_both", TORCH_BOX(&lowprec::quantize_both));
+  m.impl("transpose", TORCH_BOX(&lowprec::transpose_codes));
+}

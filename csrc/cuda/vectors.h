@@ -1,0 +1,157 @@
+// Eight neighbouring elements at a time: 16-byte loads of 16-bit inputs, codes packed into words by the hardware's own
+// conversions where these round as numerics/rounding.h does.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include <type_traits>
+
+#include "cuda/launch.h"
+#include "numerics/philox.h"
+
+namespace lowprec {
+
+#if defined(__CUDACC__)
+
+constexpr int VECTOR = 8;
+
+// Element i of eight, held in words; i is a constant once loops are unrolled.
+template <typename In>
+__device__ __forceinline__ float element(const uint32_t* words, int i);
+template <>
+__device__ __forceinline__ float element<Bf16>(const uint32_t* words, int i) {
+  return bits_float(i & 1 ? words[i >> 1] & 0xffff0000u : words[i >> 1] << 16);
+}
+template <>
+__device__ __forceinline__ float element<Fp16>(const uint32_t* words, int i) {
+  return __half2float(__ushort_as_half(static_cast<uint16_t>(i & 1 ? words[i >> 1] >> 16 : words[i >> 1])));
+}
+template <>
+__device__ __forceinline__ float element<Fp32>(const uint32_t* words, int i) {
+  return bits_float(words[i]);
+}
+
+template <typename In>
+struct Vector {
+  static constexpr int WORDS = VECTOR * sizeof(In) / 4;
+  uint32_t words[WORDS];
+
+  __device__ __forceinline__ float operator[](int i) const { return element<In>(words, i); }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) words[i] = 0;
+  }
+  // `data` is 16-byte aligned.
+  __device__ __forceinline__ void load(const In* data) {
+#pragma unroll
+    for (int i = 0; i < WORDS / 4; ++i) {
+      const uint4 part = __ldg(reinterpret_cast<const uint4*>(data) + i);
+      words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
+    }
+  }
+  // The first `count` of them, one by one; the rest are zeros.
+  __device__ __forceinline__ void load_some(const In* data, int count) {
+    clear();
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      if (i >= count) continue;
+      if constexpr (sizeof(In) == 4) {
+        words[i] = reinterpret_cast<const uint32_t*>(data)[i];
+      } else {
+        words[i >> 1] |= static_cast<uint32_t>(reinterpret_cast<const uint16_t*>(data)[i]) << (i & 1 ? 16 : 0);
+      }
+    }
+  }
+  // Largest magnitude, as bits of an FP32 number; BF16 patterns order as magnitudes do, two at a time.
+  __device__ __forceinline__ uint32_t largest() const {
+    if constexpr (std::is_same_v<In, Bf16>) {
+      uint32_t both = words[0] & 0x7fff7fffu;
+#pragma unroll
+      for (int i = 1; i < WORDS; ++i) both = __vmaxu2(both, words[i] & 0x7fff7fffu);
+      return larger(both << 16, both & 0x7fff0000u);
+    } else {
+      uint32_t bits = 0;
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) bits = larger_magnitude(bits, (*this)[i]);
+      return bits;
+    }
+  }
+};
+
+// Codes of two scaled values, the first one low.
+template <Format F>
+__device__ __forceinline__ uint32_t encode_fp8_pair(float a, float b) {
+  if constexpr (F == Format::E2M1) {
+    a = clamp(a, 6.0f);
+    b = clamp(b, 6.0f);
+    a = is_finite(a) ? round_nearest<F>(a) : a;
+    b = is_finite(b) ? round_nearest<F>(b) : b;
+  }
+  uint32_t codes = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE,
+                                            F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3);
+  if (is_nan(a)) codes |= float_bits(a) >> 24 & 0x80u;  // the conversion drops the sign of NaN
+  if (is_nan(b)) codes |= float_bits(b) >> 16 & 0x8000u;
+  return codes;
+}
+
+template <Format F>
+constexpr bool is_fp8 = F == Format::E2M1 || F == Format::E4M3 || F == Format::E5M2;
+
+// Codes of eight scaled values, in words.
+template <Format F>
+struct Codes {
+  using Code = typename Grid<F>::Code;
+  static constexpr int WORDS = VECTOR * sizeof(Code) / 4;
+  uint32_t words[WORDS];
+
+  __device__ __forceinline__ void put(int i, Code code) {
+    if constexpr (sizeof(Code) == 4) {
+      words[i] = float_bits(code);
+    } else {
+      constexpr int each = 4 / sizeof(Code), bits = 8 * sizeof(Code);
+      const uint32_t raw = static_cast<uint32_t>(code) & ((1u << bits) - 1u);
+      words[i / each] = i % each ? words[i / each] | raw << (bits * (i % each)) : raw;
+    }
+  }
+  __device__ __forceinline__ void encode_nearest(const float (&v)[VECTOR]) {
+    if constexpr (is_fp8<F>) {
+      words[0] = encode_fp8_pair<F>(v[0], v[1]) | encode_fp8_pair<F>(v[2], v[3]) << 16;
+      words[1] = encode_fp8_pair<F>(v[4], v[5]) | encode_fp8_pair<F>(v[6], v[7]) << 16;
+    } else {
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) put(i, encode<F>(v[i]));
+    }
+  }
+  __device__ __forceinline__ void encode_random(const float (&v)[VECTOR], const Words& random) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) put(i, encode_stochastic<F>(v[i], bits_of(random, i)));
+  }
+  // `data` is aligned to min(16, 8 codes).
+  __device__ __forceinline__ void store_all(Code* data) const {
+    if constexpr (WORDS == 2) {
+      *reinterpret_cast<uint2*>(data) = make_uint2(words[0], words[1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < WORDS; i += 4) {
+        reinterpret_cast<uint4*>(data)[i / 4] = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
+      }
+    }
+  }
+  __device__ __forceinline__ void store_some(Code* data, int count) const {
+    constexpr int each = 4 / sizeof(Code), bits = 8 * sizeof(Code);
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) {
+      if (i >= count) continue;
+      if constexpr (sizeof(Code) == 4) {
+        data[i] = bits_float(words[i]);
+      } else {
+        data[i] = static_cast<Code>(words[i / each] >> (bits * (i % each)));
+      }
+    }
+  }
+};
+
+#endif
+
+}  // namespace lowprec
