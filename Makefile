@@ -1,13 +1,14 @@
 # The two commands, `make demo` and `make test`; both make or find the environment first (scripts/environment.sh).
 # Variables: PYTHON=python3.12  VENV=.venv  TORCH_INDEX=<index with CPU wheels of torch>  PIP_INDEX=<index for the rest>
+#            KERNELS=off (no compiled kernels)  CUDA=ON|OFF  ARCHITECTURES="89;90a;100a"  NATIVE=ON (scripts/kernels.sh)
 #            WORKERS=2 (pytest processes)  TESTS=tests/numerics (a part of the suite)  LIMIT=1500 (seconds for the suite)
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format
+.PHONY: help env kernels demo test lint format
 
-export PYTHON VENV TORCH_INDEX PIP_INDEX
+export PYTHON VENV TORCH_INDEX PIP_INDEX KERNELS CUDA ARCHITECTURES NATIVE
 WORKERS ?= 2
 TESTS ?= tests
 LIMIT ?= 1500
@@ -18,6 +19,9 @@ help:   ## this list
 
 env:    ## make or find the environment: torch, the pinned needs, the project (editable)
 	@$(ENV); scripts/environment.sh --hint
+
+kernels: ## build the C++ and CUDA kernels in the checkout, or rebuild what has changed
+	@python=$$(KERNELS=off scripts/environment.sh); scripts/kernels.sh "$$python"
 
 demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches and compare (about 7 minutes on 2 cores)
 	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint

@@ -10,6 +10,7 @@
 #
 #   TORCH_INDEX   package index for torch alone (a CPU-only one saves about 3 GB of download)
 #   PIP_INDEX     package index for everything else
+#   KERNELS=off   leave out the compiled kernels; else scripts/kernels.sh builds into the checkout what it can
 # A stamp in the environment holds the hash of what was installed, so that a second call takes a moment.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -76,6 +77,13 @@ install_torch() {
     "$1" -m pip install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$pinned" >&2
 }
 
+# CMake and ninja as wheels, where there is a compiler to drive and they are not there.
+build_tools() {
+    command -v c++ g++ clang++ >/dev/null || return 0
+    command -v cmake >/dev/null || echo cmake
+    command -v ninja >/dev/null || echo ninja
+}
+
 # The other pinned needs, then the project: no build isolation, which would hide torch from the build.
 install_project() {
     local python=$1 pins torch
@@ -83,9 +91,12 @@ install_project() {
     torch=$("$python" -c 'import importlib.metadata as m; print(m.version("torch"))')
     sed "s/^torch==.*/torch==$torch/" constraints.txt >"$pins"
     say "installing the pinned needs and the project beside torch $torch"
-    "$python" -m pip install --quiet ${PIP_INDEX:+--index-url "$PIP_INDEX"} -c "$pins" scikit-build-core >&2
-    "$python" -m pip install --quiet ${PIP_INDEX:+--index-url "$PIP_INDEX"} -c "$pins" --no-build-isolation -e '.[dev]' >&2
+    # shellcheck disable=SC2046
+    "$python" -m pip install --quiet ${PIP_INDEX:+--index-url "$PIP_INDEX"} -c "$pins" scikit-build-core $(build_tools) >&2
+    "$python" -m pip install --quiet ${PIP_INDEX:+--index-url "$PIP_INDEX"} -c "$pins" --no-build-isolation \
+        --config-settings=wheel.cmake=false -e '.[dev]' >&2
     rm -f "$pins"
+    [ "${KERNELS:-on}" = off ] || scripts/kernels.sh "$python" >&2
 }
 
 ready() { [ -x "$1" ] && [ "$(cat "$(dirname "$1")/../lowprec_train.stamp" 2>/dev/null)" = "$(fingerprint)" ]; }
