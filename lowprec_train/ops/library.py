@@ -1,8 +1,9 @@
-"""Registers the ops: schema, fake kernel, and the reference as the kernel of every device that has none of its own.
+"""Registers the ops: schema, fake kernel, compiled kernels where they were built, and the reference for the rest.
 
-The reference is eager on the CPU, a few rows at a time where rows are independent, so that its temporaries stay in the
-cache. On CUDA the rounding ops run it through torch.compile, once per shape, behind the same schema (eager Philox takes
-ten times longer); the bits are those of the eager reference. `live_kernels` says what runs.
+The reference is the kernel of every device that has none of its own. It is eager on the CPU, a few rows at a time where
+rows are independent, so that its temporaries stay in the cache. On CUDA the rounding ops run it through torch.compile,
+once per shape, behind the same schema (eager Philox takes ten times longer); the bits are those of the eager reference.
+`live_kernels` says what runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import pairs, reference, rotated, states, tensor_cores
+from lowprec_train.ops import kernels, pairs, reference, rotated, states, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
@@ -80,22 +81,29 @@ EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGE
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 
 
-def _register(name: str, schema: str) -> None:
-    _LIBRARY.define(name + schema)
+for _name, _schema in SCHEMAS.items():
+    _LIBRARY.define(_name + _schema)
+SERVED = kernels.load(SCHEMAS)  # device type -> ops with a compiled kernel
+
+
+def _register(name: str) -> None:
+    """The reference, which steps back wherever a device has a kernel, and the op's shapes."""
     _LIBRARY.impl(name, EAGER[name], "CompositeExplicitAutograd")
-    if name in COMPILED_ON_CUDA:
+    if name in COMPILED_ON_CUDA and name not in SERVED["cuda"]:
         _LIBRARY.impl(name, partial(_on_cuda, name), "CUDA")
     torch.library.register_fake(f"lowprec::{name}", FAKES[name])
 
 
-for _name, _schema in SCHEMAS.items():
-    _register(_name, _schema)
-_LIBRARY.impl("scaled_mm", tensor_cores.scaled_mm, "CUDA")
+for _name in SCHEMAS:
+    _register(_name)
+if "scaled_mm" not in SERVED["cuda"]:
+    _LIBRARY.impl("scaled_mm", tensor_cores.scaled_mm, "CUDA")
 
 
 def live_kernels(device: torch.device) -> dict[str, str]:
     """Which kernel runs for each op on a device."""
-    if device.type != "cuda":
-        return dict.fromkeys(SCHEMAS, "reference")
-    kernels = {name: "reference, compiled" if name in COMPILED_ON_CUDA else "reference" for name in SCHEMAS}
-    return kernels | {"scaled_mm": "cuBLASLt"}
+    kinds = dict.fromkeys(SCHEMAS, "reference")
+    if device.type == "cuda":
+        kinds |= dict.fromkeys(COMPILED_ON_CUDA, "reference, compiled") | {"scaled_mm": "cuBLASLt"}
+    language = {"cpu": "C++", "cuda": "CUDA"}.get(device.type, "")
+    return kinds | dict.fromkeys(sorted(SERVED.get(device.type, ())), language)

@@ -1,0 +1,78 @@
+"""The compiled kernels: two shared libraries beside this file, built from csrc/ (docs/building.md).
+
+    _C.abi3.so   C++, dispatch key CPU
+    _cuda.so     CUDA, dispatch key CUDA; loaded where torch itself has CUDA, for it asks for symbols of that
+
+A library registers its ops when it is loaded, and torch's dispatcher then says which ones: no list of them is written
+down here. A library that is not there is no error, the reference runs; one that is there and does not load is.
+This is the second file that may touch torch's private names (decision 0016): the dispatcher has no public question.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+FILES = {"cpu": "_C.abi3.so", "cuda": "_cuda.so"}  # device type -> library
+
+
+def present(folder: Path = FOLDER) -> dict[str, Path]:
+    """Device type -> the library that this torch can load, where it was built."""
+    wanted = {device: folder / name for device, name in FILES.items() if device == "cpu" or torch.version.cuda}
+    return {device: path for device, path in wanted.items() if path.exists()}
+
+
+def has_kernel(op: str, device: str) -> bool:
+    """Whether the dispatcher holds a kernel of `lowprec::op` for this very type of device, fallbacks not counted."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"lowprec::{op}", device.upper())
+
+
+def load(ops: Iterable[str], folder: Path = FOLDER) -> dict[str, frozenset[str]]:
+    """Load what is present; device type -> the ops that a library serves there. The ops' schemas are defined already.
+
+    Raises ImportError, with the file and the loader's words, when a library does not load.
+    """
+    ops, served = tuple(ops), dict.fromkeys(FILES, frozenset[str]())
+    for device, path in present(folder).items():
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            raise ImportError(
+                f"{path}: the compiled kernels do not load: {error}. Build them again for this torch "
+                f"({torch.__version__}) with `make kernels`, or remove the file to run on the reference"
+            ) from error
+        served[device] = frozenset(op for op in ops if has_kernel(op, device))
+    return served
+
+
+def architectures(path: Path) -> list[str]:
+    """The GPU architectures that a CUDA library holds code for: ["90a"]."""
+    name = ctypes.CDLL(str(path)).lowprec_architectures
+    name.restype = ctypes.c_char_p
+    return name().decode().split("_")
+
+
+def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Machine code for sm_89 runs on 8.9 and later minor versions; that for sm_90a on 9.0 alone."""
+    number, suffix = re.fullmatch(r"(\d+)([a-z]?)", architecture).groups()  # type: ignore[union-attr]
+    major, minor = divmod(int(number), 10)
+    same = capability[0] == major
+    return same and (capability[1] == minor if suffix == "a" else capability[1] >= minor)
+
+
+def check_architecture(device: torch.device, folder: Path = FOLDER) -> None:
+    """RuntimeError where the CUDA library has no code for this GPU."""
+    path = present(folder)["cuda"]
+    built, capability = architectures(path), torch.cuda.get_device_capability(device)
+    if not any(runs_on(each, capability) for each in built):
+        needed = "".join(map(str, capability)) + ("a" if capability[0] >= 9 else "")
+        raise RuntimeError(
+            f"{path} was built for sm_{', sm_'.join(built)}, and {device} ({torch.cuda.get_device_name(device)}) has "
+            f"compute capability {capability[0]}.{capability[1]}: make kernels CUDA=ON ARCHITECTURES={needed}, or "
+            "CUDA=OFF to run on the reference"
+        )
