@@ -23,6 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from lowprec_train import config
 from lowprec_train.config import RunConfig
+from lowprec_train.ops.kernels import KernelError
+from lowprec_train.ops.self_test import self_test
 from lowprec_train.train import build, checks, describe, rundir, signals
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
@@ -31,7 +33,8 @@ from lowprec_train.train.trainer import TrainingDiverged
 
 log = logging.getLogger(__name__)
 
-EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged)  # told in one line
+# Told in one line.
+EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged, KernelError)
 LAUNCHER_PATIENCE = 20  # seconds in which rank 0 has said what is wrong and the launcher has ended the others
 
 
@@ -80,6 +83,7 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
     layout = build.layout(options)
     linears = [describe.effective(layout.model, phase.recipes, device) for phase in layout.phases]
     report = build.lint(options, layout, linears, device)
+    self_test(device)
     name = options.name or rundir.default_name(plain, choice.recipe)
     with rundir.claim(Path(options.run_root), name, plain, options.resume) as directory:
         if directory.done:

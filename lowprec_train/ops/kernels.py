@@ -21,6 +21,10 @@ FOLDER = Path(__file__).parent
 FILES = {"cpu": "_C.abi3.so", "cuda": "_cuda.so"}  # device type -> library
 
 
+class KernelError(RuntimeError):
+    """A compiled kernel that cannot be trusted with a run on this device."""
+
+
 def present(folder: Path = FOLDER) -> dict[str, Path]:
     """Device type -> the library that this torch can load, where it was built."""
     wanted = {device: folder / name for device, name in FILES.items() if device == "cpu" or torch.version.cuda}
@@ -66,12 +70,12 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
 
 def check_architecture(device: torch.device, folder: Path = FOLDER) -> None:
-    """RuntimeError where the CUDA library has no code for this GPU."""
+    """KernelError where the CUDA library has no code for this GPU."""
     path = present(folder)["cuda"]
     built, capability = architectures(path), torch.cuda.get_device_capability(device)
     if not any(runs_on(each, capability) for each in built):
         needed = "".join(map(str, capability)) + ("a" if capability[0] >= 9 else "")
-        raise RuntimeError(
+        raise KernelError(
             f"{path} was built for sm_{', sm_'.join(built)}, and {device} ({torch.cuda.get_device_name(device)}) has "
             f"compute capability {capability[0]}.{capability[1]}: make kernels CUDA=ON ARCHITECTURES={needed}, or "
             "CUDA=OFF to run on the reference"
