@@ -41,6 +41,10 @@ def linear(recipe: str) -> tuple[Linear, Draws]:
     return layer, draws
 
 
+ROUNDING = ("quantize", "quantize_both", "quantize_nvfp4", "quantize_carrier", "quantize_outliers", "outlier_bounds")
+ROUNDING += ("rotate_fold",)
+
+
 @contextmanager
 def recorded(seen: list[torch.Tensor]):
     """Everything that the CPU kernels of the quantising ops return, in order, whoever calls them."""
@@ -54,7 +58,7 @@ def recorded(seen: list[torch.Tensor]):
 
         return kernel
 
-    for name in ("quantize", "quantize_nvfp4", "quantize_carrier", "outlier_bounds"):
+    for name in ROUNDING:
         library.impl(name, recording(name), "CPU")
     try:
         yield

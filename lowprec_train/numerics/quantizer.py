@@ -8,7 +8,7 @@ GEMM operands, gradient payloads, kept activations and optimizer moments are its
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -74,7 +74,7 @@ class Quantized:
     def t(self) -> Quantized:
         """The transposed matrix, codes laid out row-major again."""
         parts = {name: part.t() for name, part in self.parts.items()}
-        return Quantized(self.codes.t().contiguous(), self.scale.t(), parts, self.gain)
+        return Quantized(torch.ops.lowprec.transpose(self.codes), self.scale.t(), parts, self.gain)
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,10 @@ class Quantizer:
         gain = 1 / self.range_share if self.scale is ScaleRule.E8M0_FLOOR else 1.0
         return Quantized(codes, scale, parts or {}, gain, self.span)
 
+    def turned(self) -> Quantizer:
+        """What makes the same codes of the transposed matrix."""
+        return replace(self, tile=(self.tile[1], self.tile[0]))
+
     def _check_call(self, x: Tensor, seed: Tensor | None) -> None:
         if x.ndim != 2:
             raise ValueError(f"a Quantizer takes a matrix, not a tensor of shape {tuple(x.shape)}")
@@ -153,3 +157,37 @@ class Quantizer:
         tile = "x".join("*" if n == -1 else str(n) for n in self.tile)
         rule = "" if self.format in (BF16, FP16, FP32) else f" {self.scale.name}"
         return f"{self.format.name}[{tile}]{rule}{' SR' if self.stochastic else ''}"
+
+
+def pairs(first: Quantizer, second: Quantizer) -> bool:
+    """True when one op rounds a matrix by `first` and its transpose by `second`: to nearest, on the same grid, by the
+    same rule.
+    """
+    plain = not (first.stochastic or second.stochastic or first.span or second.span)
+    alike = replace(first, tile=second.tile) == second
+    return plain and alike and first.format.carrier.itemsize == 1 and first.scale is not ScaleRule.NVFP4
+
+
+def both(
+    x: Tensor,
+    first: Quantizer,
+    second: Quantizer,
+    *,
+    across: Tensor | None = None,
+    down: Tensor | None = None,
+    produced: bool = False,
+) -> tuple[Quantized, Quantized]:
+    """x [m, k] * across [1, k] rounded by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
+
+    produced: x comes from the kernel before, which takes the maximum along where a compiler fuses the two.
+    """
+    first.check(x.shape[0], x.shape[1])
+    second.check(x.shape[1], x.shape[0])
+    folded = across is not None or down is not None
+    whole = first.tile == second.tile == (-1, -1) and not folded
+    fused = produced and whole and x.is_cuda and torch.compiler.is_compiling()
+    maxima = x.abs().amax(dim=1).float() if fused else None
+    codes, scale, turned, scale_t = torch.ops.lowprec.quantize_both(
+        x, maxima, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
+    )
+    return first.wrap(codes, scale), second.wrap(turned, scale_t)

@@ -12,7 +12,7 @@ from torch import Tensor
 def scaled_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, split_accumulation: bool, dtype: torch.dtype
 ) -> Tensor:
-    """cuBLASLt, with one scale an operand or one per row; the FP8 row-wise kernel writes BF16 only."""
+    """cuBLASLt, with one scale an operand, one per row, or one per block; the last two write BF16 only."""
     if a.dtype == torch.int8:
         return (_int8_mm(a, b) * scale_a * scale_b.t()).to(dtype)
     fast = not split_accumulation
@@ -20,11 +20,24 @@ def scaled_mm(
         one = F.ScalingType.TensorWise
         scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
         return F.scaled_mm(a, b.t(), scale_a, one, scale_b, one, output_dtype=dtype, use_fast_accum=fast)
+    out = torch.bfloat16
+    if scale_a.shape[1] > 1 or scale_b.shape[1] > 1:
+        (scale_a, how_a), (scale_b, how_b) = _block_scales(a, scale_a), _block_scales(b, scale_b)
+        return F.scaled_mm(a, b.t(), scale_a, how_a, scale_b, how_b, output_dtype=out, use_fast_accum=False).to(dtype)
     row = F.ScalingType.RowWise
     scale_a = scale_a.expand(a.shape[0], 1).contiguous()
     scale_b = scale_b.expand(b.shape[0], 1).contiguous().t()
-    out = torch.bfloat16
     return F.scaled_mm(a, b.t(), scale_a, row, scale_b, row, output_dtype=out, use_fast_accum=fast).to(dtype)
+
+
+def _block_scales(x: Tensor, scale: Tensor) -> tuple[Tensor, F.ScalingType]:
+    """In the memory order that the kernel wants: 1x128 lines outer-dimension major, 128x128 squares padded to four
+    along k.
+    """
+    if scale.shape[0] == x.shape[0]:
+        return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
+    padded = F.pad(scale, (0, -scale.shape[1] % 4)).contiguous()
+    return padded.t(), F.ScalingType.BlockWise128x128
 
 
 def _int8_mm(a: Tensor, b: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from lowprec_train.numerics.draws import Gemms, Purpose, SiteDraws
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import Quantized, Quantizer
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, both, pairs
 from lowprec_train.precision.estimators import StraightThrough
-from lowprec_train.precision.gemm import accumulate, cast, multiply
+from lowprec_train.precision.gemm import accumulate, carrier_of, cast, folds, multiply
 from lowprec_train.precision.outliers import OutlierClamp, Residual
 from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse
 
@@ -41,9 +41,9 @@ class Site:
         """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight)."""
         gemm, w = self.recipe.fprop, cast(weight, x.dtype)
         a, b = self._rotated(Gemms.FPROP, x, w)
-        codes_x, residual = self._input_codes(a)
-        codes_w = self._rounded(Gemms.FPROP, Purpose.B, b) if self._needs_weight_codes else None
-        kept = self._keep_weight(codes_w) | self._keep_input(x, codes_x, residual)
+        codes_x, residual, kept_x = self._input(x, a)
+        codes_w, kept_w = self._weight(b)
+        kept = kept_w | kept_x
         if gemm.codes_only:
             return multiply(x, w, split_accumulation=False, dtype=x.dtype), kept
         left, right = a if codes_x is None else codes_x, b if codes_w is None else codes_w
@@ -56,81 +56,144 @@ class Site:
         self, dy: Tensor, weight: Tensor, kept: Kept, dtype: torch.dtype, needs: tuple[bool, bool]
     ) -> tuple[Tensor | None, Tensor | None]:
         """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in the weight's dtype), each where it is needed."""
-        dx = dw = shared = None
-        if all(needs) and self._shares_dy(kept):
-            shared = self._rounded(Gemms.DGRAD, Purpose.A, dy)
-        if needs[0]:
-            dx = self._dgrad(dy if shared is None else shared, weight, kept, dtype)
-        if needs[1]:
-            dw = self._wgrad(dy, shared, kept, dtype)
-            dw = cast(self.recipe.estimator(dw, cast(weight, dtype), kept.get("w_scale", dw)), weight.dtype)
-        return dx, dw
-
-    @property
-    def _needs_weight_codes(self) -> bool:
-        """False where fprop multiplies the weight as it is, and nothing else takes its codes."""
-        reused = self.recipe.dgrad.b is Reuse.FPROP_CODES
-        return isinstance(self.recipe.fprop.b, Quantizer) and (reused or not self.recipe.fprop.codes_only)
-
-    def _input_codes(self, x: Tensor) -> tuple[Quantized | None, Residual | None]:
-        gemm = self.recipe.fprop
-        if gemm.a is None or (gemm.codes_only and not self.recipe.keeps_codes):
-            return None, None
-        if gemm.outliers is None:
-            return self._rounded(Gemms.FPROP, Purpose.A, x), None
-        codes, residual = gemm.outliers(x, gemm.a, *self._noise(gemm.a, Gemms.FPROP, Purpose.A))
-        self._observe(Gemms.FPROP, Purpose.A, x, codes, gemm.a, gemm.outliers)
-        return codes, residual
-
-    def _keep_weight(self, codes: Quantized | None) -> Kept:
-        if codes is None:
-            return {}
-        if self.recipe.dgrad.b is Reuse.FPROP_CODES:
-            assert isinstance(self.recipe.fprop.b, Quantizer)
-            return _stored("w", codes, packed=self.recipe.fprop.b.format is E2M1)
-        return {} if isinstance(self.recipe.estimator, StraightThrough) else {"w_scale": codes.scale}
-
-    def _keep_input(self, x: Tensor, codes: Quantized | None, residual: Residual | None) -> Kept:
-        recipe = self.recipe
-        if recipe.keep is Keep.OPERAND:
-            _, operand = self._rotated(Gemms.WGRAD, None, x.t().contiguous())
-            assert isinstance(recipe.wgrad.b, Quantizer)
-            rounded = self._rounded(Gemms.WGRAD, Purpose.B, operand)
-            return _stored("x", rounded, packed=recipe.wgrad.b.format is E2M1)
-        if not recipe.keeps_codes:
-            return {"x": x}
-        assert codes is not None and recipe.fprop.a is not None
-        outliers = recipe.fprop.outliers
-        carried = outliers is not None and outliers.variant == "carrier"
-        kept = _stored("x", codes, packed=recipe.fprop.a.format is E2M1 and not carried)
-        return kept if residual is None else kept | {"residual": residual.values, "columns": residual.columns}
-
-    def _dgrad(self, dy: Tensor | Quantized, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
-        b: Tensor | Quantized
-        if self.recipe.dgrad.b is Reuse.FPROP_CODES:
-            b = _restored("w", kept, self.recipe.fprop.b).t()
+        straight = isinstance(self.recipe.estimator, StraightThrough) and "residual" not in kept
+        product = weight.dtype if straight else torch.float32
+        if all(needs) and self._pairs_dy():
+            dx, dw = self._both(dy, weight, kept, dtype, product)
         else:
-            b = cast(weight, dtype).t().contiguous()
-        return self._product(Gemms.DGRAD, dy, b, dtype)
+            shared = self._rounded(Gemms.DGRAD, Purpose.A, dy) if all(needs) and self._shares_dy(kept) else None
+            dx = self._dgrad(dy if shared is None else shared, weight, kept, dtype) if needs[0] else None
+            dw = self._wgrad(dy, shared, kept, dtype, product) if needs[1] else None
+        return dx, None if dw is None else self._estimated(dy, dw, weight, kept, dtype)
 
-    def _wgrad(self, dy: Tensor, shared: Quantized | None, kept: Kept, dtype: torch.dtype) -> Tensor:
-        recipe = self.recipe
-        if recipe.wgrad.is_identity and not recipe.keeps_codes:  # the very product that nn.Linear's backward makes
-            return cast(dy.t() @ kept["x"], torch.float32)
-        b: Tensor | Quantized
-        if recipe.keep is Keep.OPERAND:
-            b = _restored("x", kept, recipe.wgrad.b)
-        elif not recipe.keeps_codes:
-            b = kept["x"].t().contiguous()
-        else:
-            codes = _restored("x", kept, recipe.fprop.a)
-            b = codes.t() if recipe.wgrad.b is Reuse.FPROP_CODES else cast(codes.dequantize(), dtype).t().contiguous()
-        a = shared.t() if shared is not None else dy.t().contiguous()
-        dw = self._product(Gemms.WGRAD, a, b, torch.float32)
+    def _estimated(self, dy: Tensor, dw: Tensor, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+        """The weight's gradient from the product of wgrad: the residual's share, the estimator's slope."""
         if "residual" in kept:
             rest = Residual(kept["residual"], kept["columns"], dw.shape[1]).dense(dtype)
             dw = dw + accumulate(dy.t().contiguous(), rest.t().contiguous())
-        return dw
+        if not isinstance(self.recipe.estimator, StraightThrough):
+            scale = kept["w_scale"].t() if "w_turned" in kept else kept["w_scale"]
+            dw = self.recipe.estimator(dw, cast(weight, dtype), scale)
+        return cast(dw, weight.dtype)
+
+    def _input(self, x: Tensor, a: Tensor) -> tuple[Quantized | None, Residual | None, Kept]:
+        """Codes of `a`, the input under fprop's rotation; what the clamp left over; what backward needs of x."""
+        recipe, gemm = self.recipe, self.recipe.fprop
+        if gemm.a is None or (gemm.codes_only and not recipe.keeps_codes):
+            return None, None, self._operand_of(x) if recipe.keep is Keep.OPERAND else {"x": x}
+        if gemm.outliers is not None:
+            codes, residual = gemm.outliers(a, gemm.a, *self._noise(gemm.a, Gemms.FPROP, Purpose.A))
+            self._observe(Gemms.FPROP, Purpose.A, a, codes, gemm.a, gemm.outliers)
+            return codes, residual, self._keep_input(x, codes, residual)
+        second = self._input_partner()
+        if second is not None:
+            codes, turned = both(a, gemm.a, second, produced=True)
+            return codes, None, _stored_turned("x", turned)
+        codes = self._rounded(Gemms.FPROP, Purpose.A, a)
+        return codes, None, self._keep_input(x, codes, None)
+
+    def _input_partner(self) -> Quantizer | None:
+        """What rounds X^T for wgrad in the op that rounds X for fprop, where one op can."""
+        recipe, a = self.recipe, self.recipe.fprop.a
+        if a is None or self.observer is not None or recipe.fprop.rotation is not None:
+            return None
+        if recipe.wgrad.b is Reuse.FPROP_CODES:
+            return a.turned() if a.format is not E2M1 and pairs(a, a.turned()) else None
+        plain = recipe.keep is Keep.OPERAND and recipe.wgrad.rotation is None
+        return recipe.wgrad.b if plain and isinstance(recipe.wgrad.b, Quantizer) and pairs(a, recipe.wgrad.b) else None
+
+    def _keep_input(self, x: Tensor, codes: Quantized, residual: Residual | None) -> Kept:
+        recipe = self.recipe
+        if recipe.keep is Keep.OPERAND:
+            return self._operand_of(x)
+        if not recipe.keeps_codes:
+            return {"x": x}
+        assert recipe.fprop.a is not None
+        carried = recipe.fprop.outliers is not None and recipe.fprop.outliers.variant == "carrier"
+        packed = recipe.fprop.a.format is E2M1 and not carried
+        if recipe.wgrad.b is Reuse.FPROP_CODES and not packed:
+            return _stored_turned("x", codes.t())
+        kept = _stored("x", codes, packed=packed)
+        return kept if residual is None else kept | {"residual": residual.values, "columns": residual.columns}
+
+    def _operand_of(self, x: Tensor) -> Kept:
+        """wgrad's own operand, rotated and rounded in the forward pass."""
+        quantizer = self.recipe.wgrad.b
+        assert isinstance(quantizer, Quantizer)
+        _, operand = self._rotated(Gemms.WGRAD, None, x.t().contiguous())
+        return _stored("x", self._rounded(Gemms.WGRAD, Purpose.B, operand), packed=quantizer.format is E2M1)
+
+    def _weight(self, w: Tensor) -> tuple[Quantized | None, Kept]:
+        """Codes of the weight, where fprop or a later GEMM takes them; what backward needs of them."""
+        quantizer, reused = self.recipe.fprop.b, self.recipe.dgrad.b is Reuse.FPROP_CODES
+        if not isinstance(quantizer, Quantizer) or (self.recipe.fprop.codes_only and not reused):
+            return None, {}
+        if reused and self.observer is None and pairs(quantizer, quantizer.turned()):
+            codes, turned = both(w, quantizer, quantizer.turned())
+            return codes, _stored_turned("w", turned)
+        codes = self._rounded(Gemms.FPROP, Purpose.B, w)
+        if reused:
+            return codes, _stored("w", codes, packed=quantizer.format is E2M1)
+        return codes, {} if isinstance(self.recipe.estimator, StraightThrough) else {"w_scale": codes.scale}
+
+    def _dgrad_weight(self, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor | Quantized:
+        """W^T [k, n], or its codes."""
+        if self.recipe.dgrad.b is Reuse.FPROP_CODES:
+            return _restored("w", kept, self.recipe.fprop.b, turned=True)
+        return cast(weight, dtype).t().contiguous()
+
+    def _wgrad_input(self, kept: Kept, dtype: torch.dtype) -> Tensor | Quantized:
+        """X^T [k, m], or its codes."""
+        recipe = self.recipe
+        if recipe.keep is Keep.OPERAND:
+            return _restored("x", kept, recipe.wgrad.b)
+        if not recipe.keeps_codes:
+            return kept["x"].t().contiguous()
+        if recipe.wgrad.b is Reuse.FPROP_CODES:
+            return _restored("x", kept, recipe.fprop.a, turned=True)
+        return cast(_restored("x", kept, recipe.fprop.a).dequantize(), dtype).t().contiguous()
+
+    def _both(
+        self, dy: Tensor, weight: Tensor, kept: Kept, dtype: torch.dtype, product: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """dX and the product of wgrad, dY rounded for both in one op."""
+        dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
+        assert dgrad.a is not None and wgrad.a is not None
+        across, w = self._unfolded(Gemms.DGRAD, self._dgrad_weight(weight, kept, dtype))
+        down, x = self._unfolded(Gemms.WGRAD, self._wgrad_input(kept, dtype))
+        a, a_t = both(dy, dgrad.a, wgrad.a, across=across, down=None if down is None else down.t(), produced=True)
+        dx = multiply(a, w, split_accumulation=dgrad.split_accumulation, dtype=dtype)
+        return dx, multiply(a_t, x, split_accumulation=wgrad.split_accumulation, dtype=product)
+
+    def _unfolded(self, which: Gemms, b: Tensor | Quantized) -> tuple[Tensor | None, Tensor | Quantized]:
+        """(the scale [1, k] that the other operand has to take, operand b without it)."""
+        if isinstance(b, Quantized) and _along_k(b):
+            return b.scale, Quantized(b.codes, torch.ones_like(b.scale[:, :1]))
+        if isinstance(self._gemm(which).b, Quantizer) and isinstance(b, Tensor):
+            b = self._rounded(which, Purpose.B, b)
+        return None, b
+
+    def _dgrad(self, dy: Tensor | Quantized, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+        if isinstance(dy, Tensor) and self._folds(Gemms.DGRAD):
+            a = self._folded(Gemms.DGRAD, Purpose.A, dy)
+            b = self._folded(Gemms.DGRAD, Purpose.B, cast(weight, dtype), transposed=True)
+            return multiply(a, b, split_accumulation=self.recipe.dgrad.split_accumulation, dtype=dtype)
+        return self._product(Gemms.DGRAD, dy, self._dgrad_weight(weight, kept, dtype), dtype)
+
+    def _wgrad(
+        self, dy: Tensor, shared: Quantized | None, kept: Kept, dtype: torch.dtype, product: torch.dtype
+    ) -> Tensor:
+        recipe = self.recipe
+        if recipe.wgrad.is_identity and not recipe.keeps_codes:  # the very product that nn.Linear's backward makes
+            return cast(dy.t() @ kept["x"], product)
+        plain = "x" in kept or ("x_codes" in kept and dtype == torch.bfloat16)
+        if self._folds(Gemms.WGRAD) and plain:
+            a = self._folded(Gemms.WGRAD, Purpose.A, dy, transposed=True)
+            x, scale = (kept["x"], None) if "x" in kept else (kept["x_codes"], kept["x_scale"])
+            b = self._folded(Gemms.WGRAD, Purpose.B, x, transposed=True, scale=scale)
+            return multiply(a, b, split_accumulation=recipe.wgrad.split_accumulation, dtype=product)
+        a_t = shared.t() if shared is not None else dy.t().contiguous()
+        return self._product(Gemms.WGRAD, a_t, self._wgrad_input(kept, dtype), product)
 
     def _product(self, which: Gemms, a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
         """a [m, k] (dY or dY^T, or its codes) times b [n, k]^T (weight or input, plain or in codes)."""
@@ -144,6 +207,27 @@ class Site:
         if isinstance(gemm.b, Quantizer) and isinstance(b, Tensor):
             b = self._rounded(which, Purpose.B, b)
         return multiply(a, b, split_accumulation=gemm.split_accumulation, dtype=dtype)
+
+    def _folds(self, which: Gemms) -> bool:
+        """True when both operands go from plain values to folded carriers in one op."""
+        gemm = self._gemm(which)
+        operands = (gemm.a, gemm.b)
+        return self.observer is None and all(isinstance(q, Quantizer) and folds(q) for q in operands)
+
+    def _folded(
+        self, which: Gemms, purpose: Purpose, x: Tensor, *, transposed: bool = False, scale: Tensor | None = None
+    ) -> Quantized:
+        """One operand, rotated, rounded and folded. x [m, k] as it lies, with `scale` the codes of it."""
+        gemm = self._gemm(which)
+        quantizer = gemm.a if purpose is Purpose.A else gemm.b
+        assert isinstance(quantizer, Quantizer)
+        signs = None if gemm.rotation is None else self._seed(which, Purpose.ROTATION)
+        rotation = 0 if gemm.rotation is None else gemm.rotation.block
+        how = (quantizer.scale.value, quantizer.range_share, quantizer.span, carrier_of(quantizer.span))
+        codes, row = torch.ops.lowprec.rotate_fold(
+            x, scale, transposed, signs, rotation, *how, *self._noise(quantizer, which, purpose)
+        )
+        return Quantized(codes, row, span=quantizer.span)
 
     def _rotated(self, which: Gemms, a, b):  # type: ignore[no-untyped-def]
         """Both operands under the GEMM's rotation, where it has one; codes have been through it before."""
@@ -188,6 +272,12 @@ class Site:
             return self.draws.token_columns
         return self.draws.token_rows if purpose is Purpose.A else None
 
+    def _pairs_dy(self) -> bool:
+        """True when one op rounds dY for dgrad and for wgrad."""
+        dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
+        plain = self.observer is None and dgrad.rotation is None and wgrad.rotation is None
+        return plain and dgrad.a is not None and wgrad.a is not None and pairs(dgrad.a, wgrad.a)
+
     def _shares_dy(self, kept: Kept) -> bool:
         """True when dgrad and wgrad see the same codes of dY: one tensor scale, nothing rotated, drawn or folded."""
         dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
@@ -211,12 +301,21 @@ def _stored(name: str, codes: Quantized, *, packed: bool) -> Kept:
     return kept | (levels or {f"{name}_scale": codes.scale})
 
 
-def _restored(name: str, kept: Kept, quantizer: Quantizer | Reuse | None) -> Quantized:
-    """What `_stored` took, rounded by `quantizer`."""
+def _stored_turned(name: str, codes: Quantized) -> Kept:
+    """Codes of the transposed matrix, as a backward GEMM takes them."""
+    return {f"{name}_turned": codes.codes, f"{name}_scale": codes.scale}
+
+
+def _restored(name: str, kept: Kept, quantizer: Quantizer | Reuse | None, *, turned: bool = False) -> Quantized:
+    """What `_stored` or `_stored_turned` took, rounded by `quantizer`; `turned`: of the transposed matrix."""
     assert isinstance(quantizer, Quantizer)
+    if f"{name}_turned" in kept:
+        return quantizer.wrap(kept[f"{name}_turned"], kept[f"{name}_scale"])
     packed = kept.get(f"{name}_packed")
     codes = kept[f"{name}_codes"] if packed is None else torch.ops.lowprec.unpack_e2m1(packed)
-    if f"{name}_block" not in kept:
-        return quantizer.wrap(codes, kept[f"{name}_scale"])
-    parts = {"block": kept[f"{name}_block"], "tensor": kept[f"{name}_tensor"]}
-    return quantizer.wrap(codes, parts["block"].float() * parts["tensor"], parts)
+    if f"{name}_block" in kept:
+        parts = {"block": kept[f"{name}_block"], "tensor": kept[f"{name}_tensor"]}
+        restored = quantizer.wrap(codes, parts["block"].float() * parts["tensor"], parts)
+    else:
+        restored = quantizer.wrap(codes, kept[f"{name}_scale"])
+    return restored.t() if turned else restored

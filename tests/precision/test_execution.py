@@ -109,6 +109,7 @@ def test_variants_on_a_gpu(recipe, sizes, paths, tensor_cores):
         (Operand(E4M3), Operand(E4M3), 24, 48, Path.DEQUANTIZE),
         (Operand(E4M3), Operand(E4M3), 32, 40, Path.DEQUANTIZE),
         (Operand(E4M3, "block"), Operand(E4M3, "block"), 32, 64, Path.DEQUANTIZE),
+        (Operand(E4M3, "block", 0, (1, 128)), Operand(E4M3, "block", 0, (128, 128)), 32, 256, Path.DEQUANTIZE),
         (Operand(E4M3, "block", 28), Operand(E4M3, "block", 14), 32, 64, Path.FP8_FOLDED),
         (Operand(E4M3, "block", 14), Operand(E4M3, "block", 14), 32, 64, Path.FP8_FOLDED),
         (Operand(E4M3, "block", 28), Operand(E4M3, "block", 28), 32, 64, Path.DEQUANTIZE),
@@ -122,6 +123,26 @@ def test_the_rule(a, b, n, k, path, fp8_cores):
     anywhere = path in (Path.BF16, Path.INT8)
     assert choose(a, b, n, k, fp8_cores) is (path if fp8_cores or anywhere else Path.DEQUANTIZE)
     assert choose(b, a, n, k, fp8_cores) is choose(a, b, n, k, fp8_cores)
+
+
+LINE, SQUARE = Operand(E4M3, "block", 0, (1, 128)), Operand(E4M3, "block", 0, (128, 128))
+
+
+@pytest.mark.parametrize(
+    "a, b, m, path",
+    [
+        (LINE, SQUARE, 64, Path.FP8_BLOCK),
+        (LINE, LINE, 64, Path.FP8_BLOCK),
+        (SQUARE, SQUARE, 64, Path.DEQUANTIZE),
+        (LINE, SQUARE, 66, Path.DEQUANTIZE),
+        (LINE, Operand(E4M3, "block", 0, (1, 64)), 64, Path.DEQUANTIZE),
+        (Operand(E5M2, "block", 0, (1, 128)), Operand(E5M2, "block", 0, (1, 128)), 64, Path.DEQUANTIZE),
+        (Operand(E4M3, "row"), LINE, 64, Path.DEQUANTIZE),
+        (Operand(E4M3, "block", 28), Operand(E4M3, "block", 14), 64, Path.FP8_FOLDED),
+    ],
+)
+def test_block_scales_in_the_main_loop(a, b, m, path):
+    assert choose(a, b, 256, 256, True, m=m, blocks=True) is path
 
 
 # --- planned and run ---
@@ -147,7 +168,7 @@ def planned(name: str, shape: tuple[int, int]) -> list[str]:
 def chosen(name: str, shape: tuple[int, int], monkeypatch) -> list[str]:
     """What `choose` says of the operands that there are, in the order of the GEMMs."""
     seen: list[Path] = []
-    monkeypatch.setattr(gemm, "choose", lambda *args: (seen.append(choose(*args)), seen[-1])[1])
+    monkeypatch.setattr(gemm, "choose", lambda *args, **how: (seen.append(choose(*args, **how)), seen[-1])[1])
     layer = Linear(*shape, bias=False)
     layer.recipe = RECIPES[name]
     torch.manual_seed(1)
