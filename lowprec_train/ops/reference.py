@@ -3,7 +3,8 @@
 Codes, scales and draws are made of operations that every back end rounds alike: + - x on FP32, integer arithmetic,
 exponent-field extraction and multiplication by powers of two. A quotient is taken in FP64 and rounded to FP32, which is
 the correctly rounded FP32 quotient (53 >= 2 * 24 + 2 bits) even where a compiler approximates FP32 division; no
-expression has the form a * b + c with an inexact product, so contraction to a fused multiply-add changes nothing.
+expression has the form a * b + c with an inexact product, so contraction to a fused multiply-add changes nothing: but
+for the powers of `dge`, which is therefore never compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import math
 import torch
 from torch import Tensor
 
+from lowprec_train.ops.exponents import exp2_int, exponent
 from lowprec_train.ops.philox import random_bits
+from lowprec_train.ops.powers import exp2, log2
 from lowprec_train.ops.schema import CARRIERS, tile_shape
 
 # format -> (mantissa bits, exponent of the smallest normal number, largest finite value)
@@ -51,16 +54,6 @@ def to_float(x: Tensor) -> Tensor:
         return x.float()
     index = x.contiguous().view(torch.uint8).flatten().int()
     return VALUES[x.dtype].index_select(0, index).view(x.shape)
-
-
-def exponent(x: Tensor) -> Tensor:
-    """floor(log2 |x|) as int32; -127 for zeros and subnormals, 128 for Inf and NaN."""
-    return ((x.contiguous().view(torch.int32) >> 23) & 255) - 127
-
-
-def exp2_int(e: Tensor) -> Tensor:
-    """2**e for int32 e in [-126, 127], exactly."""
-    return ((e + 127) << 23).view(torch.float32)
 
 
 def tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -208,9 +201,11 @@ def dequantize(codes, scale):  # type: ignore[no-untyped-def]
 
 
 def scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignore[no-untyped-def]
-    """(a[m, k] @ b[n, k]^T) * scale_a * scale_b^T with FP32 sums, exact ones (in FP64) for INT8; scales [1, 1] or one
-    per row. [m, n] in `dtype`.
+    """(a[m, k] @ b[n, k]^T) * scale_a * scale_b^T with FP32 sums, exact ones (in FP64) for INT8; scales [1, 1], one per
+    row, or one per tile along k, which enter the sum. [m, n] in `dtype`.
     """
+    if scale_a.shape[1] > 1 or scale_b.shape[1] > 1:
+        return (dequantize(a, scale_a) @ dequantize(b, scale_b).t()).to(dtype)
     if a.dtype == torch.int8:
         return ((a.double() @ b.double().t()).float() * scale_a * scale_b.t()).to(dtype)
     return (to_float(a) @ to_float(b).t() * scale_a * scale_b.t()).to(dtype)
@@ -280,7 +275,5 @@ def dge(grad, weight, scale, k, cap):  # type: ignore[no-untyped-def]
 
 
 def _power(x: Tensor, p: float) -> Tensor:
-    """x**p for 0 < x <= 1 by FP64: the correctly rounded result but for rare ties, whatever an element's place in the
-    tensor.
-    """
-    return torch.exp2(torch.log2(x.double()) * p).float()
+    """x**p for normal x <= 1 and -1 <= p <= 0: the same bits whatever an element's place in the tensor."""
+    return torch.where(x.isnan(), x, exp2(log2(x) * p))
