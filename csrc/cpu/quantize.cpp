@@ -121,13 +121,16 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::ve
   return {made.codes, made.scale};
 }
 
-// A factor [1, k] or [m, 1] in FP32, dense.
+// A factor [1, k] or [m, 1] in FP32, dense; one number stands for n of them.
 struct Factor {
   std::vector<float> values;
-  explicit Factor(const std::optional<Tensor>& factor) {
+  Factor(const std::optional<Tensor>& factor, int64_t n) {
     if (!factor.has_value()) return;
-    values.resize(factor->numel());
-    load(source_of(*factor), 0, factor->numel(), values.data());
+    const int64_t given = factor->numel();
+    STD_TORCH_CHECK(given == n || given == 1, "a factor of ", given, " numbers for ", n);
+    values.resize(given);
+    load(source_of(*factor), 0, given, values.data());
+    values.resize(n, values[0]);
   }
   const float* data() const { return values.empty() ? nullptr : values.data(); }
 };
@@ -143,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::o
   const Cast cast_t = cast_of(format, columns, rows, tile_t, scale_rule, headroom, 0);
   const Quantized made = empty_for(x, rows, columns, cast), turned = empty_for(x, columns, rows, cast_t);
   const Source source = source_of(x);
-  const Factor by_column(across), by_row(down);
+  const Factor by_column(across, columns), by_row(down, rows);
   quantize_matrix(source, rows, columns, by_column.data(), cast, Draws{}, made.codes.mutable_data_ptr(),
                   mutable_data_of<float>(made.scale));
   const std::vector<float> flipped = transposed(source, rows, columns, by_row.data());

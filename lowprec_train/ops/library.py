@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import kernels, pairs, reference, rotated, states, tensor_cores
+from lowprec_train.ops import kernels, pairs, producers, reference, rotated, states, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
-COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "fold", "dge"}
+COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "fold"}
 COMPILED_ON_CUDA |= {"pack_e2m1", "unpack_e2m1"}
 CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
@@ -77,6 +77,7 @@ def _dequantize_expanded(codes, scale, exponent, center, format, group, segments
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
 EAGER |= {"rotate_fold": rotated.rotate_fold}
+EAGER |= {name: getattr(producers, name) for name in SCHEMAS if hasattr(producers, name)}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 

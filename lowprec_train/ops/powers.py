@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowprec_train.ops.reference import exp2_int
+from lowprec_train.ops.exponents import exp2_int
 
 LOG2 = (
     1.4426950216293335,

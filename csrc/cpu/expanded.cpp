@@ -1,0 +1,184 @@
+// quantize_expanded, dequantize_expanded: COAT's dynamic range expansion (arXiv 2410.19313), a group of a row at a time
+// (ops/states.py has the formulas).
+#include "cpu/rows.h"
+
+#include <array>
+#include <cmath>
+
+#include "numerics/powers.h"
+
+namespace lowprec {
+namespace {
+
+constexpr float STEPS = 16.0f, LARGEST_EXPONENT = 64.0f;
+
+LOWPREC_HD float log2_quotient(Log2Parts a, Log2Parts b) {
+  return static_cast<float>(a.whole - b.whole) + (a.part - b.part);
+}
+
+// 2^power * factor, the power of two applied in halves: neither overflows where the product does not.
+LOWPREC_HD float exp2_times(float power, float factor) {
+  const Exp2Parts made = exp2_parts(power);
+  const int half = made.whole >> 1;
+  return made.part * factor * exp2_int(half) * exp2_int(made.whole - half);
+}
+
+// What one group is coded by.
+struct Group {
+  float scale, exponent, center;
+};
+
+struct Extremes {
+  uint32_t largest;
+  float smallest;
+};
+
+LOWPREC_CLONES Extremes extremes(const float* v, int64_t n) {
+  uint32_t largest = 0, smallest = INFINITE;
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t bits = magnitude_bits(v[i]), present = bits >= (1u << 23) ? bits : INFINITE;
+    largest = larger(largest, bits);
+    smallest = present < smallest ? present : smallest;
+  }
+  return {largest, bits_float(smallest)};
+}
+
+// Stretched values of a finite group, still to be rounded.
+LOWPREC_CLONES void stretch(float* v, int64_t n, float k, Log2Parts largest, float limit) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float size = bits_float(magnitude_bits(v[i]));
+    const bool present = size >= TINY;
+    const float power = k * log2_quotient(log2_parts(present ? size : 1.0f), largest);
+    v[i] = with_sign(present ? exp2_times(power, limit) : 0.0f, v[i]);
+  }
+}
+
+// A group's constants; v becomes its stretched values.
+Group expand(float* v, int64_t n, float limit) {
+  const Extremes found = extremes(v, n);
+  if (found.largest >= INFINITE) {
+    for (int64_t i = 0; i < n; ++i) v[i] = with_sign(0.0f, v[i]);
+    return {bits_float(0x7fc00000u), 1.0f, bits_float(0x7fc00000u)};
+  }
+  const bool any = bits_float(found.largest) >= TINY;
+  const float amax = any ? bits_float(found.largest) : 1.0f, amin = found.smallest < amax ? found.smallest : amax;
+  const Log2Parts log_amax = log2_parts(amax);
+  const float span = log2_quotient(log_amax, log2_parts(amin));
+  const double bound = std::log2(static_cast<double>(limit) * static_cast<double>(limit) / 2);
+  float k = std::floor(divide(static_cast<float>(16 * bound), span < TINY ? TINY : span));
+  k = (k < 1.0f ? 1.0f : k > STEPS * LARGEST_EXPONENT ? STEPS * LARGEST_EXPONENT : k) * (1 / STEPS);
+  stretch(v, n, k, log_amax, limit);
+  const float center = amin == amax ? amax : square_root(amax) * square_root(amin);
+  return {divide(exp2_times(k * span * 0.5f, 1.0f), limit), any ? k : 1.0f, center};
+}
+
+// Groups of a row: body(index of the group, first element, elements).
+template <typename Body>
+void for_groups(int64_t columns, int64_t group, int64_t segments, const Body& body) {
+  const int64_t length = columns / segments;
+  int64_t index = 0;
+  for (int64_t start = 0; start < columns; start += length) {
+    for (int64_t first = 0; first < length; first += group) {
+      body(index++, start + first, std::min(group, length - first));
+    }
+  }
+}
+
+int64_t groups_of(int64_t columns, int64_t group, int64_t segments) {
+  STD_TORCH_CHECK(group >= 1 && segments >= 1 && columns % segments == 0, segments, " segments of groups of ", group,
+                  " do not fit a row of ", columns);
+  return segments * ((columns / segments + group - 1) / group);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_expanded(const Tensor& x, std::string format, int64_t group,
+                                                             int64_t segments) {
+  const int64_t rows = x.size(0), columns = x.size(1), groups = groups_of(columns, group, segments);
+  const Format to = parse_format(format);
+  STD_TORCH_CHECK(to == Format::E4M3 || to == Format::E5M2, "expanded codes are E4M3 or E5M2");
+  const float limit = to == Format::E4M3 ? Grid<Format::E4M3>::max : Grid<Format::E5M2>::max;
+  const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(to));
+  const Tensor scale = empty_like_device(x, {rows, groups}, ScalarType::Float);
+  const Tensor exponents = empty_like_device(x, {rows, groups}, ScalarType::Float);
+  const Tensor center = empty_like_device(x, {rows, groups}, ScalarType::Float);
+  const Source source = source_of(x);
+  uint8_t* out = mutable_data_of<uint8_t>(codes);
+  float *out_scale = mutable_data_of<float>(scale), *out_exponent = mutable_data_of<float>(exponents),
+        *out_center = mutable_data_of<float>(center);
+  for_rows(rows, columns, [&](int64_t begin, int64_t end) {
+    std::vector<float> v(columns);
+    for (int64_t r = begin; r < end; ++r) {
+      load(source, r * columns, columns, v.data());
+      for_groups(columns, group, segments, [&](int64_t index, int64_t first, int64_t n) {
+        const Group made = expand(v.data() + first, n, limit);
+        out_scale[r * groups + index] = made.scale;
+        out_exponent[r * groups + index] = made.exponent;
+        out_center[r * groups + index] = made.center;
+      });
+      encode_row(to, v.data(), nullptr, columns, out + r * columns);
+    }
+  });
+  return {codes, scale, exponents, center};
+}
+
+using CodeLogs = std::array<float, 128>;
+
+// log2 of the codes without a sign: 0 at zero, NaN where the code is no finite number.
+template <Format F>
+const CodeLogs& code_log2() {
+  static const CodeLogs logs = [] {
+    CodeLogs made{};
+    for (int code = 1; code < 128; ++code) {
+      const float value = decode<F>(static_cast<uint8_t>(code));
+      made[code] = is_finite(value) ? static_cast<float>(std::log2(static_cast<double>(value))) : NAN;
+    }
+    return made;
+  }();
+  return logs;
+}
+
+// Values of one group.
+LOWPREC_CLONES void contract(const uint8_t* codes, int64_t n, const float* logs, float log_scale, float inverse,
+                             float center, float* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t size = codes[i] & 0x7fu;
+    const float value = exp2_times((logs[size] + log_scale) * inverse, center);
+    const float magnitude = size == 0 ? 0.0f : value < TINY ? TINY : value;
+    out[i] = codes[i] < 0x80 ? magnitude : -magnitude;
+  }
+}
+
+Tensor dequantize_expanded(const Tensor& codes, const Tensor& scale, const Tensor& exponents, const Tensor& center,
+                           std::string format, int64_t group, int64_t segments) {
+  const int64_t rows = codes.size(0), columns = codes.size(1), groups = groups_of(columns, group, segments);
+  STD_TORCH_CHECK(scale.size(0) == rows && scale.size(1) == groups, "a scale for each group of each row");
+  const Format from = parse_format(format);
+  const float* logs = from == Format::E4M3 ? code_log2<Format::E4M3>().data() : code_log2<Format::E5M2>().data();
+  const Tensor values = empty_like_device(codes, {rows, columns}, ScalarType::Float);
+  const Tensor source = dense(codes);
+  const Source scales = source_of(scale), powers = source_of(exponents), centers = source_of(center);
+  const uint8_t* in = data_of<uint8_t>(source);
+  float* out = mutable_data_of<float>(values);
+  for_rows(rows, columns, [&](int64_t begin, int64_t end) {
+    std::vector<float> s(groups), k(groups), c(groups);
+    for (int64_t r = begin; r < end; ++r) {
+      load(scales, r * groups, groups, s.data());
+      load(powers, r * groups, groups, k.data());
+      load(centers, r * groups, groups, c.data());
+      for_groups(columns, group, segments, [&](int64_t index, int64_t first, int64_t n) {
+        float* to = out + r * columns + first;
+        if (!is_finite(c[index])) return static_cast<void>(std::fill_n(to, n, bits_float(0x7fc00000u)));
+        contract(in + r * columns + first, n, logs, log2_float(s[index]), divide(1.0f, k[index]), c[index], to);
+      });
+    }
+  });
+  return values;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
+  m.impl("quantize_expanded", TORCH_BOX(&quantize_expanded));
+  m.impl("dequantize_expanded", TORCH_BOX(&dequantize_expanded));
+}
+
+}  // namespace lowprec

@@ -1,0 +1,80 @@
+// quantize_nvfp4: E2M1 codes under E4M3 block scales under one FP32 scale of the tensor (ops/reference.py).
+#include "cpu/rows.h"
+
+namespace lowprec {
+namespace {
+
+constexpr Format BLOCK = Format::E4M3;
+
+struct BlockScale {
+  float scale, inverse;
+  uint8_t code;
+};
+
+BlockScale block_scale(float amax, float tensor_scale, double headroom) {
+  const float share = static_cast<float>(static_cast<double>(amax) / (6.0 * headroom));
+  const float wanted = divide(share, tensor_scale);
+  uint8_t code = encode<BLOCK>(wanted < 0x1p-9f ? 0x1p-9f : wanted);
+  float scale = decode<BLOCK>(code) * tensor_scale;
+  if (headroom < 1.0 && amax * divide(1.0f, scale) > 6.0f && decode<BLOCK>(code) < 448.0f) {
+    scale = decode<BLOCK>(++code) * tensor_scale;
+  }
+  if (amax == 0.0f) scale = 1.0f;
+  return {scale, divide(1.0f, scale), code};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::vector<int64_t> tile, double headroom,
+                                                          std::optional<Tensor> seed, std::optional<Tensor> origin) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Tile shape = resolve_tile(rows, columns, tile);
+  const int64_t bands = rows / shape.rows, tiles = columns / shape.columns;
+  const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
+  const Tensor scale = empty_like_device(x, {bands, tiles}, ScalarType::Float);
+  const Tensor block = empty_like_device(x, {bands, tiles}, ScalarType::Float8_e4m3fn);
+  const Tensor whole = empty_like_device(x, {1, 1}, ScalarType::Float);
+  const Source source = source_of(x);
+
+  std::vector<uint32_t> maxima(rows * tiles, 0u);
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    std::vector<float> v(columns);
+    for (int64_t r = first; r < last; ++r) {
+      load(source, r * columns, columns, v.data());
+      tile_maxima(v.data(), columns, shape.columns, maxima.data() + r * tiles);
+    }
+  });
+  uint32_t most = 0;
+  for (uint32_t each : maxima) most = larger(most, each);
+  const float share = static_cast<float>(static_cast<double>(magnitude_of(most)) / (6.0 * 448.0));
+  const float tensor_scale = share < 0x1p-117f ? 0x1p-117f : share;
+  *mutable_data_of<float>(whole) = tensor_scale;
+
+  std::vector<float> inverse(bands * tiles);
+  for (int64_t i = 0; i < bands * tiles; ++i) {
+    uint32_t amax = 0;
+    for (int64_t r = 0; r < shape.rows; ++r) {
+      amax = larger(amax, maxima[(i / tiles * shape.rows + r) * tiles + i % tiles]);
+    }
+    const BlockScale made = block_scale(magnitude_of(amax), tensor_scale, headroom);
+    mutable_data_of<float>(scale)[i] = made.scale;
+    mutable_data_of<uint8_t>(block)[i] = made.code;
+    inverse[i] = made.inverse;
+  }
+  const Draws draws = draws_of(seed, origin);
+  uint8_t* out = mutable_data_of<uint8_t>(codes);
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    std::vector<float> v(columns);
+    std::vector<uint16_t> bits;
+    for (int64_t r = first; r < last; ++r) {
+      load(source, r * columns, columns, v.data());
+      scale_tiles(v.data(), columns, shape.columns, inverse.data() + r / shape.rows * tiles);
+      encode_row(Format::E2M1, v.data(), draws.of_row(r, columns, bits), columns, out + r * columns);
+    }
+  });
+  return {codes, scale, block, whole};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) { m.impl("quantize_nvfp4", TORCH_BOX(&quantize_nvfp4)); }
+
+}  // namespace lowprec

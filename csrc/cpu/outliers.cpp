@@ -1,0 +1,115 @@
+// outlier_bounds, quantize_carrier, quantize_outliers: the body of a row clamped at its (clipped + 1)-th smallest and
+// largest values and rounded to E2M1, what lies outside rounded once to E4M3, both in one carrier (ops/reference.py).
+#include "cpu/rows.h"
+
+#include <cmath>
+
+namespace lowprec {
+namespace {
+
+constexpr float UP = 0x1p8f, DOWN = 0x1p-8f;  // the carrier rides at 2^-8
+
+struct Bounds {
+  float low, high;
+};
+
+// NaN where the row holds one.
+Bounds bounds_of(const float* v, int64_t n, int64_t clipped, std::vector<float>& spare) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (is_nan(v[i])) return {bits_float(0x7fc00000u), bits_float(0x7fc00000u)};
+  }
+  spare.assign(v, v + n);
+  std::nth_element(spare.begin(), spare.begin() + clipped, spare.end());
+  const float low = spare[clipped];
+  std::nth_element(spare.begin(), spare.begin() + (n - 1 - clipped), spare.end());
+  return {low, spare[n - 1 - clipped]};
+}
+
+LOWPREC_CLONES void carrier_row(float* v, int64_t n, Bounds bounds, float inverse, uint8_t* codes) {
+  for (int64_t i = 0; i < n; ++i) {
+    const float x = v[i], scaled = x * inverse;
+    const bool outside = (x < bounds.low) | (x > bounds.high);
+    const float code = (outside ? scaled : round_nearest<Format::E2M1>(clamp(scaled, 6.0f))) * DOWN;
+    const bool visible = !is_finite(x) | is_nan(scaled);  // only what is infinite must not saturate silently
+    codes[i] = encode<Format::E4M3>(visible ? bits_float(0x7fc00000u) : code);
+  }
+}
+
+// codes of the row in v; returns its scale.
+float quantize_row(float* v, int64_t n, Bounds bounds, uint8_t* codes) {
+  static const ScaleRule how = scale_rule_of(Format::E2M1, Rule::FP32, 1.0, 0);
+  const uint32_t most = larger(magnitude_bits(bounds.low), magnitude_bits(bounds.high));
+  const TileScale made = tile_scale(magnitude_of(most), how);
+  carrier_row(v, n, bounds, made.inverse, codes);
+  return made.scale * UP;
+}
+
+void check_clipped(int64_t columns, int64_t clipped) {
+  STD_TORCH_CHECK(clipped >= 0 && clipped < columns, clipped, " outliers on a side of a row of ", columns);
+}
+
+std::tuple<Tensor, Tensor> outlier_bounds(const Tensor& x, int64_t clipped) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  check_clipped(columns, clipped);
+  const Tensor low = empty_like_device(x, {rows, 1}, ScalarType::Float);
+  const Tensor high = empty_like_device(x, {rows, 1}, ScalarType::Float);
+  const Source source = source_of(x);
+  float *out_low = mutable_data_of<float>(low), *out_high = mutable_data_of<float>(high);
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    std::vector<float> v(columns), spare;
+    for (int64_t r = first; r < last; ++r) {
+      load(source, r * columns, columns, v.data());
+      const Bounds bounds = bounds_of(v.data(), columns, clipped, spare);
+      out_low[r] = bounds.low;
+      out_high[r] = bounds.high;
+    }
+  });
+  return {low, high};
+}
+
+// bounds_of_row(r, v) gives the bounds of the row in v.
+template <typename BoundsOfRow>
+std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const BoundsOfRow& bounds_of_row) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
+  const Tensor scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
+  const Source source = source_of(x);
+  uint8_t* out = mutable_data_of<uint8_t>(codes);
+  float* out_scale = mutable_data_of<float>(scale);
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    std::vector<float> v(columns), spare;
+    for (int64_t r = first; r < last; ++r) {
+      load(source, r * columns, columns, v.data());
+      out_scale[r] = quantize_row(v.data(), columns, bounds_of_row(r, v.data(), spare), out + r * columns);
+    }
+  });
+  return {codes, scale};
+}
+
+std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& x, const Tensor& low, const Tensor& high) {
+  const Source lows = source_of(low), highs = source_of(high);
+  return quantize_rows(x, [&](int64_t r, const float*, std::vector<float>&) {
+    Bounds bounds;
+    load(lows, r, 1, &bounds.low);
+    load(highs, r, 1, &bounds.high);
+    return bounds;
+  });
+}
+
+std::tuple<Tensor, Tensor> quantize_outliers(const Tensor& x, int64_t clipped) {
+  const int64_t columns = x.size(1);
+  check_clipped(columns, clipped);
+  return quantize_rows(x, [&](int64_t, const float* v, std::vector<float>& spare) {
+    return bounds_of(v, columns, clipped, spare);
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
+  m.impl("outlier_bounds", TORCH_BOX(&outlier_bounds));
+  m.impl("quantize_carrier", TORCH_BOX(&quantize_carrier));
+  m.impl("quantize_outliers", TORCH_BOX(&quantize_outliers));
+}
+
+}  // namespace lowprec

@@ -1,0 +1,112 @@
+// hadamard, rotate_fold: rotate, round to E2M1 in blocks of 32, fold the block exponents into the carrier. A row goes
+// through all of it while it lies in the cache.
+#include "cpu/fold.h"
+
+namespace lowprec {
+namespace {
+
+constexpr int64_t MX_BLOCK = 32;
+
+// Random signs from the lowest bits of the draws of row 0; all +1 without a seed.
+std::vector<float> signs_of(const std::optional<Tensor>& seed, int64_t block) {
+  std::vector<float> signs(block, 1.0f);
+  std::vector<uint16_t> bits;
+  const uint16_t* drawn = draws_of(seed, std::nullopt).of_row(0, block, bits);
+  for (int64_t i = 0; drawn != nullptr && i < block; ++i) signs[i] = drawn[i] & 1 ? -1.0f : 1.0f;
+  return signs;
+}
+
+void check_block(int64_t columns, int64_t block) {
+  STD_TORCH_CHECK(block > 0 && (block & (block - 1)) == 0 && columns % block == 0, "blocks of ", block,
+                  " do not fit a row of ", columns);
+}
+
+Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  check_block(columns, block);
+  const Tensor rotated = empty_like_device(x, {rows, columns}, ScalarType::Float);
+  const Source source = source_of(x);
+  const std::vector<float> signs = signs_of(seed, block);
+  float* out = mutable_data_of<float>(rotated);
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    std::vector<float> spare(columns);
+    for (int64_t r = first; r < last; ++r) {
+      load(source, r * columns, columns, out + r * columns);
+      rotate_row(out + r * columns, columns, signs.data(), block, spare.data());
+    }
+  });
+  return rotated;
+}
+
+// What a row goes through.
+struct Pipeline {
+  std::vector<float> signs;
+  int64_t rotation;
+  ScaleRule how;
+  Draws draws;
+  Format carrier;
+  int top;
+};
+
+struct Buffers {
+  std::vector<float> v, spare, scale, inverse, shift;
+  std::vector<uint16_t> bits;
+  std::vector<uint32_t> maxima;
+  explicit Buffers(int64_t n)
+      : v(n), spare(n), scale(n / MX_BLOCK), inverse(n / MX_BLOCK), shift(n / MX_BLOCK), maxima(n / MX_BLOCK) {}
+};
+
+// The row in b.v to codes; returns its scale.
+float rotate_fold_row(const Pipeline& how, int64_t r, int64_t n, Buffers& b, uint8_t* codes) {
+  const int64_t blocks = n / MX_BLOCK;
+  if (how.rotation != 0) rotate_row(b.v.data(), n, how.signs.data(), how.rotation, b.spare.data());
+  std::fill(b.maxima.begin(), b.maxima.end(), 0u);
+  tile_maxima(b.v.data(), n, MX_BLOCK, b.maxima.data());
+  tile_scales(b.maxima.data(), blocks, how.how, b.scale.data(), b.inverse.data());
+  scale_tiles(b.v.data(), n, MX_BLOCK, b.inverse.data());
+  round_e2m1(b.v.data(), how.draws.of_row(r, n, b.bits), n);
+  const float scale = fold_scales(b.scale.data(), blocks, how.top, b.shift.data());
+  cast_tiles(how.carrier, b.v.data(), n, MX_BLOCK, b.shift.data(), codes);
+  return scale;
+}
+
+std::tuple<Tensor, Tensor> rotate_fold(const Tensor& x, std::optional<Tensor> scale, bool transpose,
+                                       std::optional<Tensor> signs, int64_t rotation, std::string scale_rule,
+                                       double headroom, int64_t span, std::string carrier, std::optional<Tensor> seed,
+                                       std::optional<Tensor> origin) {
+  const int64_t rows = x.size(transpose ? 1 : 0), columns = x.size(transpose ? 0 : 1);
+  if (rotation != 0) check_block(columns, rotation);
+  resolve_tile(rows, columns, {1, MX_BLOCK});
+  const Format format = parse_format(carrier);
+  const ScaleRule rule = scale_rule_of(Format::E2M1, parse_rule(scale_rule), headroom, span);
+  const Pipeline how{signs_of(signs, rotation), rotation, rule, draws_of(seed, origin), format, fold_top(format)};
+  const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
+  const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
+  Source source = source_of(x);
+  const float factor = scale.has_value() ? *data_of<float>(*scale) : 1.0f;
+  std::vector<float> turned;
+  if (transpose) {
+    turned = transposed(source, columns, rows, nullptr);
+    source = {source.owner, reinterpret_cast<const char*>(turned.data()), Format::FP32, 4};
+  }
+  uint8_t* out = mutable_data_of<uint8_t>(codes);
+  float* out_scale = mutable_data_of<float>(row_scale);
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    Buffers buffers(columns);
+    for (int64_t r = first; r < last; ++r) {
+      load(source, r * columns, columns, buffers.v.data());
+      if (scale.has_value()) scale_to_bf16(buffers.v.data(), columns, factor);
+      out_scale[r] = rotate_fold_row(how, r, columns, buffers, out + r * columns);
+    }
+  });
+  return {codes, row_scale};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
+  m.impl("hadamard", TORCH_BOX(&hadamard));
+  m.impl("rotate_fold", TORCH_BOX(&rotate_fold));
+}
+
+}  // namespace lowprec
