@@ -1,0 +1,133 @@
+// E2M1 codes two a byte (ops/reference.py pack_e2m1): bit 3 of a nibble is the sign, bits 0..2 the place in the grid.
+//
+// Four codes a word: places by byte-parallel arithmetic one way, by the byte permutation as an eight-entry table the
+// other way. 1.5 bytes move for each code.
+#include "cuda/launch.h"
+
+namespace lowprec {
+namespace {
+
+constexpr int PACK_THREADS = 256, EACH = 4;
+
+// Four E4M3 bytes to four nibbles, each in the low half of its byte.
+__device__ __forceinline__ uint32_t places(uint32_t codes) {
+  const uint32_t size = codes & 0x7f7f7f7fu;
+  const uint32_t above = size + 0x48484848u;  // bit 7: size >= 0x38; the bits below: size - 0x38
+  const uint32_t normal = (above >> 2 & 0x07070707u) + 0x02020202u & 0x07070707u;
+  const uint32_t mask = (above >> 7 & 0x01010101u) * 0xffu;
+  return (normal & mask) | (size >> 5 & 0x01010101u & ~mask) | (codes >> 4 & 0x08080808u);
+}
+
+// Eight codes to four bytes.
+__device__ __forceinline__ uint32_t packed(uint32_t low, uint32_t high) {
+  low = places(low);
+  high = places(high);
+  return __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
+}
+
+// The low 16 bits, four nibbles, to four codes.
+__device__ __forceinline__ uint32_t unpacked(uint32_t nibbles) {
+  const uint32_t size = __byte_perm(0x3c383000u, 0x4c484440u, nibbles & 0x7777u);
+  return size | __byte_perm(0x00008000u, 0u, nibbles >> 3 & 0x1111u);
+}
+
+// 16 codes to 8 bytes, four of them in flight; both sides are whole sectors a warp.
+__global__ void __launch_bounds__(PACK_THREADS) pack_words(const uint4* __restrict__ codes, uint2* __restrict__ out,
+                                                           int64_t count) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * PACK_THREADS * EACH + threadIdx.x;
+  uint4 held[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    if (first + i * PACK_THREADS < count) held[i] = __ldg(codes + first + i * PACK_THREADS);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const uint4 a = held[i];
+    if (first + i * PACK_THREADS >= count) continue;
+    out[first + i * PACK_THREADS] = make_uint2(packed(a.x, a.y), packed(a.z, a.w));
+  }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) unpack_words(const uint2* __restrict__ in, uint4* __restrict__ codes,
+                                                             int64_t count) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * PACK_THREADS * EACH + threadIdx.x;
+  uint2 held[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    if (first + i * PACK_THREADS < count) held[i] = __ldg(in + first + i * PACK_THREADS);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const uint2 a = held[i];
+    if (first + i * PACK_THREADS >= count) continue;
+    codes[first + i * PACK_THREADS] =
+        make_uint4(unpacked(a.x), unpacked(a.x >> 16), unpacked(a.y), unpacked(a.y >> 16));
+  }
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) pack_bytes(const uint8_t* __restrict__ codes, uint8_t* __restrict__ out,
+                                                           int64_t first, int64_t count) {
+  const int64_t i = first + static_cast<int64_t>(blockIdx.x) * PACK_THREADS + threadIdx.x;
+  if (i >= count) return;
+  out[i] = static_cast<uint8_t>(packed(codes[2 * i] | codes[2 * i + 1] << 8, 0u));
+}
+
+__global__ void __launch_bounds__(PACK_THREADS) unpack_bytes(const uint8_t* __restrict__ in,
+                                                             uint8_t* __restrict__ codes, int64_t first,
+                                                             int64_t count) {
+  const int64_t i = first + static_cast<int64_t>(blockIdx.x) * PACK_THREADS + threadIdx.x;
+  if (i >= count) return;
+  const uint32_t two = unpacked(in[i]);
+  codes[2 * i] = static_cast<uint8_t>(two);
+  codes[2 * i + 1] = static_cast<uint8_t>(two >> 8);
+}
+
+std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
+  std::vector<int64_t> shape;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) shape.push_back(x.size(i));
+  shape.push_back(last);
+  return shape;
+}
+
+// Whole 8 bytes of the packed side by words, what is left by bytes.
+template <typename In, typename Out, typename Bytes>
+void launch(const uint8_t* in, uint8_t* out, int64_t count, cudaStream_t stream,
+            void (*words)(const In*, Out*, int64_t), Bytes bytes) {
+  const int64_t whole = aligned(in, sizeof(In)) && aligned(out, sizeof(Out)) ? count / 8 : 0;
+  if (whole > 0) {
+    words<<<ceil_div(whole, PACK_THREADS * EACH), PACK_THREADS, 0, stream>>>(reinterpret_cast<const In*>(in),
+                                                                             reinterpret_cast<Out*>(out), whole);
+  }
+  if (whole * 8 < count) {
+    bytes<<<ceil_div(count - whole * 8, PACK_THREADS), PACK_THREADS, 0, stream>>>(in, out, whole * 8, count);
+  }
+}
+
+Tensor pack_e2m1(const Tensor& given) {
+  STD_TORCH_CHECK(given.element_size() == 1 && given.dim() > 0, "pack_e2m1 takes codes of one byte");
+  const int64_t columns = given.size(given.dim() - 1);
+  STD_TORCH_CHECK(columns % 2 == 0, "two E2M1 codes make a byte; the last dimension ", columns, " is odd");
+  const Tensor codes = dense(given);
+  Tensor out = empty_like_device(codes, with_last(codes, columns / 2), ScalarType::Byte);
+  launch(data_of<uint8_t>(codes), mutable_data_of<uint8_t>(out), out.numel(), stream_of(codes), pack_words, pack_bytes);
+  check_launch("pack_e2m1");
+  return out;
+}
+
+Tensor unpack_e2m1(const Tensor& given) {
+  STD_TORCH_CHECK(given.scalar_type() == ScalarType::Byte && given.dim() > 0, "unpack_e2m1 takes bytes");
+  const Tensor in = dense(given);
+  Tensor codes =
+      empty_like_device(in, with_last(in, 2 * in.size(in.dim() - 1)), ScalarType::Float8_e4m3fn);
+  launch(data_of<uint8_t>(in), mutable_data_of<uint8_t>(codes), in.numel(), stream_of(in), unpack_words, unpack_bytes);
+  check_launch("unpack_e2m1");
+  return codes;
+}
+
+}  // namespace
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
+  m.impl("pack_e2m1", TORCH_BOX(&lowprec::pack_e2m1));
+  m.impl("unpack_e2m1", TORCH_BOX(&lowprec::unpack_e2m1));
+}

@@ -1,0 +1,100 @@
+// A team of warps that shares one row: sums, maxima and places in a list, in every thread of the team. One warp needs
+// no barrier; of several, each leaves its share in a slot, and slots are used in turn, so that one barrier an exchange
+// is enough.
+#pragma once
+
+#include "cuda/launch.h"
+#include "numerics/selection.h"
+
+namespace lowprec {
+
+#if defined(__CUDACC__)
+
+constexpr uint32_t ALL = 0xffffffffu;
+
+// `warps` warps; several make a block.
+template <int warps>
+struct Team {
+  static constexpr int size = 32 * warps;
+  uint32_t* slots;  // [2][warps], shared
+  int turn;
+
+  __device__ explicit Team(uint32_t* shared) : slots(shared), turn(0) {}
+  __device__ static int rank() { return warps == 1 ? threadIdx.x & 31 : threadIdx.x; }
+  __device__ static void barrier() {
+    if constexpr (warps == 1) __syncwarp();
+    else __syncthreads();
+  }
+  // The warps' values, in every thread.
+  __device__ const uint32_t* exchange(uint32_t of_warp) {
+    uint32_t* mine = slots + turn * warps;
+    turn ^= 1;
+    if ((threadIdx.x & 31) == 0) mine[threadIdx.x >> 5] = of_warp;
+    __syncthreads();
+    return mine;
+  }
+  __device__ uint32_t sum(uint32_t value) {
+    value = __reduce_add_sync(ALL, value);
+    if constexpr (warps > 1) {
+      const uint32_t* each = exchange(value);
+      value = 0;
+#pragma unroll
+      for (int i = 0; i < warps; ++i) value += each[i];
+    }
+    return value;
+  }
+  __device__ uint32_t largest(uint32_t value) {
+    value = __reduce_max_sync(ALL, value);
+    if constexpr (warps > 1) {
+      const uint32_t* each = exchange(value);
+#pragma unroll
+      for (int i = 0; i < warps; ++i) value = larger(value, each[i]);
+    }
+    return value;
+  }
+  // Where a thread's `count` entries start in a list of the team's; `total`: its length.
+  __device__ uint32_t place(uint32_t count, uint32_t& total) {
+    const int lane = threadIdx.x & 31;
+    uint32_t until = count;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset <<= 1) {
+      const uint32_t other = __shfl_up_sync(ALL, until, offset);
+      if (lane >= offset) until += other;
+    }
+    total = __shfl_sync(ALL, until, 31);
+    uint32_t before = 0;
+    if constexpr (warps > 1) {
+      const uint32_t* each = exchange(total);
+      total = 0;
+#pragma unroll
+      for (int i = 0; i < warps; ++i) {
+        if (i < static_cast<int>(threadIdx.x >> 5)) before += each[i];
+        total += each[i];
+      }
+    }
+    return before + until - count;
+  }
+};
+
+// Both ranks by counts over the whole row. keys(f): f of the key of each of this thread's values; `top`, `bottom`: the
+// row's largest and smallest key.
+template <typename Row, typename Keys>
+__device__ __forceinline__ uint2 ranks_of_all(Row& team, uint32_t clipped, uint32_t top, uint32_t bottom,
+                                              const Keys& keys) {
+  const int first = 31 - __clz(static_cast<int>(top - bottom));  // -1: all are equal
+  const uint32_t high = descend_wide(first, clipped, [&](uint32_t limit) {
+    uint32_t count = 0;
+    keys([&](uint32_t key) { count += top - key < limit; });
+    return team.sum(count);
+  });
+  const uint32_t low = descend_wide(first, clipped, [&](uint32_t limit) {
+    uint32_t count = 0;
+    keys([&](uint32_t key) { count += key - bottom < limit; });
+    return team.sum(count);
+  });
+  return make_uint2(bottom + low, top - high);
+}
+
+#endif
+
+}  // namespace lowprec

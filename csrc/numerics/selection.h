@@ -1,0 +1,120 @@
+// Ranks by bits: floats as unsigned keys of the same order, and the value of a rank found one bit at a time.
+//
+//     key(x) = bits ^ (x < 0 ? all ones : the sign bit)       -inf .. -0 +0 .. +inf ascending
+//     d(x)   = key(largest) - key(x)                          distance below the largest, in units in the last place
+//
+// The (clipped + 1)-th smallest distance is the largest T with count(d < T) <= clipped: every bit of T, the highest
+// first, costs one count. The two ends of a row go side by side in the halves of a word, the low end negated, so one
+// comparison serves both. Distances of 16-bit floats are held at FAR; as patterns of FP16 numbers they order as they do
+// as integers, and FP16 pairs compare in one instruction.
+#pragma once
+
+#include "numerics/rounding.h"
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#endif
+
+namespace lowprec {
+
+constexpr uint32_t FAR = 0x7bffu;  // the largest finite pattern
+constexpr uint32_t BOTH = 0x00010001u;
+
+LOWPREC_HD uint32_t ordered(uint32_t bits) { return bits ^ (bits & SIGN ? 0xffffffffu : SIGN); }
+LOWPREC_HD uint32_t unordered(uint32_t key) { return key ^ (key & SIGN ? SIGN : 0xffffffffu); }
+
+// The same for the two 16-bit halves of a word, and for one.
+LOWPREC_HD uint32_t ordered_pair(uint32_t bits) { return bits ^ (0x80008000u + (bits >> 15 & BOTH) * 0x7fffu); }
+LOWPREC_HD uint32_t unordered_half(uint32_t key) { return key ^ (key & 0x8000u ? 0x8000u : 0xffffu); }
+
+LOWPREC_HD uint32_t smaller_pair(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __vminu2(a, b);
+#else
+  const uint32_t low = (a & 0xffffu) < (b & 0xffffu) ? a : b, high = a >> 16 < b >> 16 ? a : b;
+  return (low & 0xffffu) | (high & 0xffff0000u);
+#endif
+}
+
+// All ones in the halves where d < limit; neither above the pattern of FP16's infinity.
+LOWPREC_HD uint32_t below_pair(uint32_t d, uint32_t limit) {
+#if defined(__CUDA_ARCH__)
+  __half2 a, b;
+  memcpy(&a, &d, 4);
+  memcpy(&b, &limit, 4);
+  return __hlt2_mask(a, b);
+#else
+  return ((d & 0xffffu) < (limit & 0xffffu) ? 0xffffu : 0u) | (d >> 16 < limit >> 16 ? 0xffff0000u : 0u);
+#endif
+}
+
+// Masks are summed as plain words, each 65536 high + low of all ones; this takes their negated sum to the two counts.
+LOWPREC_HD uint32_t counts_of(uint32_t negated) { return negated + (negated << 16); }
+
+// Distances to the two ends: `word` holds x low and -x high, `top` the keys of the row's largest x and -x.
+LOWPREC_HD uint32_t distances(uint32_t top, uint32_t word) {
+  return smaller_pair(top - ordered_pair(word), FAR * BOTH);
+}
+
+// Bits `first` .. `last` of both ranks' distances. below(limits): the counts of smaller distances, under 2^15 each.
+template <typename Below>
+LOWPREC_HD uint32_t descend(int first, int last, uint32_t clipped, Below&& below) {
+  uint32_t found = 0;
+  for (int bit = first; bit >= last; --bit) {
+    const uint32_t few = ((clipped | 0x8000u) * BOTH - below(found | BOTH << bit)) & 0x80008000u;
+    found |= few >> (15 - bit);
+  }
+  return found;
+}
+
+// The same for keys of any width, one end. below(limit): the count of smaller distances.
+template <typename Below>
+LOWPREC_HD uint32_t descend_wide(int first, uint32_t clipped, Below&& below) {
+  uint32_t found = 0;
+  for (int bit = first; bit >= 0; --bit) {
+    if (below(found | 1u << bit) <= clipped) found |= 1u << bit;
+  }
+  return found;
+}
+
+// --- carrier codes (ops/reference.py quantize_carrier) ---------------------------------------------------------------
+
+constexpr float CARRIER_SHIFT = 0x1p-8f;
+
+struct CarrierScale {
+  float scale, inverse;  // scale: of the carrier, which rides at 2^-8
+};
+
+LOWPREC_HD CarrierScale carrier_scale(float low, float high) {
+  const uint32_t a = magnitude_bits(low), b = magnitude_bits(high);
+  const float amax = bits_float(a > b ? a : b);
+  float scale = divide(amax, 6.0f);
+  scale = scale < TINY ? TINY : scale;
+  if (amax == 0.0f) scale = 1.0f;
+  return {scale * 256.0f, divide(1.0f, scale)};
+}
+
+// Any x, any bounds.
+LOWPREC_HD uint8_t carrier_code(float x, float low, float high, float inverse) {
+  const float v = x * inverse;
+  if (!is_finite(x) || is_nan(v)) return 0x7f;
+  const bool outlier = x < low || x > high;
+  return encode<Format::E4M3>((outlier ? v : round_nearest<Format::E2M1>(clamp(v, 6.0f))) * CARRIER_SHIFT);
+}
+
+// True where `carrier_size` gives the same: no infinities, and the inverse still normal at the carrier's shift.
+LOWPREC_HD bool carrier_plain(float low, float high, float inverse) {
+  return is_finite(low) && is_finite(high) && inverse >= 0x1p-118f;
+}
+
+// |value| that the carrier's code of x is rounded from; `inverse` at the carrier's shift. The body needs no clamp: it
+// reaches 6 (1 + 2^-22) at most, which rounds to 6.
+LOWPREC_HD float carrier_size(float x, float low, float high, float inverse) {
+  const float v = bits_float(magnitude_bits(x * inverse));
+  const uint32_t binade = float_bits(v) & INFINITE, least = 119u << 23;
+  const float magic = bits_float((binade > least ? binade : least) + (22u << 23 | 0x400000u));
+  const float body = (v + magic) - magic;
+  return x < low || x > high ? v : body;
+}
+
+}  // namespace lowprec
