@@ -156,7 +156,8 @@ def _backward(op: str, kept: slice) -> Cases:
     made: Cases = {}
     for name, arguments in cases(op).items():
         outputs = library.EAGER[op](*arguments)
-        made[name] = (_normal(*outputs[0].shape, seed=43).to(outputs[0].dtype), *outputs[kept])
+        rows, columns = outputs[0].shape
+        made[name] = (_normal(rows, columns, seed=43).to(outputs[0].dtype), *outputs[kept])
         if op == "norm_keep":
             made[name] += (arguments[1], arguments[2] is not None)
         made[name] += arguments[3 if op == "norm_keep" else 1 :]

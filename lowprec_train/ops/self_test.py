@@ -3,7 +3,7 @@
 A kernel built from other sources, for another GPU or by a compiler that contracts a * b + c trains as smoothly as a
 right one and gives other numbers. So each op that a shared library serves on the device of the run is called on its
 cases (ops/cases.py), and what it returns equals what the reference returns on the CPU, bit for bit; any NaN equals any
-other NaN. Norms and activations hold sums and exponentials: of them only the codes claim that, the rest is within BOUND.
+other NaN. Norms and activations have sums and exponentials: only their codes claim that, the rest is within BOUND.
 """
 
 from __future__ import annotations
