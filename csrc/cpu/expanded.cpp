@@ -136,14 +136,13 @@ const CodeLogs& code_log2() {
   return logs;
 }
 
-// Values of one group.
-LOWPREC_CLONES void contract(const uint8_t* codes, int64_t n, const float* logs, float log_scale, float inverse,
-                             float center, float* out) {
+// Values of one group. `out` holds the logarithms first: a loop of look-ups, then one of vectors.
+LOWPREC_CLONES void contract(const uint8_t* codes, int64_t n, float log_scale, float inverse, float center,
+                             float* out) {
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t size = codes[i] & 0x7fu;
-    const float value = exp2_times((logs[size] + log_scale) * inverse, center);
-    const float magnitude = size == 0 ? 0.0f : value < TINY ? TINY : value;
-    out[i] = codes[i] < 0x80 ? magnitude : -magnitude;
+    const float value = exp2_times((out[i] + log_scale) * inverse, center);
+    const float magnitude = (codes[i] & 0x7fu) == 0 ? 0.0f : value < TINY ? TINY : value;
+    out[i] = bits_float(float_bits(magnitude) ^ static_cast<uint32_t>(codes[i] & 0x80u) << 24);
   }
 }
 
@@ -165,9 +164,11 @@ Tensor dequantize_expanded(const Tensor& codes, const Tensor& scale, const Tenso
       load(powers, r * groups, groups, k.data());
       load(centers, r * groups, groups, c.data());
       for_groups(columns, group, segments, [&](int64_t index, int64_t first, int64_t n) {
+        const uint8_t* of = in + r * columns + first;
         float* to = out + r * columns + first;
         if (!is_finite(c[index])) return static_cast<void>(std::fill_n(to, n, bits_float(0x7fc00000u)));
-        contract(in + r * columns + first, n, logs, log2_float(s[index]), divide(1.0f, k[index]), c[index], to);
+        for (int64_t i = 0; i < n; ++i) to[i] = logs[of[i] & 0x7fu];
+        contract(of, n, log2_float(s[index]), divide(1.0f, k[index]), c[index], to);
       });
     }
   });

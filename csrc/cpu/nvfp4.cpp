@@ -49,16 +49,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
   *mutable_data_of<float>(whole) = tensor_scale;
 
   std::vector<float> inverse(bands * tiles);
-  for (int64_t i = 0; i < bands * tiles; ++i) {
-    uint32_t amax = 0;
-    for (int64_t r = 0; r < shape.rows; ++r) {
-      amax = larger(amax, maxima[(i / tiles * shape.rows + r) * tiles + i % tiles]);
+  float* out_scale = mutable_data_of<float>(scale);
+  uint8_t* out_block = mutable_data_of<uint8_t>(block);
+  for_rows(bands, shape.rows * columns, [&](int64_t first, int64_t last) {
+    for (int64_t band = first; band < last; ++band) {
+      uint32_t* amax = maxima.data() + band * shape.rows * tiles;
+      for (int64_t r = 1; r < shape.rows; ++r) {
+        for (int64_t i = 0; i < tiles; ++i) amax[i] = larger(amax[i], amax[r * tiles + i]);
+      }
+      for (int64_t i = 0; i < tiles; ++i) {
+        const BlockScale made = block_scale(magnitude_of(amax[i]), tensor_scale, headroom);
+        out_scale[band * tiles + i] = made.scale;
+        out_block[band * tiles + i] = made.code;
+        inverse[band * tiles + i] = made.inverse;
+      }
     }
-    const BlockScale made = block_scale(magnitude_of(amax), tensor_scale, headroom);
-    mutable_data_of<float>(scale)[i] = made.scale;
-    mutable_data_of<uint8_t>(block)[i] = made.code;
-    inverse[i] = made.inverse;
-  }
+  });
   const Draws draws = draws_of(seed, origin);
   uint8_t* out = mutable_data_of<uint8_t>(codes);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {

@@ -13,16 +13,56 @@ struct Bounds {
   float low, high;
 };
 
-// NaN where the row holds one.
-Bounds bounds_of(const float* v, int64_t n, int64_t clipped, std::vector<float>& spare) {
+// Integers in the order of the numbers; their complements are in the opposite one.
+LOWPREC_CLONES bool keys_of(const float* v, int64_t n, int32_t* keys, int32_t* complements) {
+  uint32_t most = 0;
   for (int64_t i = 0; i < n; ++i) {
-    if (is_nan(v[i])) return {bits_float(0x7fc00000u), bits_float(0x7fc00000u)};
+    const int32_t bits = static_cast<int32_t>(float_bits(v[i]));
+    keys[i] = bits ^ ((bits >> 31) & 0x7fffffff);
+    complements[i] = ~keys[i];
+    most = larger_magnitude(most, v[i]);
   }
-  spare.assign(v, v + n);
-  std::nth_element(spare.begin(), spare.begin() + clipped, spare.end());
-  const float low = spare[clipped];
-  std::nth_element(spare.begin(), spare.begin() + (n - 1 - clipped), spare.end());
-  return {low, spare[n - 1 - clipped]};
+  return most <= INFINITE;
+}
+
+LOWPREC_CLONES int32_t count_from(const int32_t* keys, int64_t n, int32_t low) {
+  int32_t count = 0;
+  for (int64_t i = 0; i < n; ++i) count += keys[i] >= low ? 1 : 0;
+  return count;
+}
+
+LOWPREC_CLONES int32_t least_from(const int32_t* keys, int64_t n, int32_t low) {
+  int32_t least = INT32_MAX;
+  for (int64_t i = 0; i < n; ++i) least = keys[i] >= low && keys[i] < least ? keys[i] : least;
+  return least;
+}
+
+LOWPREC_CLONES int32_t greatest(const int32_t* keys, int64_t n) {
+  int32_t most = INT32_MIN;
+  for (int64_t i = 0; i < n; ++i) most = keys[i] > most ? keys[i] : most;
+  return most;
+}
+
+// The `place`-th largest key, counted from one, by bisection of the range of keys: a dozen counts of a row, each at the
+// speed of vectors, where a selection moves elements one by one.
+int32_t select(const int32_t* keys, int64_t n, int64_t place) {
+  int64_t low = INT32_MIN, high = greatest(keys, n);
+  while (low < high) {
+    const int64_t middle = low + (high - low + 1) / 2;
+    const int32_t count = count_from(keys, n, static_cast<int32_t>(middle));
+    if (count == place) return least_from(keys, n, static_cast<int32_t>(middle));
+    (count > place ? low : high) = count > place ? middle : middle - 1;
+  }
+  return static_cast<int32_t>(low);
+}
+
+float value_of(int32_t key) { return bits_float(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff))); }
+
+// NaN where the row holds one.
+Bounds bounds_of(const float* v, int64_t n, int64_t clipped, std::vector<int32_t>& spare) {
+  spare.resize(2 * n);
+  if (!keys_of(v, n, spare.data(), spare.data() + n)) return {bits_float(0x7fc00000u), bits_float(0x7fc00000u)};
+  return {value_of(~select(spare.data() + n, n, clipped + 1)), value_of(select(spare.data(), n, clipped + 1))};
 }
 
 LOWPREC_CLONES void carrier_row(float* v, int64_t n, Bounds bounds, float inverse, uint8_t* codes) {
@@ -56,7 +96,8 @@ std::tuple<Tensor, Tensor> outlier_bounds(const Tensor& x, int64_t clipped) {
   const Source source = source_of(x);
   float *out_low = mutable_data_of<float>(low), *out_high = mutable_data_of<float>(high);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
-    std::vector<float> v(columns), spare;
+    std::vector<float> v(columns);
+    std::vector<int32_t> spare;
     for (int64_t r = first; r < last; ++r) {
       load(source, r * columns, columns, v.data());
       const Bounds bounds = bounds_of(v.data(), columns, clipped, spare);
@@ -77,7 +118,8 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const BoundsOfRow& bou
   uint8_t* out = mutable_data_of<uint8_t>(codes);
   float* out_scale = mutable_data_of<float>(scale);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
-    std::vector<float> v(columns), spare;
+    std::vector<float> v(columns);
+    std::vector<int32_t> spare;
     for (int64_t r = first; r < last; ++r) {
       load(source, r * columns, columns, v.data());
       out_scale[r] = quantize_row(v.data(), columns, bounds_of_row(r, v.data(), spare), out + r * columns);
@@ -88,7 +130,7 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const BoundsOfRow& bou
 
 std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& x, const Tensor& low, const Tensor& high) {
   const Source lows = source_of(low), highs = source_of(high);
-  return quantize_rows(x, [&](int64_t r, const float*, std::vector<float>&) {
+  return quantize_rows(x, [&](int64_t r, const float*, std::vector<int32_t>&) {
     Bounds bounds;
     load(lows, r, 1, &bounds.low);
     load(highs, r, 1, &bounds.high);
@@ -99,7 +141,7 @@ std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& x, const Tensor& low, 
 std::tuple<Tensor, Tensor> quantize_outliers(const Tensor& x, int64_t clipped) {
   const int64_t columns = x.size(1);
   check_clipped(columns, clipped);
-  return quantize_rows(x, [&](int64_t, const float* v, std::vector<float>& spare) {
+  return quantize_rows(x, [&](int64_t, const float* v, std::vector<int32_t>& spare) {
     return bounds_of(v, columns, clipped, spare);
   });
 }
