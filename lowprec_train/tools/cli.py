@@ -13,8 +13,9 @@ from importlib import metadata
 
 from lowprec_train import __version__
 from lowprec_train.tools import compare
+from lowprec_train.tools.bench import command as bench
 
-COMMANDS = (compare,)
+COMMANDS = (compare, bench)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,229 @@
+"""The rows of `lowprec bench kernels`: which op, on what, and which bytes it has to move.
+
+A memory-bound kernel is judged by the bytes that must move: its inputs once, its outputs once, and its first input
+`passes` times. A second pass is needed where a maximum over more than one row has to be known before the first code is
+made; one row, or a tile of 128 x 128, fits on the chip. Sizes of inputs and outputs come from the op's own fake kernel,
+on the meta device, so scales and all are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_train.ops import library  # noqa: F401  registers torch.ops.lowprec
+
+Inputs = tuple[Tensor | None, ...]
+SHAPES = {  # LLaMA 7B, 16,384 tokens
+    "hidden": (16384, 4096),
+    "ffn": (16384, 11008),
+    "gate_up": (16384, 22016),
+    "weight": (22016, 4096),
+}
+ACTIVATIONS = ("hidden", "ffn", "gate_up")
+WEIGHTS = ("weight",)
+SEED, BLOCK, GROUP, SEGMENTS = 7, 128, 128, 8
+ops = torch.ops.lowprec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """op: name in the schema. inputs: tensors of an [m, k] problem on a device. call: the op on them."""
+
+    name: str
+    op: str
+    inputs: Callable[[int, int, torch.device], Inputs]
+    call: Callable[..., Any]
+    passes: int = 1
+    shapes: tuple[str, ...] = ACTIVATIONS
+
+    def moved(self, rows: int, columns: int) -> int:
+        """Bytes that must move."""
+        inputs = self.inputs(rows, columns, torch.device("meta"))
+        outputs = self.call(*inputs)
+        outputs = outputs if isinstance(outputs, list | tuple) else (outputs,)
+        return self.passes * size(inputs[:1]) + size(inputs[1:]) + size(outputs)
+
+
+def size(tensors: Any) -> int:
+    """Bytes of those that are there."""
+    return sum(each.nbytes for each in tensors if each is not None)
+
+
+def _values(dtype: torch.dtype = torch.bfloat16) -> Callable[[int, int, torch.device], Inputs]:
+    return lambda m, k, device: (torch.randn(m, k, device=device, dtype=dtype),)
+
+
+def _seed(device: torch.device) -> Tensor:
+    return torch.full((), SEED, dtype=torch.int64, device=device)
+
+
+def _quantize(format: str, tile: tuple[int, int], rule: str, headroom: float = 1.0, span: int = 0) -> Callable:
+    return lambda x, seed=None: ops.quantize(x, format, tile, rule, headroom, span, seed, None)
+
+
+def _both(format: str, tile: tuple[int, int], tile_t: tuple[int, int], rule: str) -> Callable:
+    return lambda x, maxima=None, across=None, down=None: ops.quantize_both(
+        x, maxima, across, down, format, tile, tile_t, rule, 1.0
+    )
+
+
+def _with_seed(m: int, k: int, device: torch.device) -> Inputs:
+    return torch.randn(m, k, device=device, dtype=torch.bfloat16), _seed(device)
+
+
+def _with_maxima(m: int, k: int, device: torch.device) -> Inputs:
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    return x, x.abs().amax(dim=1).float()
+
+
+def _with_folds(m: int, k: int, device: torch.device) -> Inputs:
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    return x, None, torch.rand(1, k, device=device) + 0.5, torch.rand(m, 1, device=device) + 0.5
+
+
+def _codes(format: str, tile: tuple[int, int], rule: str = "POW2", scales: bool = True) -> Callable[..., Inputs]:
+    """Codes of random values, with their scales or alone."""
+
+    def made(m: int, k: int, device: torch.device) -> Inputs:
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        codes, scale = ops.quantize(x, format, tile, rule, 1.0, 14 if tile == (1, 32) else 0, None, None)
+        return (codes, scale) if scales else (codes,)
+
+    return made
+
+
+def _packed(m: int, k: int, device: torch.device) -> Inputs:
+    return (ops.pack_e2m1(_codes("E2M1", (1, -1), "FP32", scales=False)(m, k, device)[0]),)
+
+
+def _bounded(m: int, k: int, device: torch.device) -> Inputs:
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    limit = torch.full((m, 1), 2.3, device=device)  # of a normal distribution, about 1 % on each side
+    return x, -limit, limit
+
+
+def _gradient(m: int, k: int, device: torch.device) -> Inputs:
+    weight = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    return torch.randn(m, k, device=device), weight, torch.full((m, 1), 0.75, device=device)
+
+
+def _moments(m: int, k: int, device: torch.device) -> Inputs:
+    return tuple(ops.quantize_expanded(torch.randn(m, k, device=device), "E4M3", GROUP, SEGMENTS))
+
+
+def _hadamard(x: Tensor, seed: Tensor) -> Tensor:
+    return ops.hadamard(x, seed, 64)
+
+
+def _rotate_fold(transposed: bool, coded: bool) -> Callable:
+    def call(x: Tensor, seed: Tensor, scale: Tensor | None = None) -> Any:
+        how = (64, "E8M0_FLOOR", 0.75, 14 if coded else 28, "E4M3" if coded else "E5M2")
+        return ops.rotate_fold(x, scale, transposed, seed, *how, seed, None)
+
+    return call
+
+
+def _coded(m: int, k: int, device: torch.device) -> Inputs:
+    codes, scale = _codes("E4M3", (-1, -1))(m, k, device)
+    return codes, _seed(device), scale
+
+
+def _quantisers() -> Iterator[Case]:
+    yield Case(name="tensor", op="quantize", inputs=_values(), call=_quantize("E4M3", (-1, -1), "POW2"), passes=2)
+    yield Case(name="row", op="quantize", inputs=_values(), call=_quantize("E4M3", (1, -1), "FP32"))
+    yield Case(
+        name="row E2M1", op="quantize", inputs=_values(), call=_quantize("E2M1", (1, -1), "FP32"), shapes=WEIGHTS
+    )
+    yield Case(name="1x128", op="quantize", inputs=_values(), call=_quantize("E4M3", (1, BLOCK), "POW2"))
+    yield Case(
+        name="128x128", op="quantize", inputs=_values(), call=_quantize("E4M3", (BLOCK, BLOCK), "POW2"), shapes=WEIGHTS
+    )
+    mx = _quantize("E2M1", (1, 32), "E8M0_FLOOR", 0.75, 28)
+    yield Case(name="1x32 E2M1 stochastic", op="quantize", inputs=_with_seed, call=mx)
+    yield Case(
+        name="1x16 stochastic",
+        op="quantize_nvfp4",
+        inputs=_with_seed,
+        call=lambda x, seed: ops.quantize_nvfp4(x, (1, 16), 16 / 17, seed, None),
+        passes=2,
+    )
+    yield Case(
+        name="16x16",
+        op="quantize_nvfp4",
+        inputs=_values(),
+        call=lambda x: ops.quantize_nvfp4(x, (16, 16), 1.0, None, None),
+        passes=2,
+        shapes=WEIGHTS,
+    )
+
+
+def _pairs() -> Iterator[Case]:
+    everywhere, tensor, row, line = ACTIVATIONS + WEIGHTS, (-1, -1), (1, -1), (1, BLOCK)
+    whole = _both("E4M3", tensor, tensor, "POW2")
+    yield Case(name="tensor", op="quantize_both", inputs=_values(), call=whole, passes=2, shapes=everywhere)
+    yield Case(name="tensor, maxima", op="quantize_both", inputs=_with_maxima, call=whole, shapes=everywhere)
+    rows = _both("E4M3", row, row, "FP32")
+    yield Case(name="row", op="quantize_both", inputs=_values(), call=rows, passes=2, shapes=everywhere)
+    rows = _both("E5M2", row, row, "FP32")
+    yield Case(name="row E5M2, folds", op="quantize_both", inputs=_with_folds, call=rows, passes=2)
+    turned = _both("E2M1", row, (-1, 1), "FP32")
+    yield Case(name="row E2M1, turned", op="quantize_both", inputs=_values(), call=turned, shapes=WEIGHTS)
+    lines = _both("E4M3", line, line, "POW2")
+    yield Case(name="1x128", op="quantize_both", inputs=_values(), call=lines)
+    square = _both("E4M3", (BLOCK, BLOCK), (BLOCK, BLOCK), "POW2")
+    yield Case(name="128x128", op="quantize_both", inputs=_values(), call=square, shapes=WEIGHTS)
+
+
+def _codes_alone() -> Iterator[Case]:
+    one = _codes("E4M3", (-1, -1), scales=False)
+    yield Case(name="1 byte", op="transpose", inputs=one, call=ops.transpose)
+    four = _codes("E2M1", (1, -1), "FP32", scales=False)
+    yield Case(name="E2M1", op="pack_e2m1", inputs=four, call=ops.pack_e2m1)
+    yield Case(name="E2M1", op="unpack_e2m1", inputs=_packed, call=ops.unpack_e2m1)
+    yield Case(name="row", op="dequantize", inputs=_codes("E4M3", (1, -1)), call=ops.dequantize)
+    yield Case(name="1x16", op="dequantize", inputs=_codes("E4M3", (1, 16)), call=ops.dequantize)
+    yield Case(
+        name="1x32 into E5M2", op="fold", inputs=_codes("E2M1", (1, 32)), call=lambda c, s: ops.fold(c, s, "E5M2")
+    )
+
+
+def _methods() -> Iterator[Case]:
+    def clipped(x: Tensor) -> int:
+        return x.shape[1] // 100
+
+    yield Case(
+        name="1 %", op="quantize_outliers", inputs=_values(), call=lambda x: ops.quantize_outliers(x, clipped(x))
+    )
+    yield Case(name="1 %", op="outlier_bounds", inputs=_values(), call=lambda x: ops.outlier_bounds(x, clipped(x)))
+    yield Case(name="row", op="quantize_carrier", inputs=_bounded, call=ops.quantize_carrier)
+    yield Case(name="k = 5", op="dge", inputs=_gradient, call=lambda *a: ops.dge(*a, 5.0, 3.0), shapes=WEIGHTS)
+    yield Case(name="64", op="hadamard", inputs=_with_seed, call=_hadamard)
+    everywhere = ACTIVATIONS + WEIGHTS
+    yield Case(name="rows", op="rotate_fold", inputs=_with_seed, call=_rotate_fold(False, False), shapes=everywhere)
+    turned = _rotate_fold(True, False)
+    yield Case(name="columns", op="rotate_fold", inputs=_with_seed, call=turned, passes=2, shapes=everywhere)
+    turned = _rotate_fold(True, True)
+    yield Case(name="columns of E4M3 codes", op="rotate_fold", inputs=_coded, call=turned, passes=2)
+    expanded = ("E4M3", GROUP, SEGMENTS)
+    yield Case(
+        name="E4M3",
+        op="quantize_expanded",
+        inputs=_values(torch.float32),
+        call=lambda x: ops.quantize_expanded(x, *expanded),
+        shapes=WEIGHTS,
+    )
+    yield Case(
+        name="E4M3",
+        op="dequantize_expanded",
+        inputs=_moments,
+        call=lambda *parts: ops.dequantize_expanded(*parts, *expanded),
+        shapes=WEIGHTS,
+    )
+
+
+CASES: tuple[Case, ...] = (*_quantisers(), *_pairs(), *_codes_alone(), *_methods())

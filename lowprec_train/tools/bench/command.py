@@ -1,0 +1,183 @@
+"""`lowprec bench`: the command line of the benchmarks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DESCRIPTION = """\
+Measure on one GPU, and write JSON and a Markdown table made from it. Compare figures of one run only: GPUs of one kind
+differ, and so does one GPU from hour to hour.
+"""
+EPILOG = """\
+exit status:
+  0  done; what failed is a row with its error
+  1  --dry-run: a contestant cannot be built
+  2  bad input, or no CUDA device
+
+examples:
+  lowprec bench kernels --only 'rotate_fold*'
+  lowprec bench gemm --out results
+  lowprec bench step --recipes fp8,fp4,mxfp4 --peers plain,torchao,te
+  lowprec bench step --model llama_1b3 --batch 16 --recipes fp8+head,coat+own --profile coat
+  lowprec bench step --model dim=4096,heads=32,ffn=11008,layers=8 --parameters fp32 --peers plain,linear --dry-run
+  lowprec bench report results/gemm.json
+"""
+MODEL, BATCH, SEQ_LEN = "llama_7b_8layers", 8, 2048
+RECIPES = "fp8,fp4,mxfp4"
+OUT = Path("bench")
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `bench` to the command line."""
+    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = subparsers.add_parser(
+        "bench",
+        help="time of kernels, GEMMs and training steps on a GPU",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        **style,
+    )
+    parser.set_defaults(run=run)
+    kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    kernels = kinds.add_parser("kernels", help="every op and the optimizers, beside a device copy")
+    kernels.add_argument("--only", metavar="PATTERN", default="*", help="shell pattern, or part, of 'op case'")
+    gemm = kinds.add_parser("gemm", help="TFLOP/s by format, and exactness")
+    gemm.add_argument("--no-exactness", action="store_true", help="speeds alone")
+    _step_options(kinds.add_parser("step", help="training steps of recipes and peers, interleaved"))
+    for each in (kernels, gemm, kinds.choices["step"]):
+        each.add_argument("--out", metavar="DIR", type=Path, default=OUT, help="default: %(default)s")
+    report = kinds.add_parser("report", help="the table of a JSON file")
+    report.add_argument("file", metavar="FILE.json", type=Path)
+
+
+def _step_options(step: argparse.ArgumentParser) -> None:
+    step.add_argument("--model", default=MODEL, help="a configuration or sizes: dim=..,heads=..,ffn=..,layers=..")
+    step.add_argument("--batch", type=positive, default=BATCH, help="sequences of a step (default: %(default)s)")
+    step.add_argument("--seq-len", type=positive, default=SEQ_LEN, help="default: %(default)s")
+    step.add_argument(
+        "--recipes",
+        type=names,
+        default=RECIPES,
+        help="with +own (own optimizer) or +head (FP8 head); default: %(default)s",
+    )
+    step.add_argument(
+        "--peers",
+        type=names,
+        default="plain",
+        help="plain, linear, torchao, te, or a part as te:Delayed; default: %(default)s",
+    )
+    step.add_argument("--head", metavar="RECIPE", help="the recipe of every head but BF16's")
+    step.add_argument("--parameters", choices=("bf16", "fp32"), default="bf16", help="fp32: with the own optimizers")
+    step.add_argument("--optimizer", choices=("fused", "own"), default="fused", help="own: for every recipe but bf16")
+    step.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="largest gradient norm (default: none)")
+    step.add_argument("--eager", action="store_true", help="compile nothing")
+    step.add_argument("--set", metavar="OVERRIDE", action="append", default=[], help="Hydra override of our own models")
+    step.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants of a group (default: 4)")
+    step.add_argument("--resident", type=positive, metavar="N", help="models in memory (default: as many as fit)")
+    step.add_argument("--warm-up", type=positive, default=4, metavar="N")
+    step.add_argument("--rounds", type=positive, default=8, metavar="N")
+    step.add_argument(
+        "--profile", metavar="NAME", action="append", default=[], help="part of a name; 'all' for everyone"
+    )
+    step.add_argument("--dry-run", action="store_true", help="build on the meta device; needs no GPU, writes nothing")
+
+
+def positive(text: str) -> int:
+    """A count of at least one."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+
+
+def names(text: str) -> list[str]:
+    """A list by commas; `none` and nothing are an empty one."""
+    return [] if text in ("", "none") else text.split(",")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, print, write."""
+    status: int = {"kernels": _kernels, "gemm": _gemm, "step": _step, "report": _report}[arguments.bench](arguments)
+    return status
+
+
+def _cuda() -> Any:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ValueError(f"this measures a GPU, and torch {torch.__version__} finds no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    device = _cuda()
+    from lowprec_train.tools.bench import kernels
+
+    return _finish(arguments, device, "kernels", kernels.measure(device, only=arguments.only))
+
+
+def _gemm(arguments: argparse.Namespace) -> int:
+    device = _cuda()
+    from lowprec_train.tools.bench import gemm
+
+    return _finish(arguments, device, "gemm", gemm.measure(device, exact=not arguments.no_exactness))
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from lowprec_train.tools.bench import configuration, ours, peers, report, step
+    from lowprec_train.tools.bench.contestant import Work
+
+    device = torch.device("meta") if arguments.dry_run else _cuda()
+    contestants = ours.contestants(arguments.recipes, head=arguments.head, own=arguments.optimizer == "own")
+    contestants += peers.chosen(arguments.peers)
+    given = {name: getattr(arguments, name) for name in ("model", "batch", "seq_len", "parameters", "clip")}
+    work = Work(**given, device=device, compiled=not arguments.eager, overrides=tuple(arguments.set))
+    if arguments.dry_run:
+        found = step.dry_run(contestants, work, largest=arguments.groups)
+        print(report.dry(found))
+        return int(any(row.get("failed") for row in found["rows"]))
+    how = {"largest": arguments.groups, "resident": arguments.resident, "rounds": arguments.rounds}
+    profiled = ["" if name == "all" else name for name in arguments.profile]
+    result = step.measure(contestants, work, **how, warm_up=arguments.warm_up, profiled=profiled, say=_say)
+    return _finish(arguments, device, f"step_{configuration.model_name(arguments.model)}", result)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from lowprec_train.tools.bench import report, result
+
+    print(report.markdown(result.load(arguments.file)))
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _finish(arguments: argparse.Namespace, device: Any, name: str, measured: dict[str, Any]) -> int:
+    """Write the result and print its table."""
+    from lowprec_train.tools.bench import report, result
+
+    about = {"bench": arguments.bench, "environment": result.environment(device, _command(sys.argv[1:]))}
+    made = about | {"options": _options(arguments)} | measured
+    written = result.save(made, arguments.out, name)
+    print(report.markdown(made))
+    print(f"Saved {', '.join(map(str, written))}")
+    return 0
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """What to type to measure again; where the result went is nobody's business."""
+    kept = list(arguments)
+    if "--out" in kept:
+        del kept[kept.index("--out") : kept.index("--out") + 2]
+    return ["lowprec", *kept]
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, Any]:
+    kept = {key: value for key, value in vars(arguments).items() if key not in ("run", "command", "bench", "out")}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}

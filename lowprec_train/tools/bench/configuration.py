@@ -1,0 +1,41 @@
+"""The configurations that are measured: those of `train.py`, composed by Hydra with overrides."""
+
+from __future__ import annotations
+
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lowprec_train import config
+from lowprec_train.config import RunConfig
+
+
+def composed(*overrides: str) -> RunConfig:
+    """What `train.py` with these overrides would run. Raises Hydra's errors, as ValueError."""
+    config.register()
+    try:
+        with initialize_config_dir(str(config.directory()), version_base="1.3"):
+            run = OmegaConf.to_object(compose("train", overrides=list(overrides)))
+    except Exception as error:
+        raise ValueError(str(error)) from error
+    assert isinstance(run, RunConfig)
+    return run
+
+
+def model_overrides(model: str) -> list[str]:
+    """`llama_7b`, or sizes as in `dim=4096,heads=32,ffn=11008,layers=8`: a LLaMA, by default of 32,000 words."""
+    if "=" not in model:
+        if model not in config.choices("model"):
+            raise ValueError(f"no model {model!r}; there are {', '.join(config.choices('model'))}")
+        return [f"model={model}"]
+    sizes = dict(item.split("=", 1) for item in model.split(","))
+    sizes = {"vocab_size": "32000", "kv_heads": sizes.get("heads", "32"), "max_seq_len": "8192"} | sizes
+    return [
+        "model=llama_7b",
+        f"model.name={model_name(model)}",
+        *(f"model.{key}={value}" for key, value in sizes.items()),
+    ]
+
+
+def model_name(model: str) -> str:
+    """A name without signs that Hydra or a file system would read."""
+    return model.replace("=", "").replace(",", "_")

@@ -1,0 +1,149 @@
+"""Who takes part in `lowprec bench step`: a name, a way to build a model, and a way to update its weights.
+
+All of them do the same `Work`: the same sizes, batch, token ids, attention call and optimizer. A contestant builds on
+the device that the work names, the meta device among them, where a mistake costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_train.tools.bench.configuration import composed, model_overrides
+
+LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+Step = Callable[[], Tensor]
+Update = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What everyone does.
+
+    model: name of a configuration, or sizes (`configuration.model_overrides`). parameters: "bf16" or "fp32", of
+    matrices. clip: largest norm of the gradient, 0 for no clipping. overrides: for the trainer's own models.
+    """
+
+    model: str
+    batch: int
+    seq_len: int
+    device: torch.device
+    compiled: bool = True
+    parameters: str = "bf16"
+    clip: float = 0.0
+    seed: int = 0
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.batch * self.seq_len
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters that are matrices."""
+        return DTYPES[self.parameters]
+
+    @property
+    def hydra(self) -> list[str]:
+        """Overrides of `train.yaml`: one micro-batch a step."""
+        shape = [f"micro_batch={self.batch}", f"data.seq_len={self.seq_len}", f"tokens_per_step={self.tokens}"]
+        return [*model_overrides(self.model), *shape, f"clip_norm={self.clip}", f"seed={self.seed}", *self.overrides]
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """vocab_size, dim, layers, heads and ffn of the model."""
+        model = composed(*self.hydra).model
+        if (model.norm, model.activation, model.positions, model.bias, model.tied) != (
+            *("rmsnorm", "swiglu", "rotary"),
+            *(False, False),
+        ):
+            raise ValueError(f"the peers are LLaMAs, and {self.model} is none")
+        return {name: getattr(model, name) for name in ("vocab_size", "dim", "layers", "heads", "ffn")}
+
+    @cached_property
+    def batch_of_tokens(self) -> Tensor:
+        """[batch, seq_len] int64, the same for everyone."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (self.batch, self.seq_len)
+        return torch.randint(self.sizes["vocab_size"], shape, generator=generator).to(self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A model on its device. loss(tokens, targets) -> 0-dim. begin(step): before each step."""
+
+    module: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
+    begin: Callable[[int], None] = lambda step: None
+
+
+def fused_adamw(work: Work, module: nn.Module) -> Update:
+    """torch's fused AdamW in the parameters' dtype, as the peers are trained."""
+    parameters = list(module.parameters())
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def update() -> None:
+        if work.clip:
+            nn.utils.clip_grad_norm_(parameters, work.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return update
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """baseline: BF16 throughout. needs: a package that may be missing."""
+
+    name: str
+    build: Callable[[Work], Built]
+    update: Callable[[Work, nn.Module], Update] = fused_adamw
+    baseline: bool = False
+    needs: str | None = None
+
+    @property
+    def missing(self) -> str | None:
+        """Why it cannot take part; None when it can."""
+        if self.needs is None or importlib.util.find_spec(self.needs) is not None:
+            return None
+        return f"{self.needs} is not installed"
+
+    def stepper(self, work: Work) -> Step:
+        """One forward, backward and update."""
+        built = self.build(work)
+        update = self.update(work, built.module)
+        tokens, count = work.batch_of_tokens, itertools.count()
+        targets = tokens.roll(-1, 1)
+
+        def step() -> Tensor:
+            built.begin(next(count))
+            loss = built.loss(tokens, targets)
+            loss.backward()
+            update()
+            return loss.detach()
+
+        return step
+
+
+def cast_matrices(module: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters of two dimensions and more; buffers and norms stay."""
+    for parameter in module.parameters():
+        if parameter.ndim >= 2:
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def first_values(matrices: Iterable[Tensor], seed: int, std: float = 0.02) -> None:
+    """Normal weights, drawn where they lie: the trainer's own initialisation takes the host half a minute at 7B."""
+    for index, matrix in enumerate(matrices):
+        if not matrix.is_meta:
+            matrix.normal_(0.0, std, generator=torch.Generator(matrix.device).manual_seed(seed + index))

@@ -1,0 +1,94 @@
+"""How exactly FP8 tensor cores multiply FP4: error against FP64 products of the same codes.
+
+Products of E2M1 codes are multiples of 1/4 up to 36, so their sums are exact for as long as the accumulator holds them.
+Codes with a mean have sums that grow with K, and meet its end first. MXFP4 blocks whose exponents spread over 12
+binades are folded into FP8 carriers (docs/numerics.md), which is exact; what their products lose is the accumulator's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.tools.bench.result import cause
+
+LENGTHS = (2048, 4096, 11008, 16384)
+SIDE, BINADES, SPANS = 1024, 12, (28, 14)  # span of a in E5M2, of b in E4M3
+
+Operands = tuple[Quantized, Quantized]
+
+
+def measure(device: torch.device, *, lengths: Sequence[int] = LENGTHS, side: int = SIDE) -> list[dict[str, Any]]:
+    """One row a case and a reduction length: relative error under fast and under split accumulation, and `output`, the
+    error that rounding the exact result to the output's dtype leaves.
+    """
+    rows = []
+    for name, make, dtype in cases():
+        for k in lengths:
+            torch.manual_seed(k)
+            row: dict[str, Any] = {"case": name, "k": k, "m": side, "n": side}
+            try:
+                row |= _errors(*make(side, k, device), dtype)
+            except Exception as error:  # a GPU without FP8
+                row["error"] = cause(error)
+            rows.append(row)
+    return rows
+
+
+def cases() -> Iterator[tuple[str, Callable[[int, int, torch.device], Operands], torch.dtype]]:
+    """(name, operands of side x k, output dtype)."""
+    yield "E2M1 codes, unit scales, FP32 output", _unit(0.0), torch.float32
+    yield "E2M1 codes with a mean, unit scales, FP32 output", _unit(1.0), torch.float32
+    yield "E2M1 codes, row-wise scales, BF16 output", _rows, torch.bfloat16
+    yield "MXFP4 over 12 binades, folded, BF16 output", _folded, torch.bfloat16
+
+
+def _errors(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    row: dict[str, Any] = {"output": relative(exact.to(dtype), exact)}
+    for name, split in (("fast", False), ("split", True)):
+        product = torch.ops.lowprec.scaled_mm(a.codes, a.scale, b.codes, b.scale, split, dtype)
+        row[name] = relative(product, exact)
+    return row
+
+
+def relative(value: Tensor, exact: Tensor) -> float:
+    """Norm of the difference over the norm."""
+    return float((value.double() - exact).norm() / exact.norm())
+
+
+def _unit(mean: float) -> Callable[[int, int, torch.device], Operands]:
+    """Codes alone, under scales of one."""
+
+    def make(side: int, k: int, device: torch.device) -> Operands:
+        one = torch.ones(1, 1, device=device)
+        quantizer = Quantizer(E2M1, tile=(1, -1))
+        made = (quantizer(torch.randn(side, k, device=device) + mean) for _ in range(2))
+        a, b = (Quantized(each.codes, one) for each in made)
+        return a, b
+
+    return make
+
+
+def _rows(side: int, k: int, device: torch.device) -> Operands:
+    quantizer = Quantizer(E2M1, tile=(1, -1))
+    return quantizer(torch.randn(side, k, device=device)), quantizer(torch.randn(side, k, device=device))
+
+
+def _folded(side: int, k: int, device: torch.device) -> Operands:
+    """Folded codes; raises ArithmeticError should folding change a value."""
+    made = []
+    for span, carrier in zip(SPANS, ("E5M2", "E4M3"), strict=True):
+        powers = torch.randint(-BINADES, 1, (side, k // 32), device=device).float().exp2().repeat_interleave(32, 1)
+        quantizer = Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.E8M0_FLOOR, headroom=0.75, span=span)
+        blocks = quantizer(torch.randn(side, k, device=device) * powers)
+        folded = Quantized(*torch.ops.lowprec.fold(blocks.codes, blocks.scale, carrier))
+        if not torch.equal(folded.dequantize(), blocks.dequantize()):
+            raise ArithmeticError(f"folding into {carrier} is not exact")
+        made.append(folded)
+    return made[0], made[1]

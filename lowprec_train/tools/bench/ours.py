@@ -1,0 +1,160 @@
+"""The trainer's own contestants: a recipe as `train.py +recipe=...` composes it, its policy, kept activations, draws,
+and compiled blocks.
+
+With BF16 parameters the optimizer is torch's fused AdamW, as the peers have it; with FP32 parameters, and for recipes
+asked for as `NAME+own`, it is the one that the recipe configures, codecs and master weights among it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_train.config import RunConfig, choices
+from lowprec_train.model.layers import Rotary
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.numerics.draws import Draws
+from lowprec_train.precision import policy
+from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.schedule import PrecisionSchedule
+from lowprec_train.tools.bench.configuration import composed
+from lowprec_train.tools.bench.contestant import (
+    Built,
+    Contestant,
+    Update,
+    Work,
+    cast_matrices,
+    first_values,
+    fused_adamw,
+)
+from lowprec_train.train import build
+
+BASELINE = "bf16"
+FP8_HEAD = "fp8"  # the recipe whose GEMMs `+head` gives to the output projection
+
+
+@dataclass(frozen=True)
+class Ours:
+    """A recipe with its modifiers: `fp8`, `coat+own` (its own optimizer), `fp8+head` (an FP8 head)."""
+
+    recipe: str
+    own: bool = False
+    head: str | None = None
+
+    @classmethod
+    def parse(cls, text: str, *, head: str | None = None, own: bool = False) -> Ours:
+        """Raises ValueError for an unknown recipe or modifier."""
+        recipe, *modifiers = text.split("+")
+        if recipe not in choices("recipe"):
+            raise ValueError(f"no recipe {recipe!r}; there are {', '.join(choices('recipe'))}")
+        if unknown := set(modifiers) - {"own", "head"}:
+            raise ValueError(f"{text}: unknown {', '.join(sorted(unknown))}; a recipe takes +own and +head")
+        head = head or (FP8_HEAD if "head" in modifiers else None)
+        return cls(recipe, own or "own" in modifiers, None if recipe == BASELINE else head)
+
+    @property
+    def contestant(self) -> Contestant:
+        """Its name says what is not the default."""
+        changes = [*([f"{self.head} head"] if self.head else []), *(["own optimizer"] if self.own else [])]
+        name = f"{self.recipe} ({', '.join(changes)})" if changes else self.recipe
+        return Contestant(name=name, build=self.build, update=self.update, baseline=self.recipe == BASELINE)
+
+    def run(self, work: Work) -> RunConfig:
+        """The configuration of its run."""
+        run = composed(*work.hydra, f"+recipe={self.recipe}")
+        if self.head:
+            run.precision.policy["head"] = composed(f"+recipe={self.head}").precision.policy["blocks.*"]
+        return run
+
+    def build(self, work: Work) -> Built:
+        """The model of that run, in the precision of its first step."""
+        run = self.run(work)
+        laid_out = build.layout(run)
+        model = laid_out.model
+        draws = materialise(model, work.device, run.seed)
+        PrecisionSchedule(laid_out.phases).begin(model, 0)
+        if not self.owns(work):
+            cast_matrices(model, work.dtype)
+        if work.compiled:
+            model.compile_blocks()
+        return Built(module=model, loss=_loss(model), begin=lambda step: draws.begin(step, 0))
+
+    def owns(self, work: Work) -> bool:
+        """Whether the optimizer is the configured one, over FP32 weights."""
+        return self.own or work.parameters == "fp32"
+
+    def update(self, work: Work, module: nn.Module) -> Update:
+        """The update of its optimizer."""
+        return own_adamw(self.run(work), module) if self.owns(work) else fused_adamw(work, module)
+
+
+def contestants(texts: Iterable[str], *, head: str | None = None, own: bool = False) -> list[Contestant]:
+    """Of recipes with modifiers; BF16 is the first, asked for or not."""
+    parsed = [Ours.parse(text, head=head, own=own and text != BASELINE) for text in texts]
+    found = [Ours(BASELINE), *(each for each in parsed if each != Ours(BASELINE))]
+    return [each.contestant for each in dict.fromkeys(found)]
+
+
+def own_adamw(run: RunConfig, module: nn.Module) -> Update:
+    """The configured optimizer, clipping where the run clips, as the trainer updates."""
+    optimizer = build.optimizer(run, module)
+
+    def update() -> None:
+        grad_scale, found_inf = None, None
+        if run.clip_norm:
+            norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
+            grad_scale, found_inf = ((norm + 1e-6) / run.clip_norm).clamp(min=1.0), (~norm.isfinite()).float()
+        optimizer.step(grad_scale=grad_scale, found_inf=found_inf)
+        optimizer.zero_grad(set_to_none=True)
+
+    return update
+
+
+def materialise(model: Transformer, device: torch.device, seed: int) -> Draws:
+    """Memory, random weights made on the device, and draws: `train.build.weights` without its initialisation."""
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    first_values((p for p in model.parameters() if p.ndim >= 2), seed)
+    if isinstance(model.position, Rotary):
+        model.position.reset()
+    draws = Draws(seed, policy.count_linears(model), device)
+    policy.attach_draws(model, draws)
+    return draws
+
+
+def _loss(model: Transformer):  # type: ignore[no-untyped-def]
+    return lambda tokens, targets: model.loss(tokens, targets, float(tokens.numel()))
+
+
+def with_torch_linears(work: Work) -> Built:
+    """The trainer's model with torch.nn.Linear for every Linear, under autocast: what the recipe machinery costs."""
+    run = composed(*work.hydra, f"+recipe={BASELINE}")
+    model = build.layout(run).model
+    materialise(model, work.device, run.seed)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Linear):
+                setattr(parent, name, _torch_linear(child))
+    cast_matrices(model, work.dtype)
+    if work.compiled:
+        model.compile_blocks()
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(work.device.type, torch.bfloat16):
+            return model.loss(tokens, targets, float(tokens.numel()))
+
+    return Built(module=model, loss=loss)
+
+
+def _torch_linear(linear: Linear) -> nn.Linear:
+    made = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+    made.weight, made.bias = linear.weight, linear.bias
+    return made
+
+
+LINEAR = Contestant(name="bf16 (torch.nn.Linear)", build=with_torch_linears, baseline=True)

@@ -1,0 +1,199 @@
+"""The peers: plain PyTorch, torchao's float8 training and TransformerEngine on the same LLaMA.
+
+Each at its best: blocks compiled one by one, or the whole model; the last norm, head and loss compiled; cuDNN attention
+where there is one. A package that is missing is a row that says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowprec_train.model.attention import scaled_dot_product
+from lowprec_train.tools.bench.contestant import Built, Contestant, Work, first_values
+from lowprec_train.tools.bench.ours import LINEAR
+
+EPS, THETA = 1e-5, 10000.0
+
+
+class PlainBlock(nn.Module):
+    """Pre-norm LLaMA block."""
+
+    def __init__(self, dim: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.RMSNorm(dim, eps=EPS), nn.RMSNorm(dim, eps=EPS)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
+        self.gate_up, self.down = nn.Linear(dim, 2 * ffn, bias=False), nn.Linear(ffn, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product(_rotate(q, cos, sin), _rotate(k, cos, sin), v)
+        x = x + self.out(attended.transpose(1, 2).reshape(b, t, d))
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * up)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
+
+
+class Tail(nn.Module):
+    """Last norm, head and mean cross-entropy."""
+
+    def __init__(self, dim: int, vocab_size: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(dim, eps=EPS), nn.Linear(dim, vocab_size, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+class Plain(nn.Module):
+    """LLaMA with nothing but torch.nn; its forward pass is the loss."""
+
+    def __init__(self, *, vocab_size: int, dim: int, layers: int, heads: int, ffn: int, seq_len: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, dim)
+        self.blocks = nn.ModuleList(PlainBlock(dim, heads, ffn) for _ in range(layers))
+        self.tail = Tail(dim, vocab_size)
+        half = dim // heads // 2
+        angles = torch.outer(torch.arange(seq_len), THETA ** (-torch.arange(half) / half))
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens).bfloat16()
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.tail(x, targets)
+
+
+def plain(work: Work, *, whole: bool = False, convert: Callable[[Plain], None] | None = None) -> Built:
+    """whole: one graph for the model, else one for each block and one for the tail. convert: changes its linears."""
+    with work.device:
+        model = Plain(**work.sizes, seq_len=work.seq_len)
+    first_values((p for p in model.parameters() if p.ndim >= 2), work.seed)
+    if convert is not None:
+        convert(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(work.dtype)
+    if work.compiled:
+        for module in [model] if whole else [*model.blocks, model.tail]:
+            module.compile()
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(work.device.type, torch.bfloat16):
+            return model(tokens, targets)
+
+    return Built(module=model, loss=loss)
+
+
+def torchao(work: Work, *, recipe: str, whole: bool = False, head: bool = False) -> Built:
+    """torchao's float8 training: `tensorwise` or `rowwise`, the head in BF16 or with the others."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def convert(model: Plain) -> None:
+        config = Float8LinearConfig.from_recipe_name(recipe)
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: head or "head" not in name)
+
+    return plain(work, whole=whole, convert=convert)
+
+
+class TransformerEngine(nn.Module):
+    """te.TransformerLayer between an embedding and the same tail."""
+
+    def __init__(self, work: Work, recipe: Any) -> None:
+        import transformer_engine.pytorch as te
+        from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
+
+        super().__init__()
+        sizes, dtype, device = work.sizes, work.dtype, work.device
+        options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "bias": False}
+        options |= {"self_attn_mask_type": "causal", "attn_input_format": "bshd", "fuse_qkv_params": True}
+        options |= {"normalization": "RMSNorm", "activation": "swiglu", "layernorm_epsilon": EPS}
+        with device:
+            self.embedding = nn.Embedding(sizes["vocab_size"], sizes["dim"], dtype=dtype)
+            self.tail = Tail(sizes["dim"], sizes["vocab_size"]).to(dtype)
+        self.blocks = nn.ModuleList(
+            te.TransformerLayer(
+                sizes["dim"], sizes["ffn"], sizes["heads"], params_dtype=dtype, device=device, **options
+            )
+            for _ in range(sizes["layers"])
+        )
+        self.angles = RotaryPositionEmbedding(sizes["dim"] // sizes["heads"])(work.seq_len).to(device)
+        self.autocast = partial(te.autocast, enabled=recipe is not None, recipe=recipe)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens).bfloat16()
+        with self.autocast():
+            for block in self.blocks:
+                x = block(x, rotary_pos_emb=self.angles)
+        return self.tail(x, targets)
+
+
+def transformer_engine(work: Work, *, recipe: str | None) -> Built:
+    """recipe: a class of transformer_engine.common.recipe; None is BF16."""
+    from transformer_engine.common import recipe as recipes
+
+    model = TransformerEngine(work, getattr(recipes, recipe)() if recipe else None)
+    first_values((model.embedding.weight, model.tail.head.weight), work.seed)
+    if work.compiled:
+        model.tail.compile()
+
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(work.device.type, torch.bfloat16, enabled=work.parameters == "fp32"):
+            return model(tokens, targets)
+
+    return Built(module=model, loss=loss)
+
+
+def _torchao(name: str, **options: Any) -> Contestant:
+    return Contestant(name=f"torchao {name}", build=partial(torchao, **options), needs="torchao")
+
+
+def _te(name: str, recipe: str | None) -> Contestant:
+    build = partial(transformer_engine, recipe=recipe)
+    return Contestant(name=f"TE {name}", build=build, baseline=recipe is None, needs="transformer_engine")
+
+
+def chosen(texts: Iterable[str]) -> list[Contestant]:
+    """Of families, `torchao`, or of parts of them, `torchao:rowwise`. Raises ValueError where there is none."""
+    found: dict[Contestant, None] = {}
+    for text in texts:
+        family, _, part = text.partition(":")
+        matching = [each for each in PEERS.get(family, ()) if part in each.name]
+        if not matching:
+            known = ", ".join(each.name for each in PEERS.get(family, ())) or ", ".join(PEERS)
+            raise ValueError(f"no peer {text!r}; there are {known}")
+        found |= dict.fromkeys(matching)
+    return list(found)
+
+
+PEERS: dict[str, tuple[Contestant, ...]] = {
+    "linear": (LINEAR,),
+    "plain": (
+        Contestant(name="plain bf16", build=plain, baseline=True),
+        Contestant(name="plain bf16 (whole model)", build=partial(plain, whole=True), baseline=True),
+    ),
+    "torchao": (
+        _torchao("tensorwise", recipe="tensorwise"),
+        _torchao("tensorwise (whole model)", recipe="tensorwise", whole=True),
+        _torchao("tensorwise (whole model, fp8 head)", recipe="tensorwise", whole=True, head=True),
+        _torchao("rowwise", recipe="rowwise"),
+    ),
+    "te": (
+        _te("bf16", None),
+        _te("DelayedScaling", "DelayedScaling"),
+        _te("Float8CurrentScaling", "Float8CurrentScaling"),
+        _te("Float8BlockScaling", "Float8BlockScaling"),
+    ),
+}

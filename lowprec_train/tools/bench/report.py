@@ -1,0 +1,116 @@
+"""Results as Markdown tables: the only way from JSON to prose, so that a table can be made again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Result = Mapping[str, Any]
+
+
+def markdown(result: Result) -> str:
+    """The tables of a result, behind a line on where it was measured."""
+    return "\n".join([heading(result), "", *TABLES[result["bench"]](result)]).rstrip() + "\n"
+
+
+def heading(result: Result) -> str:
+    """Machine, versions, command."""
+    about = dict(result["environment"])
+    command = about.pop("command", "")
+    gpu, *rest = (f"{value}" if name == "gpu" else f"{name} {value}" for name, value in about.items())
+    return f"{', '.join([gpu, *rest])}.\n\n    {command}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table; the first column is left, the others right."""
+    lines = [f"| {' | '.join(header)} |", f"|---|{'--:|' * (len(header) - 1)}"]
+    return [*lines, *(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows)]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """With thousands separated; empty for None."""
+    return "" if value is None else f"{value:,.{digits}f}"
+
+
+def kernels(result: Result) -> list[str]:
+    """One row a case and shape."""
+    lines = [
+        f"A copy within the device moves {number(result['copy_gbs'], 0)} GB/s, read and written, in this run. Bytes "
+        "are those that must move.",
+        "",
+    ]
+    return lines + table(
+        ("op", "case", "shape", "kernel", "ms", "GB/s", "of copy"), (_kernel(row) for row in result["rows"])
+    )
+
+
+def _kernel(row: Mapping[str, Any]) -> list[object]:
+    about = [row["op"], row["case"], "x".join(map(str, row["shape"])), row["kernel"]]
+    if "error" in row:
+        return [*about, row["error"], "", ""]
+    return [*about, number(row["ms"], 3), number(row["gbs"], 0), f"{row['of_copy']:.0%}"]
+
+
+def gemm(result: Result) -> list[str]:
+    """Kinds by shapes, then exactness."""
+    shapes = result["rows"]
+    names = dict.fromkeys(name for row in shapes for name in (*row["tflops"], *row["errors"]))
+    header = ("TFLOP/s", *("x".join(map(str, row["shape"])) for row in shapes))
+    lines = table(header, ([name, *(_tflops(row, name) for row in shapes)] for name in names))
+    errors = {f"{name}: {error}" for row in shapes for name, error in row["errors"].items()}
+    lines += ["", "Shapes are m x k x n of a[m, k] b[n, k]^T.", *(f"- {each}" for each in sorted(errors)), ""]
+    if not result["exactness"]:
+        return lines
+    header = ("error against FP64 on the same codes", "K", "fast", "split", "of rounding the output")
+    return lines + table(header, (_exact(row) for row in result["exactness"]))
+
+
+def _tflops(row: Mapping[str, Any], name: str) -> str:
+    return number(row["tflops"][name], 0) if name in row["tflops"] else "error" if name in row["errors"] else ""
+
+
+def _exact(row: Mapping[str, Any]) -> list[object]:
+    if "error" in row:
+        return [row["case"], row["k"], row["error"], "", ""]
+    return [row["case"], row["k"], *(f"{row[name]:.2e}" if row[name] else "0" for name in ("fast", "split", "output"))]
+
+
+def step(result: Result) -> list[str]:
+    """One row a contestant, the baseline once a group; then profiles."""
+    sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
+    how = "took turns within a group" if result.get("interleaved") else "ran one after another"
+    lines = [f"{sizes}; {result['tokens_per_step']:,} tokens a step. Contestants {how}; medians.", ""]
+    header = ("step", "group", "ms", "tokens/s", "x BF16 beside it", "x fastest BF16", "peak GiB", "loss")
+    lines += table(header, (_step(row) for row in result["rows"]))
+    for name, watched in result["profiles"].items():
+        lines += ["", f"{name}: {number(watched['total_ms'], 1)} ms of kernels a step", ""]
+        lines += table(("class", "ms", "share"), _classes(watched))
+        longest = ([each["kernel"], each["class"], number(each["ms"])] for each in watched["longest"])
+        lines += ["", *table(("longest kernels", "class", "ms"), longest)]
+    return lines
+
+
+def _step(row: Mapping[str, Any]) -> list[object]:
+    if "ms" not in row:
+        return [row["name"], row.get("group", ""), row.get("error", ""), "", "", "", "", ""]
+    ratios = (number(row.get(name), 3) for name in ("of_group", "of_fastest"))
+    rate, peak = number(row["tokens_per_s"], 0), number(row.get("peak_gib"), 1)
+    loss = " to ".join(f"{value:.2f}" for value in row["loss"])
+    return [row["name"], row["group"], number(row["ms"], 1), rate, *ratios, peak, loss]
+
+
+def _classes(watched: Mapping[str, Any]) -> Iterable[Sequence[object]]:
+    total = watched["total_ms"]
+    return ([name, number(ms, 1), f"{ms / total:.0%}"] for name, ms in watched["ms"].items())
+
+
+def dry(result: Result) -> str:
+    """What a dry run found."""
+    lines = [f"{name} {value}" for name, value in result["sizes"].items()]
+    need = f"estimated GiB: {result['resident_gib']:.1f} a model between steps, {result['step_gib']:.1f} in a step"
+    groups = [f"group {index}: {', '.join(group)}" for index, group in enumerate(result["groups"])]
+    rows = ([row["name"], row.get("error") or f"{row['parameters'] / 1e6:,.1f} M"] for row in result["rows"])
+    return "\n".join([", ".join(lines), need, *groups, "", *table(("contestant", "parameters"), rows)])
+
+
+TABLES: dict[str, Callable[[Result], list[str]]] = {"kernels": kernels, "gemm": gemm, "step": step}

@@ -1,0 +1,177 @@
+"""`lowprec bench step`: whole training steps of our recipes and of the peers, interleaved.
+
+The contestants of a group (`groups.py`) are built and warmed up one after another, which also tells what each needs by
+itself, and then take turns: one step each, round after round. A contestant that cannot be built or fails becomes a row
+with its error; the others go on.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lowprec_train.tools.bench import groups, profile
+from lowprec_train.tools.bench.contestant import Contestant, Step, Work
+from lowprec_train.tools.bench.result import cause
+from lowprec_train.tools.bench.timing import Interval
+
+Row = dict[str, Any]
+Say = Callable[[str], None]
+MEMORY_SHARE = 0.9  # of the device's; the rest is for fragments and libraries
+
+
+def measure(
+    contestants: Sequence[Contestant],
+    work: Work,
+    *,
+    largest: int = groups.LARGEST,
+    resident: int | None = None,
+    warm_up: int = 4,
+    rounds: int = 8,
+    profiled: Sequence[str] = (),
+    say: Say = lambda line: None,
+) -> dict[str, Any]:
+    """`rows` in order, one a contestant and group; `profiles` by name. profiled: parts of names; "" is everyone.
+
+    resident: models that may live together; None asks the device's memory.
+    """
+    if resident is None:
+        resident = fitting(work)
+    rows: list[Row] = []
+    profiles: dict[str, Any] = {}
+    present = [each for each in contestants if not each.missing]
+    for index, group in enumerate(groups.plan(present, max(2, min(largest, resident)))):
+        batches = [group] if resident > 1 else [[each] for each in group]
+        for batch in batches:
+            measured, looked_at = _together(batch, work, warm_up, rounds, profiled, say)
+            rows += [{"group": index} | row for row in measured]
+            profiles = looked_at | profiles
+    rows += [
+        {"name": each.name, "baseline": each.baseline, "error": each.missing} for each in contestants if each.missing
+    ]
+    about = {"sizes": work.sizes, "tokens_per_step": work.tokens, "interleaved": resident > 1}
+    return about | {"rows": rates(rows, work.tokens), "profiles": profiles}
+
+
+def fitting(work: Work) -> int:
+    """How many models live on the device together."""
+    if work.device.type != "cuda":
+        return groups.LARGEST
+    free, _ = torch.cuda.mem_get_info(work.device)
+    return groups.memory(work.sizes, work).fits(int(MEMORY_SHARE * free))
+
+
+def _together(
+    group: Sequence[Contestant], work: Work, warm_up: int, rounds: int, profiled: Sequence[str], say: Say
+) -> tuple[list[Row], dict[str, Any]]:
+    """Rows of one group whose models live together, and the profiles that were asked for."""
+    rows: dict[str, Row] = {each.name: {"name": each.name, "baseline": each.baseline} for each in group}
+    steps: dict[str, Step] = {}
+    for contestant in group:
+        row = rows[contestant.name]
+        try:
+            steps[contestant.name] = _ready(contestant, work, warm_up - 1, row)
+        except Exception as error:
+            row["error"] = cause(error)
+        say(f"{contestant.name}: {row.get('error', 'ready')}")
+        _collect(work)
+    times = _rounds(steps, rows, rounds, work)
+    for name, each in times.items():
+        rows[name] |= {"ms": statistics.median(each), "times_ms": each}
+    wanted = [name for name in steps if any(part in name for part in profiled)]
+    profiles = {name: profile.profile(steps[name], work.device) for name in wanted}
+    steps.clear()
+    torch.compiler.reset()
+    _collect(work)
+    return list(rows.values()), profiles
+
+
+def _ready(contestant: Contestant, work: Work, warm_up: int, row: Row) -> Step:
+    """A warm stepper; its own memory and its first and last loss go into its row."""
+    before = torch.cuda.memory_allocated(work.device) if work.device.type == "cuda" else 0
+    step = contestant.stepper(work)
+    losses = [step() for _ in range(max(1, warm_up))]
+    row["loss"] = [float(losses[0]), float(losses[-1])]
+    if work.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(work.device)
+        step()
+        torch.cuda.synchronize(work.device)
+        row["peak_gib"] = (torch.cuda.max_memory_allocated(work.device) - before) / 2**30
+        row["resident_gib"] = (torch.cuda.memory_allocated(work.device) - before) / 2**30
+    return step
+
+
+def _rounds(steps: dict[str, Step], rows: dict[str, Row], rounds: int, work: Work) -> dict[str, list[float]]:
+    """Milliseconds of each step after one round that does not count; who fails leaves."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 1):
+        for name in list(steps):
+            try:
+                with Interval(work.device) as interval:
+                    steps[name]()
+                ms = interval.ms
+            except Exception as error:
+                rows[name]["error"] = cause(error)
+                del steps[name], times[name]
+                continue
+            if turn:
+                times[name].append(ms)
+    return times
+
+
+def _collect(work: Work) -> None:
+    gc.collect()
+    if work.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def rates(rows: Sequence[Row], tokens: int) -> list[Row]:
+    """Rows with tokens per second, and how many times as fast as BF16 they are: as the baseline beside them
+    (`of_group`), and as the fastest BF16 of the run, by way of it (`of_fastest`).
+    """
+    beside: dict[int, float] = {}
+    for row in rows:
+        if row["baseline"] and "ms" in row:
+            beside.setdefault(row["group"], row["ms"])
+    rated = [dict(row) for row in rows]
+    timed = [row for row in rated if "ms" in row]
+    for row in timed:
+        row["tokens_per_s"] = tokens / row["ms"] * 1e3
+        if row["group"] in beside:
+            row["of_group"] = beside[row["group"]] / row["ms"]
+    fastest = max((row["of_group"] for row in timed if row["baseline"] and "of_group" in row), default=None)
+    for row in timed:
+        if fastest and "of_group" in row:
+            row["of_fastest"] = row["of_group"] / fastest
+    return rated
+
+
+def dry_run(contestants: Sequence[Contestant], work: Work, *, largest: int = groups.LARGEST) -> dict[str, Any]:
+    """Every model on the meta device: its parameters, or the error that it would end in; and the groups."""
+    on_meta = replace(work, device=torch.device("meta"), compiled=False)
+    rows: list[Row] = []
+    for contestant in contestants:
+        row: Row = {"name": contestant.name, "baseline": contestant.baseline}
+        try:
+            if contestant.missing:
+                row["error"] = contestant.missing
+            else:
+                row["parameters"] = sum(p.numel() for p in contestant.build(on_meta).module.parameters())
+        except Exception as error:
+            row |= {"error": cause(error), "failed": True}
+        rows.append(row)
+    need = groups.memory(work.sizes, work)
+    present = [each for each in contestants if not each.missing]
+    return {
+        "sizes": work.sizes,
+        "tokens_per_step": work.tokens,
+        "groups": [[each.name for each in group] for group in groups.plan(present, largest)],
+        "resident_gib": need.resident / 2**30,
+        "step_gib": need.step / 2**30,
+        "rows": rows,
+    }
