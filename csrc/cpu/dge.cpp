@@ -26,7 +26,8 @@ LOWPREC_CLONES void correct(float* grad, const float* weight, int64_t n, Slope h
   }
 }
 
-Tensor dge(const Tensor& grad, const Tensor& weight, const Tensor& scale, double k, double cap) {
+Tensor dge(const Tensor& grad, const Tensor& weight, const Tensor& scale, double k, double cap,
+           std::optional<ScalarType> dtype) {
   const int64_t rows = weight.size(0), columns = weight.size(1), bands = scale.size(0), tiles = scale.size(1);
   STD_TORCH_CHECK(grad.size(0) == rows && grad.size(1) == columns, "a gradient of the weight's shape");
   STD_TORCH_CHECK(rows % bands == 0 && columns % tiles == 0, "scales [", bands, ", ", tiles, "] of a weight [", rows,
@@ -46,7 +47,7 @@ Tensor dge(const Tensor& grad, const Tensor& weight, const Tensor& scale, double
       correct(out + r * columns, v.data(), columns, how);
     }
   });
-  return corrected;
+  return dtype.value_or(ScalarType::Float) == ScalarType::Float ? corrected : torch::stable::to(corrected, *dtype);
 }
 
 }  // namespace

@@ -260,9 +260,9 @@ def hadamard(x, seed, block):  # type: ignore[no-untyped-def]
     return (h * block**-0.5).flatten(1)
 
 
-def dge(grad, weight, scale, k, cap):  # type: ignore[no-untyped-def]
+def dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def]
     """grad * f'(weight / scale) with f' = min(|2 t - 1|**(1/k - 1) / k, cap), t the place inside E2M1's interval (arXiv
-    2501.17116, eq. 8).
+    2501.17116, eq. 8). In `dtype`, FP32 where there is none: rounded once.
     """
     tile = (weight.shape[0] // scale.shape[0], weight.shape[1] // scale.shape[1])
     inverse = spread(divide(torch.ones_like(scale), scale), weight.shape, tile)
@@ -271,7 +271,7 @@ def dge(grad, weight, scale, k, cap):  # type: ignore[no-untyped-def]
     steps = v * exp2_int(1 - e)  # the interval's width is 2**(e - 1)
     centred = (2.0 * (steps - steps.floor()) - 1.0).abs()
     slope = _power(centred.clamp_min(TINY), 1.0 / k - 1.0) * (1.0 / k)
-    return grad.float() * slope.clamp_max(cap)
+    return (grad.float() * slope.clamp_max(cap)).to(dtype or torch.float32)
 
 
 def _power(x: Tensor, p: float) -> Tensor:

@@ -51,7 +51,7 @@ SCHEMAS = {
     "dequantize_expanded": (
         "(Tensor codes, Tensor scale, Tensor exponent, Tensor center, str format, int group, int segments) -> Tensor"
     ),
-    "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap) -> Tensor",
+    "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap, ScalarType? dtype=None) -> Tensor",
 }
 
 
@@ -142,6 +142,10 @@ def _as_float32(x, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
+def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def]
+    return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
+
+
 FAKES: dict[str, Callable] = {
     "quantize": _quantize,
     "quantize_nvfp4": _quantize_nvfp4,
@@ -159,5 +163,5 @@ FAKES: dict[str, Callable] = {
     "hadamard": _as_float32,
     "quantize_expanded": _quantize_expanded,
     "dequantize_expanded": _as_float32,
-    "dge": _as_float32,
+    "dge": _dge,
 }

@@ -20,17 +20,19 @@ from torch import Tensor
 
 
 class Estimator(Protocol):
-    """Corrects dW [n, k] for the weight quantiser of fprop, given W [n, k] and the scale of its codes."""
+    """Corrects dW [n, k] for the weight quantiser of fprop, given W [n, k] and the scale of its codes. dtype: of the
+    result, where it shall not be FP32.
+    """
 
-    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor: ...
+    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
 
 
 @dataclass(frozen=True)
 class StraightThrough:
     """f' = 1."""
 
-    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        return grad
+    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return grad if dtype is None else grad.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -46,5 +48,5 @@ class DifferentiableEstimator:
         if self.k < 1 or self.cap <= 0:
             raise ValueError(f"DGE needs k >= 1 and cap > 0, not k = {self.k}, cap = {self.cap}")
 
-    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-        return torch.ops.lowprec.dge(grad, weight, scale, self.k, self.cap)
+    def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.ops.lowprec.dge(grad, weight, scale, self.k, self.cap, dtype)

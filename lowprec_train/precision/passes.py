@@ -73,7 +73,7 @@ class Site:
             dw = dw + accumulate(dy.t().contiguous(), rest.t().contiguous())
         if not isinstance(self.recipe.estimator, StraightThrough):
             scale = kept["w_scale"].t() if "w_turned" in kept else kept["w_scale"]
-            dw = self.recipe.estimator(dw, cast(weight, dtype), scale)
+            dw = self.recipe.estimator(dw, cast(weight, dtype), scale, weight.dtype)
         return cast(dw, weight.dtype)
 
     def _input(self, x: Tensor, a: Tensor) -> tuple[Quantized | None, Residual | None, Kept]:

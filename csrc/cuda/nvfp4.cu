@@ -1,0 +1,243 @@
+// quantize_nvfp4: E2M1 codes under E4M3 block scales under one FP32 scale of the tensor (ops/reference.py).
+//
+//   lines     tile (1, 8 .. 256)   the lanes that share a line exchange their maxima
+//   squares   tile (16, 16)        a block holds 16 rows of 8 tiles, one vector a thread
+//   tiles     any other            maxima and scales first, then codes
+//
+// The tensor's maximum comes first in each, so x is read twice (three times in the last): 4.5 bytes an element of BF16.
+#include "cuda/maxima.h"
+
+namespace lowprec {
+namespace {
+
+struct Draw {
+  const int64_t* seed;  // null: to nearest
+  const int64_t* origin;
+};
+
+// limit: 6 * headroom; `exact` where FP32 holds it.
+struct HeadRoom {
+  double limit;
+  bool exact, raises;
+};
+
+struct Block {
+  float scale, inverse;
+  uint8_t code;
+};
+
+__device__ __forceinline__ float tensor_scale_of(const uint32_t* amax) {
+  const float share = divide(bits_float(*amax), 2688.0f);
+  return share < 0x1p-117f ? 0x1p-117f : share;
+}
+
+__device__ __forceinline__ Block block_of(float amax, float tensor_scale, const HeadRoom& room) {
+  const float share = room.exact ? divide(amax, static_cast<float>(room.limit))
+                                 : static_cast<float>(static_cast<double>(amax) / room.limit);
+  const float wanted = divide(share, tensor_scale);
+  uint8_t code = encode<Format::E4M3>(wanted < 0x1p-9f ? 0x1p-9f : wanted);  // zero would lose the block
+  float stored = decode<Format::E4M3>(code), scale = stored * tensor_scale, inverse = divide(1.0f, scale);
+  if (room.raises && amax * inverse > 6.0f && stored < 448.0f) {
+    scale = decode<Format::E4M3>(++code) * tensor_scale;
+    inverse = divide(1.0f, scale);
+  }
+  if (amax == 0.0f) scale = inverse = 1.0f;
+  return {scale, inverse, code};
+}
+
+// inverse: what the values were multiplied by; 0 where they differ in it.
+template <bool random>
+__device__ __forceinline__ Codes<Format::E2M1> coded(const float (&v)[VECTOR], float inverse, const Draw& draw,
+                                                     int64_t row, int64_t column) {
+  Codes<Format::E2M1> codes;
+  if constexpr (random) {
+    const int64_t first = draw.origin == nullptr ? 0 : draw.origin[0];
+    const int64_t group = draw.origin == nullptr ? 0 : draw.origin[1] >> 3;
+    codes.encode_random(v, random_words(static_cast<uint64_t>(*draw.seed), row + first, (column >> 3) + group));
+  } else {
+    codes.encode_nearest(v, inverse);
+  }
+  return codes;
+}
+
+template <bool random, typename In>
+__device__ __forceinline__ void emit(const Vector<In>& x, float inverse, uint8_t* codes, const Draw& draw, int64_t row,
+                                     int64_t column, int64_t columns) {
+  float v[VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) v[i] = x[i] * inverse;
+  coded<random>(v, inverse, draw, row, column).store_all(codes + row * columns + column);
+}
+
+struct Outputs {
+  uint8_t *codes, *block;
+  float *scale, *tensor_scale;
+};
+
+__device__ __forceinline__ void leave(const Outputs& to, int64_t tile, const Block& of) {
+  to.scale[tile] = of.scale;
+  to.block[tile] = of.code;
+}
+
+// `lanes` threads (a power of two, at most 32) share a line of 8 * lanes elements; columns are a multiple of it.
+template <typename In, bool random>
+__global__ void __launch_bounds__(THREADS)
+    nvfp4_lines(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, int64_t columns,
+                int64_t vectors, int lanes, HeadRoom room, Draw draw) {
+  constexpr int EACH = 4;
+  const float tensor_scale = tensor_scale_of(amax);
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
+  if (first == 0) *to.tensor_scale = tensor_scale;
+  Vector<In> held[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    if (first + i * THREADS < vectors) held[i].load(x + (first + i * THREADS) * VECTOR);
+    else held[i].clear();
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t vector = first + i * THREADS;
+    uint32_t most = held[i].largest();
+    for (int offset = 1; offset < lanes; offset <<= 1) {
+      most = larger(most, __shfl_xor_sync(0xffffffffu, most, offset));
+    }
+    if (vector >= vectors) continue;
+    const Block of = block_of(bits_float(most), tensor_scale, room);
+    if (vector % lanes == 0) leave(to, vector / lanes, of);
+    const int64_t row = random ? vector * VECTOR / columns : 0;  // without draws, the matrix is one long row
+    emit<random>(held[i], of.inverse, to.codes, draw, row, vector * VECTOR - row * columns, columns);
+  }
+}
+
+// A block takes 16 rows of 128 columns; two threads side by side and 16 down share a tile.
+template <typename In, bool random>
+__global__ void __launch_bounds__(THREADS)
+    nvfp4_squares(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, int64_t columns,
+                  HeadRoom room, Draw draw) {
+  __shared__ uint32_t maxima[16][17];
+  __shared__ float inverses[8];
+  const int across = threadIdx.x & 15, down = threadIdx.x >> 4;
+  const int64_t strips = (columns + 127) / 128, band = blockIdx.x / strips;
+  const int64_t row = band * 16 + down, column = blockIdx.x % strips * 128 + across * VECTOR;
+  const float tensor_scale = tensor_scale_of(amax);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *to.tensor_scale = tensor_scale;
+  Vector<In> held;
+  if (column < columns) held.load(x + row * columns + column);
+  else held.clear();
+  maxima[down][across] = held.largest();
+  __syncthreads();
+  if (threadIdx.x < 8) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < 32; ++i) most = larger(most, maxima[i >> 1][2 * threadIdx.x + (i & 1)]);
+    const int64_t tile = blockIdx.x % strips * 8 + threadIdx.x;
+    const Block of = block_of(bits_float(most), tensor_scale, room);
+    if (tile < columns / 16) leave(to, band * (columns / 16) + tile, of);
+    inverses[threadIdx.x] = of.inverse;
+  }
+  __syncthreads();
+  if (column < columns) emit<random>(held, inverses[across >> 1], to.codes, draw, row, column, columns);
+}
+
+// A block a tile: its maximum and scale.
+template <typename In>
+__global__ void __launch_bounds__(THREADS)
+    nvfp4_scales(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, float* __restrict__ inverse,
+                 int64_t columns, Tile tile, HeadRoom room) {
+  __shared__ uint32_t scratch[THREADS / 32];
+  const int64_t across = columns / tile.columns;
+  const int64_t row = blockIdx.x / across * tile.rows, column = blockIdx.x % across * tile.columns;
+  uint32_t most = 0;
+  for (int64_t i = threadIdx.x; i < tile.rows * tile.columns; i += THREADS) {
+    most = larger_magnitude(most, x[(row + i / tile.columns) * columns + column + i % tile.columns].value());
+  }
+  most = block_largest(most, scratch);
+  if (threadIdx.x != 0) return;
+  const float tensor_scale = tensor_scale_of(amax);
+  const Block of = block_of(bits_float(most), tensor_scale, room);
+  leave(to, blockIdx.x, of);
+  inverse[blockIdx.x] = of.inverse;
+  if (blockIdx.x == 0) *to.tensor_scale = tensor_scale;
+}
+
+template <typename In, bool random>
+__global__ void __launch_bounds__(THREADS)
+    nvfp4_codes(const In* __restrict__ x, const float* __restrict__ inverse, uint8_t* __restrict__ codes, int64_t rows,
+                int64_t columns, Tile tile, Draw draw) {
+  const int64_t vectors = (columns + VECTOR - 1) / VECTOR;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (index >= rows * vectors) return;
+  const int64_t row = index / vectors, column = index % vectors * VECTOR;
+  const int some = static_cast<int>(min(columns - column, int64_t{VECTOR}));
+  Vector<In> held;
+  held.load_some(x + row * columns + column, some);
+  const float* of_tile = inverse + row / tile.rows * (columns / tile.columns) + column / tile.columns;
+  int64_t left = tile.columns - column % tile.columns;
+  float v[VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    v[i] = i < some ? held[i] * *of_tile : 0.0f;
+    if (--left == 0) {
+      ++of_tile;
+      left = tile.columns;
+    }
+  }
+  coded<random>(v, 0.0f, draw, row, column).store_some(codes + row * columns + column, some);
+}
+
+template <typename In, bool random>
+void launch(const Tensor& x, const uint32_t* amax, const Outputs& to, Tile tile, HeadRoom room, Draw draw) {
+  const int64_t rows = x.size(0), columns = x.size(1), vectors = rows * columns / VECTOR;
+  const In* in = data_of<In>(x);
+  const cudaStream_t stream = stream_of(x);
+  const int64_t lanes = tile.columns / VECTOR;
+  const bool whole = tile.columns % VECTOR == 0;
+  if (whole && tile.rows == 1 && lanes <= 32 && (lanes & (lanes - 1)) == 0) {
+    nvfp4_lines<In, random><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(
+        in, amax, to, columns, vectors, static_cast<int>(lanes), room, draw);
+  } else if (whole && tile.rows == 16 && tile.columns == 16) {
+    nvfp4_squares<In, random>
+        <<<rows / 16 * ceil_div(columns, 128), THREADS, 0, stream>>>(in, amax, to, columns, room, draw);
+  } else {
+    const int64_t tiles = rows / tile.rows * (columns / tile.columns);
+    Tensor inverse = empty_like_device(x, {tiles}, ScalarType::Float);
+    float* inverses = mutable_data_of<float>(inverse);
+    nvfp4_scales<In><<<tiles, THREADS, 0, stream>>>(in, amax, to, inverses, columns, tile, room);
+    nvfp4_codes<In, random><<<ceil_div(rows * ceil_div(columns, VECTOR), THREADS), THREADS, 0, stream>>>(
+        in, inverses, to.codes, rows, columns, tile, draw);
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& given, std::vector<int64_t> tile_given,
+                                                          double headroom, std::optional<Tensor> seed,
+                                                          std::optional<Tensor> origin) {
+  Tensor x = dense(given);
+  if (!aligned(x.const_data_ptr(), 16)) x = torch::stable::clone(x);
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Tile tile = resolve_tile(rows, columns, tile_given);
+  const int64_t bands = rows / tile.rows, tiles = columns / tile.columns;
+  Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
+  Tensor scale = empty_like_device(x, {bands, tiles}, ScalarType::Float);
+  Tensor block = empty_like_device(x, {bands, tiles}, ScalarType::Float8_e4m3fn);
+  Tensor tensor_scale = empty_like_device(x, {1, 1}, ScalarType::Float);
+  Tensor amax = torch::stable::new_zeros(x, {1}, ScalarType::Int);
+  const Outputs to{mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(block), mutable_data_of<float>(scale),
+                   mutable_data_of<float>(tensor_scale)};
+  const double limit = 6.0 * headroom;
+  const HeadRoom room{limit, static_cast<double>(static_cast<float>(limit)) == limit, headroom < 1.0};
+  const Draw draw{seed_of(seed), seed_of(origin)};
+  uint32_t* found = mutable_data_of<uint32_t>(amax);
+  with_input(x, [&](auto tag) {
+    using In = typename decltype(tag)::Type;
+    launch_amax(data_of<In>(x), found, rows * columns, stream_of(x));
+    if (draw.seed != nullptr) launch<In, true>(x, found, to, tile, room, draw);
+    else launch<In, false>(x, found, to, tile, room, draw);
+  });
+  check_launch("quantize_nvfp4");
+  return {codes, scale, block, tensor_scale};
+}
+
+}  // namespace
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("quantize_nvfp4", TORCH_BOX(&lowprec::quantize_nvfp4)); }
