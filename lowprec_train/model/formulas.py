@@ -1,16 +1,16 @@
 """Norms and activations as formulas with their derivatives, for layers that keep codes of their inputs only.
 
-A layer that keeps its input leaves the derivative to autograd; one that keeps codes has to say it. All in FP32.
+A layer that keeps its input leaves the derivative to autograd; one that keeps codes has to say it. All in FP32; the
+expressions are those of ops/producers.py, where they also are the meaning of the fused operations.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from lowprec_train.ops import producers
 
 Tensors = tuple[Tensor, ...]
 
@@ -22,13 +22,10 @@ class RMS:
     eps: float
 
     def forward(self, inputs: Tensors, parameters: Tensors) -> Tensor:
-        return F.rms_norm(inputs[0], parameters[0].shape, parameters[0], self.eps)
+        return producers.norm(inputs[0], parameters[0], None, self.eps, False)
 
     def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
-        rate = (inputs[0].square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        n, g = inputs[0] * rate, dy * parameters[0]
-        dx = rate * (g - n * (g * n).mean(-1, keepdim=True))
-        return dx, _sum(dy * n)
+        return producers.norm_gradients(dy, inputs[0], parameters[0], self.eps, False)
 
 
 @dataclass(frozen=True)
@@ -38,15 +35,12 @@ class Normal:
     eps: float
 
     def forward(self, inputs: Tensors, parameters: Tensors) -> Tensor:
-        weight, bias = parameters[0], parameters[1] if len(parameters) > 1 else None
-        return F.layer_norm(inputs[0], weight.shape, weight, bias, self.eps)
+        bias = parameters[1] if len(parameters) > 1 else None
+        return producers.norm(inputs[0], parameters[0], bias, self.eps, True)
 
     def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
-        centred = inputs[0] - inputs[0].mean(-1, keepdim=True)
-        rate = (centred.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        n, g = centred * rate, dy * parameters[0]
-        dx = rate * (g - g.mean(-1, keepdim=True) - n * (g * n).mean(-1, keepdim=True))
-        return dx, *(_sum(dy * n), _sum(dy))[: len(parameters)]
+        gradients = producers.norm_gradients(dy, inputs[0], parameters[0], self.eps, True)
+        return gradients if len(parameters) == 1 else (*gradients, producers.over_tokens(dy))
 
 
 @dataclass(frozen=True)
@@ -54,13 +48,10 @@ class GatedSiLU:
     """y = silu(gate) up (arXiv 2002.05202)."""
 
     def forward(self, inputs: Tensors, parameters: Tensors) -> Tensor:
-        gate, up = inputs
-        return F.silu(gate) * up
+        return producers.gated_silu(*inputs)
 
     def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
-        gate, up = inputs
-        sigma = torch.sigmoid(gate)
-        return dy * up * (sigma * (1 + gate * (1 - sigma))), dy * (gate * sigma)
+        return producers.gated_silu_gradients(dy, *inputs)
 
 
 @dataclass(frozen=True)
@@ -68,14 +59,7 @@ class TanhGELU:
     """y = x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3) (arXiv 1606.08415)."""
 
     def forward(self, inputs: Tensors, parameters: Tensors) -> Tensor:
-        return F.gelu(inputs[0], approximate="tanh")
+        return producers.tanh_gelu(inputs[0])
 
     def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
-        x, slope = inputs[0], math.sqrt(2 / math.pi)
-        t = torch.tanh(slope * (x + 0.044715 * x * x * x))
-        return (dy * 0.5 * (1 + t + x * (1 - t * t) * slope * (1 + 3 * 0.044715 * x * x)),)
-
-
-def _sum(each: Tensor) -> Tensor:
-    """Over all tokens."""
-    return each.flatten(end_dim=-2).sum(0)
+        return (producers.tanh_gelu_gradient(dy, inputs[0]),)

@@ -52,6 +52,28 @@ SCHEMAS = {
         "(Tensor codes, Tensor scale, Tensor exponent, Tensor center, str format, int group, int segments) -> Tensor"
     ),
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap, ScalarType? dtype=None) -> Tensor",
+    "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor maxima)",
+    "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor maxima)",
+    "norm_keep": (
+        "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group)"
+        " -> (Tensor y, Tensor maxima, Tensor codes, Tensor exponents)"
+    ),
+    "norm_keep_backward": (
+        "(Tensor dy, Tensor codes, Tensor exponents, Tensor weight, bool biased, float eps, bool centered, str format,"
+        " int group) -> (Tensor dx, Tensor dweight, Tensor dbias)"
+    ),
+    "gated_keep": (
+        "(Tensor gate_up, str format, int group) -> (Tensor y, Tensor maxima, Tensor gate, Tensor gate_exponents,"
+        " Tensor up, Tensor up_exponents)"
+    ),
+    "gated_keep_backward": (
+        "(Tensor dy, Tensor gate, Tensor gate_exponents, Tensor up, Tensor up_exponents, str format, int group)"
+        " -> Tensor"
+    ),
+    "gelu_keep": (
+        "(Tensor x, str format, int group) -> (Tensor y, Tensor maxima, Tensor codes, Tensor exponents)"
+    ),
+    "gelu_keep_backward": "(Tensor dy, Tensor codes, Tensor exponents, str format, int group) -> Tensor",
 }
 
 
@@ -146,6 +168,51 @@ def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-de
     return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
 
 
+def _kept(x, columns, format, group):  # type: ignore[no-untyped-def]
+    """Codes of a matrix of that many columns, two E2M1 ones a byte, and the exponents of its groups."""
+    wide, dtype = (columns // 2, torch.uint8) if format == "E2M1" else (columns, CARRIERS[format])
+    return x.new_empty((x.shape[0], wide), dtype=dtype), x.new_empty((x.shape[0], columns // group), dtype=torch.uint8)
+
+
+def _row_maxima(x):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _norm_keep(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), _row_maxima(x), *_kept(x, x.shape[1], format, group)
+
+
+def _norm_keep_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
+    dweight = weight.new_empty(weight.shape, dtype=torch.float32)
+    return dy.new_empty(dy.shape), dweight, dweight.new_empty(weight.shape if biased else 0)
+
+
+def _gated_silu(gate_up):  # type: ignore[no-untyped-def]
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)), _row_maxima(gate_up)
+
+
+def _gated_silu_backward(dy, gate_up):  # type: ignore[no-untyped-def]
+    return dy.new_empty(gate_up.shape), _row_maxima(dy)
+
+
+def _gated_keep(gate_up, format, group):  # type: ignore[no-untyped-def]
+    width = gate_up.shape[1] // 2
+    kept = (part for _ in range(2) for part in _kept(gate_up, width, format, group))
+    return gate_up.new_empty((gate_up.shape[0], width)), _row_maxima(gate_up), *kept
+
+
+def _gated_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
+    return dy.new_empty((dy.shape[0], 2 * dy.shape[1]))
+
+
+def _gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), _row_maxima(x), *_kept(x, x.shape[1], format, group)
+
+
+def _gelu_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
+    return dy.new_empty(dy.shape)
+
+
 FAKES: dict[str, Callable] = {
     "quantize": _quantize,
     "quantize_nvfp4": _quantize_nvfp4,
@@ -164,4 +231,12 @@ FAKES: dict[str, Callable] = {
     "quantize_expanded": _quantize_expanded,
     "dequantize_expanded": _as_float32,
     "dge": _dge,
+    "gated_silu": _gated_silu,
+    "gated_silu_backward": _gated_silu_backward,
+    "norm_keep": _norm_keep,
+    "norm_keep_backward": _norm_keep_backward,
+    "gated_keep": _gated_keep,
+    "gated_keep_backward": _gated_keep_backward,
+    "gelu_keep": _gelu_keep,
+    "gelu_keep_backward": _gelu_keep_backward,
 }

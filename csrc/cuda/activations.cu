@@ -1,0 +1,348 @@
+// gated_keep, gelu_keep and their derivatives: activations of inputs that are rounded, with the codes kept.
+//
+//   forward    a block a row, for the row's largest |y|; nothing waits for anything until then
+//   backward   no sums: threads take vectors of the whole matrix
+//
+// Gate and up alternate, so eight pairs are two 16-byte chunks. Neighbouring lanes exchange chunks, so that each access
+// of a warp covers whole 32-byte sectors:
+//
+//     memory      0 1 2 3          lane 0 works on 0 1, lane 1 on 2 3
+//     accesses    first: lane 0 chunk 0, lane 1 chunk 1     second: lane 0 chunk 2, lane 1 chunk 3
+#include "cuda/kept.h"
+#include "numerics/activations.h"
+
+namespace lowprec {
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int EACH = 2;  // vectors of a thread in flight
+
+// Turns (own even chunk, own odd chunk) into what the accesses move, and back: even lanes give their second, odd lanes
+// their first. All lanes of a warp call it.
+template <typename In>
+__device__ __forceinline__ void exchange(Vector<In>& a, Vector<In>& b) {
+  const bool odd = threadIdx.x & 1;
+#pragma unroll
+  for (int i = 0; i < Vector<In>::WORDS; ++i) {
+    const uint32_t given = odd ? a.words[i] : b.words[i];
+    const uint32_t got = __shfl_xor_sync(0xffffffffu, given, 1);
+    if (odd) a.words[i] = got;
+    else b.words[i] = got;
+  }
+}
+
+// Chunks of 8 elements that a lane accesses for the pairs of `vector`: the first and, two further on, the second.
+__device__ __forceinline__ int64_t chunk_of(int64_t vector) { return 2 * vector - (threadIdx.x & 1); }
+
+// Largest magnitudes of even and of odd elements within a group.
+struct PairMaxima {
+  uint32_t gate, up;
+};
+
+template <typename In>
+__device__ __forceinline__ PairMaxima pair_maxima(const Vector<In>& a, const Vector<In>& b, int shift) {
+  if constexpr (sizeof(In) == 2) {  // BF16 patterns order as magnitudes do, two at a time
+    uint32_t both = 0;
+#pragma unroll
+    for (int i = 0; i < Vector<In>::WORDS; ++i) {
+      both = __vmaxu2(both, __vmaxu2(a.words[i] & 0x7fff7fffu, b.words[i] & 0x7fff7fffu));
+    }
+    for (int offset = 1; offset < 1 << shift; offset <<= 1) both = __vmaxu2(both, __shfl_xor_sync(0xffffffffu, both, offset));
+    return {both << 16, both & 0x7fff0000u};
+  } else {
+    PairMaxima made{0, 0};
+#pragma unroll
+    for (int i = 0; i < VECTOR; i += 2) {
+      made.gate = larger(made.gate, larger(magnitude_bits(a[i]), magnitude_bits(b[i])));
+      made.up = larger(made.up, larger(magnitude_bits(a[i + 1]), magnitude_bits(b[i + 1])));
+    }
+    return {group_largest(made.gate, shift), group_largest(made.up, shift)};
+  }
+}
+
+struct Kept {
+  uint8_t* codes;
+  uint8_t* exponents;
+};
+
+template <typename In>
+struct GatedForward {
+  const In* gate_up;
+  In* y;
+  float* maxima;
+  Kept gate, up;
+  int vectors, shift;  // of a row of y, of a group
+};
+
+template <typename In, Format F>
+__global__ void __launch_bounds__(384, 2) gated_rows(const GatedForward<In> to) {
+  __shared__ uint32_t scratch[384 / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * to.vectors;
+  uint32_t most = 0;
+  for (int base = 0; base < to.vectors; base += EACH * blockDim.x) {
+    Vector<In> a[EACH], b[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;  // lanes of a pair are inside or outside together
+      const In* from = to.gate_up + chunk_of(first + at) * VECTOR;
+      if (at < to.vectors) {
+        a[i].load(from);
+        b[i].load(from + 2 * VECTOR);
+      } else {
+        a[i].clear();
+        b[i].clear();
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      const bool inside = at < to.vectors;
+      exchange(a[i], b[i]);
+      const PairMaxima amax = pair_maxima(a[i], b[i], to.shift);
+      float gate[VECTOR], up[VECTOR];
+#pragma unroll
+      for (int j = 0; j < VECTOR / 2; ++j) {
+        gate[j] = a[i][2 * j], up[j] = a[i][2 * j + 1];
+        gate[j + 4] = b[i][2 * j], up[j + 4] = b[i][2 * j + 1];
+      }
+      keep<F>(gate, amax.gate, inside, first + at, to.shift, to.gate.codes, to.gate.exponents);
+      keep<F>(up, amax.up, inside, first + at, to.shift, to.up.codes, to.up.exponents);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) gate[j] = silu(gate[j]) * up[j];
+      const Vector<In> y = round_to_stream<In>(gate);
+      most = larger(most, y.largest());  // zero outside
+      if (inside) store_vector(to.y + (first + at) * VECTOR, y);
+    }
+  }
+  store_row_maximum(most, scratch, to.maxima + blockIdx.x);
+}
+
+template <typename In, Format F>
+__global__ void __launch_bounds__(THREADS) gated_backward(const In* __restrict__ dy, const Kept gate, const Kept up,
+                                                          In* __restrict__ dgate_up, int64_t vectors, int shift) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
+  Vector<In> held[EACH];
+  KeptCodes<F> gates[EACH], ups[EACH];
+  float gate_scale[EACH] = {}, up_scale[EACH] = {};
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t vector = first + i * THREADS;
+    held[i].clear(), gates[i].clear(), ups[i].clear();
+    if (vector >= vectors) continue;
+    held[i].load(dy + vector * VECTOR);
+    gates[i].load(gate.codes + vector * KeptCodes<F>::BYTES);
+    ups[i].load(up.codes + vector * KeptCodes<F>::BYTES);
+    gate_scale[i] = kept_multiplier(__ldg(gate.exponents + (vector >> shift)));
+    up_scale[i] = kept_multiplier(__ldg(up.exponents + (vector >> shift)));
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    float g[VECTOR], u[VECTOR];
+    gates[i].decode(g, gate_scale[i]);
+    ups[i].decode(u, up_scale[i]);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) {
+      const GatedGradients d = gated_silu_gradients(held[i][j], g[j], u[j]);
+      g[j] = d.gate, u[j] = d.up;
+    }
+    float low[VECTOR], high[VECTOR];
+#pragma unroll
+    for (int j = 0; j < VECTOR / 2; ++j) {
+      low[2 * j] = g[j], low[2 * j + 1] = u[j];
+      high[2 * j] = g[j + 4], high[2 * j + 1] = u[j + 4];
+    }
+    Vector<In> a = round_to_stream<In>(low), b = round_to_stream<In>(high);
+    exchange(a, b);
+    const int64_t vector = first + i * THREADS;
+    if (vector >= vectors) continue;
+    In* to = dgate_up + chunk_of(vector) * VECTOR;
+    store_vector(to, a);
+    store_vector(to + 2 * VECTOR, b);
+  }
+}
+
+template <typename In>
+struct GeluForward {
+  const In* x;
+  In* y;
+  float* maxima;
+  Kept kept;
+  int vectors, shift;
+};
+
+template <typename In, Format F>
+__global__ void __launch_bounds__(384, 2) gelu_rows(const GeluForward<In> to) {
+  __shared__ uint32_t scratch[384 / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * to.vectors;
+  uint32_t most = 0;
+  for (int base = 0; base < to.vectors; base += EACH * blockDim.x) {
+    Vector<In> held[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      if (at < to.vectors) held[i].load(to.x + (first + at) * VECTOR);
+      else held[i].clear();
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      const uint32_t amax = group_largest(held[i].largest(), to.shift);
+      float x[VECTOR];
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) x[j] = held[i][j];
+      keep<F>(x, amax, at < to.vectors, first + at, to.shift, to.kept.codes, to.kept.exponents);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) x[j] = tanh_gelu(x[j]);
+      const Vector<In> y = round_to_stream<In>(x);
+      most = larger(most, y.largest());
+      if (at < to.vectors) store_vector(to.y + (first + at) * VECTOR, y);
+    }
+  }
+  store_row_maximum(most, scratch, to.maxima + blockIdx.x);
+}
+
+template <typename In, Format F>
+__global__ void __launch_bounds__(THREADS) gelu_backward(const In* __restrict__ dy, const Kept kept, In* __restrict__ dx,
+                                                         int64_t vectors, int shift) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
+  Vector<In> held[EACH];
+  KeptCodes<F> codes[EACH];
+  float scale[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t vector = first + i * THREADS;
+    if (vector >= vectors) continue;
+    held[i].load(dy + vector * VECTOR);
+    codes[i].load(kept.codes + vector * KeptCodes<F>::BYTES);
+    scale[i] = kept_multiplier(__ldg(kept.exponents + (vector >> shift)));
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t vector = first + i * THREADS;
+    if (vector >= vectors) continue;
+    float x[VECTOR];
+    codes[i].decode(x, scale[i]);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) x[j] = tanh_gelu_gradient(held[i][j], x[j]);
+    store_vector(dx + vector * VECTOR, round_to_stream<In>(x));
+  }
+}
+
+// Threads of a row's block: as few rounds of EACH vectors as 384 threads need, evenly filled.
+int row_threads(int64_t vectors) {
+  const int64_t rounds = ceil_div(vectors, EACH * 384);
+  return static_cast<int>(ceil_div(ceil_div(vectors, EACH * rounds), 32) * 32);
+}
+
+struct KeptTensors {
+  Tensor codes, exponents;
+  Kept data() const { return {mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(exponents)}; }
+};
+
+KeptTensors new_kept(const Tensor& x, int64_t columns, Format format, int64_t group) {
+  return {kept_codes(x, x.size(0), columns, format), empty_like_device(x, {x.size(0), columns / group}, ScalarType::Byte)};
+}
+
+// Kept codes as a backward kernel reads them, [m, columns] of dy.
+KeptTensors read_kept(const Tensor& codes, const Tensor& exponents, const Tensor& dy, Format format, int64_t group) {
+  STD_TORCH_CHECK(codes.numel() == dy.numel() / (format == Format::E2M1 ? 2 : 1) && exponents.numel() == dy.numel() / group,
+                  "codes and exponents are those of another matrix");
+  return {vectorised(codes), dense(exponents)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_keep(const Tensor& given, std::string format_name,
+                                                                      int64_t group) {
+  const Tensor gate_up = vectorised(given);
+  const Format format = parse_format(format_name);
+  const int64_t rows = gate_up.size(0), columns = gate_up.size(1) / 2;
+  STD_TORCH_CHECK(gate_up.size(1) % 2 == 0, "the columns of gate_up alternate gate, up");
+  const int shift = group_shift(columns, group);
+  Tensor y = empty_like_device(gate_up, {rows, columns}, gate_up.scalar_type());
+  Tensor maxima = empty_like_device(gate_up, {rows}, ScalarType::Float);
+  const KeptTensors gate = new_kept(gate_up, columns, format, group), up = new_kept(gate_up, columns, format, group);
+  if (rows > 0) {
+    with_stream_type(gate_up, [&](auto in) {
+      using In = typename decltype(in)::Type;
+      const GatedForward<In> to{data_of<In>(gate_up), mutable_data_of<In>(y), mutable_data_of<float>(maxima), gate.data(),
+                                up.data(), static_cast<int>(columns / VECTOR), shift};
+      with_kept_format(format, [&](auto tag) {
+        gated_rows<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(gate_up)>>>(to);
+      });
+    });
+    check_launch("gated_keep");
+  }
+  return {y, maxima, gate.codes, gate.exponents, up.codes, up.exponents};
+}
+
+Tensor gated_keep_backward(const Tensor& given, const Tensor& gate_codes, const Tensor& gate_exponents,
+                           const Tensor& up_codes, const Tensor& up_exponents, std::string format_name, int64_t group) {
+  const Tensor dy = vectorised(given);
+  const Format format = parse_format(format_name);
+  const int64_t rows = dy.size(0), columns = dy.size(1), vectors = rows * columns / VECTOR;
+  const int shift = group_shift(columns, group);
+  const KeptTensors gate = read_kept(gate_codes, gate_exponents, dy, format, group);
+  const KeptTensors up = read_kept(up_codes, up_exponents, dy, format, group);
+  Tensor dgate_up = empty_like_device(dy, {rows, 2 * columns}, dy.scalar_type());
+  if (vectors == 0) return dgate_up;
+  with_stream_type(dy, [&](auto in) {
+    using In = typename decltype(in)::Type;
+    with_kept_format(format, [&](auto tag) {
+      gated_backward<In, decltype(tag)::value><<<ceil_div(vectors, THREADS * EACH), THREADS, 0, stream_of(dy)>>>(
+          data_of<In>(dy), gate.data(), up.data(), mutable_data_of<In>(dgate_up), vectors, shift);
+    });
+  });
+  check_launch("gated_keep_backward");
+  return dgate_up;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> gelu_keep(const Tensor& given, std::string format_name, int64_t group) {
+  const Tensor x = vectorised(given);
+  const Format format = parse_format(format_name);
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const int shift = group_shift(columns, group);
+  Tensor y = empty_like_device(x, {rows, columns}, x.scalar_type());
+  Tensor maxima = empty_like_device(x, {rows}, ScalarType::Float);
+  const KeptTensors kept = new_kept(x, columns, format, group);
+  if (rows > 0) {
+    with_stream_type(x, [&](auto in) {
+      using In = typename decltype(in)::Type;
+      const GeluForward<In> to{data_of<In>(x), mutable_data_of<In>(y), mutable_data_of<float>(maxima), kept.data(),
+                               static_cast<int>(columns / VECTOR), shift};
+      with_kept_format(format, [&](auto tag) {
+        gelu_rows<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(x)>>>(to);
+      });
+    });
+    check_launch("gelu_keep");
+  }
+  return {y, maxima, kept.codes, kept.exponents};
+}
+
+Tensor gelu_keep_backward(const Tensor& given, const Tensor& codes, const Tensor& exponents, std::string format_name,
+                          int64_t group) {
+  const Tensor dy = vectorised(given);
+  const Format format = parse_format(format_name);
+  const int64_t rows = dy.size(0), columns = dy.size(1), vectors = rows * columns / VECTOR;
+  const int shift = group_shift(columns, group);
+  const KeptTensors kept = read_kept(codes, exponents, dy, format, group);
+  Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
+  if (vectors == 0) return dx;
+  with_stream_type(dy, [&](auto in) {
+    using In = typename decltype(in)::Type;
+    with_kept_format(format, [&](auto tag) {
+      gelu_backward<In, decltype(tag)::value><<<ceil_div(vectors, THREADS * EACH), THREADS, 0, stream_of(dy)>>>(
+          data_of<In>(dy), kept.data(), mutable_data_of<In>(dx), vectors, shift);
+    });
+  });
+  check_launch("gelu_keep_backward");
+  return dx;
+}
+
+}  // namespace
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
+  m.impl("gated_keep", TORCH_BOX(&lowprec::gated_keep));
+  m.impl("gated_keep_backward", TORCH_BOX(&lowprec::gated_keep_backward));
+  m.impl("gelu_keep", TORCH_BOX(&lowprec::gelu_keep));
+  m.impl("gelu_keep_backward", TORCH_BOX(&lowprec::gelu_keep_backward));
+}

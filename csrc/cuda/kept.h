@@ -1,0 +1,178 @@
+// Eight neighbouring values of a kept group: to codes, to what the codes stand for, to the stream's dtype.
+//
+// A group of 16 to 256 lies in 2 to 32 neighbouring lanes, which exchange their maxima. E4M3 and E5M2 go by the
+// hardware's conversions: a scaled value is within the format's range or NaN, so these round as numerics/rounding.h does.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "cuda/vectors.h"
+#include "numerics/kept.h"
+
+namespace lowprec {
+
+constexpr int64_t SMALLEST_GROUP = 16, LARGEST_GROUP = 256;
+
+// log2 of the vectors in a group. Raises where the kernels do not serve a group or a width.
+inline int group_shift(int64_t columns, int64_t group) {
+  STD_TORCH_CHECK(group >= SMALLEST_GROUP && group <= LARGEST_GROUP && (group & (group - 1)) == 0 && columns % group == 0,
+                  "groups of kept codes are 16, 32, 64, 128 or 256 columns and divide a row, not ", group, " of ", columns);
+  int shift = 0;
+  while ((8 << shift) < group) ++shift;
+  return shift;
+}
+
+// A matrix as the kernels read it: row-major from a 16-byte boundary.
+inline Tensor vectorised(const Tensor& given) {
+  STD_TORCH_CHECK(given.dim() == 2, "kept codes are those of a matrix");
+  const Tensor x = dense(given);
+  return aligned(x.const_data_ptr(), 16) ? x : torch::stable::clone(x);
+}
+
+inline Tensor kept_codes(const Tensor& like, int64_t rows, int64_t columns, Format format) {
+  const bool packed = format == Format::E2M1;
+  return empty_like_device(like, {rows, packed ? columns / 2 : columns}, packed ? ScalarType::Byte : carrier_of(format));
+}
+
+template <typename Body>
+void with_stream_type(const Tensor& x, Body&& body) {
+  const ScalarType type = x.scalar_type();
+  if (type == ScalarType::BFloat16) return body(InputTag<Bf16>{});
+  STD_TORCH_CHECK(type == ScalarType::Float, "a stream is bfloat16 or float32");
+  body(InputTag<Fp32>{});
+}
+
+template <typename Body>
+void with_kept_format(Format format, Body&& body) {
+  if (format == Format::E4M3) return body(FormatTag<Format::E4M3>{});
+  if (format == Format::E5M2) return body(FormatTag<Format::E5M2>{});
+  STD_TORCH_CHECK(format == Format::E2M1, "kept codes are E4M3, E5M2 or E2M1");
+  body(FormatTag<Format::E2M1>{});
+}
+
+#if defined(__CUDACC__)
+
+template <Format F>
+struct KeptCodes {
+  static constexpr int BYTES = F == Format::E2M1 ? 4 : 8;
+  uint32_t words[BYTES / 4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < BYTES / 4; ++i) words[i] = 0;
+  }
+  __device__ __forceinline__ void load(const uint8_t* data) {
+    if constexpr (BYTES == 8) {
+      const uint2 both = __ldg(reinterpret_cast<const uint2*>(data));
+      words[0] = both.x, words[1] = both.y;
+    } else {
+      words[0] = __ldg(reinterpret_cast<const uint32_t*>(data));
+    }
+  }
+  __device__ __forceinline__ void store(uint8_t* data) const {
+    if constexpr (BYTES == 8) *reinterpret_cast<uint2*>(data) = make_uint2(words[0], words[1]);
+    else *reinterpret_cast<uint32_t*>(data) = words[0];
+  }
+  __device__ __forceinline__ void encode(const float (&v)[VECTOR], float inverse) {
+    uint32_t pairs[VECTOR / 2];
+#pragma unroll
+    for (int i = 0; i < VECTOR / 2; ++i) {
+      const float a = v[2 * i] * inverse, b = v[2 * i + 1] * inverse;
+      if constexpr (F == Format::E2M1) pairs[i] = encode_fp8_pair<F>(a, b);
+      else pairs[i] = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3);
+    }
+    if constexpr (F == Format::E2M1) {
+      words[0] = 0;
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) words[0] |= nibble(pairs[i >> 1] >> (8 * (i & 1)) & 0xffu) << (4 * i);
+    } else {
+      words[0] = pairs[0] | pairs[1] << 16;
+      words[1] = pairs[2] | pairs[3] << 16;
+    }
+  }
+  // code * scale
+  __device__ __forceinline__ void decode(float (&v)[VECTOR], float scale) const {
+    if constexpr (F == Format::E2M1) {
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) {  // a nibble is the head of an FP32 number of exponent -126
+        const uint32_t bits = words[0] >> (4 * i);
+        v[i] = bits_float((bits & 7u) << 22 | (bits & 8u) << 28) * 0x1p126f * scale;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < VECTOR / 2; ++i) {
+        const auto pair = static_cast<__nv_fp8x2_storage_t>(words[i >> 1] >> (16 * (i & 1)));
+        const __half2 halves(__nv_cvt_fp8x2_to_halfraw2(pair, F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3));
+        const float2 values = __half22float2(halves);
+        v[2 * i] = values.x * scale;
+        v[2 * i + 1] = values.y * scale;
+      }
+    }
+  }
+
+ private:
+  // pack_e2m1 of ops/reference.py, of one E4M3 byte.
+  static __device__ __forceinline__ uint32_t nibble(uint32_t byte) {
+    const uint32_t size = byte & 0x7fu;
+    return ((size < 0x38u ? size >> 5 : ((size - 0x38u) >> 2) + 2u) & 7u) | (byte >> 4 & 8u);
+  }
+};
+
+// Of the group that this lane's vector belongs to; all lanes of a warp call it.
+__device__ __forceinline__ uint32_t group_largest(uint32_t bits, int shift) {
+  for (int offset = 1; offset < 1 << shift; offset <<= 1) bits = larger(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
+  return bits;
+}
+
+// Rounds a vector and keeps its codes; v becomes what they stand for. `vector`: its index in the matrix.
+template <Format F>
+__device__ __forceinline__ void keep(float (&v)[VECTOR], uint32_t amax, bool inside, int64_t vector, int shift,
+                                     uint8_t* codes, uint8_t* exponents) {
+  const KeptScale of = kept_scale<F>(amax);
+  KeptCodes<F> made;
+  made.encode(v, of.inverse);
+  made.decode(v, of.scale);
+  if (!inside) return;
+  made.store(codes + vector * KeptCodes<F>::BYTES);
+  if ((vector & ((1 << shift) - 1)) == 0) exponents[vector >> shift] = of.exponent;
+}
+
+// Largest of a block's values into `maximum`. `scratch` holds a word a warp.
+__device__ __forceinline__ void store_row_maximum(uint32_t bits, uint32_t* scratch, float* maximum) {
+  bits = warp_largest(bits);
+  if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = bits;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  bits = warp_largest(threadIdx.x < blockDim.x >> 5 ? scratch[threadIdx.x] : 0);
+  if (threadIdx.x == 0) *maximum = bits_float(bits);
+}
+
+// A stored exponent as a multiplier; 255, of a group that is not finite, is infinity, and its codes are NaN.
+__device__ __forceinline__ float kept_multiplier(uint8_t exponent) { return bits_float(static_cast<uint32_t>(exponent) << 23); }
+
+template <typename In>
+__device__ __forceinline__ Vector<In> round_to_stream(const float (&v)[VECTOR]) {
+  Vector<In> made;
+#pragma unroll
+  for (int i = 0; i < Vector<In>::WORDS; ++i) {
+    if constexpr (sizeof(In) == 4) {
+      made.words[i] = float_bits(v[i]);
+    } else {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+      made.words[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+  return made;
+}
+
+template <typename In>
+__device__ __forceinline__ void store_vector(In* data, const Vector<In>& v) {
+#pragma unroll
+  for (int i = 0; i < Vector<In>::WORDS; i += 4) {
+    reinterpret_cast<uint4*>(data)[i / 4] = make_uint4(v.words[i], v.words[i + 1], v.words[i + 2], v.words[i + 3]);
+  }
+}
+
+#endif
+
+}  // namespace lowprec
