@@ -78,13 +78,28 @@ __device__ __forceinline__ void block_maxima(const Vector<In> (&x)[8], const flo
     }
   }
   if (want_columns) {
+    uint32_t found[8];
+    if constexpr (!folded && std::is_same_v<In, Bf16>) {  // patterns order as magnitudes do: two columns at a time
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      uint32_t found = 0;
+      for (int w = 0; w < 4; ++w) {
+        uint32_t two = x[0].words[w] & 0x7fff7fffu;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) found = larger_magnitude(found, folded ? x[i][j] * down[i] : x[i][j]);
-      found = larger(found, __shfl_xor_sync(0xffffffffu, found, 16));
-      if ((threadIdx.x & 31) < 16) atomicMax(&of_columns[at.lane_column * 8 + j], found);
+        for (int i = 1; i < 8; ++i) two = __vmaxu2(two, x[i].words[w] & 0x7fff7fffu);
+        two = __vmaxu2(two, __shfl_xor_sync(0xffffffffu, two, 16));
+        found[2 * w] = two << 16, found[2 * w + 1] = two & 0xffff0000u;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        found[j] = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) found[j] = larger_magnitude(found[j], folded ? x[i][j] * down[i] : x[i][j]);
+        found[j] = larger(found[j], __shfl_xor_sync(0xffffffffu, found[j], 16));
+      }
+    }
+    if ((threadIdx.x & 31) < 16) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) atomicMax(&of_columns[at.lane_column * 8 + j], found[j]);
     }
   }
 }
@@ -243,21 +258,25 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = (folded ? x[i][j] * across[j] : x[i][j]) * inverse;
     Codes<F> made;
-    made.encode_nearest(v);
+    made.encode_nearest(v, inverse);
     words[i][0] = made.words[0], words[i][1] = made.words[1];
     if (at.row + i < rows && at.column < columns) made.store_all(reinterpret_cast<typename Grid<F>::Code*>(codes) + (at.row + i) * columns + at.column);
   }
   if constexpr (!same) {
-    float inverse[8];
+    float inverse[8], least = bits_float(INFINITE);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) inverse[j] = inverse_column[at.lane_column * 8 + j];
+    for (int j = 0; j < 8; ++j) {
+      inverse[j] = inverse_column[at.lane_column * 8 + j];
+      least = inverse[j] > 0.0f && inverse[j] < bits_float(INFINITE) ? least : 0.0f;
+    }
+    least = least == 0.0f ? 0.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float v[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) v[j] = (folded ? x[i][j] * down[i] : x[i][j]) * inverse[j];
       Codes<F> made;
-      made.encode_nearest(v);
+      made.encode_nearest(v, least);
       words[i][0] = made.words[0], words[i][1] = made.words[1];
     }
   }

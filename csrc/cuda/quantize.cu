@@ -17,13 +17,14 @@ struct Draw {
 };
 
 template <Format F, bool random>
-__device__ __forceinline__ Codes<F> coded(const float (&v)[VECTOR], const Draw& draw, int64_t row, int64_t column) {
+__device__ __forceinline__ Codes<F> coded(const float (&v)[VECTOR], float inverse, const Draw& draw, int64_t row,
+                                          int64_t column) {
   Codes<F> codes;
   if constexpr (random) {
     const int64_t first = draw.origin == nullptr ? 0 : draw.origin[0], group = draw.origin == nullptr ? 0 : draw.origin[1] >> 3;
     codes.encode_random(v, random_words(static_cast<uint64_t>(*draw.seed), row + first, (column >> 3) + group));
   } else {
-    codes.encode_nearest(v);
+    codes.encode_nearest(v, inverse);
   }
   return codes;
 }
@@ -34,7 +35,7 @@ __device__ __forceinline__ void emit(const Vector<In>& x, float inverse, typenam
   float v[VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) v[i] = x[i] * inverse;
-  const Codes<F> made = coded<F, random>(v, draw, row, column);
+  const Codes<F> made = coded<F, random>(v, inverse, draw, row, column);
   if constexpr (whole) {
     made.store_all(codes + row * columns + column);
   } else {
@@ -54,11 +55,11 @@ __device__ __forceinline__ Vector<In> read(const In* x, int64_t row, int64_t col
 }
 
 // A block a row; `kept` vectors a thread stay in registers, what is beyond them is read again.
-template <typename In, Format F, bool random, int kept>
-__global__ void __launch_bounds__(THREADS) quantize_rows(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
+template <typename In, Format F, bool random, int threads, int kept>
+__global__ void __launch_bounds__(threads) quantize_rows(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
                                                          float* __restrict__ scale, int64_t columns, ScaleRule how, Draw draw) {
-  __shared__ uint32_t scratch[THREADS / 32];
-  const int64_t row = blockIdx.x, first = static_cast<int64_t>(threadIdx.x) * VECTOR, stride = THREADS * VECTOR;
+  __shared__ uint32_t scratch[threads / 32];
+  const int64_t row = blockIdx.x, first = static_cast<int64_t>(threadIdx.x) * VECTOR, stride = threads * VECTOR;
   Vector<In> held[kept];
   uint32_t amax = 0;
 #pragma unroll
@@ -89,11 +90,11 @@ __global__ void __launch_bounds__(THREADS) quantize_rows(const In* __restrict__ 
   }
 }
 
-// `lanes` threads (a power of two, at most 32) share a line of 8 * lanes elements; columns are a multiple of it.
+// 2^shift threads, at most 32, share a line of 8 * 2^shift elements; columns are a multiple of it.
 template <typename In, Format F, bool random>
 __global__ void __launch_bounds__(THREADS) quantize_lines(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
                                                           float* __restrict__ scale, int64_t columns, int64_t vectors,
-                                                          int lanes, ScaleRule how, Draw draw) {
+                                                          int shift, ScaleRule how, Draw draw) {
   constexpr int EACH = 4;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
   Vector<In> held[EACH];
@@ -106,12 +107,12 @@ __global__ void __launch_bounds__(THREADS) quantize_lines(const In* __restrict__
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     uint32_t amax = held[i].largest();
-    for (int offset = 1; offset < lanes; offset <<= 1) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
+    for (int offset = 1; offset < 1 << shift; offset <<= 1) amax = larger(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
     const TileScale of = tile_scale(bits_float(amax), how);
     const int64_t vector = first + i * THREADS;
     if (vector >= vectors) continue;
     const int64_t row = random ? vector * VECTOR / columns : 0, column = vector * VECTOR - row * columns;
-    if (vector % lanes == 0) scale[vector / lanes] = of.scale;
+    if ((vector & ((1 << shift) - 1)) == 0) scale[vector >> shift] = of.scale;
     emit<In, F, random, true>(held[i], of.inverse, codes, row, column, columns, draw);
   }
 }
@@ -166,7 +167,7 @@ __global__ void __launch_bounds__(THREADS) emit_tiles(const In* __restrict__ x, 
   float v[VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) v[i] = held[i] * of_row[min(column + i, columns - 1) / tile.columns];
-  const Codes<F> made = coded<F, random>(v, draw, row, column);
+  const Codes<F> made = coded<F, random>(v, 0.0f, draw, row, column);
   if constexpr (whole) made.store_all(codes + row * columns + column);
   else made.store_some(codes + row * columns + column, static_cast<int>(min(columns - column, int64_t{VECTOR})));
 }
@@ -204,18 +205,20 @@ bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale
   const cudaStream_t stream = stream_of(x);
   const In* in = data_of<In>(x);
   if (tile.rows == 1 && tile.columns == columns) {
-    if (columns <= 2 * THREADS * VECTOR) {
-      quantize_rows<In, F, random, 2><<<rows, THREADS, 0, stream>>>(in, codes, scale, columns, how, draw);
+    if (columns <= 4 * 128 * VECTOR) {
+      quantize_rows<In, F, random, 128, 4><<<rows, 128, 0, stream>>>(in, codes, scale, columns, how, draw);
     } else {
-      quantize_rows<In, F, random, 6><<<rows, THREADS, 0, stream>>>(in, codes, scale, columns, how, draw);
+      quantize_rows<In, F, random, THREADS, 6><<<rows, THREADS, 0, stream>>>(in, codes, scale, columns, how, draw);
     }
     return true;
   }
   const int64_t lanes = tile.columns / VECTOR, vectors = rows * columns / VECTOR;
   const bool power = tile.columns % VECTOR == 0 && lanes <= 32 && (lanes & (lanes - 1)) == 0;
   if (tile.rows == 1 && power && how.span == 0) {
+    int shift = 0;
+    while (1 << shift < lanes) ++shift;
     quantize_lines<In, F, random><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(
-        in, codes, scale, columns, vectors, static_cast<int>(lanes), how, draw);
+        in, codes, scale, columns, vectors, shift, how, draw);
     return true;
   }
   if (tile.rows == rows && tile.columns == columns && how.span == 0) {

@@ -79,20 +79,22 @@ struct Vector {
   }
 };
 
-// Codes of two scaled values, the first one low.
+// E2M1 of a finite value, nearest even, by integer steps: |v| cut off at 6, then the sum with 1.5 * 2^(23 - 1 + e), whose
+// last bit is worth one step of the grid, rounds.
+__device__ __forceinline__ float round_e2m1(float v) {
+  const uint32_t size = min(magnitude_bits(v), 0x40c00000u);
+  const float magic = bits_float(max(size & INFINITE, 0x3f800000u) + 0x0b400000u);
+  return with_sign((bits_float(size) + magic) - magic, v);
+}
+
+// Codes of two scaled values, the first one low. NaN becomes 0x7f; for E2M1 values are finite.
 template <Format F>
 __device__ __forceinline__ uint32_t encode_fp8_pair(float a, float b) {
   if constexpr (F == Format::E2M1) {
-    a = clamp(a, 6.0f);
-    b = clamp(b, 6.0f);
-    a = is_finite(a) ? round_nearest<F>(a) : a;
-    b = is_finite(b) ? round_nearest<F>(b) : b;
+    a = round_e2m1(a);
+    b = round_e2m1(b);
   }
-  uint32_t codes = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE,
-                                            F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3);
-  if (is_nan(a)) codes |= float_bits(a) >> 24 & 0x80u;  // the conversion drops the sign of NaN
-  if (is_nan(b)) codes |= float_bits(b) >> 16 & 0x8000u;
-  return codes;
+  return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3);
 }
 
 template <Format F>
@@ -114,8 +116,11 @@ struct Codes {
       words[i / each] = i % each ? words[i / each] | raw << (bits * (i % each)) : raw;
     }
   }
-  __device__ __forceinline__ void encode_nearest(const float (&v)[VECTOR]) {
-    if constexpr (is_fp8<F>) {
+  // `inverse`: what the values were multiplied by. Where it is a positive number, the tile's maximum was finite, and so
+  // are they.
+  __device__ __forceinline__ void encode_nearest(const float (&v)[VECTOR], float inverse = 0.0f) {
+    const bool finite = F != Format::E2M1 || (inverse > 0.0f && inverse < bits_float(INFINITE));
+    if (is_fp8<F> && finite) {
       words[0] = encode_fp8_pair<F>(v[0], v[1]) | encode_fp8_pair<F>(v[2], v[3]) << 16;
       words[1] = encode_fp8_pair<F>(v[4], v[5]) | encode_fp8_pair<F>(v[6], v[7]) << 16;
     } else {

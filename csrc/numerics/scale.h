@@ -44,8 +44,14 @@ LOWPREC_HD int bounded(int e) { return e < -126 ? -126 : e > 127 ? 127 : e; }
 // A tile's exponent before its row is known (span > 0).
 LOWPREC_HD int block_exponent(float amax, const ScaleRule& how) { return bounded(wanted_exponent(amax, how)); }
 
+// 1 / 2^e, exactly; NaN for NaN.
+LOWPREC_HD float inverse_of_power(float power) {
+  const uint32_t bits = float_bits(power);
+  return bits > INFINITE ? power : bits_float(bits == 254u << 23 ? 1u << 22 : (254u << 23) - bits);
+}
+
 LOWPREC_HD TileScale of_power(float power, const ScaleRule& how) {
-  TileScale made{power, divide(1.0f, power)};
+  TileScale made{power, inverse_of_power(power)};
   if (how.rule == Rule::E8M0_FLOOR && how.headroom != 1.0) {
     made.scale = static_cast<float>(static_cast<double>(power) / how.headroom);
     made.inverse = made.inverse * static_cast<float>(how.headroom);

@@ -175,18 +175,22 @@ def both(
     *,
     across: Tensor | None = None,
     down: Tensor | None = None,
+    maxima: Tensor | None = None,
     produced: bool = False,
 ) -> tuple[Quantized, Quantized]:
     """x [m, k] * across [1, k] rounded by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
 
-    produced: x comes from the kernel before, which takes the maximum along where a compiler fuses the two.
+    maxima: any tensor whose largest element is max |x|, left by what made x; it spares a pass. produced: x comes from a
+    compiled kernel, which takes the maximum along where it can.
     """
     first.check(x.shape[0], x.shape[1])
     second.check(x.shape[1], x.shape[0])
     folded = across is not None or down is not None
     whole = first.tile == second.tile == (-1, -1) and not folded
-    fused = produced and whole and x.is_cuda and torch.compiler.is_compiling()
-    maxima = x.abs().amax(dim=1).float() if fused else None
+    if not whole:
+        maxima = None
+    elif maxima is None and produced and x.is_cuda and torch.compiler.is_compiling():
+        maxima = x.abs().amax(dim=1).float()
     codes, scale, turned, scale_t = torch.ops.lowprec.quantize_both(
         x, maxima, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
     )

@@ -48,34 +48,47 @@ class Linear(nn.Linear):
             draws.begin(0, 0)
             self.draws = draws.site(0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, maxima: Tensor | None = None) -> Tensor:
+        """maxima: any tensor whose largest element is max |x|, where the kernel that made x left it."""
+        y, _ = self._product(x, maxima, hears=False)
+        return y
+
+    def heard(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(y, an ear): whoever consumes y hands the maxima of y's gradient back as the ear's gradient. The ear is an
+        FP32 vector of zeros, one a row; None where no GEMM of this layer would use it, as after a bias.
+        """
+        return self._product(x, None, hears=self.bias is None)
+
+    def _product(self, x: Tensor, maxima: Tensor | None, *, hears: bool) -> tuple[Tensor, Tensor | None]:
         bias = None if self.bias is None else self.bias.to(x.dtype)
         if self.recipe.is_identity:
-            return F.linear(x, self.weight.to(x.dtype), bias)
+            return F.linear(x, self.weight.to(x.dtype), bias), None
         seeds = () if self.draws is None else (self.draws.seeds, self.draws.token_rows, self.draws.token_columns)
-        y = _LinearFunction.apply(x.flatten(end_dim=-2), self.weight, self.recipe, self.observer, *seeds)
+        x_MK = x.flatten(end_dim=-2)
+        out = _LinearFunction.apply(x_MK, self.weight, self.recipe, self.observer, maxima, hears, *seeds)
+        y, ear = out if hears else (out, None)
         y = y.unflatten(0, x.shape[:-1])
-        return y if bias is None else y + bias
+        return y if bias is None else y + bias, ear
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x [m, k], weight [n, k], seeds -> y [m, n]."""
+    """x [m, k], weight [n, k], seeds -> y [m, n], and an ear [m] where it `hears`."""
 
     @staticmethod
-    def forward(ctx, x, weight, recipe, observer, *seeds):  # type: ignore[no-untyped-def]
-        y, kept = Site(recipe, _draws(seeds), observer).forward(x, weight)
+    def forward(ctx, x, weight, recipe, observer, maxima, hears, *seeds):  # type: ignore[no-untyped-def]
+        y, kept = Site(recipe, _draws(seeds), observer).forward(x, weight, maxima)
         ctx.recipe, ctx.observer, ctx.dtype = recipe, observer, x.dtype
         ctx.names, ctx.seeds = tuple(kept), len(seeds)
         ctx.save_for_backward(weight, *seeds, *kept.values())
-        return y
+        return (y, x.new_zeros(x.shape[0], dtype=torch.float32)) if hears else y
 
     @staticmethod
-    def backward(ctx, dy):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy, maxima=None):  # type: ignore[no-untyped-def]
         weight, *rest = ctx.saved_tensors
         seeds, kept = rest[: ctx.seeds], dict(zip(ctx.names, rest[ctx.seeds :], strict=True))
         site = Site(ctx.recipe, _draws(seeds), ctx.observer)
-        dx, dw = site.backward(dy.contiguous(), weight, kept, ctx.dtype, ctx.needs_input_grad[:2])
-        return dx, dw, *([None] * (ctx.seeds + 2))
+        dx, dw = site.backward(dy.contiguous(), weight, kept, ctx.dtype, ctx.needs_input_grad[:2], maxima)
+        return dx, dw, *([None] * (ctx.seeds + 4))
 
 
 def _draws(seeds: Any) -> SiteDraws | None:

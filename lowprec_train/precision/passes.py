@@ -37,11 +37,14 @@ class Site:
     draws: SiteDraws | None = None
     observer: Observer | None = None
 
-    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, Kept]:
-        """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight)."""
+    def forward(self, x: Tensor, weight: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Kept]:
+        """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight).
+
+        maxima: any tensor whose largest element is max |x|, where the kernel that made x left it.
+        """
         gemm, w = self.recipe.fprop, cast(weight, x.dtype)
         a, b = self._rotated(Gemms.FPROP, x, w)
-        codes_x, residual, kept_x = self._input(x, a)
+        codes_x, residual, kept_x = self._input(x, a, maxima)
         codes_w, kept_w = self._weight(b)
         kept = kept_w | kept_x
         if gemm.codes_only:
@@ -53,13 +56,21 @@ class Site:
         return cast(y + accumulate(residual.dense(x.dtype), w), x.dtype), kept
 
     def backward(
-        self, dy: Tensor, weight: Tensor, kept: Kept, dtype: torch.dtype, needs: tuple[bool, bool]
+        self,
+        dy: Tensor,
+        weight: Tensor,
+        kept: Kept,
+        dtype: torch.dtype,
+        needs: tuple[bool, bool],
+        maxima: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in the weight's dtype), each where it is needed."""
+        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in the weight's dtype), each where it is needed. maxima: of dy,
+        as in `forward`.
+        """
         straight = isinstance(self.recipe.estimator, StraightThrough) and "residual" not in kept
         product = weight.dtype if straight else torch.float32
         if all(needs) and self._pairs_dy():
-            dx, dw = self._both(dy, weight, kept, dtype, product)
+            dx, dw = self._both(dy, weight, kept, dtype, product, maxima)
         else:
             shared = self._rounded(Gemms.DGRAD, Purpose.A, dy) if all(needs) and self._shares_dy(kept) else None
             dx = self._dgrad(dy if shared is None else shared, weight, kept, dtype) if needs[0] else None
@@ -76,7 +87,7 @@ class Site:
             dw = self.recipe.estimator(dw, cast(weight, dtype), scale, weight.dtype)
         return cast(dw, weight.dtype)
 
-    def _input(self, x: Tensor, a: Tensor) -> tuple[Quantized | None, Residual | None, Kept]:
+    def _input(self, x: Tensor, a: Tensor, maxima: Tensor | None) -> tuple[Quantized | None, Residual | None, Kept]:
         """Codes of `a`, the input under fprop's rotation; what the clamp left over; what backward needs of x."""
         recipe, gemm = self.recipe, self.recipe.fprop
         if gemm.a is None or (gemm.codes_only and not recipe.keeps_codes):
@@ -87,7 +98,7 @@ class Site:
             return codes, residual, self._keep_input(x, codes, residual)
         second = self._input_partner()
         if second is not None:
-            codes, turned = both(a, gemm.a, second, produced=True)
+            codes, turned = both(a, gemm.a, second, maxima=maxima, produced=True)
             return codes, None, _stored_turned("x", turned)
         codes = self._rounded(Gemms.FPROP, Purpose.A, a)
         return codes, None, self._keep_input(x, codes, None)
@@ -154,14 +165,21 @@ class Site:
         return cast(_restored("x", kept, recipe.fprop.a).dequantize(), dtype).t().contiguous()
 
     def _both(
-        self, dy: Tensor, weight: Tensor, kept: Kept, dtype: torch.dtype, product: torch.dtype
+        self,
+        dy: Tensor,
+        weight: Tensor,
+        kept: Kept,
+        dtype: torch.dtype,
+        product: torch.dtype,
+        maxima: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """dX and the product of wgrad, dY rounded for both in one op."""
         dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
         assert dgrad.a is not None and wgrad.a is not None
         across, w = self._unfolded(Gemms.DGRAD, self._dgrad_weight(weight, kept, dtype))
         down, x = self._unfolded(Gemms.WGRAD, self._wgrad_input(kept, dtype))
-        a, a_t = both(dy, dgrad.a, wgrad.a, across=across, down=None if down is None else down.t(), produced=True)
+        folds = {"across": across, "down": None if down is None else down.t()}
+        a, a_t = both(dy, dgrad.a, wgrad.a, **folds, maxima=maxima, produced=True)
         dx = multiply(a, w, split_accumulation=dgrad.split_accumulation, dtype=dtype)
         return dx, multiply(a_t, x, split_accumulation=wgrad.split_accumulation, dtype=product)
 

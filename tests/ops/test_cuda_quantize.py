@@ -1,0 +1,133 @@
+"""CUDA's quantize, quantize_both and transpose against the Python reference on the CPU: the same bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowprec_train.ops import pairs, reference
+from lowprec_train.ops.library import live_kernels
+
+pytestmark = pytest.mark.gpu
+
+FORMATS = ("E2M1", "E4M3", "E5M2", "INT8", "BF16", "FP16", "FP32")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RULES = ("FP32", "POW2", "E8M0_FLOOR", "E8M0_CEIL")
+SEED = torch.tensor(0x1234_5678_9ABC_DEF)
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, special: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(rows * 1009 + columns)
+    x = torch.randn(rows, columns, generator=generator) * torch.exp2(torch.randn(rows, 1, generator=generator) * 6)
+    x[torch.rand(rows, columns, generator=generator) < 0.02] = 0
+    x[:, columns // 2] *= 37
+    if special:
+        x[0] = 0
+        x[rows // 2, 0], x[-1, -1], x[rows // 3, columns // 3] = torch.inf, torch.nan, -torch.inf
+        x[1] *= 2.0**-130
+    return x.to(dtype)
+
+
+def same(got: Tensor, want: Tensor) -> None:
+    got = got.cpu()
+    assert got.shape == want.shape and got.dtype == want.dtype
+    number = torch.ones_like(want, dtype=torch.bool) if want.dtype == torch.int8 else ~want.float().isnan()
+    if want.dtype != torch.int8:
+        assert torch.equal(~got.float().isnan(), number)  # which NaN it is depends on the machine
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[got.element_size()]
+    assert torch.equal(got.view(bits)[number], want.view(bits)[number])
+
+
+def check(name: str, meaning, *args) -> None:
+    on_device = [a.cuda() if isinstance(a, Tensor) else a for a in args]
+    got = getattr(torch.ops.lowprec, name)(*on_device)
+    for one, other in zip(got, meaning(*args), strict=True):
+        same(one, other)
+
+
+def test_kernels_are_live():
+    kernels = live_kernels(torch.device("cuda"))
+    assert {kernels[name] for name in ("quantize", "quantize_both", "transpose")} == {"CUDA"}
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantize(format, dtype, special):
+    for rows, columns, tiles in (
+        (5, 7, [(-1, -1), (1, -1), (-1, 1), (1, 1), (1, 7), (5, 1)]),
+        (33, 264, [(-1, -1), (1, -1), (1, 8), (1, 24), (3, 8), (11, -1)]),
+        (256, 4096, [(-1, -1), (1, -1), (1, 16), (1, 32), (1, 128), (128, 128), (16, 16)]),
+        (3, 22016, [(1, -1), (1, 128), (-1, -1)]),
+    ):
+        x = matrix(rows, columns, dtype, special)
+        for tile in tiles:
+            for rule in RULES if columns < 300 else ("FP32", "POW2"):
+                check("quantize", reference.quantize, x, format, tile, rule, 1.0, 0, None, None)
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != "FP32"])
+def test_quantize_stochastically(format):
+    for rows, columns, tiles in ((5, 7, [(1, -1), (1, 1)]), (32, 512, [(1, -1), (-1, -1), (1, 32), (16, 16)])):
+        x = matrix(rows, columns, torch.bfloat16, special=rows > 5)
+        for tile in tiles:
+            for rule, headroom in (("POW2", 1.0), ("E8M0_FLOOR", 0.75), ("FP32", 16 / 17)):
+                check("quantize", reference.quantize, x, format, tile, rule, headroom, 0, SEED, None)
+                origin = torch.tensor([2**33 + 5, 2**36 + 8])
+                check("quantize", reference.quantize, x, format, tile, rule, headroom, 0, SEED, origin)
+
+
+def test_quantize_within_a_span():
+    x = matrix(64, 1024, torch.bfloat16, special=True)
+    x[:, 32:64] *= 2.0**-30
+    for tile in ((1, 32), (1, 128), (16, 16), (1, -1), (-1, -1)):
+        for span, seed in ((28, None), (14, SEED), (3, None)):
+            for rule, headroom in (("E8M0_FLOOR", 0.75), ("E8M0_CEIL", 1.0)):
+                check("quantize", reference.quantize, x, "E2M1", tile, rule, headroom, span, seed, None)
+
+
+TILES = [
+    ((-1, -1), (-1, -1)),
+    ((1, -1), (1, -1)),
+    ((1, -1), (-1, 1)),
+    ((-1, -1), (1, -1)),
+    ((1, 128), (1, 128)),
+    ((128, 128), (128, 128)),
+    ((1, 128), (128, 128)),
+    ((1, 32), (1, 32)),
+]
+
+
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", ["E2M1", "E4M3", "E5M2", "INT8"])
+def test_quantize_both(format, dtype, tiles):
+    for rows, columns in ((128, 128), (256, 384), (1024, 640), (144, 136), (24, 40), (7, 5)):
+        if any(n > 1 and (rows % n or columns % n) for tile in tiles for n in tile):
+            continue
+        for special in (False, True):
+            x = matrix(rows, columns, dtype, special)
+            across, down = torch.rand(1, columns) + 0.01, torch.rand(rows, 1) + 0.01
+            for a, d in ((None, None), (across, down), (across, None)):
+                for rule in ("FP32", "POW2"):
+                    check("quantize_both", pairs.quantize_both, x, None, a, d, format, *tiles, rule, 1.0)
+
+
+def test_the_producers_maxima():
+    x = matrix(512, 1024, torch.bfloat16)
+    for maxima in (x.abs().amax(dim=1).float(), x.abs().amax().float().reshape(1)):
+        check("quantize_both", pairs.quantize_both, x, maxima, None, None, "E4M3", (-1, -1), (-1, -1), "POW2", 1.0)
+
+
+def test_large_and_not_contiguous():
+    x = matrix(4096, 2048, torch.bfloat16)
+    check("quantize_both", pairs.quantize_both, x.t(), None, None, None, "E5M2", (-1, -1), (-1, -1), "POW2", 1.0)
+    check("quantize", reference.quantize, x.t(), "E4M3", (1, -1), "FP32", 1.0, 0, None, None)
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (144, 136), (16, 8), (7, 5), (1, 1000), (1024, 4104)], ids=str)
+def test_transpose(shape):
+    codes = torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    got = torch.ops.lowprec.transpose(codes.cuda()).cpu()
+    assert torch.equal(got.view(torch.uint8), codes.view(torch.uint8).t())
