@@ -117,6 +117,10 @@ else
     fi
 fi
 
+if [ -f build/kernels/built ] && [ "${KERNELS:-on}" != off ] && [ -n "$(find csrc -type f -newer build/kernels/built -print -quit)" ]; then
+    say "note: csrc/ has changed since its kernels were built: make kernels"
+fi
+
 if [ "${1:-}" != --hint ]; then
     echo "$python"
 elif [ "$(command -v python || true)" = "$python" ]; then

@@ -30,4 +30,6 @@ cmake -S csrc -B $build -G "$generator" -DCMAKE_MAKE_PROGRAM="$(command -v ninja
     -DPython_EXECUTABLE="$python" -DSKBUILD_STATE=editable -DLOWPREC_CUDA="${CUDA:-AUTO}" \
     -DLOWPREC_CUDA_ARCHITECTURES="${ARCHITECTURES:-90a}" -DLOWPREC_NATIVE="${NATIVE:-OFF}" >$log 2>&1 || { cat $log; exit 1; }
 grep -- "lowprec:" $log
+touch $build/begun # scripts/environment.sh says when a source is newer
 cmake --build $build --parallel
+mv $build/begun $build/built
