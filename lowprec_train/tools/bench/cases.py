@@ -27,6 +27,7 @@ SHAPES = {  # LLaMA 7B, 16,384 tokens
 ACTIVATIONS = ("hidden", "ffn", "gate_up")
 WEIGHTS = ("weight",)
 SEED, BLOCK, GROUP, SEGMENTS = 7, 128, 128, 8
+EPS, KEPT = 1e-5, ("E4M3", 16)  # format and group in which norms and activations keep their inputs
 ops = torch.ops.lowprec
 
 
@@ -201,7 +202,9 @@ def _methods() -> Iterator[Case]:
     )
     yield Case(name="1 %", op="outlier_bounds", inputs=_values(), call=lambda x: ops.outlier_bounds(x, clipped(x)))
     yield Case(name="row", op="quantize_carrier", inputs=_bounded, call=ops.quantize_carrier)
-    yield Case(name="k = 5", op="dge", inputs=_gradient, call=lambda *a: ops.dge(*a, 5.0, 3.0), shapes=WEIGHTS)
+    yield Case(
+        name="k = 5", op="dge", inputs=_gradient, call=lambda *a: ops.dge(*a, 5.0, 3.0, torch.bfloat16), shapes=WEIGHTS
+    )
     yield Case(name="64", op="hadamard", inputs=_with_seed, call=_hadamard)
     everywhere = ACTIVATIONS + WEIGHTS
     yield Case(name="rows", op="rotate_fold", inputs=_with_seed, call=_rotate_fold(False, False), shapes=everywhere)
@@ -226,4 +229,68 @@ def _methods() -> Iterator[Case]:
     )
 
 
-CASES: tuple[Case, ...] = (*_quantisers(), *_pairs(), *_codes_alone(), *_methods())
+def _kept(op: str, *of_matrix: int) -> Callable[[int, int, torch.device], Inputs]:
+    """Inputs of a backward op: dy, and the outputs of its forward op at the places `of_matrix`."""
+
+    def made(m: int, k: int, device: torch.device) -> Inputs:
+        doubled = 2 * k if op == "gated_keep" else k
+        x = torch.randn(m, doubled, device=device, dtype=torch.bfloat16)
+        weight = (torch.ones(k, device=device), None, EPS, False) if op == "norm_keep" else ()
+        outputs = getattr(ops, op)(x, *weight, *KEPT)
+        return torch.randn_like(outputs[0]), *(outputs[place] for place in of_matrix), *weight[:1]
+
+    return made
+
+
+def _weighted(m: int, k: int, device: torch.device) -> Inputs:
+    return torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.ones(k, device=device)
+
+
+def _half_and_whole(m: int, k: int, device: torch.device) -> Inputs:
+    """dy [m, k] and gate_up [m, 2 k]."""
+    gate_up = torch.randn(m, 2 * k, device=device, dtype=torch.bfloat16)
+    return torch.randn(m, k, device=device, dtype=torch.bfloat16), gate_up
+
+
+def _producers() -> Iterator[Case]:
+    """Norms and activations that keep codes: one read of the input, whatever they compute."""
+    hidden, ffn, gate_up, name = ("hidden",), ("ffn",), ("gate_up",), "E4M3 in 16"
+    yield Case(name="", op="gated_silu", inputs=_values(), call=lambda x: ops.gated_silu(x), shapes=gate_up)
+    yield Case(
+        name="",
+        op="gated_silu_backward",
+        inputs=_half_and_whole,
+        call=lambda dy, x: ops.gated_silu_backward(dy, x),
+        shapes=ffn,
+    )
+
+    def norm(x: Tensor, weight: Tensor) -> Any:
+        return ops.norm_keep(x, weight, None, EPS, False, *KEPT)
+
+    def norm_backward(dy: Tensor, codes: Tensor, exponents: Tensor, weight: Tensor) -> Any:
+        return ops.norm_keep_backward(dy, codes, exponents, weight, False, EPS, False, *KEPT)
+
+    yield Case(name=name, op="norm_keep", inputs=_weighted, call=norm, shapes=hidden)
+    made = _kept("norm_keep", 2, 3)
+    yield Case(name=name, op="norm_keep_backward", inputs=made, call=norm_backward, shapes=hidden)
+    yield Case(name=name, op="gated_keep", inputs=_values(), call=lambda x: ops.gated_keep(x, *KEPT), shapes=gate_up)
+    made = _kept("gated_keep", 2, 3, 4, 5)
+    yield Case(
+        name=name,
+        op="gated_keep_backward",
+        inputs=made,
+        call=lambda *a: ops.gated_keep_backward(*a, *KEPT),
+        shapes=ffn,
+    )
+    yield Case(name=name, op="gelu_keep", inputs=_values(), call=lambda x: ops.gelu_keep(x, *KEPT), shapes=ffn)
+    made = _kept("gelu_keep", 2, 3)
+    yield Case(
+        name=name,
+        op="gelu_keep_backward",
+        inputs=made,
+        call=lambda *a: ops.gelu_keep_backward(*a, *KEPT),
+        shapes=ffn,
+    )
+
+
+CASES: tuple[Case, ...] = (*_quantisers(), *_pairs(), *_codes_alone(), *_methods(), *_producers())

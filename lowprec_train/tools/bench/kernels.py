@@ -45,7 +45,7 @@ def measure(
     copy = copy_gbs(clock, copy_bytes)
     live = live_kernels(device)
     wanted = [(case, shape) for case in CASES if matches(f"{case.op} {case.name}", only) for shape in case.shapes]
-    rows = [_row(clock, case, shapes[shape], copy, live[case.op]) for case, shape in wanted]
+    rows = [_row(clock, case, shapes[shape], copy, live.get(case.op, "")) for case, shape in wanted]
     weight = shapes["weight"]
     if matches("AdamW torch", only):
         rows.append(_torch_adamw(clock, weight, copy))

@@ -151,8 +151,19 @@ def with_torch_linears(work: Work) -> Built:
     return Built(module=model, loss=loss)
 
 
-def _torch_linear(linear: Linear) -> nn.Linear:
-    made = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+class TorchLinear(nn.Linear):
+    """torch.nn.Linear where the trainer's own is called: maxima go in unused, and none come out."""
+
+    def forward(self, x: Tensor, maxima: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+    def heard(self, x: Tensor) -> tuple[Tensor, None]:
+        """As `Linear.heard`."""
+        return self(x), None
+
+
+def _torch_linear(linear: Linear) -> TorchLinear:
+    made = TorchLinear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     made.weight, made.bias = linear.weight, linear.bias
     return made
 

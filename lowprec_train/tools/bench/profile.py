@@ -49,7 +49,8 @@ def profile(step: Step, device: torch.device) -> dict[str, Any]:
             torch.cuda.synchronize(device)
     times: dict[str, float] = defaultdict(float)
     for event in watched.events() or []:
-        if str(event.device_type).endswith("CUDA") and not SPANS.search(event.name):
+        annotation = event.is_user_annotation or SPANS.search(event.name)
+        if str(event.device_type).endswith("CUDA") and not annotation:
             times[event.name] += event.time_range.elapsed_us() / 1e3 / STEPS
     return summary(times)
 
