@@ -111,8 +111,13 @@ LOWPREC_HD bool carrier_plain(float low, float high, float inverse) {
 // reaches 6 (1 + 2^-22) at most, which rounds to 6.
 LOWPREC_HD float carrier_size(float x, float low, float high, float inverse) {
   const float v = bits_float(magnitude_bits(x * inverse));
-  const uint32_t binade = float_bits(v) & INFINITE, least = 119u << 23;
-  const float magic = bits_float((binade > least ? binade : least) + (22u << 23 | 0x400000u));
+  constexpr uint32_t up = 22u << 23 | 0x400000u;
+#if defined(__CUDA_ARCH__)
+  const float magic = bits_float(__viaddmax_u32(float_bits(v) & INFINITE, up, (119u << 23) + up));
+#else
+  const uint32_t raised = (float_bits(v) & INFINITE) + up, least = (119u << 23) + up;
+  const float magic = bits_float(raised > least ? raised : least);
+#endif
   const float body = (v + magic) - magic;
   return x < low || x > high ? v : body;
 }
