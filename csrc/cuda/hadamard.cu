@@ -1,0 +1,98 @@
+// hadamard (ops/reference.py): random signs, then the orthonormal Walsh-Hadamard transform of each block.
+//
+// Blocks lie one after the other in memory, so rows do not matter: a thread takes eight neighbouring elements, the strides
+// 1, 2, 4 stay in its registers, 8 to 128 go across the lanes of its warp. Longer blocks take one more pass a stride.
+#include "cuda/rotate.h"
+
+namespace lowprec {
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int WARP_BLOCK = 32 * VECTOR;  // the longest block that a warp holds
+
+// signs: a seed, or nullptr. block: at most WARP_BLOCK are done here; signs repeat every `period` elements.
+template <typename In>
+__global__ void __launch_bounds__(THREADS) rotate_blocks(const In* __restrict__ x, float* __restrict__ out, int64_t count,
+                                                         const int64_t* __restrict__ signs, int block, int64_t period,
+                                                         float factor) {
+  __shared__ uint8_t flips[WARP_BLOCK / VECTOR];
+  const bool table = signs != nullptr && period <= WARP_BLOCK;
+  if (table && threadIdx.x < WARP_BLOCK / VECTOR) {
+    flips[threadIdx.x] = static_cast<uint8_t>(sign_bits(static_cast<uint64_t>(*signs), threadIdx.x, static_cast<int>(period)));
+  }
+  __syncthreads();
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * THREADS;
+  const int64_t vectors = (count + VECTOR - 1) / VECTOR, rounded = (vectors + 31) / 32 * 32;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x; i < rounded; i += stride) {  // whole warps
+    const int64_t first = i * VECTOR;
+    Vector<In> held;
+    if (first + VECTOR <= count) held.load(x + first);
+    else if (first < count) held.load_some(x + first, static_cast<int>(count - first));
+    else held.clear();
+    uint32_t bits = 0;
+    if (table) {
+      bits = flips[i & (WARP_BLOCK / VECTOR - 1)];
+    } else if (signs != nullptr) {
+      const Words words = random_words(static_cast<uint64_t>(*signs), 0, static_cast<uint64_t>(first % period >> 3));
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) bits |= (bits_of(words, j) & 1u) << j;
+    }
+    float v[VECTOR];
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) v[j] = bits_float(float_bits(held[j]) ^ (bits >> j & 1u) << 31);
+    butterflies(v, block);
+    if (block > VECTOR) butterflies_across(v, block);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) v[j] *= factor;
+    if (first + VECTOR <= count) {
+      reinterpret_cast<float4*>(out + first)[0] = make_float4(v[0], v[1], v[2], v[3]);
+      reinterpret_cast<float4*>(out + first)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        if (first + j < count) out[first + j] = v[j];
+      }
+    }
+  }
+}
+
+__global__ void __launch_bounds__(THREADS) one_stage(float* __restrict__ out, int64_t pairs, int64_t stride, float factor) {
+  const int64_t pair = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (pair >= pairs) return;
+  float* low = out + pair / stride * 2 * stride + pair % stride;
+  const float a = low[0], b = low[stride];
+  low[0] = (a + b) * factor;
+  low[stride] = (a - b) * factor;
+}
+
+}  // namespace
+
+Tensor hadamard(const Tensor& given, std::optional<Tensor> seed, int64_t block) {
+  Tensor x = dense(given);
+  const int64_t rows = x.size(0), columns = x.size(1), count = rows * columns;
+  STD_TORCH_CHECK(block > 0 && (block & (block - 1)) == 0 && columns % block == 0, "blocks of ", block,
+                  " do not fit a row of ", columns);
+  Tensor out = empty_like_device(x, {rows, columns}, ScalarType::Float);
+  if (count == 0) return out;
+  if (!aligned(x.const_data_ptr(), 16)) x = torch::stable::clone(x);
+  const float factor = hadamard_factor(block);
+  const bool one_pass = block <= WARP_BLOCK;
+  const int64_t blocks = ceil_div(ceil_div(count, VECTOR), THREADS);
+  float* to = mutable_data_of<float>(out);
+  const cudaStream_t stream = stream_of(x);
+  with_input(x, [&](auto tag) {
+    using In = typename decltype(tag)::Type;
+    rotate_blocks<In><<<blocks < 132 * 16 ? blocks : 132 * 16, THREADS, 0, stream>>>(
+        data_of<In>(x), to, count, seed_of(seed), static_cast<int>(one_pass ? block : WARP_BLOCK), block,
+        one_pass ? factor : 1.0f);
+  });
+  for (int64_t stride = WARP_BLOCK; stride < block; stride *= 2) {
+    one_stage<<<ceil_div(count / 2, THREADS), THREADS, 0, stream>>>(to, count / 2, stride, 2 * stride == block ? factor : 1.0f);
+  }
+  check_launch("hadamard");
+  return out;
+}
+
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("hadamard", TORCH_BOX(&lowprec::hadamard)); }

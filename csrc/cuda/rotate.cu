@@ -1,0 +1,261 @@
+// rotate_fold (ops/rotated.py): random Hadamard transform, E2M1 with stochastic rounding in blocks of 32, block exponents
+// folded into an FP8 carrier. This file: rows as they lie, and the op. rotate_transposed.cu: rows of the transpose.
+//
+// A row's largest exponent must be known before its first code, so a thread block holds a whole row in registers, 64
+// elements a thread, and reads x once. A thread's elements lie together, so the butterflies of 64 need no exchange; the
+// copy of the next row into shared memory runs meanwhile, swizzled so that neither side meets a bank twice.
+//
+// What binds: instructions, not bytes. ROTATE_COUNTS
+#include "cuda/quantize.h"
+#include "cuda/rotate.h"
+
+namespace lowprec {
+namespace {
+
+constexpr int WARP_ELEMENTS = 32 * HELD;
+constexpr int MOST_WARPS = 16;                // a row of 32768
+constexpr size_t MOST_SHARED = 200 * 1024;
+
+template <typename In>
+constexpr int CHUNKS = HELD * sizeof(In) / 16;  // of a thread
+
+// The warp's part of a row, zeros beyond its end.
+template <typename In>
+__device__ __forceinline__ void fetch(const In* row, int columns, uint4* to) {
+  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * WARP_ELEMENTS;
+  constexpr int each = 16 / sizeof(In), chunks = CHUNKS<In>;
+  const In* from = row + first + lane * each;
+  if (first + WARP_ELEMENTS <= columns) {
+#pragma unroll
+    for (int j = 0; j < chunks; ++j) {
+      const int chunk = j * 32 + lane;
+      copy_async<16>(to + swizzled<chunks>(chunk / chunks, chunk % chunks), from + j * 32 * each);
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int chunk = lane; chunk < 32 * chunks; chunk += 32) {
+    const int column = first + chunk * each;
+    const bool inside = column < columns;
+    copy_async<16>(to + swizzled<chunks>(chunk / chunks, chunk % chunks), row + (inside ? column : 0), inside);
+  }
+}
+
+// The thread's elements with their signs.
+template <typename In>
+__device__ __forceinline__ void take(float (&v)[HELD], const uint4* from, const uint32_t* signs, float scale) {
+  const int lane = threadIdx.x & 31;
+  constexpr int chunks = CHUNKS<In>;
+  if constexpr (sizeof(In) == 4) {
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) {
+      const uint4 part = from[swizzled<chunks>(lane, c)];
+      v[4 * c] = bits_float(part.x), v[4 * c + 1] = bits_float(part.y);
+      v[4 * c + 2] = bits_float(part.z), v[4 * c + 3] = bits_float(part.w);
+    }
+    flip_signs(v, signs);
+  } else {
+    uint32_t pairs[HELD / 2];
+#pragma unroll
+    for (int c = 0; c < chunks; ++c) {
+      const uint4 part = from[swizzled<chunks>(lane, c)];
+      const uint32_t words[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (sizeof(In) == 2) {
+          pairs[4 * c + i] = words[i];
+        } else {
+          pairs[8 * c + 2 * i] = decoded_pair(words[i] & 0xffffu, scale);
+          pairs[8 * c + 2 * i + 1] = decoded_pair(words[i] >> 16, scale);
+        }
+      }
+    }
+    signed_values(v, pairs, signs);
+  }
+}
+
+// A block a row, and the next row when it is done. Dynamic shared memory: two stages of the row.
+template <typename In, bool random, bool plain>
+__global__ void __launch_bounds__(32 * MOST_WARPS, 1)
+    rotate_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale, int64_t rows, int columns,
+                Rotation how) {
+  extern __shared__ uint4 stages[];
+  __shared__ Tables tables;
+  __shared__ int of_warps[2][MOST_WARPS];
+  constexpr int part = 32 * CHUNKS<In>;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
+  make_tables(tables, how);
+  const uint32_t* signs = signs_of_lane(tables, how);
+  const float given = sizeof(In) == 1 ? *how.scale : 1.0f;
+  uint64_t seed = 0;
+  uint32_t first_row = 0, group = threadIdx.x * (HELD / 8);
+  if constexpr (random) {
+    seed = static_cast<uint64_t>(*how.seed);
+    if (how.origin != nullptr) {
+      first_row = static_cast<uint32_t>(how.origin[0]);
+      group += static_cast<uint32_t>(how.origin[1] >> 3);
+    }
+  }
+  int turn = 0;
+  int64_t row = blockIdx.x;
+  if (row < rows) fetch(x + row * columns, columns, mine[0]);
+  commit_copies();
+  for (; row < rows; row += gridDim.x, turn ^= 1) {
+    wait_copies();
+    __syncwarp();
+    uint4* stage = turn ? mine[1] : mine[0];
+    if (row + gridDim.x < rows) fetch(x + (row + gridDim.x) * columns, columns, turn ? mine[0] : mine[1]);
+    commit_copies();
+    float v[HELD];
+    take<In>(v, stage, signs, given);
+    rotate(v, how);
+    const int key[2] = {block_key(v, how), block_key(v + MX_BLOCK, how)};
+    int largest = __reduce_max_sync(0xffffffffu, max(key[0], key[1]));
+    if (lane == 0) of_warps[turn][warp] = largest;
+    __syncthreads();  // one a row: a warp reaches the slots again only after all have left the other turn
+    for (int i = 0; i < warps; ++i) largest = max(largest, of_warps[turn][i]);
+    if (threadIdx.x == 0) scale[row] = row_scale(largest, how);
+    uint32_t words[HELD / 4];
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      emit<random, plain>(v + b * MX_BLOCK, block_codes(key[b], largest, tables, how), how, seed,
+                          first_row + static_cast<uint32_t>(row), group + b * (MX_BLOCK / 8), words + b * (MX_BLOCK / 4));
+    }
+    uint8_t* out = codes + row * columns;
+    write_codes(words, stage, [&](int piece, const uint4& of) {
+      const int column = warp * WARP_ELEMENTS + piece * 16;
+      if (column < columns) *reinterpret_cast<uint4*>(out + column) = of;
+    });
+  }
+}
+
+template <typename In, bool random, bool plain>
+void launch_rows(const RotateCall& call) {
+  const int warps = static_cast<int>(ceil_div(call.columns, WARP_ELEMENTS));
+  const size_t shared = 2 * warps * WARP_ELEMENTS * sizeof(In);
+  const auto kernel = rotate_rows<In, random, plain>;
+  const int64_t blocks = resident_blocks(kernel, 32 * warps, shared, call.rows, call.device);
+  kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.scale, call.rows,
+                                                      static_cast<int>(call.columns), call.how);
+}
+
+template <typename In>
+void launch_rows(const RotateCall& call) {
+  const bool random = call.how.seed != nullptr;
+  if constexpr (sizeof(In) < 4) {
+    if (call.plain) return random ? launch_rows<In, true, true>(call) : launch_rows<In, false, true>(call);
+  }
+  random ? launch_rows<In, true, false>(call) : launch_rows<In, false, false>(call);
+}
+
+// --- step by step: shapes and rules that the fused kernels leave out -------------------------------------------------
+
+template <typename In>
+__global__ void plain_values(const In* __restrict__ x, const float* __restrict__ scale, bool transposed, int64_t rows,
+                             int64_t columns, float* __restrict__ out) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (index >= rows * columns) return;
+  float v;
+  if constexpr (sizeof(In) == 1) v = decode<Format::E4M3>(x[index].bits);
+  else v = x[index].value();
+  if (scale != nullptr) v = bf16_value(bf16_bits(v * *scale));
+  out[transposed ? index % columns * rows + index / columns : index] = v;
+}
+
+using Folded = std::tuple<Tensor, Tensor>;
+
+template <typename In>
+Tensor values(const Tensor& x, const float* scale, bool transposed) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  Tensor out = empty_like_device(x, {transposed ? columns : rows, transposed ? rows : columns}, ScalarType::Float);
+  plain_values<In><<<ceil_div(rows * columns, 256), 256, 0, stream_of(x)>>>(data_of<In>(x), scale, transposed, rows, columns,
+                                                                           mutable_data_of<float>(out));
+  return out;
+}
+
+// Body: called with the element type of x.
+template <typename Body>
+auto with_operand(const Tensor& x, Body&& body) {
+  if (x.scalar_type() == ScalarType::Float8_e4m3fn) return body(InputTag<Code8>{});
+  return with_input(x, body);
+}
+
+bool power_of_four(int block) { return (block & 0x2aaaaaaa) == 0; }  // of a power of two, or zero
+
+Rotation constants(int64_t rotation, const ScaleRule& rule, const std::string& carrier) {
+  Rotation how{};
+  const bool folded = rule.rule == Rule::E8M0_FLOOR;
+  how.block = static_cast<int>(rotation);
+  how.factor = hadamard_factor(rotation);
+  how.carry = folded ? 0 : 0x7fffffu - (float_bits(rule.threshold) & 0x7fffffu);
+  how.offset = rule.offset;
+  how.span = rule.span;
+  how.headroom = folded ? static_cast<float>(rule.headroom) : 1.0f;
+  how.quotient = folded ? static_cast<float>(1.0 / rule.headroom) : 1.0f;
+  how.lift = exponent(how.quotient);
+  how.e5m2 = parse_format(carrier) == Format::E5M2;
+  how.top = how.e5m2 ? 13 : 6;
+  return how;
+}
+
+// The product of the two factors is exact, values are multiples of 2^-133 and none exceeds 6: one product, no clamp.
+bool plain_products(const Rotation& how, const ScaleRule& rule) {
+  const bool few_bits = (float_bits(how.headroom) & 0xffffu) == 0;
+  const bool in_range = rule.rule == Rule::E8M0_FLOOR ? rule.headroom <= 0.75 : rule.headroom >= 0.5 && rule.headroom <= 1.0;
+  return few_bits && in_range && power_of_four(how.block);
+}
+
+Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transposed, std::optional<Tensor> signs,
+                   int64_t rotation, std::string scale_rule, double headroom, int64_t span, std::string carrier,
+                   std::optional<Tensor> seed, std::optional<Tensor> origin) {
+  const Tensor x = dense(given);
+  const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
+  STD_TORCH_CHECK(rotation >= 0 && (rotation & (rotation - 1)) == 0 && (rotation == 0 || columns % rotation == 0),
+                  "blocks of ", rotation, " do not fit a row of ", columns);
+  resolve_tile(rows, columns, {1, MX_BLOCK});
+  const Format format = parse_format(carrier);
+  STD_TORCH_CHECK(format == Format::E4M3 || format == Format::E5M2, "codes fold into E4M3 or E5M2");
+  const ScaleRule rule = scale_rule_of(Format::E2M1, parse_rule(scale_rule), headroom, span);
+  const float* tensor_scale = scale.has_value() ? data_of<float>(*scale) : nullptr;
+  const bool codes_given = x.scalar_type() == ScalarType::Float8_e4m3fn;
+  const int64_t bytes = x.scalar_type() == ScalarType::Float ? 4 : codes_given ? 1 : 2;
+  const size_t row_bytes = 2 * ceil_div(columns, WARP_ELEMENTS) * WARP_ELEMENTS * bytes;
+  const bool fits = transposed ? rows % 8 == 0 : columns <= MOST_WARPS * WARP_ELEMENTS && row_bytes <= MOST_SHARED;
+  const bool fused = fits && rule.rule != Rule::FP32 && span > 0 && headroom > 0.0 && headroom <= 1.0 && rotation <= 256 &&
+                     x.scalar_type() != ScalarType::Half && codes_given == (tensor_scale != nullptr) &&
+                     aligned(x.const_data_ptr(), 16) && rows > 0 && columns > 0;
+  if (!fused) {
+    Tensor v = with_operand(x, [&](auto tag) {
+      return values<typename decltype(tag)::Type>(x, tensor_scale, transposed);
+    });
+    if (rotation > 0) v = hadamard(v, signs, rotation);
+    auto [codes, block_scale] = quantize(v, "E2M1", {1, MX_BLOCK}, scale_rule, headroom, span, seed, origin);
+    return fold(codes, block_scale, carrier);
+  }
+  const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
+  const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
+  RotateCall call{x.const_data_ptr(), x.size(0), x.size(1), mutable_data_of<uint8_t>(codes), mutable_data_of<float>(row_scale),
+                  constants(rotation, rule, carrier), false, static_cast<int>(x.get_device_index()), stream_of(x)};
+  call.how.signs = seed_of(signs);
+  call.how.seed = seed_of(seed);
+  call.how.origin = seed_of(origin);
+  call.how.scale = tensor_scale;
+  call.plain = bytes < 4 && plain_products(call.how, rule);
+  Tensor keys = torch::stable::new_zeros(x, {transposed ? rows : 1}, ScalarType::Int);
+  Tensor kept = empty_like_device(x, {transposed ? ceil_div(columns, HELD) * rows : 1}, ScalarType::Short);
+  with_operand(x, [&](auto tag) {
+    using In = typename decltype(tag)::Type;
+    if constexpr (!std::is_same_v<In, Fp16>) {
+      if (transposed) launch_transposed<In>(call, mutable_data_of<uint32_t>(keys), mutable_data_of<uint16_t>(kept));
+      else launch_rows<In>(call);
+    }
+  });
+  check_launch("rotate_fold");
+  return {codes, row_scale};
+}
+
+}  // namespace
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("rotate_fold", TORCH_BOX(&lowprec::rotate_fold)); }

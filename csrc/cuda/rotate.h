@@ -1,0 +1,255 @@
+// What both orientations of rotate_fold share: a thread's 64 elements, from words to rotated values, and from these to
+// codes once the row's exponent is known.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include "cuda/vectors.h"
+#include "numerics/hadamard.h"
+#include "numerics/places.h"
+
+namespace lowprec {
+
+// ops fold and hadamard, for what the fused kernels hand over.
+std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::string carrier);
+Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block);
+
+constexpr int MX_BLOCK = 32;
+constexpr int HELD = 64;          // elements of a thread: a rotation, two MX blocks
+constexpr int LOST = 256;         // added to the key of a block that is not finite
+constexpr int KEPT_LOST = 255;    // such a key in a byte
+constexpr int TOP_SHIFT = 13;     // of the wider carrier
+constexpr int NAN_TABLE = TOP_SHIFT - LEAST_SHIFT + 1;
+constexpr int TABLES = NAN_TABLE + 1;
+constexpr int SIGN_WORDS = 128;   // pairs of BF16 sign bits of 256 elements
+
+struct Code8 {
+  uint8_t bits;  // E4M3
+};
+
+// Constants of a call, made on the host.
+struct Rotation {
+  int block;                 // 0: none
+  float factor;              // block^-1/2
+  uint32_t carry;            // added to amax's bits, it moves a mantissa above the rule's threshold to the next exponent
+  int offset, span;          // exponent of the format's limit minus one; binades below the row's largest exponent
+  float headroom, quotient;  // of x; 1 / headroom, of scales
+  int lift, top;             // exponent of the quotient; exponent of the row's largest block in the carrier
+  bool e5m2;
+  const int64_t* signs;
+  const int64_t* seed;
+  const int64_t* origin;
+  const float* scale;        // of E4M3 codes
+};
+
+// One call: the matrix as it lies [rows, columns], its codes in either orientation.
+struct RotateCall {
+  const void* x;
+  int64_t rows, columns;
+  uint8_t* codes;
+  float* scale;
+  Rotation how;
+  bool plain;  // factor and headroom in one product, and nothing above 6 (rotate.cu)
+  int device;
+  cudaStream_t stream;
+};
+
+// rotate_transposed.cu: codes of the transpose. keys: int32 [columns], zeros; kept: uint16 [ceil(rows / 64), columns].
+template <typename In>
+void launch_transposed(const RotateCall& call, uint32_t* keys, uint16_t* kept);
+// As many blocks as the GPU holds at once, at most `most`.
+template <typename Kernel>
+int64_t resident_blocks(Kernel kernel, int threads, size_t shared, int64_t most, int device) {
+  int each = 0, multiprocessors = 0;
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, shared);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  const int64_t all = static_cast<int64_t>(each < 1 ? 1 : each) * multiprocessors;
+  return all < most ? all : most;
+}
+
+#if defined(__CUDACC__)
+
+// --- copies that run beside the arithmetic ---------------------------------------------------------------------------
+
+// `bytes` of 8 or 16 from global to shared memory.
+template <int bytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(bytes) : "memory");
+}
+// Zeros where `inside` is false.
+template <int bytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  const int taken = inside ? bytes : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from), "n"(bytes), "r"(taken)
+               : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Place of chunk c of thread r, `chunks` of 16 bytes a thread: eight neighbouring threads meet no bank twice.
+template <int chunks>
+__device__ __forceinline__ int swizzled(int r, int c) {
+  return r * chunks + (chunks >= 8 ? c ^ (r & 7) : c ^ (r >> 1 & 3));
+}
+
+// --- from words to rotated values ------------------------------------------------------------------------------------
+
+// A grid's tables in shared memory, filled by its first 64 threads at least once a launch.
+struct Tables {
+  PlaceCodes codes[TABLES];
+  alignas(16) uint32_t signs[SIGN_WORDS];
+};
+
+// By a block of 32 threads or more; ends with a barrier.
+__device__ __forceinline__ void make_tables(Tables& tables, const Rotation& how) {
+  for (int i = threadIdx.x; i < TABLES; i += blockDim.x) {
+    const int shift = i + LEAST_SHIFT;
+    tables.codes[i] = i == NAN_TABLE ? PlaceCodes{0x7f7f7f7fu, 0x7f7f7f7fu} : place_codes(how.e5m2, shift);
+  }
+  if (threadIdx.x < 32) {
+    const bool drawn = how.block > 0 && how.signs != nullptr;
+    const uint32_t bits = drawn ? sign_bits(static_cast<uint64_t>(*how.signs), threadIdx.x, how.block) : 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      tables.signs[threadIdx.x * 4 + i] = (bits >> (2 * i) & 1u) << 15 | (bits >> (2 * i + 1) & 1u) << 31;
+    }
+  }
+  __syncthreads();
+}
+
+// Two E4M3 codes under the tensor's scale, as BF16.
+__device__ __forceinline__ uint32_t decoded_pair(uint32_t codes, float scale) {
+  const __half2 both = __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3));
+  const float2 v = __half22float2(both);
+  const __nv_bfloat162 made = __floats2bfloat162_rn(v.x * scale, v.y * scale);
+  return *reinterpret_cast<const uint32_t*>(&made);
+}
+
+// Signs onto pairs of BF16, which become FP32.
+__device__ __forceinline__ void signed_values(float (&v)[HELD], const uint32_t (&pairs)[HELD / 2], const uint32_t* signs) {
+#pragma unroll
+  for (int i = 0; i < HELD / 8; ++i) {
+    const uint4 flip = reinterpret_cast<const uint4*>(signs)[i];
+    const uint32_t of[4] = {flip.x, flip.y, flip.z, flip.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t pair = pairs[i * 4 + j];
+      v[(i * 4 + j) * 2] = bits_float((pair ^ of[j]) << 16);
+      v[(i * 4 + j) * 2 + 1] = bits_float((pair ^ of[j]) & 0xffff0000u);
+    }
+  }
+}
+__device__ __forceinline__ void flip_signs(float (&v)[HELD], const uint32_t* signs) {
+#pragma unroll
+  for (int i = 0; i < HELD / 2; ++i) {
+    v[2 * i] = bits_float(float_bits(v[2 * i]) ^ signs[i] << 16);
+    v[2 * i + 1] = bits_float(float_bits(v[2 * i + 1]) ^ (signs[i] & 0xffff0000u));
+  }
+}
+
+// Signs of the thread's 64 elements: a rotation of 128 or 256 spans lanes.
+__device__ __forceinline__ const uint32_t* signs_of_lane(const Tables& tables, const Rotation& how) {
+  return tables.signs + (how.block > HELD ? (threadIdx.x & (how.block / HELD - 1)) * (HELD / 2) : 0);
+}
+
+// All stages but the factor, which the products of `emit` hold.
+__device__ __forceinline__ void rotate(float (&v)[HELD], const Rotation& how) {
+  butterflies(v, how.block);
+  if (how.block > HELD) butterflies_across(v, how.block);
+}
+
+__device__ __forceinline__ float larger_size(float a, float b) {  // NaN wins
+  float made;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(made) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return made;
+}
+
+// The key of a block before its row is known: its exponent + 127, and LOST where its maximum is not finite. A product
+// with the factor keeps the order of magnitudes, so it waits until after the maximum.
+__device__ __forceinline__ int block_key(const float* v, const Rotation& how) {
+  float most[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) most[i] = larger_size(v[i], v[i + 4]);
+#pragma unroll
+  for (int i = 8; i < MX_BLOCK; ++i) most[i & 3] = larger_size(most[i & 3], v[i]);
+  const float amax = larger_size(larger_size(most[0], most[1]), larger_size(most[2], most[3])) * how.factor;
+  uint32_t bits = float_bits(amax);
+  const bool finite = bits < INFINITE;
+  if (bits > INFINITE) bits = 0x7fc00000u;
+  const int e = static_cast<int>((bits + how.carry) >> 23) - how.offset;
+  return min(max(e, 1), 254) + (finite ? 0 : LOST);
+}
+
+// --- from rotated values to codes ------------------------------------------------------------------------------------
+
+// The row's scale from its largest key.
+__device__ __forceinline__ float row_scale(int row, const Rotation& how) {
+  if (row >= LOST) return bits_float(0x7fc00000u);
+  return how.quotient * exp2_int(row - 127) * exp2_int(-how.top);
+}
+
+struct BlockCodes {
+  float inverse;
+  PlaceCodes table;
+};
+
+// key, row: as block_key makes them.
+__device__ __forceinline__ BlockCodes block_codes(int key, int row, const Tables& tables, const Rotation& how) {
+  const int row_e = row & 255, e = max(key, row_e - how.span);
+  const int largest = row >= LOST ? 255 : min(row_e + how.lift, 255);
+  const int shift = min(e + how.lift, 255) - largest + how.top;
+  const bool lost = key >= LOST;
+  const int entry = lost ? NAN_TABLE : max(shift, LEAST_SHIFT) - LEAST_SHIFT;
+  const float power = bits_float(e == 254 ? 0x400000u : static_cast<uint32_t>(254 - e) << 23);  // 2^(127 - e)
+  return {lost ? bits_float(0x7fc00000u) : power * how.headroom, tables.codes[entry]};
+}
+
+// Codes of a block of 32; group: the first column >> 3, of the global matrix.
+template <bool random, bool plain>
+__device__ __forceinline__ void emit(const float* v, const BlockCodes& of, const Rotation& how, uint64_t seed, uint32_t row,
+                                     uint32_t group, uint32_t* words) {
+  const float product = how.factor * of.inverse;
+#pragma unroll
+  for (int g = 0; g < MX_BLOCK / 8; ++g) {
+    Words drawn;
+    if constexpr (random) drawn = random_words(seed, row, group + g);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float scaled[4];
+      uint32_t place[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float x = v[g * 8 + half * 4 + i];
+        scaled[i] = plain ? x * product : x * how.factor * of.inverse;
+        float bounded = scaled[i];
+        if constexpr (!plain) bounded = is_nan(bounded) ? bounded : fminf(fmaxf(bounded, -6.0f), 6.0f);
+        if constexpr (random) place[i] = random_place(bounded, drawn.w[half * 2 + (i >> 1)], i & 1);
+        else place[i] = nearest_place(bounded);
+      }
+      words[g * 2 + half] = carrier_codes(scaled, place, of.table);
+    }
+  }
+}
+
+// 64 codes a thread, through the warp's 2 KB of shared memory, out in 16-byte pieces: put(piece, codes).
+template <typename Put>
+__device__ __forceinline__ void write_codes(const uint32_t (&words)[HELD / 4], uint4* staged, Put&& put) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    staged[swizzled<4>(lane, c)] = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
+  }
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const int piece = j * 32 + lane;
+    put(piece, staged[swizzled<4>(piece >> 2, piece & 3)]);
+  }
+}
+
+#endif
+
+}  // namespace lowprec
