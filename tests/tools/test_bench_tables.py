@@ -106,7 +106,7 @@ STEP = {
     "rows": [
         {"name": "bf16", "group": 0, "baseline": True, "ms": 10.0, "loss": [4.8, 4.7], "of_group": 1.0}
         | {"of_fastest": 0.9, "tokens_per_s": 102400.0, "peak_gib": 3.0},
-        {"name": "fp8", "group": 0, "baseline": False, "error": "RuntimeError: a | b"},
+        {"name": "fp8", "group": 0, "baseline": False, "error": "RuntimeError: a | b", "device_allocations": 3},
         {"name": "TE bf16", "baseline": True, "error": "transformer_engine is not installed"},
     ],
     "profiles": {"bf16": profile.summary({"lowprec::quantize_row": 1.0, "nvjet_tst_128": 3.0})},
@@ -121,6 +121,7 @@ def test_the_table_is_made_again_from_json(tmp_path, capsys):
     lines = table.read_text().splitlines()
     assert "| bf16 | 0 | 10.0 | 102,400 | 1.000 | 0.900 | 3.0 | 4.80 to 4.70 |" in lines
     assert "| fp8 | 0 | RuntimeError: a / b |  |  |  |  |  |" in lines
+    assert "Memory was taken from the device within timed steps, which slows them: fp8." in lines
     assert "| gemm | 3.0 | 75% |" in lines and "| quantise | 1.0 | 25% |" in lines
 
 

@@ -82,6 +82,9 @@ def step(result: Result) -> list[str]:
     lines = [f"{sizes}; {result['tokens_per_step']:,} tokens a step. Contestants {how}; medians.", ""]
     header = ("step", "group", "ms", "tokens/s", "x BF16 beside it", "x fastest BF16", "peak GiB", "loss")
     lines += table(header, (_step(row) for row in result["rows"]))
+    slow = [row["name"] for row in result["rows"] if row.get("device_allocations")]
+    if slow:
+        lines += ["", f"Memory was taken from the device within timed steps, which slows them: {', '.join(slow)}."]
     for name, watched in result["profiles"].items():
         lines += ["", f"{name}: {number(watched['total_ms'], 1)} ms of kernels a step", ""]
         lines += table(("class", "ms", "share"), _classes(watched))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import statistics
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -73,12 +75,14 @@ def _together(
     rows: dict[str, Row] = {each.name: {"name": each.name, "baseline": each.baseline} for each in group}
     steps: dict[str, Step] = {}
     for contestant in group:
-        row = rows[contestant.name]
+        row, begin = rows[contestant.name], time.perf_counter()
         try:
             steps[contestant.name] = _ready(contestant, work, warm_up - 1, row)
         except Exception as error:
             row["error"] = cause(error)
-        say(f"{contestant.name}: {row.get('error', 'ready')}")
+            say(traceback.format_exc())
+        row["ready_s"] = time.perf_counter() - begin
+        say(f"{contestant.name}: {row.get('error', 'ready')} after {row['ready_s']:.0f} s")
         _collect(work)
     times = _rounds(steps, rows, rounds, work)
     for name, each in times.items():
@@ -107,10 +111,15 @@ def _ready(contestant: Contestant, work: Work, warm_up: int, row: Row) -> Step:
 
 
 def _rounds(steps: dict[str, Step], rows: dict[str, Row], rounds: int, work: Work) -> dict[str, list[float]]:
-    """Milliseconds of each step after one round that does not count; who fails leaves."""
+    """Milliseconds of each step after one round that does not count; who fails leaves.
+
+    `device_allocations` of a row: how often its timed steps went to the device for memory, which is slow. The allocator
+    does when blocks that one model left do not fit the next one.
+    """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds + 1):
         for name in list(steps):
+            allocated = _device_allocations(work)
             try:
                 with Interval(work.device) as interval:
                     steps[name]()
@@ -121,7 +130,15 @@ def _rounds(steps: dict[str, Step], rows: dict[str, Row], rounds: int, work: Wor
                 continue
             if turn:
                 times[name].append(ms)
+                more = _device_allocations(work) - allocated
+                rows[name]["device_allocations"] = rows[name].get("device_allocations", 0) + more
     return times
+
+
+def _device_allocations(work: Work) -> int:
+    if work.device.type != "cuda":
+        return 0
+    return int(torch.cuda.memory_stats(work.device).get("num_device_alloc", 0))
 
 
 def _collect(work: Work) -> None:
