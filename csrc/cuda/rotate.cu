@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(32 * MOST_WARPS, 1)
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
   make_tables(tables, how);
-  const uint32_t* signs = signs_of_lane(tables, how);
+  const uint32_t* signs = signs_of_lane<plain>(tables, how);
   const float given = sizeof(In) == 1 ? *how.scale : 1.0f;
   uint64_t seed = 0;
   uint32_t first_row = 0, group = threadIdx.x * (HELD / 8);
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(32 * MOST_WARPS, 1)
     commit_copies();
     float v[HELD];
     take<In>(v, stage, signs, given);
-    rotate(v, how);
+    rotate<plain>(v, how);
     const int key[2] = {block_key(v, how), block_key(v + MX_BLOCK, how)};
     int largest = __reduce_max_sync(0xffffffffu, max(key[0], key[1]));
     if (lane == 0) of_warps[turn][warp] = largest;
@@ -181,8 +181,6 @@ auto with_operand(const Tensor& x, Body&& body) {
   return with_input(x, body);
 }
 
-bool power_of_four(int block) { return (block & 0x2aaaaaaa) == 0; }  // of a power of two, or zero
-
 Rotation constants(int64_t rotation, const ScaleRule& rule, const std::string& carrier) {
   Rotation how{};
   const bool folded = rule.rule == Rule::E8M0_FLOOR;
@@ -199,11 +197,12 @@ Rotation constants(int64_t rotation, const ScaleRule& rule, const std::string& c
   return how;
 }
 
-// The product of the two factors is exact, values are multiples of 2^-133 and none exceeds 6: one product, no clamp.
+// Blocks of 64, whose factor is a power of two. Values are multiples of 2^-133, so that their product with the factor is
+// exact, as the head-room's is, and one product with both rounds as two do; no value exceeds 6.
 bool plain_products(const Rotation& how, const ScaleRule& rule) {
   const bool few_bits = (float_bits(how.headroom) & 0xffffu) == 0;
   const bool in_range = rule.rule == Rule::E8M0_FLOOR ? rule.headroom <= 0.75 : rule.headroom >= 0.5 && rule.headroom <= 1.0;
-  return few_bits && in_range && power_of_four(how.block);
+  return how.block == HELD && few_bits && in_range;
 }
 
 Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transposed, std::optional<Tensor> signs,

@@ -49,7 +49,7 @@ struct RotateCall {
   uint8_t* codes;
   float* scale;
   Rotation how;
-  bool plain;  // factor and headroom in one product, and nothing above 6 (rotate.cu)
+  bool plain;  // blocks of 64; factor and headroom in one product; nothing above 6 (rotate.cu)
   int device;
   cudaStream_t stream;
 };
@@ -151,14 +151,20 @@ __device__ __forceinline__ void flip_signs(float (&v)[HELD], const uint32_t* sig
 }
 
 // Signs of the thread's 64 elements: a rotation of 128 or 256 spans lanes.
+template <bool plain>
 __device__ __forceinline__ const uint32_t* signs_of_lane(const Tables& tables, const Rotation& how) {
-  return tables.signs + (how.block > HELD ? (threadIdx.x & (how.block / HELD - 1)) * (HELD / 2) : 0);
+  return tables.signs + (!plain && how.block > HELD ? (threadIdx.x & (how.block / HELD - 1)) * (HELD / 2) : 0);
 }
 
-// All stages but the factor, which the products of `emit` hold.
+// All stages but the factor, which the products of `emit` hold. plain: blocks of 64, without a branch.
+template <bool plain>
 __device__ __forceinline__ void rotate(float (&v)[HELD], const Rotation& how) {
-  butterflies(v, how.block);
-  if (how.block > HELD) butterflies_across(v, how.block);
+  if constexpr (plain) {
+    butterflies(v, HELD);
+  } else {
+    butterflies(v, how.block);
+    if (how.block > HELD) butterflies_across(v, how.block);
+  }
 }
 
 __device__ __forceinline__ float larger_size(float a, float b) {  // NaN wins

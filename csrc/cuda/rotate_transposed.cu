@@ -127,13 +127,13 @@ struct Share {
 };
 
 // The tiles of this block in turn; body(share, rotated values, the warp's own bytes).
-template <typename In, bool emits, typename Body>
+template <typename In, bool emits, bool plain, typename Body>
 __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, const Rotation& how, const Tables& tables,
                                           uint8_t* shared, Body&& body) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int across = (columns + COLUMNS - 1) / COLUMNS, tiles = across * ((rows + TOKENS - 1) / TOKENS);
   uint8_t* own = shared + 2 * STAGE<In> + warp * OWN<In, emits>;
-  const uint32_t* signs = signs_of_lane(tables, how);
+  const uint32_t* signs = signs_of_lane<plain>(tables, how);
   const float given = sizeof(In) == 1 ? *how.scale : 1.0f;
   const auto place_of = [&](int tile) { return TileAt{tile / across * TOKENS, tile % across * COLUMNS}; };
   int turn = 0;
@@ -150,7 +150,7 @@ __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, co
     const TileAt at = place_of(tile);
     float v[HELD];
     take<In>(v, shared + turn * STAGE<In>, own, signs, given);
-    rotate(v, how);
+    rotate<plain>(v, how);
     Share mine{at.token + (lane & 3) * HELD, at.column + warp * 8 + (lane >> 2), false};
     mine.inside = mine.token < rows && mine.column < columns;
     body(at, mine, v, own);
@@ -160,14 +160,14 @@ __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, co
 __device__ __forceinline__ uint32_t kept_key(int key) { return key >= LOST ? KEPT_LOST : key; }
 __device__ __forceinline__ int key_of(uint32_t kept) { return kept == KEPT_LOST ? LOST : static_cast<int>(kept); }
 
-template <typename In>
+template <typename In, bool plain>
 __global__ void __launch_bounds__(32 * WARPS, 2)
     column_keys(const In* __restrict__ x, int rows, int columns, Rotation how, uint32_t* __restrict__ keys,
                 uint16_t* __restrict__ kept) {
   extern __shared__ uint4 dynamic[];
   __shared__ Tables tables;
   make_tables(tables, how);
-  each_tile<In, false>(x, rows, columns, how, tables, reinterpret_cast<uint8_t*>(dynamic),
+  each_tile<In, false, plain>(x, rows, columns, how, tables, reinterpret_cast<uint8_t*>(dynamic),
                        [&](const TileAt&, const Share& mine, const float (&v)[HELD], uint8_t*) {
     const int low = block_key(v, how), high = block_key(v + MX_BLOCK, how);
     int largest = max(low, high);
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
       first_group = static_cast<uint32_t>(how.origin[1] >> 3);
     }
   }
-  each_tile<In, true>(x, rows, columns, how, tables, reinterpret_cast<uint8_t*>(dynamic),
+  each_tile<In, true, plain>(x, rows, columns, how, tables, reinterpret_cast<uint8_t*>(dynamic),
                       [&](const TileAt& at, const Share& mine, const float (&v)[HELD], uint8_t* own) {
     const int row = mine.inside ? static_cast<int>(keys[mine.column]) : 1;
     const uint32_t both = mine.inside ? kept[static_cast<int64_t>(mine.token / HELD) * columns + mine.column] : 0x0101u;
@@ -215,33 +215,28 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
   });
 }
 
-template <typename In, bool random, bool plain>
-void launch_codes(const RotateCall& call, int64_t tiles, const uint32_t* keys, const uint16_t* kept) {
-  const size_t shared = 2 * STAGE<In> + WARPS * OWN<In, true>;
-  const auto kernel = column_codes<In, random, plain>;
-  const int64_t blocks = resident_blocks(kernel, 32 * WARPS, shared, tiles, call.device);
-  kernel<<<blocks, 32 * WARPS, shared, call.stream>>>(static_cast<const In*>(call.x), static_cast<int>(call.rows),
- static_cast<int>(call.columns), call.how, keys,
-                                                      kept, call.codes, call.scale);
+template <typename In, bool plain>
+void launch_both(const RotateCall& call, uint32_t* keys, uint16_t* kept) {
+  const In* x = static_cast<const In*>(call.x);
+  const int rows = static_cast<int>(call.rows), columns = static_cast<int>(call.columns), threads = 32 * WARPS;
+  const int64_t tiles = ceil_div(rows, TOKENS) * ceil_div(columns, COLUMNS);
+  size_t shared = 2 * STAGE<In> + WARPS * OWN<In, false>;
+  int64_t blocks = resident_blocks(column_keys<In, plain>, threads, shared, tiles, call.device);
+  column_keys<In, plain><<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys, kept);
+  shared = 2 * STAGE<In> + WARPS * OWN<In, true>;
+  const auto codes = call.how.seed != nullptr ? column_codes<In, true, plain> : column_codes<In, false, plain>;
+  blocks = resident_blocks(codes, threads, shared, tiles, call.device);
+  codes<<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys, kept, call.codes, call.scale);
 }
 
 }  // namespace
 
 template <typename In>
 void launch_transposed(const RotateCall& call, uint32_t* keys, uint16_t* kept) {
-  const int64_t tiles = ceil_div(call.rows, TOKENS) * ceil_div(call.columns, COLUMNS);
-  const size_t shared = 2 * STAGE<In> + WARPS * OWN<In, false>;
-  const int64_t blocks = resident_blocks(column_keys<In>, 32 * WARPS, shared, tiles, call.device);
-  column_keys<In><<<blocks, 32 * WARPS, shared, call.stream>>>(static_cast<const In*>(call.x), call.rows, call.columns,
-                                                              call.how, keys, kept);
-  const bool random = call.how.seed != nullptr;
   if constexpr (sizeof(In) < 4) {
-    if (call.plain) {
-      return random ? launch_codes<In, true, true>(call, tiles, keys, kept)
-                    : launch_codes<In, false, true>(call, tiles, keys, kept);
-    }
+    if (call.plain) return launch_both<In, true>(call, keys, kept);
   }
-  random ? launch_codes<In, true, false>(call, tiles, keys, kept) : launch_codes<In, false, false>(call, tiles, keys, kept);
+  launch_both<In, false>(call, keys, kept);
 }
 
 template void launch_transposed<Bf16>(const RotateCall&, uint32_t*, uint16_t*);
