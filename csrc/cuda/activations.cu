@@ -1,7 +1,6 @@
 // gated_keep, gelu_keep and their derivatives: activations of inputs that are rounded, with the codes kept.
 //
-//   forward    a block a row, for the row's largest |y|; nothing waits for anything until then
-//   backward   no sums: threads take vectors of the whole matrix
+// A block takes a row, for the largest magnitude of what it writes; nothing waits for anything until then.
 //
 // Gate and up alternate, so eight pairs are two 16-byte chunks. Neighbouring lanes exchange chunks, so that each access
 // of a warp covers whole 32-byte sectors:
@@ -14,7 +13,7 @@
 namespace lowprec {
 namespace {
 
-constexpr int THREADS = 256;
+constexpr int MOST_THREADS = 384;
 constexpr int EACH = 2;  // vectors of a thread in flight
 
 // Turns (own even chunk, own odd chunk) into what the accesses move, and back: even lanes give their second, odd lanes
@@ -75,8 +74,8 @@ struct GatedForward {
 };
 
 template <typename In, Format F>
-__global__ void __launch_bounds__(384, 2) gated_rows(const GatedForward<In> to) {
-  __shared__ uint32_t scratch[384 / 32];
+__global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows(const GatedForward<In> to) {
+  __shared__ uint32_t scratch[MOST_THREADS / 32];
   const int64_t first = static_cast<int64_t>(blockIdx.x) * to.vectors;
   uint32_t most = 0;
   for (int base = 0; base < to.vectors; base += EACH * blockDim.x) {
@@ -117,48 +116,64 @@ __global__ void __launch_bounds__(384, 2) gated_rows(const GatedForward<In> to) 
   store_row_maximum(most, scratch, to.maxima + blockIdx.x);
 }
 
+template <typename In>
+struct GatedBackward {
+  const In* dy;
+  Kept gate, up;
+  In* dgate_up;
+  float* maxima;
+  int vectors, shift;
+};
+
 template <typename In, Format F>
-__global__ void __launch_bounds__(THREADS) gated_backward(const In* __restrict__ dy, const Kept gate, const Kept up,
-                                                          In* __restrict__ dgate_up, int64_t vectors, int shift) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
-  Vector<In> held[EACH];
-  KeptCodes<F> gates[EACH], ups[EACH];
-  float gate_scale[EACH] = {}, up_scale[EACH] = {};
+__global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows_backward(const GatedBackward<In> of) {
+  __shared__ uint32_t scratch[MOST_THREADS / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * of.vectors;
+  uint32_t most = 0;
+  for (int base = 0; base < of.vectors; base += EACH * blockDim.x) {
+    Vector<In> held[EACH];
+    KeptCodes<F> gates[EACH], ups[EACH];
+    float gate_scale[EACH], up_scale[EACH];
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int64_t vector = first + i * THREADS;
-    held[i].clear(), gates[i].clear(), ups[i].clear();
-    if (vector >= vectors) continue;
-    held[i].load(dy + vector * VECTOR);
-    gates[i].load(gate.codes + vector * KeptCodes<F>::BYTES);
-    ups[i].load(up.codes + vector * KeptCodes<F>::BYTES);
-    gate_scale[i] = kept_multiplier(__ldg(gate.exponents + (vector >> shift)));
-    up_scale[i] = kept_multiplier(__ldg(up.exponents + (vector >> shift)));
-  }
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    float g[VECTOR], u[VECTOR];
-    gates[i].decode(g, gate_scale[i]);
-    ups[i].decode(u, up_scale[i]);
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) {
-      const GatedGradients d = gated_silu_gradients(held[i][j], g[j], u[j]);
-      g[j] = d.gate, u[j] = d.up;
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      const int64_t vector = first + at;
+      held[i].clear(), gates[i].clear(), ups[i].clear();
+      gate_scale[i] = up_scale[i] = 0.0f;
+      if (at >= of.vectors) continue;
+      held[i].load(of.dy + vector * VECTOR);
+      gates[i].load(of.gate.codes + vector * KeptCodes<F>::BYTES);
+      ups[i].load(of.up.codes + vector * KeptCodes<F>::BYTES);
+      gate_scale[i] = kept_multiplier(__ldg(of.gate.exponents + (vector >> of.shift)));
+      up_scale[i] = kept_multiplier(__ldg(of.up.exponents + (vector >> of.shift)));
     }
-    float low[VECTOR], high[VECTOR];
 #pragma unroll
-    for (int j = 0; j < VECTOR / 2; ++j) {
-      low[2 * j] = g[j], low[2 * j + 1] = u[j];
-      high[2 * j] = g[j + 4], high[2 * j + 1] = u[j + 4];
+    for (int i = 0; i < EACH; ++i) {
+      float g[VECTOR], u[VECTOR];
+      gates[i].decode(g, gate_scale[i]);
+      ups[i].decode(u, up_scale[i]);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) {
+        const GatedGradients d = gated_silu_gradients(held[i][j], g[j], u[j]);
+        g[j] = d.gate, u[j] = d.up;
+      }
+      float low[VECTOR], high[VECTOR];
+#pragma unroll
+      for (int j = 0; j < VECTOR / 2; ++j) {
+        low[2 * j] = g[j], low[2 * j + 1] = u[j];
+        high[2 * j] = g[j + 4], high[2 * j + 1] = u[j + 4];
+      }
+      Vector<In> a = round_to_stream<In>(low), b = round_to_stream<In>(high);
+      most = larger(most, larger(a.largest(), b.largest()));  // zero outside
+      exchange(a, b);
+      const int at = base + i * blockDim.x + threadIdx.x;
+      if (at >= of.vectors) continue;
+      In* to = of.dgate_up + chunk_of(first + at) * VECTOR;
+      store_vector(to, a);
+      store_vector(to + 2 * VECTOR, b);
     }
-    Vector<In> a = round_to_stream<In>(low), b = round_to_stream<In>(high);
-    exchange(a, b);
-    const int64_t vector = first + i * THREADS;
-    if (vector >= vectors) continue;
-    In* to = dgate_up + chunk_of(vector) * VECTOR;
-    store_vector(to, a);
-    store_vector(to + 2 * VECTOR, b);
   }
+  store_row_maximum(most, scratch, of.maxima + blockIdx.x);
 }
 
 template <typename In>
@@ -171,8 +186,8 @@ struct GeluForward {
 };
 
 template <typename In, Format F>
-__global__ void __launch_bounds__(384, 2) gelu_rows(const GeluForward<In> to) {
-  __shared__ uint32_t scratch[384 / 32];
+__global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows(const GeluForward<In> to) {
+  __shared__ uint32_t scratch[MOST_THREADS / 32];
   const int64_t first = static_cast<int64_t>(blockIdx.x) * to.vectors;
   uint32_t most = 0;
   for (int base = 0; base < to.vectors; base += EACH * blockDim.x) {
@@ -201,36 +216,52 @@ __global__ void __launch_bounds__(384, 2) gelu_rows(const GeluForward<In> to) {
   store_row_maximum(most, scratch, to.maxima + blockIdx.x);
 }
 
+template <typename In>
+struct GeluBackward {
+  const In* dy;
+  Kept kept;
+  In* dx;
+  float* maxima;
+  int vectors, shift;
+};
+
 template <typename In, Format F>
-__global__ void __launch_bounds__(THREADS) gelu_backward(const In* __restrict__ dy, const Kept kept, In* __restrict__ dx,
-                                                         int64_t vectors, int shift) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
-  Vector<In> held[EACH];
-  KeptCodes<F> codes[EACH];
-  float scale[EACH];
+__global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows_backward(const GeluBackward<In> of) {
+  __shared__ uint32_t scratch[MOST_THREADS / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * of.vectors;
+  uint32_t most = 0;
+  for (int base = 0; base < of.vectors; base += EACH * blockDim.x) {
+    Vector<In> held[EACH];
+    KeptCodes<F> codes[EACH];
+    float scale[EACH];
 #pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int64_t vector = first + i * THREADS;
-    if (vector >= vectors) continue;
-    held[i].load(dy + vector * VECTOR);
-    codes[i].load(kept.codes + vector * KeptCodes<F>::BYTES);
-    scale[i] = kept_multiplier(__ldg(kept.exponents + (vector >> shift)));
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      const int64_t vector = first + at;
+      if (at >= of.vectors) continue;
+      held[i].load(of.dy + vector * VECTOR);
+      codes[i].load(of.kept.codes + vector * KeptCodes<F>::BYTES);
+      scale[i] = kept_multiplier(__ldg(of.kept.exponents + (vector >> of.shift)));
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      if (at >= of.vectors) continue;
+      float x[VECTOR];
+      codes[i].decode(x, scale[i]);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) x[j] = tanh_gelu_gradient(held[i][j], x[j]);
+      const Vector<In> dx = round_to_stream<In>(x);
+      most = larger(most, dx.largest());
+      store_vector(of.dx + (first + at) * VECTOR, dx);
+    }
   }
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const int64_t vector = first + i * THREADS;
-    if (vector >= vectors) continue;
-    float x[VECTOR];
-    codes[i].decode(x, scale[i]);
-#pragma unroll
-    for (int j = 0; j < VECTOR; ++j) x[j] = tanh_gelu_gradient(held[i][j], x[j]);
-    store_vector(dx + vector * VECTOR, round_to_stream<In>(x));
-  }
+  store_row_maximum(most, scratch, of.maxima + blockIdx.x);
 }
 
-// Threads of a row's block: as few rounds of EACH vectors as 384 threads need, evenly filled.
+// Threads of a row's block: as few rounds of EACH vectors as MOST_THREADS need, evenly filled.
 int row_threads(int64_t vectors) {
-  const int64_t rounds = ceil_div(vectors, EACH * 384);
+  const int64_t rounds = ceil_div(vectors, EACH * MOST_THREADS);
   return static_cast<int>(ceil_div(ceil_div(vectors, EACH * rounds), 32) * 32);
 }
 
@@ -274,25 +305,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_keep(const Tens
   return {y, maxima, gate.codes, gate.exponents, up.codes, up.exponents};
 }
 
-Tensor gated_keep_backward(const Tensor& given, const Tensor& gate_codes, const Tensor& gate_exponents,
-                           const Tensor& up_codes, const Tensor& up_exponents, std::string format_name, int64_t group) {
+std::tuple<Tensor, Tensor> gated_keep_backward(const Tensor& given, const Tensor& gate_codes,
+                                               const Tensor& gate_exponents, const Tensor& up_codes,
+                                               const Tensor& up_exponents, std::string format_name, int64_t group) {
   const Tensor dy = vectorised(given);
   const Format format = parse_format(format_name);
-  const int64_t rows = dy.size(0), columns = dy.size(1), vectors = rows * columns / VECTOR;
+  const int64_t rows = dy.size(0), columns = dy.size(1);
   const int shift = group_shift(columns, group);
   const KeptTensors gate = read_kept(gate_codes, gate_exponents, dy, format, group);
   const KeptTensors up = read_kept(up_codes, up_exponents, dy, format, group);
   Tensor dgate_up = empty_like_device(dy, {rows, 2 * columns}, dy.scalar_type());
-  if (vectors == 0) return dgate_up;
+  Tensor maxima = empty_like_device(dy, {rows}, ScalarType::Float);
+  if (rows == 0) return {dgate_up, maxima};
   with_stream_type(dy, [&](auto in) {
     using In = typename decltype(in)::Type;
+    const GatedBackward<In> of{data_of<In>(dy), gate.data(), up.data(), mutable_data_of<In>(dgate_up),
+                               mutable_data_of<float>(maxima), static_cast<int>(columns / VECTOR), shift};
     with_kept_format(format, [&](auto tag) {
-      gated_backward<In, decltype(tag)::value><<<ceil_div(vectors, THREADS * EACH), THREADS, 0, stream_of(dy)>>>(
-          data_of<In>(dy), gate.data(), up.data(), mutable_data_of<In>(dgate_up), vectors, shift);
+      gated_rows_backward<In, decltype(tag)::value><<<rows, row_threads(of.vectors), 0, stream_of(dy)>>>(of);
     });
   });
   check_launch("gated_keep_backward");
-  return dgate_up;
+  return {dgate_up, maxima};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> gelu_keep(const Tensor& given, std::string format_name, int64_t group) {
@@ -317,24 +351,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gelu_keep(const Tensor& given, std::s
   return {y, maxima, kept.codes, kept.exponents};
 }
 
-Tensor gelu_keep_backward(const Tensor& given, const Tensor& codes, const Tensor& exponents, std::string format_name,
-                          int64_t group) {
+std::tuple<Tensor, Tensor> gelu_keep_backward(const Tensor& given, const Tensor& codes, const Tensor& exponents,
+                                              std::string format_name, int64_t group) {
   const Tensor dy = vectorised(given);
   const Format format = parse_format(format_name);
-  const int64_t rows = dy.size(0), columns = dy.size(1), vectors = rows * columns / VECTOR;
+  const int64_t rows = dy.size(0), columns = dy.size(1);
   const int shift = group_shift(columns, group);
   const KeptTensors kept = read_kept(codes, exponents, dy, format, group);
   Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
-  if (vectors == 0) return dx;
+  Tensor maxima = empty_like_device(dy, {rows}, ScalarType::Float);
+  if (rows == 0) return {dx, maxima};
   with_stream_type(dy, [&](auto in) {
     using In = typename decltype(in)::Type;
+    const GeluBackward<In> of{data_of<In>(dy), kept.data(), mutable_data_of<In>(dx), mutable_data_of<float>(maxima),
+                              static_cast<int>(columns / VECTOR), shift};
     with_kept_format(format, [&](auto tag) {
-      gelu_backward<In, decltype(tag)::value><<<ceil_div(vectors, THREADS * EACH), THREADS, 0, stream_of(dy)>>>(
-          data_of<In>(dy), kept.data(), mutable_data_of<In>(dx), vectors, shift);
+      gelu_rows_backward<In, decltype(tag)::value><<<rows, row_threads(of.vectors), 0, stream_of(dy)>>>(of);
     });
   });
   check_launch("gelu_keep_backward");
-  return dx;
+  return {dx, maxima};
 }
 
 }  // namespace

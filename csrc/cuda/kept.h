@@ -85,6 +85,7 @@ struct KeptCodes {
       words[0] = 0;
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) words[0] |= nibble(pairs[i >> 1] >> (8 * (i & 1)) & 0xffu) << (4 * i);
+      if (is_nan(inverse)) words[0] = 0x33333333u;  // what NaN's byte packs to; the group's exponent is what shows it
     } else {
       words[0] = pairs[0] | pairs[1] << 16;
       words[1] = pairs[2] | pairs[3] << 16;

@@ -4,9 +4,9 @@
     backward    dx = f'(x^) dy, x^ from the codes                  one read of dy and of the codes
 
 Scales are powers of two that never saturate (POW2 and E8M0_CEIL agree), kept as biased exponents of one byte; two E2M1
-codes share a byte. A forward op also leaves `maxima`, the largest |y| of each row: the quantiser of a whole tensor that
-comes next (`quantize_both`) then needs no pass of its own for its maximum. Statistics and derivatives are computed again
-from the codes. All in FP32, one rounding to the stream's dtype at the end.
+codes share a byte. What goes on to a linear, y or an activation's dx, comes with `maxima`, the largest magnitude of
+each row: the quantiser of a whole tensor there (`quantize_both`) then needs no pass of its own for its maximum.
+Statistics and derivatives are computed again from the codes. All in FP32, one rounding to the stream's dtype at the end.
 
     norm    n = (x^ - mean) / sqrt(var + eps), or without centring n = x^ / sqrt(mean(x^2) + eps);  y = n weight + bias
     gated   y = silu(gate) up; the columns of `gate_up` alternate gate, up
@@ -123,9 +123,9 @@ def gated_keep(gate_up, format, group):  # type: ignore[no-untyped-def]
 
 
 def gated_keep_backward(dy, gate, gate_exponents, up, up_exponents, format, group):  # type: ignore[no-untyped-def]
-    """The gradient of `gate_up`, [m, 2 F] in dy's dtype."""
+    """The gradient of `gate_up`, [m, 2 F] in dy's dtype, and its maxima [m]."""
     values = _restore(gate, gate_exponents, format), _restore(up, up_exponents, format)
-    return torch.stack(gated_silu_gradients(dy.float(), *values), dim=2).flatten(1).to(dy.dtype)
+    return _rounded_once(torch.stack(gated_silu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
 
 
 def gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
@@ -135,5 +135,5 @@ def gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
 
 
 def gelu_keep_backward(dy, codes, exponents, format, group):  # type: ignore[no-untyped-def]
-    """dx [m, k] in dy's dtype."""
-    return tanh_gelu_gradient(dy.float(), _restore(codes, exponents, format)).to(dy.dtype)
+    """dx [m, k] in dy's dtype, and its maxima [m]."""
+    return _rounded_once(tanh_gelu_gradient(dy.float(), _restore(codes, exponents, format)), dy.dtype)

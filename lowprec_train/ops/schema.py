@@ -68,12 +68,12 @@ SCHEMAS = {
     ),
     "gated_keep_backward": (
         "(Tensor dy, Tensor gate, Tensor gate_exponents, Tensor up, Tensor up_exponents, str format, int group)"
-        " -> Tensor"
+        " -> (Tensor dx, Tensor maxima)"
     ),
-    "gelu_keep": (
-        "(Tensor x, str format, int group) -> (Tensor y, Tensor maxima, Tensor codes, Tensor exponents)"
+    "gelu_keep": "(Tensor x, str format, int group) -> (Tensor y, Tensor maxima, Tensor codes, Tensor exponents)",
+    "gelu_keep_backward": (
+        "(Tensor dy, Tensor codes, Tensor exponents, str format, int group) -> (Tensor dx, Tensor maxima)"
     ),
-    "gelu_keep_backward": "(Tensor dy, Tensor codes, Tensor exponents, str format, int group) -> Tensor",
 }
 
 
@@ -202,7 +202,7 @@ def _gated_keep(gate_up, format, group):  # type: ignore[no-untyped-def]
 
 
 def _gated_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
-    return dy.new_empty((dy.shape[0], 2 * dy.shape[1]))
+    return dy.new_empty((dy.shape[0], 2 * dy.shape[1])), _row_maxima(dy)
 
 
 def _gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
@@ -210,7 +210,7 @@ def _gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
 
 
 def _gelu_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
-    return dy.new_empty(dy.shape)
+    return dy.new_empty(dy.shape), _row_maxima(dy)
 
 
 FAKES: dict[str, Callable] = {

@@ -8,6 +8,9 @@ half a byte) and one a group, the exponent of its power-of-two scale; 1.0625 byt
 where BF16 takes two and an FP32 copy four. What else a derivative needs (the norm's rate, silu) is computed again from
 the codes; COAT keeps silu as well. The residual stream itself stays in BF16. Rounding is to nearest: recomputed and
 first computed are the same bits.
+
+There are two forms: any function of rounded inputs, op by op (`through_codes`), and norms and activations in one kernel
+(`norm_through_codes` and the like, ops/producers.py), which a layer takes where a kernel serves it and nobody watches.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ from torch import Tensor
 
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.ops import producers
+from lowprec_train.ops.library import SERVED
 from lowprec_train.precision.gemm import cast
 
 Observer = Callable[[Tensor, Quantized, Quantizer], None]
@@ -101,6 +106,14 @@ class KeptInput(nn.Module):
     quantizer: Quantizer | None = None
     observer: Observer | None = None
 
+    def fuses(self, op: str, x: Tensor) -> bool:
+        """Whether the compiled kernel of `op` rounds x, computes and keeps the codes in one pass."""
+        how = self.quantizer
+        if how is None or self.observer is not None or op not in SERVED.get(x.device.type, ()):
+            return False
+        plain = how.range_share == 1.0 and not how.span and x.dtype in (torch.bfloat16, torch.float32)
+        return plain and producers.has_kernel(op, self.width, how.format.name, how.tile[1])
+
     def through_codes(self, formula: Formula, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
         """formula of the rounded inputs [..., width], in their dtype, keeping codes alone."""
         assert self.quantizer is not None
@@ -130,6 +143,109 @@ class _ThroughCodes(torch.autograd.Function):
         gradients = ctx.formula.backward(dy.float(), inputs, parameters)
         dtypes = [ctx.dtype] * ctx.count + [parameter.dtype for parameter in parameters]
         return None, None, None, None, *(cast(g, d) for g, d in zip(gradients, dtypes, strict=True))
+
+
+# --- in one kernel ---
+
+Produced = tuple[Tensor, Tensor]
+"""What a layer computes [..., width], and the largest magnitude of each of its rows, a vector in FP32: all that a
+linear's quantiser of a whole tensor has to know first."""
+
+
+def norm_through_codes(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, how: Quantizer
+) -> Produced:
+    """RMSNorm or LayerNorm of Q(x) [..., width], codes of x kept."""
+    return _apply(_NormThroughCodes, x, weight, bias, eps, centered, how.format.name, how.tile[1])
+
+
+def gated_through_codes(gate_up: Tensor, ear: Tensor | None, how: Quantizer) -> Produced:
+    """silu(Q(gate)) Q(up) of columns that alternate gate, up [..., 2 width].
+
+    ear: of the linear that made `gate_up` (`precision.linear.Linear.heard`), None where it has none; its gradient will
+    be the maxima of gate_up's gradient.
+    """
+    return _apply(_GatedThroughCodes, gate_up, ear, how.format.name, how.tile[1])
+
+
+def gelu_through_codes(x: Tensor, ear: Tensor | None, how: Quantizer) -> Produced:
+    """Tanh-GELU of Q(x) [..., width]; ear as above."""
+    return _apply(_GELUThroughCodes, x, ear, how.format.name, how.tile[1])
+
+
+def _apply(function: type[torch.autograd.Function], x: Tensor, *arguments: object) -> Produced:
+    """Matrices inside, so that what a Function returns is no view of a value in it."""
+    rows = x.flatten(end_dim=-2)
+    if torch.is_grad_enabled():
+        y, maxima = function.apply(rows, *arguments)
+    else:  # as in `through_codes`
+        y, maxima, *_ = function.op(rows, *arguments)  # type: ignore[attr-defined]
+    return y.unflatten(0, x.shape[:-1]), maxima
+
+
+class _NormThroughCodes(torch.autograd.Function):
+    @staticmethod
+    def op(x, weight, bias, *how):  # type: ignore[no-untyped-def]
+        return torch.ops.lowprec.norm_keep(x, weight.float(), None if bias is None else bias.float(), *how)
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, *how):  # type: ignore[no-untyped-def]
+        y, maxima, *kept = _NormThroughCodes.op(x, weight, bias, *how)
+        ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, *kept)
+        ctx.mark_non_differentiable(maxima)
+        return y, maxima
+
+    @staticmethod
+    def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
+        weight, *kept = ctx.saved_tensors
+        biased = ctx.bias_dtype is not None
+        dx, dweight, dbias = torch.ops.lowprec.norm_keep_backward(
+            dy.contiguous(), *kept, weight.float(), biased, *ctx.how
+        )
+        return dx, cast(dweight, weight.dtype), cast(dbias, ctx.bias_dtype) if biased else None, *[None] * len(ctx.how)
+
+
+class _GatedThroughCodes(torch.autograd.Function):
+    @staticmethod
+    def op(gate_up, ear, *how):  # type: ignore[no-untyped-def]
+        return torch.ops.lowprec.gated_keep(gate_up, *how)
+
+    @staticmethod
+    def forward(ctx, gate_up, ear, *how):  # type: ignore[no-untyped-def]
+        y, maxima, *kept = _GatedThroughCodes.op(gate_up, ear, *how)
+        return _keep_for_backward(ctx, y, maxima, kept, how)
+
+    @staticmethod
+    def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
+        dx, maxima = torch.ops.lowprec.gated_keep_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
+        return dx, maxima if ctx.needs_input_grad[1] else None, None, None
+
+
+class _GELUThroughCodes(torch.autograd.Function):
+    @staticmethod
+    def op(x, ear, *how):  # type: ignore[no-untyped-def]
+        return torch.ops.lowprec.gelu_keep(x, *how)
+
+    @staticmethod
+    def forward(ctx, x, ear, *how):  # type: ignore[no-untyped-def]
+        y, maxima, *kept = _GELUThroughCodes.op(x, ear, *how)
+        return _keep_for_backward(ctx, y, maxima, kept, how)
+
+    @staticmethod
+    def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
+        dx, maxima = torch.ops.lowprec.gelu_keep_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
+        return dx, maxima if ctx.needs_input_grad[1] else None, None, None
+
+
+def _keep_for_backward(ctx, y, maxima, kept, how):  # type: ignore[no-untyped-def]
+    ctx.how = how
+    ctx.save_for_backward(*kept)
+    ctx.mark_non_differentiable(maxima)
+    return y, maxima
+
+
+# --- op by op ---
 
 
 def _rounded(

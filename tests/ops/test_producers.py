@@ -1,0 +1,247 @@
+"""Ops that round their input, compute and keep its codes: the numbers of rounding, computing and keeping one by one, as
+values, as gradients, in a compiled graph and in a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.ops import producers
+from lowprec_train.precision import block_keep
+from lowprec_train.precision.block_keep import (
+    KeptInput,
+    gated_through_codes,
+    gelu_through_codes,
+    norm_through_codes,
+)
+from tests.recipes import MODELS, system
+
+ops = torch.ops.lowprec
+ROWS, WIDTH, EPS = 12, 96, 1e-5
+HOWS = {
+    "coat": Quantizer(E4M3, tile=(1, 16), scale=ScaleRule.POW2),
+    "E5M2": Quantizer(E5M2, tile=(1, 32), scale=ScaleRule.E8M0_CEIL),
+    "E2M1": Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.POW2),
+}
+DTYPES = (torch.float32, torch.bfloat16)
+FUSED = frozenset({"norm_keep", "gated_keep", "gelu_keep"})
+
+
+class Layer(KeptInput):
+    """Any formula, op by op."""
+
+    role, width = "norm", WIDTH
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Tokens of magnitudes 2^-12 to 2^12, one of them zero."""
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    if len(shape) > 1:
+        x = x * 2.0 ** torch.linspace(-12, 12, shape[-2])[:, None].round()
+        x[..., 1, :] = 0
+    return x.to(dtype)
+
+
+def parameters(bias: bool) -> tuple[Tensor, ...]:
+    return tuple((1 + 0.3 * randn(WIDTH, seed=10 + i)).requires_grad_() for i in range(2 if bias else 1))
+
+
+def step_by_step(formula: Any, inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], how: Quantizer) -> Tensor:
+    layer = Layer()
+    layer.quantizer = how
+    return layer.through_codes(formula, inputs, weights)
+
+
+def pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return gate, up
+
+
+Both = tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]  # one op, step by step
+CASES: dict[str, tuple[int, int, Both]] = {  # columns of the input, parameters
+    "rms": (
+        1,
+        1,
+        (
+            lambda x, how, w: norm_through_codes(x, w, None, EPS, False, how),
+            lambda x, how, w: step_by_step(RMS(EPS), (x,), (w,), how),
+        ),
+    ),
+    "layer norm": (
+        1,
+        1,
+        (
+            lambda x, how, w: norm_through_codes(x, w, None, EPS, True, how),
+            lambda x, how, w: step_by_step(Normal(EPS), (x,), (w,), how),
+        ),
+    ),
+    "layer norm, bias": (
+        1,
+        2,
+        (
+            lambda x, how, w, b: norm_through_codes(x, w, b, EPS, True, how),
+            lambda x, how, w, b: step_by_step(Normal(EPS), (x,), (w, b), how),
+        ),
+    ),
+    "gated": (
+        2,
+        0,
+        (
+            lambda x, how: gated_through_codes(x, None, how),
+            lambda x, how: step_by_step(GatedSiLU(), pair(x), (), how),
+        ),
+    ),
+    "gelu": (
+        1,
+        0,
+        (
+            lambda x, how: gelu_through_codes(x, None, how),
+            lambda x, how: step_by_step(TanhGELU(), (x,), (), how),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", HOWS)
+@pytest.mark.parametrize("case", CASES)
+def test_one_op_has_the_bits_of_many(case: str, name: str, dtype: torch.dtype) -> None:
+    times, count, (fused, plain) = CASES[case]
+    results = []
+    for function in (fused, plain):
+        x = randn(2, ROWS, times * WIDTH, seed=1, dtype=dtype).requires_grad_()
+        weights = parameters(count == 2)[:count]
+        y = function(x, HOWS[name], *weights)
+        if function is fused:
+            y, maxima = y
+            assert torch.equal(maxima, y.float().abs().amax(-1).flatten()) and not maxima.requires_grad
+            with torch.no_grad():
+                again, _ = function(x, HOWS[name], *weights)
+            assert torch.equal(again, y) and not again.requires_grad
+        y.backward(randn(2, ROWS, WIDTH, seed=2, dtype=dtype))
+        results.append([y, x.grad, *(w.grad for w in weights)])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype is b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_has_the_bits_of_eager(case: str) -> None:
+    times, count, (fused, _) = CASES[case]
+    torch._dynamo.reset()
+    results = []
+    for function in (fused, torch.compile(fused, fullgraph=True, backend="aot_eager")):
+        x = randn(ROWS, times * WIDTH, seed=1, dtype=torch.bfloat16).requires_grad_()
+        weights = parameters(count == 2)[:count]
+        y, maxima = function(x * 1, HOWS["coat"], *weights)
+        (y.float() * 1.5).sum().backward()
+        results.append([y, maxima, x.grad, *(w.grad for w in weights)])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b) and a.any()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", HOWS)
+def test_what_is_kept_is_what_the_quantizer_makes(name: str) -> None:
+    how = HOWS[name]
+    format, group = how.format.name, how.tile[1]
+    x = randn(ROWS, 2 * WIDTH, seed=3, dtype=torch.bfloat16)
+    gate, up = (part.contiguous() for part in pair(x))
+    _, _, *kept = ops.gated_keep(x, format, group)
+    for part, codes, exponents in ((gate, *kept[:2]), (up, *kept[2:])):
+        wanted = how(part)
+        assert codes.dtype is (torch.uint8 if how.format is E2M1 else wanted.codes.dtype)
+        codes = ops.unpack_e2m1(codes) if how.format is E2M1 else codes
+        assert torch.equal(codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+        assert exponents.dtype is torch.uint8 and torch.equal(2.0 ** (exponents.double() - 127), wanted.scale.double())
+        for other in (
+            ops.gelu_keep(part, format, group),
+            ops.norm_keep(part, torch.ones(WIDTH), None, EPS, True, format, group),
+        ):
+            assert torch.equal(other[3], exponents)
+
+
+def test_an_ear_hears_the_maxima_of_the_gradient() -> None:
+    for function, times in ((gated_through_codes, 2), (gelu_through_codes, 1)):
+        x = randn(2, ROWS, times * WIDTH, seed=1, dtype=torch.bfloat16).requires_grad_()
+        ear = torch.zeros(2 * ROWS, requires_grad=True)
+        y, _ = function(x, ear, HOWS["coat"])
+        y.backward(randn(2, ROWS, WIDTH, seed=2, dtype=torch.bfloat16))
+        assert torch.equal(ear.grad, x.grad.float().abs().amax(-1).flatten())
+
+
+@pytest.mark.parametrize("format", ["E4M3", "E2M1"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_shapes_are_those_that_the_schema_says(format: str, biased: bool) -> None:
+    checks = ("test_faketensor",)  # torch's test of aliasing multiplies, which FP8 does not
+    x, weight = randn(4, 2 * WIDTH, seed=1, dtype=torch.bfloat16), torch.ones(2 * WIDTH)
+    bias = torch.ones(2 * WIDTH) if biased else None
+    arguments = (x, weight, bias, EPS, True, format, 32)
+    torch.library.opcheck(ops.norm_keep.default, arguments, test_utils=checks)
+    kept = ops.norm_keep(*arguments)[2:]
+    torch.library.opcheck(ops.norm_keep_backward.default, (x, *kept, weight, biased, *arguments[3:]), test_utils=checks)
+    torch.library.opcheck(ops.gelu_keep.default, (x, format, 32), test_utils=checks)
+    torch.library.opcheck(ops.gelu_keep_backward.default, (x, *kept, format, 32), test_utils=checks)
+    torch.library.opcheck(ops.gated_keep.default, (x, format, 32), test_utils=checks)
+    dy, kept = x[:, :WIDTH].contiguous(), ops.gated_keep(x, format, 32)[2:]
+    torch.library.opcheck(ops.gated_keep_backward.default, (dy, *kept, format, 32), test_utils=checks)
+
+
+# --- which form a layer takes ---
+
+
+def fused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(block_keep.SERVED, "cpu", FUSED)
+
+
+def test_kernels_take_what_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = Layer(), torch.ones(2, WIDTH).bfloat16()
+    layer.quantizer = HOWS["coat"]
+    monkeypatch.setitem(block_keep.SERVED, "cpu", frozenset())
+    assert not layer.fuses("norm_keep", x)
+    fused_on_the_cpu(monkeypatch)
+    assert (
+        layer.fuses("norm_keep", x) and layer.fuses("norm_keep", x.float()) and not layer.fuses("norm_keep", x.half())
+    )
+    layer.observer = lambda *event: None
+    assert not layer.fuses("norm_keep", x)
+    layer.observer = None
+    line = {"scale": ScaleRule.POW2}
+    spanned = Quantizer(E2M1, tile=(1, 16), span=14, **line)
+    for how in (
+        None,
+        spanned,
+        Quantizer(E4M3, tile=(1, -1), **line),
+        Quantizer(E4M3, tile=(1, 16), headroom=0.5, **line),
+    ):
+        layer.quantizer = how
+        assert not layer.fuses("norm_keep", x)
+    assert not producers.has_kernel("norm_keep", 32768, "E4M3", 16) and producers.has_kernel(
+        "gelu_keep", 32768, "E4M3", 16
+    )
+    assert not producers.has_kernel("gelu_keep", 88, "E4M3", 16) and not producers.has_kernel(
+        "gelu_keep", 96, "INT8", 16
+    )
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_of_fused_layers_is_the_model(model: str, recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for fused in (False, True):
+        if fused:
+            fused_on_the_cpu(monkeypatch)
+        one = system("coat", model, f"model.recompute={recompute}")
+        one.draws.begin(0, 0)
+        tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
+        loss = one.model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel()))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in one.model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
