@@ -6,7 +6,7 @@
 Scales are powers of two that never saturate (POW2 and E8M0_CEIL agree), kept as biased exponents of one byte; two E2M1
 codes share a byte. What goes on to a linear, y or an activation's dx, comes with `maxima`, the largest magnitude of
 each row: the quantiser of a whole tensor there (`quantize_both`) then needs no pass of its own for its maximum.
-Statistics and derivatives are computed again from the codes. All in FP32, one rounding to the stream's dtype at the end.
+Statistics and derivatives are computed again from the codes. All in FP32, rounded once to the stream's dtype.
 
     norm    n = (x^ - mean) / sqrt(var + eps), or without centring n = x^ / sqrt(mean(x^2) + eps);  y = n weight + bias
     gated   y = silu(gate) up; the columns of `gate_up` alternate gate, up
