@@ -16,7 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
-from lowprec_train.precision.block_keep import KeptInput
+from lowprec_train.precision.block_keep import (
+    KeptInput,
+    gated_through_codes,
+    gelu_through_codes,
+    norm_through_codes,
+)
 from lowprec_train.precision.linear import Linear
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
@@ -34,6 +39,8 @@ class RMSNorm(KeptInput):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.quantizer is not None:
+            if self.fuses("norm_keep", x_BTD):
+                return norm_through_codes(x_BTD, self.weight, None, self.eps, False, self.quantizer)[0]
             return self.through_codes(RMS(self.eps), (x_BTD,), (self.weight,))
         return F.rms_norm(x_BTD.float(), self.weight.shape, self.weight, self.eps).to(x_BTD.dtype)
 
@@ -51,6 +58,8 @@ class LayerNorm(KeptInput):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.quantizer is not None:
+            if self.fuses("norm_keep", x_BTD):
+                return norm_through_codes(x_BTD, self.weight, self.bias, self.eps, True, self.quantizer)[0]
             parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
             return self.through_codes(Normal(self.eps), (x_BTD,), parameters)
         return F.layer_norm(x_BTD.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x_BTD.dtype)
@@ -71,6 +80,9 @@ class SwiGLU(KeptInput):
         self.down = Linear(ffn, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.fuses("gated_keep", x_BTD):
+            assert self.quantizer is not None
+            return self.down(*gated_through_codes(*self.gate_up.heard(x_BTD), self.quantizer))
         gate_BTF, up_BTF = self.gate_up(x_BTD).unflatten(-1, (-1, 2)).unbind(-1)
         if self.quantizer is not None:
             return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()))
@@ -89,6 +101,9 @@ class GELU(KeptInput):
         self.down = Linear(ffn, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.fuses("gelu_keep", x_BTD):
+            assert self.quantizer is not None
+            return self.down(*gelu_through_codes(*self.up.heard(x_BTD), self.quantizer))
         if self.quantizer is not None:
             return self.down(self.through_codes(TanhGELU(), (self.up(x_BTD),), ()))
         return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
