@@ -10,7 +10,7 @@ namespace {
 constexpr int THREADS = 256;
 constexpr int WARP_BLOCK = 32 * VECTOR;  // the longest block that a warp holds
 
-// signs: a seed, or nullptr. block: at most WARP_BLOCK are done here; signs repeat every `period` elements.
+// signs: a seed, or nullptr; they repeat every `period` elements. block: at most WARP_BLOCK.
 template <typename In>
 __global__ void __launch_bounds__(THREADS) rotate_blocks(const In* __restrict__ x, float* __restrict__ out, int64_t count,
                                                          const int64_t* __restrict__ signs, int block, int64_t period,
@@ -69,6 +69,9 @@ __global__ void __launch_bounds__(THREADS) one_stage(float* __restrict__ out, in
 
 Tensor hadamard(const Tensor& given, std::optional<Tensor> seed, int64_t block) {
   Tensor x = dense(given);
+  const ScalarType type = x.scalar_type();
+  const bool float_input = type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+  if (!float_input) x = torch::stable::to(x, ScalarType::Float);  // as `.float()` does
   const int64_t rows = x.size(0), columns = x.size(1), count = rows * columns;
   STD_TORCH_CHECK(block > 0 && (block & (block - 1)) == 0 && columns % block == 0, "blocks of ", block,
                   " do not fit a row of ", columns);

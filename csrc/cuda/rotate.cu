@@ -212,6 +212,7 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
   const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
   STD_TORCH_CHECK(rotation >= 0 && (rotation & (rotation - 1)) == 0 && (rotation == 0 || columns % rotation == 0),
                   "blocks of ", rotation, " do not fit a row of ", columns);
+  STD_TORCH_CHECK(rows > 0 && columns > 0, "an empty operand has no scale");
   resolve_tile(rows, columns, {1, MX_BLOCK});
   const Format format = parse_format(carrier);
   STD_TORCH_CHECK(format == Format::E4M3 || format == Format::E5M2, "codes fold into E4M3 or E5M2");
@@ -223,7 +224,7 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
   const bool fits = transposed ? rows % 8 == 0 : columns <= MOST_WARPS * WARP_ELEMENTS && row_bytes <= MOST_SHARED;
   const bool fused = fits && rule.rule != Rule::FP32 && span > 0 && headroom > 0.0 && headroom <= 1.0 && rotation <= 256 &&
                      x.scalar_type() != ScalarType::Half && codes_given == (tensor_scale != nullptr) &&
-                     aligned(x.const_data_ptr(), 16) && rows > 0 && columns > 0;
+                     aligned(x.const_data_ptr(), 16);
   if (!fused) {
     Tensor v = with_operand(x, [&](auto tag) {
       return values<typename decltype(tag)::Type>(x, tensor_scale, transposed);
@@ -241,13 +242,13 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
   call.how.origin = seed_of(origin);
   call.how.scale = tensor_scale;
   call.plain = bytes < 4 && plain_products(call.how, rule);
-  Tensor keys = torch::stable::new_zeros(x, {transposed ? rows : 1}, ScalarType::Int);
-  Tensor kept = empty_like_device(x, {transposed ? ceil_div(columns, HELD) * rows : 1}, ScalarType::Short);
   with_operand(x, [&](auto tag) {
     using In = typename decltype(tag)::Type;
     if constexpr (!std::is_same_v<In, Fp16>) {
-      if (transposed) launch_transposed<In>(call, mutable_data_of<uint32_t>(keys), mutable_data_of<uint16_t>(kept));
-      else launch_rows<In>(call);
+      if (!transposed) return launch_rows<In>(call);
+      Tensor keys = torch::stable::new_zeros(x, {rows}, ScalarType::Int);
+      Tensor kept = empty_like_device(x, {ceil_div(columns, HELD), rows}, ScalarType::Short);
+      launch_transposed<In>(call, mutable_data_of<uint32_t>(keys), mutable_data_of<uint16_t>(kept));
     }
   });
   check_launch("rotate_fold");

@@ -167,15 +167,19 @@ __device__ __forceinline__ void rotate(float (&v)[HELD], const Rotation& how) {
   }
 }
 
-__device__ __forceinline__ float larger_size(float a, float b) {  // NaN wins
+LOWPREC_HD float larger_size(float a, float b) {  // NaN wins
+#if defined(__CUDA_ARCH__)
   float made;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(made) : "f"(fabsf(a)), "f"(fabsf(b)));
   return made;
+#else
+  return bits_float(larger_magnitude(magnitude_bits(a), b));
+#endif
 }
 
 // The key of a block before its row is known: its exponent + 127, and LOST where its maximum is not finite. A product
 // with the factor keeps the order of magnitudes, so it waits until after the maximum.
-__device__ __forceinline__ int block_key(const float* v, const Rotation& how) {
+LOWPREC_HD int block_key(const float* v, const Rotation& how) {
   float most[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) most[i] = larger_size(v[i], v[i + 4]);
@@ -192,7 +196,7 @@ __device__ __forceinline__ int block_key(const float* v, const Rotation& how) {
 // --- from rotated values to codes ------------------------------------------------------------------------------------
 
 // The row's scale from its largest key.
-__device__ __forceinline__ float row_scale(int row, const Rotation& how) {
+LOWPREC_HD float row_scale(int row, const Rotation& how) {
   if (row >= LOST) return bits_float(0x7fc00000u);
   return how.quotient * exp2_int(row - 127) * exp2_int(-how.top);
 }
@@ -203,7 +207,7 @@ struct BlockCodes {
 };
 
 // key, row: as block_key makes them.
-__device__ __forceinline__ BlockCodes block_codes(int key, int row, const Tables& tables, const Rotation& how) {
+LOWPREC_HD BlockCodes block_codes(int key, int row, const Tables& tables, const Rotation& how) {
   const int row_e = row & 255, e = max(key, row_e - how.span);
   const int largest = row >= LOST ? 255 : min(row_e + how.lift, 255);
   const int shift = min(e + how.lift, 255) - largest + how.top;
@@ -215,8 +219,8 @@ __device__ __forceinline__ BlockCodes block_codes(int key, int row, const Tables
 
 // Codes of a block of 32; group: the first column >> 3, of the global matrix.
 template <bool random, bool plain>
-__device__ __forceinline__ void emit(const float* v, const BlockCodes& of, const Rotation& how, uint64_t seed, uint32_t row,
-                                     uint32_t group, uint32_t* words) {
+LOWPREC_HD void emit(const float* v, const BlockCodes& of, const Rotation& how, uint64_t seed, uint32_t row, uint32_t group,
+                     uint32_t* words) {
   const float product = how.factor * of.inverse;
 #pragma unroll
   for (int g = 0; g < MX_BLOCK / 8; ++g) {

@@ -44,7 +44,7 @@ __device__ __forceinline__ void fetch(const In* x, const TileAt& at, int rows, i
   const int first = threadIdx.x / across, chunk = threadIdx.x % across, column = at.column + chunk * each;
   const In* from = x + static_cast<int64_t>(at.token + first) * columns + column;
   if (at.token + TOKENS <= rows && at.column + COLUMNS <= columns) {
-#pragma unroll
+#pragma unroll 4
     for (int j = 0; j < TOKENS / step; ++j) {
       copy_async<bytes>(to + place<In>(first + j * step, chunk) * bytes, from);
       from += static_cast<int64_t>(step) * columns;
