@@ -230,7 +230,8 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
       return values<typename decltype(tag)::Type>(x, tensor_scale, transposed);
     });
     if (rotation > 0) v = hadamard(v, signs, rotation);
-    auto [codes, block_scale] = quantize(v, "E2M1", {1, MX_BLOCK}, scale_rule, headroom, span, seed, origin);
+    const int64_t within = rule.rule == Rule::FP32 ? 0 : span;  // FP32 scales know no span
+    auto [codes, block_scale] = quantize(v, "E2M1", {1, MX_BLOCK}, scale_rule, headroom, within, seed, origin);
     return fold(codes, block_scale, carrier);
   }
   const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));

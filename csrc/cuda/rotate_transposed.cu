@@ -19,6 +19,9 @@ constexpr int STAGED_CODES = 32 * HELD;  // bytes of a warp
 
 template <typename In>
 constexpr size_t STAGE = TOKENS * COLUMNS * sizeof(In);
+// Blocks that a multiprocessor holds: FP32's stages fill its shared memory.
+template <typename In>
+constexpr int RESIDENT = sizeof(In) == 4 ? 1 : 2;
 // The warp's own bytes: codes on their way out, which E4M3's decoded values share.
 template <typename In, bool emits>
 constexpr size_t OWN = sizeof(In) == 1 ? TOKENS * 16 : emits ? STAGED_CODES : 0;
@@ -37,14 +40,14 @@ __device__ __forceinline__ int place(int token, int chunk) {  // in chunks of 16
   return token * 8 + (chunk ^ (token >> 1 & 7));
 }
 
-template <typename In>
+template <typename In, bool plain>
 __device__ __forceinline__ void fetch(const In* x, const TileAt& at, int rows, int columns, uint8_t* to) {
   constexpr int bytes = sizeof(In) == 1 ? 8 : 16, each = bytes / sizeof(In), across = COLUMNS / each;
   constexpr int step = 32 * WARPS / across;  // tokens
   const int first = threadIdx.x / across, chunk = threadIdx.x % across, column = at.column + chunk * each;
   const In* from = x + static_cast<int64_t>(at.token + first) * columns + column;
   if (at.token + TOKENS <= rows && at.column + COLUMNS <= columns) {
-#pragma unroll 4
+#pragma unroll(plain ? 4 : 1)
     for (int j = 0; j < TOKENS / step; ++j) {
       copy_async<bytes>(to + place<In>(first + j * step, chunk) * bytes, from);
       from += static_cast<int64_t>(step) * columns;
@@ -138,13 +141,13 @@ __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, co
   const auto place_of = [&](int tile) { return TileAt{tile / across * TOKENS, tile % across * COLUMNS}; };
   int turn = 0;
   int tile = blockIdx.x;
-  if (tile < tiles) fetch(x, place_of(tile), rows, columns, shared);
+  if (tile < tiles) fetch<In, plain>(x, place_of(tile), rows, columns, shared);
   commit_copies();
   for (; tile < tiles; tile += gridDim.x, turn ^= 1) {
     wait_copies();
     __syncthreads();  // this stage is filled, and all have left the other one
     if (tile + gridDim.x < tiles) {
-      fetch(x, place_of(tile + gridDim.x), rows, columns, shared + (turn ^ 1) * STAGE<In>);
+      fetch<In, plain>(x, place_of(tile + gridDim.x), rows, columns, shared + (turn ^ 1) * STAGE<In>);
     }
     commit_copies();
     const TileAt at = place_of(tile);
@@ -161,7 +164,7 @@ __device__ __forceinline__ uint32_t kept_key(int key) { return key >= LOST ? KEP
 __device__ __forceinline__ int key_of(uint32_t kept) { return kept == KEPT_LOST ? LOST : static_cast<int>(kept); }
 
 template <typename In, bool plain>
-__global__ void __launch_bounds__(32 * WARPS, 2)
+__global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
     column_keys(const In* __restrict__ x, int rows, int columns, Rotation how, uint32_t* __restrict__ keys,
                 uint16_t* __restrict__ kept) {
   extern __shared__ uint4 dynamic[];
@@ -180,7 +183,7 @@ __global__ void __launch_bounds__(32 * WARPS, 2)
 }
 
 template <typename In, bool random, bool plain>
-__global__ void __launch_bounds__(32 * WARPS, 2)
+__global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
     column_codes(const In* __restrict__ x, int rows, int columns, Rotation how, const uint32_t* __restrict__ keys,
                  const uint16_t* __restrict__ kept, uint8_t* __restrict__ codes, float* __restrict__ scale) {
   extern __shared__ uint4 dynamic[];

@@ -49,6 +49,7 @@ LOWPREC_HD void butterflies(float (&v)[count], int block) {
 // fused sum rounds as the sum or difference does.
 template <int count>
 __device__ __forceinline__ void butterflies_across(float (&v)[count], int block) {
+#pragma unroll 1
   for (int lanes = 1; lanes * count < block; lanes *= 2) {
     const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
 #pragma unroll
