@@ -36,7 +36,7 @@ inline ScaleRule scale_rule(float limit, bool unscaled, Rule rule, double headro
 // floor or ceil of log2(amax / limit), unbounded.
 LOWPREC_HD int wanted_exponent(float amax, const ScaleRule& how) {
   const float mantissa = bits_float((float_bits(amax) & 0x7fffffu) | 0x3f800000u);
-  return exponent(amax) - how.offset + (mantissa > how.threshold ? 1 : 0);
+  return exponent(amax) - how.offset + (mantissa > how.threshold && !is_nan(amax) ? 1 : 0);
 }
 
 LOWPREC_HD int bounded(int e) { return e < -126 ? -126 : e > 127 ? 127 : e; }

@@ -15,6 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowprec_train.model.activations import gated_silu
 from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
 from lowprec_train.precision.block_keep import (
     KeptInput,
@@ -80,13 +81,12 @@ class SwiGLU(KeptInput):
         self.down = Linear(ffn, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.quantizer is None:
+            return self.down(*gated_silu(*self.gate_up.heard(x_BTD)))
         if self.fuses("gated_keep", x_BTD):
-            assert self.quantizer is not None
             return self.down(*gated_through_codes(*self.gate_up.heard(x_BTD), self.quantizer))
         gate_BTF, up_BTF = self.gate_up(x_BTD).unflatten(-1, (-1, 2)).unbind(-1)
-        if self.quantizer is not None:
-            return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()))
-        return self.down((F.silu(gate_BTF.float()) * up_BTF.float()).to(x_BTD.dtype))
+        return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()))
 
 
 class GELU(KeptInput):

@@ -19,6 +19,7 @@ Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
 
 # Ops that promise bits of their codes alone (norms and activations).
 BOUNDED = {f"{producer}_keep{way}" for producer in ("norm", "gated", "gelu") for way in ("", "_backward")}
+BOUNDED |= {"gated_silu", "gated_silu_backward"}
 EDGES = (0.0, -0.0, 1e-40, -3e-39, 2.0**-126, 0.99999994, 1.0, 1.0000001, -6.0, 5.9999995, 448.0, 65504.0)
 
 
@@ -212,6 +213,8 @@ def cases(op: str) -> Cases:
         },
         "norm_keep": _norm_keep,
         "norm_keep_backward": lambda: _backward("norm_keep", slice(2, 4)),
+        "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},
+        "gated_silu_backward": lambda: {"BF16": (values(9, 128, seed=3).bfloat16(), values(9, 256).bfloat16())},
         "gated_keep": _gated_keep,
         "gated_keep_backward": lambda: _backward("gated_keep", slice(2, 6)),
         "gelu_keep": _gelu_keep,

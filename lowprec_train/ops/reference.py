@@ -75,7 +75,7 @@ def _power_of_two(amax: Tensor, format: str, rule: str, headroom: float, span: i
     else:
         fraction, limit_exponent = math.frexp(limit * headroom)
         mantissa = (amax.view(torch.int32) & 0x7FFFFF | 0x3F800000).view(torch.float32)
-        e = e - limit_exponent + 1 + (mantissa > 2 * fraction)
+        e = e - limit_exponent + 1 + ((mantissa > 2 * fraction) & ~amax.isnan())  # one NaN is as any other
     if span:  # a zero block takes the row's floor, so that it never sets the row's largest exponent
         e = e.clamp(-126, 127)
         e = torch.maximum(e, e.amax(dim=1, keepdim=True) - span)

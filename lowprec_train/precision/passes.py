@@ -69,6 +69,8 @@ class Site:
         """
         straight = isinstance(self.recipe.estimator, StraightThrough) and "residual" not in kept
         product = weight.dtype if straight else torch.float32
+        dx: Tensor | None
+        dw: Tensor | None
         if all(needs) and self._pairs_dy():
             dx, dw = self._both(dy, weight, kept, dtype, product, maxima)
         else:
