@@ -46,7 +46,9 @@ __device__ __forceinline__ PairMaxima pair_maxima(const Vector<In>& a, const Vec
     for (int i = 0; i < Vector<In>::WORDS; ++i) {
       both = __vmaxu2(both, __vmaxu2(a.words[i] & 0x7fff7fffu, b.words[i] & 0x7fff7fffu));
     }
-    for (int offset = 1; offset < 1 << shift; offset <<= 1) both = __vmaxu2(both, __shfl_xor_sync(0xffffffffu, both, offset));
+    for (int offset = 1; offset < 1 << shift; offset <<= 1) {
+      both = __vmaxu2(both, __shfl_xor_sync(0xffffffffu, both, offset));
+    }
     return {both << 16, both & 0x7fff0000u};
   } else {
     PairMaxima made{0, 0};
@@ -271,12 +273,14 @@ struct KeptTensors {
 };
 
 KeptTensors new_kept(const Tensor& x, int64_t columns, Format format, int64_t group) {
-  return {kept_codes(x, x.size(0), columns, format), empty_like_device(x, {x.size(0), columns / group}, ScalarType::Byte)};
+  const int64_t rows = x.size(0);
+  return {kept_codes(x, rows, columns, format), empty_like_device(x, {rows, columns / group}, ScalarType::Byte)};
 }
 
 // Kept codes as a backward kernel reads them, [m, columns] of dy.
 KeptTensors read_kept(const Tensor& codes, const Tensor& exponents, const Tensor& dy, Format format, int64_t group) {
-  STD_TORCH_CHECK(codes.numel() == dy.numel() / (format == Format::E2M1 ? 2 : 1) && exponents.numel() == dy.numel() / group,
+  const int64_t bytes = dy.numel() / (format == Format::E2M1 ? 2 : 1);
+  STD_TORCH_CHECK(codes.numel() == bytes && exponents.numel() == dy.numel() / group,
                   "codes and exponents are those of another matrix");
   return {vectorised(codes), dense(exponents)};
 }
@@ -294,8 +298,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_keep(const Tens
   if (rows > 0) {
     with_stream_type(gate_up, [&](auto in) {
       using In = typename decltype(in)::Type;
-      const GatedForward<In> to{data_of<In>(gate_up), mutable_data_of<In>(y), mutable_data_of<float>(maxima), gate.data(),
-                                up.data(), static_cast<int>(columns / VECTOR), shift};
+      const GatedForward<In> to{data_of<In>(gate_up), mutable_data_of<In>(y), mutable_data_of<float>(maxima),
+                                gate.data(), up.data(), static_cast<int>(columns / VECTOR), shift};
       with_kept_format(format, [&](auto tag) {
         gated_rows<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(gate_up)>>>(to);
       });

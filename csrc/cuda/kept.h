@@ -1,7 +1,7 @@
 // Eight neighbouring values of a kept group: to codes, to what the codes stand for, to the stream's dtype.
 //
 // A group of 16 to 256 lies in 2 to 32 neighbouring lanes, which exchange their maxima. E4M3 and E5M2 go by the
-// hardware's conversions: a scaled value is within the format's range or NaN, so these round as numerics/rounding.h does.
+// hardware's conversions: scaled values are within the format's range or NaN, so these round as numerics/rounding.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,8 +15,9 @@ constexpr int64_t SMALLEST_GROUP = 16, LARGEST_GROUP = 256;
 
 // log2 of the vectors in a group. Raises where the kernels do not serve a group or a width.
 inline int group_shift(int64_t columns, int64_t group) {
-  STD_TORCH_CHECK(group >= SMALLEST_GROUP && group <= LARGEST_GROUP && (group & (group - 1)) == 0 && columns % group == 0,
-                  "groups of kept codes are 16, 32, 64, 128 or 256 columns and divide a row, not ", group, " of ", columns);
+  const bool power = group >= SMALLEST_GROUP && group <= LARGEST_GROUP && (group & (group - 1)) == 0;
+  STD_TORCH_CHECK(power && columns % group == 0, "groups of kept codes are 16, 32, 64, 128 or 256 columns ",
+                  "and divide a row, not ", group, " of ", columns);
   int shift = 0;
   while ((8 << shift) < group) ++shift;
   return shift;
@@ -31,7 +32,8 @@ inline Tensor vectorised(const Tensor& given) {
 
 inline Tensor kept_codes(const Tensor& like, int64_t rows, int64_t columns, Format format) {
   const bool packed = format == Format::E2M1;
-  return empty_like_device(like, {rows, packed ? columns / 2 : columns}, packed ? ScalarType::Byte : carrier_of(format));
+  const ScalarType type = packed ? ScalarType::Byte : carrier_of(format);
+  return empty_like_device(like, {rows, packed ? columns / 2 : columns}, type);
 }
 
 template <typename Body>
@@ -55,6 +57,7 @@ void with_kept_format(Format format, Body&& body) {
 template <Format F>
 struct KeptCodes {
   static constexpr int BYTES = F == Format::E2M1 ? 4 : 8;
+  static constexpr __nv_fp8_interpretation_t HARDWARE = F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3;
   uint32_t words[BYTES / 4];
 
   __device__ __forceinline__ void clear() {
@@ -79,7 +82,7 @@ struct KeptCodes {
     for (int i = 0; i < VECTOR / 2; ++i) {
       const float a = v[2 * i] * inverse, b = v[2 * i + 1] * inverse;
       if constexpr (F == Format::E2M1) pairs[i] = encode_fp8_pair<F>(a, b);
-      else pairs[i] = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3);
+      else pairs[i] = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, HARDWARE);
     }
     if constexpr (F == Format::E2M1) {
       words[0] = 0;
@@ -103,7 +106,7 @@ struct KeptCodes {
 #pragma unroll
       for (int i = 0; i < VECTOR / 2; ++i) {
         const auto pair = static_cast<__nv_fp8x2_storage_t>(words[i >> 1] >> (16 * (i & 1)));
-        const __half2 halves(__nv_cvt_fp8x2_to_halfraw2(pair, F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3));
+        const __half2 halves(__nv_cvt_fp8x2_to_halfraw2(pair, HARDWARE));
         const float2 values = __half22float2(halves);
         v[2 * i] = values.x * scale;
         v[2 * i + 1] = values.y * scale;
@@ -121,7 +124,9 @@ struct KeptCodes {
 
 // Of the group that this lane's vector belongs to; all lanes of a warp call it.
 __device__ __forceinline__ uint32_t group_largest(uint32_t bits, int shift) {
-  for (int offset = 1; offset < 1 << shift; offset <<= 1) bits = larger(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
+  for (int offset = 1; offset < 1 << shift; offset <<= 1) {
+    bits = larger(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
+  }
   return bits;
 }
 
@@ -149,7 +154,9 @@ __device__ __forceinline__ void store_row_maximum(uint32_t bits, uint32_t* scrat
 }
 
 // A stored exponent as a multiplier; 255, of a group that is not finite, is infinity, and its codes are NaN.
-__device__ __forceinline__ float kept_multiplier(uint8_t exponent) { return bits_float(static_cast<uint32_t>(exponent) << 23); }
+__device__ __forceinline__ float kept_multiplier(uint8_t exponent) {
+  return bits_float(static_cast<uint32_t>(exponent) << 23);
+}
 
 template <typename In>
 __device__ __forceinline__ Vector<In> round_to_stream(const float (&v)[VECTOR]) {

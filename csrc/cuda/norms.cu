@@ -174,7 +174,8 @@ __device__ __forceinline__ void read_row(Read<In, F> (&read)[kept], const Backwa
 
 // Up to two vectors a thread stay in registers; a wider row is read again, from the caches.
 template <typename In, Format F, int kept, bool biased>
-__global__ void __launch_bounds__(MOST_THREADS, kept == 1 && sizeof(In) == 2 ? 2 : 1) norm_rows_backward(const Backward<In> of) {
+__global__ void __launch_bounds__(MOST_THREADS, kept == 1 && sizeof(In) == 2 ? 2 : 1)
+    norm_rows_backward(const Backward<In> of) {
   constexpr bool holds = kept <= 2, holds_weight = kept == 1 && !biased;
   __shared__ float2 scratch[2][MOST_THREADS / 32];
   BlockSums sums{scratch, 0};
@@ -255,7 +256,9 @@ __global__ void __launch_bounds__(512) add_rows(const float* __restrict__ partia
   float sum = 0.0f;
   if (column < columns) {
 #pragma unroll 4
-    for (int row = threadIdx.y; row < rows; row += 16) sum += __ldg(partial + static_cast<int64_t>(row) * columns + column);
+    for (int row = threadIdx.y; row < rows; row += 16) {
+      sum += __ldg(partial + static_cast<int64_t>(row) * columns + column);
+    }
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
@@ -336,9 +339,12 @@ std::tuple<Tensor, Tensor, Tensor> norm_keep_backward(const Tensor& dy_given, co
   const int threads = threads_for(vectors, kept);
   const int64_t blocks = blocks_for(rows, threads);
   Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
-  Tensor dweight = torch::stable::new_zeros(dy, {columns}, ScalarType::Float);
-  Tensor dbias = torch::stable::new_zeros(dy, {biased ? columns : 0}, ScalarType::Float);
-  if (rows == 0) return {dx, dweight, dbias};
+  if (rows == 0) {
+    return {dx, torch::stable::new_zeros(dy, {columns}, ScalarType::Float),
+            torch::stable::new_zeros(dy, {biased ? columns : 0}, ScalarType::Float)};
+  }
+  Tensor dweight = empty_like_device(dy, {columns}, ScalarType::Float);
+  Tensor dbias = empty_like_device(dy, {biased ? columns : 0}, ScalarType::Float);
   Tensor partial = empty_like_device(dy, {biased ? 2 : 1, blocks, columns}, ScalarType::Float);
   float* sums = mutable_data_of<float>(partial);
   const cudaStream_t stream = stream_of(dy);
@@ -356,7 +362,9 @@ std::tuple<Tensor, Tensor, Tensor> norm_keep_backward(const Tensor& dy_given, co
   });
   const dim3 grid(ceil_div(columns, 32)), block(32, 16);
   add_rows<<<grid, block, 0, stream>>>(sums, mutable_data_of<float>(dweight), blocks, columns);
-  if (biased) add_rows<<<grid, block, 0, stream>>>(sums + blocks * columns, mutable_data_of<float>(dbias), blocks, columns);
+  if (biased) {
+    add_rows<<<grid, block, 0, stream>>>(sums + blocks * columns, mutable_data_of<float>(dbias), blocks, columns);
+  }
   check_launch("norm_keep_backward");
   return {dx, dweight, dbias};
 }

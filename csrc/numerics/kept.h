@@ -1,5 +1,5 @@
-// The scale of a group whose codes are kept (ops/producers.py): a power of two that never saturates, its reciprocal, and
-// the byte that is stored, its biased exponent. numerics/scale.h says the same for any rule, by a division.
+// The scale of a group whose codes are kept (ops/producers.py): a power of two that never saturates, its reciprocal,
+// and the byte that is stored, its biased exponent. numerics/scale.h says the same for any rule, by a division.
 #pragma once
 
 #include "numerics/formats.h"
