@@ -1,7 +1,7 @@
 // fold (ops/reference.py): block exponents moved into the carrier, code * 2^(e_block - e_row + top), one scale a row.
 //
-// A block a row: its scales first, which are few, then eight codes a thread at a time. The hardware's conversion saturates
-// where a cast would overflow, so what is too large, and NaN, is cast by hand.
+// A block a row: its scales first, which are few, then eight codes a thread at a time. The hardware's conversion
+// saturates where a cast would overflow, so what is too large, and NaN, is cast by hand.
 #include "cuda/rotate.h"
 
 namespace lowprec {
@@ -63,7 +63,10 @@ __global__ void __launch_bounds__(THREADS) fold_rows(const uint8_t* __restrict__
     nan |= __shfl_xor_sync(0xffffffffu, nan, offset);
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, offset));
   }
-  if ((threadIdx.x & 31) == 0) exponents[threadIdx.x >> 5] = e, nans[threadIdx.x >> 5] = nan, scales[threadIdx.x >> 5] = most;
+  if ((threadIdx.x & 31) == 0) {
+    const int warp = threadIdx.x >> 5;
+    exponents[warp] = e, nans[warp] = nan, scales[warp] = most;
+  }
   __syncthreads();
   for (int i = 0; i < THREADS / 32; ++i) e = max(e, exponents[i]), nan |= nans[i], most = fmaxf(most, scales[i]);
   if (threadIdx.x == 0) row_scale[row] = (nan ? bits_float(0x7fc00000u) : most) * exp2_int(-top);
@@ -73,7 +76,8 @@ __global__ void __launch_bounds__(THREADS) fold_rows(const uint8_t* __restrict__
     for (int64_t column = threadIdx.x * VECTOR; column < columns; column += THREADS * VECTOR) {
       const uint2 held = __ldg(reinterpret_cast<const uint2*>(in + column));
       const float shift = shift_of(of[column / width], e, top);
-      *reinterpret_cast<uint2*>(out + column) = make_uint2(folded_word<F>(held.x, shift), folded_word<F>(held.y, shift));
+      const uint2 made = make_uint2(folded_word<F>(held.x, shift), folded_word<F>(held.y, shift));
+      *reinterpret_cast<uint2*>(out + column) = made;
     }
   } else {
     for (int64_t column = threadIdx.x; column < columns; column += THREADS) {

@@ -1,7 +1,8 @@
 // hadamard (ops/reference.py): random signs, then the orthonormal Walsh-Hadamard transform of each block.
 //
-// Blocks lie one after the other in memory, so rows do not matter: a thread takes eight neighbouring elements, the strides
-// 1, 2, 4 stay in its registers, 8 to 128 go across the lanes of its warp. Longer blocks take one more pass a stride.
+// Blocks lie one after the other in memory, so rows do not matter: a thread takes eight neighbouring elements, the
+// strides 1, 2, 4 stay in its registers, 8 to 128 go across the lanes of its warp. Longer blocks take one more pass a
+// stride.
 #include "cuda/rotate.h"
 
 namespace lowprec {
@@ -12,13 +13,14 @@ constexpr int WARP_BLOCK = 32 * VECTOR;  // the longest block that a warp holds
 
 // signs: a seed, or nullptr; they repeat every `period` elements. block: at most WARP_BLOCK.
 template <typename In>
-__global__ void __launch_bounds__(THREADS) rotate_blocks(const In* __restrict__ x, float* __restrict__ out, int64_t count,
-                                                         const int64_t* __restrict__ signs, int block, int64_t period,
-                                                         float factor) {
+__global__ void __launch_bounds__(THREADS)
+    rotate_blocks(const In* __restrict__ x, float* __restrict__ out, int64_t count, const int64_t* __restrict__ signs,
+                  int block, int64_t period, float factor) {
   __shared__ uint8_t flips[WARP_BLOCK / VECTOR];
   const bool table = signs != nullptr && period <= WARP_BLOCK;
   if (table && threadIdx.x < WARP_BLOCK / VECTOR) {
-    flips[threadIdx.x] = static_cast<uint8_t>(sign_bits(static_cast<uint64_t>(*signs), threadIdx.x, static_cast<int>(period)));
+    const uint64_t seed = static_cast<uint64_t>(*signs);
+    flips[threadIdx.x] = static_cast<uint8_t>(sign_bits(seed, threadIdx.x, static_cast<int>(period)));
   }
   __syncthreads();
   const int64_t stride = static_cast<int64_t>(gridDim.x) * THREADS;
@@ -56,7 +58,8 @@ __global__ void __launch_bounds__(THREADS) rotate_blocks(const In* __restrict__ 
   }
 }
 
-__global__ void __launch_bounds__(THREADS) one_stage(float* __restrict__ out, int64_t pairs, int64_t stride, float factor) {
+__global__ void __launch_bounds__(THREADS)
+    one_stage(float* __restrict__ out, int64_t pairs, int64_t stride, float factor) {
   const int64_t pair = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   if (pair >= pairs) return;
   float* low = out + pair / stride * 2 * stride + pair % stride;
@@ -90,7 +93,8 @@ Tensor hadamard(const Tensor& given, std::optional<Tensor> seed, int64_t block) 
         one_pass ? factor : 1.0f);
   });
   for (int64_t stride = WARP_BLOCK; stride < block; stride *= 2) {
-    one_stage<<<ceil_div(count / 2, THREADS), THREADS, 0, stream>>>(to, count / 2, stride, 2 * stride == block ? factor : 1.0f);
+    const float last = 2 * stride == block ? factor : 1.0f;
+    one_stage<<<ceil_div(count / 2, THREADS), THREADS, 0, stream>>>(to, count / 2, stride, last);
   }
   check_launch("hadamard");
   return out;

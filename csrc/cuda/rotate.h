@@ -31,7 +31,7 @@ struct Code8 {
 struct Rotation {
   int block;                 // 0: none
   float factor;              // block^-1/2
-  uint32_t carry;            // added to amax's bits, it moves a mantissa above the rule's threshold to the next exponent
+  uint32_t carry;            // added to amax's bits, it takes a mantissa above the threshold to the next exponent
   int offset, span;          // exponent of the format's limit minus one; binades below the row's largest exponent
   float headroom, quotient;  // of x; 1 / headroom, of scales
   int lift, top;             // exponent of the quotient; exponent of the row's largest block in the carrier
@@ -129,7 +129,8 @@ __device__ __forceinline__ uint32_t decoded_pair(uint32_t codes, float scale) {
 }
 
 // Signs onto pairs of BF16, which become FP32.
-__device__ __forceinline__ void signed_values(float (&v)[HELD], const uint32_t (&pairs)[HELD / 2], const uint32_t* signs) {
+__device__ __forceinline__ void signed_values(float (&v)[HELD], const uint32_t (&pairs)[HELD / 2],
+                                              const uint32_t* signs) {
 #pragma unroll
   for (int i = 0; i < HELD / 8; ++i) {
     const uint4 flip = reinterpret_cast<const uint4*>(signs)[i];
@@ -219,8 +220,8 @@ LOWPREC_HD BlockCodes block_codes(int key, int row, const Tables& tables, const 
 
 // Codes of a block of 32; group: the first column >> 3, of the global matrix.
 template <bool random, bool plain>
-LOWPREC_HD void emit(const float* v, const BlockCodes& of, const Rotation& how, uint64_t seed, uint32_t row, uint32_t group,
-                     uint32_t* words) {
+LOWPREC_HD void emit(const float* v, const BlockCodes& of, const Rotation& how, uint64_t seed, uint32_t row,
+                     uint32_t group, uint32_t* words) {
   const float product = how.factor * of.inverse;
 #pragma unroll
   for (int g = 0; g < MX_BLOCK / 8; ++g) {
@@ -234,8 +235,8 @@ LOWPREC_HD void emit(const float* v, const BlockCodes& of, const Rotation& how, 
       for (int i = 0; i < 4; ++i) {
         const float x = v[g * 8 + half * 4 + i];
         scaled[i] = plain ? x * product : x * how.factor * of.inverse;
-        float bounded = scaled[i];
-        if constexpr (!plain) bounded = is_nan(bounded) ? bounded : fminf(fmaxf(bounded, -6.0f), 6.0f);
+        // A lost block's NaN becomes 6 or nothing: its table knows NaN alone.
+        const float bounded = plain ? scaled[i] : fminf(fabsf(scaled[i]), 6.0f);
         if constexpr (random) place[i] = random_place(bounded, drawn.w[half * 2 + (i >> 1)], i & 1);
         else place[i] = nearest_place(bounded);
       }

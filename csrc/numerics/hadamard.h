@@ -45,8 +45,8 @@ LOWPREC_HD void butterflies(float (&v)[count], int block) {
 
 #if defined(__CUDACC__)
 
-// The stages across lanes, `count` values each: lane l holds values count * l and on. A product with +-1 is exact, so the
-// fused sum rounds as the sum or difference does.
+// The stages across lanes, `count` values each: lane l holds values count * l and on. A product with +-1 is exact, so
+// the fused sum rounds as the sum or difference does.
 template <int count>
 __device__ __forceinline__ void butterflies_across(float (&v)[count], int block) {
 #pragma unroll 1

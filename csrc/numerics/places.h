@@ -1,10 +1,11 @@
 // Stochastic rounding to E2M1 in four instructions, and codes in a carrier by a table of eight bytes.
 //
-// A magnitude on E2M1's grid is one of eight places: 0 .5 1 1.5 2 3 4 6. |v| * 2^-126 has the grid's own exponent range:
-// what lies below 1 becomes a subnormal number, in fixed point. Its bits >> 22 are the place below |v|, and the 22 bits
-// left over are the distance to it in units of 2^-22 steps. round_stochastic (numerics/rounding.h) goes up where
-// distance * 65536 > bits + 1/2, that is where the 22 bits, rounded up, exceed 64 * bits + 32; four times that, negated,
-// is made of the two random bytes by one byte permutation, and a sum leaves the rounded place in the top byte.
+// A magnitude on E2M1's grid is one of eight places: 0 .5 1 1.5 2 3 4 6. |v| * 2^-126 has the grid's own exponent
+// range: what lies below 1 becomes a subnormal number, in fixed point. Its bits >> 22 are the place below |v|, and
+// the 22 bits left over are the distance to it in units of 2^-22 steps. round_stochastic (numerics/rounding.h) goes
+// up where distance * 65536 > bits + 1/2, that is where the 22 bits, rounded up, exceed 64 * bits + 32; four times
+// that, negated, is made of the two random bytes by one byte permutation, and a sum leaves the rounded place in the
+// top byte. Equal to round_stochastic for all magnitudes up to 6, at the draws beside each threshold too.
 #pragma once
 
 #include "numerics/rounding.h"
