@@ -18,8 +18,8 @@ namespace lowprec {
 namespace {
 
 constexpr int WARP_ELEMENTS = 32 * HELD;
-constexpr int MOST_WARPS = 16;                // a row of 32768
-constexpr size_t MOST_SHARED = 200 * 1024;
+constexpr int MOST_WARPS = 16;  // a row of 32768
+constexpr int STATIC_SHARED = 2048;
 
 template <typename In>
 constexpr int CHUNKS = HELD * sizeof(In) / 16;  // of a thread
@@ -227,8 +227,12 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
   const float* tensor_scale = scale.has_value() ? data_of<float>(*scale) : nullptr;
   const bool codes_given = x.scalar_type() == ScalarType::Float8_e4m3fn;
   const int64_t bytes = x.scalar_type() == ScalarType::Float ? 4 : codes_given ? 1 : 2;
-  const size_t row_bytes = 2 * ceil_div(columns, WARP_ELEMENTS) * WARP_ELEMENTS * bytes;
-  const bool fits = transposed ? rows % 8 == 0 : columns <= MOST_WARPS * WARP_ELEMENTS && row_bytes <= MOST_SHARED;
+  const int64_t of_row = 2 * ceil_div(columns, WARP_ELEMENTS) * WARP_ELEMENTS * bytes;
+  const int64_t stages = transposed ? (bytes == 4 ? 144 : 80) * 1024 : of_row;
+  int shared = 0;
+  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(x.get_device_index()));
+  const bool shaped = transposed ? rows % 8 == 0 : columns <= MOST_WARPS * WARP_ELEMENTS;
+  const bool fits = shaped && stages + STATIC_SHARED <= shared;
   const bool power = rule.rule != Rule::FP32 && span > 0 && headroom > 0.0 && headroom <= 1.0;
   const bool fused = fits && power && rotation <= 256 && x.scalar_type() != ScalarType::Half &&
                      codes_given == (tensor_scale != nullptr) && aligned(x.const_data_ptr(), 16);
