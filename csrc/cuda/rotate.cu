@@ -7,8 +7,8 @@
 // copy of the next row into shared memory runs meanwhile, swizzled so that neither side meets a bank twice.
 //
 // What binds: instructions, not bytes. Of about 26 an element (BF16, blocks of 64, stochastic), 6 are butterflies, 5
-// are an eighth of a Philox call (2.2 wide products, 2.5 exclusive ors), 4 round (product, fixed point, byte permutation,
-// multiply-add), 2 make the code, 1.8 unpack and negate, 1 finds the maximum; the rest copies and places. 132
+// are an eighth of a Philox call (2.2 wide products, 2.5 exclusive ors), 4 round (product, fixed point, permutation of
+// bytes, multiply-add), 2 make the code, 1.8 unpack and negate, 1 finds the maximum; the rest copies and places. 132
 // multiprocessors issue 1.1 to 1.3 such elements a picosecond, 3 bytes each: 3.4 to 3.9 TB/s at the very most. 128
 // registers, four warps a scheduler: a thread's 64 chains are independent.
 #include "cuda/quantize.h"
