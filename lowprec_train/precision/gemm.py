@@ -114,13 +114,22 @@ def _operand(x: Quantized | Tensor) -> Operand:
     return Operand(x.codes.dtype, x.granularity, tile=tile if x.granularity == "block" else (0, 0))
 
 
-def multiply(a: Quantized | Tensor, b: Quantized | Tensor, *, split_accumulation: bool, dtype: torch.dtype) -> Tensor:
-    """a[m, k] @ b[n, k]^T -> [m, n] in `dtype`, each operand quantised or a plain tensor."""
+NARROW = (Path.FP8_ROW, Path.FP8_BLOCK, Path.FP8_FOLDED)  # their kernels write BF16
+
+
+def multiply(
+    a: Quantized | Tensor, b: Quantized | Tensor, *, split_accumulation: bool, dtype: torch.dtype | None
+) -> Tensor:
+    """a[m, k] @ b[n, k]^T -> [m, n], each operand quantised or a plain tensor. dtype: None for the most precise one
+    that the path writes, FP32 or BF16.
+    """
     operand_a, operand_b = _operand(a), _operand(b)
     codes = b.codes if isinstance(b, Quantized) else b
     (n, k), device = codes.shape, codes.device
     m = a.codes.shape[0] if isinstance(a, Quantized) else a.shape[0]
     path = choose(operand_a, operand_b, n, k, has_fp8(device), m=m, blocks=has_block_scales(device))
+    if dtype is None:
+        dtype = torch.bfloat16 if path in NARROW and device.type == "cuda" else torch.float32
     if path is Path.BF16:
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         return cast(a @ b.t(), dtype)

@@ -61,9 +61,9 @@ class OutlierClamp:
         self, x: Tensor, quantizer: Quantizer, seed: Tensor | None, origin: Tensor | None
     ) -> tuple[Quantized, Residual | None]:
         """x [m, k] -> codes of the body (with the outliers in the carrier), and the residual of the other variant."""
-        low, high = self.bounds(x)
         if self.variant == "carrier":
-            return Quantized(*torch.ops.lowprec.quantize_carrier(x, low, high)), None
+            return Quantized(*torch.ops.lowprec.quantize_outliers(x, self.clipped(x.shape[1]))), None
+        low, high = self.bounds(x)
         x = x.float()
         body = torch.minimum(torch.maximum(x, low), high)
         return quantizer(body, seed, origin), self._residual(x, body)

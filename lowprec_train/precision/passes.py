@@ -68,7 +68,7 @@ class Site:
         as in `forward`.
         """
         straight = isinstance(self.recipe.estimator, StraightThrough) and "residual" not in kept
-        product = weight.dtype if straight else torch.float32
+        product = weight.dtype if straight else None if "residual" not in kept else torch.float32
         dx: Tensor | None
         dw: Tensor | None
         if all(needs) and self._pairs_dy():
@@ -172,7 +172,7 @@ class Site:
         weight: Tensor,
         kept: Kept,
         dtype: torch.dtype,
-        product: torch.dtype,
+        product: torch.dtype | None,
         maxima: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """dX and the product of wgrad, dY rounded for both in one op."""
@@ -201,11 +201,11 @@ class Site:
         return self._product(Gemms.DGRAD, dy, self._dgrad_weight(weight, kept, dtype), dtype)
 
     def _wgrad(
-        self, dy: Tensor, shared: Quantized | None, kept: Kept, dtype: torch.dtype, product: torch.dtype
+        self, dy: Tensor, shared: Quantized | None, kept: Kept, dtype: torch.dtype, product: torch.dtype | None
     ) -> Tensor:
         recipe = self.recipe
         if recipe.wgrad.is_identity and not recipe.keeps_codes:  # the very product that nn.Linear's backward makes
-            return cast(dy.t() @ kept["x"], product)
+            return cast(dy.t() @ kept["x"], product or torch.float32)
         plain = "x" in kept or ("x_codes" in kept and dtype == torch.bfloat16)
         if self._folds(Gemms.WGRAD) and plain:
             a = self._folded(Gemms.WGRAD, Purpose.A, dy, transposed=True)
@@ -215,7 +215,7 @@ class Site:
         a_t = shared.t() if shared is not None else dy.t().contiguous()
         return self._product(Gemms.WGRAD, a_t, self._wgrad_input(kept, dtype), product)
 
-    def _product(self, which: Gemms, a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype) -> Tensor:
+    def _product(self, which: Gemms, a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype | None) -> Tensor:
         """a [m, k] (dY or dY^T, or its codes) times b [n, k]^T (weight or input, plain or in codes)."""
         gemm = self._gemm(which)
         if isinstance(b, Quantized) and _along_k(b):
