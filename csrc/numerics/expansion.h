@@ -1,0 +1,108 @@
+// COAT's dynamic range expansion (arXiv 2410.19313, section 4; ops/states.py has the formulas): from a group's extremes
+// to its exponent, scale and centre, one value into the format's range and back.
+//
+// Finite groups only, of numbers that are not zero: magnitudes below 2^-126 count as zeros and are the caller's, as is
+// the NaN of a group that is not finite.
+#pragma once
+
+#include "numerics/powers.h"
+
+namespace lowprec {
+
+constexpr float EXPANSION_STEPS = 16.0f;  // exponents are multiples of 1 / EXPANSION_STEPS
+constexpr float LARGEST_EXPONENT = 64.0f;
+constexpr uint32_t SMALLEST_NORMAL = 1u << 23;  // bits of 2^-126
+
+// log2 of the binades' quotient M^2 / 2, which a group is stretched over.
+template <Format F>
+constexpr double EXPANSION_BOUND = F == Format::E4M3 ? 16.614709844115207 : 30.614709844115207;
+
+// log2(a / b) of normal positive numbers; 0 exactly where they are equal.
+LOWPREC_HD float log2_quotient(Log2Parts a, Log2Parts b) {
+  return static_cast<float>(a.whole - b.whole) + (a.part - b.part);
+}
+
+// 2^power * factor, the power of two applied in halves: neither overflows where the product does not.
+LOWPREC_HD float exp2_times(float power, float factor) {
+  const Exp2Parts made = exp2_parts(power);
+  const int half = made.whole >> 1;
+  return made.part * factor * exp2_int(half) * exp2_int(made.whole - half);
+}
+
+// What a group's codes are decoded by, and the logarithm of its largest magnitude, which they are made with.
+struct Expansion {
+  float scale, exponent, center;
+  Log2Parts largest;
+};
+
+// largest: bits of the largest magnitude. smallest: those of the smallest one from 2^-126 on, INFINITE where there is
+// none. A group that is not finite has a scale and a centre of NaN, and all its codes are zeros.
+template <Format F>
+LOWPREC_HD Expansion expansion_of(uint32_t largest, uint32_t smallest) {
+  const float nan = bits_float(0x7fc00000u);
+  if (largest >= INFINITE) return {nan, 1.0f, nan, {0, 0.0f}};
+  const bool any = largest >= SMALLEST_NORMAL;
+  const float amax = any ? bits_float(largest) : 1.0f;
+  const float amin = any ? bits_float(smallest) : 1.0f;
+  const Log2Parts log_amax = log2_parts(amax);
+  const float span = log2_quotient(log_amax, log2_parts(amin));
+  const float steps = divide(static_cast<float>(16 * EXPANSION_BOUND<F>), span < TINY ? TINY : span);
+#if defined(__CUDA_ARCH__)
+  float k = floorf(steps);
+#else
+  float k = std::floor(steps);
+#endif
+  k = k < 1.0f ? 1.0f : k > EXPANSION_STEPS * LARGEST_EXPONENT ? EXPANSION_STEPS * LARGEST_EXPONENT : k;
+  k *= 1 / EXPANSION_STEPS;
+  const float center = amin == amax ? amax : square_root(amax) * square_root(amin);
+  return {divide(exp2_times(k * span * 0.5f, 1.0f), Grid<F>::max), any ? k : 1.0f, center, log_amax};
+}
+
+// M (|x| / A)^k with the sign of x, still to be rounded.
+template <Format F>
+LOWPREC_HD float stretch(float x, float k, Log2Parts largest) {
+  const float size = bits_float(magnitude_bits(x));
+  const bool present = size >= TINY;
+  const float power = k * log2_quotient(log2_parts(present ? size : 1.0f), largest);
+  return with_sign(present ? exp2_times(power, Grid<F>::max) : 0.0f, x);
+}
+
+// The code of an element of a group that is `finite`.
+template <Format F>
+LOWPREC_HD uint8_t encode_expanded(float x, const Expansion& how, bool finite) {
+  return encode<F>(finite ? stretch<F>(x, how.exponent, how.largest) : with_sign(0.0f, x));
+}
+
+// log2 of a code without its sign, rounded to nearest: 0 at zero, NaN where the code is no finite number.
+template <Format F>
+LOWPREC_HD float code_log2(uint32_t code) {
+  // log2(1 + m / 8)
+  constexpr double fraction[8] = {0.0,
+                                  0.16992500144231237,
+                                  0.32192809488736235,
+                                  0.45943161863729726,
+                                  0.5849625007211562,
+                                  0.7004397181410922,
+                                  0.8073549220576041,
+                                  0.9068905956085185};
+  const float value = decode<F>(static_cast<uint8_t>(code & 0x7fu));
+  if (value == 0.0f) return 0.0f;
+  if (!is_finite(value)) return bits_float(0x7fc00000u);
+  return static_cast<float>(exponent(value) + fraction[float_bits(value) >> 20 & 7u]);
+}
+
+// The magnitude that a code other than zero stands for. log_code: code_log2 of it; log_scale: log2_float of the group's
+// scale; inverse: 1 / k.
+LOWPREC_HD float expanded_value(float log_code, float log_scale, float inverse, float center) {
+  const float value = exp2_times((log_code + log_scale) * inverse, center);
+  return value < TINY ? TINY : value;
+}
+
+template <Format F>
+LOWPREC_HD float decode_expanded(uint8_t code, float log_scale, float inverse, float center) {
+  if (!is_finite(center)) return bits_float(0x7fc00000u | static_cast<uint32_t>(code & 0x80u) << 24);
+  const float value = (code & 0x7fu) == 0 ? 0.0f : expanded_value(code_log2<F>(code), log_scale, inverse, center);
+  return bits_float(float_bits(value) | static_cast<uint32_t>(code & 0x80u) << 24);
+}
+
+}  // namespace lowprec
