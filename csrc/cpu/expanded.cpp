@@ -5,28 +5,10 @@
 #include <array>
 #include <cmath>
 
-#include "numerics/powers.h"
+#include "numerics/expansion.h"
 
 namespace lowprec {
 namespace {
-
-constexpr float STEPS = 16.0f, LARGEST_EXPONENT = 64.0f;
-
-LOWPREC_HD float log2_quotient(Log2Parts a, Log2Parts b) {
-  return static_cast<float>(a.whole - b.whole) + (a.part - b.part);
-}
-
-// 2^power * factor, the power of two applied in halves: neither overflows where the product does not.
-LOWPREC_HD float exp2_times(float power, float factor) {
-  const Exp2Parts made = exp2_parts(power);
-  const int half = made.whole >> 1;
-  return made.part * factor * exp2_int(half) * exp2_int(made.whole - half);
-}
-
-// What one group is coded by.
-struct Group {
-  float scale, exponent, center;
-};
 
 struct Extremes {
   uint32_t largest;
@@ -44,32 +26,22 @@ LOWPREC_CLONES Extremes extremes(const float* v, int64_t n) {
 }
 
 // Stretched values of a finite group, still to be rounded.
-LOWPREC_CLONES void stretch(float* v, int64_t n, float k, Log2Parts largest, float limit) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float size = bits_float(magnitude_bits(v[i]));
-    const bool present = size >= TINY;
-    const float power = k * log2_quotient(log2_parts(present ? size : 1.0f), largest);
-    v[i] = with_sign(present ? exp2_times(power, limit) : 0.0f, v[i]);
-  }
+template <Format F>
+LOWPREC_CLONES void stretch_all(float* v, int64_t n, float k, Log2Parts largest) {
+  for (int64_t i = 0; i < n; ++i) v[i] = stretch<F>(v[i], k, largest);
 }
 
 // A group's constants; v becomes its stretched values.
-Group expand(float* v, int64_t n, float limit) {
+template <Format F>
+Expansion expand(float* v, int64_t n) {
   const Extremes found = extremes(v, n);
-  if (found.largest >= INFINITE) {
+  const Expansion made = expansion_of<F>(found.largest, float_bits(found.smallest));
+  if (found.largest < INFINITE) {
+    stretch_all<F>(v, n, made.exponent, made.largest);
+  } else {
     for (int64_t i = 0; i < n; ++i) v[i] = with_sign(0.0f, v[i]);
-    return {bits_float(0x7fc00000u), 1.0f, bits_float(0x7fc00000u)};
   }
-  const bool any = bits_float(found.largest) >= TINY;
-  const float amax = any ? bits_float(found.largest) : 1.0f, amin = found.smallest < amax ? found.smallest : amax;
-  const Log2Parts log_amax = log2_parts(amax);
-  const float span = log2_quotient(log_amax, log2_parts(amin));
-  const double bound = std::log2(static_cast<double>(limit) * static_cast<double>(limit) / 2);
-  float k = std::floor(divide(static_cast<float>(16 * bound), span < TINY ? TINY : span));
-  k = (k < 1.0f ? 1.0f : k > STEPS * LARGEST_EXPONENT ? STEPS * LARGEST_EXPONENT : k) * (1 / STEPS);
-  stretch(v, n, k, log_amax, limit);
-  const float center = amin == amax ? amax : square_root(amax) * square_root(amin);
-  return {divide(exp2_times(k * span * 0.5f, 1.0f), limit), any ? k : 1.0f, center};
+  return made;
 }
 
 // Groups of a row: body(index of the group, first element, elements).
@@ -95,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_expanded(const Tensor& x, st
   const int64_t rows = x.size(0), columns = x.size(1), groups = groups_of(columns, group, segments);
   const Format to = parse_format(format);
   STD_TORCH_CHECK(to == Format::E4M3 || to == Format::E5M2, "expanded codes are E4M3 or E5M2");
-  const float limit = to == Format::E4M3 ? Grid<Format::E4M3>::max : Grid<Format::E5M2>::max;
+  const auto expand_group = to == Format::E4M3 ? expand<Format::E4M3> : expand<Format::E5M2>;
   const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(to));
   const Tensor scale = empty_like_device(x, {rows, groups}, ScalarType::Float);
   const Tensor exponents = empty_like_device(x, {rows, groups}, ScalarType::Float);
@@ -109,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_expanded(const Tensor& x, st
     for (int64_t r = begin; r < end; ++r) {
       load(source, r * columns, columns, v.data());
       for_groups(columns, group, segments, [&](int64_t index, int64_t first, int64_t n) {
-        const Group made = expand(v.data() + first, n, limit);
+        const Expansion made = expand_group(v.data() + first, n);
         out_scale[r * groups + index] = made.scale;
         out_exponent[r * groups + index] = made.exponent;
         out_center[r * groups + index] = made.center;
@@ -122,15 +94,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_expanded(const Tensor& x, st
 
 using CodeLogs = std::array<float, 128>;
 
-// log2 of the codes without a sign: 0 at zero, NaN where the code is no finite number.
 template <Format F>
-const CodeLogs& code_log2() {
+const CodeLogs& code_logs() {
   static const CodeLogs logs = [] {
     CodeLogs made{};
-    for (int code = 1; code < 128; ++code) {
-      const float value = decode<F>(static_cast<uint8_t>(code));
-      made[code] = is_finite(value) ? static_cast<float>(std::log2(static_cast<double>(value))) : NAN;
-    }
+    for (int code = 0; code < 128; ++code) made[code] = code_log2<F>(static_cast<uint32_t>(code));
     return made;
   }();
   return logs;
@@ -140,8 +108,8 @@ const CodeLogs& code_log2() {
 LOWPREC_CLONES void contract(const uint8_t* codes, int64_t n, float log_scale, float inverse, float center,
                              float* out) {
   for (int64_t i = 0; i < n; ++i) {
-    const float value = exp2_times((out[i] + log_scale) * inverse, center);
-    const float magnitude = (codes[i] & 0x7fu) == 0 ? 0.0f : value < TINY ? TINY : value;
+    const float value = expanded_value(out[i], log_scale, inverse, center);
+    const float magnitude = (codes[i] & 0x7fu) == 0 ? 0.0f : value;
     out[i] = bits_float(float_bits(magnitude) ^ static_cast<uint32_t>(codes[i] & 0x80u) << 24);
   }
 }
@@ -151,7 +119,7 @@ Tensor dequantize_expanded(const Tensor& codes, const Tensor& scale, const Tenso
   const int64_t rows = codes.size(0), columns = codes.size(1), groups = groups_of(columns, group, segments);
   STD_TORCH_CHECK(scale.size(0) == rows && scale.size(1) == groups, "a scale for each group of each row");
   const Format from = parse_format(format);
-  const float* logs = from == Format::E4M3 ? code_log2<Format::E4M3>().data() : code_log2<Format::E5M2>().data();
+  const float* logs = from == Format::E4M3 ? code_logs<Format::E4M3>().data() : code_logs<Format::E5M2>().data();
   const Tensor values = empty_like_device(codes, {rows, columns}, ScalarType::Float);
   const Tensor source = dense(codes);
   const Source scales = source_of(scale), powers = source_of(exponents), centers = source_of(center);
