@@ -8,7 +8,6 @@ with its error; the others go on.
 from __future__ import annotations
 
 import gc
-import importlib
 import statistics
 import time
 import traceback
@@ -25,8 +24,6 @@ from lowprec_train.tools.bench.timing import Interval
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
-# Before the device is used: TransformerEngine loads the system's cuDNN over the one that torch has opened by then.
-ENTRY = {"transformer_engine": "transformer_engine.pytorch"}
 MEMORY_SHARE = 0.9  # of the device's; the rest is for fragments and libraries
 
 
@@ -50,8 +47,6 @@ def measure(
     rows: list[Row] = []
     profiles: dict[str, Any] = {}
     present = [each for each in contestants if not each.missing]
-    for package in sorted({each.needs for each in present if each.needs}):
-        importlib.import_module(ENTRY.get(package, package))
     for index, group in enumerate(groups.plan(present, max(2, min(largest, resident)))):
         batches = [group] if resident > 1 else [[each] for each in group]
         for batch in batches:
@@ -189,8 +184,6 @@ def dry_run(contestants: Sequence[Contestant], work: Work, *, largest: int = gro
         rows.append(row)
     need = groups.memory(work.sizes, work)
     present = [each for each in contestants if not each.missing]
-    for package in sorted({each.needs for each in present if each.needs}):
-        importlib.import_module(ENTRY.get(package, package))
     return {
         "sizes": work.sizes,
         "tokens_per_step": work.tokens,
