@@ -98,11 +98,11 @@ LOWPREC_HD float expanded_value(float log_code, float log_scale, float inverse, 
   return value < TINY ? TINY : value;
 }
 
-template <Format F>
-LOWPREC_HD float decode_expanded(uint8_t code, float log_scale, float inverse, float center) {
-  if (!is_finite(center)) return bits_float(0x7fc00000u | static_cast<uint32_t>(code & 0x80u) << 24);
-  const float value = (code & 0x7fu) == 0 ? 0.0f : expanded_value(code_log2<F>(code), log_scale, inverse, center);
-  return bits_float(float_bits(value) | static_cast<uint32_t>(code & 0x80u) << 24);
+LOWPREC_HD float decode_expanded(uint8_t code, float log_code, float log_scale, float inverse, float center) {
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+  if (!is_finite(center)) return bits_float(0x7fc00000u | sign);
+  const float value = (code & 0x7fu) == 0 ? 0.0f : expanded_value(log_code, log_scale, inverse, center);
+  return bits_float(float_bits(value) | sign);
 }
 
 }  // namespace lowprec
