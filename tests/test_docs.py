@@ -76,7 +76,8 @@ def test_every_recipe_has_its_page(recipe, monkeypatch):
     assert text.startswith(f"# `{recipe}`\n") and re.search(r"arXiv \[\d{4}\.\d{5}\]\(https://arxiv\.org/abs/", text)
     assert f"\n    torchrun train.py +recipe={recipe}\n" in text
     assert {"gemms", "errors", "options", "published-results"} <= anchors(text)
-    monkeypatch.setattr(gemm, "has_fp8", lambda device: device.type == "cuda")
+    for what in ("has_fp8", "has_block_scales"):
+        monkeypatch.setattr(gemm, what, lambda device: device.type == "cuda")
     model = OmegaConf.to_object(composed([f"+recipe={recipe}", "model=llama_7b", "model.layers=2"]))
     laid_out = build.layout(model)
     linears = describe.effective(laid_out.model, laid_out.phases[0].recipes, torch.device("cuda", 0))

@@ -48,16 +48,19 @@ class Linear(nn.Linear):
             draws.begin(0, 0)
             self.draws = draws.site(0)
 
-    def forward(self, x: Tensor, maxima: Tensor | None = None) -> Tensor:
-        """maxima: any tensor whose largest element is max |x|, where the kernel that made x left it."""
-        y, _ = self._product(x, maxima, hears=False)
-        return y
+    def forward(self, x: Tensor, maxima: Tensor | None = None, *, hears: bool = False) -> Any:
+        """y [..., out]; `hears`: (y, an ear), see `heard`. maxima: any tensor whose largest element is max |x|, where
+        the kernel that made x left it.
+        """
+        y, ear = self._product(x, maxima, hears=hears and self.bias is None)
+        return (y, ear) if hears else y
 
     def heard(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(y, an ear): whoever consumes y hands the maxima of y's gradient back as the ear's gradient. The ear is an
         FP32 vector of zeros, one a row; None where no GEMM of this layer would use it, as after a bias.
         """
-        return self._product(x, None, hears=self.bias is None)
+        heard: tuple[Tensor, Tensor | None] = self(x, hears=True)
+        return heard
 
     def _product(self, x: Tensor, maxima: Tensor | None, *, hears: bool) -> tuple[Tensor, Tensor | None]:
         bias = None if self.bias is None else self.bias.to(x.dtype)

@@ -47,10 +47,10 @@ def test_a_block_keeps_the_sum_of_its_parts() -> None:
 
 
 def test_the_policy_saves_what_it_takes() -> None:
-    """Either role alone; eager layers without it keep two FP32 copies of a norm's input and three of gate's size."""
+    """Either role alone; eager layers without it keep two FP32 copies of a norm's input, and gate and up in BF16."""
     policy, rate = coat.keep(), 4
     norms = 2 * (2 * 4 * D + rate) - PARTS["norms"]
-    activation = 3 * 4 * FFN - PARTS["activation"]
+    activation = 2 * 2 * FFN - PARTS["activation"]
     assert kept(BlockKeep(norm=policy.norm)) == sum(PARTS.values()) + activation
     assert kept(BlockKeep(activation=policy.activation)) == sum(PARTS.values()) + norms
     assert kept(BlockKeep()) == sum(PARTS.values()) + norms + activation

@@ -20,6 +20,7 @@ PARAMETERS = {  # published, or of the sizes that the file states; 1 % is the ro
     "llama_130m": 134.1e6,  # GaLore, arXiv 2403.03507
     "llama_350m": 373.9e6,  # with ffn 2816; GaLore's 2736 makes 368.0e6
     "llama_1b3": 1.345e9,
+    "llama_7b_8layers": 1.881e9,  # its first 8 layers: what one GPU measures a step on
     "llama_7b": 6.738e9,  # arXiv 2302.13971, arXiv 2307.09288
     "llama_13b": 13.02e9,
     "llama_30b": 32.53e9,
