@@ -1,0 +1,44 @@
+// The passes of the fused AdamW over expanded moments of any format, beside any other codec: a warp a group.
+#include "cuda/adamw_groups.h"
+#include "cuda/adamw_kernels.h"
+
+namespace lowprec {
+namespace {
+
+constexpr int THREADS = 256, WARPS = THREADS / 32;
+
+template <Pass pass>
+__global__ void __launch_bounds__(THREADS) step_groups(const Item* __restrict__ items, Numbers* __restrict__ numbers,
+                                                       int count, How how, double* __restrict__ partial) {
+  __shared__ CodeLogs logs;
+  __shared__ uint32_t scratch[WARPS];
+  __shared__ double sums[WARPS];
+  if (skipped(how)) return;
+  logs.fill();
+  __syncthreads();
+  const int which = item_of(items, count, blockIdx.x);
+  const Item item = items[which];
+  const int64_t index = (blockIdx.x - item.first) * WARPS + (threadIdx.x >> 5);
+  Found found;
+  if (index < item.numbers / item.length * item.per_segment) {  // whole warps
+    step_group<pass>(item, numbers[which], how, index, logs, found);
+  }
+  if constexpr (pass == Pass::MAXIMA) leave_maxima(found.maxima, numbers[which], how, scratch);
+  if constexpr (pass == Pass::SQUARES) leave_sum(found.squares, partial + blockIdx.x, sums);
+}
+
+}  // namespace
+
+int64_t group_units(const Item& item, const How&) {
+  return ceil_div(item.numbers / item.length * item.per_segment, WARPS);
+}
+
+void launch_groups(Pass pass, const Table& table, const How& how, cudaStream_t stream) {
+  const auto kernel = pass == Pass::SQUARES  ? step_groups<Pass::SQUARES>
+                      : pass == Pass::MAXIMA ? step_groups<Pass::MAXIMA>
+                                             : step_groups<Pass::UPDATE>;
+  kernel<<<table.units, THREADS, 0, stream>>>(table.items, table.numbers, table.count, how, table.partial);
+  check_launch("adamw");
+}
+
+}  // namespace lowprec
