@@ -72,6 +72,11 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 def check(op: str, *arguments: object) -> None:
     moved = [each.to(CUDA) if isinstance(each, Tensor) else each for each in arguments]
     got, want = getattr(torch.ops.lowprec, op)(*moved), MEANING[op](*arguments)
+    if op == "rotate_fold":  # a row whose scale is NaN is NaN, whatever its codes are
+        number = want[1][:, 0].isfinite()
+        assert_same(got[0][number.to(CUDA)], want[0][number])
+        assert_same(got[1], want[1])
+        return
     for a, b in zip(*(each if isinstance(each, tuple) else (each,) for each in (got, want)), strict=True):
         assert_same(a, b)
 
