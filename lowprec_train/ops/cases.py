@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import library
+from lowprec_train.ops import library, updates
 from lowprec_train.ops.philox import random_bits
 
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
@@ -129,6 +129,49 @@ def _decoded(made: Cases) -> Cases:
     return {name: (*encode(*arguments), *arguments[1:]) for name, arguments in made.items()}
 
 
+def _step(first: str, second: str, master: str, *, found: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
+    """A third step of two matrices, rows of one number among them, whose state the reference has coded."""
+    shapes, segments, group = [(5, 1024), (6, 72), (7, 1)], [8, 8, 1], 128
+    weights = [values(*shape, seed=51, edges=False).clamp(-4, 4) * 0.02 for shape in shapes]
+    firsts = [values(*shape, seed=53) * 1e-5 for shape in shapes]
+    seconds = [x.square() for x in firsts]
+    draws, index = "stochastic" in master, torch.arange(len(shapes))
+    seed = torch.tensor(7) if draws else None
+
+    def coded(codec: str, of: list[Tensor], seed: Tensor | None = None) -> list[tuple[Tensor, ...]]:
+        pairs = zip(of, segments, strict=True)
+        return [updates.encode(codec, x, group, count, seed) for x, count in pairs]
+
+    held = coded(master, weights, seed)
+    scaled = "scaled" in master
+    params = [(w[0].float() * w[1]).bfloat16() if scaled else w[0] for w in held]
+    arguments = (
+        params,
+        [(values(*shape, seed=57, edges=False) * 1e-5).to(dtype) for shape in shapes],
+        *([part.clone() for parts in coded(*each) for part in parts] for each in ((first, firsts), (second, seconds))),
+        [part for parts in held for part in parts] if scaled else [],
+        [torch.tensor(2.0) for _ in shapes],
+        1.0 - torch.tensor([[0.9], [0.95]], dtype=torch.float64).expand(2, len(shapes)).contiguous() ** 3,
+        index if draws else None,
+        torch.tensor(3.0),
+        torch.tensor(found),
+    )
+    return *arguments, first, second, master, group, segments, 1234, 1e-3, 0.9, 0.95, 1e-8, 0.1, False
+
+
+def _adamw() -> Cases:
+    coat, fp8lm = ("E4M3 expanded", "E4M3 expanded"), ("E4M3 scaled", "FP16 scaled")
+    return {
+        "FP32": _step("FP32", "FP32", "FP32"),
+        "expanded": _step(*coat, "FP32"),
+        "expanded, BF16 gradients": _step("E5M2 expanded", "E5M2 expanded", "FP32", dtype=torch.bfloat16),
+        "expanded, skipped": _step(*coat, "FP32", found=1.0),
+        "scaled": _step(*fp8lm, "FP16 scaled"),
+        "BF16": _step("BF16", "BF16", "BF16, stochastic", dtype=torch.bfloat16),
+        "mixed": _step("E5M2 scaled", "E4M3 expanded", "FP16 scaled, stochastic"),
+    }
+
+
 def _normed(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, group: int) -> tuple[Any, ...]:
     weight = 1 + 0.1 * values(1, x.shape[1], seed=31)[0].sign()
     return x, weight, bias, 1e-5, centered, format, group
@@ -211,6 +254,7 @@ def cases(op: str) -> Cases:
             "tensor": (values(5, 36), values(5, 36, seed=8).bfloat16(), torch.tensor([[0.5]]), 5.0, 3.0),
             "rows": (values(5, 36), values(5, 36, seed=8), values(5, 1, seed=9, edges=False).abs(), 5.0, 3.0),
         },
+        "adamw": _adamw,
         "norm_keep": _norm_keep,
         "norm_keep_backward": lambda: _backward("norm_keep", slice(2, 4)),
         "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},

@@ -54,6 +54,12 @@ SCHEMAS = {
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap, ScalarType? dtype=None) -> Tensor",
     "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor maxima)",
     "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor maxima)",
+    "adamw": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] masters,"
+        " Tensor(e!)[] steps, Tensor corrections, Tensor? indices, Tensor? grad_scale, Tensor? found_inf,"
+        " str first_codec, str second_codec, str master_codec, int group, int[] segments, int seed, float lr,"
+        " float beta1, float beta2, float eps, float weight_decay, bool clip) -> ()"
+    ),
     "norm_keep": (
         "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group)"
         " -> (Tensor y, Tensor maxima, Tensor codes, Tensor exponents)"
@@ -164,6 +170,10 @@ def _as_float32(x, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float32)
 
 
+def _in_place(*_):  # type: ignore[no-untyped-def]
+    """Nothing: the op writes into its arguments."""
+
+
 def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def]
     return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
 
@@ -231,6 +241,7 @@ FAKES: dict[str, Callable] = {
     "quantize_expanded": _quantize_expanded,
     "dequantize_expanded": _as_float32,
     "dge": _dge,
+    "adamw": _in_place,
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,
     "norm_keep": _norm_keep,

@@ -41,21 +41,35 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def listed(output: Any) -> tuple[Tensor, ...]:
-    """What an op returns, as a tuple."""
-    return (output,) if isinstance(output, Tensor) else tuple(output)
+    """What an op returns, as a tuple; nothing, where it writes into its arguments."""
+    return (output,) if isinstance(output, Tensor) else tuple(output or ())
+
+
+def written(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The tensors of lists: what an op that works in place may change."""
+    lists = (each for each in arguments if isinstance(each, list))
+    return tuple(x for each in lists for x in each if isinstance(x, Tensor))
+
+
+def _moved(argument: Any, device: torch.device) -> Any:
+    """A copy on the device."""
+    if isinstance(argument, list):
+        return [_moved(each, device) for each in argument]
+    return argument.to(device, copy=True) if isinstance(argument, Tensor) else argument
 
 
 def check(op: str, case: str, arguments: tuple[Any, ...], device: torch.device) -> None:
     """KernelError, naming op, case and device, where the kernel fails or returns other bits than the reference."""
     what = f"the compiled kernel of lowprec::{op} on {device}, case '{case}'"
     remedy = f"build it again with `make kernels`, or remove {kernels.FOLDER / kernels.FILES[device.type]}"
-    moved = [each.to(device) if isinstance(each, Tensor) else each for each in arguments]
+    moved = tuple(_moved(each, device) for each in arguments)
     try:
-        got = [each.cpu() for each in listed(getattr(torch.ops.lowprec, op)(*moved))]
+        got = [each.cpu() for each in (*listed(getattr(torch.ops.lowprec, op)(*moved)), *written(moved))]
     except Exception as error:
         raise kernels.KernelError(f"{what}, failed: {error}; {remedy}") from error
     agree = close if op in BOUNDED else same
-    for index, (mine, wanted) in enumerate(zip(got, listed(library.EAGER[op](*arguments)), strict=True)):
+    expected = (*listed(library.EAGER[op](*arguments)), *written(arguments))
+    for index, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
         if not agree(mine, wanted):
             raise kernels.KernelError(f"{what}, output {index}, differs from the reference; {remedy}")
 

@@ -7,7 +7,8 @@
 m, v and w are decoded before the update and encoded after it: the weights see the new moments before these are rounded
 (arXiv 2410.19313, 2310.18313). m^ and v^ are the bias-corrected moments; update clipping is StableAdamW (arXiv
 2304.13013, algorithm 2), the decoupled decay arXiv 1711.05101. Vectors keep FP32 state, and what is FP32 throughout
-runs in torch's fused kernel.
+runs in torch's fused kernel; what is not, in ours where the CUDA library is there (`ops.updates`), all tensors in a few
+launches. An observer makes the steps one by one, to the same bits.
 
 Global-norm clipping is a division by max(norm / clip, 1), and a non-finite step is a found_inf of 1: weights, codes,
 scales and step counters stay as they were, and the host never waits to learn which it was.
@@ -23,9 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from lowprec_train.ops.reference import square_root
-from lowprec_train.optim.master import FP32Master, Master, seeds
-from lowprec_train.optim.moments import Codec, Parts, Plain
+from lowprec_train.numerics.formats import parse_format
+from lowprec_train.ops.library import SERVED
+from lowprec_train.ops.updates import Constants, update, update_rms
+from lowprec_train.ops.updates import write as _write
+from lowprec_train.optim.master import BF16Master, FP16Master, FP32Master, Master, seeds
+from lowprec_train.optim.moments import Codec, Expanded, Parts, Plain, Scaled, segments
+
+__all__ = ["AdamW", "Observer", "Slot", "parameter_groups", "update", "update_rms"]
 
 Observer = Callable[[nn.Parameter, str, Tensor, Tensor, Tensor], None]
 """Told of everything that is rounded: parameter, "exp_avg" | "exp_avg_sq" | "master", its value before the step, the
@@ -33,7 +39,7 @@ new one, the new one as it was stored; FP32. A step that is skipped is reported 
 
 FP32_MOMENTS = (Plain("FP32"), Plain("FP32"))
 FP32_MASTER = FP32Master()
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PARTS = ("codes", "scale", "exponent", "center")
 
 
 @dataclass(frozen=True)
@@ -51,15 +57,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Constants:
-    """One parameter's numbers of one step. decay, beta and eps are floats; the corrections 1 - b^t are 0-dim FP64."""
+class Codecs:
+    """How a slot is stored, in the words of the fused op."""
 
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    corrections: tuple[Tensor, Tensor]
-    seed: Tensor | None
+    first: str
+    second: str
+    master: str
+    group: int
 
 
 class AdamW(torch.optim.Optimizer):
@@ -142,6 +146,8 @@ class AdamW(torch.optim.Optimizer):
             coded = [p for p in active if not (self._fused and self._slots[p].plain)]
             if plain:
                 self._step_plain(group, plain, grad_scale, found_inf)
+            if observer is None:
+                coded = self._step_fused(group, coded, grad_scale, found_inf)
             for parameter, constants in zip(coded, self._constants(group, coded), strict=True):
                 self._step_coded(parameter, constants, grad_scale, found_inf, observer)
 
@@ -195,6 +201,51 @@ class AdamW(torch.optim.Optimizer):
             eps=group["eps"],
         )
 
+    def _step_fused(
+        self, group: dict[str, Any], parameters: list[nn.Parameter], grad_scale: Tensor | None, found: Tensor | None
+    ) -> list[nn.Parameter]:
+        """Update what our kernel serves, the tensors of like codecs in one call; returns the rest."""
+        alike: dict[tuple[Codecs, torch.dtype, torch.device], list[nn.Parameter]] = {}
+        rest = []
+        for parameter in parameters:
+            codecs = _codecs(self._slots[parameter])
+            assert parameter.grad is not None
+            if codecs is None or not parameter.is_contiguous() or "adamw" not in SERVED.get(parameter.device.type, ()):
+                rest.append(parameter)
+            else:
+                key = (codecs, parameter.grad.dtype, parameter.device)
+                alike.setdefault(key, []).append(parameter)
+        for (codecs, dtype, _), members in alike.items():
+            states = [self.state[p] for p in members]
+            gradients = [p.grad.contiguous() for p in members if p.grad is not None]
+            done = torch.stack([state["step"] for state in states]) + 1.0
+            beta1, beta2 = group["betas"]
+            torch.ops.lowprec.adamw(
+                [p.detach() for p in members],
+                gradients if dtype in (torch.float32, torch.bfloat16) else [g.float() for g in gradients],
+                _listed(states, "exp_avg"),
+                _listed(states, "exp_avg_sq"),
+                _listed(states, "master"),
+                [state["step"] for state in states],
+                torch.stack([1.0 - beta ** done.double() for beta in (beta1, beta2)]),
+                torch.stack([self._slots[p].index for p in members]) if "stochastic" in codecs.master else None,
+                grad_scale,
+                found,
+                codecs.first,
+                codecs.second,
+                codecs.master,
+                codecs.group,
+                [segments(p.shape[-1]) if p.ndim else 1 for p in members],
+                self._seed,
+                group["lr"],
+                beta1,
+                beta2,
+                group["eps"],
+                group["weight_decay"],
+                self._clip_updates,
+            )
+        return rest
+
     def _constants(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> list[Constants]:
         if not parameters:
             return []
@@ -238,25 +289,6 @@ class AdamW(torch.optim.Optimizer):
                 _write(state[key], tensor, skip)
         _write(parameter.detach(), value.view(parameter.shape), skip)
         _write(state["step"], state["step"] + 1.0, skip)
-
-
-def update(old: dict[str, Tensor], gradient: Tensor, constants: Constants, *, clip: bool) -> dict[str, Tensor]:
-    """`exp_avg`, `exp_avg_sq` and `master` after one step in FP32; each operation rounds by itself."""
-    (beta1, beta2), (correction1, correction2) = constants.betas, constants.corrections
-    m = old["exp_avg"] + (gradient - old["exp_avg"]) * (1.0 - beta1)
-    v = old["exp_avg_sq"] * beta2 + gradient * gradient * (1.0 - beta2)
-    rate = torch.full_like(correction1, constants.lr)
-    if clip:
-        rate = rate / update_rms(gradient, v, correction2, constants.eps).double().clamp_min(1.0)
-    step_size, decay = (rate / correction1).float(), (1.0 - rate * constants.weight_decay).float()
-    denominator = square_root(v) / correction2.sqrt().float() + constants.eps
-    return {"exp_avg": m, "exp_avg_sq": v, "master": old["master"] * decay - m * step_size / denominator}
-
-
-def update_rms(gradient: Tensor, v: Tensor, correction2: Tensor, eps: float) -> Tensor:
-    """StableAdamW's sign of a stale second moment: 0-dim, about 1 in a steady state, large when the gradient jumps."""
-    second = (v / correction2.float()).clamp_min(eps * eps)
-    return (gradient * gradient / second).mean().sqrt()
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -323,11 +355,26 @@ def _parts(state: dict[str, Tensor], name: str) -> Parts:
     return parts | ({"codes": state[name]} if name in state else {})
 
 
-def _write(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    """Set `target`, unless `skip`; as integers, because not every dtype has a `where`."""
-    assert target.dtype == value.dtype
-    here, there = target.view(BITS[target.element_size()]), value.view(BITS[target.element_size()])
-    here.copy_(there if skip is None else torch.where(skip, here, there))
+def _listed(states: list[dict[str, Tensor]], name: str) -> list[Tensor]:
+    """The parts of one name, state after state."""
+    held = (_parts(state, name) for state in states)
+    return [parts[part] for parts in held for part in PARTS if part in parts]
+
+
+def _codecs(slot: Slot) -> Codecs | None:
+    """None where the fused op knows no such codec, or where two moments differ in their groups."""
+    names, groups = [], set()
+    for codec in slot.moments:
+        if not isinstance(codec, Plain | Scaled | Expanded):
+            return None
+        kind = {Plain: "", Scaled: " scaled", Expanded: " expanded"}[type(codec)]
+        names.append(parse_format(codec.format).name + kind)
+        groups |= {codec.group} if isinstance(codec, Expanded) else set()
+    masters = {FP32_MASTER: "FP32", FP16Master(True): "FP16 scaled, stochastic", FP16Master(False): "FP16 scaled"}
+    master = (masters | {BF16Master(): "BF16, stochastic"}).get(slot.master)
+    if master is None or len(groups) > 1:
+        return None
+    return Codecs(names[0], names[1], master, groups.pop() if groups else 1)
 
 
 def _check(*, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from lowprec_train.numerics.formats import BF16, FP16
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.ops.philox import philox
+from lowprec_train.ops.updates import STREAM, seeds
 from lowprec_train.optim.moments import Parts
 
-STREAM = 1 << 16
-"""The draws' stream of masters: those of linear layers count from 0 (`numerics.draws`)."""
+__all__ = ["STREAM", "BF16Master", "FP16Master", "FP32Master", "Master", "seeds"]
 
 
 class Master(Protocol):
@@ -112,14 +111,3 @@ class BF16Master:
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         return 0
-
-
-def seeds(run_seed: Tensor, parameters: Tensor, steps: Tensor) -> Tensor:
-    """Seeds of parameters' roundings, int64 [p]: first 63 bits of Philox4x32-10((parameter, STREAM, step), run seed).
-
-    run_seed: 0-dim int64. parameters: their indices, int64 [p]. steps: updates that were done, [p].
-    """
-    step = steps.long()
-    counter = (parameters, torch.full_like(step, STREAM), step & 0xFFFFFFFF, step >> 32)
-    words = philox(counter, run_seed)
-    return (words[1] & 0x7FFFFFFF) << 32 | words[0]

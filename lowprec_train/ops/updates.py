@@ -1,0 +1,147 @@
+"""AdamW's step over many tensors, in place: what the fused CUDA kernel of `adamw` means, one tensor after the other.
+
+State crosses the boundary as flat lists of tensors, and how it is stored as strings:
+
+    moments   "FP32" | "BF16"                                   codes
+              "FP16 scaled" | "E4M3 scaled" | "E5M2 scaled"     codes, scale [1, 1]: one power of two a tensor
+              "E4M3 expanded" | "E5M2 expanded"                 codes, scale, exponent, center: `ops.states`
+    masters   "FP32"                                            the FP32 parameter
+              "FP16 scaled" | "FP16 scaled, stochastic"         codes, scale; the parameter is their BF16 rounding
+              "BF16, stochastic"                                the BF16 parameter
+
+so that `first` holds one, two or four tensors a parameter. Decoded, updated in FP32, encoded: the weights see the new
+moments before these are rounded. found_inf = 1 leaves all bits as they are, without a word to the host. The kernel
+returns these bits; with update clipping, whose RMS is a sum in another order, it returns them up to the roundings of
+that sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowprec_train.ops import reference, states
+from lowprec_train.ops.philox import philox
+from lowprec_train.ops.reference import square_root
+from lowprec_train.ops.schema import CARRIERS
+
+STREAM = 1 << 16
+"""The draws' stream of masters: those of linear layers count from 0 (`numerics.draws`)."""
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Constants:
+    """One parameter's numbers of one step. decay, beta and eps are floats; the corrections 1 - b^t are 0-dim FP64."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    corrections: tuple[Tensor, Tensor]
+    seed: Tensor | None
+
+
+def update(old: dict[str, Tensor], gradient: Tensor, constants: Constants, *, clip: bool) -> dict[str, Tensor]:
+    """`exp_avg`, `exp_avg_sq` and `master` after one step in FP32; each operation rounds by itself."""
+    (beta1, beta2), (correction1, correction2) = constants.betas, constants.corrections
+    m = old["exp_avg"] + (gradient - old["exp_avg"]) * (1.0 - beta1)
+    v = old["exp_avg_sq"] * beta2 + gradient * gradient * (1.0 - beta2)
+    rate = torch.full_like(correction1, constants.lr)
+    if clip:
+        rate = rate / update_rms(gradient, v, correction2, constants.eps).double().clamp_min(1.0)
+    step_size, decay = (rate / correction1).float(), (1.0 - rate * constants.weight_decay).float()
+    denominator = square_root(v) / correction2.sqrt().float() + constants.eps
+    return {"exp_avg": m, "exp_avg_sq": v, "master": old["master"] * decay - m * step_size / denominator}
+
+
+def update_rms(gradient: Tensor, v: Tensor, correction2: Tensor, eps: float) -> Tensor:
+    """StableAdamW's sign of a stale second moment: 0-dim, about 1 in a steady state, large when the gradient jumps."""
+    second = (v / correction2.float()).clamp_min(eps * eps)
+    return (gradient * gradient / second).mean().sqrt()
+
+
+def seeds(run_seed: Tensor, parameters: Tensor, steps: Tensor) -> Tensor:
+    """Seeds of parameters' roundings, int64 [p]: first 63 bits of Philox4x32-10((parameter, STREAM, step), run seed).
+
+    run_seed: 0-dim int64. parameters: their indices, int64 [p]. steps: updates that were done, [p].
+    """
+    step = steps.long()
+    counter = (parameters, torch.full_like(step, STREAM), step & 0xFFFFFFFF, step >> 32)
+    words = philox(counter, run_seed)
+    return (words[1] & 0x7FFFFFFF) << 32 | words[0]
+
+
+def write(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
+    """Set `target`, unless `skip`; as integers, because not every dtype has a `where`."""
+    assert target.dtype == value.dtype
+    here, there = target.view(BITS[target.element_size()]), value.view(BITS[target.element_size()])
+    here.copy_(there if skip is None else torch.where(skip, here, there))
+
+
+def as_matrix(x: Tensor) -> Tensor:
+    """[..., k] -> [n, k]; a vector is a row, a single number a row of one."""
+    return x.reshape(-1, x.shape[-1] if x.ndim else 1)
+
+
+def parts(codec: str) -> int:
+    """Tensors that hold one moment; of masters, the first is the parameter's where it is the master."""
+    return 4 if "expanded" in codec else 2 if "scaled" in codec else 1
+
+
+def encode(codec: str, x: Tensor, group: int, segments: int, seed: Tensor | None = None) -> tuple[Tensor, ...]:
+    """FP32 [n, k] -> the tensors that hold it."""
+    format = codec.split()[0].strip(",")
+    if "expanded" in codec:
+        return states.quantize_expanded(x, format, group, segments)
+    if "scaled" in codec or seed is not None:
+        codes, scale = reference.quantize(x, format, (-1, -1), "POW2", 1.0, 0, seed, None)
+        return (codes, scale) if "scaled" in codec else (codes,)
+    return (x.to(CARRIERS[format]),)
+
+
+def decode(codec: str, held: list[Tensor], group: int, segments: int) -> Tensor:
+    """FP32 [n, k]."""
+    if "expanded" in codec:
+        codes, scale, exponent, center = held
+        return states.dequantize_expanded(as_matrix(codes), scale, exponent, center, codec.split()[0], group, segments)
+    if "scaled" in codec:
+        return reference.dequantize(as_matrix(held[0]), held[1])
+    return as_matrix(held[0]).float()
+
+
+def adamw(  # type: ignore[no-untyped-def]
+    params, grads, first, second, masters, steps, corrections, indices, grad_scale, found_inf,
+    first_codec, second_codec, master_codec, group, segments, seed, lr, beta1, beta2, eps, weight_decay, clip,
+):  # fmt: skip
+    """One step. corrections: 1 - b^t, FP64 [2, p]. indices: int64 [p], where masters draw. segments: of rows, per
+    parameter.
+    """
+    skip = None if found_inf is None else found_inf == 1.0
+    drawn: list[Tensor | None] = [None] * len(params)
+    if indices is not None:
+        drawn = list(seeds(torch.full_like(indices[0], seed), indices, torch.stack(list(steps)) + 1.0).unbind())
+    for place, parameter in enumerate(params):
+        each = {"exp_avg": (first_codec, first), "exp_avg_sq": (second_codec, second)}
+        held = {name: state[place * parts(how) : (place + 1) * parts(how)] for name, (how, state) in each.items()}
+        layout = (group, segments[place])
+        old = {name: decode(how, held[name], *layout) for name, (how, _) in each.items()}
+        held["master"] = masters[2 * place : 2 * place + 2] or [parameter]
+        old["master"] = decode(master_codec, held["master"], *layout)
+        gradient = as_matrix(grads[place]).float()
+        gradient = gradient if grad_scale is None else gradient / grad_scale
+        pair = (corrections[0, place], corrections[1, place])
+        constants = Constants(lr, (beta1, beta2), eps, weight_decay, pair, drawn[place])
+        new = update(old, gradient, constants, clip=clip)
+        coded = {name: encode(how, new[name], *layout) for name, (how, _) in each.items()}
+        coded["master"] = encode(master_codec, new["master"], *layout, drawn[place])
+        if "scaled" in master_codec:
+            value = reference.dequantize(*coded["master"]).to(torch.bfloat16)
+            write(parameter, value.view(parameter.shape), skip)
+        for name, tensors in coded.items():
+            for target, tensor in zip(held[name], tensors, strict=True):
+                write(target, tensor.view(target.shape), skip)
+        write(steps[place], steps[place] + 1.0, skip)
