@@ -1,0 +1,196 @@
+"""The fused AdamW on CUDA: the bits of the eager path, on CUDA and on the CPU, for every pair of moment codecs and
+every master; with update clipping, whose RMS is a sum in another order, within a bound.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowprec_train.ops.library import SERVED
+from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.moments import Expanded
+from tests.optim.cases import MASTERS, MOMENTS
+
+pytestmark = pytest.mark.gpu
+# rows of one number; columns that neither 8 nor 128 divides; short last groups; 128 in each of 8 segments; 3-D
+SHAPES = [(1, 1), (5, 1), (3, 7), (9, 130), (4, 1000), (6, 8 * 172), (17, 1024), (3, 2, 2048), (2, 8 * 130), (31, 129)]
+PAIRS = [(first, second) for first in MOMENTS for second in MOMENTS]
+
+
+@pytest.fixture(autouse=True)
+def built():
+    if "adamw" not in SERVED["cuda"]:
+        pytest.skip("no CUDA kernel was built for adamw")
+
+
+def make(codecs, master, device, shapes=SHAPES, **options):
+    generator = torch.Generator().manual_seed(5)
+    weights = [nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device)) for shape in shapes]
+    moments = tuple(MOMENTS.get(codec, codec) for codec in codecs)
+    return AdamW(weights, lr=1e-2, moments=moments, master=MASTERS[master], fused=False, seed=99, **options)
+
+
+def gradients(optimizer, step, *, scale=1e-3, dtype=torch.float32, edges=True):
+    """Rows over twelve binades, some zeros, a row of zeros, negative zeros."""
+    generator = torch.Generator().manual_seed(100 + step)
+    for parameter in optimizer.param_groups[0]["params"]:
+        g = torch.randn(parameter.shape, generator=generator) * scale
+        g = g * torch.exp2(torch.randint(-6, 6, (*parameter.shape[:-1], 1), generator=generator).float())
+        if edges and parameter.shape[0] > 3:
+            g[0], g[1] = 0.0, g[1] * (torch.rand(g[1].shape, generator=generator) > 0.3)
+            g[2] *= 1e-18
+        if parameter.grad_dtype != dtype:
+            parameter.grad_dtype = dtype
+        parameter.grad = g.to(parameter.device, dtype)
+
+
+def tensors(optimizer):
+    found = {}
+    for place, parameter in enumerate(optimizer.param_groups[0]["params"]):
+        found[f"{place} {tuple(parameter.shape)}"] = parameter.detach()
+        found |= {f"{place} {tuple(parameter.shape)} {name}": x for name, x in optimizer.state[parameter].items()}
+    return {name: x.reshape(-1).view(torch.uint8).cpu().clone() for name, x in found.items()}
+
+
+def assert_same(mine, wanted):
+    assert mine.keys() == wanted.keys()
+    different = {name: int((mine[name] != x).sum()) for name, x in wanted.items() if not torch.equal(mine[name], x)}
+    assert not different, different
+
+
+def compare(codecs, master, *, steps=3, scale=None, dtype=torch.float32, edges=True, shapes=SHAPES):
+    """Fused against one by one (an observer asks for that) on CUDA and on the CPU, after every step."""
+    ours, theirs = make(codecs, master, "cuda", shapes), make(codecs, master, "cuda", shapes)
+    cpu = make(codecs, master, "cpu", shapes)
+    for step in range(steps):
+        for optimizer, observer in ((ours, None), (theirs, lambda *_: None), (cpu, None)):
+            device = optimizer.param_groups[0]["params"][0].device
+            gradients(optimizer, step, dtype=dtype, edges=edges)
+            divisor = None if scale is None else torch.tensor(scale, device=device)
+            optimizer.step(grad_scale=divisor, found_inf=torch.zeros((), device=device), observer=observer)
+        assert_same(tensors(ours), tensors(theirs))
+        assert_same(tensors(ours), tensors(cpu))
+
+
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize(("first", "second"), PAIRS)
+def test_fused_has_the_bits_of_the_eager_path(first, second, master):
+    compare((first, second), master)
+
+
+@pytest.mark.parametrize("codec", ["e4m3_expanded", "e5m2_expanded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, 1.0, 3.7])
+def test_the_fast_expanded_kernel(codec, dtype, scale):
+    """Numbers enough that some hundred codes lie within the approximation's band; no zeros: lanes are regular."""
+    compare(
+        (codec, codec), "fp32", scale=scale, dtype=dtype, edges=False, shapes=[(256, 4096), (64, 8 * 172), (8, 1024)]
+    )
+
+
+@pytest.mark.parametrize("group", [1, 3, 64, 128, 1000])
+def test_groups_of_any_length(group):
+    codec = Expanded("E4M3", group)
+    compare((codec, codec), "fp32")
+
+
+@pytest.mark.parametrize(
+    "names", [("e4m3", "fp16", "fp16_nearest"), ("bf16", "bf16", "bf16"), ("fp32", "fp32", "fp32")]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_divided(names, dtype):
+    compare(names[:2], names[2], scale=7.3, dtype=dtype)
+
+
+@pytest.mark.parametrize("codec", ["e4m3_expanded", "e5m2_expanded"])
+@pytest.mark.parametrize("size", [1e-25, 1e-12, 1e12])
+def test_sizes_far_from_one(codec, size):
+    """Subnormal squares, and moments beyond the range where quotients take the short way."""
+    ours, theirs = make((codec, codec), "fp32", "cuda"), make((codec, codec), "fp32", "cuda")
+    for step in range(3):
+        for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+            gradients(optimizer, step, scale=size)
+            optimizer.step(observer=observer)
+        assert_same(tensors(ours), tensors(theirs))
+
+
+def test_a_group_that_is_not_finite_stays_visible_and_alone():
+    """NaN payloads differ between devices, so they are compared as NaN, everything else by bits."""
+    ours, theirs = (make(("e4m3_expanded", "e4m3_expanded"), "fp32", "cuda", [(8, 1024)]) for _ in range(2))
+    for step in range(3):
+        for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+            gradients(optimizer, step)
+            if step == 1:
+                optimizer.param_groups[0]["params"][0].grad[4, 200] = torch.nan
+                optimizer.param_groups[0]["params"][0].grad[5, 900] = torch.inf
+            optimizer.step(observer=observer)
+    mine, wanted = (optimizer.param_groups[0]["params"][0] for optimizer in (ours, theirs))
+    pairs = [(mine.detach(), wanted.detach())]
+    pairs += [(ours.state[mine][name], theirs.state[wanted][name]) for name in theirs.state[wanted]]
+    for a, b in pairs:
+        a, b = a.float(), b.float()
+        assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0.0), b.nan_to_num(0.0))
+    assert 0 < mine.isnan().sum() <= 2 * 128
+
+
+@pytest.mark.parametrize("master", MASTERS)
+@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("e4m3", "fp16"), ("e4m3_expanded", "e4m3_expanded")])
+def test_a_skip_leaves_every_bit(codecs, master):
+    optimizer = make(codecs, master, "cuda")
+    gradients(optimizer, 0)
+    optimizer.step()
+    before = tensors(optimizer)
+    gradients(optimizer, 1)
+    optimizer.param_groups[0]["params"][0].grad.fill_(torch.nan)
+    optimizer.step(grad_scale=torch.tensor(2.0, device="cuda"), found_inf=torch.ones((), device="cuda"))
+    assert_same(tensors(optimizer), before)
+
+
+@pytest.mark.parametrize("codecs", [("e4m3", "fp16"), ("e4m3_expanded", "e4m3_expanded")])
+def test_many_tensors_and_counters_of_their_own(codecs):
+    """More tensors than one launch's table takes, in every order of sizes, two of them a step behind."""
+    compare(codecs, "fp16", steps=2, shapes=[SHAPES[i % len(SHAPES)] for i in range(70)])
+    ours, theirs = make(codecs, "fp32", "cuda"), make(codecs, "fp32", "cuda")
+    for step in range(3):
+        for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+            gradients(optimizer, step)
+            for parameter in optimizer.param_groups[0]["params"][5:7] if step == 0 else ():
+                parameter.grad = None
+            optimizer.step(observer=observer)
+    assert_same(tensors(ours), tensors(theirs))
+
+
+def test_what_is_not_contiguous_or_aligned():
+    """A transposed gradient, a gradient at 4 bytes from 16, a transposed parameter (which takes the eager path)."""
+    results = []
+    for observer in (None, lambda *_: None):
+        optimizer = make(("e4m3_expanded", "e4m3_expanded"), "fp32", "cuda", [(64, 1024), (16, 1024), (24, 40)])
+        first, second, third = optimizer.param_groups[0]["params"]
+        gradients(optimizer, 0)
+        first.grad = first.grad.t().contiguous().t()
+        spare = torch.empty(second.numel() + 1, device="cuda")
+        spare[1:] = second.grad.flatten()
+        second.grad = spare[1:].view(second.shape)
+        third.data = third.data.t().contiguous().t()
+        optimizer.step(observer=observer)
+        results.append(tensors(optimizer))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("e4m3_expanded", "e4m3_expanded")])
+def test_update_clipping_is_that_of_the_reference(codecs):
+    """The rate is lr / max(1, RMS); torch's FP32 mean of n terms is a tree, within log2 n U of the exact one, each term
+    within 5 U, and the update is proportional to the rate.
+    """
+    ours, theirs = (make(codecs, "fp32", "cuda", clip_updates=True) for _ in range(2))
+    start = [p.detach().clone() for p in ours.param_groups[0]["params"]]
+    for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+        gradients(optimizer, 0)
+        optimizer.step(observer=observer)
+        gradients(optimizer, 1, scale=1.0)
+        optimizer.step(observer=observer)
+    for old, a, b in zip(start, ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        moved = (b - old).abs().max().item()
+        assert (a - b).abs().max().item() <= 64 * 2.0**-24 * (moved + old.abs().max().item())
