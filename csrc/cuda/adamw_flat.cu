@@ -140,7 +140,7 @@ __device__ __forceinline__ void write_weights(Master master, const Item& item, i
 
 // PLAIN: everything FP32, known when the kernel is compiled.
 template <Pass pass, bool PLAIN>
-__global__ void __launch_bounds__(THREADS) step_flat(const Item* __restrict__ items, Numbers* __restrict__ numbers,
+__global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__ items, Numbers* __restrict__ numbers,
                                                      int count, How how, double* __restrict__ partial) {
   __shared__ uint32_t scratch[THREADS / 32];
   __shared__ double sums[THREADS / 32];

@@ -8,7 +8,7 @@ namespace {
 constexpr int THREADS = 256, WARPS = THREADS / 32;
 
 template <Pass pass>
-__global__ void __launch_bounds__(THREADS) step_groups(const Item* __restrict__ items, Numbers* __restrict__ numbers,
+__global__ void __launch_bounds__(THREADS, 2) step_groups(const Item* __restrict__ items, Numbers* __restrict__ numbers,
                                                        int count, How how, double* __restrict__ partial) {
   __shared__ CodeLogs logs;
   __shared__ uint32_t scratch[WARPS];
