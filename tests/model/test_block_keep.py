@@ -146,7 +146,7 @@ def as_ever(name: str, layer: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("stream", DTYPES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_without_a_quantizer_nothing_has_changed(name: str, stream: str) -> None:
-    """The same operations in the same order, and the same bits; SwiGLU's own op writes its derivative in another form."""
+    """The same operations in the same order, and the same bits; SwiGLU's op writes its derivative in another form."""
     dtype, _ = DTYPES[stream]
     layer, x = LAYERS[name](), values(dtype)
     layer.quantizer = COAT
