@@ -1,0 +1,95 @@
+"""Which ranks share what: a grid of processes with three axes.
+
+    dp_replicate    copies of everything below; gradients are summed between them (hybrid sharding)
+    dp_shard        parameters, gradients and optimizer state in equal parts, gathered to compute (ZeRO)
+    tp              parts of a layer and of a sequence, on the GPUs that are closest to each other
+
+Rank = (replicate * dp_shard + shard) * tp + part, so that tensor-parallel ranks are neighbours. In the DeviceMesh the
+same ranks are ordered (dp_replicate, tp, dp_shard): a weight is cut over tp first and each part over dp_shard, which a
+DTensor then says as plain shards, from left to right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("dp_replicate", "tp", "dp_shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Processes along each axis."""
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+
+    @property
+    def dp(self) -> int:
+        """Processes that train on different data."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def processes(self) -> int:
+        return self.dp * self.tp
+
+
+def sizes(processes: int, *, dp_replicate: int, dp_shard: int, tp: int) -> Sizes:
+    """The grid of `processes` ranks; a dp_shard of -1 takes what the other axes leave.
+
+    Raises ValueError for an axis that is not positive and for a product that is not the number of processes.
+    """
+    asked = f"parallel.dp_replicate={dp_replicate}, parallel.dp_shard={dp_shard}, parallel.tp={tp}"
+    if min(dp_replicate, tp) < 1 or (dp_shard < 1 and dp_shard != -1):
+        raise ValueError(f"{asked}: each is at least 1; a dp_shard of -1 takes what the others leave")
+    if dp_shard == -1:
+        if processes % (dp_replicate * tp):
+            raise ValueError(f"{asked}: {dp_replicate} * {tp} does not divide {processes} processes")
+        dp_shard = processes // (dp_replicate * tp)
+    made = Sizes(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
+    if made.processes != processes:
+        raise ValueError(f"{asked} need {made.processes} processes, and {processes} were started")
+    return made
+
+
+class Mesh:
+    """The grid with its process groups. Made by all ranks together, after `init_process_group`.
+
+    device_type: "cuda" or "cpu". Raises ValueError when `sizes` is not the number of processes.
+    """
+
+    def __init__(self, sizes: Sizes, device_type: str) -> None:
+        if sizes.processes != dist.get_world_size():
+            raise ValueError(f"{sizes} are {sizes.processes} processes, and {dist.get_world_size()} were started")
+        self.sizes, self.rank = sizes, dist.get_rank()
+        grid = torch.arange(sizes.processes, device="cpu").view(sizes.dp_replicate, sizes.dp_shard, sizes.tp)
+        self.device_mesh = DeviceMesh(device_type, grid.transpose(1, 2).contiguous(), mesh_dim_names=AXES)
+        data = [dist.new_group(grid[:, :, part].flatten().tolist()) for part in range(sizes.tp)]
+        self.dp_group = data[self.rank % sizes.tp]
+
+    @property
+    def dp_rank(self) -> int:
+        """Place among the ranks that train on different data."""
+        return self.rank // self.sizes.tp
+
+    @property
+    def tp_rank(self) -> int:
+        """Place among the ranks that hold the parts of a layer."""
+        return self.rank % self.sizes.tp
+
+    @property
+    def shard_rank(self) -> int:
+        """Place along dp_shard."""
+        return self.dp_rank % self.sizes.dp_shard
+
+    def axis(self, name: str) -> DeviceMesh:
+        """The one-dimensional mesh of an axis that this rank lies on."""
+        return self.device_mesh[name]
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """The process group of an axis that this rank lies on."""
+        return self.device_mesh.get_group(name)
