@@ -1,0 +1,106 @@
+"""Many ranks, one decision: who is asked to stop tells the others, and all stop after the same step.
+
+A signal may reach one rank only, or reach the ranks in different steps. A rank that saved by itself would wait for ever
+for the others' part of the checkpoint. So after each step all ranks exchange one short message on the CPU (gloo), begun
+after a step and read after the next one: nobody waits for it, the device least of all. All ranks read the same message,
+and so they decide alike, one step after the request.
+
+The message carries times as well, from which rank-wise numbers come at no further cost. One of them needs a thought.
+Gradients are summed across ranks, so a step ends on all ranks together and step times hardly differ, whoever was slow.
+What differs is when a rank has prepared its step: the rank that waits least for the others' message came last.
+
+    late_ms of rank r = (largest wait of any rank for the previous message) - (wait of rank r)
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FIELDS = ("stop", "step_ms", "data_ms", "waited_ms")
+
+
+class _Message:
+    """One exchange under way: this rank's numbers, and on arrival everybody's."""
+
+    def __init__(self, numbers: list[float], group: dist.ProcessGroup) -> None:
+        own = torch.tensor([numbers], dtype=torch.float64)
+        self._all = torch.empty(group.size(), len(FIELDS), dtype=torch.float64)
+        self._begun = self._arrived = time.perf_counter()
+        work = dist.all_gather_into_tensor(self._all, own, group=group, async_op=True)
+        assert work is not None
+        self._work = work
+        self._future = work.get_future().then(self._note_arrival)
+
+    def _note_arrival(self, _: object) -> None:
+        self._arrived = time.perf_counter()
+
+    def read(self) -> tuple[Tensor, float]:
+        """[rank, FIELDS], and the milliseconds from sending to arrival. Waits until the last rank has sent."""
+        self._work.wait()
+        self._future.wait()
+        return self._all, (self._arrived - self._begun) * 1e3
+
+
+class StopAgreement:
+    """Makes any rank's request to stop the decision of all, at the same step.
+
+    Args:
+        group: a gloo group of all ranks, used for nothing else; None: this process is alone, and decides at once.
+
+    Attributes:
+        learned: the largest request of any rank that has arrived: 0 for none, else True or a signal's number.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._message: _Message | None = None
+        self._waited_ms = 0.0
+        self._newest: Tensor | None = None
+        self.learned = 0
+
+    def agree(self, stop: int, *, step_ms: float = 0.0, data_ms: float = 0.0) -> bool:
+        """Whether to stop now: the same answer on all ranks. All ranks call it once after every step.
+
+        Args:
+            stop: this rank's request: False or 0, else True or the number of the signal that asks for it.
+            step_ms: time of the newest step that this rank knows the time of.
+            data_ms: time that this rank waited for that step's data.
+        """
+        if self._group is None:
+            self.learned = max(self.learned, int(stop))
+            return self.learned > 0
+        self._receive()
+        if self.learned:
+            return True
+        self._message = _Message([float(stop), step_ms, data_ms, self._waited_ms], self._group)
+        return False
+
+    def metrics(self) -> dict[str, float]:
+        """Extremes over ranks, of the newest message that has arrived; empty before that and in one process.
+
+        time/slowest_rank is the rank that came last, time/late_ms_max its delay behind the first.
+        """
+        if self._newest is None:
+            return {}
+        _, step_ms, data_ms, waited_ms = self._newest.unbind(1)
+        late_ms = waited_ms.max() - waited_ms
+        return {
+            "time/step_ms_max": float(step_ms.max()),
+            "time/step_ms_min": float(step_ms.min()),
+            "time/data_ms_max": float(data_ms.max()),
+            "time/late_ms_max": float(late_ms.max()),
+            "time/slowest_rank": float(late_ms.argmax()),
+        }
+
+    def close(self) -> None:
+        """Receive what is under way, after the last step, before the group ends."""
+        self._receive()
+
+    def _receive(self) -> None:
+        if self._message is None:
+            return
+        self._newest, self._waited_ms = self._message.read()
+        self.learned = max(self.learned, int(self._newest[:, 0].max()))
+        self._message = None

@@ -1,0 +1,93 @@
+"""Ranks that agree on when to stop, all cases in one go; started once for all tests: agreeing_ranks.py DIRECTORY."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lowprec_train.train.agreement import StopAgreement
+
+ROOT = Path(__file__).parents[2]
+RANKS = 3
+STEPS = 6
+# {case: {rank: first step after which it asks}}
+ASKED = {
+    "nobody": {},
+    "one": {2: 2},
+    "all": {0: 3, 1: 3, 2: 3},
+    "apart": {0: 4, 1: 2},
+    "at-once": {1: 0},
+    "late": {0: 5},
+}
+SIGNALS = (10, 12, 15)
+DELAY = 0.25  # seconds that the straggler comes late
+
+
+def launch(directory):
+    """Run this file to its end in processes of its own; what each rank saw."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(RANKS)]
+
+
+def stops(group, rank, asked):
+    """The number of steps made when the decision fell (None: it did not), and the signal learned."""
+    agreement = StopAgreement(group)
+    made = None
+    for step in range(STEPS):
+        request = SIGNALS[rank] if step >= asked.get(rank, STEPS) else 0
+        if agreement.agree(request):
+            made = step + 1
+            break
+    agreement.close()
+    return made, agreement.learned
+
+
+def stragglers(group, rank):
+    """Metrics after steps in which rank 1 comes late, each rank with times of its own."""
+    agreement = StopAgreement(group)
+    seen = [agreement.metrics()]
+    for step in range(4):
+        dist.barrier(group)
+        time.sleep(DELAY if rank == 1 else 0.0)
+        agreement.agree(False, step_ms=100.0 * step + rank, data_ms=float(rank))
+        seen.append(agreement.metrics())
+    agreement.close()
+    return seen
+
+
+def unhurried(group, rank):
+    """Seconds that agreeing took ranks 0 and 1 in a step in which rank 2 comes late, and in the step after it."""
+    agreement = StopAgreement(group)
+    agreement.agree(False)
+    dist.barrier(group)
+    took = []
+    for _ in range(2):
+        time.sleep(DELAY if rank == 2 else 0.0)
+        begin = time.perf_counter()
+        agreement.agree(False)
+        took.append(time.perf_counter() - begin)
+    agreement.close()
+    return took
+
+
+def work(rank, directory):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    group, barriers = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    results = {name: stops(group, rank, asked) for name, asked in ASKED.items()}
+    results |= {"stragglers": stragglers(group, rank), "unhurried": unhurried(group, rank)}
+    dist.barrier(barriers)
+    torch.save(results, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.start_processes(work, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")
