@@ -1,0 +1,42 @@
+"""Where one rank's part of a parameter lies in the whole, and who holds the rest, as data.
+
+    shape (6, 8), cut into rows over 2 and columns over 2: first (3, 4), local (3, 4) is the last of four pieces
+
+A scale of the whole tensor needs the largest magnitude over all pieces, a mean needs their sums, a draw the place of
+its element in the whole: with these an optimizer that holds one piece computes the bits of one that holds everything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Holders(Protocol):
+    """The ranks that hold the pieces of one parameter. All of them call the same methods in the same order, ranks with
+    an empty piece too.
+    """
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The elementwise maximum over ranks, NaN counting as infinity; x may be overwritten."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """The elementwise sum over ranks, the same bits on all of them; x may be overwritten."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """Where this rank's part of a parameter lies in the whole.
+
+    shape: of the whole. first: index there of the part's first element. local: shape of the part; dimension 0 may be
+    empty on the last ranks. holders: of all the parts; None where this rank holds the whole.
+    """
+
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+    local: tuple[int, ...]
+    holders: Holders | None
