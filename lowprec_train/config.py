@@ -2,8 +2,8 @@
 
 `configs/train.yaml` and its groups give the values; the dataclasses here give their names and types, so an unknown
 key or a wrong type is refused by Hydra before anything is built. Two places are open on purpose: nodes that name
-their class (`data`, `optim.schedule` and the codecs beside it, the entries of `precision.policy` and `logger`: a
-`_target_` and its keyword arguments), and `precision.override`, a free tree of changes to the recipe, so that
+their class (`data`, `comm`, `optim.schedule` and the codecs beside it, the entries of `precision.policy` and `logger`:
+a `_target_` and its keyword arguments), and `precision.override`, a free tree of changes to the recipe, so that
 `precision.override.dgrad.a.format=E4M3` needs no `+`.
 """
 
@@ -167,6 +167,7 @@ class RunConfig:
     data: dict[str, Any] = MISSING
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    comm: dict[str, Any] = MISSING
     logger: dict[str, Any] = MISSING
 
 

@@ -95,7 +95,8 @@ class SharedScale:
 
     def encode_sum(self, codes: Tensor, plain: Tensor) -> Tensor:
         """What `add` left as bytes [1, row_bytes]; the codes go as they are."""
-        return join([encode_plain(plain[None], BF16), codes.view(torch.uint8)[None]])
+        parts = [encode_plain(plain[None], BF16)] if len(plain) else []
+        return join([*parts, codes.view(torch.uint8)[None]])
 
     def decode(self, wire: Tensor, layout: Layout, multiplier: Tensor) -> Tensor:
         """Bytes [n, row_bytes] as FP32 [n, size]."""

@@ -84,6 +84,7 @@ def _awkward():
         "bf16-gradients": Case("reduce_scatter", e4m3, [flat.bfloat16() for flat in wide]),
         "vectors": Case("reduce_scatter", e4m3, few, layout=VECTORS),
         "vectors-shared": Case("reduce_scatter_shared", SharedScale(), few, layout=VECTORS),
+        "matrices-shared": Case("all_reduce_shared", SharedScale(), gradients(300), layout=Layout((Span(300),))),
     }
 
 

@@ -1,0 +1,246 @@
+"""Low-precision gradient reduction behind FSDP2's public hooks.
+
+    backward of a unit -> FP32 [shard ranks * size] -> our reduce-scatter over the shard axis -> FP32 [size]
+                       -> our all-reduce over the replicas, in a hook -> cast to the parameter's dtype -> .grad
+
+Hybrid sharding is `fully_shard` over the shard axis alone and the hook: over a mesh of two dimensions FSDP2 would run
+an all-reduce of its own. A shard axis of one rank skips the reduce-scatter and still calls the hook: replication.
+
+What is reduced is a sum. FSDP2 asks for an average unless it is told otherwise, and `attach` tells it (sums forced, a
+divide factor of 1): the loss is divided where it is defined, by the targets of the whole step.
+
+FP32 payloads take the same path. Added in rank order they have the same bits on any back end and however messages are
+cut, and with one micro-batch a rank those of a process that accumulates the same micro-batches; the order of a ring or
+a tree depends on the back end and on sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lowprec_train.comm.axis import Axis
+from lowprec_train.comm.layout import Layout, sharded_layout
+from lowprec_train.comm.payload import BLOCK, Payload
+from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.numerics.formats import parse_format
+
+SAMPLE_INTERVAL = 16  # steps; a measured step rounds its gradients a second time
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """How gradients travel.
+
+    payload: of matrices.
+    plain: patterns (`*embedding*`) of names of matrices that travel in BF16 all the same.
+    """
+
+    payload: Payload | SharedScale
+    plain: tuple[str, ...] = ()
+
+
+def encoded(*, format: str = "E4M3", block: int = BLOCK, plain: Sequence[str] = ()) -> Reduction:
+    """One rounding of each contribution, sums in FP32. Raises ValueError for what `Payload` refuses."""
+    return Reduction(payload=Payload(parse_format(format), block), plain=tuple(plain))
+
+
+def shared_scale(*, format: str = "E4M3", every_addition: bool = True, plain: Sequence[str] = ()) -> Reduction:
+    """FP8-LM's scale of all ranks, FP8 sums and automatic mu. Raises ValueError for what `SharedScale` refuses."""
+    return Reduction(payload=SharedScale(parse_format(format), every_addition), plain=tuple(plain))
+
+
+class ReducingScatter:
+    """The reduce-scatter of one FSDP2 unit, as `FSDPModule.set_custom_reduce_scatter` takes it."""
+
+    def __init__(self, axis: Axis, layout: Layout) -> None:
+        self._axis, self._layout = axis, layout
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for the input or the output of a call."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """output_tensor: [layout.size]; input_tensor: [ranks * layout.size].
+
+        Raises:
+            ValueError: `op` is not SUM, or a parameter of the unit has no gradient.
+        """
+        output_tensor.copy_(self._axis.reduce_scatter(input_tensor, self._layout, op))
+
+
+class ReducingHook:
+    """The all-reduce of one unit over its replicas, in place, as `FSDPModule.set_all_reduce_hook` takes it."""
+
+    def __init__(self, axis: Axis, layout: Layout) -> None:
+        self._axis, self._layout = axis, layout
+
+    def __call__(self, reduce_output: Tensor) -> None:
+        if reduce_output.is_cuda:  # FSDP2 drops it after a cast, but only its own stream would wait for this one
+            reduce_output.record_stream(torch.cuda.current_stream())
+        reduce_output.copy_(self._axis.all_reduce(reduce_output, self._layout))
+
+
+class Reducer:
+    """What the gradient reductions of a model have in common: a step's account, and FP8-LM's head-room.
+
+    The head-room is one number an axis, moved once a step by the largest share of codes at the maximum that any unit on
+    any rank saw: the same everywhere, whatever the layout, and no unit's saturation is averaged away.
+    """
+
+    def __init__(self, shard: Axis, replicas: Axis) -> None:
+        self.shard, self.replicas = shard, replicas
+        self._axes = (shard, replicas)
+        self._step = self._samples = 0
+        self._metrics: dict[str, Tensor | float] = {}
+        self._begin_step()
+
+    def finish_step(self) -> None:
+        """Agree on what the step sent and lost. Called by every rank after the last backward pass of a step."""
+        self._metrics |= {"comm/grad_bytes": float(sum(axis.sent for axis in self._axes))}
+        if self._measured:
+            self._metrics["comm/grad_sqnr_db"] = self._sqnr_db()
+            self._samples += 1
+        if self._moves:
+            self._move_head_room()
+        self._step += 1
+        self._begin_step()
+
+    def metrics(self) -> dict[str, Tensor | float]:
+        """Of the last finished step; tensors are 0-dim, on the device, the same on every rank.
+
+        comm/grad_bytes      sent by this rank, from sizes alone
+        comm/grad_sqnr_db    of the last measured step (every `SAMPLE_INTERVAL`); absent where nothing is rounded
+        comm/grad_mu, comm/grad_at_maximum    of a shared scale: the smaller mu, and the largest share of codes
+        """
+        return dict(self._metrics)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The head-room of a shared scale, with the number of ranks that it is for; empty for other payloads."""
+        if not self._is_shared:
+            return {}
+        return {
+            "level": torch.stack([axis.head_room.level for axis in self._axes]),
+            "ranks": torch.tensor([axis.ranks for axis in self._axes]),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue on axes of as many ranks as before; where that has changed, mu starts anew at 1 / ranks."""
+        for axis, level, ranks in zip(self._axes, state_dict.get("level", ()), state_dict.get("ranks", ())):
+            if int(ranks) == axis.ranks:
+                axis.head_room.load_state_dict({"level": level})
+
+    @property
+    def _is_shared(self) -> bool:
+        return isinstance(self.shard.payload, SharedScale)
+
+    @property
+    def _moves(self) -> bool:
+        return self._is_shared and any(axis.rounds for axis in self._axes)
+
+    def _begin_step(self) -> None:
+        self._measured = self._step % SAMPLE_INTERVAL == 0 and any(axis.rounds for axis in self._axes)
+        for axis in self._axes:
+            axis.begin_step(self._samples if self._measured else None)
+
+    def _sqnr_db(self) -> Tensor:
+        """All roundings against what the ranks put in at first."""
+        energy = torch.stack([axis.energy for axis in self._axes])
+        dist.all_reduce(energy)
+        signal = energy[0 if self.shard.rounds else 1, 0]
+        return 10 * torch.log10(signal / energy[:, 1].sum())
+
+    def _move_head_room(self) -> None:
+        shares = torch.stack([axis.at_maximum for axis in self._axes])
+        dist.all_reduce(shares, dist.ReduceOp.MAX)
+        self._metrics["comm/grad_at_maximum"] = shares.amax()
+        self._metrics["comm/grad_mu"] = torch.stack([axis.head_room.mu for axis in self._axes]).amin()
+        for axis, share in zip(self._axes, shares.unbind()):
+            axis.head_room.update(share)
+
+
+def attach(
+    model: nn.Module,
+    *,
+    reduction: Reduction,
+    shard_group: dist.ProcessGroup | None,
+    replica_group: dist.ProcessGroup | None = None,
+) -> Reducer:
+    """Reduce the gradients of every `fully_shard` unit of a model as `reduction` says, as sums in FP32.
+
+    Args:
+        model: sharded on dimension 0 over a mesh of one dimension, with MixedPrecisionPolicy(reduce_dtype=float32).
+        reduction: the same on every rank.
+        shard_group: of that mesh. None: nothing is sharded, as in a run of one process.
+        replica_group: the ranks that hold the same shards. None: this one alone.
+
+    Raises:
+        ValueError: a pattern of `reduction.plain` that matches no parameter.
+    """
+    _check_patterns(reduction.plain, [name for name, _ in model.named_parameters()])
+    units = [(unit, managed(unit, name)) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
+    devices = {p.device_mesh.device_type for _, parameters in units for p in parameters.values()}
+    device = devices.pop() if devices else "cpu"
+    shard, replicas = (Axis(group, reduction.payload, device) for group in (shard_group, replica_group))
+    for unit, parameters in units:
+        if parameters:
+            _attach(unit, unit_layout(parameters, shard.ranks, reduction.plain), shard, replicas)
+    return Reducer(shard, replicas)
+
+
+def _attach(unit: FSDPModule, layout: Layout, shard: Axis, replicas: Axis) -> None:
+    unit.set_custom_reduce_scatter(cast(Any, ReducingScatter(shard, layout)))
+    unit.set_force_sum_reduction_for_comms(True)
+    unit.set_gradient_divide_factor(1.0)
+    if replicas.ranks > 1:
+        unit.set_all_reduce_hook(ReducingHook(replicas, layout))
+
+
+def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"comm.plain: no parameter is named {pattern!r}; names are {', '.join(names)}")
+
+
+def unit_layout(parameters: Mapping[str, Tensor], ranks: int, plain: Sequence[str] = ()) -> Layout:
+    """A row of a unit's flat gradients. parameters: by name, in FSDP2's order; plain: patterns of the whole model."""
+    here = [pattern for pattern in plain if any(fnmatchcase(name, pattern) for name in parameters)]
+    return sharded_layout({name: p.shape for name, p in parameters.items()}, ranks, here)
+
+
+def managed(unit: FSDPModule, prefix: str = "") -> dict[str, DTensor]:
+    """The trainable parameters that `fully_shard` manages in a unit, by name in the model, in the order of its buffers.
+
+    That order is by module, children before their parent (`named_parameters` has the parent first), without nested
+    units and what those hold, and without ignored parameters, which are no DTensors. A parameter that modules share is
+    where it is met first.
+    """
+    names: dict[DTensor, str] = {}
+    for name, module in _children_first(cast(nn.Module, unit), prefix, set()):
+        for key, parameter in module.named_parameters(name, recurse=False):
+            if isinstance(parameter, DTensor) and parameter.requires_grad:
+                names.setdefault(parameter, key)
+    return {name: parameter for parameter, name in names.items()}
+
+
+def _children_first(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    seen.add(module)
+    for child_name, child in module.named_children():
+        if child not in seen and not isinstance(child, FSDPModule):
+            yield from _children_first(child, f"{name}.{child_name}" if name else child_name, seen)
+    yield name, module

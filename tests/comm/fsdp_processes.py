@@ -1,0 +1,157 @@
+"""Runs every case of fsdp_cases.py in every layout and saves what each rank saw; started once for all tests.
+
+Usage: fsdp_processes.py DIRECTORY [nccl]: RANKS processes over gloo, forked from one that has imported torch, or as
+many GPUs. They meet through a file.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lowprec_train.comm.axis import Axis
+from lowprec_train.comm.fsdp import attach, managed
+from tests.comm.fsdp_cases import CASES, FROZEN, LAYOUTS, RANKS, SHAPES, VECTOR, build
+
+POLICY = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def sharded(mesh, dtype):
+    """The model; its vectors are left to whoever sums vectors."""
+    model = build(dtype).to(mesh.device_type)
+    vectors = {p for p in model.parameters() if p.ndim == 1}
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=mesh["dp_shard"], mp_policy=POLICY, ignored_params=vectors)
+    return model
+
+
+def attached(model, mesh, reduction):
+    groups = {"shard_group": mesh.get_group("dp_shard"), "replica_group": mesh.get_group("dp_replicate")}
+    return attach(model, reduction=reduction, **groups)
+
+
+def constants(case, rank, micro, device):
+    own = {name: case.gradient(rank, micro, name, shape).to(device) for name, shape in SHAPES.items()}
+    ones = {name: torch.ones((), device=device) for name in (VECTOR, VECTOR.replace("0", "1"))}
+    nothing = {"head.weight": torch.zeros((), device=device)}  # tied to embedding.weight
+    frozen = {FROZEN.replace("1", str(i)): torch.ones((), device=device) for i in range(2)}
+    return {**own, **ones, **nothing, **frozen}
+
+
+def backward(model, case, rank, device):
+    for micro in range(case.micro_batches):
+        model.set_requires_gradient_sync(case.each or micro == case.micro_batches - 1)
+        model(constants(case, rank, micro, device)).backward()
+
+
+def run(case, mesh, rank):
+    """Whole gradients as this rank's shard axis holds them, the step's metrics, and the state after it."""
+    model = sharded(mesh, case.dtype)
+    reducer = attached(model, mesh, case.reduction)
+    if case.state:
+        reducer.load_state_dict({"ranks": reducer.state_dict()["ranks"], **case.state})
+    backward(model, case, rank, mesh.device_type)
+    reducer.finish_step()
+    named = dict(model.named_parameters())
+    return {
+        "gradients": {name: named[name].grad.full_tensor().cpu() for name in SHAPES},
+        "vector": named[VECTOR].grad.cpu(),
+        "metrics": {name: float(value) for name, value in reducer.metrics().items()},
+        "state": {name: value.cpu() for name, value in reducer.state_dict().items()},
+    }
+
+
+def buffers(mesh, rank):
+    """What reduce-scatters were given, a unit at a time, with the layouts that they were told."""
+    seen, original = [], Axis.reduce_scatter
+
+    def recording(self, flat, layout, op):
+        seen.append((flat.cpu().clone(), [span.size for span in layout.spans], [span.coded for span in layout.spans]))
+        return original(self, flat, layout, op)
+
+    Axis.reduce_scatter = recording
+    run(CASES["numbered"], mesh, rank)
+    Axis.reduce_scatter = original
+    return seen
+
+
+def orders(mesh):
+    """Names of every unit's parameters as `managed` tells them, blocks first."""
+    model = sharded(mesh, torch.float32)
+    units = [(f"blocks.{i}", unit) for i, unit in enumerate(model.blocks)]
+    return [list(managed(unit, name)) for name, unit in (*units, ("", model))]
+
+
+def refused(change, mesh, rank):
+    """The message of a backward pass after `change` to every unit; None where it passes."""
+    model = sharded(mesh, torch.float32)
+    attached(model, mesh, CASES["fp32"].reduction)
+    for unit in (*model.blocks, model):
+        change(unit)
+    try:
+        backward(model, CASES["fp32"], rank, mesh.device_type)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def followed(mesh, rank, steps=40):
+    """Metrics of several steps of one reducer, step by step."""
+    model, history = sharded(mesh, torch.float32), []
+    reducer, case = attached(model, mesh, CASES["shared"].reduction), CASES["shared"]
+    for _ in range(steps):
+        backward(model, case, rank, mesh.device_type)
+        model.zero_grad()
+        reducer.finish_step()
+        history.append({name: float(value) for name, value in reducer.metrics().items()})
+    return history, reducer.state_dict()
+
+
+def resumed(meshes):
+    """mu after loading, in every layout, a state that ended at level -5 in another."""
+    found = {}
+    for name, mesh in meshes.items():
+        reducer = attached(sharded(mesh, torch.float32), mesh, CASES["shared"].reduction)
+        for other, (replicas, shards) in LAYOUTS.items():
+            reducer.load_state_dict({"level": torch.tensor([-5, -5]), "ranks": torch.tensor([shards, replicas])})
+            found[name, other] = reducer.state_dict()["level"].tolist()
+            reducer = attached(sharded(mesh, torch.float32), mesh, CASES["shared"].reduction)
+    return found
+
+
+def everything(rank, device):
+    meshes = {
+        name: init_device_mesh(device, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+        for name, sizes in LAYOUTS.items()
+    }
+    results = {(name, case): run(CASES[case], mesh, rank) for name, mesh in meshes.items() for case in CASES}
+    results["buffers"], results["orders"] = buffers(meshes["shard"], rank), orders(meshes["shard"])
+    results["average"] = refused(lambda unit: unit.set_force_sum_reduction_for_comms(False), meshes["shard"], rank)
+    results["followed"], results["resumed"] = followed(meshes["hybrid"], rank), resumed(meshes)
+    return results
+
+
+def work(rank, directory):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    torch.save(everything(rank, "cpu"), Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def work_on_gpu(rank, directory):
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, device_id=device
+    )
+    torch.save(everything(rank, "cuda"), Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    target, how = (work_on_gpu, "spawn") if sys.argv[2:] == ["nccl"] else (work, "fork")
+    mp.start_processes(target, args=(sys.argv[1],), nprocs=RANKS, start_method=how)
