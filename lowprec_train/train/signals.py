@@ -30,11 +30,6 @@ class StopRequest:
         """Name of the first signal that came."""
         return signal.Signals(self.number).name if self.number else None
 
-    @property
-    def number(self) -> int:
-        """Of the first signal; 0 before that."""
-        return 0 if self.signal_name is None else int(signal.Signals[self.signal_name])
-
     def handle(self, number: int, frame: FrameType | None) -> None:
         """Signal handler. A forked child (data, checkpoint writer) inherits it and must die as it would without us."""
         if os.getpid() != self._pid:
