@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lowprec_train.model.layers import Angles, rotate
 from lowprec_train.precision.linear import Linear
 
+_aten = torch.ops.aten
 _RANKING = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -51,11 +52,21 @@ class Attention(nn.Module):
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
     """softmax(q k^T / sqrt(H)) v for q [B, K*G, T, H] and k, v [B, K, T, H]; causal unless a mask says what is seen."""
+    if q.is_meta:
+        return _without_memory(q, k, v, mask_B1TT)
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(_RANKING, set_priority=True):
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask_B1TT, is_causal=mask_B1TT is None, enable_gqa=grouped
         )
+
+
+def _without_memory(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None) -> Tensor:
+    """The shape, and for autograd what is kept, of a fused kernel: on the meta device torch would compose attention of
+    products [T, T].
+    """
+    output, _ = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask_B1TT is None, attn_mask=mask_B1TT)
+    return output
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:

@@ -52,13 +52,15 @@ class Operand:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """True on CUDA devices with FP8 tensor cores (compute capability 8.9 and up)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    """True on CUDA devices with FP8 tensor cores (compute capability 8.9 and up), and on the meta device, which stands
+    for compute capability 9.0 where memory and arithmetic are counted before there is a GPU.
+    """
+    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def has_block_scales(device: torch.device) -> bool:
     """True where cuBLASLt scales FP8 by blocks of FP32 numbers (compute capability 9.0)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
 
 
 LINE, SQUARE = (1, 128), (128, 128)
