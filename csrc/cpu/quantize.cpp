@@ -14,7 +14,7 @@ struct Row {
 }  // namespace
 
 void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float* across, const Cast& cast,
-                     const Draws& draws, void* codes, float* scale) {
+                     const Draws& draws, void* codes, float* scale, const uint32_t* known) {
   const int64_t width = cast.tile.columns, height = cast.tile.rows, tiles = columns / width;
   const int64_t bytes = with_format(cast.format, [](auto tag) -> int64_t {
     return sizeof(typename Grid<decltype(tag)::value>::Code);
@@ -29,7 +29,7 @@ void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float
     const uint16_t* bits = draws.of_row(r, columns, row.bits);
     encode_row(cast.format, row.v.data(), bits, columns, static_cast<char*>(codes) + r * columns * bytes);
   };
-  if (height == 1) {
+  if (height == 1 && known == nullptr) {
     for_rows(rows, columns, [&](int64_t first, int64_t last) {
       Row row;
       std::vector<uint32_t> maxima(tiles);
@@ -44,14 +44,16 @@ void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float
     });
     return;
   }
-  std::vector<uint32_t> maxima(rows * tiles, 0u);
-  for_rows(rows, columns, [&](int64_t first, int64_t last) {
-    Row row;
-    for (int64_t r = first; r < last; ++r) {
-      read(r, row);
-      tile_maxima(row.v.data(), columns, width, maxima.data() + r * tiles);
-    }
-  });
+  std::vector<uint32_t> maxima(rows * tiles, known == nullptr ? 0u : *known);
+  if (known == nullptr) {
+    for_rows(rows, columns, [&](int64_t first, int64_t last) {
+      Row row;
+      for (int64_t r = first; r < last; ++r) {
+        read(r, row);
+        tile_maxima(row.v.data(), columns, width, maxima.data() + r * tiles);
+      }
+    });
+  }
   std::vector<float> inverse(rows / height * tiles);
   for (int64_t band = 0; band < rows / height; ++band) {
     uint32_t* most = maxima.data() + band * height * tiles;
@@ -135,24 +137,36 @@ struct Factor {
   const float* data() const { return values.empty() ? nullptr : values.data(); }
 };
 
+// The largest of `maxima` by magnitude.
+uint32_t largest_of(const Tensor& maxima) {
+  std::vector<float> values(maxima.numel());
+  load(source_of(maxima), 0, maxima.numel(), values.data());
+  uint32_t found = 0;
+  for (const float value : values) found = larger_magnitude(found, value);
+  return found;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::optional<Tensor> maxima,
                                                          std::optional<Tensor> across, std::optional<Tensor> down,
                                                          std::string format, std::vector<int64_t> tile,
                                                          std::vector<int64_t> tile_t, std::string scale_rule,
                                                          double headroom) {
-  (void)maxima;  // the second read is from the cache
   const int64_t rows = x.size(0), columns = x.size(1);
   const Cast cast = cast_of(format, rows, columns, tile, scale_rule, headroom, 0);
   const Cast cast_t = cast_of(format, columns, rows, tile_t, scale_rule, headroom, 0);
   const Quantized made = empty_for(x, rows, columns, cast), turned = empty_for(x, columns, rows, cast_t);
   const Source source = source_of(x);
   const Factor by_column(across, columns), by_row(down, rows);
+  const bool folded = across.has_value() || down.has_value();
+  const bool everything = made.scale.numel() == 1 && turned.scale.numel() == 1 && !folded;
+  const uint32_t largest = everything && maxima.has_value() ? largest_of(*maxima) : 0u;
+  const uint32_t* known = everything && maxima.has_value() ? &largest : nullptr;  // x may be a part of a larger whole
   quantize_matrix(source, rows, columns, by_column.data(), cast, Draws{}, made.codes.mutable_data_ptr(),
-                  mutable_data_of<float>(made.scale));
+                  mutable_data_of<float>(made.scale), known);
   const std::vector<float> flipped = transposed(source, rows, columns, by_row.data());
   const Source source_t{source.owner, reinterpret_cast<const char*>(flipped.data()), Format::FP32, 4};
   quantize_matrix(source_t, columns, rows, nullptr, cast_t, Draws{}, turned.codes.mutable_data_ptr(),
-                  mutable_data_of<float>(turned.scale));
+                  mutable_data_of<float>(turned.scale), known);
   return {made.codes, made.scale, turned.codes, turned.scale};
 }
 

@@ -114,9 +114,9 @@ struct Cast {
   Tile tile;
 };
 
-// codes, scale of x * across [1, k]; `across` may be nullptr.
+// codes, scale of x * across [1, k]; `across` may be nullptr. known: bits of the maximum, for a tile of everything.
 void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float* across, const Cast& cast,
-                     const Draws& draws, void* codes, float* scale);
+                     const Draws& draws, void* codes, float* scale, const uint32_t* known = nullptr);
 
 // The transpose of x * down [m, 1] in FP32, [k, m]; `down` may be nullptr.
 std::vector<float> transposed(const Source& x, int64_t rows, int64_t columns, const float* down);

@@ -391,8 +391,13 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> maxima, std::optio
       folded_copies<In><<<ceil_div(rows * columns, THREADS), THREADS, 0, stream_of(x)>>>(
           data_of<In>(x), r.across, r.down, mutable_data_of<float>(plain), mutable_data_of<float>(turned), rows, columns);
     });
-    auto [codes, scale] = quantize(plain, format_name, tile_given, rule, headroom, 0, std::nullopt, std::nullopt);
-    auto [codes_t, scale_t] = quantize(turned, format_name, tile_t_given, rule, headroom, 0, std::nullopt, std::nullopt);
+    const bool everything = share_a == Share::ALL && share_b == Share::ALL && r.across == nullptr && r.down == nullptr;
+    const auto made = [&](const Tensor& each, const std::vector<int64_t>& tile) {
+      if (maxima.has_value() && everything) return quantize_whole(each, *maxima, format_name, rule, headroom);
+      return quantize(each, format_name, tile, rule, headroom, 0, std::nullopt, std::nullopt);
+    };
+    auto [codes, scale] = made(plain, tile_given);
+    auto [codes_t, scale_t] = made(turned, tile_t_given);
     return {codes, scale, codes_t, scale_t};
   }
   Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));

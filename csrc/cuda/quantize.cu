@@ -233,7 +233,8 @@ bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale
 }
 
 template <typename In, Format F, bool random, bool whole>
-void launch(const Tensor& x, const Tensor& codes_out, const Tensor& scale_out, Tile tile, const ScaleRule& how, Draw draw) {
+void launch(const Tensor& x, const Tensor* maxima, const Tensor& codes_out, const Tensor& scale_out, Tile tile,
+            const ScaleRule& how, Draw draw) {
   using Code = typename Grid<F>::Code;
   const int64_t rows = x.size(0), columns = x.size(1), across = columns / tile.columns;
   const cudaStream_t stream = stream_of(x);
@@ -241,23 +242,22 @@ void launch(const Tensor& x, const Tensor& codes_out, const Tensor& scale_out, T
   Code* codes = mutable_data_of<Code>(codes_out);
   float* scale = mutable_data_of<float>(scale_out);
   if constexpr (whole) {
-    if (launch_vectors<In, F, random>(x, codes, scale, tile, how, draw)) return;
+    if (maxima == nullptr && launch_vectors<In, F, random>(x, codes, scale, tile, how, draw)) return;
   }
   const int64_t tiles = rows / tile.rows * across;
-  Tensor amax = empty_like_device(x, {tiles}, ScalarType::Int);
+  Tensor amax = torch::stable::new_zeros(x, {tiles}, ScalarType::Int);
   uint32_t* found = mutable_data_of<uint32_t>(amax);
   Tensor inverse = empty_like_device(x, {tiles}, ScalarType::Float);
-  amax_tiles<In><<<tiles, THREADS, 0, stream>>>(in, found, columns, tile);
+  if (maxima != nullptr) launch_amax(data_of<Fp32>(*maxima), found, maxima->numel(), stream);
+  else amax_tiles<In><<<tiles, THREADS, 0, stream>>>(in, found, columns, tile);
   tile_scales<<<rows / tile.rows, THREADS, 0, stream>>>(found, scale, mutable_data_of<float>(inverse), across, how);
   emit_tiles<In, F, random, whole><<<ceil_div(rows * ceil_div(columns, VECTOR), THREADS), THREADS, 0, stream>>>(
       in, codes, mutable_data_of<float>(inverse), rows, columns, tile, draw);
 }
 
-}  // namespace
-
-std::tuple<Tensor, Tensor> quantize(const Tensor& given, std::string format_name, std::vector<int64_t> tile_given,
-                                    std::string rule, double headroom, int64_t span, std::optional<Tensor> seed,
-                                    std::optional<Tensor> origin) {
+std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* maxima, const std::string& format_name,
+                                        const std::vector<int64_t>& tile_given, const std::string& rule,
+                                        double headroom, int64_t span, Draw draw) {
   const Tensor x = dense(given);
   const Format format = parse_format(format_name);
   const int64_t rows = x.size(0), columns = x.size(1);
@@ -265,21 +265,31 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& given, std::string format_name
   const ScaleRule how = scale_rule_of(format, parse_rule(rule), headroom, span);
   Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
   Tensor scale = empty_like_device(x, {rows / tile.rows, columns / tile.columns}, ScalarType::Float);
-  const Draw draw{seed_of(seed), seed_of(origin)};
   with_input(x, [&](auto in) {
     using In = typename decltype(in)::Type;
     with_format(format, [&](auto tag) {
       constexpr Format F = decltype(tag)::value;
       const bool whole = columns % VECTOR == 0 && aligned(x.const_data_ptr(), 16);
-      if (draw.seed != nullptr) {
-        whole ? launch<In, F, true, true>(x, codes, scale, tile, how, draw) : launch<In, F, true, false>(x, codes, scale, tile, how, draw);
-      } else {
-        whole ? launch<In, F, false, true>(x, codes, scale, tile, how, draw) : launch<In, F, false, false>(x, codes, scale, tile, how, draw);
-      }
+      const auto run = draw.seed != nullptr ? (whole ? launch<In, F, true, true> : launch<In, F, true, false>)
+                                            : (whole ? launch<In, F, false, true> : launch<In, F, false, false>);
+      run(x, maxima, codes, scale, tile, how, draw);
     });
   });
   check_launch("quantize");
   return {codes, scale};
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::vector<int64_t> tile, std::string rule,
+                                    double headroom, int64_t span, std::optional<Tensor> seed,
+                                    std::optional<Tensor> origin) {
+  return quantize_any(x, nullptr, format, tile, rule, headroom, span, Draw{seed_of(seed), seed_of(origin)});
+}
+
+std::tuple<Tensor, Tensor> quantize_whole(const Tensor& x, const Tensor& maxima, std::string format, std::string rule,
+                                          double headroom) {
+  return quantize_any(x, &maxima, format, {-1, -1}, rule, headroom, 0, Draw{nullptr, nullptr});
 }
 
 }  // namespace lowprec

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import library, updates
+from lowprec_train.ops import library, reference, updates
 from lowprec_train.ops.philox import random_bits
 
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
@@ -83,12 +83,38 @@ def _quantize_nvfp4() -> Cases:
     }
 
 
+def _maxima() -> Cases:
+    tiles = {"tensor": [-1, -1], "rows": [1, -1], "columns": [-1, 1], "MX": [1, 32], "squares": [16, 16]}
+    x, bad = values(32, 96).bfloat16(), spoilt(5, 64)
+    return {name: (x, tile) for name, tile in tiles.items()} | {"Inf and NaN": (bad, [1, 32])}
+
+
+def _quantize_by() -> Cases:
+    """The cases of `quantize` as the first half of a matrix whose second half is eight times as large."""
+    made: Cases = {}
+    for name, (x, format, tile, rule, headroom, span, *draws) in _quantize().items():
+        amax = reference.maxima(x, tile) * 8.0
+        tops = amax.amax(1, keepdim=True) * 4.0 if span else None
+        made[name] = (x, amax, tops, format, tile, rule, headroom, span, *draws)
+    return made
+
+
+def _quantize_nvfp4_by() -> Cases:
+    made: Cases = {}
+    for name, (x, tile, *how) in _quantize_nvfp4().items():
+        amax = reference.maxima(x, tile)
+        made[name] = (x, amax, amax.amax().reshape(1, 1) * 8.0, tile, *how)
+    return made
+
+
 def _quantize_both() -> Cases:
     x, short = values(33, 72).bfloat16(), values(5, 36)
     across, down = 2.0 ** values(1, 72).sign(), 2.0 ** values(33, 1, seed=3).sign()
     return {
         "tensor": (x, None, None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
         "tensor, maxima left": (x, x.float().abs().amax(1), None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
+        "a part": (x, torch.tensor([1e9]), None, None, "E5M2", [-1, -1], [-1, -1], "POW2", 1.0),
+        "a small part": (short, values(7, 1).abs() * 8, None, None, "E4M3", [-1, -1], [-1, -1], "FP32", 1.0),
         "folded": (x, None, across, down, "E5M2", [1, -1], [1, -1], "FP32", 1.0),
         "rows, then columns": (x, None, None, None, "E4M3", [1, -1], [-1, 1], "FP32", 1.0),
         "FP32": (short, None, None, None, "E2M1", [1, -1], [1, -1], "FP32", 1.0),
@@ -228,6 +254,9 @@ def cases(op: str) -> Cases:
     made: dict[str, Any] = {
         "quantize": _quantize,
         "quantize_nvfp4": _quantize_nvfp4,
+        "maxima": _maxima,
+        "quantize_by": _quantize_by,
+        "quantize_nvfp4_by": _quantize_nvfp4_by,
         "quantize_both": _quantize_both,
         "quantize_outliers": lambda: {name: (x[name], n) for name, n in clipped.items()},
         "quantize_carrier": lambda: {n: (x[n], *bounds["outlier_bounds"](x[n], c)) for n, c in clipped.items()},

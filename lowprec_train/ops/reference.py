@@ -66,31 +66,39 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     return tiles(x, tile).abs().amax(dim=(1, 3))
 
 
-def _power_of_two(amax: Tensor, format: str, rule: str, headroom: float, span: int) -> Tensor:
-    """Exponents by bit extraction: a logarithm is wrong just below powers of two."""
+def _exponents(amax: Tensor, format: str, rule: str, headroom: float) -> Tensor:
+    """By bit extraction: a logarithm is wrong just below powers of two."""
     limit = GRIDS[format][2]
     e = exponent(amax)
     if rule == "E8M0_FLOOR":
-        e = e - math.frexp(limit)[1] + 1
-    else:
-        fraction, limit_exponent = math.frexp(limit * headroom)
-        mantissa = (amax.view(torch.int32) & 0x7FFFFF | 0x3F800000).view(torch.float32)
-        e = e - limit_exponent + 1 + ((mantissa > 2 * fraction) & ~amax.isnan())  # one NaN is as any other
+        return e - math.frexp(limit)[1] + 1
+    fraction, limit_exponent = math.frexp(limit * headroom)
+    mantissa = (amax.view(torch.int32) & 0x7FFFFF | 0x3F800000).view(torch.float32)
+    return e - limit_exponent + 1 + ((mantissa > 2 * fraction) & ~amax.isnan())  # one NaN is as any other
+
+
+def _power_of_two(
+    amax: Tensor, format: str, rule: str, headroom: float, span: int, tops: Tensor | None = None
+) -> Tensor:
+    e = _exponents(amax, format, rule, headroom).clamp(-126, 127)
     if span:  # a zero block takes the row's floor, so that it never sets the row's largest exponent
-        e = e.clamp(-126, 127)
-        e = torch.maximum(e, e.amax(dim=1, keepdim=True) - span)
-        return torch.where(amax.isfinite(), exp2_int(e), torch.nan)
-    return torch.where(amax.isfinite(), exp2_int(e.clamp(-126, 127)), torch.nan)
+        largest = e if tops is None else _exponents(tops, format, rule, headroom).clamp(-126, 127)
+        e = torch.maximum(e, largest.amax(dim=1, keepdim=True) - span)
+    return torch.where(amax.isfinite(), exp2_int(e), torch.nan)
 
 
-def tile_scale(amax: Tensor, format: str, rule: str, headroom: float, span: int) -> tuple[Tensor, Tensor]:
-    """(dequantisation multiplier, what x is multiplied by before rounding). Both FP32, shape of `amax`."""
+def tile_scale(
+    amax: Tensor, format: str, rule: str, headroom: float, span: int, tops: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dequantisation multiplier, what x is multiplied by before rounding). Both FP32, shape of `amax`. tops: what the
+    span of a row hangs from, where that is not the largest amax of the row.
+    """
     if format in UNSCALED:
         return torch.ones_like(amax), torch.ones_like(amax)
     if rule == "FP32":
         scale = torch.where(amax == 0, 1.0, divide(amax, GRIDS[format][2] * headroom).clamp_min(TINY))
         return scale, divide(torch.ones_like(scale), scale)
-    scale = _power_of_two(amax, format, rule, headroom, span)
+    scale = _power_of_two(amax, format, rule, headroom, span, tops)
     inverse = divide(torch.ones_like(scale), scale)
     if rule == "E8M0_FLOOR" and headroom != 1.0:
         scale, inverse = divide(scale, headroom), inverse * headroom
@@ -140,18 +148,35 @@ def spread(scale: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
     return scale if tile[0] in (1, shape[0]) else scale.repeat_interleave(tile[0], dim=0)
 
 
+def maxima(x, tile):  # type: ignore[no-untyped-def]
+    """Largest magnitude of each tile, FP32 [m / rows, k / columns]."""
+    return tile_amax(x, tile_shape(x.shape[0], x.shape[1], tile)).float()
+
+
 def quantize(x, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
     """Codes on the format's grid and one dequantisation multiplier per tile: x ~ codes * scale."""
+    return quantize_by(x, maxima(x, tile), None, format, tile, scale_rule, headroom, span, seed, origin)
+
+
+def quantize_by(x, amax, tops, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
+    """`quantize` where x is a part of a matrix and tiles reach beyond it: amax holds their largest magnitudes, tops
+    [m / rows, 1] those of whole rows, from which a span hangs; None takes them from amax.
+    """
     shape, x = tile_shape(x.shape[0], x.shape[1], tile), x.float()
-    scale, inverse = tile_scale(tile_amax(x, shape), format, scale_rule, headroom, span)
+    scale, inverse = tile_scale(amax, format, scale_rule, headroom, span, tops)
     return encode(x * spread(inverse, x.shape, shape), format, _draws(x, seed, origin)), scale
 
 
 def quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
     """Two-level NVFP4 (arXiv 2509.25149): E4M3 block scales under one FP32 tensor scale, amax_x / (6 * 448)."""
+    amax = maxima(x, tile)
+    return quantize_nvfp4_by(x, amax, amax.amax().reshape(1, 1), tile, headroom, seed, origin)
+
+
+def quantize_nvfp4_by(x, amax, top, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
+    """`quantize_nvfp4` where x is a part of a matrix: amax of the tiles, top [1, 1] of the whole matrix."""
     shape, x = tile_shape(x.shape[0], x.shape[1], tile), x.float()
-    amax = tile_amax(x, shape)
-    tensor_scale = divide(amax.amax().reshape(1, 1), 6.0 * 448.0).clamp_min(TINY * 2.0**9)
+    tensor_scale = divide(top, 6.0 * 448.0).clamp_min(TINY * 2.0**9)
     wanted = divide(divide(amax, 6.0 * headroom), tensor_scale.double())
     block = encode(wanted.clamp_min(2.0**-9), "E4M3", None)  # a block scale of zero would lose the block
     if headroom < 1.0:

@@ -24,6 +24,15 @@ SCHEMAS = {
         "(Tensor x, int[2] tile, float headroom, Tensor? seed, Tensor? origin)"
         " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
+    "maxima": "(Tensor x, int[2] tile) -> Tensor",
+    "quantize_by": (
+        "(Tensor x, Tensor amax, Tensor? tops, str format, int[2] tile, str scale_rule, float headroom, int span,"
+        " Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
+    ),
+    "quantize_nvfp4_by": (
+        "(Tensor x, Tensor amax, Tensor top, int[2] tile, float headroom, Tensor? seed, Tensor? origin)"
+        " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
+    ),
     "quantize_both": (
         "(Tensor x, Tensor? maxima, Tensor? across, Tensor? down, str format, int[2] tile, int[2] tile_t,"
         " str scale_rule, float headroom) -> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
@@ -111,6 +120,14 @@ def _quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped
     scale = _scale_like(x, tile)
     stored = torch.empty_like(scale, dtype=torch.float8_e4m3fn)
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale, stored, scale.new_empty((1, 1))
+
+
+def _quantize_by(x, amax, tops, format, tile, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=CARRIERS[format]), _scale_like(x, tile)
+
+
+def _quantize_nvfp4_by(x, amax, top, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
+    return _quantize_nvfp4(x, tile, headroom, seed, origin)
 
 
 def _quantize_both(x, maxima, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
@@ -226,6 +243,9 @@ def _gelu_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
 FAKES: dict[str, Callable] = {
     "quantize": _quantize,
     "quantize_nvfp4": _quantize_nvfp4,
+    "maxima": _scale_like,
+    "quantize_by": _quantize_by,
+    "quantize_nvfp4_by": _quantize_nvfp4_by,
     "quantize_both": _quantize_both,
     "quantize_outliers": _quantize_outliers,
     "transpose": _transpose,

@@ -163,6 +163,27 @@ def _quantisers() -> Iterator[Case]:
     )
 
 
+def _parts() -> Iterator[Case]:
+    """What a rank does to its part of a matrix, with the maxima of the whole."""
+
+    def with_amax(tile: tuple[int, int]) -> Callable[[int, int, torch.device], Inputs]:
+        def made(m: int, k: int, device: torch.device) -> Inputs:
+            x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+            return x, ops.maxima(x, tile)
+
+        return made
+
+    def by_row(x: Tensor, amax: Tensor) -> Any:
+        return ops.quantize_by(x, amax, None, "E4M3", (1, -1), "POW2", 1.0, 0, None, None)
+
+    def nvfp4(x: Tensor, amax: Tensor) -> Any:
+        return ops.quantize_nvfp4_by(x, amax, amax.amax().reshape(1, 1), (1, 16), 1.0, None, None)
+
+    yield Case(name="row", op="maxima", inputs=_values(), call=lambda x: ops.maxima(x, (1, -1)))
+    yield Case(name="row", op="quantize_by", inputs=with_amax((1, -1)), call=by_row)
+    yield Case(name="1x16", op="quantize_nvfp4_by", inputs=with_amax((1, 16)), call=nvfp4)
+
+
 def _pairs() -> Iterator[Case]:
     everywhere, tensor, row, line = ACTIVATIONS + WEIGHTS, (-1, -1), (1, -1), (1, BLOCK)
     whole = _both("E4M3", tensor, tensor, "POW2")
@@ -293,4 +314,4 @@ def _producers() -> Iterator[Case]:
     )
 
 
-CASES: tuple[Case, ...] = (*_quantisers(), *_pairs(), *_codes_alone(), *_methods(), *_producers())
+CASES: tuple[Case, ...] = (*_quantisers(), *_parts(), *_pairs(), *_codes_alone(), *_methods(), *_producers())
