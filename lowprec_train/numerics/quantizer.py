@@ -8,6 +8,7 @@ GEMM operands, gradient payloads, kept activations and optimizer moments are its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -77,6 +78,17 @@ class Quantized:
         return Quantized(torch.ops.lowprec.transpose(self.codes), self.scale.t(), parts, self.gain)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """A matrix of which this is one rank's part: its rows (dim 0) or its columns (1) lie on several ranks.
+
+    largest: the elementwise maximum over them, FP32; NaN comes back as infinity, which every rank then sees.
+    """
+
+    dim: int
+    largest: Callable[[Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class Quantizer:
     """Rounds a 2-D tensor to `format` with a scale per `tile` = (rows, columns), -1 meaning the whole extent.
@@ -121,17 +133,43 @@ class Quantizer:
         """ValueError when the tile does not divide a rows x columns matrix."""
         tile_shape(rows, columns, self.tile)
 
-    def __call__(self, x: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> Quantized:
+    def __call__(
+        self, x: Tensor, seed: Tensor | None = None, origin: Tensor | None = None, shared: Shared | None = None
+    ) -> Quantized:
         """x [m, k], any float dtype. seed: 0-dim int64, required exactly when stochastic. origin: int64 [2], global row
-        and column of x[0, 0].
+        and column of x[0, 0]. shared: where x is a part, whose codes are then those of the whole, cut alike.
         """
         self._check_call(x, seed)
+        if shared is not None and self.crosses(shared.dim):
+            return self._part(x, seed, origin, shared)
         if self.scale is ScaleRule.NVFP4:
             codes, scale, block, tensor = torch.ops.lowprec.quantize_nvfp4(x, self.tile, self.range_share, seed, origin)
             return self.wrap(codes, scale, {"block": block, "tensor": tensor})
         rule = self.scale.value
         codes, scale = torch.ops.lowprec.quantize(
             x, self.format.name, self.tile, rule, self.range_share, self.span, seed, origin
+        )
+        return self.wrap(codes, scale)
+
+    def crosses(self, dim: int) -> bool:
+        """True when a scale depends on more than one part of a matrix whose dimension `dim` is cut."""
+        levels = self.scale is ScaleRule.NVFP4 or (self.span > 0 and dim == 1)
+        return self.format.scaled and (self.tile[dim] == -1 or levels)
+
+    def _part(self, x: Tensor, seed: Tensor | None, origin: Tensor | None, shared: Shared) -> Quantized:
+        amax, share = torch.ops.lowprec.maxima(x, self.tile), self.range_share
+        whole = self.tile[shared.dim] == -1  # then its maxima are the whole's, and so is what follows from them
+        amax = shared.largest(amax) if whole else amax
+        if self.scale is ScaleRule.NVFP4:
+            top = amax.amax().reshape(1, 1)
+            top = top if whole else shared.largest(top)
+            codes, scale, block, tensor = torch.ops.lowprec.quantize_nvfp4_by(
+                x, amax, top, self.tile, share, seed, origin
+            )
+            return self.wrap(codes, scale, {"block": block, "tensor": tensor})
+        tops = shared.largest(amax.amax(dim=1, keepdim=True)) if self.span and shared.dim == 1 and not whole else None
+        codes, scale = torch.ops.lowprec.quantize_by(
+            x, amax, tops, self.format.name, self.tile, self.scale.value, share, self.span, seed, origin
         )
         return self.wrap(codes, scale)
 
@@ -168,6 +206,19 @@ def pairs(first: Quantizer, second: Quantizer) -> bool:
     return plain and alike and first.format.carrier.itemsize == 1 and first.scale is not ScaleRule.NVFP4
 
 
+def _everything(first: Quantizer, second: Quantizer) -> bool:
+    return first.tile == second.tile == (-1, -1)
+
+
+def parts_pair(first: Quantizer, second: Quantizer, shared: Shared | None, *, folded: bool) -> bool:
+    """True when `both` rounds a part of a matrix as the whole: no scale depends on other parts, or one maximum does.
+    folded: there are factors `across` or `down`.
+    """
+    if shared is None or not (first.crosses(shared.dim) or second.crosses(1 - shared.dim)):
+        return True
+    return _everything(first, second) and not folded
+
+
 def both(
     x: Tensor,
     first: Quantizer,
@@ -177,20 +228,22 @@ def both(
     down: Tensor | None = None,
     maxima: Tensor | None = None,
     produced: bool = False,
+    shared: Shared | None = None,
 ) -> tuple[Quantized, Quantized]:
     """x [m, k] * across [1, k] rounded by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
 
     maxima: any tensor whose largest element is max |x|, left by what made x; it spares a pass. produced: x comes from a
-    compiled kernel, which takes the maximum along where it can.
+    compiled kernel, which takes the maximum along where it can. shared: of x, where `parts_pair`.
     """
     first.check(x.shape[0], x.shape[1])
     second.check(x.shape[1], x.shape[0])
-    folded = across is not None or down is not None
-    whole = first.tile == second.tile == (-1, -1) and not folded
-    if not whole:
+    if not (_everything(first, second) and across is None and down is None):
         maxima = None
     elif maxima is None and produced and x.is_cuda and torch.compiler.is_compiling():
         maxima = x.abs().amax(dim=1).float()
+    if shared is not None and first.crosses(shared.dim):
+        left = torch.ops.lowprec.maxima(x, first.tile) if maxima is None else maxima
+        maxima = shared.largest(left.amax().reshape(1))
     codes, scale, turned, scale_t = torch.ops.lowprec.quantize_both(
         x, maxima, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
     )

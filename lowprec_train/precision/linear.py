@@ -16,6 +16,7 @@ from torch import Tensor
 from lowprec_train.numerics.draws import Draws, SiteDraws
 from lowprec_train.precision.passes import Observer, Site
 from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.split import Split
 
 
 class Linear(nn.Linear):
@@ -25,14 +26,17 @@ class Linear(nn.Linear):
     draws: this layer's view of a run's seeds, from `precision.policy.attach_draws`. A layer outside of a run draws as a
     run of seed 0 does at its step 0, the same bits at every call.
     observer: told of every operand that is rounded; None adds nothing to the pass.
+    split: where the weight is one rank's part of a larger one, and x [..., in] this rank's part of the rows (dim 0) or
+    of the columns (dim 1) of the whole x; y [1, rows, out] is then this rank's part of the columns, or of the rows.
     """
 
     draws: SiteDraws | None
     observer: Observer | None
+    split: Split | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.draws = self.observer = None
+        self.draws = self.observer = self.split = None
         self.recipe = LinearRecipe()
 
     @property
@@ -52,7 +56,11 @@ class Linear(nn.Linear):
         """y [..., out]; `hears`: (y, an ear), see `heard`. maxima: any tensor whose largest element is max |x|, where
         the kernel that made x left it.
         """
-        y, ear = self._product(x, maxima, hears=hears and self.bias is None)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.split is None:
+            y, ear = self._product(x, bias, maxima, hears=hears and bias is None)
+        else:
+            y, ear = self._part(self.split, x.flatten(end_dim=-2), bias, maxima, hears=hears and bias is None)
         return (y, ear) if hears else y
 
     def heard(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -62,25 +70,37 @@ class Linear(nn.Linear):
         heard: tuple[Tensor, Tensor | None] = self(x, hears=True)
         return heard
 
-    def _product(self, x: Tensor, maxima: Tensor | None, *, hears: bool) -> tuple[Tensor, Tensor | None]:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
+    def _product(
+        self, x: Tensor, bias: Tensor | None, maxima: Tensor | None, *, hears: bool
+    ) -> tuple[Tensor, Tensor | None]:
         if self.recipe.is_identity:
             return F.linear(x, self.weight.to(x.dtype), bias), None
         seeds = () if self.draws is None else (self.draws.seeds, self.draws.token_rows, self.draws.token_columns)
-        x_MK = x.flatten(end_dim=-2)
-        out = _LinearFunction.apply(x_MK, self.weight, self.recipe, self.observer, maxima, hears, *seeds)
+        how = (self.recipe, self.observer, self.split, maxima, hears)
+        out = _LinearFunction.apply(x.flatten(end_dim=-2), self.weight, *how, *seeds)
         y, ear = out if hears else (out, None)
         y = y.unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias, ear
+
+    def _part(
+        self, split: Split, x_MK: Tensor, bias: Tensor | None, maxima: Tensor | None, *, hears: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows of x are gathered before, or partial sums of y scattered after, and the bias added to whole sums."""
+        if split.dim == 0:  # the maxima are those of this rank's rows
+            y_MN, ear = self._product(split.ranks.gather_rows(x_MK), bias, None, hears=hears)
+            return y_MN.unsqueeze(0), ear
+        partial, _ = self._product(x_MK, None, maxima, hears=False)
+        y_MN = split.ranks.scatter_sum_rows(partial)
+        return (y_MN if bias is None else y_MN + bias).unsqueeze(0), None
 
 
 class _LinearFunction(torch.autograd.Function):
     """x [m, k], weight [n, k], seeds -> y [m, n], and an ear [m] where it `hears`."""
 
     @staticmethod
-    def forward(ctx, x, weight, recipe, observer, maxima, hears, *seeds):  # type: ignore[no-untyped-def]
-        y, kept = Site(recipe, _draws(seeds), observer).forward(x, weight, maxima)
-        ctx.recipe, ctx.observer, ctx.dtype = recipe, observer, x.dtype
+    def forward(ctx, x, weight, recipe, observer, split, maxima, hears, *seeds):  # type: ignore[no-untyped-def]
+        y, kept = Site(recipe, _draws(seeds), observer, split).forward(x, weight, maxima)
+        ctx.recipe, ctx.observer, ctx.split, ctx.dtype = recipe, observer, split, x.dtype
         ctx.names, ctx.seeds = tuple(kept), len(seeds)
         ctx.save_for_backward(weight, *seeds, *kept.values())
         return (y, x.new_zeros(x.shape[0], dtype=torch.float32)) if hears else y
@@ -89,9 +109,9 @@ class _LinearFunction(torch.autograd.Function):
     def backward(ctx, dy, maxima=None):  # type: ignore[no-untyped-def]
         weight, *rest = ctx.saved_tensors
         seeds, kept = rest[: ctx.seeds], dict(zip(ctx.names, rest[ctx.seeds :], strict=True))
-        site = Site(ctx.recipe, _draws(seeds), ctx.observer)
+        site = Site(ctx.recipe, _draws(seeds), ctx.observer, ctx.split)
         dx, dw = site.backward(dy.contiguous(), weight, kept, ctx.dtype, ctx.needs_input_grad[:2], maxima)
-        return dx, dw, *([None] * (ctx.seeds + 4))
+        return dx, dw, *([None] * (ctx.seeds + 5))
 
 
 def _draws(seeds: Any) -> SiteDraws | None:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
+from lowprec_train.precision.split import Split
 
 VARIANTS = ("carrier", "residual")
 
@@ -53,23 +55,38 @@ class OutlierClamp:
         """How many values of a row of k are clamped on each side."""
         return math.floor((1 - self.quantile) * k + 1e-9)
 
-    def bounds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Clamp limits of each row of x [m, k]: (low, high), FP32 [m, 1]."""
-        return torch.ops.lowprec.outlier_bounds(x, self.clipped(x.shape[1]))
+    def bounds(self, x: Tensor, split: Split | None = None) -> tuple[Tensor, Tensor]:
+        """Clamp limits of each row of x [m, k]: (low, high), FP32 [m, 1]. split: where x is a part of longer rows."""
+        if split is None:
+            return torch.ops.lowprec.outlier_bounds(x, self.clipped(x.shape[1]))
+        clipped = self.clipped(split.whole)
+        candidates = split.ranks.gather(_extremes(x, clipped + 1), 1)
+        return torch.ops.lowprec.outlier_bounds(candidates, clipped)
 
     def __call__(
-        self, x: Tensor, quantizer: Quantizer, seed: Tensor | None, origin: Tensor | None
+        self,
+        x: Tensor,
+        quantizer: Quantizer,
+        seed: Tensor | None,
+        origin: Tensor | None,
+        split: Split | None = None,
     ) -> tuple[Quantized, Residual | None]:
-        """x [m, k] -> codes of the body (with the outliers in the carrier), and the residual of the other variant."""
-        if self.variant == "carrier":
-            return Quantized(*torch.ops.lowprec.quantize_outliers(x, self.clipped(x.shape[1]))), None
-        low, high = self.bounds(x)
+        """x [m, k] -> codes of the body (with the outliers in the carrier), and the residual of the other variant.
+        split: of a layer whose inputs are cut.
+        """
+        carrier, clipped = self.variant == "carrier", self.clipped(x.shape[1] if split is None else split.whole)
+        if carrier and split is None:
+            return Quantized(*torch.ops.lowprec.quantize_outliers(x, clipped)), None
+        low, high = self.bounds(x, split)
+        if carrier:
+            return Quantized(*torch.ops.lowprec.quantize_carrier(x, low, high)), None
         x = x.float()
         body = torch.minimum(torch.maximum(x, low), high)
-        return quantizer(body, seed, origin), self._residual(x, body)
+        shared = None if split is None else split.shared(Gemms.FPROP, Purpose.A)
+        return quantizer(body, seed, origin, shared), self._residual(x, body, min(clipped, x.shape[1]))
 
-    def _residual(self, x: Tensor, body: Tensor) -> Residual:
-        rest, clipped = x - body, self.clipped(x.shape[1])
+    def _residual(self, x: Tensor, body: Tensor, clipped: int) -> Residual:
+        rest = x - body
         columns = torch.cat(
             [rest.topk(clipped, dim=1).indices, rest.topk(clipped, dim=1, largest=False).indices], dim=1
         )
@@ -78,3 +95,10 @@ class OutlierClamp:
             torch.arange(2 * clipped, device=x.device) < clipped
         )  # first half holds what is above, second what is below
         return Residual(torch.where(sign, values.clamp_min(0), values.clamp_max(0)), columns, x.shape[1])
+
+
+def _extremes(x: Tensor, count: int) -> Tensor:
+    """The `count` largest and the `count` smallest of each row, NaN among the largest; whole rows that are shorter."""
+    if 2 * count >= x.shape[1]:
+        return x
+    return torch.cat([x.topk(count, dim=1).values, x.topk(count, dim=1, largest=False).values], dim=1)

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from lowprec_train.numerics.draws import Gemms, Purpose, SiteDraws
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import Quantized, Quantizer, both, pairs
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, Shared, both, pairs, parts_pair
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.gemm import accumulate, carrier_of, cast, folds, multiply
 from lowprec_train.precision.outliers import OutlierClamp, Residual
 from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse
+from lowprec_train.precision.split import Split
 
 Kept = dict[str, Tensor]
 
@@ -31,11 +32,14 @@ Observer = Callable[[Gemms, Purpose, Tensor, Quantized, Quantizer, OutlierClamp 
 
 @dataclass(frozen=True)
 class Site:
-    """One layer in one pass: its recipe, its draws and who watches. draws: None for a recipe that needs none."""
+    """One layer in one pass: its recipe, its draws and who watches. draws: None for a recipe that needs none. split:
+    where x, weight and dy are this rank's parts; codes and scales are those of the whole, cut alike.
+    """
 
     recipe: LinearRecipe
     draws: SiteDraws | None = None
     observer: Observer | None = None
+    split: Split | None = None
 
     def forward(self, x: Tensor, weight: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Kept]:
         """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight).
@@ -71,7 +75,7 @@ class Site:
         product = weight.dtype if straight else None if "residual" not in kept else torch.float32
         dx: Tensor | None
         dw: Tensor | None
-        if all(needs) and self._pairs_dy():
+        if all(needs) and self._pairs_dy(kept):
             dx, dw = self._both(dy, weight, kept, dtype, product, maxima)
         else:
             shared = self._rounded(Gemms.DGRAD, Purpose.A, dy) if all(needs) and self._shares_dy(kept) else None
@@ -95,12 +99,14 @@ class Site:
         if gemm.a is None or (gemm.codes_only and not recipe.keeps_codes):
             return None, None, self._operand_of(x) if recipe.keep is Keep.OPERAND else {"x": x}
         if gemm.outliers is not None:
-            codes, residual = gemm.outliers(a, gemm.a, *self._noise(gemm.a, Gemms.FPROP, Purpose.A))
+            split = None if self._shared(Gemms.FPROP, Purpose.A) is None else self.split
+            codes, residual = gemm.outliers(a, gemm.a, *self._noise(gemm.a, Gemms.FPROP, Purpose.A), split)
             self._observe(Gemms.FPROP, Purpose.A, a, codes, gemm.a, gemm.outliers)
             return codes, residual, self._keep_input(x, codes, residual)
         second = self._input_partner()
         if second is not None:
-            codes, turned = both(a, gemm.a, second, maxima=maxima, produced=True)
+            shared = self._shared(Gemms.FPROP, Purpose.A)
+            codes, turned = both(a, gemm.a, second, maxima=maxima, produced=True, shared=shared)
             return codes, None, _stored_turned("x", turned)
         codes = self._rounded(Gemms.FPROP, Purpose.A, a)
         return codes, None, self._keep_input(x, codes, None)
@@ -110,10 +116,11 @@ class Site:
         recipe, a = self.recipe, self.recipe.fprop.a
         if a is None or self.observer is not None or recipe.fprop.rotation is not None:
             return None
-        if recipe.wgrad.b is Reuse.FPROP_CODES:
-            return a.turned() if a.format is not E2M1 and pairs(a, a.turned()) else None
-        plain = recipe.keep is Keep.OPERAND and recipe.wgrad.rotation is None
-        return recipe.wgrad.b if plain and isinstance(recipe.wgrad.b, Quantizer) and pairs(a, recipe.wgrad.b) else None
+        reused, plain = recipe.wgrad.b is Reuse.FPROP_CODES, recipe.keep is Keep.OPERAND and not recipe.wgrad.rotation
+        second = (a.turned() if a.format is not E2M1 else None) if reused else recipe.wgrad.b if plain else None
+        if not isinstance(second, Quantizer) or not pairs(a, second):
+            return None
+        return second if parts_pair(a, second, self._shared(Gemms.FPROP, Purpose.A), folded=False) else None
 
     def _keep_input(self, x: Tensor, codes: Quantized, residual: Residual | None) -> Kept:
         recipe = self.recipe
@@ -141,8 +148,10 @@ class Site:
         quantizer, reused = self.recipe.fprop.b, self.recipe.dgrad.b is Reuse.FPROP_CODES
         if not isinstance(quantizer, Quantizer) or (self.recipe.fprop.codes_only and not reused):
             return None, {}
-        if reused and self.observer is None and pairs(quantizer, quantizer.turned()):
-            codes, turned = both(w, quantizer, quantizer.turned())
+        back, shared = quantizer.turned(), self._shared(Gemms.FPROP, Purpose.B)
+        fused = self.observer is None and pairs(quantizer, back) and parts_pair(quantizer, back, shared, folded=False)
+        if reused and fused:
+            codes, turned = both(w, quantizer, back, shared=shared)
             return codes, _stored_turned("w", turned)
         codes = self._rounded(Gemms.FPROP, Purpose.B, w)
         if reused:
@@ -181,7 +190,8 @@ class Site:
         across, w = self._unfolded(Gemms.DGRAD, self._dgrad_weight(weight, kept, dtype))
         down, x = self._unfolded(Gemms.WGRAD, self._wgrad_input(kept, dtype))
         folds = {"across": across, "down": None if down is None else down.t()}
-        a, a_t = both(dy, dgrad.a, wgrad.a, **folds, maxima=maxima, produced=True)
+        shared = self._shared(Gemms.DGRAD, Purpose.A)
+        a, a_t = both(dy, dgrad.a, wgrad.a, **folds, maxima=maxima, produced=True, shared=shared)
         dx = multiply(a, w, split_accumulation=dgrad.split_accumulation, dtype=dtype)
         return dx, multiply(a_t, x, split_accumulation=wgrad.split_accumulation, dtype=product)
 
@@ -231,8 +241,11 @@ class Site:
     def _folds(self, which: Gemms) -> bool:
         """True when both operands go from plain values to folded carriers in one op."""
         gemm = self._gemm(which)
-        operands = (gemm.a, gemm.b)
-        return self.observer is None and all(isinstance(q, Quantizer) and folds(q) for q in operands)
+        operands = ((gemm.a, self._shared(which, Purpose.A)), (gemm.b, self._shared(which, Purpose.B)))
+        return self.observer is None and all(
+            isinstance(q, Quantizer) and folds(q) and (shared is None or not q.crosses(shared.dim))
+            for q, shared in operands
+        )
 
     def _folded(
         self, which: Gemms, purpose: Purpose, x: Tensor, *, transposed: bool = False, scale: Tensor | None = None
@@ -264,7 +277,7 @@ class Site:
         gemm = self._gemm(which)
         quantizer = gemm.a if purpose is Purpose.A else gemm.b
         assert isinstance(quantizer, Quantizer)
-        codes = quantizer(x, *self._noise(quantizer, which, purpose))
+        codes = quantizer(x, *self._noise(quantizer, which, purpose), self._shared(which, purpose))
         self._observe(which, purpose, x, codes, quantizer, None)
         return codes
 
@@ -278,7 +291,12 @@ class Site:
         """Seed and origin of a stochastic operand; (None, None) for one that is rounded to nearest."""
         if not quantizer.stochastic:
             return None, None
-        return self._seed(which, purpose), self._token_origin(which, purpose)
+        seed, tokens = self._seed(which, purpose), self._token_origin(which, purpose)
+        return seed, tokens if self.split is None else self.split.origin(which, purpose, tokens, seed.device)
+
+    def _shared(self, which: Gemms, purpose: Purpose) -> Shared | None:
+        """What an operand's scales take from other ranks; None for an operand that is not cut."""
+        return None if self.split is None else self.split.shared(which, purpose)
 
     def _seed(self, which: Gemms, purpose: Purpose) -> Tensor:
         if self.draws is None:
@@ -292,11 +310,14 @@ class Site:
             return self.draws.token_columns
         return self.draws.token_rows if purpose is Purpose.A else None
 
-    def _pairs_dy(self) -> bool:
+    def _pairs_dy(self, kept: Kept) -> bool:
         """True when one op rounds dY for dgrad and for wgrad."""
         dgrad, wgrad = self.recipe.dgrad, self.recipe.wgrad
         plain = self.observer is None and dgrad.rotation is None and wgrad.rotation is None
-        return plain and dgrad.a is not None and wgrad.a is not None and pairs(dgrad.a, wgrad.a)
+        if not plain or dgrad.a is None or wgrad.a is None or not pairs(dgrad.a, wgrad.a):
+            return False
+        shared = self._shared(Gemms.DGRAD, Purpose.A)
+        return parts_pair(dgrad.a, wgrad.a, shared, folded=self._takes_scales(kept))
 
     def _shares_dy(self, kept: Kept) -> bool:
         """True when dgrad and wgrad see the same codes of dY: one tensor scale, nothing rotated, drawn or folded."""
@@ -304,8 +325,12 @@ class Site:
         a, plain = dgrad.a, dgrad.rotation is None and wgrad.rotation is None
         if a is None or a != wgrad.a or a.tile != (-1, -1) or a.stochastic or not plain:
             return False
-        reuses = ((dgrad, "w_scale"), (wgrad, "x_scale"))
-        return not any(gemm.b is Reuse.FPROP_CODES and kept[name].numel() > 1 for gemm, name in reuses if name in kept)
+        return not self._takes_scales(kept)
+
+    def _takes_scales(self, kept: Kept) -> bool:
+        """True when reused codes have several scales: those along the reduction are folded into dY."""
+        reuses = ((self.recipe.dgrad, "w_scale"), (self.recipe.wgrad, "x_scale"))
+        return any(gemm.b is Reuse.FPROP_CODES and kept[name].numel() > 1 for gemm, name in reuses if name in kept)
 
 
 def _along_k(b: Quantized) -> bool:

@@ -13,7 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from lowprec_train.numerics.draws import Gemms, Purpose
+from lowprec_train.numerics.quantizer import Shared
+
+OPERANDS = (("mk", "nk"), ("mn", "kn"), ("nm", "km"))  # of each GEMM: X, W; dY, W^T; dY^T, X^T
 
 
 class Ranks(Protocol):
@@ -62,3 +68,21 @@ class Split:
     def first(self) -> int:
         """Where in the whole they begin."""
         return self.ranks.index * self.part
+
+    def cut(self, which: Gemms, purpose: Purpose) -> int | None:
+        """The dimension along which the ranks hold parts of an operand; None: each of them holds all of it."""
+        dim = OPERANDS[which][purpose - 1].find("nk"[self.dim])
+        return None if dim == -1 else dim
+
+    def shared(self, which: Gemms, purpose: Purpose) -> Shared | None:
+        """What rounds this rank's part of an operand as a part of the whole."""
+        dim = self.cut(which, purpose)
+        return None if dim is None else Shared(dim=dim, largest=self.ranks.largest)
+
+    def origin(self, which: Gemms, purpose: Purpose, tokens: Tensor | None, device: torch.device) -> Tensor | None:
+        """Global row and column of the part's first element. tokens: those of the whole operand's, None for zeros."""
+        dim = self.cut(which, purpose)
+        if dim is None:
+            return tokens
+        place = torch.arange(2, device=device) if dim == 1 else torch.arange(1, -1, -1, device=device)
+        return place * self.first if tokens is None else tokens + place * self.first
