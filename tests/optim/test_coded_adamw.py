@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 
-from lowprec_train.optim.adamw import AdamW, _parts
+from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.slots import parts_of
 from lowprec_train.train.checkpoint import Checkpointer, ModelState, OptimizerState
 from tests.optim.cases import MASTERS, MOMENTS, SYSTEMS, Quadratic, equal, fill, system, tensors
 
@@ -37,10 +38,10 @@ def test_each_step_is_fp32_between_decoding_and_encoding(name):
     advance(net, optimizer, 4)
     weight, (first, second, master) = net[2].weight, SYSTEMS[name]
     state = optimizer.state[weight]
-    exact = torch.nn.Parameter(MASTERS[master].decode(weight.detach(), _parts(state, "master")).clone())
+    exact = torch.nn.Parameter(MASTERS[master].decode(weight.detach(), parts_of(state, "master")).clone())
     reference = AdamW([exact], weight_decay=0.1, fused=False)
     for key, codec in (("exp_avg", MOMENTS[first]), ("exp_avg_sq", MOMENTS[second])):
-        reference.state[exact][key].copy_(codec.decode(_parts(state, key)))
+        reference.state[exact][key].copy_(codec.decode(parts_of(state, key)))
     reference.state[exact]["step"].fill_(4.0)
     fill(net, 9)
     exact.grad = weight.grad.clone()
@@ -48,11 +49,11 @@ def test_each_step_is_fp32_between_decoding_and_encoding(name):
     optimizer.step(), reference.step()
     for key, codec in (("exp_avg", MOMENTS[first]), ("exp_avg_sq", MOMENTS[second])):
         wanted = codec.encode(reference.state[exact][key])
-        assert all(torch.equal(wanted[part].float(), got.float()) for part, got in _parts(state, key).items())
-    seed = optimizer._seeds([weight], torch.tensor([5.0]))[0]
+        assert all(torch.equal(wanted[part].float(), got.float()) for part, got in parts_of(state, key).items())
+    seed = optimizer._seeds([optimizer._slots[weight]], torch.tensor([5.0]))[0]
     value, parts = MASTERS[master].encode(exact.detach(), seed if MASTERS[master].stochastic else None)
     assert torch.equal(weight, value)
-    assert all(torch.equal(parts[part], got) for part, got in _parts(state, "master").items())
+    assert all(torch.equal(parts[part], got) for part, got in parts_of(state, "master").items())
 
 
 @pytest.mark.parametrize(("steps", "units"), [(1, 2), (200, 4)])
