@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 DESCRIPTION = """\
-Measure on one GPU, and write JSON and a Markdown table made from it. Compare figures of one run only: GPUs of one kind
-differ, and so does one GPU from hour to hour.
+Measure on one GPU, or between several, and write JSON and a Markdown table made from it. Compare figures of one run
+only: GPUs of one kind differ, and so does one GPU from hour to hour.
 """
 EPILOG = """\
 exit status:
   0  done; what failed is a row with its error
   1  --dry-run: a contestant cannot be built
-  2  bad input, or no CUDA device
+  2  bad input, or no CUDA device where one is needed
 
 examples:
   lowprec bench kernels --only 'rotate_fold*'
@@ -24,11 +24,13 @@ examples:
   lowprec bench step --recipes fp8,fp4,mxfp4 --peers plain,torchao,te
   lowprec bench step --model llama_1b3 --batch 16 --recipes fp8+head,coat+own --profile coat
   lowprec bench step --model dim=4096,heads=32,ffn=11008,layers=8 --parameters fp32 --peers plain,linear --dry-run
+  torchrun --nproc-per-node 8 -m lowprec_train.tools.cli bench comm
   lowprec bench report results/gemm.json
 """
 MODEL, BATCH, SEQ_LEN = "llama_7b_8layers", 8, 2048
 RECIPES = "fp8,fp4,mxfp4"
 OUT = Path("bench")
+COMM_MINUTES = 5.0  # that a collective may hang
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,7 +50,11 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     gemm = kinds.add_parser("gemm", help="TFLOP/s by format, and exactness")
     gemm.add_argument("--no-exactness", action="store_true", help="speeds alone")
     _step_options(kinds.add_parser("step", help="training steps of recipes and peers, interleaved"))
-    for each in (kernels, gemm, kinds.choices["step"]):
+    comm = kinds.add_parser("comm", help="gradient reductions by payload, under torchrun")
+    comm.add_argument("--model", default="llama_7b", help="whose block's gradients are summed (default: %(default)s)")
+    comm.add_argument("--rounds", type=positive, default=20, metavar="N", help="calls of each (default: %(default)s)")
+    comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: over gloo")
+    for each in (kernels, gemm, kinds.choices["step"], comm):
         each.add_argument("--out", metavar="DIR", type=Path, default=OUT, help="default: %(default)s")
     report = kinds.add_parser("report", help="the table of a JSON file")
     report.add_argument("file", metavar="FILE.json", type=Path)
@@ -100,8 +106,8 @@ def names(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write."""
-    status: int = {"kernels": _kernels, "gemm": _gemm, "step": _step, "report": _report}[arguments.bench](arguments)
-    return status
+    commands = {"kernels": _kernels, "gemm": _gemm, "step": _step, "comm": _comm, "report": _report}
+    return commands[arguments.bench](arguments)
 
 
 def _cuda() -> Any:
@@ -145,6 +151,24 @@ def _step(arguments: argparse.Namespace) -> int:
     profiled = ["" if name == "all" else name for name in arguments.profile]
     result = step.measure(contestants, work, **how, warm_up=arguments.warm_up, profiled=profiled, say=_say)
     return _finish(arguments, device, f"step_{configuration.model_name(arguments.model)}", result)
+
+
+def _comm(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from lowprec_train.tools.bench import comm
+    from lowprec_train.train import checks, launch
+
+    world = launch.world()
+    if world.processes < 2:
+        raise ValueError("this measures what processes send each other: start it by torchrun, with two or more")
+    device = checks.device(arguments.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+    with launch.joined(world, device, COMM_MINUTES):
+        result = comm.measure(device, comm.layer(arguments.model), rounds=arguments.rounds)
+        return _finish(arguments, device, f"comm_{world.processes}", result) if world.leads else 0
 
 
 def _report(arguments: argparse.Namespace) -> int:

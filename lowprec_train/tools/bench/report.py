@@ -116,4 +116,24 @@ def dry(result: Result) -> str:
     return "\n".join([", ".join(lines), need, *groups, "", *table(("contestant", "parameters"), rows)])
 
 
-TABLES: dict[str, Callable[[Result], list[str]]] = {"kernels": kernels, "gemm": gemm, "step": step}
+def comm(result: Result) -> list[str]:
+    """One row a collective and payload."""
+    lines = [
+        f"{result['ranks']} ranks over {result['backend']}; {result['elements']:,} FP32 gradients; medians of "
+        f"{result['rounds']} calls, of the slowest rank each. Sent: by a rank. `library` is {result['backend']}'s own "
+        "sum, BF16 with its casts.",
+        "",
+    ]
+    header = ("collective", "payload", "ms", "MB sent", "GB/s", "x library BF16", "SQNR dB")
+    return lines + table(header, (_reduction(row) for row in result["rows"]))
+
+
+def _reduction(row: Mapping[str, Any]) -> list[object]:
+    about = [row["kind"], row["name"]]
+    if "error" in row:
+        return [*about, row["error"], "", "", "", ""]
+    ms, sent, gbs = number(row["ms"], 3), number(row["sent"] / 1e6, 1), number(row["gbs"], 1)
+    return [*about, ms, sent, gbs, number(row.get("of_library"), 2), number(row["sqnr_db"], 1) or "exact"]
+
+
+TABLES: dict[str, Callable[[Result], list[str]]] = {"kernels": kernels, "gemm": gemm, "step": step, "comm": comm}

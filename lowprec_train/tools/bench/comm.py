@@ -1,0 +1,166 @@
+"""`lowprec bench comm`: time of gradient reductions by payload, beside the library's own in FP32 and BF16.
+
+All start from a flat FP32 buffer of one layer's gradients on every rank and end in FP32, so a library sum in BF16 is
+timed with its two casts: that is what a BF16 reduction costs a training step. Contestants take turns, one call each,
+round after round, all ranks starting together; a call takes as long as it takes the slowest rank.
+
+What is wrong with each result is measured once: 10 log10 of the signal over the error, against an FP32 sum; none
+where the bits are its own.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowprec_train.comm import collectives
+from lowprec_train.comm.layout import Layout, sharded_layout
+from lowprec_train.comm.payload import Payload, sqnr_db
+from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
+from lowprec_train.tools.bench.configuration import composed
+from lowprec_train.tools.bench.result import cause
+from lowprec_train.tools.bench.timing import Interval
+from lowprec_train.train import build
+
+KINDS = ("reduce_scatter", "all_reduce")
+BASELINE = "library BF16"
+EXACT = "FP32"
+
+Reduce = Callable[[Tensor], Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """reduce: flat FP32 -> FP32. sent: bytes that a rank sends."""
+
+    kind: str
+    name: str
+    reduce: Reduce
+    sent: int
+
+
+def layer(model: str) -> Shapes:
+    """The matrices of the first block of a model's configuration."""
+    laid_out: Transformer = build.layout(composed(f"model={model}")).model
+    named = laid_out.blocks[0].named_parameters()
+    return {name: tuple(parameter.shape) for name, parameter in named if parameter.ndim >= 2}
+
+
+def measure(device: torch.device, shapes: Shapes, *, rounds: int = 20, warm_up: int = 3) -> dict[str, Any]:
+    """Rows by collective and payload; the same on every rank. Called by all ranks of the default group together."""
+    rows: list[dict[str, Any]] = []
+    for kind in KINDS:
+        ranks = dist.get_world_size()
+        layout = sharded_layout(shapes, ranks if kind == "reduce_scatter" else 1)
+        flat = gradients(layout.size * (ranks if kind == "reduce_scatter" else 1), device)
+        rows += _turns(contestants(kind, layout, ranks, device), flat, device, rounds, warm_up)
+    elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+    about = {"ranks": dist.get_world_size(), "backend": str(dist.get_backend()), "elements": elements}
+    return about | {"rounds": rounds, "rows": compared(rows)}
+
+
+def gradients(size: int, device: torch.device) -> Tensor:
+    """Normal numbers, others on each rank, 1e-3 large."""
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    return torch.randn(size, generator=generator, device=device).mul_(1e-3)
+
+
+def contestants(kind: str, layout: Layout, ranks: int, device: torch.device) -> list[Contestant]:
+    """FP32 in rank order is the first: what the others are held against."""
+    sent_by = getattr(collectives, f"{kind}_bytes")
+    payloads = {format.name: Payload(format) for format in (FP32, BF16, E4M3, E5M2)}
+    ours = {
+        name: partial(getattr(collectives, kind), group=None, payload=payload, layout=layout)
+        for name, payload in payloads.items()
+    }
+    found = [
+        Contestant(kind=kind, name=name, reduce=reduce, sent=sent_by(payloads[name], layout, ranks))
+        for name, reduce in ours.items()
+    ]
+    found += [_library(kind, layout, ranks, format.carrier) for format in (FP32, BF16)]
+    return [*found, _shared(kind, layout, ranks, sent_by, device)]
+
+
+def _library(kind: str, layout: Layout, ranks: int, dtype: torch.dtype) -> Contestant:
+    """NCCL's or gloo's own sum."""
+
+    def reduce(flat: Tensor) -> Tensor:
+        sent = flat.to(dtype, copy=True)
+        if kind == "all_reduce":
+            dist.all_reduce(sent)
+            return sent.float()
+        row = sent.new_empty(layout.size)
+        dist.reduce_scatter_tensor(row, sent)
+        return row.float()
+
+    bytes_of_row = layout.size * dtype.itemsize
+    sent = (ranks - 1) * bytes_of_row if kind == "reduce_scatter" else 2 * (ranks - 1) * bytes_of_row // ranks
+    name = f"library {'FP32' if dtype is torch.float32 else 'BF16'}"
+    return Contestant(kind=kind, name=name, reduce=reduce, sent=sent)
+
+
+def _shared(kind: str, layout: Layout, ranks: int, sent_by: Callable[..., int], device: torch.device) -> Contestant:
+    """FP8-LM's shared scale and FP8 sums, with the mu at which nothing saturates."""
+    payload, mu = SharedScale(), torch.tensor(1.0 / ranks, device=device)
+    reduce = getattr(collectives, f"{kind}_shared")
+
+    def first(flat: Tensor) -> Tensor:
+        total: Tensor = reduce(flat, None, payload, layout, mu)[0]
+        return total
+
+    return Contestant(kind=kind, name="shared-scale E4M3", reduce=first, sent=sent_by(payload, layout, ranks))
+
+
+def _turns(
+    found: Sequence[Contestant], flat: Tensor, device: torch.device, rounds: int, warm_up: int
+) -> list[dict[str, Any]]:
+    """A row each. Who fails, fails on all ranks: with the same sizes on the same back end."""
+    rows = {each.name: {"kind": each.kind, "name": each.name, "sent": each.sent} for each in found}
+    exact, alive = found[0].reduce(flat), []
+    for each in found:
+        try:
+            result = [each.reduce(flat) for _ in range(warm_up)][-1]
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            rows[each.name]["error"] = cause(error)
+            continue
+        rows[each.name]["sqnr_db"] = decibels if math.isfinite(decibels := float(sqnr_db(exact, result))) else None
+        alive.append(each)
+    times: dict[str, list[float]] = {each.name: [] for each in alive}
+    for _ in range(rounds):
+        for each in alive:
+            times[each.name].append(_slowest(each, flat, device))
+    for name, taken in times.items():
+        rows[name] |= {"ms": statistics.median(taken), "times_ms": taken}
+    return list(rows.values())
+
+
+def _slowest(contestant: Contestant, flat: Tensor, device: torch.device) -> float:
+    """Milliseconds of one call on the rank that takes longest."""
+    dist.barrier()
+    with Interval(device) as interval:
+        contestant.reduce(flat)
+    taken = torch.tensor(interval.ms, device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with GB/s that a rank sends, and how many times as fast as the library's BF16 they are."""
+    timed = [dict(row) for row in rows]
+    baseline = {row["kind"]: row["ms"] for row in timed if row["name"] == BASELINE and "ms" in row}
+    for row in (row for row in timed if "ms" in row):
+        row["gbs"] = row["sent"] / row["ms"] / 1e6
+        if row["kind"] in baseline:
+            row["of_library"] = baseline[row["kind"]] / row["ms"]
+    return timed
