@@ -116,7 +116,8 @@ class Site:
         recipe, a = self.recipe, self.recipe.fprop.a
         if a is None or self.observer is not None or recipe.fprop.rotation is not None:
             return None
-        reused, plain = recipe.wgrad.b is Reuse.FPROP_CODES, recipe.keep is Keep.OPERAND and not recipe.wgrad.rotation
+        reused = recipe.wgrad.b is Reuse.FPROP_CODES
+        plain = recipe.keep is Keep.OPERAND and recipe.wgrad.rotation is None
         second = (a.turned() if a.format is not E2M1 else None) if reused else recipe.wgrad.b if plain else None
         if not isinstance(second, Quantizer) or not pairs(a, second):
             return None
