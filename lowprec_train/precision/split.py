@@ -19,7 +19,11 @@ from torch import Tensor
 from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Shared
 
-OPERANDS = (("mk", "nk"), ("mn", "kn"), ("nm", "km"))  # of each GEMM: X, W; dY, W^T; dY^T, X^T
+OPERANDS = {  # rows and columns of X, W; dY, W^T; dY^T, X^T
+    "FPROP": {"A": "mk", "B": "nk"},
+    "DGRAD": {"A": "mn", "B": "kn"},
+    "WGRAD": {"A": "nm", "B": "km"},
+}
 
 
 class Ranks(Protocol):
@@ -71,7 +75,7 @@ class Split:
 
     def cut(self, which: Gemms, purpose: Purpose) -> int | None:
         """The dimension along which the ranks hold parts of an operand; None: each of them holds all of it."""
-        dim = OPERANDS[which][purpose - 1].find("nk"[self.dim])
+        dim = OPERANDS[which.name][purpose.name].find("nk"[self.dim])
         return None if dim == -1 else dim
 
     def shared(self, which: Gemms, purpose: Purpose) -> Shared | None:
