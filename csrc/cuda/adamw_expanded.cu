@@ -1,42 +1,31 @@
-// AdamW over moments expanded in groups of 128, FP32 weights: one pass. Eight lanes hold a group, sixteen elements each, so
-// that what is made once a group is shared by sixteen; even lanes make the first moment's share of it, odd lanes the
-// second's.
+// AdamW over moments expanded in groups of 128, FP32 weights: one pass, a warp eight groups, four lanes a group. Eight
+// elements a lane at a time are decoded and updated, their weights written, their new moments left in shared memory.
+// When the groups' extremes are known, each of 16 lanes makes what one group's moment is encoded by, and the moments
+// are taken up again. What is made once a group is thus shared by 128 elements, up to a lane that repeats it; and the
+// loops are short, so that six warps a scheduler find them in the instruction cache.
 //
-// It is bound by instructions, not by memory, so three things are made by other means than numerics/ does, to the same
-// bits:
+// It is bound by instructions, not by memory: about 120 an element, of which decoding takes 47 and encoding 19, both
+// by other means than numerics/ (rough_codes.h). Quotients and roots are corrected products with an inverse, without a
+// test of the operands, which is made once for four elements instead: outside the tested range, the correctly rounded
+// operators.
 //
-//   decoding   the power of two is added to the exponent's field; groups for which this could leave FP32's normal
-//              numbers, or which are not finite, go to step_group
-//   encoding   a code needs 3 bits of (|x| / A)^k M. The hardware's log2 and 2^x give y within d = 2^-16 + 2^-20 k of it
-//              (below); where y (1 - d) and y (1 + d) round to the same code, that is the code, and where not, one in
-//              some thousand, the exact formula decides
-//   quotients  and roots by the steps that the compiler emits for correctly rounded ones, without its test of the
-//   operands, which is made once for a lane's elements instead: outside the tested range, the correctly rounded operators
-//
-// The bound d, in logarithms, u = 2^-24, |k log2(x / A)| <= P = 31: the exact formula's own roundings, k (2 * 1.41 + 1) u
-// + 2 P u; lg2.approx within 2^-22 absolutely or relatively, 4 k u + 4 P u; the sum's and its constant's roundings,
-// P u + 1.2 k u + 24 u; ex2.approx, the polynomial and the products, 10 u. Together, times ln 2:
-// 0.7 (7 P + 9 k + 34) u < 2^-16.5 + 2^-21.3 k.
+// One correction makes a quotient: with y the correctly rounded inverse of b, q = a y is less than 1.5 units of its
+// last place off, so that a - b q is as good as exact. The corrected sum is wrong by at most 2^-22 units before it is
+// rounded, which matters where a / b is that close to the middle of two numbers. There q is one of these two, the
+// correction half a unit, and it is wrong by less than the distance to the middle, at least 2^-24 / b units for b in
+// [1, 2). Held against the quotients of all such a and b.
+#include <algorithm>
+
 #include "cuda/adamw_groups.h"
 #include "cuda/adamw_kernels.h"
+#include "cuda/rough_codes.h"
 
 namespace lowprec {
 namespace {
 
-constexpr int THREADS = 256, WARPS = THREADS / 32, GROUP = 128, QUADS = 4;
+constexpr int MOST_THREADS = 768, GROUP = 128, GROUPS = 8;
+constexpr int EACH = 8, TURNS = GROUP / 4 / EACH;  // elements of a lane in one turn
 constexpr uint32_t ALL = 0xffffffffu;
-
-__device__ __forceinline__ float hardware_log2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float hardware_exp2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 __device__ __forceinline__ float hardware_inverse(float x) {
   float y;
@@ -56,261 +45,264 @@ __device__ __forceinline__ float root_of(float x) {
   return __fmaf_rn(__fmaf_rn(-s, s, x), 0.5f * inverse, s);
 }
 
-// Correctly rounded a / b from an inverse of b that is within a unit of its last place: no underflow on the way.
-__device__ __forceinline__ float quotient_of(float a, float b, float inverse) {
-  const float first = a * inverse, second = __fmaf_rn(__fmaf_rn(-b, first, a), inverse, first);
-  return __fmaf_rn(__fmaf_rn(-b, second, a), inverse, second);
+// Correctly rounded inverse of a number from 2^-100 to 2^100, by the steps that the compiler emits for it.
+__device__ __forceinline__ float inverse_of(float b) {
+  const float rough = hardware_inverse(b);
+  return __fmaf_rn(__fmaf_rn(-b, rough, 1.0f), rough, rough);
 }
 
-// log2 of the smallest and the largest code.
-template <Format F>
-constexpr float LOWEST = F == Format::E4M3 ? -9.0f : -16.0f;
-template <Format F>
-constexpr float HIGHEST = F == Format::E4M3 ? 8.807355f : 15.807355f;
+// Correctly rounded a / b from the correctly rounded inverse of b: no underflow on the way.
+__device__ __forceinline__ float quotient_of(float a, float b, float inverse) {
+  const float q = a * inverse;
+  return __fmaf_rn(__fmaf_rn(-b, q, a), inverse, q);
+}
 
-// What a group's codes of one moment are decoded by.
-struct Past {
-  float log_scale, inverse, center;
+__device__ __forceinline__ float larger_of(float a, float b) {  // of a and |b|; NaN wins
+  float made;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(made) : "f"(a), "f"(fabsf(b)));
+  return made;
+}
 
-  template <Format F>
-  __device__ __forceinline__ bool ordinary() const {
-    const float top = (HIGHEST<F> + log_scale) * inverse, bottom = (LOWEST<F> + log_scale) * inverse;
-    return center >= 0x1p-120f && bottom > -240.0f && top + static_cast<float>(exponent(center)) < 125.0f;
+// A warp's share of shared memory.
+struct Work {
+  float4 moments[TURNS][2][EACH / 4][32];
+  union {
+    Past past[GROUPS][2];
+    Coming coming[GROUPS][2];
+  };
+};
+constexpr int TABLE = 128 * 32 * sizeof(float);
+
+// A group of the matrix; an existing one, of which nothing is written, where there is none of this index.
+struct Span {
+  int64_t index, start;
+  int count, written;
+};
+
+__device__ __forceinline__ Span locate(const Item& item, int64_t index) {
+  Span made{index, index * GROUP, GROUP, 0};
+  if (static_cast<int64_t>(item.per_segment) * GROUP != item.length) {
+    const uint32_t segment = static_cast<uint32_t>(index) / static_cast<uint32_t>(item.per_segment);
+    const int64_t offset = (index - static_cast<int64_t>(segment) * item.per_segment) * GROUP;
+    made.start = segment * item.length + offset;
+    made.count = static_cast<int>(min(static_cast<int64_t>(GROUP), item.length - offset));
   }
-  // Of byte `i`; lane4: four times the lane, whose own copy of the table is read.
-  template <bool SIGNED>
-  __device__ __forceinline__ float value(uint32_t codes, int i, const char* logs, uint32_t lane4) const {
-    const uint32_t row = (i == 0 ? codes << 7 : codes >> (8 * i - 7)) & 0x3f80u;
-    const float log_code = *reinterpret_cast<const float*>(logs + (row | lane4));
-    const float power = (log_code + log_scale) * inverse;
-    const float moved = __fadd_rd(power + 0.5f, 0x1.8p23f), f = power - (moved - 0x1.8p23f);
-    const float part = (exp2_poly(f) * f + 1.0f) * center;
-    const int bits = max(static_cast<int>(float_bits(part) + (float_bits(moved) << 23)), static_cast<int>(SMALLEST_NORMAL));
-    const uint32_t size = row == 0 ? 0u : static_cast<uint32_t>(bits);
-    return bits_float(SIGNED ? size | ((codes << (24 - 8 * i)) & SIGN) : size);
+  if (made.start < item.numbers) made.written = made.count;
+  else made.index = made.start = 0, made.count = EACH;
+  return made;
+}
+
+// What the weights' steps share, and the range in which quotients and roots need no test.
+struct Step {
+  AdamRate rate;
+  AdamConstants constants;
+  float grad_scale, inverse_root, least, most;
+
+  __device__ __forceinline__ Step(const AdamRate& rate, const AdamConstants& constants, float grad_scale)
+      : rate(rate), constants(constants), grad_scale(grad_scale), inverse_root(divide(1.0f, rate.root)) {
+    const bool regular = rate.root >= 0x1p-10f && rate.root <= 1.0f && constants.eps >= 0x1p-60f &&
+                         constants.eps <= 0x1p10f && rate.step_size >= 0x1p-100f && rate.step_size <= 0x1p60f;
+    const float inverse = hardware_inverse(rate.step_size);
+    least = regular ? fmaxf(0x1p-79f * inverse, TINY) : bits_float(INFINITE);
+    most = fminf(0x1p59f * inverse, Grid<Format::FP32>::max);
+    asm volatile("" : "+f"(inverse_root), "+f"(least), "+f"(most));  // made here, not where they are used
   }
 };
 
-// What a group's new values of one moment are encoded by.
-template <Format F>
-struct Coming {
-  float k, offset, stretch_by, band;
-  int whole;  // of log2 of the largest magnitude
-  float part;
-  uint32_t doubtful;  // all ones: every code by the exact formula
+// Extremes of a lane's new moments. tiny: bits 0 and 1, there is one other than zero below 2^-126.
+struct Gathered {
+  float low[2] = {bits_float(INFINITE), bits_float(INFINITE)}, high[2] = {0.0f, 0.0f};
+  uint32_t tiny = 0;
+};
 
-  __device__ __forceinline__ void aim(const Expansion& to, uint32_t largest, uint32_t smallest) {
-    constexpr float log_limit = HIGHEST<F>;
-    k = to.exponent;
-    whole = to.largest.whole;
-    part = to.largest.part;
-    offset = log_limit - k * part;
-    band = 0x1p-16f + k * 0x1p-20f;
-    const int span = static_cast<int>(largest >> 23) - static_cast<int>(smallest >> 23);
-    const bool fits = whole >= -126 && whole <= 126 && (span <= 100 || smallest == INFINITE) && largest < INFINITE;
-    stretch_by = exp2_int(fits ? -whole : 0);
-    doubtful = fits ? 0u : largest < INFINITE ? 1u : 3u;  // 3: all codes are zeros
+// Four elements; they turn into the new weights and moments.
+template <bool PLAIN>
+__device__ __forceinline__ void step_four(float (&w)[4], const float (&g)[4], float (&m)[4], float (&v)[4],
+                                          uint32_t first, uint32_t second, const Past& past_first,
+                                          const Past& past_second, const Step& step, const char* table,
+                                          Gathered& found) {
+  const uint32_t lane4 = 4 * (threadIdx.x & 31);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    m[i] = next_first(past_first.value<true, PLAIN>(first, i, table, lane4), g[i], step.constants);
+    v[i] = next_second(past_second.value<false, PLAIN>(second, i, table, lane4), g[i], step.constants);
   }
-  // Codes of four values.
-  template <bool SIGNED>
-  __device__ __forceinline__ uint32_t codes(float a, float b, float c, float d) const {
-    const float x[4] = {a, b, c, d};
-    float low[4], high[4];
+  float low_m = fabsf(m[0]), high_m = low_m, low_v = v[0], high_v = low_v;
+#pragma unroll
+  for (int i = 1; i < 4; ++i) {
+    low_m = fminf(low_m, fabsf(m[i])), high_m = larger_of(high_m, m[i]);
+    low_v = fminf(low_v, v[i]), high_v = larger_of(high_v, v[i]);
+  }
+  found.high[0] = larger_of(found.high[0], high_m), found.high[1] = larger_of(found.high[1], high_v);
+  if (low_m >= step.least && high_m <= step.most && low_v >= 0x1p-100f && high_v <= 0x1p20f) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float y = hardware_exp2(__fmaf_rn(k, hardware_log2(bits_float(magnitude_bits(x[i])) * stretch_by), offset));
-      low[i] = y * (1.0f - band);
-      high[i] = y * (1.0f + band);
+      const float b = quotient_of(root_of(v[i]), step.rate.root, step.inverse_root) + step.constants.eps;
+      w[i] = w[i] * step.rate.decay - quotient_of(m[i] * step.rate.step_size, b, inverse_of(b));
     }
-    uint32_t made = encode_fp8_pair<F>(low[0], low[1]) | encode_fp8_pair<F>(low[2], low[3]) << 16;
-    uint32_t open = made ^ (encode_fp8_pair<F>(high[0], high[1]) | encode_fp8_pair<F>(high[2], high[3]) << 16);
-    if (doubtful != 0) open = ALL;
-    while (open != 0) {
-      const int place = (__ffs(open) - 1) & ~7;
-      const float value = place == 0 ? a : place == 8 ? b : place == 16 ? c : d;
-      uint32_t code = 0;
-      if (doubtful != 3) code = encode<F>(stretch<F>(bits_float(magnitude_bits(value)), k, Log2Parts{whole, part}));
-      made = (made & ~(0xffu << place)) | code << place;
-      open &= ~(0xffu << place);
-    }
-    if (!SIGNED) return made;
-    const uint32_t ab = __byte_perm(float_bits(a), float_bits(b), 0x0073), cd = __byte_perm(float_bits(c), float_bits(d), 0x0073);
-    return made | (__byte_perm(ab, cd, 0x5410) & 0x80808080u);
+    found.low[0] = fminf(found.low[0], low_m), found.low[1] = fminf(found.low[1], low_v);
+    return;
   }
-};
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {
+    const float size = fabsf(m[0]), turned[3] = {next_weight(w[0], m[0], v[0], step.constants, step.rate), m[0], v[0]};
+    if (size >= TINY) found.low[0] = fminf(found.low[0], size);
+    if (v[0] >= TINY) found.low[1] = fminf(found.low[1], v[0]);
+    found.tiny |= (size < TINY && size > 0.0f ? 1u : 0u) | (v[0] < TINY && v[0] > 0.0f ? 2u : 0u);
+#pragma unroll
+    for (int j = 0; j < 3; ++j) w[j] = w[j + 1], m[j] = m[j + 1], v[j] = v[j + 1];
+    w[3] = turned[0], m[3] = turned[1], v[3] = turned[2];
+  }
+}
+
+__device__ __forceinline__ void spread(float (&to)[2][4], const float4& a, const float4& b) {
+  to[0][0] = a.x, to[0][1] = a.y, to[0][2] = a.z, to[0][3] = a.w;
+  to[1][0] = b.x, to[1][1] = b.y, to[1][2] = b.z, to[1][3] = b.w;
+}
 
 template <Format F, bool BF16_GRADIENT>
-__global__ void __launch_bounds__(THREADS, 2) step_expanded(const Item* __restrict__ items,
+__global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __restrict__ items,
                                                             const Numbers* __restrict__ numbers, int count,
                                                             int64_t units, How how) {
-  __shared__ __align__(16) float copies[128 * 32];
+  extern __shared__ __align__(16) uint8_t shared[];
   __shared__ CodeLogs logs;
   if (skipped(how)) return;
   logs.fill();
   __syncthreads();
-  for (int i = threadIdx.x; i < 128 * 32; i += THREADS) copies[i] = logs.of[F == Format::E5M2][i >> 5];
+  float* copies = reinterpret_cast<float*>(shared);  // a lane each
+  for (int i = threadIdx.x; i < 128 * 32; i += blockDim.x) copies[i] = logs.of[F == Format::E5M2][i >> 5];
   __syncthreads();
   const char* table = reinterpret_cast<const char*>(copies);
-  const int lane = threadIdx.x & 31, octet = lane >> 3, place = lane & 7;
-  const bool odd = lane & 1;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quartet = lane >> 2, own = EACH * (lane & 3);
+  Work& work = reinterpret_cast<Work*>(shared + TABLE)[warp];
+  const int side = lane & 1;  // the moment whose constants are this lane's
   const float grad_scale = divisor(how);
-  const AdamConstants constants = how.constants;
   int which = 0;
-  for (int64_t unit = static_cast<int64_t>(blockIdx.x) * WARPS + (threadIdx.x >> 5); unit < units;
-       unit += static_cast<int64_t>(gridDim.x) * WARPS) {
+  for (int64_t unit = static_cast<int64_t>(warp) * gridDim.x + blockIdx.x; unit < units;
+       unit += static_cast<int64_t>(gridDim.x) * (blockDim.x >> 5)) {
     while (which + 1 < count && items[which + 1].first <= unit) ++which;
     const Item& item = items[which];
-    const int64_t index = (unit - item.first) * 4 + octet;
-    int64_t start = index * GROUP;
-    int here = GROUP;
-    bool active;
-    if (static_cast<int64_t>(item.per_segment) * GROUP == item.length) {
-      active = start < item.numbers;
-    } else {
-      const uint32_t segment = static_cast<uint32_t>(index) / static_cast<uint32_t>(item.per_segment);
-      const int64_t offset = (index - static_cast<int64_t>(segment) * item.per_segment) * GROUP;
-      start = segment * item.length + offset;
-      here = static_cast<int>(min(static_cast<int64_t>(GROUP), item.length - offset));
-      active = start < item.numbers;
-    }
-    if (!active) here = 0;
-    start += place * 4;
-    // --- read ---
-    const Held& mine = item.moments[odd];
-    const float own_scale = active ? mine.scale[index] : 1.0f, own_exponent = active ? mine.exponent[index] : 1.0f;
-    const float own_center = active ? mine.center[index] : 1.0f;
-    float w[4 * QUADS], m[4 * QUADS], v[4 * QUADS];
-    uint32_t first[QUADS], second[QUADS];
-    uint2 raw[QUADS];
-#pragma unroll
-    for (int j = 0; j < QUADS; ++j) {
-      const int64_t at = start + 32 * j;
-      float4 p = make_float4(0.0f, 0.0f, 0.0f, 0.0f), g = p;
-      first[j] = second[j] = 0;
-      raw[j] = make_uint2(0, 0);
-      if (32 * j + 4 * place < here) {
-        p = *reinterpret_cast<const float4*>(static_cast<const float*>(item.parameter) + at);
-        if (BF16_GRADIENT) raw[j] = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(item.gradient) + at);
-        else g = *reinterpret_cast<const float4*>(static_cast<const float*>(item.gradient) + at);
-        first[j] = *reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(item.moments[0].codes) + at);
-        second[j] = *reinterpret_cast<const uint32_t*>(static_cast<const uint8_t*>(item.moments[1].codes) + at);
-      }
-      w[4 * j] = p.x, w[4 * j + 1] = p.y, w[4 * j + 2] = p.z, w[4 * j + 3] = p.w;
-      m[4 * j] = g.x, m[4 * j + 1] = g.y, m[4 * j + 2] = g.z, m[4 * j + 3] = g.w;
-    }
-    // --- decode ---
-    const Past own{log2_float(own_scale >= TINY ? own_scale : 1.0f), divide(1.0f, own_exponent), own_center};
-    if (!__all_sync(ALL, own.ordinary<F>() && own_scale >= TINY)) {
+    const int64_t group = (unit - item.first) * GROUPS;
+    const Span span = locate(item, group + quartet);
+    const Held& mine = item.moments[side];
+    const float own_scale = mine.scale[span.index], own_exponent = mine.exponent[span.index];
+    Past past{log2_float(own_scale >= TINY ? own_scale : 1.0f), divide(1.0f, own_exponent), mine.center[span.index], 0};
+    if (!__all_sync(ALL, past.ordinary<F>(own_scale))) {
       Found none;
-      for (int i = 0; i < 4; ++i) {
-        const int64_t of_warp = (unit - item.first) * 4 + i;
-        if (of_warp < item.numbers / item.length * item.per_segment) {
-          step_group<Pass::UPDATE>(item, numbers[which], how, of_warp, logs, none);
+#pragma unroll 1
+      for (int i = 0; i < GROUPS; ++i) {
+        if (locate(item, group + i).written > 0) {
+          step_group<Pass::UPDATE>(item, numbers[which], how, group + i, logs, none);
         }
       }
       continue;
     }
-    const Past other{__shfl_xor_sync(ALL, own.log_scale, 1), __shfl_xor_sync(ALL, own.inverse, 1),
-                     __shfl_xor_sync(ALL, own.center, 1)};
-    const Past past_first = odd ? other : own, past_second = odd ? own : other;
-    const AdamRate rate = numbers[which].rate;
-    uint32_t low_first = ALL, high_first = 0, low_second = ALL, high_second = 0;  // bits - 1: zeros become the largest
+    __syncwarp();  // the last unit's constants have been read
+    if ((lane & 2) == 0) work.past[quartet][side] = past;
+    __syncwarp();
+    const Past past_first = work.past[quartet][0], past_second = work.past[quartet][1];
+    const Step step(numbers[which].rate, how.constants, grad_scale);
+    // --- decode, update ---
+    Gathered found;
+    const uint32_t plain = past_first.plain & past_second.plain;
+    auto* parameter = static_cast<float*>(item.parameter) + span.start;
+    const auto* gradient = static_cast<const uint8_t*>(item.gradient) + span.start * (BF16_GRADIENT ? 2 : 4);
+    auto* of_first = static_cast<uint8_t*>(item.moments[0].codes) + span.start;
+    auto* of_second = static_cast<uint8_t*>(item.moments[1].codes) + span.start;
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const int at = min(turn * 4 * EACH + own, span.count - EACH);  // beyond the end, its last elements once more
+      const uint2 first = __ldcs(reinterpret_cast<const uint2*>(of_first + at));
+      const uint2 second = __ldcs(reinterpret_cast<const uint2*>(of_second + at));
+      float4* weights = reinterpret_cast<float4*>(parameter + at);
+      float w[2][4], g[2][4], m[2][4], v[2][4];
+      if constexpr (BF16_GRADIENT) {
+        const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(gradient + 2 * at));
+        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
-    for (int j = 0; j < QUADS; ++j) {
-      const bool there = 32 * j + 4 * place < here;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float g = m[4 * j + i];
-        if (BF16_GRADIENT) {
-          const uint32_t word = i < 2 ? raw[j].x : raw[j].y;
-          g = bits_float(i & 1 ? word & 0xffff0000u : word << 16);
+        for (int i = 0; i < EACH; ++i) {
+          g[i >> 2][i & 3] = bits_float(i & 1 ? words[i >> 1] & 0xffff0000u : words[i >> 1] << 16);
         }
-        if (grad_scale != 1.0f) g = divide(g, grad_scale);
-        const float new_m = next_first(past_first.value<true>(first[j], i, table, 4 * lane), g, constants);
-        const float new_v = next_second(past_second.value<false>(second[j], i, table, 4 * lane), g, constants);
-        m[4 * j + i] = new_m;
-        v[4 * j + i] = new_v;
-        if (there) {
-          const uint32_t size_m = magnitude_bits(new_m) - 1u, size_v = magnitude_bits(new_v) - 1u;
-          low_first = min(low_first, size_m), high_first = max(high_first, size_m);
-          low_second = min(low_second, size_v), high_second = max(high_second, size_v);
-        }
+      } else {
+        const float4* from = reinterpret_cast<const float4*>(gradient + 4 * at);
+        spread(g, __ldcs(from), __ldcs(from + 1));
       }
-    }
-    // --- weights ---
-    const float least = bits_float(low_first + 1u) * rate.step_size, most = bits_float(high_first + 1u) * rate.step_size;
-    const bool regular = high_first < INFINITE - 1u && high_second < float_bits(0x1p20f) &&
-                         low_first >= SMALLEST_NORMAL && low_second >= float_bits(0x1p-100f) && least >= 0x1p-80f &&
-                         most <= 0x1p60f && rate.root >= 0x1p-10f && rate.root <= 1.0f && constants.eps >= 0x1p-60f &&
-                         constants.eps <= 0x1p10f;
-    Extremes firsts, seconds;
-    if (regular) {
-      const float inverse_root = divide(1.0f, rate.root);
+      spread(w, __ldcs(weights), __ldcs(weights + 1));
+      if (step.grad_scale != 1.0f) {
 #pragma unroll
-      for (int i = 0; i < 4 * QUADS; ++i) {
-        const float b = quotient_of(root_of(v[i]), rate.root, inverse_root) + constants.eps;
-        const float rough = hardware_inverse(b), inverse = __fmaf_rn(__fmaf_rn(-b, rough, 1.0f), rough, rough);
-        w[i] = w[i] * rate.decay - quotient_of(m[i] * rate.step_size, b, inverse);
+        for (int i = 0; i < EACH; ++i) g[i >> 2][i & 3] = divide(g[i >> 2][i & 3], step.grad_scale);
       }
-      firsts.largest = high_first + 1u, firsts.smallest = low_first + 1u;
-      seconds.largest = high_second + 1u, seconds.smallest = low_second + 1u;
-    } else {
+      uint32_t present = 0x80808080u;
 #pragma unroll
-      for (int j = 0; j < QUADS; ++j) {
-        if (32 * j + 4 * place >= here) continue;
+      for (const uint32_t word : {first.x, first.y, second.x, second.y}) present &= (word & 0x7f7f7f7fu) + 0x7f7f7f7fu;
+      if (__all_sync(ALL, present == 0x80808080u && plain)) {
+        step_four<true>(w[0], g[0], m[0], v[0], first.x, second.x, past_first, past_second, step, table, found);
+        step_four<true>(w[1], g[1], m[1], v[1], first.y, second.y, past_first, past_second, step, table, found);
+      } else {
+        step_four<false>(w[0], g[0], m[0], v[0], first.x, second.x, past_first, past_second, step, table, found);
+        step_four<false>(w[1], g[1], m[1], v[1], first.y, second.y, past_first, past_second, step, table, found);
+      }
 #pragma unroll
-        for (int i = 4 * j; i < 4 * j + 4; ++i) {
-          w[i] = next_weight(w[i], m[i], v[i], constants, rate);
-          firsts.add(m[i]);
-          seconds.add(v[i]);
-        }
+      for (int i = 0; i < 2; ++i) {
+        work.moments[turn][0][i][lane] = make_float4(m[i][0], m[i][1], m[i][2], m[i][3]);
+        work.moments[turn][1][i][lane] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
+      }
+      if (turn * 4 * EACH + own < span.written) {
+        __stcs(weights, make_float4(w[0][0], w[0][1], w[0][2], w[0][3]));
+        __stcs(weights + 1, make_float4(w[1][0], w[1][1], w[1][2], w[1][3]));
       }
     }
     __syncwarp();
-    // --- the groups' new extremes: even lanes take the first moment's, odd lanes the second's ---
-    Extremes kept = odd ? seconds : firsts, sent = odd ? firsts : seconds;
-    kept.largest = max(kept.largest, __shfl_xor_sync(ALL, sent.largest, 1));
-    kept.smallest = min(kept.smallest, __shfl_xor_sync(ALL, sent.smallest, 1));
-#pragma unroll
-    for (int step = 2; step < 8; step <<= 1) {
-      kept.largest = max(kept.largest, __shfl_xor_sync(ALL, kept.largest, step));
-      kept.smallest = min(kept.smallest, __shfl_xor_sync(ALL, kept.smallest, step));
+    // --- the groups' new constants: even lanes take the first moment's, odd lanes the second's ---
+    uint32_t high = float_bits(side ? found.high[1] : found.high[0]);
+    uint32_t low = float_bits(side ? found.low[1] : found.low[0]);
+    high = max(high, __shfl_xor_sync(ALL, float_bits(side ? found.high[0] : found.high[1]), 1));
+    low = min(low, __shfl_xor_sync(ALL, float_bits(side ? found.low[0] : found.low[1]), 1));
+    high = max(high, __shfl_xor_sync(ALL, high, 2));
+    low = min(low, __shfl_xor_sync(ALL, low, 2));
+    const Expansion made = expansion_of<F>(high, low);
+    Coming coming{};
+    coming.aim<F>(made, high, low);
+    if ((lane & 2) == 0) {
+      work.coming[quartet][side] = coming;
+      if (span.written > 0) {
+        mine.scale[span.index] = made.scale;
+        mine.exponent[span.index] = made.exponent;
+        mine.center[span.index] = made.center;
+      }
     }
-    const Expansion made = expansion_of<F>(kept.largest, kept.smallest);
-    if (active && place < 2) {
-      mine.scale[index] = made.scale;
-      mine.exponent[index] = made.exponent;
-      mine.center[index] = made.center;
-    }
-    // --- encode and write ---
-    Coming<F> coming;
-    coming.aim(made, kept.largest, kept.smallest);
-    Coming<F> to[2];
+    __syncwarp();
+    // --- encode ---
+    const Coming* to = work.coming[quartet];
+    const float4 a = *reinterpret_cast<const float4*>(to), b = *reinterpret_cast<const float4*>(to + 1);
+    // What counts as zero could be stretched to a code: its lane takes the exact formula.
+    const uint32_t all_first = to[0].doubtful | (found.tiny & 1u) ? ALL : 0u;
+    const uint32_t all_second = to[1].doubtful | (found.tiny & 2u) ? ALL : 0u;
+    of_first += own, of_second += own;
+#pragma unroll 1
+    for (int turn = 0; turn < TURNS; ++turn, of_first += 4 * EACH, of_second += 4 * EACH) {
+      uint32_t codes[2][2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int from = (lane & ~7) + i;
-      to[i].k = __shfl_sync(ALL, coming.k, from);
-      to[i].offset = __shfl_sync(ALL, coming.offset, from);
-      to[i].stretch_by = __shfl_sync(ALL, coming.stretch_by, from);
-      to[i].band = __shfl_sync(ALL, coming.band, from);
-      to[i].whole = __shfl_sync(ALL, coming.whole, from);
-      to[i].part = __shfl_sync(ALL, coming.part, from);
-      // What counts as zero could be stretched to a code: its lane takes the exact formula.
-      const uint32_t low = i == 0 ? low_first : low_second;
-      to[i].doubtful = __shfl_sync(ALL, coming.doubtful, from) | (low < SMALLEST_NORMAL - 1u ? 1u : 0u);
-    }
-#pragma unroll
-    for (int j = 0; j < QUADS; ++j) {
-      if (32 * j + 4 * place >= here) continue;
-      const int64_t at = start + 32 * j;
-      const float* a = w + 4 * j;
-      *reinterpret_cast<float4*>(static_cast<float*>(item.parameter) + at) = make_float4(a[0], a[1], a[2], a[3]);
-      a = m + 4 * j;
-      *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(item.moments[0].codes) + at) =
-          to[0].template codes<true>(a[0], a[1], a[2], a[3]);
-      a = v + 4 * j;
-      *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(item.moments[1].codes) + at) =
-          to[1].template codes<false>(a[0], a[1], a[2], a[3]);
+      for (int i = 0; i < 2; ++i) {
+        const float4 *at_m = &work.moments[turn][0][i][lane], *at_v = &work.moments[turn][1][i][lane];
+        const float4 m = *at_m;
+        uint32_t open_first, open_second;
+        uint32_t made_first = rough_codes<F>(m, a.x, a.y, a.z, a.w, open_first);
+        uint32_t made_second = rough_codes<F>(*at_v, b.x, b.y, b.z, b.w, open_second);
+        open_first |= all_first, open_second |= all_second;
+        if ((open_first | open_second) != 0) {
+          made_first = settled_codes<F>(made_first, open_first, &at_m->x, to[0]);
+          made_second = settled_codes<F>(made_second, open_second, &at_v->x, to[1]);
+        }
+        const uint32_t high = __byte_perm(float_bits(m.z), float_bits(m.w), 0x7300);
+        const uint32_t signs = __byte_perm(__byte_perm(float_bits(m.x), float_bits(m.y), 0x0073), high, 0x7610);
+        codes[0][i] = made_first | (signs & 0x80808080u);
+        codes[1][i] = made_second;
+      }
+      if (turn * 4 * EACH + own < span.written) {
+        __stcs(reinterpret_cast<uint2*>(of_first), make_uint2(codes[0][0], codes[0][1]));
+        __stcs(reinterpret_cast<uint2*>(of_second), make_uint2(codes[1][0], codes[1][1]));
+      }
     }
   }
 }
@@ -318,20 +310,28 @@ __global__ void __launch_bounds__(THREADS, 2) step_expanded(const Item* __restri
 template <Format F>
 void launch(const Table& table, const How& how, cudaStream_t stream) {
   const auto kernel = how.bf16_gradient ? step_expanded<F, true> : step_expanded<F, false>;
-  const int64_t blocks = ceil_div(table.units, WARPS), most = 132 * 2;
-  kernel<<<blocks < most ? blocks : most, THREADS, 0, stream>>>(table.items, table.numbers, table.count, table.units, how);
+  int device = 0, multiprocessors = 0, most = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int fit = (most - TABLE - static_cast<int>(sizeof(CodeLogs))) / static_cast<int>(sizeof(Work));
+  const int warps = std::min(fit, MOST_THREADS / 32), shared = TABLE + warps * static_cast<int>(sizeof(Work));
+  const int blocks = static_cast<int>(std::min<int64_t>(table.units, multiprocessors));
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  kernel<<<blocks, 32 * warps, shared, stream>>>(table.items, table.numbers, table.count, table.units, how);
   check_launch("adamw");
 }
 
 }  // namespace
 
 bool fits_expanded(const Item& item, const How& how) {
-  return how.stores[0] == how.stores[1] && expanded(how.stores[0]) && how.master == Master::FP32 && how.group == GROUP &&
-         item.aligned && item.length % 4 == 0 && item.numbers / item.length * item.per_segment < INT32_MAX;
+  return how.stores[0] == how.stores[1] && expanded(how.stores[0]) && how.master == Master::FP32 &&
+         how.group == GROUP && item.aligned && item.length % EACH == 0 &&
+         item.numbers / item.length * item.per_segment < INT32_MAX;
 }
 
 int64_t expanded_units(const Item& item, const How&) {
-  return ceil_div(item.numbers / item.length * item.per_segment, 4);
+  return ceil_div(item.numbers / item.length * item.per_segment, GROUPS);
 }
 
 void launch_expanded(const Table& table, const How& how, cudaStream_t stream) {

@@ -2,39 +2,43 @@
 // exponents folded into an FP8 carrier. This file: rows as they lie, and the op. rotate_transposed.cu: rows of the
 // transpose.
 //
-// A row's largest exponent must be known before its first code, so a thread block holds a whole row in registers, 64
-// elements a thread, and reads x once. A thread's elements lie together, so the butterflies of 64 need no exchange; the
-// copy of the next row into shared memory runs meanwhile, swizzled so that neither side meets a bank twice.
+// A row's largest exponent must be known before its first code, so a thread block holds a whole row in registers and
+// reads x once; the copy of the next row into shared memory runs meanwhile, swizzled so that neither side meets a bank
+// twice. In the usual case a thread holds 32 neighbouring elements: the last butterfly of 64 is an exchange between two
+// lanes, one instruction an element more than within a thread, and 72 registers leave room for 28 warps. In the other
+// cases, and in rows of more than 28672, it holds 64.
 //
-// What binds: instructions, not bytes. Of about 26 an element (BF16, blocks of 64, stochastic), 6 are butterflies, 5
+// What binds: instructions, not bytes. Of about 27 an element (BF16, blocks of 64, stochastic), 7 are butterflies, 5
 // are an eighth of a Philox call (2.2 wide products, 2.5 exclusive ors), 4 round (product, fixed point, permutation of
 // bytes, multiply-add), 2 make the code, 1.8 unpack and negate, 1 finds the maximum; the rest copies and places. 132
-// multiprocessors issue 1.1 to 1.3 such elements a picosecond, 3 bytes each: 3.4 to 3.9 TB/s at the very most. 128
-// registers, four warps a scheduler: a thread's 64 chains are independent.
+// multiprocessors issue 1.1 such elements a picosecond, 3 bytes each: 3.3 TB/s at the very most.
 #include "cuda/quantize.h"
 #include "cuda/rotate.h"
 
 namespace lowprec {
 namespace {
 
-constexpr int WARP_ELEMENTS = 32 * HELD;
-constexpr int MOST_WARPS = 16;  // a row of 32768
+constexpr int MOST_WARPS = 16;        // a row of 32768, 64 elements a thread
+constexpr int MOST_PLAIN_WARPS = 28;  // of 28672, 32 elements a thread
 constexpr int STATIC_SHARED = 2048;
 
-template <typename In>
-constexpr int CHUNKS = HELD * sizeof(In) / 16;  // of a thread
+template <typename In, int held>
+constexpr int CHUNKS = held * sizeof(In) / 16;  // of a thread
 
 // The warp's part of a row, zeros beyond its end.
-template <typename In>
+template <typename In, int held>
 __device__ __forceinline__ void fetch(const In* row, int columns, uint4* to) {
-  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * WARP_ELEMENTS;
-  constexpr int each = 16 / sizeof(In), chunks = CHUNKS<In>;
+  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 32 * held;
+  constexpr int each = 16 / sizeof(In), chunks = CHUNKS<In, held>;
   const In* from = row + first + lane * each;
-  if (first + WARP_ELEMENTS <= columns) {
+  if (first + 32 * held <= columns) {
+    uint4* first_chunk = to + swizzled<chunks>(lane / chunks, lane % chunks);
 #pragma unroll
     for (int j = 0; j < chunks; ++j) {
       const int chunk = j * 32 + lane;
-      copy_async<16>(to + swizzled<chunks>(chunk / chunks, chunk % chunks), from + j * 32 * each);
+      uint4* here = to + swizzled<chunks>(chunk / chunks, chunk % chunks);
+      if constexpr (chunks <= 4) here = first_chunk + j * 32;  // the same: eight threads on, no bit changes
+      copy_async<16>(here, from + j * 32 * each);
     }
     return;
   }
@@ -47,10 +51,10 @@ __device__ __forceinline__ void fetch(const In* row, int columns, uint4* to) {
 }
 
 // The thread's elements with their signs.
-template <typename In>
-__device__ __forceinline__ void take(float (&v)[HELD], const uint4* from, const uint32_t* signs, float scale) {
+template <typename In, int held>
+__device__ __forceinline__ void take(float (&v)[held], const uint4* from, const uint32_t* signs, float scale) {
   const int lane = threadIdx.x & 31;
-  constexpr int chunks = CHUNKS<In>;
+  constexpr int chunks = CHUNKS<In, held>;
   if constexpr (sizeof(In) == 4) {
 #pragma unroll
     for (int c = 0; c < chunks; ++c) {
@@ -60,7 +64,7 @@ __device__ __forceinline__ void take(float (&v)[HELD], const uint4* from, const 
     }
     flip_signs(v, signs);
   } else {
-    uint32_t pairs[HELD / 2];
+    uint32_t pairs[held / 2];
 #pragma unroll
     for (int c = 0; c < chunks; ++c) {
       const uint4 part = from[swizzled<chunks>(lane, c)];
@@ -80,21 +84,21 @@ __device__ __forceinline__ void take(float (&v)[HELD], const uint4* from, const 
 }
 
 // A block a row, and the next row when it is done. Dynamic shared memory: two stages of the row.
-template <typename In, bool random, bool plain>
-__global__ void __launch_bounds__(32 * MOST_WARPS, 1)
+template <typename In, bool random, bool plain, int held>
+__global__ void __launch_bounds__(32 * (plain ? MOST_PLAIN_WARPS : MOST_WARPS), 1)
     rotate_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale, int64_t rows,
                 int columns, Rotation how) {
   extern __shared__ uint4 stages[];
   __shared__ Tables tables;
-  __shared__ int of_warps[2][MOST_WARPS];
-  constexpr int part = 32 * CHUNKS<In>;
+  __shared__ int of_warps[2][plain ? MOST_PLAIN_WARPS : MOST_WARPS];
+  constexpr int part = 32 * CHUNKS<In, held>, blocks = held / MX_BLOCK;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
   make_tables(tables, how);
-  const uint32_t* signs = signs_of_lane<plain>(tables, how);
+  const uint32_t* signs = signs_of_lane<plain, held>(tables, how);
   const float given = sizeof(In) == 1 ? *how.scale : 1.0f;
   uint64_t seed = 0;
-  uint32_t first_row = 0, group = threadIdx.x * (HELD / 8);
+  uint32_t first_row = 0, group = threadIdx.x * (held / 8);
   if constexpr (random) {
     seed = static_cast<uint64_t>(*how.seed);
     if (how.origin != nullptr) {
@@ -104,33 +108,37 @@ __global__ void __launch_bounds__(32 * MOST_WARPS, 1)
   }
   int turn = 0;
   int64_t row = blockIdx.x;
-  if (row < rows) fetch(x + row * columns, columns, mine[0]);
+  if (row < rows) fetch<In, held>(x + row * columns, columns, mine[0]);
   commit_copies();
   for (; row < rows; row += gridDim.x, turn ^= 1) {
     wait_copies();
     __syncwarp();
     uint4* stage = turn ? mine[1] : mine[0];
-    if (row + gridDim.x < rows) fetch(x + (row + gridDim.x) * columns, columns, turn ? mine[0] : mine[1]);
+    if (row + gridDim.x < rows) {
+      fetch<In, held>(x + (row + gridDim.x) * columns, columns, turn ? mine[0] : mine[1]);
+    }
     commit_copies();
-    float v[HELD];
-    take<In>(v, stage, signs, given);
+    float v[held];
+    take<In, held>(v, stage, signs, given);
     rotate<plain>(v, how);
-    const int key[2] = {block_key(v, how), block_key(v + MX_BLOCK, how)};
-    int largest = __reduce_max_sync(0xffffffffu, max(key[0], key[1]));
+    int key[blocks];
+#pragma unroll
+    for (int b = 0; b < blocks; ++b) key[b] = block_key(v + b * MX_BLOCK, how);
+    int largest = __reduce_max_sync(0xffffffffu, max(key[0], key[blocks - 1]));
     if (lane == 0) of_warps[turn][warp] = largest;
     __syncthreads();  // one a row: a warp reaches the slots again only after all have left the other turn
-    for (int i = 0; i < warps; ++i) largest = max(largest, of_warps[turn][i]);
+    largest = __reduce_max_sync(0xffffffffu, of_warps[turn][lane < warps ? lane : 0]);
     if (threadIdx.x == 0) scale[row] = row_scale(largest, how);
-    uint32_t words[HELD / 4];
+    uint32_t words[held / 4];
 #pragma unroll
-    for (int b = 0; b < 2; ++b) {
+    for (int b = 0; b < blocks; ++b) {
       emit<random, plain>(v + b * MX_BLOCK, block_codes(key[b], largest, tables, how), how, seed,
                           first_row + static_cast<uint32_t>(row), group + b * (MX_BLOCK / 8),
                           words + b * (MX_BLOCK / 4));
     }
     uint8_t* out = codes + row * columns;
     write_codes(words, stage, [&](int piece, const uint4& of) {
-      const int column = warp * WARP_ELEMENTS + piece * 16;
+      const int column = warp * 32 * held + piece * 16;
       if (column < columns) *reinterpret_cast<uint4*>(out + column) = of;
     });
   }
@@ -138,9 +146,10 @@ __global__ void __launch_bounds__(32 * MOST_WARPS, 1)
 
 template <typename In, bool random, bool plain>
 void launch_rows(const RotateCall& call) {
-  const int warps = static_cast<int>(ceil_div(call.columns, WARP_ELEMENTS));
-  const size_t shared = 2 * warps * WARP_ELEMENTS * sizeof(In);
-  const auto kernel = rotate_rows<In, random, plain>;
+  constexpr int held = plain ? HELD / 2 : HELD;
+  const int warps = static_cast<int>(ceil_div(call.columns, 32 * held));
+  const size_t shared = 2 * warps * 32 * held * sizeof(In);
+  const auto kernel = rotate_rows<In, random, plain, held>;
   const int64_t blocks = resident_blocks(kernel, 32 * warps, shared, call.rows, call.device);
   kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.scale, call.rows,
                                                       static_cast<int>(call.columns), call.how);
@@ -150,7 +159,8 @@ template <typename In>
 void launch_rows(const RotateCall& call) {
   const bool random = call.how.seed != nullptr;
   if constexpr (sizeof(In) < 4) {
-    if (call.plain) return random ? launch_rows<In, true, true>(call) : launch_rows<In, false, true>(call);
+    const bool fits = call.columns <= MOST_PLAIN_WARPS * 32 * (HELD / 2);
+    if (call.plain && fits) return random ? launch_rows<In, true, true>(call) : launch_rows<In, false, true>(call);
   }
   random ? launch_rows<In, true, false>(call) : launch_rows<In, false, false>(call);
 }
@@ -227,11 +237,11 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
   const float* tensor_scale = scale.has_value() ? data_of<float>(*scale) : nullptr;
   const bool codes_given = x.scalar_type() == ScalarType::Float8_e4m3fn;
   const int64_t bytes = x.scalar_type() == ScalarType::Float ? 4 : codes_given ? 1 : 2;
-  const int64_t of_row = 2 * ceil_div(columns, WARP_ELEMENTS) * WARP_ELEMENTS * bytes;
+  const int64_t of_row = 2 * ceil_div(columns, 32 * HELD) * 32 * HELD * bytes;
   const int64_t stages = transposed ? (bytes == 4 ? 144 : 80) * 1024 : of_row;
   int shared = 0;
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(x.get_device_index()));
-  const bool shaped = transposed ? rows % 8 == 0 : columns <= MOST_WARPS * WARP_ELEMENTS;
+  const bool shaped = transposed ? rows % 8 == 0 : columns <= MOST_WARPS * 32 * HELD;
   const bool fits = shaped && stages + STATIC_SHARED <= shared;
   const bool power = rule.rule != Rule::FP32 && span > 0 && headroom > 0.0 && headroom <= 1.0;
   const bool fused = fits && power && rotation <= 256 && x.scalar_type() != ScalarType::Half &&

@@ -1,5 +1,5 @@
-// What both orientations of rotate_fold share: a thread's 64 elements, from words to rotated values, and from these to
-// codes once the row's exponent is known.
+// What both orientations of rotate_fold share: a thread's 32 or 64 elements, from words to rotated values, and from
+// these to codes once the row's exponent is known.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +15,7 @@ std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::s
 Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block);
 
 constexpr int MX_BLOCK = 32;
-constexpr int HELD = 64;          // elements of a thread: a rotation, two MX blocks
+constexpr int HELD = 64;          // elements of a thread: a rotation, two MX blocks; half of it where `count` says so
 constexpr int LOST = 256;         // added to the key of a block that is not finite
 constexpr int KEPT_LOST = 255;    // such a key in a byte
 constexpr int TOP_SHIFT = 13;     // of the wider carrier
@@ -92,7 +92,7 @@ __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_grou
 // Place of chunk c of thread r, `chunks` of 16 bytes a thread: eight neighbouring threads meet no bank twice.
 template <int chunks>
 __device__ __forceinline__ int swizzled(int r, int c) {
-  return r * chunks + (chunks >= 8 ? c ^ (r & 7) : c ^ (r >> 1 & 3));
+  return r * chunks + (chunks >= 8 ? c ^ (r & 7) : chunks == 4 ? c ^ (r >> 1 & 3) : c ^ (r >> 2 & 1));
 }
 
 // --- from words to rotated values ------------------------------------------------------------------------------------
@@ -129,10 +129,11 @@ __device__ __forceinline__ uint32_t decoded_pair(uint32_t codes, float scale) {
 }
 
 // Signs onto pairs of BF16, which become FP32.
-__device__ __forceinline__ void signed_values(float (&v)[HELD], const uint32_t (&pairs)[HELD / 2],
+template <int count>
+__device__ __forceinline__ void signed_values(float (&v)[count], const uint32_t (&pairs)[count / 2],
                                               const uint32_t* signs) {
 #pragma unroll
-  for (int i = 0; i < HELD / 8; ++i) {
+  for (int i = 0; i < count / 8; ++i) {
     const uint4 flip = reinterpret_cast<const uint4*>(signs)[i];
     const uint32_t of[4] = {flip.x, flip.y, flip.z, flip.w};
 #pragma unroll
@@ -143,28 +144,31 @@ __device__ __forceinline__ void signed_values(float (&v)[HELD], const uint32_t (
     }
   }
 }
-__device__ __forceinline__ void flip_signs(float (&v)[HELD], const uint32_t* signs) {
+template <int count>
+__device__ __forceinline__ void flip_signs(float (&v)[count], const uint32_t* signs) {
 #pragma unroll
-  for (int i = 0; i < HELD / 2; ++i) {
+  for (int i = 0; i < count / 2; ++i) {
     v[2 * i] = bits_float(float_bits(v[2 * i]) ^ signs[i] << 16);
     v[2 * i + 1] = bits_float(float_bits(v[2 * i + 1]) ^ (signs[i] & 0xffff0000u));
   }
 }
 
-// Signs of the thread's 64 elements: a rotation of 128 or 256 spans lanes.
-template <bool plain>
+// Signs of the thread's elements: a rotation of more than `count` spans lanes.
+template <bool plain, int count = HELD>
 __device__ __forceinline__ const uint32_t* signs_of_lane(const Tables& tables, const Rotation& how) {
-  return tables.signs + (!plain && how.block > HELD ? (threadIdx.x & (how.block / HELD - 1)) * (HELD / 2) : 0);
+  const int block = plain ? HELD : how.block;
+  return tables.signs + (block > count ? (threadIdx.x & (block / count - 1)) * (count / 2) : 0);
 }
 
 // All stages but the factor, which the products of `emit` hold. plain: blocks of 64, without a branch.
-template <bool plain>
-__device__ __forceinline__ void rotate(float (&v)[HELD], const Rotation& how) {
+template <bool plain, int count>
+__device__ __forceinline__ void rotate(float (&v)[count], const Rotation& how) {
   if constexpr (plain) {
     butterflies(v, HELD);
+    if constexpr (count < HELD) butterflies_across(v, HELD);
   } else {
     butterflies(v, how.block);
-    if (how.block > HELD) butterflies_across(v, how.block);
+    if (how.block > count) butterflies_across(v, how.block);
   }
 }
 
@@ -245,19 +249,20 @@ LOWPREC_HD void emit(const float* v, const BlockCodes& of, const Rotation& how, 
   }
 }
 
-// 64 codes a thread, through the warp's 2 KB of shared memory, out in 16-byte pieces: put(piece, codes).
-template <typename Put>
-__device__ __forceinline__ void write_codes(const uint32_t (&words)[HELD / 4], uint4* staged, Put&& put) {
+// The warp's codes, through as many bytes of shared memory, out in 16-byte pieces: put(piece, codes).
+template <int words_each, typename Put>
+__device__ __forceinline__ void write_codes(const uint32_t (&words)[words_each], uint4* staged, Put&& put) {
   const int lane = threadIdx.x & 31;
+  constexpr int pieces = words_each / 4;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) {
-    staged[swizzled<4>(lane, c)] = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
+  for (int c = 0; c < pieces; ++c) {
+    staged[swizzled<pieces>(lane, c)] = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
   }
   __syncwarp();
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < pieces; ++j) {
     const int piece = j * 32 + lane;
-    put(piece, staged[swizzled<4>(piece >> 2, piece & 3)]);
+    put(piece, staged[swizzled<pieces>(piece / pieces, piece % pieces)]);
   }
 }
 
