@@ -40,8 +40,18 @@ class Attention(nn.Module):
         self.qkv = Linear(dim, kv_heads * (self.queries + 2) * self.head_dim, bias=bias)
         self.out = Linear(dim, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor, angles: Angles | None = None, mask_B1TT: Tensor | None = None) -> Tensor:
-        groups_BTKGH = self.qkv(x_BTD).unflatten(-1, (-1, self.queries + 2, self.head_dim))
+    def forward(
+        self,
+        x_BTD: Tensor,
+        angles: Angles | None = None,
+        mask_B1TT: Tensor | None = None,
+        seq_len: int | None = None,
+    ) -> Tensor:
+        """seq_len: T, where the rows of x are a rank's part of all tokens, [1, BT / ranks, D]."""
+        qkv_BTN = self.qkv(x_BTD)
+        if seq_len is not None:
+            qkv_BTN = qkv_BTN.view(-1, seq_len, qkv_BTN.shape[-1])
+        groups_BTKGH = qkv_BTN.unflatten(-1, (-1, self.queries + 2, self.head_dim))
         q_BTKGH, k_BTKGH, v_BTKGH = groups_BTKGH.split((self.queries, 1, 1), dim=-2)
         if angles is not None:
             q_BTKGH, k_BTKGH = rotate(q_BTKGH, angles), rotate(k_BTKGH, angles)

@@ -21,24 +21,49 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowprec_train.precision.split import Split
+
 IGNORED = -100  # a target that carries no loss
 
 CHUNK_BYTES = 64 * 2**20  # FP32 logits of one chunk
 
 
 class CrossEntropy:
-    """Callable loss; `compile` trades the chunks of its eager form for fused kernels over all tokens."""
+    """Callable loss; `compile` trades the chunks of its eager form for fused kernels over all tokens.
+
+    split: where the logits are those of a rank's part of the vocabulary. Ranks tell each other two numbers a token, and
+    all come to the same bits.
+    """
+
+    split: Split | None = None
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self.chunk_bytes: int | None = chunk_bytes
         self.token_losses: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = token_losses
-        self.become_gradient: Callable[[Tensor, Tensor, Tensor, Tensor], None] = become_gradient
+        self.token_parts: Callable[[Tensor, Tensor, int], Tensor] = token_parts
+        self.become_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, int], None] = become_gradient
 
     def compile(self, **options: Any) -> None:
         """Compile both passes with torch.compile(**options)."""
         self.chunk_bytes = None
         self.token_losses = torch.compile(token_losses, fullgraph=True, **_whole_rows(options))
+        self.token_parts = torch.compile(token_parts, fullgraph=True, **_whole_rows(options))
         self.become_gradient = torch.compile(become_gradient, fullgraph=True, **options)
+
+    @property
+    def first(self) -> int:
+        """The word that the first logit is of."""
+        return 0 if self.split is None else self.split.first
+
+    def losses(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and log-sum-exp over the whole vocabulary, [N] FP32 each."""
+        tokens, vocab = logits_NV.shape
+        chunks = zip(*(each.split(self.rows(vocab, tokens)) for each in (logits_NV, targets_N)))
+        if self.split is None:
+            losses, lse = (torch.cat(parts) for parts in zip(*(self.token_losses(*chunk) for chunk in chunks)))
+            return losses, lse
+        parts_2N = torch.cat([self.token_parts(*chunk, self.first) for chunk in chunks], dim=1)
+        return joined(self.split.ranks.gather(parts_2N.unsqueeze(0), 0), targets_N)
 
     def rows(self, vocab_size: int, tokens: int) -> int:
         """Tokens of one chunk."""
@@ -60,9 +85,7 @@ class _Loss(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, normalizer: Tensor | float, loss: CrossEntropy
     ) -> Tensor:
-        tokens, vocab = logits_NV.shape
-        chunks = zip(*(each.split(loss.rows(vocab, tokens)) for each in (logits_NV, targets_N)))
-        losses, lse = (torch.cat(parts) for parts in zip(*(loss.token_losses(*chunk) for chunk in chunks)))
+        losses, lse = loss.losses(logits_NV, targets_N)
         ctx.save_for_backward(logits_NV, targets_N, lse)
         ctx.loss, ctx.normalizer = loss, normalizer
         return (losses.sum() / normalizer).float()
@@ -73,7 +96,7 @@ class _Loss(torch.autograd.Function):
         tokens, vocab = logits_NV.shape
         scale = (gradients[0] / ctx.normalizer).float()
         for chunk in zip(*(each.split(ctx.loss.rows(vocab, tokens)) for each in (logits_NV, targets_N, lse_N))):
-            ctx.loss.become_gradient(*chunk, scale)
+            ctx.loss.become_gradient(*chunk, scale, ctx.loss.first)
         torch.autograd.graph.increment_version(logits_NV)  # a compiled kernel writes unseen
         return logits_NV, None, None, None
 
@@ -92,10 +115,28 @@ def token_losses(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
     return (lse_N - chosen_N).masked_fill(targets_N == IGNORED, 0.0), lse_N
 
 
-def become_gradient(logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, scale: Tensor) -> None:
-    """logits <- (softmax(logits) - onehot(targets)) * scale, 0 where ignored; rounded once to their dtype."""
+def token_parts(logits_NV: Tensor, targets_N: Tensor, first: int) -> Tensor:
+    """log-sum-exp over a part of the vocabulary that begins at word `first`, and the target's logit where it is in
+    there, else 0: [2, N] FP32.
+    """
+    local_N = targets_N - first
+    here_N = (local_N >= 0) & (local_N < logits_NV.shape[-1])
+    chosen_N = logits_NV.gather(-1, local_N.where(here_N, 0)[:, None]).squeeze(-1).float()
+    return torch.stack((logits_NV.float().logsumexp(dim=-1), chosen_N.where(here_N, 0.0)))
+
+
+def joined(parts_R2N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
+    """What `token_losses` returns, from the parts of all ranks."""
+    lse_N, chosen_N = parts_R2N[:, 0].logsumexp(dim=0), parts_R2N[:, 1].sum(dim=0)
+    return (lse_N - chosen_N).masked_fill(targets_N == IGNORED, 0.0), lse_N
+
+
+def become_gradient(logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, scale: Tensor, first: int = 0) -> None:
+    """logits <- (softmax(logits) - onehot(targets)) * scale, 0 where ignored; rounded once to their dtype. first: the
+    word of the first logit.
+    """
     scale_N = torch.where(targets_N == IGNORED, 0.0, scale)
     probability_NV = logits_NV.float().sub_(lse_N[:, None]).exp_()
-    words_V = torch.arange(logits_NV.shape[-1], device=logits_NV.device)
+    words_V = torch.arange(first, first + logits_NV.shape[-1], device=logits_NV.device)
     probability_NV.add_(words_V == targets_N[:, None], alpha=-1).mul_(scale_N[:, None])
     logits_NV.copy_(probability_NV)

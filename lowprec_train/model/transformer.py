@@ -13,7 +13,8 @@ Shapes: B sequences, T tokens of a sequence, D model width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,16 +22,19 @@ import torch.nn as nn
 from torch import Tensor
 
 from lowprec_train.model.attention import Attention, attention_backend, document_mask
-from lowprec_train.model.initialization import initial_value
+from lowprec_train.model.initialization import RESIDUAL_OUTPUTS, initial_value
 from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU, TiedHead
 from lowprec_train.model.loss import CrossEntropy
 from lowprec_train.model.recompute import RECOMPUTE, Recompute
+from lowprec_train.model.rows import Embedding, own_rows
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.split import Ranks
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 ACTIVATIONS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
 POSITIONS: dict[str, type[Rotary] | type[LearnedPositions]] = {"rotary": Rotary, "learned": LearnedPositions}
 
+Fill = Callable[[str, Tensor, Callable[[torch.Size], Tensor]], None]
 T = TypeVar("T")
 
 
@@ -44,11 +48,13 @@ class Block(nn.Module):
         self.mlp = mlp
         self.recompute = recompute
 
-    def forward(self, x_BTD: Tensor, angles: Angles | None, mask_B1TT: Tensor | None) -> Tensor:
-        return self.recompute(self._residual, x_BTD, angles, mask_B1TT)
+    def forward(
+        self, x_BTD: Tensor, angles: Angles | None, mask_B1TT: Tensor | None, seq_len: int | None = None
+    ) -> Tensor:
+        return self.recompute(self._residual, x_BTD, angles, mask_B1TT, seq_len)
 
-    def _residual(self, x_BTD: Tensor, angles: Angles | None, mask_B1TT: Tensor | None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, mask_B1TT)
+    def _residual(self, x_BTD: Tensor, angles: Angles | None, mask_B1TT: Tensor | None, seq_len: int | None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, mask_B1TT, seq_len)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -96,7 +102,8 @@ class Transformer(nn.Module):
         self.max_seq_len, self.dtype = max_seq_len, dtype
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
 
-        self.embedding = nn.Embedding(vocab_size, dim)
+        self.ranks: Ranks | None = None
+        self.embedding = Embedding(vocab_size, dim)
         self.position = position_type(max_seq_len, dim, self.head_dim, rope_theta)
         self.blocks = nn.ModuleList(
             Block(
@@ -112,7 +119,8 @@ class Transformer(nn.Module):
         self.cross_entropy = CrossEntropy()
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """What the head reads: [B, T, D] in the stream's dtype, after the last norm.
+        """What the head reads, in the stream's dtype: [B, T, D] after the last norm; tensor-parallel, a rank's rows,
+        [1, BT / ranks, D].
 
         documents_BT: an id per token; attention stays within runs of one id. None: the sequence is one document.
         """
@@ -122,12 +130,15 @@ class Transformer(nn.Module):
         x_BTD = self.position.add(self.embedding(tokens_BT), documents_BT).to(self.dtype)
         angles = self.position.angles(seq_len)
         mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
+        of_rows = () if self.ranks is None else (seq_len,)
+        if self.ranks is not None:
+            x_BTD = own_rows(x_BTD, self.ranks)
         for block in self.blocks:
-            x_BTD = block(x_BTD, angles, mask_B1TT)
+            x_BTD = block(x_BTD, angles, mask_B1TT, *of_rows)
         return self.norm(x_BTD)
 
     def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
-        """[B, T, V] in the stream's dtype."""
+        """[B, T, V] in the stream's dtype; tensor-parallel, [1, BT, V / ranks] of a rank's words."""
         return self.head(self.hidden(tokens_BT, documents_BT))
 
     forward = logits
@@ -142,11 +153,24 @@ class Transformer(nn.Module):
         """Sum over tokens of the cross-entropy in nats / normalizer: 0-dim FP32. Targets of -100 are ignored."""
         return self.cross_entropy(self.logits(tokens_BT, documents_BT), targets_BT, normalizer)
 
+    def tensor_plan(self) -> dict[str, str]:
+        """How tensor parallel cuts the modules with matrices: "column" (rows of the weight, outputs), "row" (columns of
+        the weight, inputs) or "vocabulary" (words). The rest is whole on every rank.
+        """
+        plan = {"embedding": "vocabulary", "head": "column"}
+        for name, module in self.named_modules():
+            if isinstance(module, Linear) and name.startswith("blocks."):
+                plan[name] = "row" if f"{name}.weight".endswith(RESIDUAL_OUTPUTS) else "column"
+        return plan
+
     @torch.no_grad()
-    def init_weights(self, seed: int) -> None:
-        """Set every parameter from (seed, name, shape) and fill the rotary tables; works after `to_empty`."""
+    def init_weights(self, seed: int, fill: Fill | None = None) -> None:
+        """Set every parameter from (seed, name, shape) and fill the rotary tables; works after `to_empty`.
+
+        fill: (name, parameter, whole shape -> first value) sets a parameter, which may be a part of the whole.
+        """
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, seed=seed, layers=self.layers))
+            (fill or fill_whole)(name, parameter, partial(initial_value, name, seed=seed, layers=self.layers))
         if isinstance(self.position, Rotary):
             self.position.reset()
 
@@ -171,6 +195,11 @@ class Transformer(nn.Module):
         """The kernel that this model's attention runs on, found by running it: see `attention.attention_backend`."""
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         return attention_backend(device, **sizes, seq_len=seq_len, dtype=self.dtype, documents=documents)
+
+
+def fill_whole(name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:
+    """Set a whole parameter."""
+    parameter.copy_(first_value(parameter.shape))
 
 
 def _check_heads(dim: int, heads: int, kv_heads: int) -> None:

@@ -1,0 +1,130 @@
+"""Tensor parallel: which part of each layer a rank holds, and that a layout can hold such parts at all.
+
+    column      rows of a weight [n, k], so a part of the outputs: qkv, gate_up, up, the head (its words)
+    row         columns of a weight, so a part of the inputs: attention.out, mlp.down
+    vocabulary  words of an embedding
+
+A column-parallel layer with a row-parallel one behind it needs one gather of rows before and one scatter of sums after:
+between them a rank has whole key-value heads and whole (gate, up) pairs of all tokens, outside of them its own rows of
+the tokens. The model says which module is cut how (`Transformer.tensor_plan`); here parameters become parts, still on
+the meta device, and modules learn of their `Split`. A part is a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from lowprec_train.precision.block_keep import KeptInput
+from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.recipe import check as check_recipe
+from lowprec_train.precision.split import Ranks, Split
+
+CUT = {"column": 0, "vocabulary": 0, "row": 1}  # dimension of the weight
+GROUP = 8  # elements that one draw is made for
+
+
+class Cuttable(Protocol):
+    """What a model says of itself, and what it is told."""
+
+    kv_heads: int
+    vocab_size: int
+    ranks: Ranks | None
+    cross_entropy: Any
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How each module with a matrix is cut, by name; the rest is whole on every rank."""
+        ...
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
+
+    def get_submodule(self, target: str) -> nn.Module: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+
+def check(model: Cuttable, parts: int, *, tokens: int, recipes: Sequence[Mapping[str, LinearRecipe]]) -> None:
+    """ValueError, with the numbers, where `parts` ranks cannot share a micro-batch of `tokens` and each whole layer.
+
+    recipes: of every linear, for each phase of the run: tiles and rotations must lie within a part.
+    """
+    problems = [f"model.{what}={size}" for what, size in _shared(model) if size % parts]
+    if tokens % (parts * GROUP):
+        problems.append(f"{tokens} tokens of a micro-batch (in groups of {GROUP} a rank)")
+    if problems:
+        raise ValueError(f"parallel.tp={parts} does not divide {', '.join(problems)}")
+    for name, how in model.tensor_plan().items():
+        part = _whole(model.get_submodule(name), how) // parts
+        if part % GROUP:
+            raise ValueError(f"parallel.tp={parts} leaves {part} of {name} to a rank; draws come in groups of {GROUP}")
+        for table in recipes if name in recipes[0] else ():
+            _check_linear(table[name], model.get_submodule(name), name, how, part, tokens)
+
+
+def apply(model: Cuttable, ranks: Ranks) -> dict[str, int]:
+    """Replace the planned parameters of `model`, on the meta device, by this rank's parts without values.
+
+    Returns the dimension along which each parameter is cut, by name; what is not named is whole.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    cuts: dict[str, int] = {}
+    for name, how in model.tensor_plan().items():
+        module = model.get_submodule(name)
+        split = Split(dim=CUT[how], ranks=ranks, whole=_whole(module, how))
+        module.split = split  # type: ignore[assignment]
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if split.dim < parameter.ndim:
+                cuts[names[parameter]] = split.dim
+                shape = [split.part if dim == split.dim else size for dim, size in enumerate(parameter.shape)]
+                setattr(module, key, nn.Parameter(torch.empty(shape, device="meta", dtype=parameter.dtype)))
+    for module in _activations(model):
+        module.width //= ranks.count
+    model.cross_entropy.split = model.get_submodule("head").split
+    model.ranks = ranks
+    return cuts
+
+
+def summed_over_tp(model: nn.Module) -> list[str]:
+    """Names of the vectors that meet a rank's own rows of the tokens: every rank has a part of their gradients' sum.
+
+    Norms, and biases that are added to sums (row-parallel layers); column-parallel biases are cut like their outputs.
+    """
+    found = []
+    for name, module in model.named_modules():
+        cut = getattr(module, "split", None)
+        vectors = (key for key, p in module.named_parameters(name, recurse=False) if p.ndim == 1)
+        found += [key for key in vectors if cut is None or cut.dim == 1]
+    return found
+
+
+def _shared(model: Cuttable) -> list[tuple[str, int]]:
+    """What must come in equal and whole parts."""
+    widths = {module.width for module in _activations(model)}
+    return [
+        ("kv_heads", model.kv_heads),
+        ("vocab_size", model.vocab_size),
+        *(("ffn", width) for width in sorted(widths)),
+    ]
+
+
+def _activations(model: Cuttable) -> list[KeptInput]:
+    """Layers between a column-parallel linear and a row-parallel one."""
+    return [m for _, m in model.named_modules() if isinstance(m, KeptInput) and m.role == "activation"]
+
+
+def _whole(module: nn.Module, how: str) -> int:
+    """Extent of the dimension that is cut; a tied head has no weight of its own."""
+    if isinstance(module, Linear):
+        return module.in_features if how == "row" else module.out_features
+    assert isinstance(module, nn.Embedding)
+    return module.num_embeddings
+
+
+def _check_linear(recipe: LinearRecipe, linear: nn.Module, name: str, how: str, part: int, tokens: int) -> None:
+    assert isinstance(linear, Linear)
+    n, k = (linear.out_features, part) if how == "row" else (part, linear.in_features)
+    check_recipe(recipe, name=f"a rank's part of {name}", in_features=k, out_features=n, tokens=tokens)
