@@ -10,15 +10,12 @@ Shapes: B batch, T tokens, D model width, F feed-forward width, H head width, M 
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.model.activations import gated_silu
-from lowprec_train.model.embedding import rows_of
 from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
 from lowprec_train.precision.block_keep import (
     KeptInput,
@@ -27,7 +24,6 @@ from lowprec_train.precision.block_keep import (
     norm_through_codes,
 )
 from lowprec_train.precision.linear import Linear
-from lowprec_train.precision.split import Ranks
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
 
@@ -77,7 +73,6 @@ class SwiGLU(KeptInput):
     """
 
     role = "activation"
-    tensor_plan: ClassVar[dict[str, str]] = {"gate_up": "column", "down": "row"}
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
         super().__init__()
@@ -98,7 +93,6 @@ class GELU(KeptInput):
     """down(gelu(up)) with the tanh form of GELU (arXiv 1606.08415), as GPT-2 and Megatron-LM train."""
 
     role = "activation"
-    tensor_plan: ClassVar[dict[str, str]] = {"up": "column", "down": "row"}
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
         super().__init__()
@@ -140,7 +134,7 @@ class Rotary(nn.Module):
         self.cos.copy_(turns.cos())
         self.sin.copy_(turns.sin())
 
-    def add(self, x_BTD: Tensor, documents_BT: Tensor | None, shape: torch.Size, ranks: Ranks | None) -> Tensor:
+    def add(self, x_BTD: Tensor, documents_BT: Tensor | None) -> Tensor:
         return x_BTD
 
     def angles(self, seq_len: int) -> Angles:
@@ -148,22 +142,15 @@ class Rotary(nn.Module):
 
 
 class LearnedPositions(nn.Embedding):
-    """One trained vector per position, added to the token's. With documents, positions start again at each document.
-
-    `add` takes x [B, T, D] of tokens of `shape` [B, T], or with `ranks` this rank's rows of it [1, B T / ranks, D].
-    """
+    """One trained vector per position, added to the token's. With documents, positions start again at each document."""
 
     def __init__(self, max_seq_len: int, dim: int, head_dim: int, theta: float) -> None:
         super().__init__(max_seq_len, dim)
 
-    def add(self, x_BTD: Tensor, documents_BT: Tensor | None, shape: torch.Size, ranks: Ranks | None) -> Tensor:
+    def add(self, x_BTD: Tensor, documents_BT: Tensor | None) -> Tensor:
         if documents_BT is None:
-            position_BTD = self.weight[: shape[1]]
-        else:
-            position_BTD = self(positions_in_document(documents_BT))
-        if ranks is None:
-            return x_BTD + position_BTD
-        return x_BTD + rows_of(position_BTD.expand(*shape, -1).flatten(0, 1), ranks)
+            return x_BTD + self.weight[: x_BTD.shape[1]]
+        return x_BTD + self(positions_in_document(documents_BT))
 
     def angles(self, seq_len: int) -> None:
         return None
