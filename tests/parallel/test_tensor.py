@@ -1,0 +1,148 @@
+"""A model cut over tensor-parallel ranks against the whole one: the same codes, so in FP32 the same numbers up to the
+order of sums. Ranks are threads (tests/precision/ranks.py); real process groups run in test_layouts.py.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.numerics.draws import Draws
+from lowprec_train.parallel import tensor
+from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
+from lowprec_train.recipes import bf16
+from tests.precision.ranks import Meeting, ThreadRanks
+from tests.recipes import GPT, LLAMA, RECIPES, build
+
+SIZES = {"vocab_size": 64, "dim": 256, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 512, "max_seq_len": 64}
+FAMILIES = {"llama": LLAMA, "gpt": GPT}
+BATCH, SEQ = 4, 32
+# A sum in another order moves a value by a few of FP32's last bits; where that tips a rounding, a code moves by a step:
+# one code in some ten thousand, each worth up to an eighth of its value.
+SMOOTH, TIPPED = 2e-5, 5e-2
+
+
+def batch():
+    generator = torch.Generator().manual_seed(5)
+    tokens, targets = torch.randint(0, 64, (2, BATCH, SEQ), generator=generator)
+    targets[0, :5] = -100
+    return tokens, targets
+
+
+def whole(recipe, family, documents, **sizes):
+    model, draws = build(RECIPES[recipe], family, **(SIZES | sizes))
+    draws.begin(3, 8)
+    tokens, targets = batch()
+    loss = model.loss(tokens, targets, 100.0, documents)
+    loss.backward()
+    return model, loss.item()
+
+
+def parts(recipe, family, count, documents, shapes, **sizes):
+    """Loss, gradients by name, cut dimensions and summed names of every rank."""
+    meeting, found, errors = Meeting(count), [None] * count, []
+
+    def work(index):
+        try:
+            with torch.device("meta"):
+                model = Transformer(**{**SIZES, **family, **sizes})
+            cuts = tensor.apply(model, ThreadRanks(count, index, meeting))
+            model.to_empty(device="cpu")
+
+            def fill(name, parameter, first_value):
+                value = first_value(shapes[name])
+                parameter.copy_(value.chunk(count, cuts[name])[index] if name in cuts else value)
+
+            model.init_weights(0, fill)
+            apply_policy(model, {"blocks.*": RECIPES[recipe], "*": bf16.recipe()})
+            draws = Draws(0, count_linears(model))
+            attach_draws(model, draws)
+            draws.begin(3, 8)
+            tokens, targets = batch()
+            loss = model.loss(tokens, targets, 100.0, documents)
+            loss.backward()
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            found[index] = loss.item(), gradients, cuts, tensor.summed_over_tp(model)
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return found
+
+
+def joined(name, found):
+    """The gradient of the whole parameter, from those of the ranks."""
+    (_, _, cuts, summed), gradients = found[0], [each[1][name] for each in found]
+    if name in cuts:
+        return torch.cat(gradients, cuts[name])
+    if name in summed:
+        return torch.stack(gradients).sum(0)
+    assert all(torch.equal(gradients[0], each) for each in gradients), name
+    return gradients[0]
+
+
+def compare(recipe, family, count, bound, *, documents=None, **sizes):
+    model, loss = whole(recipe, family, documents, **sizes)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found = parts(recipe, family, count, documents, shapes, **sizes)
+    assert len({each[0] for each in found}) == 1, "the loss is the same bits on all ranks"
+    assert found[0][0] == pytest.approx(loss, rel=bound / 10)
+    for name, parameter in model.named_parameters():
+        error = (joined(name, found) - parameter.grad).norm() / parameter.grad.norm()
+        assert error <= bound, (name, float(error))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "fp4_mixed"])
+def test_two_ranks(recipe, family):
+    compare(recipe, FAMILIES[family], 2, SMOOTH if recipe == "bf16" else TIPPED, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {"documents": (torch.arange(SEQ) // 9).expand(BATCH, SEQ)},
+        {"recompute": "full"},
+        {"recompute": "selective"},
+        {"kv_heads": 4, "heads": 8},
+    ],
+    ids=["documents", "full", "selective", "grouped"],
+)
+def test_four_ranks(family, variant):
+    compare("bf16", FAMILIES[family], 4, SMOOTH, dtype=torch.float32, **variant)
+
+
+def test_in_bf16():
+    """Partial sums are rounded to the stream's dtype before they are added: half a unit of 2^-8 a rank."""
+    compare("bf16", LLAMA, 4, 4 * 2**-8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts", "tokens", "message"),
+    [
+        ({"vocab_size": 66}, 4, 256, "parallel.tp=4 does not divide model.vocab_size=66"),
+        ({"kv_heads": 2}, 4, 256, "parallel.tp=4 does not divide model.kv_heads=2"),
+        ({"ffn": 510, "vocab_size": 63}, 4, 256, "model.vocab_size=63, model.ffn=510"),
+        ({}, 4, 48, "48 tokens of a micro-batch"),
+        ({"vocab_size": 16}, 4, 256, "leaves 4 of embedding to a rank"),
+        ({}, 4, 256, r"a rank's part of blocks\.0\.attention\.qkv.*a 128x128 tile does not divide a 192x256 matrix"),
+    ],
+)
+def test_what_cannot_be_cut(sizes, parts, tokens, message):
+    with torch.device("meta"):
+        model = Transformer(**{**SIZES, **LLAMA, **sizes})
+    linears = [name for name in model.tensor_plan() if name.startswith("blocks")]
+    table = {name: RECIPES["fp8_block"] for name in linears} | {"head": bf16.recipe()}
+    with pytest.raises(ValueError, match=message):
+        tensor.check(model, parts, tokens=tokens, recipes=[table])
