@@ -143,6 +143,6 @@ def test_what_cannot_be_cut(sizes, parts, tokens, message):
     with torch.device("meta"):
         model = Transformer(**{**SIZES, **LLAMA, **sizes})
     linears = [name for name in model.tensor_plan() if name.startswith("blocks")]
-    table = {name: RECIPES["fp8_block"] for name in linears} | {"head": bf16.recipe()}
+    table = dict.fromkeys(linears, RECIPES["fp8_block"]) | {"head": bf16.recipe()}
     with pytest.raises(ValueError, match=message):
         tensor.check(model, parts, tokens=tokens, recipes=[table])
