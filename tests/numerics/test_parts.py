@@ -1,0 +1,133 @@
+"""A matrix cut over ranks is rounded as the whole: every format, tile and rule, by rows and by columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.formats import BF16, E2M1, E4M3
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, Shared, both, pairs, parts_pair
+from tests.numerics.data import boundaries, heavy, normal
+from tests.numerics.quantized import POWERS, SCALED, TILES, origin, rules, seed
+from tests.precision.ranks import among
+
+ROWS, COLUMNS, COUNT = 64, 128, 2
+
+
+@dataclass
+class Asked:
+    """`largest`, and how often it was asked for."""
+
+    count: int = 0
+
+    def shared(self, dim: int, largest: Callable[[Tensor], Tensor]) -> Shared:
+        def counted(x: Tensor) -> Tensor:
+            self.count += 1
+            return largest(x)
+
+        return Shared(dim=dim, largest=counted)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+def cut(whole: Tensor, dim: int, rank: int) -> Tensor:
+    """A rank's part of codes or scales; one number stands for all parts."""
+    return whole.chunk(COUNT, dim)[rank] if whole.shape[dim] > 1 else whole
+
+
+def assert_parts_are_cut(how: Quantizer, x: Tensor, dim: int) -> None:
+    of = how(x, seed() if how.stochastic else None, origin(3, 16))
+    asked = Asked()
+
+    def body(ranks):
+        part = x.chunk(COUNT, dim)[ranks.index]
+        first = ranks.index * part.shape[dim]
+        at = origin(3 + first * (dim == 0), 16 + first * (dim == 1))
+        return how(part, seed() if how.stochastic else None, at, asked.shared(dim, ranks.largest))
+
+    for rank, part in enumerate(among(COUNT, body)):
+        every = [(part.codes, of.codes), (part.scale, of.scale)]
+        for mine, whole in every + [(part.parts[name], of.parts[name]) for name in of.parts]:
+            assert torch.equal(bits(mine), bits(cut(whole, dim, rank))), how
+    assert (asked.count > 0) == how.crosses(dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("matrix", [normal, heavy, boundaries], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("format", (*SCALED, BF16), ids=str)
+def test_parts_are_the_whole_cut(format, matrix, dim):
+    x = torch.from_numpy(matrix(ROWS, COLUMNS)).float()
+    x[5], x[:, 70:72] = 0, 0
+    for tile in TILES:
+        for rule in rules(format):
+            for stochastic in (False, True):
+                assert_parts_are_cut(Quantizer(format, tile, rule, stochastic), x, dim)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("rule", POWERS)
+def test_a_span_hangs_from_the_whole_row(rule, dim):
+    x = torch.from_numpy(heavy(ROWS, COLUMNS)).float()
+    x[:, : COLUMNS // 2] *= 2.0**-20
+    x[9, : COLUMNS // 2], x[10] = 0, 0
+    for tile in ((1, 32), (1, -1), (16, 16)):
+        assert_parts_are_cut(Quantizer(E2M1, tile, rule, span=14), x, dim)
+        assert_parts_are_cut(Quantizer(E2M1, tile, rule, stochastic=True, span=5), x, dim)
+
+
+WIDE = (Quantizer(E4M3, scale=ScaleRule.POW2), Quantizer(E2M1, (1, -1)), Quantizer(E2M1, (-1, 8)))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("how", WIDE, ids=str)
+def test_what_is_no_number_shows_on_every_rank(how, bad, dim):
+    """In the scales of all parts of its tile, and so in every value of them."""
+    x = torch.from_numpy(normal(ROWS, COLUMNS)).float()
+    x[2, 3] = bad
+
+    def body(ranks):
+        return how(x.chunk(COUNT, dim)[ranks.index], shared=Shared(dim=dim, largest=ranks.largest))
+
+    of, parts = how(x), among(COUNT, body)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part.scale.isfinite(), cut(of.scale, dim, rank).isfinite())
+    got, want = torch.cat([part.dequantize() for part in parts], dim), of.dequantize()
+    assert torch.equal(got.isfinite(), want.isfinite()) and not want.isfinite().all()
+
+
+TENSOR, ROW, LINE = (Quantizer(E4M3, tile, ScaleRule.POW2) for tile in ((-1, -1), (1, -1), (1, 32)))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_when_one_op_rounds_both_orientations_of_a_part(dim):
+    shared = Shared(dim=dim, largest=lambda x: x)
+    assert parts_pair(ROW, ROW.turned(), shared, folded=False) == (dim == 0)
+    assert not parts_pair(ROW, ROW, shared, folded=True) and not parts_pair(TENSOR, ROW, shared, folded=False)
+    assert not parts_pair(TENSOR, TENSOR, shared, folded=True) and parts_pair(TENSOR, TENSOR, None, folded=True)
+    assert parts_pair(TENSOR, TENSOR, shared, folded=False) and parts_pair(LINE, LINE, shared, folded=False)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("how", [TENSOR, LINE], ids=str)
+def test_both_orientations_of_a_part(how, dim):
+    """With maxima that were left, and without."""
+    x = torch.from_numpy(heavy(ROWS, COLUMNS)).to(torch.bfloat16)
+    assert pairs(how, how)
+
+    def body(ranks):
+        part, shared = x.chunk(COUNT, dim)[ranks.index], Shared(dim=dim, largest=ranks.largest)
+        return [both(part, how, how, maxima=left, shared=shared) for left in (None, part.abs().amax(1).float())]
+
+    for rank, results in enumerate(among(COUNT, body)):
+        for result in results:
+            for mine, whole, at in zip(result, both(x, how, how), (dim, 1 - dim)):
+                assert torch.equal(bits(mine.codes), bits(cut(whole.codes, at, rank)))
+                assert torch.equal(mine.scale, cut(whole.scale, at, rank))
