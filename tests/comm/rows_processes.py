@@ -1,0 +1,79 @@
+"""What two processes tell each other through `GroupRanks`, eager and compiled; started once for all tests.
+
+Usage: rows_processes.py DIRECTORY [nccl]: RANKS processes over gloo, forked from one that has imported torch, or as
+many GPUs. They meet through a file.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lowprec_train.comm.rows import GroupRanks
+
+RANKS, ROWS, WIDTH = 2, 8, 16  # rows of one rank
+DTYPES = (torch.float32, torch.bfloat16)
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8, torch.int8, torch.int64, *DTYPES)
+
+
+def rows(rank, dtype):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(ROWS, WIDTH, generator=generator).to(dtype)
+
+
+def weight(rank, dtype):
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(WIDTH, WIDTH, generator=generator).to(dtype)
+
+
+def spoilt(rank):
+    """NaN and infinities, some of them on one rank alone."""
+    one = torch.tensor([1.0, -torch.inf, torch.nan, -5.0, torch.inf])
+    other = torch.tensor([torch.nan, -torch.inf, 3.0, -6.0, 2.0])
+    return (one, other)[rank]
+
+
+def layer(x, w, ranks):
+    """A column-parallel product and a row-parallel one, as a block has them, and a scale over all ranks."""
+    y = torch.tanh(ranks.gather_rows(x) @ w)
+    return ranks.scatter_sum_rows(y @ w.t()), ranks.largest(y)
+
+
+def passes(rank, dtype, ranks, device, backend=None):
+    """(y, scale, gradients of x and w); two such layers, so that a backward pass sums what it gathered."""
+
+    def two(x, w):
+        middle, scale = layer(x, w, ranks)
+        return layer(middle, w, ranks)[0], scale
+
+    run = two if backend is None else torch.compile(two, fullgraph=True, backend=backend)
+    x, w = (make(rank, dtype).to(device).requires_grad_() for make in (rows, weight))
+    y, scale = run(x, w)
+    y.backward(rows(10 + rank, dtype).to(device))
+    return [each.detach().cpu() for each in (y, scale, x.grad, w.grad)]
+
+
+def work(rank, directory, backend="gloo"):
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    ranks = GroupRanks.of(dist.new_group(list(range(RANKS))))
+    compiler = "inductor" if device.type == "cuda" else "aot_eager"
+    saved = {"place": (ranks.count, ranks.index), "largest": ranks.largest(spoilt(rank).to(device)).cpu()}
+    for dtype in CODES:
+        x = rows(rank, torch.float32).mul(8).to(dtype).to(device)
+        saved["gather", dtype] = [ranks.gather(x, dim).cpu() for dim in (0, 1)]
+    for dtype in DTYPES:
+        saved["eager", dtype] = passes(rank, dtype, ranks, device)
+        saved["compiled", dtype] = passes(rank, dtype, ranks, device, compiler)
+    torch.save(saved, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    how = {"nprocs": RANKS, "start_method": "spawn" if sys.argv[2:] == ["nccl"] else "fork"}
+    mp.start_processes(work, args=tuple(sys.argv[1:]), **how)
