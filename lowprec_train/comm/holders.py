@@ -35,9 +35,9 @@ class GroupHolders:
     def total(self, x: Tensor) -> Tensor:
         """The elementwise sum over ranks, in rank order, in x's dtype."""
         for group in self._groups:
-            rows = x.new_empty((group.size(), *x.shape))
-            dist.all_gather_into_tensor(rows, x.contiguous().unsqueeze(0), group)
-            x, *others = rows.unbind()
-            for each in others:
+            rows = list(x.new_empty((group.size(), *x.shape)).unbind())
+            dist.all_gather(rows, x.contiguous(), group)
+            x = rows[0]
+            for each in rows[1:]:
                 x = x + each
         return x

@@ -11,12 +11,13 @@ State crosses the boundary as flat lists of tensors, and how it is stored as str
 
 so that `first` holds one, two or four tensors a parameter. Decoded, updated in FP32, encoded: the weights see the new
 moments before these are rounded. found_inf = 1 leaves all bits as they are, without a word to the host. The kernel
-returns these bits; with update clipping, whose RMS is a sum in another order, it returns them up to the roundings of
-that sum.
+returns these bits; with update clipping, whose RMS is a sum in another order and in FP32, it returns them up to the
+roundings of that sum.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ from lowprec_train.ops.schema import CARRIERS
 STREAM = 1 << 16
 """The draws' stream of masters: those of linear layers count from 0 (`numerics.draws`)."""
 
+SLICE = 1 << 24  # elements that are in FP64 at a time
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -45,23 +47,63 @@ class Constants:
     seed: Tensor | None
 
 
-def update(old: dict[str, Tensor], gradient: Tensor, constants: Constants, *, clip: bool) -> dict[str, Tensor]:
-    """`exp_avg`, `exp_avg_sq` and `master` after one step in FP32; each operation rounds by itself."""
-    (beta1, beta2), (correction1, correction2) = constants.betas, constants.corrections
-    m = old["exp_avg"] + (gradient - old["exp_avg"]) * (1.0 - beta1)
-    v = old["exp_avg_sq"] * beta2 + gradient * gradient * (1.0 - beta2)
+def update(
+    old: dict[str, Tensor], gradient: Tensor, constants: Constants, *, clip: bool, rms: Tensor | None = None
+) -> dict[str, Tensor]:
+    """`exp_avg`, `exp_avg_sq` and `master` after one step in FP32; each operation rounds by itself.
+
+    rms: `update_rms` of the whole tensor, where these are parts of it.
+    """
+    correction1, correction2 = constants.corrections
+    m = first_moment(old["exp_avg"], gradient, constants.betas)
+    v = second_moment(old["exp_avg_sq"], gradient, constants.betas)
     rate = torch.full_like(correction1, constants.lr)
     if clip:
-        rate = rate / update_rms(gradient, v, correction2, constants.eps).double().clamp_min(1.0)
+        rms = update_rms(gradient, v, correction2, constants.eps) if rms is None else rms
+        rate = rate / rms.double().clamp_min(1.0)
     step_size, decay = (rate / correction1).float(), (1.0 - rate * constants.weight_decay).float()
     denominator = square_root(v) / correction2.sqrt().float() + constants.eps
     return {"exp_avg": m, "exp_avg_sq": v, "master": old["master"] * decay - m * step_size / denominator}
 
 
+def first_moment(m: Tensor, gradient: Tensor, betas: tuple[float, float]) -> Tensor:
+    """m after a step."""
+    return m + (gradient - m) * (1.0 - betas[0])
+
+
+def second_moment(v: Tensor, gradient: Tensor, betas: tuple[float, float]) -> Tensor:
+    """v after a step."""
+    return v * betas[1] + gradient * gradient * (1.0 - betas[1])
+
+
 def update_rms(gradient: Tensor, v: Tensor, correction2: Tensor, eps: float) -> Tensor:
     """StableAdamW's sign of a stale second moment: 0-dim, about 1 in a steady state, large when the gradient jumps."""
+    return (squared_updates(gradient, v, correction2, eps) / gradient.numel()).sqrt().float()
+
+
+def squared_updates(gradient: Tensor, v: Tensor, correction2: Tensor, eps: float) -> Tensor:
+    """The sum that the RMS is made of, 0-dim FP64."""
     second = (v / correction2.float()).clamp_min(eps * eps)
-    return (gradient * gradient / second).mean().sqrt()
+    return wide_sum(gradient * gradient / second)
+
+
+def wide_sum(x: Tensor) -> Tensor:
+    """The sum in FP64, 0-dim. What it rounds is so small that an FP32 number made of it is the same, but for one case
+    in about 2^27, in whatever order and in however many parts x is added. Zero for an empty x.
+    """
+    return _wide(x, lambda part: part.sum(dtype=torch.float64))
+
+
+def wide_squares(x: Tensor) -> Tensor:
+    """The sum of squares, as `wide_sum`: the squares of FP32 numbers are exact."""
+    return _wide(x, lambda part: torch.linalg.vector_norm(part, dtype=torch.float64).square())
+
+
+def _wide(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
+    for part in x.flatten().split(SLICE):  # torch converts before it adds
+        total = total + add(part)
+    return total
 
 
 def seeds(run_seed: Tensor, parameters: Tensor, steps: Tensor) -> Tensor:

@@ -10,24 +10,31 @@ m, v and w are decoded before the update and encoded after it: the weights see t
 runs in torch's fused kernel; what is not, in ours where the CUDA library is there (`ops.updates`), all tensors in a few
 launches. An observer makes the steps one by one, to the same bits.
 
+Parameters may be pieces of wholes, as DTensors or plain: each rank steps its own, to the bits that the whole would have
+there, and the ranks tell each other a few numbers a tensor, in as many collectives a step as there are kinds of numbers
+and sets of ranks (`optim.wholes`).
+
 Global-norm clipping is a division by max(norm / clip, 1), and a non-finite step is a found_inf of 1: weights, codes,
 scales and step counters stay as they were, and the host never waits to learn which it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowprec_train.ops.updates import Constants, update, update_rms
 from lowprec_train.optim import fused as kernels
-from lowprec_train.optim.coded import Observer, step_one
+from lowprec_train.optim.coded import Observer, Whole, start, step_one
 from lowprec_train.optim.master import FP32Master, Master, seeds
 from lowprec_train.optim.moments import Codec
-from lowprec_train.optim.slots import FP32_MASTER, FP32_MOMENTS, Held, Slot, flat, matrix, steps_after
+from lowprec_train.optim.piece import Piece, local
+from lowprec_train.optim.slots import FP32_MASTER, FP32_MOMENTS, Held, Slot, slot, steps_after
+from lowprec_train.optim.wholes import before_start, before_step
 
 __all__ = ["AdamW", "Observer", "Slot", "parameter_groups", "update", "update_rms"]
 
@@ -38,7 +45,8 @@ class AdamW(torch.optim.Optimizer):
     State exists from the start (a checkpoint of step 0 has it, and a lack of memory shows before the first step): plain
     tensors by flat names, `exp_avg` for codes, `exp_avg.scale` for what belongs to them, `master` where the parameter
     is not the master itself. With a reduced master the parameters of matrices become BF16 here, and their gradients
-    stay FP32, so that micro-batches are summed in FP32; build the optimizer before a forward pass.
+    stay FP32, so that micro-batches are summed in FP32; build the optimizer before a forward pass. A DTensor parameter
+    stays FP32 and holds the BF16 values: FSDP2 rounds gradients to the dtype of the parameters that it keeps.
 
     Args:
         params: FP32 parameters or groups, see `parameter_groups`.
@@ -49,9 +57,11 @@ class AdamW(torch.optim.Optimizer):
         clip_updates: StableAdamW's update clipping.
         seed: the run's seed, for stochastic rounding.
         fused: torch's kernel where everything is FP32; False: the same equations as for coded state.
+        pieces: of parameters that this rank has a part of. Building the optimizer and stepping it are then collective:
+            all ranks do so, with the same gradients present.
 
     Raises:
-        ValueError: a hyper-parameter out of its range.
+        ValueError: a hyper-parameter out of its range, a DTensor without a piece, a piece that its codecs cannot store.
     """
 
     def __init__(
@@ -67,6 +77,7 @@ class AdamW(torch.optim.Optimizer):
         clip_updates: bool = False,
         seed: int = 0,
         fused: bool = True,
+        pieces: Mapping[nn.Parameter, Piece] | None = None,
     ) -> None:
         beta1, beta2 = (float(beta) for beta in betas)
         _check(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay)
@@ -78,18 +89,27 @@ class AdamW(torch.optim.Optimizer):
             indexed = {id(group["params"][place]) for place in group.get("indexed", ())}
             for parameter in (p for p in group["params"] if p.requires_grad):
                 kept = parameter.ndim < 2 or id(parameter) in indexed
-                slot = Slot(
-                    index=torch.tensor(len(self._slots), device=parameter.device),
-                    moments=moments if parameter.ndim >= 2 else FP32_MOMENTS,
-                    master=FP32_MASTER if kept else master,
-                )
-                self._slots[parameter] = slot
-                self._start(parameter, slot)
+                how = (moments if parameter.ndim >= 2 else FP32_MOMENTS, FP32_MASTER if kept else master)
+                piece = _piece(parameter, pieces or {})
+                self._slots[parameter] = slot(local(parameter), len(self._slots), *how, piece)
+        known = before_start([(slot, local(parameter)) for parameter, slot in self._slots.items()])
+        for parameter, whole in zip(self._slots, known, strict=True):
+            self._start(parameter, whole)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group."""
         for group in self.param_groups:
             group["lr"] = lr
+
+    def along(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of the state tensors that are cut with `parameter`, whose whole has `shape`; the others are the
+        same wherever a part of it is held.
+        """
+        return self._slots[parameter].along(shape)
+
+    def value_dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        """What the values of `parameter` are rounded to: its dtype, or less than that where FSDP2 wants FP32."""
+        return self._slots[parameter].master.parameter_dtype
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -106,6 +126,7 @@ class AdamW(torch.optim.Optimizer):
             found_inf: 0-dim FP32 tensor there; 1.0 leaves parameters and state bit for bit as they are.
             observer: is told of every state that is rounded.
         """
+        work: list[tuple[Held, Constants]] = []
         for group in self.param_groups:
             active = [self._held(p) for p in group["params"] if p.grad is not None]
             plain = [held for held in active if self._fused and held.slot.plain]
@@ -115,8 +136,10 @@ class AdamW(torch.optim.Optimizer):
             if observer is None:
                 given = (grad_scale, found_inf)
                 coded = kernels.step_coded(group, coded, *given, seed=self._seed, clip=self._clip_updates)
-            for held, constants in zip(coded, self._constants(group, coded), strict=True):
-                step_one(held, constants, grad_scale, found_inf, observer, clip=self._clip_updates)
+            work += zip(coded, self._constants(group, coded), strict=True)
+        known = before_step(work, grad_scale, clip=self._clip_updates)
+        for (held, constants), whole in zip(work, known, strict=True):
+            step_one(held, constants, whole, grad_scale, found_inf, observer, clip=self._clip_updates)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -128,26 +151,22 @@ class AdamW(torch.optim.Optimizer):
             tensors = state_dict["state"].get(index, {})
             self.state[parameter] = {k: v.detach().clone().to(parameter.device) for k, v in tensors.items()}
 
-    def _start(self, parameter: nn.Parameter, slot: Slot) -> None:
+    @torch.no_grad()
+    def _start(self, parameter: nn.Parameter, whole: Whole) -> None:
         """Codes of zero moments and of the first weights."""
-        with torch.no_grad():
-            zeros, step = torch.zeros_like(parameter), torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state = {"step": step}
-            for name, codec in slot.named:
-                state |= flat(name, codec.encode(matrix(zeros)))
-            state = {key: value.clone() for key, value in state.items()}
-            if not isinstance(slot.master, FP32Master):
-                seed = self._seeds([slot], step.unsqueeze(0))[0] if slot.master.stochastic else None
-                value, parts = slot.master.encode(matrix(parameter.detach()), seed)
-                state |= flat("master", parts)
-                parameter.data = value.view(parameter.shape)
-                parameter.grad_dtype = torch.float32
-        self.state[parameter] = state
+        slot, step = self._slots[parameter], torch.zeros((), dtype=torch.float32, device=parameter.device)
+        seed = self._seeds([slot], step.unsqueeze(0))[0] if slot.master.stochastic else None
+        value, coded = start(slot, local(parameter), seed, whole)
+        self.state[parameter] = {"step": step} | coded
+        if isinstance(parameter, DTensor):
+            local(parameter).copy_(value)
+        elif not isinstance(slot.master, FP32Master):
+            parameter.data = value
+            parameter.grad_dtype = torch.float32
 
     def _held(self, parameter: nn.Parameter) -> Held:
         assert parameter.grad is not None
-        slot = self._slots[parameter]
-        return Held(parameter, slot, parameter.detach(), parameter.grad, self.state[parameter])
+        return Held(parameter, self._slots[parameter], local(parameter), local(parameter.grad), self.state[parameter])
 
     def _constants(self, group: dict[str, Any], members: list[Held]) -> list[Constants]:
         if not members:
@@ -194,6 +213,12 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": vectors, "weight_decay": 0.0, "indexed": []},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _piece(parameter: nn.Parameter, pieces: Mapping[nn.Parameter, Piece]) -> Piece | None:
+    if isinstance(parameter, DTensor) and parameter not in pieces:
+        raise ValueError(f"a DTensor parameter of shape {tuple(parameter.shape)} has no piece that says where it lies")
+    return pieces.get(parameter)
 
 
 def _check(*, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:

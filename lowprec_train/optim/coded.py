@@ -1,15 +1,21 @@
-"""AdamW's step on one coded tensor: decoded, updated in FP32, encoded, written unless the step is skipped."""
+"""AdamW's step on one coded tensor: decoded, updated in FP32, encoded, written unless the step is skipped.
+
+What a piece cannot know by itself comes as a `Whole`. An empty piece encodes a row of zeros in place of its own, of
+which nothing is kept but what belongs to the whole tensor: its scales.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from lowprec_train.ops.updates import Constants, update, write
 from lowprec_train.optim.master import FP32Master
 from lowprec_train.optim.moments import Parts
-from lowprec_train.optim.slots import Held, flat, matrix, parts_of
+from lowprec_train.optim.slots import Held, Slot, flat, matrix, parts_of
 
 Observer = Callable[[nn.Parameter, str, Tensor, Tensor, Tensor], None]
 """Told of everything that is rounded: parameter, "exp_avg" | "exp_avg_sq" | "master", its value before the step, the
@@ -18,9 +24,30 @@ new one, the new one as it was stored; FP32. A step that is skipped is reported 
 Values = dict[str, Tensor]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Numbers of the tensor that a piece is a part of; none where they are not needed, or where the piece is all.
+
+    rms: of its update, where that is clipped, 0-dim FP32. amax: largest magnitudes of what has one scale, FP32 [1, 1]
+    by name.
+    """
+
+    rms: Tensor | None = None
+    amax: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def start(slot: Slot, weights: Tensor, seed: Tensor | None, whole: Whole) -> tuple[Tensor, Parts]:
+    """What the parameter becomes, and the state: zero moments and the first weights. weights: FP32, of the part."""
+    w = matrix(weights)
+    new = {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w), "master": w}
+    value, coded = _encode(slot, new, seed, whole)
+    return value.view(weights.shape), {key: tensor.clone() for key, tensor in coded.items()}
+
+
 def step_one(
     held: Held,
     constants: Constants,
+    whole: Whole,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
     observer: Observer | None,
@@ -28,33 +55,49 @@ def step_one(
     clip: bool,
 ) -> None:
     """Update one tensor and its state in place."""
-    old, new = advance(held, constants, grad_scale, clip=clip)
-    coded: dict[str, Parts] = {name: codec.encode(new[name]) for name, codec in held.slot.named}
-    value, coded["master"] = held.slot.master.encode(new["master"], constants.seed)
-    if observer is not None:
+    old, new = advance(held, constants, grad_scale, clip=clip, rms=whole.rms)
+    value, coded = _encode(held.slot, new, constants.seed, whole)
+    if observer is not None and not held.empty:
         _report(observer, held, old, new, value, coded)
     skip = None if found_inf is None else found_inf == 1.0
-    for name, parts in coded.items():
-        for key, tensor in flat(name, parts).items():
-            write(held.state[key], tensor, skip)
-    write(held.parameter, value.view(held.parameter.shape), skip)
+    for key, tensor in coded.items():
+        write(held.state[key], tensor, skip)
+    write(held.parameter, value.view(held.parameter.shape).to(held.parameter.dtype), skip)
     write(held.state["step"], held.state["step"] + 1.0, skip)
 
 
-def advance(held: Held, constants: Constants, grad_scale: Tensor | None, *, clip: bool) -> tuple[Values, Values]:
+def advance(
+    held: Held, constants: Constants, grad_scale: Tensor | None, *, clip: bool, rms: Tensor | None = None
+) -> tuple[Values, Values]:
     """Moments and weights before and after the update, FP32 [n, k], before anything is rounded."""
     slot, state = held.slot, held.state
-    gradient = matrix(held.gradient).float()
-    gradient = gradient if grad_scale is None else gradient / grad_scale
-    old = {name: codec.decode(parts_of(state, name)) for name, codec in slot.named}
+    old = {name: slot.decode(name, state) for name, _ in slot.named}
     old["master"] = slot.master.decode(matrix(held.parameter), parts_of(state, "master"))
-    return old, update(old, gradient, constants, clip=clip)
+    return old, update(old, held.scaled_gradient(grad_scale), constants, clip=clip, rms=rms)
 
 
-def _report(observer: Observer, held: Held, old: Values, new: Values, value: Tensor, coded: dict[str, Parts]) -> None:
+def _encode(slot: Slot, new: Values, seed: Tensor | None, whole: Whole) -> tuple[Tensor, Parts]:
+    """The parameter's new value, and its state by names."""
+    empty, shape = new["master"].shape[0] == 0, new["master"].shape
+    if empty:
+        new = {name: x.new_zeros((1, *shape[1:])) for name, x in new.items()}
+    coded: Parts = {}
+    for name, codec in slot.named:
+        coded |= flat(name, codec.encode(new[name], amax=whole.amax.get(name), segments=slot.segments))
+    value, parts = slot.master.encode(new["master"], seed, slot.origin, amax=whole.amax.get("master"))
+    coded |= flat("master", parts)
+    if empty:
+        along = slot.along(tuple(shape))
+        coded = {key: tensor[:0] if key in along else tensor for key, tensor in coded.items()}
+        value = value[:0]
+    return value, coded
+
+
+def _report(observer: Observer, held: Held, old: Values, new: Values, value: Tensor, coded: Parts) -> None:
     slot = held.slot
     for name, codec in slot.named:
         if not codec.exact:
-            observer(held.owner, name, old[name], new[name], codec.decode(coded[name]))
+            observer(held.owner, name, old[name], new[name], slot.decode(name, coded))
     if not isinstance(slot.master, FP32Master):
-        observer(held.owner, "master", old["master"], new["master"], slot.master.decode(value, coded["master"]))
+        stored = slot.master.decode(value, parts_of(coded, "master"))
+        observer(held.owner, "master", old["master"], new["master"], stored)

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from lowprec_train.ops.library import SERVED
-from lowprec_train.optim.moments import segments
 from lowprec_train.optim.slots import Held, Wording, listed, steps_after, wording
 
 
@@ -48,12 +47,15 @@ def step_coded(
     seed: int,
     clip: bool,
 ) -> list[Held]:
-    """Update what our kernel serves, the tensors of like codecs in one call; returns the rest."""
+    """Update what our kernel serves, the tensors of like codecs in one call; returns the rest. It knows of no other
+    rank and of no place in a whole: pieces that need these are left.
+    """
     alike: dict[tuple[Wording, torch.dtype, torch.device], list[Held]] = {}
     rest = []
     for held in members:
         words, parameter = wording(held.slot), held.parameter
-        if words is None or not parameter.is_contiguous() or "adamw" not in SERVED.get(parameter.device.type, ()):
+        served = "adamw" in SERVED.get(parameter.device.type, ()) and parameter.is_contiguous() and not held.empty
+        if words is None or not served or not held.slot.placeless or (clip and held.slot.holders is not None):
             rest.append(held)
         else:
             alike.setdefault((words, held.gradient.dtype, parameter.device), []).append(held)
@@ -93,7 +95,7 @@ def _call(
         words.second,
         words.master,
         words.group,
-        [segments(held.parameter.shape[-1]) if held.parameter.ndim else 1 for held in members],
+        [held.slot.segments for held in members],
         seed,
         group["lr"],
         beta1,

@@ -23,7 +23,7 @@ from torch import Tensor
 from lowprec_train.numerics.formats import BF16, FP16
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops.updates import STREAM, seeds
-from lowprec_train.optim.moments import Parts
+from lowprec_train.optim.moments import Parts, under_one_scale
 
 __all__ = ["STREAM", "BF16Master", "FP16Master", "FP32Master", "Master", "seeds"]
 
@@ -41,15 +41,32 @@ class Master(Protocol):
         """Whether `encode` needs a seed."""
         ...
 
-    def encode(self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> tuple[Tensor, Parts]:
+    @property
+    def one_scale(self) -> bool:
+        """Whether the largest magnitude of the whole matrix matters to every code."""
+        ...
+
+    def encode(
+        self,
+        w: Tensor,
+        seed: Tensor | None = None,
+        origin: Tensor | None = None,
+        *,
+        amax: Tensor | None = None,
+    ) -> tuple[Tensor, Parts]:
         """w FP32 -> the parameter's new value, and what the optimizer keeps.
 
-        seed: 0-dim int64. origin: int64 [2], global row and column of w[0, 0], where w is a part of the matrix.
+        seed: 0-dim int64. Where w is a part of the matrix: origin, int64 [2], global row and column of w[0, 0], the
+        column a multiple of 8; amax, FP32 [1, 1], the largest magnitude of the whole.
         """
         ...
 
     def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
         """FP32 [n, k]."""
+        ...
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts that lie along a matrix of `shape` and are cut with it, as of a Codec."""
         ...
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
@@ -63,12 +80,18 @@ class FP32Master:
 
     parameter_dtype: torch.dtype = field(default=torch.float32, init=False)
     stochastic: bool = field(default=False, init=False)
+    one_scale: bool = field(default=False, init=False)
 
-    def encode(self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> tuple[Tensor, Parts]:
+    def encode(
+        self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None, *, amax: Tensor | None = None
+    ) -> tuple[Tensor, Parts]:
         return w, {}
 
     def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
         return parameter
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         return 0
@@ -83,14 +106,21 @@ class FP16Master:
 
     stochastic: bool = True
     parameter_dtype: torch.dtype = field(default=torch.bfloat16, init=False)
+    one_scale: bool = field(default=True, init=False)
 
-    def encode(self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> tuple[Tensor, Parts]:
+    def encode(
+        self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None, *, amax: Tensor | None = None
+    ) -> tuple[Tensor, Parts]:
         quantizer = Quantizer(FP16, scale=ScaleRule.POW2, stochastic=self.stochastic)
-        rounded = quantizer(w, seed if self.stochastic else None, origin)
-        return rounded.dequantize().to(torch.bfloat16), {"codes": rounded.codes, "scale": rounded.scale}
+        codes, scale = under_one_scale(w, quantizer, amax, seed if self.stochastic else None, origin)
+        rounded = torch.ops.lowprec.dequantize(codes, scale)
+        return rounded.to(torch.bfloat16), {"codes": codes, "scale": scale}
 
     def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
         return torch.ops.lowprec.dequantize(parts["codes"], parts["scale"])
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {"codes": shape}
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         return 2 * torch.Size(shape).numel() + 4
@@ -102,12 +132,18 @@ class BF16Master:
 
     parameter_dtype: torch.dtype = field(default=torch.bfloat16, init=False)
     stochastic: bool = field(default=True, init=False)
+    one_scale: bool = field(default=False, init=False)
 
-    def encode(self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None) -> tuple[Tensor, Parts]:
+    def encode(
+        self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None, *, amax: Tensor | None = None
+    ) -> tuple[Tensor, Parts]:
         return Quantizer(BF16, stochastic=True)(w, seed, origin).codes, {}
 
     def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
         return parameter.float()
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {}
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         return 0

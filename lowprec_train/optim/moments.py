@@ -6,7 +6,9 @@
                2410.19313), see `ops.states`                                         1.094 bytes
 
 A codec is a value without state: `encode` gives plain tensors by name, `codes` and what belongs to them, `decode` takes
-them back. Nothing here draws: moments are rounded to nearest.
+them back. Nothing here draws: moments are rounded to nearest. A part of a matrix gets the codes that it has in the
+whole: where there is one scale a tensor it is told the whole's largest magnitude, where rows have segments how many of
+them it holds.
 """
 
 from __future__ import annotations
@@ -25,19 +27,36 @@ Parts = dict[str, Tensor]
 
 
 class Codec(Protocol):
-    """Stores a matrix. seed: 0-dim int64, for codecs that round stochastically."""
+    """Stores a matrix. seed: 0-dim int64, for codecs that round stochastically.
+
+    amax: FP32 [1, 1], the largest magnitude of the whole matrix, and segments: those of a row of x, both for an x that
+    is only a part of it.
+    """
 
     @property
     def exact(self) -> bool:
         """True when decode(encode(x)) is x, bit for bit."""
         ...
 
-    def encode(self, x: Tensor, seed: Tensor | None = None) -> Parts:
+    @property
+    def one_scale(self) -> bool:
+        """True when the largest magnitude of the whole matrix matters to every code."""
+        ...
+
+    def encode(
+        self, x: Tensor, seed: Tensor | None = None, *, amax: Tensor | None = None, segments: int | None = None
+    ) -> Parts:
         """x FP32 [n, k] -> `codes` [n, k] and their scales."""
         ...
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: Parts, *, segments: int | None = None) -> Tensor:
         """FP32 [n, k]."""
+        ...
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parts that lie along a matrix of `shape` and are cut with it. A part that is not named is the
+        same wherever a part of the matrix is held.
+        """
         ...
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
@@ -50,6 +69,7 @@ class Plain:
     """A cast. format: FP32 or BF16, whose range needs no scale. Raises ValueError for any other."""
 
     format: str = "FP32"
+    one_scale: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if parse_format(self.format).scaled:
@@ -59,11 +79,16 @@ class Plain:
     def exact(self) -> bool:
         return self._format.name == "FP32"
 
-    def encode(self, x: Tensor, seed: Tensor | None = None) -> Parts:
+    def encode(
+        self, x: Tensor, seed: Tensor | None = None, *, amax: Tensor | None = None, segments: int | None = None
+    ) -> Parts:
         return {"codes": x.to(self._format.carrier)}
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: Parts, *, segments: int | None = None) -> Tensor:
         return parts["codes"].float()
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {"codes": shape}
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         return torch.Size(shape).numel() * self._format.carrier.itemsize
@@ -82,17 +107,23 @@ class Scaled:
 
     format: str
     exact: bool = field(default=False, init=False)
+    one_scale: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
         if parse_format(self.format).name not in ("E4M3", "E5M2", "FP16"):
             raise ValueError(f"scaled moments are E4M3, E5M2 or FP16, not {self.format}")
 
-    def encode(self, x: Tensor, seed: Tensor | None = None) -> Parts:
-        rounded = Quantizer(parse_format(self.format), scale=ScaleRule.POW2)(x)
-        return {"codes": rounded.codes, "scale": rounded.scale}
+    def encode(
+        self, x: Tensor, seed: Tensor | None = None, *, amax: Tensor | None = None, segments: int | None = None
+    ) -> Parts:
+        codes, scale = under_one_scale(x, Quantizer(parse_format(self.format), scale=ScaleRule.POW2), amax)
+        return {"codes": codes, "scale": scale}
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: Parts, *, segments: int | None = None) -> Tensor:
         return torch.ops.lowprec.dequantize(parts["codes"], parts["scale"])
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        return {"codes": shape}
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         return torch.Size(shape).numel() * parse_format(self.format).carrier.itemsize + 4
@@ -108,26 +139,51 @@ class Expanded:
     format: str = "E4M3"
     group: int = 128
     exact: bool = field(default=False, init=False)
+    one_scale: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if parse_format(self.format).name not in ("E4M3", "E5M2") or self.group < 1:
             raise ValueError(f"expanded moments are groups of E4M3 or E5M2, not {self.group} of {self.format}")
 
-    def encode(self, x: Tensor, seed: Tensor | None = None) -> Parts:
-        how = (parse_format(self.format).name, self.group, segments(x.shape[1]))
+    def encode(
+        self, x: Tensor, seed: Tensor | None = None, *, amax: Tensor | None = None, segments: int | None = None
+    ) -> Parts:
+        how = self._how(x.shape[1], segments)
         return dict(zip(("codes", "scale", "exponent", "center"), torch.ops.lowprec.quantize_expanded(x, *how)))
 
-    def decode(self, parts: Parts) -> Tensor:
+    def decode(self, parts: Parts, *, segments: int | None = None) -> Tensor:
         tensors = (parts[name] for name in ("codes", "scale", "exponent", "center"))
-        how = (parse_format(self.format).name, self.group, segments(parts["codes"].shape[1]))
-        return torch.ops.lowprec.dequantize_expanded(*tensors, *how)
+        return torch.ops.lowprec.dequantize_expanded(*tensors, *self._how(parts["codes"].shape[1], segments))
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        rows, columns = shape
+        groups = (rows, self._groups(columns))
+        return {"codes": shape, "scale": groups, "exponent": groups, "center": groups}
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
         numbers, columns = torch.Size(shape).numel(), shape[-1]
-        of_row = segments(columns) * segment_groups(columns, self.group, segments(columns))
-        return numbers + 3 * 4 * of_row * (numbers // columns)
+        return numbers + 3 * 4 * self._groups(columns) * (numbers // columns)
+
+    def _groups(self, columns: int) -> int:
+        """Groups of a whole row."""
+        return segments(columns) * segment_groups(columns, self.group, segments(columns))
+
+    def _how(self, columns: int, of_part: int | None) -> tuple[str, int, int]:
+        return parse_format(self.format).name, self.group, segments(columns) if of_part is None else of_part
 
 
 def segments(columns: int) -> int:
     """Places of a whole row where groups restart: 8 where 8 divides it, so that any of 2, 4, 8 ranks holds its own."""
     return 1 if columns % 8 else 8
+
+
+def under_one_scale(
+    x: Tensor, how: Quantizer, amax: Tensor | None, seed: Tensor | None = None, origin: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scale [1, 1] of `how`, whose tile is everything. amax: as for a Codec."""
+    if amax is None:
+        rounded = how(x, seed, origin)
+        return rounded.codes, rounded.scale
+    given = (how.tile, how.scale.value, how.range_share, how.span, seed, origin)
+    codes, scale = torch.ops.lowprec.quantize_by(x, amax, None, how.format.name, *given)
+    return codes, scale

@@ -8,15 +8,18 @@ its element in the whole: with these an optimizer that holds one piece computes 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 class Holders(Protocol):
     """The ranks that hold the pieces of one parameter. All of them call the same methods in the same order, ranks with
-    an empty piece too.
+    an empty piece too. Hashable, and equal for the same ranks.
     """
 
     def largest(self, x: Tensor) -> Tensor:
@@ -40,3 +43,26 @@ class Piece:
     first: tuple[int, ...]
     local: tuple[int, ...]
     holders: Holders | None
+
+
+def local(x: Tensor) -> Tensor:
+    """What this rank has of x: the part of a DTensor, sharing its memory; anything else as it is."""
+    part: Tensor = x.to_local() if isinstance(x, DTensor) else x
+    return part.detach()
+
+
+def over_holders(
+    values: Mapping[int, tuple[Holders, Tensor]], combine: Callable[[Holders, Tensor], Tensor]
+) -> dict[int, Tensor]:
+    """Numbers of many tensors, each combined over the holders of its own: one call for all that share them.
+
+    values: of one shape and dtype, by any key. combine: `Holders.largest` or `Holders.total` of them stacked.
+    """
+    together: dict[Holders, list[int]] = {}
+    for key, (holders, _) in values.items():
+        together.setdefault(holders, []).append(key)
+    combined: dict[int, Tensor] = {}
+    for holders, keys in together.items():
+        stacked = combine(holders, torch.stack([values[key][1] for key in keys]))
+        combined |= dict(zip(keys, stacked.unbind(), strict=True))
+    return combined

@@ -2,18 +2,26 @@
 
 A parameter's state is flat: `exp_avg` holds codes, `exp_avg.scale` what belongs to them, `master` is there where the
 parameter is not the master itself. The same storage in the words of the fused op is a `Wording` (`ops.updates`).
+
+A parameter may be a piece of a whole: its codes are those that the whole would have there. They need numbers of the
+whole where a scale or a mean is one for all of it, and where they do not, no other rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lowprec_train.numerics.formats import parse_format
 from lowprec_train.optim.master import BF16Master, FP16Master, FP32Master, Master
-from lowprec_train.optim.moments import Codec, Expanded, Parts, Plain, Scaled
+from lowprec_train.optim.moments import Codec, Expanded, Parts, Plain, Scaled, segments
+from lowprec_train.optim.piece import Holders, Piece
+
+T = TypeVar("T")
 
 FP32_MOMENTS = (Plain("FP32"), Plain("FP32"))
 FP32_MASTER = FP32Master()
@@ -29,11 +37,34 @@ MASTERS = {
 
 @dataclass(frozen=True)
 class Slot:
-    """How one parameter is stored, and its index among all (0-dim int64, on its device)."""
+    """How one parameter is stored.
+
+    index: among all, 0-dim int64 on its device. piece: where its part lies, None for a whole parameter. segments: of
+    a row of the part. origin: global row and column of the part's first element, int64 [2]; None for a whole.
+    """
 
     index: Tensor
     moments: tuple[Codec, Codec]
     master: Master
+    segments: int
+    piece: Piece | None = None
+    origin: Tensor | None = None
+
+    @property
+    def holders(self) -> Holders | None:
+        """Who holds the other parts; None where there are none."""
+        return None if self.piece is None else self.piece.holders
+
+    @property
+    def one_scale(self) -> tuple[str, ...]:
+        """Names of what is stored under one scale a tensor."""
+        master = ("master",) if self.master.one_scale else ()
+        return tuple(name for name, codec in self.named if codec.one_scale) + master
+
+    @property
+    def placeless(self) -> bool:
+        """Whether a part's codes follow from its numbers alone."""
+        return self.holders is None or not (self.one_scale or self.master.stochastic)
 
     @property
     def plain(self) -> bool:
@@ -45,6 +76,15 @@ class Slot:
         """The moments by their names in the state."""
         return ("exp_avg", self.moments[0]), ("exp_avg_sq", self.moments[1])
 
+    def decode(self, name: str, state: Parts) -> Tensor:
+        """A moment, FP32 [n, k]."""
+        return dict(self.named)[name].decode(parts_of(state, name), segments=self.segments)
+
+    def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Shapes of the state tensors that lie along a parameter of `shape` and are cut with it, by name."""
+        stored = (*self.named, ("master", self.master))
+        return {key: at for name, codec in stored for key, at in flat(name, codec.along(shape)).items()}
+
 
 @dataclass(frozen=True)
 class Held:
@@ -55,6 +95,16 @@ class Held:
     parameter: Tensor
     gradient: Tensor
     state: Parts
+
+    @property
+    def empty(self) -> bool:
+        """No element of the parameter lies here."""
+        return self.parameter.numel() == 0
+
+    def scaled_gradient(self, grad_scale: Tensor | None) -> Tensor:
+        """g' [n, k], FP32."""
+        gradient = matrix(self.gradient).float()
+        return gradient if grad_scale is None else gradient / grad_scale
 
 
 @dataclass(frozen=True)
@@ -81,12 +131,50 @@ def wording(slot: Slot) -> Wording | None:
     return Wording(names[0], names[1], master, groups.pop() if groups else 1)
 
 
+def slot(parameter: Tensor, index: int, moments: tuple[Codec, Codec], master: Master, piece: Piece | None) -> Slot:
+    """The slot of a parameter, of which this rank has `parameter`.
+
+    Raises ValueError for a piece that is not where its codecs can be cut.
+    """
+    columns = parameter.shape[-1] if parameter.ndim else 1
+    place = torch.tensor(index, device=parameter.device)
+    if piece is None or piece.holders is None:
+        return Slot(place, moments, master, segments(columns), piece)
+    if tuple(parameter.shape) != piece.local:
+        raise ValueError(f"a parameter's part of shape {tuple(parameter.shape)} is said to have shape {piece.local}")
+    origin = torch.tensor(_origin(piece), device=parameter.device)
+    return Slot(place, moments, master, _segments(piece, (*moments, master)), piece, origin)
+
+
+def _origin(piece: Piece) -> tuple[int, int]:
+    """Row and column of the first element in the whole as a matrix."""
+    row = 0
+    for first, size in zip(piece.first[:-1], piece.shape[:-1], strict=True):
+        row = row * size + first
+    return row, piece.first[-1]
+
+
+def _segments(piece: Piece, codecs: tuple[Codec | Master, ...]) -> int:
+    """Segments of the part's rows."""
+    columns, first, here = piece.shape[-1], piece.first[-1], piece.local[-1]
+    unit = columns // segments(columns)
+    for codec in codecs:
+        if isinstance(codec, Expanded) and (first % unit or here % unit):
+            raise ValueError(
+                f"columns {first} to {first + here} of {columns} cannot be stored apart: groups of expanded moments "
+                f"restart at multiples of {unit}"
+            )
+        if isinstance(codec, BF16Master | FP16Master) and codec.stochastic and first % 8:
+            raise ValueError(f"column {first} of {columns} begins a part: stochastic masters draw 8 columns at a time")
+    return max(1, here // unit)
+
+
 def matrix(x: Tensor) -> Tensor:
     """[..., k] -> [n, k]; vectors stay what they are."""
     return x.flatten(end_dim=-2) if x.ndim > 2 else x
 
 
-def flat(name: str, parts: Parts) -> Parts:
+def flat(name: str, parts: Mapping[str, T]) -> dict[str, T]:
     """`codes` under the state's own name, the rest as `<name>.<part>`."""
     return {name if part == "codes" else f"{name}.{part}": value for part, value in parts.items()}
 
