@@ -4,10 +4,14 @@
     write     torch.distributed.checkpoint into checkpoints/.tmp-step-N and a manifest of file sizes, synced to disk
     publish   rename to checkpoints/step-N, then write-and-rename `latest`
 
-`latest` names the newest complete checkpoint and is the last thing to change, so whenever the process dies the run
+`latest` names the newest complete checkpoint and is the last thing to change, so whenever a process dies the run
 resumes from a complete one. Loading reads the metadata first: a checkpoint of another model is refused, with the
 keys, before a byte of the model is touched; then DCP fills the live tensors in place, which needs no second copy of
 the state and casts nothing.
+
+Of many processes each writes and reads its own parts, and rank 0 alone decides: it clears what a crash has left,
+publishes once all have written and synced, prunes, and says at a load which checkpoint it is. A save that fails on one
+fails on all, with the same words.
 
 A checkpoint is a mapping of parts, each a `Stateful` whose state_dict is flat: `model.<fqn>`,
 `optimizer.<fqn>.exp_avg`, `trainer.step`. Hyper-parameters are not in it: they come from the configuration.
@@ -17,27 +21,31 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
 
-log = logging.getLogger(__name__)
+from lowprec_train.train.launch import first
+from lowprec_train.train.states import ModelState, OptimizerState
+
+__all__ = ["CheckpointError", "Checkpointer", "ModelState", "OptimizerState"]
 
 Parts = Mapping[str, Stateful]
 
@@ -48,44 +56,40 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says where, why, and which checkpoint is intact."""
 
 
-class ModelState:
-    """A model's parameters and persistent buffers by fully qualified name, whatever wraps its modules."""
+class _Writer(dcp.FileSystemWriter):
+    """Raises the cause of a failed write, not what torch has made of it: to the other processes an exception travels
+    without those that it came from.
+    """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return get_model_state_dict(self._model)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """DCP has filled the live tensors in place."""
-        _assert_live(self.state_dict(), state_dict)
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            raise _root(error) from None
 
 
-class OptimizerState:
-    """The tensors of an optimizer as `<parameter fqn>.<name>`. The optimizer must have its state from the start."""
+class _Planner(DefaultSavePlanner):
+    """Tensors that many processes hold are written by one of them; what is no tensor by rank 0, the only one that has
+    sinks and so knows what they want remembered.
+    """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        state: Any = get_optimizer_state_dict(self._model, self._optimizer)["state"]
-        return {f"{fqn}.{name}": value for fqn, values in state.items() for name, value in values.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """DCP has filled the live tensors in place."""
-        _assert_live(self.state_dict(), state_dict)
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        return plan if self.is_coordinator else replace(plan, items=tensors)
 
 
 class Checkpointer:
     """Saves and loads the checkpoints of one run. At most one save is in flight; its error surfaces at the next call.
+
+    Where there are many processes, all of them make it and call `save`, `finish` and `load` in the same order.
 
     Args:
         directory: `<run>/checkpoints`; made if absent. What a crash left there half-written is removed.
         interval: `due(step)` every so many steps, >= 1.
         keep: newest checkpoints to keep, >= 1.
         asynchronous: write in a thread, from a staged copy.
-        process_group: a CPU-capable group for the collectives of a save, where ranks share one.
+        process_group: a gloo group of all ranks, used for nothing else: a save goes on beside the training step.
 
     Raises:
         ValueError: interval or keep below 1.
@@ -109,8 +113,7 @@ class Checkpointer:
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self._executor = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._save: Future[None] | None = None
-        if _is_coordinator():
-            self._prepare()
+        first(self._prepare, self._group)
 
     def due(self, step: int) -> bool:
         """Whether `step` is one to save at."""
@@ -133,9 +136,18 @@ class Checkpointer:
         if wait:
             self.finish()
 
+    @property
+    def failed(self) -> bool:
+        """Whether a background save has ended badly. The next `save` or `finish` raises its error."""
+        return self._save is not None and self._save.done() and self._save.exception() is not None
+
     def check(self) -> None:
-        """Raise the error of a background save that has ended badly; waits for nothing."""
-        if self._save is not None and self._save.done():
+        """Raise the error of a background save that has ended badly; waits for nothing.
+
+        Not where there are many processes: they learn of it at different moments, and one that raises leaves the others
+        waiting for it. Let `failed` be a reason to stop together.
+        """
+        if self.failed and not dist.is_initialized():
             self.finish()
 
     def finish(self) -> None:
@@ -144,8 +156,10 @@ class Checkpointer:
         if save is not None:
             save.result()
 
-    def load(self, state: Parts, step: int | None = None) -> int | None:
+    def load(self, state: Parts, step: int | None = None, *, optional: Collection[str] = ()) -> int | None:
         """Fill `state` from the checkpoint that `latest` names, or from `step`; return its step, None if there is none.
+
+        optional: parts that keep what they are where the checkpoint has nothing of them.
 
         Raises:
             ValueError: the checkpoint is of another model: names the keys, shapes and dtypes that differ. Nothing has
@@ -153,21 +167,19 @@ class Checkpointer:
             CheckpointError: the checkpoint is incomplete or unreadable.
         """
         self.finish()
-        step = self.latest() if step is None else step
+        step = first(lambda: self.latest() if step is None else step, self._group)
         if step is None:
             return None
-        path = self._path(step)
-        self._verify(path)
-        flat = _flatten(state)
-        reader = dcp.FileSystemReader(path)
+        path, flat = self._path(step), _flatten(state)
+        names = first(lambda: self._verify(path, flat, list(state), optional), self._group)
+        flat = {key: value for key, value in flat.items() if key.split(".", 1)[0] in names}
         try:
-            metadata = reader.read_metadata()
-            _verify_same(flat, metadata, parts=list(state), path=path)
+            reader = dcp.FileSystemReader(path)
             dcp.load(flat, storage_reader=reader, process_group=self._group, no_dist=not dist.is_initialized())
         except (OSError, CheckpointException) as error:
-            raise CheckpointError(f"cannot read checkpoint {path}: {_root(error)}") from error
-        for name, part in state.items():
-            part.load_state_dict(
+            raise CheckpointError(f"cannot read checkpoint {path}: {_cause(error)}") from error
+        for name in names:
+            state[name].load_state_dict(
                 {key.removeprefix(f"{name}."): v for key, v in flat.items() if key.startswith(f"{name}.")}
             )
         return step
@@ -210,13 +222,18 @@ class Checkpointer:
     def _write(self, flat: dict[str, Any], step: int) -> None:
         partial = self._directory / f".tmp-step-{step}"
         try:
-            writer = dcp.FileSystemWriter(partial, sync_files=True)
-            dcp.save(flat, storage_writer=writer, process_group=self._group, no_dist=not dist.is_initialized())
-            if _is_coordinator():
-                self._publish(partial, step)
+            dcp.save(
+                flat,
+                storage_writer=_Writer(partial, sync_files=True),
+                planner=_Planner(),
+                process_group=self._group,
+                no_dist=not dist.is_initialized(),
+            )
+            first(lambda: self._publish(partial, step), self._group)
         except (Exception, CheckpointException) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise CheckpointError(self._complaint(step, _root(error))) from error
+            if _is_coordinator():
+                shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(self._complaint(step, error)) from error
 
     def _publish(self, partial: Path, step: int) -> None:
         sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
@@ -243,14 +260,28 @@ class Checkpointer:
         """Out of sight in one rename: a removal that is cut short must not leave half a step-N."""
         self._path(step).rename(self._directory / f".tmp-old-step-{step}")
 
-    def _complaint(self, step: int, cause: BaseException) -> str:
-        full = isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
+    def _complaint(self, step: int, error: BaseException) -> str:
+        root = _root(error)
+        full = isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
         advice = "\nMake room or raise the limit, then start the run again: it resumes." if full else ""
         latest = self.latest()
         intact = f"{self._path(latest)} is intact" if latest is not None else "there is no earlier checkpoint"
-        return f"checkpoint of step {step} could not be written to {self._directory}: {cause}; {intact}.{advice}"
+        where = f"checkpoint of step {step} could not be written to {self._directory}"
+        return f"{where}: {_cause(error)}; {intact}.{advice}"
 
-    def _verify(self, path: Path) -> None:
+    def _verify(self, path: Path, flat: Mapping[str, Any], names: list[str], optional: Collection[str]) -> list[str]:
+        """Names of the parts to load. Raises where the checkpoint is incomplete, or another model's."""
+        self._verify_files(path)
+        try:
+            metadata = dcp.FileSystemReader(path).read_metadata()
+        except OSError as error:
+            raise CheckpointError(f"cannot read checkpoint {path}: {error}") from error
+        there = {key.split(".", 1)[0] for key in metadata.state_dict_metadata}
+        names = [name for name in names if name in there or name not in optional]
+        _verify_same({k: v for k, v in flat.items() if k.split(".", 1)[0] in names}, metadata, parts=names, path=path)
+        return names
+
+    def _verify_files(self, path: Path) -> None:
         others = f"checkpoints there: {self.steps()}"
         try:
             files = json.loads((path / "manifest.json").read_text())["files"]
@@ -264,11 +295,6 @@ class Checkpointer:
 
 def _flatten(state: Parts) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, part in state.items() for key, value in part.state_dict().items()}
-
-
-def _assert_live(live: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
-    for key, value in live.items():
-        assert loaded[key].dtype == value.dtype and loaded[key].data_ptr() == value.data_ptr(), key
 
 
 def _verify_same(flat: Mapping[str, Any], metadata: Metadata, *, parts: list[str], path: Path) -> None:
@@ -310,6 +336,12 @@ def _root(error: BaseException) -> BaseException:
         else:
             seen = seen.__cause__ or seen.__context__
     return seen or error
+
+
+def _cause(error: BaseException) -> str:
+    """The root of an error, and the rank that met it where there are many."""
+    met = sorted(error.failures) if isinstance(error, CheckpointException) and dist.is_initialized() else []
+    return f"{f'rank {met[0]}: ' if met else ''}{_root(error)}"
 
 
 def _is_coordinator() -> bool:

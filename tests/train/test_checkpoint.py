@@ -223,6 +223,19 @@ def test_missing_and_unexpected_keys_are_named(tmp_path):
     ]
 
 
+def test_an_optional_part_may_be_absent_but_not_another(tmp_path):
+    saver, trainer = keeper(tmp_path), make_trainer()
+    saver.save(trainer.checkpoint_parts(), 4, wait=True)
+    grown = {"reduction": trainer, **make_trainer().checkpoint_parts()}
+    with pytest.raises(ValueError, match="missing in the checkpoint:\n    reduction.remembered"):
+        saver.load(grown)
+    assert saver.load(grown, optional=["reduction", "optimizer"]) == 4
+    del trainer.model.hidden.bias
+    saver.save({"model": trainer.checkpoint_parts()["model"]}, 5, wait=True)
+    with pytest.raises(ValueError, match="model.hidden.bias"):
+        saver.load({"model": make_trainer().checkpoint_parts()["model"]}, optional=["model"])
+
+
 def test_another_dtype_is_refused_not_cast(tmp_path):
     saver = keeper(tmp_path)
     saver.save(make_trainer().checkpoint_parts(), 4, wait=True)

@@ -1,0 +1,101 @@
+"""The tensors of a run as a checkpoint knows them: by names and whole shapes that no layout of processes changes.
+
+    model        <fqn>                 a parameter or a persistent buffer
+    optimizer    <fqn>.exp_avg, ...    what AdamW keeps of a parameter
+
+Where processes hold parts, a tensor that is cut is a DTensor over the whole mesh, made by data from this process's part
+and sharing its memory: saved at one layout, it is read at another, and reading fills the live part in place. What lies
+along a parameter is cut like it (codes in its very shape, the scales of groups with its rows and groups); what is one
+number for a whole matrix is the same on every process and stays a plain tensor. The codec says which is which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowprec_train.optim.adamw import AdamW
+from lowprec_train.parallel.placement import Placements
+
+
+class ModelState:
+    """A model's parameters and persistent buffers.
+
+    placements: of the parameters, where processes hold parts. optimizer: then knows what values they are rounded to:
+    where FSDP2 keeps BF16 values in FP32, a checkpoint has them in BF16, as every other layout does.
+    """
+
+    def __init__(self, model: nn.Module, placements: Placements | None = None, optimizer: AdamW | None = None) -> None:
+        self._model, self._placements, self._optimizer = model, placements, optimizer
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        names = _parameter_names(self._model)
+        return {
+            name: self._placed(names[tensor], tensor) if tensor in names else tensor.detach()
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """DCP has filled the live tensors in place, those of another dtype are copied."""
+        for name, tensor in self._model.state_dict(keep_vars=True).items():
+            if tensor.dtype != state_dict[name].dtype:
+                _local(tensor).copy_(_local(state_dict[name]))
+            else:
+                _assert_live(name, tensor, state_dict[name])
+
+    def _placed(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if self._placements is None:
+            return parameter.detach()
+        dtype = parameter.dtype if self._optimizer is None else self._optimizer.value_dtype(parameter)
+        return self._placements.whole(name, _local(parameter).to(dtype))
+
+
+class OptimizerState:
+    """The tensors of an optimizer as `<parameter fqn>.<name>`. The optimizer must have its state from the start."""
+
+    def __init__(self, model: nn.Module, optimizer: AdamW, placements: Placements | None = None) -> None:
+        self._model, self._optimizer, self._placements = model, optimizer, placements
+
+    def state_dict(self) -> dict[str, Any]:
+        names = _parameter_names(self._model)
+        flat: dict[str, Tensor] = {}
+        for parameter, state in self._optimizer.state.items():
+            assert isinstance(parameter, nn.Parameter)
+            placed = self._placed(names[parameter], parameter, state)
+            flat |= {f"{names[parameter]}.{key}": tensor for key, tensor in placed.items()}
+        return flat
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """DCP has filled the live tensors in place."""
+        for name, tensor in self.state_dict().items():
+            _assert_live(name, tensor, state_dict[name])
+
+    def _placed(self, name: str, parameter: nn.Parameter, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._placements is None:
+            return state
+        along = self._optimizer.along(parameter, self._placements.parameters[name].shape)
+        return {
+            key: self._placements.whole(name, tensor, along[key]) if key in along else tensor
+            for key, tensor in state.items()
+        }
+
+
+def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    """The first name of every parameter. By way of state_dict: there FSDP2 shows the parts, also after a forward pass
+    that has left the whole matrices in their place.
+    """
+    named = model.state_dict(keep_vars=True).items()
+    return {tensor: name for name, tensor in reversed(list(named)) if isinstance(tensor, nn.Parameter)}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _assert_live(name: str, live: Tensor, loaded: Tensor) -> None:
+    assert loaded.dtype == live.dtype and _local(loaded).data_ptr() == _local(live).data_ptr(), name

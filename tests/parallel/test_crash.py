@@ -1,0 +1,76 @@
+"""Two ranks save together: a crash of one loses nothing, a full disk of one is told by both, training goes on."""
+
+import json
+import multiprocessing
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.parallel.crashes import RANKS, STAGES, beside, resumed, run, struck
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Forked from a server that has loaded torch already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.parallel.crashes"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        process = context.Process(target=print)
+        process.start()
+        process.join()
+    return context
+
+
+def launched(processes, directory, function, **arguments):
+    """Exit codes of the ranks, and what each has to say: None from one that died."""
+    name = function.__name__
+    started = [processes.Process(target=run, args=(r, str(directory), name, function, arguments)) for r in range(RANKS)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(90)
+        assert process.exitcode is not None, "a rank hangs"
+    files = [directory / f"{name}-{rank}.json" for rank in range(RANKS)]
+    said = [json.loads(file.read_text()) if file.exists() else None for file in files]
+    return [process.exitcode for process in started], said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_killed_rank_loses_no_checkpoint(tmp_path, processes, stage, asynchronous):
+    target, latest = STAGES[stage]
+    codes, said = launched(processes, tmp_path, struck, stage=stage, target=target, asynchronous=asynchronous)
+    survivor = 1 - target
+    assert codes[target] == -signal.SIGKILL and codes[survivor] == 0
+    assert "checkpoint of step 2 could not be written" in said[survivor]["error"]
+    assert f"step-{latest} is intact" in said[survivor]["error"]
+    assert said[survivor]["seconds"] < 20
+    codes, said = launched(processes, tmp_path, resumed, step=latest)
+    assert codes == [0, 0]
+    assert said == [{"left": [], "found": latest, "correct": True, "again": [2, True]}] * RANKS
+
+
+@pytest.mark.parametrize(("stage", "target"), [("full disk", 0), ("full disk", 1), ("full disk at last", 0)])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_of_one_rank_is_the_error_of_both(tmp_path, processes, stage, target, asynchronous):
+    codes, said = launched(processes, tmp_path, struck, stage=stage, target=target, asynchronous=asynchronous)
+    assert codes == [0, 0]
+    assert said[0]["error"] == said[1]["error"]
+    cause = (
+        f"rank {target}: [Errno 27] File too large" if stage == "full disk" else "[Errno 28] No space left on device"
+    )
+    assert f"checkpoint of step 2 could not be written to {tmp_path}/run: {cause}; " in said[0]["error"]
+    assert f"{tmp_path}/run/step-1 is intact.\nMake room" in said[0]["error"]
+    assert all(each["seconds"] < 20 and each["latest"] == 1 and each["after"] == 3 for each in said)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-3"]
+
+
+def test_training_goes_on_beside_a_save(tmp_path, processes):
+    codes, said = launched(processes, tmp_path, beside)
+    assert codes == [0, 0]
+    for each in said:
+        assert each.pop("stall") < 0.9
+        assert each == {"written": None, "total": 3.0 * 2**19, "found": 1, "correct": True}
