@@ -30,7 +30,17 @@ from tests.oracle_recipes import (
     linear_int8_switchback,
     linear_nvfp4,
 )
-from tests.precision.layers import DATA, DTYPES, FIRST_TOKEN, assert_within, heavy_tails, linear, make, seeds
+from tests.precision.layers import (
+    DTYPES,
+    FIRST_TOKEN,
+    assert_within,
+    heavy_tails,
+    linear,
+    make,
+    outlier_channels,
+    plain_data,
+    seeds,
+)
 from tests.precision.ranks import Mirror, among
 from tests.recipes import RECIPES
 
@@ -58,6 +68,16 @@ ORACLE = {
     "nvfp4": lambda *data, format: linear_nvfp4(*data, NV(seeds, FIRST_TOKEN), format=format),
     "int8_switchback": linear_int8_switchback,
 }
+
+
+def uneven(g: np.random.Generator, sizes: tuple[int, int, int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Every quarter of a row or a column is ten binades below the one before: no two ranks have the same maxima."""
+    (x, w, dy), (_, k, n) = plain_data(g, sizes), sizes
+    down = [2.0 ** -(10.0 * (4 * np.arange(size) // size)) for size in (k, n)]
+    return x * down[0], w * down[0] * down[1][:, None], dy * down[1]
+
+
+DATA = [uneven, heavy_tails, outlier_channels]
 Operand = tuple[Gemms, Purpose]
 Data = tuple[np.ndarray, np.ndarray, np.ndarray]
 
@@ -161,6 +181,15 @@ def test_parts_are_the_whole_cut(name, index, count, format, dim):
         assert all(torch.equal(a, b) for a, b in ((one.y, other.y), (one.dx, other.dx), (one.dw, other.dw)))
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_block_far_below_its_row_on_another_rank(watched):
+    """Its exponent hangs from the row's top, which is elsewhere, where W is zero: this block makes all of dX."""
+    x, w, dy = make(plain_data, "FP32", (128, 128, 128))
+    dy, w = dy * np.repeat([1, 2.0**-30], 64), w * np.repeat([0, 1], 64)[:, None]
+    results = parts(RECIPES["mxfp4"], (x, w, dy), torch.float32, 0, 2, watched)
+    assert_within(assembled(results, 0), ORACLE["mxfp4"](x, w, dy, format="FP32"), "FP32")
+
+
 OUTLIERS = [(0.99, "carrier"), (0.6, "carrier"), (0.6, "residual"), (0.999, "residual")]
 
 
@@ -197,7 +226,7 @@ def part_rows(part: Ran, of: Ran, rank: int) -> Tensor:
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "bf16"])
 def test_what_is_no_number_on_one_rank_shows_on_all(name, dim):
     """A scale that is not finite in the whole is so in every part of its tile."""
-    x, w, dy = make(DATA[0], "BF16", SIZES)
+    x, w, dy = make(plain_data, "BF16", SIZES)
     x[4, 9], w[6, 11], dy[5, 7] = np.nan, np.inf, np.nan
     of = whole(RECIPES[name], (x, w, dy), torch.float32)
     for rank, part in enumerate(parts(RECIPES[name], (x, w, dy), torch.float32, dim, 2, watched=True)):
@@ -213,7 +242,7 @@ def test_what_is_no_number_on_one_rank_shows_on_all(name, dim):
 @pytest.mark.parametrize("name", ["bf16", "fp8", "fp4"])
 def test_bias_and_leading_dimensions(name, dim):
     """A bias is cut with Y's columns, or added once to the sum; its gradient is the sum over the rows at hand."""
-    x, w, dy = make(DATA[0], "FP32", (32, 64, 64))
+    x, w, dy = make(plain_data, "FP32", (32, 64, 64))
     b, (x_MK, dy_MN) = np.random.default_rng(1).standard_normal(64), tensors((x, w, dy), torch.float32)
     of = linear(RECIPES[name], w, b)
     want = of(x_MK)
@@ -237,7 +266,7 @@ def test_bias_and_leading_dimensions(name, dim):
 
 def test_maxima_that_were_left_are_taken_over_ranks():
     """The input's of a row-parallel layer, and those that a column-parallel layer hears of its gradient."""
-    data = make(heavy_tails, "BF16", (32, 64, 64))
+    data = make(uneven, "BF16", (32, 64, 64))
     (x, dy), of = tensors(data, torch.bfloat16), whole(RECIPES["fp8"], data, torch.bfloat16, watched=False)
 
     def body(ranks: Ranks) -> tuple[Tensor, Tensor]:
