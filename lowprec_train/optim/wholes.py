@@ -31,7 +31,7 @@ def before_start(slots: Sequence[tuple[Slot, Tensor]]) -> list[Whole]:
     here = {
         place: (slot.holders, _maxima({"exp_avg": zero, "exp_avg_sq": zero, "master": matrix(part)}, slot, part.device))
         for place, (slot, part) in enumerate(slots)
-        if slot.holders is not None and slot.one_scale
+        if slot.holders is not None and slot.master.one_scale
     }
     found = over_holders(here, lambda holders, x: holders.largest(x))
     return [Whole(amax=_by_name(slot, found.get(place))) for place, (slot, _) in enumerate(slots)]

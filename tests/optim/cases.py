@@ -32,6 +32,9 @@ SYSTEMS = {
     "bf16": ("bf16", "bf16", "bf16"),
     "e5m2_fp16": ("e5m2_expanded", "e5m2_expanded", "fp16"),
 }
+# configs/optim: name -> codecs, by name
+BUNDLES = {name: SYSTEMS[name] for name in ("adamw", "adamw_fp8lm", "adamw_coat", "adamw_fp4")}
+BUNDLES["stable_adamw"] = SYSTEMS["adamw"]
 
 
 def build(parameters, system, **options):

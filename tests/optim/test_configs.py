@@ -8,10 +8,7 @@ from omegaconf import OmegaConf
 from lowprec_train import config
 from lowprec_train.optim.adamw import AdamW
 from lowprec_train.train import build
-from tests.optim.cases import MASTERS, MOMENTS, SYSTEMS, fill, model
-
-BUNDLES = {name: SYSTEMS[name] for name in ("adamw", "adamw_fp8lm", "adamw_coat", "adamw_fp4")}
-BUNDLES["stable_adamw"] = SYSTEMS["adamw"]
+from tests.optim.cases import BUNDLES, MASTERS, MOMENTS, fill, model
 
 
 def composed(*overrides):

@@ -1,0 +1,134 @@
+"""AdamW on the parameters of `fully_shard` on two processes, started once for all systems; and the same on one.
+
+Usage: sharded.py DIRECTORY. The processes are forked from one that has imported torch and meet through a file.
+"""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lowprec_train.comm.holders import GroupHolders
+from lowprec_train.optim.adamw import parameter_groups
+from lowprec_train.optim.norm import global_norm
+from lowprec_train.optim.piece import Piece, local
+from tests.optim.cases import SYSTEMS, build
+
+ROOT = Path(__file__).parents[2]
+RANKS, STEPS, ROWS = 2, 3, 6
+WIDTHS = (32, 5, 64, 1)  # matrices [5, 32], [64, 5] and [1, 64]: uneven over two ranks, and empty on the second
+
+
+class Layer(nn.Module):
+    """A matrix and a vector; computes in FP32 whatever the matrix is stored in."""
+
+    def __init__(self, columns, rows):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns) * 0.1)
+        self.bias = nn.Parameter(torch.zeros(rows))
+
+    def forward(self, x):
+        return (x @ self.weight.float().t() + self.bias).sin()
+
+
+def network():
+    torch.manual_seed(4)
+    return nn.Sequential(*(Layer(*pair) for pair in pairwise(WIDTHS)))
+
+
+def inputs(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(ROWS, WIDTHS[0], generator=generator)
+
+
+def train(system, net, pieces, micro_batches, sum_vectors, gather):
+    """What `gather` finds after each step, with the norms and the roundings that an observer was told of."""
+    adamw = build(parameter_groups(net, 0.1), system, lr=1e-2, pieces=pieces)
+    named, history = dict(net.named_parameters()), []
+    for step in range(STEPS):
+        for rank in micro_batches:
+            net(inputs(step, rank)).square().sum().backward()
+        sum_vectors([p.grad for p in named.values() if p.ndim == 1])
+        norm = global_norm(named.values(), pieces)
+        seen = []
+        watch = (lambda p, what, *_, seen=seen: seen.append(what)) if step == 1 else None
+        adamw.step(grad_scale=norm * 2, found_inf=(~norm.isfinite()).float(), observer=watch)
+        adamw.zero_grad()
+        found = {(name, "value"): local(p).float() for name, p in named.items()}
+        found |= {(name, key): x for name, p in named.items() for key, x in adamw.state[p].items()}
+        history.append({"norm": norm, "seen": len(seen)} | gather({key: x.clone() for key, x in found.items()}))
+    return history
+
+
+def on_one():
+    return {name: train(name, network(), None, range(RANKS), lambda _: None, dict) for name in SYSTEMS}
+
+
+def sharded(master_is_bf16, mesh):
+    """Matrices cut by FSDP2, gradients FP32 sums, vectors left alone."""
+    net, wide = network(), torch.bfloat16 if master_is_bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    vectors = {p for p in net.parameters() if p.ndim == 1}
+    for layer in net:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+    fully_shard(net, mesh=mesh, mp_policy=policy, ignored_params=vectors)
+    for module in (net, *net):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+    return net
+
+
+def piece_of(parameter, rank, group):
+    shape = tuple(parameter.shape)
+    if not isinstance(parameter, DTensor):
+        return Piece(shape=shape, first=(0,) * len(shape), local=shape, holders=None)
+    here, each = tuple(parameter.to_local().shape), -(-shape[0] // RANKS)
+    return Piece(shape=shape, first=(min(rank * each, shape[0]), 0), local=here, holders=GroupHolders(group))
+
+
+def sum_over_ranks(gradients):
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+
+
+def refusal(net):
+    """The message about DTensors without pieces."""
+    try:
+        build(parameter_groups(net, 0.1), "adamw")
+    except ValueError as error:
+        return str(error)
+
+
+def work(rank, directory):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    mesh, results = init_device_mesh("cpu", (RANKS,)), {}
+    for name, (_, _, master) in SYSTEMS.items():
+        net = sharded(master != "fp32", mesh)
+        pieces = {p: piece_of(p, rank, mesh.get_group()) for p in net.parameters()}
+        results[name] = train(name, net, pieces, [rank], sum_over_ranks, dict)
+    results["refusal"] = refusal(sharded(False, mesh))
+    torch.save(results, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def launch(directory):
+    """What each rank saved."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(Path(directory) / f"rank-{rank}.pt") for rank in range(RANKS)]
+
+
+if __name__ == "__main__":
+    mp.start_processes(work, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")

@@ -1,0 +1,56 @@
+"""AdamW on what FSDP2 leaves of a model on each of two processes, against one process with both micro-batches."""
+
+import pytest
+import torch
+
+from tests.optim.cases import SYSTEMS
+from tests.optim.pieces import same
+from tests.optim.sharded import launch, on_one
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return on_one(), launch(tmp_path_factory.mktemp("sharded"))
+
+
+def joined(parts, wanted):
+    """Rows of both ranks, or what both have."""
+    if parts[0].shape == wanted.shape and parts[1].shape == wanted.shape:
+        assert same(*parts)
+        return parts[0]
+    return torch.cat([part.view(torch.uint8) if part.element_size() == 1 else part for part in parts])
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_two_processes_have_the_bits_of_one(name, runs):
+    """Weights, codes, scales, masters, step counters and the clipped norm, after every step."""
+    one, ranks = runs
+    for step, whole in enumerate(one[name]):
+        parts = [rank[name][step] for rank in ranks]
+        assert torch.equal(parts[0]["norm"], whole["norm"]) and torch.equal(parts[1]["norm"], whole["norm"])
+        different = [
+            key
+            for key, wanted in whole.items()
+            if isinstance(key, tuple) and not same(joined([part[key] for part in parts], wanted), wanted)
+        ]
+        assert not different, (step, different)
+
+
+def test_parts_are_uneven_and_one_is_empty(runs):
+    shapes = [
+        tuple(rank["adamw_coat"][0][name, "value"].shape) for rank in runs[1] for name in ("0.weight", "2.weight")
+    ]
+    assert shapes == [(3, 32), (1, 64), (2, 32), (0, 64)]
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_an_observer_is_told_of_parts(name, runs):
+    """At the second step: three matrices on the first rank, two that are not empty on the other."""
+    one, ranks = runs
+    seen = [run[name][1]["seen"] for run in (one, *ranks)]
+    assert seen[0] == seen[1] and seen[2] * 3 == seen[0] * 2
+    assert (seen[0] > 0) == (name != "adamw") and all(run[name][0]["seen"] == 0 for run in ranks)
+
+
+def test_a_dtensor_needs_its_place(runs):
+    assert all("DTensor parameter of shape (5, 32)" in rank["refusal"] for rank in runs[1])
