@@ -6,9 +6,11 @@ import mmap
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,6 @@ from tests import test_main_interruption as interruption
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts" / "slurm"
-JOB = 4711
 STEPS = 60
 TORCHRUN = f'exec {sys.executable} -m torch.distributed.run "$@"'
 RECORDER = """printf '%s\\n' "$@" >"torchrun-$SLURM_NODEID"
@@ -26,6 +27,15 @@ env | grep ^TORCH_ >"environment-$SLURM_NODEID"
 """
 
 arguments = interruption.arguments
+
+
+def free_job():
+    """A job number whose port is free: tests may run side by side."""
+    for job in range(4000 + os.getpid() % 1000, 6000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", 29500 + job % 1000))
+            return job
+    raise AssertionError("no free port")
 
 
 class Cluster:
@@ -39,7 +49,7 @@ class Cluster:
         self.script("bin/scontrol", 'echo "$@" >>scontrol.txt; tr , "\\n" <<<"$NODES"')
         self.script(".venv/bin/activate", f"PATH={path}/bin:$PATH")
         (path / "train.py").symlink_to(ROOT / "tests" / "slurm" / "rank.py")
-        self.nodes = nodes
+        self.nodes, self.job = nodes, free_job()
 
     def script(self, name, content):
         file = self.path / name
@@ -51,7 +61,7 @@ class Cluster:
         """What sbatch starts, with the variables of its environment."""
         ours = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "TORCH", "VENV"))}
         nodes = ",".join(["localhost"] * self.nodes)
-        ours |= {"SLURM_JOB_ID": str(JOB), "SLURM_SUBMIT_DIR": str(self.path), "SLURM_NNODES": str(self.nodes)}
+        ours |= {"SLURM_JOB_ID": str(self.job), "SLURM_SUBMIT_DIR": str(self.path), "SLURM_NNODES": str(self.nodes)}
         ours |= {"SLURM_JOB_NODELIST": "n[1-2]", "NODES": nodes, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
             ["bash", str(SCRIPTS / script), *overrides],
@@ -64,7 +74,7 @@ class Cluster:
     def run(self, *overrides, **variables):
         """Exit status and output."""
         process = self.start(*overrides, **variables)
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=200)
         return process.returncode, out
 
     def lines(self, name):
@@ -75,7 +85,7 @@ class Cluster:
         return [line.removeprefix("requeue ") for line in self.lines("scontrol.txt") if line.startswith("requeue")]
 
     def wait_for(self, name, lines, process):
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 150
         while len(self.lines(name)) < lines:
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline
@@ -84,7 +94,7 @@ class Cluster:
     def stop(self, process, number):
         """Slurm's warning: the signal goes to the tasks of the step. Exit status and output."""
         os.kill(int((self.path / "srun.pid").read_text()), number)
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=200)
         return process.returncode, out
 
 
@@ -106,8 +116,8 @@ def test_rendezvous(tmp_path, nodes, gpus):
             "nproc-per-node": str(gpus),
             "max-restarts": "3",
             "rdzv-backend": "c10d",
-            "rdzv-endpoint": f"localhost:{29500 + JOB % 1000}",
-            "rdzv-id": f"{JOB}-0",
+            "rdzv-endpoint": f"localhost:{29500 + cluster.job % 1000}",
+            "rdzv-id": f"{cluster.job}-0",
             "rdzv-conf": f"is_host={int(node == 0)}",
             "local-addr": "localhost",
             "signals-to-handle": "SIGINT",
@@ -115,12 +125,12 @@ def test_rendezvous(tmp_path, nodes, gpus):
         recorder = dict(line.split("=", 1) for line in cluster.lines(f"environment-{node}"))
         assert recorder == {
             "TORCH_FR_BUFFER_SIZE": "2000",
-            "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/slurm-{JOB}.flight/rank_",
+            "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/slurm-{cluster.job}.flight/rank_",
             "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         }
     assert {"--ntasks-per-node=1", "--cpus-per-task=24", "--kill-on-bad-exit=1"} <= set(cluster.lines("srun.options"))
     assert "show hostnames n[1-2]" in cluster.lines("scontrol.txt")
-    assert not (tmp_path / f"slurm-{JOB}.flight").exists(), "no recording, no directory"
+    assert not (tmp_path / f"slurm-{cluster.job}.flight").exists(), "no recording, no directory"
 
 
 def test_the_recorder_listens_to_these_names():
@@ -142,15 +152,15 @@ def test_the_recorder_listens_to_these_names():
 def test_a_requeue_is_another_rendezvous(tmp_path):
     cluster = Cluster(tmp_path, RECORDER)
     cluster.run("name=a", SLURM_RESTART_COUNT="2")
-    assert options(cluster.lines("torchrun-0"))[0]["rdzv-id"] == f"{JOB}-2"
+    assert options(cluster.lines("torchrun-0"))[0]["rdzv-id"] == f"{cluster.job}-2"
 
 
 @pytest.mark.parametrize(
     ("outcome", "status", "requeued", "said"),
     [
-        ("DONE", 0, [], "runs/a is done"),
-        ("PREEMPTED", 0, [str(JOB)], "requeueing"),
-        (None, 1, [], "neither finished nor saved"),
+        ("DONE", 0, False, "runs/a is done"),
+        ("PREEMPTED", 0, True, "requeueing"),
+        (None, 1, False, "neither finished nor saved"),
     ],
 )
 def test_the_outcome_decides(tmp_path, outcome, status, requeued, said):
@@ -159,7 +169,7 @@ def test_the_outcome_decides(tmp_path, outcome, status, requeued, said):
     (tmp_path / "runs/a").mkdir(parents=True)
     (tmp_path / "runs/a/PREEMPTED").touch()
     ended, out = cluster.run("name=a", OUTCOME=f"runs/a/{outcome}" if outcome else "")
-    assert (ended, cluster.requeued()) == (status, requeued) and said in out
+    assert (ended, cluster.requeued()) == (status, [str(cluster.job)] * requeued) and said in out
 
 
 def test_names_and_places(tmp_path):
@@ -206,10 +216,10 @@ def test_signals_reach_the_ranks_and_not_torchrun(tmp_path, number, nodes):
     process = cluster.start("do=wait", "name=a", SLURM_GPUS_ON_NODE="2")
     cluster.wait_for("ranks.txt", 2 * nodes, process)
     status, out = cluster.stop(process, number)
-    assert status == 0 and cluster.requeued() == [str(JOB)], out
+    assert status == 0 and cluster.requeued() == [str(cluster.job)], out
     assert "srun: status" not in out and "closing signal" not in out, "torchrun ended as after any other run"
     status, out = cluster.run("do=wait", "name=a", SLURM_GPUS_ON_NODE="2", SLURM_RESTART_COUNT="1")
-    assert status == 0 and "runs/a is done" in out and cluster.requeued() == [str(JOB)]
+    assert status == 0 and "runs/a is done" in out and cluster.requeued() == [str(cluster.job)]
     expected = [f"{rank} of {2 * nodes}, restart 0" for rank in range(2 * nodes)]
     assert sorted(cluster.lines("ranks.txt")) == sorted(2 * expected)
 
@@ -231,9 +241,13 @@ def test_training_is_preempted_requeued_and_done(tmp_path, arguments):
     process = cluster.start(*words)
     cluster.wait_for("runs/run/metrics.jsonl", 3, process)
     status, out = cluster.stop(process, signal.SIGUSR1)
-    assert status == 0 and cluster.requeued() == [str(JOB)], out
+    assert status == 0 and cluster.requeued() == [str(cluster.job)], out
     saved = json.loads((tmp_path / "runs/run/PREEMPTED").read_text())
     assert saved["signal"] == "SIGUSR1" and 3 <= saved["step"] < STEPS
     status, out = cluster.run(*words, SLURM_RESTART_COUNT="1")
-    assert status == 0 and f"resuming after step {saved['step']} of {STEPS}" in out and cluster.requeued() == [str(JOB)]
+    assert (
+        status == 0
+        and f"resuming after step {saved['step']} of {STEPS}" in out
+        and cluster.requeued() == [str(cluster.job)]
+    )
     assert [json.loads(line)["step"] for line in cluster.lines("runs/run/metrics.jsonl")] == list(range(1, STEPS + 1))
