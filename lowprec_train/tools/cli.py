@@ -14,8 +14,9 @@ from importlib import metadata
 from lowprec_train import __version__
 from lowprec_train.tools import compare
 from lowprec_train.tools.bench import command as bench
+from lowprec_train.tools.estimate import command as estimate
 
-COMMANDS = (compare, bench)
+COMMANDS = (compare, bench, estimate)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

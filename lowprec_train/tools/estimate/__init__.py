@@ -1,0 +1,1 @@
+"""What a configuration needs of each GPU and of the network, from the configuration alone."""

@@ -1,0 +1,50 @@
+"""`lowprec estimate`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+DESCRIPTION = """\
+What a run needs of each GPU and of the network, from its configuration alone: no GPU is touched and no memory taken.
+Takes the overrides that train.py takes. Memory is at the moment of a step when it is most; CUDA's context, NCCL's
+buffers and fragmentation come on top (docs/parallelism.md).
+"""
+EPILOG = """\
+examples:
+  lowprec estimate +recipe=fp4 model=llama_7b parallel.dp_shard=8 parallel.tp=2 micro_batch=1 data.seq_len=2048
+  lowprec estimate --gpus 1024 +recipe=coat model=llama_13b parallel.dp_replicate=16 model.recompute=selective --json
+  lowprec estimate --table
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `estimate` to the command line."""
+    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = subparsers.add_parser(
+        "estimate",
+        help="memory and traffic of a run, before there is a GPU",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        **style,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the configuration, as for train.py")
+    parser.add_argument("--gpus", type=int, help="processes; a dp_shard of -1 takes what the other axes leave")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="numbers in bytes and FLOPs, with every moment of a step")
+    form.add_argument("--table", action="store_true", help="the table of docs/parallelism.md: recipes by layouts")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Estimate and print."""
+    from lowprec_train.tools.bench.configuration import composed
+    from lowprec_train.tools.estimate import report, table
+
+    if arguments.table:
+        print(table.markdown(arguments.overrides))
+        return 0
+    found = report.estimate(composed(*arguments.overrides), arguments.gpus)
+    print(json.dumps(found, indent=1) if arguments.json else report.text(found))
+    return 0

@@ -1,0 +1,115 @@
+"""What autograd keeps between the passes, counted on the real model: on the meta device, where tensors have no memory.
+
+Blocks of a kind keep the same, so a model without blocks and one with a single block tell all:
+
+    kept(model) = rest + sum over blocks of kept(block)
+
+Each storage is counted once however many nodes saved a view of it, and parameters, buffers and draws are not counted:
+they are there anyway. Compiled means torch.compile with the backend that cuts forward from backward as Inductor does
+and runs both op by op, so that what a compiler keeps instead of what the code keeps is seen.
+
+Bytes are linear in the sequences of a micro-batch, so two counts give the slope (bytes a token) and the rest (bytes
+that do not depend on tokens: casts and codes of the weights as they were multiplied).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.precision.linear import Linear
+
+PARTITION = "aot_eager_decomp_partition"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """token: bytes a token of this process's micro-batch. fixed: bytes whatever the tokens."""
+
+    token: float
+    fixed: float
+
+    def of(self, tokens: int) -> int:
+        """Bytes for a micro-batch of so many tokens."""
+        return round(self.token * tokens + self.fixed)
+
+    def __sub__(self, other: Kept) -> Kept:
+        return Kept(token=self.token - other.token, fixed=self.fixed - other.fixed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptParts:
+    """rest: embedding, last norm, head with its logits, loss. blocks: one each, in order."""
+
+    rest: Kept
+    blocks: tuple[Kept, ...]
+
+    def total(self, tokens: int) -> int:
+        """Bytes at the end of a forward pass."""
+        return self.rest.of(tokens) + sum(block.of(tokens) for block in self.blocks)
+
+
+Make = Callable[[], Transformer]
+"""A model on the meta device, with its recipes, its draws, its parameters in the dtype they compute from."""
+
+
+def counted(
+    make: Make, *, kinds: Sequence[int], batch: int, seq_len: int, compiled: bool, documents: bool = False
+) -> KeptParts:
+    """kinds: for each block, the number of the first block that is like it. batch: sequences of a micro-batch."""
+
+    def measured(block: int | None) -> Kept:
+        small, large = (
+            saved_bytes(only(make(), block), size, seq_len, compiled=compiled, documents=documents)
+            for size in (batch, 2 * batch)
+        )
+        token = (large - small) / (batch * seq_len)
+        return Kept(token=token, fixed=small - token * batch * seq_len)
+
+    rest = measured(None)
+    alone = {kind: measured(kind) - rest for kind in dict.fromkeys(kinds)}
+    return KeptParts(rest=rest, blocks=tuple(alone[kind] for kind in kinds))
+
+
+def only(model: Transformer, block: int | None) -> Transformer:
+    """The model with one of its blocks, or with none."""
+    model.blocks = nn.ModuleList([] if block is None else [model.blocks[block]])
+    return model
+
+
+def saved_bytes(model: Transformer, batch: int, seq_len: int, *, compiled: bool, documents: bool = False) -> int:
+    """Bytes that a forward pass and its loss leave for the backward pass."""
+    if compiled:
+        torch.compiler.reset()  # torch keeps few graphs of one code
+        model.compile_blocks(backend=PARTITION, dynamic=False)
+    tokens = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model.loss(tokens, tokens, 1.0, tokens if documents else None)
+    there = {_identity(tensor) for tensor in _owned(model)}
+    sizes = {_identity(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+    assert loss.requires_grad
+    return sum(size for storage, size in sizes.items() if storage not in there)
+
+
+def _owned(model: nn.Module) -> list[Tensor]:
+    """What lives anyway."""
+    draws = [module.draws for module in model.modules() if isinstance(module, Linear) and module.draws is not None]
+    seeds = [tensor for each in draws for tensor in (each.seeds, each.token_rows, each.token_columns)]
+    return [*model.parameters(), *model.buffers(), *seeds]
+
+
+def _identity(tensor: Tensor) -> int:
+    """Of the storage: a tensor without memory has no address."""
+    identity: int = StorageWeakRef(tensor.untyped_storage()).cdata
+    return identity

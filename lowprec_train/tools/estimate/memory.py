@@ -1,0 +1,188 @@
+"""Bytes on one GPU, and the moment of a step at which they are most.
+
+What stands: parameters, optimizer states, and gradients between micro-batches. What comes and goes: weights gathered
+for a block, what autograd keeps (`kept.py`), gradients on their way to their owners. A backward pass frees what a block
+kept and makes its gradients, so the sum is followed from the loss back to the first block:
+
+    at block i:   standing + kept by blocks 0..i + gradients so far + what block i works with
+
+Not counted: CUDA's context, NCCL's buffers, the libraries' workspaces (together 1 to 2 GiB), fragmentation, batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lowprec_train.comm.collectives import reduce_scatter_bytes
+from lowprec_train.comm.fsdp import Reduction
+from lowprec_train.tools.estimate import traffic
+from lowprec_train.tools.estimate.kept import Kept, KeptParts, counted
+from lowprec_train.tools.estimate.subject import Subject, Weight
+
+FP32, BF16 = 4, 2
+BLOCKS_GATHERED = 3  # the one that computes, the next one, and the buffer that it arrives in
+Moment = dict[str, int]
+
+
+def kept_bytes(subject: Subject, recompute: str) -> KeptParts:
+    """What autograd keeps of a micro-batch under a choice of what is recomputed.
+
+    `full` keeps a block's input alone, by definition, and needs no count. Raises ValueError for a selection under an
+    eager run, which autograd's hooks do not see.
+    """
+    run, again = subject.run, recompute
+    if again == "selective" and not subject.compiled:
+        raise ValueError("model.recompute=selective is counted for compiled runs only; compile=off was asked for")
+    kinds = subject.kinds()
+    found = counted(
+        lambda: subject.model("none" if again == "full" else again),
+        kinds=[] if again == "full" else kinds,
+        batch=run.micro_batch,
+        seq_len=subject.seq_len,
+        compiled=subject.compiled,
+        documents=bool(run.data.get("document_mask")),
+    )
+    if again != "full":
+        return found
+    stream = Kept(token=BF16 * run.model.dim / subject.sizes.tp, fixed=0)
+    return KeptParts(rest=found.rest, blocks=(stream,) * len(kinds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """moments: label -> bytes by what they are for, from the loss on backwards. kept: as counted."""
+
+    moments: dict[str, Moment]
+    kept: KeptParts
+
+    @property
+    def peak(self) -> tuple[str, Moment]:
+        """The moment with the largest sum."""
+        return max(self.moments.items(), key=lambda item: sum(item[1].values()))
+
+    @property
+    def bytes(self) -> int:
+        """At the peak."""
+        return sum(self.peak[1].values())
+
+
+Count = Callable[[Subject, str], KeptParts]
+"""What autograd keeps under a choice of what is recomputed; where many layouts are compared, from a table."""
+
+
+def memory(subject: Subject, reduction: Reduction, count: Count = kept_bytes) -> Memory:
+    """Of one GPU, rank 0: it has the largest parts."""
+    chosen = subject.run.model.recompute
+    kept = count(subject, chosen)
+    again = kept if chosen == "none" else count(subject, "none")
+    standing = {"parameters": parameters(subject), "optimizer states": states(subject)}
+    moments: dict[str, Moment] = {}
+    for label, changing in _backward(subject, reduction, kept, again):
+        moments[label] = standing | changing
+    return Memory(moments=moments, kept=kept)
+
+
+def parameters(subject: Subject) -> int:
+    """This rank's parts, in the dtypes of the optimizer's masters."""
+    return sum(math.prod(w.mine(subject.sizes)) * subject.stored_size(w) for w in subject.weights)
+
+
+def states(subject: Subject) -> int:
+    """Moments and master weights as the codecs store them."""
+
+    def of(weight: Weight) -> int:
+        if not weight.matrix:
+            return 2 * FP32 * math.prod(weight.mine(subject.sizes))
+        codecs = (*subject.moments, subject.master_of(weight))
+        rows, *columns = weight.mine(subject.sizes)
+        if weight.cut == 1:  # groups lie as in the whole row
+            return sum(codec.state_bytes((rows, *weight.shape[1:])) for codec in codecs) // subject.sizes.tp
+        return sum(codec.state_bytes((rows, *columns)) for codec in codecs)
+
+    return sum(map(of, subject.weights))
+
+
+def _backward(
+    subject: Subject, reduction: Reduction, kept: KeptParts, again: KeptParts
+) -> Iterator[tuple[str, Moment]]:
+    """From the loss to the first block: what stands and what does not."""
+    tokens, tp = subject.tokens, subject.sizes.tp
+    units = traffic.units(subject.weights)
+    grads = Gradients(subject, reduction)
+    layers = len(kept.blocks)
+    head = units.get("head", ())
+    yield (
+        "loss",
+        {
+            "gradients": grads.standing + grads.made(head),
+            "kept by blocks": sum(block.of(tokens) for block in kept.blocks),
+            "embedding, head and logits": kept.rest.of(tokens),
+            "weights gathered": gathered(subject, last_block=layers - 1),
+            "at work": BF16 * tokens * subject.run.model.dim // tp + grads.flying(head),
+        },
+    )
+    done = list(head)
+    for index in reversed(range(layers)):
+        here = units[f"blocks.{index}"]
+        done += here
+        recomputed = again.blocks[index].of(tokens) - kept.blocks[index].of(tokens)
+        largest = max(sum(w.part(tp)) for w in here if w.matrix)
+        yield (
+            f"block {index}",
+            {
+                "gradients": grads.standing + grads.made(done),
+                "kept by blocks": sum(block.of(tokens) for block in kept.blocks[: index + 1]) + recomputed,
+                "weights gathered": gathered(subject, last_block=index),
+                "at work": BF16 * tokens * largest + grads.flying(here),
+            },
+        )
+
+
+def gathered(subject: Subject, *, last_block: int) -> int:
+    """Weights of other ranks that are here while `last_block` computes."""
+    if subject.sizes.dp_shard == 1:
+        return 0
+    units = traffic.units([w for w in subject.weights if w.matrix])
+    sizes = {name: sum(map(subject.gathered_bytes, unit)) for name, unit in units.items()}
+    blocks = [size for name, size in sizes.items() if name.startswith("blocks.")]
+    staying = sum(sizes.values()) - sum(blocks)
+    if subject.run.parallel.reshard_after_forward:
+        return staying + BLOCKS_GATHERED * max(blocks, default=0)
+    return staying + sum(blocks[: last_block + 1])
+
+
+class Gradients:
+    """Where gradients are between the first backward pass and the update.
+
+    standing: bytes from the first micro-batch of several on: whole and in FP32 where they are summed over ranks at the
+    last one only, else this rank's parts.
+    """
+
+    def __init__(self, subject: Subject, reduction: Reduction) -> None:
+        self._subject, self._reduction, self._sizes = subject, reduction, subject.sizes
+        several = subject.micro_batches > 1
+        late = several and self._sizes.dp > 1 and subject.run.parallel.sync == "last"
+        whole = FP32 * self._elements(subject.weights) if late else self._parts(subject.weights)
+        self.standing = whole if several else 0
+
+    def made(self, weights: Sequence[Weight]) -> int:
+        """Beyond `standing`, once the backward pass has been through these."""
+        return 0 if self.standing else self._parts(weights)
+
+    def flying(self, weights: Sequence[Weight]) -> int:
+        """A unit's gradients on their way: as autograd made them, in FP32, and as messages."""
+        matrices = [w for w in weights if w.matrix]
+        made = sum(map(self._subject.gathered_bytes, matrices))
+        if not matrices or self._sizes.dp == 1:
+            return made if self.standing else 0
+        layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard
+        wire = 2 * reduce_scatter_bytes(self._reduction.payload, layout, ranks) if ranks > 1 else 0
+        return made + FP32 * self._elements(matrices) + wire
+
+    def _elements(self, weights: Sequence[Weight]) -> int:
+        return sum(math.prod(w.part(self._sizes.tp)) for w in weights if w.matrix)
+
+    def _parts(self, weights: Sequence[Weight]) -> int:
+        return sum(math.prod(w.mine(self._sizes)) * self._subject.stored_size(w) for w in weights)

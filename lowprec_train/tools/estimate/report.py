@@ -1,0 +1,85 @@
+"""An estimate as a value, as text for people, and as rows of the table in docs/parallelism.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lowprec_train.comm.fsdp import Reduction
+from lowprec_train.config import RunConfig
+from lowprec_train.precision import gemm
+from lowprec_train.tools.estimate.memory import Count, kept_bytes, memory
+from lowprec_train.tools.estimate.subject import META, Subject
+from lowprec_train.tools.estimate.traffic import traffic
+from lowprec_train.train import build, describe, metrics
+
+GIB, GB = 2**30, 1e9
+Estimate = dict[str, Any]
+
+
+def estimate(run: RunConfig, gpus: int | None = None, count: Count = kept_bytes) -> Estimate:
+    """All that can be known before a GPU is touched. Raises ValueError for a configuration that cannot run."""
+    subject = Subject(run=run, gpus=gpus)
+    reduction: Reduction = build.construct(run.comm)
+    needed, sent = memory(subject, reduction, count), traffic(subject, reduction)
+    moment, peak = needed.peak
+    total = sum(p.numel() for p in subject.laid_out.model.parameters())
+    step_tokens = subject.tokens * subject.micro_batches * subject.sizes.dp
+    return {
+        "model": run.model.name,
+        "precision": run.precision.name,
+        "comm": str(reduction.payload),
+        "recompute": run.model.recompute,
+        "compiled": subject.compiled,
+        "sizes": asdict(subject.sizes) | {"gpus": subject.sizes.processes},
+        "reshard_after_forward": run.parallel.reshard_after_forward,
+        "sync": run.parallel.sync,
+        "parameters": total,
+        "micro_batch_tokens": subject.tokens,
+        "micro_batches": subject.micro_batches,
+        "tokens_per_step": step_tokens,
+        "memory": {"at": moment, **peak, "total": needed.bytes},
+        "moments": needed.moments,
+        "kept_per_token": needed.kept.total(subject.tokens) / subject.tokens,
+        "traffic": sent | {"total": sum(sent.values())},
+        "flops_per_token": flops(subject),
+    }
+
+
+def flops(subject: Subject) -> dict[str, float]:
+    """Forward and backward a token, by the tensor cores that do them on compute capability 9.0."""
+    model, recipes = subject.laid_out.model, subject.laid_out.phases[0].recipes
+    paths = {name: row["execution"] for name, row in describe.effective(model, recipes, META).items()}
+    return metrics.flops_per_token(
+        model,
+        kinds={name: {each: gemm.peak_kind(path) for each, path in of.items()} for name, of in paths.items()},
+        attention_flops=model.attention_flops_per_token(subject.seq_len),
+    )
+
+
+def text(found: Estimate) -> str:
+    """For a terminal."""
+    sizes = found["sizes"]
+    axes = ", ".join(f"{axis} {sizes[axis]}" for axis in ("dp_replicate", "dp_shard", "tp"))
+    lines = [
+        f"{found['model']}, {found['parameters'] / 1e9:.2f} B parameters, precision {found['precision']}, gradients "
+        f"{found['comm']}, recompute {found['recompute']}",
+        f"{sizes['gpus']} GPUs: {axes}; {found['micro_batches']} micro-batches of {found['micro_batch_tokens']:,} "
+        f"tokens a step and rank, {found['tokens_per_step']:,} tokens a step",
+        "",
+        f"memory of a GPU, most at: {found['memory']['at']}",
+        *_rows(found["memory"], GIB, "GiB"),
+        "",
+        "sent by a GPU in a step",
+        *(_rows(found["traffic"], GB, "GB")),
+        "",
+        "FLOPs a token, forward and backward",
+        *_rows(found["flops_per_token"], GB, "GFLOP"),
+    ]
+    return "\n".join(lines)
+
+
+def _rows(values: Mapping[str, Any], unit: float, name: str) -> list[str]:
+    numbers = {what: value for what, value in values.items() if not isinstance(value, str)}
+    return [f"  {what:<34} {value / unit:>12,.3f} {name}" for what, value in numbers.items()]

@@ -1,0 +1,185 @@
+"""What is estimated: one rank's part of a run's model on the meta device, made by the functions that make a run's own.
+
+Tensor-parallel layers are cut as in a run, with ranks that only have shapes; what `fully_shard` cuts is arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from lowprec_train.config import Compile, RunConfig
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.numerics.draws import Draws
+from lowprec_train.optim.master import FP32Master, Master
+from lowprec_train.optim.moments import Codec
+from lowprec_train.parallel import data, tensor
+from lowprec_train.parallel.mesh import Sizes, sizes
+from lowprec_train.precision import policy
+from lowprec_train.precision.schedule import PrecisionSchedule
+from lowprec_train.tools.estimate.ranks import MetaRanks
+from lowprec_train.train import build
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """One parameter. shape: of the whole; cut: the dimension that is cut over tp, or None; indexed: an embedding, which
+    the optimizer leaves in FP32.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: int | None = None
+    indexed: bool = False
+
+    @property
+    def matrix(self) -> bool:
+        """Whether it is sharded and coded; vectors are whole on every rank and FP32."""
+        return len(self.shape) >= 2
+
+    @property
+    def unit(self) -> str:
+        """What is gathered with it: "blocks.3", "head", or "" with the rest of the model."""
+        parts = self.name.split(".")
+        return ".".join(parts[:2]) if parts[0] == "blocks" else "head" if parts[0] == "head" else ""
+
+    def part(self, tp: int) -> tuple[int, ...]:
+        """Shape of a tensor-parallel part."""
+        return tuple(size // tp if dim == self.cut else size for dim, size in enumerate(self.shape))
+
+    def mine(self, over: Sizes) -> tuple[int, ...]:
+        """Shape of the part on the first ranks, the largest."""
+        rows, *rest = self.part(over.tp)
+        return (-(-rows // over.dp_shard) if self.matrix else rows, *rest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A run on a number of GPUs. Raises ValueError for a layout that does not fit it, with the numbers."""
+
+    run: RunConfig
+    gpus: int | None = None
+    ranks: MetaRanks = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", MetaRanks(count=self.sizes.tp))
+        if self.run.parallel.sync not in ("last", "each"):
+            raise ValueError(f"parallel.sync={self.run.parallel.sync!r} is not one of last, each")
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Processes along each axis; without a number of GPUs a dp_shard of -1 is 1."""
+        asked = self.run.parallel
+        axes = {"dp_replicate": asked.dp_replicate, "dp_shard": asked.dp_shard, "tp": asked.tp}
+        if self.gpus is None:
+            axes["dp_shard"] = 1 if asked.dp_shard == -1 else asked.dp_shard
+        return sizes(math.prod(axes.values()) if self.gpus is None else self.gpus, **axes)
+
+    @property
+    def seq_len(self) -> int:
+        length: int = self.run.data["seq_len"]
+        return length
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.run.micro_batch * self.seq_len
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step, on each rank."""
+        return max(1, -(-self.run.tokens_per_step // (self.tokens * self.sizes.dp)))
+
+    @property
+    def compiled(self) -> bool:
+        return self.run.compile is not Compile.off
+
+    @cached_property
+    def moments(self) -> tuple[Codec, Codec]:
+        return build.construct(self.run.optim.first_moment), build.construct(self.run.optim.second_moment)
+
+    @cached_property
+    def master(self) -> Master:
+        built: Master = build.construct(self.run.optim.master)
+        return built
+
+    @cached_property
+    def laid_out(self) -> build.Layout:
+        """The whole model."""
+        return build.layout(self.run)
+
+    def model(self, recompute: str | None = None) -> Transformer:
+        """One rank's part, with recipes of the first step and draws, its matrices in the dtype that they compute from.
+
+        recompute: instead of the run's choice.
+        """
+        made, _ = self._cut(recompute)
+        dtypes = {4: torch.float32, 2: torch.bfloat16}
+        sizes = {weight.name: self.gathered_size(weight) for weight in self.weights}
+        for name, parameter in made.named_parameters():
+            parameter.data = parameter.data.to(dtypes[sizes[name]])
+        return made
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All parameters, in the model's order."""
+        _, cuts = self._cut(None)
+        whole = self.laid_out.model
+        indexed = {f"{name}.weight" for name, module in whole.named_modules() if isinstance(module, nn.Embedding)}
+        return tuple(
+            Weight(name=name, shape=tuple(p.shape), cut=cuts.get(name), indexed=name in indexed)
+            for name, p in whole.named_parameters()
+        )
+
+    def master_of(self, weight: Weight) -> Master:
+        """Vectors, and what is looked up by number, are FP32."""
+        return self.master if weight.matrix and not weight.indexed else FP32Master()
+
+    def stored_size(self, weight: Weight) -> int:
+        """Bytes of an element of the parameter, and of its gradient."""
+        return self.master_of(weight).parameter_dtype.itemsize
+
+    def gathered_size(self, weight: Weight) -> int:
+        """Bytes of an element where layers compute from it: as stored, or as `fully_shard` casts it."""
+        cast = data.PRECISION.param_dtype if weight.matrix and self.sizes.dp > 1 else None
+        return self.stored_size(weight) if cast is None else cast.itemsize
+
+    def gathered_bytes(self, weight: Weight) -> int:
+        """Of a tensor-parallel part where layers compute from it."""
+        return self.gathered_size(weight) * math.prod(weight.part(self.sizes.tp))
+
+    def _cut(self, recompute: str | None) -> tuple[Transformer, dict[str, int]]:
+        laid_out = build.layout(self._with(recompute))
+        model, cuts = laid_out.model, {}
+        if self.sizes.tp > 1:
+            recipes = [phase.recipes for phase in laid_out.phases]
+            tensor.check(model, self.sizes.tp, tokens=self.tokens, recipes=recipes)
+            cuts = dict(tensor.apply(model, self.ranks))
+        PrecisionSchedule(laid_out.phases).begin(model, 0)
+        policy.attach_draws(model, Draws(0, policy.count_linears(model), META))
+        return model, cuts
+
+    def _with(self, recompute: str | None) -> RunConfig:
+        if recompute is None:
+            return self.run
+        return replace(self.run, model=replace(self.run.model, recompute=recompute))
+
+    def kinds(self) -> list[int]:
+        """For each block, the first one that computes and keeps as it does."""
+        phase = self.laid_out.phases[0]
+        seen: dict[tuple[object, ...], int] = {}
+        return [
+            seen.setdefault(_recipes(phase.recipes, index, block), index)
+            for index, block in enumerate(self.laid_out.model.blocks)
+        ]
+
+
+def _recipes(table: object, index: int, block: nn.Module) -> tuple[object, ...]:
+    prefix = f"blocks.{index}."
+    return tuple(recipe for name, recipe in table.items() if name.startswith(prefix))  # type: ignore[attr-defined]

@@ -1,0 +1,88 @@
+"""The tables of docs/parallelism.md: what a recipe costs a parameter and a token, and what a layout makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowprec_train.config import choices
+from lowprec_train.tools.bench.configuration import composed
+from lowprec_train.tools.bench.report import number, table
+from lowprec_train.tools.estimate.kept import KeptParts
+from lowprec_train.tools.estimate.memory import kept_bytes, parameters, states
+from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
+from lowprec_train.tools.estimate.subject import Subject
+
+WORK = ("model=llama_7b", "micro_batch=1", "data.seq_len=2048", "tokens_per_step=4194304")
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "shard 8": ("parallel.dp_shard=8",),
+    "shard 8, sync each": ("parallel.dp_shard=8", "parallel.sync=each"),
+    "shard 8, sync each, weights stay": (
+        *("parallel.dp_shard=8", "parallel.sync=each"),
+        "parallel.reshard_after_forward=false",
+    ),
+    "shard 8, sync each, recompute full": ("parallel.dp_shard=8", "parallel.sync=each", "model.recompute=full"),
+    "replicate 8, shard 8, sync each": ("parallel.dp_replicate=8", "parallel.dp_shard=8", "parallel.sync=each"),
+    "shard 4, tp 2, sync each": ("parallel.dp_shard=4", "parallel.tp=2", "parallel.sync=each"),
+    "replicate 16, shard 8, tp 8": ("parallel.dp_replicate=16", "parallel.dp_shard=8", "parallel.tp=8"),
+}
+RECIPES = ("bf16", "fp8", "coat", "fp4")
+KINDS = ("parameters", "gradients", "tensor parallel")  # what is sent, by the first words of its name
+
+
+def markdown(overrides: Sequence[str] = ()) -> str:
+    """Both tables. overrides: changes to the model and the batch that they are about."""
+    return "\n".join([*_recipes(overrides), "", *_layouts(overrides)])
+
+
+def _recipes(overrides: Sequence[str]) -> list[str]:
+    """Bytes a parameter of a model that one GPU holds, and bytes a token and block."""
+    stored, kept = ("weights", "gradients", "states"), ("kept of the weight", "kept a token", "selective")
+    header = ("recipe", *stored, *kept)
+    return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe")))
+
+
+def _of_recipe(recipe: str, overrides: Sequence[str]) -> list[object]:
+    subject = Subject(run=composed(f"+recipe={recipe}", *WORK, *overrides, "parallel.dp_shard=1"))
+    block, selected = (kept_bytes(subject, how).blocks[0] for how in ("none", "selective"))
+    model = subject.laid_out.model
+    count, of_block = (sum(p.numel() for p in each.parameters()) for each in (model, model.blocks[0]))
+    stored = parameters(subject) / count  # a gradient has its parameter's dtype
+    each = (stored, stored, states(subject) / count, block.fixed / of_block)
+    return [f"`{recipe}`", *(number(value) for value in each), number(block.token, 0), number(selected.token, 0)]
+
+
+def _layouts(overrides: Sequence[str]) -> list[str]:
+    gib, gb = ("standing", "gathered", "kept", "largest sum"), ("weights", "gradients", "tensor parallel")
+    header, rows = ("layout", "recipe", *gib, *gb, "a token"), []
+    for layout, axes in LAYOUTS.items():
+        for recipe in RECIPES:
+            found = estimate(composed(f"+recipe={recipe}", *WORK, *overrides, *axes), count=_remembered)
+            rows.append([layout, f"`{recipe}`", *_of_layout(found)])
+    return table(header, rows)
+
+
+_SEEN: dict[tuple[object, ...], KeptParts] = {}
+
+
+def _remembered(subject: Subject, recompute: str) -> KeptParts:
+    """Layouts with the same tensor-parallel parts and dtypes keep the same."""
+    sizes = tuple(subject.gathered_size(weight) for weight in subject.weights)
+    key = (subject.run.precision.name, subject.sizes.tp, recompute, sizes)
+    if key not in _SEEN:
+        _SEEN[key] = kept_bytes(subject, recompute)
+    return _SEEN[key]
+
+
+def _of_layout(found: Estimate) -> list[str]:
+    """GiB of a GPU, GB that it sends in a step, kB a token of its own."""
+    memory, sent = found["memory"], found["traffic"]
+    standing = sum(memory[what] for what in ("parameters", "optimizer states", "gradients"))
+    kept = memory["kept by blocks"] + memory.get("embedding, head and logits", 0)
+    gib = (standing, memory["weights gathered"], kept, memory["total"])
+    gb = (sum(size for what, size in sent.items() if what.startswith(kind)) for kind in KINDS)
+    tokens = found["micro_batch_tokens"] * found["micro_batches"]
+    return [
+        *(number(each / GIB, 1) for each in gib),
+        *(number(each / GB, 0) for each in gb),
+        number(sent["total"] / tokens / 1e3, 0),
+    ]

@@ -1,0 +1,104 @@
+"""Bytes that one GPU sends in a step, by what they are for.
+
+    parameters        every rank's part to the other dp_shard - 1, before a block computes; again before its backward
+                      pass where it was given back in between; in each micro-batch
+    gradients         reduce-scatter over dp_shard, then all-reduce over dp_replicate, in the payload's bytes
+    vectors           one FP32 all-reduce a step
+    tensor parallel   rows of activations and of their gradients, counted on the meta device, in each micro-batch
+
+Collectives are counted as the algorithms that send least: a gather or a scatter sends (n - 1) / n of the whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
+from lowprec_train.comm.fsdp import Reduction, unit_layout
+from lowprec_train.comm.layout import Layout, Span
+from lowprec_train.comm.payload import Payload
+from lowprec_train.numerics.formats import FP32
+from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.tools.estimate.kept import only
+from lowprec_train.tools.estimate.subject import META, Subject, Weight
+
+Bytes = dict[str, int]
+
+
+def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
+    """Weights by what is gathered together, as `parallel.data.shard` makes it."""
+    found: dict[str, tuple[Weight, ...]] = {}
+    for weight in weights:
+        found[weight.unit] = (*found.get(weight.unit, ()), weight)
+    return found
+
+
+def layout(matrices: Sequence[Weight], over: Sizes, reduction: Reduction) -> Layout:
+    """A row of a unit's reduce-scatter."""
+    shapes = {weight.name: torch.empty(weight.part(over.tp), device=META) for weight in matrices}
+    return unit_layout(shapes, over.dp_shard, reduction.plain)
+
+
+def traffic(subject: Subject, reduction: Reduction) -> Bytes:
+    """Sent by rank 0 in a step; what nothing is sent for is left out."""
+    sent = {
+        "parameters gathered": parameters(subject),
+        "gradients scattered": gradients(subject, reduction, reduce_scatter_bytes, subject.sizes.dp_shard),
+        "gradients between replicas": gradients(subject, reduction, all_reduce_bytes, subject.sizes.dp_replicate),
+        "gradients of vectors": vectors(subject),
+    }
+    sent |= {f"tensor parallel, {what}": size for what, size in activations(subject).items()}
+    return {what: size for what, size in sent.items() if size}
+
+
+def parameters(subject: Subject) -> int:
+    """All-gathers of all micro-batches, in the dtype that they are gathered in."""
+    over, total = subject.sizes, 0
+    for weight in (w for w in subject.weights if w.matrix):
+        again = subject.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
+        total += (
+            (2 if again else 1) * (over.dp_shard - 1) * subject.gathered_size(weight) * math.prod(weight.mine(over))
+        )
+    return total * subject.micro_batches
+
+
+def gradients(subject: Subject, reduction: Reduction, sent_by, ranks: int) -> int:  # type: ignore[no-untyped-def]
+    """Of matrices, along one axis of `ranks`. sent_by: `reduce_scatter_bytes` or `all_reduce_bytes`."""
+    if ranks == 1:
+        return 0
+    rows = (layout(unit, subject.sizes, reduction) for unit in units(w for w in subject.weights if w.matrix).values())
+    sums = subject.micro_batches if subject.run.parallel.sync == "each" else 1
+    return sums * sum(sent_by(reduction.payload, row, ranks) for row in rows)
+
+
+def vectors(subject: Subject) -> int:
+    """Norms and biases, once a step, over all ranks that see other rows."""
+    count, ranks = sum(math.prod(w.shape) for w in subject.weights if not w.matrix), subject.sizes.processes
+    if ranks == 1 or not count:
+        return 0
+    return all_reduce_bytes(Payload(FP32), Layout((Span(count, coded=False),)), ranks)
+
+
+def activations(subject: Subject) -> Bytes:
+    """Of a step's micro-batches between the ranks that hold the parts of a layer."""
+    if subject.sizes.tp == 1:
+        return {}
+    kinds = subject.kinds()
+    rest = _sent(subject, None)
+    blocks = {kind: _sent(subject, kind) for kind in dict.fromkeys(kinds)}
+    return {
+        what: subject.micro_batches * (of_rest + sum(blocks[kind][what] - of_rest for kind in kinds))
+        for what, of_rest in rest.items()
+    }
+
+
+def _sent(subject: Subject, block: int | None) -> Bytes:
+    """By the model with one block, or none, in a micro-batch: forward and backward pass, op by op."""
+    model = only(subject.model(), block)
+    tokens = torch.empty(subject.run.micro_batch, subject.seq_len, dtype=torch.int64, device=META)
+    before = dict(subject.ranks.sent)
+    model.loss(tokens, tokens, 1.0, tokens if subject.run.data.get("document_mask") else None).backward()
+    return {what: size - before[what] for what, size in subject.ranks.sent.items()}
