@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from lowprec_train.precision.block_keep import KeptInput
+from lowprec_train.precision.block_keep import BlockKeep, KeptInput
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.recipe import check as check_recipe
@@ -47,10 +47,18 @@ class Cuttable(Protocol):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
 
 
-def check(model: Cuttable, parts: int, *, tokens: int, recipes: Sequence[Mapping[str, LinearRecipe]]) -> None:
+def check(
+    model: Cuttable,
+    parts: int,
+    *,
+    tokens: int,
+    recipes: Sequence[Mapping[str, LinearRecipe]],
+    keeps: Sequence[BlockKeep] = (),
+) -> None:
     """ValueError, with the numbers, where `parts` ranks cannot share a micro-batch of `tokens` and each whole layer.
 
-    recipes: of every linear, for each phase of the run: tiles and rotations must lie within a part.
+    recipes: of every linear, for each phase of the run: tiles and rotations must lie within a part. keeps: what norms
+    and activations keep, likewise: groups of channels must.
     """
     problems = [f"model.{what}={size}" for what, size in _shared(model) if size % parts]
     if tokens % (parts * GROUP):
@@ -63,6 +71,14 @@ def check(model: Cuttable, parts: int, *, tokens: int, recipes: Sequence[Mapping
             raise ValueError(f"parallel.tp={parts} leaves {part} of {name} to a rank; draws come in groups of {GROUP}")
         for table in recipes if name in recipes[0] else ():
             _check_linear(table[name], model.get_submodule(name), name, how, part, tokens)
+    for quantizer in (keep.activation for keep in keeps if keep.activation is not None):
+        for width in {module.width for module in _activations(model)}:
+            group = width if quantizer.tile[1] == -1 else quantizer.tile[1]
+            if width // parts % group:
+                raise ValueError(
+                    f"parallel.tp={parts} leaves {width // parts} of model.ffn={width} to a rank, and activations are "
+                    f"kept in groups of {group} channels"
+                )
 
 
 def apply(model: Cuttable, ranks: Ranks) -> dict[str, int]:

@@ -11,7 +11,10 @@ import torch
 
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.formats import E4M3
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.parallel import tensor
+from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
 from lowprec_train.recipes import bf16
 from tests.precision.ranks import Meeting, ThreadRanks
@@ -146,3 +149,16 @@ def test_what_cannot_be_cut(sizes, parts, tokens, message):
     table = dict.fromkeys(linears, RECIPES["fp8_block"]) | {"head": bf16.recipe()}
     with pytest.raises(ValueError, match=message):
         tensor.check(model, parts, tokens=tokens, recipes=[table])
+
+
+@pytest.mark.parametrize(("group", "width"), [(256, 256), (-1, 512)])
+def test_kept_groups_lie_within_a_part(group, width):
+    """A scale over channels of two ranks would be another one on each."""
+    with torch.device("meta"):
+        model = Transformer(**{**SIZES, **LLAMA})
+    table = dict.fromkeys((name for name in model.tensor_plan() if name != "embedding"), RECIPES["fp8"])
+    keep = BlockKeep(activation=Quantizer(E4M3, tile=(1, group), scale=ScaleRule.POW2))
+    how = {"tokens": 256, "recipes": [table], "keeps": [BlockKeep(), keep]}
+    tensor.check(model, 512 // width, **how)
+    with pytest.raises(ValueError, match=rf"parallel.tp=4 leaves 128 of model.ffn=512.*groups of {width} channels"):
+        tensor.check(model, 4, **how)

@@ -1,0 +1,130 @@
+"""Models cut over two processes, eager and compiled; started once for all tests.
+
+Usage: tensor_processes.py DIRECTORY [nccl]: two processes over gloo, forked from one that has imported torch, or as
+many GPUs. They meet through a file. Each rank saves {case: Ran of its eager pass, Ran of its compiled one}.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo.testing
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from lowprec_train.comm.rows import GroupRanks
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.formats import E4M3
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.parallel import tensor
+from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
+from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
+from lowprec_train.precision.split import Ranks
+from lowprec_train.recipes import bf16
+from tests.recipes import GPT, LLAMA, RECIPES
+
+RANKS, BATCH, SEQ = 2, 4, 32
+SIZES = {"vocab_size": 64, "dim": 128, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 256, "max_seq_len": SEQ}
+CODES = Quantizer(E4M3, tile=(1, 16), scale=ScaleRule.POW2)
+CODED = BlockKeep(norm=CODES, activation=CODES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model, its blocks' recipe, what norms and activations keep, whether sequences hold several documents."""
+
+    family: dict[str, Any]
+    recipe: str
+    recompute: str = "none"
+    keep: BlockKeep | None = None
+    documents: bool = False
+
+
+CASES = {
+    "llama": Case(family=dict(LLAMA), recipe="fp8"),
+    "llama selective": Case(family=dict(LLAMA), recipe="mxfp4", recompute="selective", documents=True),
+    "llama coded": Case(family=dict(LLAMA), recipe="fp8", keep=CODED),
+    "gpt full": Case(family=dict(GPT), recipe="bf16", recompute="full"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """loss; gradients and the dimension in which each is cut, by name; graphs of a block, None for an eager pass."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+    cuts: dict[str, int]
+    summed: list[str]
+    graphs: int | None = None
+
+
+def build(case: Case, ranks: Ranks | None, device: torch.device) -> tuple[Transformer, dict[str, int]]:
+    """The whole model, or the part of one rank, with the same first values; FP32, so that only codes are rounded."""
+    with torch.device("meta"):
+        model = Transformer(**SIZES, **case.family, recompute=case.recompute, dtype=torch.float32)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    cuts = {} if ranks is None else tensor.apply(model, ranks)
+    model.to_empty(device=device)
+
+    def fill(name, parameter, first_value):
+        value = first_value(shapes[name])
+        parameter.copy_(value.chunk(ranks.count, cuts[name])[ranks.index] if name in cuts else value)
+
+    model.init_weights(0, fill)
+    apply_policy(model, {"blocks.*": RECIPES[case.recipe], "*": bf16.recipe()})
+    apply_block_keep(model, case.keep or BlockKeep())
+    draws = Draws(0, count_linears(model), device)
+    attach_draws(model, draws)
+    draws.begin(3, 8)
+    return model, cuts
+
+
+def passes(case: Case, ranks: Ranks | None, device: torch.device, backend: str | None = None) -> Ran:
+    """One forward and backward pass over the same tokens on every rank."""
+    torch._dynamo.reset()
+    model, cuts = build(case, ranks, device)
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend or "eager")
+    if backend is not None:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
+    generator = torch.Generator().manual_seed(5)
+    tokens, targets = torch.randint(0, SIZES["vocab_size"], (2, BATCH, SEQ), generator=generator)
+    targets[0, :5] = -100
+    documents = (torch.arange(SEQ) // 9).expand(BATCH, SEQ).to(device) if case.documents else None
+    loss = model.loss(tokens.to(device), targets.to(device), 100.0, documents)
+    loss.backward()
+    gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+    return Ran(
+        loss=loss.detach().cpu(),
+        gradients=gradients,
+        cuts=cuts,
+        summed=tensor.summed_over_tp(model) if ranks else [],
+        graphs=counter.frame_count if backend else None,
+    )
+
+
+def work(rank: int, directory: str, backend: str = "gloo") -> None:
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+    ranks = GroupRanks.of(dist.new_group(list(range(RANKS))))
+    compiler = "inductor" if device.type == "cuda" else "aot_eager"
+    ran = {}
+    for name, case in CASES.items():
+        ran[name] = [asdict(passes(case, ranks, device, each)) for each in (None, compiler)]
+    torch.save(ran, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    how = {"nprocs": RANKS, "start_method": "spawn" if sys.argv[2:] == ["nccl"] else "fork"}
+    mp.start_processes(work, args=tuple(sys.argv[1:]), **how)

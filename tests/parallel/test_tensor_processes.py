@@ -1,0 +1,85 @@
+"""Models cut over two processes: the bits of the same model cut over threads, and one graph for all blocks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.tensor_processes import CASES, RANKS, SIZES, Ran, passes
+from tests.precision.ranks import among
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+# As in test_tensor.py: where a sum in another order tips a rounding, a code moves by a step.
+SMOOTH, TIPPED = 2e-5, 5e-2
+
+
+def launch(directory, *arguments):
+    """(eager, compiled) by case, of each rank."""
+    command = [sys.executable, str(Path(__file__).with_name("tensor_processes.py")), str(directory), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stderr[-6000:]
+    saved = [torch.load(path) for path in sorted(Path(directory).glob("rank-*.pt"))]
+    return [{name: [Ran(**one) for one in pair] for name, pair in each.items()} for each in saved]
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    return launch(tmp_path_factory.mktemp("ranks"))
+
+
+def joined(ranks):
+    """Gradients of the whole model from those of the ranks."""
+    whole = {}
+    for name, first in ranks[0].gradients.items():
+        gradients = [each.gradients[name] for each in ranks]
+        if name in ranks[0].cuts:
+            whole[name] = torch.cat(gradients, ranks[0].cuts[name])
+        elif name in ranks[0].summed:
+            whole[name] = torch.stack(gradients).sum(0)
+        else:
+            assert all(torch.equal(first, each) for each in gradients), name
+            whole[name] = first
+    return whole
+
+
+def assert_near(ranks, of, bound):
+    assert len({each.loss.item() for each in ranks}) == 1, "the loss is the same bits on all ranks"
+    assert ranks[0].loss.item() == pytest.approx(of.loss.item(), rel=bound / 10)
+    for name, gradient in joined(ranks).items():
+        assert (gradient - of.gradients[name]).norm() <= bound * of.gradients[name].norm(), name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eager_processes_are_threads(processes, name):
+    threads = among(RANKS, lambda ranks: passes(CASES[name], ranks, CPU))
+    for each, thread in zip(processes, threads):
+        eager = each[name][0]
+        assert torch.equal(eager.loss, thread.loss) and eager.cuts == thread.cuts
+        for parameter, gradient in thread.gradients.items():
+            assert torch.equal(eager.gradients[parameter], gradient), parameter
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_processes_are_the_whole_model(processes, name):
+    """Blocks of one shape are one graph, collectives and recomputation inside."""
+    of = passes(CASES[name], None, CPU)
+    for how in (0, 1):
+        assert_near([each[name][how] for each in processes], of, SMOOTH if CASES[name].recipe == "bf16" else TIPPED)
+    assert [each[name][1].graphs for each in processes] == [1] * RANKS and SIZES["layers"] > 1
+
+
+@pytest.mark.gpu
+def test_over_nccl(tmp_path):
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip(f"needs {RANKS} CUDA devices")
+    saved = launch(tmp_path, "nccl")
+    for name, case in CASES.items():
+        of = passes(case, None, torch.device("cuda"))
+        for how in (0, 1):
+            assert_near([each[name][how] for each in saved], of, TIPPED)
+        assert [each[name][1].graphs for each in saved] == [1] * RANKS
