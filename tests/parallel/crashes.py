@@ -22,8 +22,10 @@ from torch import nn
 
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
+from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, _Writer
 from tests.train.killable_run import file_size
+from tests.train.standins import make_trainer
 
 RANKS = 2
 PLACED = {
@@ -180,6 +182,21 @@ def beside(rank: int, directory: Path) -> dict[str, object]:
     read = State(mesh)
     seen = {"stall": stall, "written": written, "total": float(total), "found": saver.load(read.parts)}
     return seen | {"correct": read.is_of(1)}
+
+
+def fitting(rank: int, directory: Path) -> dict[str, object]:
+    """A run whose save of step 2 fails on rank 1 in the background; no other is due before step 1000."""
+    _, group = join(rank, directory, "fitting")
+    trainer = make_trainer(steps=1000, eval_interval=1000)
+    saver = Struck(directory / "run", interval=2, keep=1, process_group=group)
+    saver.stage, saver.rank, seen = "full disk", 1, {"error": ""}
+    saver.due = (2).__eq__
+    agreement = StopAgreement(dist.new_group(backend="gloo"))
+    try:
+        trainer.fit(sinks=[], checkpointer=saver, agreement=agreement)
+    except CheckpointError as error:
+        seen["error"] = str(error)
+    return seen | {"steps": trainer.steps_done}
 
 
 def resumed(rank: int, directory: Path, step: int) -> dict[str, object]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.crashes import RANKS, STAGES, beside, resumed, run, struck
+from tests.parallel.crashes import RANKS, STAGES, beside, fitting, resumed, run, struck
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +74,9 @@ def test_training_goes_on_beside_a_save(tmp_path, processes):
     for each in said:
         assert each.pop("stall") < 0.9
         assert each == {"written": None, "total": 3.0 * 2**19, "found": 1, "correct": True}
+
+
+def test_a_run_ends_on_all_ranks_at_the_step_in_which_they_agree_that_a_save_failed(tmp_path, processes):
+    codes, said = launched(processes, tmp_path, fitting)
+    assert codes == [0, 0] and said[0] == said[1]
+    assert "rank 1: [Errno 27] File too large" in said[0]["error"] and 2 < said[0]["steps"] < 1000
