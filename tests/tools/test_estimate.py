@@ -171,15 +171,29 @@ def test_gradients_are_sent_in_the_payload():
         assert found["gradients between replicas"] == pytest.approx(0.25 * size * matrices, rel=1e-3)
 
 
+MASTER = ("parallel.dp_shard=4", "tokens_per_step=1024", "parallel.gather=master")
+
+
 def test_weights_are_gathered_twice_where_they_are_given_back():
-    one, found = sent("parallel.dp_shard=4", "tokens_per_step=1024")
+    one, found = sent(*MASTER)
     assert one.micro_batches == 2
     sizes = {True: 0, False: 0}
     for weight in (w for w in one.weights if w.matrix):
         sizes[weight.unit.startswith("blocks.")] += 4 * weight.shape[0] * weight.shape[1]
     assert found["parameters gathered"] == 2 * 0.75 * (2 * sizes[True] + sizes[False])
-    _, stays = sent("parallel.dp_shard=4", "tokens_per_step=1024", "parallel.reshard_after_forward=false")
+    _, stays = sent(*MASTER, "parallel.reshard_after_forward=false")
     assert stays["parameters gathered"] == 2 * 0.75 * (sizes[True] + sizes[False])
+
+
+@pytest.mark.parametrize(("gather", "sent_size", "kept_size"), [("master", 4, 1), ("bf16", 2, 1), ("codes", 1, 0)])
+def test_weights_travel_as_they_are_asked_to(gather, sent_size, kept_size):
+    """A block's weights as bytes a number; and what its layers keep of them: codes, unless codes are what came."""
+    layers = [("compile='off'", "+recipe=fp8", "parallel.dp_shard=4", f"parallel.gather={gather}")]
+    layers.append((*layers[0], "model.layers=3"))
+    (one, two), (_, three) = (sent(*overrides) for overrides in layers)
+    block = sum(w.shape[0] * w.shape[1] for w in one.weights if w.unit == "blocks.0" and w.matrix)
+    assert three["parameters gathered"] - two["parameters gathered"] == 2 * 0.75 * sent_size * block
+    assert kept(one).blocks[0].fixed == pytest.approx(kept_size * block, abs=64)
 
 
 def test_summing_each_micro_batch_sends_as_often():

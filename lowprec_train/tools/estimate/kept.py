@@ -103,10 +103,14 @@ def saved_bytes(model: Transformer, batch: int, seq_len: int, *, compiled: bool,
 
 
 def _owned(model: nn.Module) -> list[Tensor]:
-    """What lives anyway."""
-    draws = [module.draws for module in model.modules() if isinstance(module, Linear) and module.draws is not None]
-    seeds = [tensor for each in draws for tensor in (each.seeds, each.token_rows, each.token_columns)]
-    return [*model.parameters(), *model.buffers(), *seeds]
+    """What lives anyway, or is counted elsewhere: parameters, buffers, seeds, weights that other ranks sent."""
+    owned = [*model.parameters(), *model.buffers()]
+    for linear in (module for module in model.modules() if isinstance(module, Linear)):
+        owned += (
+            [] if linear.draws is None else [linear.draws.seeds, linear.draws.token_rows, linear.draws.token_columns]
+        )
+        owned += [] if linear.gathered is None else [linear.gathered.leaf, *linear.gathered.tensors]
+    return owned
 
 
 def _identity(tensor: Tensor) -> int:

@@ -174,7 +174,7 @@ class Gradients:
     def flying(self, weights: Sequence[Weight]) -> int:
         """A unit's gradients on their way: as autograd made them, in FP32, and as messages."""
         matrices = [w for w in weights if w.matrix]
-        made = sum(map(self._subject.gathered_bytes, matrices))
+        made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.stored_size(w) for w in matrices)
         if not matrices or self._sizes.dp == 1:
             return made if self.standing else 0
         layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard

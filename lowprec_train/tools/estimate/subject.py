@@ -17,14 +17,18 @@ from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.optim.master import FP32Master, Master
 from lowprec_train.optim.moments import Codec
-from lowprec_train.parallel import data, tensor
+from lowprec_train.parallel import tensor
 from lowprec_train.parallel.mesh import Sizes, sizes
+from lowprec_train.parallel.wire import Wire, wire
 from lowprec_train.precision import policy
+from lowprec_train.precision.gathered import Gathered, of_codes
+from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.ranks import MetaRanks
 from lowprec_train.train import build
 
 META = torch.device("meta")
+DTYPES = {4: torch.float32, 2: torch.bfloat16}  # of parameters, by bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,15 +119,19 @@ class Subject:
         return build.layout(self.run)
 
     def model(self, recompute: str | None = None) -> Transformer:
-        """One rank's part, with recipes of the first step and draws, its matrices in the dtype that they compute from.
+        """One rank's part, with recipes of the first step, draws, and weights as they are gathered.
 
         recompute: instead of the run's choice.
         """
         made, _ = self._cut(recompute)
-        dtypes = {4: torch.float32, 2: torch.bfloat16}
-        sizes = {weight.name: self.gathered_size(weight) for weight in self.weights}
-        for name, parameter in made.named_parameters():
-            parameter.data = parameter.data.to(dtypes[sizes[name]])
+        named = dict(made.named_parameters())
+        for weight in self.weights:
+            named[weight.name].data = named[weight.name].data.to(DTYPES[self.stored_size(weight)])
+            way = self.way(weight)
+            if way is not None:
+                linear = made.get_submodule(weight.name.removesuffix(".weight"))
+                assert isinstance(linear, Linear)
+                linear.gathered = arrived(linear, way)
         return made
 
     @cached_property
@@ -145,14 +153,25 @@ class Subject:
         """Bytes of an element of the parameter, and of its gradient."""
         return self.master_of(weight).parameter_dtype.itemsize
 
-    def gathered_size(self, weight: Weight) -> int:
-        """Bytes of an element where layers compute from it: as stored, or as `fully_shard` casts it."""
-        cast = data.PRECISION.param_dtype if weight.matrix and self.sizes.dp > 1 else None
-        return self.stored_size(weight) if cast is None else cast.itemsize
+    def way(self, weight: Weight) -> Wire | None:
+        """How a linear layer's weight is gathered; None for what comes as it is stored."""
+        recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
+        gather = self.run.parallel.gather if self.sizes.dp > 1 else "master"
+        rows, columns = (*weight.part(self.sizes.tp), 1)[:2]
+        found = wire(recipe, (rows, columns), shards=self.sizes.dp_shard, gather=gather, split=weight.cut)
+        return None if gather == "master" or recipe is None or not weight.matrix else found
+
+    def sent_bytes(self, weight: Weight) -> int:
+        """What this rank sends to each of the others when a weight is gathered."""
+        way = self.way(weight)
+        return self.stored_size(weight) * math.prod(weight.mine(self.sizes)) if way is None else way.bytes
 
     def gathered_bytes(self, weight: Weight) -> int:
-        """Of a tensor-parallel part where layers compute from it."""
-        return self.gathered_size(weight) * math.prod(weight.part(self.sizes.tp))
+        """Of a tensor-parallel part when it is there to be computed with; E2M1 codes are unpacked beside what came."""
+        way, elements = self.way(weight), math.prod(weight.part(self.sizes.tp))
+        if way is None:
+            return self.stored_size(weight) * elements
+        return self.sizes.dp_shard * way.bytes + (elements if way.packed else 0)
 
     def _cut(self, recompute: str | None) -> tuple[Transformer, dict[str, int]]:
         laid_out = build.layout(self._with(recompute))
@@ -178,6 +197,19 @@ class Subject:
             seen.setdefault(_recipes(phase.recipes, index, block), index)
             for index, block in enumerate(self.laid_out.model.blocks)
         ]
+
+
+def arrived(linear: Linear, way: Wire) -> Gathered:
+    """What `parallel.gather` gives to a layer, without memory."""
+    shape = linear.weight.shape
+    leaf = torch.zeros((), dtype=linear.weight.dtype, device=META).expand(shape).requires_grad_()
+    values = torch.empty(shape, dtype=way.dtype, device=META, requires_grad=linear.recipe.is_identity)
+    if way.quantizer is None:
+        return Gathered(recipe=linear.recipe, leaf=leaf, names=("w",), tensors=(values,))
+    codes = way.quantizer(values)
+    scales = {f"w_{name}": part for name, part in codes.parts.items()} or {"w_scale": codes.scale}
+    tensors = {"w_codes": codes.codes} | scales
+    return Gathered(recipe=of_codes(linear.recipe), leaf=leaf, names=tuple(tensors), tensors=tuple(tensors.values()))
 
 
 def _recipes(table: object, index: int, block: nn.Module) -> tuple[object, ...]:

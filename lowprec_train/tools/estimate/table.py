@@ -66,7 +66,7 @@ _SEEN: dict[tuple[object, ...], KeptParts] = {}
 
 def _remembered(subject: Subject, recompute: str) -> KeptParts:
     """Layouts with the same tensor-parallel parts and dtypes keep the same."""
-    sizes = tuple(subject.gathered_size(weight) for weight in subject.weights)
+    sizes = tuple(subject.gathered_bytes(weight) for weight in subject.weights)
     key = (subject.run.precision.name, subject.sizes.tp, recompute, sizes)
     if key not in _SEEN:
         _SEEN[key] = kept_bytes(subject, recompute)

@@ -55,13 +55,11 @@ def traffic(subject: Subject, reduction: Reduction) -> Bytes:
 
 
 def parameters(subject: Subject) -> int:
-    """All-gathers of all micro-batches, in the dtype that they are gathered in."""
+    """All-gathers of all micro-batches, in the form that weights are gathered in."""
     over, total = subject.sizes, 0
     for weight in (w for w in subject.weights if w.matrix):
         again = subject.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
-        total += (
-            (2 if again else 1) * (over.dp_shard - 1) * subject.gathered_size(weight) * math.prod(weight.mine(over))
-        )
+        total += (2 if again else 1) * (over.dp_shard - 1) * subject.sent_bytes(weight)
     return total * subject.micro_batches
 
 
