@@ -79,15 +79,18 @@ class Linear(nn.Linear):
         how = (self.recipe, self.observer, self.split, maxima, hears)
         out = _LinearFunction.apply(x.flatten(end_dim=-2), self.weight, *how, *seeds)
         y, ear = out if hears else (out, None)
-        y = y.unflatten(0, x.shape[:-1])
+        y = y.unflatten(0, (-1, *x.shape[1:-1]))  # of more rows than x has, where their codes were gathered
         return y if bias is None else y + bias, ear
 
     def _part(
         self, split: Split, x_MK: Tensor, bias: Tensor | None, maxima: Tensor | None, *, hears: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows of x are gathered before, or partial sums of y scattered after, and the bias added to whole sums."""
+        """Rows of x, or codes of them, are gathered before, or partial sums of y are scattered after, and the bias is
+        added to whole sums.
+        """
         if split.dim == 0:  # the maxima are those of this rank's rows
-            y_MN, ear = self._product(split.ranks.gather_rows(x_MK), bias, None, hears=hears)
+            coded = Site(self.recipe, None, self.observer, split).gathers_codes
+            y_MN, ear = self._product(x_MK if coded else split.ranks.gather_rows(x_MK), bias, None, hears=hears)
             return y_MN.unsqueeze(0), ear
         partial, _ = self._product(x_MK, None, maxima, hears=False)
         y_MN = split.ranks.scatter_sum_rows(partial)
@@ -103,7 +106,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.recipe, ctx.observer, ctx.split, ctx.dtype = recipe, observer, split, x.dtype
         ctx.names, ctx.seeds = tuple(kept), len(seeds)
         ctx.save_for_backward(weight, *seeds, *kept.values())
-        return (y, x.new_zeros(x.shape[0], dtype=torch.float32)) if hears else y
+        return (y, x.new_zeros(y.shape[0], dtype=torch.float32)) if hears else y
 
     @staticmethod
     def backward(ctx, dy, maxima=None):  # type: ignore[no-untyped-def]

@@ -18,6 +18,7 @@ from torch import Tensor
 from lowprec_train.numerics.draws import Gemms, Purpose, SiteDraws
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, Shared, both, pairs, parts_pair
+from lowprec_train.precision.code_rows import gathered, travel_as_codes
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.gemm import accumulate, carrier_of, cast, folds, multiply
 from lowprec_train.precision.outliers import OutlierClamp, Residual
@@ -81,6 +82,8 @@ class Site:
             shared = self._rounded(Gemms.DGRAD, Purpose.A, dy) if all(needs) and self._shares_dy(kept) else None
             dx = self._dgrad(dy if shared is None else shared, weight, kept, dtype) if needs[0] else None
             dw = self._wgrad(dy, shared, kept, dtype, product) if needs[1] else None
+        if dx is not None and self.split is not None and self.gathers_codes:
+            dx = self.split.ranks.scatter_sum_rows(dx)
         return dx, None if dw is None else self._estimated(dy, dw, weight, kept, dtype)
 
     def _estimated(self, dy: Tensor, dw: Tensor, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
@@ -98,6 +101,9 @@ class Site:
         recipe, gemm = self.recipe, self.recipe.fprop
         if gemm.a is None or (gemm.codes_only and not recipe.keeps_codes):
             return None, None, self._operand_of(x) if recipe.keep is Keep.OPERAND else {"x": x}
+        if self.split is not None and self.gathers_codes:
+            codes = gathered(x, gemm, self.split.ranks)
+            return codes, None, self._keep_input(x, codes, None)
         if gemm.outliers is not None:
             split = None if self._shared(Gemms.FPROP, Purpose.A) is None else self.split
             codes, residual = gemm.outliers(a, gemm.a, *self._noise(gemm.a, Gemms.FPROP, Purpose.A), split)
@@ -110,6 +116,14 @@ class Site:
             return codes, None, _stored_turned("x", turned)
         codes = self._rounded(Gemms.FPROP, Purpose.A, a)
         return codes, None, self._keep_input(x, codes, None)
+
+    @property
+    def gathers_codes(self) -> bool:
+        """True when `forward` takes this rank's rows of x and `backward` returns their gradient, and codes are gathered
+        between; nobody may watch, for no rank sees the whole x.
+        """
+        cut = self.split is not None and self.split.dim == 0
+        return cut and self.observer is None and travel_as_codes(self.recipe)
 
     def _input_partner(self) -> Quantizer | None:
         """What rounds X^T for wgrad in the op that rounds X for fprop, where one op can."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -311,3 +312,49 @@ def test_a_part_compiles_whole(name, dim):
     assert counter.frame_count == 1
     for each in compiled:
         assert torch.equal(each.y, eager.y) and torch.equal(each.dx, eager.dx) and torch.equal(each.dw, eager.dw)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A `Ranks` that notes what it sends."""
+
+    ranks: Ranks
+    sent: list[tuple[str, torch.dtype, int]]
+
+    @property
+    def count(self) -> int:
+        return self.ranks.count
+
+    @property
+    def index(self) -> int:
+        return self.ranks.index
+
+    def __getattr__(self, name: str) -> Any:
+        def noted(x: Tensor, *rest: Any) -> Tensor:
+            self.sent.append((name, x.dtype, x.numel()))
+            return getattr(self.ranks, name)(x, *rest)
+
+        return noted
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_rows_travel_as_codes_where_nothing_else_of_them_is_needed(name):
+    """A byte an element into the layer, BF16 out of it again; a scale a row where rows have their own."""
+    x, w, dy = make(heavy_tails, "BF16", (128, 256, 256))
+    of = whole(RECIPES[name], (x, w, dy), torch.bfloat16, watched=False)
+
+    def body(ranks: Ranks) -> tuple[Ran, list[tuple[str, torch.dtype, int]]]:
+        counted = Counted(ranks, [])
+        mine = [each.chunk(2, at)[ranks.index] for each, at in zip(tensors((x, w, dy), torch.bfloat16), (0, 1))]
+        return ran(part_of(RECIPES[name], w, 0, counted), *mine, watched=False), counted.sent
+
+    results, sent = zip(*among(2, body))
+    rows = [each for each in sent[0] if each[2] >= 64]
+    if name in ("fp8", "mxfp4_fp8", "fp4", "fp4_unclamped"):
+        codes = [("gather", torch.float8_e4m3fn, 64 * 256), ("scatter_sum_rows", torch.bfloat16, 128 * 256)]
+        scales = [("gather", torch.float32, 64)] if name.startswith("fp4") else []
+        assert [each for each in rows if each[0] != "largest"] == scales + codes
+    else:
+        assert ("gather_rows", torch.bfloat16, 64 * 256) in rows
+    if not name.startswith("mxfp4"):  # folded carriers: scales leave the sum at another place
+        assert torch.equal(torch.cat([each.y for each in results], 1), of.y)
