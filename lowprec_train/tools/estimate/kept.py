@@ -14,8 +14,9 @@ that do not depend on tokens: casts and codes of the weights as they were multip
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +39,6 @@ class Kept:
         """Bytes for a micro-batch of so many tokens."""
         return round(self.token * tokens + self.fixed)
 
-    def __sub__(self, other: Kept) -> Kept:
-        return Kept(token=self.token - other.token, fixed=self.fixed - other.fixed)
-
 
 @dataclass(frozen=True, kw_only=True)
 class KeptParts:
@@ -54,26 +52,48 @@ class KeptParts:
         return self.rest.of(tokens) + sum(block.of(tokens) for block in self.blocks)
 
 
-Make = Callable[[], Transformer]
-"""A model on the meta device, with its recipes, its draws, its parameters in the dtype they compute from."""
+@dataclass(frozen=True, kw_only=True)
+class Counter:
+    """Counts what models keep that `make` builds on the meta device: with recipes, draws, and weights as they arrive.
 
+    batch: sequences of a micro-batch. documents: whether attention stays within documents.
+    """
 
-def counted(
-    make: Make, *, kinds: Sequence[int], batch: int, seq_len: int, compiled: bool, documents: bool = False
-) -> KeptParts:
-    """kinds: for each block, the number of the first block that is like it. batch: sequences of a micro-batch."""
+    make: Callable[[], Transformer]
+    batch: int
+    seq_len: int
+    compiled: bool
+    documents: bool = False
 
-    def measured(block: int | None) -> Kept:
-        small, large = (
-            saved_bytes(only(make(), block), size, seq_len, compiled=compiled, documents=documents)
-            for size in (batch, 2 * batch)
+    def rest(self) -> Kept:
+        """All but the blocks."""
+        return self._kept(lambda size: self._saved(None, size, compiled=self.compiled))
+
+    def block(self, index: int) -> Kept:
+        """One block: the difference that it makes to the rest, which is eager here, since that costs nothing."""
+        return self._kept(
+            lambda size: self._saved(index, size, compiled=False) - self._saved(None, size, compiled=False)
         )
-        token = (large - small) / (batch * seq_len)
-        return Kept(token=token, fixed=small - token * batch * seq_len)
 
-    rest = measured(None)
-    alone = {kind: measured(kind) - rest for kind in dict.fromkeys(kinds)}
-    return KeptParts(rest=rest, blocks=tuple(alone[kind] for kind in kinds))
+    def _kept(self, count: Callable[[int], int]) -> Kept:
+        small, large = count(self.batch), count(2 * self.batch)
+        token = (large - small) / (self.batch * self.seq_len)
+        return Kept(token=token, fixed=small - token * self.batch * self.seq_len)
+
+    def _saved(self, block: int | None, batch: int, *, compiled: bool) -> int:
+        model = only(self.make(), block)
+        if self.compiled and (compiled or block is not None):
+            torch.compiler.reset()  # torch keeps few graphs of one code
+            _compile(model, rest=compiled)
+        return saved_bytes(model, batch, self.seq_len, documents=self.documents)
+
+
+def _compile(model: Transformer, *, rest: bool) -> None:
+    options: dict[str, Any] = {"backend": PARTITION, "dynamic": False}
+    if rest:
+        model.compile_blocks(**options)
+    for block in () if rest else model.blocks:
+        block.forward = torch.compile(block.forward, fullgraph=True, **options)
 
 
 def only(model: Transformer, block: int | None) -> Transformer:
@@ -82,11 +102,8 @@ def only(model: Transformer, block: int | None) -> Transformer:
     return model
 
 
-def saved_bytes(model: Transformer, batch: int, seq_len: int, *, compiled: bool, documents: bool = False) -> int:
+def saved_bytes(model: Transformer, batch: int, seq_len: int, *, documents: bool = False) -> int:
     """Bytes that a forward pass and its loss leave for the backward pass."""
-    if compiled:
-        torch.compiler.reset()  # torch keeps few graphs of one code
-        model.compile_blocks(backend=PARTITION, dynamic=False)
     tokens = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
     saved: list[Tensor] = []
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lowprec_train.comm.collectives import reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.tools.estimate import traffic
-from lowprec_train.tools.estimate.kept import Kept, KeptParts, counted
+from lowprec_train.tools.estimate.kept import Counter, Kept, KeptParts
 from lowprec_train.tools.estimate.subject import Subject, Weight
 
 FP32, BF16 = 4, 2
@@ -26,28 +26,32 @@ BLOCKS_GATHERED = 3  # the one that computes, the next one, and the buffer that 
 Moment = dict[str, int]
 
 
-def kept_bytes(subject: Subject, recompute: str) -> KeptParts:
-    """What autograd keeps of a micro-batch under a choice of what is recomputed.
-
-    `full` keeps a block's input alone, by definition, and needs no count. Raises ValueError for a selection under an
-    eager run, which autograd's hooks do not see.
+def counter(subject: Subject, recompute: str) -> Counter:
+    """Of what autograd keeps of a micro-batch. Raises ValueError for a selection of what is recomputed in an eager run,
+    which autograd's hooks do not see.
     """
-    run, again = subject.run, recompute
-    if again == "selective" and not subject.compiled:
+    if recompute == "selective" and not subject.compiled:
         raise ValueError("model.recompute=selective is counted for compiled runs only; compile=off was asked for")
-    kinds = subject.kinds()
-    found = counted(
-        lambda: subject.model("none" if again == "full" else again),
-        kinds=[] if again == "full" else kinds,
-        batch=run.micro_batch,
+    return Counter(
+        make=lambda: subject.model(recompute),
+        batch=subject.run.micro_batch,
         seq_len=subject.seq_len,
         compiled=subject.compiled,
-        documents=bool(run.data.get("document_mask")),
+        documents=bool(subject.run.data.get("document_mask")),
     )
-    if again != "full":
-        return found
-    stream = Kept(token=BF16 * run.model.dim / subject.sizes.tp, fixed=0)
-    return KeptParts(rest=found.rest, blocks=(stream,) * len(kinds))
+
+
+def kept_bytes(subject: Subject, recompute: str) -> KeptParts:
+    """What autograd keeps of a micro-batch under a choice of what is recomputed. `full` keeps a block's input alone, by
+    definition: its blocks need no count.
+    """
+    kinds = subject.kinds()
+    if recompute == "full":
+        stream = Kept(token=BF16 * subject.run.model.dim / subject.sizes.tp, fixed=0)
+        return KeptParts(rest=counter(subject, "none").rest(), blocks=(stream,) * len(kinds))
+    counts = counter(subject, recompute)
+    blocks = {kind: counts.block(kind) for kind in dict.fromkeys(kinds)}
+    return KeptParts(rest=counts.rest(), blocks=tuple(blocks[kind] for kind in kinds))
 
 
 @dataclass(frozen=True, kw_only=True)

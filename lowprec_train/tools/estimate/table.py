@@ -8,7 +8,7 @@ from lowprec_train.config import choices
 from lowprec_train.tools.bench.configuration import composed
 from lowprec_train.tools.bench.report import number, table
 from lowprec_train.tools.estimate.kept import KeptParts
-from lowprec_train.tools.estimate.memory import kept_bytes, parameters, states
+from lowprec_train.tools.estimate.memory import counter, kept_bytes, parameters, states
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
 from lowprec_train.tools.estimate.subject import Subject
 
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "shard 4, tp 2, sync each": ("parallel.dp_shard=4", "parallel.tp=2", "parallel.sync=each"),
     "replicate 16, shard 8, tp 8": ("parallel.dp_replicate=16", "parallel.dp_shard=8", "parallel.tp=8"),
 }
-RECIPES = ("bf16", "fp8", "coat", "fp4")
+RECIPES = ("bf16", "coat", "fp4")
 KINDS = ("parameters", "gradients", "tensor parallel")  # what is sent, by the first words of its name
 
 
@@ -36,19 +36,19 @@ def markdown(overrides: Sequence[str] = ()) -> str:
 
 def _recipes(overrides: Sequence[str]) -> list[str]:
     """Bytes a parameter of a model that one GPU holds, and bytes a token and block."""
-    stored, kept = ("weights", "gradients", "states"), ("kept of the weight", "kept a token", "selective")
+    stored, kept = ("weights", "gradients", "states"), ("kept of weights", "kept a token")
     header = ("recipe", *stored, *kept)
     return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe")))
 
 
 def _of_recipe(recipe: str, overrides: Sequence[str]) -> list[object]:
     subject = Subject(run=composed(f"+recipe={recipe}", *WORK, *overrides, "parallel.dp_shard=1"))
-    block, selected = (kept_bytes(subject, how).blocks[0] for how in ("none", "selective"))
+    block = counter(subject, "none").block(0)
     model = subject.laid_out.model
     count, of_block = (sum(p.numel() for p in each.parameters()) for each in (model, model.blocks[0]))
     stored = parameters(subject) / count  # a gradient has its parameter's dtype
     each = (stored, stored, states(subject) / count, block.fixed / of_block)
-    return [f"`{recipe}`", *(number(value) for value in each), number(block.token, 0), number(selected.token, 0)]
+    return [f"`{recipe}`", *(number(value) for value in each), number(block.token, 0)]
 
 
 def _layouts(overrides: Sequence[str]) -> list[str]:
