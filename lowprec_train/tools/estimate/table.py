@@ -20,6 +20,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
         *("parallel.dp_shard=8", "parallel.sync=each"),
         "parallel.reshard_after_forward=false",
     ),
+    "shard 8, sync each, gather codes": ("parallel.dp_shard=8", "parallel.sync=each", "parallel.gather=codes"),
     "shard 8, sync each, recompute full": ("parallel.dp_shard=8", "parallel.sync=each", "model.recompute=full"),
     "replicate 8, shard 8, sync each": ("parallel.dp_replicate=8", "parallel.dp_shard=8", "parallel.sync=each"),
     "shard 4, tp 2, sync each": ("parallel.dp_shard=4", "parallel.tp=2", "parallel.sync=each"),
