@@ -35,6 +35,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "data.cache": "where prepared data is kept; the corpus hash says what it is",
     "precision.deviations": "a sentence for people",
     "lint_allow": "a permission; what was waived is in run.json",
+    "parallel": "layouts compute the same codes and draws and differ by the order of sums",
 }
 """Keys that do not change what is learned, with the reason. All others are training keys: they make the run's identity.
 
@@ -137,6 +138,19 @@ class OptimConfig:
 
 
 @dataclass(kw_only=True)
+class ParallelConfig:
+    """How the processes share a run. Values and their meaning: `configs/parallel`."""
+
+    dp_replicate: int = MISSING
+    dp_shard: int = MISSING
+    tp: int = MISSING
+    reshard_after_forward: bool = MISSING
+    sync: str = MISSING
+    gather: str = MISSING
+    timeout_minutes: float = MISSING
+
+
+@dataclass(kw_only=True)
 class RunConfig:
     """One run. Values and their meaning: `configs/train.yaml`."""
 
@@ -168,6 +182,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     comm: dict[str, Any] = MISSING
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     logger: dict[str, Any] = MISSING
 
 

@@ -6,16 +6,20 @@ Hydra composes `configs/train.yaml` with the command line (`--help` lists the gr
 under torchrun the exit status is the agent's.
 """
 
+import dataclasses
 import logging
 import re
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,9 +29,11 @@ from lowprec_train import config
 from lowprec_train.config import RunConfig
 from lowprec_train.ops.kernels import KernelError
 from lowprec_train.ops.self_test import self_test
-from lowprec_train.train import build, checks, describe, rundir, signals
+from lowprec_train.train import build, checks, describe, launch, rundir, signals
+from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
+from lowprec_train.train.launch import World
 from lowprec_train.train.signals import StopRequest
 from lowprec_train.train.trainer import TrainingDiverged
 
@@ -35,12 +41,12 @@ log = logging.getLogger(__name__)
 
 # Told in one line.
 EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged, KernelError)
-LAUNCHER_PATIENCE = 20  # seconds in which rank 0 has said what is wrong and the launcher has ended the others
+PATIENCE = 5  # seconds in which rank 0 has said what is wrong with all, and the launcher has ended the others
 
 
 def main() -> None:
     """Entry point of train.py and of `python -m lowprec_train.main`: reads the command line, exits."""
-    refuse_many_processes()
+    refuse_sweep_of_many()
     config.register()
     statuses: list[int] = []
     with signals.listen() as stop:
@@ -65,9 +71,11 @@ def status(cfg: DictConfig, stop: StopRequest) -> int:
     try:
         run(cfg, stop)
     except EXPECTED as error:
+        world = launch.world()
+        time.sleep(0 if world.leads else PATIENCE)
         if cfg.debug:
             traceback.print_exc()
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error{'' if world.leads else f' on rank {world.rank}'}: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -79,13 +87,33 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
         log.info("%s: this job does not begin", stop.signal_name)
         return
     options, plain, choice = read(cfg)
-    device, compiled = checks.configuration(options)
+    world = launch.world()
+    if not world.leads:
+        logging.getLogger().setLevel(logging.ERROR)
+    device, compiled = checks.configuration(options, world)
+    with launch.joined(world, device, options.parallel.timeout_minutes):
+        train(options, plain, choice, stop, Machine(world, device, compiled))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run has to compute with."""
+
+    world: World
+    device: torch.device
+    compiled: bool
+
+
+def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopRequest, machine: Machine) -> None:
+    """One run on processes that have found each other."""
+    device, compiled = machine.device, machine.compiled
     layout = build.layout(options)
+    distribution = build.distribution(options, layout, machine.world, device)
     linears = [describe.effective(layout.model, phase.recipes, device) for phase in layout.phases]
     report = build.lint(options, layout, linears, device)
     self_test(device)
     name = options.name or rundir.default_name(plain, choice.recipe)
-    with rundir.claim(Path(options.run_root), name, plain, options.resume) as directory:
+    with rundir.shared(Path(options.run_root), name, plain, options.resume) as directory:
         if directory.done:
             log.info("run %s is done: %s", directory.path, directory.read("DONE"))
             log.info("resume=never, or another name=..., trains again")
@@ -95,22 +123,33 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
         facts["kept"] = describe.kept(layout.phases[0].keep)
         facts["schedule"] = describe.later(layout.phases, linears)
+        facts["processes"] = dataclasses.asdict(distribution.sizes)
         announce(plain, linears[0], facts, choice)
         for line in report.lines:
             log.warning("warning: %s", line)
 
-        corpus = build.corpus(options)
-        checks.corpus(name, directory.read("run.json").get("corpus_hash"), corpus.hash)
-        trainer = build.trainer(options, layout, linears, corpus, device, compiled=compiled)
+        corpus = launch.after_first(lambda: build.corpus(options))
+        checks.corpus(name, directory.saved.get("corpus_hash"), corpus.hash)
+        trainer = build.trainer(options, layout, linears, corpus, distribution, device, compiled=compiled)
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:
-            step = checkpointer.load(trainer.checkpoint_parts()) or 0
+            step = checkpointer.load(trainer.checkpoint_parts(), optional=trainer.team.state_parts()) or 0
             log.info("resuming after step %d of %d", step, options.steps)
         directory.begin(config=plain, recipe=linears[0], facts=facts | build.text_facts(corpus))
-        sinks = build.sinks(options, trainer, directory.path, plain)
+        sinks, agreement = (
+            build.sinks(options, trainer, directory, plain),
+            StopAgreement(launch.host_group(options.parallel.timeout_minutes)),
+        )
         with sinks as listening, build.rows(options, trainer, directory.path) as write_rows:
-            outcome = trainer.fit(sinks=listening, checkpointer=checkpointer, should_stop=stop, write_rows=write_rows)
-        directory.end(outcome, step=trainer.steps_done, signal=stop.signal_name)
+            outcome = trainer.fit(
+                sinks=listening,
+                checkpointer=checkpointer,
+                should_stop=lambda: stop.number,
+                agreement=agreement,
+                write_rows=write_rows,
+            )
+        asked = signal.Signals(agreement.learned).name if outcome == "preempted" else None
+        directory.end(outcome, step=trainer.steps_done, signal=asked)
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
 
 
@@ -138,16 +177,15 @@ def announce(plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, An
     log.info("kernels: %s", kernels)
 
 
-def refuse_many_processes() -> None:
-    """Parallel training is not built yet: one error from rank 0, and a failure from every process."""
-    rank, processes = checks.world()
-    if processes == 1:
+def refuse_sweep_of_many() -> None:
+    """Every rank would run the whole sweep: one error from rank 0, and a failure from every process."""
+    world = launch.world()
+    if world.processes == 1 or not {"-m", "--multirun"} & set(sys.argv):
         return
-    if rank > 0:
-        time.sleep(LAUNCHER_PATIENCE)
+    if not world.leads:
+        time.sleep(PATIENCE)
         sys.exit(1)
-    sweep = " (nor does --multirun: a sweep runs in one process)" if {"-m", "--multirun"} & set(sys.argv) else ""
-    sys.exit(f"error: WORLD_SIZE={processes}: parallel training is not built yet; start one process{sweep}")
+    sys.exit(f"error: WORLD_SIZE={world.processes}: --multirun runs its jobs in one process; start one run a launch")
 
 
 def recipe_hints(arguments: Sequence[str]) -> list[str]:

@@ -25,6 +25,7 @@ MEDIAN_FUNCTION_LINES = 14
 # Facts of the launch, set by torchrun or Slurm: where this process stands, never what it computes.
 LAUNCH_FACTS = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCH_FACTS |= {"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
+LAUNCH_FACTS |= {"TORCHELASTIC_USE_AGENT_STORE"}
 # The files that may touch torch's private names (decisions 0008, 0016 and 0017).
 TORCH_ADAPTERS = {"lowprec_train/ops/tensor_cores.py", "lowprec_train/ops/kernels.py", "lowprec_train/comm/rows.py"}
 

@@ -245,14 +245,14 @@ def test_debug_shows_the_trace(launch):
     assert status == 1 and "Traceback" in err and "error: steps=0" in err
 
 
-def test_parallel_training_is_refused_once(launch, monkeypatch):
+def test_a_sweep_of_many_processes_is_refused_once(launch, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "+recipe=bf16,fp8"])
-    with pytest.raises(SystemExit, match=r"WORLD_SIZE=2: parallel training is not built yet.*--multirun"):
+    with pytest.raises(SystemExit, match=r"WORLD_SIZE=2: --multirun runs its jobs in one process"):
         main.main()
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(main, "LAUNCHER_PATIENCE", 0)
+    monkeypatch.setattr(main, "PATIENCE", 0)
     with pytest.raises(SystemExit) as end:
         main.main()
     assert end.value.code == 1

@@ -117,11 +117,3 @@ def test_signals_and_a_kill_leave_the_losses_alone(arguments, undisturbed, tmp_p
     assert process.returncode == 0 and "resuming after step" in out, err
     assert json.loads((run / "DONE").read_text())["step"] == STEPS
     assert losses(run) == undisturbed
-
-
-def test_two_processes_are_refused_once(tmp_path):
-    agent = start((*TORCHRUN, "2", ROOT / "train.py", "+recipe=fp4", f"run_root={tmp_path / 'runs'}"))
-    _, err = agent.communicate(timeout=120)
-    assert agent.returncode == 1
-    assert err.count("error: WORLD_SIZE=2: parallel training is not built yet") == 1
-    assert not (tmp_path / "runs").exists()

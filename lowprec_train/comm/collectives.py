@@ -29,6 +29,7 @@ from lowprec_train.comm.payload import Payload
 from lowprec_train.comm.shared_scale import SharedScale
 
 SEGMENT = 1 << 25  # elements of a row in one message: a message costs the host about 0.7 ms, whatever its size
+GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # one call; torch 2.13 has renamed it
 IN_FLIGHT = 2  # messages: one on the wire while its neighbours are encoded and summed
 
 
@@ -233,7 +234,7 @@ def _start_exchange(wire: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
 def _start_gather(wire: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work]:
     """[1, bytes] of every rank as [ranks, bytes]."""
     arriving = wire.new_empty((dist.get_world_size(group), wire.shape[1]))
-    return arriving, dist.all_gather_into_tensor(arriving, wire, group=group, async_op=True)
+    return arriving, GATHER(arriving, wire, group=group, async_op=True)
 
 
 def _agreed(rows: Tensor, group: dist.ProcessGroup | None, payload: SharedScale, layout: Layout, mu: Tensor) -> Tensor:

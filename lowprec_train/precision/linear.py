@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.numerics.draws import Draws, SiteDraws
+from lowprec_train.precision.gathered import Gathered
 from lowprec_train.precision.passes import Observer, Site
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.split import Split
@@ -28,15 +29,17 @@ class Linear(nn.Linear):
     observer: told of every operand that is rounded; None adds nothing to the pass.
     split: where the weight is one rank's part of a larger one, and x [..., in] this rank's part of the rows (dim 0) or
     of the columns (dim 1) of the whole x; y [1, rows, out] is then this rank's part of the columns, or of the rows.
+    gathered: what came in of the weight where other ranks hold parts of it; None: the parameter itself.
     """
 
     draws: SiteDraws | None
     observer: Observer | None
     split: Split | None
+    gathered: Gathered | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.draws = self.observer = self.split = None
+        self.draws = self.observer = self.split = self.gathered = None
         self.recipe = LinearRecipe()
 
     @property
@@ -73,11 +76,15 @@ class Linear(nn.Linear):
     def _product(
         self, x: Tensor, bias: Tensor | None, maxima: Tensor | None, *, hears: bool
     ) -> tuple[Tensor, Tensor | None]:
+        given = self.gathered
         if self.recipe.is_identity:
-            return F.linear(x, self.weight.to(x.dtype), bias), None
+            weight = self.weight if given is None else given.tensors[0]
+            return F.linear(x, weight.to(x.dtype), bias), None
         seeds = () if self.draws is None else (self.draws.seeds, self.draws.token_rows, self.draws.token_columns)
-        how = (self.recipe, self.observer, self.split, maxima, hears)
-        out = _LinearFunction.apply(x.flatten(end_dim=-2), self.weight, *how, *seeds)
+        leaf, recipe = (self.weight, None) if given is None else (given.leaf, given.recipe)
+        names, tensors = ((), ()) if given is None else (given.names, [each.detach() for each in given.tensors])
+        how = (recipe or self.recipe, self.observer, self.split, maxima, hears, names)
+        out = _LinearFunction.apply(x.flatten(end_dim=-2), leaf, *how, *tensors, *seeds)
         y, ear = out if hears else (out, None)
         y = y.unflatten(0, (-1, *x.shape[1:-1]))  # of more rows than x has, where their codes were gathered
         return y if bias is None else y + bias, ear
@@ -98,13 +105,17 @@ class Linear(nn.Linear):
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x [m, k], weight [n, k], seeds -> y [m, n], and an ear [m] where it `hears`."""
+    """x [m, k], leaf [n, k], seeds -> y [m, n], and an ear [m] where it `hears`. The leaf takes the weight's gradient,
+    and is the weight where `names` names neither values nor codes of it.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, recipe, observer, split, maxima, hears, *seeds):  # type: ignore[no-untyped-def]
-        y, kept = Site(recipe, _draws(seeds), observer, split).forward(x, weight, maxima)
-        ctx.recipe, ctx.observer, ctx.split, ctx.dtype = recipe, observer, split, x.dtype
-        ctx.names, ctx.seeds = tuple(kept), len(seeds)
+    def forward(ctx, x, leaf, recipe, observer, split, maxima, hears, names, *tensors):  # type: ignore[no-untyped-def]
+        given, seeds = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
+        weight = given.pop("w", leaf)
+        y, kept = Site(recipe, _draws(seeds), observer, split).forward(x, weight, maxima, given)
+        ctx.recipe, ctx.observer, ctx.split, ctx.dtype, ctx.into = recipe, observer, split, x.dtype, leaf.dtype
+        ctx.names, ctx.seeds, ctx.tensors = tuple(kept), len(seeds), len(tensors)
         ctx.save_for_backward(weight, *seeds, *kept.values())
         return (y, x.new_zeros(y.shape[0], dtype=torch.float32)) if hears else y
 
@@ -113,8 +124,9 @@ class _LinearFunction(torch.autograd.Function):
         weight, *rest = ctx.saved_tensors
         seeds, kept = rest[: ctx.seeds], dict(zip(ctx.names, rest[ctx.seeds :], strict=True))
         site = Site(ctx.recipe, _draws(seeds), ctx.observer, ctx.split)
-        dx, dw = site.backward(dy.contiguous(), weight, kept, ctx.dtype, ctx.needs_input_grad[:2], maxima)
-        return dx, dw, *([None] * (ctx.seeds + 5))
+        needs = ctx.needs_input_grad[:2]
+        dx, dw = site.backward(dy.contiguous(), weight, kept, ctx.dtype, needs, maxima, ctx.into)
+        return dx, dw, *([None] * (ctx.tensors + 6))
 
 
 def _draws(seeds: Any) -> SiteDraws | None:

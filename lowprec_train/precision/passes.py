@@ -42,15 +42,18 @@ class Site:
     observer: Observer | None = None
     split: Split | None = None
 
-    def forward(self, x: Tensor, weight: Tensor, maxima: Tensor | None = None) -> tuple[Tensor, Kept]:
+    def forward(
+        self, x: Tensor, weight: Tensor, maxima: Tensor | None = None, given: Kept | None = None
+    ) -> tuple[Tensor, Kept]:
         """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight).
 
-        maxima: any tensor whose largest element is max |x|, where the kernel that made x left it.
+        maxima: any tensor whose largest element is max |x|, where the kernel that made x left it. given: codes of the
+        weight that others made (`precision.gathered`); the weight is then asked for its dtype only, that of dw.
         """
-        gemm, w = self.recipe.fprop, cast(weight, x.dtype)
+        gemm, w = self.recipe.fprop, weight if given else cast(weight, x.dtype)
         a, b = self._rotated(Gemms.FPROP, x, w)
         codes_x, residual, kept_x = self._input(x, a, maxima)
-        codes_w, kept_w = self._weight(b)
+        codes_w, kept_w = (_restored("w", given, gemm.b), given) if given else self._weight(b)
         kept = kept_w | kept_x
         if gemm.codes_only:
             return multiply(x, w, split_accumulation=False, dtype=x.dtype), kept
@@ -68,12 +71,14 @@ class Site:
         dtype: torch.dtype,
         needs: tuple[bool, bool],
         maxima: Tensor | None = None,
+        into: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in the weight's dtype), each where it is needed. maxima: of dy,
-        as in `forward`.
+        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in `into` or the weight's dtype), each where it is needed.
+        maxima: of dy, as in `forward`.
         """
+        into = into or weight.dtype
         straight = isinstance(self.recipe.estimator, StraightThrough) and "residual" not in kept
-        product = weight.dtype if straight else None if "residual" not in kept else torch.float32
+        product = into if straight else None if "residual" not in kept else torch.float32
         dx: Tensor | None
         dw: Tensor | None
         if all(needs) and self._pairs_dy(kept):
@@ -84,17 +89,19 @@ class Site:
             dw = self._wgrad(dy, shared, kept, dtype, product) if needs[1] else None
         if dx is not None and self.split is not None and self.gathers_codes:
             dx = self.split.ranks.scatter_sum_rows(dx)
-        return dx, None if dw is None else self._estimated(dy, dw, weight, kept, dtype)
+        return dx, None if dw is None else self._estimated(dy, dw, weight, kept, dtype, into)
 
-    def _estimated(self, dy: Tensor, dw: Tensor, weight: Tensor, kept: Kept, dtype: torch.dtype) -> Tensor:
+    def _estimated(
+        self, dy: Tensor, dw: Tensor, weight: Tensor, kept: Kept, dtype: torch.dtype, into: torch.dtype
+    ) -> Tensor:
         """The weight's gradient from the product of wgrad: the residual's share, the estimator's slope."""
         if "residual" in kept:
             rest = Residual(kept["residual"], kept["columns"], dw.shape[1]).dense(dtype)
             dw = dw + accumulate(dy.t().contiguous(), rest.t().contiguous())
         if not isinstance(self.recipe.estimator, StraightThrough):
             scale = kept["w_scale"].t() if "w_turned" in kept else kept["w_scale"]
-            dw = self.recipe.estimator(dw, cast(weight, dtype), scale, weight.dtype)
-        return cast(dw, weight.dtype)
+            dw = self.recipe.estimator(dw, cast(weight, dtype), scale, into)
+        return cast(dw, into)
 
     def _input(self, x: Tensor, a: Tensor, maxima: Tensor | None) -> tuple[Quantized | None, Residual | None, Kept]:
         """Codes of `a`, the input under fprop's rotation; what the clamp left over; what backward needs of x."""

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowprec_train.comm.collectives import GATHER
+
 FIELDS = ("stop", "step_ms", "data_ms", "waited_ms")
 
 
@@ -28,7 +30,7 @@ class _Message:
         own = torch.tensor([numbers], dtype=torch.float64)
         self._all = torch.empty(group.size(), len(FIELDS), dtype=torch.float64)
         self._begun = self._arrived = time.perf_counter()
-        work = dist.all_gather_into_tensor(self._all, own, group=group, async_op=True)
+        work = GATHER(self._all, own, group=group, async_op=True)
         assert work is not None
         self._work = work
         self._future = work.get_future().then(self._note_arrival)

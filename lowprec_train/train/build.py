@@ -18,10 +18,11 @@ from hydra.utils import instantiate
 
 from lowprec_train.config import PhaseConfig, RunConfig
 from lowprec_train.data.corpus import Corpus
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Fill, Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.adamw import AdamW, parameter_groups
+from lowprec_train.optim.piece import Piece
 from lowprec_train.precision import gemm, policy
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
@@ -29,7 +30,10 @@ from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_ste
 from lowprec_train.train import checks, lint_execution, lint_recipes, lint_training, metrics
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
+from lowprec_train.train.distribute import Distribution, distribute
+from lowprec_train.train.launch import World, host_group
 from lowprec_train.train.lint import Plan, Report, examine, refuse, sites
+from lowprec_train.train.rundir import RunDirectory
 from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
@@ -133,18 +137,31 @@ def kept(node: Mapping[str, Any]) -> BlockKeep:
     return built
 
 
-def weights(model: Transformer, device: torch.device, seed: int) -> Draws:
-    """Give the model memory on `device`, its first weights and its draws."""
+def distribution(run: RunConfig, laid_out: Layout, world: World, device: torch.device) -> Distribution:
+    """Cut the laid-out model over the processes; nothing for one of them."""
+    return distribute(
+        laid_out.model,
+        checks.layout(run, world.processes),
+        device,
+        phases=laid_out.phases,
+        values=construct(run.optim.master).parameter_dtype,
+        tokens=run.micro_batch * run.data["seq_len"],
+        reshard=run.parallel.reshard_after_forward,
+    )
+
+
+def weights(model: Transformer, device: torch.device, seed: int, fill: Fill | None = None) -> Draws:
+    """Give the model memory on `device`, its first weights and its draws. fill: as in `Transformer.init_weights`."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # compiled kernels are launched on the current device
     model.to_empty(device=device)
-    model.init_weights(seed)
+    model.init_weights(seed, fill)
     draws = Draws(seed, policy.count_linears(model), device)
     policy.attach_draws(model, draws)
     return draws
 
 
-def optimizer(run: RunConfig, model: torch.nn.Module) -> AdamW:
+def optimizer(run: RunConfig, model: torch.nn.Module, pieces: Mapping[Any, Piece] | None = None) -> AdamW:
     """AdamW over the model's first weights. With a reduced master the parameters of matrices become BF16."""
     return AdamW(
         parameter_groups(model, run.optim.weight_decay),
@@ -155,6 +172,7 @@ def optimizer(run: RunConfig, model: torch.nn.Module) -> AdamW:
         master=construct(run.optim.master),
         clip_updates=run.optim.clip_updates,
         seed=run.seed,
+        pieces=pieces,
     )
 
 
@@ -166,13 +184,22 @@ def corpus(run: RunConfig) -> Corpus:
 
 
 def trainer(
-    run: RunConfig, laid_out: Layout, linears: Sequence[Linears], text: Corpus, device: torch.device, *, compiled: bool
+    run: RunConfig,
+    laid_out: Layout,
+    linears: Sequence[Linears],
+    text: Corpus,
+    distribution: Distribution,
+    device: torch.device,
+    *,
+    compiled: bool,
 ) -> Trainer:
     """The trainer of a run at its first step. `linears`: from `describe.effective`, for each phase."""
     seq_len, model = run.data["seq_len"], laid_out.model
-    draws = weights(model, device, run.seed)
-    adamw = optimizer(run, model)
-    rates = [throughput(model, each, device, tokens_per_step=run.tokens_per_step, seq_len=seq_len) for each in linears]
+    draws = weights(model, device, run.seed, distribution.fill)
+    pieces = distribution.pieces(model)
+    adamw = optimizer(run, model, pieces)
+    sizes = {"tokens_per_step": run.tokens_per_step, "seq_len": seq_len, "gpus": distribution.sizes.processes}
+    rates = [throughput(model, each, device, **sizes) for each in linears]
     later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))
     precision = PrecisionSchedule(laid_out.phases)
     precision.begin(model, 0)
@@ -190,12 +217,17 @@ def trainer(
         throughput=replace(rates[0], later=later),
         precision=precision,
         telemetry=Telemetry(model, adamw, interval=run.telemetry_interval),
+        team=distribution.team(
+            model, sync=run.parallel.sync, reduction=construct(run.comm), gather=run.parallel.gather
+        ),
+        placements=distribution.placements,
+        pieces=pieces,
         **{key: getattr(run, key) for key in TRAINER_KEYS},
     )
 
 
 def throughput(
-    model: Transformer, linears: Linears, device: torch.device, *, tokens_per_step: int, seq_len: int
+    model: Transformer, linears: Linears, device: torch.device, *, tokens_per_step: int, seq_len: int, gpus: int = 1
 ) -> metrics.Throughput:
     """Rates of the run's steps, each GEMM measured against the peak of the path that it takes."""
     paths = {name: row["execution"] for name, row in linears.items()}
@@ -205,22 +237,32 @@ def throughput(
         tokens_per_step=tokens_per_step,
         kinds={name: {g: gemm.peak_kind(path) for g, path in each.items()} for name, each in paths.items()},
         attention_flops=model.attention_flops_per_token(seq_len),
+        gpus=gpus,
     )
 
 
 def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
     """Saves under `<run directory>/checkpoints`."""
     return Checkpointer(
-        directory / "checkpoints", interval=run.checkpoint_interval, keep=run.keep, asynchronous=run.checkpoint_async
+        directory / "checkpoints",
+        interval=run.checkpoint_interval,
+        keep=run.keep,
+        asynchronous=run.checkpoint_async,
+        process_group=host_group(run.parallel.timeout_minutes),
     )
 
 
 @contextmanager
-def sinks(run: RunConfig, about: Trainer, directory: Path, plain: Mapping[str, Any]) -> Iterator[list[Sink]]:
-    """metrics.jsonl and what `logger` names, closed in the end. plain: the resolved configuration."""
+def sinks(run: RunConfig, about: Trainer, directory: RunDirectory, plain: Mapping[str, Any]) -> Iterator[list[Sink]]:
+    """metrics.jsonl and what `logger` names, closed in the end; nothing on processes that do not hold the directory.
+    plain: the resolved configuration.
+    """
+    if not directory.held:
+        yield []
+        return
     facts = RunFacts(
-        name=directory.name,
-        directory=directory,
+        name=directory.path.name,
+        directory=directory.path,
         steps=run.steps,
         resumed_step=about.steps_done,
         config=plain,

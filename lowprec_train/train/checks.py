@@ -5,7 +5,6 @@ defensive. All raise ValueError.
 """
 
 import importlib.util
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,9 +13,11 @@ import torch
 from torch import nn
 
 from lowprec_train.config import Compile, ModelConfig, RunConfig
+from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.train.launch import ALONE, World
 
 OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 SEQUENCE_MULTIPLE = 8
@@ -33,22 +34,28 @@ POSITIVE += ("log_interval", "max_skipped")
 POSITIVE_SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn", "max_seq_len")
 
 
-def world() -> tuple[int, int]:
-    """(rank, number of processes) as the launcher set them; (0, 1) without a launcher."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def configuration(run: RunConfig) -> tuple[torch.device, bool]:
+def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, bool]:
     """Numbers that must fit each other, and what this machine must have. Returns the device and whether to compile."""
     _positive(run)
-    _batch(run)
+    _batch(run, layout(run, world.processes))
+    if run.telemetry_interval and world.processes > 1:
+        raise ValueError(
+            f"telemetry_interval={run.telemetry_interval} watches the roundings of one process, and "
+            f"{world.processes} were started; telemetry_interval=0 turns it off"
+        )
     missing = [p for p in OPTIONAL_PACKAGES if p in run.logger and importlib.util.find_spec(p) is None]
     for package in missing:
         raise ValueError(
             f"logger={package} needs {package}, which is not installed: pip install 'lowprec_train[{package}]'"
         )
-    on = device(run.device)
+    on = device(run.device, world)
     return on, compiles(run.compile, on)
+
+
+def layout(run: RunConfig, processes: int) -> Sizes:
+    """The grid of processes that `parallel` asks for."""
+    asked = run.parallel
+    return sizes(processes, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, tp=asked.tp)
 
 
 def _positive(run: RunConfig) -> None:
@@ -63,7 +70,7 @@ def _positive(run: RunConfig) -> None:
         raise ValueError(f"clip_norm={run.clip_norm} must not be negative (0 turns clipping off)")
 
 
-def _batch(run: RunConfig) -> None:
+def _batch(run: RunConfig, grid: Sizes) -> None:
     seq_len = run.data.get("seq_len")
     if not isinstance(seq_len, int) or seq_len < 1:
         raise ValueError(f"data.seq_len={seq_len!r} must be a positive number of tokens")
@@ -73,17 +80,22 @@ def _batch(run: RunConfig) -> None:
         )
     if seq_len > run.model.max_seq_len:
         raise ValueError(f"data.seq_len={seq_len} is longer than model.max_seq_len={run.model.max_seq_len}")
-    if run.tokens_per_step % (run.micro_batch * seq_len):
+    tokens = run.micro_batch * seq_len * grid.dp
+    if run.tokens_per_step % tokens:
         raise ValueError(
-            f"tokens_per_step={run.tokens_per_step} is not a multiple of micro_batch * data.seq_len = "
-            f"{run.micro_batch} * {seq_len} = {run.micro_batch * seq_len}"
+            f"tokens_per_step={run.tokens_per_step} is not a multiple of micro_batch * data.seq_len * data-parallel "
+            f"processes = {run.micro_batch} * {seq_len} * {grid.dp} = {tokens}"
         )
 
 
-def device(name: str) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there."""
+def device(name: str, world: World = ALONE) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; of many processes each gets a GPU of its own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
+    if world.processes > 1 and name.startswith("cuda:"):
+        raise ValueError(f"device={name}: {world.processes} processes cannot share one GPU; device=cuda gives each one")
+    if name == "cuda" and world.processes > 1:
+        name = f"cuda:{world.local_rank}"
     kind, _, index = name.partition(":")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device={name} is not one of auto, cpu, cuda, cuda:N")

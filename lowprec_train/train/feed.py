@@ -51,23 +51,41 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """All micro-batches of one global step, on the host; the number of their targets, 0-dim FP32, at least 1."""
+    """One process's micro-batches of a global step, on the host; the number of their targets, 0-dim FP32."""
 
     micro: tuple[MicroBatch, ...]
     targets: Tensor
 
 
-def load_step(dataset: Dataset, *, step: int, per_step: int, micro_batch: int, pinned: bool) -> StepBatch:
-    """The `per_step` sequences of step `step` as micro-batches of `micro_batch` sequences."""
+@dataclass(frozen=True)
+class Share:
+    """Which micro-batches of a step are one process's: number i * count + index, for i = 0, 1, ..."""
+
+    index: int = 0
+    count: int = 1
+
+
+ALL = Share()
+
+
+def load_step(
+    dataset: Dataset, *, step: int, per_step: int, micro_batch: int, pinned: bool, share: Share = ALL
+) -> StepBatch:
+    """This process's share of the `per_step` sequences of step `step`, as micro-batches of `micro_batch` sequences.
+
+    Every process gets equally many: where they run out, one repeats the step's first sequences without targets.
+    """
     micro = []
-    for first in range(0, per_step, micro_batch):
-        batch = dataset.batch(step, first, micro_batch, per_step)
-        parts = (batch.tokens, batch.targets, batch.documents)
-        tokens, targets, documents = (_pin(part) if pinned else part for part in parts)
+    for turn in range(0, per_step, share.count * micro_batch):
+        first = turn + share.index * micro_batch
+        batch = dataset.batch(step, first if first < per_step else 0, micro_batch, per_step)
+        targets = batch.targets if first < per_step else torch.full_like(batch.targets, IGNORED)
+        parts = (batch.tokens, targets, batch.documents)
+        tokens, targets, documents = (_pin(part) if pinned else part for part in parts)  # type: ignore[assignment]
         assert tokens is not None and targets is not None
         micro.append(MicroBatch(first=first, tokens=tokens, targets=targets, documents=documents))
     count = sum(int((batch.targets != IGNORED).sum()) for batch in micro)
-    return StepBatch(micro=tuple(micro), targets=torch.tensor(float(max(count, 1))))
+    return StepBatch(micro=tuple(micro), targets=torch.tensor(float(count)))
 
 
 def _pin(tensor: Tensor | None) -> Tensor | None:
@@ -77,8 +95,10 @@ def _pin(tensor: Tensor | None) -> Tensor | None:
 class Feed:
     """Hands out the batches of steps 0 .. steps - 1, the next one always loading."""
 
-    def __init__(self, dataset: Dataset, *, steps: int, per_step: int, micro_batch: int, pinned: bool) -> None:
-        self._dataset, self._steps = dataset, steps
+    def __init__(
+        self, dataset: Dataset, *, steps: int, per_step: int, micro_batch: int, pinned: bool, share: Share = ALL
+    ) -> None:
+        self._dataset, self._steps, self._share = dataset, steps, share
         self._per_step, self._micro_batch, self._pinned = per_step, micro_batch, pinned
         self._thread = ThreadPoolExecutor(1, "feed")
         self._ahead: tuple[int, Future[StepBatch]] | None = None
@@ -93,5 +113,10 @@ class Feed:
 
     def _load(self, step: int) -> StepBatch:
         return load_step(
-            self._dataset, step=step, per_step=self._per_step, micro_batch=self._micro_batch, pinned=self._pinned
+            self._dataset,
+            step=step,
+            per_step=self._per_step,
+            micro_batch=self._micro_batch,
+            pinned=self._pinned,
+            share=self._share,
         )

@@ -8,11 +8,13 @@ of its mistakes too: an error that one process meets alone would leave the other
 from __future__ import annotations
 
 import os
+import secrets
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -52,19 +54,56 @@ def joined(world: World, device: torch.device, minutes: float) -> Iterator[None]
     if world.processes == 1:
         yield
         return
-    on_gpu = device.type == "cuda"
+    on_gpu, timeout = device.type == "cuda", timedelta(minutes=minutes)
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        timeout=timedelta(minutes=minutes),
+        timeout=timeout,
         device_id=device if on_gpu else None,
+        **(_meeting(world, timeout) if shared else {}),
     )
     yield
     dist.destroy_process_group()  # not after an error: the others may be waiting in a collective
 
 
-def host_group() -> dist.ProcessGroup | None:
+def _meeting(world: World, timeout: timedelta) -> dict[str, Any]:
+    """Where to meet under torchrun, whose store outlives its restarts and still holds the addresses of dead processes
+    (pytorch#135712; it counts restarts by the machine, so a count is no name of the attempt).
+
+    Every process says a token that was never used before, rank 0 answers each with the name of this attempt, and keys
+    that begin with that name are new.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    name = _named(store, world.processes) if world.leads else _told(store, world.rank)
+    return {"store": dist.PrefixStore(name, store), "rank": world.rank, "world_size": world.processes}
+
+
+def _told(store: dist.Store, rank: int) -> str:
+    """The name of the attempt, as rank 0 answers it."""
+    token = secrets.token_hex(8)
+    store.set(f"token/{rank}", token)
+    name: str = store.get(f"answer/{token}").decode()
+    store.add(f"heard/{name}", 1)
+    return name
+
+
+def _named(store: dist.Store, processes: int) -> str:
+    """A new name of the attempt, once all others have heard it. Tokens of dead processes are answered too."""
+    name = secrets.token_hex(8)
+    answered: set[str] = set()
+    while store.add(f"heard/{name}", 0) < processes - 1:
+        spoken = [f"token/{rank}" for rank in range(1, processes) if store.check([f"token/{rank}"])]
+        for token in {store.get(key).decode() for key in spoken} - answered:
+            store.set(f"answer/{token}", name)
+            answered.add(token)
+        time.sleep(0.01)
+    return name
+
+
+def host_group(minutes: float) -> dist.ProcessGroup | None:
     """A new gloo group of all ranks, for one user: collectives of two threads must not meet in one group."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if dist.is_initialized() else None
 
 
 def first(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

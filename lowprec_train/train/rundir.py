@@ -24,6 +24,7 @@ from typing import IO, Any
 from omegaconf import OmegaConf
 
 from lowprec_train.config import LAUNCH_FACTS, Resume
+from lowprec_train.train.launch import first
 
 log = logging.getLogger(__name__)
 
@@ -71,12 +72,21 @@ def _shown(flat: Mapping[str, Any], key: str) -> str:
 
 
 class RunDirectory:
-    """A run directory held by one process: the claim is a lock, which ends with the process, however it ends."""
+    """A run directory held by one process: the claim is a lock, which ends with the process, however it ends.
 
-    def __init__(self, path: Path, lock: IO[str], resumed: bool) -> None:
+    Other processes of the run have it without a lock: they read, and what they are asked to write, the holder writes.
+    """
+
+    def __init__(self, path: Path, lock: IO[str] | None, resumed: bool) -> None:
         self.path = path
         self.resumed = resumed
+        self.saved = self.read("run.json")
         self._lock = lock
+
+    @property
+    def held(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self._lock is not None
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -107,6 +117,8 @@ class RunDirectory:
 
     def begin(self, *, config: Mapping[str, Any], recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """The run goes on, an earlier PREEMPTED no longer holds. With config.yaml, written last, the run exists."""
+        if not self.held:
+            return
         self.write("recipe.json", recipe)
         self.write("run.json", facts)
         self.write("config.yaml", config)
@@ -114,6 +126,8 @@ class RunDirectory:
 
     def end(self, outcome: str, *, step: int, signal: str | None) -> None:
         """Say how the launch ended: DONE with the last losses, or PREEMPTED with the signal."""
+        if not self.held:
+            return
         if outcome == "preempted":
             self.write("PREEMPTED", {"step": step, "signal": signal})
         else:
@@ -121,6 +135,8 @@ class RunDirectory:
 
     def release(self) -> None:
         """Give the claim up; a directory in which no run began goes with it."""
+        if self._lock is None:
+            return
         self._lock.close()
         if not (self.path / "config.yaml").exists():
             (self.path / ".lock").unlink(missing_ok=True)
@@ -154,6 +170,22 @@ def claim(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> R
         lock.close()
         lock = _lock(path)
     return RunDirectory(path, lock, resumed=False)
+
+
+def shared(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> RunDirectory:
+    """`claim` by rank 0 for all processes of the run; raises on all of them what it raises there."""
+    claims: list[RunDirectory] = []
+
+    def claimed() -> tuple[Path, bool, dict[str, Any]]:
+        claims.append(claim(root, name, config, resume))
+        return claims[0].path, claims[0].resumed, claims[0].saved
+
+    path, resumed, saved = first(claimed)
+    if claims:
+        return claims[0]
+    directory = RunDirectory(path, None, resumed)
+    directory.saved = saved
+    return directory
 
 
 def _same(path: Path, config: Mapping[str, Any]) -> None:

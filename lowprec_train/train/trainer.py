@@ -24,12 +24,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.norm import global_norm
+from lowprec_train.optim.piece import Piece
 from lowprec_train.optim.schedule import Schedule
+from lowprec_train.parallel.placement import Placements
 from lowprec_train.precision.schedule import PrecisionSchedule
+from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
-from lowprec_train.train.feed import Dataset, Feed, MicroBatch, load_step
+from lowprec_train.train.feed import Dataset, Feed, MicroBatch, Share, load_step
 from lowprec_train.train.metrics import Instant, Late, Throughput, memory
 from lowprec_train.train.sinks import Sink
+from lowprec_train.train.team import Alone, Team
 from lowprec_train.train.telemetry import Record, Row, Telemetry, aggregates
 
 EVALUATION_STEP = 1 << 32
@@ -90,6 +95,8 @@ class Trainer:
         throughput: turns the time of a step into rates; tokens per second alone if left out.
         precision: gives the model the recipes of each step; None: it keeps those it has.
         telemetry: watches some of the steps; None: none.
+        team: the processes that share a step; None: this one alone.
+        placements, pieces: where the parts of parameters lie, where they are cut.
 
     Raises:
         ValueError: numbers that do not fit each other.
@@ -117,6 +124,9 @@ class Trainer:
         throughput: Throughput | None = None,
         precision: PrecisionSchedule | None = None,
         telemetry: Telemetry | None = None,
+        placements: Placements | None = None,
+        pieces: Mapping[nn.Parameter, Piece] | None = None,
+        team: Team | None = None,
     ) -> None:
         _check(
             tokens_per_step=tokens_per_step,
@@ -134,18 +144,21 @@ class Trainer:
         self.clip_norm, self.max_skipped, self.seed = clip_norm, max_skipped, seed
         self.eval_interval, self.eval_batches, self.log_interval = eval_interval, eval_batches, log_interval
         self.throughput = throughput or Throughput(tokens_per_step=tokens_per_step)
-        self.precision = precision
+        self.precision, self.team = precision, team or Alone()
+        self.placements, self.pieces = placements, pieces
         self.telemetry = telemetry or Telemetry(model, optimizer)
         self.steps_done = 0
+        self._times = {"step_ms": 0.0, "data_ms": 0.0}  # of the newest step whose time is known
         self.remembered: dict[str, str] = {}
         self._loss = cast("Callable[..., Tensor]", model.loss)
-        self._valid = corpus.valid
+        self._valid, self._share = corpus.valid, Share(self.team.index, self.team.count)
         self._feed = Feed(
             corpus.train,
             steps=steps,
             per_step=tokens_per_step // seq_len,
             micro_batch=micro_batch,
             pinned=device.type == "cuda",
+            share=self._share,
         )
         self._skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._skipped_in_row = torch.zeros((), dtype=torch.int64, device=device)
@@ -155,11 +168,13 @@ class Trainer:
         *,
         sinks: Sequence[Sink],
         checkpointer: Checkpointer | None = None,
-        should_stop: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], int] = lambda: 0,
+        agreement: StopAgreement | None = None,
         write_rows: Callable[[Sequence[Row]], None] = lambda rows: None,
     ) -> Literal["done", "preempted"]:
         """Train up to `steps`, or until `should_stop`, which is asked after each step; save. The sinks stay open.
 
+        should_stop: 0, or the number of the signal that asks for it. agreement: makes it the decision of all processes.
         write_rows: takes the rows of every step that telemetry watched; its series go to the sinks.
 
         Raises:
@@ -167,17 +182,19 @@ class Trainer:
             CheckpointError: a save failed, also one in the background.
         """
         late: Late | None = None
+        agreement = agreement or StopAgreement()
         self.model.train()
         while self.steps_done < self.steps:
             begin = late.end if late is not None else Instant(self.device)
-            metrics = self.step()
+            metrics = self.step() | agreement.metrics()
             previous, late = late, Late(self.steps_done, metrics, begin, self.device)
             if previous is not None:
                 self._report(previous, sinks, checkpointer, write_rows)
             if checkpointer is not None:
                 checkpointer.check()
             last = self.steps_done == self.steps
-            stop = should_stop() and not last
+            asked = should_stop() or (checkpointer is not None and checkpointer.failed)
+            stop = agreement.agree(asked, **self._times) and not last
             save = checkpointer is not None and (stop or last or checkpointer.due(self.steps_done))
             if stop or save or self._evaluation_due():
                 self._report(late, sinks, checkpointer, write_rows)
@@ -186,25 +203,29 @@ class Trainer:
                 self._save(checkpointer, wait=stop or last)
             if stop:
                 return "preempted"
+        agreement.close()
         return "done"
 
     def step(self) -> dict[str, Tensor | float]:
         """One update. Tensors are 0-dim and on the device; nothing waits for them."""
         if self.precision is not None:
             self.precision.begin(self.model, self.steps_done)
+        self.team.prepare()
         begin = time.perf_counter()
         batch = self._feed.take(self.steps_done)
         data_ms = (time.perf_counter() - begin) * 1e3
-        normalizer = self._to_device(batch.targets)
+        normalizer = self.team.total(self._to_device(batch.targets)).clamp(min=1.0)
         record = self._probe(batch.micro[0], normalizer)
         loss = torch.zeros((), device=self.device)
         for micro in batch.micro:
+            self.team.begin_backward(last=micro is batch.micro[-1])
             self._begin_draws(self.steps_done, micro.first)
             part = micro.to(self.device)
             partial = self._loss(part.tokens, part.targets, normalizer, part.documents)
             partial.backward()
             loss += partial.detach()
-        lr = self.schedule(self.steps_done)
+        self.team.end_backward()
+        loss, lr = self.team.total(loss), self.schedule(self.steps_done)
         norm = self._update(loss, lr, record)
         self.steps_done += 1
         if record is not None:
@@ -217,6 +238,7 @@ class Trainer:
             _IN_ROW: self._skipped_in_row.clone(),
             "data/tokens": float(self.steps_done * self.tokens_per_step),
             "time/data_ms": data_ms,
+            **self.team.metrics(),
         }
 
     @torch.no_grad()
@@ -228,23 +250,27 @@ class Trainer:
             per_step=self.eval_batches * self.micro_batch,
             micro_batch=self.micro_batch,
             pinned=self.device.type == "cuda",
+            share=self._share,
         )
         one = torch.ones((), device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
+        self.team.prepare()
         for micro in batch.micro:
             self._begin_draws(EVALUATION_STEP, micro.first)
             part = micro.to(self.device)
             total += self._loss(part.tokens, part.targets, one, part.documents).double()
         self.model.train()
-        return {"valid/loss": float(total) / float(batch.targets)}
+        targets = self.team.total(self._to_device(batch.targets)).clamp(min=1.0)
+        return {"valid/loss": float(self.team.total(total)) / float(targets)}
 
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """What `Checkpointer.save` and `.load` take."""
         return {
-            "model": ModelState(self.model),
-            "optimizer": OptimizerState(self.model, self.optimizer),
+            "model": ModelState(self.model, self.placements, self.optimizer),
+            "optimizer": OptimizerState(self.model, self.optimizer, self.placements),
             "trainer": self,
+            **self.team.state_parts(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,8 +311,7 @@ class Trainer:
 
     def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = global_norm(self.model.parameters(), self.pieces)
         finite = loss.isfinite() & norm.isfinite()
         clip = self.clip_norm or float("inf")
         self.optimizer.set_lr(lr)
@@ -325,6 +350,7 @@ class Trainer:
             **self.throughput.of_step(late.step - 1)(seconds),
             **memory(self.device),
         }
+        self._times = {"step_ms": metrics["time/step_ms"], "data_ms": metrics["time/data_ms"]}
         if rows := self.telemetry.read(late.step):
             write_rows(rows)
         newest = late.step == self.steps_done

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowprec_train.config import Compile
-from lowprec_train.train import checks
+from lowprec_train.train import checks, launch
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -77,9 +77,9 @@ def test_a_corpus_that_changed():
 
 
 def test_the_launcher_tells_the_processes(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert checks.world() == (0, 1)
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert checks.world() == (3, 8)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert launch.world() == launch.World(0, 1, 0) and launch.world().leads
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert launch.world() == launch.World(3, 8, 1) and not launch.world().leads

@@ -1,0 +1,148 @@
+"""Data parallel: `fully_shard` around each block, and what a training step asks of the ranks that see other data.
+
+    matrices   parts of their rows on every dp_shard rank; gathered before a block computes, their gradients summed by
+               `comm.fsdp` after it did
+    vectors    whole on every rank; their gradients are summed once a step, in FP32 and in rank order
+
+ZeRO by two settings: with `reshard_after_forward` a block's weights are gathered again for its backward pass (ZeRO-3)
+instead of staying (ZeRO-2); with sync="each" every micro-batch's gradients are summed at once and only this rank's part
+is kept, with sync="last" the whole gradients are added up first and summed at the last micro-batch (ZeRO-1's traffic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from lowprec_train.comm.collectives import all_reduce
+from lowprec_train.comm.fsdp import Reducer
+from lowprec_train.comm.layout import Layout, Span
+from lowprec_train.comm.payload import Payload
+from lowprec_train.numerics.formats import FP32
+from lowprec_train.parallel.gather import Gathering
+from lowprec_train.parallel.mesh import Mesh
+
+SYNC = ("last", "each")
+
+
+def shard(
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    staying: Iterable[nn.Module],
+    mesh: Mesh,
+    *,
+    reshard: bool,
+    values: torch.dtype = torch.float32,
+) -> list[FSDPModule]:
+    """Cut the matrices of `model` over dp_shard, on the meta device or with memory; returns the units, the root last.
+
+    blocks: gathered and released one by one. staying: gathered one by one and kept until their backward pass. What is
+    in neither (embeddings, positions) belongs to the root and stays gathered during a pass. values: what the matrices
+    of units other than the root are rounded to; where that is less than FP32 they are gathered so, and their gradients
+    come so out of a micro-batch, as those of one process whose parameters have that dtype.
+    """
+    vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
+    rounded, exact = (
+        MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for dtype in (None if values == torch.float32 else values, None)
+    )
+    units = [(block, reshard, rounded) for block in blocks] + [(module, False, rounded) for module in staying]
+    made: list[FSDPModule] = []
+    for module, again, policy in [*units, (model, False, exact)]:
+        fully_shard(
+            module,
+            mesh=mesh.axis("dp_shard"),
+            reshard_after_forward=again,
+            mp_policy=policy,
+            ignored_params=vectors,
+        )
+        assert isinstance(module, FSDPModule)
+        made.append(module)
+    register_fsdp_forward_method(model, "loss")
+    return made
+
+
+class DataParallel:
+    """The ranks of one training step. sync: "last" | "each" micro-batch, as above; ValueError for another.
+
+    model: after `shard`. reducer: of its matrices' gradients. partial: names of vectors of which every tp rank holds a
+    part of the gradient. gathering: of its weights, where they are not gathered as they are stored.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        reducer: Reducer,
+        *,
+        sync: str = "last",
+        partial: Collection[str] = (),
+        gathering: Gathering | None = None,
+    ) -> None:
+        if sync not in SYNC:
+            raise ValueError(f"parallel.sync={sync!r} is not one of {', '.join(SYNC)}")
+        self._model, self._mesh, self._reducer, self._sync = model, mesh, reducer, sync
+        self._gathering = gathering
+        vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
+        self._partial = [p for name, p in vectors.items() if name in partial]
+        self._whole = [p for name, p in vectors.items() if name not in partial]
+
+    @property
+    def index(self) -> int:
+        """Place among the ranks that see different data."""
+        return self._mesh.dp_rank
+
+    @property
+    def count(self) -> int:
+        """Ranks that see different data."""
+        return self._mesh.sizes.dp
+
+    def prepare(self) -> None:
+        """Before the first micro-batch of a step, and before an evaluation."""
+        if self._gathering is not None:
+            self._gathering.prepare()
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Before each micro-batch of a step. last: of the step."""
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(last or self._sync == "each")
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """After the last backward pass of a step: sum the gradients of vectors, close the account of the others."""
+        for parameters, group in ((self._partial, dist.group.WORLD), (self._whole, self._mesh.dp_group)):
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            if gradients:
+                flat = _in_rank_order(torch.cat([gradient.flatten() for gradient in gradients]), group)
+                for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+                    gradient.copy_(part.view_as(gradient))
+        if self._gathering is not None:
+            self._gathering.finish()
+        self._reducer.finish_step()
+
+    def metrics(self) -> dict[str, Tensor | float]:
+        """Of the last step's gradient reductions; tensors are 0-dim, on the device."""
+        return self._reducer.metrics()
+
+    def state_parts(self) -> dict[str, Stateful]:
+        """What of this a checkpoint holds, by name."""
+        return {"reduction": self._reducer}
+
+    @torch.no_grad()
+    def total(self, value: Tensor) -> Tensor:
+        """The sum of an FP32 value over the ranks that see different data, the same bits on each."""
+        return _in_rank_order(value.flatten(), self._mesh.dp_group).view_as(value)
+
+
+def _in_rank_order(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return all_reduce(flat, group, Payload(FP32), Layout((Span(flat.numel(), coded=False),)))
+
+
+def units(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those of `modules` that own matrices: the only ones that a unit can be made of."""
+    return [module for module in modules if any(p.ndim >= 2 for p in module.parameters())]

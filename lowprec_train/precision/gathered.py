@@ -1,0 +1,56 @@
+"""A weight as a layer receives it where other ranks hold parts of it: values or codes to compute with, and a leaf that
+its gradient goes to.
+
+    x, values or codes, leaf -> y        dY -> dX, dW into the leaf, in the leaf's dtype
+
+What arrives is in a narrow dtype, and autograd hands a parameter a gradient of the parameter's own dtype: to an FP8
+parameter an FP8 one, without a word. So what arrives enters the graph without a gradient, and the leaf, which has the
+weight's shape, the master's dtype and no memory, takes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from torch import Tensor
+
+from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.precision.estimators import StraightThrough
+from lowprec_train.precision.recipe import LinearRecipe, Reuse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """What came in of a weight [n, k].
+
+    recipe: that the codes were made by; None for values, which the layer's own is for. leaf: takes the gradient. names,
+    tensors: `w`, the values, themselves a leaf that takes the gradient of a plain product; or codes and scales, by the
+    names under which a pass keeps them.
+    """
+
+    recipe: LinearRecipe | None
+    leaf: Tensor
+    names: tuple[str, ...]
+    tensors: tuple[Tensor, ...]
+
+
+def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
+    """What rounds the weight, where each GEMM takes it as these codes and in no other way; None for other recipes.
+
+    That is so where fprop's codes are made by rounding to nearest to a byte or less, are multiplied in fprop, and are
+    reused in dgrad. The estimator's slope asks for the weight too: see `of_codes`.
+    """
+    fprop, quantizer = recipe.fprop, recipe.fprop.b
+    if not isinstance(quantizer, Quantizer) or recipe.dgrad.b is not Reuse.FPROP_CODES or fprop.codes_only:
+        return None
+    whole = fprop.outliers is None or fprop.outliers.variant == "carrier"  # a residual is multiplied by the weight
+    return quantizer if whole and not quantizer.stochastic and quantizer.format.carrier.itemsize == 1 else None
+
+
+@cache
+def of_codes(recipe: LinearRecipe) -> LinearRecipe:
+    """The recipe of a layer that has codes only. Its gradient is that of the codes: whoever has the weight multiplies
+    by the estimator's slope, which is the same for all contributions to a sum.
+    """
+    return recipe if isinstance(recipe.estimator, StraightThrough) else replace(recipe, estimator=StraightThrough())

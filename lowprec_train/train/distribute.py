@@ -1,0 +1,114 @@
+"""A model cut over the processes of a run: the one place where mesh, layers, optimizer and reduction meet.
+
+    1. on the meta device   tensor parallel parts, then `fully_shard`: no memory is taken for more than a part
+    2. memory               every part is cut from the same first values, so all layouts begin with the same weights
+    3. with memory          what the optimizer, the gradient reduction and the trainer have to know of the others
+
+One process takes none of these steps: its model, optimizer and trainer are what they would be without this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowprec_train.comm import fsdp
+from lowprec_train.comm.holders import GroupHolders
+from lowprec_train.comm.rows import GroupRanks
+from lowprec_train.model.transformer import Transformer, fill_whole
+from lowprec_train.optim.piece import Holders, Piece
+from lowprec_train.parallel import data, tensor
+from lowprec_train.parallel.gather import Gathering
+from lowprec_train.parallel.mesh import Mesh, Sizes
+from lowprec_train.parallel.placement import Placed, Placements
+from lowprec_train.precision.schedule import Phase
+from lowprec_train.train.team import Alone, Team
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distribution:
+    """How a model is cut. mesh and placements: None for one process."""
+
+    sizes: Sizes = field(default_factory=Sizes)
+    mesh: Mesh | None = None
+    placements: Placements | None = None
+
+    def fill(self, name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:
+        """Set this process's part of a parameter from the first value of the whole."""
+        if self.placements is None:
+            fill_whole(name, parameter, first_value)
+            return
+        whole = first_value(torch.Size(self.placements.parameters[name].shape))
+        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        mine.copy_(self.placements.local(name, whole))
+
+    def pieces(self, model: nn.Module) -> dict[nn.Parameter, Piece] | None:
+        """Where the parts of parameters lie, for the optimizer; None where every parameter is whole."""
+        if self.mesh is None or self.placements is None:
+            return None
+        return {
+            parameter: self.placements.piece(name, self._holders(self.placements.parameters[name]))
+            for name, parameter in model.named_parameters()
+        }
+
+    def team(self, model: Transformer, *, sync: str, reduction: fsdp.Reduction, gather: str) -> Team:
+        """What a training step asks of the other processes; from here on weights are gathered as `gather` says and
+        gradients reduced as `reduction` does.
+        """
+        if self.mesh is None:
+            return Alone(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
+        replicas = self.mesh.group("dp_replicate") if self.sizes.dp_replicate > 1 else None
+        shards = self.mesh.group("dp_shard")
+        reducer = fsdp.attach(model, reduction=reduction, shard_group=shards, replica_group=replicas)
+        partial = tensor.summed_over_tp(model) if self.sizes.tp > 1 else ()
+        gathering = None if self.sizes.dp == 1 else self._gathering(model, gather)
+        return data.DataParallel(model, self.mesh, reducer, sync=sync, partial=partial, gathering=gathering)
+
+    def _gathering(self, model: Transformer, gather: str) -> Gathering | None:
+        assert self.mesh is not None
+        parts = self.mesh.group("tp") if self.sizes.tp > 1 else None
+        shards = self.mesh.group("dp_shard")
+        return Gathering.of(model, gather=gather, dtype=model.dtype, shards=shards, parts=parts)
+
+    def _holders(self, placed: Placed) -> Holders | None:
+        assert self.mesh is not None
+        groups = [("tp", placed.tp is not None and self.sizes.tp > 1)]
+        groups += [("dp_shard", placed.sharded and self.sizes.dp_shard > 1)]
+        cut = [self.mesh.group(axis) for axis, cuts in groups if cuts]
+        return GroupHolders(*cut) if cut else None
+
+
+def distribute(
+    model: Transformer,
+    sizes: Sizes,
+    device: torch.device,
+    *,
+    phases: Sequence[Phase],
+    tokens: int,
+    reshard: bool,
+    values: torch.dtype = torch.float32,
+) -> Distribution:
+    """Cut `model`, still on the meta device, over the processes.
+
+    phases: of the run, with the recipe of every linear. tokens: of a micro-batch. values: as in `parallel.data.shard`.
+    Raises ValueError, with the numbers, for what the layout cannot cut.
+    """
+    if sizes.processes == 1:
+        return Distribution()
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    mesh, cuts = Mesh(sizes, device.type), {}
+    if sizes.tp > 1:
+        tables, keeps = [phase.recipes for phase in phases], [phase.keep for phase in phases]
+        tensor.check(model, sizes.tp, tokens=tokens, recipes=tables, keeps=keeps)
+        cuts = tensor.apply(model, GroupRanks.of(mesh.group("tp")))
+    if sizes.dp > 1:
+        data.shard(model, model.blocks, data.units([model.head]), mesh, reshard=reshard, values=values)
+    placed = {
+        name: Placed(shape=shape, tp=cuts.get(name), sharded=sizes.dp > 1 and len(shape) >= 2)
+        for name, shape in shapes.items()
+    }
+    return Distribution(sizes=sizes, mesh=mesh, placements=Placements(mesh, placed))

@@ -1,0 +1,165 @@
+"""Short runs that gather weights in each form, started once a layout; every rank saves what it saw.
+
+Usage: gather_runs.py DIRECTORY LAYOUT. {(case, gather): {"loss": [...], "valid": [...], "gradients": ..., ...}}.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.parallel.wire import GATHER
+from lowprec_train.train import build, describe
+from lowprec_train.train.launch import World
+from tests.parallel.runs import LAYOUTS, MICRO, ROOT, SEQ, VOCAB, Walks
+from tests.recipes import SYSTEMS, composed
+from tests.train.standins import Corpus
+
+STEPS = 3
+CPU = torch.device("cpu")
+TINY = ("model=llama_tiny", "model.layers=2", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}", "eval_batches=2")
+TINY += (f"micro_batch={MICRO}", f"steps={STEPS}", f"model.vocab_size={VOCAB}", "comm=fp32", "clip_norm=0")
+LATER = "precision.schedule.end.at=0.67"  # before the last step
+CASES = {name: (f"+recipe={name}", *([LATER] if name == "fp4_mixed" else [])) for name in SYSTEMS}
+VARIANTS = {
+    "straight": ("+recipe=fp4", "precision.override.estimator=null"),
+    "residual": ("+recipe=fp4", "precision.override.fprop.outliers.variant=residual"),
+    "fp8 gpt": ("+recipe=fp8", "model=gpt_tiny"),
+    "int8 gpt": ("+recipe=int8_switchback", "model=gpt_tiny"),
+    "zero2": ("+recipe=fp4_mixed", LATER, "parallel.reshard_after_forward=false"),
+    "each": ("+recipe=fp8", "parallel.sync=each"),
+    "each fp4": ("+recipe=fp4", "parallel.sync=each"),
+    "full": ("+recipe=nvfp4", "model.recompute=full"),
+    "selective": ("+recipe=fp8", "model.recompute=selective"),
+    "uneven": ("+recipe=fp8", f"model.vocab_size={VOCAB + 1}"),
+    "watched": ("+recipe=fp8", "telemetry_interval=2"),
+    "replicated": ("+recipe=fp8",),
+}
+CASES |= VARIANTS
+CASES |= {"compiled": ("+recipe=fp8",), "compiled fp4": ("+recipe=fp4",)}
+ESTIMATED = ("fp4", "each fp4", "compiled fp4")  # codes go with a slope that is applied to the sum
+PARTS = ("fp8", "fp4", "nvfp4")
+AT = {"dp2": tuple(CASES), "dp2-tp2": PARTS}
+
+
+class Spy:
+    """FSDP2's all-gather, counted: bytes that a rank puts in, by dtype."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[torch.dtype, int] = {}
+
+    def allocate(self, size, *, dtype, device):
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        size = input_tensor.numel() * input_tensor.element_size()
+        self.bytes[input_tensor.dtype] = self.bytes.get(input_tensor.dtype, 0) + size
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def built(run, world):
+    """The trainer of a run on the text of `Walks`, as `train.build` puts it together."""
+    laid_out = build.layout(run)
+    distribution = build.distribution(run, laid_out, world, CPU)
+    linears = [describe.effective(laid_out.model, phase.recipes, CPU) for phase in laid_out.phases]
+    return build.trainer(run, laid_out, linears, Corpus(Walks(), Walks()), distribution, CPU, compiled=False)
+
+
+def trained(case: str, gather: str, sizes: Sizes, world: World) -> dict:
+    """STEPS steps of two micro-batches, an evaluation after each but the first."""
+    grid = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp, "gather": gather}
+    layout = [f"parallel.{key}={value}" for key, value in grid.items()]
+    tokens = f"tokens_per_step={2 * MICRO * SEQ * sizes.dp}"
+    trainer = built(composed(*TINY, *CASES[case], tokens, *layout), world)
+    if case.startswith("compiled"):
+        torch.compiler.reset()
+        torch._dynamo.utils.counters.clear()
+        trainer.model.compile_blocks(backend="aot_eager")
+    seen = Seen(trainer)
+    for step in range(STEPS):
+        seen.loss.append(float(trainer.step()["train/loss"]))
+        if step:
+            seen.valid.append(trainer.evaluate()["valid/loss"])
+    rows = {(row["site"], row["gemm"], row["operand"]) for row in trainer.telemetry.read(2) if "site" in row}
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return vars(seen) | {"rows": rows, "graphs": graphs}
+
+
+class Seen:
+    """What is kept of a run."""
+
+    def __init__(self, trainer) -> None:
+        self.loss: list[float] = []
+        self.valid: list[float] = []
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.dtypes: set[torch.dtype] = set()
+        self.sent: list[dict[torch.dtype, int]] = []
+        self.agreements = 0
+        self.first = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
+        spy, step = Spy(), trainer.optimizer.step
+        for module in trainer.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(spy)
+
+        def watched(**given):
+            parameters = dict(trainer.model.named_parameters())
+            self.gradients.append({name: whole(p.grad) for name, p in parameters.items()})
+            self.dtypes |= {p.grad.dtype for p in parameters.values()}
+            self.sent.append(dict(spy.bytes))
+            spy.bytes.clear()
+            step(**given)
+
+        trainer.optimizer.step = watched
+        gathering = trainer.team._gathering
+        self.wires = {} if gathering is None else {name: each.bytes for name, each in gathering.wires().items()}
+        for holders in [] if gathering is None else gathering._over.values():
+            holders.largest = self.counted(holders.largest)
+
+    def counted(self, largest):
+        def count(x):
+            self.agreements += 1
+            return largest(x)
+
+        return count
+
+
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
+
+
+def work(rank: int, directory: str, layout: str) -> None:
+    torch.set_num_threads(1)
+    sizes = LAYOUTS[layout]
+    world = World(rank, sizes.processes, rank)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
+    results = {}
+    for case in AT[layout]:
+        for gather in GATHER:
+            grid = Sizes(dp_replicate=2) if case == "replicated" else sizes
+            results[case, gather] = trained(case, gather, grid, world)
+    torch.save(results, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def launch(directory: Path, layout: str) -> list[dict]:
+    """Run this file to its end in processes of its own; what each rank saved."""
+    command = [sys.executable, "-m", "tests.parallel.gather_runs", str(directory), layout]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [torch.load(path, weights_only=False) for path in sorted(directory.glob("rank-*.pt"))]
+
+
+if __name__ == "__main__":
+    processes = LAYOUTS[sys.argv[2]].processes
+    mp.start_processes(work, args=(sys.argv[1], sys.argv[2]), nprocs=processes, start_method="fork")

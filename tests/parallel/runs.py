@@ -1,0 +1,114 @@
+"""Short runs of every recipe at one layout of processes: started once a layout, with all recipes looped inside.
+
+Usage: runs.py DIRECTORY LAYOUT, LAYOUT as in `LAYOUTS`. Each rank saves {system: {"loss": [...], "norm": [...], ...}}.
+The reference is one process with accumulation = dp and the same micro-batches: `trained(system, LAYOUTS[...])` called
+without a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lowprec_train.config import RunConfig
+from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.train import build, describe
+from lowprec_train.train.launch import ALONE, World
+from lowprec_train.train.trainer import Trainer
+from tests.recipes import SYSTEMS, composed
+from tests.train.standins import Corpus, Sequences
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+STEPS, SEQ, MICRO, VOCAB = 5, 64, 2, 64
+LAYOUTS = {
+    "dp2": Sizes(dp_shard=2),
+    "tp2": Sizes(tp=2),
+    "dp2-tp2": Sizes(dp_shard=2, tp=2),
+    "replicate2-shard2": Sizes(dp_replicate=2, dp_shard=2),
+}
+TINY = ("model.layers=2", f"model.vocab_size={VOCAB}", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}")
+TINY += (f"micro_batch={MICRO}", f"steps={STEPS}", "eval_batches=3")
+CASES = {name: (f"+recipe={name}", "model=llama_tp_test", "comm=fp32", "clip_norm=0") for name in SYSTEMS}
+CASES |= {
+    "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "clip_norm=0"),
+    "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "clip_norm=0"),
+    "clipped": ("+recipe=fp8", "model=llama_tp_test", "comm=fp32", "clip_norm=0.1"),
+    "each": ("+recipe=fp8", "model=llama_tp_test", "comm=fp32", "clip_norm=0", "parallel.sync=each"),
+    "zero2": ("+recipe=fp8", "model=llama_tp_test", "comm=fp32", "parallel.reshard_after_forward=false"),
+    "stable": ("+recipe=bf16", "model=llama_tp_test", "comm=fp32", "optim=stable_adamw"),
+    "in bf16": ("+recipe=fp8", "model=llama_tp_test", "comm=fp32", "clip_norm=0"),
+    "own comm fp4": ("+recipe=fp4", "model=llama_tp_test"),
+    "own comm bf16": ("+recipe=bf16", "model=llama_tp_test"),
+}
+
+
+class Walks:
+    """Sequence i of step s: a walk over the vocabulary that depends on (s, i) alone; a few targets are ignored."""
+
+    def batch(self, step: int, first: int, count: int, per_step: int) -> Sequences:
+        rows = []
+        for index in range(first, first + count):
+            generator = torch.Generator().manual_seed(7_919 * (step * per_step + index) + 1)
+            rows.append(torch.randint(0, 5, (SEQ + 1,), generator=generator).cumsum(0) % VOCAB)
+        block = torch.stack(rows)
+        targets = block[:, 1:].clone()
+        targets[:, : first % 3] = -100
+        return Sequences(block[:, :-1].contiguous(), targets)
+
+
+def trained(case: str, sizes: Sizes, world: World = ALONE, *, accumulation: int = 1) -> dict[str, list[float]]:
+    """A run of STEPS steps; every process of the group calls it. sizes: of the layout, also for the reference."""
+    tokens = MICRO * SEQ * sizes.dp * accumulation
+    layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    grid = [f"parallel.{key}={value}" for key, value in layout.items()] if world.processes > 1 else []
+    run = composed(*CASES[case], *TINY, f"tokens_per_step={tokens}", *grid)
+    trainer = built(run, world, torch.float32 if sizes.tp > 1 and case != "in bf16" else torch.bfloat16)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        metrics = trainer.step()
+        losses.append(float(metrics["train/loss"]))
+        norms.append(float(metrics["train/grad_norm"]))
+    return {"loss": losses, "norm": norms, "valid": [trainer.evaluate()["valid/loss"]]}
+
+
+def built(run: RunConfig, world: World, stream: torch.dtype) -> Trainer:
+    """The trainer of a run on the text of `Walks`, as `train.build` puts it together. stream: dtype between layers."""
+    laid_out = build.layout(run)
+    laid_out.model.dtype = stream
+    distribution = build.distribution(run, laid_out, world, CPU)
+    linears = [describe.effective(laid_out.model, phase.recipes, CPU) for phase in laid_out.phases]
+    text = Corpus(Walks(), Walks())
+    return build.trainer(run, laid_out, linears, text, distribution, CPU, compiled=False)
+
+
+def work(rank: int, directory: str, layout: str) -> None:
+    torch.set_num_threads(1)
+    sizes = LAYOUTS[layout]
+    world = World(rank, sizes.processes, rank)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
+    results = {case: trained(case, sizes, world) for case in CASES}
+    results["fp8, accumulation 2"] = trained("fp8", sizes, world, accumulation=2)
+    torch.save(results, Path(directory) / f"rank-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def launch(directory: Path, layout: str) -> list[dict[str, dict[str, list[float]]]]:
+    """Run this file to its end in processes of its own; what each rank saved."""
+    command = [sys.executable, __file__, str(directory), layout]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [torch.load(path) for path in sorted(directory.glob("rank-*.pt"))]
+
+
+if __name__ == "__main__":
+    mp.start_processes(
+        work, args=(sys.argv[1], sys.argv[2]), nprocs=LAYOUTS[sys.argv[2]].processes, start_method="fork"
+    )

@@ -1,0 +1,75 @@
+"""Two processes through torchrun: the losses of one; a killed rank, a signal and another layout change nothing."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.test_main_interruption import ROOT, STEPS, TORCHRUN, arguments, losses, start, stop, wait_for_steps
+
+__all__ = ["arguments"]
+EXACT = ("comm=fp32", "clip_norm=0", "tokens_per_step=128")  # what is left is the same sums in the same order
+
+
+@pytest.fixture(scope="module")
+def train(arguments):
+    return (ROOT / "train.py", *arguments, *EXACT)
+
+
+@pytest.fixture(scope="module")
+def alone(train, tmp_path_factory):
+    """The losses of one process with two micro-batches a step."""
+    root = tmp_path_factory.mktemp("alone")
+    process = start((*TORCHRUN, "1", *train, f"run_root={root}"))
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    return losses(root / "run")
+
+
+def workers(agent):
+    """Process ids of torchrun's workers, by rank."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    ranks = {}
+    for child in map(int, children):
+        values = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ranks |= {int(value[5:]): child for value in values if value.startswith(b"RANK=")}
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def test_a_killed_rank_and_a_restart(train, alone, tmp_path):
+    """torchrun starts all ranks again, they find the last checkpoint, and the losses are those of one process."""
+    agent = start((*TORCHRUN, "2", "--max-restarts=1", *train, f"run_root={tmp_path}"))
+    wait_for_steps(tmp_path / "run", 25, agent)
+    os.kill(workers(agent)[1], signal.SIGKILL)
+    out, err = agent.communicate(timeout=240)
+    assert agent.returncode == 0, err
+    assert "resuming after step" in out and json.loads((tmp_path / "run" / "DONE").read_text())["step"] == STEPS
+    assert losses(tmp_path / "run") == alone
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["processes"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
+    last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"comm/grad_bytes", "time/slowest_rank", "time/step_ms_max"} <= set(last)
+
+
+def test_a_signal_and_another_layout(train, alone, tmp_path):
+    """Saved by two processes at a signal that one of them got, finished by one."""
+    run, command = tmp_path / "run", (*train, f"run_root={tmp_path}")
+    step = stop(run, start((*TORCHRUN, "2", *command)), signal.SIGTERM, 12)
+    process = start((*TORCHRUN, "1", *command))
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0 and f"resuming after step {step} of {STEPS}" in out, err
+    assert losses(run) == alone
+
+
+def test_one_error_for_all(train, tmp_path):
+    """A mistake is told once, and no run directory is left."""
+    agent = start((*TORCHRUN, "2", *train, f"run_root={tmp_path / 'runs'}", "parallel.tp=3"))
+    _, err = agent.communicate(timeout=120)
+    assert agent.returncode == 1
+    assert (
+        err.count("error: parallel.dp_replicate=1, parallel.dp_shard=-1, parallel.tp=3: 1 * 3 does not divide 2") == 1
+    )
+    assert "Traceback" not in err.split("error: ")[0]
+    assert not (tmp_path / "runs").exists()
