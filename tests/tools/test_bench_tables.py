@@ -7,7 +7,7 @@ import torch
 
 from lowprec_train.ops.schema import SCHEMAS
 from lowprec_train.tools import cli
-from lowprec_train.tools.bench import exactness, gemm, kernels, profile, report, result
+from lowprec_train.tools.bench import exactness, gemm, kernels, linear, profile, report, result
 from lowprec_train.tools.bench.cases import CASES, SHAPES
 from lowprec_train.tools.bench.timing import Clock, Interval, copies
 
@@ -54,6 +54,15 @@ def test_every_op_has_a_row():
 )
 def test_bytes_that_must_move(op, name, expected):
     assert case(op, name).moved(M, K) == expected
+
+
+def test_a_linear_layer_by_recipe():
+    measured = linear.measure(CPU, ["fp8", "fp4"], shapes=[(64, 128)], tokens=64, rounds=2, compiled=False)
+    (row,) = measured["rows"]
+    assert set(row["ms"]) == {"bf16", "fp8", "fp4"} and not row["errors"] and min(row["ms"].values()) > 0
+    text = report.markdown({"bench": "linear", "environment": {"gpu": "none", "command": "x"}, **measured})
+    ratio = row["ms"]["bf16"] / row["ms"]["fp4"]
+    assert f"{row['ms']['fp4']:,.3f}, {ratio:.2f}x" in text and "64 to 128" in text
 
 
 def test_kernels_measure_what_is_asked_for():

@@ -49,12 +49,14 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     kernels.add_argument("--only", metavar="PATTERN", default="*", help="shell pattern, or part, of 'op case'")
     gemm = kinds.add_parser("gemm", help="TFLOP/s by format, and exactness")
     gemm.add_argument("--no-exactness", action="store_true", help="speeds alone")
+    linear = kinds.add_parser("linear", help="a linear layer forward and backward, by recipe")
+    linear.add_argument("--recipes", type=names, default="fp8,fp4,mxfp4,mxfp4_fp8", help="default: %(default)s")
     _step_options(kinds.add_parser("step", help="training steps of recipes and peers, interleaved"))
     comm = kinds.add_parser("comm", help="gradient reductions by payload, under torchrun")
     comm.add_argument("--model", default="llama_7b", help="whose block's gradients are summed (default: %(default)s)")
     comm.add_argument("--rounds", type=positive, default=20, metavar="N", help="calls of each (default: %(default)s)")
     comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: over gloo")
-    for each in (kernels, gemm, kinds.choices["step"], comm):
+    for each in (kernels, gemm, linear, kinds.choices["step"], comm):
         each.add_argument("--out", metavar="DIR", type=Path, default=OUT, help="default: %(default)s")
     report = kinds.add_parser("report", help="the table of a JSON file")
     report.add_argument("file", metavar="FILE.json", type=Path)
@@ -106,7 +108,7 @@ def names(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write."""
-    commands = {"kernels": _kernels, "gemm": _gemm, "step": _step, "comm": _comm, "report": _report}
+    commands = {"kernels": _kernels, "gemm": _gemm, "linear": _linear, "step": _step, "comm": _comm, "report": _report}
     return commands[arguments.bench](arguments)
 
 
@@ -130,6 +132,13 @@ def _gemm(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools.bench import gemm
 
     return _finish(arguments, device, "gemm", gemm.measure(device, exact=not arguments.no_exactness))
+
+
+def _linear(arguments: argparse.Namespace) -> int:
+    device = _cuda()
+    from lowprec_train.tools.bench import linear
+
+    return _finish(arguments, device, "linear", linear.measure(device, arguments.recipes))
 
 
 def _step(arguments: argparse.Namespace) -> int:

@@ -75,6 +75,23 @@ def _exact(row: Mapping[str, Any]) -> list[object]:
     return [row["case"], row["k"], *(f"{row[name]:.2e}" if row[name] else "0" for name in ("fast", "split", "output"))]
 
 
+def linear(result: Result) -> list[str]:
+    """One row a recipe, times and ratios by shape."""
+    rows = result["rows"]
+    names = dict.fromkeys(name for row in rows for name in (*row["ms"], *row["errors"]))
+    header = ("ms, x BF16, x fp8", *(f"{row['shape'][0]} to {row['shape'][1]}" for row in rows))
+    lines = [f"A linear layer, forward and backward, on {result['tokens']:,} tokens; medians of interleaved calls.", ""]
+    return lines + table(header, ([name, *(_linear(row, name) for row in rows)] for name in names))
+
+
+def _linear(row: Mapping[str, Any], name: str) -> str:
+    ms = row["ms"]
+    if name not in ms:
+        return str(row["errors"].get(name, ""))
+    ratios = (f"{ms[other] / ms[name]:.2f}x" for other in ("bf16", "fp8") if other in ms)
+    return ", ".join((number(ms[name], 3), *ratios))
+
+
 def step(result: Result) -> list[str]:
     """One row a contestant, the baseline once a group; then profiles."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
@@ -136,4 +153,10 @@ def _reduction(row: Mapping[str, Any]) -> list[object]:
     return [*about, ms, sent, gbs, number(row.get("of_library"), 2), number(row["sqnr_db"], 1) or "exact"]
 
 
-TABLES: dict[str, Callable[[Result], list[str]]] = {"kernels": kernels, "gemm": gemm, "step": step, "comm": comm}
+TABLES: dict[str, Callable[[Result], list[str]]] = {
+    "kernels": kernels,
+    "gemm": gemm,
+    "linear": linear,
+    "step": step,
+    "comm": comm,
+}
