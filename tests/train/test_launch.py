@@ -1,0 +1,32 @@
+"""How processes meet: a store that outlives restarts, and what one process decides for all."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from lowprec_train.train import launch
+
+
+def meet(store, processes):
+    """The names that the processes of one attempt agree on."""
+    with ThreadPoolExecutor(processes) as threads:
+        others = [threads.submit(launch._told, store, rank) for rank in range(1, processes)]
+        first = threads.submit(launch._named, store, processes)
+        return {each.result(timeout=60) for each in (first, *others)}
+
+
+def test_each_attempt_has_a_name_of_its_own():
+    """Keys of earlier attempts, and tokens of processes that died before they were answered, change nothing."""
+    store = dist.HashStore()
+    store.set("token/1", "of a dead process")
+    names = [meet(store, 3) for _ in range(4)]
+    assert all(len(each) == 1 for each in names), "all processes of an attempt have one name"
+    assert len(set.union(*names)) == 4, "no name is used twice"
+
+
+def test_one_process_decides_for_itself():
+    assert launch.first(lambda: 3) == launch.after_first(lambda: 3) == 3
+    with pytest.raises(ValueError, match="mine"):
+        launch.first(lambda: (_ for _ in ()).throw(ValueError("mine")))
+    assert launch.host_group(1.0) is None
