@@ -2,6 +2,7 @@
 # Variables: PYTHON=python3.12  VENV=.venv  TORCH_INDEX=<index with CPU wheels of torch>  PIP_INDEX=<index for the rest>
 #            KERNELS=off (no compiled kernels)  CUDA=ON|OFF  ARCHITECTURES="89;90a;100a"  NATIVE=ON (scripts/kernels.sh)
 #            WORKERS=2 (pytest processes)  TESTS=tests/numerics (a part of the suite)  LIMIT=1500 (seconds for the suite)
+#            MARK=nightly (the long tests)
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -12,6 +13,7 @@ export PYTHON VENV TORCH_INDEX PIP_INDEX KERNELS CUDA ARCHITECTURES NATIVE
 WORKERS ?= 2
 TESTS ?= tests
 LIMIT ?= 1500
+MARK ?= not gpu and not nightly
 ENV = python=$$(scripts/environment.sh)
 
 help:   ## this list
@@ -27,7 +29,7 @@ demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches a
 	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint
 
 test:   ## the whole CPU suite (about 18 minutes on 2 cores)
-	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) --dist worksteal -m "not gpu" $(TESTS)
+	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" $(TESTS)
 
 lint:   ## format, lint, types, import floors
 	@$(ENV); "$$python" -m ruff format --check . && "$$python" -m ruff check . && "$$python" -m mypy && \

@@ -1,9 +1,13 @@
 """What every test can count on: the same threads and draws each time, and GPU tests only where there is a GPU."""
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+
+from lowprec_train.data.cache import build_once
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -23,3 +27,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def seeded() -> None:
     """Start every test from the same global generator: a test never depends on which ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[], Any]], Any]:
+    """(name, make) -> what `make` returns, made by one of pytest's workers and read by the others: for what takes long
+    and whose tests may be dealt to several of them.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def result(name: str, make: Callable[[], Any]) -> Any:
+        directory = build_once(shared / f"once-{name}", lambda made: torch.save(make(), made / "result.pt"))
+        return torch.load(directory / "result.pt", weights_only=False)
+
+    return result

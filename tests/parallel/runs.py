@@ -1,6 +1,6 @@
 """Short runs of every recipe at one layout of processes: started once a layout, with all recipes looped inside.
 
-Usage: runs.py DIRECTORY LAYOUT, LAYOUT as in `LAYOUTS`. Each rank saves {system: {"loss": [...], "norm": [...], ...}}.
+Usage: runs.py DIRECTORY LAYOUT STEPS, LAYOUT as in `LAYOUTS`. Each rank saves {system: {"loss": [...], "norm": [...]}}.
 The reference is one process with accumulation = dp and the same micro-batches: `trained(system, LAYOUTS[...])` called
 without a process group.
 """
@@ -34,7 +34,7 @@ LAYOUTS = {
     "replicate2-shard2": Sizes(dp_replicate=2, dp_shard=2),
 }
 TINY = ("model.layers=2", f"model.vocab_size={VOCAB}", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}")
-TINY += (f"micro_batch={MICRO}", f"steps={STEPS}", "eval_batches=3")
+TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 CASES = {name: (f"+recipe={name}", "model=llama_tp_test", "comm=fp32", "clip_norm=0") for name in SYSTEMS}
 CASES |= {
     "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "clip_norm=0"),
@@ -63,15 +63,17 @@ class Walks:
         return Sequences(block[:, :-1].contiguous(), targets)
 
 
-def trained(case: str, sizes: Sizes, world: World = ALONE, *, accumulation: int = 1) -> dict[str, list[float]]:
-    """A run of STEPS steps; every process of the group calls it. sizes: of the layout, also for the reference."""
+def trained(
+    case: str, sizes: Sizes, world: World = ALONE, *, accumulation: int = 1, steps: int = STEPS
+) -> dict[str, list[float]]:
+    """A run of some steps; every process of the group calls it. sizes: of the layout, also for the reference."""
     tokens = MICRO * SEQ * sizes.dp * accumulation
     layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
     grid = [f"parallel.{key}={value}" for key, value in layout.items()] if world.processes > 1 else []
-    run = composed(*CASES[case], *TINY, f"tokens_per_step={tokens}", *grid)
+    run = composed(*CASES[case], *TINY, f"tokens_per_step={tokens}", f"steps={steps}", *grid)
     trainer = built(run, world, torch.float32 if sizes.tp > 1 and case != "in bf16" else torch.bfloat16)
     losses, norms = [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
         metrics = trainer.step()
         losses.append(float(metrics["train/loss"]))
         norms.append(float(metrics["train/grad_norm"]))
@@ -88,27 +90,30 @@ def built(run: RunConfig, world: World, stream: torch.dtype) -> Trainer:
     return build.trainer(run, laid_out, linears, text, distribution, CPU, compiled=False)
 
 
-def work(rank: int, directory: str, layout: str) -> None:
+def work(rank: int, directory: str, layout: str, steps: int) -> None:
     torch.set_num_threads(1)
     sizes = LAYOUTS[layout]
     world = World(rank, sizes.processes, rank)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
-    results = {case: trained(case, sizes, world) for case in CASES}
-    results["fp8, accumulation 2"] = trained("fp8", sizes, world, accumulation=2)
+    results = {case: trained(case, sizes, world, steps=steps) for case in CASES}
+    results["fp8, accumulation 2"] = trained("fp8", sizes, world, accumulation=2, steps=steps)
     torch.save(results, Path(directory) / f"rank-{rank}.pt")
     dist.destroy_process_group()
 
 
-def launch(directory: Path, layout: str) -> list[dict[str, dict[str, list[float]]]]:
+def launch(directory: Path, layout: str, steps: int = STEPS) -> list[dict[str, dict[str, list[float]]]]:
     """Run this file to its end in processes of its own; what each rank saved."""
-    command = [sys.executable, __file__, str(directory), layout]
+    command = [sys.executable, __file__, str(directory), layout, str(steps)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240 * steps)
     assert done.returncode == 0, done.stderr[-6000:]
     return [torch.load(path) for path in sorted(directory.glob("rank-*.pt"))]
 
 
 if __name__ == "__main__":
     mp.start_processes(
-        work, args=(sys.argv[1], sys.argv[2]), nprocs=LAYOUTS[sys.argv[2]].processes, start_method="fork"
+        work,
+        args=(sys.argv[1], sys.argv[2], int(sys.argv[3])),
+        nprocs=LAYOUTS[sys.argv[2]].processes,
+        start_method="fork",
     )

@@ -22,15 +22,15 @@ BOUND = 15 * 2.0**-24  # of a gradient's norm: five roundings, where four contri
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def pair(once, tmp_path_factory):
     """What each of two ranks saw; started once."""
-    return launch(tmp_path_factory.mktemp("dp2"), "dp2")
+    return once("gather-dp2", lambda: launch(tmp_path_factory.mktemp("dp2"), "dp2"))
 
 
 @pytest.fixture(scope="module")
-def square(tmp_path_factory):
+def square(once, tmp_path_factory):
     """The same of two times two ranks, tensor parallel in pairs."""
-    return launch(tmp_path_factory.mktemp("dp2-tp2"), "dp2-tp2")
+    return once("gather-dp2-tp2", lambda: launch(tmp_path_factory.mktemp("dp2-tp2"), "dp2-tp2"))
 
 
 def differing(found, expected):

@@ -20,9 +20,10 @@ FOUR_BITS = ("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "nvfp4")
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request, tmp_path_factory):
+def layout(request, once, tmp_path_factory):
     """(name, what each rank saved); processes are started once a layout."""
-    return request.param, launch(tmp_path_factory.mktemp(request.param), request.param)
+    name = request.param
+    return name, once(f"layout-{name}", lambda: launch(tmp_path_factory.mktemp(name), name))
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +67,14 @@ def test_accumulation(layout, references):
     name, ranks = layout
     found = ranks[0]["fp8, accumulation 2"]["loss"]
     assert found == pytest.approx(references("fp8", LAYOUTS[name], accumulation=2)["loss"], rel=ORDER)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_twenty_steps(name, tmp_path):
+    """What is exact stays exact; what is tipped leads to other codes, which lead to others."""
+    found = launch(tmp_path, name, steps=20)[0]
+    for case in CASES:
+        expected = trained(case, LAYOUTS[name], steps=20)["loss"]
+        assert len(expected) == 20
+        assert found[case]["loss"] == pytest.approx(expected, rel=10 * bound(case, name), abs=0.0), case

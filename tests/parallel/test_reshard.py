@@ -6,8 +6,8 @@ from tests.parallel.resharding import CASES, LAYOUTS, READS, launch
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("resharding"))
+def found(once, tmp_path_factory):
+    return once("resharding", lambda: launch(tmp_path_factory.mktemp("resharding")))
 
 
 @pytest.mark.parametrize(("layout", "writer"), [(layout, writer) for layout, many in READS.items() for writer in many])

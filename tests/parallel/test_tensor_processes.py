@@ -28,8 +28,8 @@ def launch(directory, *arguments):
 
 
 @pytest.fixture(scope="module")
-def processes(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("ranks"))
+def processes(once, tmp_path_factory):
+    return once("tensor", lambda: launch(tmp_path_factory.mktemp("ranks")))
 
 
 def joined(ranks):
