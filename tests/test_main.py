@@ -161,14 +161,15 @@ def test_a_failing_job_does_not_end_the_sweep(launch):
 
 
 def test_overrides_of_a_recipe_are_logged(launch):
-    status, out, _ = launch("+recipe=fp4", "precision.override.dgrad.a.format=E4M3", "name=a")
+    changes = ("precision.override.dgrad.a.format=E4M3", "comm=fp32", "optim=adamw")
+    status, out, _ = launch("+recipe=fp4", *changes, "name=a", "optim.lr=1e-4")
     assert status == 0
-    assert "overrides: precision.override.dgrad.a.format=E4M3" in out.splitlines()[0]
+    assert "overrides: precision.override.dgrad.a.format=E4M3, comm=fp32, optim=adamw" in out.splitlines()[0]
     linears = json.loads(Path("runs/a/recipe.json").read_text())
     down = linears["blocks.0.mlp.down"]["recipe"]
     assert down["dgrad"]["a"]["format"] == "E4M3" and down["wgrad"]["a"]["format"] == "E5M2"
     assert linears["head"]["gemms"]["dgrad"] == "BF16 x BF16"
-    assert json.loads(Path("runs/a/run.json").read_text())["overrides"] == ["precision.override.dgrad.a.format=E4M3"]
+    assert json.loads(Path("runs/a/run.json").read_text())["overrides"] == list(changes)
 
 
 def test_a_recipe_that_is_undone_is_told(launch):
@@ -208,7 +209,10 @@ def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tokens_per_step=300"], "tokens_per_step=300 is not a multiple of micro_batch * data.seq_len = 2 * 64 = 128"),
+        (
+            ["tokens_per_step=300"],
+            "tokens_per_step=300 is not a multiple of micro_batch * data.seq_len * data-parallel",
+        ),
         (["data.seq_len=100"], "data.seq_len=100 must be a multiple of 8"),
         (["data.seq_len=2048", "tokens_per_step=4096"], "data.seq_len=2048 is longer than model.max_seq_len=1024"),
         (["steps=0"], "steps=0 must be at least 1"),

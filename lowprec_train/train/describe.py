@@ -23,6 +23,10 @@ from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train.rundir import flatten
 
+# What a command line may change in a recipe: how layers compute, how gradients travel, how states are stored.
+CHANGES = re.compile(
+    r"[+~]*(precision\.(?!override\b)|comm[=.]|optim(=|/(moment|master)|\.(first|second)_moment|\.master))"
+)
 Linears = dict[str, dict[str, Any]]  # module name -> shape, gemms, execution, recipe, ...
 INDEX = r"\.\d+\."  # of a block
 
@@ -43,7 +47,7 @@ class Choice:
         undone = f"precision={precision.name} undoes +recipe={asked}" if asked and replaced else None
         tree = {"precision": {"override": precision.override}} if precision.override else {}
         changes = [f"{key}={value}" for key, value in flatten(tree).items()]
-        typed = [a for a in command_line if re.match(r"[+~]*precision\.(?!override\b)", a)]
+        typed = [argument for argument in command_line if CHANGES.match(argument)]
         name = precision.name if undone or not asked else asked
         return cls(recipe=name, overrides=changes + typed + ([undone] if undone else []), undone=undone)
 
