@@ -49,7 +49,8 @@ CASES |= VARIANTS
 CASES |= {"compiled": ("+recipe=fp8",), "compiled fp4": ("+recipe=fp4",)}
 ESTIMATED = ("fp4", "each fp4", "compiled fp4")  # codes go with a slope that is applied to the sum
 PARTS = ("fp8", "fp4", "nvfp4")
-AT = {"dp2": tuple(CASES), "dp2-tp2": PARTS}
+NIGHT = ("residual", "fp8 gpt", "int8 gpt", "each fp4", "full", "selective", "replicated", "compiled", "compiled fp4")
+AT = {"dp2": tuple(case for case in CASES if case not in NIGHT), "dp2-tp2": PARTS, "dp2 night": NIGHT}
 
 
 class Spy:
@@ -139,7 +140,7 @@ def whole(gradient: torch.Tensor) -> torch.Tensor:
 
 def work(rank: int, directory: str, layout: str) -> None:
     torch.set_num_threads(1)
-    sizes = LAYOUTS[layout]
+    sizes = LAYOUTS[layout.removesuffix(" night")]
     world = World(rank, sizes.processes, rank)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
     results = {}

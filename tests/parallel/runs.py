@@ -36,6 +36,7 @@ LAYOUTS = {
 TINY = ("model.layers=2", f"model.vocab_size={VOCAB}", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}")
 TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 CASES = {name: (f"+recipe={name}", "model=llama_tp_test", "comm=fp32", "clip_norm=0") for name in SYSTEMS}
+EVERYWHERE = tuple(CASES)
 CASES |= {
     "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "clip_norm=0"),
     "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "clip_norm=0"),
@@ -47,6 +48,11 @@ CASES |= {
     "own comm fp4": ("+recipe=fp4", "model=llama_tp_test"),
     "own comm bf16": ("+recipe=bf16", "model=llama_tp_test"),
 }
+
+
+def cases_of(layout: str) -> tuple[str, ...]:
+    """Every recipe at every layout, the rest where two kinds of parallelism meet and where there is one."""
+    return tuple(CASES) if layout in ("dp2", "dp2-tp2") else EVERYWHERE
 
 
 class Walks:
@@ -95,7 +101,7 @@ def work(rank: int, directory: str, layout: str, steps: int) -> None:
     sizes = LAYOUTS[layout]
     world = World(rank, sizes.processes, rank)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
-    results = {case: trained(case, sizes, world, steps=steps) for case in CASES}
+    results = {case: trained(case, sizes, world, steps=steps) for case in cases_of(layout)}
     results["fp8, accumulation 2"] = trained("fp8", sizes, world, accumulation=2, steps=steps)
     torch.save(results, Path(directory) / f"rank-{rank}.pt")
     dist.destroy_process_group()

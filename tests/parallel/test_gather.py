@@ -14,7 +14,7 @@ from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.parallel.wire import gathered_bytes, wire
 from lowprec_train.precision.gathered import weight_codes
 from lowprec_train.precision.recipe import override
-from tests.parallel.gather_runs import AT, CASES, ESTIMATED, PARTS, STEPS, launch
+from tests.parallel.gather_runs import AT, CASES, ESTIMATED, NIGHT, PARTS, STEPS, launch
 from tests.recipes import RECIPES
 
 CODED = {"fp8", "fp8_block", "fp4", "fp4_unclamped", "nvfp4", "int8_switchback"}
@@ -33,6 +33,23 @@ def square(once, tmp_path_factory):
     return once("gather-dp2-tp2", lambda: launch(tmp_path_factory.mktemp("dp2-tp2"), "dp2-tp2"))
 
 
+@pytest.fixture
+def seen(request):
+    """case -> what each of two ranks saw of it."""
+    return lambda case: request.getfixturevalue("night" if case in NIGHT else "pair")
+
+
+@pytest.fixture(scope="module")
+def night(once, tmp_path_factory):
+    """What the cases of the night saw."""
+    return once("gather-night", lambda: launch(tmp_path_factory.mktemp("night"), "dp2 night"))
+
+
+def timed(cases):
+    """Those of the night marked so."""
+    return [pytest.param(case, marks=pytest.mark.nightly) if case in NIGHT else case for case in cases]
+
+
 def differing(found, expected):
     """Steps and names of the gradients that are not the same bits."""
     pairs = zip(found["gradients"], expected["gradients"], strict=True)
@@ -49,14 +66,14 @@ def same(ranks, case, gather):
         assert found["loss"][-1] < found["loss"][0], "the weights move"
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_bf16_is_what_is_stored(pair, case):
-    same(pair, case, "bf16")
+@pytest.mark.parametrize("case", timed(CASES))
+def test_bf16_is_what_is_stored(seen, case):
+    same(seen(case), case, "bf16")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ESTIMATED])
-def test_codes_are_what_is_stored(pair, case):
-    same(pair, case, "codes")
+@pytest.mark.parametrize("case", timed(case for case in CASES if case not in ESTIMATED))
+def test_codes_are_what_is_stored(seen, case):
+    same(seen(case), case, "codes")
 
 
 @pytest.mark.parametrize("case", PARTS)
@@ -80,9 +97,9 @@ def close(ranks, case):
         assert found["dtypes"] == {torch.float32}
 
 
-@pytest.mark.parametrize("case", ESTIMATED)
-def test_codes_with_an_estimator(pair, case):
-    close(pair, case)
+@pytest.mark.parametrize("case", timed(ESTIMATED))
+def test_codes_with_an_estimator(seen, case):
+    close(seen(case), case)
 
 
 def test_the_slope_of_the_sum(pair):
@@ -141,9 +158,9 @@ def test_telemetry_sees_the_codes(pair):
     assert codes == stored and ("blocks.0.mlp.down", "fprop", "b") in codes
 
 
-@pytest.mark.parametrize("case", ["compiled", "compiled fp4"])
-def test_blocks_share_a_graph(pair, case):
-    counts = {gather: pair[0][case, gather]["graphs"] for gather in ("master", "bf16", "codes")}
+@pytest.mark.parametrize("case", timed(["compiled", "compiled fp4"]))
+def test_blocks_share_a_graph(seen, case):
+    counts = {gather: seen(case)[0][case, gather]["graphs"] for gather in ("master", "bf16", "codes")}
     assert len(set(counts.values())) == 1, counts
 
 

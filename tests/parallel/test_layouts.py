@@ -7,7 +7,7 @@ another order; with FP32 between layers that is all, but where it tips a roundin
 
 import pytest
 
-from tests.parallel.runs import CASES, LAYOUTS, STEPS, launch, trained
+from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, launch, trained
 
 # Relative bounds of a step's loss.
 CLIPPED = 1e-6  # an FP64 norm is rounded once, and a clipped update with it
@@ -19,11 +19,10 @@ EXACT = [case for case, overrides in CASES.items() if {"comm=fp32", "clip_norm=0
 FOUR_BITS = ("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "nvfp4")
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
-def layout(request, once, tmp_path_factory):
-    """(name, what each rank saved); processes are started once a layout."""
-    name = request.param
-    return name, once(f"layout-{name}", lambda: launch(tmp_path_factory.mktemp(name), name))
+@pytest.fixture(scope="module")
+def ranks_at(once, tmp_path_factory):
+    """layout -> what each rank saved; processes are started once a layout."""
+    return lambda name: once(f"layout-{name}", lambda: launch(tmp_path_factory.mktemp(name), name))
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +49,9 @@ def bound(case, name):
     return 0.0 if case in EXACT else CLIPPED
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_losses_are_those_of_one_process(case, layout, references):
-    name, ranks = layout
-    expected = references(case, LAYOUTS[name])
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name in LAYOUTS for case in cases_of(name)])
+def test_losses_are_those_of_one_process(name, case, ranks_at, references):
+    ranks, expected = ranks_at(name), references(case, LAYOUTS[name])
     assert all(each[case] == ranks[0][case] for each in ranks), "every rank reports the same numbers"
     found = ranks[0][case]
     assert len(found["loss"]) == STEPS and found["loss"][-1] < found["loss"][0]
@@ -62,10 +60,10 @@ def test_losses_are_those_of_one_process(case, layout, references):
     assert found["norm"] == pytest.approx(expected["norm"], rel=max(20 * bound(case, name), 1e-6), abs=0.0)
 
 
-def test_accumulation(layout, references):
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_accumulation(name, ranks_at, references):
     """Two micro-batches a rank: gradients are added on each rank first, so sums come in another order."""
-    name, ranks = layout
-    found = ranks[0]["fp8, accumulation 2"]["loss"]
+    found = ranks_at(name)[0]["fp8, accumulation 2"]["loss"]
     assert found == pytest.approx(references("fp8", LAYOUTS[name], accumulation=2)["loss"], rel=ORDER)
 
 
@@ -74,7 +72,7 @@ def test_accumulation(layout, references):
 def test_twenty_steps(name, tmp_path):
     """What is exact stays exact; what is tipped leads to other codes, which lead to others."""
     found = launch(tmp_path, name, steps=20)[0]
-    for case in CASES:
+    for case in cases_of(name):
         expected = trained(case, LAYOUTS[name], steps=20)["loss"]
         assert len(expected) == 20
         assert found[case]["loss"] == pytest.approx(expected, rel=10 * bound(case, name), abs=0.0), case

@@ -44,7 +44,7 @@ def needed(*overrides):
 QUICK = {("bf16", "llama_tiny"), ("fp8", "llama_tiny model.kv_heads=2"), ("coat", "gpt_tiny")}
 KEPT = [(recipe, model, False) for recipe in ("bf16", "fp8", "coat") for model in SHAPES]
 KEPT += [
-    (*case, True) if case in QUICK else pytest.param(*case, True, marks=pytest.mark.slow)
+    (*case, True) if case in QUICK else pytest.param(*case, True, marks=pytest.mark.nightly)
     for case in ((recipe, model) for recipe, model, _ in list(KEPT))
 ]
 
@@ -93,7 +93,7 @@ def peaks():
 
 
 FAST = {"step_llama_7b_8layers-coat", "step_llama_7b_own_optimizers-fp4 (own optimizer)"}
-PEAKS = [p if p.id in FAST else pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in peaks()]
+PEAKS = [p if p.id in FAST else pytest.param(*p.values, id=p.id, marks=pytest.mark.nightly) for p in peaks()]
 
 
 @pytest.mark.parametrize(("options", "row"), PEAKS)
