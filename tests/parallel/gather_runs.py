@@ -138,9 +138,13 @@ def whole(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
 
 
+def sizes_of(layout: str) -> Sizes:
+    return LAYOUTS[layout.removesuffix(" night")]
+
+
 def work(rank: int, directory: str, layout: str) -> None:
     torch.set_num_threads(1)
-    sizes = LAYOUTS[layout.removesuffix(" night")]
+    sizes = sizes_of(layout)
     world = World(rank, sizes.processes, rank)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
     results = {}
@@ -162,5 +166,5 @@ def launch(directory: Path, layout: str) -> list[dict]:
 
 
 if __name__ == "__main__":
-    processes = LAYOUTS[sys.argv[2]].processes
+    processes = sizes_of(sys.argv[2]).processes
     mp.start_processes(work, args=(sys.argv[1], sys.argv[2]), nprocs=processes, start_method="fork")
