@@ -190,19 +190,11 @@ class Checkpointer:
         Raises:
             CheckpointError: the file holds something else.
         """
-        pointer = self._directory / "latest"
-        if not pointer.exists():
-            return None
-        text = pointer.read_text().strip()
-        named = re.fullmatch(r"step-(\d+)", text)
-        if named is None:
-            raise CheckpointError(f"{pointer} should hold the name of a checkpoint, step-N, not {text!r}")
-        return int(named[1])
+        return latest(self._directory)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints on disk, ascending."""
-        names = (re.fullmatch(r"step-(\d+)", path.name) for path in self._directory.iterdir())
-        return sorted(int(name[1]) for name in names if name)
+        return steps(self._directory)
 
     def _path(self, step: int) -> Path:
         return self._directory / f"step-{step}"
@@ -271,7 +263,7 @@ class Checkpointer:
 
     def _verify(self, path: Path, flat: Mapping[str, Any], names: list[str], optional: Collection[str]) -> list[str]:
         """Names of the parts to load. Raises where the checkpoint is incomplete, or another model's."""
-        self._verify_files(path)
+        verify_files(path)
         try:
             metadata = dcp.FileSystemReader(path).read_metadata()
         except OSError as error:
@@ -281,16 +273,40 @@ class Checkpointer:
         _verify_same({k: v for k, v in flat.items() if k.split(".", 1)[0] in names}, metadata, parts=names, path=path)
         return names
 
-    def _verify_files(self, path: Path) -> None:
-        others = f"checkpoints there: {self.steps()}"
-        try:
-            files = json.loads((path / "manifest.json").read_text())["files"]
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"checkpoint {path} is incomplete ({error!r}); {others}") from error
-        for name, size in files.items():
-            found = (path / name).stat().st_size if (path / name).exists() else None
-            if found != size:
-                raise CheckpointError(f"checkpoint {path} is incomplete: {name} has {found} of {size} bytes; {others}")
+
+def latest(directory: Path) -> int | None:
+    """Step that `latest` names in a folder of checkpoints; None when there is no such file.
+
+    Raises:
+        CheckpointError: the file holds something else.
+    """
+    pointer = directory / "latest"
+    if not pointer.exists():
+        return None
+    text = pointer.read_text().strip()
+    named = re.fullmatch(r"step-(\d+)", text)
+    if named is None:
+        raise CheckpointError(f"{pointer} should hold the name of a checkpoint, step-N, not {text!r}")
+    return int(named[1])
+
+
+def steps(directory: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, ascending."""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in directory.glob("step-*"))
+    return sorted(int(name[1]) for name in names if name)
+
+
+def verify_files(path: Path) -> None:
+    """Raise CheckpointError unless every file of a checkpoint is there and as long as when it was written."""
+    others = f"checkpoints there: {steps(path.parent)}"
+    try:
+        files = json.loads((path / "manifest.json").read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"checkpoint {path} is incomplete ({error!r}); {others}") from error
+    for name, size in files.items():
+        found = (path / name).stat().st_size if (path / name).exists() else None
+        if found != size:
+            raise CheckpointError(f"checkpoint {path} is incomplete: {name} has {found} of {size} bytes; {others}")
 
 
 def _flatten(state: Parts) -> dict[str, Any]:

@@ -1,0 +1,258 @@
+"""A trained model's weights, read one whole tensor at a time: from a run's checkpoint or from an imported model.
+
+A checkpoint knows its tensors by names and whole shapes that no layout of processes changes, so what 1,024 ranks have
+saved is read here by one, without a process group and without more memory than the tensor asked for. Whoever needs a
+trained model (a new run that starts from it, export, evaluation) reads it through `Weights` and never asks which of the
+two it was.
+
+    a run directory         config.yaml, checkpoints/step-N/           as `train.py` leaves it, also while it trains
+    an imported directory   model.yaml, *.safetensors                  as `lowprec import-hf` leaves it
+
+Names are the model's own, `blocks.0.attention.qkv.weight`, and so is the layout of rows (qkv grouped by key-value head,
+gate and up alternating).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from yaml import YAMLError
+
+from lowprec_train.config import ModelConfig
+from lowprec_train.model.transformer import Fill, Transformer, fill_whole
+from lowprec_train.train.checkpoint import CheckpointError, latest, verify_files
+
+MODEL_FILE, INDEX_FILE = "model.yaml", "model.safetensors.index.json"
+NOT_SIZES = {"name", "recompute"}
+
+
+class Weights(Protocol):
+    """Named whole tensors of a model, read one at a time."""
+
+    model: ModelConfig
+
+    def names(self) -> list[str]:
+        """Fully qualified names of all parameters, in the model's order."""
+        ...
+
+    def shape(self, name: str) -> torch.Size: ...
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As stored: FP32, or BF16 where the run kept reduced masters of a matrix."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, as stored. Raises ValueError when its file cannot be read."""
+        ...
+
+
+class RunWeights:
+    """The model in one checkpoint of a run, whatever the layout of processes that saved it.
+
+    Raises ValueError for a directory without a usable checkpoint, and for one of another model than config.yaml says.
+    """
+
+    def __init__(self, path: Path, step: int | None = None) -> None:
+        self.model = read_model(path / "config.yaml", "model")
+        self.path = path
+        try:
+            self.step = latest(path / "checkpoints") if step is None else step
+            if self.step is None:
+                raise ValueError(f"{path} has no checkpoint yet (no checkpoints/latest)")
+            directory = path / "checkpoints" / f"step-{self.step}"
+            verify_files(directory)
+            self._reader = _Reader(directory)
+            saved = self._reader.read_metadata().state_dict_metadata
+        except (CheckpointError, OSError) as error:
+            raise ValueError(str(error)) from error
+        self._shapes = shapes(self.model)
+        self._saved = {name: saved.get(f"model.{name}") for name in self._shapes}
+        _same_shapes(directory, self._shapes, {k: v.size for k, v in self._tensors().items()})
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors()[name].properties.dtype
+
+    def read(self, name: str) -> Tensor:
+        key = f"model.{name}"
+        whole = {key: torch.empty(self.shape(name), dtype=self.dtype(name))}
+        try:
+            dcp.load(whole, storage_reader=self._reader, no_dist=True)
+        except (OSError, dcp.CheckpointException) as error:
+            raise ValueError(f"cannot read {name} from {self._reader.path}: {error}") from error
+        return whole[key]
+
+    def _tensors(self) -> dict[str, TensorStorageMetadata]:
+        return {name: saved for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)}
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata, which grows with the number of processes, once and not once a tensor."""
+
+    known: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        self.known = self.known or super().read_metadata(*args, **kwargs)
+        return self.known
+
+
+class ImportedWeights:
+    """The model in a directory that `lowprec import-hf` wrote.
+
+    Raises ValueError for a directory whose files are absent, unreadable or of another model than model.yaml says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        needs_package("safetensors", extra="hf", what=f"reading {path}")
+        self.model, self.path = read_model(path / MODEL_FILE), path
+        self._files = weight_files(path)
+        self._shapes = shapes(self.model)
+        forms = stored(self._files)
+        _same_shapes(path, self._shapes, {name: shape for name, (shape, _) in forms.items()})
+        self._dtypes = {name: dtype for name, (_, dtype) in forms.items()}
+
+    def names(self) -> list[str]:
+        return list(self._shapes)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._dtypes[name]
+
+    def read(self, name: str) -> Tensor:
+        return read_tensor(self._files[name], name)
+
+
+def open_weights(path: Path, step: int | None = None) -> Weights:
+    """Weights of a run directory, at checkpoint `step` or else at the one that `latest` names, or of an imported one.
+
+    Reads no tensor and changes nothing in the directory. Raises ValueError for anything else, for a checkpoint that is
+    absent or incomplete, and where a package is missing to read the files.
+    """
+    if (path / "config.yaml").is_file():
+        return RunWeights(path, step)
+    if not (path / MODEL_FILE).is_file():
+        raise ValueError(f"{path} is neither a run directory (no config.yaml) nor an imported model (no {MODEL_FILE})")
+    if step is not None:
+        raise ValueError(f"step {step} was asked for, but {path} is an imported model, which has no steps")
+    return ImportedWeights(path)
+
+
+def fill_from(weights: Weights, fill: Fill = fill_whole) -> Fill:
+    """A `fill` for `Transformer.init_weights` that sets parameters to weights, a tensor at a time.
+
+    fill: what sets a parameter, or this process's part of it, from the first value of the whole, e.g.
+    `Distribution.fill`.
+    """
+
+    def from_weights(name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:
+        fill(name, parameter, lambda shape: weights.read(name))
+
+    return from_weights
+
+
+def check_sizes(asked: ModelConfig, weights: Weights) -> None:
+    """Raise one ValueError with every size in which a run's model differs from the weights it shall begin with.
+
+    Rotary positions are computed, so max_seq_len may differ where there are no learned ones.
+    """
+    free = NOT_SIZES | ({"max_seq_len"} if asked.positions == "rotary" else set())
+    pairs = [(key, getattr(weights.model, key), getattr(asked, key)) for key in (f.name for f in fields(asked))]
+    differing = [f"  model.{key}: weights {there}, run {here}" for key, there, here in pairs if there != here]
+    differing = [line for line in differing if line.split(".")[1].split(":")[0] not in free]
+    if differing:
+        raise ValueError("the run's model is not that of weights=...:\n" + "\n".join(differing))
+
+
+def shapes(model: ModelConfig) -> dict[str, torch.Size]:
+    """Name -> whole shape of every parameter of a model, without memory."""
+    with torch.device("meta"):
+        made = Transformer(**{key: value for key, value in asdict(model).items() if key != "name"})
+    return {name: parameter.shape for name, parameter in made.named_parameters()}
+
+
+def read_model(source: Path, node: str | None = None) -> ModelConfig:
+    """A model's sizes from a YAML file, or from one node of it. Raises ValueError naming the file."""
+    try:
+        found = OmegaConf.load(source)
+        sizes = found if node is None else OmegaConf.select(found, node, throw_on_missing=True)
+        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes)
+        model = OmegaConf.to_object(merged)
+    except (OSError, YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise ValueError(f"{source} does not describe a model: {str(error).splitlines()[0]}") from error
+    assert isinstance(model, ModelConfig)
+    return model
+
+
+def weight_files(path: Path) -> dict[str, Path]:
+    """Tensor name -> the safetensors file of a directory that holds it. Raises ValueError when there are none."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if (path / INDEX_FILE).is_file():
+            index = json.loads((path / INDEX_FILE).read_text())["weight_map"]
+            return {name: path / file for name, file in index.items()}
+        with safe_open(path / "model.safetensors", framework="pt") as file:
+            return dict.fromkeys(file.keys(), path / "model.safetensors")
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{path} has no readable weights (model.safetensors or {INDEX_FILE}): {error}") from error
+
+
+def stored(files: Mapping[str, Path]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of every tensor, from the headers of their files. Raises ValueError when one cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    for path in sorted(set(files.values())):
+        try:
+            with safe_open(path, framework="pt") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+                forms |= {name: (torch.Size(each.get_shape()), each[:0].dtype) for name, each in slices.items()}
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+    return forms
+
+
+def read_tensor(file: Path, name: str) -> Tensor:
+    """One whole tensor of a safetensors file, in memory of its own. Raises ValueError when it cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read {name} from {file}: {error}") from error
+
+
+def needs_package(package: str, *, extra: str, what: str) -> None:
+    """Raise ValueError, with the command that helps, where an optional package is missing."""
+    if importlib.util.find_spec(package) is None:
+        raise ValueError(f"{what} needs the package '{package}': pip install 'lowprec_train[{extra}]'")
+
+
+def _same_shapes(path: Path, wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
+    wrong = [
+        f"  {name}: {tuple(found[name]) if name in found else 'missing'}, the model has {tuple(shape)}"
+        for name, shape in wanted.items()
+        if found.get(name) != shape
+    ]
+    if wrong:
+        more = [f"  and {len(wrong) - 8} more"] if len(wrong) > 8 else []
+        raise ValueError(f"{path} is not of the model that it describes:\n" + "\n".join(wrong[:8] + more))
