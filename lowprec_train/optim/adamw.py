@@ -6,9 +6,9 @@
 
 m, v and w are decoded before the update and encoded after it: the weights see the new moments before these are rounded
 (arXiv 2410.19313, 2310.18313). m^ and v^ are the bias-corrected moments; update clipping is StableAdamW (arXiv
-2304.13013, algorithm 2), the decoupled decay arXiv 1711.05101. Vectors keep FP32 state, and what is FP32 throughout
-runs in torch's fused kernel; what is not, in ours where the CUDA library is there (`ops.updates`), all tensors in a few
-launches. An observer makes the steps one by one, to the same bits.
+2304.13013, algorithm 2), the decoupled decay arXiv 1711.05101. Vectors keep FP32 state. Where the CUDA library is
+there, its kernel steps all tensors in a few launches (`ops.updates`); else what is FP32 throughout runs in torch's
+fused kernel, the rest one by one. An observer makes roundings' steps one by one, to the same bits.
 
 Parameters may be pieces of wholes, as DTensors or plain: each rank steps its own, to the bits that the whole would have
 there, and the ranks tell each other a few numbers a tensor, in as many collectives a step as there are kinds of numbers
@@ -56,7 +56,7 @@ class AdamW(torch.optim.Optimizer):
         master: codec of the weights of matrices, except for a group's `indexed` ones.
         clip_updates: StableAdamW's update clipping.
         seed: the run's seed, for stochastic rounding.
-        fused: torch's kernel where everything is FP32; False: the same equations as for coded state.
+        fused: torch's kernel where everything is FP32 and ours is not there; False: the equations of coded state.
         pieces: of parameters that this rank has a part of. Building the optimizer and stepping it are then collective:
             all ranks do so, with the same gradients present.
 
@@ -129,13 +129,14 @@ class AdamW(torch.optim.Optimizer):
         work: list[tuple[Held, Constants]] = []
         for group in self.param_groups:
             active = [self._held(p) for p in group["params"] if p.grad is not None]
-            plain = [held for held in active if self._fused and held.slot.plain]
-            coded = [held for held in active if not (self._fused and held.slot.plain)]
+            watched = [] if observer is None else [held for held in active if not held.slot.plain]
+            ours = [held for held in active if held.slot.plain] if watched else active
+            given = (grad_scale, found_inf)
+            rest = watched + kernels.step_served(group, ours, *given, seed=self._seed, clip=self._clip_updates)
+            plain = [held for held in rest if self._fused and held.slot.plain]
             if plain:
                 kernels.step_plain(group, plain, grad_scale, found_inf)
-            if observer is None:
-                given = (grad_scale, found_inf)
-                coded = kernels.step_coded(group, coded, *given, seed=self._seed, clip=self._clip_updates)
+            coded = [held for held in rest if not (self._fused and held.slot.plain)]
             work += zip(coded, self._constants(group, coded), strict=True)
         known = before_step(work, grad_scale, clip=self._clip_updates)
         for (held, constants), whole in zip(work, known, strict=True):

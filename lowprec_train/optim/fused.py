@@ -1,4 +1,4 @@
-"""AdamW's step on many tensors in a few launches: torch's kernel for what is FP32 throughout, ours for coded state."""
+"""AdamW's step on many tensors in a few launches: our kernel, or torch's for what is FP32 throughout."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step_plain(
     )
 
 
-def step_coded(
+def step_served(
     group: dict[str, Any],
     members: Sequence[Held],
     grad_scale: Tensor | None,
