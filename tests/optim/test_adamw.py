@@ -29,6 +29,11 @@ def snapshot(model, optimizer):
     return tensors
 
 
+def apart(a, b):
+    """Distance in units in the last place of the largest value, which elements that cancel do not share."""
+    return float((a - b).abs().max() / (b.abs().max() * 2.0**-23 + 1e-45))
+
+
 def test_groups_decay_matrices_only():
     model = small_model()
     decayed, free = parameter_groups(model, 0.1)
@@ -72,11 +77,8 @@ def test_unit_scale_is_torchs_fused_adamw(device):
             group["lr"] = lr
         optimizer.step(grad_scale=one, found_inf=zero)
         reference.step()
-    pairs = zip(snapshot(ours, optimizer), snapshot(theirs, reference), strict=True)
-    if device == "cpu":
-        assert all(torch.equal(mine, other) for mine, other in pairs)
-    for mine, other in pairs:
-        torch.testing.assert_close(mine, other, rtol=2e-6, atol=1e-9)
+    for mine, other in zip(snapshot(ours, optimizer), snapshot(theirs, reference), strict=True):
+        assert torch.equal(mine, other) if device == "cpu" else apart(mine, other) <= 4
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,9 +112,9 @@ def test_clip_by_tensor_is_torchs_clip(device, scale):
         optimizer.step(grad_scale=((norm + 1e-6) / clip).clamp(min=1), found_inf=torch.zeros((), device=device))
         nn.utils.clip_grad_norm_(theirs.parameters(), clip)
         reference.step()
-    exact = scale < 1  # nothing to clip: the divisor is exactly 1
+    exact = scale < 1 and device == "cpu"  # nothing to clip: the divisor is exactly 1
     for a, b in zip(snapshot(ours, optimizer), snapshot(theirs, reference), strict=True):
-        torch.testing.assert_close(a, b, rtol=0 if exact else 2e-6, atol=0 if exact else 1e-7)
+        assert torch.equal(a, b) if exact else apart(a, b) <= 8
 
 
 def test_state_exists_before_the_first_step_and_round_trips():
