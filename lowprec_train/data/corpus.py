@@ -14,20 +14,24 @@ from lowprec_train.data.documents import PythonSources, TextFiles
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.loader import Dataset, Stream
 from lowprec_train.data.prepare import Preparation
-from lowprec_train.data.tokenizer import Tokenizer, check_vocabulary
+from lowprec_train.data.tokenizer import check_vocabulary, load
 
 VALID_SEED = 0  # validation reads the same samples in every run, whatever its seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What a run trains on and is judged by. `hash` names the tokens; `vocab_size` is the tokenizer's."""
+    """What a run trains on and is judged by. `hash` names the tokens; `vocab_size` is the tokenizer's.
+
+    `tokenizer`: its file, where it is known.
+    """
 
     train: Dataset
     valid: Dataset
     hash: str
     vocab_size: int
     name: str
+    tokenizer: Path | None = None
 
 
 def stdlib(
@@ -68,14 +72,14 @@ def text(
     """Files of text: .txt, .jsonl, either as .zst, or directories of them (see `documents.TextFiles`).
 
     `valid`: held-out files; None holds out `valid_fraction` of the documents of `train`, by their names.
-    `tokenizer`: an existing SentencePiece model; None learns one of `vocab_size` pieces from the training documents.
-    With an existing model `vocab_size` is a bound on its size, or None.
+    `tokenizer`: an existing SentencePiece model or `tokenizer.json`; None learns one of `vocab_size` pieces
+    from the training documents. With an existing one `vocab_size` is a bound on its size, or None.
 
     Raises:
         ValueError: see `TextFiles`; the files hold no text; they are too few for this vocabulary, split or seq_len; the
-            tokenizer has more pieces than vocab_size, or is no SentencePiece model.
+            tokenizer has more pieces than vocab_size, or cannot be read.
     """
-    model = None if tokenizer is None else Tokenizer.load(Path(tokenizer).expanduser())
+    model = None if tokenizer is None else load(tokenizer)
     if model is None and vocab_size is None:
         raise ValueError("vocab_size None: a tokenizer learnt from the text needs a size, or name an existing one")
     if model is not None and vocab_size is not None:
@@ -111,4 +115,5 @@ def _corpus(
         hash=prepared.hash,
         vocab_size=prepared.vocab_size,
         name=name,
+        tokenizer=prepared.tokenizer,
     )

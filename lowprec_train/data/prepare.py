@@ -3,7 +3,7 @@
 The first use writes a directory named after the SHA-256 of everything that decides its content (documents, tokenizer
 settings, versions); later uses only map it:
 
-    tokenizer.model                      SentencePiece
+    tokenizer.model                      SentencePiece, or tokenizer.json
     {train,valid}_text_document.bin,idx  Megatron's layout, each document closed by the end-of-document token
     corpus.json                          hash, sizes and versions
 
@@ -24,26 +24,28 @@ from typing import Any
 
 import sentencepiece
 
-from lowprec_train.data import tokenizer as tokenization
+from lowprec_train.data import sentencepiece_model as learning
 from lowprec_train.data.cache import build_once
 from lowprec_train.data.documents import Document, Documents
 from lowprec_train.data.indexed import IndexedWriter, token_dtype
-from lowprec_train.data.tokenizer import Tokenizer
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenizer import Tokenizer, store
 
 _log = logging.getLogger(__name__)
-_LAYOUT = 1  # of the cache directory; raised when the same text gives other tokens or files
+_LAYOUT = 2  # of the cache directory; raised when the same text gives other tokens or files
 _AT_ONCE = 256  # documents handed to the tokenizer together
 DEFAULT_CACHE = "~/.cache/lowprec_train"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """A prepared corpus: where its two splits lie (prefixes of indexed datasets), its hash, its tokenizer's size."""
+    """A prepared corpus: its two splits (prefixes of indexed datasets), its hash, its tokenizer's size and file."""
 
     train: Path
     valid: Path
     hash: str
     vocab_size: int
+    tokenizer: Path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,7 @@ class Preparation:
             valid=_prefix(directory, "valid"),
             hash=described["hash"],
             vocab_size=described["vocab_size"],
+            tokenizer=directory / described["tokenizer"],
         )
 
     def digest(self) -> str:
@@ -93,8 +96,8 @@ class Preparation:
 
     def _tokenizer_digest(self) -> Any:
         if self.tokenizer:
-            return hashlib.sha256(self.tokenizer.model).hexdigest()
-        return [self.vocab_size, tokenization.SAMPLE_CHARACTERS, tokenization.SETTINGS]
+            return self.tokenizer.digest
+        return [self.vocab_size, learning.SAMPLE_CHARACTERS, learning.SETTINGS]
 
     def _split(self, held_out: bool) -> Iterator[Document]:
         """The documents of train or of valid that hold any text."""
@@ -107,7 +110,7 @@ class Preparation:
         _log.info("preparing %s (once; kept in %s)", self.train.name, directory.parent)
         self._check_splits()
         tokenizer = self.tokenizer or self._learn()
-        (directory / "tokenizer.model").write_bytes(tokenizer.model)
+        store(tokenizer, directory)
         counts = {
             "train": _tokenise(self._split(held_out=False), tokenizer, _prefix(directory, "train")),
             "valid": _tokenise(self._split(held_out=True), tokenizer, _prefix(directory, "valid")),
@@ -116,6 +119,7 @@ class Preparation:
             "hash": _hash(directory),
             "vocab_size": tokenizer.vocab_size,
             "eod": tokenizer.eod,
+            "tokenizer": tokenizer.file_name,
             "documents": counts,
             "sentencepiece": sentencepiece.__version__,
         }
@@ -134,10 +138,10 @@ class Preparation:
                     f"{self.train.name}; change it, or name held-out files"
                 )
 
-    def _learn(self) -> Tokenizer:
+    def _learn(self) -> SentencePieceTokenizer:
         assert self.vocab_size is not None
         texts = (doc.text for doc in self._split(held_out=False))
-        learnt = Tokenizer.train(texts, self.vocab_size, self.train.name)
+        learnt = SentencePieceTokenizer.train(texts, self.vocab_size, self.train.name)
         assert learnt.vocab_size == self.vocab_size, (learnt.vocab_size, self.vocab_size)
         return learnt
 

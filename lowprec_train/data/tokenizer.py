@@ -1,116 +1,92 @@
-"""SentencePiece byte-pair encoding that loses nothing: identity normalisation, byte fallback, newlines kept.
+"""What a tokenizer is to this project, and how one is read from a file.
 
-Training is single-threaded and takes its lines in a fixed order, so the same text gives the same model, byte for byte.
-Lines are a thinned-out sample of the text: every k-th, with k doubling whenever the sample outgrows its budget.
+Two kinds are known: SentencePiece models (`sentencepiece_model`), which `lowprec train-tokenizer` learns, and
+`tokenizer.json` files of Hugging Face's library (`huggingface`). Each has an end-of-document token, which closes every
+document, and each stores itself as files: whoever finds those files (beside prepared data, or in an exported model)
+reads the same tokenizer from them.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-import sentencepiece
+from lowprec_train.data.huggingface import HuggingFaceTokenizer
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 
-SAMPLE_CHARACTERS = 16_000_000  # training takes about 0.2 s a million
-_LONGEST_LINE = 1000  # characters; a longer one is learnt from in pieces (SentencePiece drops lines above 4192 bytes)
-
-SETTINGS: dict[str, Any] = {
-    "model_type": "bpe",
-    "byte_fallback": True,
-    "character_coverage": 0.9999,
-    "normalization_rule_name": "identity",
-    "remove_extra_whitespaces": False,
-    "add_dummy_prefix": False,
-    "allow_whitespace_only_pieces": True,
-    "split_digits": True,
-    "user_defined_symbols": ["\n"],
-    "unk_id": 0,
-    "eos_id": 1,
-    "eos_piece": "<eod>",
-    "bos_id": -1,
-    "pad_id": -1,
-    "num_threads": 1,
-}
+FILES = (HuggingFaceTokenizer.file_name, SentencePieceTokenizer.file_name)  # of a directory that has both, the first
 
 
-class Tokenizer:
-    """A SentencePiece model; `eod` is the id of its end-of-sequence piece, which closes a document.
+class Tokenizer(Protocol):
+    """Text to token ids and back; ids are below `vocab_size`, `eod` closes a document."""
+
+    vocab_size: int
+    eod: int
+
+    @property
+    def file_name(self) -> str:
+        """The file that `load` reads."""
+        ...
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Contents by name of the files to store, `file_name` among them."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what decides the ids."""
+        ...
+
+    def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
+        """Token ids of each text, without an end-of-document token; on all cores, or with `parallel` False on one."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of these ids."""
+        ...
+
+
+def load(path: str | Path, eod: str | None = None) -> Tokenizer:
+    """The tokenizer in this file, of the kind that its content has; in a directory, `tokenizer.json` or else `.model`.
+
+    `eod` names the token that closes documents; None: the tokenizer's own, as its kind finds it.
 
     Raises:
-        ValueError: the bytes are not a SentencePiece model, or it has no end-of-sequence piece.
+        ValueError: there is no such file, it is of neither kind, it has no such token or none that closes documents, or
+            the package that reads it is not installed.
     """
-
-    def __init__(self, model: bytes, name: str) -> None:
-        self.model = model
-        try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        except RuntimeError as error:
-            raise ValueError(f"{name}: not a SentencePiece model ({len(model)} bytes)") from error
-        self.vocab_size: int = self._processor.get_piece_size()
-        self.eod: int = self._processor.eos_id()
-        if self.eod < 0:
-            raise ValueError(f"{name}: has no end-of-sequence piece (eos_id {self.eod}) to close documents with")
-
-    @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """Raises ValueError when the file is absent or no SentencePiece model."""
-        if not path.is_file():
-            raise ValueError(f"{path}: no such tokenizer model")
-        return cls(path.read_bytes(), str(path))
-
-    @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, name: str) -> Tokenizer:
-        """Learn `vocab_size` pieces from a sample of the texts; `name` says in errors whose they are.
-
-        Raises:
-            ValueError: the text is too small or too varied for this vocabulary.
-        """
-        model = io.BytesIO()
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sample_lines(texts, SAMPLE_CHARACTERS)),
-                model_writer=model,
-                vocab_size=vocab_size,
-                max_sentence_length=4 * _LONGEST_LINE,
-                minloglevel=2,
-                **SETTINGS,
-            )
-        except RuntimeError as error:
-            raise ValueError(f"{name}: no tokenizer of {vocab_size} pieces can be learnt from it: {error}") from error
-        return cls(model.getvalue(), name)
-
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, without an end-of-document token; on all cores."""
-        ids: list[list[int]] = self._processor.encode(texts, num_threads=-1)
-        return ids
-
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._processor.decode(ids)
-        return text
+    path = Path(path).expanduser()
+    if path.is_dir():
+        path = next((path / name for name in FILES if (path / name).is_file()), path / FILES[-1])
+    if not path.is_file():
+        raise ValueError(f"{path}: no such tokenizer")
+    content = path.read_bytes()
+    if content.lstrip()[:1] == b"{":
+        return HuggingFaceTokenizer.read(path, eod)
+    return SentencePieceTokenizer(content, str(path), eod)
 
 
-def sample_lines(texts: Iterable[str], budget: int) -> list[str]:
-    """Every k-th non-empty line, k the smallest power of two that keeps the sample within `budget` characters."""
-    kept: list[str] = []
-    stride, size, seen = 1, 0, 0
-    for text in texts:
-        for line in _lines(text):
-            if seen % stride == 0:
-                kept.append(line)
-                size += len(line)
-            seen += 1
-            while size > budget and len(kept) > 1:
-                kept, stride = kept[::2], stride * 2
-                size = sum(map(len, kept))
-    return kept
+def store(tokenizer: Tokenizer, directory: Path) -> Path:
+    """Write the tokenizer's files, each whole or not at all; returns the path that `load` takes.
 
-
-def _lines(text: str) -> Iterable[str]:
-    for line in text.split("\n"):
-        for start in range(0, len(line), _LONGEST_LINE):
-            yield line[start : start + _LONGEST_LINE]
+    Raises:
+        ValueError: another tokenizer lies there.
+    """
+    others = [directory / name for name in FILES if name not in tokenizer.files and (directory / name).exists()]
+    if others:
+        raise ValueError(f"{others[0]}: another tokenizer lies there; a directory has one tokenizer, choose another")
+    for name, content in tokenizer.files.items():
+        path = directory / name
+        if not path.exists():
+            unfinished = path.with_name(f".{name}.{os.getpid()}.unfinished")
+            unfinished.write_bytes(content)
+            os.replace(unfinished, path)
+        elif path.read_bytes() != content:
+            raise ValueError(f"{path}: another tokenizer lies there; a directory has one tokenizer, choose another")
+    return directory / tokenizer.file_name
 
 
 def check_vocabulary(*, tokenizer: int, vocab_size: int, name: str) -> None:

@@ -315,6 +315,7 @@ def text_facts(text: Corpus) -> dict[str, Any]:
     return {
         "corpus": text.name,
         "corpus_hash": text.hash,
+        "tokenizer": str(text.tokenizer.resolve()) if text.tokenizer else None,
         "train_tokens": text.train.tokens,
         "valid_tokens": text.valid.tokens,
         "valid_unigram_entropy": text.valid.unigram_entropy(),

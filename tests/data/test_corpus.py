@@ -17,7 +17,8 @@ from lowprec_train.data.corpus import stdlib, text
 from lowprec_train.data.documents import PythonSources
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.prepare import is_held_out
-from lowprec_train.data.tokenizer import Tokenizer
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenizer import load
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "data"
 STORY = "The quick brown fox number {0} jumps over the lazy dog of page {0}, and sleeps.\n"
@@ -54,18 +55,19 @@ def test_two_processes_at_first_use(first_use):
 
 
 def test_second_use_only_maps(first_use, monkeypatch):
-    monkeypatch.setattr(Tokenizer, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(SentencePieceTokenizer, "train", lambda *_: pytest.fail("trained again"))
     began = time.monotonic()
     corpus = stdlib(seq_len=256, cache=first_use.cache)
     assert time.monotonic() - began < 2
     assert f"hash {corpus.hash}" in first_use.outputs[0]
     assert (corpus.name, corpus.vocab_size) == ("stdlib", 4096)
+    assert load(corpus.tokenizer).vocab_size == 4096
 
 
 def test_stdlib_is_its_documents(first_use):
     """Decoding what is stored gives every document back, each in its split and closed by one end-of-document token."""
     directory = only(first_use.cache)
-    tokenizer = Tokenizer.load(directory / "tokenizer.model")
+    tokenizer = load(directory / "tokenizer.model")
     for split, held_out in (("train", False), ("valid", True)):
         documents = [d for d in PythonSources() if d.text and is_held_out(d.name, 0.05) == held_out]
         stored = IndexedDataset(directory / f"{split}_text_document")
@@ -97,8 +99,8 @@ def test_text_is_prepared_once_and_again_when_it_changes(story, cache, monkeypat
     assert build(story, cache, seed=5, seq_len=32, document_mask=True).hash == first.hash
     assert len([path for path in Path(cache).iterdir() if path.is_dir()]) == 1
     trained = []
-    learn = Tokenizer.train
-    monkeypatch.setattr(Tokenizer, "train", lambda *args: trained.append(1) or learn(*args))
+    learn = SentencePieceTokenizer.train
+    monkeypatch.setattr(SentencePieceTokenizer, "train", lambda *args: trained.append(1) or learn(*args))
     variants = [build(story, cache, vocab_size=401), build(story, cache, valid_fraction=0.2)]
     with open(story, "a") as file:
         file.write('\n{"text": "one more"}')
@@ -142,7 +144,7 @@ def test_held_out_files_and_an_existing_tokenizer(story, cache, tmp_path):
     held_out.write_text(STORY.format("thousand") * 5)
     corpus = build(story, cache, valid=str(held_out))
     directory = only(cache)
-    tokenizer = Tokenizer.load(directory / "tokenizer.model")
+    tokenizer = load(directory / "tokenizer.model")
     stored = IndexedDataset(directory / "valid_text_document")
     assert [tokenizer.decode(ids.tolist()[:-1]) for ids in stored] == [held_out.read_text()]
     assert len(IndexedDataset(directory / "train_text_document")) == 200

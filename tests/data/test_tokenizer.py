@@ -6,7 +6,8 @@ import pytest
 import sentencepiece
 
 from lowprec_train.data.documents import PythonSources
-from lowprec_train.data.tokenizer import Tokenizer, check_vocabulary, sample_lines
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer, sample_lines
+from lowprec_train.data.tokenizer import check_vocabulary, load
 
 STRANGE = [
     "",
@@ -26,8 +27,8 @@ def texts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(texts) -> Tokenizer:
-    return Tokenizer.train(texts, 600, "json and email")
+def tokenizer(texts) -> SentencePieceTokenizer:
+    return SentencePieceTokenizer.train(texts, 600, "json and email")
 
 
 def test_nothing_is_lost(tokenizer, texts):
@@ -49,7 +50,7 @@ def test_it_learns(tokenizer, texts):
 
 
 def test_training_is_deterministic(tokenizer, texts):
-    assert Tokenizer.train(texts, 600, "again").model == tokenizer.model
+    assert SentencePieceTokenizer.train(texts, 600, "again").content == tokenizer.content
 
 
 def test_sample_takes_every_kth_line():
@@ -61,18 +62,18 @@ def test_sample_takes_every_kth_line():
 
 def test_too_little_text():
     with pytest.raises(ValueError, match=r"tiny: no tokenizer of 4096 pieces can be learnt from it: .*4096"):
-        Tokenizer.train(["a few words, too few\n"], 4096, "tiny")
+        SentencePieceTokenizer.train(["a few words, too few\n"], 4096, "tiny")
 
 
 def test_load(tmp_path, tokenizer):
     path = tmp_path / "tokenizer.model"
-    with pytest.raises(ValueError, match=r"tokenizer\.model: no such tokenizer model"):
-        Tokenizer.load(path)
+    with pytest.raises(ValueError, match=r"tokenizer\.model: no such tokenizer"):
+        load(path)
     path.write_bytes(b"not a model")
     with pytest.raises(ValueError, match=r"tokenizer\.model: not a SentencePiece model \(11 bytes\)"):
-        Tokenizer.load(path)
-    path.write_bytes(tokenizer.model)
-    assert Tokenizer.load(path).encode(["def f"]) == tokenizer.encode(["def f"])
+        load(path)
+    path.write_bytes(tokenizer.content)
+    assert load(path).encode(["def f"]) == tokenizer.encode(["def f"])
 
 
 def test_model_without_an_end(texts):
@@ -81,7 +82,7 @@ def test_model_without_an_end(texts):
         sentence_iterator=iter(texts[0].split("\n")), model_writer=model, vocab_size=100, eos_id=-1, minloglevel=2
     )
     with pytest.raises(ValueError, match=r"theirs: has no end-of-sequence piece \(eos_id -1\)"):
-        Tokenizer(model.getvalue(), "theirs")
+        SentencePieceTokenizer(model.getvalue(), "theirs")
 
 
 def test_vocabulary_must_hold_the_tokenizer():

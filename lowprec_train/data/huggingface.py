@@ -1,0 +1,105 @@
+"""Tokenizers in the `tokenizer.json` of Hugging Face's `tokenizers` library, which is needed to read them.
+
+The file does not say which of its special tokens ends a document. `eos_token` of the `tokenizer_config.json` beside it
+does, where there is one; else the one special token that is known to mean this. A choice that the user makes is stored
+as such a `tokenizer_config.json`, so that whoever finds the files later makes it too.
+
+Text is text: a document that spells `<|endoftext|>` gets ordinary pieces for it, not the token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ENDINGS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<|eod|>", "<eos>", "</s>", "[EOS]")  # seen in published models
+_CONFIG = "tokenizer_config.json"
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` (its text) and what its `tokenizer_config.json` says; `eod` names the token that ends a document.
+
+    Raises:
+        ValueError: not such a file, no token of this name, or none named and none or several found that could be meant.
+    """
+
+    file_name = "tokenizer.json"
+
+    def __init__(self, content: str, config: dict[str, Any], name: str, eod: str | None = None) -> None:
+        self._content, self._config = content, config
+        self._tokenizer = _parse(content, name)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        self._ending = eod or _written(config) or _known_ending(self._tokenizer, name)
+        if self._ending not in vocabulary:
+            raise ValueError(f"{name}: has no token {self._ending!r} to close documents with")
+        self.eod = vocabulary[self._ending]
+
+    @classmethod
+    def read(cls, path: Path, eod: str | None = None) -> HuggingFaceTokenizer:
+        """From the file, and the configuration beside it. Raises ValueError as the class does."""
+        beside = path.with_name(_CONFIG)
+        try:
+            config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+            return cls(path.read_text(encoding="utf-8"), config, str(path), eod)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8: {error}") from error
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The file as it was, and a configuration that names the end-of-document token."""
+        config = json.dumps({**self._config, "eos_token": self._ending}, indent=2, ensure_ascii=False) + "\n"
+        return {self.file_name: self._content.encode(), _CONFIG: config.encode()}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file and the end-of-document token."""
+        return hashlib.sha256(f"{self._content}\0{self._ending}".encode()).hexdigest()
+
+    def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
+        """Token ids of each text, without special tokens; on all cores, or with `parallel` False on one."""
+        if parallel:
+            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        else:
+            encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        return [each.ids for each in encoded]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+
+def _parse(content: str, name: str) -> Any:
+    """The library's object, without the padding, truncation and special treatment of text that the file may ask for."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ValueError(f"{name} needs the package 'tokenizers': pip install 'lowprec_train[data]'") from error
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"{name}: not a tokenizer.json that can be read: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _written(config: dict[str, Any]) -> str | None:
+    """`eos_token` as transformers writes it: a string, or a table whose `content` it is."""
+    token = config.get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _known_ending(tokenizer: Any, name: str) -> str:
+    special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+    found = [ending for ending in ENDINGS if ending in special]
+    if len(found) != 1:
+        raise ValueError(
+            f"{name}: which token ends a document? Name it (--eod); its special tokens are {special or 'none'}"
+        )
+    return found[0]
