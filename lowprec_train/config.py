@@ -7,14 +7,18 @@ a `_target_` and its keyword arguments), and `precision.override`, a free tree o
 `precision.override.dgrad.a.format=E4M3` needs no `+`.
 """
 
+import re
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
+MODEL_FILE = "model.yaml"  # of an imported directory
 LAUNCH_FACTS: dict[str, str] = {
     "name": "a label of the run",
     "run_root": "where the run is kept",
@@ -160,6 +164,7 @@ class RunConfig:
     tokens_per_step: int = MISSING
     micro_batch: int = MISSING
     clip_norm: float = MISSING
+    weights: str | None = MISSING
     max_skipped: int = MISSING
 
     run_root: str = MISSING
@@ -198,8 +203,40 @@ def choices(group: str) -> list[str]:
     return sorted(path.stem for path in (directory() / group).glob("*.yaml"))
 
 
+def run_and_step(path: Path) -> tuple[Path, int | None]:
+    """A path that may name one checkpoint of a run, `<run>/checkpoints/step-N`: its run and its step."""
+    named = re.fullmatch(r"step-(\d+)", path.name)
+    return (path.parents[1], int(named[1])) if named and path.parent.name == "checkpoints" else (path, None)
+
+
+def model_of(path: Path) -> ModelConfig:
+    """Sizes of a trained model: of a run directory, a checkpoint of one, or a directory of `lowprec import-hf`.
+
+    Raises ValueError for another directory, and when the file that should say it does not describe a model.
+    """
+    directory, _ = run_and_step(path)
+    run, imported = directory / "config.yaml", directory / MODEL_FILE
+    if not (run.is_file() or imported.is_file()):
+        raise ValueError(f"{path} is neither a run (no config.yaml) nor an imported model (no {MODEL_FILE})")
+    try:
+        sizes = OmegaConf.load(run).model if run.is_file() else OmegaConf.load(imported)
+        model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes))
+    except (OSError, YAMLError, OmegaConfBaseException, AttributeError) as error:
+        raise ValueError(f"{path} does not describe a model: {str(error).splitlines()[0]}") from error
+    assert isinstance(model, ModelConfig)
+    return model
+
+
+def _of_weights(key: str, *, _root_: DictConfig) -> Any:
+    """What `${of_weights:dim}` stands for in configs/model/from/weights.yaml."""
+    if _root_.weights is None:
+        raise ValueError("model=from/weights takes its sizes from weights=..., which is null")
+    return getattr(model_of(Path(_root_.weights).expanduser()), key)
+
+
 def register() -> None:
-    """Give Hydra the schema that `train.yaml` starts from."""
+    """Give Hydra the schema that `train.yaml` starts from, and what its interpolations need."""
+    OmegaConf.register_new_resolver("of_weights", _of_weights, replace=True)
     schema = OmegaConf.structured(RunConfig)
     OmegaConf.set_struct(schema.precision.override, False)
     ConfigStore.instance().store(name="schema", node=schema)

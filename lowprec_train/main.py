@@ -124,13 +124,15 @@ def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopR
         facts["kept"] = describe.kept(layout.phases[0].keep)
         facts["schedule"] = describe.later(layout.phases, linears)
         facts["processes"] = dataclasses.asdict(distribution.sizes)
+        first = build.first_weights(options, directory.path)
+        facts["weights"] = first.source if first else directory.saved.get("weights")
         announce(plain, linears[0], facts, choice)
         for line in report.lines:
             log.warning("warning: %s", line)
 
         corpus = launch.after_first(lambda: build.corpus(options))
         checks.corpus(name, directory.saved.get("corpus_hash"), corpus.hash)
-        trainer = build.trainer(options, layout, linears, corpus, distribution, device, compiled=compiled)
+        trainer = build.trainer(options, layout, linears, corpus, distribution, device, compiled=compiled, first=first)
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:
             step = checkpointer.load(trainer.checkpoint_parts(), optional=trainer.team.state_parts()) or 0

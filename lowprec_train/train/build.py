@@ -28,7 +28,7 @@ from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
 from lowprec_train.train import checks, lint_execution, lint_recipes, lint_training, metrics
-from lowprec_train.train.checkpoint import Checkpointer
+from lowprec_train.train.checkpoint import Checkpointer, latest
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.distribute import Distribution, distribute
 from lowprec_train.train.launch import World, host_group
@@ -37,6 +37,7 @@ from lowprec_train.train.rundir import RunDirectory
 from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
+from lowprec_train.train.weights import Weights, check_sizes, fill_from, open_weights
 
 LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
 TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
@@ -161,6 +162,19 @@ def weights(model: Transformer, device: torch.device, seed: int, fill: Fill | No
     return draws
 
 
+def first_weights(run: RunConfig, directory: Path) -> Weights | None:
+    """What `weights` names, opened and checked; None where nothing is named and where the run in `directory` has a
+    checkpoint of its own to go on from: what it began with may be gone by then.
+
+    Raises ValueError when nothing can be read there, or another model.
+    """
+    if run.weights is None or latest(directory / "checkpoints") is not None:
+        return None
+    opened = open_weights(Path(run.weights).expanduser())
+    check_sizes(run.model, opened)
+    return opened
+
+
 def optimizer(run: RunConfig, model: torch.nn.Module, pieces: Mapping[Any, Piece] | None = None) -> AdamW:
     """AdamW over the model's first weights. With a reduced master the parameters of matrices become BF16."""
     return AdamW(
@@ -192,10 +206,13 @@ def trainer(
     device: torch.device,
     *,
     compiled: bool,
+    first: Weights | None = None,
 ) -> Trainer:
-    """The trainer of a run at its first step. `linears`: from `describe.effective`, for each phase."""
+    """The trainer of a run at its first step. `linears`: from `describe.effective`, for each phase. first: the first
+    values of the weights; None: drawn from the seed.
+    """
     seq_len, model = run.data["seq_len"], laid_out.model
-    draws = weights(model, device, run.seed, distribution.fill)
+    draws = weights(model, device, run.seed, fill_from(first, distribution.fill) if first else distribution.fill)
     pieces = distribution.pieces(model)
     adamw = optimizer(run, model, pieces)
     sizes = {"tokens_per_step": run.tokens_per_step, "seq_len": seq_len, "gpus": distribution.sizes.processes}

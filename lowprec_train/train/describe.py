@@ -68,6 +68,7 @@ def first_line(facts: Mapping[str, Any]) -> str:
         f"run {facts['name']}: recipe {facts['recipe']}",
         f"{facts['model']} with {facts['parameters'] / 1e6:.1f} M parameters",
         f"on {facts['device']}, {'compiled' if facts['compiled'] else 'eager'}, attention {facts['attention']}",
+        *([f"beginning with {facts['weights']}"] if facts.get("weights") else []),
         *([f"overrides: {', '.join(facts['overrides'])}"] if facts["overrides"] else []),
         *([f"not as published: {', '.join(facts['deviations'])}"] if facts["deviations"] else []),
     ]

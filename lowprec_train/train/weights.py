@@ -23,17 +23,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from yaml import YAMLError
 
-from lowprec_train.config import ModelConfig
+from lowprec_train.config import ModelConfig, model_of, run_and_step
 from lowprec_train.model.transformer import Fill, Transformer, fill_whole
 from lowprec_train.train.checkpoint import CheckpointError, latest, verify_files
 
-MODEL_FILE, INDEX_FILE = "model.yaml", "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 NOT_SIZES = {"name", "recompute"}
 
 
@@ -41,6 +38,11 @@ class Weights(Protocol):
     """Named whole tensors of a model, read one at a time."""
 
     model: ModelConfig
+
+    @property
+    def source(self) -> str:
+        """Where they come from, for people."""
+        ...
 
     def names(self) -> list[str]:
         """Fully qualified names of all parameters, in the model's order."""
@@ -64,8 +66,7 @@ class RunWeights:
     """
 
     def __init__(self, path: Path, step: int | None = None) -> None:
-        self.model = read_model(path / "config.yaml", "model")
-        self.path = path
+        self.model, self.path = model_of(path), path
         try:
             self.step = latest(path / "checkpoints") if step is None else step
             if self.step is None:
@@ -79,6 +80,10 @@ class RunWeights:
         self._shapes = shapes(self.model)
         self._saved = {name: saved.get(f"model.{name}") for name in self._shapes}
         _same_shapes(directory, self._shapes, {k: v.size for k, v in self._tensors().items()})
+
+    @property
+    def source(self) -> str:
+        return f"{self.path}, step {self.step}"
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -120,12 +125,16 @@ class ImportedWeights:
 
     def __init__(self, path: Path) -> None:
         needs_package("safetensors", extra="hf", what=f"reading {path}")
-        self.model, self.path = read_model(path / MODEL_FILE), path
+        self.model, self.path = model_of(path), path
         self._files = weight_files(path)
         self._shapes = shapes(self.model)
         forms = stored(self._files)
         _same_shapes(path, self._shapes, {name: shape for name, (shape, _) in forms.items()})
         self._dtypes = {name: dtype for name, (_, dtype) in forms.items()}
+
+    @property
+    def source(self) -> str:
+        return str(self.path)
 
     def names(self) -> list[str]:
         return list(self._shapes)
@@ -143,15 +152,15 @@ class ImportedWeights:
 def open_weights(path: Path, step: int | None = None) -> Weights:
     """Weights of a run directory, at checkpoint `step` or else at the one that `latest` names, or of an imported one.
 
-    Reads no tensor and changes nothing in the directory. Raises ValueError for anything else, for a checkpoint that is
-    absent or incomplete, and where a package is missing to read the files.
+    path: `<run>/checkpoints/step-N` names a step too. Reads no tensor and changes nothing in the directory. Raises
+    ValueError for anything else, for a checkpoint that is absent or incomplete, and where a package is missing to read
+    the files.
     """
-    if (path / "config.yaml").is_file():
-        return RunWeights(path, step)
-    if not (path / MODEL_FILE).is_file():
-        raise ValueError(f"{path} is neither a run directory (no config.yaml) nor an imported model (no {MODEL_FILE})")
+    directory, named = run_and_step(path)
+    if (directory / "config.yaml").is_file():
+        return RunWeights(directory, named if step is None else step)
     if step is not None:
-        raise ValueError(f"step {step} was asked for, but {path} is an imported model, which has no steps")
+        raise ValueError(f"step {step} was asked for, but {path} is not a run directory (no config.yaml)")
     return ImportedWeights(path)
 
 
@@ -178,7 +187,8 @@ def check_sizes(asked: ModelConfig, weights: Weights) -> None:
     differing = [f"  model.{key}: weights {there}, run {here}" for key, there, here in pairs if there != here]
     differing = [line for line in differing if line.split(".")[1].split(":")[0] not in free]
     if differing:
-        raise ValueError("the run's model is not that of weights=...:\n" + "\n".join(differing))
+        lines = "\n".join(differing)
+        raise ValueError(f"the run's model is not that of weights=...; model=from/weights takes its sizes:\n{lines}")
 
 
 def shapes(model: ModelConfig) -> dict[str, torch.Size]:
@@ -186,19 +196,6 @@ def shapes(model: ModelConfig) -> dict[str, torch.Size]:
     with torch.device("meta"):
         made = Transformer(**{key: value for key, value in asdict(model).items() if key != "name"})
     return {name: parameter.shape for name, parameter in made.named_parameters()}
-
-
-def read_model(source: Path, node: str | None = None) -> ModelConfig:
-    """A model's sizes from a YAML file, or from one node of it. Raises ValueError naming the file."""
-    try:
-        found = OmegaConf.load(source)
-        sizes = found if node is None else OmegaConf.select(found, node, throw_on_missing=True)
-        merged = OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes)
-        model = OmegaConf.to_object(merged)
-    except (OSError, YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"{source} does not describe a model: {str(error).splitlines()[0]}") from error
-    assert isinstance(model, ModelConfig)
-    return model
 
 
 def weight_files(path: Path) -> dict[str, Path]:
@@ -231,7 +228,7 @@ def stored(files: Mapping[str, Path]) -> dict[str, tuple[torch.Size, torch.dtype
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """One whole tensor of a safetensors file, in memory of its own. Raises ValueError when it cannot be read."""
+    """One whole tensor, in pages of its file that stay mapped as long as it lives. Raises ValueError if unreadable."""
     from safetensors import SafetensorError, safe_open
 
     try:
