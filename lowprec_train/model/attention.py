@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowprec_train.model.cache import LayerCache
 from lowprec_train.model.layers import Angles, rotate
 from lowprec_train.precision.linear import Linear
 
@@ -46,8 +47,11 @@ class Attention(nn.Module):
         angles: Angles | None = None,
         mask_B1TT: Tensor | None = None,
         seq_len: int | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        """seq_len: T, where the rows of x are a rank's part of all tokens, [1, BT / ranks, D]."""
+        """seq_len: T, where the rows of x are a rank's part of all tokens, [1, BT / ranks, D]. cache: of the tokens
+        before x; takes in those of x.
+        """
         qkv_BTN = self.qkv(x_BTD)
         if seq_len is not None:
             qkv_BTN = qkv_BTN.view(-1, seq_len, qkv_BTN.shape[-1])
@@ -57,11 +61,15 @@ class Attention(nn.Module):
             q_BTKGH, k_BTKGH = rotate(q_BTKGH, angles), rotate(k_BTKGH, angles)
             v_BTKGH = v_BTKGH.contiguous()  # a view would keep the q and k of before the rotation for backward
         q, k, v = (each.flatten(2, 3).transpose(1, 2) for each in (q_BTKGH, k_BTKGH, v_BTKGH))
+        if cache is not None:
+            k, v = cache.extend(k, v)
         return self.out(scaled_dot_product(q, k, v, mask_B1TT).transpose(1, 2).flatten(2))
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(H)) v for q [B, K*G, T, H] and k, v [B, K, T, H]; causal unless a mask says what is seen."""
+    """softmax(q k^T / sqrt(H)) v for q [B, K*G, T, H] and k, v [B, K, T, H]; causal unless a mask says what is seen,
+    which it must where there are more keys than queries.
+    """
     if q.is_meta:
         return _without_memory(q, k, v, mask_B1TT)
     grouped = q.shape[1] != k.shape[1]

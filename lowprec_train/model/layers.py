@@ -134,11 +134,12 @@ class Rotary(nn.Module):
         self.cos.copy_(turns.cos())
         self.sin.copy_(turns.sin())
 
-    def add(self, x_BTD: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def add(self, x_BTD: Tensor, documents_BT: Tensor | None, first: int = 0) -> Tensor:
         return x_BTD
 
-    def angles(self, seq_len: int) -> Angles:
-        return self.cos[:seq_len], self.sin[:seq_len]
+    def angles(self, seq_len: int, first: int = 0) -> Angles:
+        """Of the positions first .. first + seq_len - 1."""
+        return self.cos[first : first + seq_len], self.sin[first : first + seq_len]
 
 
 class LearnedPositions(nn.Embedding):
@@ -147,12 +148,13 @@ class LearnedPositions(nn.Embedding):
     def __init__(self, max_seq_len: int, dim: int, head_dim: int, theta: float) -> None:
         super().__init__(max_seq_len, dim)
 
-    def add(self, x_BTD: Tensor, documents_BT: Tensor | None) -> Tensor:
+    def add(self, x_BTD: Tensor, documents_BT: Tensor | None, first: int = 0) -> Tensor:
+        """first: position of the first token, where x is one document."""
         if documents_BT is None:
-            return x_BTD + self.weight[: x_BTD.shape[1]]
+            return x_BTD + self.weight[first : first + x_BTD.shape[1]]
         return x_BTD + self(positions_in_document(documents_BT))
 
-    def angles(self, seq_len: int) -> None:
+    def angles(self, seq_len: int, first: int = 0) -> None:
         return None
 
 

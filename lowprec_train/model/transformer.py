@@ -22,6 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from lowprec_train.model.attention import Attention, attention_backend, document_mask
+from lowprec_train.model.cache import Cache, LayerCache
 from lowprec_train.model.initialization import RESIDUAL_OUTPUTS, initial_value
 from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU, TiedHead
 from lowprec_train.model.loss import CrossEntropy
@@ -49,12 +50,24 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def forward(
-        self, x_BTD: Tensor, angles: Angles | None, mask_B1TT: Tensor | None, seq_len: int | None = None
+        self,
+        x_BTD: Tensor,
+        angles: Angles | None,
+        mask_B1TT: Tensor | None,
+        seq_len: int | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        return self.recompute(self._residual, x_BTD, angles, mask_B1TT, seq_len)
+        return self.recompute(self._residual, x_BTD, angles, mask_B1TT, seq_len, cache)
 
-    def _residual(self, x_BTD: Tensor, angles: Angles | None, mask_B1TT: Tensor | None, seq_len: int | None) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, mask_B1TT, seq_len)
+    def _residual(
+        self,
+        x_BTD: Tensor,
+        angles: Angles | None,
+        mask_B1TT: Tensor | None,
+        seq_len: int | None,
+        cache: LayerCache | None,
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, mask_B1TT, seq_len, cache)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -118,17 +131,20 @@ class Transformer(nn.Module):
         self.head = TiedHead(self.embedding) if tied else Linear(dim, vocab_size, bias=False)
         self.cross_entropy = CrossEntropy()
 
-    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """What the head reads, in the stream's dtype: [B, T, D] after the last norm; tensor-parallel, a rank's rows,
         [1, BT / ranks, D].
 
         documents_BT: an id per token; attention stays within runs of one id. None: the sequence is one document.
+        cache: of the tokens before these, from `new_cache`; then the sequence is one document, and takes these in.
         """
-        seq_len = tokens_BT.shape[1]
-        if seq_len > self.max_seq_len:
-            raise ValueError(f"a sequence of {seq_len} tokens is longer than max_seq_len {self.max_seq_len}")
-        x_BTD = self.position.add(self.embedding(tokens_BT), documents_BT).to(self.dtype)
-        angles = self.position.angles(seq_len)
+        seq_len, first = tokens_BT.shape[1], 0 if cache is None else cache.length
+        if first + seq_len > self.max_seq_len:
+            raise ValueError(f"a sequence of {first + seq_len} tokens is longer than max_seq_len {self.max_seq_len}")
+        x_BTD = self.position.add(self.embedding(tokens_BT), documents_BT, first).to(self.dtype)
+        angles = self.position.angles(seq_len, first)
+        if cache is not None:
+            return self.norm(self._with_cache(x_BTD, angles, cache))
         mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
         of_rows = () if self.ranks is None else (seq_len,)
         if self.ranks is not None:
@@ -136,6 +152,18 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD, angles, mask_B1TT, *of_rows)
         return self.norm(x_BTD)
+
+    def _with_cache(self, x_BTD: Tensor, angles: Angles | None, cache: Cache) -> Tensor:
+        mask_11TS = cache.mask(x_BTD.shape[1])
+        for index, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, angles, mask_11TS, cache=cache.layer(index))
+        cache.advance(x_BTD.shape[1])
+        return x_BTD
+
+    def new_cache(self, batch: int, tokens: int) -> Cache:
+        """Room for the keys and values of `tokens` tokens of each of `batch` sequences, where the weights are."""
+        sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return Cache(**sizes, batch=batch, tokens=tokens, dtype=self.dtype, device=self.embedding.weight.device)
 
     def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """[B, T, V] in the stream's dtype; tensor-parallel, [1, BT, V / ranks] of a rank's words."""

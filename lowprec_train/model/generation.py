@@ -1,0 +1,90 @@
+"""Text after text: the model's distribution over the next token, a choice from it, and again.
+
+    p = softmax(logits / temperature);   token ~ p restricted to its nucleus
+
+The nucleus is the smallest set of likeliest tokens whose probabilities sum to top_p or more (arXiv 1904.09751).
+Temperature 0 takes the likeliest token. The prompt is read in one pass; after it each token is one pass over one token
+and the keys and values of those before it (`model.cache`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowprec_train.model.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is chosen. seed: of the choices; the same seed, model and prompt choose the same tokens.
+
+    Raises ValueError for a temperature that is negative or not finite, and for top_p outside of (0, 1].
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature {self.temperature} must be a number, 0 (the likeliest token) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p {self.top_p} must lie above 0 and not above 1")
+
+    def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
+        """A token id; generator: on the CPU, so that a seed chooses alike on every device."""
+        logits_V = logits_V.float().cpu()
+        if self.temperature == 0:
+            return int(logits_V.argmax())
+        probability_V = nucleus((logits_V / self.temperature).softmax(dim=-1), self.top_p)
+        return int(torch.multinomial(probability_V, 1, generator=generator))
+
+
+def nucleus(probability_V: Tensor, top_p: float) -> Tensor:
+    """Probabilities with those outside the nucleus set to 0; not normalised again."""
+    ordered_V, words_V = probability_V.sort(descending=True, stable=True)
+    likelier_V = ordered_V.cumsum(dim=-1) - ordered_V  # what comes before each; the first is always in
+    return torch.zeros_like(probability_V).scatter(-1, words_V, ordered_V.where(likelier_V < top_p, 0.0))
+
+
+def check_length(model: Transformer, prompt: int, max_tokens: int) -> None:
+    """Raises ValueError for an empty prompt and for one that leaves too little of the model's length."""
+    if prompt < 1 or max_tokens < 1:
+        raise ValueError(f"a prompt of {prompt} tokens and {max_tokens} to generate: both must be at least 1")
+    if prompt + max_tokens > model.max_seq_len:
+        raise ValueError(
+            f"a prompt of {prompt} tokens and {max_tokens} to generate are {prompt + max_tokens}; the model has "
+            f"positions for {model.max_seq_len}"
+        )
+
+
+@torch.inference_mode()
+def generate(
+    model: Transformer,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    sampling: Sampling,
+    stop: int | None = None,
+) -> Iterator[int]:
+    """The ids that follow the prompt, one by one as they are chosen: up to `max_tokens`, or until `stop`, left out.
+
+    Raises ValueError before the first token, see `check_length`.
+    """
+    check_length(model, len(prompt), max_tokens)
+    device = model.embedding.weight.device
+    generator = torch.Generator().manual_seed(sampling.seed)
+    cache = model.new_cache(batch=1, tokens=len(prompt) + max_tokens)
+    tokens = torch.tensor([list(prompt)], device=device)
+    for _ in range(max_tokens):
+        last_D = model.hidden(tokens, cache=cache)[:, -1:]
+        token = sampling.choose(model.head(last_D)[0, -1], generator)
+        if token == stop:
+            return
+        yield token
+        tokens = torch.tensor([[token]], device=device)
