@@ -33,7 +33,7 @@ from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.distribute import Distribution, distribute
 from lowprec_train.train.launch import World, host_group
 from lowprec_train.train.lint import Plan, Report, examine, refuse, sites
-from lowprec_train.train.rundir import RunDirectory
+from lowprec_train.train.rundir import RunDirectory, comparison
 from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
@@ -283,6 +283,8 @@ def sinks(run: RunConfig, about: Trainer, directory: RunDirectory, plain: Mappin
         steps=run.steps,
         resumed_step=about.steps_done,
         config=plain,
+        recipe=directory.read("run.json")["recipe"],
+        comparison=comparison(plain),
         remembered=about.remembered,
     )
     with ExitStack() as stack:

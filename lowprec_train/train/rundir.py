@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 
 from lowprec_train.config import LAUNCH_FACTS, Resume
 from lowprec_train.train.launch import first
+from lowprec_train.train.sinks import RECIPE_GROUPS
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +51,18 @@ def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def digest(config: Mapping[str, Any]) -> str:
     """Eight hexadecimal digits of the training keys."""
-    text = json.dumps(training_keys(config), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    return _hash(training_keys(config))
+
+
+def comparison(config: Mapping[str, Any]) -> str:
+    """`llama_tiny-1a2b3c4d`, the same for runs that differ in recipe and seed alone: what `lowprec compare` is for."""
+    recipe = ("seed", *(f"{group}." for group in RECIPE_GROUPS))
+    rest = {key: value for key, value in training_keys(config).items() if not key.startswith(recipe)}
+    return f"{config['model']['name']}-{_hash(rest)}"
+
+
+def _hash(keys: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def default_name(config: Mapping[str, Any], recipe: str) -> str:

@@ -4,6 +4,9 @@
 precision, so that equal runs are equal files. A skipped step's loss is the bare word NaN, as Python's json writes and
 reads it. Console, TensorBoard and Weights & Biases are added by configuration, and a package that is missing is an
 error when the sink is built, before the first step.
+
+A resumed run takes the steps after its checkpoint again. No sink may show one of them twice: metrics.jsonl and
+TensorBoard drop the first attempt, W&B keeps it (docs/logging.md).
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+RECIPE_GROUPS = ("precision", "comm", "optim")
 
 
 class Sink(Protocol):
@@ -37,6 +43,8 @@ class RunFacts:
         steps: length of the run in steps.
         resumed_step: steps already done when this process started; 0 for a fresh run.
         config: the resolved configuration, plain values.
+        recipe: name of the recipe.
+        comparison: name that the run shares with those that it can be compared with.
         remembered: strings that the checkpoint carries from launch to launch (`Trainer.remembered`); a sink may add
             its own.
     """
@@ -46,7 +54,14 @@ class RunFacts:
     steps: int
     resumed_step: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+    recipe: str = ""
+    comparison: str | None = None
     remembered: dict[str, str] = field(default_factory=dict)
+
+    def recipe_text(self) -> str:
+        """The parts of the configuration that a recipe is made of, as YAML."""
+        parts = {name: self.config[name] for name in RECIPE_GROUPS if name in self.config}
+        return OmegaConf.to_yaml(OmegaConf.create(parts))
 
 
 class StepLines:
@@ -160,72 +175,8 @@ def _numbers(metrics: Mapping[str, float]) -> str:
     return "  ".join(shown + ([f"{skipped:.0f} skipped"] if skipped else []))
 
 
-class TensorBoardSink:
-    """Scalars under `<run directory>/tensorboard`; on resume the points past the resumed step are purged.
-
-    Raises:
-        ValueError: the tensorboard package is missing.
-    """
-
-    def __init__(self, *, run: RunFacts) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ValueError(_missing("tensorboard", error)) from error
-        purge = run.resumed_step + 1 if run.resumed_step else None
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=purge)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write every metric as a scalar of its own name."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandbSink:
-    """Weights & Biases. The run id travels in the checkpoint, so a requeued job goes on in the same W&B run.
-
-    WANDB_MODE and wandb's other variables are wandb's own and are honoured by it.
-
-    Args:
-        project, group, tags: as in `wandb.init`.
-
-    Raises:
-        ValueError: the wandb package is missing.
-    """
-
-    REMEMBERED = "wandb_run_id"
-
-    def __init__(
-        self, *, run: RunFacts, project: str = "lowprec_train", group: str | None = None, tags: tuple[str, ...] = ()
-    ) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ValueError(_missing("wandb", error)) from error
-        self._wandb_run = wandb.init(
-            project=project,
-            group=group,
-            tags=list(tags),
-            name=run.name,
-            dir=str(run.directory),
-            config=dict(run.config),
-            id=run.remembered.get(self.REMEMBERED),
-            resume="allow",
-        )
-        self._wandb_run.define_metric("data/tokens")
-        self._wandb_run.define_metric("*", step_metric="data/tokens")
-        run.remembered[self.REMEMBERED] = self._wandb_run.id
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step. W&B itself drops a step that it already has."""
-        self._wandb_run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._wandb_run.finish()
-
-
-def _missing(package: str, error: ImportError) -> str:
-    return f"logger={package} needs the package {package!r} ({error}): pip install 'lowprec_train[{package}]'"
+def missing(package: str, error: ImportError) -> ValueError:
+    """What to say when an optional package of a sink, which is also the name of its extra, cannot be imported."""
+    return ValueError(
+        f"logger={package} needs the package {package!r} ({error}): pip install 'lowprec_train[{package}]'"
+    )

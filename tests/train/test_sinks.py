@@ -1,15 +1,12 @@
 """Sinks: what is written, what a resume takes back, and what is said when a package is missing."""
 
 import io
-import json
 import math
-import sys
-import types
 
 import pytest
 from rich.console import Console
 
-from lowprec_train.train.sinks import ConsoleSink, JsonlSink, RunFacts, TensorBoardSink, WandbSink, read_lines
+from lowprec_train.train.sinks import ConsoleSink, JsonlSink, RunFacts, read_lines
 
 LINE = {"train/loss": 2.5, "perf/tokens_per_sec_per_gpu": 1234.0, "train/skipped": 0.0}
 
@@ -72,51 +69,3 @@ def test_console_on_a_terminal_shows_a_bar(tmp_path):
 def test_console_interval_is_checked(tmp_path):
     with pytest.raises(ValueError, match="every=0"):
         ConsoleSink(run=facts(tmp_path), every=0)
-
-
-def test_tensorboard_writes_scalars(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    sink = TensorBoardSink(run=facts(tmp_path))
-    sink.log(3, LINE)
-    sink.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [(3, 2.5)]
-
-
-@pytest.mark.parametrize(("sink", "package"), [(TensorBoardSink, "tensorboard"), (WandbSink, "wandb")])
-def test_missing_package_is_one_clear_error(tmp_path, monkeypatch, sink, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(ValueError, match=f"logger={package} needs"):
-        sink(run=facts(tmp_path))
-
-
-class FakeWandbRun:
-    def __init__(self, **arguments):
-        self.arguments, self.id, self.lines, self.finished = arguments, arguments["id"] or "new-id", [], False
-
-    def define_metric(self, name, step_metric=None):
-        pass
-
-    def log(self, metrics, step):
-        self.lines.append((step, metrics))
-
-    def finish(self):
-        self.finished = True
-
-
-def test_wandb_run_id_travels_with_the_checkpoint(tmp_path, monkeypatch):
-    made = []
-    fake = types.SimpleNamespace(init=lambda **arguments: made.append(FakeWandbRun(**arguments)) or made[-1])
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    remembered = {}
-    first = WandbSink(run=facts(tmp_path, remembered=remembered, config={"seed": 1}), project="p", group="g")
-    first.log(7, LINE)
-    first.close()
-    assert remembered == {"wandb_run_id": "new-id"} and made[0].lines == [(7, LINE)] and made[0].finished
-    assert made[0].arguments["id"] is None and made[0].arguments["config"] == {"seed": 1}
-    WandbSink(run=facts(tmp_path, remembered=json.loads('{"wandb_run_id": "old-id"}')))
-    assert made[1].arguments["id"] == "old-id" and made[1].arguments["resume"] == "allow"
