@@ -17,7 +17,8 @@ needs no GPU.
 
 EPILOG = """\
 Writes report.md (also printed), curves.png and report.json, and heatmap-NAME.png for runs with telemetry: a figure of
-every rounding, layer by step. How each number is made is said at the end of the report.
+every rounding, layer by step. With --html also report.html: all of it on one page, with curves to hover and zoom and
+every figure of telemetry to choose from; one file, which needs no network. How each number is made is said at the end.
 
 exit status:
   0  done; with --max-gap: every gap is within it
@@ -28,6 +29,7 @@ examples:
   lowprec compare runs/bf16 runs/fp4
   lowprec compare runs/demo/* --baseline bf16 --max-gap 0.15 --out report
   lowprec compare runs/fp8 runs/fp4 --heatmap underflow_pct
+  lowprec compare runs/* --html && xdg-open runs/comparison/report.html
 """
 
 
@@ -66,12 +68,16 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         choices=LABELS,
         help=f"what the heat maps show: {', '.join(LABELS)} (default: %(default)s)",
     )
+    parser.add_argument(
+        "--html", action="store_true", help="also write report.html: one page to open in a browser, no network needed"
+    )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, measure, write, print. Returns 1 when the gate says no; raises ValueError or OSError for bad input."""
     from lowprec_train.tools import heatmap, plot  # take a second, which --help should not
+    from lowprec_train.tools.page import document
 
     runs = read_runs(arguments.runs)
     comparison = measure.compare(runs, baseline=arguments.baseline, window=arguments.smooth, max_gap=arguments.max_gap)
@@ -84,6 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
     (out / "report.json").write_text(report.to_json(comparison), encoding="utf-8")
     print(text)
     written = [out / "report.md", out / "curves.png", out / "report.json", *maps]
+    if arguments.html:
+        written.append(out / "report.html")
+        written[-1].write_text(document.to_html(comparison, runs), encoding="utf-8")
     print(*notes, f"Saved {', '.join(map(str, written))}", sep="\n")
     return 1 if comparison.failures else 0
 

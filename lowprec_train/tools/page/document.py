@@ -1,0 +1,43 @@
+"""The page put together: one file with its text, style, scripts and numbers, and a policy that forbids any request."""
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from lowprec_train.tools import plot
+from lowprec_train.tools.measure import Comparison
+from lowprec_train.tools.page import numbers, sections
+from lowprec_train.tools.plot import COLOURS
+from lowprec_train.tools.runs import Run
+
+FOLDER = Path(__file__).parent
+SCRIPTS = ("scale.js", "series.js", "chart.js", "panels.js", "heatmap.js", "page.js")
+DARK = ("#4A9DE8", "#F2854A", "#2FC79A", "#E59CC5", "#F3BC4B", "#A3DDFF")  # COLOURS, lightened for a dark ground
+INK = ("#000000", "#FFFFFF")  # of the baseline
+
+
+def to_html(comparison: Comparison, runs: Sequence[Run]) -> str:
+    """The whole page; `runs` in the order of `comparison`."""
+    parts = {
+        "title": sections.escape(plot.title(comparison)),
+        "style": palette() + (FOLDER / "page.css").read_text(encoding="utf-8"),
+        "numbers": script_json(numbers.of_comparison(comparison, runs)),
+        "script": "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        **sections.of_comparison(comparison),
+    }
+    template = (FOLDER / "page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+
+
+def palette() -> str:
+    """The colours of curves.png as CSS variables, each with its twin for a dark ground."""
+    pairs = [*zip(COLOURS, DARK), INK]
+    names = [*map(str, range(len(COLOURS))), "baseline"]
+    lines = [f"  --run-{name}: light-dark({light}, {dark});" for name, (light, dark) in zip(names, pairs)]
+    return ":root {\n" + "\n".join(lines) + "\n}\n"
+
+
+def script_json(tree: object) -> str:
+    """JSON that cannot end the script element it stands in."""
+    return json.dumps(tree, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
