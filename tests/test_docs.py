@@ -12,12 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from lowprec_train import config
 from lowprec_train.precision import gemm
+from lowprec_train.tools import cli
 from lowprec_train.train import build, describe
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-COMMAND = re.compile(r"^ +(?:torchrun|python) train\.py (.*)$", flags=re.MULTILINE)
+TRAIN = r"(?:torchrun|python)(?: --\S+)* (?:train\.py|-m lowprec_train\.main)"
+LAUNCHES = re.compile(rf"^ +(?:{TRAIN}|sbatch .*?/train\.sbatch) (.*)$", flags=re.MULTILINE)
+TOOLS = re.compile(r"^ +(?:torchrun .*-m lowprec_train\.tools\.cli|lowprec) (.*)$", flags=re.MULTILINE)
 
 
 def relative(path: Path) -> str:
@@ -30,9 +33,10 @@ def composed(overrides: list[str]) -> DictConfig:
         return compose("train", overrides=overrides)
 
 
-def commands() -> list[tuple[str, str]]:
-    """(document, overrides) of every training command in the documentation."""
-    return [(relative(path), line) for path in DOCUMENTS for line in COMMAND.findall(path.read_text())]
+def commands(pattern: re.Pattern[str]) -> list[tuple[str, str]]:
+    """(document, arguments) of every such command in the documentation, continued lines joined."""
+    texts = ((relative(path), path.read_text().replace("\\\n", " ")) for path in DOCUMENTS)
+    return [(name, line) for name, text in texts for line in pattern.findall(text)]
 
 
 def anchors(text: str) -> set[str]:
@@ -115,13 +119,21 @@ def test_decisions_say_what_they_prevent():
         assert {"decision", "failure-it-prevents"} <= anchors(record.read_text()), relative(record)
 
 
-@pytest.mark.parametrize(("document", "line"), commands())
+@pytest.mark.parametrize(("document", "line"), commands(LAUNCHES))
 def test_commands_compose(document, line):
     """Every training command of the documentation is one that Hydra accepts, sweeps by their first value."""
     overrides = [word for word in shlex.split(line, comments=True) if not word.startswith("--")]
     assert overrides or "--help" in line, document
     sweeps = "--multirun" in line
     OmegaConf.to_object(composed([word.split(",")[0] if sweeps else word for word in overrides]))
+
+
+@pytest.mark.parametrize(("document", "line"), commands(TOOLS))
+def test_tools_take_their_commands(document, line):
+    """Every `lowprec` command of the documentation parses; pages of results quote what a program wrote."""
+    words = shlex.split(line, comments=True)
+    if not document.startswith("docs/results/"):
+        assert callable(cli.parser().parse_args(words).run)
 
 
 def flat(tree: dict, prefix: str = "") -> set[str]:
