@@ -7,26 +7,17 @@ anywhere; which half of the split a document falls into depends on its name alon
 from __future__ import annotations
 
 import hashlib
-import io
-import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
+
+from lowprec_train.data import sources
+from lowprec_train.data.records import Bad, Document
 
 _NOT_SOURCES = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _NOT_PORTABLE = ("_sysconfigdata", "sitecustomize", "usercustomize")  # written by the build or the system
-_SUFFIXES = (".txt", ".jsonl", ".txt.zst", ".jsonl.zst")
-
-
-@dataclass(frozen=True)
-class Document:
-    """A text and the name that places it in the split."""
-
-    name: str
-    text: str
 
 
 class Documents(Protocol):
@@ -85,83 +76,34 @@ class PythonSources:
 
 
 class TextFiles:
-    """.txt files (a document each) and .jsonl files (a document a line, its text in `field`), either also as .zst.
+    """.txt files (a document each), .jsonl (a document a line, its text in `field`) and .parquet (a document a row).
 
-    A directory stands for all such files below it, sorted. Documents are named `file` or `file:line`.
+    The first two also as .gz or .zst, and in parts. A directory stands for all such files below it, sorted.
 
     Raises:
-        ValueError: a path is absent or of another kind, a directory holds no such file, a line is no JSON object with
-            this field, a file is not UTF-8, or .zst is asked for without pyarrow.
+        ValueError: a path is absent or of another kind, a directory holds no such file, a record has no text in this
+            field, a file is not UTF-8, or .zst or .parquet is asked for without pyarrow.
     """
 
     def __init__(self, paths: str | Sequence[str], field: str = "text") -> None:
         given = [paths] if isinstance(paths, str) else list(paths)
         self.name = ", ".join(given)
         self._field = field
-        self._files = [found for path in given for found in _find_texts(Path(path).expanduser())]
-        if not self._files:
-            raise ValueError(f"empty corpus: no files in {given}")
+        self._sources = sources.find(given)
+        for source in self._sources:
+            source.check(field)
 
     def __iter__(self) -> Iterator[Document]:
-        for name, path in self._files:
-            with _open_text(path) as file:
-                try:
-                    if path.name.removesuffix(".zst").endswith(".jsonl"):
-                        yield from self._lines(name, path, file)
-                    else:
-                        yield Document(name, file.read())
-                except UnicodeDecodeError as error:
-                    raise ValueError(f"{path}: not UTF-8: {error}") from error
+        for source in self._sources:
+            for segment, _, _ in source.segments(self._field):
+                for found in segment.documents(self._field):
+                    if isinstance(found, Bad):
+                        raise ValueError(found.reason)
+                    yield found
 
     def digest(self) -> str:
-        files = ((name, hashlib.file_digest(path.open("rb"), "sha256").digest()) for name, path in self._files)
-        return _digest((f"{self._field}/{name}", content) for name, content in files)
-
-    def _lines(self, name: str, path: Path, file: Iterable[str]) -> Iterator[Document]:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield Document(f"{name}:{number}", self._text(line, f"{path}:{number}"))
-
-    def _text(self, line: str, place: str) -> str:
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{place}: not JSON: {error}") from error
-        text = record.get(self._field) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            holds = sorted(record) if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"{place}: no text in field {self._field!r}; the line holds {holds}")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise ValueError(f"{place}: not Unicode text: {error}") from error
-        return text
-
-
-def _find_texts(path: Path) -> list[tuple[str, Path]]:
-    """(name, file) of a file, or of the text files below a directory; names are relative to it."""
-    if path.is_dir():
-        inside = sorted(found for found in path.rglob("*") if found.name.endswith(_SUFFIXES) and found.is_file())
-        if not inside:
-            raise ValueError(f"empty corpus: {path} holds no file that ends in {', '.join(_SUFFIXES)}")
-        return [(found.relative_to(path).as_posix(), found) for found in inside]
-    if not path.exists():
-        raise ValueError(f"{path}: no such file or directory of text")
-    if not path.name.endswith(_SUFFIXES):
-        raise ValueError(f"{path}: can read {', '.join(_SUFFIXES)}")
-    return [(path.name, path)]
-
-
-def _open_text(path: Path) -> IO[str]:
-    if path.suffix != ".zst":
-        return path.open(encoding="utf-8", newline="")
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise ValueError(
-            f"{path}: reading .zst needs pyarrow, which is not installed; or decompress the file"
-        ) from error
-    return io.TextIOWrapper(pyarrow.input_stream(str(path), compression="zstd"), encoding="utf-8", newline="")
+        contents = ((source.name, bytes.fromhex(source.sha256())) for source in self._sources)
+        return _digest((f"{self._field}/{name}", content) for name, content in contents)
 
 
 def _digest(contents: Iterable[tuple[str, bytes]]) -> str:

@@ -20,7 +20,7 @@ _CONFIG = "tokenizer_config.json"
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` (its text) and what its `tokenizer_config.json` says; `eod` names the token that ends a document.
+    """A `tokenizer.json` (its text), and what `tokenizer_config.json` says. `eod` names the token that ends documents.
 
     Raises:
         ValueError: not such a file, no token of this name, or none named and none or several found that could be meant.

@@ -153,25 +153,26 @@ class IndexedWriter:
 
     def _commit(self) -> None:
         with open(_unfinished(self._idx), "wb") as file:
-            self._write_index(file)
+            write_index(file, self.dtype, np.asarray(self._lengths, "<i4"), np.asarray(self._documents, "<i8"))
             self._close(file)
         self._idx.unlink(missing_ok=True)  # an old index must never be read with the new tokens
         os.replace(_unfinished(self._bin), self._bin)
         os.replace(_unfinished(self._idx), self._idx)
-
-    def _write_index(self, file: IO[bytes]) -> None:
-        lengths = np.asarray(self._lengths, "<i4")
-        sizes = lengths.astype("<i8") * self.dtype.itemsize
-        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
-        file.write(lengths.tobytes())
-        file.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
-        file.write(np.asarray(self._documents, "<i8").tobytes())
 
     @staticmethod
     def _close(file: IO[bytes]) -> None:
         file.flush()
         os.fsync(file.fileno())
         file.close()
+
+
+def write_index(file: IO[bytes], dtype: np.dtype[Any], lengths: np.ndarray, documents: np.ndarray) -> None:
+    """An .idx: sequences of these lengths (int32 [S], in tokens) end to end, document bounds int64 [D]."""
+    sizes = lengths.astype("<i8") * dtype.itemsize
+    file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(documents)))
+    file.write(lengths.astype("<i4").tobytes())
+    file.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
+    file.write(documents.astype("<i8").tobytes())
 
 
 def _unfinished(path: Path) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import sentencepiece
@@ -68,8 +68,10 @@ class SentencePieceTokenizer:
         return hashlib.sha256(self.content).hexdigest()
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int, name: str) -> SentencePieceTokenizer:
-        """Learn `vocab_size` pieces from a sample of the texts; `name` says in errors whose they are.
+    def train(
+        cls, texts: Iterable[str], vocab_size: int, name: str, sample: int = SAMPLE_CHARACTERS
+    ) -> SentencePieceTokenizer:
+        """Learn `vocab_size` pieces from `sample` characters of the texts; `name` says in errors whose they are.
 
         Raises:
             ValueError: the text is too small or too varied for this vocabulary.
@@ -77,7 +79,7 @@ class SentencePieceTokenizer:
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sample_lines(texts, SAMPLE_CHARACTERS)),
+                sentence_iterator=iter(sample_lines(texts, sample)),
                 model_writer=model,
                 vocab_size=vocab_size,
                 max_sentence_length=4 * _LONGEST_LINE,
@@ -93,8 +95,8 @@ class SentencePieceTokenizer:
         ids: list[list[int]] = self._processor.encode(texts, num_threads=-1 if parallel else 1)
         return ids
 
-    def decode(self, ids: list[int]) -> str:
-        text: str = self._processor.decode(ids)
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._processor.decode(list(ids))
         return text
 
 

@@ -91,10 +91,10 @@ def test_digest_names_content_not_place(tmp_path):
         ({"a.jsonl": '{"text": "x"}\n{"text"\n'}, r"a\.jsonl:2: not JSON"),
         (
             {"a.jsonl": '{"body": "x", "id": 1}\n'},
-            r"a\.jsonl:1: no text in field 'text'; the line holds \['body', 'id'\]",
+            r"a\.jsonl:1: no text in field 'text'; the record holds \['body', 'id'\]",
         ),
         ({"a.jsonl": '{"text": 5}\n'}, r"a\.jsonl:1: no text in field 'text'"),
-        ({"a.jsonl": "[1]\n"}, r"a\.jsonl:1: no text in field 'text'; the line holds list"),
+        ({"a.jsonl": "[1]\n"}, r"a\.jsonl:1: no text in field 'text'; the record holds list"),
         ({"a.jsonl": '{"text": "x \\ud800"}\n'}, r"a\.jsonl:1: not Unicode text"),
         ({"a.txt": b"\xff\xfe"}, r"a\.txt: not UTF-8"),
     ],
@@ -115,7 +115,9 @@ def test_paths_that_cannot_be_read(tmp_path):
 
 def test_zst_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"a\.jsonl\.zst: reading \.zst needs pyarrow"):
+    with pytest.raises(
+        ValueError, match=r"reading .*a\.jsonl\.zst needs the package 'pyarrow': pip install 'lowprec_train\[data\]'"
+    ):
         list(TextFiles(str(put(tmp_path, {"a.jsonl.zst": b"x"}))))
 
 

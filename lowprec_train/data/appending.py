@@ -1,0 +1,167 @@
+"""An indexed dataset that grows document by document and survives being killed.
+
+Until it is whole it lives in `<prefix>.unfinished/`: the tokens and the documents' lengths, both only ever appended to,
+and `state.json`, replaced after the two are on disk. The state says how long the files were and what the writer's owner
+wants to remember (how far its input was read). Whatever dies, the next writer cuts both files back to the state and
+goes on from there, so what comes out does not depend on how often that happened. At the end .bin and .idx move to their
+names; the manifest that the owner writes then says that they are whole.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+
+from lowprec_train.data.indexed import write_index
+
+
+class AppendingWriter:
+    """Appends to the unfinished dataset of a prefix, a new one or one that was left behind.
+
+    identity: what must be the same for the work of an earlier writer to be gone on with; plain JSON values.
+    `remembered`: what the last commit was given; empty for a new dataset. `whole`: nothing is to be appended any more.
+
+    Raises:
+        ValueError: another process writes it, it was begun with another identity, or finished files lie there that
+            nobody knows.
+    """
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any], identity: Mapping[str, Any]) -> None:
+        self._prefix, self._dtype = prefix, dtype
+        self._identity = json.loads(json.dumps({**identity, "dtype": str(dtype)}))
+        self._directory = unfinished(prefix)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self._directory)
+        try:
+            state = self._read_state()
+            _check_free(prefix, whole=state["whole"])
+        except ValueError:
+            self._lock.close()
+            raise
+        self.remembered: dict[str, Any] = state["remembered"]
+        self.whole: bool = state["whole"]
+        self.documents: int = state["documents"]
+        self.tokens: int = state["tokens"]
+
+    def __enter__(self) -> AppendingWriter:
+        if not self.whole:
+            self._bin = _cut(self._directory / "bin", self.tokens * self._dtype.itemsize)
+            self._lengths = _cut(self._directory / "lengths", self.documents * 4)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.whole:
+            self._bin.close()
+            self._lengths.close()
+        self._lock.close()
+
+    def append(self, tokens: bytes, lengths: np.ndarray) -> None:
+        """Documents of these lengths (int32, in tokens), one after the other, in the dataset's dtype."""
+        assert len(tokens) == int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
+        self._bin.write(tokens)
+        self._lengths.write(lengths.astype("<i4").tobytes())
+        self.tokens += len(tokens) // self._dtype.itemsize
+        self.documents += len(lengths)
+
+    def commit(self, remembered: Mapping[str, Any], *, whole: bool = False) -> None:
+        """From here on, what was appended and this survive whatever happens to the process."""
+        for file in (self._bin, self._lengths):
+            file.flush()
+            os.fsync(file.fileno())
+        state = {
+            "identity": self._identity,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "whole": whole,
+            "remembered": dict(remembered),
+        }
+        write_whole(self._directory / "state.json", json.dumps(state, indent=1).encode())
+
+    def finish(self, remembered: Mapping[str, Any]) -> None:
+        """Give .bin and .idx their names. Killed on the way, the next writer is `whole` and does the rest of it."""
+        if not self.whole:
+            self.commit(remembered, whole=True)
+        bin_, idx = self._directory / "bin", self._directory / "idx"
+        lengths = np.fromfile(self._directory / "lengths", "<i4")
+        with open(idx, "wb") as file:
+            write_index(file, self._dtype, lengths, np.arange(len(lengths) + 1))
+            file.flush()
+            os.fsync(file.fileno())
+        if bin_.exists():
+            os.replace(bin_, f"{self._prefix}.bin")
+        os.replace(idx, f"{self._prefix}.idx")
+
+    def discard(self) -> None:
+        """Remove the unfinished directory, once the dataset needs it no more."""
+        forget(self._prefix)
+
+    def _read_state(self) -> dict[str, Any]:
+        path = self._directory / "state.json"
+        if not path.exists():
+            return {"remembered": {}, "whole": False, "documents": 0, "tokens": 0}
+        state: dict[str, Any] = json.loads(path.read_text())
+        differ = [key for key, value in self._identity.items() if state["identity"].get(key) != value]
+        if differ:
+            old = {key: state["identity"].get(key) for key in differ}
+            new = {key: self._identity[key] for key in differ}
+            raise ValueError(
+                f"{self._directory} was begun with other input: {old}, now {new}; remove it to begin anew, or give the "
+                "same again to go on"
+            )
+        return state
+
+
+def unfinished(prefix: Path) -> Path:
+    """Where the dataset of a prefix lives until it is whole."""
+    return prefix.with_name(f"{prefix.name}.unfinished")
+
+
+def forget(prefix: Path) -> None:
+    """Remove what is left of the work on a dataset that is whole."""
+    shutil.rmtree(unfinished(prefix), ignore_errors=True)
+
+
+def _check_free(prefix: Path, *, whole: bool) -> None:
+    """No file of the final name but those of a writer that died while it gave names."""
+    for ending in ("bin", "idx"):
+        if Path(f"{prefix}.{ending}").exists() and not whole:
+            raise ValueError(f"{prefix}.{ending} exists, without a manifest of this command; choose another place")
+
+
+def _locked(directory: Path) -> IO[bytes]:
+    lock = open(directory / "lock", "wb")  # noqa: SIM115 (held until the writer ends)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ValueError(f"{directory}: another process is at work there") from None
+    except OSError:
+        pass  # a file system without locks: two at once are the user's to avoid
+    return lock
+
+
+def _cut(path: Path, size: int) -> IO[bytes]:
+    """The file, `size` bytes long, open for appending."""
+    path.touch()
+    os.truncate(path, size)
+    return path.open("ab")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; it is on disk when this returns."""
+    partial = path.with_name(f"{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,86 @@
+"""What is known of a prepared dataset: `<prefix>.json` beside `<prefix>.bin` and `<prefix>.idx`.
+
+It is written last, so a dataset with a manifest is whole. Equal input gives equal manifests, byte for byte. The file of
+the tokenizer lies in the same directory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowprec_train.data.appending import write_whole
+
+LAYOUT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """Counts, hashes and the tokenizer of a prepared dataset.
+
+    documents, tokens: stored; a document's end-of-document token counts.
+    text_bytes: of the stored documents, in UTF-8. empty, bad: records left out, without text and unreadable ones.
+    field: of .jsonl lines and .parquet rows. tokenizer: `file`, `sha256`, `vocab_size`, `eod`.
+    inputs: `name`, `bytes`, `sha256` of each file read, in order. files: `bytes` and `sha256` of .bin and .idx.
+    """
+
+    documents: int
+    tokens: int
+    text_bytes: int
+    empty: int
+    bad: int
+    dtype: str
+    field: str
+    tokenizer: dict[str, Any]
+    inputs: list[dict[str, Any]]
+    files: dict[str, dict[str, Any]]
+    versions: dict[str, str]
+    layout: int = LAYOUT
+
+    @classmethod
+    def read(cls, prefix: str | Path) -> Manifest | None:
+        """The manifest of a dataset; None where there is none.
+
+        Raises:
+            ValueError: the file is no manifest of this layout.
+        """
+        path = manifest_path(prefix)
+        if not path.is_file():
+            return None
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            found = cls(**values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: not a manifest of `lowprec prepare-data`: {error}") from error
+        if found.layout != LAYOUT:
+            raise ValueError(f"{path}: a manifest of layout {found.layout}, can read {LAYOUT}")
+        return found
+
+    def write(self, prefix: Path) -> None:
+        """Write it whole, on disk when this returns."""
+        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
+        write_whole(manifest_path(prefix), text.encode())
+
+    def tokenizer_path(self, prefix: str | Path) -> Path:
+        """The tokenizer's file of the dataset with this prefix."""
+        return Path(prefix).parent / str(self.tokenizer["file"])
+
+
+def manifest_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.json")
+
+
+def sha256(path: Path) -> str:
+    """Of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hashes(prefix: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of a dataset's two files, by name."""
+    paths = [Path(f"{prefix}.{ending}") for ending in ("bin", "idx")]
+    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}

@@ -1,0 +1,90 @@
+"""From records as they are stored to documents: a line of JSON, a row, a whole file.
+
+A document is a name and a text. Names do not hold the place where the files lie, so the same files give the same corpus
+anywhere: `file` for a file that is one document, `file:line` and `file:row` else, counted from 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and the name that places it in the split."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A record that holds no text, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Records that follow each other in a file, after `before` others: its bytes, or rows of a column."""
+
+    kind: str
+    name: str
+    path: str
+    before: int
+    content: bytes | list[Any]
+
+    @property
+    def size(self) -> int:
+        """Bytes of text, about."""
+        if isinstance(self.content, bytes):
+            return len(self.content)
+        return sum(len(text) for text in self.content if isinstance(text, str))
+
+    def documents(self, field: str) -> Iterator[Document | Bad]:
+        """Each record as a document, or why it is none. Lines without anything on them are no records."""
+        return _READERS[self.kind](self, field)
+
+
+def _file(segment: Segment, field: str) -> Iterator[Document | Bad]:
+    try:
+        yield Document(segment.name, bytes(segment.content).decode())
+    except UnicodeDecodeError as error:
+        yield Bad(f"{segment.path}: not UTF-8: {error}")
+
+
+def _lines(segment: Segment, field: str) -> Iterator[Document | Bad]:
+    for number, line in enumerate(bytes(segment.content).split(b"\n"), segment.before + 1):
+        if line.strip():
+            place = f"{segment.path}:{number}"
+            try:
+                record = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                yield Bad(f"{place}: not UTF-8: {error}")
+            except (ValueError, RecursionError) as error:
+                yield Bad(f"{place}: not JSON: {error}")
+            else:
+                yield _document(f"{segment.name}:{number}", record, field, place)
+
+
+def _rows(segment: Segment, field: str) -> Iterator[Document | Bad]:
+    for number, text in enumerate(segment.content, segment.before + 1):
+        yield _document(f"{segment.name}:{number}", {field: text}, field, f"{segment.path}:{number}")
+
+
+def _document(name: str, record: Any, field: str, place: str) -> Document | Bad:
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        holds = sorted(record) if isinstance(record, dict) else type(record).__name__
+        return Bad(f"{place}: no text in field {field!r}; the record holds {holds}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
+        return Bad(f"{place}: not Unicode text: {error}")
+    return Document(name, text)
+
+
+_READERS = {"txt": _file, "jsonl": _lines, "parquet": _rows}

@@ -1,0 +1,282 @@
+"""Large text to an indexed dataset: one process reads, many tokenise, and what comes out is in the order of the input.
+
+Reading and unpacking are quick beside tokenising, so the first process cuts the input into chunks of a few megabytes
+and hands them to workers; it appends what they return, in order, and notes with it how far the input was read. So the
+dataset depends neither on the number of workers nor on how often the work was interrupted, and what an interruption
+costs is the chunks in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec_train.data import sources
+from lowprec_train.data.appending import AppendingWriter, forget
+from lowprec_train.data.indexed import token_dtype
+from lowprec_train.data.manifest import Manifest, hashes
+from lowprec_train.data.records import Bad, Segment
+from lowprec_train.data.sources import Place, Source
+from lowprec_train.data.tokenizer import Tokenizer, load, store
+from lowprec_train.data.workers import in_order
+
+_AT_ONCE = 256  # documents handed to the tokenizer together
+_COMMIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """Of what was done: `read` bytes of the stored input, and what the manifest counts."""
+
+    read: int = 0
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    empty: int = 0
+    bad: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Text to tokenise.
+
+    field: of .jsonl lines and .parquet rows. workers: processes beside this one; 0: this one alone.
+    skip_bad: leave out records that hold no text, and count them, instead of stopping at the first.
+    chunk: bytes of text that a worker is given at once.
+    """
+
+    inputs: Sequence[Source]
+    tokenizer: Tokenizer
+    field: str = "text"
+    workers: int = 1
+    skip_bad: bool = False
+    chunk: int = sources.SEGMENT
+
+    def __post_init__(self) -> None:
+        if self.workers < 0:
+            raise ValueError(f"workers {self.workers} must not be negative")
+
+    @property
+    def size(self) -> int:
+        """Stored bytes of all inputs."""
+        return sum(source.size for source in self.inputs)
+
+
+def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda counts: None) -> Manifest:
+    """Write `<prefix>.bin`, `.idx` and `.json` and, beside them, the tokenizer; go on where an earlier call was killed.
+
+    A dataset that is whole already is left as it is. `report` is told the counts so far, after every chunk.
+
+    Raises:
+        ValueError: another dataset or tokenizer lies there, an unfinished one was begun with other input, an input
+            cannot be read, or, unless skip_bad, a record holds no text.
+        OSError: the disk is full, or a worker died.
+    """
+    for source in job.inputs:
+        source.check(job.field)
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    if (done := Manifest.read(prefix)) is not None:
+        _check_same(done, job, prefix)
+        forget(prefix)
+        return done
+    tokenizer = store(job.tokenizer, prefix.parent)
+    with AppendingWriter(prefix, token_dtype(job.tokenizer.vocab_size), _identity(job)) as writer:
+        counts = Counts(**writer.remembered.get("counts", {}))
+        if not writer.whole:
+            counts = _append_all(job, tokenizer, writer, report)
+        writer.finish({"counts": vars(counts)})
+        manifest = _manifest(job, counts, prefix)
+        manifest.write(prefix)
+        writer.discard()
+    return manifest
+
+
+def _append_all(job: Job, tokenizer: Path, writer: AppendingWriter, report: Callable[[Counts], None]) -> Counts:
+    counts = Counts(**writer.remembered.get("counts", {}))
+    start = Position(**writer.remembered.get("position", {}))
+    report(counts)
+    committed = time.monotonic()
+    for done in in_order(_encode, _chunks(job, str(tokenizer), start), job.workers):
+        writer.append(done.tokens, done.lengths)
+        counts = done.added_to(counts)
+        report(counts)
+        if time.monotonic() - committed >= _COMMIT_SECONDS:
+            writer.commit({"counts": vars(counts), "position": vars(done.position)})
+            committed = time.monotonic()
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a list of sources was read: which, and the place in it."""
+
+    source: int = 0
+    offset: int = 0
+    records: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A worker's task: segments that follow each other. `position`, `read`: where the input was after them."""
+
+    segments: tuple[Segment, ...]
+    position: Position
+    read: int
+    tokenizer: str
+    field: str
+    skip_bad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """A chunk as tokens, in the dataset's dtype, and the lengths of its documents, int32."""
+
+    tokens: bytes
+    lengths: np.ndarray
+    text_bytes: int
+    empty: int
+    bad: int
+    position: Position
+    read: int
+
+    def added_to(self, counts: Counts) -> Counts:
+        return Counts(
+            read=self.read,
+            documents=counts.documents + len(self.lengths),
+            tokens=counts.tokens + int(self.lengths.sum(dtype=np.int64)),
+            text_bytes=counts.text_bytes + self.text_bytes,
+            empty=counts.empty + self.empty,
+            bad=counts.bad + self.bad,
+        )
+
+
+def _chunks(job: Job, tokenizer: str, start: Position) -> Iterator[Chunk]:
+    """The rest of the input, cut into chunks of about `job.chunk` bytes."""
+    segments: list[Segment] = []
+    size = 0
+    for segment, position, read in _segments(job, start):
+        segments.append(segment)
+        size += segment.size
+        last = Chunk(
+            segments=tuple(segments),
+            position=position,
+            read=read,
+            tokenizer=tokenizer,
+            field=job.field,
+            skip_bad=job.skip_bad,
+        )
+        if size >= job.chunk:
+            yield last
+            segments, size = [], 0
+    if segments:
+        yield last
+
+
+def _segments(job: Job, start: Position) -> Iterator[tuple[Segment, Position, int]]:
+    before = sum(source.size for source in job.inputs[: start.source])
+    for number, source in enumerate(job.inputs[start.source :], start.source):
+        place = Place(offset=start.offset, records=start.records) if number == start.source else Place()
+        for segment, after, read in source.segments(job.field, place, job.chunk):
+            yield segment, Position(source=number, offset=after.offset, records=after.records), before + read
+        before += source.size
+
+
+def _encode(chunk: Chunk) -> Encoded:
+    """The work of a worker. Raises ValueError for a record that holds no text, unless these are skipped."""
+    tokenizer = _tokenizer(chunk.tokenizer)
+    dtype = token_dtype(tokenizer.vocab_size)
+    texts, empty, bad = _texts(chunk)
+    remaining = iter(texts)
+    parts: list[np.ndarray] = []
+    while batch := list(islice(remaining, _AT_ONCE)):
+        parts += [np.array([*ids, tokenizer.eod], dtype) for ids in tokenizer.encode(batch, parallel=False)]
+    return Encoded(
+        tokens=b"".join(part.tobytes() for part in parts),
+        lengths=np.array([len(part) for part in parts], np.int32),
+        text_bytes=sum(len(text.encode()) for text in texts),
+        empty=empty,
+        bad=bad,
+        position=chunk.position,
+        read=chunk.read,
+    )
+
+
+def _texts(chunk: Chunk) -> tuple[list[str], int, int]:
+    """Texts of the chunk's documents; how many records were empty, and how many bad."""
+    texts, empty, bad = [], 0, 0
+    for segment in chunk.segments:
+        for found in segment.documents(chunk.field):
+            if isinstance(found, Bad):
+                if not chunk.skip_bad:
+                    raise ValueError(found.reason)
+                bad += 1
+            elif found.text:
+                texts.append(found.text)
+            else:
+                empty += 1
+    return texts, empty, bad
+
+
+@cache
+def _tokenizer(path: str) -> Tokenizer:
+    """Read once a process: it does not travel with every chunk."""
+    return load(path)
+
+
+def _identity(job: Job) -> dict[str, Any]:
+    """What an unfinished dataset depends on; contents of files stand in by their sizes and times of change."""
+    return {
+        "field": job.field,
+        "tokenizer": job.tokenizer.digest,
+        "inputs": [
+            [source.name, [[path.stat().st_size, path.stat().st_mtime_ns] for path in source.paths]]
+            for source in job.inputs
+        ],
+    }
+
+
+def _check_same(done: Manifest, job: Job, prefix: Path) -> None:
+    """Whether a whole dataset is the one that is asked for."""
+    pairs = {
+        "field": (done.field, job.field),
+        "tokenizer": (done.tokenizer["sha256"], job.tokenizer.digest),
+        "inputs": ([[each["name"], each["bytes"]] for each in done.inputs], [[s.name, s.size] for s in job.inputs]),
+    }
+    for what, (old, new) in pairs.items():
+        if old != new:
+            raise ValueError(
+                f"{prefix}: is prepared already, with other {what}: {old}, now {new}; choose another place"
+            )
+
+
+def _manifest(job: Job, counts: Counts, prefix: Path) -> Manifest:
+    import sentencepiece
+
+    from lowprec_train import __version__
+
+    tokenizer = job.tokenizer
+    return Manifest(
+        documents=counts.documents,
+        tokens=counts.tokens,
+        text_bytes=counts.text_bytes,
+        empty=counts.empty,
+        bad=counts.bad,
+        dtype=str(token_dtype(tokenizer.vocab_size)),
+        field=job.field,
+        tokenizer={
+            "file": tokenizer.file_name,
+            "sha256": tokenizer.digest,
+            "vocab_size": tokenizer.vocab_size,
+            "eod": tokenizer.eod,
+        },
+        inputs=[{"name": source.name, "bytes": source.size, "sha256": source.sha256()} for source in job.inputs],
+        files=hashes(prefix),
+        versions={"lowprec_train": __version__, "sentencepiece": sentencepiece.__version__},
+    )

@@ -1,0 +1,154 @@
+"""`lowprec inspect-data`: what is in a tokenised dataset, in figures and as text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from lowprec_train.data.indexed import IndexedDataset
+    from lowprec_train.data.manifest import Manifest
+    from lowprec_train.data.tokenizer import Tokenizer
+
+DESCRIPTION = """\
+Show a dataset in Megatron's layout, this project's or another's: documents, tokens, lengths, and samples decoded.
+"""
+EPILOG = """\
+The tokenizer is the one that the manifest of `lowprec prepare-data` names; without a manifest give --tokenizer, or see
+ids only.
+
+exit status:
+  0  shown
+  1  --check: the files are not those of the manifest, a document is not closed, or a token is outside the vocabulary
+  2  bad input: no such dataset, files that contradict each other
+
+examples:
+  lowprec inspect-data data/mix
+  lowprec inspect-data data/mix --document 12 --characters 2000
+  lowprec inspect-data data/mix --check
+"""
+_AT_ONCE = 1 << 24  # tokens
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `inspect-data` to the command line."""
+    parser = subparsers.add_parser(
+        "inspect-data",
+        help="documents, lengths and decoded samples of a tokenised dataset",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("prefix", metavar="PREFIX", type=Path, help="the dataset, without .bin and .idx")
+    parser.add_argument("--samples", metavar="N", type=int, default=3, help="evenly spaced documents to show")
+    parser.add_argument("--document", metavar="I", type=int, action="append", help="show this one, counted from 0")
+    parser.add_argument("--characters", metavar="N", type=int, default=300, help="shown of a document")
+    parser.add_argument("--tokenizer", metavar="FILE", help="where there is no manifest")
+    parser.add_argument("--check", action="store_true", help="read all tokens, and compare hashes with the manifest")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Read and print. Returns 1 when --check finds something; raises ValueError for bad input."""
+    from lowprec_train.data.indexed import IndexedDataset
+    from lowprec_train.data.manifest import Manifest
+    from lowprec_train.data.tokenizer import load
+
+    dataset, manifest = IndexedDataset(arguments.prefix), Manifest.read(arguments.prefix)
+    path = arguments.tokenizer or (manifest and manifest.tokenizer_path(arguments.prefix))
+    tokenizer = load(path) if path else None
+    print(figures(dataset, manifest))
+    for number in arguments.document or spaced(dataset.document_count, arguments.samples):
+        print(f"\n{sample(dataset, number, tokenizer, arguments.characters)}")
+    wrong = findings(dataset, manifest, tokenizer) if arguments.check else []
+    if arguments.check:
+        print("", *(wrong or ["checked: files, document ends and tokens are as they should be"]), sep="\n")
+    return 1 if wrong else 0
+
+
+def figures(dataset: IndexedDataset, manifest: Manifest | None) -> str:
+    """Counts, and how the lengths of documents are distributed."""
+    lengths = document_lengths(dataset)
+    lines = [
+        f"{dataset.prefix}: {dataset.document_count:,} documents, {len(dataset):,} sequences, "
+        f"{int(dataset.lengths.sum(dtype='int64')):,} tokens as {dataset.dtype}"
+    ]
+    if len(lengths):
+        low, tenth, median, ninetieth, high = np.percentile(lengths, [0, 10, 50, 90, 100])
+        lines.append(
+            f"tokens a document: {low:,.0f} at least, {tenth:,.0f} at 10 %, {median:,.0f} at the median, "
+            f"{ninetieth:,.0f} at 90 %, {high:,.0f} at most, {lengths.mean():,.1f} on average"
+        )
+    if manifest:
+        told, size = manifest.tokenizer, f"{manifest.text_bytes / max(1, manifest.tokens):.3f} a token"
+        lines += [
+            f"text: {manifest.text_bytes:,} bytes, {size}; left out: {manifest.empty:,} empty, {manifest.bad:,} bad",
+            f"tokenizer: {told['file']}, {told['vocab_size']:,} pieces, end of document {told['eod']}",
+            f"from: {', '.join(each['name'] for each in manifest.inputs)}",
+        ]
+    return "\n".join(lines)
+
+
+def document_lengths(dataset: IndexedDataset) -> np.ndarray:
+    """Tokens of each document, int64 [documents]."""
+    ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
+    bounds: np.ndarray = ends[dataset.documents]
+    return np.diff(bounds)
+
+
+def spaced(count: int, samples: int) -> list[int]:
+    """At most `samples` numbers below `count`, evenly spaced from 0 on."""
+    shown = min(samples, count)
+    return [number * count // shown for number in range(shown)]
+
+
+def sample(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, characters: int) -> str:
+    """The beginning of a document, decoded; its first ids where there is no tokenizer.
+
+    Raises:
+        ValueError: there is no such document.
+    """
+    if not 0 <= number < dataset.document_count:
+        raise ValueError(f"document {number}: there are {dataset.document_count}, counted from 0")
+    first, last = int(dataset.documents[number]), int(dataset.documents[number + 1])
+    ids = [int(token) for sequence in range(first, last) for token in dataset[sequence][: 4 * characters]]
+    length = int(dataset.lengths[first:last].sum(dtype="int64"))
+    if tokenizer is None:
+        return f"document {number}, {length:,} tokens: {ids[: characters // 4]}"
+    text = tokenizer.decode([i for i in ids if i != tokenizer.eod])
+    shortened = len(text) > characters or length > len(ids)
+    return f"document {number}, {length:,} tokens: {text[:characters]!r}{' ...' if shortened else ''}"
+
+
+def findings(dataset: IndexedDataset, manifest: Manifest | None, tokenizer: Tokenizer | None) -> list[str]:
+    """What is wrong with a dataset, a sentence each."""
+    from lowprec_train.data.manifest import hashes
+
+    wrong = []
+    if manifest:
+        found = hashes(Path(dataset.prefix))
+        wrong += [
+            f"{name} is not the file that the manifest tells of"
+            for name, told in manifest.files.items()
+            if found.get(name) != told
+        ]
+    if tokenizer:
+        highest = max(
+            (int(dataset.data[at : at + _AT_ONCE].max()) for at in range(0, len(dataset.data), _AT_ONCE)), default=0
+        )
+        if highest >= tokenizer.vocab_size:
+            wrong.append(f"token {highest} is outside the vocabulary of {tokenizer.vocab_size}")
+        if open_documents := unclosed(dataset, tokenizer.eod):
+            wrong.append(f"{open_documents:,} documents do not end with the end-of-document token {tokenizer.eod}")
+    return wrong
+
+
+def unclosed(dataset: IndexedDataset, eod: int) -> int:
+    """Documents whose last token is another, or that have none."""
+    filled = document_lengths(dataset) > 0
+    last = dataset.documents[1:][filled] - 1
+    at = dataset.offsets[last] // dataset.dtype.itemsize + dataset.lengths[last] - 1
+    return int((~filled).sum() + np.count_nonzero(dataset.data[at] != eod))

@@ -1,0 +1,73 @@
+"""How far a preparation is: a bar on a terminal, else a line every ten seconds.
+
+Bytes are of the stored input, of which the total is known before it is read; rates are of what this call has done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from lowprec_train.data.tokenising import Counts
+
+_LINE_SECONDS = 10.0
+
+
+@contextmanager
+def shown(size: int, console: Console | None = None) -> Iterator[Callable[[Counts], None]]:
+    """A function that shows counts as they come; `size`: stored bytes of the whole input."""
+    console = console or Console(soft_wrap=True)
+    if console.is_terminal:
+        with _bar(console) as bar:
+            task = bar.add_task("tokenising", total=size, numbers="")
+            pace = Pace()
+            yield lambda counts: bar.update(task, completed=counts.read, numbers=pace.of(counts))
+    else:
+        lines = _Lines(size, console)
+        yield lines.report
+
+
+class Pace:
+    """Rates since the first counts that it saw: an earlier call's work is not counted."""
+
+    def __init__(self) -> None:
+        self._first: Counts | None = None
+
+    def of(self, counts: Counts) -> str:
+        """Documents and tokens so far, MB of text and tokens a second."""
+        if self._first is None:
+            self._first, self._began = counts, time.monotonic()
+        seconds = max(time.monotonic() - self._began, 1e-3)
+        megabytes = (counts.text_bytes - self._first.text_bytes) / 1e6 / seconds
+        tokens = (counts.tokens - self._first.tokens) / seconds
+        return (
+            f"{counts.documents:,} documents  {counts.tokens:,} tokens  {megabytes:.1f} MB/s  {tokens / 1e6:.2f} Mtok/s"
+        )
+
+
+class _Lines:
+    def __init__(self, size: int, console: Console) -> None:
+        self._size, self._console, self._pace = size, console, Pace()
+        self._next = time.monotonic() + _LINE_SECONDS
+
+    def report(self, counts: Counts) -> None:
+        numbers = self._pace.of(counts)
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _LINE_SECONDS
+            percent = 100 * counts.read / max(1, self._size)
+            self._console.print(f"{percent:3.0f} %  {numbers}", highlight=False)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        console=console,
+    )

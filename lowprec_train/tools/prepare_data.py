@@ -1,0 +1,98 @@
+"""`lowprec prepare-data`: text files to a Megatron dataset, by many processes, and again where it was interrupted."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowprec_train.data.manifest import Manifest
+
+DESCRIPTION = """\
+Tokenise text into PREFIX.bin and PREFIX.idx, which `data=indexed data.train=PREFIX` trains on and Megatron reads too.
+Reads .txt (a document a file), .jsonl (a document a line) and .parquet (a document a row), the first two also as .gz
+and .zst, and files cut into parts (NAME.zst.00 NAME.zst.01 ...); a directory stands for all of these below it.
+"""
+EPILOG = """\
+Every document is closed by the tokenizer's end-of-document token; documents without text are left out. Beside the two
+files go PREFIX.json, with counts and SHA-256 of what was read and written, and the tokenizer.
+
+Killed at any moment, the same command goes on where it was, and what comes out is the same, byte for byte, whatever the
+number of workers. Until it is whole the dataset lives in PREFIX.unfinished/.
+
+exit status:
+  0    done, or done already
+  2    bad input: no such file, a record without text, another dataset in that place
+  130  interrupted; the same command goes on
+
+examples:
+  lowprec train-tokenizer wiki.jsonl.zst --vocab-size 32000 --out tokenizer.model
+  lowprec prepare-data wiki.jsonl.zst books/ --tokenizer tokenizer.model --out data/wiki
+  lowprec prepare-data mix.jsonl.zst.0* --tokenizer llama/tokenizer.json --eod '<|end_of_text|>' --out data/mix
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `prepare-data` to the command line."""
+    parser = subparsers.add_parser(
+        "prepare-data",
+        help="text files to a tokenised dataset, restartable",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", help="file, part of a file, or directory")
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", required=True, help="SentencePiece model or tokenizer.json, or their directory"
+    )
+    parser.add_argument("--out", metavar="PREFIX", type=Path, required=True, help="where the dataset goes")
+    parser.add_argument("--eod", metavar="TOKEN", help="token that closes documents (default: the tokenizer's own)")
+    parser.add_argument(
+        "--field", default="text", help="of .jsonl lines and .parquet rows that holds the text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--workers", metavar="N", type=int, help="processes that tokenise; 0: none but this (default: one a core)"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="leave out records without text instead of stopping")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prepare, show how it goes, say what there is. Raises ValueError or OSError for bad input."""
+    from lowprec_train.data import sources, tokenising
+    from lowprec_train.data.tokenizer import load
+    from lowprec_train.tools.preparation_progress import shown
+
+    if arguments.out.is_dir():
+        raise ValueError(f"--out {arguments.out} is a directory; name the dataset in it, as {arguments.out / 'train'}")
+    workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
+    job = tokenising.Job(
+        inputs=sources.find(arguments.inputs),
+        tokenizer=load(arguments.tokenizer, arguments.eod),
+        field=arguments.field,
+        workers=workers,
+        skip_bad=arguments.skip_bad,
+    )
+    began = time.monotonic()
+    try:
+        with shown(job.size) as report:
+            manifest = tokenising.prepare(job, arguments.out, report)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on")
+        return 130
+    print(summary(manifest, arguments.out, time.monotonic() - began))
+    return 0
+
+
+def summary(manifest: Manifest, prefix: Path, seconds: float) -> str:
+    """What was made, in one sentence a line."""
+    left_out = f"; left out: {manifest.empty:,} empty, {manifest.bad:,} bad" if manifest.empty or manifest.bad else ""
+    size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({manifest.text_bytes / max(1, manifest.tokens):.2f} bytes a token)"
+    return (
+        f"{prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {size}{left_out}\n"
+        f"{seconds:.1f} s in this call. Train on it: data=indexed data.train={prefix} "
+        f"model.vocab_size={manifest.tokenizer['vocab_size']}"
+    )

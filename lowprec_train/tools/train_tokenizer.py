@@ -1,0 +1,70 @@
+"""`lowprec train-tokenizer`: a byte-pair encoding learnt from text files."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import islice
+from pathlib import Path
+
+DESCRIPTION = """\
+Learn a SentencePiece byte-pair encoding from text: any text encodes and decodes without loss, digits are single pieces,
+newlines are kept, and bytes stand in for rare characters. Takes what `lowprec prepare-data` takes.
+"""
+EPILOG = """\
+All input is read, and an evenly spaced sample of its lines is learnt from. The same input gives the same model, byte
+for byte.
+
+exit status:
+  0  done
+  2  bad input: no such file, a record without text, too little text for so many pieces, a file in that place
+
+examples:
+  lowprec train-tokenizer wiki.jsonl.zst books/ --vocab-size 32000 --out tokenizer.model
+"""
+_TRIED = 200  # documents that the compression is measured on
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `train-tokenizer` to the command line."""
+    parser = subparsers.add_parser(
+        "train-tokenizer",
+        help="learn a SentencePiece model from text files",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", help="file, part of a file, or directory")
+    parser.add_argument("--vocab-size", metavar="N", type=int, required=True, help="pieces; 256 of them are bytes")
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the model goes")
+    parser.add_argument("--field", default="text", help="that holds the text (default: %(default)s)")
+    parser.add_argument(
+        "--sample",
+        metavar="CHARACTERS",
+        type=int,
+        default=16_000_000,
+        help="learnt from; 16 million take some seconds (default: %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Learn, write, say how well it compresses. Raises ValueError or OSError for bad input."""
+    from lowprec_train.data.appending import write_whole
+    from lowprec_train.data.documents import TextFiles
+    from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+
+    if arguments.out.exists():
+        raise ValueError(f"{arguments.out} exists; choose another name")
+    documents = TextFiles(arguments.inputs, arguments.field)
+    texts = (document.text for document in documents)
+    learnt = SentencePieceTokenizer.train(texts, arguments.vocab_size, documents.name, arguments.sample)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(arguments.out, learnt.content)
+    tried = [document.text for document in islice(documents, _TRIED)]
+    tokens = sum(map(len, learnt.encode(tried)))
+    size = sum(len(text.encode()) for text in tried)
+    print(
+        f"{arguments.out}: {learnt.vocab_size:,} pieces; {size / max(1, tokens):.2f} bytes a token on the first "
+        f"{len(tried)} documents"
+    )
+    return 0
