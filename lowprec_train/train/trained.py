@@ -1,0 +1,129 @@
+"""A trained model ready to compute: weights of a run or of an imported model, under the run's recipe or any other.
+
+Only the forward pass is left of a recipe. What a linear keeps for its backward GEMMs is not made, so tiles that lie
+along the tokens do not bind their number: a model that trained under MXFP4 reads a single token. The numbers of the
+forward pass are those of training, norms and activations that compute from rounded inputs (COAT) included. Weights are
+held in the dtype that linears compute in, which is what they cast them to in training.
+
+Scales that span the tokens of a pass, one for a whole tensor say, make a token's logits depend on what is computed with
+it, by a rounding: with `fp8` or `nvfp4` a loss depends on the batch in the fourth digit or so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from lowprec_train import config
+from lowprec_train.config import PrecisionConfig, RunConfig
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.precision import policy
+from lowprec_train.precision.block_keep import apply_block_keep
+from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.schedule import Phase
+from lowprec_train.train import build, checks
+from lowprec_train.train.compose import composed
+from lowprec_train.train.trainer import EVALUATION_STEP
+from lowprec_train.train.weights import RunWeights, fill_from, open_weights
+
+OF_RUN = "run"  # instead of a recipe's name: what the run computed with at this checkpoint
+UNQUANTISED = "bf16"
+
+
+class Trained:
+    """A run directory's checkpoint, or an imported directory, from which models are made.
+
+    path, step: as `weights.open_weights` takes them, which says what is refused.
+    """
+
+    def __init__(self, path: Path, step: int | None = None) -> None:
+        self.weights = open_weights(path, step)
+        self.directory, _ = config.run_and_step(path)
+        self.step = self.weights.step if isinstance(self.weights, RunWeights) else None
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """What run.json says; of an imported directory nothing."""
+        about = self.directory / "run.json"
+        found: dict[str, Any] = json.loads(about.read_text()) if about.is_file() else {}
+        return found
+
+    def recipe_name(self, recipe: str) -> str:
+        """The recipe's own name, also where the run's was asked for."""
+        return str(self.facts.get("recipe", UNQUANTISED)) if recipe == OF_RUN else recipe
+
+    def forward(self, recipe: str) -> Phase:
+        """What every linear, norm and activation computes in the forward pass: equal phases compute the same.
+
+        Raises ValueError for an unknown recipe and for one whose tiles do not divide the model's sizes.
+        """
+        model = self._laid_out(torch.bfloat16)
+        run = self._precision(recipe)
+        last = [each for each in build.phases(run, model) if each.first_step <= self._last_step(recipe)][-1]
+        phase = Phase(
+            first_step=0, recipes={name: forward_part(each) for name, each in last.recipes.items()}, keep=last.keep
+        )
+        checks.linears(model, phase.recipes, tokens=1)
+        checks.kept(model, phase.keep)
+        return phase
+
+    def model(self, recipe: str, *, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Transformer:
+        """The model on `device`, its residual stream and GEMMs in `dtype` where the recipe does not round.
+
+        recipe: "run", or the name of a file of configs/recipe. Raises ValueError as `forward` does, and for weights
+        that cannot be read.
+        """
+        phase, model = self.forward(recipe), self._laid_out(dtype)
+        for _, linear in policy.named_linears(model):
+            linear.to(dtype)
+        draws = build.weights(model, device, 0, fill_from(self.weights))
+        draws.begin(EVALUATION_STEP, 0)
+        policy.assign(model, phase.recipes)
+        apply_block_keep(model, phase.keep)
+        return model.eval().requires_grad_(False)
+
+    def _laid_out(self, dtype: torch.dtype) -> Transformer:
+        sizes = replace(self.weights.model, recompute="none")
+        with torch.device("meta"):
+            return Transformer(**{key: value for key, value in asdict(sizes).items() if key != "name"}, dtype=dtype)
+
+    def _precision(self, recipe: str) -> RunConfig:
+        """A run of which nothing matters but what its layers compute."""
+        saved = self.directory / "config.yaml"
+        if recipe == OF_RUN and saved.is_file():
+            tree: Any = OmegaConf.load(saved)
+            precision = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PrecisionConfig), tree.precision))
+            assert isinstance(precision, PrecisionConfig)
+            return RunConfig(steps=tree.steps, precision=precision)
+        name, known = self.recipe_name(recipe), config.choices("recipe")
+        if name not in known:
+            raise ValueError(f"recipe {name!r} is none of {OF_RUN}, {', '.join(known)}")
+        return composed(f"+recipe={name}")
+
+    def _last_step(self, recipe: str) -> int:
+        """The 0-based step whose recipes are asked for: of the run the last that it has done, else the first."""
+        return max(0, (self.step or 0) - 1) if recipe == OF_RUN else 0
+
+
+def trained_model(
+    path: Path,
+    *,
+    step: int | None = None,
+    recipe: str = OF_RUN,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Transformer:
+    """`Trained(path, step).model(...)`: for whoever needs one model."""
+    return Trained(path, step).model(recipe, device=device, dtype=dtype)
+
+
+def forward_part(recipe: LinearRecipe) -> LinearRecipe:
+    """The recipe whose forward GEMM is this one's and whose backward GEMMs round nothing."""
+    return LinearRecipe() if recipe.fprop.codes_only else LinearRecipe(fprop=recipe.fprop)
