@@ -6,7 +6,7 @@
      heading: (x) => text, value: (y) => text } */
 
 const SVG = "http://www.w3.org/2000/svg";
-const MARGIN = { top: 8, right: 12, bottom: 34, left: 58 };
+const MARGIN = { top: 8, right: 12, bottom: 34, left: 66 };
 const MARKERS = ["o", "s", "D", "^", "v", "P"]; // as in curves.png: of run i the (i + 1)th
 const MARKER_PATHS = {
   o: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z", s: "M-3.5 -3.5h7v7h-7Z", D: "M0 -5L5 0L0 5L-5 0Z", "^": "M0 -4.5L4.5 4H-4.5Z",
@@ -83,7 +83,7 @@ class Chart {
     });
     svg("path", { class: "frame", d: `M${left} ${top}V${bottom}H${right}` }, axes);
     svg("text", { x: (left + right) / 2, y: bottom + 30, "text-anchor": "middle", class: "label" }, axes, content.xLabel);
-    const turned = `translate(13 ${(top + bottom) / 2}) rotate(-90)`;
+    const turned = `translate(12 ${(top + bottom) / 2}) rotate(-90)`;
     svg("text", { transform: turned, "text-anchor": "middle", class: "label" }, axes, content.yLabel);
   }
 
@@ -95,8 +95,10 @@ class Chart {
       svg("line", { class: level.kind, x1: left, x2: right, y1: at, y2: at }, curves);
       if (level.text) svg("text", { x: right - 4, y: at - 5, "text-anchor": "end" }, curves, level.text);
     }
+    const faint = 0.28 / Math.sqrt(Math.max(1, content.lines.filter((line) => line.kind === "raw").length));
     for (const line of content.lines) {
-      const style = `color:${colourOf(line.run)}` + (line.kind === "mean" && line.run.dash ? `;stroke-dasharray:${line.run.dash}` : "");
+      const dash = line.run.dash ? `stroke-dasharray:${line.run.dash}` : "";
+      const style = `color:${colourOf(line.run)};${line.kind === "mean" ? dash : `opacity:${faint}`}`;
       const d = pathOf(line.x, line.y, this.x, this.y);
       svg("path", { class: line.kind, "data-run": line.run.name, "data-points": line.x.length, style, d }, curves);
     }
@@ -161,10 +163,11 @@ class Chart {
   listen() {
     const { hit } = this;
     hit.addEventListener("pointerdown", (event) => event.button === 0 && this.grab(event));
-    hit.addEventListener("pointermove", (event) => this.move(event));
-    hit.addEventListener("pointerup", (event) => this.release(event));
-    hit.addEventListener("pointercancel", () => this.letGo());
+    hit.addEventListener("pointermove", (event) => this.onHover(this.x.value(this.at(event)[0]), this));
     hit.addEventListener("pointerleave", () => this.onHover(null, this));
+    addEventListener("pointermove", (event) => this.grabbed && this.select(this.boxTo(this.at(event))));
+    addEventListener("pointerup", (event) => this.grabbed && this.release(event));
+    addEventListener("pointercancel", () => this.letGo());
     hit.addEventListener("dblclick", () => this.zoom(null, null));
     hit.addEventListener("wheel", (event) => this.wheel(event), { passive: false });
     this.svg.addEventListener("keydown", (event) => this.key(event));
@@ -176,16 +179,12 @@ class Chart {
   }
 
   grab(event) {
-    if (event.pointerType === "touch" && !event.isPrimary) return;
+    event.preventDefault(); // no text is selected
+    this.svg.focus({ preventScroll: true });
     this.grabbed = this.at(event);
-    if (event.isTrusted) this.hit.setPointerCapture(event.pointerId);
   }
 
-  move(event) {
-    const here = this.at(event);
-    this.onHover(this.x.value(here[0]), this);
-    if (!this.grabbed) return;
-    const box = this.boxTo(here);
+  select(box) {
     place(this.selection, box.left, box.top, box.right - box.left, box.bottom - box.top);
     this.selection.setAttribute("visibility", "visible");
   }
@@ -202,7 +201,6 @@ class Chart {
   }
 
   release(event) {
-    if (!this.grabbed) return;
     const box = this.boxTo(this.at(event));
     this.letGo();
     if (box.right - box.left < 6) return;

@@ -31,7 +31,7 @@ METRIC_BYTES = 1_500_000  # of these together
 CELL_BYTES = 2_000_000  # of all heat maps together
 NO_NUMBER, LOWEST, HIGHEST = 0, 1, 255  # codes of a cell
 COLOURS = 32  # samples of the heat maps' colours
-LINE_WIDTH = 1.8  # pixels
+LINE_WIDTH = 2  # pixels
 
 
 def of_comparison(comparison: Comparison, runs: Sequence[Run]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page's text: what report.md says, as HTML. It stands in the file, so it can be read and searched without scripts."""
+"""The page's text: what report.md says, as HTML. It stands in the file, to be read and searched without scripts."""
 
 import html
 from collections.abc import Iterable, Sequence
@@ -66,7 +66,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def bars(runs: Sequence[RunReport]) -> str:
-    """Speed and memory as bars, longest first in meaning: each against the largest of its kind."""
+    """Speed and memory as bars, each against the largest of its kind."""
     kinds = (
         ("Tokens per second and GPU", ",.0f", "", [each.tokens_per_second for each in runs]),
         ("Speed against the baseline", ".2f", "x", [each.speed.raw if each.speed else None for each in runs]),
