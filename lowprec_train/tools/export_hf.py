@@ -1,0 +1,71 @@
+"""`lowprec export-hf`: a checkpoint, or an imported model, as a directory that `transformers` opens."""
+
+import argparse
+from pathlib import Path
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+
+DESCRIPTION = """\
+Write a run's model as a directory that Hugging Face's transformers opens: config.json, safetensors and the tokenizer.
+Reads the checkpoint of any parallel layout, one tensor at a time, without a GPU and without transformers.
+"""
+
+EPILOG = """\
+LLaMA models become LlamaForCausalLM, GPT models GPT2LMHeadModel. In FP32 the logits equal the model's own in FP32.
+
+exit status:
+  0  done
+  2  bad input: no checkpoint, a model that transformers has no class for, a directory in use, no tokenizer where
+     run.json says that there was one
+
+examples:
+  lowprec export-hf runs/fp4 --out exported/fp4
+  lowprec export-hf runs/fp4 --out exported/fp4-step-1000 --step 1000 --dtype bf16 --max-shard-size 5GB
+"""
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `export-hf` to the command line."""
+    parser = subparsers.add_parser(
+        "export-hf",
+        help="a run's model as a directory that transformers opens",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="RUN", type=Path, help="run directory, or one that import-hf made")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="directory to make")
+    parser.add_argument("--step", metavar="N", type=int, help="checkpoint to take (default: the newest)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of all tensors (default: the narrowest that holds the checkpoint's exactly)"
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="2GB", help="of one file, and of memory (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer",
+        metavar="FILE",
+        type=Path,
+        help="SentencePiece model or tokenizer.json, or 'none' (default: that of the run's data)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Open, write, say. Raises ValueError or OSError for bad input."""
+    import torch
+
+    from lowprec_train.config import run_and_step
+    from lowprec_train.tools.huggingface import shards, tokenizer, transfer
+    from lowprec_train.train.weights import needs_package, open_weights
+
+    needs_package("safetensors", extra="hf", what="export-hf")
+    limit = shards.size(arguments.max_shard_size)
+    weights = open_weights(arguments.model, arguments.step)
+    directory, _ = run_and_step(arguments.model)
+    files, eos = tokenizer.of_model(directory, arguments.tokenizer, max_length=weights.model.max_seq_len)
+    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
+    written = transfer.export(weights, arguments.out, dtype=dtype, max_bytes=limit, tokenizer=files, eos=eos)
+    print(f"{arguments.out}: {weights.model.name} from {weights.source}, {str(written).removeprefix('torch.')}")
+    print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer: --tokenizer FILE adds one")
+    return 0

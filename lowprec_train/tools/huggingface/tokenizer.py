@@ -1,0 +1,92 @@
+"""The tokenizer's files of an exported model: what makes `AutoTokenizer` yield the ids that the model was trained on.
+
+A run names its corpus's tokenizer in run.json, an imported model brings its own files, which go out as they came in.
+`split_special_tokens` says that text is text: a document that spells the end-of-document token does not end there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenizer import Tokenizer, load
+from lowprec_train.tools.huggingface import from_sentencepiece
+
+NONE = Path("none")
+CONFIG, CLASS = "tokenizer_config.json", "PreTrainedTokenizerFast"
+FILES: tuple[str, ...] = ("tokenizer.json", "tokenizer.model", CONFIG, "special_tokens_map.json", "added_tokens.json")
+FILES += ("vocab.json", "merges.txt", "chat_template.jinja")
+
+
+def found(directory: Path, asked: Path | None) -> Path | None:
+    """Where the tokenizer of a model lies: as asked for (`none`: nowhere), else what run.json names, else beside it.
+
+    Raises ValueError when it was there once and is no more.
+    """
+    if asked is not None:
+        return None if asked == NONE else asked
+    about = directory / "run.json"
+    if not about.is_file():
+        return directory if any((directory / file).is_file() for file in FILES[:2]) else None
+    named = json.loads(about.read_text()).get("tokenizer")
+    if named is None or Path(named).exists():
+        return named and Path(named)
+    raise ValueError(f"{about}: its tokenizer {named} is not there any more; --tokenizer FILE or --tokenizer none")
+
+
+def of_model(directory: Path, asked: Path | None, *, max_length: int) -> tuple[dict[str, bytes], int | None]:
+    """Files by name of a model's tokenizer, and the id of the token that ends a document; nothing where it has none.
+
+    asked, and what is raised: as in `found` and `exported`. max_length: longest sequence of the model.
+    """
+    path = found(directory, asked)
+    if path is None:
+        return {}, None
+    return (copied(path), ending(path)) if path == directory else exported(path, max_length=max_length)
+
+
+def exported(path: Path, *, max_length: int) -> tuple[dict[str, bytes], int]:
+    """Files for a tokenizer of ours.
+
+    Raises ValueError when there is none, and for one without an equivalent in a tokenizer.json.
+    """
+    tokenizer = load(path)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        text = from_sentencepiece.tokenizer_json(tokenizer.content, str(path))
+        files = {"tokenizer.json": text.encode()}
+        config: dict[str, Any] = dict(from_sentencepiece.special_pieces(tokenizer.content))
+    else:
+        files = dict(tokenizer.files)
+        config = json.loads(files[CONFIG])
+    files[CONFIG] = _json(_defaults(max_length) | config)
+    return files, tokenizer.eod
+
+
+def copied(directory: Path) -> dict[str, bytes]:
+    """A model's tokenizer files as they are."""
+    return {name: (directory / name).read_bytes() for name in FILES if (directory / name).is_file()}
+
+
+def ending(path: Path) -> int | None:
+    """The id of the token that ends a document, None where the tokenizer names none."""
+    try:
+        tokenizer: Tokenizer = load(path)
+    except ValueError:
+        return None
+    return tokenizer.eod
+
+
+def _defaults(max_length: int) -> dict[str, Any]:
+    return {
+        "tokenizer_class": CLASS,
+        "model_max_length": max_length,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+    }
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,59 @@
+"""`lowprec import-hf`: a directory of `transformers` as weights that a run can begin with."""
+
+import argparse
+import re
+from pathlib import Path
+
+DESCRIPTION = """\
+Turn a LLaMA or GPT-2 model of Hugging Face's transformers into a directory that runs, evaluation and export read:
+model.yaml, safetensors in this project's names and layout, and the tokenizer's files. Reads one tensor at a time.
+"""
+
+EPILOG = """\
+Tensors keep their dtype. A model that would compute something else here is refused: scaled rotary frequencies,
+another activation, heads of a width of their own, quantised weights.
+
+exit status:
+  0  done
+  2  bad input: no such model, one of another family, tensors that do not fit config.json, a directory in use
+
+examples:
+  lowprec import-hf downloads/llama --out imported/llama
+  torchrun train.py weights=imported/llama model=from/weights +recipe=fp4
+"""
+
+
+def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `import-hf` to the command line."""
+    parser = subparsers.add_parser(
+        "import-hf",
+        help="a model of transformers as the first weights of a run",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="DIR", type=Path, help="directory with config.json and safetensors")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="directory to make")
+    parser.add_argument(
+        "--name", metavar="NAME", help="name of the model, part of the names of its runs (default: that of --out)"
+    )
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", default="2GB", help="of one file, and of memory (default: %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, write, say. Raises ValueError or OSError for bad input."""
+    from lowprec_train.tools.huggingface import shards, tokenizer, transfer
+    from lowprec_train.train.weights import needs_package
+
+    needs_package("safetensors", extra="hf", what="import-hf")
+    limit = shards.size(arguments.max_shard_size)
+    name = arguments.name or re.sub(r"[^A-Za-z0-9_.=+-]", "_", arguments.out.resolve().name)
+    files = tokenizer.copied(arguments.model)
+    model = transfer.import_(arguments.model, arguments.out, name=name, max_bytes=limit, tokenizer=files)
+    print(f"{arguments.out}: {model.layers} layers of width {model.dim}, {model.vocab_size} words")
+    print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer there")
+    print(f"train.py weights={arguments.out} model=from/weights begins with it")
+    return 0
