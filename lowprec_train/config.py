@@ -29,6 +29,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "logger": "who listens",
     "log_interval": "who listens",
     "telemetry_interval": "watching leaves training alone",
+    "profile": "the same",
     "eval_interval": "evaluation has draws and batches of its own and leaves training alone",
     "eval_batches": "the same",
     "checkpoint_interval": "saving leaves training alone",
@@ -155,6 +156,19 @@ class ParallelConfig:
 
 
 @dataclass(kw_only=True)
+class ProfileConfig:
+    """What of a launch is looked at closely. Values and their meaning: `configs/train.yaml`."""
+
+    first: int = MISSING
+    steps: int = MISSING
+    ranks: list[int] = MISSING
+    shapes: bool = MISSING
+    stacks: bool = MISSING
+    memory: bool = MISSING
+    allocations: int = MISSING
+
+
+@dataclass(kw_only=True)
 class RunConfig:
     """One run. Values and their meaning: `configs/train.yaml`."""
 
@@ -180,6 +194,7 @@ class RunConfig:
     keep: int = MISSING
     log_interval: int = MISSING
     telemetry_interval: int = MISSING
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     lint_allow: list[str] = field(default_factory=list)
 
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -29,18 +29,19 @@ from lowprec_train import config
 from lowprec_train.config import RunConfig
 from lowprec_train.ops.kernels import KernelError
 from lowprec_train.ops.self_test import self_test
-from lowprec_train.train import build, checks, describe, launch, rundir, signals
+from lowprec_train.train import build, checks, describe, launch, out_of_memory, rundir, signals
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
 from lowprec_train.train.launch import World
+from lowprec_train.train.out_of_memory import OutOfMemory
 from lowprec_train.train.signals import StopRequest
 from lowprec_train.train.trainer import TrainingDiverged
 
 log = logging.getLogger(__name__)
 
 # Told in one line.
-EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged, KernelError)
+EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged, KernelError, OutOfMemory)
 PATIENCE = 5  # seconds in which rank 0 has said what is wrong with all, and the launcher has ended the others
 
 
@@ -91,7 +92,7 @@ def run(cfg: DictConfig, stop: StopRequest) -> None:
     if not world.leads:
         logging.getLogger().setLevel(logging.ERROR)
     device, compiled = checks.configuration(options, world)
-    with launch.joined(world, device, options.parallel.timeout_minutes):
+    with launch.joined(world, device, options.parallel.timeout_minutes), out_of_memory.told(device):
         train(options, plain, choice, stop, Machine(world, device, compiled))
 
 
@@ -142,13 +143,15 @@ def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopR
             build.sinks(options, trainer, directory, plain),
             StopAgreement(launch.host_group(options.parallel.timeout_minutes)),
         )
-        with sinks as listening, build.rows(options, trainer, directory.path) as write_rows:
+        watch = build.watch(options, directory.path, device, machine.world)
+        with sinks as listening, build.rows(options, trainer, directory.path) as write_rows, watch as begin_step:
             outcome = trainer.fit(
                 sinks=listening,
                 checkpointer=checkpointer,
                 should_stop=lambda: stop.number,
                 agreement=agreement,
                 write_rows=write_rows,
+                begin_step=begin_step,
             )
         asked = signal.Signals(agreement.learned).name if outcome == "preempted" else None
         directory.end(outcome, step=trainer.steps_done, signal=asked)

@@ -6,7 +6,7 @@ checked there, and only then given memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,12 @@ from lowprec_train.train import checks, lint_execution, lint_recipes, lint_train
 from lowprec_train.train.checkpoint import Checkpointer, latest
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.distribute import Distribution, distribute
-from lowprec_train.train.launch import World, host_group
+from lowprec_train.train.launch import ALONE, World, host_group
 from lowprec_train.train.lint import Plan, Report, examine, refuse, sites
+from lowprec_train.train.profiling import Window
 from lowprec_train.train.rundir import RunDirectory, comparison
 from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
+from lowprec_train.train.snapshots import Snapshots, kept_history
 from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
 from lowprec_train.train.weights import Weights, check_sizes, fill_from, open_weights
@@ -308,6 +310,32 @@ def rows(run: RunConfig, about: Trainer, directory: Path) -> Iterator[Callable[[
         yield lines.write
     finally:
         lines.close()
+
+
+@contextmanager
+def watch(
+    run: RunConfig, directory: Path, device: torch.device, world: World = ALONE
+) -> Iterator[Callable[[int], None]]:
+    """The profiler's window and memory snapshots: a callable that is to hear of every step before it is taken."""
+    asked, chosen = run.profile, world.rank in run.profile.ranks
+    window = Window(
+        first=asked.first,
+        steps=asked.steps if chosen else 0,
+        directory=directory / "profile",
+        device=device,
+        rank=world.rank,
+        shapes=asked.shapes,
+        stacks=asked.stacks,
+        memory=asked.memory,
+    )
+    snapshots = Snapshots(directory, device, rank=world.rank, asked=chosen)
+
+    def begin_step(step: int) -> None:
+        window.begin_step(step)
+        snapshots.begin_step(step)
+
+    with kept_history(asked.allocations), closing(window), snapshots.of_failures():
+        yield begin_step
 
 
 def facts(

@@ -43,13 +43,34 @@ def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, b
             f"telemetry_interval={run.telemetry_interval} watches the roundings of one process, and "
             f"{world.processes} were started; telemetry_interval=0 turns it off"
         )
+    _profile(run, on := device(run.device, world), world)
     missing = [p for p in OPTIONAL_PACKAGES if p in run.logger and importlib.util.find_spec(p) is None]
     for package in missing:
         raise ValueError(
             f"logger={package} needs {package}, which is not installed: pip install 'lowprec_train[{package}]'"
         )
-    on = device(run.device, world)
     return on, compiles(run.compile, on)
+
+
+def _profile(run: RunConfig, on: torch.device, world: World) -> None:
+    asked = run.profile
+    if asked.first < 1 or asked.steps < 0 or asked.allocations < 0:
+        raise ValueError(
+            f"profile.first={asked.first} must be at least 1, profile.steps={asked.steps} and "
+            f"profile.allocations={asked.allocations} must not be negative"
+        )
+    if asked.steps and asked.first > run.steps:
+        raise ValueError(f"profile.first={asked.first} is after the last step, {run.steps}")
+    unknown = [rank for rank in asked.ranks if not 0 <= rank < world.processes]
+    if unknown:
+        raise ValueError(
+            f"profile.ranks={asked.ranks}: there is no rank {unknown[0]} among {world.processes} processes"
+        )
+    if asked.allocations and on.type != "cuda":
+        raise ValueError(
+            f"profile.allocations={asked.allocations} records GPU memory, and this run is on {on.type}; "
+            "profile.memory=true with profile.steps shows tensors on any device"
+        )
 
 
 def layout(run: RunConfig, processes: int) -> Sizes:

@@ -171,11 +171,13 @@ class Trainer:
         should_stop: Callable[[], int] = lambda: 0,
         agreement: StopAgreement | None = None,
         write_rows: Callable[[Sequence[Row]], None] = lambda rows: None,
+        begin_step: Callable[[int], None] = lambda step: None,
     ) -> Literal["done", "preempted"]:
         """Train up to `steps`, or until `should_stop`, which is asked after each step; save. The sinks stay open.
 
         should_stop: 0, or the number of the signal that asks for it. agreement: makes it the decision of all processes.
         write_rows: takes the rows of every step that telemetry watched; its series go to the sinks.
+        begin_step: hears of every step, counted from 1, before it is taken.
 
         Raises:
             TrainingDiverged: after a checkpoint of the last good state.
@@ -185,6 +187,7 @@ class Trainer:
         agreement = agreement or StopAgreement()
         self.model.train()
         while self.steps_done < self.steps:
+            begin_step(self.steps_done + 1)
             begin = late.end if late is not None else Instant(self.device)
             metrics = self.step() | agreement.metrics()
             previous, late = late, Late(self.steps_done, metrics, begin, self.device)

@@ -1,8 +1,8 @@
 """Weights & Biases: one W&B run for one run, however often it is interrupted, online or offline.
 
     which run    its id travels in the checkpoint; a launch that died before its first one has left it in its directory
-    which steps  a resumed launch takes steps again that W&B may have (the earlier one went on after its checkpoint), and
-                 W&B may lack steps that were taken (it writes through a buffer, which a kill empties)
+    which steps  a resumed launch takes steps again that W&B may have (the earlier one went on after its checkpoint),
+                 and W&B may lack steps that were taken (it writes through a buffer, which a kill empties)
 
 So a launch asks for the last step that W&B has, the server online, the files on disk offline. Steps up to it are left
 out, as W&B itself does: runs resume bit-exactly, and only times differ between the two attempts. Steps between it and

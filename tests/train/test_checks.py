@@ -1,16 +1,28 @@
 """What this machine lacks is said before any work; numbers that must fit are tested through main."""
 
 import shutil
+from dataclasses import replace
 from importlib import util
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from lowprec_train import config
 from lowprec_train.config import Compile
 from lowprec_train.train import checks, launch
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def composed():
+    """The shipped configuration."""
+    config.register()
+    with initialize_config_dir(str(config.directory()), version_base="1.3"):
+        return OmegaConf.to_object(compose("train"))
 
 
 @pytest.fixture
@@ -83,3 +95,20 @@ def test_the_launcher_tells_the_processes(monkeypatch):
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert launch.world() == launch.World(3, 8, 1) and not launch.world().leads
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"first": 301, "steps": 1}, "profile.first=301 is after the last step, 300"),
+        ({"first": 0}, "profile.first=0 must be at least 1"),
+        ({"steps": -1}, "profile.steps=-1"),
+        ({"ranks": [0, 1]}, "profile.ranks=.0, 1.: there is no rank 1 among 1 processes"),
+        ({"allocations": 9}, "profile.allocations=9 records GPU memory, and this run is on cpu; profile.memory=true"),
+    ],
+)
+def test_profiles_that_cannot_be(composed, asked, message):
+    run = replace(composed, device="cpu", profile=replace(composed.profile, **asked))
+    with pytest.raises(ValueError, match=message):
+        checks.configuration(run)
+    checks.configuration(replace(composed, device="cpu"))

@@ -1,0 +1,79 @@
+"""Where time goes: what torch's profiler has recorded, summed by kernel, and kernels by what they are for.
+
+Classes go by the kernels' names, the first pattern that matches. `quantise` is our own kernels and the peers' casts;
+what torch.compile generates is `norm, elementwise`, whatever it fused into it. Without a GPU there are no kernels: the
+operations of the CPU take their place, each with its own time, that of the operations within it left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+CLASSES = {  # class -> pattern over the name of a kernel; the first that matches
+    "communication": r"nccl|gloo|c10d",
+    "optimizer": r"adam|multi_tensor_apply",
+    "quantise": r"lowprec|transformer_engine.*(cast|quanti|transpose|amax|scale)|block_scaled",
+    "attention": r"sdpa|flash|fmha|attention|cudnn",
+    "gemm": r"gemm|nvjet|cutlass|cublas|xmma|splitk|matmul|aten::(mm|addmm|bmm|_int_mm)$",
+    "norm, elementwise": r"triton|elementwise|norm|reduce|softmax|nll|embedding|transformer_engine|rope|cat",
+    "copy": r"memcpy|memset|copy",
+}
+OTHER = "other"
+COPIES = re.compile(r"memcpy|memset|direct_copy", re.IGNORECASE)
+SPANS = re.compile(r"#|^(Optimizer|ProfilerStep|Torch-Compiled|CompiledFunction|## )")  # spans, which hold kernels
+
+
+def kernel_class(name: str) -> str:
+    """The class of a kernel by its name."""
+    if COPIES.search(name):
+        return "copy"
+    return next((each for each, pattern in CLASSES.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """All calls of one kernel together; `ms` is the sum of their times."""
+
+    name: str
+    calls: int
+    ms: float
+
+    @property
+    def kind(self) -> str:
+        """The kernel's class."""
+        return kernel_class(self.name)
+
+
+def kernel_times(events: Iterable[Any], *, on_gpu: bool) -> list[KernelTime]:
+    """The kernels among the events of a `torch.profiler.profile`, the longest first; on a CPU its operations."""
+    found: dict[str, KernelTime] = {}
+    for event in events:
+        if event.is_user_annotation or SPANS.search(event.name):
+            continue
+        if str(event.device_type).endswith("CUDA") is on_gpu:
+            us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+            before = found.get(event.name, KernelTime(name=event.name, calls=0, ms=0.0))
+            found[event.name] = replace(before, calls=before.calls + 1, ms=before.ms + us / 1e3)
+    return sorted(found.values(), key=lambda kernel: -kernel.ms)
+
+
+def table(kernels: Sequence[KernelTime], *, steps: int) -> str:
+    """Classes, then kernels, each with its share, milliseconds and calls a step."""
+    total = sum(kernel.ms for kernel in kernels) or 1.0
+    classes: dict[str, KernelTime] = {}
+    for kernel in kernels:
+        before = classes.get(kernel.kind, KernelTime(name=kernel.kind, calls=0, ms=0.0))
+        classes[kernel.kind] = replace(before, calls=before.calls + kernel.calls, ms=before.ms + kernel.ms)
+
+    def lines(rows: Iterable[KernelTime]) -> list[str]:
+        ordered = sorted(rows, key=lambda row: -row.ms)
+        return [f"{row.ms / total:7.1%} {row.ms / steps:10.3f} {row.calls / steps:8.1f}  {row.name}" for row in ordered]
+
+    head = f"{'share':>7} {'ms/step':>10} {'calls':>8}  "
+    return "\n".join(
+        [f"{total / steps:.3f} ms a step over {steps} steps", "", f"{head}class", *lines(classes.values()), ""]
+        + [f"{head}kernel", *lines(kernels), ""]
+    )

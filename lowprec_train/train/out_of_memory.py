@@ -1,0 +1,74 @@
+"""Out of memory, told in one line: what was asked for, what is held, what to try."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+GIB = 2**30
+SIGNS = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED", re.IGNORECASE)
+ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+ADVICE = (
+    "Try a smaller micro_batch, model.recompute=selective or full, optimizer states in codes (optim=adamw_coat), "
+    "norms and activations that keep codes (precision/keep=coat), or more processes (docs/parallelism.md); "
+    "`lowprec estimate` says beforehand what a configuration needs"
+)
+IN_PIECES = "Much of it is free but in pieces: PYTORCH_ALLOC_CONF=expandable_segments:True in the environment may do"
+
+
+class OutOfMemory(RuntimeError):
+    """The device, or the host of a run on a CPU, has no more memory."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch says it by type on a GPU, and by words on a CPU and in libraries."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None
+
+
+@contextmanager
+def told(device: torch.device) -> Iterator[None]:
+    """Turn what torch raises into OutOfMemory with one line."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(explained(error, device)) from error
+
+
+def explained(error: BaseException, device: torch.device) -> str:
+    """The line: sizes, the notes of the error (`Snapshots` adds some), advice."""
+    asked = ASKED.search(str(error))
+    parts = [
+        " ".join(["out of memory on", _name(device), *(note for note in _notes(error) if note.startswith("in step"))])
+        + (f": {asked[1]} asked for" if asked else ""),
+        *_held(device),
+        ADVICE,
+        *(note for note in _notes(error) if not note.startswith("in step")),
+    ]
+    return ". ".join(parts)
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
+
+
+def _held(device: torch.device) -> list[str]:
+    if device.type != "cuda":
+        return []
+    held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    free, total = torch.cuda.mem_get_info(device)
+    sizes = (
+        f"torch holds {held / GIB:.1f} GiB of {total / GIB:.1f} and keeps {(reserved - held) / GIB:.1f} more, "
+        f"{free / GIB:.1f} are free"
+    )
+    return [sizes, *([IN_PIECES] if reserved - held > total / 20 else [])]

@@ -1,0 +1,95 @@
+"""Loggers and the profiler from the command line: a run that crashes and goes on, and what is refused."""
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import wandb
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lowprec_train import main
+from lowprec_train.train import wandb_files
+from lowprec_train.train.trainer import Trainer
+
+SMALL = (
+    *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=320"),
+    *("data.vocab_size=320", "data.seq_len=64", "micro_batch=2", "tokens_per_step=256", "steps=12", "eval_batches=1"),
+    *("data.cache=cache", "checkpoint_interval=6", "checkpoint_async=false", "eval_interval=6", "+recipe=fp4"),
+)
+
+
+@pytest.fixture
+def launch(tmp_path, monkeypatch, capfd):
+    """Call main with a command line; returns (exit status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for number in range(20):
+        lines = [f"def scale_{i}(x): return x * {i * 7 + number} + 'block {number}'" for i in range(40)]
+        (tmp_path / f"module_{number}.py").write_text("\n".join(lines))
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, f"+data.root={tmp_path}", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        out, err = capfd.readouterr()
+        return end.value.code or 0, out, err
+
+    return call
+
+
+def crash_in(step, monkeypatch):
+    """The next launch fails in this step, which then mends itself."""
+    take = Trainer.step
+
+    def step_or_crash(self):
+        if self.steps_done + 1 == step:
+            monkeypatch.setattr(Trainer, "step", take)
+            raise OSError("the machine is on fire")
+        return take(self)
+
+    monkeypatch.setattr(Trainer, "step", step_or_crash)
+
+
+def test_loggers_show_a_crashed_run_as_one(launch, monkeypatch):
+    """It fails in step 10, is saved at 6, and takes 7 to 9 again: all loggers have the numbers of metrics.jsonl once.
+    The second launch is profiled and asked for a snapshot."""
+    loggers = ("name=run", "logger=wandb", "logger.wandb.mode=offline")
+    tensorboard = "+logger.tensorboard._target_=lowprec_train.train.tensorboard_sink.TensorBoardSink"
+    crash_in(10, monkeypatch)
+    status, _, err = launch(*loggers, tensorboard)
+    assert status == 1 and "error: the machine is on fire" in err
+    wandb.teardown()
+    status, out, err = launch(*loggers, tensorboard, "profile.first=8", "profile.steps=2")
+    wandb.teardown()
+    assert status == 0, err
+    assert "resuming after step 6 of 12" in out and "profile: runs/run/profile/steps-8-9.rank-0.json.gz" in out
+
+    run = Path("runs/run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["train/loss"] for line in lines]
+    first, second = wandb_files.files(run)
+    assert wandb_files.run_id(first) == wandb_files.run_id(second)
+    points = wandb_files.history(first) + wandb_files.history(second)
+    assert [p["_step"] for p in points] == [line["step"] for line in lines] == list(range(1, 13))
+    assert [p["train/loss"] for p in points] == losses and [p["data/tokens"] for p in points][-1] == 12 * 256
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
+        (line["step"], pytest.approx(line["train/loss"], rel=1e-6)) for line in lines
+    ]
+    with gzip.open(run / "profile" / "steps-8-9.rank-0.json.gz", "rt") as file:
+        names = {event["name"] for event in json.load(file)["traceEvents"]}
+    assert any(name.startswith("lowprec::") for name in names)
+    assert "lowprec::" in (run / "profile" / "steps-8-9.rank-0.txt").read_text()
+    assert (run / "wandb" / "latest-run" / "files" / "recipe.json").read_text() == (run / "recipe.json").read_text()
+
+
+def test_out_of_memory_is_one_line(launch, monkeypatch):
+    monkeypatch.setattr(Trainer, "step", lambda self: torch.empty(2**50))
+    status, _, err = launch("name=greedy")
+    assert status == 1 and err.count("\n") == 1
+    assert err.startswith("error: out of memory on the CPU in step 1: 4503599627370496 bytes asked for. Try a smaller")
