@@ -8,6 +8,7 @@ from torch import nn
 
 from lowprec_train.optim.adamw import AdamW, parameter_groups
 
+UNITS = 16  # five steps of six operations, each of which rounds by half a unit where torch's kernel may contract two
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -78,7 +79,7 @@ def test_unit_scale_is_torchs_fused_adamw(device):
         optimizer.step(grad_scale=one, found_inf=zero)
         reference.step()
     for mine, other in zip(snapshot(ours, optimizer), snapshot(theirs, reference), strict=True):
-        assert torch.equal(mine, other) if device == "cpu" else apart(mine, other) <= 4
+        assert torch.equal(mine, other) if device == "cpu" else apart(mine, other) <= UNITS
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,7 +115,7 @@ def test_clip_by_tensor_is_torchs_clip(device, scale):
         reference.step()
     exact = scale < 1 and device == "cpu"  # nothing to clip: the divisor is exactly 1
     for a, b in zip(snapshot(ours, optimizer), snapshot(theirs, reference), strict=True):
-        assert torch.equal(a, b) if exact else apart(a, b) <= 8
+        assert torch.equal(a, b) if exact else apart(a, b) <= UNITS
 
 
 def test_state_exists_before_the_first_step_and_round_trips():
