@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowprec_train.data.corpus import VALID_SEED, Corpus
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.loader import Dataset, Stream
+from lowprec_train.data.manifest import Manifest
 from lowprec_train.data.order import Blend
+from lowprec_train.data.tokenizer import check_vocabulary
 
 _READ_WHOLE = 256 << 20  # bytes; of a longer file as much is hashed, in evenly spaced blocks
 _BLOCK = 1 << 20
@@ -28,7 +30,7 @@ def indexed(
     *,
     train: Blended,
     seq_len: int,
-    vocab_size: int,
+    vocab_size: int | None = None,
     seed: int = 0,
     valid: Blended | None = None,
     split: str | Sequence[float] | None = None,
@@ -39,11 +41,13 @@ def indexed(
 
     train, valid: one prefix, or `[weight, prefix, weight, prefix, ...]`.
     split: shares of train, validation (and test) by which the documents of `train` are cut; instead of `valid`.
-    vocab_size: of the tokenizer that made the data; a token outside it is an error when it is met.
+    vocab_size: of the tokenizer that made the data; a token outside it is an error when it is met. None: as the
+        manifests of `lowprec prepare-data` say.
 
     Raises:
         ValueError: a blend or split that cannot be read, both or neither of valid and split, a file that is absent,
-            truncated or foreign, a part without documents or too short for seq_len.
+            truncated or foreign, a part without documents or too short for seq_len, datasets of different tokenizers,
+            or vocab_size None where a manifest is missing.
     """
     if (valid is None) == (split is None):
         raise ValueError(f"exactly one of valid and split must be given, not valid={valid!r} and split={split!r}")
@@ -51,13 +55,14 @@ def indexed(
     blend = parse_blend(train)
     training = _Part("train", blend, shares, 0)
     held_out = _Part("valid", blend, shares, 1) if valid is None else _Part("valid", parse_blend(valid), _WHOLE, 0)
+    made_by = _tokenizer({*training.blend.prefixes, *held_out.blend.prefixes}, vocab_size)
 
     def dataset(part: _Part, seed: int) -> Dataset:
         return Dataset(
             streams=tuple(part.stream(prefix) for prefix in part.blend.prefixes),
             order=part.blend.order,
             seq_len=seq_len,
-            vocab_size=vocab_size,
+            vocab_size=made_by.vocab_size,
             seed=seed,
             document_mask=document_mask,
         )
@@ -66,9 +71,38 @@ def indexed(
         train=dataset(training, seed),
         valid=dataset(held_out, VALID_SEED),
         hash=hashlib.sha256(training.digest() + held_out.digest()).hexdigest(),
-        vocab_size=vocab_size,
+        vocab_size=made_by.vocab_size,
         name=name,
+        tokenizer=made_by.path,
     )
+
+
+@dataclass(frozen=True)
+class _MadeBy:
+    """Size of the vocabulary, and the tokenizer's file where a manifest names it."""
+
+    vocab_size: int
+    path: Path | None
+
+
+def _tokenizer(prefixes: Iterable[str], vocab_size: int | None) -> _MadeBy:
+    """The one tokenizer of all these datasets."""
+    manifests = {prefix: Manifest.read(prefix) for prefix in sorted(prefixes)}
+    known = {prefix: manifest for prefix, manifest in manifests.items() if manifest}
+    if len({manifest.tokenizer["sha256"] for manifest in known.values()}) > 1:
+        told = {prefix: manifest.tokenizer for prefix, manifest in known.items()}
+        raise ValueError(f"datasets of different tokenizers cannot be read together: {told}")
+    if vocab_size is None and len(known) < len(manifests):
+        unknown = [prefix for prefix in manifests if prefix not in known]
+        raise ValueError(f"data.vocab_size must be given: {unknown} have no manifest (.json) that says it")
+    if not known:
+        assert vocab_size is not None
+        return _MadeBy(vocab_size, None)
+    prefix, manifest = next(iter(known.items()))
+    size = int(manifest.tokenizer["vocab_size"])
+    if vocab_size is not None:
+        check_vocabulary(tokenizer=size, vocab_size=vocab_size, name=prefix)
+    return _MadeBy(vocab_size or size, manifest.tokenizer_path(prefix))
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def text(
     cache: str | None = None,
     name: str = "text",
 ) -> Corpus:
-    """Files of text: .txt, .jsonl, either as .zst, or directories of them (see `documents.TextFiles`).
+    """Files of text: .txt, .jsonl, .parquet, or directories of them (see `documents.TextFiles`).
 
     `valid`: held-out files; None holds out `valid_fraction` of the documents of `train`, by their names.
     `tokenizer`: an existing SentencePiece model or `tokenizer.json`; None learns one of `vocab_size` pieces

@@ -1,6 +1,7 @@
 """Megatron's datasets as a corpus: blends, splits, and the hash that names them."""
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from lowprec_train.data import blend
 from lowprec_train.data.blend import indexed, parse_blend, parse_split, split_documents
+from lowprec_train.data.manifest import Manifest
 
 SEQ = 8
 
@@ -57,6 +59,38 @@ def test_blend_of_both(prefixes):
     assert (tokens[:, 0] >= 1000).sum() == 150
     assert seen(corpus.train) == set(range(90)) | set(range(1000, 1090))
     assert seen(corpus.valid) == set(range(90, 98)) | set(range(1090, 1098))
+
+
+def manifest(prefix: str, **tokenizer) -> None:
+    """Beside a dataset, the manifest that says who made it."""
+    told = {"file": "tokenizer.model", "sha256": "a", "vocab_size": 1500, "eod": 1} | tokenizer
+    numbers = {"documents": 100, "tokens": 2000, "text_bytes": 9, "empty": 0, "bad": 0}
+    about = {"dtype": "uint16", "field": "text", "inputs": [], "files": {}, "versions": {}}
+    Manifest(**numbers, **about, tokenizer=told).write(Path(prefix))
+
+
+def test_the_manifest_says_the_vocabulary(prefixes, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.vocab_size must be given: \['.*/a'\] have no manifest"):
+        build(prefixes[0], vocab_size=None)
+    assert build(prefixes[0]).tokenizer is None
+    manifest(prefixes[0])
+    corpus = build(prefixes[0], vocab_size=None)
+    assert (corpus.vocab_size, corpus.train.vocab_size) == (1500, 1500)
+    assert corpus.tokenizer == tmp_path / "tokenizer.model"
+    assert build(prefixes[0]).vocab_size == 2000
+    with pytest.raises(ValueError, match=r"vocab_size 1400 is smaller than the 1500 pieces of the tokenizer of .*/a"):
+        build(prefixes[0], vocab_size=1400)
+    both = [0.5, prefixes[0], 0.5, prefixes[1]]
+    with pytest.raises(ValueError, match=r"\['.*/b'\] have no manifest"):
+        build(both, vocab_size=None)
+    manifest(prefixes[1], sha256="b")
+    with pytest.raises(ValueError, match=r"datasets of different tokenizers cannot be read together: .*/a.*/b"):
+        build(both)
+    manifest(prefixes[1])
+    assert build(both, vocab_size=None).vocab_size == 1500
+    Path(f"{prefixes[1]}.json").write_text('{"documents": 1}')
+    with pytest.raises(ValueError, match=r"b\.json: not a manifest of `lowprec prepare-data`"):
+        build(both, vocab_size=None)
 
 
 def test_explicit_validation(prefixes):

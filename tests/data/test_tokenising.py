@@ -1,0 +1,241 @@
+"""Prepared data is a function of its input: not of the number of workers, nor of where and how often it was killed."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lowprec_train.data import appending, sources, tokenising
+from lowprec_train.data.indexed import IndexedDataset, IndexedWriter
+from lowprec_train.data.manifest import Manifest, sha256
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenising import Job, prepare
+from lowprec_train.data.workers import in_order
+
+ROOT = Path(__file__).parents[2]
+CHUNK = 2000
+KILLED = """
+import sys, time
+from pathlib import Path
+from lowprec_train.data import sources, tokenising
+from lowprec_train.data.tokenizer import load
+root = Path(sys.argv[1])
+tokenising._COMMIT_SECONDS = 0.0
+job = tokenising.Job(inputs=sources.find([root / "text"]), tokenizer=load(root), workers=2, chunk=2000)
+def report(counts):
+    print(counts.documents, flush=True)
+    if counts.documents > 200:
+        time.sleep(600)  # to be killed here, with chunks in flight
+tokenising.prepare(job, root / "killed" / "all", report)
+"""
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """600 documents in two files, some empty, and a tokenizer that was learnt from them."""
+    root = tmp_path_factory.mktemp("prepare")
+    draw = random.Random(0)
+    words = ["".join(draw.choices("aeiounst", k=draw.randint(1, 8))) for _ in range(200)]
+    texts = [" ".join(draw.choices(words, k=draw.randint(0, 60))) for _ in range(600)]
+    (root / "text").mkdir()
+    for name, part in (("a.jsonl", texts[:250]), ("b.jsonl", texts[250:])):
+        (root / "text" / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
+    (root / "tokenizer.model").write_bytes(SentencePieceTokenizer.train(texts, 300, "words").content)
+    prepare(job(root), root / "once" / "all")
+    return root
+
+
+def job(root: Path, **options) -> Job:
+    tokenizer = SentencePieceTokenizer((root / "tokenizer.model").read_bytes(), "words")
+    return Job(
+        **{"inputs": sources.find([root / "text"]), "tokenizer": tokenizer, "workers": 0, "chunk": CHUNK} | options
+    )
+
+
+def files(prefix: Path) -> dict[str, bytes]:
+    """Contents of all that lies in the directory of a dataset."""
+    return {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
+
+
+@pytest.fixture
+def place(tmp_path) -> Path:
+    return tmp_path / "made" / "all"
+
+
+def test_each_document_and_its_end(root, tmp_path):
+    """Against the plain way: text by text, through IndexedWriter."""
+    lines = [line for name in "ab" for line in (root / "text" / f"{name}.jsonl").read_text().splitlines()]
+    texts = [text for line in lines if (text := json.loads(line)["text"])]
+    tokenizer = job(root).tokenizer
+    with IndexedWriter(tmp_path / "plain", np.uint16) as writer:
+        for text in texts:
+            writer.document([*tokenizer.encode([text])[0], tokenizer.eod])
+    made = files(root / "once" / "all")
+    assert made["all.bin"] == (tmp_path / "plain.bin").read_bytes()
+    assert made["all.idx"] == (tmp_path / "plain.idx").read_bytes()
+    assert sorted(made) == ["all.bin", "all.idx", "all.json", "tokenizer.model"]
+    manifest = Manifest.read(root / "once" / "all")
+    assert (manifest.documents, manifest.empty, manifest.bad) == (len(texts), len(lines) - len(texts), 0)
+    assert manifest.text_bytes == sum(len(text.encode()) for text in texts)
+    assert manifest.tokens == len(IndexedDataset(root / "once" / "all").data)
+    for name in ("all.bin", "all.idx"):
+        assert manifest.files[name] == {"bytes": len(made[name]), "sha256": sha256(root / "once" / name)}
+    assert [each["sha256"] for each in manifest.inputs] == [sha256(root / "text" / f"{n}.jsonl") for n in "ab"]
+
+
+def test_megatron_reads_the_same(root):
+    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    prefix = root / "once" / "all"
+    theirs, ours = megatron.IndexedDataset(str(prefix)), IndexedDataset(prefix)
+    assert len(theirs) == len(ours) == Manifest.read(prefix).documents
+    np.testing.assert_array_equal(theirs.sequence_lengths, ours.lengths)
+    np.testing.assert_array_equal(theirs.document_indices, ours.documents)
+    for number in (0, 7, len(ours) - 1):
+        np.testing.assert_array_equal(theirs[number], ours[number])
+        assert theirs[number][-1] == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 777, 1 << 20])
+def test_chunks_do_not_matter(root, place, chunk):
+    prepare(job(root, chunk=chunk), place)
+    assert files(place) == files(root / "once" / "all")
+
+
+def test_killed_outright_with_two_workers(root):
+    """SIGKILL in the middle: the workers end too, and two others finish with the same bytes."""
+    command = [sys.executable, "-c", KILLED, str(root)]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    while int(process.stdout.readline()) <= 200:
+        pass
+    workers = [int(child) for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    process.kill()
+    process.communicate(timeout=60)  # to the end of its output, which the workers hold open too: they have ended
+    assert len(workers) >= 2
+    prefix = root / "killed" / "all"
+    state = json.loads((appending.unfinished(prefix) / "state.json").read_text())
+    assert (
+        0 < state["documents"] < Manifest.read(root / "once" / "all").documents
+        and not prefix.with_suffix(".bin").exists()
+    )
+    first = []
+    prepare(job(root, workers=2), prefix, lambda counts: first.append(counts.documents))
+    assert first[0] == state["documents"]
+    assert files(prefix) == files(root / "once" / "all")
+
+
+def test_killed_again_and_again(root, place, monkeypatch):
+    """Every launch dies five chunks on; a third of the chunks is committed, so work is lost and done again."""
+    monkeypatch.setattr(tokenising.time, "monotonic", itertools.count(step=0.4).__next__)
+    launches = [0]
+
+    def report(counts) -> None:
+        launches.append(counts.documents)
+        if len(launches) % 6 == 0:
+            raise Killed
+
+    while not Manifest.read(place):
+        try:
+            prepare(job(root), place, report)
+        except Killed:
+            with open(appending.unfinished(place) / "bin", "ab") as file:
+                file.write(b"torn")  # as a writer that dies in the middle leaves it
+    assert len(launches) > 20 and launches != sorted(launches)
+    assert files(place) == files(root / "once" / "all")
+
+
+@pytest.mark.parametrize("renames", range(5))
+def test_killed_while_files_get_their_names(root, place, monkeypatch, renames):
+    real, left = os.replace, itertools.count()
+
+    def replace(*paths) -> None:
+        if next(left) == renames + 1:  # the first gives the tokenizer its name
+            raise Killed
+        real(*paths)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", replace)
+        patched.setattr(tokenising, "_COMMIT_SECONDS", 1e9)
+        try:
+            prepare(job(root), place)
+            assert renames == 4  # whole state, .bin, .idx, .json: there are no more
+        except Killed:
+            assert not Manifest.read(place)
+    prepare(job(root), place)
+    assert files(place) == files(root / "once" / "all")
+
+
+def test_prepared_already(root, place, monkeypatch):
+    shutil.copytree(root / "once", place.parent)
+    appending.unfinished(place).mkdir()  # killed just before it was removed
+    monkeypatch.setattr(tokenising, "_append_all", lambda *_: pytest.fail("prepared again"))
+    assert prepare(job(root), place) == Manifest.read(place)
+    assert files(place) == files(root / "once" / "all")
+    with pytest.raises(ValueError, match=r"all: is prepared already, with other field: text, now body"):
+        prepare(job(root, field="body"), place)
+    with pytest.raises(ValueError, match=r"all: is prepared already, with other inputs: .*a\.jsonl"):
+        prepare(job(root, inputs=sources.find([root / "text" / "b.jsonl"])), place)
+
+
+def test_only_the_same_input_is_gone_on_with(root, place):
+    def die(counts) -> None:
+        if counts.documents:
+            raise Killed
+
+    tokenising_job = job(root)
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(tokenising, "_COMMIT_SECONDS", 0)
+        prepare(tokenising_job, place, lambda counts: counts.documents > 100 and die(counts))
+    with pytest.raises(ValueError, match=r"all\.unfinished was begun with other input: \{'field': 'text'\}"):
+        prepare(job(root, field="body"), place)
+    os.utime(root / "text" / "b.jsonl")
+    with pytest.raises(ValueError, match=r"begun with other input: \{'inputs': .*; remove it to begin anew"):
+        prepare(job(root), place)
+
+
+def test_one_at_a_time_and_nothing_foreign_is_overwritten(root, place):
+    def second(counts) -> None:
+        with pytest.raises(ValueError, match=r"all\.unfinished: another process is at work there"):
+            prepare(job(root), place)
+
+    prepare(job(root), place, second)
+    (place.parent / "all.json").unlink()
+    with pytest.raises(ValueError, match=r"all\.bin exists, without a manifest of this command"):
+        prepare(job(root), place)
+
+
+def test_bad_records(root, tmp_path, place):
+    (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"text": 5}\nno\n{"text": ""}\n{"text": "two"}\n')
+    inputs = sources.find([tmp_path / "bad.jsonl"])
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2: no text in field 'text'"):
+        prepare(job(root, inputs=inputs), place)
+    manifest = prepare(job(root, inputs=inputs, skip_bad=True), place)
+    assert (manifest.documents, manifest.empty, manifest.bad) == (2, 1, 2)
+    tokenizer = job(root).tokenizer
+    assert [tokenizer.decode(ids.tolist()[:-1]) for ids in IndexedDataset(place)] == ["one", "two"]
+
+
+def end(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+def test_a_worker_that_dies(root):
+    seen = []
+    with pytest.raises(OSError, match="a worker process died"):
+        seen += in_order(end, range(50), 1)
+    assert list(in_order(end, iter([5, 4, 1]), 0)) == [5, 4, 1]
+    with pytest.raises(ValueError, match="workers -1 must not be negative"):
+        job(root, workers=-1)
