@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     written = [out / "report.md", out / "curves.png", out / "report.json", *maps]
     if arguments.html:
         written.append(out / "report.html")
-        written[-1].write_text(document.to_html(comparison, runs), encoding="utf-8")
+        written[-1].write_text(document.to_html(comparison, runs, figure=arguments.heatmap), encoding="utf-8")
     print(*notes, f"Saved {', '.join(map(str, written))}", sep="\n")
     return 1 if comparison.failures else 0
 

@@ -48,7 +48,7 @@ function probe() {
   seen.levels = [...document.querySelectorAll("#chart-gap line.limit, #chart-loss line.unigram")].length;
 
   point("pointermove", "loss", charts.loss.x.pixel(2500), 100);
-  seen.tip = [...charts.loss.tip.querySelectorAll("tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
+  seen.tip = [...charts.loss.tip.querySelectorAll("tbody tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
   seen.crosses = document.querySelectorAll("line.cross").length;
   seen.otherTips = [charts.gap.tip.hidden, charts.metric.tip.hidden];
 
@@ -100,6 +100,10 @@ function probe() {
   const pixels = (canvas) => [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
   const maps = () => Object.fromEntries([...document.querySelectorAll("#maps canvas")].map((canvas) => [canvas.dataset.map, [canvas.width, canvas.height]]));
   seen.maps = { first: maps(), pixels: pixels(mapOf("fprop.a")), bars: document.getElementById("map-bars").textContent };
+  const cell = mapOf("fprop.a").getBoundingClientRect();
+  const over = { clientX: cell.left + 0.9 * cell.width, clientY: cell.top + 0.9 * cell.height };
+  mapOf("fprop.a").dispatchEvent(new PointerEvent("pointermove", over));
+  seen.maps.tip = document.querySelector(".map .tip").textContent;
   choose("map-run", "");
   choose("map-name", "fprop.a");
   seen.maps.both = maps();

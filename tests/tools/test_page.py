@@ -34,7 +34,7 @@ EXTRA = (
 
 
 def make_run(place, folder):
-    """Run `place` of ten: 1/64 nat above its predecessor, faster by a tenth; the last sees half as many tokens a step."""
+    """Run `place` of ten: 1/64 nat above its predecessor, and faster; the last sees half as many tokens a step."""
     steps, noise = np.arange(1, N + 1), np.random.default_rng(3).standard_normal(N)
     loss = 3 + 6 * np.exp(-steps / 300) + 0.05 * noise + place / 64
     if NAMES[place] == "fp4":
@@ -218,6 +218,7 @@ def test_heat_maps_have_the_colours_of_their_cells(seen):
     maps = seen["maps"]
     assert maps["first"] == {"fprop.a": [4, 3], "exp_avg": [4, 1]}
     assert "operands: 10" in maps["bars"] and "exp_avg: 49.5" in maps["bars"]
+    assert maps["tip"] == "blocks.2.mlp, step 40: 26"
     pixels = np.array(maps["pixels"]).reshape(3, 4, 4)
     viridis = colormaps["viridis"]
     for row in range(3):

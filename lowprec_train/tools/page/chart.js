@@ -6,7 +6,7 @@
      heading: (x) => text, value: (y) => text } */
 
 const SVG = "http://www.w3.org/2000/svg";
-const MARGIN = { top: 8, right: 12, bottom: 34, left: 66 };
+const MARGIN = { top: 8, right: 22, bottom: 34, left: 66 };
 const MARKERS = ["o", "s", "D", "^", "v", "P"]; // as in curves.png: of run i the (i + 1)th
 const MARKER_PATHS = {
   o: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z", s: "M-3.5 -3.5h7v7h-7Z", D: "M0 -5L5 0L0 5L-5 0Z", "^": "M0 -4.5L4.5 4H-4.5Z",
@@ -95,7 +95,7 @@ class Chart {
       svg("line", { class: level.kind, x1: left, x2: right, y1: at, y2: at }, curves);
       if (level.text) svg("text", { x: right - 4, y: at - 5, "text-anchor": "end" }, curves, level.text);
     }
-    const faint = 0.28 / Math.sqrt(Math.max(1, content.lines.filter((line) => line.kind === "raw").length));
+    const faint = 0.4 / Math.sqrt(Math.max(1, content.lines.filter((line) => line.kind === "raw").length));
     for (const line of content.lines) {
       const dash = line.run.dash ? `stroke-dasharray:${line.run.dash}` : "";
       const style = `color:${colourOf(line.run)};${line.kind === "mean" ? dash : `opacity:${faint}`}`;
@@ -142,16 +142,19 @@ class Chart {
 
   showTip(at, x, found) {
     const { content, tip } = this;
-    const cell = (row, name, text) => row.append(Object.assign(document.createElement(name), { textContent: text }));
     const table = document.createElement("table");
+    const cell = (row, name, text) => row.appendChild(Object.assign(document.createElement(name), { textContent: text }));
+    const head = table.createTHead().insertRow();
+    const hasRaw = found.some((each) => each.raw !== undefined);
+    for (const [name, text] of [["th", content.heading(x)], ["td", hasRaw ? "mean" : ""], ["td", hasRaw ? "logged" : ""]]) cell(head, name, text);
+    const body = table.createTBody();
     for (const each of found) {
-      const row = table.insertRow();
-      cell(row, "th", "");
-      row.firstChild.append(nameOf(each.run));
+      const row = body.insertRow();
+      cell(row, "th", "").append(nameOf(each.run));
       cell(row, "td", content.value(each.y));
       cell(row, "td", each.raw === undefined ? "" : content.value(each.raw));
     }
-    tip.replaceChildren(Object.assign(document.createElement("div"), { textContent: content.heading(x) }), table);
+    tip.replaceChildren(table);
     tip.hidden = false;
     const left = at + 18 + tip.offsetWidth > this.width ? at - 18 - tip.offsetWidth : at + 18;
     tip.style.left = `${Math.max(0, left)}px`;

@@ -17,12 +17,12 @@ DARK = ("#4A9DE8", "#F2854A", "#2FC79A", "#E59CC5", "#F3BC4B", "#A3DDFF")  # COL
 INK = ("#000000", "#FFFFFF")  # of the baseline
 
 
-def to_html(comparison: Comparison, runs: Sequence[Run]) -> str:
-    """The whole page; `runs` in the order of `comparison`."""
+def to_html(comparison: Comparison, runs: Sequence[Run], *, figure: str = "sqnr_db") -> str:
+    """The whole page; `runs` in the order of `comparison`, `figure` is what the heat maps show at first."""
     parts = {
         "title": sections.escape(plot.title(comparison)),
         "style": palette() + (FOLDER / "page.css").read_text(encoding="utf-8"),
-        "numbers": script_json(numbers.of_comparison(comparison, runs)),
+        "numbers": script_json(numbers.of_comparison(comparison, runs, figure)),
         "script": "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS),
         **sections.of_comparison(comparison),
     }

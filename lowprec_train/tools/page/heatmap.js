@@ -70,60 +70,61 @@ class HeatMaps {
 
   panel({ map, title }) {
     const panel = Object.assign(document.createElement("div"), { className: "map" });
-    const steps = fromKnots(map.steps);
-    const values = cellsOf(map, steps.length);
-    const canvas = this.paint(map, steps.length, values);
+    const [steps, layers] = [fromKnots(map.steps), [...fromKnots(map.layers)]];
+    const names = layers.map((layer) => this.telemetry.layers[layer]);
+    const values = cellsOf(map, steps.length * names.length);
+    const canvas = this.paint(map, steps.length, names.length, values);
     canvas.setAttribute("data-map", title);
-    const height = Math.max(48, Math.min(380, 13 * map.layers.length));
+    const height = Math.max(48, Math.min(380, 13 * names.length));
     const heading = Object.assign(document.createElement("h3"), { textContent: title });
     const frame = document.createElement("div");
     frame.style.height = `${height}px`;
     frame.append(canvas);
-    panel.append(heading, this.rowNames(map, height), frame, stepNames(steps));
-    this.explain(panel, canvas, map, steps, values);
+    panel.append(heading, rowNames(names, height), frame, stepNames(steps));
+    explain(panel, canvas, names, steps, values);
     return panel;
   }
 
-  paint(map, columns, values) {
-    const canvas = Object.assign(document.createElement("canvas"), { width: columns, height: map.layers.length });
+  paint(map, width, height, values) {
+    const canvas = Object.assign(document.createElement("canvas"), { width, height });
     const context = canvas.getContext("2d");
-    const image = context.createImageData(columns, map.layers.length);
+    const image = context.createImageData(width, height);
     values.forEach((value, i) => {
       if (!Number.isNaN(value)) image.data.set([...this.colour(value, this.figure.limits[map.group]), 255], 4 * i);
     });
     context.putImageData(image, 0, 0);
     return canvas;
   }
+}
 
-  /* As many names as there is room for, each at the middle of its row. */
-  rowNames(map, height) {
-    const rows = Object.assign(document.createElement("div"), { className: "rows" });
-    rows.style.height = `${height}px`;
-    const every = Math.ceil((12 * map.layers.length) / height);
-    map.layers.forEach((layer, i) => {
-      const text = i % every ? "" : shortened(this.telemetry.layers[layer]);
-      rows.append(Object.assign(document.createElement("span"), { textContent: text }));
-    });
-    return rows;
-  }
+/* As many names as there is room for, each at the middle of its row. */
+function rowNames(names, height) {
+  const rows = Object.assign(document.createElement("div"), { className: "rows" });
+  rows.style.height = `${height}px`;
+  const every = Math.ceil((12 * names.length) / height);
+  names.forEach((name, i) => {
+    rows.append(Object.assign(document.createElement("span"), { textContent: i % every ? "" : shortened(name) }));
+  });
+  return rows;
+}
 
-  explain(panel, canvas, map, steps, values) {
-    const tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
-    panel.append(tip);
-    canvas.addEventListener("pointerleave", () => (tip.hidden = true));
-    canvas.addEventListener("pointermove", (event) => {
-      const box = canvas.getBoundingClientRect();
-      const column = Math.min(steps.length - 1, Math.max(0, Math.floor(((event.clientX - box.left) / box.width) * steps.length)));
-      const row = Math.min(map.layers.length - 1, Math.max(0, Math.floor(((event.clientY - box.top) / box.height) * map.layers.length)));
-      const value = values[row * steps.length + column];
-      const said = Number.isNaN(value) ? "no number" : shortNumber(value);
-      tip.textContent = `${this.telemetry.layers[map.layers[row]]}, step ${number(steps[column], 0)}: ${said}`;
-      tip.hidden = false;
-      const outer = panel.getBoundingClientRect();
-      tip.style.left = `${Math.max(0, Math.min(event.clientX - outer.left + 14, outer.width - tip.offsetWidth))}px`;
-      tip.style.top = `${event.clientY - outer.top + 16}px`;
-    });
-  }
+/* Say the value of the cell under the pointer. */
+function explain(panel, canvas, names, steps, values) {
+  const tip = Object.assign(document.createElement("div"), { className: "tip", hidden: true });
+  panel.append(tip);
+  const index = (share, count) => Math.max(0, Math.min(count - 1, Math.floor(share * count)));
+  canvas.addEventListener("pointerleave", () => (tip.hidden = true));
+  canvas.addEventListener("pointermove", (event) => {
+    const box = canvas.getBoundingClientRect();
+    const column = index((event.clientX - box.left) / box.width, steps.length);
+    const row = index((event.clientY - box.top) / box.height, names.length);
+    const value = values[row * steps.length + column];
+    tip.textContent = `${names[row]}, step ${number(steps[column], 0)}: ${Number.isNaN(value) ? "no number" : shortNumber(value)}`;
+    tip.hidden = false;
+    const outer = panel.getBoundingClientRect();
+    tip.style.left = `${Math.max(0, Math.min(event.clientX - outer.left + 14, outer.width - tip.offsetWidth))}px`;
+    tip.style.top = `${event.clientY - outer.top + 16}px`;
+  });
 }
 
 function fill(select, options) {
@@ -131,8 +132,7 @@ function fill(select, options) {
 }
 
 /* Codes to values, row by row; NaN where there is no number. One code stands for a map of one colour. */
-function cellsOf(map, columns) {
-  const size = columns * map.layers.length;
+function cellsOf(map, size) {
   const codes = typeof map.cells === "number" ? new Uint8Array(size).fill(map.cells) : bytes(map.cells);
   return Float64Array.from(codes, (code) => (code ? map.low + ((code - 1) / 254) * (map.high - map.low) : NaN));
 }

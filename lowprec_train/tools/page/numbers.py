@@ -34,7 +34,7 @@ COLOURS = 32  # samples of the heat maps' colours
 LINE_WIDTH = 2  # pixels
 
 
-def of_comparison(comparison: Comparison, runs: Sequence[Run]) -> dict[str, Any]:
+def of_comparison(comparison: Comparison, runs: Sequence[Run], figure: str) -> dict[str, Any]:
     """Everything the scripts read, as values that strict JSON can hold; `runs` in the order of `comparison`."""
     every = -(-max(len(run.loss.steps) for run in runs) // POINTS)
     union = np.unique(np.concatenate([run.loss.steps for run in runs]))
@@ -51,7 +51,7 @@ def of_comparison(comparison: Comparison, runs: Sequence[Run]) -> dict[str, Any]
             | look(subject, sum(each.look is not BASELINE for each in subjects[:place]))
             for place, (run, report, subject) in enumerate(zip(runs, comparison.runs, subjects))
         ],
-        "telemetry": of_telemetry(runs),
+        "telemetry": of_telemetry(runs, figure),
     }
 
 
@@ -126,10 +126,14 @@ def packed(values: Array, kind: str = "<f4") -> str:
         return base64.b64encode(values.astype(kind).tobytes()).decode("ascii")
 
 
-def of_telemetry(runs: Sequence[Run]) -> dict[str, Any] | None:
-    """All figures of all runs that have any, on common colour scales for all runs; None without telemetry."""
+def of_telemetry(runs: Sequence[Run], chosen: str) -> dict[str, Any] | None:
+    """All figures of all runs that have any, on common colour scales for all runs, the chosen one first; None without
+    telemetry.
+    """
     rows = {place: read_rows(run.path / FILE) for place, run in enumerate(runs)}
-    found = {figure: {place: maps(rows[place], figure) for place in rows if rows[place]} for figure in LABELS}
+    found = {
+        figure: {place: maps(rows[place], figure) for place in rows if rows[place]} for figure in (chosen, *LABELS)
+    }
     found = {figure: of_runs for figure, of_runs in found.items() if any(of_runs.values())}
     if not found:
         return None
@@ -169,7 +173,7 @@ def of_map(each: Map, number: Mapping[str, int], every: int) -> dict[str, Any]:
     return {
         "name": each.name,
         "group": heatmap.group(each),
-        "layers": [number[layer] for layer in each.layers],
+        "layers": knots(np.array([number[layer] for layer in each.layers])),
         "steps": knots(steps),
         "low": low,
         "high": high,
