@@ -81,9 +81,10 @@ def place(name: str) -> tuple[int, str]:
 
 def filled(name: str, cells: Mapping[tuple[str, int], float], steps: tuple[int, ...]) -> Map:
     layers = tuple(sorted({layer for layer, _ in cells}, key=natural))
+    row, column = ({key: i for i, key in enumerate(keys)} for keys in (layers, steps))
     values = np.full((len(layers), len(steps)), np.nan)
     for (layer, step), value in cells.items():
-        values[layers.index(layer), steps.index(step)] = value
+        values[row[layer], column[step]] = value
     return Map(name=name, layers=layers, steps=steps, values=values)
 
 

@@ -131,9 +131,8 @@ def of_telemetry(runs: Sequence[Run], chosen: str) -> dict[str, Any] | None:
     telemetry.
     """
     rows = {place: read_rows(run.path / FILE) for place, run in enumerate(runs)}
-    found = {
-        figure: {place: maps(rows[place], figure) for place in rows if rows[place]} for figure in (chosen, *LABELS)
-    }
+    figures = dict.fromkeys((chosen, *LABELS))
+    found = {figure: {place: maps(rows[place], figure) for place in rows if rows[place]} for figure in figures}
     found = {figure: of_runs for figure, of_runs in found.items() if any(of_runs.values())}
     if not found:
         return None
