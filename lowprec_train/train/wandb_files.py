@@ -6,12 +6,14 @@ A file is a log in LevelDB's format: 7 bytes of header, then blocks of 32 KiB of
 
 whose payloads, joined, are W&B's own protobuf records. A chunk does not cross a block; fewer than 7 bytes at a block's
 end are padding. W&B writes through a buffer, so the file of a killed launch ends early and maybe within a record: what
-is whole before that counts.
+is whole before that counts, and `mend` leaves nothing else, for `wandb sync` stops at such an end and never gets to the
+files of later launches.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +41,7 @@ def history(file: Path) -> list[dict[str, Any]]:
 
     schema: Any = wandb_internal_pb2
     points = []
-    for payload in payloads(file.read_bytes()):
+    for payload, _ in records(file.read_bytes()):
         record = schema.Record.FromString(payload)
         if record.WhichOneof("record_type") == "history":
             items = record.history.item
@@ -53,8 +55,18 @@ def last_step(run: Path, identity: str) -> int:
     return max(steps, default=0)
 
 
-def payloads(log: bytes) -> Iterator[bytes]:
-    """The whole records of a log."""
+def mend(file: Path) -> None:
+    """Cut a file of a launch that has ended after its last whole record; without any it is out of W&B's sight."""
+    log = file.read_bytes()
+    end = max((end for _, end in records(log)), default=0)
+    if not end:
+        file.rename(file.with_name(f"{file.name}.empty"))
+    elif end < len(log):
+        os.truncate(file, end)
+
+
+def records(log: bytes) -> Iterator[tuple[bytes, int]]:
+    """The whole records of a log, each with the position of its end."""
     position, parts = FILE_HEADER, b""
     while position + CHUNK_HEADER.size <= len(log):
         left = BLOCK - position % BLOCK
@@ -69,4 +81,4 @@ def payloads(log: bytes) -> Iterator[bytes]:
         position += length
         parts = chunk if kind in (WHOLE, FIRST) else parts + chunk
         if kind in (WHOLE, LAST):
-            yield parts
+            yield parts, position

@@ -7,7 +7,7 @@
 So a launch asks for the last step that W&B has, the server online, the files on disk offline. Steps up to it are left
 out, as W&B itself does: runs resume bit-exactly, and only times differ between the two attempts. Steps between it and
 the checkpoint are filled in from metrics.jsonl. Every step is there once, in order, also when the directories of
-several launches are synced later.
+several launches are synced later: what a kill has torn is mended before.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class WandbSink:
         except ImportError as error:
             raise missing("wandb", error) from error
         identity = run.remembered.get(REMEMBERED) or _left_behind(run.directory)
+        for file in wandb_files.files(run.directory):
+            wandb_files.mend(file)
         try:
             self._run: Any = wandb.init(
                 project=project,

@@ -63,17 +63,20 @@ def interrupted(tmp_path_factory):
 def records(file, kind):
     from wandb.proto import wandb_internal_pb2 as schema
 
-    read = [schema.Record.FromString(payload) for payload in wandb_files.payloads(file.read_bytes())]
+    read = [schema.Record.FromString(payload) for payload, _ in wandb_files.records(file.read_bytes())]
     return [getattr(record, kind) for record in read if record.WhichOneof("record_type") == kind]
 
 
 def test_one_run_id_and_every_step_once_in_order(interrupted):
-    """What the kill took from W&B's buffer is filled in, what was taken twice is there once."""
+    """What the kill took from W&B's buffer is filled in, what was taken twice is there once; the file of the killed
+    launch, at which `wandb sync` would stop, is out of its way."""
     run, identity = interrupted
     launches = wandb_files.files(run)
-    assert len(launches) == 4 and {wandb_files.run_id(file) for file in launches} == {identity}
-    lengths = [len(wandb_files.history(file)) for file in launches]
-    assert lengths == [0, 8, 2, 2]
+    assert [file.name for file in run.glob("wandb/offline-*/*.wandb*") if file not in launches] == [
+        f"run-{identity}.wandb.empty"
+    ]
+    assert {wandb_files.run_id(file) for file in launches} == {identity}
+    assert [len(wandb_files.history(file)) for file in launches] == [8, 2, 2]
     points = [point for file in launches for point in wandb_files.history(file)]
     assert [point["_step"] for point in points] == list(range(1, 13))
     assert [point["train/loss"] for point in points] == [step / 3 for step in range(1, 13)]
@@ -82,7 +85,7 @@ def test_one_run_id_and_every_step_once_in_order(interrupted):
 
 def test_what_makes_runs_comparable_is_there(interrupted):
     run, identity = interrupted
-    for file in wandb_files.files(run)[1:]:
+    for file in wandb_files.files(run):
         (about,) = {(r.run_id, r.run_group, r.job_type, r.display_name) for r in records(file, "run")}
         assert about == (identity, "c-1", "fp4", "r")
         config = {u.key: json.loads(u.value_json) for r in records(file, "run") for u in r.config.update}
@@ -94,15 +97,21 @@ def test_what_makes_runs_comparable_is_there(interrupted):
         assert (file.parent / "files" / "recipe.json").read_text() == '{"head": {}}'
 
 
-def test_a_torn_file_is_read_up_to_the_tear(interrupted, tmp_path):
+def test_a_torn_file_counts_up_to_the_tear_and_is_mended(interrupted, tmp_path):
     run, _ = interrupted
-    whole = wandb_files.files(run)[1].read_bytes()
-    lengths = []
-    for end in range(0, len(whole), 97):
-        torn = tmp_path / "torn.wandb"
+    whole = wandb_files.files(run)[0].read_bytes()
+    torn, lengths = tmp_path / "run-x.wandb", []
+    for end in range(8, len(whole) + 1, 97):
         torn.write_bytes(whole[:end])
         lengths.append(len(wandb_files.history(torn)))
+        wandb_files.mend(torn)
+        mended = torn.read_bytes() if torn.exists() else b""
+        ends = [position for _, position in wandb_files.records(whole) if position <= end]
+        assert mended == whole[: max(ends, default=0)]
     assert lengths == sorted(lengths) and {0, 8} <= set(lengths)
+    torn.write_bytes(whole)
+    wandb_files.mend(torn)
+    assert torn.read_bytes() == whole
 
 
 def test_a_record_may_cross_blocks():
@@ -117,7 +126,9 @@ def test_a_record_may_cross_blocks():
     log += chunk(2, long[:room]) + chunk(4, long[room:])
     second = 32768 - len(log) % 32768 - 7 - 3
     log += chunk(1, b"b" * second) + bytes(3) + chunk(1, b"c" * 5)
-    assert list(wandb_files.payloads(log)) == [b"a" * 10, long, b"b" * second, b"c" * 5]
+    read = list(wandb_files.records(log))
+    assert [payload for payload, _ in read] == [b"a" * 10, long, b"b" * second, b"c" * 5]
+    assert [end for _, end in read] == [24, 24 + 7 + room + 7 + 60000 - room, 65533, len(log)]
 
 
 class FakeRun:
