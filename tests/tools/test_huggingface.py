@@ -1,0 +1,222 @@
+"""Models exchanged with transformers: the same logits there, the same bits back, and what is refused."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lowprec_train.tools.cli import main
+from lowprec_train.tools.huggingface import families, shards
+from lowprec_train.tools.huggingface.shards import Slot
+from lowprec_train.train.weights import open_weights, weight_files
+from tests.tools.exchanged import MODELS, SIZES, STEP, drawn, logits_of, same, save_run
+
+CONFIG = {
+    "llama": {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_hidden_layers": 2},
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 8, "n_inner": 96, "n_positions": 48},
+}
+CONFIG["llama"] |= {"num_key_value_heads": 2, "max_position_embeddings": 48, "rms_norm_eps": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """name -> the run directory of a model of that name."""
+    root = tmp_path_factory.mktemp("runs")
+    for name, sizes in MODELS.items():
+        save_run(root / name, drawn(sizes), sizes, tokenizer=None)
+    return lambda name: root / name
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """model_type -> a directory as transformers saves a model of that type, in several files."""
+    root, classes = tmp_path_factory.mktemp("made"), {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel"}
+    for family, name in classes.items():
+        config = transformers.AutoConfig.for_model(family, vocab_size=96, **CONFIG[family])
+        model = getattr(transformers, name)(config)
+        torch.manual_seed(3)
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.1)
+        model.save_pretrained(root / family, max_shard_size="50KB")
+    return lambda family: root / family
+
+
+def call(*arguments):
+    assert main([*map(str, arguments)]) == 0
+
+
+def refused(capsys, *arguments):
+    """What a command says as it refuses."""
+    assert main([*map(str, arguments)]) == 2
+    return capsys.readouterr().err
+
+
+def tokens():
+    return torch.randint(0, SIZES["vocab_size"], (3, 40), generator=torch.Generator().manual_seed(5))
+
+
+def tensors(directory):
+    """All tensors of a directory of transformers."""
+    files = weight_files(directory)
+    return {name: tensor for file in set(files.values()) for name, tensor in load_file(file).items()}
+
+
+# --- the same numbers -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_in_transformers_are_ours(run, tmp_path, name):
+    """In FP32; measured 8e-6 and 3e-12 at most, of logits with a spread of 1.6."""
+    call("export-hf", run(name), "--out", tmp_path / "out", "--max-shard-size", "60KB")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert theirs.dtype == torch.float32
+    with torch.no_grad():
+        there = theirs(tokens()).logits
+    here = logits_of(open_weights(run(name)), tokens())
+    assert here.std() > 0.5
+    assert (here - there).abs().max() <= 1e-4
+    p, q = here.double().log_softmax(-1), there.double().log_softmax(-1)
+    assert (p.exp() * (p - q)).sum(-1).max() <= 1e-9
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_export_and_import_return_the_same_bits(run, tmp_path, name):
+    call("export-hf", run(name), "--out", tmp_path / "out")
+    call("import-hf", tmp_path / "out", "--out", tmp_path / "back", "--max-shard-size", "60KB")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
+    assert same(open_weights(run(name)), open_weights(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_import_and_export_return_the_same_bits(made, tmp_path, family, dtype):
+    source = tmp_path / "source"
+    transformers.AutoModelForCausalLM.from_pretrained(made(family), dtype=dtype).save_pretrained(source)
+    call("import-hf", source, "--out", tmp_path / "in")
+    call("export-hf", tmp_path / "in", "--out", tmp_path / "out")
+    before, after = tensors(source), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) and after[name].dtype == dtype for name in before)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict()
+    unset = {"bos_token_id", "eos_token_id", "resid_pdrop", "embd_pdrop", "attn_pdrop", "_name_or_path"}
+    differing = {k for k, v in transformers.AutoConfig.from_pretrained(source).to_dict().items() if config.get(k) != v}
+    assert differing <= unset
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_an_imported_model_computes_what_it_did(made, tmp_path, family):
+    call("import-hf", made(family), "--out", tmp_path / "in")
+    with torch.no_grad():
+        there = transformers.AutoModelForCausalLM.from_pretrained(made(family)).eval()(tokens()).logits
+    assert (logits_of(open_weights(tmp_path / "in"), tokens()) - there).abs().max() <= 1e-4
+
+
+def test_bf16_is_the_checkpoint_rounded_once(run, tmp_path):
+    call("export-hf", run("llama"), "--out", tmp_path / "fp32")
+    call("export-hf", run("llama"), "--out", tmp_path / "bf16", "--dtype", "bf16")
+    whole, rounded = tensors(tmp_path / "fp32"), tensors(tmp_path / "bf16")
+    assert all(torch.equal(whole[name].bfloat16(), rounded[name]) for name in whole)
+    assert json.loads((tmp_path / "bf16" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_files_of_a_bare_gpt2_as_they_were_first_published(made, tmp_path):
+    """Names without `transformer.`, a causal mask among the weights, no index."""
+    source = tmp_path / "source"
+    source.mkdir()
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors(made("gpt2")).items()}
+    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 48, 48)}, source / "model.safetensors")
+    (source / "config.json").write_text((made("gpt2") / "config.json").read_text())
+    call("import-hf", source, "--out", tmp_path / "in")
+    call("import-hf", made("gpt2"), "--out", tmp_path / "whole")
+    assert same(open_weights(tmp_path / "in"), open_weights(tmp_path / "whole"))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_as_large_as_asked_and_indexed(run, tmp_path):
+    call("export-hf", run("gpt"), "--out", tmp_path / "out", "--max-shard-size", "0.06MB")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "out").values())
+    for file in files:
+        held = load_file(file)
+        assert sum(tensor.nbytes for tensor in held.values()) <= 60_000 or len(held) == 1
+        assert set(held) == {name for name, where in index["weight_map"].items() if where == file.name}
+
+
+def test_a_plan_keeps_order_and_gives_a_large_tensor_a_file():
+    slots = [Slot(name=str(n), shape=torch.Size([n]), dtype=torch.int8) for n in (3, 4, 3, 20, 1, 9)]
+    assert [[slot.name for slot in file] for file in shards.plan(slots, 10)] == [["3", "4", "3"], ["20"], ["1", "9"]]
+    assert [shards.size(text) for text in ("2GB", "1.5mb", "70")] == [2_000_000_000, 1_500_000, 70]
+
+
+def test_nothing_is_left_of_an_export_that_fails(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "write", lambda *_: (_ for _ in ()).throw(OSError("no space left")))
+    assert main(["export-hf", str(run("gpt")), "--out", str(tmp_path / "new" / "out")]) == 2
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_step_is_chosen(run, tmp_path, capsys):
+    call("export-hf", run("gpt"), "--out", tmp_path / "out", "--step", STEP)
+    assert f"step {STEP}" in capsys.readouterr().out
+    assert "checkpoints there: [12]" in refused(capsys, "export-hf", run("gpt"), "--out", tmp_path / "b", "--step", 3)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "rope_scaling": ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "factor"),
+    "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "llama3"),
+    "hidden_act": ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    "head_dim": ("llama", {"head_dim": 16}, "head_dim = 16"),
+    "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+    "model_type": ("llama", {"model_type": "mixtral"}, "model_type = 'mixtral', and only llama or gpt2"),
+    "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "layers": ("llama", {"num_hidden_layers": 1}, "has more than the model that config.json describes: model.layers.1"),
+    "more layers": ("llama", {"num_hidden_layers": 3}, "has no model.layers.2"),
+    "shape": ("llama", {"intermediate_size": 128}, "mlp.up_proj.weight make a tensor (192, 64)"),
+    "heads": ("llama", {"num_attention_heads": 5, "head_dim": None}, "heads must divide dim"),
+    "missing": ("llama", {"hidden_size": None}, "hidden_size"),
+    "activation": ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
+    "scaling": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_compute_otherwise_is_refused(made, tmp_path, capsys, case):
+    family, change, says = REFUSED[case]
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in made(family).iterdir():
+        (source / file.name).symlink_to(file)
+    config = {**json.loads((source / "config.json").read_text()), **change}
+    (source / "config.json").unlink()
+    (source / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    assert says in refused(capsys, "import-hf", source, "--out", tmp_path / "in")
+    assert not (tmp_path / "in").exists()
+
+
+def test_other_bad_input_is_told_in_one_line(run, made, tmp_path, capsys):
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "file").touch()
+    for arguments, says in (
+        (("export-hf", run("gpt"), "--out", tmp_path / "used"), "exists; choose another directory"),
+        (("export-hf", tmp_path, "--out", tmp_path / "a"), "is neither a run"),
+        (("export-hf", run("gpt"), "--out", tmp_path / "a", "--max-shard-size", "much"), "'much' is not a size"),
+        (("import-hf", tmp_path, "--out", tmp_path / "a"), "is not a directory of transformers"),
+    ):
+        said = refused(capsys, *arguments)
+        assert says in said and said.count("\n") == 1
+
+
+def test_models_without_a_form_there_are_refused():
+    for change, says in (({"activation": "gelu"}, "llama has no activation=gelu"), ({"norm": "layernorm"}, "gpt2 has")):
+        mixed = MODELS["llama"].__class__(**{**vars(MODELS["llama"]), **change})
+        with pytest.raises(ValueError, match=says):
+            families.family_of(mixed)

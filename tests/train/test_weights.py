@@ -1,0 +1,196 @@
+"""Weights of runs and of imported models: what is read, at which layout, and a run that begins with them."""
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from safetensors.torch import save_file
+
+from lowprec_train.config import model_of
+from lowprec_train.tools.cli import main
+from lowprec_train.train import build, describe
+from lowprec_train.train.distribute import Distribution
+from lowprec_train.train.weights import check_sizes, fill_from, open_weights
+from tests.parallel.runs import MICRO, SEQ, TINY, VOCAB, Walks
+from tests.recipes import composed
+from tests.tools.exchanged import MODELS, STEP, drawn, same, save_run, transformer
+from tests.train import weights_ranks
+from tests.train.standins import Corpus
+
+ROOT, CPU = Path(__file__).parents[2], torch.device("cpu")
+GROUPED = ("model=llama_tiny", "model.kv_heads=2")
+
+
+@pytest.fixture
+def gpt(tmp_path):
+    return save_run(tmp_path / "gpt", drawn(MODELS["gpt"]), MODELS["gpt"])
+
+
+def save_imported(path, model, sizes, dtype):
+    path.mkdir()
+    OmegaConf.save(OmegaConf.create(asdict(sizes)), path / "model.yaml")
+    tensors = {k: v.detach().to(dtype if v.ndim > 1 else v.dtype) for k, v in model.named_parameters()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_read_tensor_by_tensor(gpt):
+    weights, wanted = open_weights(gpt), dict(drawn(MODELS["gpt"]).named_parameters())
+    assert weights.names() == list(wanted)
+    for name, parameter in wanted.items():
+        assert torch.equal(weights.read(name), parameter) and weights.shape(name) == parameter.shape
+        assert weights.dtype(name) == torch.float32
+    assert weights.source == f"{gpt}, step {STEP}"
+    assert same(weights, open_weights(gpt, STEP)) and same(weights, open_weights(gpt / "checkpoints" / f"step-{STEP}"))
+
+
+def test_an_imported_directory_keeps_its_dtypes(tmp_path):
+    model, sizes = drawn(MODELS["llama"]), MODELS["llama"]
+    weights = open_weights(save_imported(tmp_path / "in", model, sizes, torch.bfloat16))
+    assert asdict(weights.model) == asdict(sizes) and weights.source == str(tmp_path / "in")
+    for name, parameter in model.named_parameters():
+        assert weights.dtype(name) == (torch.bfloat16 if parameter.ndim > 1 else torch.float32)
+        assert torch.equal(weights.read(name), parameter.to(weights.dtype(name)))
+
+
+def test_a_model_is_filled_from_either(gpt, tmp_path):
+    wanted = drawn(MODELS["gpt"])
+    for path in (gpt, save_imported(tmp_path / "in", wanted, MODELS["gpt"], torch.float32)):
+        filled = transformer(MODELS["gpt"])
+        filled.init_weights(0, fill_from(open_weights(path)))
+        assert all(map(torch.equal, filled.parameters(), wanted.parameters()))
+
+
+def test_what_cannot_be_read_is_refused(gpt, tmp_path):
+    def refused(says, path, step=None):
+        with pytest.raises(ValueError, match=says):
+            open_weights(path, step)
+
+    refused("is neither a run", tmp_path)
+    refused(r"step-3 is incomplete .* checkpoints there: \[12\]", gpt, 3)
+    imported = save_imported(tmp_path / "in", drawn(MODELS["gpt"]), MODELS["llama"], torch.float32)
+    refused("(?s)is not of the model that it describes.*blocks.0.mlp.gate_up.weight: missing", imported)
+    refused("is not a run directory", imported, 3)
+    (imported / "model.safetensors").write_bytes(b"\0" * 100)
+    refused("has no readable weights", imported)
+    (imported / "model.yaml").write_text("dim: wide\n")
+    refused("does not describe a model", imported)
+    data = next((gpt / "checkpoints" / f"step-{STEP}").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    refused("is incomplete: .*distcp has", gpt)
+    (gpt / "checkpoints" / "latest").unlink()
+    refused("has no checkpoint yet", gpt)
+
+
+def test_all_sizes_that_differ_are_named_at_once(gpt):
+    weights, gpt_sizes = open_weights(gpt), MODELS["gpt"]
+    check_sizes(replace(gpt_sizes, name="other", recompute="full"), weights)
+    with pytest.raises(ValueError, match=r"(?s)model.ffn: weights 96, run 128\n  model.tied: weights True, run False"):
+        check_sizes(replace(gpt_sizes, ffn=128, tied=False), weights)
+    with pytest.raises(ValueError, match="model.max_seq_len: weights 48, run 64"):
+        check_sizes(replace(gpt_sizes, max_seq_len=64), weights)
+
+
+def test_rotary_positions_may_reach_further(tmp_path):
+    path = save_run(tmp_path / "llama", drawn(MODELS["llama"]), MODELS["llama"])
+    check_sizes(replace(MODELS["llama"], max_seq_len=4096), open_weights(path))
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def test_four_processes_begin_with_weights_and_what_they_save_is_exported(tmp_path):
+    """dp 2 x tp 2, BF16 masters: the checkpoint, its export and an import of that have the whole tensors."""
+    sizes = composed(*weights_ranks.MODEL).model
+    start = save_imported(tmp_path / "start", drawn(sizes), sizes, torch.bfloat16)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, weights_ranks.__file__, str(start), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    truth, first = torch.load(tmp_path / "truth.pt"), open_weights(start)
+    assert all(torch.equal(truth["before"][name].float(), first.read(name).float()) for name in first.names())
+
+    saved = open_weights(tmp_path / "run")
+    moved = [name for name in saved.names() if not torch.equal(saved.read(name).float(), first.read(name).float())]
+    assert set(moved) >= {"blocks.0.attention.qkv.weight", "blocks.1.mlp.gate_up.weight", "norm.weight"}
+    assert {saved.dtype(name) for name in saved.names()} == {torch.bfloat16, torch.float32}
+    assert main(["export-hf", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--tokenizer", "none"]) == 0
+    assert main(["import-hf", str(tmp_path / "out"), "--out", str(tmp_path / "back")]) == 0
+    back = open_weights(tmp_path / "back")
+    for name, tensor in truth["after"].items():
+        assert torch.equal(saved.read(name), tensor)
+        assert torch.equal(back.read(name), tensor.float())
+
+
+# --- a run that begins with weights -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def learnt(tmp_path_factory):
+    """A small LLaMA that has learnt a little of `Walks`, exported to transformers and imported again."""
+    root = tmp_path_factory.mktemp("learnt")
+    trainer = trainer_of("+recipe=bf16", *GROUPED, "steps=20", "optim.lr=6e-3")
+    for _ in range(20):
+        trainer.step()
+    save_run(root / "run", trainer.model, composed(*TINY, *GROUPED).model)
+    assert main(["export-hf", str(root / "run"), "--out", str(root / "there")]) == 0
+    assert main(["import-hf", str(root / "there"), "--out", str(root / "in")]) == 0
+    return root
+
+
+def trainer_of(*overrides, first=None):
+    run = composed(*overrides, *(each for each in TINY if first is None or not each.startswith("model")))
+    run.tokens_per_step = 4 * MICRO * SEQ
+    laid_out = build.layout(run)
+    linears = [describe.effective(laid_out.model, phase.recipes, CPU) for phase in laid_out.phases]
+    text = Corpus(Walks(), Walks())
+    return build.trainer(run, laid_out, linears, text, Distribution(), CPU, compiled=False, first=first)
+
+
+def loss_of_first_step(logits_of):
+    batch = Walks().batch(0, 0, 4 * MICRO, 4 * MICRO)
+    targets = torch.cat([Walks().batch(0, at, MICRO, 4 * MICRO).targets for at in range(0, 4 * MICRO, MICRO)])
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(logits_of(batch.tokens).flatten(0, 1), targets.flatten()).item()
+
+
+@pytest.mark.parametrize(("recipe", "within"), [("bf16", 0.005), ("fp4", 0.1)])
+def test_pretraining_goes_on_from_an_imported_model(learnt, recipe, within):
+    """The first loss is that of transformers on the same tokens, but for what is rounded; unlearnt weights have 4.2."""
+    import transformers
+
+    there = transformers.AutoModelForCausalLM.from_pretrained(learnt / "there").eval()
+    wanted = loss_of_first_step(lambda tokens: there(tokens).logits)
+    overrides = (f"+recipe={recipe}", f"weights={learnt / 'in'}", "model=from/weights")
+    run = composed(*overrides, *TINY[3:])
+    trainer = trainer_of(*overrides, first=build.first_weights(run, learnt / "none"))
+    begun = float(trainer.step()["train/loss"])
+    assert begun == pytest.approx(wanted, abs=within)
+    assert wanted < 3.2 < math.log(VOCAB)
+
+
+def test_a_run_with_a_checkpoint_needs_its_first_weights_no_more(learnt):
+    """A run that was killed before its first checkpoint begins with them again; afterwards they may be gone."""
+    run = composed("weights=gone/away")
+    assert build.first_weights(run, learnt / "run") is None
+    with pytest.raises(ValueError, match="gone/away is neither a run"):
+        build.first_weights(run, learnt / "none")
+    assert build.first_weights(composed(), learnt / "none") is None
+
+
+def test_sizes_are_taken_from_weights(learnt):
+    wanted = model_of(learnt / "run")
+    for path in (learnt / "run", learnt / "run" / "checkpoints" / f"step-{STEP}", learnt / "in"):
+        found = composed(f"weights={path}", "model=from/weights", "data.seq_len=64").model
+        assert asdict(found) | {"name": ""} == asdict(wanted) | {"name": ""}
+    with pytest.raises(Exception, match="takes its sizes from weights=..., which is null"):
+        composed("model=from/weights")
