@@ -15,33 +15,37 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from lowprec_train.data.tokenising import Counts
 
 _LINE_SECONDS = 10.0
+Clock = Callable[[], float]  # seconds
 
 
 @contextmanager
-def shown(size: int, console: Console | None = None) -> Iterator[Callable[[Counts], None]]:
+def shown(
+    size: int, console: Console | None = None, clock: Clock = time.monotonic
+) -> Iterator[Callable[[Counts], None]]:
     """A function that shows counts as they come; `size`: stored bytes of the whole input."""
     console = console or Console(soft_wrap=True)
     if console.is_terminal:
         with _bar(console) as bar:
             task = bar.add_task("tokenising", total=size, numbers="")
-            pace = Pace()
+            pace = _Pace(clock)
             yield lambda counts: bar.update(task, completed=counts.read, numbers=pace.of(counts))
     else:
-        lines = _Lines(size, console)
+        lines = _Lines(size, console, clock)
         yield lines.report
 
 
-class Pace:
+class _Pace:
     """Rates since the first counts that it saw: an earlier call's work is not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._first: Counts | None = None
 
     def of(self, counts: Counts) -> str:
         """Documents and tokens so far, MB of text and tokens a second."""
         if self._first is None:
-            self._first, self._began = counts, time.monotonic()
-        seconds = max(time.monotonic() - self._began, 1e-3)
+            self._first, self._began = counts, self._clock()
+        seconds = max(self._clock() - self._began, 1e-3)
         megabytes = (counts.text_bytes - self._first.text_bytes) / 1e6 / seconds
         tokens = (counts.tokens - self._first.tokens) / seconds
         return (
@@ -50,14 +54,14 @@ class Pace:
 
 
 class _Lines:
-    def __init__(self, size: int, console: Console) -> None:
-        self._size, self._console, self._pace = size, console, Pace()
-        self._next = time.monotonic() + _LINE_SECONDS
+    def __init__(self, size: int, console: Console, clock: Clock) -> None:
+        self._size, self._console, self._clock, self._pace = size, console, clock, _Pace(clock)
+        self._next = clock() + _LINE_SECONDS
 
     def report(self, counts: Counts) -> None:
         numbers = self._pace.of(counts)
-        if time.monotonic() >= self._next:
-            self._next = time.monotonic() + _LINE_SECONDS
+        if self._clock() >= self._next:
+            self._next = self._clock() + _LINE_SECONDS
             percent = 100 * counts.read / max(1, self._size)
             self._console.print(f"{percent:3.0f} %  {numbers}", highlight=False)
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,18 +96,6 @@ def test_each_document_and_its_end(root, tmp_path):
     assert [each["sha256"] for each in manifest.inputs] == [sha256(root / "text" / f"{n}.jsonl") for n in "ab"]
 
 
-def test_megatron_reads_the_same(root):
-    megatron = pytest.importorskip("megatron.core.datasets.indexed_dataset")
-    prefix = root / "once" / "all"
-    theirs, ours = megatron.IndexedDataset(str(prefix)), IndexedDataset(prefix)
-    assert len(theirs) == len(ours) == Manifest.read(prefix).documents
-    np.testing.assert_array_equal(theirs.sequence_lengths, ours.lengths)
-    np.testing.assert_array_equal(theirs.document_indices, ours.documents)
-    for number in (0, 7, len(ours) - 1):
-        np.testing.assert_array_equal(theirs[number], ours[number])
-        assert theirs[number][-1] == 1
-
-
 @pytest.mark.parametrize("chunk", [1, 777, 1 << 20])
 def test_chunks_do_not_matter(root, place, chunk):
     prepare(job(root, chunk=chunk), place)
@@ -137,7 +126,7 @@ def test_killed_outright_with_two_workers(root):
 
 def test_killed_again_and_again(root, place, monkeypatch):
     """Every launch dies five chunks on; a third of the chunks is committed, so work is lost and done again."""
-    monkeypatch.setattr(tokenising.time, "monotonic", itertools.count(step=0.4).__next__)
+    monkeypatch.setattr(tokenising, "time", SimpleNamespace(monotonic=itertools.count(step=0.4).__next__))
     launches = [0]
 
     def report(counts) -> None:

@@ -1,0 +1,157 @@
+"""`lowprec train-tokenizer`, `prepare-data` and `inspect-data` from the command line, and a run on what they made."""
+
+import io
+import json
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from lowprec_train import main
+from lowprec_train.data import tokenising
+from lowprec_train.data.indexed import IndexedWriter
+from lowprec_train.data.tokenising import Counts
+from lowprec_train.tools import cli, preparation_progress
+
+SMALL = ("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "data.seq_len=64")
+SMALL += ("micro_batch=2", "tokens_per_step=256", "steps=3", "eval_batches=1")
+
+
+def lowprec(*arguments) -> int:
+    return cli.main([*map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """400 documents, document i beginning with its number; one is empty."""
+    draw = random.Random(1)
+    words = ["".join(draw.choices("aeiounst", k=draw.randint(1, 8))) for _ in range(100)]
+    texts = [f"number {i}: " + " ".join(draw.choices(words, k=draw.randint(5, 60))) for i in range(400)] + [""]
+    path = tmp_path_factory.mktemp("text") / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prefix(text) -> Path:
+    model = text.parent / "tokenizer.model"
+    assert lowprec("train-tokenizer", text, "--vocab-size", 384, "--out", model) == 0
+    made = text.parent / "data" / "all"
+    assert lowprec("prepare-data", text, "--tokenizer", model, "--out", made, "--workers", 0) == 0
+    return made
+
+
+def test_a_run_on_prepared_data(prefix, tmp_path, monkeypatch, capfd):
+    """Nothing but the prefix is said of the data; run.json says which tokenizer it has."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["train.py", *SMALL, "model.vocab_size=384", "data=indexed", f"data.train={prefix}", "name=on"]
+    )
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    assert not end.value.code, capfd.readouterr()
+    facts = json.loads(Path("runs/on/run.json").read_text())
+    assert facts["tokenizer"] == str(prefix.parent / "tokenizer.model")
+    assert len(Path("runs/on/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_what_is_said_of_it(prefix, capsys):
+    assert lowprec("inspect-data", prefix, "--samples", 2, "--characters", 9) == 0
+    out = capsys.readouterr().out
+    assert f"{prefix}: 400 documents, 400 sequences, " in out and "left out: 1 empty, 0 bad" in out
+    assert "tokenizer.model, 384 pieces, end of document 1" in out and "from: text.jsonl" in out
+    assert "document 0, " in out and "tokens: 'number 0:' ..." in out and "tokens: 'number 20' ..." in out
+    assert lowprec("inspect-data", prefix, "--document", 7, "--document", 399, "--characters", 12) == 0
+    out = capsys.readouterr().out
+    assert "tokens: 'number 7: " in out and "tokens: 'number 399: ' ..." in out and "document 0" not in out
+    assert lowprec("inspect-data", prefix, "--document", 400) == 2
+    assert "document 400: there are 400, counted from 0" in capsys.readouterr().err
+
+
+def test_data_of_others(tmp_path, prefix, capsys):
+    """Ids without a tokenizer, lengths over sequences of a document, and text with a tokenizer that is named."""
+    with IndexedWriter(tmp_path / "theirs", np.int32) as writer:
+        writer.document([5, 6, 7], [8])
+        writer.document([9, 1])
+    assert lowprec("inspect-data", tmp_path / "theirs") == 0
+    out = capsys.readouterr().out
+    assert "2 documents, 3 sequences, 6 tokens as int32" in out and "document 0, 4 tokens: [5, 6, 7, 8]" in out
+    assert "2 at least, 2 at 10 %, 3 at the median, 4 at 90 %, 4 at most, 3.0 on average" in out
+    model = prefix.parent / "tokenizer.model"
+    assert lowprec("inspect-data", tmp_path / "theirs", "--tokenizer", model, "--check") == 1
+    assert "\n1 documents do not end with the end-of-document token 1\n" in capsys.readouterr().out
+
+
+def test_check(prefix, tmp_path, capsys):
+    assert lowprec("inspect-data", prefix, "--check") == 0
+    assert "checked: " in capsys.readouterr().out
+    for path in prefix.parent.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    content = bytearray((tmp_path / "all.bin").read_bytes())
+    content[-2:] = (400).to_bytes(2, "little")
+    (tmp_path / "all.bin").write_bytes(content)
+    assert lowprec("inspect-data", tmp_path / "all", "--check") == 1
+    out = capsys.readouterr().out
+    assert (
+        "\nall.bin is not the file that the manifest tells of\ntoken 400 is outside the vocabulary of 384\n1 doc" in out
+    )
+
+
+def test_again_and_interrupted(text, prefix, tmp_path, capsys, monkeypatch):
+    command = ["prepare-data", text, "--tokenizer", prefix.parent, "--workers", 0, "--out"]
+    before = {path.name: path.stat().st_mtime_ns for path in prefix.parent.iterdir()}
+    assert lowprec(*command, prefix) == 0
+    assert {path.name: path.stat().st_mtime_ns for path in prefix.parent.iterdir()} == before
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenising, "_encode", lambda chunk: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert lowprec(*command, tmp_path / "new") == 130
+    assert "interrupted; the same command goes on" in capsys.readouterr().out
+    assert lowprec(*command, tmp_path / "new") == 0
+    for ending in ("bin", "idx"):
+        assert (tmp_path / f"new.{ending}").read_bytes() == prefix.with_suffix(f".{ending}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("prepare-data {text} --tokenizer none --out {here}/all", "none: no such tokenizer"),
+        ("prepare-data {text} --tokenizer {model} --out {here}", "is a directory; name the dataset in it, as"),
+        ("prepare-data absent.txt --tokenizer {model} --out {here}/all", "absent.txt: no such file or directory"),
+        (
+            "prepare-data {text} --tokenizer {model} --field body --out {here}/all",
+            "no text in field 'body'; the record",
+        ),
+        ("prepare-data {text} --tokenizer {model} --workers -2 --out {here}/all", "workers -2 must not be negative"),
+        ("train-tokenizer {text} --vocab-size 384 --out {model}", "tokenizer.model exists; choose another name"),
+        (
+            "train-tokenizer {text} --vocab-size 99999 --out {here}/m",
+            "no tokenizer of 99999 pieces can be learnt from it",
+        ),
+        ("inspect-data {here}/none", "none.idx: no such file"),
+    ],
+)
+def test_mistakes(text, prefix, tmp_path, capsys, command, message):
+    filled = command.format(text=text, model=prefix.parent / "tokenizer.model", here=tmp_path)
+    assert lowprec(*filled.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_progress():
+    """A bar on a terminal; else a line every ten seconds, with the rates of this call."""
+    seconds = 0
+    plain, bar = (Console(record=True, width=200, force_terminal=kind, file=io.StringIO()) for kind in (False, True))
+    with preparation_progress.shown(1000, plain, lambda: seconds) as report:
+        for seconds in range(0, 30, 4):
+            report(
+                Counts(read=500, documents=100 + seconds, tokens=10**8 + seconds * 10**6, text_bytes=seconds * 10**7)
+            )
+    assert plain.export_text().splitlines() == [
+        " 50 %  112 documents  112,000,000 tokens  10.0 MB/s  1.00 Mtok/s",
+        " 50 %  124 documents  124,000,000 tokens  10.0 MB/s  1.00 Mtok/s",
+    ]
+    with preparation_progress.shown(1000, bar, lambda: seconds) as report:
+        report(Counts(read=500, documents=100))
+    assert "tokenising" in (shown := bar.export_text()) and "0.5/1.0 kB" in shown and "100 documents" in shown
