@@ -52,14 +52,14 @@ def nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(probability_V).scatter(-1, words_V, ordered_V.where(likelier_V < top_p, 0.0))
 
 
-def check_length(model: Transformer, prompt: int, max_tokens: int) -> None:
+def check_length(prompt: int, max_tokens: int, max_seq_len: int) -> None:
     """Raises ValueError for an empty prompt and for one that leaves too little of the model's length."""
     if prompt < 1 or max_tokens < 1:
         raise ValueError(f"a prompt of {prompt} tokens and {max_tokens} to generate: both must be at least 1")
-    if prompt + max_tokens > model.max_seq_len:
+    if prompt + max_tokens > max_seq_len:
         raise ValueError(
             f"a prompt of {prompt} tokens and {max_tokens} to generate are {prompt + max_tokens}; the model has "
-            f"positions for {model.max_seq_len}"
+            f"positions for {max_seq_len}"
         )
 
 
@@ -76,7 +76,7 @@ def generate(
 
     Raises ValueError before the first token, see `check_length`.
     """
-    check_length(model, len(prompt), max_tokens)
+    check_length(len(prompt), max_tokens, model.max_seq_len)
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(sampling.seed)
     cache = model.new_cache(batch=1, tokens=len(prompt) + max_tokens)

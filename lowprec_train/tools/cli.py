@@ -12,11 +12,23 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from lowprec_train import __version__
-from lowprec_train.tools import compare, export_hf, import_hf, inspect_data, prepare_data, train_tokenizer
+from lowprec_train.tools import compare, export_hf, generate, import_hf, inspect_data, prepare_data, train_tokenizer
 from lowprec_train.tools.bench import command as bench
 from lowprec_train.tools.estimate import command as estimate
+from lowprec_train.tools.evaluate import command as evaluate
 
-COMMANDS = (compare, bench, estimate, train_tokenizer, prepare_data, inspect_data, export_hf, import_hf)
+COMMANDS = (
+    compare,
+    bench,
+    estimate,
+    train_tokenizer,
+    prepare_data,
+    inspect_data,
+    export_hf,
+    import_hf,
+    evaluate,
+    generate,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

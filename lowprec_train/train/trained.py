@@ -47,6 +47,7 @@ class Trained:
         self.weights = open_weights(path, step)
         self.directory, _ = config.run_and_step(path)
         self.step = self.weights.step if isinstance(self.weights, RunWeights) else None
+        self._forward: dict[str, Phase] = {}
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
@@ -64,15 +65,9 @@ class Trained:
 
         Raises ValueError for an unknown recipe and for one whose tiles do not divide the model's sizes.
         """
-        model = self._laid_out(torch.bfloat16)
-        run = self._precision(recipe)
-        last = [each for each in build.phases(run, model) if each.first_step <= self._last_step(recipe)][-1]
-        phase = Phase(
-            first_step=0, recipes={name: forward_part(each) for name, each in last.recipes.items()}, keep=last.keep
-        )
-        checks.linears(model, phase.recipes, tokens=1)
-        checks.kept(model, phase.keep)
-        return phase
+        if recipe not in self._forward:
+            self._forward[recipe] = self._made(recipe)
+        return self._forward[recipe]
 
     def model(self, recipe: str, *, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Transformer:
         """The model on `device`, its residual stream and GEMMs in `dtype` where the recipe does not round.
@@ -88,6 +83,16 @@ class Trained:
         policy.assign(model, phase.recipes)
         apply_block_keep(model, phase.keep)
         return model.eval().requires_grad_(False)
+
+    def _made(self, recipe: str) -> Phase:
+        model, run = self._laid_out(torch.bfloat16), self._precision(recipe)
+        last = [each for each in build.phases(run, model) if each.first_step <= self._last_step(recipe)][-1]
+        phase = Phase(
+            first_step=0, recipes={name: forward_part(each) for name, each in last.recipes.items()}, keep=last.keep
+        )
+        checks.linears(model, phase.recipes, tokens=1)
+        checks.kept(model, phase.keep)
+        return phase
 
     def _laid_out(self, dtype: torch.dtype) -> Transformer:
         sizes = replace(self.weights.model, recompute="none")

@@ -1,0 +1,81 @@
+"""The results of an evaluation for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Rows = Sequence[Sequence[str]]
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """What was evaluated, a table of results, and what of a recipe is the same as another."""
+    step = "" if found["step"] is None else f", step {found['step']}"
+    parts = [f"{found['model']}{step}: {found['name']} on {found['device']}"]
+    parts += [_perplexity(found)] if "text" in found else []
+    parts += [_tasks(found)] if "tasks" in found else []
+    parts += [
+        f"{_label(found, asked)} computes in the forward pass what {_label(found, how)} does: computed once"
+        for asked, how in found["computed_as"].items()
+        if asked != how
+    ]
+    return "\n\n".join(parts)
+
+
+def _perplexity(found: Mapping[str, Any]) -> str:
+    about = found["text"]
+    size = "" if about["bytes"] is None else f", {about['bytes']:,} bytes"
+    lead = (
+        "each document's own first token is context only" if found["start"] is None else f"after token {found['start']}"
+    )
+    head = [
+        f"{about['data']}: {about['documents']:,} documents{size}",
+        f"{about['tokens']:,} tokens predicted in {about['windows']:,} windows of at most {found['seq_len']}, "
+        f"stride {found['stride']}; {lead}",
+    ]
+    rows = [["recipe", "nats/token", "perplexity", "bits/byte", "tokens/s"]]
+    for asked, each in about["results"].items():
+        bits = "-" if each["bits_per_byte"] is None else f"{each['bits_per_byte']:.5f}"
+        speed = f"{each['tokens_per_second']:,.0f}"
+        rows.append([_label(found, asked), f"{each['loss']:.5f}", f"{each['perplexity']:.4f}", bits, speed])
+    to = about["differences"]["to"]
+    lines = [
+        f"{_label(found, asked)} - {_label(found, to)}: {each['nats']:+.5f}{_error(each['standard_error'])} nats/token"
+        for asked, each in about["differences"]["of"].items()
+    ]
+    return "\n".join([*head, "", table(rows), *([""] if lines else []), *lines])
+
+
+def _error(standard_error: float | None) -> str:
+    return "" if standard_error is None else f" ± {standard_error:.5f}"
+
+
+def _tasks(found: Mapping[str, Any]) -> str:
+    rows = [["task", "metric", *(_label(found, asked) for asked in found["tasks"])]]
+    every = list(found["tasks"].values())
+    for task, values in every[0].items():
+        for key in (key for key in values if "," in key and "_stderr," not in key):
+            error = key.replace(",", "_stderr,", 1)
+            cells = [_value(each[task][key], each[task].get(error)) for each in every]
+            rows.append([task, key.removesuffix(",none"), *cells])
+    return table(rows)
+
+
+def _value(value: Any, error: Any) -> str:
+    shown = f"{value:.4f}" if isinstance(value, float) else str(value)
+    return f"{shown} ± {error:.4f}" if isinstance(error, float) else shown
+
+
+def _label(found: Mapping[str, Any], asked: str) -> str:
+    """`run (fp4)`, `bf16`."""
+    name = found["recipes"][asked]
+    return asked if name == asked else f"{asked} ({name})"
+
+
+def table(rows: Rows) -> str:
+    """Columns as wide as they must be, the first to the left."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if not i else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
+        for row in rows
+    ).rstrip()

@@ -1,0 +1,123 @@
+"""`lowprec generate`: what a trained model writes after a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+DESCRIPTION = """\
+Let a trained model continue a prompt, under the recipe that it trained with or any other. The prompt is read in one
+pass; each token after it costs one pass over one token, whatever came before. The text goes to stdout as it comes, its
+rate to stderr.
+"""
+EPILOG = """\
+The prompt begins a document: it stands after the end-of-document token, as in training (--start none: alone). The model
+stops when it closes the document, or at --max-tokens. The same seed gives the same text.
+
+exit status:
+  0  done
+  2  bad input: no checkpoint, no tokenizer, no such recipe, a prompt that is too long
+
+examples:
+  lowprec generate runs/fp4 --prompt "def main("
+  lowprec generate runs/fp4 --prompt "The" --recipe bf16 --temperature 0 --max-tokens 200
+"""
+
+
+def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `generate` to the command line."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="text that a trained model writes after a prompt",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "model", metavar="RUN", type=Path, help="run directory, a checkpoint of one, or what import-hf made"
+    )
+    parser.add_argument("--prompt", default="", help="text to continue (default: none, a new document)")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, help="at most (default: 128, or what the model has room for)"
+    )
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=0.8, help="0: the likeliest (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--top-p", metavar="P", type=float, default=0.95, help="mass of the nucleus (default: %(default)s)"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the choices (default: %(default)s)")
+    parser.add_argument(
+        "--recipe", metavar="NAME", default="run", help="to compute with: run, fp32, or a recipe (default: run)"
+    )
+    parser.add_argument("--step", metavar="N", type=int, help="checkpoint to take (default: the newest)")
+    parser.add_argument("--start", metavar="TOKEN", default="eod", help="before the prompt: eod, an id, or none")
+    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="default: that of the run's data")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the prompt and what follows it. Raises ValueError for bad input."""
+    from lowprec_train.model.generation import Sampling, check_length, generate
+    from lowprec_train.tools.evaluate import evaluation
+    from lowprec_train.train import checks
+    from lowprec_train.train.trained import Trained
+
+    sampling = Sampling(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
+    trained, device = Trained(arguments.model, arguments.step), checks.device(arguments.device)
+    tokenizer = evaluation.tokenizer_of(trained, arguments.tokenizer)
+    if tokenizer is None:
+        raise ValueError(f"no tokenizer is known for {arguments.model}: name it with --tokenizer")
+    sizes = trained.weights.model
+    start = evaluation.start_token(arguments.start, tokenizer, sizes.vocab_size)
+    prompt = ([] if start is None else [start]) + tokenizer.encode([arguments.prompt])[0]
+    room = arguments.max_tokens or min(128, sizes.max_seq_len - len(prompt))
+    check_length(len(prompt), room, sizes.max_seq_len)
+    model = evaluation.precision(trained, arguments.recipe).model(trained, device)
+    print(arguments.prompt, end="", flush=True)
+    clock = Clock()
+    tokens = generate(model, prompt, max_tokens=room, sampling=sampling, stop=tokenizer.eod)
+    for piece in pieces(clock.watch(tokens), tokenizer.decode):
+        print(piece, end="", flush=True)
+    print()
+    print(clock.told(len(prompt)), file=sys.stderr)
+    return 0
+
+
+def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
+    """Text as it becomes certain: a character whose bytes are not all there yet waits for them."""
+    ids: list[int] = []
+    told = ""
+    for token in tokens:
+        ids.append(token)
+        text = decode(ids)
+        if text.startswith(told) and not text.endswith("\ufffd"):
+            yield text[len(told) :]
+            told = text
+    yield decode(ids)[len(told) :]
+
+
+class Clock:
+    """When tokens came."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+
+    def watch(self, tokens: Iterable[int]) -> Iterator[int]:
+        """The tokens; remembers when."""
+        for token in tokens:
+            self.times.append(time.perf_counter())
+            yield token
+
+    def told(self, prompt: int) -> str:
+        """The time to the first token, and the rate after it."""
+        count = len(self.times) - 1
+        if not count:
+            return f"{prompt} tokens read; the model closes the document at once"
+        first, rest = self.times[1] - self.times[0], self.times[-1] - self.times[1]
+        rate = f", then {(count - 1) / rest:.1f} tokens/s" if count > 1 else ""
+        return f"{prompt} tokens read, the first of {count} after {first:.2f} s{rate}"
