@@ -3,41 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from lowprec_train import config
 from lowprec_train.model.generation import Sampling, generate
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train import build
-from lowprec_train.train.checkpoint import Checkpointer
-from lowprec_train.train.states import ModelState
 from lowprec_train.train.trained import Trained, trained_model
 from lowprec_train.train.trainer import EVALUATION_STEP
 from tests.recipes import composed, system
+from tests.saved import save
 
 CPU = torch.device("cpu")
 RECIPES = config.choices("recipe")
 TOKENS = torch.randint(0, 64, (16, 65), generator=torch.Generator().manual_seed(3))
-
-
-def save(directory: Path, run: config.RunConfig, model: torch.nn.Module, *steps: int) -> Path:
-    """What `Trained` reads of a run."""
-    directory.mkdir(exist_ok=True)
-    tree = OmegaConf.create(
-        {"steps": run.steps, **{k: dataclasses.asdict(getattr(run, k)) for k in ("model", "precision")}}
-    )
-    OmegaConf.save(tree, directory / "config.yaml")
-    (directory / "run.json").write_text(json.dumps({"recipe": run.precision.name, "tokenizer": None}))
-    saver = Checkpointer(directory / "checkpoints", interval=1, keep=9, asynchronous=False)
-    for step in steps:
-        saver.save({"model": ModelState(model)}, step)
-    return directory
 
 
 def loss(model: torch.nn.Module) -> torch.Tensor:
@@ -60,7 +42,7 @@ def test_the_forward_pass_is_that_of_training(tmp_path, recipe):
 
 def test_any_recipe_and_precision_of_the_same_weights(tmp_path):
     trained = system("fp4")
-    source = Trained(save(tmp_path / "run", trained.run, trained.model, 1))
+    source = Trained(save(tmp_path / "run", trained.run, trained.model, 1, recipe="fp4"))
     losses = {name: float(loss(source.model(name, device=CPU))) for name in ("run", "fp4", "bf16", "fp8")}
     assert losses["run"] == losses["fp4"] and len(set(losses.values())) == 3
     exact = float(loss(source.model("bf16", device=CPU, dtype=torch.float32)))

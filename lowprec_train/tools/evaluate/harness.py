@@ -10,6 +10,7 @@ Task files are YAML; they and the data that they name are local. Nothing is look
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ def run_tasks(answering: Answering, files: Sequence[Path], limit: int | None) ->
 
     Raises ValueError for a file that is absent or describes no task.
     """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells of every default that a task file relies on
     manager = TaskManager(include_defaults=False)
     for file in files:
         if not file.is_file():

@@ -1,0 +1,97 @@
+"""A small model with a tokenizer of its own and text to evaluate it on, raw and prepared; and the same text's losses by
+`transformers` alone, in the few lines that a user would write.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+
+from lowprec_train.data.indexed import IndexedWriter, token_dtype
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenizer import store
+from lowprec_train.train import build
+from tests.recipes import composed
+from tests.saved import save
+
+WORDS = [
+    "loss",
+    "scale",
+    "tile",
+    "token",
+    "block",
+    "codes",
+    "draws",
+    "layer",
+    "model",
+    "train",
+    "valid",
+    "epoch",
+    "batch",
+]
+TEXTS = [" ".join(WORDS[(i * k + i // 3) % 13] for i in range(4 + 31 * k % 150)) for k in range(14)]
+TEXTS += ["", "x", "naïve café, 数字 \U0001f9ea and\nlines\n\n", "tile " * 70]
+MODEL = ("model.layers=2", "model.vocab_size=384", "model.max_seq_len=64", "data.seq_len=32", "model.dim=64")
+MODEL += ("model.ffn=128", "model.heads=4", "model.kv_heads=2", "micro_batch=2", "tokens_per_step=64", "steps=4")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A run with recipe fp4, its tokenizer, and its text as .jsonl and as a prepared set."""
+
+    run: Path
+    tokenizer: SentencePieceTokenizer
+    raw: Path
+    prefix: Path
+
+
+def subject(root: Path) -> Subject:
+    """Made without training: weights are drawn, large enough for losses to differ from token to token."""
+    tokenizer = SentencePieceTokenizer.train(TEXTS, 384, "texts")
+    file = store(tokenizer, root)
+    raw, prefix = root / "texts.jsonl", root / "texts"
+    raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    with IndexedWriter(prefix, token_dtype(384)) as writer:
+        for ids in tokenizer.encode(TEXTS):
+            writer.document([*ids, tokenizer.eod])
+    run = composed("+recipe=fp4", *MODEL)
+    model = build.layout(run).model
+    build.weights(model, torch.device("cpu"), 0)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.empty(parameter.shape).normal_(0.0, 0.08, generator=generator))
+    return Subject(save(root / "run", run, model, 4, recipe="fp4", tokenizer=file), tokenizer, raw, prefix)
+
+
+def documents_of_bin(prefix: Path, eod: int) -> list[list[int]]:
+    """A prepared set read as what it is: numbers with an end-of-document token behind each document."""
+    ids = np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)
+    return [part.tolist() for part in np.split(ids, np.flatnonzero(ids == eod) + 1)[:-1]]
+
+
+@torch.no_grad()
+def perplexity_by_transformers(
+    exported: Path, documents: list[list[int]], length: int, stride: int
+) -> tuple[float, int]:
+    """(perplexity, tokens) in windows of `length` inputs; documents begin with their end-of-document token."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
+    nll, count = 0.0, 0
+    for ids in documents:
+        done = 0
+        for begin in range(0, len(ids) - 1, stride):
+            end = min(begin + length, len(ids) - 1)
+            logits = model(torch.tensor([ids[begin:end]])).logits[0]
+            labels = torch.tensor(ids[begin + 1 : end + 1])
+            labels[: done - begin] = -100
+            nll += F.cross_entropy(logits, labels, reduction="sum").item()
+            count, done = count + end - done, end
+            if end == len(ids) - 1:
+                break
+    return math.exp(nll / count), count

@@ -1,0 +1,203 @@
+"""lowprec evaluate: every token once, the numbers of an independent script, and what the recipes' difference is."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from lowprec_train.tools.cli import main
+from lowprec_train.tools.evaluate.perplexity import Cutting, Extent, Measured, difference, measure, score
+from lowprec_train.tools.evaluate.texts import Encoded, open_text
+from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length
+from lowprec_train.train.trained import Trained
+from tests.tools.evaluated import TEXTS, documents_of_bin, perplexity_by_transformers, subject
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return subject(tmp_path_factory.mktemp("evaluated"))
+
+
+@pytest.fixture(scope="module")
+def exported(made):
+    out = made.run.parent / "exported"
+    assert main(["export-hf", str(made.run), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def exact(made):
+    """The model, nothing rounded."""
+    return Trained(made.run).model("bf16", device=CPU, dtype=torch.float32)
+
+
+@pytest.fixture
+def evaluate(made, tmp_path, capsys):
+    """evaluate(options) -> (the JSON, what was printed)."""
+
+    def call(*options, model=made.run):
+        out = tmp_path / "out.json"
+        assert main(["evaluate", str(model), "--device", "cpu", "--out", str(out), *map(str, options)]) == 0
+        return json.loads(out.read_text()), capsys.readouterr().out
+
+    return call
+
+
+@pytest.fixture
+def refused(made, capsys):
+    """refused(options) -> the one line of the error."""
+
+    def call(*options, model=made.run):
+        assert main(["evaluate", str(model), "--device", "cpu", *map(str, options)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return call
+
+
+# --- windows ---
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 9, 16, 17, 40])
+@pytest.mark.parametrize(("seq_len", "stride"), [(8, 8), (8, 3), (8, 1), (1, 1), (64, 64)])
+def test_windows_predict_every_token_but_the_first_once(length, seq_len, stride):
+    predicted = []
+    for window in cut(np.arange(length), seq_len, stride):
+        assert 1 <= window.inputs <= seq_len and 1 <= window.scored <= window.inputs
+        counted = window.tokens[-window.scored :].tolist()
+        predicted += counted
+        context = counted[0] - window.tokens[0]
+        assert context >= min(counted[0], max(1, seq_len - stride))
+    assert predicted == list(range(1, length))
+
+
+def test_what_is_computed_together_has_equal_lengths_and_nothing_is_lost():
+    words = ["a", "bb", "c", "dd", "ee", "f", "g", "hhh"]
+    groups = list(of_equal_length(words, 2, len))
+    assert groups == [["a", "c"], ["bb", "dd"], ["f", "g"], ["ee"], ["hhh"]]
+
+
+# --- against transformers ---
+
+
+@pytest.mark.parametrize(("seq_len", "stride"), [(32, 32), (64, 20)])
+def test_perplexity_is_that_of_an_independent_script(made, exported, evaluate, seq_len, stride):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    raw = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
+    prepared = [ids[:-1] for ids in documents_of_bin(made.prefix, made.tokenizer.eod)]
+    assert raw == prepared  # by way of two tokenizers
+    documents = [[tokenizer.eos_token_id, *ids] for ids in raw]
+    expected, tokens = perplexity_by_transformers(exported, documents, seq_len, stride)
+    for data in (made.raw, made.prefix):
+        how = ("--seq-len", seq_len, "--stride", stride, "--recipe", "fp32")
+        text = evaluate("--data", data, *how)[0]["text"]
+        assert text["tokens"] == tokens == sum(map(len, raw))
+        assert text["results"]["fp32"]["perplexity"] == pytest.approx(expected, abs=1e-3)
+
+
+def test_without_a_start_the_first_token_is_context_only(made, exported, evaluate):
+    documents = [ids[:-1] for ids in documents_of_bin(made.prefix, made.tokenizer.eod)]
+    expected, tokens = perplexity_by_transformers(exported, documents, 32, 32)
+    found, out = evaluate("--data", made.prefix, "--recipe", "fp32", "--start", "none")
+    assert found["text"]["tokens"] == tokens == sum(max(0, len(ids) - 1) for ids in documents)
+    assert found["text"]["results"]["fp32"]["perplexity"] == pytest.approx(expected, abs=1e-3)
+    assert "own first token is context only" in out and found["start"] is None
+
+
+# --- what is counted and told ---
+
+
+def test_recipes_are_compared_on_the_same_text(made, evaluate):
+    raw, out = evaluate("--data", made.raw, "--recipe", "run", "bf16", "fp4")
+    text = raw["text"]
+    assert text["documents"] == sum(map(bool, TEXTS)) and text["bytes"] == sum(len(each.encode()) for each in TEXTS)
+    losses = {name: each["loss"] for name, each in text["results"].items()}
+    assert losses["run"] == losses["fp4"] != losses["bf16"]
+    for each in text["results"].values():
+        assert each["perplexity"] == pytest.approx(math.exp(each["loss"]))
+        assert each["bits_per_byte"] == pytest.approx(each["loss"] * text["tokens"] / math.log(2) / text["bytes"])
+    assert text["differences"]["to"] == "fp4" and text["differences"]["of"]["run"]["nats"] == 0
+    assert text["differences"]["of"]["bf16"]["nats"] == pytest.approx(losses["bf16"] - losses["fp4"])
+    assert "run (fp4) - fp4: +0.00000" in out and "fp4 computes in the forward pass what run (fp4) does" in out
+    assert (raw["step"], raw["seq_len"], raw["start"]) == (4, 32, made.tokenizer.eod)
+
+    prepared = evaluate("--data", f"{made.prefix}.bin", "--recipe", "run", "bf16", "fp4")[0]["text"]
+    assert prepared.pop("data") == str(made.prefix)
+    assert {name: each["loss"] for name, each in prepared["results"].items()} == losses
+    assert prepared["bytes"] == text["bytes"] and prepared["windows"] == text["windows"]
+
+
+def test_the_batch_does_not_count(made, exact):
+    source = open_text(made.raw, field="text", tokenizer=made.tokenizer)
+    one, many = (measure(exact, source, Cutting(seq_len=32, stride=16, batch=n, start=1)) for n in (1, 16))
+    assert one.extent == many.extent and one.extent.windows == len(one.nll)
+    np.testing.assert_allclose(one.nll, many.nll, rtol=1e-5)
+    few = measure(exact, source, Cutting(seq_len=32, stride=16, batch=4, start=1, documents=3))
+    assert few.extent.documents == 3
+    np.testing.assert_allclose(few.nll, one.nll[: few.extent.windows], rtol=1e-5)
+
+
+def test_the_likeliest_continuation_is_called_greedy(exact):
+    prompt = [1, 7, 30]
+    best = int(exact.logits(torch.tensor([prompt]))[0, -1].argmax())
+    windows = [Window(np.array([*prompt, each]), 1) for each in (best, (best + 1) % 384)]
+    right, wrong = score(exact, windows)
+    assert right.greedy and not wrong.greedy and right.nll < wrong.nll
+
+
+def test_differences_of_the_same_windows_are_known_better_than_either():
+    extent = Extent(documents=1, bytes=None, tokens=40, windows=4)
+    hard = np.array([10.0, 90.0, 40.0, 200.0])
+    a, b = (Measured(extent=extent, nll=nll, seconds=1.0) for nll in (hard + [1.0, 3.0, 1.0, 3.0], hard))
+    found = difference(a, b)
+    assert found.nats == pytest.approx(8 / 40)
+    assert found.standard_error == pytest.approx(math.sqrt(4) * np.std([1, 3, 1, 3], ddof=1) / 40)
+    single = Measured(extent=extent, nll=np.array([3.0]), seconds=1.0)
+    assert difference(single, single).standard_error is None and a.bits_per_byte is None
+
+
+def test_a_set_of_unknown_tokenizer_has_a_perplexity_and_no_bytes(made, evaluate):
+    found, out = evaluate("--data", made.prefix, "--tokenizer", "none", "--recipe", "fp32", "--limit", 5)
+    about = found["text"]
+    assert about["bytes"] is None and about["results"]["fp32"]["bits_per_byte"] is None and " - " in out
+    stored = documents_of_bin(made.prefix, made.tokenizer.eod)[:5]
+    assert about["tokens"] == sum(len(ids) - 1 for ids in stored)  # closing tokens cannot be told from others
+
+
+# --- refusals ---
+
+
+def test_refusals(made, refused, tmp_path):
+    assert "nothing to evaluate on" in refused()
+    assert "recipe 'fp3' is none of run, bf16" in refused("--data", made.raw, "--recipe", "fp3")
+    assert "windows of 65 tokens: must be at least 1 and at most the model's 64" in refused(
+        "--data", made.raw, "--seq-len", 65
+    )
+    assert "stride of 40 must be" in refused("--data", made.raw, "--stride", 40)
+    assert "batch of 0" in refused("--data", made.raw, "--batch", 0)
+    assert "--limit 0" in refused("--data", made.raw, "--limit", 0)
+    assert "--start 384 is none of eod, none, and the ids below 384" in refused("--data", made.raw, "--start", 384)
+    assert "name it with --tokenizer" in refused("--data", made.raw, "--tokenizer", "none")
+    assert "no such file" in refused("--data", tmp_path / "absent.txt")
+    assert "step-9" in refused("--data", made.raw, "--step", 9)
+    assert "neither a run" in refused("--data", made.raw, model=tmp_path)
+    (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
+    assert "no text, nothing to predict" in refused("--data", tmp_path / "empty.jsonl")
+
+
+def test_ids_beyond_the_model_are_refused():
+    documents = [Encoded(np.array([1, 2]), None), Encoded(np.array([5, 9]), None)]
+
+    class Source(list):
+        name, tokenizer = "a set", None
+
+    how = Cutting(seq_len=8, stride=8, batch=1, start=None)
+    with pytest.raises(ValueError, match="a set: document 1 holds token 9, and the model has 8"):
+        list(how.taken(Source(documents), 8))
