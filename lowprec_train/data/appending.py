@@ -60,10 +60,12 @@ class AppendingWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.whole:
-            self._bin.close()
-            self._lengths.close()
-        self._lock.close()
+        try:
+            if not self.whole:
+                self._bin.close()
+                self._lengths.close()
+        finally:
+            self._lock.close()
 
     def append(self, tokens: bytes, lengths: np.ndarray) -> None:
         """Documents of these lengths (int32, in tokens), one after the other, in the dataset's dtype."""

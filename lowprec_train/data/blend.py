@@ -94,7 +94,7 @@ def _tokenizer(prefixes: Iterable[str], vocab_size: int | None) -> _MadeBy:
         raise ValueError(f"datasets of different tokenizers cannot be read together: {told}")
     if vocab_size is None and len(known) < len(manifests):
         unknown = [prefix for prefix in manifests if prefix not in known]
-        raise ValueError(f"data.vocab_size must be given: {unknown} have no manifest (.json) that says it")
+        raise ValueError(f"data.vocab_size must be given: {unknown} have no .manifest.json that says it")
     if not known:
         assert vocab_size is not None
         return _MadeBy(vocab_size, None)

@@ -1,4 +1,4 @@
-"""What is known of a prepared dataset: `<prefix>.json` beside `<prefix>.bin` and `<prefix>.idx`.
+"""What is known of a prepared dataset: `<prefix>.manifest.json` beside `<prefix>.bin` and `<prefix>.idx`.
 
 It is written last, so a dataset with a manifest is whole. Equal input gives equal manifests, byte for byte. The file of
 the tokenizer lies in the same directory.
@@ -71,7 +71,7 @@ class Manifest:
 
 
 def manifest_path(prefix: str | Path) -> Path:
-    return Path(f"{prefix}.json")
+    return Path(f"{prefix}.manifest.json")
 
 
 def sha256(path: Path) -> str:

@@ -70,9 +70,9 @@ class Job:
 
 
 def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda counts: None) -> Manifest:
-    """Write `<prefix>.bin`, `.idx` and `.json` and, beside them, the tokenizer; go on where an earlier call was killed.
+    """Write `<prefix>.bin`, `.idx` and `.manifest.json` and, beside them, the tokenizer.
 
-    A dataset that is whole already is left as it is. `report` is told the counts so far, after every chunk.
+    What an earlier call that was killed has left is gone on with. A dataset that is whole already is left as it is. `report` is told the counts so far, after every chunk.
 
     Raises:
         ValueError: another dataset or tokenizer lies there, an unfinished one was begun with other input, an input

@@ -18,7 +18,7 @@ and .zst, and files cut into parts (NAME.zst.00 NAME.zst.01 ...); a directory st
 """
 EPILOG = """\
 Every document is closed by the tokenizer's end-of-document token; documents without text are left out. Beside the two
-files go PREFIX.json, with counts and SHA-256 of what was read and written, and the tokenizer.
+files go the tokenizer and PREFIX.manifest.json: counts, and SHA-256 of what was read and written.
 
 Killed at any moment, the same command goes on where it was, and what comes out is the same, byte for byte, whatever the
 number of workers. Until it is whole the dataset lives in PREFIX.unfinished/.
@@ -90,7 +90,8 @@ def run(arguments: argparse.Namespace) -> int:
 def summary(manifest: Manifest, prefix: Path, seconds: float) -> str:
     """What was made, in one sentence a line."""
     left_out = f"; left out: {manifest.empty:,} empty, {manifest.bad:,} bad" if manifest.empty or manifest.bad else ""
-    size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({manifest.text_bytes / max(1, manifest.tokens):.2f} bytes a token)"
+    bytes_a_token = manifest.text_bytes / max(1, manifest.tokens)
+    size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({bytes_a_token:.2f} bytes a token)"
     return (
         f"{prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {size}{left_out}\n"
         f"{seconds:.1f} s in this call. Train on it: data=indexed data.train={prefix} "

@@ -70,7 +70,7 @@ def manifest(prefix: str, **tokenizer) -> None:
 
 
 def test_the_manifest_says_the_vocabulary(prefixes, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.vocab_size must be given: \['.*/a'\] have no manifest"):
+    with pytest.raises(ValueError, match=r"data\.vocab_size must be given: \['.*/a'\] have no \.manifest\.json"):
         build(prefixes[0], vocab_size=None)
     assert build(prefixes[0]).tokenizer is None
     manifest(prefixes[0])
@@ -81,15 +81,15 @@ def test_the_manifest_says_the_vocabulary(prefixes, tmp_path):
     with pytest.raises(ValueError, match=r"vocab_size 1400 is smaller than the 1500 pieces of the tokenizer of .*/a"):
         build(prefixes[0], vocab_size=1400)
     both = [0.5, prefixes[0], 0.5, prefixes[1]]
-    with pytest.raises(ValueError, match=r"\['.*/b'\] have no manifest"):
+    with pytest.raises(ValueError, match=r"\['.*/b'\] have no \.manifest\.json"):
         build(both, vocab_size=None)
     manifest(prefixes[1], sha256="b")
     with pytest.raises(ValueError, match=r"datasets of different tokenizers cannot be read together: .*/a.*/b"):
         build(both)
     manifest(prefixes[1])
     assert build(both, vocab_size=None).vocab_size == 1500
-    Path(f"{prefixes[1]}.json").write_text('{"documents": 1}')
-    with pytest.raises(ValueError, match=r"b\.json: not a manifest of `lowprec prepare-data`"):
+    Path(f"{prefixes[1]}.manifest.json").write_text('{"documents": 1}')
+    with pytest.raises(ValueError, match=r"b\.manifest\.json: not a manifest of `lowprec prepare-data`"):
         build(both, vocab_size=None)
 
 

@@ -86,7 +86,7 @@ def test_each_document_and_its_end(root, tmp_path):
     made = files(root / "once" / "all")
     assert made["all.bin"] == (tmp_path / "plain.bin").read_bytes()
     assert made["all.idx"] == (tmp_path / "plain.idx").read_bytes()
-    assert sorted(made) == ["all.bin", "all.idx", "all.json", "tokenizer.model"]
+    assert sorted(made) == ["all.bin", "all.idx", "all.manifest.json", "tokenizer.model"]
     manifest = Manifest.read(root / "once" / "all")
     assert (manifest.documents, manifest.empty, manifest.bad) == (len(texts), len(lines) - len(texts), 0)
     assert manifest.text_bytes == sum(len(text.encode()) for text in texts)
@@ -158,7 +158,7 @@ def test_killed_while_files_get_their_names(root, place, monkeypatch, renames):
         patched.setattr(tokenising, "_COMMIT_SECONDS", 1e9)
         try:
             prepare(job(root), place)
-            assert renames == 4  # whole state, .bin, .idx, .json: there are no more
+            assert renames == 4  # whole state, .bin, .idx, manifest: there are no more
         except Killed:
             assert not Manifest.read(place)
     prepare(job(root), place)
@@ -199,7 +199,7 @@ def test_one_at_a_time_and_nothing_foreign_is_overwritten(root, place):
             prepare(job(root), place)
 
     prepare(job(root), place, second)
-    (place.parent / "all.json").unlink()
+    (place.parent / "all.manifest.json").unlink()
     with pytest.raises(ValueError, match=r"all\.bin exists, without a manifest of this command"):
         prepare(job(root), place)
 
