@@ -46,9 +46,7 @@ def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, b
     _profile(run, on := device(run.device, world), world)
     missing = [p for p in OPTIONAL_PACKAGES if p in run.logger and importlib.util.find_spec(p) is None]
     for package in missing:
-        raise ValueError(
-            f"logger={package} needs {package}, which is not installed: pip install 'lowprec_train[{package}]'"
-        )
+        raise ValueError(f"logger={package} needs the package {package!r}: pip install 'lowprec_train[{package}]'")
     return on, compiles(run.compile, on)
 
 

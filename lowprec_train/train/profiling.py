@@ -76,6 +76,7 @@ class Window:
             record_shapes=self._shapes,
             with_stack=self._stacks,
             profile_memory=self._memory,
+            acc_events=True,  # there is one cycle; without it torch 2.11 warns
         )
         self._profiler.start()
 
