@@ -21,6 +21,7 @@ SPACE = "\u2581"
 UNIGRAM, BPE = 1, 2  # model_type of sentencepiece_model.proto, as are the types of pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
+EXTRA_SPACES = {rf"\A +|[ {SPACE}]+\z": "", " {2,}": " "}  # of remove_extra_whitespaces
 _NEVER = -1e6  # score of pieces that no text is cut into, however it spells
 
 PROBES = (
@@ -125,7 +126,7 @@ def _normalizer(spec: Any) -> Any:
 
     steps: list[Any] = [normalizers.Precompiled(spec.precompiled_charsmap)] if spec.precompiled_charsmap else []
     if spec.remove_extra_whitespaces:
-        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+        steps += [normalizers.Replace(Regex(pattern), to) for pattern, to in EXTRA_SPACES.items()]
     steps += [normalizers.Prepend(SPACE)] if spec.add_dummy_prefix else []
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
 
