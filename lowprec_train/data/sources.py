@@ -22,7 +22,7 @@ from typing import IO, Any
 from lowprec_train.data.records import Segment
 
 ENDINGS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
-SEGMENT = 4 << 20  # bytes of text read at once
+SEGMENT = 1 << 20  # bytes of text read at once, and handed to a worker: a fraction of a second of work
 _NAME = re.compile(r"(?P<whole>.+\.(?P<kind>txt|jsonl|parquet)(?P<packed>\.gz|\.zst)?)(?:\.(?P<part>\d+))?", re.DOTALL)
 _BUFFER = 1 << 20
 _ROWS = 64  # read from a .parquet file at once

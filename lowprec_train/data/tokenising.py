@@ -1,6 +1,6 @@
 """Large text to an indexed dataset: one process reads, many tokenise, and what comes out is in the order of the input.
 
-Reading and unpacking are quick beside tokenising, so the first process cuts the input into chunks of a few megabytes
+Reading and unpacking are quick beside tokenising, so the first process cuts the input into chunks of a megabyte
 and hands them to workers; it appends what they return, in order, and notes with it how far the input was read. So the
 dataset depends neither on the number of workers nor on how often the work was interrupted, and what an interruption
 costs is the chunks in flight.
@@ -72,7 +72,8 @@ class Job:
 def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda counts: None) -> Manifest:
     """Write `<prefix>.bin`, `.idx` and `.manifest.json` and, beside them, the tokenizer.
 
-    What an earlier call that was killed has left is gone on with. A dataset that is whole already is left as it is. `report` is told the counts so far, after every chunk.
+    What an earlier call that was killed has left is gone on with; a dataset that is whole already is left as it is.
+    `report` is told the counts so far, after every chunk.
 
     Raises:
         ValueError: another dataset or tokenizer lies there, an unfinished one was begun with other input, an input
