@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = trained.weights.model
     start = evaluation.start_token(arguments.start, tokenizer, sizes.vocab_size)
     prompt = ([] if start is None else [start]) + tokenizer.encode([arguments.prompt])[0]
-    room = arguments.max_tokens or min(128, sizes.max_seq_len - len(prompt))
+    room = min(128, sizes.max_seq_len - len(prompt)) if arguments.max_tokens is None else arguments.max_tokens
     check_length(len(prompt), room, sizes.max_seq_len)
     model = evaluation.precision(trained, arguments.recipe).model(trained, device)
     print(arguments.prompt, end="", flush=True)

@@ -21,22 +21,8 @@ from lowprec_train.train import build
 from tests.recipes import composed
 from tests.saved import save
 
-WORDS = [
-    "loss",
-    "scale",
-    "tile",
-    "token",
-    "block",
-    "codes",
-    "draws",
-    "layer",
-    "model",
-    "train",
-    "valid",
-    "epoch",
-    "batch",
-]
-TEXTS = [" ".join(WORDS[(i * k + i // 3) % 13] for i in range(4 + 31 * k % 150)) for k in range(14)]
+WORDS = ["loss", "scale", "tile", "token", "block", "codes", "draws", "layer", "model", "train", "valid", "epoch"]
+TEXTS = [" ".join(WORDS[(i * k + i // 3) % 12] for i in range(4 + 31 * k % 150)) for k in range(14)]
 TEXTS += ["", "x", "naïve café, 数字 \U0001f9ea and\nlines\n\n", "tile " * 70]
 MODEL = ("model.layers=2", "model.vocab_size=384", "model.max_seq_len=64", "data.seq_len=32", "model.dim=64")
 MODEL += ("model.ffn=128", "model.heads=4", "model.kv_heads=2", "micro_batch=2", "tokens_per_step=64", "steps=4")

@@ -1,0 +1,72 @@
+"""lowprec generate: text after a prompt, from the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowprec_train.tools.cli import main
+from lowprec_train.tools.generate import pieces
+from tests.tools.evaluated import subject
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return subject(tmp_path_factory.mktemp("generated"))
+
+
+@pytest.fixture
+def generate(made, capsys):
+    """generate(options) -> (exit status, stdout, stderr)."""
+
+    def call(*options):
+        status = main(["generate", str(made.run), "--device", "cpu", *map(str, options)])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+def test_a_prompt_is_continued_and_a_seed_repeats_it(made, generate):
+    status, out, err = generate("--prompt", "loss scale", "--max-tokens", 12)
+    assert status == 0 and out.startswith("loss scale") and len(out) > len("loss scale\n")
+    read = len(made.tokenizer.encode(["loss scale"])[0]) + 1
+    assert err.startswith(f"{read} tokens read, the first of 12 after ") and "tokens/s" in err
+    assert generate("--prompt", "loss scale", "--max-tokens", 12)[1] == out
+    others = {generate("--prompt", "loss scale", "--max-tokens", 12, "--seed", seed)[1] for seed in (1, 2, 3)}
+    assert len(others | {out}) == 4
+
+
+def test_recipes_and_temperature_zero(generate):
+    likeliest = {
+        name: generate("--prompt", "tile", "--max-tokens", 8, "--temperature", 0, "--recipe", name, "--seed", 5)[1]
+        for name in ("run", "fp4", "bf16", "fp32")
+    }
+    assert likeliest["run"] == likeliest["fp4"] != likeliest["fp32"]
+    assert generate("--prompt", "tile", "--max-tokens", 8, "--temperature", 0, "--recipe", "run")[1] == likeliest["run"]
+
+
+def test_an_empty_prompt_begins_a_document_and_the_length_is_the_model_s(generate):
+    status, _, err = generate("--seed", 3)
+    assert status == 0 and err.startswith("1 tokens read")
+    assert int(err.split(" of ")[1].split()[0]) <= 63
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-tokens", 90), "the model has positions for 64"),
+        (("--start", "none"), "a prompt of 0 tokens"),
+        (("--temperature", -1), "temperature -1.0"),
+        (("--recipe", "fp3"), "recipe 'fp3' is none of"),
+        (("--tokenizer", "none"), "name it with --tokenizer"),
+        (("--max-tokens", 0), "must be at least 1"),
+    ],
+)
+def test_refusals(generate, options, said):
+    status, out, err = generate(*options)
+    assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1
+
+
+def test_a_character_in_parts_waits_for_the_rest():
+    written = "é!🧪".encode()
+    told = list(pieces(range(len(written)), lambda ids: written[: len(ids)].decode(errors="replace")))
+    assert "".join(told) == "é!🧪" and told == ["é", "!", "🧪", ""]

@@ -1,0 +1,147 @@
+"""Tasks of lm-evaluation-harness on local files, answered as `transformers` would answer them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from lowprec_train.tools.cli import main
+from lowprec_train.train import weights
+from lowprec_train.train.trained import Trained
+from tests.tools.evaluated import subject
+
+CPU = torch.device("cpu")
+QUESTIONS = [
+    {"question": "loss scale", "choices": ["tile", "block codes"], "answer": 0},
+    {"question": "draws", "choices": ["layer model train", "x", "valid"], "answer": 2},
+    {"question": "tile " * 90, "choices": ["tile", "epoch"], "answer": 1},  # longer than the model's 64 tokens
+]
+DATA = "dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}}}\ntest_split: test\n"
+CHOICE = """output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+metric_list: [{metric: acc}]
+"""
+ROLLING = """output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{question}}"
+metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
+"""
+WRITING = """output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "tile"
+generation_kwargs: {until: ["."], max_gen_toks: 4}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return subject(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def files(made):
+    """The task files of choices, of a text's likelihood, and of writing."""
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is the extra 'eval'")
+    root = made.run.parent
+    (root / "questions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
+    paths = []
+    for name, text in (("choice", CHOICE), ("rolling", ROLLING), ("writing", WRITING)):
+        paths.append(root / f"{name}.yaml")
+        paths[-1].write_text(f"task: {name}\n" + DATA.format(data=root / "questions.jsonl") + text)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def answering(made, files):
+    from lowprec_train.tools.evaluate.harness import Answering
+
+    model = Trained(made.run).model("bf16", device=CPU, dtype=torch.float32)
+    return Answering(model, made.tokenizer, batch=2)
+
+
+@pytest.fixture(scope="module")
+def theirs(made, files):
+    """log p of the ids after the first `given`, by transformers alone."""
+    out = made.run.parent / "exported"
+    assert main(["export-hf", str(made.run), "--out", str(out)]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def likelihood(ids, given):
+        ids = torch.tensor([ids])
+        each = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[0, :, 0]
+        return float(each[given - 1 :].sum())
+
+    return likelihood
+
+
+def requests(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
+
+
+def test_likelihoods_of_continuations(made, answering, theirs):
+    pairs = [(each["question"], f" {choice}") for each in QUESTIONS for choice in each["choices"]]
+    pairs += [("", "tile block"), ("draws ", "tile")]  # no context; a space that belongs to the continuation
+    found = answering.loglikelihood(requests("loglikelihood", *pairs), disable_tqdm=True)
+    for (context, continuation), (likelihood, _) in zip(pairs, found, strict=True):
+        whole, before = (made.tokenizer.encode([text])[0] for text in (context + continuation, context.rstrip()))
+        ids = whole if context else [made.tokenizer.eod, *whole]
+        after = len(ids) - (len(before) or 1)
+        ids = ids[-65:]
+        assert likelihood == pytest.approx(theirs(ids, len(ids) - after), abs=1e-3)
+
+
+def test_likelihoods_of_texts(made, answering, theirs):
+    texts = [("tile loss",), (QUESTIONS[2]["question"],)]
+    short, long = answering.loglikelihood_rolling(requests("loglikelihood_rolling", *texts), disable_tqdm=True)
+    ids = [[made.tokenizer.eod, *each] for each in made.tokenizer.encode([text for (text,) in texts])]
+    assert short == pytest.approx(theirs(ids[0], 1), abs=1e-3)
+    rest = len(ids[1]) - 65  # in a last window that is full
+    assert 0 < rest < 64
+    assert long == pytest.approx(theirs(ids[1][:65], 1) + theirs(ids[1][-65:], 65 - rest), abs=2e-3)
+
+
+def test_writing_stops_where_it_is_told(made, answering):
+    def written(**asked):
+        (text,) = answering.generate_until(requests("generate_until", ("loss scale", asked)), disable_tqdm=True)
+        return text
+
+    free = written(max_gen_toks=10)
+    assert (
+        len(made.tokenizer.encode([free])[0]) >= 5 and written(max_gen_toks=3) == free[: len(written(max_gen_toks=3))]
+    )
+    stop = free[len(free) // 2]
+    assert written(until=[stop], max_gen_toks=10) == free[: free.index(stop)] == written(until=stop, max_gen_toks=10)
+
+
+def test_from_the_command_line(made, files, tmp_path, capsys):
+    out = tmp_path / "tasks.json"
+    status = main(["evaluate", str(made.run), "--device", "cpu", "--tasks", *map(str, files), "--out", str(out)])
+    assert status == 0
+    found, printed = json.loads(out.read_text())["tasks"], capsys.readouterr().out
+    assert set(found) == {"run", "bf16"}
+    for each in found.values():
+        assert set(each) == {"choice", "rolling", "writing"} and 0 <= each["choice"]["acc,none"] <= 1
+    assert found["run"]["rolling"]["bits_per_byte,none"] != found["bf16"]["rolling"]["bits_per_byte,none"]
+    assert "run (fp4)" in printed and "word_perplexity" in printed and "±" in printed
+
+
+def test_refusals(made, files, tmp_path, capsys):
+    (tmp_path / "bad.yaml").write_text("output_type: multiple_choice\n")
+    for file, said in ((tmp_path / "absent.yaml", "no such task file"), (tmp_path / "bad.yaml", "describes no task")):
+        assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", str(file)]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_without_the_package_it_says_what_to_install(made, capsys, monkeypatch):
+    monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
+    assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", "x.yaml"]) == 2
+    assert "--tasks needs the package 'lm_eval': pip install 'lowprec_train[eval]'" in capsys.readouterr().err
