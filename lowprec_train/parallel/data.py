@@ -135,8 +135,8 @@ class DataParallel:
 
     @torch.no_grad()
     def total(self, value: Tensor) -> Tensor:
-        """The sum of an FP32 value over the ranks that see different data, the same bits on each."""
-        return _in_rank_order(value.flatten(), self._mesh.dp_group).view_as(value)
+        """The sum of a value over the ranks that see different data, in FP32, the same bits on each."""
+        return _in_rank_order(value.float().flatten(), self._mesh.dp_group).view_as(value)
 
 
 def _in_rank_order(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:

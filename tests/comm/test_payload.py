@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lowprec_train.comm.layout import Layout, Span
-from lowprec_train.comm.payload import Payload, exponent_bytes, rounding_energy, scale_of_bytes, sqnr_db
+from lowprec_train.comm.payload import Payload, encode_plain, exponent_bytes, rounding_energy, scale_of_bytes, sqnr_db
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
+from lowprec_train.numerics.quantizer import Quantizer
 from tests.comm import simulation
 from tests.comm.cases import ROW, gradients, spans, with_value
 
@@ -141,3 +142,11 @@ def test_bytes_are_what_is_sent(format, ranks):
 def test_what_is_refused(arguments, words):
     with pytest.raises(ValueError, match=words):
         Payload(*arguments)
+
+
+@pytest.mark.parametrize("format", [FP32, BF16])
+def test_plain_elements_are_their_quantisers_codes(format):
+    edges = torch.tensor([3.4e38, -3.4e38, 3.3895e38, float("inf"), -float("inf"), 0.0, -0.0, 1e-45])
+    x = torch.cat([torch.randn(248) * 2.0 ** torch.randint(-130, 120, (248,)), edges])[None]
+    codes = Quantizer(format, (1, -1))(x).codes
+    assert torch.equal(encode_plain(x, format), codes.view(torch.uint8))
