@@ -67,15 +67,15 @@ class Attention(nn.Module):
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(H)) v for q [B, K*G, T, H] and k, v [B, K, T, H]; causal unless a mask says what is seen,
-    which it must where there are more keys than queries.
+    """softmax(q k^T / sqrt(H)) v for q [B, K*G, T, H] and k, v [B, K, T, H]; causal unless a mask says what is seen. A
+    single query sees all keys; where else there are more keys than queries, a mask must say it.
     """
     if q.is_meta:
         return _without_memory(q, k, v, mask_B1TT)
     grouped = q.shape[1] != k.shape[1]
     with sdpa_kernel(_RANKING, set_priority=True):
         return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask_B1TT, is_causal=mask_B1TT is None, enable_gqa=grouped
+            q, k, v, attn_mask=mask_B1TT, is_causal=mask_B1TT is None and q.shape[2] > 1, enable_gqa=grouped
         )
 
 

@@ -67,8 +67,10 @@ class Cache:
         return LayerCache(self.keys[index], self.values[index], self.length)
 
     def mask(self, tokens: int) -> Tensor | None:
-        """Which of the S tokens each of the next T sees: [1, 1, T, S] bool. None where none are held yet: causal."""
-        if self.length == 0:
+        """Which of the S tokens each of the next T sees: [1, 1, T, S] bool. None where attention knows without: all are
+        new, or one is, which sees all.
+        """
+        if self.length == 0 or tokens == 1:
             return None
         all_TS = torch.ones(tokens, self.length + tokens, dtype=torch.bool, device=self.keys.device)
         return all_TS.tril(self.length)[None, None]

@@ -104,3 +104,20 @@ def test_refusals(tmp_path):
     narrow_run = dataclasses.replace(trained.run, model=narrow)
     with pytest.raises(ValueError, match="mlp.gate_up.fprop .*400"):
         Trained(save(tmp_path / "narrow", narrow_run, model, 1)).forward("fp8_block")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_gpu_computes_it_token_by_token_too(tmp_path, recipe):
+    trained = system(recipe)
+    source = Trained(save(tmp_path / "run", trained.run, trained.model, 1))
+    cuda = torch.device("cuda", 0)
+    here, there = source.model("run", device=CPU), source.model("run", device=cuda)
+    with torch.no_grad():
+        close = there.loss(TOKENS[:, :-1].to(cuda).contiguous(), TOKENS[:, 1:].to(cuda).contiguous(), 1.0)
+        assert abs(float(close) / float(loss(here)) - 1) < 2e-3
+        tokens, cache = TOKENS[:1, :24].to(cuda), there.new_cache(1, 24)
+        parts = [there.head(there.hidden(part, cache=cache)) for part in tokens.split((9, *(1,) * 15), dim=1)]
+        whole = there.logits(tokens).float()
+        assert (torch.cat(parts, dim=1).float() - whole).norm() < 0.2 * whole.norm()  # scales of a tensor differ
+    assert len(list(generate(there, [1, 2, 3], max_tokens=5, sampling=Sampling()))) == 5
