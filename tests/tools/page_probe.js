@@ -38,11 +38,24 @@ function drawn(chart) {
   return found;
 }
 
+/* Of each faint path the lowest and highest value drawn, and those of its numbers. */
+function reaches() {
+  const found = {};
+  for (const path of document.querySelectorAll("#chart-loss path.raw")) {
+    const pixels = [...path.getAttribute("d").matchAll(/ (-?[\d.]+)/g)].map((each) => Number(each[1]));
+    const values = lines("loss", "raw").find((line) => line.run.name === path.dataset.run).y.filter(Number.isFinite);
+    const ends = [Math.max(...pixels), Math.min(...pixels)].map(charts.loss.y.value);
+    found[path.dataset.run] = [ends, [Math.min(...values), Math.max(...values)], pixels.length];
+  }
+  return found;
+}
+
 function probe() {
   seen.ready = document.documentElement.dataset.ready;
   seen.drawn = { loss: drawn("loss"), gap: drawn("gap"), metric: drawn("metric") };
+  seen.reaches = reaches();
   seen.gap = { steps: ends("gap", "mean") };
-  seen.boxes = { loss: box("chart-loss"), gap: box("chart-gap"), maps: box("maps") };
+  seen.boxes = { loss: box("chart-loss"), gap: box("chart-gap") };
   seen.marks = [...document.querySelectorAll("#chart-loss .mark")].map((mark) => [mark.classList[1], mark.dataset.run, mark.textContent]);
   seen.finals = Object.fromEntries([...document.querySelectorAll("#finals [data-gap]")].map((row) => [row.dataset.run, Number(row.dataset.gap)]));
   seen.levels = [...document.querySelectorAll("#chart-gap line.limit, #chart-loss line.unigram")].length;
