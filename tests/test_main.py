@@ -223,7 +223,6 @@ def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
         (["+recipe=mxfp4", "model.ffn=80"], "blocks.0.mlp.gate_up"),
         (["+recipe=mxfp4", "micro_batch=1", "data.seq_len=40", "tokens_per_step=40"], "40 tokens"),
         (["device=tpu"], "device=tpu is not one of auto, cpu, cuda, cuda:N"),
-        (["logger=wandb"], "logger=wandb needs the package 'wandb': pip install"),
         (["precision.override.dgrad.c=1", "+recipe=fp4"], "override.dgrad.c: no such field"),
         (["precision.override.dgrad.a.format=E9M9", "+recipe=fp4"], "unknown format 'E9M9'"),
         (["precision.override.dgrad.a.format=E4M3"], "quantises nothing"),

@@ -10,13 +10,14 @@ import torch
 
 GIB = 2**30
 SIGNS = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED", re.IGNORECASE)
-ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
+ASKED = re.compile(r"[Tt]ried to allocate (([\d.]+) (\w+))")
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 ADVICE = (
     "Try a smaller micro_batch, model.recompute=selective or full, optimizer states in codes (optim=adamw_coat), "
     "norms and activations that keep codes (precision/keep=coat), or more processes (docs/parallelism.md); "
     "`lowprec estimate` says beforehand what a configuration needs"
 )
-IN_PIECES = "Much of it is free but in pieces: PYTORCH_ALLOC_CONF=expandable_segments:True in the environment may do"
+IN_PIECES = "Enough is free, but in pieces: PYTORCH_ALLOC_CONF=expandable_segments:True in the environment may do"
 
 
 class OutOfMemory(RuntimeError):
@@ -47,7 +48,7 @@ def explained(error: BaseException, device: torch.device) -> str:
     parts = [
         " ".join(["out of memory on", _name(device), *(note for note in _notes(error) if note.startswith("in step"))])
         + (f": {asked[1]} asked for" if asked else ""),
-        *_held(device),
+        *_held(device, float(asked[2]) * UNITS.get(asked[3], 1) if asked else 0.0),
         ADVICE,
         *(note for note in _notes(error) if not note.startswith("in step")),
     ]
@@ -62,7 +63,8 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
 
 
-def _held(device: torch.device) -> list[str]:
+def _held(device: torch.device, asked: float) -> list[str]:
+    """What torch holds, and a word where what was asked for (bytes) would fit if the free pieces were one."""
     if device.type != "cuda":
         return []
     held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
@@ -71,4 +73,4 @@ def _held(device: torch.device) -> list[str]:
         f"torch holds {held / GIB:.1f} GiB of {total / GIB:.1f} and keeps {(reserved - held) / GIB:.1f} more, "
         f"{free / GIB:.1f} are free"
     )
-    return [sizes, *([IN_PIECES] if reserved - held > total / 20 else [])]
+    return [sizes, *([IN_PIECES] if 0 < asked <= reserved - held + free else [])]

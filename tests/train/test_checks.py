@@ -97,6 +97,14 @@ def test_the_launcher_tells_the_processes(monkeypatch):
     assert launch.world() == launch.World(3, 8, 1) and not launch.world().leads
 
 
+def test_loggers_whose_package_is_missing(composed, bare):
+    run = replace(composed, device="cpu", compile=Compile.off, logger={"console": {}, "wandb": {}})
+    with pytest.raises(
+        ValueError, match=r"logger=wandb needs the package 'wandb': pip install 'lowprec_train\[wandb\]'"
+    ):
+        checks.configuration(run)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -145,7 +145,8 @@ def test_out_of_memory_on_a_cpu_is_one_line(tmp_path):
     assert "\n" not in line and "lowprec estimate" in line and not list(tmp_path.iterdir())
 
 
-def test_out_of_memory_on_a_gpu_leaves_a_snapshot(tmp_path, saved, monkeypatch):
+@pytest.mark.parametrize(("asked", "fits"), [("2.00 GiB", True), ("28.40 GiB", True), ("64.00 GiB", False)])
+def test_out_of_memory_on_a_gpu_leaves_a_snapshot(asked, fits, tmp_path, saved, monkeypatch):
     gib = 2**30
     for name, value in {
         "get_device_name": "NVIDIA X",
@@ -158,15 +159,15 @@ def test_out_of_memory_on_a_gpu_leaves_a_snapshot(tmp_path, saved, monkeypatch):
     seen = Snapshots(tmp_path, cuda, rank=1)
 
     def fail():
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of")
 
     with pytest.raises(OutOfMemory) as caught, out_of_memory.told(cuda), seen.of_failures():
         fit(run_out(fail), seen.begin_step)
     path = tmp_path / "memory" / "oom-step-3.rank-1.pickle"
     line = str(caught.value)
-    assert saved == [path] and line.endswith(f"memory snapshot: {path}") and "in pieces" in line
+    assert saved == [path] and line.endswith(f"memory snapshot: {path}") and ("in pieces" in line) is fits
     assert line.startswith(
-        "out of memory on NVIDIA X in step 3: 2.00 GiB asked for. torch holds 50.0 GiB of 80.0 and keeps 28.0 more, "
+        f"out of memory on NVIDIA X in step 3: {asked} asked for. torch holds 50.0 GiB of 80.0 and keeps 28.0 more, "
         "0.5 are free. "
     )
 
