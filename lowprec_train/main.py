@@ -37,6 +37,7 @@ from lowprec_train.train.launch import World
 from lowprec_train.train.out_of_memory import OutOfMemory
 from lowprec_train.train.signals import StopRequest
 from lowprec_train.train.trainer import TrainingDiverged
+from lowprec_train.train.weights import other_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,8 @@ def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopR
 
         corpus = launch.after_first(lambda: build.corpus(options))
         checks.corpus(name, directory.saved.get("corpus_hash"), corpus.hash)
+        if first and (strange := other_tokenizer(first, corpus.tokenizer)):
+            log.warning("warning: %s", strange)
         trainer = build.trainer(options, layout, linears, corpus, distribution, device, compiled=compiled, first=first)
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:

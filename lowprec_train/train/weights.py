@@ -27,10 +27,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lowprec_train.config import ModelConfig, model_of, run_and_step
+from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
+from lowprec_train.data.tokenizer import load
 from lowprec_train.model.transformer import Fill, Transformer, fill_whole
 from lowprec_train.train.checkpoint import CheckpointError, latest, verify_files
 
 INDEX_FILE = "model.safetensors.index.json"
+PROBE = "In 2024 the naïve fox,\n    def jump(over): return 'lazy dogs'  # 3.14\n"
 NOT_SIZES = {"name", "recompute"}
 
 
@@ -38,6 +41,7 @@ class Weights(Protocol):
     """Named whole tensors of a model, read one at a time."""
 
     model: ModelConfig
+    path: Path  # the directory
 
     @property
     def source(self) -> str:
@@ -162,6 +166,35 @@ def open_weights(path: Path, step: int | None = None) -> Weights:
     if step is not None:
         raise ValueError(f"step {step} was asked for, but {path} is not a run directory (no config.yaml)")
     return ImportedWeights(path)
+
+
+def tokenizer_of(directory: Path) -> Path | None:
+    """Where the tokenizer of a model lies: the path that a run's run.json names, which may be there no more, or the
+    imported directory itself where it has one.
+    """
+    about = directory / "run.json"
+    if about.is_file():
+        named = json.loads(about.read_text()).get("tokenizer")
+        return named and Path(named)
+    return directory if any((directory / file).is_file() for file in TOKENIZER_FILES) else None
+
+
+def other_tokenizer(weights: Weights, corpus: Path | None) -> str:
+    """A warning where weights were trained on other ids than a corpus has, which a loss alone does not tell; else "".
+
+    corpus: its tokenizer; what cannot be read is not compared.
+    """
+    own = tokenizer_of(weights.path)
+    try:
+        here, there = (own and load(own)), (corpus and load(corpus))
+    except ValueError:
+        return ""
+    if not (here and there) or here.encode([PROBE]) == there.encode([PROBE]):
+        return ""
+    return (
+        f"{weights.source} was trained with the tokenizer {own}, and the data has {corpus}: its words have other ids, "
+        "and what it knows of them is lost"
+    )
 
 
 def fill_from(weights: Weights, fill: Fill = fill_whole) -> Fill:

@@ -72,6 +72,19 @@ def test_the_document_ends_where_it_did(learnt, exported):
     assert learnt.eod not in opened("a <eod> that is spelled").input_ids
 
 
+def test_a_prompt_goes_from_tokenizer_to_model(exported):
+    """What it yields is what `generate` takes, and an end-of-document token would end it."""
+    opened, model = (
+        each.from_pretrained(exported) for each in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)
+    )
+    prompt = opened("a", return_tensors="pt")
+    prompt["input_ids"] %= model.config.vocab_size
+    assert model.generate(**prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (
+        1,
+        3 + prompt["input_ids"].shape[1],
+    )
+
+
 def test_ours_reads_what_was_exported(learnt, exported, tmp_path):
     """`evaluate` and `generate` find the tokenizer of an imported model beside it."""
     assert main(["import-hf", str(exported), "--out", str(tmp_path / "in")]) == 0

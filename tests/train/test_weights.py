@@ -1,5 +1,6 @@
 """Weights of runs and of imported models: what is read, at which layout, and a run that begins with them."""
 
+import json
 import math
 import os
 import subprocess
@@ -13,10 +14,12 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from lowprec_train.config import model_of
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
 from lowprec_train.train import build, describe
 from lowprec_train.train.distribute import Distribution
-from lowprec_train.train.weights import check_sizes, fill_from, open_weights
+from lowprec_train.train.weights import check_sizes, fill_from, open_weights, other_tokenizer
 from tests.parallel.runs import MICRO, SEQ, TINY, VOCAB, Walks
 from tests.recipes import composed
 from tests.tools.exchanged import MODELS, STEP, drawn, same, save_run, transformer
@@ -103,6 +106,21 @@ def test_all_sizes_that_differ_are_named_at_once(gpt):
 def test_rotary_positions_may_reach_further(tmp_path):
     path = save_run(tmp_path / "llama", drawn(MODELS["llama"]), MODELS["llama"])
     check_sizes(replace(MODELS["llama"], max_seq_len=4096), open_weights(path))
+
+
+def test_another_tokenizer_is_told(tmp_path, gpt):
+    def learnt(name, size):
+        (tmp_path / name).mkdir()
+        texts = [path.read_text() for path in (ROOT / "lowprec_train").glob("*.py")]
+        return store(SentencePieceTokenizer.train(texts, size, name), tmp_path / name)
+
+    own, same_text, other = learnt("own", 400), learnt("same", 400), learnt("other", 450)
+    assert other_tokenizer(open_weights(gpt), other) == ""  # run.json names none
+    (gpt / "run.json").write_text(json.dumps({"tokenizer": str(own)}))
+    assert other_tokenizer(open_weights(gpt), same_text) == other_tokenizer(open_weights(gpt), None) == ""
+    assert f"the data has {other}: its words have other ids" in other_tokenizer(open_weights(gpt), other)
+    own.unlink()
+    assert other_tokenizer(open_weights(gpt), other) == ""
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------------

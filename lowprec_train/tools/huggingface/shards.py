@@ -66,6 +66,7 @@ def write(directory: Path, slots: Sequence[Slot], tensors: Iterable[tuple[str, T
         many = len(files) > 1
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else "model.safetensors"
         save_file(_gathered(content, coming), directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # the library's files are their owner's alone
         where |= {slot.name: file for slot in content}
     assert next(coming, None) is None
     if len(files) > 1:

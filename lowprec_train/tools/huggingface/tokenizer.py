@@ -14,6 +14,7 @@ from typing import Any
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import Tokenizer, load
 from lowprec_train.tools.huggingface import from_sentencepiece
+from lowprec_train.train.weights import tokenizer_of
 
 NONE = Path("none")
 CONFIG, CLASS = "tokenizer_config.json", "PreTrainedTokenizerFast"
@@ -28,13 +29,10 @@ def found(directory: Path, asked: Path | None) -> Path | None:
     """
     if asked is not None:
         return None if asked == NONE else asked
-    about = directory / "run.json"
-    if not about.is_file():
-        return directory if any((directory / file).is_file() for file in FILES[:2]) else None
-    named = json.loads(about.read_text()).get("tokenizer")
-    if named is None or Path(named).exists():
-        return named and Path(named)
-    raise ValueError(f"{about}: its tokenizer {named} is not there any more; --tokenizer FILE or --tokenizer none")
+    path = tokenizer_of(directory)
+    if path is None or path.exists():
+        return path
+    raise ValueError(f"{directory}: its tokenizer {path} is not there any more; --tokenizer FILE or --tokenizer none")
 
 
 def of_model(directory: Path, asked: Path | None, *, max_length: int) -> tuple[dict[str, bytes], int | None]:
@@ -83,6 +81,7 @@ def _defaults(max_length: int) -> dict[str, Any]:
     return {
         "tokenizer_class": CLASS,
         "model_max_length": max_length,
+        "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
     }

@@ -1,0 +1,26 @@
+"""Converting a model of 1.35 B parameters takes its size and 2 GB at most, mostly far less."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools import huggingface_memory
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", huggingface_memory.DTYPES)
+def test_memory_of_a_conversion(tmp_path, dtype):
+    """12 GB of disk and 6 GB of memory, in FP32."""
+    command = [sys.executable, huggingface_memory.__file__, str(tmp_path), "llama_1b3", dtype]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["model"] == pytest.approx(2 * 1.345e9, rel=0.01)
+    assert max(found["export"], found["import"]) <= found["model"] + 2e9, found
