@@ -45,7 +45,8 @@ function reaches() {
     const pixels = [...path.getAttribute("d").matchAll(/ (-?[\d.]+)/g)].map((each) => Number(each[1]));
     const values = lines("loss", "raw").find((line) => line.run.name === path.dataset.run).y.filter(Number.isFinite);
     const ends = [Math.max(...pixels), Math.min(...pixels)].map(charts.loss.y.value);
-    found[path.dataset.run] = [ends, [Math.min(...values), Math.max(...values)], pixels.length];
+    const dips = pixels.filter((pixel) => charts.loss.y.value(pixel) < ends[0] + 0.3).length;
+    found[path.dataset.run] = [ends, [Math.min(...values), Math.max(...values)], pixels.length, dips];
   }
   return found;
 }
@@ -54,6 +55,7 @@ function probe() {
   seen.ready = document.documentElement.dataset.ready;
   seen.drawn = { loss: drawn("loss"), gap: drawn("gap"), metric: drawn("metric") };
   seen.reaches = reaches();
+  seen.first = Object.fromEntries(lines("loss", "mean").map((line) => [line.run.name, [line.x[0], line.y[0]]]));
   seen.gap = { steps: ends("gap", "mean") };
   seen.boxes = { loss: box("chart-loss"), gap: box("chart-gap") };
   seen.marks = [...document.querySelectorAll("#chart-loss .mark")].map((mark) => [mark.classList[1], mark.dataset.run, mark.textContent]);
