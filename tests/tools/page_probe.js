@@ -3,16 +3,23 @@ const seen = { errors: [] };
 addEventListener("error", (event) => seen.errors.push(event.message));
 
 const lines = (chart, kind) => charts[chart].content.lines.filter((line) => line.kind === kind);
-const ends = (chart, kind) => Object.fromEntries(lines(chart, kind).map((line) => [line.run.name, [line.x.at(-1), line.y.at(-1)]]));
-const box = (id) => (({ left, top, right, bottom }) => [left, top, right, bottom])(document.getElementById(id).getBoundingClientRect());
+const ofLines = (chart, kind, value) =>
+  Object.fromEntries(lines(chart, kind).map((line) => [line.run.name, value(line)]));
+const ends = (chart, kind) => ofLines(chart, kind, (line) => [line.x.at(-1), line.y.at(-1)]);
+const all = (selector) => [...document.querySelectorAll(selector)];
 const press = (selector) => document.querySelector(selector).click();
-const named = (name) => [...document.querySelectorAll("#legend button")].find((button) => button.title === name);
+const named = (name) => all("#legend button").find((button) => button.title === name);
 
 function choose(id, value, event = "change") {
   const element = document.getElementById(id);
   if (element.type === "checkbox") element.checked = value;
   else element.value = value;
   element.dispatchEvent(new Event(event));
+}
+
+function box(id) {
+  const { left, top, right, bottom } = document.getElementById(id).getBoundingClientRect();
+  return [left, top, right, bottom];
 }
 
 function point(type, chart, x, y, more = {}) {
@@ -55,20 +62,21 @@ function probe() {
   seen.ready = document.documentElement.dataset.ready;
   seen.drawn = { loss: drawn("loss"), gap: drawn("gap"), metric: drawn("metric") };
   seen.reaches = reaches();
-  seen.first = Object.fromEntries(lines("loss", "mean").map((line) => [line.run.name, [line.x[0], line.y[0]]]));
+  seen.first = ofLines("loss", "mean", (line) => [line.x[0], line.y[0]]);
   seen.gap = { steps: ends("gap", "mean") };
   seen.boxes = { loss: box("chart-loss"), gap: box("chart-gap") };
-  seen.marks = [...document.querySelectorAll("#chart-loss .mark")].map((mark) => [mark.classList[1], mark.dataset.run, mark.textContent]);
-  seen.finals = Object.fromEntries([...document.querySelectorAll("#finals [data-gap]")].map((row) => [row.dataset.run, Number(row.dataset.gap)]));
-  seen.levels = [...document.querySelectorAll("#chart-gap line.limit, #chart-loss line.unigram")].length;
+  seen.marks = all("#chart-loss .mark").map((mark) => [mark.classList[1], mark.dataset.run, mark.textContent]);
+  seen.finals = Object.fromEntries(all("#finals [data-gap]").map((row) => [row.dataset.run, Number(row.dataset.gap)]));
+  seen.levels = all("#chart-gap line.limit, #chart-loss line.unigram").length;
 
   point("pointermove", "loss", charts.loss.x.pixel(2500), 100);
-  seen.tip = [...charts.loss.tip.querySelectorAll("tbody tr")].map((row) => [...row.cells].map((cell) => cell.textContent));
-  seen.crosses = document.querySelectorAll("line.cross").length;
+  seen.tip = all("#chart-loss .tip tbody tr").map((row) => [...row.cells].map((cell) => cell.textContent));
+  seen.crosses = all("line.cross").length;
   seen.otherTips = [charts.gap.tip.hidden, charts.metric.tip.hidden];
 
   drag("gap", [charts.gap.x.pixel(1000), 100], [charts.gap.x.pixel(2000), 105]);
-  seen.zoomed = { view: view.x, ranges: Object.values(charts).map((chart) => [chart.x.low, chart.x.high]), y: [charts.loss.y.low, charts.loss.y.high] };
+  const ranges = Object.values(charts).map((chart) => [chart.x.low, chart.x.high]);
+  seen.zoomed = { view: view.x, ranges, y: [charts.loss.y.low, charts.loss.y.high] };
   drag("loss", [charts.loss.x.pixel(1200), 100], [charts.loss.x.pixel(1400), 200]);
   seen.boxed = { view: view.x, y: charts.loss.boxY, canReset: !document.getElementById("reset").disabled };
   point("dblclick", "loss", 300, 100);
@@ -83,20 +91,22 @@ function probe() {
 
   press("[data-value=tokens]");
   seen.gap.tokens = ends("gap", "mean");
-  seen.tokens = { view: view.x, ends: ends("loss", "raw"), label: charts.loss.content.xLabel, title: document.getElementById("gap-title").textContent };
+  const title = document.getElementById("gap-title").textContent;
+  seen.tokens = { view: view.x, ends: ends("loss", "raw"), label: charts.loss.content.xLabel, title };
   press("[data-value=time]");
-  seen.time = { ends: ends("loss", "raw"), label: charts.loss.content.xLabel, gap: ends("gap", "mean") };
+  seen.time = { ends: ends("loss", "raw"), label: charts.loss.content.xLabel };
   press("[data-value=steps]");
 
   choose("log-y", true);
   choose("log-x", true);
-  const middle = (scale, ends) => scale.pixel(Math.sqrt(scale.low * scale.high)) - (scale.pixel(scale.low) + scale.pixel(scale.high)) / 2;
+  const middle = ({ low, high, pixel }) => pixel(Math.sqrt(low * high)) - (pixel(low) + pixel(high)) / 2;
   seen.logarithmic = [middle(charts.loss.x), middle(charts.loss.y), middle(charts.gap.x)];
   choose("log-y", false);
   choose("log-x", false);
 
   named("fp4").click();
-  seen.hidden = { loss: Object.keys(drawn("loss")), gap: Object.keys(drawn("gap")), pressed: named("fp4").getAttribute("aria-pressed") };
+  const pressed = named("fp4").getAttribute("aria-pressed");
+  seen.hidden = { loss: Object.keys(drawn("loss")), gap: Object.keys(drawn("gap")), pressed };
   named("fp4").click();
   named("fp4").dispatchEvent(new MouseEvent("click", { shiftKey: true }));
   seen.alone = Object.keys(drawn("loss"));
@@ -104,20 +114,21 @@ function probe() {
   seen.again = Object.keys(drawn("loss")).length;
 
   choose("raw", false);
-  seen.rawPaths = document.querySelectorAll("#chart-loss path.raw").length;
+  seen.rawPaths = all("#chart-loss path.raw").length;
   choose("raw", true);
   choose("window", 0, "input");
   seen.unsmoothed = ends("loss", "mean");
   choose("metric", "train/grad_norm");
   seen.metric = drawn("metric");
 
-  const mapOf = (title) => [...document.querySelectorAll("#maps canvas")].find((canvas) => canvas.dataset.map === title);
-  const pixels = (canvas) => [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
-  const maps = () => Object.fromEntries([...document.querySelectorAll("#maps canvas")].map((canvas) => [canvas.dataset.map, [canvas.width, canvas.height]]));
-  seen.maps = { first: maps(), pixels: pixels(mapOf("fprop.a")), bars: document.getElementById("map-bars").textContent };
-  const cell = mapOf("fprop.a").getBoundingClientRect();
-  const over = { clientX: cell.left + 0.9 * cell.width, clientY: cell.top + 0.9 * cell.height };
-  mapOf("fprop.a").dispatchEvent(new PointerEvent("pointermove", over));
+  const sizes = (each) => [each.dataset.map, [each.width, each.height]];
+  const maps = () => Object.fromEntries(all("#maps canvas").map(sizes));
+  const canvas = all("#maps canvas").find((each) => each.dataset.map === "fprop.a");
+  const pixels = [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
+  seen.maps = { first: maps(), pixels, bars: document.getElementById("map-bars").textContent };
+  const cells = canvas.getBoundingClientRect();
+  const over = { clientX: cells.left + 0.9 * cells.width, clientY: cells.top + 0.9 * cells.height };
+  canvas.dispatchEvent(new PointerEvent("pointermove", over));
   seen.maps.tip = document.querySelector(".map .tip").textContent;
   choose("map-run", "");
   choose("map-name", "fprop.a");
@@ -125,7 +136,9 @@ function probe() {
   choose("map-figure", "stalled_pct");
   seen.maps.states = maps();
 
-  const colours = () => ["body", "section", "#chart-loss path[data-run=bf16].mean"].map((each) => getComputedStyle(document.querySelector(each))[each === "section" || each === "body" ? "backgroundColor" : "color"]);
+  const styleOf = (selector) => getComputedStyle(document.querySelector(selector));
+  const grounds = () => ["body", "section"].map((each) => styleOf(each).backgroundColor);
+  const colours = () => [...grounds(), styleOf("path[data-run=bf16].mean").color];
   seen.light = colours();
   press("#theme");
   seen.dark = colours();

@@ -145,6 +145,8 @@ def test_the_page_is_written_where_it_is_asked_for(make_run, monkeypatch, capsys
     text = page.read_text()
     assert "Gate of ±0.1 nat: FAILED." in text and "fp4: gap of +0.1250 nat, matched steps" in text
     assert "<mark>0.002</mark>" in text and "more than precision" in text
+    speeds = re.search(r"<h3>Speed against the baseline</h3>(.*?)</ul>", text)[1]
+    assert re.findall(r"<b>(.*?)</b>", speeds) == ["1.00x", "1.00x"]
 
 
 ODD_PROBE = """

@@ -9,8 +9,14 @@ const SVG = "http://www.w3.org/2000/svg";
 const MARGIN = { top: 8, right: 22, bottom: 34, left: 66 };
 const MARKERS = ["o", "s", "D", "^", "v", "P"]; // as in curves.png: of run i the (i + 1)th
 const MARKER_PATHS = {
-  o: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z", s: "M-3.5 -3.5h7v7h-7Z", D: "M0 -5L5 0L0 5L-5 0Z", "^": "M0 -4.5L4.5 4H-4.5Z",
-  v: "M0 4.5L4.5 -4H-4.5Z", P: "M-1.5 -4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3Z", spike: "M0 0L4 -8H-4Z", nonfinite: "M-4 -4L4 4M-4 4L4 -4",
+  o: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
+  s: "M-3.5 -3.5h7v7h-7Z",
+  D: "M0 -5L5 0L0 5L-5 0Z",
+  "^": "M0 -4.5L4.5 4H-4.5Z",
+  v: "M0 4.5L4.5 -4H-4.5Z",
+  P: "M-1.5 -4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3Z",
+  spike: "M0 0L4 -8H-4Z",
+  nonfinite: "M-4 -4L4 4M-4 4L4 -4",
 };
 
 function svg(name, attributes = {}, parent = null, text = null) {
@@ -82,9 +88,10 @@ class Chart {
       svg("text", { x: left - 7, y: at + 4, "text-anchor": "end" }, axes, textsY[i]);
     });
     svg("path", { class: "frame", d: `M${left} ${top}V${bottom}H${right}` }, axes);
-    svg("text", { x: (left + right) / 2, y: bottom + 30, "text-anchor": "middle", class: "label" }, axes, content.xLabel);
-    const turned = `translate(12 ${(top + bottom) / 2}) rotate(-90)`;
-    svg("text", { transform: turned, "text-anchor": "middle", class: "label" }, axes, content.yLabel);
+    const below = `translate(${(left + right) / 2} ${bottom + 30})`;
+    const beside = `translate(12 ${(top + bottom) / 2}) rotate(-90)`;
+    svg("text", { transform: below, "text-anchor": "middle", class: "label" }, axes, content.xLabel);
+    svg("text", { transform: beside, "text-anchor": "middle", class: "label" }, axes, content.yLabel);
   }
 
   drawCurves(left, right, top) {
@@ -104,9 +111,10 @@ class Chart {
     }
     for (const mark of content.marks) {
       if (mark.x < this.x.low || mark.x > this.x.high) continue;
-      const at = `translate(${this.x.pixel(mark.x)} ${mark.y === null ? top + 8 : this.y.pixel(mark.y)})`;
-      const shape = { class: `mark ${mark.kind}`, d: MARKER_PATHS[mark.kind] ?? markerOf(mark.run), "data-run": mark.run.name };
-      svg("title", {}, svg("path", { ...shape, style: `color:${colourOf(mark.run)}`, transform: at }, curves), mark.title);
+      const transform = `translate(${this.x.pixel(mark.x)} ${mark.y === null ? top + 8 : this.y.pixel(mark.y)})`;
+      const d = MARKER_PATHS[mark.kind] ?? markerOf(mark.run);
+      const look = { class: `mark ${mark.kind}`, "data-run": mark.run.name, style: `color:${colourOf(mark.run)}` };
+      svg("title", {}, svg("path", { ...look, d, transform }, curves), mark.title);
     }
   }
 
@@ -143,16 +151,17 @@ class Chart {
   showTip(at, x, found) {
     const { content, tip } = this;
     const table = document.createElement("table");
-    const cell = (row, name, text) => row.appendChild(Object.assign(document.createElement(name), { textContent: text }));
+    const cell = (row, kind, textContent = "") =>
+      row.appendChild(Object.assign(document.createElement(kind), { textContent }));
     const head = table.createTHead().insertRow();
-    const hasRaw = found.some((each) => each.raw !== undefined);
-    for (const [name, text] of [["th", content.heading(x)], ["td", hasRaw ? "mean" : ""], ["td", hasRaw ? "logged" : ""]]) cell(head, name, text);
+    cell(head, "th", content.heading(x));
+    if (found.some((each) => each.raw !== undefined)) for (const text of ["mean", "logged"]) cell(head, "td", text);
     const body = table.createTBody();
     for (const each of found) {
       const row = body.insertRow();
-      cell(row, "th", "").append(nameOf(each.run));
+      cell(row, "th").append(nameOf(each.run));
       cell(row, "td", content.value(each.y));
-      cell(row, "td", each.raw === undefined ? "" : content.value(each.raw));
+      if (each.raw !== undefined) cell(row, "td", content.value(each.raw));
     }
     tip.replaceChildren(table);
     tip.hidden = false;
@@ -196,10 +205,11 @@ class Chart {
   boxTo([x, y]) {
     const [fromX, fromY] = this.grabbed;
     const inside = (value, low, high) => Math.max(low, Math.min(high, value));
-    const [left, right] = [fromX, x].map((each) => inside(each, MARGIN.left, this.width - MARGIN.right)).sort((a, b) => a - b);
-    const [low, high] = [MARGIN.top, this.height - MARGIN.bottom];
+    const between = (a, b, low, high) => [inside(Math.min(a, b), low, high), inside(Math.max(a, b), low, high)];
+    const [left, right] = between(fromX, x, MARGIN.left, this.width - MARGIN.right);
+    const [high, low] = [MARGIN.top, this.height - MARGIN.bottom];
     const flat = Math.abs(y - fromY) < 24;
-    const [top, bottom] = (flat ? [low, high] : [fromY, y].map((each) => inside(each, low, high))).sort((a, b) => a - b);
+    const [top, bottom] = flat ? [high, low] : between(fromY, y, high, low);
     return { left, right, top, bottom, flat };
   }
 
@@ -242,10 +252,16 @@ class Chart {
   key(event) {
     const [left, right] = [MARGIN.left, this.width - MARGIN.right];
     const step = 0.15 * (right - left);
+    const closer = () => this.scaleBy(0.7, (left + right) / 2);
+    const whole = () => this.zoom(null, null);
     const actions = {
-      "+": () => this.scaleBy(0.7, (left + right) / 2), "=": () => this.scaleBy(0.7, (left + right) / 2),
-      "-": () => this.scaleBy(1 / 0.7, (left + right) / 2), "0": () => this.zoom(null, null), Escape: () => this.zoom(null, null),
-      ArrowLeft: () => this.shift(-step), ArrowRight: () => this.shift(step),
+      "+": closer,
+      "=": closer,
+      "-": () => this.scaleBy(1 / 0.7, (left + right) / 2),
+      0: whole,
+      Escape: whole,
+      ArrowLeft: () => this.shift(-step),
+      ArrowRight: () => this.shift(step),
     };
     if (!actions[event.key] || event.ctrlKey || event.metaKey) return;
     event.preventDefault();

@@ -12,7 +12,7 @@ from lowprec_train.tools.plot import COLOURS
 from lowprec_train.tools.runs import Run
 
 FOLDER = Path(__file__).parent
-SCRIPTS = ("scale.js", "series.js", "chart.js", "panels.js", "heatmap.js", "page.js")
+SCRIPTS = ("scale.js", "series.js", "chart.js", "panels.js", "heatmap.js", "contents.js", "page.js")
 DARK = ("#4A9DE8", "#F2854A", "#2FC79A", "#E59CC5", "#F3BC4B", "#A3DDFF")  # COLOURS, lightened for a dark ground
 INK = ("#000000", "#FFFFFF")  # of the baseline
 

@@ -40,8 +40,9 @@ class HeatMaps {
     const shown = [];
     for (const [place, maps] of Object.entries(this.figure.runs)) {
       if (run !== "" && run !== place) continue;
+      const prefix = run === "" ? `${this.runs[place].name}: ` : "";
       const ofRun = maps.filter((each) => name === "" || each.name === name);
-      shown.push(...ofRun.map((each) => ({ map: each, title: run === "" ? `${this.runs[place].name}: ${each.name}` : each.name })));
+      shown.push(...ofRun.map((map) => ({ map, title: prefix + map.name })));
     }
     const none = Object.assign(document.createElement("p"), { textContent: "This run has no such figure." });
     document.getElementById("maps").replaceChildren(...(shown.length ? shown.map((each) => this.panel(each)) : [none]));
@@ -59,12 +60,12 @@ class HeatMaps {
   }
 
   bar(group) {
-    const limits = this.figure.limits[group];
+    const [low, high] = this.figure.limits[group];
     const span = document.createElement("span");
     const ramp = document.createElement("i");
-    const stops = Array.from({ length: 12 }, (_, i) => `rgb(${this.colour(limits[0] + ((limits[1] - limits[0]) * i) / 11, limits)})`);
-    ramp.style.background = `linear-gradient(to right, ${stops})`;
-    span.append(`${group}: ${shortNumber(limits[0])}`, ramp, shortNumber(limits[1]));
+    const stops = Array.from({ length: 12 }, (_, i) => this.colour(low + ((high - low) * i) / 11, [low, high]));
+    ramp.style.background = `linear-gradient(to right, ${stops.map((rgb) => `rgb(${rgb})`)})`;
+    span.append(`${group}: ${shortNumber(low)}`, ramp, shortNumber(high));
     return span;
   }
 
@@ -119,7 +120,8 @@ function explain(panel, canvas, names, steps, values) {
     const column = index((event.clientX - box.left) / box.width, steps.length);
     const row = index((event.clientY - box.top) / box.height, names.length);
     const value = values[row * steps.length + column];
-    tip.textContent = `${names[row]}, step ${number(steps[column], 0)}: ${Number.isNaN(value) ? "no number" : shortNumber(value)}`;
+    const said = Number.isNaN(value) ? "no number" : shortNumber(value);
+    tip.textContent = `${names[row]}, step ${number(steps[column], 0)}: ${said}`;
     tip.hidden = false;
     const outer = panel.getBoundingClientRect();
     tip.style.left = `${Math.max(0, Math.min(event.clientX - outer.left + 14, outer.width - tip.offsetWidth))}px`;
@@ -140,6 +142,7 @@ function cellsOf(map, size) {
 function stepNames(steps) {
   const names = Object.assign(document.createElement("div"), { className: "steps" });
   const ends = steps.length > 2 ? [0, Math.floor((steps.length - 1) / 2), steps.length - 1] : [...steps.keys()];
-  for (const i of ends) names.append(Object.assign(document.createElement("span"), { textContent: number(steps[i], 0) }));
+  const texts = ends.map((i) => number(steps[i], 0));
+  names.append(...texts.map((textContent) => Object.assign(document.createElement("span"), { textContent })));
   return names;
 }

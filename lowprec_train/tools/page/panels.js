@@ -46,7 +46,9 @@ function drawFinals(host, numbers, hidden) {
     svg("line", { class: "grid", x1: x, x2: x, y1: 0, y2: height - 22 }, drawing);
     svg("text", { x, y: height - 8, "text-anchor": "middle" }, drawing, text);
   });
-  const level = (value, kind) => svg("line", { class: kind, x1: scale.pixel(value), x2: scale.pixel(value), y1: 0, y2: height - 22 }, drawing);
+  const level = (value, kind) => {
+    svg("line", { class: kind, x1: scale.pixel(value), x2: scale.pixel(value), y1: 0, y2: height - 22 }, drawing);
+  };
   level(0, "zero");
   for (const side of numbers.gate === null ? [] : [-1, 1]) {
     if (side * numbers.gate > low && side * numbers.gate < high) level(side * numbers.gate, "limit");
@@ -55,7 +57,8 @@ function drawFinals(host, numbers, hidden) {
 }
 
 function finalLimits(rows, gate) {
-  const known = rows.flatMap((run) => [run.gap.mean, run.gap.low, run.gap.high, run.held]).filter((value) => value !== null);
+  const values = rows.flatMap((run) => [run.gap.mean, run.gap.low, run.gap.high, run.held]);
+  const known = values.filter((value) => value !== null);
   const near = known.filter((value) => Math.abs(value) < 1);
   const all = [0, ...(near.length ? near : known)];
   const reach = Math.max(...all.map(Math.abs), 1e-4);
@@ -65,12 +68,17 @@ function finalLimits(rows, gate) {
 }
 
 function drawFinal(drawing, run, scale, y, width) {
-  const group = svg("g", { style: `color:${colourOf(run)}`, "data-run": run.name, "data-gap": run.gap.mean ?? "" }, drawing);
+  const { mean, low, high } = run.gap;
+  const style = `color:${colourOf(run)}`;
+  const group = svg("g", { style, "data-run": run.name, "data-gap": mean ?? "" }, drawing);
   const inside = (value) => Math.max(scale.pixel(scale.low), Math.min(scale.pixel(scale.high), scale.pixel(value)));
+  const marker = (value, kind) => {
+    svg("path", { class: kind, d: markerOf(run), transform: `translate(${inside(value)} ${y})` }, group);
+  };
+  const text = mean === null ? "not finite" : signed(mean, 4);
   svg("text", { x: 0, y: y + 4, class: "label" }, group, shortened(run.name));
-  if (run.gap.mean === null) return void svg("text", { x: width, y: y + 4, "text-anchor": "end", class: "label" }, group, "not finite");
-  if (run.gap.low !== null) svg("path", { class: "mean", d: `M${inside(run.gap.low)} ${y}H${inside(run.gap.high)}` }, group);
-  svg("path", { class: "mark solid", d: markerOf(run), transform: `translate(${inside(run.gap.mean)} ${y})` }, group);
-  if (run.held !== null) svg("path", { class: "mark", d: markerOf(run), transform: `translate(${inside(run.held)} ${y})` }, group);
-  svg("text", { x: width, y: y + 4, "text-anchor": "end", class: "label" }, group, signed(run.gap.mean, 4));
+  svg("text", { x: width, y: y + 4, "text-anchor": "end", class: "label" }, group, text);
+  if (low !== null) svg("path", { class: "mean", d: `M${inside(low)} ${y}H${inside(high)}` }, group);
+  if (mean !== null) marker(mean, "mark solid");
+  if (run.held !== null) marker(run.held, "mark");
 }

@@ -13,13 +13,15 @@ function makeScale(low, high, from, to, log) {
   };
 }
 
-/* At most about `count` multiples of 1, 2 or 5 times a power of ten. */
+/* About `count` multiples of 1, 2 or 5 times a power of ten. */
 function linearTicks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((multiple) => multiple * power >= rough * 0.999);
   const ticks = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + 1e-9 * step; i++) ticks.push(i * step + 0); // + 0: no negative zero
+  for (let i = Math.ceil(low / step - 1e-9); i <= high / step + 1e-9; i++) {
+    ticks.push(i * step + 0); // + 0: no negative zero
+  }
   return ticks;
 }
 
@@ -30,7 +32,8 @@ function logTicks(low, high, count) {
     for (const multiple of [1, 2, 5]) ticks.push(multiple * 10 ** power);
   }
   const inside = ticks.filter((tick) => tick >= low && tick <= high);
-  return inside.length > count ? inside.filter((tick) => /^1(e|0|$)|^0?\.0*1$/.test(String(tick))) : inside;
+  const isPower = (tick) => Math.abs(Math.log10(tick) - Math.round(Math.log10(tick))) < 1e-9;
+  return inside.length > count ? inside.filter(isPower) : inside;
 }
 
 /* Texts for ticks, with as many decimals as tell neighbours apart. */
@@ -44,7 +47,8 @@ function tickTexts(ticks) {
 
 function number(value, decimals) {
   if (decimals === undefined) return Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
-  return value.toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }).replace("-", "−");
+  const digits = { minimumFractionDigits: decimals, maximumFractionDigits: decimals };
+  return value.toLocaleString("en", digits).replace("-", "−");
 }
 
 function signed(value, decimals) {

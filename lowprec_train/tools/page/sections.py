@@ -22,7 +22,7 @@ def of_comparison(comparison: Comparison) -> dict[str, str]:
         "verdict": verdict(comparison),
         "losses": table(report.LOSS_HEADER, [[name(each, notes), *cells(report.loss_row(each))] for each in runs]),
         "costs": table(report.COST_HEADER, [[name(each, notes), *cells(report.cost_row(each))] for each in runs]),
-        "bars": bars(runs),
+        "bars": bars(comparison),
         "differences": differences(comparison),
         "remarks": remarks(runs),
         "definitions": definitions(comparison),
@@ -65,12 +65,19 @@ def verdict(comparison: Comparison) -> str:
     return f'{gate}<p class="quiet">{escape(report.unigram(comparison))}</p>'
 
 
-def bars(runs: Sequence[RunReport]) -> str:
-    """Speed and memory as bars, each against the largest of its kind."""
+def bars(comparison: Comparison) -> str:
+    """Speed and memory as bars, each against the largest of its kind; the baseline's own speed-up is 1."""
+    runs = comparison.runs
+    speeds = [(each.speed.raw, each.speed.at_loss) if each.speed else (None, None) for each in runs]
+    measured = any(each.speed for each in runs)
+    raw, at_loss = (
+        [1.0 if measured and each.name == comparison.baseline else ratio for each, ratio in zip(runs, ratios)]
+        for ratios in zip(*speeds)
+    )
     kinds = (
         ("Tokens per second and GPU", ",.0f", "", [each.tokens_per_second for each in runs]),
-        ("Speed against the baseline", ".2f", "x", [each.speed.raw if each.speed else None for each in runs]),
-        ("Speed at equal loss", ".2f", "x", [each.speed.at_loss if each.speed else None for each in runs]),
+        ("Speed against the baseline", ".2f", "x", raw),
+        ("Speed at equal loss", ".2f", "x", at_loss),
         ("Peak memory, GiB", ".2f", "", [each.peak_memory_gib for each in runs]),
     )
     return "".join(
