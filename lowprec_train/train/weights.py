@@ -271,9 +271,13 @@ def read_tensor(file: Path, name: str) -> Tensor:
         raise ValueError(f"cannot read {name} from {file}: {error}") from error
 
 
-def needs_package(package: str, *, extra: str, what: str) -> None:
-    """Raise ValueError, with the command that helps, where an optional package is missing."""
-    if importlib.util.find_spec(package) is None:
+def needs_package(package: str, *, extra: str, what: str, module: str | None = None) -> None:
+    """Raise ValueError, with the command that helps, where an optional package is missing. module: of another name."""
+    try:
+        found = importlib.util.find_spec(module or package)
+    except ModuleNotFoundError:  # of the package around the module
+        found = None
+    if found is None:
         raise ValueError(f"{what} needs the package '{package}': pip install 'lowprec_train[{extra}]'")
 
 

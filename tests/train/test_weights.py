@@ -19,7 +19,7 @@ from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
 from lowprec_train.train import build, describe
 from lowprec_train.train.distribute import Distribution
-from lowprec_train.train.weights import check_sizes, fill_from, open_weights, other_tokenizer
+from lowprec_train.train.weights import check_sizes, fill_from, needs_package, open_weights, other_tokenizer
 from tests.parallel.runs import MICRO, SEQ, TINY, VOCAB, Walks
 from tests.recipes import composed
 from tests.tools.exchanged import MODELS, STEP, drawn, same, save_run, transformer
@@ -94,6 +94,13 @@ def test_what_cannot_be_read_is_refused(gpt, tmp_path):
     refused("has no checkpoint yet", gpt)
 
 
+@pytest.mark.parametrize("module", [None, "no_such_thing", "no_such_thing.inside"])
+def test_a_missing_package_is_told_with_what_helps(module):
+    says = r"reading x needs the package 'no_such_thing': pip install 'lowprec_train\[hf\]'"
+    with pytest.raises(ValueError, match=says):
+        needs_package("no_such_thing", extra="hf", what="reading x", module=module)
+
+
 def test_all_sizes_that_differ_are_named_at_once(gpt):
     weights, gpt_sizes = open_weights(gpt), MODELS["gpt"]
     check_sizes(replace(gpt_sizes, name="other", recompute="full"), weights)
@@ -132,7 +139,7 @@ def test_four_processes_begin_with_weights_and_what_they_save_is_exported(tmp_pa
     start = save_imported(tmp_path / "start", drawn(sizes), sizes, torch.bfloat16)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, weights_ranks.__file__, str(start), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     truth, first = torch.load(tmp_path / "truth.pt"), open_weights(start)
     assert all(torch.equal(truth["before"][name].float(), first.read(name).float()) for name in first.names())
@@ -181,7 +188,7 @@ def loss_of_first_step(logits_of):
         return torch.nn.functional.cross_entropy(logits_of(batch.tokens).flatten(0, 1), targets.flatten()).item()
 
 
-@pytest.mark.parametrize(("recipe", "within"), [("bf16", 0.005), ("fp4", 0.1)])
+@pytest.mark.parametrize(("recipe", "within"), [("bf16", 0.001), ("fp4", 0.01)])
 def test_pretraining_goes_on_from_an_imported_model(learnt, recipe, within):
     """The first loss is that of transformers on the same tokens, but for what is rounded; unlearnt weights have 4.2."""
     import transformers

@@ -43,8 +43,8 @@ def tokenizer_json(content: bytes, name: str) -> str:
         ValueError: a package that this takes is missing, the model is neither BPE nor unigram, or what it does to some
             text has no equivalent.
     """
-    for package in ("tokenizers", "google.protobuf"):
-        needs_package(package, extra="hf", what="exporting a SentencePiece tokenizer")
+    for package, module in (("tokenizers", "tokenizers"), ("protobuf", "google.protobuf")):
+        needs_package(package, extra="hf", what="exporting a SentencePiece tokenizer", module=module)
     from sentencepiece.sentencepiece_model_pb2 import ModelProto  # type: ignore[attr-defined]
 
     proto = ModelProto.FromString(content)
