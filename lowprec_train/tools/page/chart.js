@@ -6,7 +6,7 @@
      heading: (x) => text, value: (y) => text } */
 
 const SVG = "http://www.w3.org/2000/svg";
-const MARGIN = { top: 8, right: 22, bottom: 34, left: 66 };
+const MARGIN = { top: 8, right: 22, bottom: 34, left: 74 };
 const MARKERS = ["o", "s", "D", "^", "v", "P"]; // as in curves.png: of run i the (i + 1)th
 const MARKER_PATHS = {
   o: "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0Z",
