@@ -137,6 +137,7 @@ def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopR
         if first and (strange := other_tokenizer(first, corpus.tokenizer)):
             log.warning("warning: %s", strange)
         trainer = build.trainer(options, layout, linears, corpus, distribution, device, compiled=compiled, first=first)
+        facts["gathered"] = trainer.team.gathered()
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:
             step = checkpointer.load(trainer.checkpoint_parts(), optional=trainer.team.state_parts()) or 0

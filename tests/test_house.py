@@ -28,7 +28,7 @@ LAUNCH_FACTS |= {"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_CO
 LAUNCH_FACTS |= {"TORCHELASTIC_USE_AGENT_STORE"}
 # The files that may touch torch's private names (decisions 0008, 0016 and 0017).
 TORCH_ADAPTERS = {"lowprec_train/ops/tensor_cores.py", "lowprec_train/ops/kernels.py", "lowprec_train/comm/rows.py"}
-TORCH_ADAPTERS |= {"lowprec_train/train/snapshots.py"}
+TORCH_ADAPTERS |= {"lowprec_train/train/snapshots.py", "lowprec_train/parallel/fsdp_parameters.py"}
 
 
 def relative(path: Path) -> str:

@@ -129,6 +129,10 @@ class DataParallel:
         """Of the last step's gradient reductions; tensors are 0-dim, on the device."""
         return self._reducer.metrics()
 
+    def gathered(self) -> dict[str, str]:
+        """In what form each linear layer's weight comes in under its present recipe; empty where as it is stored."""
+        return {} if self._gathering is None else {n: str(wire) for n, wire in self._gathering.wires().items()}
+
     def state_parts(self) -> dict[str, Stateful]:
         """What of this a checkpoint holds, by name."""
         return {"reduction": self._reducer}

@@ -41,6 +41,10 @@ class Team(Protocol):
         """Of the step's communication; tensors are 0-dim, on the device."""
         ...
 
+    def gathered(self) -> dict[str, str]:
+        """In what form each linear layer's weight comes in, by the layer's name; empty where as it is stored."""
+        ...
+
     def state_parts(self) -> dict[str, Stateful]:
         """What of the communication a checkpoint holds, by name."""
         ...
@@ -65,6 +69,9 @@ class Alone:
     def end_backward(self) -> None: ...
 
     def metrics(self) -> dict[str, Tensor | float]:
+        return {}
+
+    def gathered(self) -> dict[str, str]:
         return {}
 
     def state_parts(self) -> dict[str, Stateful]:

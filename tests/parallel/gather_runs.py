@@ -123,6 +123,7 @@ class Seen:
         trainer.optimizer.step = watched
         gathering = trainer.team._gathering
         self.wires = {} if gathering is None else {name: each.bytes for name, each in gathering.wires().items()}
+        self.gathered = trainer.team.gathered()
         for holders in [] if gathering is None else gathering._over.values():
             holders.largest = self.counted(holders.largest)
 

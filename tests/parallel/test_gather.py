@@ -134,6 +134,15 @@ def test_what_travelled(pair):
     assert numbers / 2 < fp4 < 0.55 * numbers, "half a byte, and four a row"
 
 
+def test_a_run_says_what_travels(pair):
+    """What run.json will hold of each layer."""
+    assert pair[0]["fp4", "master"]["gathered"] == {}
+    assert set(pair[0]["fp4", "bf16"]["gathered"].values()) == {"bfloat16, 2 bytes a number"}
+    down = {recipe: pair[0][recipe, "codes"]["gathered"]["blocks.0.mlp.down"] for recipe in ("fp4", "fp8")}
+    assert down["fp4"].startswith("codes E2M1") and " 0.5" in down["fp4"]
+    assert down["fp8"].startswith("codes E4M3") and down["fp8"].endswith(", 1 bytes a number")
+
+
 def test_a_phase_changes_what_travels(pair):
     """fp4_mixed: FP8 codes of attention until the last step, which is BF16 throughout; evaluated before and after."""
     for case, gathers in (("fp4_mixed", 4), ("zero2", 2)):
