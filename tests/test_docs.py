@@ -19,8 +19,8 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 TRAIN = r"(?:torchrun|python)(?: --\S+)* (?:train\.py|-m lowprec_train\.main)"
-LAUNCHES = re.compile(rf"^ +(?:{TRAIN}|sbatch .*?/train\.sbatch) (.*)$", flags=re.MULTILINE)
-TOOLS = re.compile(r"^ +(?:torchrun .*-m lowprec_train\.tools\.cli|lowprec) (.*)$", flags=re.MULTILINE)
+LAUNCHES = re.compile(rf"^ *(?:{TRAIN}|sbatch .*?/train\.sbatch) (.*)$", flags=re.MULTILINE)
+TOOLS = re.compile(r"^ *(?:torchrun .*-m lowprec_train\.tools\.cli|lowprec) (.*)$", flags=re.MULTILINE)
 
 
 def relative(path: Path) -> str:
@@ -119,11 +119,14 @@ def test_decisions_say_what_they_prevent():
         assert {"decision", "failure-it-prevents"} <= anchors(record.read_text()), relative(record)
 
 
-@pytest.mark.parametrize(("document", "line"), commands(LAUNCHES))
+@pytest.mark.parametrize(
+    ("document", "line"), [each for each in commands(LAUNCHES) if "hydra.searchpath" not in each[1]]
+)
 def test_commands_compose(document, line):
     """Every training command of the documentation is one that Hydra accepts, sweeps by their first value."""
     overrides = [word for word in shlex.split(line, comments=True) if not word.startswith("--")]
     assert overrides or "--help" in line, document
+    overrides = ["model=llama_tiny" if word == "model=from/weights" else word for word in overrides]  # of no such file
     sweeps = "--multirun" in line
     OmegaConf.to_object(composed([word.split(",")[0] if sweeps else word for word in overrides]))
 
@@ -131,7 +134,7 @@ def test_commands_compose(document, line):
 @pytest.mark.parametrize(("document", "line"), commands(TOOLS))
 def test_tools_take_their_commands(document, line):
     """Every `lowprec` command of the documentation parses; pages of results quote what a program wrote."""
-    words = shlex.split(line, comments=True)
+    words = shlex.split(re.sub(r"\[--[^]]*\]", "", line), comments=True)  # without what a synopsis has in brackets
     if not document.startswith("docs/results/"):
         assert callable(cli.parser().parse_args(words).run)
 
