@@ -25,7 +25,7 @@ class Manifest:
     documents, tokens: stored; a document's end-of-document token counts.
     text_bytes: of the stored documents, in UTF-8. empty, bad: records left out, without text and unreadable ones.
     field: of .jsonl lines and .parquet rows. tokenizer: `file`, `sha256`, `vocab_size`, `eod`.
-    inputs: `name`, `bytes`, `sha256` of each file read, in order. files: `bytes` and `sha256` of .bin and .idx.
+    inputs: `name`, `bytes`, `sha256` of each file read, in order. files: `bytes` and `sha256` of `bin` and `idx`.
     """
 
     documents: int
@@ -46,7 +46,7 @@ class Manifest:
         """The manifest of a dataset; None where there is none.
 
         Raises:
-            ValueError: the file is no manifest of this layout.
+            ValueError: the file is no manifest of this layout, or .bin or .idx is absent or not as long as it says.
         """
         path = manifest_path(prefix)
         if not path.is_file():
@@ -58,12 +58,21 @@ class Manifest:
             raise ValueError(f"{path}: not a manifest of `lowprec prepare-data`: {error}") from error
         if found.layout != LAYOUT:
             raise ValueError(f"{path}: a manifest of layout {found.layout}, can read {LAYOUT}")
+        found._check_sizes(prefix)
         return found
 
     def write(self, prefix: Path) -> None:
         """Write it whole, on disk when this returns."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
         write_whole(manifest_path(prefix), text.encode())
+
+    def _check_sizes(self, prefix: str | Path) -> None:
+        for ending, told in self.files.items():
+            file = Path(f"{prefix}.{ending}")
+            if not file.is_file():
+                raise ValueError(f"{manifest_path(prefix)} tells of a file that is absent: {file}")
+            if (size := file.stat().st_size) != told["bytes"]:
+                raise ValueError(f"{file} has {size} bytes, its manifest tells of {told['bytes']}")
 
     def tokenizer_path(self, prefix: str | Path) -> Path:
         """The tokenizer's file of the dataset with this prefix."""
@@ -81,6 +90,6 @@ def sha256(path: Path) -> str:
 
 
 def hashes(prefix: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of a dataset's two files, by name."""
-    paths = [Path(f"{prefix}.{ending}") for ending in ("bin", "idx")]
-    return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in paths}
+    """Size and SHA-256 of a dataset's two files, by their endings."""
+    paths = {ending: Path(f"{prefix}.{ending}") for ending in ("bin", "idx")}
+    return {ending: {"bytes": path.stat().st_size, "sha256": sha256(path)} for ending, path in paths.items()}

@@ -131,9 +131,9 @@ def findings(dataset: IndexedDataset, manifest: Manifest | None, tokenizer: Toke
     if manifest:
         found = hashes(Path(dataset.prefix))
         wrong += [
-            f"{name} is not the file that the manifest tells of"
-            for name, told in manifest.files.items()
-            if found.get(name) != told
+            f"{dataset.prefix}.{ending} is not the file that the manifest tells of"
+            for ending, told in manifest.files.items()
+            if found[ending] != told
         ]
     if tokenizer:
         highest = max(

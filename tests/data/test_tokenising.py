@@ -91,8 +91,9 @@ def test_each_document_and_its_end(root, tmp_path):
     assert (manifest.documents, manifest.empty, manifest.bad) == (len(texts), len(lines) - len(texts), 0)
     assert manifest.text_bytes == sum(len(text.encode()) for text in texts)
     assert manifest.tokens == len(IndexedDataset(root / "once" / "all").data)
-    for name in ("all.bin", "all.idx"):
-        assert manifest.files[name] == {"bytes": len(made[name]), "sha256": sha256(root / "once" / name)}
+    for ending in ("bin", "idx"):
+        path = root / "once" / f"all.{ending}"
+        assert manifest.files[ending] == {"bytes": path.stat().st_size, "sha256": sha256(path)}
     assert [each["sha256"] for each in manifest.inputs] == [sha256(root / "text" / f"{n}.jsonl") for n in "ab"]
 
 
@@ -175,6 +176,12 @@ def test_prepared_already(root, place, monkeypatch):
         prepare(job(root, field="body"), place)
     with pytest.raises(ValueError, match=r"all: is prepared already, with other inputs: .*a\.jsonl"):
         prepare(job(root, inputs=sources.find([root / "text" / "b.jsonl"])), place)
+    os.truncate(place.with_suffix(".bin"), 10)
+    with pytest.raises(ValueError, match=r"all\.bin has 10 bytes, its manifest tells of \d+"):
+        prepare(job(root), place)
+    place.with_suffix(".bin").unlink()
+    with pytest.raises(ValueError, match=r"all\.manifest\.json tells of a file that is absent: .*all\.bin"):
+        prepare(job(root), place)
 
 
 def test_only_the_same_input_is_gone_on_with(root, place):
