@@ -96,7 +96,7 @@ def test_check(prefix, tmp_path, capsys):
     assert lowprec("inspect-data", tmp_path / "all", "--check") == 1
     out = capsys.readouterr().out
     assert (
-        "\nall.bin is not the file that the manifest tells of\ntoken 400 is outside the vocabulary of 384\n1 doc" in out
+        "/all.bin is not the file that the manifest tells of\ntoken 400 is outside the vocabulary of 384\n1 doc" in out
     )
 
 
