@@ -13,7 +13,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -62,24 +63,30 @@ class AppendingWriter:
     ) -> None:
         try:
             if not self.whole:
-                self._bin.close()
-                self._lengths.close()
+                with self._named(), self._lengths, self._bin:
+                    pass
         finally:
             self._lock.close()
 
     def append(self, tokens: bytes, lengths: np.ndarray) -> None:
-        """Documents of these lengths (int32, in tokens), one after the other, in the dataset's dtype."""
+        """Documents of these lengths (int32, in tokens), one after the other, in the dataset's dtype.
+
+        Raises:
+            OSError: they cannot be written, with the place.
+        """
         assert len(tokens) == int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
-        self._bin.write(tokens)
-        self._lengths.write(lengths.astype("<i4").tobytes())
+        with self._named():
+            self._bin.write(tokens)
+            self._lengths.write(lengths.astype("<i4").tobytes())
         self.tokens += len(tokens) // self._dtype.itemsize
         self.documents += len(lengths)
 
     def commit(self, remembered: Mapping[str, Any], *, whole: bool = False) -> None:
         """From here on, what was appended and this survive whatever happens to the process."""
-        for file in (self._bin, self._lengths):
-            file.flush()
-            os.fsync(file.fileno())
+        with self._named():
+            for file in (self._bin, self._lengths):
+                file.flush()
+                os.fsync(file.fileno())
         state = {
             "identity": self._identity,
             "documents": self.documents,
@@ -106,6 +113,14 @@ class AppendingWriter:
     def discard(self) -> None:
         """Remove the unfinished directory, once the dataset needs it no more."""
         forget(self._prefix)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """A full disk says where it is."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._directory)) from error
 
     def _read_state(self) -> dict[str, Any]:
         path = self._directory / "state.json"

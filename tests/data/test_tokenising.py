@@ -211,6 +211,20 @@ def test_one_at_a_time_and_nothing_foreign_is_overwritten(root, place):
         prepare(job(root), place)
 
 
+def test_a_full_disk(root, place):
+    """A device that is always full stands in for .bin; with room again the work goes on."""
+    appending.unfinished(place).mkdir(parents=True)
+    (appending.unfinished(place) / "bin").symlink_to("/dev/full")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "truncate", lambda path, size: None)
+        patched.setattr(tokenising, "_COMMIT_SECONDS", 0)
+        with pytest.raises(OSError, match=r"No space left on device: .*all\.unfinished"):
+            prepare(job(root), place)
+    (appending.unfinished(place) / "bin").unlink()
+    prepare(job(root), place)
+    assert files(place) == files(root / "once" / "all")
+
+
 def test_bad_records(root, tmp_path, place):
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"text": 5}\nno\n{"text": ""}\n{"text": "two"}\n')
     inputs = sources.find([tmp_path / "bad.jsonl"])
