@@ -10,6 +10,9 @@ import pytest
 import torch
 import transformers
 
+from lowprec_train.data.manifest import Manifest
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
 from lowprec_train.tools.evaluate.perplexity import Cutting, Extent, Measured, difference, measure, score
 from lowprec_train.tools.evaluate.texts import Encoded, open_text
@@ -172,6 +175,23 @@ def test_a_set_of_unknown_tokenizer_has_a_perplexity_and_no_bytes(made, evaluate
 
 
 # --- refusals ---
+
+
+def test_tokenizers_must_fit(made, evaluate, refused, tmp_path):
+    other, large = (SentencePieceTokenizer.train(TEXTS, size, "other") for size in (380, 390))
+    (tmp_path / "large").mkdir()
+    path = store(large, tmp_path / "large")
+    assert "vocab_size 384 is smaller than the 390 pieces" in refused("--data", made.raw, "--tokenizer", path)
+    for name in ("texts.bin", "texts.idx"):
+        (tmp_path / name).write_bytes(made.prefix.with_name(name).read_bytes())
+    store(other, tmp_path)
+    about = {"file": other.file_name, "sha256": other.digest, "vocab_size": 380, "eod": other.eod}
+    counts = dict.fromkeys(("documents", "tokens", "text_bytes", "empty", "bad"), 0)
+    lists = {"dtype": "uint16", "field": "text", "inputs": [], "files": {}, "versions": {}}
+    Manifest(**counts, **lists, tokenizer=about).write(tmp_path / "texts")
+    assert f"was prepared with the tokenizer of SHA-256 {other.digest[:12]}" in refused("--data", tmp_path / "texts")
+    found, _ = evaluate("--data", tmp_path / "texts", "--tokenizer", "none", "--recipe", "fp32", "--limit", 2)
+    assert found["start"] == other.eod and found["text"]["bytes"]  # the set brings its own
 
 
 def test_refusals(made, refused, tmp_path):

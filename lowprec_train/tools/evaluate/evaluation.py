@@ -155,9 +155,7 @@ def tokenizer_of(trained: Trained, asked: Path | None) -> Tokenizer | None:
     if path is None:
         return None
     tokenizer = load(path)
-    check_vocabulary(
-        tokenizer=tokenizer.vocab_size, vocab_size=trained.weights.model.vocab_size, name=f"the tokenizer {path}"
-    )
+    check_vocabulary(tokenizer=tokenizer.vocab_size, vocab_size=trained.weights.model.vocab_size, name=str(path))
     return tokenizer
 
 
