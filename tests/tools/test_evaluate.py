@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from rich.console import Console
 
 from lowprec_train.data.manifest import Manifest
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
 from lowprec_train.tools.evaluate.perplexity import Cutting, Extent, Measured, difference, measure, score
+from lowprec_train.tools.evaluate.progress import shown
 from lowprec_train.tools.evaluate.texts import Encoded, open_text
 from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length
 from lowprec_train.train.trained import Trained
@@ -164,6 +167,25 @@ def test_differences_of_the_same_windows_are_known_better_than_either():
     assert found.standard_error == pytest.approx(math.sqrt(4) * np.std([1, 3, 1, 3], ddof=1) / 40)
     single = Measured(extent=extent, nll=np.array([3.0]), seconds=1.0)
     assert difference(single, single).standard_error is None and a.bits_per_byte is None
+
+
+def test_an_imported_model_is_evaluated_as_the_run_it_comes_from(made, exported, evaluate):
+    out = exported.with_name("imported")
+    assert main(["import-hf", str(exported), "--out", str(out)]) == 0
+    found, told = evaluate("--data", made.raw, "--recipe", "run", "fp32", "--seq-len", 32, model=out)
+    run, _ = evaluate("--data", made.raw, "--recipe", "bf16", "fp32", "--seq-len", 32)
+    ours, theirs = (list(each["text"]["results"].values()) for each in (run, found))
+    assert [each["loss"] for each in ours] == [each["loss"] for each in theirs]
+    assert found["recipes"] == {"run": "bf16", "fp32": "fp32"} and found["step"] is None and "run (bf16)" in told
+
+
+def test_progress_is_for_terminals(exact, made):
+    source = open_text(made.raw, field="text", tokenizer=made.tokenizer)
+    screen, file = io.StringIO(), io.StringIO()
+    for console in (Console(file=screen, force_terminal=True, width=80), Console(file=file)):
+        with shown("bf16", console) as told:
+            tokens = measure(exact, source, Cutting(seq_len=64, stride=64, batch=4, start=1), told).extent.tokens
+    assert f"bf16: {tokens:,} tokens" in screen.getvalue() and file.getvalue() == ""
 
 
 def test_a_set_of_unknown_tokenizer_has_a_perplexity_and_no_bytes(made, evaluate):

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from lowprec_train.data.tokenizer import Tokenizer, check_vocabulary, load
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision.schedule import Phase
-from lowprec_train.tools.evaluate import texts, windows
+from lowprec_train.tools.evaluate import progress, texts, windows
 from lowprec_train.tools.evaluate.command import FP32
 from lowprec_train.tools.evaluate.perplexity import Cutting, Measured, difference, measure
 from lowprec_train.tools.huggingface import tokenizer as tokenizers
@@ -101,7 +101,8 @@ class Evaluation:
         """Adds what one model gives, which is gone before the next is read."""
         model = precision.model(self.trained, self.device)
         if self.source is not None:
-            measured[precision.asked] = measure(model, self.source, self.cutting)
+            with progress.shown(precision.asked) as told:
+                measured[precision.asked] = measure(model, self.source, self.cutting, told)
         if self.tasks:
             tasks[precision.asked] = self._tasks(model)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -108,8 +108,13 @@ class Measured:
         return float(self.nll.sum()) / (math.log(2) * self.extent.bytes) if self.extent.bytes else None
 
 
-def measure(model: Transformer, source: Source, how: Cutting) -> Measured:
-    """The losses of all documents. Raises ValueError for a text without anything to predict."""
+def measure(
+    model: Transformer, source: Source, how: Cutting, told: Callable[[int], None] = lambda tokens: None
+) -> Measured:
+    """The losses of all documents. told: is given the tokens predicted so far.
+
+    Raises ValueError for a text without anything to predict.
+    """
     counted = _Counted(how, how.taken(source, model.vocab_size))
     nll: dict[int, float] = {}
     began, tokens = time.perf_counter(), 0
@@ -117,6 +122,7 @@ def measure(model: Transformer, source: Source, how: Cutting) -> Measured:
         numbers, windows = zip(*group, strict=True)
         nll |= zip(numbers, (each.nll for each in score(model, windows)), strict=True)
         tokens += sum(window.scored for window in windows)
+        told(tokens)
     if not nll:
         raise ValueError(f"{source.name}: no text, nothing to predict")
     extent = Extent(documents=counted.documents, bytes=counted.bytes, tokens=tokens, windows=len(nll))
