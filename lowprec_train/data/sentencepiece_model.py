@@ -9,12 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import sentencepiece
-
-from lowprec_train.data.words import Words, separable
 
 SAMPLE_CHARACTERS = 16_000_000  # training takes about 0.2 s a million
 _LONGEST_LINE = 1000  # characters; a longer one is learnt from in pieces (SentencePiece drops lines above 4192 bytes)
@@ -95,16 +92,8 @@ class SentencePieceTokenizer:
 
     def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
         """Token ids of each text, without an end-of-document token; on all cores, or with `parallel` False on one."""
-        if not parallel and self._words is not None:
-            return [self._words.ids(text) for text in texts]
         ids: list[list[int]] = self._processor.encode(texts, num_threads=-1 if parallel else 1)
         return ids
-
-    @cached_property
-    def _words(self) -> Words | None:
-        """The memory for words, where the model can be used word by word."""
-        pieces = (self._processor.id_to_piece(number) for number in range(self.vocab_size))
-        return Words(self._processor.encode) if separable(self.content, pieces) else None
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode(list(ids))
