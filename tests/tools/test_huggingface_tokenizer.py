@@ -141,6 +141,26 @@ def test_a_tokenizer_of_their_kind_goes_out_as_it_came(tmp_path):
     assert opened(TEXTS[:40]).input_ids == load(tmp_path / "tokenizer.json").encode(TEXTS[:40])
 
 
+@pytest.mark.parametrize("theirs", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
+def test_no_token_comes_before_a_text_that_none_came_before_in_training(tmp_path, theirs):
+    """The files of a Llama put <s> there, by tokenizer.json's post-processor or by their class."""
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(TEXTS[:2], vocab_size=300, special_tokens=["<s>", "</s>"], show_progress=False)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": theirs, "bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    files, _ = of_model(tmp_path / "run", tmp_path / "tokenizer.json", max_length=128)
+    (tmp_path / "out").mkdir()
+    for name, content in files.items():
+        (tmp_path / "out" / name).write_bytes(content)
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert opened(TEXTS[:4]).input_ids == load(tmp_path / "tokenizer.json").encode(TEXTS[:4])
+    assert (opened.bos_token, opened.eos_token) == ("<s>", "</s>")
+
+
 def test_where_the_tokenizer_lies(tmp_path, learnt):
     (tmp_path / "run.json").write_text(json.dumps({"tokenizer": str(tmp_path / "lost.model")}))
     with pytest.raises(ValueError, match="lost.model is not there any more; --tokenizer"):

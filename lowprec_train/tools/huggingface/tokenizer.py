@@ -18,6 +18,8 @@ from lowprec_train.train.weights import tokenizer_of
 
 NONE = Path("none")
 CONFIG, CLASS = "tokenizer_config.json", "PreTrainedTokenizerFast"
+# A class of its own would build its tokenizer anew and put a token before each text, whatever tokenizer.json says.
+AS_TRAINED = {"tokenizer_class": CLASS, "add_bos_token": False, "add_eos_token": False}
 FILES: tuple[str, ...] = ("tokenizer.json", "tokenizer.model", CONFIG, "special_tokens_map.json", "added_tokens.json")
 FILES += ("vocab.json", "merges.txt", "chat_template.jinja")
 
@@ -58,9 +60,21 @@ def exported(path: Path, *, max_length: int) -> tuple[dict[str, bytes], int]:
         config: dict[str, Any] = dict(from_sentencepiece.special_pieces(tokenizer.content))
     else:
         files = dict(tokenizer.files)
-        config = json.loads(files[CONFIG])
+        files["tokenizer.json"] = without_additions(files["tokenizer.json"])
+        config = json.loads(files[CONFIG]) | AS_TRAINED
     files[CONFIG] = _json(_defaults(max_length) | config)
     return files, tokenizer.eod
+
+
+def without_additions(content: bytes) -> bytes:
+    """A tokenizer.json that puts no token before or behind a text: data is tokenised without them. One whose
+    post-processor adds none is returned as it is.
+    """
+    from tokenizers import Tokenizer as Parsed
+
+    if not Parsed.from_buffer(content).num_special_tokens_to_add(False):
+        return content
+    return _json(json.loads(content) | {"post_processor": None})
 
 
 def copied(directory: Path) -> dict[str, bytes]:
