@@ -126,8 +126,8 @@ def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopR
         facts["kept"] = describe.kept(layout.phases[0].keep)
         facts["schedule"] = describe.later(layout.phases, linears)
         facts["processes"] = dataclasses.asdict(distribution.sizes)
-        first = build.first_weights(options, directory.path)
-        facts["weights"] = first.source if first else directory.saved.get("weights")
+        first = build.first_weights(options, directory.path, directory.saved.get("weights_step"))
+        facts |= build.begun_with(first, directory.saved)
         announce(plain, linears[0], facts, choice)
         for line in report.lines:
             log.warning("warning: %s", line)
@@ -157,8 +157,8 @@ def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopR
                 write_rows=write_rows,
                 begin_step=begin_step,
             )
-        asked = signal.Signals(agreement.learned).name if outcome == "preempted" else None
-        directory.end(outcome, step=trainer.steps_done, signal=asked)
+            asked = signal.Signals(agreement.learned).name if outcome == "preempted" else None
+            directory.end(outcome, step=trainer.steps_done, signal=asked)  # before sinks close: an upload may take long
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
 
 

@@ -16,7 +16,7 @@ import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from lowprec_train.config import PhaseConfig, RunConfig
+from lowprec_train.config import PhaseConfig, RunConfig, run_and_step
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.model.transformer import Fill, Transformer
 from lowprec_train.numerics.draws import Draws
@@ -27,7 +27,7 @@ from lowprec_train.precision import gemm, policy
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
-from lowprec_train.train import checks, lint_execution, lint_recipes, lint_training, metrics
+from lowprec_train.train import checks, launch, lint_execution, lint_recipes, lint_training, metrics
 from lowprec_train.train.checkpoint import Checkpointer, latest
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.distribute import Distribution, distribute
@@ -39,7 +39,7 @@ from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.snapshots import Snapshots, kept_history
 from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
-from lowprec_train.train.weights import Weights, check_sizes, fill_from, open_weights
+from lowprec_train.train.weights import RunWeights, Weights, check_sizes, fill_from, open_weights
 
 LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
 TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
@@ -164,17 +164,31 @@ def weights(model: Transformer, device: torch.device, seed: int, fill: Fill | No
     return draws
 
 
-def first_weights(run: RunConfig, directory: Path) -> Weights | None:
+def first_weights(run: RunConfig, directory: Path, begun: int | None = None) -> Weights | None:
     """What `weights` names, opened and checked; None where nothing is named and where the run in `directory` has a
     checkpoint of its own to go on from: what it began with may be gone by then.
+
+    begun: step of the checkpoint that an earlier launch of the run has begun with. Else a run that is named without a
+    step is read at its newest one, as rank 0 sees it: it may be training on.
 
     Raises ValueError when nothing can be read there, or another model.
     """
     if run.weights is None or latest(directory / "checkpoints") is not None:
         return None
-    opened = open_weights(Path(run.weights).expanduser())
+    path, named = run_and_step(Path(run.weights).expanduser())
+    step = begun if named is None else named
+    if step is None:
+        step = launch.first(lambda: latest(path / "checkpoints"))
+    opened = open_weights(path, step)
     check_sizes(run.model, opened)
     return opened
+
+
+def begun_with(opened: Weights | None, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """What run.json says of `first_weights`; saved: what it has said before."""
+    if opened is None:
+        return {key: saved.get(key) for key in ("weights", "weights_step")}
+    return {"weights": opened.source, "weights_step": opened.step if isinstance(opened, RunWeights) else None}
 
 
 def optimizer(run: RunConfig, model: torch.nn.Module, pieces: Mapping[Any, Piece] | None = None) -> AdamW:

@@ -212,6 +212,17 @@ def test_a_run_with_a_checkpoint_needs_its_first_weights_no_more(learnt):
     assert build.first_weights(composed(), learnt / "none") is None
 
 
+def test_a_run_begins_again_where_it_has_begun(learnt):
+    """Not with what the run that it took its weights from has learnt since."""
+    run = composed(f"weights={learnt / 'run'}", "model=from/weights", "data.seq_len=64")
+    opened = build.first_weights(run, learnt / "none")
+    assert build.begun_with(opened, {})["weights_step"] == opened.step == STEP
+    with pytest.raises(ValueError, match=f"step-{STEP - 1}"):
+        build.first_weights(run, learnt / "none", STEP - 1)
+    said = {"weights": "there", "weights_step": STEP - 1}
+    assert build.begun_with(None, said) == said
+
+
 def test_sizes_are_taken_from_weights(learnt):
     wanted = model_of(learnt / "run")
     for path in (learnt / "run", learnt / "run" / "checkpoints" / f"step-{STEP}", learnt / "in"):
