@@ -1,6 +1,6 @@
 """Files of text as they lie on disk: .txt, .jsonl and .parquet; the first two also as .gz or .zst, and cut into parts.
 
-A source is one such file, or the parts `NAME.00`, `NAME.01`, ... of one that was cut: their bytes, end to end, are the
+A source is one such file, or the parts `NAME.00`, `NAME.01`, ... of a .txt or .jsonl, packed or not, that was cut: their bytes, end to end, are the
 file. It is read as segments, runs of records still as they are stored, so that one process can read what others turn
 into documents. A `Place` says how far a source was read; reading may begin at any place where a segment ended.
 """
@@ -151,6 +151,8 @@ def _source(path: Path, root: Path) -> Source:
     match = _NAME.fullmatch(path.name)
     assert match, path
     whole = path.with_name(match["whole"])
+    if match["kind"] == "parquet" and match["part"] is not None:
+        raise ValueError(f"{path}: .parquet files are not read in parts; put these together as {whole}")
     paths = (path,) if match["part"] is None else _parts(whole)
     return Source(whole.relative_to(root).as_posix(), match["kind"], match["packed"] or "", paths)
 

@@ -126,6 +126,18 @@ def test_parts_that_are_missing(tmp_path):
         sources.find([tmp_path])
 
 
+def test_parquet_is_not_read_in_parts(tmp_path):
+    """Least of all from another file that has the name which the parts share."""
+    whole = stored(tmp_path, "parquet")
+    content = whole.read_bytes()
+    for number, half in enumerate((content[:100], content[100:])):
+        (tmp_path / f"a.parquet.{number}").write_bytes(half)
+    for named in (tmp_path / "a.parquet.0", tmp_path):
+        with pytest.raises(ValueError, match=r"a\.parquet\.0: \.parquet files are not read in parts"):
+            sources.find([named])
+    assert len(sources.find([whole])) == 1
+
+
 def test_names(tmp_path):
     path = stored(tmp_path, ".parts")
     parts = [path.with_name(f"a.jsonl.{number:02d}") for number in range(3)]
