@@ -23,7 +23,7 @@ CLASSES = {  # class -> pattern over the name of a kernel; the first that matche
 }
 OTHER = "other"
 COPIES = re.compile(r"memcpy|memset|direct_copy", re.IGNORECASE)
-SPANS = re.compile(r"#|^(Optimizer|ProfilerStep|Torch-Compiled|CompiledFunction|## )")  # spans, which hold kernels
+SPANS = re.compile(r"^(Optimizer|ProfilerStep|Torch-Compiled|CompiledFunction|## )")  # spans, which hold kernels
 
 
 def kernel_class(name: str) -> str:

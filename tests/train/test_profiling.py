@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,25 @@ def test_the_table_sums_by_class():
     rows = [line.split() for line in lines if "%" in line]
     assert rows[:2] == [["90.0%", "4.500", "4.0", "gemm"], ["10.0%", "0.500", "1.0", "communication"]]
     assert [row[-1] for row in rows[2:]] == ["nvjet_a", "cutlass_b", "ncclDevKernel_ReduceScatter_Sum_f32"]
+
+
+def test_kernels_of_lambdas_count_and_spans_do_not():
+    """torch's own kernels carry `{lambda()#3}` in their names, as spans carry a sign and a number."""
+    lambdas = "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}::operator()() const"
+    cast = f"void at::native::unrolled_elementwise_kernel<{lambdas}>(int)"
+    add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>::{lambda(float)#1}>()"
+    spans = ("Optimizer.step#AdamW.step", "Optimizer.zero_grad#AdamW.zero_grad", "ProfilerStep#2", "## Call CompiledFx")
+
+    def event(name, user=False):
+        took = SimpleNamespace(elapsed_us=lambda: 2000.0)
+        return SimpleNamespace(name=name, is_user_annotation=user, device_type="DeviceType.CUDA", time_range=took)
+
+    events = [event(cast), event(add), event(cast), *map(event, spans), event("a phase", user=True)]
+    found = kernel_times.kernel_times(events, on_gpu=True)
+    assert [(each.name, each.calls, each.ms, each.kind) for each in found] == [
+        (cast, 2, 4.0, "copy"),
+        (add, 1, 2.0, "norm, elementwise"),
+    ]
 
 
 @pytest.fixture
