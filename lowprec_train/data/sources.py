@@ -1,8 +1,9 @@
 """Files of text as they lie on disk: .txt, .jsonl and .parquet; the first two also as .gz or .zst, and cut into parts.
 
-A source is one such file, or the parts `NAME.00`, `NAME.01`, ... of a .txt or .jsonl, packed or not, that was cut: their bytes, end to end, are the
-file. It is read as segments, runs of records still as they are stored, so that one process can read what others turn
-into documents. A `Place` says how far a source was read; reading may begin at any place where a segment ended.
+A source is one such file, or the parts `NAME.00`, `NAME.01`, ... of one that was cut (not of .parquet): their bytes,
+end to end, are the file. It is read as segments, runs of records still as they are stored, so that one process can read
+what others turn into documents. A `Place` says how far a source was read; reading may begin at any place where a
+segment ended.
 """
 
 from __future__ import annotations
@@ -48,8 +49,12 @@ class Source:
     @property
     def path(self) -> str:
         """For messages: the file, or the name that its parts share."""
-        first = self.paths[0]
-        return str(first if len(self.paths) == 1 else first.with_name(Path(self.name).name))
+        return str(self.paths[0] if len(self.paths) == 1 else self.whole)
+
+    @property
+    def whole(self) -> Path:
+        """The name that its parts share, or its own."""
+        return self.paths[0].with_name(Path(self.name).name)
 
     @property
     def size(self) -> int:
@@ -118,18 +123,20 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
     """The sources that paths name, in their order; a directory stands for all below it, sorted, a part for its whole.
 
     Raises:
-        ValueError: a path is absent or of another kind, a directory holds no text, a part is missing, a file is named
-            twice.
+        ValueError: a path is absent or of another kind, a directory holds no text, a part is missing or there twice, a
+            file is named twice, or as a whole and as its parts.
     """
     found = [source for path in paths for source in _find(Path(path).expanduser())]
     if not found:
         raise ValueError(f"empty corpus: no files in {[str(path) for path in paths]}")
     once: dict[Path, Source] = {}
     for source in found:
-        first = source.paths[0]
-        if first in once and len(source.paths) == 1:
+        first, whole = source.paths[0], source.whole
+        if whole in once and once[whole].paths != source.paths:
+            raise ValueError(f"{whole}: there whole and in parts; name one of the two, or remove it")
+        if whole in once and len(source.paths) == 1:
             raise ValueError(f"{first}: named twice")
-        once[first] = source
+        once[whole] = source
     return list(once.values())
 
 
@@ -158,11 +165,13 @@ def _source(path: Path, root: Path) -> Source:
 
 
 def _parts(whole: Path) -> tuple[Path, ...]:
-    numbered = {}
-    for path in whole.parent.iterdir():
+    numbered: dict[int, Path] = {}
+    for path in sorted(whole.parent.iterdir()):
         match = _NAME.fullmatch(path.name)
         if match and match["whole"] == whole.name and match["part"]:
-            numbered[int(match["part"])] = path
+            if (number := int(match["part"])) in numbered:
+                raise ValueError(f"{whole}: part {number} is there twice: {numbered[number].name} and {path.name}")
+            numbered[number] = path
     numbers = sorted(numbered)
     if numbers != [*range(numbers[0], numbers[0] + len(numbers))] or numbers[0] > 1:
         raise ValueError(f"{whole}: cut into parts, of which some are missing: there are {numbers}")

@@ -126,6 +126,21 @@ def test_parts_that_are_missing(tmp_path):
         sources.find([tmp_path])
 
 
+def test_no_document_twice_and_none_dropped(tmp_path):
+    for name in ("z.jsonl", "z.jsonl.00"):
+        (tmp_path / name).write_bytes(LINES)
+    whole, part = tmp_path / "z.jsonl", tmp_path / "z.jsonl.00"
+    for named in ([tmp_path], [whole, part], [part, whole]):
+        with pytest.raises(ValueError, match=r"z\.jsonl: there whole and in parts; name one of the two"):
+            sources.find(named)
+    assert [sources.find([path])[0].paths for path in (whole, part)] == [(whole,), (part,)]
+    whole.unlink()
+    for name in ("y.txt.0", "y.txt.1", "y.txt.01"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(ValueError, match=r"y\.txt: part 1 is there twice: y\.txt\.01 and y\.txt\.1"):
+        sources.find([tmp_path])
+
+
 def test_parquet_is_not_read_in_parts(tmp_path):
     """Least of all from another file that has the name which the parts share."""
     whole = stored(tmp_path, "parquet")
