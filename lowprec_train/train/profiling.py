@@ -48,10 +48,12 @@ class Window:
         self._device = device
         self._shapes, self._stacks, self._memory = shapes, stacks, memory
         self._profiler: torch.profiler.profile | None = None
+        self._seen = 0
         self._begun = steps < 1  # also: there is nothing to begin
 
     def begin_step(self, step: int) -> None:
         """Call before every step, counted from 1."""
+        self._seen = step
         if self._profiler is not None:
             self._go_on(step)
         elif not self._begun and step >= self._first - 1:
@@ -105,5 +107,5 @@ class Window:
         trace, text = self._stem.with_name(f"{self._stem.name}.json.gz"), self._stem.with_name(f"{self._stem.name}.txt")
         profiler.export_chrome_trace(str(trace))
         kernels = kernel_times(profiler.events() or [], on_gpu=self._device.type == "cuda")
-        text.write_text(table(kernels, steps=self._last - self._first + 1), encoding="utf-8")
+        text.write_text(table(kernels, steps=min(self._seen, self._last) - self._first + 1), encoding="utf-8")
         log.info("profile: %s and %s", trace, text.name)
