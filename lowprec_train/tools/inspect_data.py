@@ -23,7 +23,7 @@ ids only.
 exit status:
   0  shown
   1  --check: the files are not those of the manifest, a document is not closed, or a token is outside the vocabulary
-  2  bad input: no such dataset, files that contradict each other
+  2  bad input: no such dataset, files that contradict each other, --check without manifest and tokenizer
 
 examples:
   lowprec inspect-data data/mix
@@ -47,7 +47,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--document", metavar="I", type=int, action="append", help="show this one, counted from 0")
     parser.add_argument("--characters", metavar="N", type=int, default=300, help="shown of a document")
     parser.add_argument("--tokenizer", metavar="FILE", help="where there is no manifest")
-    parser.add_argument("--check", action="store_true", help="read all tokens, and compare hashes with the manifest")
+    parser.add_argument("--check", action="store_true", help="read all tokens, and compare hashes with a manifest")
     parser.set_defaults(run=run)
 
 
@@ -59,13 +59,18 @@ def run(arguments: argparse.Namespace) -> int:
 
     dataset, manifest = IndexedDataset(arguments.prefix), Manifest.read(arguments.prefix)
     path = arguments.tokenizer or (manifest and manifest.tokenizer_path(arguments.prefix))
+    if arguments.check and not path:
+        raise ValueError(f"{arguments.prefix} has no manifest: --check needs --tokenizer FILE to check its tokens with")
     tokenizer = load(path) if path else None
     print(figures(dataset, manifest))
     for number in arguments.document or spaced(dataset.document_count, arguments.samples):
         print(f"\n{sample(dataset, number, tokenizer, arguments.characters)}")
-    wrong = findings(dataset, manifest, tokenizer) if arguments.check else []
-    if arguments.check:
-        print("", *(wrong or ["checked: files, document ends and tokens are as they should be"]), sep="\n")
+    if not (arguments.check and tokenizer):
+        return 0
+    wrong = findings(dataset, manifest, tokenizer)
+    files = "files, " if manifest else ""
+    beside = "" if manifest else "; there is no manifest to compare the files with"
+    print("", *(wrong or [f"checked: {files}document ends and tokens are as they should be{beside}"]), sep="\n")
     return 1 if wrong else 0
 
 
@@ -123,8 +128,8 @@ def sample(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, ch
     return f"document {number}, {length:,} tokens: {text[:characters]!r}{' ...' if shortened else ''}"
 
 
-def findings(dataset: IndexedDataset, manifest: Manifest | None, tokenizer: Tokenizer | None) -> list[str]:
-    """What is wrong with a dataset, a sentence each."""
+def findings(dataset: IndexedDataset, manifest: Manifest | None, tokenizer: Tokenizer) -> list[str]:
+    """What is wrong with a dataset, a sentence each; its files are compared where there is a manifest."""
     from lowprec_train.data.manifest import hashes
 
     wrong = []
@@ -135,15 +140,19 @@ def findings(dataset: IndexedDataset, manifest: Manifest | None, tokenizer: Toke
             for ending, told in manifest.files.items()
             if found[ending] != told
         ]
-    if tokenizer:
-        highest = max(
-            (int(dataset.data[at : at + _AT_ONCE].max()) for at in range(0, len(dataset.data), _AT_ONCE)), default=0
-        )
-        if highest >= tokenizer.vocab_size:
-            wrong.append(f"token {highest} is outside the vocabulary of {tokenizer.vocab_size}")
-        if open_documents := unclosed(dataset, tokenizer.eod):
-            wrong.append(f"{open_documents:,} documents do not end with the end-of-document token {tokenizer.eod}")
+    for token in extremes(dataset):
+        if not 0 <= token < tokenizer.vocab_size:
+            wrong.append(f"token {token} is outside the vocabulary of {tokenizer.vocab_size}")
+    if open_documents := unclosed(dataset, tokenizer.eod):
+        wrong.append(f"{open_documents:,} documents do not end with the end-of-document token {tokenizer.eod}")
     return wrong
+
+
+def extremes(dataset: IndexedDataset) -> list[int]:
+    """The lowest and the highest token; nothing of a dataset without tokens."""
+    parts = [dataset.data[at : at + _AT_ONCE] for at in range(0, len(dataset.data), _AT_ONCE)]
+    found = [(int(part.min()), int(part.max())) for part in parts]
+    return [min(low for low, _ in found), max(high for _, high in found)] if found else []
 
 
 def unclosed(dataset: IndexedDataset, eod: int) -> int:

@@ -100,6 +100,21 @@ def test_check(prefix, tmp_path, capsys):
     )
 
 
+def test_check_names_what_it_read(prefix, tmp_path, capsys):
+    """Data of others has no manifest to be compared with; without a tokenizer too there is nothing to check."""
+    theirs, model = tmp_path / "theirs", prefix.parent / "tokenizer.model"
+    for last, status in ((8, 0), (-5, 1)):
+        with IndexedWriter(theirs, np.int32) as writer:
+            writer.document([5, last, 1])
+        assert lowprec("inspect-data", theirs, "--check") == 2
+        captured = capsys.readouterr()
+        assert "theirs has no manifest: --check needs --tokenizer FILE" in captured.err and not captured.out
+        assert lowprec("inspect-data", theirs, "--tokenizer", model, "--check", "--samples", 0) == status
+        out = capsys.readouterr().out
+        assert ("checked: document ends and tokens are" in out) is (status == 0) and "files, " not in out
+        assert ("token -5 is outside the vocabulary of 384" in out) is (status == 1)
+
+
 def test_again_and_interrupted(text, prefix, tmp_path, capsys, monkeypatch):
     command = ["prepare-data", text, "--tokenizer", prefix.parent, "--workers", 0, "--out"]
     before = {path.name: path.stat().st_mtime_ns for path in prefix.parent.iterdir()}
