@@ -60,7 +60,10 @@ class Snapshots:
     ) -> None:
         self._run, self._device, self._rank, self._patience = run, device, rank, patience
         self._request = run / REQUEST
-        self._answered = self._newest() if asked else None
+        self._answered: int | None = None
+        self._warned = False
+        if asked:
+            self._answered = self._newest()
         self._asked, self._next, self._step = asked, time.monotonic() + patience, 0
 
     def begin_step(self, step: int) -> None:
@@ -83,23 +86,37 @@ class Snapshots:
             if is_out_of_memory(error):
                 error.add_note(f"in step {self._step}")
                 if self._device.type == "cuda":
-                    error.add_note(f"memory snapshot: {self._save('oom-')}")
+                    error.add_note(self._saved("oom-")[1])
             raise
 
     def _answer(self) -> None:
         if self._device.type == "cuda":
-            log.info("memory snapshot: %s", self._save())
+            written, told = self._saved()
+            log.log(logging.INFO if written else logging.WARNING, "%s", told)
         else:
             log.warning("%s: snapshots are of GPU memory, and this run is on %s", self._request, self._device.type)
 
-    def _save(self, prefix: str = "") -> Path:
+    def _saved(self, prefix: str = "") -> tuple[bool, str]:
+        """Whether a snapshot could be written, and what to say of it: neither a healthy run nor the error of memory
+        may be lost with it.
+        """
         path = self._run / "memory" / f"{prefix}step-{self._step}.rank-{self._rank}.pickle"
-        save(path)
-        return path
+        try:
+            save(path)
+        except (OSError, RuntimeError, MemoryError) as error:
+            return False, f"no memory snapshot: {str(error) or type(error).__name__}"
+        return True, f"memory snapshot: {path}"
 
     def _newest(self) -> int | None:
-        """When the request was made, in nanoseconds; None where there is none."""
+        """When the request was made, in nanoseconds; None where there is none. A file system that cannot say, as NFS
+        at times, is no new request.
+        """
         try:
             return self._request.stat().st_mtime_ns
         except FileNotFoundError:
             return None
+        except OSError as error:
+            if not self._warned:
+                log.warning("%s: cannot be looked for (%s)", self._request, error.strerror)
+            self._warned = True
+            return self._answered

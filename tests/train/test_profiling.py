@@ -142,6 +142,36 @@ def test_a_request_on_a_cpu_is_told_that_there_is_nothing(tmp_path, saved, caplo
     assert not saved and "snapshots are of GPU memory, and this run is on cpu" in caplog.text
 
 
+def full_disk(path):
+    raise OSError(28, "No space left on device", str(path))
+
+
+def test_a_snapshot_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(snapshots, "save", full_disk)
+    asked = Snapshots(tmp_path, torch.device("cuda", 0), patience=0)
+    request(tmp_path, 1)
+    asked.begin_step(1)
+    assert "no memory snapshot: [Errno 28] No space left on device" in caplog.text
+
+
+def test_a_request_that_cannot_be_looked_for_is_warned_of_once(tmp_path, saved, monkeypatch, caplog):
+    request(tmp_path, 1)
+    asked = Snapshots(tmp_path, torch.device("cuda", 0), patience=0)
+
+    def stale(path):
+        raise OSError(116, "Stale file handle")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(tmp_path), "stat", stale)
+        asked.begin_step(1)
+        asked.begin_step(2)
+    asked.begin_step(3)
+    assert caplog.text.count("SNAPSHOT: cannot be looked for (Stale file handle)") == 1 and not saved
+    request(tmp_path, 2)
+    asked.begin_step(4)
+    assert len(saved) == 1
+
+
 def run_out(asked):
     """A trainer whose third step asks for too much."""
     trainer = make_trainer(steps=5)
@@ -191,6 +221,16 @@ def test_out_of_memory_on_a_gpu_leaves_a_snapshot(asked, fits, tmp_path, saved, 
         f"out of memory on NVIDIA X in step 3: {asked} asked for. torch holds 50.0 GiB of 80.0 and keeps 28.0 more, "
         "0.5 are free. "
     )
+
+
+def test_out_of_memory_is_told_also_where_its_snapshot_cannot_be_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshots, "save", full_disk)
+    seen = Snapshots(tmp_path, torch.device("cuda", 0))
+    seen.begin_step(3)
+    with pytest.raises(torch.OutOfMemoryError, match="GPU") as caught, seen.of_failures():
+        raise torch.OutOfMemoryError("GPU out of memory")
+    where, why = caught.value.__notes__
+    assert where == "in step 3" and why.startswith("no memory snapshot: [Errno 28] No space left on device")
 
 
 @pytest.mark.parametrize(
