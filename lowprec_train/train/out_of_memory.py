@@ -10,6 +10,7 @@ import torch
 
 GIB = 2**30
 SIGNS = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED", re.IGNORECASE)
+HOST_SIGNS = re.compile(r"can't allocate memory", re.IGNORECASE)
 ASKED = re.compile(r"[Tt]ried to allocate (([\d.]+) (\w+))")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 ADVICE = (
@@ -31,6 +32,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None
 
 
+def of_host(error: BaseException) -> bool:
+    """Whether it was the host's memory: Python's and that of tensors on the CPU, also where a GPU computes."""
+    return isinstance(error, MemoryError) or HOST_SIGNS.search(str(error)) is not None
+
+
 @contextmanager
 def told(device: torch.device) -> Iterator[None]:
     """Turn what torch raises into OutOfMemory with one line."""
@@ -45,6 +51,7 @@ def told(device: torch.device) -> Iterator[None]:
 def explained(error: BaseException, device: torch.device) -> str:
     """The line: sizes, the notes of the error (`Snapshots` adds some), advice."""
     asked = ASKED.search(str(error))
+    device = torch.device("cpu") if of_host(error) else device
     parts = [
         " ".join(["out of memory on", _name(device), *(note for note in _notes(error) if note.startswith("in step"))])
         + (f": {asked[1]} asked for" if asked else ""),

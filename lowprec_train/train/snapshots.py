@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from lowprec_train.train.out_of_memory import is_out_of_memory
+from lowprec_train.train.out_of_memory import is_out_of_memory, of_host
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Snapshots:
         except Exception as error:
             if is_out_of_memory(error):
                 error.add_note(f"in step {self._step}")
-                if self._device.type == "cuda":
+                if self._device.type == "cuda" and not of_host(error):
                     error.add_note(self._saved("oom-")[1])
             raise
 

@@ -234,6 +234,22 @@ def test_out_of_memory_is_told_also_where_its_snapshot_cannot_be_written(tmp_pat
 
 
 @pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."), ": 4096 bytes"),
+        (MemoryError(), ""),
+    ],
+)
+def test_the_memory_of_the_host_of_a_gpu_is_the_hosts(error, asked, tmp_path, saved):
+    cuda = torch.device("cuda", 0)
+    seen = Snapshots(tmp_path, cuda)
+    with pytest.raises(OutOfMemory) as caught, out_of_memory.told(cuda), seen.of_failures():
+        raise error
+    told = str(caught.value)
+    assert told.startswith(f"out of memory on the CPU in step 0{asked}") and "torch holds" not in told and not saved
+
+
+@pytest.mark.parametrize(
     ("error", "expected"),
     [
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
