@@ -9,7 +9,7 @@ costs is the chunks in flight.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lowprec_train.data import sources
-from lowprec_train.data.appending import AppendingWriter, forget
+from lowprec_train.data.appending import AppendingWriter, forget, unfinished
 from lowprec_train.data.indexed import token_dtype
 from lowprec_train.data.manifest import Manifest, hashes
 from lowprec_train.data.records import Bad, Segment
@@ -77,7 +77,7 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
 
     Raises:
         ValueError: another dataset or tokenizer lies there, an unfinished one was begun with other input, an input
-            cannot be read, or, unless skip_bad, a record holds no text.
+            cannot be read, or was changed meanwhile, or, unless skip_bad, a record holds no text.
         OSError: the disk is full, or a worker died.
     """
     for source in job.inputs:
@@ -88,12 +88,15 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
         forget(prefix)
         return done
     tokenizer = store(job.tokenizer, prefix.parent)
-    with AppendingWriter(prefix, token_dtype(job.tokenizer.vocab_size), _identity(job)) as writer:
+    identity = _identity(job)
+    with AppendingWriter(prefix, token_dtype(job.tokenizer.vocab_size), identity) as writer:
         counts = Counts(**writer.remembered.get("counts", {}))
         if not writer.whole:
             counts = _append_all(job, tokenizer, writer, report)
+        inputs = [{"name": source.name, "bytes": source.size, "sha256": source.sha256()} for source in job.inputs]
+        _check_unchanged(identity, job, prefix)
         writer.finish({"counts": vars(counts)})
-        manifest = _manifest(job, counts, prefix)
+        manifest = _manifest(job, counts, inputs, prefix)
         manifest.write(prefix)
         writer.discard()
     return manifest
@@ -243,8 +246,15 @@ def _identity(job: Job) -> dict[str, Any]:
     }
 
 
+def _check_unchanged(identity: Mapping[str, Any], job: Job, prefix: Path) -> None:
+    """Whether what was read is still what lies there, so that a manifest's hashes are those of the text."""
+    both = zip(identity["inputs"], _identity(job)["inputs"], strict=True)
+    if changed := [name for (name, old), (_, new) in both if old != new]:
+        raise ValueError(f"{', '.join(changed)} changed while read; remove {unfinished(prefix)} and begin anew")
+
+
 def _check_same(done: Manifest, job: Job, prefix: Path) -> None:
-    """Whether a whole dataset is the one that is asked for."""
+    """Whether a whole dataset is the one that is asked for; reads the input, unless its sizes say enough."""
     pairs = {
         "field": (done.field, job.field),
         "tokenizer": (done.tokenizer["sha256"], job.tokenizer.digest),
@@ -255,9 +265,14 @@ def _check_same(done: Manifest, job: Job, prefix: Path) -> None:
             raise ValueError(
                 f"{prefix}: is prepared already, with other {what}: {old}, now {new}; choose another place"
             )
+    both = zip(done.inputs, job.inputs, strict=True)
+    if changed := [source.name for each, source in both if each["sha256"] != source.sha256()]:
+        raise ValueError(
+            f"{prefix}: is prepared already, from other contents of {', '.join(changed)}; choose another place"
+        )
 
 
-def _manifest(job: Job, counts: Counts, prefix: Path) -> Manifest:
+def _manifest(job: Job, counts: Counts, inputs: list[dict[str, Any]], prefix: Path) -> Manifest:
     import sentencepiece
 
     from lowprec_train import __version__
@@ -277,7 +292,7 @@ def _manifest(job: Job, counts: Counts, prefix: Path) -> Manifest:
             "vocab_size": tokenizer.vocab_size,
             "eod": tokenizer.eod,
         },
-        inputs=[{"name": source.name, "bytes": source.size, "sha256": source.sha256()} for source in job.inputs],
+        inputs=inputs,
         files=hashes(prefix),
         versions={"lowprec_train": __version__, "sentencepiece": sentencepiece.__version__},
     )

@@ -200,6 +200,26 @@ def test_only_the_same_input_is_gone_on_with(root, place):
         prepare(job(root), place)
 
 
+def test_the_manifest_is_of_the_text_that_was_read(root, tmp_path, place):
+    path = Path(shutil.copy(root / "text" / "a.jsonl", tmp_path))
+    source = sources.find([path])
+
+    def edit(counts) -> None:
+        if counts.documents > 100:
+            path.write_text(path.read_text().replace("a", "o"))  # of the same length
+
+    with pytest.raises(ValueError, match=r"^a\.jsonl changed while read; remove .*all\.unfinished and begin anew"):
+        prepare(job(root, inputs=source), place, edit)
+    assert not place.with_suffix(".bin").exists()
+    shutil.rmtree(appending.unfinished(place))
+    prepare(job(root, inputs=source), place)
+    os.utime(path)
+    prepare(job(root, inputs=source), place)  # the same text: done already
+    shutil.copy(root / "text" / "a.jsonl", path)
+    with pytest.raises(ValueError, match=r"all: is prepared already, from other contents of a\.jsonl; choose another"):
+        prepare(job(root, inputs=source), place)
+
+
 def test_one_at_a_time_and_nothing_foreign_is_overwritten(root, place):
     def second(counts) -> None:
         with pytest.raises(ValueError, match=r"all\.unfinished: another process is at work there"):
