@@ -5,20 +5,25 @@
                  and W&B may lack steps that were taken (it writes through a buffer, which a kill empties)
 
 So a launch asks for the last step that W&B has, the server online, the files on disk offline. Steps up to it are left
-out, as W&B itself does: runs resume bit-exactly, and only times differ between the two attempts. Steps between it and
-the checkpoint are filled in from metrics.jsonl. Every step is there once, in order, also when the directories of
-several launches are synced later: what a kill has torn is mended before.
+out, as W&B itself does. Steps between it and the checkpoint are filled in from metrics.jsonl. Every step is there once,
+in order, also when the directories of several launches are synced later: what a kill has torn is mended before.
+
+Once a launch has begun W&B cannot end it: after its first error it is left alone, with one warning.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 from lowprec_train.train import wandb_files
 from lowprec_train.train.sinks import RunFacts, missing, read_lines
+
+log = logging.getLogger(__name__)
 
 REMEMBERED = "wandb_run_id"
 TOKENS = "data/tokens"
@@ -73,21 +78,38 @@ class WandbSink:
             advice = "logger.wandb.mode=offline needs neither network nor account"
             raise ValueError(f"W&B: {' '.join(str(error).split())}; {advice}") from error
         run.remembered[REMEMBERED] = self._run.id
-        self._run.define_metric(TOKENS)
-        self._run.define_metric("*", step_metric=TOKENS)
-        self._save_recipe(run)
-        self._last = self._last_step(run)
+        self._gone = False
+        self._last = 0
+        with self._spared():
+            self._run.define_metric(TOKENS)
+            self._run.define_metric("*", step_metric=TOKENS)
+            self._save_recipe(run)
+            self._last = self._last_step(run)
         self._fill_in(run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send one step, unless W&B has it."""
-        if step > self._last:
-            self._run.log(dict(metrics), step=step, commit=True)
-            self._last = step
+        if step > self._last and not self._gone:
+            with self._spared():
+                self._run.log(dict(metrics), step=step, commit=True)
+                self._last = step
 
     def close(self) -> None:
         """Send what is left. Within the handling of an error the run is marked as failed."""
-        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
+        failed = int(sys.exc_info()[0] is not None)
+        with self._spared():
+            self._run.finish(exit_code=failed)
+
+    @contextmanager
+    def _spared(self) -> Iterator[None]:
+        """What W&B raises, and its service's connection raises anything, is one warning for the rest of the launch."""
+        try:
+            yield
+        except Exception as error:
+            if not self._gone:
+                told = " ".join(str(error).split()) or type(error).__name__
+                log.warning("W&B: %s; this launch goes on without it, and metrics.jsonl has every step", told)
+            self._gone = True
 
     def _last_step(self, run: RunFacts) -> int:
         if self._run.offline:

@@ -190,6 +190,22 @@ def test_a_run_that_ends_in_an_error_is_marked_as_failed(tmp_path, online):
     assert made[0].ended == 1 and made[0].arguments["id"] is None
 
 
+@pytest.mark.parametrize("broken", ["define_metric", "log", "finish"])
+def test_a_run_outlives_the_errors_of_wandb(broken, tmp_path, online, monkeypatch, caplog):
+    made = online()
+
+    def refuse(self, *arguments, **options):
+        raise sys.modules["wandb"].Error("the service\nis gone")
+
+    monkeypatch.setattr(FakeRun, broken, refuse)
+    sink = WandbSink(run=facts(tmp_path))
+    for step in (1, 2):
+        sink.log(step, {"x": 2.0})
+    sink.close()
+    assert caplog.text.count("W&B: the service is gone; this launch goes on without it") == 1
+    assert len(made[0].lines) == (2 if broken == "finish" else 0)
+
+
 def test_disabled_does_nothing(tmp_path):
     sink = WandbSink(run=facts(tmp_path), mode="disabled")
     sink.log(1, {"train/loss": 1.0})
