@@ -63,7 +63,7 @@ class AppendingWriter:
     ) -> None:
         try:
             if not self.whole:
-                with self._named(), self._lengths, self._bin:
+                with named(self._directory), self._lengths, self._bin:
                     pass
         finally:
             self._lock.close()
@@ -75,15 +75,19 @@ class AppendingWriter:
             OSError: they cannot be written, with the place.
         """
         assert len(tokens) == int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
-        with self._named():
+        with named(self._directory):
             self._bin.write(tokens)
             self._lengths.write(lengths.astype("<i4").tobytes())
         self.tokens += len(tokens) // self._dtype.itemsize
         self.documents += len(lengths)
 
     def commit(self, remembered: Mapping[str, Any], *, whole: bool = False) -> None:
-        """From here on, what was appended and this survive whatever happens to the process."""
-        with self._named():
+        """From here on, what was appended and this survive whatever happens to the process.
+
+        Raises:
+            OSError: it cannot be written, with the place.
+        """
+        with named(self._directory):
             for file in (self._bin, self._lengths):
                 file.flush()
                 os.fsync(file.fileno())
@@ -97,12 +101,16 @@ class AppendingWriter:
         write_whole(self._directory / "state.json", json.dumps(state, indent=1).encode())
 
     def finish(self, remembered: Mapping[str, Any]) -> None:
-        """Give .bin and .idx their names. Killed on the way, the next writer is `whole` and does the rest of it."""
+        """Give .bin and .idx their names. Killed on the way, the next writer is `whole` and does the rest of it.
+
+        Raises:
+            OSError: they cannot be written, with the place.
+        """
         if not self.whole:
             self.commit(remembered, whole=True)
         bin_, idx = self._directory / "bin", self._directory / "idx"
         lengths = np.fromfile(self._directory / "lengths", "<i4")
-        with open(idx, "wb") as file:
+        with named(idx), open(idx, "wb") as file:
             write_index(file, self._dtype, lengths, np.arange(len(lengths) + 1))
             file.flush()
             os.fsync(file.fileno())
@@ -113,14 +121,6 @@ class AppendingWriter:
     def discard(self) -> None:
         """Remove the unfinished directory, once the dataset needs it no more."""
         forget(self._prefix)
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """A full disk says where it is."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._directory)) from error
 
     def _read_state(self) -> dict[str, Any]:
         path = self._directory / "state.json"
@@ -175,10 +175,24 @@ def _cut(path: Path, size: int) -> IO[bytes]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; it is on disk when this returns."""
+    """Write a file whole or not at all; it is on disk when this returns.
+
+    Raises:
+        OSError: it cannot be written, with the path.
+    """
     partial = path.with_name(f"{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with named(path):
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A full disk says where it is: Python names the file when it cannot be opened, not when it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

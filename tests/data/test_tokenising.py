@@ -245,6 +245,24 @@ def test_a_full_disk(root, place):
     assert files(place) == files(root / "once" / "all")
 
 
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ("all.unfinished/state.json.partial", "all.unfinished/state.json"),
+        ("all.unfinished/idx", "all.unfinished/idx"),
+        ("all.manifest.json.partial", "all.manifest.json"),
+    ],
+)
+def test_a_full_disk_at_the_end(root, place, written, named):
+    appending.unfinished(place).mkdir(parents=True)
+    (place.parent / written).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"No space left on device: '{place.parent}/{named}'"):
+        prepare(job(root), place)
+    (place.parent / written).unlink()
+    prepare(job(root), place)
+    assert files(place) == files(root / "once" / "all")
+
+
 def test_bad_records(root, tmp_path, place):
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"text": 5}\nno\n{"text": ""}\n{"text": "two"}\n')
     inputs = sources.find([tmp_path / "bad.jsonl"])
