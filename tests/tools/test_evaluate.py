@@ -216,6 +216,14 @@ def test_tokenizers_must_fit(made, evaluate, refused, tmp_path):
     assert found["start"] == other.eod and found["text"]["bytes"]  # the set brings its own
 
 
+def test_a_file_that_cannot_be_written_is_told_before_anything_is_computed(made, refused, tmp_path, monkeypatch):
+    monkeypatch.setattr(Trained, "model", lambda *_, **__: pytest.fail("a model was made"))
+    assert f"there is no directory {tmp_path / 'missing'}" in refused(
+        "--data", made.raw, "--out", tmp_path / "missing" / "x.json"
+    )
+    assert "is a directory" in refused("--data", made.raw, "--out", tmp_path)
+
+
 def test_refusals(made, refused, tmp_path):
     assert "nothing to evaluate on" in refused()
     assert "recipe 'fp3' is none of run, bf16" in refused("--data", made.raw, "--recipe", "fp3")

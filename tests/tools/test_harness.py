@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from lowprec_train.tools.cli import main
+from lowprec_train.tools.evaluate import evaluation
 from lowprec_train.train import weights
 from lowprec_train.train.trained import Trained
 from tests.tools.evaluated import subject
@@ -139,6 +140,29 @@ def test_refusals(made, files, tmp_path, capsys):
     for file, said in ((tmp_path / "absent.yaml", "no such task file"), (tmp_path / "bad.yaml", "describes no task")):
         assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", str(file)]) == 2
         assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Fails where something is computed: what is wrong is told before."""
+    monkeypatch.setattr(Trained, "model", lambda *_, **__: pytest.fail("a model was made"))
+
+
+def test_bad_task_files_are_told_before_anything_is_computed(made, files, tmp_path, capsys, no_model):
+    (tmp_path / "bad.yaml").write_text("output_type: multiple_choice\n")
+    tasks = [str(files[0]), str(tmp_path / "bad.yaml")]
+    assert main(["evaluate", str(made.run), "--device", "cpu", "--data", str(made.raw), "--tasks", *tasks]) == 2
+    assert "bad.yaml describes no task" in capsys.readouterr().err
+
+
+def test_a_task_that_does_not_fit_its_data_is_told_before_text_is_read(made, files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(evaluation, "measure", lambda *_: pytest.fail("text was read"))
+    for name, change in (("{{question}}", "{{ question.no.such }}"), ("{{choices}}", "{{absent}}")):
+        (tmp_path / "odd.yaml").write_text(files[0].read_text().replace(name, change))
+        tasks = ["--tasks", str(tmp_path / "odd.yaml")]
+        assert main(["evaluate", str(made.run), "--device", "cpu", "--data", str(made.raw), *tasks]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "odd.yaml" in line and ("no task that can be run" in line or "does not fit its data" in line)
 
 
 def test_without_the_package_it_says_what_to_install(made, capsys, monkeypatch):

@@ -79,9 +79,19 @@ def run(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools.evaluate import report
     from lowprec_train.tools.evaluate.evaluation import Evaluation
 
+    if arguments.out:
+        _check_writable(arguments.out)
     found: dict[str, Any] = Evaluation.of(arguments).results()
     print(report.text(found))
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         print(f"Saved {arguments.out}")
     return 0
+
+
+def _check_writable(out: Path) -> None:
+    """Raises ValueError where no file can be made: found before anything is computed."""
+    if out.is_dir():
+        raise ValueError(f"--out {out} is a directory")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out}: there is no directory {out.parent}")

@@ -70,6 +70,8 @@ class Evaluation:
         tokenizer = tokenizer_of(trained, arguments.tokenizer)
         if arguments.tasks and tokenizer is None:
             raise ValueError(f"{arguments.model} has no tokenizer to read tasks with: name it with --tokenizer")
+        if arguments.tasks:
+            _harness().check(arguments.tasks)
         source = arguments.data and texts.open_text(arguments.data, field=arguments.field, tokenizer=tokenizer)
         tokenizer = tokenizer or (source.tokenizer if source else None)
         return cls(
@@ -100,18 +102,18 @@ class Evaluation:
     def _compute(self, precision: Precision, measured: dict[str, Measured], tasks: dict[str, Any]) -> None:
         """Adds what one model gives, which is gone before the next is read."""
         model = precision.model(self.trained, self.device)
+        if self.tasks:  # first: the harness may find late that a task does not fit its data
+            tasks[precision.asked] = self._tasks(model)
         if self.source is not None:
             with progress.shown(precision.asked) as told:
                 measured[precision.asked] = measure(model, self.source, self.cutting, told)
-        if self.tasks:
-            tasks[precision.asked] = self._tasks(model)
 
     def _computed(self, precision: Precision) -> Precision:
         """The first that computes as this one does."""
         return next(each for each in self.precisions if each.alike(precision))
 
     def _tasks(self, model: Transformer) -> dict[str, Any]:
-        harness = importlib.import_module("lowprec_train.tools.evaluate.harness")  # lm_eval takes seconds
+        harness = _harness()
         answering = harness.Answering(model, self.tokenizer, self.cutting.batch)
         found: dict[str, Any] = harness.run_tasks(answering, self.tasks, self.cutting.documents)
         return found
@@ -140,6 +142,11 @@ class Evaluation:
             "results": results,
             "differences": {"to": self.precisions[-1].asked, "of": against},
         }
+
+
+def _harness() -> Any:
+    """The module that needs lm_eval, whose import takes seconds."""
+    return importlib.import_module("lowprec_train.tools.evaluate.harness")
 
 
 def precision(trained: Trained, asked: str) -> Precision:

@@ -98,7 +98,29 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 def run_tasks(answering: Answering, files: Sequence[Path], limit: int | None) -> dict[str, dict[str, Any]]:
     """Metrics by task, as the harness names them. limit: documents of each task.
 
-    Raises ValueError for a file that is absent or describes no task.
+    Raises ValueError for what `check` finds, and for a task that does not fit its data.
+    """
+    manager = check(files)
+    try:
+        found = simple_evaluate(
+            answering,
+            tasks=[str(file) for file in files],
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=RESAMPLES,
+            log_samples=False,
+        )
+    except RuntimeError:  # of the model: out of memory
+        raise
+    except Exception as error:  # as below; of templates and metrics
+        named = ", ".join(map(str, files))
+        raise ValueError(f"{named}: a task does not fit its data: {_told(error)}") from error
+    return {str(name): _plain(values) for name, values in found["results"].items()}
+
+
+def check(files: Sequence[Path]) -> TaskManager:
+    """Read the task files and the data that they name. Raises ValueError for one that is absent or describes no task
+    that can be run.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells of every default that a task file relies on
     manager = TaskManager(include_defaults=False)
@@ -108,16 +130,13 @@ def run_tasks(answering: Answering, files: Sequence[Path], limit: int | None) ->
         try:
             manager.load([str(file)])
         except Exception as error:  # the harness raises whatever it meets
-            raise ValueError(f"{file} describes no task that can be run: {error}") from error
-    found = simple_evaluate(
-        answering,
-        tasks=[str(file) for file in files],
-        task_manager=manager,
-        limit=limit,
-        bootstrap_iters=RESAMPLES,
-        log_samples=False,
-    )
-    return {str(name): _plain(values) for name, values in found["results"].items()}
+            raise ValueError(f"{file} describes no task that can be run: {_told(error)}") from error
+    return manager
+
+
+def _told(error: Exception) -> str:
+    """In one line; the message of a KeyError is the key alone."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
