@@ -113,10 +113,13 @@ class Source:
     def _rows(self, field: str, start: Place, size: int) -> Iterator[tuple[Segment, Place, int]]:
         file, stored = _parquet(self.path, field), self.size
         place = start
-        for rows in _batches(file, field, start.records, size):
-            segment = Segment(kind=self.kind, name=self.name, path=self.path, before=place.records, content=rows)
-            place = Place(records=place.records + len(rows))
-            yield segment, place, stored * place.records // file.metadata.num_rows
+        try:
+            for rows in _batches(file, field, start.records, size):
+                segment = Segment(kind=self.kind, name=self.name, path=self.path, before=place.records, content=rows)
+                place = Place(records=place.records + len(rows))
+                yield segment, place, stored * place.records // file.metadata.num_rows
+        except (_pyarrow(self.path).ArrowException, OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{self.path}: cannot be read past row {place.records}: {error}") from error
 
 
 def find(paths: Sequence[str | Path]) -> list[Source]:
@@ -238,12 +241,12 @@ def _batches(file: Any, field: str, skipped: int, size: int) -> Iterator[list[An
 
 
 def _parquet(path: str, field: str) -> Any:
-    _pyarrow(path)
-    from pyarrow import ArrowInvalid, parquet
+    arrow = _pyarrow(path)
+    from pyarrow import parquet
 
     try:
         file = parquet.ParquetFile(path)
-    except ArrowInvalid as error:
+    except (arrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: not a .parquet file: {error}") from error
     if field not in file.schema_arrow.names:
         raise ValueError(f"{path}: no column {field!r}; the file holds {file.schema_arrow.names}")

@@ -126,6 +126,21 @@ def test_parts_that_are_missing(tmp_path):
         sources.find([tmp_path])
 
 
+@pytest.mark.parametrize("fault", ["page", "arrow", "open"])
+def test_parquet_that_is_damaged(tmp_path, monkeypatch, fault):
+    """Errors of the library, which names neither file nor row: of a page, of a kind it cannot read, of the footer."""
+    path = stored(tmp_path, "parquet")
+    content, unknown = bytearray(path.read_bytes()), pyarrow.ArrowNotImplementedError("no such type")
+    if fault == "arrow":
+        monkeypatch.setattr(sources, "_batches", lambda *_: (_ for _ in ()).throw(unknown))
+    bad = {"page": slice(2500, 4000), "arrow": slice(0), "open": slice(len(content) - 600, len(content) - 8)}[fault]
+    content[bad] = b"\xff" * len(content[bad])
+    path.write_bytes(content)
+    said = {"page": "cannot be read past row [1-9]", "arrow": "past row 0: no such type", "open": "not a .parquet file"}
+    with pytest.raises(ValueError, match=rf"{path}: .*{said[fault]}"):
+        list(sources.find([path])[0].segments("text", size=900))
+
+
 def test_no_document_twice_and_none_dropped(tmp_path):
     for name in ("z.jsonl", "z.jsonl.00"):
         (tmp_path / name).write_bytes(LINES)
