@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -128,12 +128,16 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A worker's task: segments that follow each other. `position`, `read`: where the input was after them."""
+    """A worker's task: segments that follow each other. `position`, `read`: where the input was after them.
+
+    tokenizer, digest: the file, and what it holds.
+    """
 
     segments: tuple[Segment, ...]
     position: Position
     read: int
     tokenizer: str
+    digest: str
     field: str
     skip_bad: bool
 
@@ -164,7 +168,7 @@ class Encoded:
 def _chunks(job: Job, tokenizer: str, start: Position) -> Iterator[Chunk]:
     """The rest of the input, cut into chunks of about `job.chunk` bytes."""
     segments: list[Segment] = []
-    size = 0
+    size, digest = 0, job.tokenizer.digest
     for segment, position, read in _segments(job, start):
         segments.append(segment)
         size += segment.size
@@ -173,6 +177,7 @@ def _chunks(job: Job, tokenizer: str, start: Position) -> Iterator[Chunk]:
             position=position,
             read=read,
             tokenizer=tokenizer,
+            digest=digest,
             field=job.field,
             skip_bad=job.skip_bad,
         )
@@ -194,7 +199,7 @@ def _segments(job: Job, start: Position) -> Iterator[tuple[Segment, Position, in
 
 def _encode(chunk: Chunk) -> Encoded:
     """The work of a worker. Raises ValueError for a record that holds no text, unless these are skipped."""
-    tokenizer = _tokenizer(chunk.tokenizer)
+    tokenizer = _tokenizer(chunk.tokenizer, chunk.digest)
     dtype = token_dtype(tokenizer.vocab_size)
     texts, empty, bad = _texts(chunk)
     remaining = iter(texts)
@@ -228,9 +233,9 @@ def _texts(chunk: Chunk) -> tuple[list[str], int, int]:
     return texts, empty, bad
 
 
-@cache
-def _tokenizer(path: str) -> Tokenizer:
-    """Read once a process: it does not travel with every chunk."""
+@lru_cache(maxsize=1)
+def _tokenizer(path: str, digest: str) -> Tokenizer:
+    """Read once a process and job: it does not travel with every chunk. `digest` tells another one of the same path."""
     return load(path)
 
 

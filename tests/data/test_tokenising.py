@@ -220,6 +220,15 @@ def test_the_manifest_is_of_the_text_that_was_read(root, tmp_path, place):
         prepare(job(root, inputs=source), place)
 
 
+def test_another_tokenizer_in_the_same_place(root, place):
+    """Of the same process: what an earlier job read from that path is not what lies there now."""
+    prepare(job(root), place)
+    shutil.rmtree(place.parent)
+    other = SentencePieceTokenizer.train(["aeiounst " * 99], 270, "fewer pieces")
+    prepare(job(root, tokenizer=other), place)
+    assert max(int(ids.max()) for ids in IndexedDataset(place)) < 270
+
+
 def test_one_at_a_time_and_nothing_foreign_is_overwritten(root, place):
     def second(counts) -> None:
         with pytest.raises(ValueError, match=r"all\.unfinished: another process is at work there"):
