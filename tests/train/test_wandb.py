@@ -114,6 +114,19 @@ def test_a_torn_file_counts_up_to_the_tear_and_is_mended(interrupted, tmp_path):
     assert torn.read_bytes() == whole
 
 
+def test_a_record_that_cannot_be_read_is_the_end(interrupted, tmp_path):
+    """A block that the disk lost: the length is there, the bytes are not what W&B wrote."""
+    run, _ = interrupted
+    whole = wandb_files.files(run)[0].read_bytes()
+    points = [end for each, end in wandb_files.messages(whole) if each.WhichOneof("record_type") == "history"]
+    before = max(end for _, end in wandb_files.records(whole) if end < points[3])
+    damaged = tmp_path / "run-x.wandb"
+    damaged.write_bytes(whole[: before + 7] + b"\xff" * (points[3] - before - 7) + whole[points[3] :])
+    assert len(wandb_files.history(damaged)) == 3
+    wandb_files.mend(damaged)
+    assert damaged.read_bytes() == whole[:before]
+
+
 def test_a_record_may_cross_blocks():
     """Chunks as LevelDB's format describes them, by hand: 10 bytes, 60,000 over three blocks, padding, 5 bytes."""
 
