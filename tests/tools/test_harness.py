@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 import torch
@@ -153,6 +154,17 @@ def test_bad_task_files_are_told_before_anything_is_computed(made, files, tmp_pa
     tasks = [str(files[0]), str(tmp_path / "bad.yaml")]
     assert main(["evaluate", str(made.run), "--device", "cpu", "--data", str(made.raw), "--tasks", *tasks]) == 2
     assert "bad.yaml describes no task" in capsys.readouterr().err
+
+
+def test_nothing_is_downloaded(made, files, tmp_path, capsys, no_model):
+    """A data set's name is an error at once, not a download, nor a minute of attempts where there is no network."""
+    (tmp_path / "far.yaml").write_text("task: far\ndataset_path: hellaswag\ntest_split: test\n" + CHOICE)
+    assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", str(tmp_path / "far.yaml")]) == 2
+    (line,) = (each for each in capsys.readouterr().err.splitlines() if "error:" in each)
+    assert "far.yaml describes no task" in line and "'hellaswag'" in line and "OfflineModeIsEnabled" in line
+    from lowprec_train.tools.evaluate import harness
+
+    assert all(getattr(sys.modules[module], switch) for module, switch in harness.OFFLINE.items())
 
 
 def test_a_task_that_does_not_fit_its_data_is_told_before_text_is_read(made, files, tmp_path, capsys, monkeypatch):

@@ -5,11 +5,13 @@ it would write. Text becomes tokens as in the harness's own adapter of Hugging F
 the same requests there: a context is not closed or begun by a special token, an empty one is the end-of-document token,
 and what is too long loses its beginning.
 
-Task files are YAML; they and the data that they name are local. Nothing is looked up by name or downloaded.
+Task files are YAML; they and the data that they name are local. Nothing is looked up by name or downloaded: the
+libraries that could are told to stay offline, whatever the environment says.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -29,6 +31,12 @@ from lowprec_train.tools.evaluate.perplexity import score
 from lowprec_train.tools.evaluate.windows import Window, of_equal_length
 
 LONGEST_ANSWER = 256  # tokens, where a task does not say
+# Modules that hold the switch HF_..._OFFLINE of a library, read when it is used.
+OFFLINE = {
+    "huggingface_hub.constants": "HF_HUB_OFFLINE",
+    "datasets.config": "HF_HUB_OFFLINE",
+    "evaluate.config": "HF_EVALUATE_OFFLINE",
+}
 RESAMPLES = 1000  # for the standard errors of metrics that have no formula
 
 
@@ -123,6 +131,8 @@ def check(files: Sequence[Path]) -> TaskManager:
     that can be run.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells of every default that a task file relies on
+    for module, switch in OFFLINE.items():
+        setattr(importlib.import_module(module), switch, True)
     manager = TaskManager(include_defaults=False)
     for file in files:
         if not file.is_file():
