@@ -67,6 +67,28 @@ def test_long_runs_are_pooled_and_their_spikes_kept(make_run, monkeypatch):
     assert [41, spiked[40]] in [each[:2] for each in fp4["spikes"]]
 
 
+GAP_PROBE = """
+const [x, y] = gapOf(numbers.runs[1]);
+const seen = { x: [...x], y: [...y] };
+document.body.append(Object.assign(document.createElement("pre"), { id: "probe", textContent: JSON.stringify(seen) }));
+"""
+
+
+def test_the_gap_of_long_runs_that_log_different_steps(make_run, monkeypatch, tmp_path):
+    """Every step, and 5, 15, 25, ...: these are first of their pairs in the one run and alone in the other."""
+    monkeypatch.setattr(numbers, "POINTS", 30)
+    base, fp4 = make_run("bf16", losses()), make_run("fp4", losses(1 / 8))
+    lines = (fp4 / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (fp4 / "metrics.jsonl").write_text("".join(lines[4::10]))
+    runs = read_runs([base, fp4])
+    text = document.to_html(measure.compare(runs), runs)
+    (tmp_path / "gap.html").write_text(text.replace("</body>", f"<script>{GAP_PROBE}</script></body>"))
+    dom = browser.elements(tmp_path / "gap.html", (900, 700))
+    seen = json.loads(html.unescape(re.search(r'<pre id="probe">(.*?)</pre>', dom, flags=re.DOTALL)[1]))
+    assert seen["x"] == [5, 15, 25, 35, 45, 55]
+    np.testing.assert_allclose(seen["y"], 1 / 8, rtol=1e-6)
+
+
 def test_codes_of_a_map_are_near_its_values():
     rng = np.random.default_rng(0)
     values = rng.normal(20, 5, (6, 9))

@@ -11,6 +11,7 @@ const DIVERGED = 1; // nats: a run further away than this leaves the axes instea
 for (const run of numbers.runs) {
   run.steps = fromKnots(run.steps);
   run.loss = floats(run.loss);
+  run.matched = run.matched && { x: fromKnots(run.matched.steps), y: floats(run.matched.values) };
   run.tokens = run.tokens && fromKnots(run.tokens);
   for (const metric of Object.values(run.metrics)) {
     Object.assign(metric, { steps: fromKnots(metric.steps), values: floats(metric.values) });
@@ -121,9 +122,10 @@ function marksOf(run, of) {
   ];
 }
 
-/* Run minus baseline: at the steps of both, else at the baseline's tokens or times, the run interpolated. */
+/* Run minus baseline: at the steps of both, as numbers.py has pooled it if losses are pooled, else at the baseline's tokens or times, the run interpolated. */
 function gapOf(run) {
   const { of } = AXES[state.axis];
+  if (run.matched && state.axis === "steps") return [run.matched.x, run.matched.y];
   const difference = state.axis === "steps" ? differencesAtCommon : differencesAtBase;
   const gap = difference(of(run, run.steps), run.loss, of(baseline, baseline.steps), baseline.loss);
   return [Float64Array.from(gap.x), Float64Array.from(gap.y)];

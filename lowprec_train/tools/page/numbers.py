@@ -1,7 +1,8 @@
 """The numbers that the page draws, packed: a page of ten long runs stays a few megabytes.
 
-- Losses are FP32, every logged step up to `POINTS` a run; longer runs are means of as many neighbours as it takes, the
-  same neighbours in all runs, so that matched steps stay matched. Spikes and non-finite steps come from all steps.
+- Losses are FP32, every logged step up to `POINTS` a run; longer runs are means of as many neighbours as it takes.
+  Their gaps are then means of the differences at the steps that both runs logged, since runs may log different ones.
+  Spikes and non-finite steps come from all steps.
 - Steps and tokens grow by the same amount nearly everywhere: only the places where the amount changes are written.
 - All other series share a budget of bytes; so do the cells of the heat maps, which are 8-bit codes between the smallest
   and largest value of their map (an error of at most 0.2 % of that range).
@@ -40,14 +41,16 @@ def of_comparison(comparison: Comparison, runs: Sequence[Run], figure: str) -> d
     union = np.unique(np.concatenate([run.loss.steps for run in runs]))
     metric_points = allotted(runs)
     subjects, _ = subjects_of(comparison, runs)
+    baseline = [run.label for run in runs].index(comparison.baseline)
     return {
-        "baseline": [run.label for run in runs].index(comparison.baseline),
+        "baseline": baseline,
         "window": comparison.window,
         "unigram": finite(comparison.unigram_entropy),
         "gate": comparison.max_gap,
         "every": every,
         "runs": [
             of_run(run, report, pooled(run.loss, every, union), metric_points)
+            | {"matched": matched(run.loss, runs[baseline].loss, every, union) if every > 1 else None}
             | look(subject, sum(each.look is not BASELINE for each in subjects[:place]))
             for place, (run, report, subject) in enumerate(zip(runs, comparison.runs, subjects))
         ],
@@ -112,6 +115,16 @@ def pooled(series: Series, every: int, union: Array) -> Series:
     starts = np.flatnonzero(np.diff(bucket, prepend=-1))
     ends = np.append(starts[1:], len(bucket))
     return Series(steps=series.steps[ends - 1], values=np.add.reduceat(series.values, starts) / (ends - starts))
+
+
+def matched(loss: Series, base: Series, every: int, union: Array) -> dict[str, Any]:
+    """The gap at the steps that both have, pooled as a loss is: points of two pooled losses are means over steps that
+    only one of them may have, and stand where its own steps end.
+    """
+    steps, here, there = np.intersect1d(loss.steps, base.steps, return_indices=True)
+    with np.errstate(invalid="ignore"):  # between infinities there is no difference
+        gap = pooled(Series(steps=steps, values=loss.values[here] - base.values[there]), every, union)
+    return {"steps": knots(gap.steps), "values": packed(gap.values)}
 
 
 def knots(values: Array) -> list[int]:
