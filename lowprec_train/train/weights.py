@@ -254,7 +254,9 @@ def stored(files: Mapping[str, Path]) -> dict[str, tuple[torch.Size, torch.dtype
         try:
             with safe_open(path, framework="pt") as file:
                 slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                forms |= {name: (torch.Size(each.get_shape()), each[:0].dtype) for name, each in slices.items()}
+                for name, each in slices.items():
+                    shape = torch.Size(each.get_shape())
+                    forms[name] = shape, (each[:0] if shape else file.get_tensor(name)).dtype
         except (OSError, SafetensorError) as error:
             raise ValueError(f"cannot read {path}: {error}") from error
     return forms

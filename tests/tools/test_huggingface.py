@@ -122,11 +122,12 @@ def test_bf16_is_the_checkpoint_rounded_once(run, tmp_path):
 
 
 def test_files_of_a_bare_gpt2_as_they_were_first_published(made, tmp_path):
-    """Names without `transformer.`, a causal mask among the weights, no index."""
+    """Names without `transformer.`, a causal mask and its value among the weights, no index."""
     source = tmp_path / "source"
     source.mkdir()
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors(made("gpt2")).items()}
-    save_file(bare | {"h.0.attn.bias": torch.ones(1, 1, 48, 48)}, source / "model.safetensors")
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 48, 48), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(bare | masks, source / "model.safetensors")
     (source / "config.json").write_text((made("gpt2") / "config.json").read_text())
     call("import-hf", source, "--out", tmp_path / "in")
     call("import-hf", made("gpt2"), "--out", tmp_path / "whole")
