@@ -174,13 +174,13 @@ def _cut(path: Path, size: int) -> IO[bytes]:
     return path.open("ab")
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; it is on disk when this returns.
+def write_whole(path: Path, content: bytes, *, shared: bool = False) -> None:
+    """Write a file whole or not at all; it is on disk when this returns. `shared`: several processes may do so at once.
 
     Raises:
         OSError: it cannot be written, with the path.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial" if shared else f"{path.name}.partial")
     with named(path):
         with open(partial, "wb") as file:
             file.write(content)

@@ -59,6 +59,13 @@ class HuggingFaceTokenizer:
         """SHA-256 of the file and the end-of-document token."""
         return hashlib.sha256(f"{self._content}\0{self._ending}".encode()).hexdigest()
 
+    @property
+    def versions(self) -> dict[str, str]:
+        """Of `tokenizers`."""
+        import tokenizers
+
+        return {"tokenizers": tokenizers.__version__}
+
     def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
         """Token ids of each text, without special tokens; on all cores, or with `parallel` False on one."""
         if parallel:

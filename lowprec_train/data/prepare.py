@@ -22,8 +22,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import sentencepiece
-
 from lowprec_train.data import sentencepiece_model as learning
 from lowprec_train.data.cache import build_once
 from lowprec_train.data.documents import Document, Documents
@@ -90,7 +88,7 @@ class Preparation:
             "train": self.train.digest(),
             "valid": self.valid.digest() if self.valid else self.valid_fraction,
             "tokenizer": self._tokenizer_digest(),
-            "sentencepiece": sentencepiece.__version__,
+            **(self.tokenizer or SentencePieceTokenizer).versions,
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -121,7 +119,7 @@ class Preparation:
             "eod": tokenizer.eod,
             "tokenizer": tokenizer.file_name,
             "documents": counts,
-            "sentencepiece": sentencepiece.__version__,
+            **tokenizer.versions,
         }
         (directory / "corpus.json").write_text(json.dumps(described, indent=2) + "\n")
         _log.info("prepared %s documents in %.1f s", counts, time.monotonic() - began)

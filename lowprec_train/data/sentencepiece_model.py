@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import sentencepiece
@@ -43,6 +43,7 @@ class SentencePieceTokenizer:
     """
 
     file_name = "tokenizer.model"
+    versions: Mapping[str, str] = {"sentencepiece": sentencepiece.__version__}
 
     def __init__(self, content: bytes, name: str, eod: str | None = None) -> None:
         self.content = content

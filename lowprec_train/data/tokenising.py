@@ -278,8 +278,6 @@ def _check_same(done: Manifest, job: Job, prefix: Path) -> None:
 
 
 def _manifest(job: Job, counts: Counts, inputs: list[dict[str, Any]], prefix: Path) -> Manifest:
-    import sentencepiece
-
     from lowprec_train import __version__
 
     tokenizer = job.tokenizer
@@ -299,5 +297,5 @@ def _manifest(job: Job, counts: Counts, inputs: list[dict[str, Any]], prefix: Pa
         },
         inputs=inputs,
         files=hashes(prefix),
-        versions={"lowprec_train": __version__, "sentencepiece": sentencepiece.__version__},
+        versions={"lowprec_train": __version__, **tokenizer.versions},
     )

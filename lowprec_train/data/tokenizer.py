@@ -8,11 +8,11 @@ reads the same tokenizer from them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from lowprec_train.data.appending import write_whole
 from lowprec_train.data.huggingface import HuggingFaceTokenizer
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 
@@ -37,7 +37,12 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what decides the ids."""
+        """SHA-256 of what decides the ids, but for `versions`."""
+        ...
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of the library that computes the ids, by its name."""
         ...
 
     def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
@@ -70,10 +75,11 @@ def load(path: str | Path, eod: str | None = None) -> Tokenizer:
 
 
 def store(tokenizer: Tokenizer, directory: Path) -> Path:
-    """Write the tokenizer's files, each whole or not at all; returns the path that `load` takes.
+    """Write the tokenizer's files, each whole or not at all and on disk; returns the path that `load` takes.
 
     Raises:
         ValueError: another tokenizer lies there.
+        OSError: a file cannot be written, with its path.
     """
     others = [directory / name for name in FILES if name not in tokenizer.files and (directory / name).exists()]
     if others:
@@ -81,9 +87,7 @@ def store(tokenizer: Tokenizer, directory: Path) -> Path:
     for name, content in tokenizer.files.items():
         path = directory / name
         if not path.exists():
-            unfinished = path.with_name(f".{name}.{os.getpid()}.unfinished")
-            unfinished.write_bytes(content)
-            os.replace(unfinished, path)
+            write_whole(path, content, shared=True)
         elif path.read_bytes() != content:
             raise ValueError(f"{path}: another tokenizer lies there; a directory has one tokenizer, choose another")
     return directory / tokenizer.file_name

@@ -1,6 +1,7 @@
 """tokenizer.json files: the ids of the library, an end for documents, and stored so that the end is found again."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -8,8 +9,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from lowprec_train import __version__
+from lowprec_train.data import sources
+from lowprec_train.data.documents import TextFiles
 from lowprec_train.data.huggingface import HuggingFaceTokenizer
+from lowprec_train.data.prepare import Preparation
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenising import Job, prepare
 from lowprec_train.data.tokenizer import load, store
 
 TEXTS = ["def f(x):\n    return x\n", "", "née 漢字 🙂\n\n two <|endoftext|> three", " x" * 300]
@@ -113,3 +119,26 @@ def test_files_that_cannot_be_read(tmp_path, path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"needs the package 'tokenizers': pip install 'lowprec_train\[data\]'"):
         load(path)
+
+
+def test_the_library_that_decided_the_ids_is_named(path, tmp_path, monkeypatch):
+    """In the manifest, and in the name of a cached corpus; a SentencePiece corpus keeps its own."""
+    tokenizer, ours = load(path), {"tokenizers": tokenizers.__version__}
+    (tmp_path / "text.txt").write_text("def f(x): return x")
+    job = Job(inputs=sources.find([tmp_path / "text.txt"]), tokenizer=tokenizer, workers=0)
+    assert prepare(job, tmp_path / "made" / "all").versions == {"lowprec_train": __version__, **ours}
+    text = TextFiles(str(tmp_path / "text.txt"))
+    existing, learnt = Preparation(train=text, tokenizer=tokenizer), Preparation(train=text, vocab_size=300)
+    before = existing.digest(), learnt.digest()
+    monkeypatch.setattr(tokenizers, "__version__", "another")
+    assert existing.digest() != before[0] and learnt.digest() == before[1]
+
+
+def test_stored_files_are_on_disk(path, tmp_path, monkeypatch):
+    """Each is synced before it gets its name, and no other file stays."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    (tmp_path / "stored").mkdir()
+    store(load(path), tmp_path / "stored")
+    names = sorted(each.name for each in (tmp_path / "stored").iterdir())
+    assert names == ["tokenizer.json", "tokenizer_config.json"] and len(synced) == 2
