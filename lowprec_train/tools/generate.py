@@ -74,24 +74,27 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"no tokenizer is known for {arguments.model}: name it with --tokenizer")
     sizes = trained.weights.model
     start = evaluation.start_token(arguments.start, tokenizer, sizes.vocab_size)
-    prompt = ([] if start is None else [start]) + tokenizer.encode([arguments.prompt])[0]
+    written = tokenizer.encode([arguments.prompt])[0]
+    prompt = ([] if start is None else [start]) + written
     room = min(128, sizes.max_seq_len - len(prompt)) if arguments.max_tokens is None else arguments.max_tokens
     check_length(len(prompt), room, sizes.max_seq_len)
     model = evaluation.precision(trained, arguments.recipe).model(trained, device)
     print(arguments.prompt, end="", flush=True)
     clock = Clock()
     tokens = generate(model, prompt, max_tokens=room, sampling=sampling, stop=tokenizer.eod)
-    for piece in pieces(clock.watch(tokens), tokenizer.decode):
+    for piece in pieces(clock.watch(tokens), tokenizer.decode, written):
         print(piece, end="", flush=True)
     print()
     print(clock.told(len(prompt)), file=sys.stderr)
     return 0
 
 
-def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Text as it becomes certain: a character whose bytes are not all there yet waits for them."""
-    ids: list[int] = []
-    told = ""
+def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> Iterator[str]:
+    """Text that follows the prompt's, as it becomes certain: a character whose bytes are not all there yet waits for
+    them. Decoded together with the prompt: by itself, a text's first word may lose the space before it.
+    """
+    ids = list(prompt)
+    told = decode(ids)
     for token in tokens:
         ids.append(token)
         text = decode(ids)

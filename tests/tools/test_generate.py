@@ -69,3 +69,14 @@ def test_a_character_in_parts_waits_for_the_rest():
     written = "é!🧪".encode()
     told = list(pieces(range(len(written)), lambda ids: written[: len(ids)].decode(errors="replace")))
     assert "".join(told) == "é!🧪" and told == ["é", "!", "🧪", ""]
+
+
+def test_a_first_word_keeps_the_space_before_it():
+    """Of a tokenizer that puts a space before each text and takes it off again."""
+    words = ["▁Hello", "▁world", "▁é"]
+
+    def decode(ids):
+        return "".join(words[each] for each in ids).replace("▁", " ").removeprefix(" ")
+
+    assert list(pieces([1, 2], decode, prompt=[0])) == [" world", " é", ""]
+    assert list(pieces([0, 1], decode)) == ["Hello", " world", ""]
