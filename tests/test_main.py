@@ -219,7 +219,7 @@ def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
         (["clip_norm=-1"], "clip_norm=-1.0"),
         (["model.heads=3"], "heads 3"),
         (["model.norm=batchnorm"], "unknown norm 'batchnorm'"),
-        (["model.vocab_size=256"], "model.vocab_size=256 is smaller than the tokenizer's vocabulary of 384"),
+        (["model.vocab_size=256"], "model.vocab_size 256 is smaller than the 384 pieces of the tokenizer of"),
         (["+recipe=mxfp4", "model.ffn=80"], "blocks.0.mlp.gate_up"),
         (["+recipe=mxfp4", "micro_batch=1", "data.seq_len=40", "tokens_per_step=40"], "40 tokens"),
         (["device=tpu"], "device=tpu is not one of auto, cpu, cuda, cuda:N"),

@@ -18,7 +18,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,10 @@ from lowprec_train.data.cache import build_once
 from lowprec_train.data.documents import Document, Documents
 from lowprec_train.data.indexed import IndexedWriter, token_dtype
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
-from lowprec_train.data.tokenizer import Tokenizer, store
+from lowprec_train.data.tokenizer import Tokenizer, batches, store
 
 _log = logging.getLogger(__name__)
 _LAYOUT = 2  # of the cache directory; raised when the same text gives other tokens or files
-_AT_ONCE = 256  # documents handed to the tokenizer together
 DEFAULT_CACHE = "~/.cache/lowprec_train"
 
 
@@ -152,10 +150,9 @@ def is_held_out(name: str, fraction: float) -> bool:
 
 def _tokenise(documents: Iterable[Document], tokenizer: Tokenizer, prefix: Path) -> int:
     """Write each document and the token that closes it; how many they are."""
-    texts = (doc.text for doc in documents)
     count = 0
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        while batch := list(islice(texts, _AT_ONCE)):
+        for batch in batches(doc.text for doc in documents):
             for ids in tokenizer.encode(batch):
                 writer.document([*ids, tokenizer.eod])
             count += len(batch)

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from lowprec_train.data.indexed import token_dtype
 from lowprec_train.data.manifest import Manifest, hashes
 from lowprec_train.data.records import Bad, Segment
 from lowprec_train.data.sources import Place, Source
-from lowprec_train.data.tokenizer import Tokenizer, load, store
+from lowprec_train.data.tokenizer import Tokenizer, batches, load, store
 from lowprec_train.data.workers import in_order
 
-_AT_ONCE = 256  # documents handed to the tokenizer together
 _COMMIT_SECONDS = 1.0
 
 
@@ -202,9 +200,8 @@ def _encode(chunk: Chunk) -> Encoded:
     tokenizer = _tokenizer(chunk.tokenizer, chunk.digest)
     dtype = token_dtype(tokenizer.vocab_size)
     texts, empty, bad = _texts(chunk)
-    remaining = iter(texts)
     parts: list[np.ndarray] = []
-    while batch := list(islice(remaining, _AT_ONCE)):
+    for batch in batches(texts):
         parts += [np.array([*ids, tokenizer.eod], dtype) for ids in tokenizer.encode(batch, parallel=False)]
     return Encoded(
         tokens=b"".join(part.tobytes() for part in parts),

@@ -8,7 +8,8 @@ reads the same tokenizer from them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from lowprec_train.data.huggingface import HuggingFaceTokenizer
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 
 FILES = (HuggingFaceTokenizer.file_name, SentencePieceTokenizer.file_name)  # of a directory that has both, the first
+_AT_ONCE = 256  # documents handed to a tokenizer together
 
 
 class Tokenizer(Protocol):
@@ -93,11 +95,18 @@ def store(tokenizer: Tokenizer, directory: Path) -> Path:
     return directory / tokenizer.file_name
 
 
-def check_vocabulary(*, tokenizer: int, vocab_size: int, name: str) -> None:
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts in lists of a length that suits `Tokenizer.encode`."""
+    remaining = iter(texts)
+    while batch := list(islice(remaining, _AT_ONCE)):
+        yield batch
+
+
+def check_vocabulary(*, tokenizer: int, vocab_size: int, name: str, setting: str = "vocab_size") -> None:
     """A model's vocabulary must hold every id of the tokenizer; it may be larger (padding).
 
     Raises:
-        ValueError: it does not; names both sizes.
+        ValueError: it does not; names both sizes, and the setting to change.
     """
     if vocab_size < tokenizer:
-        raise ValueError(f"vocab_size {vocab_size} is smaller than the {tokenizer} pieces of the tokenizer of {name}")
+        raise ValueError(f"{setting} {vocab_size} is smaller than the {tokenizer} pieces of the tokenizer of {name}")

@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 
 from lowprec_train.config import PhaseConfig, RunConfig, run_and_step
 from lowprec_train.data.corpus import Corpus
+from lowprec_train.data.tokenizer import check_vocabulary
 from lowprec_train.model.transformer import Fill, Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.ops.library import live_kernels
@@ -39,7 +40,7 @@ from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.snapshots import Snapshots, kept_history
 from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
-from lowprec_train.train.weights import RunWeights, Weights, check_sizes, fill_from, open_weights
+from lowprec_train.train.weights import RunWeights, Weights, check_sizes, fill_from, open_weights, tokenizer_facts
 
 LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
 TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
@@ -207,9 +208,11 @@ def optimizer(run: RunConfig, model: torch.nn.Module, pieces: Mapping[Any, Piece
 
 
 def corpus(run: RunConfig) -> Corpus:
-    """The text, prepared on first use."""
+    """The text, prepared on first use; its tokens have rows in the embedding."""
     built: Corpus = construct(run.data)
-    checks.vocabulary(run.model, built.vocab_size)
+    check_vocabulary(
+        tokenizer=built.vocab_size, vocab_size=run.model.vocab_size, name=built.name, setting="model.vocab_size"
+    )
     return built
 
 
@@ -376,7 +379,7 @@ def text_facts(text: Corpus) -> dict[str, Any]:
     return {
         "corpus": text.name,
         "corpus_hash": text.hash,
-        "tokenizer": str(text.tokenizer.resolve()) if text.tokenizer else None,
+        **tokenizer_facts(text.tokenizer),
         "train_tokens": text.train.tokens,
         "valid_tokens": text.valid.tokens,
         "valid_unigram_entropy": text.valid.unigram_entropy(),

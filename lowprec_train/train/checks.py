@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lowprec_train.config import Compile, ModelConfig, RunConfig
+from lowprec_train.config import Compile, RunConfig
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.block_keep import BlockKeep
@@ -152,14 +152,6 @@ def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int
 def kept(model: nn.Module, keep: BlockKeep) -> None:
     """The groups in which norms and activations keep their inputs divide the model's sizes."""
     keep.check(model)
-
-
-def vocabulary(model: ModelConfig, tokenizer: int) -> None:
-    """The embedding has a row for every token."""
-    if model.vocab_size < tokenizer:
-        raise ValueError(
-            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer}"
-        )
 
 
 def corpus(name: str, saved: str | None, now: str) -> None:

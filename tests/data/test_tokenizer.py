@@ -7,7 +7,7 @@ import sentencepiece
 
 from lowprec_train.data.documents import PythonSources
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer, sample_lines
-from lowprec_train.data.tokenizer import check_vocabulary, load
+from lowprec_train.data.tokenizer import batches, check_vocabulary, load
 
 STRANGE = [
     "",
@@ -90,3 +90,9 @@ def test_vocabulary_must_hold_the_tokenizer():
     check_vocabulary(tokenizer=4096, vocab_size=32_000, name="stdlib")
     with pytest.raises(ValueError, match="vocab_size 4095 is smaller than the 4096 pieces of the tokenizer of stdlib"):
         check_vocabulary(tokenizer=4096, vocab_size=4095, name="stdlib")
+
+
+def test_batches():
+    texts = [*map(str, range(600))]
+    found = [*batches(iter(texts))]
+    assert [*map(len, found)] == [256, 256, 88] and [text for batch in found for text in batch] == texts

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -18,9 +17,7 @@ from numpy.typing import NDArray
 from lowprec_train.data.documents import TextFiles
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.manifest import Manifest
-from lowprec_train.data.tokenizer import Tokenizer, load
-
-_AT_ONCE = 256  # documents handed to the tokenizer together
+from lowprec_train.data.tokenizer import Tokenizer, batches, load
 
 
 @dataclass(frozen=True)
@@ -49,8 +46,7 @@ class RawText:
         self._documents = TextFiles(str(path), field)
 
     def __iter__(self) -> Iterator[Encoded]:
-        texts = (document.text for document in self._documents)
-        while batch := list(islice(texts, _AT_ONCE)):
+        for batch in batches(document.text for document in self._documents):
             for text, ids in zip(batch, self._tokenizer.encode(batch), strict=True):
                 yield Encoded(np.asarray(ids, np.int64), len(text.encode()))
 
