@@ -11,15 +11,22 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.nn.functional import cross_entropy
 
 from lowprec_train import main
+from lowprec_train.config import RunConfig
 from lowprec_train.tools import cli
+from lowprec_train.train import build
+from lowprec_train.train.trained import Trained
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "quickstart.md"
 SMALL = (
     *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "data.seq_len=64"),
     *("micro_batch=2", "tokens_per_step=256", "steps=3", "eval_batches=1", "log_interval=1"),
 )
+CPU = torch.device("cpu")
 KEPT = 30  # files of the standard library: the page copies them all
 
 
@@ -70,6 +77,19 @@ def losses(name):
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
+def first_losses(run, weights):
+    """Loss on the run's first batch, under its recipe: of imported weights, and of random ones of its seed."""
+    saved = OmegaConf.load(run / "config.yaml")
+    options = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), saved))
+    sequences = options.tokens_per_step // saved.data.seq_len
+    batch = build.corpus(options).train.batch(0, 0, sequences, sequences)
+    imported, untaught = (Trained(weights).model(saved.precision.name, device=CPU) for _ in range(2))
+    build.weights(untaught, CPU, options.seed)
+    with torch.no_grad():
+        logits = [model(batch.tokens).flatten(0, 1).float() for model in (imported, untaught)]
+    return [cross_entropy(each, batch.targets.flatten()).item() for each in logits]
+
+
 def test_the_quickstart_does_what_it_says(reader):
     text, *rest = blocks()
     reader.follow(*text)
@@ -81,4 +101,6 @@ def test_the_quickstart_does_what_it_says(reader):
     assert "mine-fp4" in Path("runs/comparison/report.html").read_text()
     assert any("perplexity" in each.lower() for each in told)
     assert sum("def main(" in each for each in told) == 2  # generated here and by transformers
-    assert losses("more")[0] == pytest.approx(losses("mine-fp4")[-1], rel=0.1)
+    assert json.loads(Path("runs/more/run.json").read_text())["weights"] == "imported/mine"
+    begun, untaught = first_losses(Path("runs/more"), Path("imported/mine"))
+    assert losses("more")[0] == pytest.approx(begun, abs=0.002) and abs(begun - untaught) > 0.01
