@@ -14,7 +14,6 @@ gate and up alternating).
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
@@ -27,10 +26,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lowprec_train.config import ModelConfig, model_of, run_and_step
+from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
 from lowprec_train.data.tokenizer import load
 from lowprec_train.model.transformer import Fill, Transformer, fill_whole
 from lowprec_train.train.checkpoint import CheckpointError, latest, verify_files
+from lowprec_train.train.packages import needs_package
 
 INDEX_FILE = "model.safetensors.index.json"
 PROBE = "In 2024 the naïve fox,\n    def jump(over): return 'lazy dogs'  # 3.14\n"
@@ -168,15 +169,33 @@ def open_weights(path: Path, step: int | None = None) -> Weights:
     return ImportedWeights(path)
 
 
+def tokenizer_facts(path: Path | None) -> dict[str, str | None]:
+    """What run.json says of a run's tokenizer: where it lies, and its SHA-256, which `tokenizer_of` compares."""
+    there = path is not None and path.is_file()
+    return {
+        "tokenizer": str(path.resolve()) if path else None,
+        "tokenizer_sha256": sha256(path) if path and there else None,
+    }
+
+
 def tokenizer_of(directory: Path) -> Path | None:
     """Where the tokenizer of a model lies: the path that a run's run.json names, which may be there no more, or the
     imported directory itself where it has one.
+
+    Raises ValueError when another one lies there now.
     """
     about = directory / "run.json"
-    if about.is_file():
-        named = json.loads(about.read_text()).get("tokenizer")
-        return named and Path(named)
-    return directory if any((directory / file).is_file() for file in TOKENIZER_FILES) else None
+    if not about.is_file():
+        return directory if any((directory / file).is_file() for file in TOKENIZER_FILES) else None
+    facts = json.loads(about.read_text())
+    named, was = facts.get("tokenizer"), facts.get("tokenizer_sha256")
+    path = named and Path(named)
+    if path and was and path.is_file() and (now := sha256(path)) != was:
+        raise ValueError(
+            f"{directory}: its tokenizer {path} has been replaced by another (SHA-256 {now[:12]}, was {was[:12]}); "
+            "--tokenizer FILE or --tokenizer none"
+        )
+    return path
 
 
 def other_tokenizer(weights: Weights, corpus: Path | None) -> str:
@@ -184,8 +203,8 @@ def other_tokenizer(weights: Weights, corpus: Path | None) -> str:
 
     corpus: its tokenizer; what cannot be read is not compared.
     """
-    own = tokenizer_of(weights.path)
     try:
+        own = tokenizer_of(weights.path)
         here, there = (own and load(own)), (corpus and load(corpus))
     except ValueError:
         return ""
@@ -271,16 +290,6 @@ def read_tensor(file: Path, name: str) -> Tensor:
             return opened.get_tensor(name)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read {name} from {file}: {error}") from error
-
-
-def needs_package(package: str, *, extra: str, what: str, module: str | None = None) -> None:
-    """Raise ValueError, with the command that helps, where an optional package is missing. module: of another name."""
-    try:
-        found = importlib.util.find_spec(module or package)
-    except ModuleNotFoundError:  # of the package around the module
-        found = None
-    if found is None:
-        raise ValueError(f"{what} needs the package '{package}': pip install 'lowprec_train[{extra}]'")
 
 
 def _same_shapes(path: Path, wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from lowprec_train import main
 from lowprec_train.data import tokenising
 from lowprec_train.data.indexed import IndexedWriter
+from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenising import Counts
 from lowprec_train.tools import cli, preparation_progress
 
@@ -55,6 +56,7 @@ def test_a_run_on_prepared_data(prefix, tmp_path, monkeypatch, capfd):
     assert not end.value.code, capfd.readouterr()
     facts = json.loads(Path("runs/on/run.json").read_text())
     assert facts["tokenizer"] == str(prefix.parent / "tokenizer.model")
+    assert facts["tokenizer_sha256"] == sha256(prefix.parent / "tokenizer.model")
     assert len(Path("runs/on/metrics.jsonl").read_text().splitlines()) == 3
 
 

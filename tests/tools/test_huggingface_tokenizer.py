@@ -15,6 +15,7 @@ from lowprec_train.data.tokenizer import load, store
 from lowprec_train.tools.cli import main
 from lowprec_train.tools.huggingface import from_sentencepiece
 from lowprec_train.tools.huggingface.tokenizer import of_model
+from lowprec_train.train.weights import tokenizer_facts
 from tests.tools.exchanged import MODELS, drawn, save_run
 
 SOURCES = sorted((Path(__file__).parents[2] / "lowprec_train").rglob("*.py"))
@@ -170,3 +171,17 @@ def test_where_the_tokenizer_lies(tmp_path, learnt):
     assert set(named) == {"tokenizer.json", "tokenizer_config.json"} and eos == learnt.eod
     (tmp_path / "run.json").write_text("{}")
     assert of_model(tmp_path, None, max_length=8) == ({}, None)
+
+
+def test_another_tokenizer_in_its_place_is_told(tmp_path, learnt):
+    """A run remembers the path, and what lay there."""
+    path = store(learnt, tmp_path)
+    (tmp_path / "run.json").write_text(json.dumps(tokenizer_facts(path)))
+    assert of_model(tmp_path, None, max_length=8)[1] == learnt.eod
+    path.write_bytes(trained(model_type="bpe"))
+    with pytest.raises(
+        ValueError, match="has been replaced by another .SHA-256 [0-9a-f]{12}, was [0-9a-f]{12}.; --tok"
+    ):
+        of_model(tmp_path, None, max_length=8)
+    assert of_model(tmp_path, Path("none"), max_length=8) == ({}, None)
+    assert tokenizer_facts(None) == {"tokenizer": None, "tokenizer_sha256": None}

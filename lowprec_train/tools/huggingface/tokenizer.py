@@ -27,7 +27,7 @@ FILES += ("vocab.json", "merges.txt", "chat_template.jinja")
 def found(directory: Path, asked: Path | None) -> Path | None:
     """Where the tokenizer of a model lies: as asked for (`none`: nowhere), else what run.json names, else beside it.
 
-    Raises ValueError when it was there once and is no more.
+    Raises ValueError when it was there once and is no more, or is another one by now.
     """
     if asked is not None:
         return None if asked == NONE else asked
