@@ -134,6 +134,26 @@ def test_files_of_a_bare_gpt2_as_they_were_first_published(made, tmp_path):
     assert same(open_weights(tmp_path / "in"), open_weights(tmp_path / "whole"))
 
 
+def altered(source, out, **changed):
+    """A directory of transformers with some of its tensors replaced."""
+    out.mkdir()
+    save_file(tensors(source) | changed, out / "model.safetensors")
+    (out / "config.json").write_text((source / "config.json").read_text())
+    return out
+
+
+def test_parts_of_several_dtypes_are_joined_without_rounding(made, tmp_path, capsys):
+    names = [f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkv"]
+    name = "model.layers.1.mlp.gate_proj.weight"
+    halves = {each: tensors(made("llama"))[each].bfloat16() for each in (names[0], name)}
+    call("import-hf", altered(made("llama"), tmp_path / "mixed", **halves), "--out", tmp_path / "in")
+    call("export-hf", tmp_path / "in", "--out", tmp_path / "out")
+    before, after = tensors(made("llama")), tensors(tmp_path / "out")
+    assert all(torch.equal(after[each], before[each] if each not in halves else halves[each].float()) for each in after)
+    whole = altered(made("llama"), tmp_path / "whole numbers", **{names[1]: tensors(made("llama"))[names[1]].int()})
+    assert f"{names[1]} torch.int32" in refused(capsys, "import-hf", whole, "--out", tmp_path / "no")
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

@@ -126,17 +126,19 @@ class Sources:
         self._theirs = {name: family.theirs(name) for name in self._layouts}
         self._complete(source, model)
         there = {name: [forms[self._stored[each]] for each in theirs] for name, theirs in self._theirs.items()}
+        wrong = [name for name, each in there.items() if not all(_kept(dtype) for _, dtype in each)]
+        if wrong:
+            parts = ", ".join(f"{part} {dtype}" for part, (_, dtype) in zip(self._theirs[wrong[0]], there[wrong[0]]))
+            raise ValueError(f"{source}: {parts}: weights must be BF16, FP16 or FP32")
         self.slots = [
-            Slot(name=name, shape=self._joined(name, [shape for shape, _ in each]), dtype=each[0][1])
+            Slot(name=name, shape=self._joined(name, [shape for shape, _ in each]), dtype=_widest(each))
             for name, each in there.items()
         ]
-        wrong = [slot for slot in self.slots if slot.shape != shapes(model)[slot.name]]
-        floating = [slot for slot in self.slots if not slot.dtype.is_floating_point or slot.dtype.itemsize < 2]
-        if wrong or floating:
-            slot, wanted = (wrong or floating)[0], shapes(model)[(wrong or floating)[0].name]
+        unfit = [slot for slot in self.slots if slot.shape != shapes(model)[slot.name]]
+        if unfit:
             raise ValueError(
-                f"{source}: {', '.join(self._theirs[slot.name])} make a tensor {tuple(slot.shape)} of {slot.dtype}, "
-                f"and config.json a model with {tuple(wanted)}, in BF16, FP16 or FP32"
+                f"{source}: {', '.join(self._theirs[unfit[0].name])} make a tensor {tuple(unfit[0].shape)}, and "
+                f"config.json a model with {tuple(shapes(model)[unfit[0].name])}"
             )
 
     def read(self, name: str) -> Tensor:
@@ -163,3 +165,12 @@ class Sources:
 def _full(name: str, family: Family) -> str:
     """A tensor's name in the model with a head: files of the bare model leave the first part out."""
     return name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name
+
+
+def _kept(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= 2
+
+
+def _widest(parts: Sequence[tuple[torch.Size, torch.dtype]]) -> torch.dtype:
+    """The narrowest dtype that holds every part exactly."""
+    return reduce(torch.promote_types, (dtype for _, dtype in parts))
