@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from lowprec_train.config import run_and_step
     from lowprec_train.tools.huggingface import shards, tokenizer, transfer
-    from lowprec_train.train.weights import needs_package, open_weights
+    from lowprec_train.train.packages import needs_package
+    from lowprec_train.train.weights import open_weights
 
     needs_package("safetensors", extra="hf", what="export-hf")
     limit = shards.size(arguments.max_shard_size)

@@ -46,7 +46,7 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(arguments: argparse.Namespace) -> int:
     """Check, write, say. Raises ValueError or OSError for bad input."""
     from lowprec_train.tools.huggingface import shards, tokenizer, transfer
-    from lowprec_train.train.weights import needs_package
+    from lowprec_train.train.packages import needs_package
 
     needs_package("safetensors", extra="hf", what="import-hf")
     limit = shards.size(arguments.max_shard_size)

@@ -18,6 +18,7 @@ from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.train.launch import ALONE, World
+from lowprec_train.train.packages import needs_package
 
 OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 SEQUENCE_MULTIPLE = 8
@@ -44,9 +45,9 @@ def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, b
             f"{world.processes} were started; telemetry_interval=0 turns it off"
         )
     _profile(run, on := device(run.device, world), world)
-    missing = [p for p in OPTIONAL_PACKAGES if p in run.logger and importlib.util.find_spec(p) is None]
-    for package in missing:
-        raise ValueError(f"logger={package} needs the package {package!r}: pip install 'lowprec_train[{package}]'")
+    for package in OPTIONAL_PACKAGES:
+        if package in run.logger:
+            needs_package(package, extra=package, what=f"logger={package}")
     return on, compiles(run.compile, on)
 
 

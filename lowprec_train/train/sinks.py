@@ -173,10 +173,3 @@ def _numbers(metrics: Mapping[str, float]) -> str:
     shown = [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
     skipped = metrics.get("train/skipped", 0)
     return "  ".join(shown + ([f"{skipped:.0f} skipped"] if skipped else []))
-
-
-def missing(package: str, error: ImportError) -> ValueError:
-    """What to say when an optional package of a sink, which is also the name of its extra, cannot be imported."""
-    return ValueError(
-        f"logger={package} needs the package {package!r} ({error}): pip install 'lowprec_train[{package}]'"
-    )

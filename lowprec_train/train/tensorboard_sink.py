@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowprec_train.train.sinks import RunFacts, missing
+from lowprec_train.train.packages import missing
+from lowprec_train.train.sinks import RunFacts
 
 
 class TensorBoardSink:
@@ -23,7 +24,7 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise missing("tensorboard", error) from error
+            raise missing("tensorboard", extra="tensorboard", what="logger=tensorboard", error=error) from error
         self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.resumed_step + 1)
         if not run.resumed_step:
             self._writer.add_text("recipe", f"```yaml\n# {run.recipe}\n{run.recipe_text()}```", 0)

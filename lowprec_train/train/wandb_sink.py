@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowprec_train.train import wandb_files
-from lowprec_train.train.sinks import RunFacts, missing, read_lines
+from lowprec_train.train.packages import missing
+from lowprec_train.train.sinks import RunFacts, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class WandbSink:
         try:
             import wandb
         except ImportError as error:
-            raise missing("wandb", error) from error
+            raise missing("wandb", extra="wandb", what="logger=wandb", error=error) from error
         identity = run.remembered.get(REMEMBERED) or _left_behind(run.directory)
         for file in wandb_files.files(run.directory):
             wandb_files.mend(file)

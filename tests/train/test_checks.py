@@ -1,6 +1,7 @@
 """What this machine lacks is said before any work; numbers that must fit are tested through main."""
 
 import shutil
+import sys
 from dataclasses import replace
 from importlib import util
 
@@ -102,6 +103,15 @@ def test_loggers_whose_package_is_missing(composed, bare):
     with pytest.raises(
         ValueError, match=r"logger=wandb needs the package 'wandb': pip install 'lowprec_train\[wandb\]'"
     ):
+        checks.configuration(run)
+
+
+def test_a_directory_of_a_loggers_name_is_no_package(composed, tmp_path, monkeypatch):
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    run = replace(composed, device="cpu", compile=Compile.off, logger={"wandb": {}})
+    with pytest.raises(ValueError, match="logger=wandb needs the package 'wandb'"):
         checks.configuration(run)
 
 

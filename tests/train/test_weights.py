@@ -19,7 +19,8 @@ from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
 from lowprec_train.train import build, describe
 from lowprec_train.train.distribute import Distribution
-from lowprec_train.train.weights import check_sizes, fill_from, needs_package, open_weights, other_tokenizer
+from lowprec_train.train.packages import needs_package
+from lowprec_train.train.weights import check_sizes, fill_from, open_weights, other_tokenizer
 from tests.parallel.runs import MICRO, SEQ, TINY, VOCAB, Walks
 from tests.recipes import composed
 from tests.tools.exchanged import MODELS, STEP, drawn, same, save_run, transformer

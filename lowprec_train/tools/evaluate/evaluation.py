@@ -23,8 +23,8 @@ from lowprec_train.tools.evaluate.command import FP32
 from lowprec_train.tools.evaluate.perplexity import Cutting, Measured, difference, measure
 from lowprec_train.tools.huggingface import tokenizer as tokenizers
 from lowprec_train.train import checks
+from lowprec_train.train.packages import needs_package
 from lowprec_train.train.trained import UNQUANTISED, Trained
-from lowprec_train.train.weights import needs_package
 
 
 @dataclass(frozen=True, kw_only=True)

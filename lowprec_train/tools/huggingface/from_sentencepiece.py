@@ -15,7 +15,7 @@ from typing import Any
 
 import sentencepiece
 
-from lowprec_train.train.weights import needs_package
+from lowprec_train.train.packages import needs_package
 
 SPACE = "\u2581"
 UNIGRAM, BPE = 1, 2  # model_type of sentencepiece_model.proto, as are the types of pieces
