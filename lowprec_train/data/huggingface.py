@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lowprec_train.data.endings import NoEnding
+
 ENDINGS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<|eod|>", "<eos>", "</s>", "[EOS]")  # seen in published models
 _CONFIG = "tokenizer_config.json"
 
@@ -35,7 +37,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._ending = eod or _written(config) or _known_ending(self._tokenizer, name)
         if self._ending not in vocabulary:
-            raise ValueError(f"{name}: has no token {self._ending!r} to close documents with")
+            raise NoEnding(f"{name}: has no token {self._ending!r} to close documents with")
         self.eod = vocabulary[self._ending]
 
     @classmethod
@@ -106,7 +108,7 @@ def _known_ending(tokenizer: Any, name: str) -> str:
     special = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
     found = [ending for ending in ENDINGS if ending in special]
     if len(found) != 1:
-        raise ValueError(
+        raise NoEnding(
             f"{name}: which token ends a document? Name it (--eod); its special tokens are {special or 'none'}"
         )
     return found[0]

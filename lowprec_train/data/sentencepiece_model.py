@@ -13,6 +13,8 @@ from typing import Any
 
 import sentencepiece
 
+from lowprec_train.data.endings import NoEnding
+
 SAMPLE_CHARACTERS = 16_000_000  # training takes about 0.2 s a million
 _LONGEST_LINE = 1000  # characters; a longer one is learnt from in pieces (SentencePiece drops lines above 4192 bytes)
 
@@ -54,9 +56,9 @@ class SentencePieceTokenizer:
         self.vocab_size: int = self._processor.get_piece_size()
         self.eod: int = self._processor.eos_id()
         if eod is not None and (self.eod < 0 or self._processor.id_to_piece(self.eod) != eod):
-            raise ValueError(f"{name}: its end-of-sequence piece is not {eod!r}; a SentencePiece model has no other")
+            raise NoEnding(f"{name}: its end-of-sequence piece is not {eod!r}; a SentencePiece model has no other")
         if self.eod < 0:
-            raise ValueError(f"{name}: has no end-of-sequence piece (eos_id {self.eod}) to close documents with")
+            raise NoEnding(f"{name}: has no end-of-sequence piece (eos_id {self.eod}) to close documents with")
 
     @property
     def files(self) -> dict[str, bytes]:

@@ -66,7 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     directory, _ = run_and_step(arguments.model)
     files, eos = tokenizer.of_model(directory, arguments.tokenizer, max_length=weights.model.max_seq_len)
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
-    written = transfer.export(weights, arguments.out, dtype=dtype, max_bytes=limit, tokenizer=files, eos=eos)
+    other = arguments.tokenizer not in (None, tokenizer.NONE)  # its ids are not those that the model came with
+    ids = {"eos_token_id": eos} | ({} if other else transfer.special_ids(directory))
+    written = transfer.export(weights, arguments.out, dtype=dtype, max_bytes=limit, tokenizer=files, ids=ids)
     print(f"{arguments.out}: {weights.model.name} from {weights.source}, {str(written).removeprefix('torch.')}")
     print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer: --tokenizer FILE adds one")
     return 0

@@ -100,7 +100,7 @@ def test_import_and_export_return_the_same_bits(made, tmp_path, family, dtype):
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) and after[name].dtype == dtype for name in before)
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out").to_dict()
-    unset = {"bos_token_id", "eos_token_id", "resid_pdrop", "embd_pdrop", "attn_pdrop", "_name_or_path"}
+    unset = {"resid_pdrop", "embd_pdrop", "attn_pdrop", "_name_or_path"}
     differing = {k for k, v in transformers.AutoConfig.from_pretrained(source).to_dict().items() if config.get(k) != v}
     assert differing <= unset
 
@@ -111,6 +111,17 @@ def test_an_imported_model_computes_what_it_did(made, tmp_path, family):
     with torch.no_grad():
         there = transformers.AutoModelForCausalLM.from_pretrained(made(family)).eval()(tokens()).logits
     assert (logits_of(open_weights(tmp_path / "in"), tokens()) - there).abs().max() <= 1e-4
+
+
+def test_special_tokens_are_those_that_it_came_with(made, tmp_path):
+    """Also where no tokenizer names them."""
+    source = altered(made("llama"), tmp_path / "source")
+    config = json.loads((source / "config.json").read_text()) | {"bos_token_id": 5, "eos_token_id": [7, 9]}
+    (source / "config.json").write_text(json.dumps(config))
+    call("import-hf", source, "--out", tmp_path / "in")
+    call("export-hf", tmp_path / "in", "--out", tmp_path / "out")
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (found["bos_token_id"], found["eos_token_id"]) == (5, [7, 9])
 
 
 def test_bf16_is_the_checkpoint_rounded_once(run, tmp_path):

@@ -185,3 +185,11 @@ def test_another_tokenizer_in_its_place_is_told(tmp_path, learnt):
         of_model(tmp_path, None, max_length=8)
     assert of_model(tmp_path, Path("none"), max_length=8) == ({}, None)
     assert tokenizer_facts(None) == {"tokenizer": None, "tokenizer_sha256": None}
+
+
+def test_only_a_tokenizer_that_names_no_ending_has_none(tmp_path):
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
+    assert of_model(tmp_path, None, max_length=8)[1] is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a tokenizer.json that can be read"):
+        of_model(tmp_path, None, max_length=8)

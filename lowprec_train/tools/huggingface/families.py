@@ -21,6 +21,7 @@ from lowprec_train.config import ModelConfig
 from lowprec_train.tools.huggingface.rows import Alternating, GroupedHeads, Rows, Same, Transposed
 
 Json = Mapping[str, Any]
+SPECIAL_IDS = ("bos_token_id", "eos_token_id")  # of config.json: begin a text, end one; an id, a list of ids or null
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +57,15 @@ class Family:
         module = name.rpartition(".")[0]
         return Same() if module in self.outer else self.rows(_in_block(module)[1], model)
 
-    def config(self, model: ModelConfig, *, dtype: torch.dtype, eos: int | None) -> dict[str, Any]:
-        """config.json. eos: id of the token that ends a document; None: not known."""
+    def config(self, model: ModelConfig, *, dtype: torch.dtype, ids: Json) -> dict[str, Any]:
+        """config.json. ids: the SPECIAL_IDS that are known."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "vocab_size": model.vocab_size,
             **self.to_config(model),
             "tie_word_embeddings": model.tied,
-            "bos_token_id": None,
-            "eos_token_id": eos,
+            **{key: ids.get(key) for key in SPECIAL_IDS},
             "torch_dtype": str(dtype).removeprefix("torch."),
             "use_cache": True,
         }

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lowprec_train.data.endings import NoEnding
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import Tokenizer, load
 from lowprec_train.tools.huggingface import from_sentencepiece
@@ -83,10 +84,12 @@ def copied(directory: Path) -> dict[str, bytes]:
 
 
 def ending(path: Path) -> int | None:
-    """The id of the token that ends a document, None where the tokenizer names none."""
+    """The id of the token that ends a document, None where the tokenizer names none. Raises ValueError for a tokenizer
+    that cannot be read.
+    """
     try:
         tokenizer: Tokenizer = load(path)
-    except ValueError:
+    except NoEnding:
         return None
     return tokenizer.eod
 

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from lowprec_train.config import MODEL_FILE, ModelConfig
 from lowprec_train.tools.huggingface import shards
-from lowprec_train.tools.huggingface.families import Family, family_named, family_of
+from lowprec_train.tools.huggingface.families import SPECIAL_IDS, Family, Json, family_named, family_of
 from lowprec_train.tools.huggingface.shards import Slot
 from lowprec_train.train.weights import Weights, read_tensor, shapes, stored, weight_files
 
+IDS_FILE = "token_ids.json"  # of an imported directory
 # Tensors of older files that are not weights: causal masks and tables of angles.
 NOT_WEIGHTS = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
@@ -60,12 +61,12 @@ def export(
     dtype: torch.dtype | None = None,
     max_bytes: int,
     tokenizer: Mapping[str, bytes],
-    eos: int | None,
+    ids: Json,
 ) -> torch.dtype:
     """Write a directory that `transformers` opens; returns the dtype of its tensors.
 
-    dtype: None for the narrowest that loses nothing. tokenizer: files by name. eos: id of the token that ends a
-    document. Raises ValueError for a model that has no form there, and when `out` is in use.
+    dtype: None for the narrowest that loses nothing. tokenizer: files by name. ids: the SPECIAL_IDS that are known.
+    Raises ValueError for a model that has no form there, and when `out` is in use.
     """
     family, model = family_of(weights.model), weights.model
     dtype = dtype or one_dtype(weights)
@@ -81,7 +82,7 @@ def export(
         shards.write(directory, slots, tensors, max_bytes)
         for file, content in tokenizer.items():
             (directory / file).write_bytes(content)
-        config = family.config(model, dtype=dtype, eos=eos)
+        config = family.config(model, dtype=dtype, ids=ids)
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     return dtype
 
@@ -92,7 +93,8 @@ def import_(source: Path, out: Path, *, name: str, max_bytes: int, tokenizer: Ma
     Raises ValueError for a model that this project does not compute, files that cannot be read, tensors that the model
     has no use for or that are absent, and when `out` is in use.
     """
-    family, model = described(source, name)
+    config = read_config(source)
+    family, model = described(config, name)
     sources = Sources(source, family, model)
     with whole(out) as directory:
         shards.write(
@@ -101,15 +103,29 @@ def import_(source: Path, out: Path, *, name: str, max_bytes: int, tokenizer: Ma
         for file, content in tokenizer.items():
             (directory / file).write_bytes(content)
         OmegaConf.save(OmegaConf.create(asdict(model)), directory / MODEL_FILE)
+        ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
+        (directory / IDS_FILE).write_text(json.dumps(ids, indent=2) + "\n")
     return model
 
 
-def described(source: Path, name: str) -> tuple[Family, ModelConfig]:
-    """Family and sizes of a directory's config.json. Raises ValueError as `import_`."""
+def special_ids(directory: Path) -> Json:
+    """The SPECIAL_IDS that an imported model came with; of a run none."""
+    file = directory / IDS_FILE
+    ids: Json = json.loads(file.read_text()) if file.is_file() else {}
+    return ids
+
+
+def read_config(source: Path) -> Json:
+    """A directory's config.json. Raises ValueError where there is none."""
     try:
-        config = json.loads((source / "config.json").read_text())
+        config: Json = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} is not a directory of transformers (config.json): {error}") from error
+    return config
+
+
+def described(config: Json, name: str) -> tuple[Family, ModelConfig]:
+    """Family and sizes of a config.json. Raises ValueError as `import_`."""
     family = family_named(config)
     return family, family.model(config, name)
 
