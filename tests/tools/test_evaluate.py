@@ -230,6 +230,7 @@ def test_refusals(made, refused, tmp_path):
     assert "windows of 65 tokens: must be at least 1 and at most the model's 64" in refused(
         "--data", made.raw, "--seq-len", 65
     )
+    assert "windows of 0 tokens: must be at least 1" in refused("--data", made.raw, "--seq-len", 0)
     assert "stride of 40 must be" in refused("--data", made.raw, "--stride", 40)
     assert "batch of 0" in refused("--data", made.raw, "--batch", 0)
     assert "--limit 0" in refused("--data", made.raw, "--limit", 0)

@@ -180,7 +180,7 @@ def start_token(asked: str, tokenizer: Tokenizer | None, vocab_size: int) -> int
 
 def _cutting(trained: Trained, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> Cutting:
     model = trained.weights.model
-    seq_len = arguments.seq_len or _trained_length(trained) or model.max_seq_len
+    seq_len = (_trained_length(trained) or model.max_seq_len) if arguments.seq_len is None else arguments.seq_len
     stride = seq_len if arguments.stride is None else arguments.stride
     windows.check(seq_len=seq_len, stride=stride, batch=arguments.batch, max_seq_len=model.max_seq_len)
     start = start_token(arguments.start, tokenizer, model.vocab_size)
