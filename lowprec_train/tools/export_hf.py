@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     files, eos = tokenizer.of_model(directory, arguments.tokenizer, max_length=weights.model.max_seq_len)
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     other = arguments.tokenizer not in (None, tokenizer.NONE)  # its ids are not those that the model came with
-    ids = {"eos_token_id": eos} | ({} if other else transfer.special_ids(directory))
+    ids = {"eos_token_id": eos, **({} if other else transfer.special_ids(directory))}
     written = transfer.export(weights, arguments.out, dtype=dtype, max_bytes=limit, tokenizer=files, ids=ids)
     print(f"{arguments.out}: {weights.model.name} from {weights.source}, {str(written).removeprefix('torch.')}")
     print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer: --tokenizer FILE adds one")
