@@ -150,6 +150,18 @@ def test_the_batch_does_not_count(made, exact):
     np.testing.assert_allclose(few.nll, one.nll[: few.extent.windows], rtol=1e-5)
 
 
+def test_a_limit_counts_the_documents_that_a_prepared_set_has(made, evaluate, tmp_path):
+    """Empty ones are not in it."""
+    raw, model = tmp_path / "gaps.jsonl", tmp_path / "tokenizer.model"
+    raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("", TEXTS[0], "", TEXTS[1], TEXTS[2])))
+    model.write_bytes(made.tokenizer.content)
+    prefix = tmp_path / "set" / "gaps"
+    assert main(["prepare-data", str(raw), "--tokenizer", str(model), "--out", str(prefix), "--workers", "0"]) == 0
+    of_raw, of_set = (evaluate("--data", each, "--recipe", "fp32", "--limit", 2)[0]["text"] for each in (raw, prefix))
+    assert of_raw["documents"] == of_set["documents"] == 2
+    assert (of_raw["tokens"], of_raw["bytes"]) == (of_set["tokens"], of_set["bytes"])
+
+
 def test_the_likeliest_continuation_is_called_greedy(exact):
     prompt = [1, 7, 30]
     best = int(exact.logits(torch.tensor([prompt]))[0, -1].argmax())

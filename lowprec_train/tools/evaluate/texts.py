@@ -38,7 +38,9 @@ class Source(Protocol):
 
 
 class RawText:
-    """Text files, as `data.documents.TextFiles` reads them; raises what it raises."""
+    """Text files, as `data.documents.TextFiles` reads them, without empty documents, which no prepared set has; raises
+    what it raises.
+    """
 
     def __init__(self, path: Path, field: str, tokenizer: Tokenizer) -> None:
         self.name, self._tokenizer = str(path), tokenizer
@@ -46,7 +48,7 @@ class RawText:
         self._documents = TextFiles(str(path), field)
 
     def __iter__(self) -> Iterator[Encoded]:
-        for batch in batches(document.text for document in self._documents):
+        for batch in batches(document.text for document in self._documents if document.text):
             for text, ids in zip(batch, self._tokenizer.encode(batch), strict=True):
                 yield Encoded(np.asarray(ids, np.int64), len(text.encode()))
 
