@@ -60,6 +60,8 @@ def _profile(run: RunConfig, on: torch.device, world: World) -> None:
         )
     if asked.steps and asked.first > run.steps:
         raise ValueError(f"profile.first={asked.first} is after the last step, {run.steps}")
+    if asked.steps and not asked.ranks:
+        raise ValueError(f"profile.steps={asked.steps} with profile.ranks=[] profiles nothing")
     unknown = [rank for rank in asked.ranks if not 0 <= rank < world.processes]
     if unknown:
         raise ValueError(

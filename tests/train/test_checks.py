@@ -122,6 +122,7 @@ def test_a_directory_of_a_loggers_name_is_no_package(composed, tmp_path, monkeyp
         ({"first": 0}, "profile.first=0 must be at least 1"),
         ({"steps": -1}, "profile.steps=-1"),
         ({"ranks": [0, 1]}, "profile.ranks=.0, 1.: there is no rank 1 among 1 processes"),
+        ({"steps": 3, "ranks": []}, "profile.steps=3 with profile.ranks=.. profiles nothing"),
         ({"allocations": 9}, "profile.allocations=9 records GPU memory, and this run is on cpu; profile.memory=true"),
     ],
 )
