@@ -105,9 +105,19 @@ class JsonlSink:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of such a file, without a last one that a crash tore."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """The lines of such a file, without a last one that a crash tore. ValueError for any other that cannot be read."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [_read(line, path, number) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
+
+
+def _read(line: bytes, path: Path, number: int) -> dict[str, Any]:
+    try:
+        read = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: {error}") from error
+    if not isinstance(read, dict) or not isinstance(read.get("step"), int):
+        raise ValueError(f"{path}, line {number}: {line[:80]!r} is no object with a step")
+    return read
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -44,6 +44,16 @@ def test_jsonl_resume_drops_later_lines_and_a_torn_one(tmp_path):
     assert [line["step"] for line in read_lines(path)] == [1]
 
 
+@pytest.mark.parametrize("broken", [b"\0\0\0", b"{\xff}", b"", b"[5]", b'{"train/loss": 3}'])
+def test_a_broken_line_is_named(tmp_path, broken):
+    write(tmp_path, range(1, 4)).close()
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], broken, *lines[2:]]))
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: "):
+        write(tmp_path, [], resumed_step=3)
+
+
 def test_console_without_a_terminal_prints_every_n_steps_and_evaluations(tmp_path):
     out = io.StringIO()
     sink = ConsoleSink(run=facts(tmp_path, steps=25), every=10, console=Console(file=out, width=200))
