@@ -25,9 +25,12 @@ class TensorBoardSink:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise missing("tensorboard", extra="tensorboard", what="logger=tensorboard", error=error) from error
-        self._writer = SummaryWriter(str(run.directory / "tensorboard"), purge_step=run.resumed_step + 1)
-        if not run.resumed_step:
+        directory = run.directory / "tensorboard"
+        begun = any(directory.glob("events.*"))  # by an earlier launch, whose text stays: scalars alone are purged
+        self._writer = SummaryWriter(str(directory), purge_step=run.resumed_step + 1)
+        if not begun:
             self._writer.add_text("recipe", f"```yaml\n# {run.recipe}\n{run.recipe_text()}```", 0)
+            self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write every metric as a scalar of its own name."""

@@ -41,6 +41,7 @@ def test_a_step_that_is_taken_again_is_shown_once(tmp_path):
     last = launch(tmp_path, range(6, 11), attempt=3, resumed_step=5)
     last.close()
     shown = [(e.step, e.value) for e in read(tmp_path).Scalars("train/loss")]
+    assert len(read(tmp_path).Tensors("recipe/text_summary")) == 1
     assert shown == [(s, 200.0 + s) for s in range(1, 6)] + [(s, 300.0 + s) for s in range(6, 11)]
 
 
