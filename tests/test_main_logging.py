@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lowprec_train import main
 from lowprec_train.train import wandb_files
+from lowprec_train.train.snapshots import Snapshots
 from lowprec_train.train.trainer import Trainer
 
 SMALL = (
@@ -54,6 +55,19 @@ def crash_in(step, monkeypatch):
     monkeypatch.setattr(Trainer, "step", step_or_crash)
 
 
+def ask_in(step, monkeypatch):
+    """Someone touches SNAPSHOT in this step."""
+    take = Trainer.step
+
+    def step_and_ask(self):
+        if self.steps_done + 1 == step:
+            Path("runs/run/SNAPSHOT").touch()
+        return take(self)
+
+    monkeypatch.setattr(Trainer, "step", step_and_ask)
+    monkeypatch.setitem(Snapshots.__init__.__kwdefaults__, "patience", 0)
+
+
 def test_loggers_show_a_crashed_run_as_one(launch, monkeypatch):
     """It fails in step 10, is saved at 6, and takes 7 to 9 again: all loggers have the numbers of metrics.jsonl once.
     The second launch is profiled and asked for a snapshot."""
@@ -63,10 +77,12 @@ def test_loggers_show_a_crashed_run_as_one(launch, monkeypatch):
     status, _, err = launch(*loggers, tensorboard)
     assert status == 1 and "error: the machine is on fire" in err
     wandb.teardown()
+    ask_in(9, monkeypatch)
     status, out, err = launch(*loggers, tensorboard, "profile.first=8", "profile.steps=2")
     wandb.teardown()
     assert status == 0, err
     assert "resuming after step 6 of 12" in out and "profile: runs/run/profile/steps-8-9.rank-0.json.gz" in out
+    assert out.count("runs/run/SNAPSHOT: snapshots are of GPU memory, and this run is on cpu") == 1
 
     run = Path("runs/run")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
