@@ -46,6 +46,8 @@ class HuggingFaceTokenizer:
         beside = path.with_name(_CONFIG)
         try:
             config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
+            if not isinstance(config, dict):
+                raise ValueError(f"{beside}: holds {type(config).__name__}, not a table of settings")
             return cls(path.read_text(encoding="utf-8"), config, str(path), eod)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8: {error}") from error

@@ -76,6 +76,11 @@ def run(arguments: argparse.Namespace) -> int:
     start = evaluation.start_token(arguments.start, tokenizer, sizes.vocab_size)
     written = tokenizer.encode([arguments.prompt])[0]
     prompt = ([] if start is None else [start]) + written
+    if len(prompt) >= sizes.max_seq_len:
+        raise ValueError(
+            f"a prompt of {len(prompt)} tokens is too long: the model has positions for {sizes.max_seq_len}, what it "
+            "writes included"
+        )
     room = min(128, sizes.max_seq_len - len(prompt)) if arguments.max_tokens is None else arguments.max_tokens
     check_length(len(prompt), room, sizes.max_seq_len)
     model = evaluation.precision(trained, arguments.recipe).model(trained, device)

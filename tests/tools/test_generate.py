@@ -53,6 +53,7 @@ def test_an_empty_prompt_begins_a_document_and_the_length_is_the_model_s(generat
     ("options", "said"),
     [
         (("--max-tokens", 90), "the model has positions for 64"),
+        (("--prompt", "tile " * 300), "tokens is too long: the model has positions for 64"),
         (("--start", "none"), "a prompt of 0 tokens"),
         (("--temperature", -1), "temperature -1.0"),
         (("--recipe", "fp3"), "recipe 'fp3' is none of"),

@@ -214,6 +214,8 @@ REFUSED = {
     "more layers": ("llama", {"num_hidden_layers": 3}, "has no model.layers.2"),
     "shape": ("llama", {"intermediate_size": 128}, "mlp.up_proj.weight make a tensor (192, 64)"),
     "heads": ("llama", {"num_attention_heads": 5, "head_dim": None}, "heads must divide dim"),
+    "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0 is not a positive number"),
+    "no width": ("gpt2", {"n_embd": "wide"}, "n_embd = 'wide' is not a positive number"),
     "missing": ("llama", {"hidden_size": None}, "hidden_size"),
     "activation": ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
     "scaling": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
@@ -237,11 +239,14 @@ def test_what_would_compute_otherwise_is_refused(made, tmp_path, capsys, case):
 def test_other_bad_input_is_told_in_one_line(run, made, tmp_path, capsys):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "config.json").write_text("[]")
     for arguments, says in (
         (("export-hf", run("gpt"), "--out", tmp_path / "used"), "exists; choose another directory"),
         (("export-hf", tmp_path, "--out", tmp_path / "a"), "is neither a run"),
         (("export-hf", run("gpt"), "--out", tmp_path / "a", "--max-shard-size", "much"), "'much' is not a size"),
         (("import-hf", tmp_path, "--out", tmp_path / "a"), "is not a directory of transformers"),
+        (("import-hf", tmp_path / "list", "--out", tmp_path / "a"), "config.json holds [], not a table"),
     ):
         said = refused(capsys, *arguments)
         assert says in said and said.count("\n") == 1

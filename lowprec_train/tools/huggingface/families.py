@@ -28,15 +28,16 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id")  # of config.json: begin a text, 
 class Family:
     """One model_type of `transformers`.
 
-    choices: the values of ModelConfig that it fixes. outer: our module -> theirs, prefix and all. block: prefix of a
-    block's modules, with its number. inner: our module of a block -> theirs, one or several. rows: our module and the
-    model -> the layout. to_config, from_config: sizes to config.json and back.
+    choices: the values of ModelConfig that it fixes. counts: keys of config.json that hold sizes. outer: our module ->
+    theirs, prefix and all. block: prefix of a block's modules, with its number. inner: our module of a block -> theirs,
+    one or several. rows: our module and the model -> the layout. to_config, from_config: sizes to config.json and back.
     """
 
     model_type: str
     architecture: str
     prefix: str
     choices: Mapping[str, Any]
+    counts: tuple[str, ...]
     outer: Mapping[str, str]
     block: str
     inner: Mapping[str, tuple[str, ...]]
@@ -73,6 +74,9 @@ class Family:
     def model(self, config: Json, name: str) -> ModelConfig:
         """Sizes of the model that config.json describes. Raises ValueError for what this project does not compute."""
         try:
+            for key in self.counts:
+                if not (isinstance(config[key], int) and config[key] > 0):
+                    raise ValueError(f"config.json: {key} = {config[key]!r} is not a positive number")
             sizes = self.from_config(config)
             return ModelConfig(name=name, vocab_size=config["vocab_size"], **self.choices, **sizes)
         except KeyError as error:
@@ -149,6 +153,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     prefix="model.",
     choices={"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"},
+    counts=("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     outer={"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
     block="model.layers.{}",
     inner={
@@ -209,6 +214,7 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
     choices={"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True},
+    counts=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
     outer={
         "embedding": "transformer.wte",
         "position": "transformer.wpe",

@@ -121,6 +121,8 @@ def read_config(source: Path) -> Json:
         config: Json = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"{source} is not a directory of transformers (config.json): {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{source} is not a directory of transformers: config.json holds {config!r:.40}, not a table")
     return config
 
 
