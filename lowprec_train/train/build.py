@@ -7,7 +7,7 @@ checked there, and only then given memory.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,15 @@ from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.snapshots import Snapshots, kept_history
 from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
-from lowprec_train.train.weights import RunWeights, Weights, check_sizes, fill_from, open_weights, tokenizer_facts
+from lowprec_train.train.weights import (
+    RunWeights,
+    Weights,
+    check_sizes,
+    fill_from,
+    open_weights,
+    tokenizer_facts,
+    without_memory,
+)
 
 LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
 TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
@@ -79,9 +87,7 @@ class Layout:
 
 def layout(run: RunConfig) -> Layout:
     """Model and policy on the meta device, checked against each other: costs no memory at any size."""
-    arguments = {key: value for key, value in asdict(run.model).items() if key != "name"}
-    with torch.device("meta"):
-        model = Transformer(**arguments)
+    model = without_memory(run.model)
     made = phases(run, model)
     for phase in made:
         checks.linears(model, phase.recipes, tokens=run.micro_batch * run.data["seq_len"])

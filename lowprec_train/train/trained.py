@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from lowprec_train.precision.schedule import Phase
 from lowprec_train.train import build, checks
 from lowprec_train.train.compose import composed
 from lowprec_train.train.trainer import EVALUATION_STEP
-from lowprec_train.train.weights import RunWeights, fill_from, open_weights
+from lowprec_train.train.weights import RunWeights, fill_from, open_weights, without_memory
 
 OF_RUN = "run"  # instead of a recipe's name: what the run computed with at this checkpoint
 UNQUANTISED = "bf16"
@@ -95,9 +95,7 @@ class Trained:
         return phase
 
     def _laid_out(self, dtype: torch.dtype) -> Transformer:
-        sizes = replace(self.weights.model, recompute="none")
-        with torch.device("meta"):
-            return Transformer(**{key: value for key, value in asdict(sizes).items() if key != "name"}, dtype=dtype)
+        return without_memory(replace(self.weights.model, recompute="none"), dtype=dtype)
 
     def _precision(self, recipe: str) -> RunConfig:
         """A run of which nothing matters but what its layers compute."""

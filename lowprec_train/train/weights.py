@@ -245,9 +245,13 @@ def check_sizes(asked: ModelConfig, weights: Weights) -> None:
 
 def shapes(model: ModelConfig) -> dict[str, torch.Size]:
     """Name -> whole shape of every parameter of a model, without memory."""
+    return {name: parameter.shape for name, parameter in without_memory(model).named_parameters()}
+
+
+def without_memory(model: ModelConfig, **options: Any) -> Transformer:
+    """The model of these sizes, on the meta device. options: of `Transformer` beside them."""
     with torch.device("meta"):
-        made = Transformer(**{key: value for key, value in asdict(model).items() if key != "name"})
-    return {name: parameter.shape for name, parameter in made.named_parameters()}
+        return Transformer(**{key: value for key, value in asdict(model).items() if key != "name"}, **options)
 
 
 def weight_files(path: Path) -> dict[str, Path]:
