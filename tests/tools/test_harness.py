@@ -11,7 +11,7 @@ import transformers
 
 from lowprec_train.tools.cli import main
 from lowprec_train.tools.evaluate import evaluation
-from lowprec_train.train import weights
+from lowprec_train.train import packages
 from lowprec_train.train.trained import Trained
 from tests.tools.evaluated import subject
 
@@ -116,10 +116,12 @@ def test_writing_stops_where_it_is_told(made, answering):
         (text,) = answering.generate_until(requests("generate_until", ("loss scale", asked)), disable_tqdm=True)
         return text
 
-    free = written(max_gen_toks=10)
-    assert (
-        len(made.tokenizer.encode([free])[0]) >= 5 and written(max_gen_toks=3) == free[: len(written(max_gen_toks=3))]
-    )
+    free, few = written(max_gen_toks=10), written(max_gen_toks=3)
+    ids, prompt = made.tokenizer.encode(["loss scale"])[0], []
+    for _ in range(10):  # the likeliest, each read anew
+        prompt.append(int(answering.model.logits(torch.tensor([ids + prompt]))[0, -1].argmax()))
+    assert made.tokenizer.eod not in prompt
+    assert (free, few) == (made.tokenizer.decode(prompt), made.tokenizer.decode(prompt[:3])) and few
     stop = free[len(free) // 2]
     assert written(until=[stop], max_gen_toks=10) == free[: free.index(stop)] == written(until=stop, max_gen_toks=10)
 
@@ -178,6 +180,6 @@ def test_a_task_that_does_not_fit_its_data_is_told_before_text_is_read(made, fil
 
 
 def test_without_the_package_it_says_what_to_install(made, capsys, monkeypatch):
-    monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
     assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", "x.yaml"]) == 2
     assert "--tasks needs the package 'lm_eval': pip install 'lowprec_train[eval]'" in capsys.readouterr().err
