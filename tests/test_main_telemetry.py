@@ -2,14 +2,13 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
-from lowprec_train import main
 from lowprec_train.tools import cli
+from tests.launching import launcher
 
 SMALL = (
     *("model.layers=2", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=320"),
@@ -20,22 +19,7 @@ SMALL = (
 
 @pytest.fixture
 def launch(tmp_path, monkeypatch, capfd):
-    """Call main with a command line; returns (exit status, stdout, stderr)."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for number in range(20):
-        lines = [f"def scale_{i}(x): return x * {i * 7 + number} + 'block {number}'" for i in range(40)]
-        (tmp_path / f"module_{number}.py").write_text("\n".join(lines))
-
-    def call(*arguments):
-        monkeypatch.setattr(sys, "argv", ["train.py", *SMALL, f"+data.root={tmp_path}", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main.main()
-        out, err = capfd.readouterr()
-        return end.value.code or 0, out, err
-
-    return call
+    return launcher(SMALL, tmp_path, monkeypatch, capfd)
 
 
 def lines(path):
