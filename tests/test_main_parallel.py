@@ -11,6 +11,7 @@ from tests.test_main_interruption import ROOT, STEPS, TORCHRUN, arguments, losse
 
 __all__ = ["arguments"]
 EXACT = ("comm=fp32", "clip_norm=0", "tokens_per_step=128")  # what is left is the same sums in the same order
+TIMES = ("time/", "perf/", "mem/")
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,29 @@ def test_a_signal_and_another_layout(train, alone, tmp_path):
     out, err = process.communicate(timeout=180)
     assert process.returncode == 0 and f"resuming after step {step} of {STEPS}" in out, err
     assert losses(run) == alone
+
+
+def test_every_logged_number_of_a_resumed_run_with_fp8_gradients(train, tmp_path):
+    """Stopped between two measurements of what the reduction loses: all keys but times are those of a run left alone,
+    the measured one too, which is repeated until the next measurement.
+    """
+    fp8 = (*train, "comm=fp8", "steps=40")
+    process = start((*TORCHRUN, "2", *fp8, f"run_root={tmp_path / 'alone'}"))
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    run, command = tmp_path / "run", (*TORCHRUN, "2", *fp8, f"run_root={tmp_path}")
+    step = stop(run, start(command), signal.SIGTERM, 19)
+    process = start(command)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0 and f"resuming after step {step} of 40" in out and step % 16, err
+    expected, found = numbers(tmp_path / "alone" / "run"), numbers(run)
+    assert len({line["comm/grad_sqnr_db"] for line in expected}) == 3 and found == expected
+
+
+def numbers(run):
+    """All that a run logged but what it took."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith(TIMES)} for line in lines]
 
 
 def test_one_error_for_all(train, tmp_path):

@@ -16,7 +16,7 @@ a tree depends on the back end and on sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -96,6 +96,49 @@ class ReducingHook:
         reduce_output.copy_(self._axis.all_reduce(reduce_output, self._layout))
 
 
+class Sampling:
+    """Which steps' roundings are measured, counted from the start of the run, and what the last of them lost: a part of
+    a checkpoint, so that a resumed run measures the steps and rows that it would have measured, and repeats the value.
+
+    A checkpoint of other numbers of ranks is not continued: the first step is measured.
+    """
+
+    def __init__(self, axes: Sequence[Axis]) -> None:
+        self._axes = axes
+        self._ranks = torch.tensor([axis.ranks for axis in axes])
+        self._steps = 0
+        self._sqnr_db = torch.zeros_like(axes[0].at_maximum)
+        self.begin_step()
+
+    @property
+    def rounds(self) -> bool:
+        """Whether anything can be lost."""
+        return any(axis.rounds for axis in self._axes)
+
+    def finish_step(self, measure: Callable[[], Tensor]) -> Tensor:
+        """The last SQNR, 0-dim FP32; `measure` tells this step's where it is one to measure."""
+        if self.rounds and self._steps % SAMPLE_INTERVAL == 0:
+            self._sqnr_db = measure()
+        self._steps += 1
+        return self._sqnr_db
+
+    def begin_step(self) -> None:
+        """Begin a new account on every axis."""
+        number, rest = divmod(self._steps, SAMPLE_INTERVAL)
+        for axis in self._axes:
+            axis.begin_step(number if self.rounds and not rest else None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Ranks int64 [2], steps done 0-dim int64, the last SQNR 0-dim FP32."""
+        return {"ranks": self._ranks.clone(), "steps": torch.tensor(self._steps), "sqnr_db": self._sqnr_db.clone()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after those steps, on as many ranks."""
+        if torch.equal(state_dict["ranks"], self._ranks):
+            self._steps, self._sqnr_db = int(state_dict["steps"]), state_dict["sqnr_db"].clone()
+            self.begin_step()
+
+
 class Reducer:
     """What the gradient reductions of a model have in common: a step's account, and FP8-LM's head-room.
 
@@ -106,20 +149,18 @@ class Reducer:
     def __init__(self, shard: Axis, replicas: Axis) -> None:
         self.shard, self.replicas = shard, replicas
         self._axes = (shard, replicas)
-        self._step = self._samples = 0
+        self.sampling = Sampling(self._axes)
         self._metrics: dict[str, Tensor | float] = {}
-        self._begin_step()
 
     def finish_step(self) -> None:
         """Agree on what the step sent and lost. Called by every rank after the last backward pass of a step."""
         self._metrics |= {"comm/grad_bytes": float(sum(axis.sent for axis in self._axes))}
-        if self._measured:
-            self._metrics["comm/grad_sqnr_db"] = self._sqnr_db()
-            self._samples += 1
-        if self._moves:
-            self._move_head_room()
-        self._step += 1
-        self._begin_step()
+        sqnr_db = self.sampling.finish_step(self._sqnr_db)
+        if self.sampling.rounds:
+            self._metrics["comm/grad_sqnr_db"] = sqnr_db
+            if self._is_shared:
+                self._move_head_room()
+        self.sampling.begin_step()
 
     def metrics(self) -> dict[str, Tensor | float]:
         """Of the last finished step; tensors are 0-dim, on the device, the same on every rank.
@@ -148,15 +189,6 @@ class Reducer:
     @property
     def _is_shared(self) -> bool:
         return isinstance(self.shard.payload, SharedScale)
-
-    @property
-    def _moves(self) -> bool:
-        return self._is_shared and any(axis.rounds for axis in self._axes)
-
-    def _begin_step(self) -> None:
-        self._measured = self._step % SAMPLE_INTERVAL == 0 and any(axis.rounds for axis in self._axes)
-        for axis in self._axes:
-            axis.begin_step(self._samples if self._measured else None)
 
     def _sqnr_db(self) -> Tensor:
         """All roundings against what the ranks put in at first."""

@@ -135,7 +135,7 @@ class DataParallel:
 
     def state_parts(self) -> dict[str, Stateful]:
         """What of this a checkpoint holds, by name."""
-        return {"reduction": self._reducer}
+        return {"reduction": self._reducer, "sampling": self._reducer.sampling}
 
     @torch.no_grad()
     def total(self, value: Tensor) -> Tensor:

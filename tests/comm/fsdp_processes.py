@@ -5,6 +5,7 @@ many GPUs. They meet through a file.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.fsdp import attach, managed
-from tests.comm.fsdp_cases import CASES, FROZEN, LAYOUTS, RANKS, SHAPES, VECTOR, build
+from tests.comm.fsdp_cases import CASES, FROZEN, LAYOUTS, RANKS, SHAPES, VECTOR, build, normal
 
 POLICY = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -104,11 +105,32 @@ def followed(mesh, rank, steps=40):
     model, history = sharded(mesh, torch.float32), []
     reducer, case = attached(model, mesh, CASES["shared"].reduction), CASES["shared"]
     for _ in range(steps):
-        backward(model, case, rank, mesh.device_type)
-        model.zero_grad()
-        reducer.finish_step()
-        history.append({name: float(value) for name, value in reducer.metrics().items()})
+        history.append(stepped(model, reducer, case, mesh, rank))
     return history, reducer.state_dict()
+
+
+def stepped(model, reducer, case, mesh, rank):
+    """Metrics of a step."""
+    backward(model, case, rank, mesh.device_type)
+    model.zero_grad()
+    reducer.finish_step()
+    return {name: float(value) for name, value in reducer.metrics().items()}
+
+
+def interrupted(mesh, rank, cuts):
+    """Metrics of 36 steps, each with gradients of its own, of one reducer; at `cuts` another goes on from its state."""
+    found = {}
+    for name in ("e4m3", "shared"):
+        model, found[name] = sharded(mesh, torch.float32), []
+        reducer = attached(model, mesh, CASES[name].reduction)
+        for step in range(36):
+            if step in cuts:
+                before, reducer = reducer, attached(model, mesh, CASES[name].reduction)
+                reducer.load_state_dict(before.state_dict())
+                reducer.sampling.load_state_dict(before.sampling.state_dict())
+            case = replace(CASES[name], gradient=lambda rank, _, *which: normal(rank, step, *which))  # noqa: B023
+            found[name].append(stepped(model, reducer, case, mesh, rank))
+    return found
 
 
 def resumed(meshes):
@@ -132,6 +154,7 @@ def everything(rank, device):
     results["buffers"], results["orders"] = buffers(meshes["shard"], rank), orders(meshes["shard"])
     results["average"] = refused(lambda unit: unit.set_force_sum_reduction_for_comms(False), meshes["shard"], rank)
     results["followed"], results["resumed"] = followed(meshes["hybrid"], rank), resumed(meshes)
+    results["alone"], results["parts"] = (interrupted(meshes["hybrid"], rank, cuts) for cuts in ((), (5, 16, 23)))
     return results
 
 

@@ -247,6 +247,15 @@ def test_head_room_moves_once_a_step(results):
         assert len(set(measured)) == 3 and len(set(measured[:16])) == len(set(measured[16:32])) == 1
 
 
+def test_a_resumed_run_measures_what_it_would_have_measured(results):
+    """Cut within an interval, at its end and within the next: other rows, other steps would be other decibels."""
+    for result in results:
+        assert result["parts"] == result["alone"]
+        for history in result["alone"].values():
+            measured = [step["comm/grad_sqnr_db"] for step in history]
+            assert [len(set(measured[a:b])) for a, b in ((0, 16), (16, 32), (32, 36), (0, 36))] == [1, 1, 1, 3]
+
+
 def test_head_room_is_for_a_number_of_ranks(results):
     """A checkpoint of as many ranks continues; for others mu starts anew, where nothing can saturate."""
     fresh = {1: 0, 2: -1000, 4: -2000}
