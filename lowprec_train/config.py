@@ -34,6 +34,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "eval_batches": "the same",
     "checkpoint_interval": "saving leaves training alone",
     "checkpoint_async": "the same",
+    "checkpoint_verify": "the same",
     "keep": "the same",
     "max_skipped": "when to give up, not how to train",
     "model.recompute": "recomputed activations are the same bits",
@@ -191,6 +192,7 @@ class RunConfig:
     eval_batches: int = MISSING
     checkpoint_interval: int = MISSING
     checkpoint_async: bool = MISSING
+    checkpoint_verify: bool = MISSING
     keep: int = MISSING
     log_interval: int = MISSING
     telemetry_interval: int = MISSING

@@ -29,7 +29,8 @@ from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
 from lowprec_train.train import checks, launch, lint_execution, lint_recipes, lint_training, metrics
-from lowprec_train.train.checkpoint import Checkpointer, latest
+from lowprec_train.train.checkpoint import Checkpointer
+from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.distribute import Distribution, distribute
 from lowprec_train.train.launch import ALONE, World, host_group
@@ -45,7 +46,7 @@ from lowprec_train.train.weights import (
     Weights,
     check_sizes,
     fill_from,
-    open_weights,
+    open_together,
     tokenizer_facts,
     without_memory,
 )
@@ -180,13 +181,11 @@ def first_weights(run: RunConfig, directory: Path, begun: int | None = None) -> 
 
     Raises ValueError when nothing can be read there, or another model.
     """
-    if run.weights is None or latest(directory / "checkpoints") is not None:
+    if run.weights is None or launch.first(lambda: steps(directory / "checkpoints")):
         return None
     path, named = run_and_step(Path(run.weights).expanduser())
     step = begun if named is None else named
-    if step is None:
-        step = launch.first(lambda: latest(path / "checkpoints"))
-    opened = open_weights(path, step)
+    opened = open_together(path, step)
     check_sizes(run.model, opened)
     return opened
 
@@ -290,6 +289,7 @@ def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
         interval=run.checkpoint_interval,
         keep=run.keep,
         asynchronous=run.checkpoint_async,
+        verify=run.checkpoint_verify,
         process_group=host_group(run.parallel.timeout_minutes),
     )
 

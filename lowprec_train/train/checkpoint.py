@@ -1,17 +1,18 @@
 """Checkpoints that a crash, a signal or a full disk cannot spoil.
 
     stage     copy the state to host memory; training goes on from here
-    write     torch.distributed.checkpoint into checkpoints/.tmp-step-N and a manifest of file sizes, synced to disk
+    write     torch.distributed.checkpoint into checkpoints/.tmp-step-N and a manifest of its files, synced to disk
     publish   rename to checkpoints/step-N, then write-and-rename `latest`
 
 `latest` names the newest complete checkpoint and is the last thing to change, so whenever a process dies the run
-resumes from a complete one. Loading reads the metadata first: a checkpoint of another model is refused, with the
-keys, before a byte of the model is touched; then DCP fills the live tensors in place, which needs no second copy of
-the state and casts nothing.
+resumes from a complete one. Loading compares every file with the manifest, its bytes too, and reads the metadata: a
+checkpoint of another model is refused, with the keys, before a byte of the model is touched; then DCP fills the live
+tensors in place, which needs no second copy of the state and casts nothing. One that is damaged is moved aside, and the
+newest whole one is taken instead.
 
-Of many processes each writes and reads its own parts, and rank 0 alone decides: it clears what a crash has left,
-publishes once all have written and synced, prunes, and says at a load which checkpoint it is. A save that fails on one
-fails on all, with the same words.
+Of many processes each writes, hashes and reads its own parts, and rank 0 alone decides: it clears what a crash has
+left, publishes once all have written and synced, prunes, and says at a load which checkpoint it is. A save that fails
+on one fails on all, with the same words.
 
 A checkpoint is a mapping of parts, each a `Stateful` whose state_dict is flat: `model.<fqn>`,
 `optimizer.<fqn>.exp_avg`, `trainer.step`. Hyper-parameters are not in it: they come from the configuration.
@@ -20,52 +21,71 @@ A checkpoint is a mapping of parts, each a `Stateful` whose state_dict is flat: 
 from __future__ import annotations
 
 import errno
-import json
+import logging
 import os
-import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
+from lowprec_train.train import checkpoint_folder as folder
+from lowprec_train.train.checkpoint_keys import same_keys
+from lowprec_train.train.digests import METADATA, CheckpointError, Digest, Manifest, verify_together
 from lowprec_train.train.launch import first
 from lowprec_train.train.states import ModelState, OptimizerState
 
 __all__ = ["CheckpointError", "Checkpointer", "ModelState", "OptimizerState"]
+
+log = logging.getLogger(__name__)
 
 Parts = Mapping[str, Stateful]
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says where, why, and which checkpoint is intact."""
+@dataclass(frozen=True)
+class _Written(WriteResult):
+    """What a rank tells rank 0 of something that it wrote, with the digests of all its files."""
+
+    digests: Mapping[str, Digest]
 
 
 class _Writer(dcp.FileSystemWriter):
     """Raises the cause of a failed write, not what torch has made of it: to the other processes an exception travels
-    without those that it came from.
+    without those that it came from. digests: on rank 0, of all files, once they are written.
     """
+
+    digests: dict[str, Digest]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         try:
-            return super().write_data(plan, planner)
+            results = super().write_data(plan, planner).wait()
+            names = sorted({result.storage_data.relative_path for result in results})
+            own = {name: Digest.of(Path(self.path) / name) for name in names}
         except Exception as error:
             raise _root(error) from None
+        told: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        told.set_result([_Written(each.index, each.size_in_bytes, each.storage_data, own) for each in results])
+        return told
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.digests = {METADATA: Digest.of(Path(self.path) / METADATA)}
+        for of_rank in filter(None, results):
+            self.digests |= cast(_Written, of_rank[0]).digests
 
 
 class _Planner(DefaultSavePlanner):
@@ -89,6 +109,8 @@ class Checkpointer:
         interval: `due(step)` every so many steps, >= 1.
         keep: newest checkpoints to keep, >= 1.
         asynchronous: write in a thread, from a staged copy.
+        verify: compare the bytes of files with the manifest at a load; their sizes are compared anyhow.
+        kept: steps that are due beside the interval, and whose checkpoints stay beside the newest.
         process_group: a gloo group of all ranks, used for nothing else: a save goes on beside the training step.
 
     Raises:
@@ -103,6 +125,8 @@ class Checkpointer:
         interval: int,
         keep: int,
         asynchronous: bool = True,
+        verify: bool = True,
+        kept: Collection[int] = (),
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         for name, value in (("interval", interval), ("keep", keep)):
@@ -110,6 +134,7 @@ class Checkpointer:
                 raise ValueError(f"checkpoint {name}={value} must be at least 1")
         self._directory = Path(directory)
         self._interval, self._keep, self._group = interval, keep, process_group
+        self._bytes, self._kept = verify, frozenset(kept)
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self._executor = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._save: Future[None] | None = None
@@ -117,7 +142,7 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Whether `step` is one to save at."""
-        return step % self._interval == 0
+        return step % self._interval == 0 or step in self._kept
 
     def save(self, state: Parts, step: int, wait: bool = False) -> None:
         """Save `state` as step-`step`. Without `wait` an asynchronous save goes on in the background.
@@ -157,20 +182,43 @@ class Checkpointer:
             save.result()
 
     def load(self, state: Parts, step: int | None = None, *, optional: Collection[str] = ()) -> int | None:
-        """Fill `state` from the checkpoint that `latest` names, or from `step`; return its step, None if there is none.
+        """Fill `state` from `step`, or else from the checkpoint that `latest` names; return its step, None if there are
+        none. Where that one or `latest` is damaged the newest whole one is taken, and one line says so: what was
+        damaged is moved to damaged-step-N, and `latest` names what was taken.
 
         optional: parts that keep what they are where the checkpoint has nothing of them.
 
         Raises:
             ValueError: the checkpoint is of another model: names the keys, shapes and dtypes that differ. Nothing has
                 been changed.
-            CheckpointError: the checkpoint is incomplete or unreadable.
+            CheckpointError: none that could be taken is whole. Nothing on disk has been changed.
         """
         self.finish()
-        step = first(lambda: self.latest() if step is None else step, self._group)
+        found, wrong = first(lambda: self._to_load(step), self._group)
+        damaged: dict[int, CheckpointError] = {}
+        for each in found:
+            try:
+                self._load(state, each, optional)
+            except CheckpointError as error:
+                damaged[each] = error
+                continue
+            first(lambda: self._settle(each, wrong, damaged), self._group)  # noqa: B023
+            return each
+        if damaged:
+            raise self._none_is_whole(damaged, asked=step is not None)
+        return None
+
+    def _to_load(self, step: int | None) -> tuple[list[int], str]:
         if step is None:
-            return None
+            return folder.to_load(self._directory)
+        if step not in self.steps():
+            raise CheckpointError(f"{self._directory} has no step-{step}; {folder.listed(self._directory)}")
+        return [step], ""
+
+    def _load(self, state: Parts, step: int, optional: Collection[str]) -> None:
+        """Fill `state` from one checkpoint, if it is whole."""
         path, flat = self._path(step), _flatten(state)
+        verify_together(path, self._group, whole=self._bytes)
         names = first(lambda: self._verify(path, flat, list(state), optional), self._group)
         flat = {key: value for key, value in flat.items() if key.split(".", 1)[0] in names}
         try:
@@ -182,7 +230,23 @@ class Checkpointer:
             state[name].load_state_dict(
                 {key.removeprefix(f"{name}."): v for key, v in flat.items() if key.startswith(f"{name}.")}
             )
-        return step
+
+    def _settle(self, step: int, wrong: str, damaged: Mapping[int, CheckpointError]) -> None:
+        """`step` was taken in the place of others: say so, and let the next launch find it."""
+        if not (wrong or damaged):
+            return
+        folder.point_to(self._directory, step)
+        moved = [f"{error}; kept as {folder.set_aside(self._directory, s).name}" for s, error in damaged.items()]
+        log.warning("warning: %s; going on from step-%d", "; ".join([*filter(None, [wrong]), *moved]), step)
+
+    def _none_is_whole(self, damaged: Mapping[int, CheckpointError], *, asked: bool) -> CheckpointError:
+        causes = "\n".join(str(error) for error in list(damaged.values())[:4])
+        if asked:
+            return CheckpointError(f"{causes}; {folder.listed(self._directory)}")
+        return CheckpointError(
+            f"{causes}\nNo checkpoint in {self._directory} is whole, and nothing was changed. Restore one, or "
+            "resume=never moves the run aside and starts afresh."
+        )
 
     def latest(self) -> int | None:
         """Step that `latest` names; None when there is no such file.
@@ -190,67 +254,52 @@ class Checkpointer:
         Raises:
             CheckpointError: the file holds something else.
         """
-        return latest(self._directory)
+        return folder.latest(self._directory)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints on disk, ascending."""
-        return steps(self._directory)
+        return folder.steps(self._directory)
 
     def _path(self, step: int) -> Path:
-        return self._directory / f"step-{step}"
+        return folder.path_of(self._directory, step)
 
     def _prepare(self) -> None:
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            for replaced in self._directory.glob(".tmp-old-step-*"):
-                final = self._directory / replaced.name.removeprefix(".tmp-old-")
-                if not final.exists():  # died between the two renames of a replacement
-                    replaced.rename(final)
-            for leftover in self._directory.glob(".tmp-*"):
-                _remove(leftover)
+            folder.prepare(self._directory)
         except OSError as error:
             raise CheckpointError(f"cannot keep checkpoints in {self._directory}: {error}") from error
 
     def _write(self, flat: dict[str, Any], step: int) -> None:
         partial = self._directory / f".tmp-step-{step}"
+        writer = _Writer(partial, sync_files=True)
         try:
             dcp.save(
                 flat,
-                storage_writer=_Writer(partial, sync_files=True),
+                storage_writer=writer,
                 planner=_Planner(),
                 process_group=self._group,
                 no_dist=not dist.is_initialized(),
             )
-            first(lambda: self._publish(partial, step), self._group)
+
+            def publish() -> None:
+                Manifest(partial, step, writer.digests).write()
+                self._publish(partial, step)
+
+            first(publish, self._group)
         except (Exception, CheckpointException) as error:
             if _is_coordinator():
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(self._complaint(step, error)) from error
 
     def _publish(self, partial: Path, step: int) -> None:
-        sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
-        _write_synced(partial / "manifest.json", json.dumps({"step": step, "files": sizes}))
-        _sync_directory(partial)
-        final = self._path(step)
-        if final.exists():  # from before a resume at an earlier step
-            self._retire(step)
-        partial.rename(final)
-        _sync_directory(self._directory)
-        _write_synced(self._directory / ".tmp-latest", f"step-{step}\n")
-        os.replace(self._directory / ".tmp-latest", self._directory / "latest")
-        _sync_directory(self._directory)
+        folder.publish(self._directory, partial, step)
         self._prune(step)
 
     def _prune(self, newest: int) -> None:
-        older = [step for step in self.steps() if step < newest]
+        older = [step for step in self.steps() if step < newest and step not in self._kept]
         for step in older[: max(0, len(older) - (self._keep - 1))]:
-            self._retire(step)
-        for retired in self._directory.glob(".tmp-old-step-*"):
-            _remove(retired)
-
-    def _retire(self, step: int) -> None:
-        """Out of sight in one rename: a removal that is cut short must not leave half a step-N."""
-        self._path(step).rename(self._directory / f".tmp-old-step-{step}")
+            folder.retire(self._directory, step)
+        folder.clear(self._directory)
 
     def _complaint(self, step: int, error: BaseException) -> str:
         root = _root(error)
@@ -262,84 +311,20 @@ class Checkpointer:
         return f"{where}: {_cause(error)}; {intact}.{advice}"
 
     def _verify(self, path: Path, flat: Mapping[str, Any], names: list[str], optional: Collection[str]) -> list[str]:
-        """Names of the parts to load. Raises where the checkpoint is incomplete, or another model's."""
-        verify_files(path)
+        """Names of the parts to load. Raises where the checkpoint is another model's."""
         try:
             metadata = dcp.FileSystemReader(path).read_metadata()
-        except OSError as error:
-            raise CheckpointError(f"cannot read checkpoint {path}: {error}") from error
-        there = {key.split(".", 1)[0] for key in metadata.state_dict_metadata}
+            saved = metadata.state_dict_metadata
+        except Exception as error:  # unpickling garbage raises anything
+            raise CheckpointError(f"checkpoint {path} is damaged: {METADATA} cannot be read: {error}") from error
+        there = {key.split(".", 1)[0] for key in saved}
         names = [name for name in names if name in there or name not in optional]
-        _verify_same({k: v for k, v in flat.items() if k.split(".", 1)[0] in names}, metadata, parts=names, path=path)
+        same_keys({k: v for k, v in flat.items() if k.split(".", 1)[0] in names}, metadata, parts=names, path=path)
         return names
-
-
-def latest(directory: Path) -> int | None:
-    """Step that `latest` names in a folder of checkpoints; None when there is no such file.
-
-    Raises:
-        CheckpointError: the file holds something else.
-    """
-    pointer = directory / "latest"
-    if not pointer.exists():
-        return None
-    text = pointer.read_text().strip()
-    named = re.fullmatch(r"step-(\d+)", text)
-    if named is None:
-        raise CheckpointError(f"{pointer} should hold the name of a checkpoint, step-N, not {text!r}")
-    return int(named[1])
-
-
-def steps(directory: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending."""
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in directory.glob("step-*"))
-    return sorted(int(name[1]) for name in names if name)
-
-
-def verify_files(path: Path) -> None:
-    """Raise CheckpointError unless every file of a checkpoint is there and as long as when it was written."""
-    others = f"checkpoints there: {steps(path.parent)}"
-    try:
-        files = json.loads((path / "manifest.json").read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"checkpoint {path} is incomplete ({error!r}); {others}") from error
-    for name, size in files.items():
-        found = (path / name).stat().st_size if (path / name).exists() else None
-        if found != size:
-            raise CheckpointError(f"checkpoint {path} is incomplete: {name} has {found} of {size} bytes; {others}")
 
 
 def _flatten(state: Parts) -> dict[str, Any]:
     return {f"{name}.{key}": value for name, part in state.items() for key, value in part.state_dict().items()}
-
-
-def _verify_same(flat: Mapping[str, Any], metadata: Metadata, *, parts: list[str], path: Path) -> None:
-    saved = {k: v for k, v in metadata.state_dict_metadata.items() if k.split(".", 1)[0] in parts}
-    complaints = [
-        *_listed("missing in the checkpoint", sorted(set(flat) - set(saved))),
-        *_listed("in the checkpoint only", sorted(set(saved) - set(flat))),
-        *_listed("different", list(_mismatches(flat, saved))),
-    ]
-    if complaints:
-        raise ValueError(f"checkpoint {path} is of another model:\n" + "\n".join(complaints))
-
-
-def _mismatches(flat: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted(set(flat) & set(saved)):
-        there, here = _form(saved[key]), _form(flat[key])
-        if there != here:
-            yield f"{key}: saved {there}, here {here}"
-
-
-def _form(value: Any) -> str:
-    if isinstance(value, TensorStorageMetadata):
-        return f"{tuple(value.size)} {value.properties.dtype}"
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
-
-
-def _listed(title: str, keys: list[str], most: int = 8) -> list[str]:
-    rest = [f"    and {len(keys) - most} more"] if len(keys) > most else []
-    return [f"  {title}:", *(f"    {key}" for key in keys[:most]), *rest] if keys else []
 
 
 def _root(error: BaseException) -> BaseException:
@@ -362,25 +347,3 @@ def _cause(error: BaseException) -> str:
 
 def _is_coordinator() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -126,6 +126,24 @@ def first(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     return result  # type: ignore[return-value]
 
 
+def every(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `make` returns on each rank, by rank, on every rank; or the exception of the first that met one. Pickled.
+
+    group: as in `first`.
+    """
+    if not dist.is_initialized():
+        return [make()]
+    told: list[tuple[T | None, Exception | None]] = [(None, None)] * dist.get_world_size()
+    try:
+        mine: tuple[T | None, Exception | None] = (make(), None)
+    except Exception as mistake:
+        mine = (None, mistake)
+    dist.all_gather_object(told, mine, group=group)
+    for error in [error for _, error in told if error is not None]:
+        raise error
+    return [made for made, _ in told]  # type: ignore[misc]
+
+
 def after_first(make: Callable[[], T]) -> T:
     """What `make` returns on each rank, called there after it returned on rank 0: what that prepared is found, not
     prepared again. An exception of rank 0 is raised on all.

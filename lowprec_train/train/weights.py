@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
+from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -30,7 +31,10 @@ from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
 from lowprec_train.data.tokenizer import load
 from lowprec_train.model.transformer import Fill, Transformer, fill_whole
-from lowprec_train.train.checkpoint import CheckpointError, latest, verify_files
+from lowprec_train.train import digests
+from lowprec_train.train.checkpoint_folder import latest, listed, path_of, steps
+from lowprec_train.train.digests import METADATA, CheckpointError
+from lowprec_train.train.launch import first
 from lowprec_train.train.packages import needs_package
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -67,20 +71,26 @@ class Weights(Protocol):
 class RunWeights:
     """The model in one checkpoint of a run, whatever the layout of processes that saved it.
 
-    Raises ValueError for a directory without a usable checkpoint, and for one of another model than config.yaml says.
+    verify: compare its bytes with its manifest (train/digests.py), unless the run says checkpoint_verify=false.
+
+    Raises ValueError for a directory without a usable checkpoint, for one that is damaged (another is for the caller to
+    choose: none is taken in its place), and for one of another model than config.yaml says.
     """
 
-    def __init__(self, path: Path, step: int | None = None) -> None:
+    def __init__(self, path: Path, step: int | None = None, *, verify: bool = True) -> None:
         self.model, self.path = model_of(path), path
         try:
-            self.step = latest(path / "checkpoints") if step is None else step
-            if self.step is None:
-                raise ValueError(f"{path} has no checkpoint yet (no checkpoints/latest)")
-            directory = path / "checkpoints" / f"step-{self.step}"
-            verify_files(directory)
-            self._reader = _Reader(directory)
-            saved = self._reader.read_metadata().state_dict_metadata
-        except (CheckpointError, OSError) as error:
+            self.step = newest(path) if step is None else step
+            directory = path_of(path / "checkpoints", self.step)
+            try:
+                digests.verify(directory, whole=verify and verifies(path))
+                self._reader = _Reader(directory)
+                saved = self._reader.read_metadata().state_dict_metadata
+            except CheckpointError as error:
+                raise ValueError(f"{error}; {listed(directory.parent)}") from error
+            except Exception as error:  # unpickling garbage raises anything
+                raise ValueError(f"checkpoint {directory} is damaged: {METADATA} cannot be read: {error}") from error
+        except CheckpointError as error:
             raise ValueError(str(error)) from error
         self._shapes = shapes(self.model)
         self._saved = {name: saved.get(f"model.{name}") for name in self._shapes}
@@ -110,6 +120,28 @@ class RunWeights:
 
     def _tensors(self) -> dict[str, TensorStorageMetadata]:
         return {name: saved for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)}
+
+
+def newest(path: Path) -> int:
+    """Step of the checkpoint of a run that `latest` names.
+
+    Raises ValueError where there is none, with those that could be asked for instead.
+    """
+    directory = path / "checkpoints"
+    try:
+        found, there = latest(directory), steps(directory)
+    except CheckpointError as error:
+        raise ValueError(f"{error}; {listed(directory)}") from error
+    if found is None and there:
+        raise ValueError(f"{directory / 'latest'} is missing; name one, {directory}/step-N; {listed(directory)}")
+    if found is None:
+        raise ValueError(f"{path} has no checkpoint yet (no checkpoints/latest)")
+    return found
+
+
+def verifies(path: Path) -> bool:
+    """Whether the checkpoints of a run are compared with their manifests: what it was last started with."""
+    return bool(OmegaConf.select(OmegaConf.load(path / "config.yaml"), "checkpoint_verify", default=True))
 
 
 class _Reader(dcp.FileSystemReader):
@@ -154,19 +186,31 @@ class ImportedWeights:
         return read_tensor(self._files[name], name)
 
 
-def open_weights(path: Path, step: int | None = None) -> Weights:
+def open_weights(path: Path, step: int | None = None, *, verify: bool = True) -> Weights:
     """Weights of a run directory, at checkpoint `step` or else at the one that `latest` names, or of an imported one.
 
-    path: `<run>/checkpoints/step-N` names a step too. Reads no tensor and changes nothing in the directory. Raises
-    ValueError for anything else, for a checkpoint that is absent or incomplete, and where a package is missing to read
-    the files.
+    path: `<run>/checkpoints/step-N` names a step too. Changes nothing in the directory. verify: as in
+    `RunWeights`. Raises ValueError for anything else, for a checkpoint that is absent, incomplete or damaged, and where
+    a package is missing to read the files.
     """
     directory, named = run_and_step(path)
     if (directory / "config.yaml").is_file():
-        return RunWeights(directory, named if step is None else step)
+        return RunWeights(directory, named if step is None else step, verify=verify)
     if step is not None:
         raise ValueError(f"step {step} was asked for, but {path} is not a run directory (no config.yaml)")
     return ImportedWeights(path)
+
+
+def open_together(path: Path, step: int | None = None) -> Weights:
+    """`open_weights` by all ranks, which share the reading that verifies a checkpoint, and agree on its step."""
+    if not (path / "config.yaml").is_file():
+        return open_weights(path, step)
+    step = first(lambda: newest(path)) if step is None else step
+    try:
+        digests.verify_together(path_of(path / "checkpoints", step), whole=verifies(path))
+    except CheckpointError as error:
+        raise ValueError(f"{error}; {listed(path / 'checkpoints')}") from error
+    return open_weights(path, step, verify=False)
 
 
 def tokenizer_facts(path: Path | None) -> dict[str, str | None]:

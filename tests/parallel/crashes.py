@@ -24,6 +24,7 @@ from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, _Writer
+from tests.train.damage import invert
 from tests.train.killable_run import file_size
 from tests.train.standins import make_trainer
 
@@ -210,6 +211,28 @@ def resumed(rank: int, directory: Path, step: int) -> dict[str, object]:
     saver.save(state.advance(2).parts, 2, wait=True)
     read = State(mesh)
     return {"left": left, "found": found, "correct": correct, "again": (saver.load(read.parts), read.is_of(2))}
+
+
+def damaged(rank: int, directory: Path) -> dict[str, object]:
+    """Two ranks load while bytes of what either wrote are inverted, and while both checkpoints are damaged."""
+    mesh, group = join(rank, directory, "damaged")
+    state, seen = State(mesh), {}
+    for owner in range(RANKS):
+        saver = Checkpointer(directory / f"of-{owner}", interval=1, keep=2, process_group=group)
+        for step in (1, 2):
+            saver.save(state.advance(step).parts, step, wait=True)
+        if rank == 0:
+            invert(directory / f"of-{owner}" / "step-2" / f"__{owner}_0.distcp", count=1)
+        dist.barrier()
+        seen[f"found {owner}"] = saver.load(state.parts), state.is_of(1), saver.steps()
+    if rank == 0:
+        invert(directory / "of-0" / "step-1" / "__1_0.distcp", count=1)
+    dist.barrier()
+    try:
+        Checkpointer(directory / "of-0", interval=1, keep=2, process_group=group).load(state.parts)
+    except CheckpointError as error:
+        seen["error"] = str(error)
+    return seen
 
 
 def run(rank: int, directory: str, name: str, function: Callable, arguments: dict) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.crashes import RANKS, STAGES, beside, fitting, resumed, run, struck
+from tests.parallel.crashes import RANKS, STAGES, beside, damaged, fitting, resumed, run, struck
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,14 @@ def test_a_full_disk_of_one_rank_is_the_error_of_both(tmp_path, processes, stage
     assert f"{tmp_path}/run/step-1 is intact.\nMake room" in said[0]["error"]
     assert all(each["seconds"] < 20 and each["latest"] == 1 and each["after"] == 3 for each in said)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-3"]
+
+
+def test_what_one_rank_finds_damaged_is_damaged_for_both(tmp_path, processes):
+    codes, said = launched(processes, tmp_path, damaged)
+    assert codes == [0, 0] and said[0] == said[1]
+    assert [said[0][f"found {owner}"] for owner in range(RANKS)] == [[1, True, [1]]] * RANKS
+    assert "step-1 is damaged: __1_0.distcp is not as it was written" in said[0]["error"]
+    assert "No checkpoint in" in said[0]["error"] and "nothing was changed" in said[0]["error"]
 
 
 def test_training_goes_on_beside_a_save(tmp_path, processes):

@@ -25,6 +25,7 @@ from tests.parallel.runs import MICRO, SEQ, TINY, VOCAB, Walks
 from tests.recipes import composed
 from tests.tools.exchanged import MODELS, STEP, drawn, same, save_run, transformer
 from tests.train import weights_ranks
+from tests.train.damage import invert
 from tests.train.standins import Corpus
 
 ROOT, CPU = Path(__file__).parents[2], torch.device("cpu")
@@ -92,7 +93,22 @@ def test_what_cannot_be_read_is_refused(gpt, tmp_path):
     data.write_bytes(data.read_bytes()[:-1])
     refused("is incomplete: .*distcp has", gpt)
     (gpt / "checkpoints" / "latest").unlink()
+    refused(r"latest is missing; name one, .*step-N; checkpoints there: \[12\]", gpt)
+    (gpt / "checkpoints" / f"step-{STEP}").rename(tmp_path / "elsewhere")
     refused("has no checkpoint yet", gpt)
+
+
+@pytest.mark.parametrize("damaged", ["*.distcp", ".metadata", "manifest.json"])
+def test_a_damaged_checkpoint_is_refused_in_one_line(gpt, damaged, monkeypatch):
+    """What reads one model does not take another; bytes are not compared where the run says so."""
+    (file,) = (gpt / "checkpoints" / f"step-{STEP}").glob(damaged)
+    invert(file, count=8)
+    with pytest.raises(ValueError, match=f"step-{STEP} is damaged: {file.name} is not") as error:
+        open_weights(gpt)
+    assert "\n" not in str(error.value) and str(error.value).endswith("; checkpoints there: [12]")
+    if damaged == "*.distcp":
+        (gpt / "config.yaml").write_text((gpt / "config.yaml").read_text() + "checkpoint_verify: false\n")
+        assert open_weights(gpt).names()
 
 
 @pytest.mark.parametrize("module", [None, "no_such_thing", "no_such_thing.inside"])

@@ -1,0 +1,165 @@
+"""The folder of a run's checkpoints: which there are, which is the newest, and what is moved out of the way.
+
+    step-N            a complete checkpoint: it gets its name by a rename, once all of it is on disk
+    latest            the name of the newest, replaced after that
+    damaged-step-N    one whose bytes were not those that were written, when an older one was taken in its place
+    .tmp-*            what a save or a removal has not finished
+
+Nothing here reads a tensor, and only rank 0 comes here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from lowprec_train.train.digests import CheckpointError, write_synced
+
+POINTER = "latest"
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return directory / f"step-{step}"
+
+
+def latest(directory: Path) -> int | None:
+    """Step that `latest` names in a folder of checkpoints; None when there is no such file.
+
+    Raises:
+        CheckpointError: the file holds something else, or cannot be read.
+    """
+    pointer = directory / POINTER
+    try:
+        text = pointer.read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {pointer}: {error.strerror}") from error
+    named = re.fullmatch(r"step-(\d+)", text)
+    if named is None:
+        raise CheckpointError(f"{pointer} should hold the name of a checkpoint, step-N, not {text[:80]!r}")
+    return int(named[1])
+
+
+def steps(directory: Path) -> list[int]:
+    """Steps of the checkpoints in a folder, ascending; none where there is no folder.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot read the checkpoints in {directory}: {error.strerror}") from error
+    return sorted(int(named[1]) for named in (re.fullmatch(r"step-(\d+)", name) for name in names) if named)
+
+
+def listed(directory: Path) -> str:
+    """The checkpoints of a folder, for a message."""
+    return f"checkpoints there: {steps(directory)}"
+
+
+def to_load(directory: Path) -> tuple[list[int], str]:
+    """The steps to try, best first: the one that `latest` names, then the newest. Second: what is wrong with `latest`,
+    "" if nothing is.
+
+    Raises:
+        CheckpointError: `latest` names a checkpoint, or nothing that could be one, and there is none at all.
+    """
+    there = steps(directory)[::-1]
+    try:
+        named = latest(directory)
+    except CheckpointError as error:
+        if not there:
+            raise
+        return there, str(error)
+    if named is None:
+        return there, f"{directory / POINTER} is missing" if there else ""
+    if named not in there:
+        gone = f"{directory / POINTER} names step-{named}, which is not there"
+        if not there:
+            raise CheckpointError(f"{gone}; {listed(directory)}")
+        return there, gone
+    return [named, *(step for step in there if step != named)], ""
+
+
+def point_to(directory: Path, step: int) -> None:
+    """Let `latest` name a checkpoint that is on disk."""
+    write_synced(directory / ".tmp-latest", f"step-{step}\n")
+    os.replace(directory / ".tmp-latest", directory / POINTER)
+    sync(directory)
+
+
+def set_aside(directory: Path, step: int) -> Path:
+    """Move a damaged checkpoint out of the way of loads, saves and removals; where to."""
+    for name in _names(f"damaged-step-{step}"):
+        if not (aside := directory / name).exists():
+            path_of(directory, step).rename(aside)
+            sync(directory)
+            return aside
+    raise AssertionError
+
+
+def _names(name: str) -> Iterator[str]:
+    yield name
+    number = 0
+    while True:
+        number += 1
+        yield f"{name}.{number}"
+
+
+def prepare(directory: Path) -> None:
+    """Make the folder; finish or undo what a launch that died has left. OSError when it cannot be."""
+    directory.mkdir(parents=True, exist_ok=True)
+    sync(directory.parent)
+    for replaced in directory.glob(".tmp-old-step-*"):
+        final = directory / replaced.name.removeprefix(".tmp-old-")
+        if not final.exists():  # died between the two renames of a replacement
+            replaced.rename(final)
+    for leftover in directory.glob(".tmp-*"):
+        remove(leftover)
+
+
+def publish(directory: Path, partial: Path, step: int) -> None:
+    """Give a checkpoint that is on disk its name, and let `latest` name it."""
+    sync(partial)
+    final = path_of(directory, step)
+    if final.exists():  # of a launch that died before it pointed to it
+        retire(directory, step)
+    partial.rename(final)
+    sync(directory)
+    point_to(directory, step)
+
+
+def retire(directory: Path, step: int) -> None:
+    """Out of sight in one rename: a removal that is cut short must not leave half a step-N."""
+    path_of(directory, step).rename(directory / f".tmp-old-step-{step}")
+
+
+def clear(directory: Path) -> None:
+    """Remove what was retired."""
+    for retired in directory.glob(".tmp-old-step-*"):
+        remove(retired)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def sync(directory: Path) -> None:
+    """Names in a folder are on disk when this returns."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
