@@ -8,6 +8,7 @@ under torchrun the exit status is the agent's.
 
 import dataclasses
 import logging
+import os
 import re
 import signal
 import sys
@@ -29,12 +30,14 @@ from lowprec_train import config
 from lowprec_train.config import RunConfig
 from lowprec_train.ops.kernels import KernelError
 from lowprec_train.ops.self_test import self_test
-from lowprec_train.train import build, checks, describe, launch, out_of_memory, rundir, signals
+from lowprec_train.train import build, checks, describe, flight, launch, out_of_memory, ranks, rundir, signals
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
+from lowprec_train.train.hang import PeerLost, Watch
 from lowprec_train.train.launch import World
 from lowprec_train.train.out_of_memory import OutOfMemory
+from lowprec_train.train.ranks import PATIENCE, Ranks, Refusal
 from lowprec_train.train.signals import StopRequest
 from lowprec_train.train.trainer import TrainingDiverged
 from lowprec_train.train.weights import other_tokenizer
@@ -42,59 +45,98 @@ from lowprec_train.train.weights import other_tokenizer
 log = logging.getLogger(__name__)
 
 # Told in one line.
+EXPECTED: tuple[type[Exception], ...]
 EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged, KernelError, OutOfMemory)
-PATIENCE = 5  # seconds in which rank 0 has said what is wrong with all, and the launcher has ended the others
+EXPECTED += (PeerLost,)
 
 
 def main() -> None:
     """Entry point of train.py and of `python -m lowprec_train.main`: reads the command line, exits."""
+    launch.end_with_launcher()
     refuse_sweep_of_many()
     config.register()
     statuses: list[int] = []
+    refusal = Refusal(launch.world())
     with signals.listen() as stop:
 
         @hydra.main(version_base="1.3", config_path=str(config.directory()), config_name="train")
         def job(cfg: DictConfig) -> None:
-            statuses.append(status(cfg, stop))
+            with refusal.lifted():
+                statuses.append(status(cfg, stop))
 
         try:
-            job()
+            with refusal.kept():
+                job()
         except SystemExit as end:
             for hint in recipe_hints(sys.argv[1:]) if end.code else ():
-                print(hint, file=sys.stderr)
+                print(hint, file=refusal.file)
+            refusal.print_once(end)
             raise
         except KeyboardInterrupt:
-            sys.exit("aborted by a second interrupt; the last checkpoint stands")
+            sys.exit("aborted by a second interrupt; the last checkpoint stands" if launch.world().leads else 130)
     sys.exit(max(statuses, default=0))
 
 
 def status(cfg: DictConfig, stop: StopRequest) -> int:
-    """Exit status of one job, its mistakes told in one line."""
+    """Exit status of one job, its mistakes told in one line, by one of the ranks that share them."""
+    world = launch.world()
     try:
-        run(cfg, stop)
+        with ranks.met(world, ranks.minutes(cfg.parallel.timeout_minutes)) as meeting:
+            return in_ranks(cfg, stop, meeting)
+    except ValueError as error:
+        print(f"error{'' if world.leads else f' on rank {world.rank}'}: {error}", file=sys.stderr)
+        return 1
+
+
+def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> int:
+    """`status`, once the ranks know each other."""
+    try:
+        run(cfg, stop, meeting)
     except EXPECTED as error:
-        world = launch.world()
-        time.sleep(0 if world.leads else PATIENCE)
         if cfg.debug:
             traceback.print_exc()
-        print(f"error{'' if world.leads else f' on rank {world.rank}'}: {error}", file=sys.stderr)
+        lost = error if isinstance(error, PeerLost) else None
+        if lost is None or not lost.told:
+            meeting.tell(str(error), alone=lost is not None)
+        if lost is not None:
+            logging.shutdown()
+            lost.end_absent()
+            os._exit(1)  # threads that wait for the rank that is lost would be waited for
         return 1
     return 0
 
 
 @record
-def run(cfg: DictConfig, stop: StopRequest) -> None:
+def run(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> None:
     """One run, from its checks to DONE or PREEMPTED. Raises what EXPECTED lists for mistakes."""
     if stop():  # a sweep that was told to stop
         log.info("%s: this job does not begin", stop.signal_name)
         return
-    options, plain, choice = read(cfg)
-    world = launch.world()
+    world = meeting.world
     if not world.leads:
         logging.getLogger().setLevel(logging.ERROR)
-    device, compiled = checks.configuration(options, world)
-    with launch.joined(world, device, options.parallel.timeout_minutes), out_of_memory.told(device):
-        train(options, plain, choice, stop, Machine(world, device, compiled))
+    asked, machine = ranks.agreed(meeting, lambda: checked(cfg, world), lambda made: facts_of_launch(*made))
+    options, plain, choice = asked
+    name = options.name or rundir.default_name(plain, choice.recipe)
+    directory = (Path(options.run_root) / name / "hang").absolute()
+    flight.switch_on(directory / "rank_")
+    minutes, device = options.parallel.timeout_minutes, machine.device
+    watch = Watch(meeting, minutes, directory, on_gpu=device.type == "cuda")
+    with watch.watching(), launch.joined(world, device, minutes, meeting.store), out_of_memory.told(device):
+        train(options, plain, choice, stop, machine, watch)
+
+
+def checked(cfg: DictConfig, world: World) -> "tuple[Asked, Machine]":
+    """What is asked of this rank, and what it has to compute it with."""
+    asked = read(cfg)
+    device, compiled = checks.configuration(asked[0], world)
+    return asked, Machine(world, device, compiled)
+
+
+def facts_of_launch(asked: "Asked", machine: "Machine") -> dict[str, Any]:
+    """What all ranks must have alike: every key of the configuration, and the code that runs."""
+    facts = rundir.flatten(asked[1]) | describe.versions() | {"source": ranks.source_hash()}
+    return facts | {"kind of device": machine.device.type, "compiled": machine.compiled}
 
 
 @dataclass(frozen=True)
@@ -106,7 +148,12 @@ class Machine:
     compiled: bool
 
 
-def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopRequest, machine: Machine) -> None:
+Asked = tuple[RunConfig, dict[str, Any], Choice]
+
+
+def train(
+    options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopRequest, machine: Machine, hang: Watch
+) -> None:
     """One run on processes that have found each other."""
     device, compiled = machine.device, machine.compiled
     layout = build.layout(options)
@@ -143,11 +190,8 @@ def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopR
             step = checkpointer.load(trainer.checkpoint_parts(), optional=trainer.team.state_parts()) or 0
             log.info("resuming after step %d of %d", step, options.steps)
         directory.begin(config=plain, recipe=linears[0], facts=facts | build.text_facts(corpus))
-        sinks, agreement = (
-            build.sinks(options, trainer, directory, plain),
-            StopAgreement(launch.host_group(options.parallel.timeout_minutes)),
-        )
-        watch = build.watch(options, directory.path, device, machine.world)
+        sinks, agreement = build.sinks(options, trainer, directory, plain), StopAgreement(launch.everyone())
+        watch = build.watch(options, directory.path, device, machine.world, hang.begin_step)
         with sinks as listening, build.rows(options, trainer, directory.path) as write_rows, watch as begin_step:
             outcome = trainer.fit(
                 sinks=listening,
@@ -162,7 +206,7 @@ def train(options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopR
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
 
 
-def read(cfg: DictConfig) -> tuple[RunConfig, dict[str, Any], Choice]:
+def read(cfg: DictConfig) -> Asked:
     """The composed configuration as typed values, as plain values, and the choice of recipe."""
     options = OmegaConf.to_object(cfg)
     plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)

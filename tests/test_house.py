@@ -26,9 +26,13 @@ MEDIAN_FUNCTION_LINES = 14
 LAUNCH_FACTS = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCH_FACTS |= {"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
 LAUNCH_FACTS |= {"TORCHELASTIC_USE_AGENT_STORE"}
+# Where torch's flight recorder writes what ranks last did: set here where nobody has.
+LAUNCH_FACTS |= {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+LAUNCH_FACTS |= {"TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
 # The files that may touch torch's private names (decisions 0008, 0016 and 0017).
 TORCH_ADAPTERS = {"lowprec_train/ops/tensor_cores.py", "lowprec_train/ops/kernels.py", "lowprec_train/comm/rows.py"}
 TORCH_ADAPTERS |= {"lowprec_train/train/snapshots.py", "lowprec_train/parallel/fsdp_parameters.py"}
+TORCH_ADAPTERS |= {"lowprec_train/train/flight.py"}
 
 
 def relative(path: Path) -> str:
@@ -110,7 +114,11 @@ def environment_key(node: ast.AST) -> ast.AST | None:
     match node:
         case ast.Subscript(value=ast.Attribute(attr="environ"), slice=key):
             return key
-        case ast.Call(func=ast.Attribute(value=ast.Attribute(attr="environ"), attr="get"), args=[key, *_]):
+        case ast.Call(
+            func=ast.Attribute(value=ast.Attribute(attr="environ"), attr="get" | "setdefault"), args=[key, *_]
+        ):
+            return key
+        case ast.Compare(left=key, ops=[ast.NotIn() | ast.In()], comparators=[ast.Attribute(attr="environ")]):
             return key
         case ast.Call(func=ast.Attribute(attr="getenv"), args=[key, *_]):
             return key

@@ -11,7 +11,9 @@ DTensor then says as plain shards, from left to right.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -59,17 +61,28 @@ def sizes(processes: int, *, dp_replicate: int, dp_shard: int, tp: int) -> Sizes
 class Mesh:
     """The grid with its process groups. Made by all ranks together, after `init_process_group`.
 
-    device_type: "cuda" or "cpu". Raises ValueError when `sizes` is not the number of processes.
+    device_type: "cuda" or "cpu". timeout: after which a collective of any of the groups is an error; None: torch's own,
+    which is half an hour. Raises ValueError when `sizes` is not the number of processes.
     """
 
-    def __init__(self, sizes: Sizes, device_type: str) -> None:
+    def __init__(self, sizes: Sizes, device_type: str, timeout: timedelta | None = None) -> None:
         if sizes.processes != dist.get_world_size():
             raise ValueError(f"{sizes} are {sizes.processes} processes, and {dist.get_world_size()} were started")
         self.sizes, self.rank = sizes, dist.get_rank()
         grid = torch.arange(sizes.processes, device="cpu").view(sizes.dp_replicate, sizes.dp_shard, sizes.tp)
-        self.device_mesh = DeviceMesh(device_type, grid.transpose(1, 2).contiguous(), mesh_dim_names=AXES)
-        data = [dist.new_group(grid[:, :, part].flatten().tolist()) for part in range(sizes.tp)]
-        self.dp_group = data[self.rank % sizes.tp]
+        ordered = grid.transpose(1, 2).contiguous()
+        # DeviceMesh makes its groups without a timeout and, on GPUs, with gloo sockets to all their ranks beside NCCL.
+        backend = "nccl" if device_type == "cuda" else None
+        made = [_group(ordered.movedim(axis, -1).flatten(0, 1), timeout, backend) for axis in range(len(AXES))]
+        self.device_mesh = DeviceMesh.from_group(made, device_type, ordered, mesh_dim_names=AXES)
+        self.dp_group = self._data_group(grid, timeout, backend)
+
+    def _data_group(self, grid: torch.Tensor, timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
+        """Of the ranks that train on different data: an axis where one has them all."""
+        for axis, other in (("dp_shard", self.sizes.dp_replicate), ("dp_replicate", self.sizes.dp_shard)):
+            if other == 1:
+                return self.group(axis)
+        return _group(grid.flatten(0, 1).t(), timeout, backend)
 
     @property
     def dp_rank(self) -> int:
@@ -93,3 +106,15 @@ class Mesh:
     def group(self, name: str) -> dist.ProcessGroup:
         """The process group of an axis that this rank lies on."""
         return self.device_mesh.get_group(name)
+
+
+def _group(rows: Iterable[torch.Tensor], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
+    """The group of the row of ranks that this rank is in. All ranks make all groups, in the same order."""
+    mine = None
+    for row in rows:
+        ranks = row.tolist()
+        group = dist.new_group(ranks, timeout=timeout, backend=backend)
+        if dist.get_rank() in ranks:
+            mine = group
+    assert mine is not None
+    return mine

@@ -49,7 +49,8 @@ class StopAgreement:
     """Makes any rank's request to stop the decision of all, at the same step.
 
     Args:
-        group: a gloo group of all ranks, used for nothing else; None: this process is alone, and decides at once.
+        group: a group of all ranks that takes host tensors, used by no other thread; None: this process is alone, and
+            decides at once.
 
     Attributes:
         learned: the largest request of any rank that has arrived: 0 for none, else True or a signal's number.

@@ -8,6 +8,7 @@ checked there, and only then given memory.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def distribution(run: RunConfig, laid_out: Layout, world: World, device: torch.d
         values=construct(run.optim.master).parameter_dtype,
         tokens=run.micro_batch * run.data["seq_len"],
         reshard=run.parallel.reshard_after_forward,
+        timeout=timedelta(minutes=run.parallel.timeout_minutes),
     )
 
 
@@ -283,14 +285,14 @@ def throughput(
 
 
 def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
-    """Saves under `<run directory>/checkpoints`."""
+    """Saves under `<run directory>/checkpoints`. Its thread has a process group of its own."""
     return Checkpointer(
         directory / "checkpoints",
         interval=run.checkpoint_interval,
         keep=run.keep,
         asynchronous=run.checkpoint_async,
         verify=run.checkpoint_verify,
-        process_group=host_group(run.parallel.timeout_minutes),
+        process_group=host_group(run.parallel.timeout_minutes) if run.checkpoint_async else None,
     )
 
 
@@ -337,9 +339,9 @@ def rows(run: RunConfig, about: Trainer, directory: Path) -> Iterator[Callable[[
 
 @contextmanager
 def watch(
-    run: RunConfig, directory: Path, device: torch.device, world: World = ALONE
+    run: RunConfig, directory: Path, device: torch.device, world: World = ALONE, *others: Callable[[int], None]
 ) -> Iterator[Callable[[int], None]]:
-    """The profiler's window and memory snapshots: a callable that is to hear of every step before it is taken."""
+    """The profiler's window, memory snapshots and `others`: a callable for each step before it is taken."""
     asked, chosen = run.profile, world.rank in run.profile.ranks
     window = Window(
         first=asked.first,
@@ -354,6 +356,8 @@ def watch(
     snapshots = Snapshots(directory, device, rank=world.rank, asked=chosen)
 
     def begin_step(step: int) -> None:
+        for other in others:
+            other(step)
         window.begin_step(step)
         snapshots.begin_step(step)
 

@@ -88,6 +88,10 @@ def _positive(run: RunConfig) -> None:
             raise ValueError(f"{key}={value} must be at least 1")
     if run.telemetry_interval < 0:
         raise ValueError(f"telemetry_interval={run.telemetry_interval} must not be negative (0: no telemetry)")
+    if not 0 < run.parallel.timeout_minutes < 1e6:
+        raise ValueError(
+            f"parallel.timeout_minutes={run.parallel.timeout_minutes} must be positive, and below a million"
+        )
     if not run.clip_norm >= 0:
         raise ValueError(f"clip_norm={run.clip_norm} must not be negative (0 turns clipping off)")
 

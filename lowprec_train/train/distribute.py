@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
@@ -91,16 +92,18 @@ def distribute(
     tokens: int,
     reshard: bool,
     values: torch.dtype = torch.float32,
+    timeout: timedelta | None = None,
 ) -> Distribution:
     """Cut `model`, still on the meta device, over the processes.
 
     phases: of the run, with the recipe of every linear. tokens: of a micro-batch. values: as in `parallel.data.shard`.
+    timeout: of every collective between them, as in `parallel.mesh.Mesh`.
     Raises ValueError, with the numbers, for what the layout cannot cut.
     """
     if sizes.processes == 1:
         return Distribution()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    mesh, cuts = Mesh(sizes, device.type), {}
+    mesh, cuts = Mesh(sizes, device.type, timeout), {}
     if sizes.tp > 1:
         tables, keeps = [phase.recipes for phase in phases], [phase.keep for phase in phases]
         tensor.check(model, sizes.tp, tokens=tokens, recipes=tables, keeps=keeps)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -45,38 +47,61 @@ def world() -> World:
     return World(rank, processes, int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def end_with_launcher(seconds: float = 1.0) -> None:
+    """Under torchrun, end this process when its launcher has ended, however that was: nothing else would, and it would
+    keep its GPU. A run that a shell started outlives the shell. seconds: between two looks.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+
+    def look() -> None:
+        while os.getppid() == launcher:
+            time.sleep(seconds)
+        if os.environ.get("LOCAL_RANK") == "0":
+            with suppress(OSError):  # the launcher may have read what is written here
+                print(
+                    f"error: torchrun, process {launcher}, has ended, and its ranks with it",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        os._exit(1)
+
+    threading.Thread(target=look, daemon=True, name="launcher").start()
+
+
 @contextmanager
-def joined(world: World, device: torch.device, minutes: float) -> Iterator[None]:
+def joined(world: World, device: torch.device, minutes: float, store: dist.Store) -> Iterator[None]:
     """The process group of all ranks: gloo for host tensors and, on GPUs, NCCL. Nothing for one process.
 
-    minutes: after which a collective that waits ends the process.
+    minutes: after which a collective that waits ends the process. store: where they meet, with keys of this launch.
     """
     if world.processes == 1:
         yield
         return
     on_gpu, timeout = device.type == "cuda", timedelta(minutes=minutes)
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout=timeout,
         device_id=device if on_gpu else None,
-        **(_meeting(world, timeout) if shared else {}),
+        store=store,
+        rank=world.rank,
+        world_size=world.processes,
     )
     yield
     dist.destroy_process_group()  # not after an error: the others may be waiting in a collective
 
 
-def _meeting(world: World, timeout: timedelta) -> dict[str, Any]:
-    """Where to meet under torchrun, whose store outlives its restarts and still holds the addresses of dead processes
-    (pytorch#135712; it counts restarts by the machine, so a count is no name of the attempt).
+def attempt(store: dist.Store, world: World, timeout: timedelta) -> str:
+    """A name of this launch that no earlier one had, for keys of torchrun's store.
+
+    The store outlives restarts and still holds the addresses of dead processes (pytorch#135712; it counts restarts by
+    the machine, so a count is no name of the attempt).
 
     Every process says a token that was never used before, rank 0 answers each with the name of this attempt, and keys
     that begin with that name are new.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    name = _named(store, world.processes) if world.leads else _told(store, world.rank)
-    return {"store": dist.PrefixStore(name, store), "rank": world.rank, "world_size": world.processes}
+    return _named(store, world.processes, timeout) if world.leads else _told(store, world.rank)
 
 
 def _told(store: dist.Store, rank: int) -> str:
@@ -88,8 +113,9 @@ def _told(store: dist.Store, rank: int) -> str:
     return name
 
 
-def _named(store: dist.Store, processes: int) -> str:
+def _named(store: dist.Store, processes: int, timeout: timedelta = timedelta(minutes=10)) -> str:
     """A new name of the attempt, once all others have heard it. Tokens of dead processes are answered too."""
+    until = time.monotonic() + timeout.total_seconds()
     name = secrets.token_hex(8)
     answered: set[str] = set()
     while store.add(f"heard/{name}", 0) < processes - 1:
@@ -97,12 +123,24 @@ def _named(store: dist.Store, processes: int) -> str:
         for token in {store.get(key).decode() for key in spoken} - answered:
             store.set(f"answer/{token}", name)
             answered.add(token)
+        if time.monotonic() > until:
+            late = [rank for rank in range(1, processes) if not store.check([f"token/{rank}"])]
+            raise ValueError(
+                f"ranks {late or 'of an earlier launch'} did not come to the start of the run in {timeout}"
+            )
         time.sleep(0.01)
     return name
 
 
+def everyone() -> dist.ProcessGroup | None:
+    """The default group, in which the main threads of all ranks exchange host tensors; None for one process."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def host_group(minutes: float) -> dist.ProcessGroup | None:
-    """A new gloo group of all ranks, for one user: collectives of two threads must not meet in one group."""
+    """A new gloo group of all ranks, for a thread beside the main one: ranks must begin the collectives of a group in
+    one order, and two threads have none. It costs a socket to every other rank.
+    """
     return dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if dist.is_initialized() else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def _comm(arguments: argparse.Namespace) -> int:
     import torch
 
     from lowprec_train.tools.bench import comm
-    from lowprec_train.train import checks, launch
+    from lowprec_train.train import checks, launch, ranks
 
     world = launch.world()
     if world.processes < 2:
@@ -175,7 +176,8 @@ def _comm(arguments: argparse.Namespace) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
-    with launch.joined(world, device, COMM_MINUTES):
+    started = ranks.met(world, timedelta(minutes=COMM_MINUTES))
+    with started as meeting, launch.joined(world, device, COMM_MINUTES, meeting.store):
         result = comm.measure(device, comm.layer(arguments.model), rounds=arguments.rounds)
         return _finish(arguments, device, f"comm_{world.processes}", result) if world.leads else 0
 

@@ -1,0 +1,63 @@
+"""torch's flight recorder: the last collectives that a process began, with the Python lines that did.
+
+torch keeps it for NCCL and gloo alike. NCCL's watchdog writes it to `<prefix><rank>` before it aborts a process;
+for gloo, and for what has not ended yet, it is read here. `torchfrtrace` compares the files of the ranks. Reading has a
+private name only, so this is its adapter (decision 0008).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+NAMES = ("_dump_nccl_trace", "_dump_fr_trace")  # the first where torch has NCCL
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A collective that has not ended: its name, seconds since it began, its (file, function) lines, inner first."""
+
+    name: str
+    seconds: float
+    lines: list[tuple[str, str]]
+
+
+def switch_on(prefix: Path) -> None:
+    """Record 2,000 collectives, and let NCCL's watchdog write them to `<prefix><rank>`. Before the first process group.
+
+    What the environment already says, under new names or old, stays as it is.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+
+
+def recording() -> bytes | None:
+    """The recorder's content, a pickle; None where torch has no recorder for the back ends that it was built with."""
+    for name in NAMES:
+        if dump := getattr(c10d, name, None):
+            return bytes(dump())
+    return None
+
+
+def unfinished() -> Begun | None:
+    """The oldest collective of this process that the device has not finished; None where there is none, or no recorder.
+
+    gloo's collectives are never marked as finished, so this is for GPUs.
+    """
+    content = recording()
+    entries: list[dict[str, Any]] = pickle.loads(content)["entries"] if content else []
+    waiting = [entry for entry in entries if entry["state"] != "completed" and not entry["retired"]]
+    if not waiting:
+        return None
+    oldest = min(waiting, key=lambda entry: entry["time_created_ns"])
+    lines = [(line["filename"], line["name"]) for line in oldest["frames"]]
+    return Begun(oldest["profiling_name"], (time.time_ns() - oldest["time_created_ns"]) / 1e9, lines)

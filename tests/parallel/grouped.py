@@ -1,0 +1,71 @@
+"""Four processes with the groups of a run: what each group waits for at most, and the sockets: grouped.py DIRECTORY."""
+
+import os
+import socket
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d as c10d
+
+from lowprec_train.parallel.mesh import AXES, Mesh, Sizes
+from lowprec_train.train import launch, ranks
+from lowprec_train.train.launch import World
+
+RANKS = 4
+MINUTES = 0.7
+LAYOUTS = {
+    "sharded": Sizes(dp_shard=4),
+    "replicated": Sizes(dp_replicate=4),
+    "hybrid": Sizes(dp_replicate=2, dp_shard=2),
+    "tensor": Sizes(dp_shard=2, tp=2),
+}
+
+
+def sockets() -> int:
+    links = (os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.exists(link) and os.readlink(link).startswith("socket:") for link in links)
+
+
+def groups() -> dict[str, tuple[list[int], dict[str, float]]]:
+    """{name: (ranks, {kind of device: minutes})} of every group of this process."""
+    found = {}
+    for group in c10d._world.pg_map:
+        kinds = {device.type: group._get_backend(device) for device in group._device_types}
+        seconds = {kind: backend.options._timeout.total_seconds() for kind, backend in kinds.items()}
+        found[group.group_name] = (dist.get_process_group_ranks(group), {k: s / 60 for k, s in seconds.items()})
+    return found
+
+
+def seen(layout: str) -> dict:
+    """Groups and sockets of one layout, as `main` and `build` make them."""
+    before = sockets()
+    mesh = Mesh(LAYOUTS[layout], "cpu", timedelta(minutes=MINUTES))
+    axes = {axis: dist.get_process_group_ranks(mesh.group(axis)) for axis in AXES}
+    beside = launch.host_group(MINUTES)
+    assert beside is not None
+    dist.barrier(beside)
+    made = {"groups": groups(), "axes": axes, "dp": dist.get_process_group_ranks(mesh.dp_group)}
+    made["sockets"] = sockets() - before
+    for group in list(c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    return made
+
+
+def work(rank: int, directory: str, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    world, timeout = World(rank, RANKS, rank), timedelta(minutes=MINUTES)
+    with ranks.met(world, timeout) as meeting, launch.joined(world, torch.device("cpu"), MINUTES, meeting.store):
+        found = {layout: seen(layout) for layout in LAYOUTS}
+        torch.save(found, Path(directory) / f"rank-{rank}.pt")
+
+
+if __name__ == "__main__":
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        free = probe.getsockname()[1]
+    mp.start_processes(work, args=(sys.argv[1], free), nprocs=RANKS, start_method="fork")

@@ -1,0 +1,52 @@
+"""Every process group of a run waits as long as `parallel.timeout_minutes` says, and none is made without need."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.grouped import LAYOUTS, MINUTES, RANKS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("groups")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "tests/parallel/grouped.py"), str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_group_takes_the_timeout(ranks, layout):
+    for each in ranks:
+        minutes = {name: found for name, (_, found) in each[layout]["groups"].items()}
+        assert minutes == {name: dict.fromkeys(found, pytest.approx(MINUTES)) for name, found in minutes.items()}
+        assert all(minutes.values()) and len(minutes) >= 5, "default, three axes, the checkpoint's"
+
+
+def test_the_groups_have_their_ranks(ranks):
+    for rank, each in enumerate(ranks):
+        assert each["sharded"]["axes"] == {"dp_replicate": [rank], "tp": [rank], "dp_shard": [0, 1, 2, 3]}
+        low = rank // 2 * 2
+        hybrid = {"dp_replicate": [rank % 2, rank % 2 + 2], "tp": [rank], "dp_shard": [low, low + 1]}
+        assert each["hybrid"]["axes"] == hybrid and each["hybrid"]["dp"] == [0, 1, 2, 3]
+        tensor = {"dp_replicate": [rank], "tp": [low, low + 1], "dp_shard": [rank % 2, rank % 2 + 2]}
+        assert each["tensor"]["axes"] == tensor and each["tensor"]["dp"] == tensor["dp_shard"]
+
+
+@pytest.mark.parametrize("layout", ["sharded", "replicated"])
+def test_groups_of_all_ranks(ranks, layout):
+    """The default one, the axis along which there is data, and that of the checkpoint's thread: before there were five,
+    each with a socket to every other rank."""
+    for each in ranks:
+        found = each[layout]
+        assert found["dp"] == [0, 1, 2, 3]
+        assert sum(len(members) == RANKS for members, _ in found["groups"].values()) == 3
+        assert 2 * (RANKS - 1) <= found["sockets"] < 4 * (RANKS - 1), "of two groups, and what listens"
