@@ -1,8 +1,8 @@
 """The figure of a comparison: whole curves, their ends enlarged, the gap to the baseline along the run and at its end.
 
-Raw losses are faint, running means strong and drawn at the middle of their window, where they lie on the curve. Colours
-are Okabe and Ito's, which stay apart for colour-blind readers, and every run has dashes and a marker of its own, so the
-figure survives a grey printer. A non-finite loss is a cross at the top.
+Raw losses are faint, running means strong and drawn to the last step (`curves.drawn`). Every run has a colour
+(`colours.py`), dashes and a marker of its own, so the figure survives a grey printer. A non-finite loss is a cross at
+the top.
 """
 
 import textwrap
@@ -16,15 +16,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lowprec_train.tools import curves
+from lowprec_train.tools import colours, curves
 from lowprec_train.tools.measure import Comparison, RunReport
 from lowprec_train.tools.report import number, spread
 from lowprec_train.tools.runs import TOKENS, VALID, Array, Run, Series
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 DASHES = ((0, (6, 1.4)), (0, (2.2, 1.2)), (0, (6, 1.4, 1.4, 1.4)), (0, (1, 1)))
 MARKERS = "osD^vP"
-BASELINE = {"color": "#000000", "linestyle": "-", "marker": "o"}
+BASELINE = {"color": colours.BASELINE[0], "linestyle": "-", "marker": "o"}
 INK, QUIET, GATE, FAINT = "#3c4043", "#80868b", "#b3261e", 0.16
 DIVERGED = 1.0  # nats: a run further away than this leaves the axes instead of flattening the others
 STYLE: dict[Any, Any] = {
@@ -65,8 +64,8 @@ class Subject:
         return np.interp(steps, tokens.steps, tokens.values) / self.scale if self.over_tokens else steps
 
     def smoothed(self, series: Series) -> tuple[Array, Array]:
-        """(x, y) of the running mean, each point at the middle of its window."""
-        return curves.smooth(self.x(series.steps), self.window), curves.smooth(series.values, self.window)
+        """(x, y) of the running mean."""
+        return self.x(series.steps), curves.drawn(series.values, self.window)
 
     @property
     def line(self) -> dict[str, Any]:
@@ -142,7 +141,7 @@ def shortened(label: str) -> str:
 
 def look(i: int) -> dict[str, Any]:
     return {
-        "color": COLOURS[i % len(COLOURS)],
+        "color": colours.of_run(i)[0],
         "linestyle": DASHES[i % len(DASHES)],
         "marker": MARKERS[(i + 1) % len(MARKERS)],
     }

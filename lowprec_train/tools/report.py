@@ -51,9 +51,12 @@ def definitions(comparison: Comparison) -> dict[str, str]:
         "% is of the baseline's mean there",
         "gap, tokens": "the same at the baseline's token counts, the run interpolated linearly between its own",
         "validation": "held-out loss at the last evaluation; its gap at the last evaluation that both logged",
-        "spikes": "groups of neighbouring steps whose loss exceeds the median of up to "
-        f"{curves.SPIKE_HALF_WINDOW} steps either side by more than {curves.SPIKE_SIGMAS:g} robust sigmas "
-        f"(1.4826 x the median distance, at least {curves.SIGMA_FLOOR:g} nat)",
+        "spikes": f"steps in a row that leave the median of up to {curves.SPIKE_HALF_WINDOW} steps either side by more "
+        f"than noise does: their top by {curves.SPIKE_NATS:g} nat or more and by more than {curves.SPIKE_SINGLE:g} "
+        f"times what one step in twenty exceeds by chance, or {curves.SPIKE_LASTING:g} times it where "
+        f"{curves.SPIKE_STEPS} steps or more stay above {curves.SPIKE_EDGE:g} times it",
+        "curves": f"running means over {n} logged steps about each step; at the start of fewer, and over the last half "
+        f"of that the straight line through the last {n}",
         "non-finite": "logged steps whose training loss is NaN or infinite; none is left out of any mean",
         "skipped": "steps that left the weights alone because the loss or the gradient norm was not finite",
         "tokens/s": "median over the logged steps, per GPU (per process without one)",

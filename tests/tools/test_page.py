@@ -12,7 +12,7 @@ from matplotlib import colormaps
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from lowprec_train.tools import measure, plot
+from lowprec_train.tools import colours, curves, measure
 from lowprec_train.tools.page import document
 from lowprec_train.tools.runs import Run, Series
 from tests.tools import browser
@@ -100,7 +100,7 @@ def page(tmp_path_factory, once):
         file, probed = folder / "report.html", folder / "probed.html"
         file.write_text(text, encoding="utf-8")
         probed.write_text(text.replace("</body>", f"<script>{PROBE.read_text()}</script></body>"), encoding="utf-8")
-        return {"text": text, "comparison": comparison, "folder": folder}
+        return {"text": text, "comparison": comparison, "runs": runs, "folder": folder}
 
     return once("report.html", make)
 
@@ -135,11 +135,11 @@ def test_the_page_asks_for_nothing(page):
 
 def test_every_curve_is_drawn_to_its_end(page, seen):
     assert seen["errors"] == [] and seen["ready"] == "true"
-    drawn, window = seen["drawn"], page["comparison"].window
+    drawn = seen["drawn"]
     assert list(drawn["loss"]) == [*NAMES[1:], "bf16"] and list(drawn["gap"]) == list(NAMES[1:])
     for name in NAMES:
         x, y, points = drawn["loss"][name]
-        assert points == N and x == pytest.approx(N - (window - 1) / 2, abs=5)
+        assert points == N and x == pytest.approx(N, abs=5)
         assert y == pytest.approx(of_run(page, name).final_loss.mean, abs=0.02)
         assert drawn["metric"][name][1] == pytest.approx(of_run(page, name).tokens_per_second, rel=0.01)
 
@@ -154,13 +154,19 @@ def test_thinned_curves_keep_their_lowest_and_highest_points(seen):
 
 @pytest.mark.parametrize("matched", ["steps", "tokens"])
 def test_the_gap_is_the_one_of_the_table(page, seen, matched):
-    """The scripts' subtraction and mean against Python's, in FP64 from FP32 losses."""
+    """The scripts' subtraction and running mean against Python's, in FP64 from FP32 losses."""
+    losses = {run.label: (measure.loss_over_tokens(run), run.loss) for run in page["runs"]}
     for name in NAMES[1:]:
-        expected = getattr(of_run(page, name), f"gap_{matched}").nats.mean
-        assert seen["gap"][matched][name][1] == pytest.approx(expected, abs=2e-6), name
+        (own, loss), (reference, base) = losses[name], losses["bf16"]
+        _, values, expected = (
+            curves.at_common_steps(loss, base) if matched == "steps" else curves.at_common_tokens(own, reference)
+        )
+        end = curves.drawn(values - expected, page["comparison"].window)[-1]
+        mean = getattr(of_run(page, name), f"gap_{matched}").nats.mean
+        assert seen["gap"][matched][name][1] == pytest.approx(end, abs=2e-6) == pytest.approx(mean, abs=0.02), name
         if matched == "steps":
-            assert seen["drawn"]["gap"][name][1] == pytest.approx(expected, abs=1e-3)
-            assert seen["finals"][name] == expected
+            assert seen["drawn"]["gap"][name][1] == pytest.approx(end, abs=1e-3)
+            assert seen["finals"][name] == mean
     assert seen["gap"]["tokens"]["int8"][1] != pytest.approx(seen["gap"]["steps"]["int8"][1], abs=1e-3)
 
 
@@ -254,10 +260,10 @@ def test_the_picture_shows_every_run(page, seen, tmp_path, ground):
     options = () if ground == "light" else ("--blink-settings=preferredColorScheme=0",)
     image = imread(browser.picture(page["folder"] / "report.html", SIZE, tmp_path / "page.png", *options))
     assert image.shape[:2] == SIZE[::-1]
-    colours = plot.COLOURS if ground == "light" else document.DARK
-    for colour in colours:
-        assert ink(image, colour, seen["boxes"]["gap"]) > 300, colour
-    assert ink(image, document.INK[ground == "dark"], seen["boxes"]["loss"]) > 1000
+    for place in range(len(NAMES) - 1):
+        colour = colours.of_run(place)[ground == "dark"]
+        assert ink(image, colour, seen["boxes"]["gap"]) > 200, colour
+    assert ink(image, colours.BASELINE[ground == "dark"], seen["boxes"]["loss"]) > 1000
     everywhere = (0, 0, *SIZE)
     assert ink(image, "#ffffff" if ground == "light" else "#181c22", everywhere) > 0.5 * SIZE[0] * SIZE[1]
 

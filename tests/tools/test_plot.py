@@ -6,9 +6,10 @@ import warnings
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lowprec_train.tools import measure, plot
+from lowprec_train.tools import colours, measure, plot
 from lowprec_train.tools.runs import read_runs
 
 
@@ -41,7 +42,7 @@ def test_shows_every_run(make_run, draw, count):
     names = ["bf16", *(f"r{i}" for i in range(1, count))]
     image = draw([make_run(name, losses(i / 32), valid={50: 5.0, 100: 4 + i / 32}) for i, name in enumerate(names)])
     assert image.shape[0] >= 1100 and image.shape[1] == 1760
-    for colour in ("#000000", *plot.COLOURS[: count - 1]):
+    for colour in (colours.BASELINE[0], *(colours.of_run(place)[0] for place in range(count - 1))):
         assert min(ink(image, colour)) > 300, colour
 
 
@@ -79,4 +80,17 @@ def test_draws_over_steps_without_token_counts(make_run, draw):
     paths = [make_run(name, [1.0]) for name in ("bf16", "fp4")]
     for path, loss in zip(paths, (3.0, 3.5)):
         (path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "train/loss": {loss}}}\n' for i in range(40)))
-    assert min(ink(draw(paths), plot.COLOURS[0])) > 300
+    assert min(ink(draw(paths), colours.LIGHT[0])) > 300
+
+
+def test_curves_end_with_the_run(make_run, monkeypatch):
+    """Every strong line of losses and gaps ends at the last step; the enlarged part begins at three quarters."""
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: kept.append(figure))
+    runs = read_runs([make_run("bf16", losses()), make_run("fp4", losses(1 / 32))])
+    plot.save(measure.compare(runs, window=30), runs, None)
+    axes = kept[0].axes
+    for ax, lines in ((axes[0], 2), (axes[1], 2), (axes[2], 1)):
+        strong = [line.get_xdata() for line in ax.lines if line.get_linewidth() == 1.7]
+        assert len(strong) == lines and all(x[-1] == pytest.approx(100 * 4.096) for x in strong)
+    assert axes[1].lines[0].get_xdata()[0] == pytest.approx(76 * 4.096)

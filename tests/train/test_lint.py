@@ -50,7 +50,7 @@ CASES_OF_TRAINING = {
 }
 ERRORS = {"floor-clips", "ceil-headroom", "scale-per-step", "fp8-second-moment"}
 BF16_SPEED = {"nvfp4"}  # its block scales do not fold (docs/recipes/)
-SMALL = {"gpt_125m", "gpt_345m", "gpt_tiny", "llama_130m", "llama_350m", "llama_tiny", "llama_tp_test"}
+SMALL = {"gpt_125m", "gpt_345m", "gpt_tiny", "llama_130m", "llama_350m", "llama_tiny"}
 
 
 @pytest.fixture

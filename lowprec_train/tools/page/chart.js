@@ -28,7 +28,7 @@ function svg(name, attributes = {}, parent = null, text = null) {
 }
 
 function colourOf(run) {
-  return run.place === null ? "var(--run-baseline)" : `var(--run-${run.place % 6})`;
+  return run.place === null ? "var(--run-baseline)" : `var(--run-${run.place})`;
 }
 
 function markerOf(run) {

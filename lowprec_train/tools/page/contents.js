@@ -43,11 +43,11 @@ function visible() {
   return numbers.runs.filter((run) => !state.hidden.has(run.name));
 }
 
-/* A faint line of the points and a strong one of their running mean, at the middle of its window. */
+/* A faint line of the points and a strong one of their running mean. */
 function linesOf(run, x, y, size = state.window) {
   const points = Math.max(1, Math.round(size / numbers.every));
   if (points === 1) return [{ run, kind: "mean", x, y }];
-  const mean = { run, kind: "mean", x: smooth(x, points), y: smooth(y, points) };
+  const mean = { run, kind: "mean", x, y: smooth(y, points) };
   return state.raw ? [{ run, kind: "raw", x, y }, mean] : [mean];
 }
 

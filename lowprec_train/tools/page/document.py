@@ -5,23 +5,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from lowprec_train.tools import plot
+from lowprec_train.tools import colours, plot
 from lowprec_train.tools.measure import Comparison
 from lowprec_train.tools.page import numbers, sections
-from lowprec_train.tools.plot import COLOURS
 from lowprec_train.tools.runs import Run
 
 FOLDER = Path(__file__).parent
 SCRIPTS = ("scale.js", "series.js", "chart.js", "panels.js", "heatmap.js", "contents.js", "page.js")
-DARK = ("#4A9DE8", "#F2854A", "#2FC79A", "#E59CC5", "#F3BC4B", "#A3DDFF")  # COLOURS, lightened for a dark ground
-INK = ("#000000", "#FFFFFF")  # of the baseline
 
 
 def to_html(comparison: Comparison, runs: Sequence[Run], *, figure: str = "sqnr_db") -> str:
     """The whole page; `runs` in the order of `comparison`, `figure` is what the heat maps show at first."""
     parts = {
         "title": sections.escape(plot.title(comparison)),
-        "style": palette() + (FOLDER / "page.css").read_text(encoding="utf-8"),
+        "style": palette(len(runs) - 1) + (FOLDER / "page.css").read_text(encoding="utf-8"),
         "numbers": script_json(numbers.of_comparison(comparison, runs, figure)),
         "script": "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS),
         **sections.of_comparison(comparison),
@@ -30,10 +27,10 @@ def to_html(comparison: Comparison, runs: Sequence[Run], *, figure: str = "sqnr_
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
-def palette() -> str:
-    """The colours of curves.png as CSS variables, each with its twin for a dark ground."""
-    pairs = [*zip(COLOURS, DARK), INK]
-    names = [*map(str, range(len(COLOURS))), "baseline"]
+def palette(count: int) -> str:
+    """The colours of curves.png as CSS variables, each with its twin for a dark ground; `count` runs and a baseline."""
+    pairs = [*map(colours.of_run, range(count)), colours.BASELINE]
+    names = [*map(str, range(count)), "baseline"]
     lines = [f"  --run-{name}: light-dark({light}, {dark});" for name, (light, dark) in zip(names, pairs)]
     return ":root {\n" + "\n".join(lines) + "\n}\n"
 

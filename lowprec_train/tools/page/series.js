@@ -21,17 +21,29 @@ function fromKnots(knots) {
   return values;
 }
 
-/* Mean of the last `size` values, of fewer at the start; a value that is not finite spoils its own windows only. */
+/* The running mean as curves.drawn of Python has it, at the points themselves: the mean of the window about a point, the
+   largest odd number of them up to `size`; at the start the window shrinks about its point; the last half window is the
+   least-squares line through the last window. A value that is not finite spoils its own windows only. */
 function smooth(values, size) {
-  const means = new Float64Array(values.length);
-  let sum = 0;
-  let spoiled = 0;
-  const enter = (value, sign) => (Number.isFinite(value) ? (sum += sign * value) : (spoiled += sign));
-  for (let i = 0; i < values.length; i++) {
-    enter(values[i], 1);
-    if (i >= size) enter(values[i - size], -1);
-    means[i] = spoiled ? NaN : sum / Math.min(i + 1, size);
+  const n = values.length;
+  const half = Math.floor((Math.min(size, n) - 1) / 2);
+  if (half < 1) return Float64Array.from(values);
+  const means = new Float64Array(n);
+  let [from, to, sum, spoiled] = [0, -1, 0, 0];
+  const count = (value, sign) => (Number.isFinite(value) ? (sum += sign * value) : (spoiled += sign));
+  for (let i = 0; i < n - half; i++) {
+    const reach = Math.min(i, half);
+    while (to < i + reach) count(values[++to], 1);
+    while (from < i - reach) count(values[from++], -1);
+    means[i] = spoiled ? NaN : sum / (2 * reach + 1);
   }
+  const middle = n - 1 - half;
+  let [slope, squares] = [0, 0];
+  for (let k = -half; k <= half; k++) {
+    slope += k * (values[middle + k] - values[middle]);
+    squares += k * k;
+  }
+  for (let k = 1; k <= half; k++) means[middle + k] = means[middle] + (slope / squares) * k;
   return means;
 }
 
