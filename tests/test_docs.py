@@ -4,6 +4,7 @@ import re
 import shlex
 import tomllib
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -156,3 +157,20 @@ def test_keys_of_the_migration_table_exist():
     named = {key for key in named if not key.startswith("precision.override.")}
     assert len(named) > 35
     assert named <= known, f"docs/migrating.md names keys that do not exist: {sorted(named - known)}"
+
+
+def test_the_picture_of_the_architecture_is_of_this_tree():
+    """docs/architecture.svg draws every package on its floor, every configuration group and every path of a GEMM."""
+    drawn = ElementTree.parse(ROOT / "docs" / "architecture.svg").getroot()
+    named = {part.get("id"): part for part in drawn.iter() if part.get("id")}
+    texts = [each for each in named["floors"] if each.tag.endswith("text")]
+    heights = sorted({int(each.get("y")) for each in texts})
+    floors = [{each.text for each in texts if int(each.get("y")) == height} for height in heights]
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    assert floors == [set(re.findall(r"\w+", layer)) for layer in contracts[0]["layers"]]
+    modules = {path.stem for path in (ROOT / "lowprec_train").iterdir() if re.fullmatch(r"[a-z]\w*(\.py)?", path.name)}
+    assert set().union(*floors) == modules - {"configs"}
+    groups = {each.text for each in named["groups"] if each.tag.endswith("text")}
+    assert groups == {path.name for path in (ROOT / "configs").iterdir() if path.is_dir() and path.name[0] != "_"}
+    assert set(named["paths"].text.split("  |  ")) == {path.value for path in gemm.Path}
+    assert "not built" not in (ROOT / "docs" / "architecture.svg").read_text()
