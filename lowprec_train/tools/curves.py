@@ -138,8 +138,8 @@ def spikes(loss: Series) -> list[Spike]:
         top = event[np.argmax(excess[event])]
         least = SPIKE_SINGLE if len(event) < SPIKE_STEPS else SPIKE_LASTING
         if height[top] > least and excess[top] >= SPIKE_NATS:
-            place = {"step": int(steps[top]), "loss": float(values[top]), "length": len(event)}
-            found.append(Spike(excess=float(excess[top]), reaches=float(height[top]), **place))
+            size = {"excess": float(excess[top]), "reaches": float(height[top])}
+            found.append(Spike(step=int(steps[top]), loss=float(values[top]), length=len(event), **size))
     return found
 
 
