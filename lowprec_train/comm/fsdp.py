@@ -10,8 +10,9 @@ What is reduced is a sum. FSDP2 asks for an average unless it is told otherwise,
 divide factor of 1): the loss is divided where it is defined, by the targets of the whole step.
 
 FP32 payloads take the same path. Added in rank order they have the same bits on any back end and however messages are
-cut, and with one micro-batch a rank those of a process that accumulates the same micro-batches; the order of a ring or
-a tree depends on the back end and on sizes.
+cut; the order of a ring or a tree depends on the back end and on sizes. With one micro-batch a rank and over one axis
+these are the bits of a process that accumulates the same micro-batches. Hybrid sharding adds within shard groups first:
+(g0 + g1) + (g2 + g3), not ((g0 + g1) + g2) + g3.
 """
 
 from __future__ import annotations

@@ -84,6 +84,22 @@ def test_fp32_sums_are_exact(results, name, layout):
             assert torch.equal(result[layout, name]["gradients"][parameter], expected), parameter
 
 
+def test_one_axis_adds_as_one_process_does_and_hybrid_sharding_by_groups(results):
+    """In rank order, as one process accumulates; two axes: (g0 + g1) + (g2 + g3), a bound away and not the same."""
+    apart = False
+    for parameter in SHAPES:
+        parts = contributions(CASES["fp32"], parameter)
+        alone = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+        bound = 2 * 3 * 2.0**-24 * torch.stack(parts).abs().sum(0)
+        for result in results:
+            found = {layout: result[layout, "fp32"]["gradients"][parameter] for layout in LAYOUTS}
+            assert torch.equal(found["shard"], alone) and torch.equal(found["replicate"], alone)
+            assert torch.equal(found["hybrid"], (parts[0] + parts[1]) + (parts[2] + parts[3]))
+            assert ((found["hybrid"] - alone).abs() <= bound).all()
+            apart |= not torch.equal(found["hybrid"], alone)
+    assert apart
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sums_at_every_micro_batch(results, layout):
     case = CASES["each"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import STREAMS, Draws, Gemms, Purpose
+from lowprec_train.numerics.draws import BY_TOKEN, LAST_TOKEN, STREAMS, Draws, Gemms, Purpose
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.ops.philox import philox, random_bits
@@ -65,13 +65,17 @@ def table(run_seed: int, sites: int, step: int, first_token: int = 0) -> np.ndar
 
 
 @pytest.mark.parametrize("run_seed", [0, 42, 2**40 + 7])
-@pytest.mark.parametrize("step", [0, 1, 100_000, 2**32 + 5])
-def test_the_table_is_the_oracles(run_seed, step):
+@pytest.mark.parametrize(("step", "first_token"), [(0, 0), (1, 8), (100_000, 4096), (2**32 + 5, LAST_TOKEN - 8)])
+def test_the_table_is_the_oracles(run_seed, step, first_token):
     want = [
-        [oracle.draw_seed(run_seed, site, gemm, purpose, step) for gemm in range(3) for purpose in range(3)]
+        [
+            oracle.draw_seed(run_seed, site, gemm, purpose, step, first_token)
+            for gemm in range(3)
+            for purpose in range(3)
+        ]
         for site in range(4)
     ]
-    assert np.array_equal(table(run_seed, 4, step), want)
+    assert np.array_equal(table(run_seed, 4, step, first_token), want)
 
 
 def test_every_address_has_a_seed_of_its_own():
@@ -82,22 +86,29 @@ def test_every_address_has_a_seed_of_its_own():
     assert (seeds >= 0).all()
 
 
+def test_weights_and_signs_have_seeds_of_their_own_in_each_micro_batch_and_tokens_have_not():
+    """Over micro-batches of three sizes, all of which one step could have."""
+    seeds = np.stack([table(9, 3, 4, first_token) for first_token in (0, 8, 64, 128, 4096, 2**20, LAST_TOKEN - 8)])
+    of_tokens = [int(gemm) * 3 + int(purpose) for gemm, purpose in BY_TOKEN]
+    others = np.delete(seeds, of_tokens, axis=2)
+    assert (seeds[:, :, of_tokens] == seeds[:1, :, of_tokens]).all()
+    assert others.shape[-1] == 5 and len(np.unique(others)) == others.size
+
+
 def test_begin_replays_and_views_stay_valid():
     draws = Draws(3, 2)
     view = draws.site(1)
     pointer = view.seeds.data_ptr()
     draws.begin(5, 0)
     first = view.seeds.clone()
+    draws.begin(5, 64)
+    assert not torch.equal(view.seeds, first)
     draws.begin(6, 64)
     assert not torch.equal(view.seeds, first)
     assert view.token_rows.tolist() == [64, 0] and view.token_columns.tolist() == [0, 64]
     draws.begin(5, 0)
     assert torch.equal(view.seeds, first) and view.token_rows.tolist() == [0, 0]
     assert view.seeds.data_ptr() == pointer
-
-
-def test_the_first_token_moves_origins_only():
-    assert np.array_equal(table(9, 3, 4, first_token=0), table(9, 3, 4, first_token=4096))
 
 
 def test_seed_names_a_stream():
@@ -131,7 +142,7 @@ def test_a_token_draws_the_same_however_the_batch_is_split(cut):
     assert not torch.equal(rounded(tokens[cut:], 0)[0], rows[cut:])
 
 
-@pytest.mark.parametrize("first_token", [4, 1, 20])
-def test_a_micro_batch_starts_at_a_multiple_of_eight(first_token):
+@pytest.mark.parametrize("first_token", [4, 1, 20, -8, LAST_TOKEN])
+def test_a_micro_batch_starts_at_a_multiple_of_eight_that_the_counter_holds(first_token):
     with pytest.raises((ValueError, AssertionError), match=str(first_token)):
         Draws(0, 1).begin(0, first_token)

@@ -18,9 +18,11 @@ import torch.multiprocessing as mp
 
 from lowprec_train.config import RunConfig
 from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.recipes import mxfp4
 from lowprec_train.train import build, describe
 from lowprec_train.train.launch import ALONE, World
 from lowprec_train.train.trainer import Trainer
+from tests.precision.noise import weight_noise
 from tests.recipes import SYSTEMS, composed
 from tests.train.standins import Corpus, Sequences
 
@@ -74,17 +76,36 @@ def trained(
     case: str, sizes: Sizes, world: World = ALONE, *, accumulation: int = 1, steps: int = STEPS
 ) -> dict[str, list[float]]:
     """A run of some steps; every process of the group calls it. sizes: of the layout, also for the reference."""
-    tokens = MICRO * SEQ * sizes.dp * accumulation
-    layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
-    grid = [f"parallel.{key}={value}" for key, value in layout.items()] if world.processes > 1 else []
-    run = composed(*CASES[case], *TINY, f"tokens_per_step={tokens}", f"steps={steps}", *grid)
-    trainer = built(run, world, torch.float32 if sizes.tp > 1 and case != "in bf16" else torch.bfloat16)
+    trainer = prepared(case, sizes, world, accumulation=accumulation, steps=steps)
     losses, norms = [], []
     for _ in range(steps):
         metrics = trainer.step()
         losses.append(float(metrics["train/loss"]))
         norms.append(float(metrics["train/grad_norm"]))
     return {"loss": losses, "norm": norms, "valid": [trainer.evaluate()["valid/loss"]]}
+
+
+def prepared(case: str, sizes: Sizes, world: World, *, accumulation: int, steps: int) -> Trainer:
+    """The trainer of a run at a layout, or of the one process that it is compared with."""
+    tokens = MICRO * SEQ * sizes.dp * accumulation
+    layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    grid = [f"parallel.{key}={value}" for key, value in layout.items()] if world.processes > 1 else []
+    run = composed(*CASES[case], *TINY, f"tokens_per_step={tokens}", f"steps={steps}", *grid)
+    return built(run, world, torch.float32 if sizes.tp > 1 and case != "in bf16" else torch.bfloat16)
+
+
+def noises(case: str, sizes: Sizes, world: World = ALONE) -> list[torch.Tensor]:
+    """What rounding does to a weight in each micro-batch of a step, one tensor for each that this process takes."""
+    trainer, found = prepared(case, sizes, world, accumulation=2, steps=1), []
+    draws, begin = trainer.draws, trainer.draws.begin
+
+    def watched(step: int, first_token: int) -> None:
+        begin(step, first_token)
+        found.append(weight_noise(mxfp4.recipe(), draws.site(1)))
+
+    draws.begin = watched
+    trainer.step()
+    return found
 
 
 def built(run: RunConfig, world: World, stream: torch.dtype) -> Trainer:
@@ -104,6 +125,7 @@ def work(rank: int, directory: str, layout: str, steps: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
     results = {case: trained(case, sizes, world, steps=steps) for case in cases_of(layout)}
     results["fp8, accumulation 2"] = trained("fp8", sizes, world, accumulation=2, steps=steps)
+    results["noise"] = noises("mxfp4", sizes, world)
     torch.save(results, Path(directory) / f"rank-{rank}.pt")
     dist.destroy_process_group()
 

@@ -1,13 +1,16 @@
 """Every recipe at every layout: the losses of one process that accumulates the same micro-batches.
 
-Data parallel, with FP32 gradients on the wire and no clipping: bit for bit. The same codes, scales, draws, and the same
-sums in the same order. Tensor parallel: the same codes, scales and draws, but sums along a cut dimension come in
-another order; with FP32 between layers that is all, but where it tips a rounding. In BF16 partial sums are rounded too.
+Data parallel over one axis, with FP32 gradients on the wire and no clipping: bit for bit. The same codes, scales and
+draws, and the same sums in the same order; hybrid sharding adds the same gradients in another order. Tensor parallel:
+the same codes, scales and draws, but sums along a cut dimension come in another order; with FP32 between layers that is
+all, but where it tips a rounding. In BF16 partial sums are rounded too.
 """
 
 import pytest
+import torch
 
-from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, launch, trained
+from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, launch, noises, trained
+from tests.precision.noise import standard_score
 
 # Relative bounds of a step's loss.
 CLIPPED = 1e-6  # an FP64 norm is rounded once, and a clipped update with it
@@ -65,6 +68,20 @@ def test_accumulation(name, ranks_at, references):
     """Two micro-batches a rank: gradients are added on each rank first, so sums come in another order."""
     found = ranks_at(name)[0]["fp8, accumulation 2"]["loss"]
     assert found == pytest.approx(references("fp8", LAYOUTS[name], accumulation=2)["loss"], rel=ORDER)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_noise_of_weights_is_another_on_each_data_parallel_rank_and_in_each_micro_batch(name, ranks_at):
+    """And that of micro-batch i * dp + d of one process on all tp ranks of data-parallel rank d."""
+    sizes, ranks = LAYOUTS[name], ranks_at(name)
+    alone = noises("mxfp4", sizes)
+    assert len(alone) == 2 * sizes.dp
+    for rank, each in enumerate(ranks):
+        expected = alone[rank // sizes.tp :: sizes.dp]
+        assert len(each["noise"]) == len(expected) == 2
+        assert all(torch.equal(found, right) for found, right in zip(each["noise"], expected))
+    scores = [standard_score(a, b) for i, a in enumerate(alone) for b in alone[:i]]
+    assert scores and max(map(abs, scores)) < 4.5, scores
 
 
 @pytest.mark.nightly

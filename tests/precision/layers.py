@@ -66,7 +66,7 @@ def draws() -> SiteDraws:
 
 
 def seeds(gemm: int, purpose: int) -> int:
-    return oracle.draw_seed(RUN_SEED, SITE, gemm, purpose, STEP)
+    return oracle.draw_seed(RUN_SEED, SITE, gemm, purpose, STEP, FIRST_TOKEN)
 
 
 def linear(recipe: LinearRecipe, w: np.ndarray, bias: np.ndarray | None = None) -> Linear:
