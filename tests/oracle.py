@@ -228,10 +228,10 @@ def random_bits(seed: int, rows: int, columns: int, origin: tuple[int, int] = (0
 
 def draw_seed(run_seed: int, site: int, gemm: int, purpose: int, step: int, first_token: int = 0) -> int:
     """The entry of the seed table: 63 bits, two words of Philox. X, dY, dY^T and X^T (operand a of a GEMM, operand b
-    of wgrad) are addressed by their tokens; W, W^T and the signs by the micro-batch, in the bits above the stream."""
+    of wgrad) are addressed by their tokens; W, W^T and the signs by the micro-batch, in the bits above the step."""
     has_tokens = purpose == 1 or (gemm, purpose) == (2, 2)
     micro_batch = 0 if has_tokens else first_token // 8
-    words = philox((site, 3 * gemm + purpose + (micro_batch << 4), *split64(step)), split64(run_seed))
+    words = philox((site, 3 * gemm + purpose, *split64(step + (micro_batch << 36))), split64(run_seed))
     return (int(words[0]) | int(words[1]) << 32) % 2**63
 
 

@@ -1,6 +1,6 @@
 """Seeds for every stochastic operand of every linear, as data: a table that is rewritten in place at each micro-batch.
 
-    seed[site, stream] = first 63 bits of Philox4x32-10(counter = (site, stream + 16 u, step), key = run seed)
+    seed[site, stream] = first 63 bits of Philox4x32-10(counter = (site, stream, step + 2^36 u), key = run seed)
     u = 0 for an operand with tokens;   u = the micro-batch's first token / 8 for weights and for signs
 
 A site is a linear layer, a stream one of its (gemm, purpose) pairs. Nothing inside the graph draws: compiled,
@@ -45,7 +45,7 @@ BY_TOKEN = ((Gemms.FPROP, Purpose.A), (Gemms.DGRAD, Purpose.A), (Gemms.WGRAD, Pu
 """Operands with tokens: X; dY; dY^T and X^T. The rest are W, W^T and signs."""
 
 GROUP = 8  # tokens, or elements of a row: what one call of Philox serves
-LAST_TOKEN = GROUP << 28  # 32 bits of the counter hold 16 streams of as many groups
+LAST_TOKEN = GROUP << 28  # 64 bits of the counter hold a step below 2^36 and a group
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Draws:
         site = torch.arange(self.table.shape[0]).unsqueeze(1)
         by_token = torch.zeros(STREAMS, dtype=torch.bool)
         by_token[[gemm * len(Purpose) + purpose for gemm, purpose in BY_TOKEN]] = True
-        stream = (torch.arange(STREAMS) + 16 * micro_batch * ~by_token).unsqueeze(0)
-        low, high = torch.tensor(step & 0xFFFFFFFF), torch.tensor(step >> 32 & 0xFFFFFFFF)
+        stream = torch.arange(STREAMS).unsqueeze(0)
+        low, high = torch.tensor(step & 0xFFFFFFFF), (step >> 32) + (micro_batch << 4) * (~by_token).unsqueeze(0)
         words = philox((site, stream, low, high), self.run_seed)
         return (words[1] & 0x7FFFFFFF) << 32 | words[0]
 

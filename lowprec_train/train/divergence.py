@@ -1,0 +1,85 @@
+"""Which steps are skipped, and when a run has failed.
+
+With finite weights and moments, v >= 0 and eps > 0, AdamW's update is finite where the gradient's square is:
+
+    m' = m + (1 - b1) (g - m),   v' = b2 v + (1 - b2) g^2,   w' = w (1 - r decay) - r m'^ / (sqrt(v'^) + eps)
+
+So a step is skipped unless the loss is finite and the norm of the clipped gradient is below 1e19, whose square FP32 and
+BF16 hold. Nothing waits for the device: the decision, the update and the counts are made there. What learning rates
+without measure (1e30) still overflow is found before it is saved (`train.finite`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+LARGEST_NORM = 1e19
+NAMED = 3  # parameters that a message lists
+
+
+class TrainingDiverged(RuntimeError):
+    """The loss or the gradient was not finite for too many steps in a row.
+
+    gradients: names of the parameters whose gradients were not finite in the last skipped step.
+    """
+
+    def __init__(
+        self, *, step: int, loss: float, grad_norm: float, skipped: int, lr: float, gradients: Sequence[str] = ()
+    ) -> None:
+        self.step, self.loss, self.grad_norm, self.skipped, self.lr = step, loss, grad_norm, skipped, lr
+        self.gradients = tuple(gradients)
+        more = f" and {len(gradients) - NAMED} more" if len(gradients) > NAMED else ""
+        where = f" (gradients not finite: {', '.join(gradients[:NAMED])}{more})" if gradients else ""
+        super().__init__(
+            f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
+            f"{skipped} steps in a row skipped as not finite{where}, learning rate {lr:.3g}.\n"
+            "The weights and optimizer state from before them are saved. Try a lower peak learning rate or a longer "
+            "warm-up, a smaller clip_norm, one GEMM in higher precision (precision.override) to find the one that "
+            "overflows, or a larger max_skipped."
+        )
+
+
+class NothingTrained(RuntimeError):
+    """The run came to its last step without an update, or ended in as many skipped steps as end a run."""
+
+    def __init__(self, *, steps: int, skipped: int, in_row: int) -> None:
+        every = skipped >= steps
+        what = f"all {steps} steps" if every else f"the last {in_row} of {steps} steps"
+        so = "no weight has moved" if every else "the weights are those from before them"
+        super().__init__(f"the run has not trained: {what} were skipped as not finite, and {so}")
+
+
+def usable(loss: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
+    """0-dim bool: whether a step with gradients of this norm, divided by `scale`, leaves finite numbers."""
+    return loss.isfinite() & scale.isfinite() & (norm / scale <= LARGEST_NORM)
+
+
+class Skips:
+    """Counts of skipped steps, 0-dim int64 on the device; how the gradients of the last of them were, bool [p]."""
+
+    def __init__(self, device: torch.device, parameters: int) -> None:
+        self.total = torch.zeros((), dtype=torch.int64, device=device)
+        self.in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._bad = torch.zeros(parameters, dtype=torch.bool, device=device)
+
+    def count(self, taken: Tensor, squares: Tensor) -> None:
+        """One step. taken: 0-dim bool. squares: of each parameter's gradient, FP64 [p], on this process."""
+        self.total += ~taken
+        self.in_row.add_(1).mul_(~taken)
+        self._bad = torch.where(taken, self._bad, ~squares.isfinite())
+
+    def gradients(self, names: Sequence[str], total: Callable[[Tensor], Tensor]) -> list[str]:
+        """Parameters whose gradients were not finite on any process of a team in the last skipped step.
+
+        total: the sum over the team.
+        """
+        return [name for name, bad in zip(names, total(self._bad.float()).tolist(), strict=True) if bad]
+
+    def judge(self, steps: int, max_skipped: int) -> None:
+        """At the end of a run. Raises NothingTrained."""
+        total, in_row = int(self.total), int(self.in_row)
+        if total >= steps or in_row >= max_skipped:
+            raise NothingTrained(steps=steps, skipped=total, in_row=in_row)
