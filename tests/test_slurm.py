@@ -172,6 +172,63 @@ def test_the_outcome_decides(tmp_path, outcome, status, requeued, said):
     assert (ended, cluster.requeued()) == (status, [str(cluster.job)] * requeued) and said in out
 
 
+SAVES = """mkdir -p runs/a/checkpoints
+echo "$SAVED" >runs/a/checkpoints/latest
+exit 1
+"""
+
+
+def test_a_crash_is_requeued_while_checkpoints_come(tmp_path):
+    """Up to the limit; a job of another number begins to count anew."""
+    cluster = Cluster(tmp_path, SAVES)
+    for crash in range(3):
+        status, out = cluster.run("name=a", SAVED=f"step-{crash}", CRASH_REQUEUES="2")
+        again = crash < 2
+        assert (status, len(cluster.requeued())) == (int(not again), min(crash + 1, 2)) and "neither finished" in out
+        assert (f"after crash {crash + 1} of at most 2" if again else "requeued after 2 crashes already") in out
+    cluster.job += 1
+    status, _ = cluster.run("name=a", SAVED="step-9")
+    assert status == 0 and cluster.requeued()[-1] == str(cluster.job)
+
+
+@pytest.mark.parametrize("saved", ["step-7", ""])
+def test_a_crash_without_a_new_checkpoint_is_the_last(tmp_path, saved):
+    cluster = Cluster(tmp_path, SAVES if saved else "exit 1")
+    if saved:
+        (tmp_path / "runs/a/checkpoints").mkdir(parents=True)
+        (tmp_path / "runs/a/checkpoints/latest").write_text(f"{saved}\n")
+    status, out = cluster.run("name=a", SAVED=saved)
+    assert status == 1 and not cluster.requeued() and "no checkpoint is newer than the launch" in out
+
+
+def test_what_another_launch_wrote_stays(tmp_path):
+    """A second job of the same name must not remove the PREEMPTED of the first, which holds the run's lock."""
+    cluster = Cluster(tmp_path, "[ -e runs/a/PREEMPTED ] && echo there >seen; exit 1")
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/PREEMPTED").write_text("{}")
+    assert cluster.run("name=a")[0] == 1
+    assert cluster.lines("seen") == ["there"] and (tmp_path / "runs/a/PREEMPTED").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "given", "found"),
+    [
+        (2, {}, ["ib0", "ib0"]),
+        (2, {"GLOO_SOCKET_IFNAME": "eth7"}, ["eth7", "eth7"]),
+        (2, {"NCCL_SOCKET_IFNAME": "=lo"}, ["lo", "lo"]),
+        (2, {"NCCL_SOCKET_IFNAME": "^docker"}, ["ib0", "ib0"]),
+        (2, {"ROUTE": "none"}, ["", ""]),
+        (1, {}, [""]),
+    ],
+)
+def test_gloo_takes_the_interface_to_the_other_nodes(tmp_path, nodes, given, found):
+    cluster = Cluster(tmp_path, 'echo "${GLOO_SOCKET_IFNAME:-}" >"gloo-$SLURM_NODEID"', nodes)
+    cluster.script("bin/ip", '[ -n "${ROUTE:-}" ] || echo "$4 via 10.0.0.254 dev ib0 src 10.0.0.1 uid 0"')
+    _, out = cluster.run("name=a", **given)
+    assert [cluster.lines(f"gloo-{node}")[0] for node in range(nodes)] == found
+    assert ("no interface found" in out) == ("ROUTE" in given)
+
+
 def test_names_and_places(tmp_path):
     cluster = Cluster(tmp_path, RECORDER)
     status, out = cluster.run("+recipe=fp4")

@@ -1,13 +1,35 @@
 #!/usr/bin/env bash
-# One node's part of a job: torchrun over its GPUs. Started by srun, once a node: node.sh HEAD-NODE OVERRIDE...
+# One node's part of a job: torchrun over its GPUs. Started by srun, once a node: node.sh HEAD-NODE OTHER-NODE OVERRIDE...
 #
 # torchrun kills its ranks 30 seconds after it has received a signal, and a save may take longer. So it is started deaf,
 # and the signal goes to the ranks from here: once a second, so that one which is just starting hears it too (they are
 # deaf as well before they listen, and after it). They save and exit 0, and torchrun ends as after any other run.
 # The restart count makes the rendezvous of a requeued job a new one.
 set -euo pipefail
-head=$1
-shift
+head=$1 other=$2
+shift 2
+
+# gloo takes the interface that the node's name stands for, which on many systems is the loopback: name the one that
+# leads to the other nodes, as NCCL finds it by itself.
+interface() {
+    local named=${NCCL_SOCKET_IFNAME:-} address
+    if [ -n "$named" ] && [ -e "/sys/class/net/${named#=}" ]; then
+        echo "${named#=}"
+        return
+    fi
+    ((SLURM_NODEID)) && address=$head || address=$other
+    address=$(getent ahosts "$address" | awk 'NR == 1 { print $1 }')
+    ip -o route get "$address" | sed -n 's/.* dev \([^ ]*\).*/\1/p'
+}
+if [ "$SLURM_NNODES" -gt 1 ] && [ -z "${GLOO_SOCKET_IFNAME:-}" ]; then
+    GLOO_SOCKET_IFNAME=$(interface || true)
+    if [ -n "$GLOO_SOCKET_IFNAME" ]; then
+        export GLOO_SOCKET_IFNAME
+    else
+        echo "no interface found that leads to other nodes: GLOO_SOCKET_IFNAME=... names one, if gloo does not connect" >&2
+        unset GLOO_SOCKET_IFNAME
+    fi
+fi
 (
     trap '' USR1 USR2 TERM
     exec torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-1}" --max-restarts=3 \
