@@ -45,16 +45,38 @@ LAUNCH_FACTS: dict[str, str] = {
 }
 """Keys that do not change what is learned, with the reason. All others are training keys: they make the run's identity.
 
-`steps` is a training key: the learning rate of every step depends on it, so a longer run is another run.
+`steps` is a training key: the learning rate of every step depends on it, so a longer run is another run, unless
+resume=extend says otherwise.
 `micro_batch` is one: a scale per tensor spans a micro-batch.
+"""
+PLACES = ("data.train", "data.valid", "data.root", "data.tokenizer")
+"""Keys that say where text lies. What lies there is told by the corpus hash, and a run goes on wherever that is found;
+of the default name they decide by the last part of their paths.
 """
 
 
 class Resume(Enum):
-    """`auto` continues the run of this name; `never` moves it aside to `<name>.1`, `.2`, ... and starts afresh."""
+    """What a launch does with an earlier run of its name: `resume=` auto, never, extend or step-N.
+
+    auto    continues it
+    never   moves it aside to `<name>.1`, `.2`, ... and starts afresh
+    extend  continues it with more steps
+    step    goes back to one of its checkpoints; maybe with other steps
+    """
 
     auto = "auto"
     never = "never"
+    extend = "extend"
+    step = "step-N"
+
+
+def parse_resume(text: str) -> tuple[Resume, int | None]:
+    """`resume=` as a choice and, of step-N, the step. Raises ValueError for anything else."""
+    if named := re.fullmatch(r"step-(\d+)", text):
+        return Resume.step, int(named[1])
+    if text not in (Resume.auto.value, Resume.never.value, Resume.extend.value):
+        raise ValueError(f"resume={text} is none of {', '.join(choice.value for choice in Resume)}")
+    return Resume(text), None
 
 
 class Compile(Enum):
@@ -183,7 +205,7 @@ class RunConfig:
     max_skipped: int = MISSING
 
     run_root: str = MISSING
-    resume: Resume = MISSING
+    resume: str = MISSING
     device: str = MISSING
     compile: Compile = MISSING
     debug: bool = MISSING

@@ -30,7 +30,8 @@ from lowprec_train import config
 from lowprec_train.config import RunConfig
 from lowprec_train.ops.kernels import KernelError
 from lowprec_train.ops.self_test import self_test
-from lowprec_train.train import build, checks, describe, flight, launch, out_of_memory, ranks, rundir, signals
+from lowprec_train.train import build, checks, continuation, describe, flight, identity, launch, out_of_memory
+from lowprec_train.train import ranks, rundir, signals
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
@@ -161,13 +162,15 @@ def train(
     linears = [describe.effective(layout.model, phase.recipes, device) for phase in layout.phases]
     report = build.lint(options, layout, linears, device)
     self_test(device)
-    name = options.name or rundir.default_name(plain, choice.recipe)
-    with rundir.shared(Path(options.run_root), name, plain, options.resume) as directory:
-        if directory.done:
-            log.info("run %s is done: %s", directory.path, directory.read("DONE"))
-            log.info("resume=never, or another name=..., trains again")
+    (resume, _), root = config.parse_resume(options.resume), Path(options.run_root)
+    name = options.name or launch.first(lambda: identity.found_name(root, plain, choice.recipe, resume))
+    with rundir.shared(root, name, plain, resume) as directory:
+        way = launch.first(lambda: continuation.plan(directory, options, plain))
+        for line in way.told:
+            log.info("%s", line)
+        if way.done:
             return
-        facts: dict[str, Any] = {"name": name, "hash": rundir.digest(plain)}
+        facts: dict[str, Any] = {"name": name, **identity.facts(plain), **way.facts}
         facts |= build.facts(options, choice, layout.model, device, compiled=compiled)
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
         facts["kept"] = describe.kept(layout.phases[0].keep)
@@ -187,7 +190,9 @@ def train(
         facts["gathered"] = trainer.team.gathered()
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:
-            step = checkpointer.load(trainer.checkpoint_parts(), optional=trainer.team.state_parts()) or 0
+            step = checkpointer.load(trainer.checkpoint_parts(), way.step, optional=trainer.team.state_parts()) or 0
+            if way.leaves:
+                launch.first(lambda: continuation.leave(directory, step))
             log.info("resuming after step %d of %d", step, options.steps)
         directory.begin(config=plain, recipe=linears[0], facts=facts | build.text_facts(corpus))
         sinks, agreement = build.sinks(options, trainer, directory, plain), StopAgreement(launch.everyone())

@@ -137,3 +137,10 @@ class WarmupStableDecay(Warmup):
     def _shape(self, step: int) -> float:
         progress = self._progress(step, self.steps - self.decay)
         return 1 - (math.sqrt(progress) if self.shape == "sqrt" else progress)
+
+
+def before_decay(schedule: Schedule) -> tuple[int, ...]:
+    """The number of updates before a WSD schedule decays, where a longer run can be continued from; else nothing."""
+    if not isinstance(schedule, WarmupStableDecay) or schedule.steps == schedule.decay:
+        return ()
+    return (schedule.steps - schedule.decay,)

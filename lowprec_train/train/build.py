@@ -25,6 +25,7 @@ from lowprec_train.numerics.draws import Draws
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.adamw import AdamW, parameter_groups
 from lowprec_train.optim.piece import Piece
+from lowprec_train.optim.schedule import before_decay
 from lowprec_train.precision import gemm, policy
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
@@ -292,6 +293,7 @@ def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
         keep=run.keep,
         asynchronous=run.checkpoint_async,
         verify=run.checkpoint_verify,
+        kept=before_decay(construct(run.optim.schedule)),
         process_group=host_group(run.parallel.timeout_minutes) if run.checkpoint_async else None,
     )
 

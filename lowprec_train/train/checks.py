@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lowprec_train.config import Compile, RunConfig
+from lowprec_train.config import Compile, RunConfig, parse_resume
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.block_keep import BlockKeep
@@ -37,6 +37,7 @@ POSITIVE_SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn", "ma
 
 def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, bool]:
     """Numbers that must fit each other, and what this machine must have. Returns the device and whether to compile."""
+    parse_resume(run.resume)
     _positive(run)
     _batch(run, layout(run, world.processes))
     if run.telemetry_interval and world.processes > 1:

@@ -21,7 +21,7 @@ from lowprec_train.precision import gemm
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import Phase
-from lowprec_train.train.rundir import flatten
+from lowprec_train.train.identity import flatten
 
 # What a command line may change in a recipe: how layers compute, how gradients travel, how states are stored.
 CHANGES = re.compile(

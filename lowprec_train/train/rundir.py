@@ -5,16 +5,12 @@
     run.json       identity, corpus, deviations      telemetry.jsonl  a line a rounding, where it was watched
     DONE | PREEMPTED   how the last launch ended (JSON)
 
-The default name is model-recipe-hash, the hash taken over the training keys only (`config.LAUNCH_FACTS` names the
-others), so a requeued job continues and a changed learning rate is a new run. Nothing here deletes a run:
-`resume=never` renames it.
+What tells one run from another is in train/identity.py. Nothing here deletes a run: `resume=never` renames it.
 """
 
 import fcntl
-import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,64 +18,24 @@ from pathlib import Path
 from typing import IO, Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
-from lowprec_train.config import LAUNCH_FACTS, Resume
+from lowprec_train.config import Resume
+from lowprec_train.data.appending import write_whole
+from lowprec_train.train.checkpoint_folder import steps, sync
+from lowprec_train.train.digests import CheckpointError
+from lowprec_train.train.identity import comparison, default_name, differences, digest, longer
 from lowprec_train.train.launch import first
-from lowprec_train.train.sinks import RECIPE_GROUPS
+
+__all__ = ["RunDirectory", "aside", "claim", "comparison", "default_name", "differences", "digest", "shared"]
 
 log = logging.getLogger(__name__)
 
+RESTORE = "restore it, or resume=never moves the run aside and starts afresh"
+_ENDED = "it only says how the last launch ended: remove it, and the run goes on from its last checkpoint"
+_UNREADABLE = {"DONE": _ENDED, "PREEMPTED": _ENDED}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
-
-
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one, keys joined by dots; lists are values; an empty mapping stays a value."""
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = dict(value) if isinstance(value, Mapping) else value
-    return flat
-
-
-def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a resolved configuration that decides what is learned, flat."""
-    groups = tuple(f"{key}." for key in LAUNCH_FACTS)
-    return {k: v for k, v in flatten(config).items() if k not in LAUNCH_FACTS and not k.startswith(groups)}
-
-
-def digest(config: Mapping[str, Any]) -> str:
-    """Eight hexadecimal digits of the training keys."""
-    return _hash(training_keys(config))
-
-
-def comparison(config: Mapping[str, Any]) -> str:
-    """`llama_tiny-1a2b3c4d`, the same for runs that differ in recipe and seed alone: what `lowprec compare` is for."""
-    recipe = ("seed", *(f"{group}." for group in RECIPE_GROUPS))
-    rest = {key: value for key, value in training_keys(config).items() if not key.startswith(recipe)}
-    return f"{config['model']['name']}-{_hash(rest)}"
-
-
-def _hash(keys: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def default_name(config: Mapping[str, Any], recipe: str) -> str:
-    """`llama_tiny-fp4-1a2b3c4d`."""
-    return f"{config['model']['name']}-{recipe}-{digest(config)}"
-
-
-def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One line per training key that differs, with both values."""
-    old, new = training_keys(saved), training_keys(now)
-    keys = [*new, *(key for key in old if key not in new)]
-    pairs = [(key, _shown(old, key), _shown(new, key)) for key in keys]
-    return [f"{key}: saved {before}, now {after}" for key, before, after in pairs if before != after]
-
-
-def _shown(flat: Mapping[str, Any], key: str) -> str:
-    return repr(flat[key]) if key in flat else "(absent)"
 
 
 class RunDirectory:
@@ -88,9 +44,11 @@ class RunDirectory:
     Other processes of the run have it without a lock: they read, and what they are asked to write, the holder writes.
     """
 
-    def __init__(self, path: Path, lock: IO[str] | None, resumed: bool) -> None:
+    def __init__(self, path: Path, lock: IO[str] | None, config: Mapping[str, Any] | None = None) -> None:
+        """config: that the run was last started with; None: it is a new one."""
         self.path = path
-        self.resumed = resumed
+        self.resumed = config is not None
+        self.config: Mapping[str, Any] = config or {}
         self.saved = self.read("run.json")
         self._lock = lock
 
@@ -111,20 +69,27 @@ class RunDirectory:
         return (self.path / "DONE").exists()
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write `name` (.yaml, else JSON) whole or not at all."""
+        """Write `name` (.yaml, else JSON) whole or not at all; it is on disk when this returns."""
         text = (
             OmegaConf.to_yaml(OmegaConf.create(dict(content)))
             if name.endswith(".yaml")
             else json.dumps(content, indent=2)
         )
-        partial = self.path / f".{name}.partial"
-        partial.write_text(text + "\n")
-        os.replace(partial, self.path / name)
+        write_whole(self.path / name, f"{text}\n".encode())
+        sync(self.path)
 
     def read(self, name: str) -> dict[str, Any]:
-        """A JSON file of the run; empty when it does not exist."""
+        """A JSON file of the run; empty when it does not exist. ValueError when it holds no object; names the file."""
         file = self.path / name
-        return json.loads(file.read_text()) if file.exists() else {}
+        if not file.exists():
+            return {}
+        try:
+            content = json.loads(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read ({error}); {_UNREADABLE.get(name, RESTORE)}") from error
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} holds {str(content)[:80]!r}, no JSON object; {_UNREADABLE.get(name, RESTORE)}")
+        return content
 
     def begin(self, *, config: Mapping[str, Any], recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """The run goes on, an earlier PREEMPTED no longer holds. With config.yaml, written last, the run exists."""
@@ -173,49 +138,78 @@ def claim(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> R
         raise ValueError(f"name={name!r} cannot name a directory: letters, digits and _ . = + - only")
     path = root / name
     lock = _lock(path)
-    if (path / "config.yaml").exists():
-        if resume is Resume.auto:
-            _same(path, config)
-            return RunDirectory(path, lock, resumed=True)
-        path.rename(_aside(path))
+    begun = (path / "config.yaml").exists()
+    if not begun and not (remains := _remains(path)):
+        return RunDirectory(path, lock)
+    if resume is Resume.never:
+        path.rename(aside(path))
         lock.close()
-        lock = _lock(path)
-    return RunDirectory(path, lock, resumed=False)
+        return RunDirectory(path, _lock(path))
+    if not begun:
+        raise ValueError(f"run {name!r} in {root} has {remains} but no config.yaml; {RESTORE}")
+    saved = _configuration(path / "config.yaml")
+    _same(path, saved, config, resume)
+    return RunDirectory(path, lock, saved)
+
+
+def _remains(path: Path) -> str:
+    """What a directory has that a run has made; "" for none."""
+    with suppress(CheckpointError):
+        found = [f"checkpoints ({', '.join(map(str, there))})"] if (there := steps(path / "checkpoints")) else []
+        found += [name for name in ("metrics.jsonl", "DONE", "PREEMPTED") if (path / name).exists()]
+        return " and ".join(found)
+    return "checkpoints that cannot be read"
+
+
+def _configuration(file: Path) -> dict[str, Any]:
+    """A run's config.yaml. ValueError when it is none; names the file."""
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{file} cannot be read ({str(error).splitlines()[0]}); {RESTORE}") from error
+    if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
+        raise ValueError(f"{file} is {'empty' if not saved else 'no configuration of a run'}; {RESTORE}")
+    return {str(key): value for key, value in saved.items()}
 
 
 def shared(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> RunDirectory:
     """`claim` by rank 0 for all processes of the run; raises on all of them what it raises there."""
     claims: list[RunDirectory] = []
 
-    def claimed() -> tuple[Path, bool, dict[str, Any]]:
+    def claimed() -> tuple[Path, Mapping[str, Any] | None, dict[str, Any]]:
         claims.append(claim(root, name, config, resume))
-        return claims[0].path, claims[0].resumed, claims[0].saved
+        held = claims[0]
+        return held.path, held.config if held.resumed else None, held.saved
 
-    path, resumed, saved = first(claimed)
+    path, begun, saved = first(claimed)
     if claims:
         return claims[0]
-    directory = RunDirectory(path, None, resumed)
+    directory = RunDirectory(path, None, begun)
     directory.saved = saved
     return directory
 
 
-def _same(path: Path, config: Mapping[str, Any]) -> None:
-    saved = OmegaConf.to_container(OmegaConf.load(path / "config.yaml"))
-    assert isinstance(saved, dict)
-    changed = differences({str(key): value for key, value in saved.items()}, config)
-    if changed:
-        lines = "\n".join(f"  {line}" for line in changed)
-        raise ValueError(
-            f"run {path.name!r} in {path.parent} was started with another configuration:\n{lines}\n"
-            f"Choose another name=..., or resume=never to move the earlier run to {_aside(path).name} and start afresh."
-        )
+def _same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], resume: Resume) -> None:
+    changed, length = differences(saved, now), longer(saved, now)
+    if not changed or (length and resume in (Resume.extend, Resume.step)):
+        return
+    most = changed if len(changed) <= 4 else [*changed[:3], f"and {len(changed) - 3} more"]
+    lines = "\n".join(f"  {line}" for line in most)
+    more = length and now["steps"] > saved["steps"]
+    further = f"; resume=extend goes on to step {now['steps']} (docs/resuming.md)" if more else ""
+    raise ValueError(
+        f"run {path.name!r} in {path.parent} was started with another configuration:\n{lines}\n"
+        f"Choose another name=..., or resume=never to move the earlier run to {aside(path).name} and start afresh"
+        f"{further}."
+    )
 
 
-def _aside(path: Path) -> Path:
+def aside(path: Path) -> Path:
+    """The first of `<name>.1`, `<name>.2`, ... that does not exist."""
     number = 1
-    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+    while (free := path.with_name(f"{path.name}.{number}")).exists():
         number += 1
-    return aside
+    return free
 
 
 def _lock(path: Path) -> IO[str]:

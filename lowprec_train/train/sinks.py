@@ -12,7 +12,6 @@ TensorBoard drop the first attempt, W&B keeps it (docs/logging.md).
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Any, Protocol
 from omegaconf import OmegaConf
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from lowprec_train.data.appending import write_whole
 
 RECIPE_GROUPS = ("precision", "comm", "optim")
 
@@ -122,9 +123,7 @@ def _read(line: bytes, path: Path, number: int) -> dict[str, Any]:
 
 def _drop_lines_after(path: Path, step: int) -> None:
     kept = [line for line in read_lines(path) if line["step"] <= step]
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 class ConsoleSink:

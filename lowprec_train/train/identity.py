@@ -1,0 +1,153 @@
+"""What makes a run this run: its training keys, the name that follows from them, and what differs from an earlier one.
+
+Training keys are those that change what is learned; `config.LAUNCH_FACTS` names the others. The default name is
+model-recipe-hash, so a requeued job continues and a changed learning rate is a new run. The hash is taken before the
+text is opened, so of the places where text lies it has the last part of the path: `./a`, `a` and `/data/a` are one.
+Whether a run goes on with the text that it began with is told by the corpus hash alone, wherever that text lies now.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume
+from lowprec_train.train.sinks import RECIPE_GROUPS
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots; lists are values; an empty mapping stays a value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = dict(value) if isinstance(value, Mapping) else value
+    return flat
+
+
+def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a resolved configuration that decides what is learned, flat."""
+    groups = tuple(f"{key}." for key in LAUNCH_FACTS)
+    left_out = {*LAUNCH_FACTS, *PLACES}
+    keys = {k: v for k, v in flatten(config).items() if k not in left_out and not k.startswith(groups)}
+    return keys | {"weights": _here(keys["weights"])} if isinstance(keys.get("weights"), str) else keys
+
+
+def identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The training keys, and the last part of the paths where text lies."""
+    flat = flatten(config)
+    return training_keys(config) | {key: _last_part(flat[key]) for key in PLACES if flat.get(key) is not None}
+
+
+def _last_part(place: Any) -> Any:
+    """A path's name, as good as a list of it; a blend's weights stay."""
+    if isinstance(place, list | tuple):
+        return _last_part(place[0]) if len(place) == 1 else [_last_part(each) for each in place]
+    return Path(place).expanduser().absolute().name if isinstance(place, str) else place
+
+
+def _here(path: str) -> str:
+    """A path from the working directory where it lies below it, else from the root."""
+    whole = os.path.abspath(os.path.expanduser(path))
+    below = os.path.relpath(whole)
+    return whole if below.startswith(os.pardir) else below
+
+
+def digest(config: Mapping[str, Any]) -> str:
+    """Eight hexadecimal digits of the identity."""
+    return _hash(identity(config))
+
+
+def family(config: Mapping[str, Any]) -> str:
+    """The same for runs that differ in their length alone."""
+    return _hash({key: value for key, value in identity(config).items() if not _of_horizon(key)})
+
+
+def facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What run.json says of a run's identity, beside its corpus."""
+    return {"hash": digest(config), "family": family(config), "steps": config["steps"]}
+
+
+def _of_horizon(key: str) -> bool:
+    """Whether a key may change when a run is extended."""
+    return key == "steps" or key.startswith("optim.schedule.")
+
+
+def _earlier_digest(config: Mapping[str, Any]) -> str:
+    """As it was taken when places were training keys, spelled as they were."""
+    flat = flatten(config)
+    return _hash(training_keys(config) | {key: flat[key] for key in PLACES if key in flat})
+
+
+def comparison(config: Mapping[str, Any]) -> str:
+    """`llama_tiny-1a2b3c4d`, the same for runs that differ in recipe and seed alone: what `lowprec compare` is for."""
+    recipe = ("seed", *(f"{group}." for group in RECIPE_GROUPS))
+    rest = {key: value for key, value in identity(config).items() if not key.startswith(recipe)}
+    return f"{config['model']['name']}-{_hash(rest)}"
+
+
+def _hash(keys: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def default_name(config: Mapping[str, Any], recipe: str) -> str:
+    """`llama_tiny-fp4-1a2b3c4d`."""
+    return f"{config['model']['name']}-{recipe}-{digest(config)}"
+
+
+def found_name(root: Path, config: Mapping[str, Any], recipe: str, resume: Resume) -> str:
+    """The name of an unnamed run: the default one, unless a run with these training keys has another: it was extended
+    to these steps, or places were part of its name when it began. With `extend`, the name of the only run that differs
+    in its length alone.
+
+    Raises ValueError where there are several of these, or none.
+    """
+    name = default_name(config, recipe)
+    if (root / name / "config.yaml").exists():
+        return name
+    earlier = f"{config['model']['name']}-{recipe}-{_earlier_digest(config)}"
+    made = f"{config['model']['name']}-{recipe}-"
+    told = {each: facts for each, facts in runs(root).items() if each.startswith(made)}
+    same = [each for each, facts in told.items() if facts.get("hash") == digest(config) or each == earlier]
+    if same:
+        return same[0]
+    if resume is not Resume.extend:
+        return name
+    related = [each for each, facts in told.items() if facts.get("family") == family(config)]
+    if len(related) == 1:
+        return related[0]
+    which = f"several: {', '.join(related)}; name=... chooses one" if related else "none; name=... names one"
+    raise ValueError(f"resume=extend: of the runs in {root} that differ in their length alone there are {which}")
+
+
+def runs(root: Path) -> dict[str, dict[str, Any]]:
+    """run.json of the runs in a folder, by name. One that cannot be read is left out: its own launch will say so."""
+    found = {}
+    for file in sorted(root.glob("*/run.json")):
+        with suppress(OSError, ValueError):
+            told = json.loads(file.read_text())
+            if isinstance(told, dict):
+                found[file.parent.name] = told
+    return found
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One line per training key that differs, with both values."""
+    old, new = training_keys(saved), training_keys(now)
+    keys = [*new, *(key for key in old if key not in new)]
+    pairs = [(key, _shown(old, key), _shown(new, key)) for key in keys]
+    return [f"{key}: saved {before}, now {after}" for key, before, after in pairs if before != after]
+
+
+def longer(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether all that differs is the length of the run and its schedule."""
+    lines = differences(saved, now)
+    return bool(lines) and all(_of_horizon(line.split(":")[0]) for line in lines)
+
+
+def _shown(flat: Mapping[str, Any], key: str) -> str:
+    return repr(flat[key]) if key in flat else "(absent)"
