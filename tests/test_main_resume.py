@@ -311,7 +311,7 @@ def test_an_unnamed_run_is_extended_and_found_again(launch, tmp_path):
     status, out, _ = launch(*rest)
     assert status == 0 and f"run runs/{run.name} is done" in out
     status, out, _ = launch("steps=4", *rest[1:])
-    assert status == 0 and f"{run.name} in runs differ from this run in length alone; resume=extend" in out
+    assert status == 0 and f"this run in a shorter form is {run.name} in runs; resume=extend" in out
 
 
 def test_a_run_is_its_text_and_not_the_place_of_it(launch, run, home, trained, tmp_path):
@@ -324,5 +324,9 @@ def test_a_run_is_its_text_and_not_the_place_of_it(launch, run, home, trained, t
     outs = [launch(*BRIEF, f"data.train={place}")[1] for place in places]
     assert ["is done" in out for out in outs] == [False, True, True, True, True]
     (tmp_path / "moved" / "text" / "0.txt").write_text("other words")
+    for name in ("long", "run", "short"):
+        shutil.rmtree(tmp_path / "runs" / name)
+    (unnamed,) = (tmp_path / "runs").iterdir()
+    (unnamed / "DONE").unlink()
     status, _, err = launch(*BRIEF, "data.train=moved/text")
     assert status == 1 and "began on a corpus with hash" in err

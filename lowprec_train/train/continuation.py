@@ -95,7 +95,7 @@ def _new(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -> C
         for each, facts in runs(root).items()
         if run.name is None and facts.get("family") == family(plain) and facts.get("steps", run.steps) < run.steps
     ]
-    hint = f"{', '.join(shorter)} in {root} differ from this run in length alone; resume=extend goes on from there"
+    hint = f"this run in a shorter form is {', '.join(shorter)} in {root}; resume=extend goes on with it instead"
     return Continuation(told=(hint,) if shorter else ())
 
 

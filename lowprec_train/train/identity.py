@@ -125,12 +125,14 @@ def found_name(root: Path, config: Mapping[str, Any], recipe: str, resume: Resum
 
 
 def runs(root: Path) -> dict[str, dict[str, Any]]:
-    """run.json of the runs in a folder, by name. One that cannot be read is left out: its own launch will say so."""
+    """run.json of the runs in a folder, by name, without those that were moved aside. One that cannot be read is left
+    out: its own launch will say so.
+    """
     found = {}
     for file in sorted(root.glob("*/run.json")):
         with suppress(OSError, ValueError):
             told = json.loads(file.read_text())
-            if isinstance(told, dict):
+            if isinstance(told, dict) and told.get("name") == file.parent.name:
                 found[file.parent.name] = told
     return found
 
