@@ -30,8 +30,19 @@ from lowprec_train import config
 from lowprec_train.config import RunConfig
 from lowprec_train.ops.kernels import KernelError
 from lowprec_train.ops.self_test import self_test
-from lowprec_train.train import build, checks, continuation, describe, flight, identity, launch, out_of_memory
-from lowprec_train.train import ranks, rundir, signals
+from lowprec_train.train import (
+    build,
+    checks,
+    continuation,
+    describe,
+    flight,
+    identity,
+    launch,
+    out_of_memory,
+    ranks,
+    rundir,
+    signals,
+)
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
@@ -118,8 +129,7 @@ def run(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> None:
         logging.getLogger().setLevel(logging.ERROR)
     asked, machine = ranks.agreed(meeting, lambda: checked(cfg, world), lambda made: facts_of_launch(*made))
     options, plain, choice = asked
-    name = options.name or rundir.default_name(plain, choice.recipe)
-    directory = (Path(options.run_root) / name / "hang").absolute()
+    directory = (Path(options.run_root) / name_of(options, plain, choice) / "hang").absolute()
     flight.switch_on(directory / "rank_")
     minutes, device = options.parallel.timeout_minutes, machine.device
     watch = Watch(meeting, minutes, directory, on_gpu=device.type == "cuda")
@@ -136,7 +146,7 @@ def checked(cfg: DictConfig, world: World) -> "tuple[Asked, Machine]":
 
 def facts_of_launch(asked: "Asked", machine: "Machine") -> dict[str, Any]:
     """What all ranks must have alike: every key of the configuration, and the code that runs."""
-    facts = rundir.flatten(asked[1]) | describe.versions() | {"source": ranks.source_hash()}
+    facts = identity.flatten(asked[1]) | describe.versions() | {"source": ranks.source_hash()}
     return facts | {"kind of device": machine.device.type, "compiled": machine.compiled}
 
 
@@ -163,7 +173,7 @@ def train(
     report = build.lint(options, layout, linears, device)
     self_test(device)
     (resume, _), root = config.parse_resume(options.resume), Path(options.run_root)
-    name = options.name or launch.first(lambda: identity.found_name(root, plain, choice.recipe, resume))
+    name = launch.first(lambda: name_of(options, plain, choice))
     with rundir.shared(root, name, plain, resume) as directory:
         way = launch.first(lambda: continuation.plan(directory, options, plain))
         for line in way.told:
@@ -209,6 +219,12 @@ def train(
             asked = signal.Signals(agreement.learned).name if outcome == "preempted" else None
             directory.end(outcome, step=trainer.steps_done, signal=asked)  # before sinks close: an upload may take long
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
+
+
+def name_of(options: RunConfig, plain: dict[str, Any], choice: Choice) -> str:
+    """The run's name: the one that was given, or that of the configuration."""
+    resume, _ = config.parse_resume(options.resume)
+    return options.name or identity.found_name(Path(options.run_root), plain, choice.recipe, resume)
 
 
 def read(cfg: DictConfig) -> Asked:
