@@ -24,7 +24,6 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from lowprec_train import config
 from lowprec_train.config import RunConfig
@@ -35,6 +34,7 @@ from lowprec_train.train import (
     checks,
     continuation,
     describe,
+    failure,
     flight,
     identity,
     launch,
@@ -84,8 +84,12 @@ def main() -> None:
                 print(hint, file=refusal.file)
             refusal.print_once(end)
             raise
-        except KeyboardInterrupt:
-            sys.exit("aborted by a second interrupt; the last checkpoint stands" if launch.world().leads else 130)
+        except KeyboardInterrupt as again:
+            failure.report(f"aborted by a second interrupt{again}", printed=launch.world().leads)
+            if launch.world().processes > 1:
+                logging.shutdown()
+                os._exit(1)  # threads that wait for other ranks would be waited for
+            sys.exit(1)
     sys.exit(max(statuses, default=0))
 
 
@@ -96,7 +100,7 @@ def status(cfg: DictConfig, stop: StopRequest) -> int:
         with ranks.met(world, ranks.minutes(cfg.parallel.timeout_minutes)) as meeting:
             return in_ranks(cfg, stop, meeting)
     except ValueError as error:
-        print(f"error{'' if world.leads else f' on rank {world.rank}'}: {error}", file=sys.stderr)
+        failure.report(f"error{'' if world.leads else f' on rank {world.rank}'}: {error}")
         return 1
 
 
@@ -115,10 +119,12 @@ def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> int:
             lost.end_absent()
             os._exit(1)  # threads that wait for the rank that is lost would be waited for
         return 1
+    except Exception:
+        failure.report(traceback.format_exc().rstrip())
+        return 1
     return 0
 
 
-@record
 def run(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> None:
     """One run, from its checks to DONE or PREEMPTED. Raises what EXPECTED lists for mistakes."""
     if stop():  # a sweep that was told to stop
@@ -174,7 +180,7 @@ def train(
     self_test(device)
     (resume, _), root = config.parse_resume(options.resume), Path(options.run_root)
     name = launch.first(lambda: name_of(options, plain, choice))
-    with rundir.shared(root, name, plain, resume) as directory:
+    with rundir.shared(root, name, plain, resume) as directory, failure.abort_explained(directory.path, stop):
         way = launch.first(lambda: continuation.plan(directory, options, plain))
         for line in way.told:
             log.info("%s", line)

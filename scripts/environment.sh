@@ -124,7 +124,7 @@ fi
 if [ "${1:-}" != --hint ]; then
     echo "$python"
 elif [ "$(command -v python || true)" = "$python" ]; then
-    echo "The environment is active: torchrun train.py +recipe=fp4"
+    echo "The environment is active: lowprec train +recipe=fp4"
 else
-    echo "To use the environment: source ${python%/python}/activate && torchrun train.py +recipe=fp4"
+    echo "To use the environment: source ${python%/python}/activate && lowprec train +recipe=fp4"
 fi

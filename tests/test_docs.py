@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 TRAIN = r"(?:torchrun|python)(?: --\S+)* (?:train\.py|-m lowprec_train\.main)"
+TRAIN += r"|lowprec train(?: --(?:gpus|nproc) \S+)?"
 LAUNCHES = re.compile(rf"^ *(?:{TRAIN}|sbatch .*?/train\.sbatch) (.*)$", flags=re.MULTILINE)
 TOOLS = re.compile(r"^ *(?:torchrun .*-m lowprec_train\.tools\.cli|lowprec) (.*)$", flags=re.MULTILINE)
 
@@ -137,7 +138,7 @@ def test_tools_take_their_commands(document, line):
     """Every `lowprec` command of the documentation parses; pages of results quote what a program wrote."""
     words = shlex.split(re.sub(r"\[--[^]]*\]", "", line), comments=True)  # without what a synopsis has in brackets
     if not document.startswith("docs/results/"):
-        assert callable(cli.parser().parse_args(words).run)
+        assert callable(cli.parse(words).run)
 
 
 def flat(tree: dict, prefix: str = "") -> set[str]:

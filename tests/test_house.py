@@ -25,10 +25,11 @@ MEDIAN_FUNCTION_LINES = 14
 # Facts of the launch, set by torchrun or Slurm: where this process stands, never what it computes.
 LAUNCH_FACTS = {"WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 LAUNCH_FACTS |= {"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
-LAUNCH_FACTS |= {"TORCHELASTIC_USE_AGENT_STORE"}
 # Where torch's flight recorder writes what ranks last did: set here where nobody has.
 LAUNCH_FACTS |= {"TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DUMP_ON_TIMEOUT"}
 LAUNCH_FACTS |= {"TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"}
+LAUNCH_FACTS |= {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "LOWPREC_LAUNCHER"}
+LAUNCHERS = {"lowprec_train/train/processes.py"}  # hand the whole environment on to the processes that they start
 # The files that may touch torch's private names (decisions 0008, 0016 and 0017).
 TORCH_ADAPTERS = {"lowprec_train/ops/tensor_cores.py", "lowprec_train/ops/kernels.py", "lowprec_train/comm/rows.py"}
 TORCH_ADAPTERS |= {"lowprec_train/train/snapshots.py", "lowprec_train/parallel/fsdp_parameters.py"}
@@ -127,7 +128,7 @@ def environment_key(node: ast.AST) -> ast.AST | None:
 
 def test_environment_is_launch_facts_only():
     """D6: no environment variable changes numerics."""
-    for path in SOURCES:
+    for path in (each for each in SOURCES if relative(each) not in LAUNCHERS):
         module = tree(path)
         attributes = [node for node in ast.walk(module) if isinstance(node, ast.Attribute)]
         uses = [node for node in attributes if node.attr in ("environ", "getenv")]

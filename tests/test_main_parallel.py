@@ -92,8 +92,8 @@ def test_one_error_for_all(train, tmp_path):
     agent = start((*TORCHRUN, "2", *train, f"run_root={tmp_path / 'runs'}", "parallel.tp=3"))
     _, err = agent.communicate(timeout=120)
     assert agent.returncode == 1
-    assert (
-        err.count("error: parallel.dp_replicate=1, parallel.dp_shard=-1, parallel.tp=3: 1 * 3 does not divide 2") == 1
-    )
-    assert "Traceback" not in err.split("error: ")[0]
+    told, quoted = err.split("train.py FAILED")
+    message = "error: parallel.dp_replicate=1, parallel.dp_shard=-1, parallel.tp=3: 1 * 3 does not divide 2 processes"
+    assert told.count(message) == 1 and "Traceback" not in told.split("error: ")[0]
+    assert quoted.splitlines()[-2] == f"  traceback : {message}", "torchrun ends with it, and with no trace of ours"
     assert not (tmp_path / "runs").exists()

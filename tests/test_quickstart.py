@@ -15,7 +15,6 @@ import torch
 from omegaconf import OmegaConf
 from torch.nn.functional import cross_entropy
 
-from lowprec_train import main
 from lowprec_train.config import RunConfig
 from lowprec_train.tools import cli
 from lowprec_train.train import build
@@ -45,7 +44,7 @@ class Reader:
         """What a block prints."""
         if language == "python":
             exec(compile(text, str(DOCUMENT), "exec"), {})
-        elif text.startswith(("lowprec ", "torchrun ")):
+        elif text.startswith("lowprec "):
             for line in text.splitlines():
                 self.command(*shlex.split(line))
         else:
@@ -53,13 +52,15 @@ class Reader:
         return self.capfd.readouterr().out
 
     def command(self, program, *words):
-        if program == "lowprec":
+        if (program, words[0]) == ("lowprec", "train"):
+            self.train(*words[1:])
+        else:
             assert cli.main(words) == 0, (words, self.capfd.readouterr().err)
-            return
+
+    def train(self, *words):
         sizes = SMALL[5:] if "model=from/weights" in words else SMALL
-        self.monkeypatch.setattr(sys, "argv", [*words, *sizes])
         with pytest.raises(SystemExit) as end:
-            main.main()
+            cli.main(["train", *words, *sizes])
         assert not end.value.code, (words, self.capfd.readouterr().err)
 
 

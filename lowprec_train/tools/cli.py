@@ -2,7 +2,7 @@
 
 A subcommand is a module with `register(subparsers)`, which adds a parser whose default `run` takes the parsed arguments
 and returns the exit status. Statuses are the same for all: 0 done, 1 the answer is no (a gate that fails), 2 bad input,
-said in one line.
+said in one line; `train` has those of train.py, 1 for every failure. Nothing here imports torch before it is needed.
 """
 
 import argparse
@@ -12,12 +12,22 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from lowprec_train import __version__
-from lowprec_train.tools import compare, export_hf, generate, import_hf, inspect_data, prepare_data, train_tokenizer
+from lowprec_train.tools import (
+    compare,
+    export_hf,
+    generate,
+    import_hf,
+    inspect_data,
+    prepare_data,
+    train,
+    train_tokenizer,
+)
 from lowprec_train.tools.bench import command as bench
 from lowprec_train.tools.estimate import command as estimate
 from lowprec_train.tools.evaluate import command as evaluate
 
 COMMANDS = (
+    train,
     compare,
     bench,
     estimate,
@@ -33,7 +43,7 @@ COMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status; argparse itself exits 2 on a wrong option."""
-    parsed = parser().parse_args(arguments)
+    parsed = parse(arguments)
     try:
         return parsed.run(parsed)
     except (ValueError, OSError) as error:
@@ -41,9 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of one subcommand. What `train` does not know is for Hydra, in order, as `overrides`."""
+    top = parser()
+    parsed, rest = top.parse_known_args(arguments)
+    if parsed.command == "train":
+        parsed.overrides = rest
+    elif rest:
+        top.error(f"unrecognized arguments: {' '.join(rest)}")
+    return parsed
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line, as a value: documentation and tests read it too."""
-    top = argparse.ArgumentParser(prog="lowprec", description="Tools around low-precision pretraining runs.")
+    top = argparse.ArgumentParser(
+        prog="lowprec", description="Low-precision pretraining: runs, and the tools around them."
+    )
     top.add_argument("--version", action="version", version=version())
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:

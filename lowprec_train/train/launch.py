@@ -48,12 +48,13 @@ def world() -> World:
 
 
 def end_with_launcher(seconds: float = 1.0) -> None:
-    """Under torchrun, end this process when its launcher has ended, however that was: nothing else would, and it would
+    """Under a launcher, end this process when that has ended, however that was: nothing else would, and it would
     keep its GPU. A run that a shell started outlives the shell. seconds: between two looks.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    ours = os.environ.get("LOWPREC_LAUNCHER")
+    if not ours and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    launcher = os.getppid()
+    launcher, name = int(ours or os.getppid()), "lowprec train" if ours else "torchrun"
 
     def look() -> None:
         while os.getppid() == launcher:
@@ -61,7 +62,7 @@ def end_with_launcher(seconds: float = 1.0) -> None:
         if os.environ.get("LOCAL_RANK") == "0":
             with suppress(OSError):  # the launcher may have read what is written here
                 print(
-                    f"error: torchrun, process {launcher}, has ended, and its ranks with it",
+                    f"error: {name}, process {launcher}, has ended, and its ranks with it",
                     file=sys.stderr,
                     flush=True,
                 )

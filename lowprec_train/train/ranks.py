@@ -26,6 +26,7 @@ from typing import Any, TextIO, TypeVar
 import torch.distributed as dist
 from omegaconf.errors import OmegaConfBaseException
 
+from lowprec_train.train import failure
 from lowprec_train.train.launch import World, attempt
 
 T = TypeVar("T")
@@ -65,8 +66,10 @@ class Ranks:
         while not (speaks or self.store.check(["told"]) or time.monotonic() > until):
             time.sleep(0.05)
         same = hashlib.sha256(re.sub(r"\d+", "0", text).encode()).hexdigest()
-        if self.store.add(f"told/{same}", 1) == 1:
-            print(f"error{'' if speaks else f' on rank {self.world.rank}'}: {text}", file=sys.stderr, flush=True)
+        failure.report(
+            f"error{'' if speaks else f' on rank {self.world.rank}'}: {text}",
+            printed=self.store.add(f"told/{same}", 1) == 1,
+        )
         self.store.set("told", str(self.world.rank))
 
 

@@ -12,14 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+NOTICE = b"\nInterrupted: saving at the end of this step, then ending. Again: abort without saving.\n"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopRequest:
-    """Callable that tells whether to stop; `number` is the first signal's, 0 before that."""
+    """Callable that tells whether to stop. number: of the first signal, 0 before that. aborted: by a second SIGINT."""
 
     def __init__(self) -> None:
         self.number = 0
+        self.aborted = False
         self._pid = os.getpid()
 
     def __call__(self) -> bool:
@@ -36,18 +38,35 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         elif number == signal.SIGINT == self.number:
+            self.aborted = True
             raise KeyboardInterrupt
         elif not self.number:
             self.number = number
+            if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
+                os.write(2, NOTICE)  # print may be what was interrupted
 
 
 @contextmanager
 def listen() -> Iterator[StopRequest]:
-    """Handle the signals within a `with` block, in the main thread; the earlier handlers come back after it."""
+    """Handle the signals within a `with` block, in the main thread; the earlier handlers come back after it.
+
+    Signals that came while they were `blocked`, here or in the process that started this one, come now.
+    """
     request = StopRequest()
     before = {number: signal.signal(number, request.handle) for number in HANDLED}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     try:
         yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def blocked() -> Iterator[None]:
+    """Let the signals wait within a `with` block, as while torch is imported; processes started in it inherit it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
