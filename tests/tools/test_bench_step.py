@@ -1,12 +1,15 @@
 """`lowprec bench step`: groups, contestants, and tiny steps on the CPU."""
 
+import os
+import pickle
+import signal
 from dataclasses import replace
 
 import pytest
 import torch
 
 from lowprec_train.tools import cli
-from lowprec_train.tools.bench import configuration, groups, ours, peers, report, step
+from lowprec_train.tools.bench import configuration, groups, ours, peers, report, step, turns
 from lowprec_train.tools.bench.contestant import Built, Contestant, Work
 
 WORK = Work(
@@ -155,3 +158,56 @@ def test_missing_packages_are_rows():
     contestants = [*ours.contestants([]), named("ghost", needs="no_such_package")]
     rows = step.measure(contestants, WORK, rounds=1, warm_up=1)["rows"]
     assert rows[-1]["error"] == "no_such_package is not installed"
+
+
+def of_process(work: Work) -> Built:
+    """A model whose loss is its process's id, and which dies at its fourth step where the batch has three sequences."""
+    module = torch.nn.Linear(2, 2)
+    seen = []
+
+    def loss(tokens, targets):
+        seen.append(tokens)
+        if work.batch == 3 and len(seen) == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return module.weight.sum() * 0 + os.getpid()
+
+    return Built(module=module, loss=loss)
+
+
+def test_contestants_apart_take_turns_in_processes_of_their_own():
+    """A child and this process: each has its own id and times; an error in a child is a row, the rest go on."""
+    contestants = [
+        replace(named("here", baseline=True), build=of_process),
+        replace(named("one"), build=of_process, apart=True),
+        replace(named("broken"), apart=True),
+    ]
+    measured = step.measure(contestants, WORK, rounds=3, warm_up=2, profiled=["one"])
+    *fine, failed = measured["rows"]
+    ids = [row["loss"][0] for row in fine]
+    assert ids[0] == os.getpid() and len(set(ids)) == 2 and all(row["loss"][0] == row["loss"][1] for row in fine)
+    assert all(len(row["times_ms"]) == 3 and min(row["times_ms"]) > 0 for row in fine)
+    assert [row.get("apart") for row in fine] == [None, True] and list(measured["profiles"]) == ["one"]
+    assert failed["error"] == "RuntimeError: this one cannot be built"
+    about = {"bench": "step", "environment": {"gpu": "cpu", "command": ""}}
+    assert "own, a step at a time in turn with the others: one." in report.markdown(about | measured)
+    for process in ids[1:]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(process), 0)
+
+
+def test_a_child_that_dies_is_a_row():
+    apart = turns.Apart(replace(named("dies"), build=of_process), replace(WORK, batch=3), 1)
+    assert apart.turn()[1] == 0 and apart.turn()[0] > 0
+    with pytest.raises(turns.ChildError, match="its process ended with exit code -9"):
+        apart.turn()
+    apart.close()
+
+
+def test_te_is_apart_and_everyone_can_be(capsys):
+    """TE's contestants travel to their process: they can be pickled, and so can ours."""
+    chosen = peers.chosen(["te", "torchao", "plain", "linear"]) + ours.contestants(["fp8+head", "coat+own"])
+    assert {each.name for each in chosen if each.apart} == {each.name for each in chosen if each.name.startswith("TE ")}
+    for each in chosen:
+        assert pickle.loads(pickle.dumps(each)).name == each.name
+    profiled = {"longest": [{"kernel": "gemm", "class": "gemm"}, {"kernel": "cudnn_fmha", "class": "attention"}]}
+    assert turns.attention(profiled) == "cudnn_fmha" and turns.attention({"longest": []}) == ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ examples:
   lowprec bench gemm --out results
   lowprec bench step --recipes fp8,fp4,mxfp4 --peers plain,torchao,te
   lowprec bench step --model llama_1b3 --batch 16 --recipes fp8+head,coat+own --profile coat
+  lowprec bench step --recipes fp8 --peers te:Delayed --apart --rounds 24
   lowprec bench step --model dim=4096,heads=32,ffn=11008,layers=8 --parameters fp32 --peers plain,linear --dry-run
   torchrun --nproc-per-node 8 -m lowprec_train.tools.cli bench comm
   lowprec bench report results/gemm.json
@@ -86,6 +88,9 @@ def _step_options(step: argparse.ArgumentParser) -> None:
     step.add_argument("--eager", action="store_true", help="compile nothing")
     step.add_argument("--set", metavar="OVERRIDE", action="append", default=[], help="Hydra override of our own models")
     step.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants of a group (default: 4)")
+    step.add_argument(
+        "--apart", action="store_true", help="everyone in a process of its own, taking turns; TE always is"
+    )
     step.add_argument("--resident", type=positive, metavar="N", help="models in memory (default: as many as fit)")
     step.add_argument("--warm-up", type=positive, default=4, metavar="N")
     step.add_argument("--rounds", type=positive, default=8, metavar="N")
@@ -151,6 +156,8 @@ def _step(arguments: argparse.Namespace) -> int:
     device = torch.device("meta") if arguments.dry_run else _cuda()
     contestants = ours.contestants(arguments.recipes, head=arguments.head, own=arguments.optimizer == "own")
     contestants += peers.chosen(arguments.peers)
+    if arguments.apart:
+        contestants = [replace(each, apart=True) for each in contestants]
     given = {name: getattr(arguments, name) for name in ("model", "batch", "seq_len", "parameters", "clip")}
     work = Work(**given, device=device, compiled=not arguments.eager, overrides=tuple(arguments.set))
     if arguments.dry_run:

@@ -102,13 +102,16 @@ def fused_adamw(work: Work, module: nn.Module) -> Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """baseline: BF16 throughout. needs: a package that may be missing."""
+    """baseline: BF16 throughout. needs: a package that may be missing. apart: lives in a process of its own, and is
+    picklable then.
+    """
 
     name: str
     build: Callable[[Work], Built]
     update: Callable[[Work, nn.Module], Update] = fused_adamw
     baseline: bool = False
     needs: str | None = None
+    apart: bool = False
 
     @property
     def missing(self) -> str | None:

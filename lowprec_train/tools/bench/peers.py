@@ -161,8 +161,9 @@ def _torchao(name: str, **options: Any) -> Contestant:
 
 
 def _te(name: str, recipe: str | None) -> Contestant:
-    build = partial(transformer_engine, recipe=recipe)
-    return Contestant(name=f"TE {name}", build=build, baseline=recipe is None, needs="transformer_engine")
+    """Apart: it does not load where torch's cuDNN attention is in use."""
+    build, needs = partial(transformer_engine, recipe=recipe), "transformer_engine"
+    return Contestant(name=f"TE {name}", build=build, baseline=recipe is None, needs=needs, apart=True)
 
 
 def chosen(texts: Iterable[str]) -> list[Contestant]:

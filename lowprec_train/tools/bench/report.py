@@ -102,6 +102,12 @@ def step(result: Result) -> list[str]:
     slow = [row["name"] for row in result["rows"] if row.get("device_allocations")]
     if slow:
         lines += ["", f"Memory was taken from the device within timed steps, which slows them: {', '.join(slow)}."]
+    apart = [row["name"] for row in result["rows"] if row.get("apart")]
+    if apart:
+        lines += ["", f"In a process of its own, a step at a time in turn with the others: {', '.join(apart)}."]
+    attention = {row["attention"]: row["name"] for row in reversed(result["rows"]) if row.get("attention")}
+    if attention:
+        lines += ["", *(f"- attention of {name}: `{kernel}`" for kernel, name in reversed(attention.items()))]
     for name, watched in result["profiles"].items():
         lines += ["", f"{name}: {number(watched['total_ms'], 1)} ms of kernels a step", ""]
         lines += table(("class", "ms", "share"), _classes(watched))

@@ -2,7 +2,7 @@
 
 The contestants of a group (`groups.py`) are built and warmed up one after another, which also tells what each needs by
 itself, and then take turns: one step each, round after round. A contestant that cannot be built or fails becomes a row
-with its error; the others go on.
+with its error; the others go on. One that is `apart` lives, and takes its turns, in a process of its own (`turns.py`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from lowprec_train.tools.bench import groups, profile
-from lowprec_train.tools.bench.contestant import Contestant, Step, Work
+from lowprec_train.tools.bench import groups
+from lowprec_train.tools.bench.contestant import Contestant, Work
 from lowprec_train.tools.bench.result import cause
-from lowprec_train.tools.bench.timing import Interval
+from lowprec_train.tools.bench.turns import Apart, Here, Turns, told
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -73,72 +73,52 @@ def _together(
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows of one group whose models live together, and the profiles that were asked for."""
     rows: dict[str, Row] = {each.name: {"name": each.name, "baseline": each.baseline} for each in group}
-    steps: dict[str, Step] = {}
+    ready: dict[str, Turns] = {}
     for contestant in group:
         row, begin = rows[contestant.name], time.perf_counter()
         try:
-            steps[contestant.name] = _ready(contestant, work, warm_up - 1, row)
+            ready[contestant.name] = (Apart if contestant.apart else Here)(contestant, work, warm_up - 1)
+            row |= ready[contestant.name].facts
         except Exception as error:
-            row["error"] = cause(error)
+            row["error"] = told(error)
             say(traceback.format_exc())
         row["ready_s"] = time.perf_counter() - begin
         say(f"{contestant.name}: {row.get('error', 'ready')} after {row['ready_s']:.0f} s")
         _collect(work)
-    times = _rounds(steps, rows, rounds, work)
-    for name, each in times.items():
-        rows[name] |= {"ms": statistics.median(each), "times_ms": each}
-    wanted = [name for name in steps if any(part in name for part in profiled)]
-    profiles = {name: profile.profile(steps[name], work.device) for name in wanted}
-    steps.clear()
+    try:
+        times = _rounds(ready, rows, rounds)
+        for name, each in times.items():
+            rows[name] |= {"ms": statistics.median(each), "times_ms": each}
+        wanted = [name for name in ready if any(part in name for part in profiled)]
+        profiles = {name: ready[name].profile() for name in wanted}
+    finally:
+        for turns in ready.values():
+            turns.close()
+    ready.clear()
     torch.compiler.reset()
     _collect(work)
     return list(rows.values()), profiles
 
 
-def _ready(contestant: Contestant, work: Work, warm_up: int, row: Row) -> Step:
-    """A warm stepper; its own memory and its first and last loss go into its row."""
-    before = torch.cuda.memory_allocated(work.device) if work.device.type == "cuda" else 0
-    step = contestant.stepper(work)
-    losses = [step() for _ in range(max(1, warm_up))]
-    row["loss"] = [float(losses[0]), float(losses[-1])]
-    if work.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(work.device)
-        step()
-        torch.cuda.synchronize(work.device)
-        row["peak_gib"] = (torch.cuda.max_memory_allocated(work.device) - before) / 2**30
-        row["resident_gib"] = (torch.cuda.memory_allocated(work.device) - before) / 2**30
-    return step
-
-
-def _rounds(steps: dict[str, Step], rows: dict[str, Row], rounds: int, work: Work) -> dict[str, list[float]]:
+def _rounds(ready: dict[str, Turns], rows: dict[str, Row], rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each step after one round that does not count; who fails leaves.
 
-    `device_allocations` of a row: how often its timed steps went to the device for memory, which is slow. The allocator
-    does when blocks that one model left do not fit the next one.
+    `device_allocations` of a row: how often its timed steps went to the device for memory, which is slow.
     """
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(rounds + 1):
-        for name in list(steps):
-            allocated = _device_allocations(work)
+    times: dict[str, list[float]] = {name: [] for name in ready}
+    for number in range(rounds + 1):
+        for name in list(ready):
             try:
-                with Interval(work.device) as interval:
-                    steps[name]()
-                ms = interval.ms
+                ms, allocations = ready[name].turn()
             except Exception as error:
-                rows[name]["error"] = cause(error)
-                del steps[name], times[name]
+                rows[name]["error"] = told(error)
+                ready.pop(name).close()
+                del times[name]
                 continue
-            if turn:
+            if number:
                 times[name].append(ms)
-                more = _device_allocations(work) - allocated
-                rows[name]["device_allocations"] = rows[name].get("device_allocations", 0) + more
+                rows[name]["device_allocations"] = rows[name].get("device_allocations", 0) + allocations
     return times
-
-
-def _device_allocations(work: Work) -> int:
-    if work.device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats(work.device).get("num_device_alloc", 0))
 
 
 def _collect(work: Work) -> None:
