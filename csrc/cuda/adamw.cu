@@ -98,6 +98,13 @@ Master parse_master(const std::string& name) {
   return Master::BF16;
 }
 
+uint32_t slowest_code_of(Store store, double beta1) {
+  if (store == Store::BF16) return slowest_code<Format::BF16>(beta1);
+  if (store == Store::FP16) return slowest_code<Format::FP16>(beta1);
+  if (store == Store::E4M3) return slowest_code<Format::E4M3>(beta1);
+  return store == Store::E5M2 ? slowest_code<Format::E5M2>(beta1) : 0;
+}
+
 ScalarType type_of(Store store) {
   switch (store) {
     case Store::FP32:
@@ -183,6 +190,7 @@ void adamw(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Te
   how.stores[0] = parse_store(first_codec), how.stores[1] = parse_store(second_codec);
   how.master = parse_master(master_codec);
   how.constants = adam_constants(beta1, beta2, eps);
+  how.slowest = slowest_code_of(how.stores[0], beta1);
   how.floor = static_cast<float>(eps * eps);
   how.group = group;
   how.bf16_gradient = grads[0].scalar_type() == ScalarType::BFloat16;

@@ -54,7 +54,8 @@ struct How {
   Master master;
   int32_t bf16_gradient;
   AdamConstants constants;
-  float floor;  // eps^2
+  uint32_t slowest;  // the largest code of a first moment that `decaying` may move
+  float floor;       // eps^2
   int64_t group;
   const float *grad_scale, *found_inf;
 };
@@ -139,6 +140,21 @@ __device__ __forceinline__ void write_one(Store store, void* codes, int64_t at, 
       static_cast<uint8_t*>(codes)[at] = write_fp8(x * inverse, __NV_E5M2);
       return;
   }
+}
+
+// `decaying`, of a first moment that was written there to nearest.
+template <Format F>
+__device__ __forceinline__ void decay_at(void* codes, int64_t at, float x, float old, float scale, const How& how) {
+  auto* of = static_cast<typename Grid<F>::Code*>(codes) + at;
+  *of = decaying<F>(*of, x, old, scale, how.constants);
+}
+
+__device__ __forceinline__ void decay_one(Store store, void* codes, int64_t at, float x, float old, float scale,
+                                          const How& how) {
+  if (store == Store::BF16) decay_at<Format::BF16>(codes, at, x, old, scale, how);
+  else if (store == Store::FP16) decay_at<Format::FP16>(codes, at, x, old, scale, how);
+  else if (store == Store::E4M3) decay_at<Format::E4M3>(codes, at, x, old, scale, how);
+  else if (store == Store::E5M2) decay_at<Format::E5M2>(codes, at, x, old, scale, how);
 }
 
 __device__ __forceinline__ float read_master(Master master, const Item& item, int64_t at, float scale) {

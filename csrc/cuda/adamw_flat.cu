@@ -95,6 +95,52 @@ __device__ __forceinline__ void write_eight(Store store, void* data, int64_t at,
   }
 }
 
+// The codes of a first moment whose old values were `old`: to nearest, and `decaying`.
+template <Format F>
+__device__ __forceinline__ void keep_decaying(const Codes<F>& nearest, void* data, int64_t at, int count, bool whole,
+                                              float scale, const How& how, const float (&x)[VECTOR],
+                                              const float (&old)[VECTOR]) {
+  constexpr int each = 4 / sizeof(typename Grid<F>::Code), bits = 8 * sizeof(typename Grid<F>::Code);
+  constexpr uint32_t size = (1u << (bits - 1)) - 1u;
+  bool slow = false;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) slow |= (nearest.words[i / each] >> (bits * (i % each)) & size) <= how.slowest;
+  if (!slow) return keep(nearest, data, at, count, whole);
+  Codes<F> codes;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    const auto code = static_cast<typename Grid<F>::Code>(nearest.words[i / each] >> (bits * (i % each)));
+    codes.put(i, decaying<F>(code, x[i], old[i], scale, how.constants));
+  }
+  keep(codes, data, at, count, whole);
+}
+
+__device__ __forceinline__ void write_first(Store store, void* data, int64_t at, int count, bool whole, TileScale to,
+                                            const How& how, const float (&x)[VECTOR], const float (&old)[VECTOR]) {
+  if (store == Store::FP32) return write_eight(store, data, at, count, whole, 1.0f, x);
+  float v[VECTOR];
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) v[i] = store == Store::BF16 ? x[i] : x[i] * to.inverse;
+  if (store == Store::BF16) {
+    Codes<Format::BF16> codes;
+    codes.encode_nearest(v);
+    keep_decaying(codes, data, at, count, whole, 1.0f, how, x, old);
+  } else if (store == Store::FP16) {
+    Codes<Format::FP16> codes;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) codes.put(i, write_fp16(v[i]));
+    keep_decaying(codes, data, at, count, whole, to.scale, how, x, old);
+  } else if (store == Store::E4M3) {
+    Codes<Format::E4M3> codes;
+    codes.encode_nearest(v);
+    keep_decaying(codes, data, at, count, whole, to.scale, how, x, old);
+  } else {
+    Codes<Format::E5M2> codes;
+    codes.encode_nearest(v);
+    keep_decaying(codes, data, at, count, whole, to.scale, how, x, old);
+  }
+}
+
 __device__ __forceinline__ void read_weights(Master master, const Item& item, int64_t at, int count, bool whole,
                                              float scale, float (&w)[VECTOR]) {
   if (master == Master::FP32) read_floats<Fp32>(item.parameter, at, count, whole, scale, w);
@@ -172,7 +218,7 @@ __global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__
     const int some = static_cast<int>(min(static_cast<int64_t>(VECTOR), item.numbers - at));
     const bool whole = item.aligned && some == VECTOR;
     const bool weights = pass == Pass::UPDATE || (pass == Pass::MAXIMA && scaled(master));
-    float g[VECTOR], m[VECTOR], v[VECTOR], w[VECTOR];
+    float g[VECTOR], m[VECTOR], v[VECTOR], w[VECTOR], old[VECTOR];
     if (!PLAIN && how.bf16_gradient) read_floats<Bf16>(item.gradient, at, some, whole, 1.0f, g);
     else read_floats<Fp32>(item.gradient, at, some, whole, 1.0f, g);
     read_eight(stores[0], item.moments[0].codes, at, some, whole, old_scale[0], m);
@@ -184,7 +230,8 @@ __global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__
     }
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
-      m[i] = next_first(m[i], g[i], how.constants);
+      old[i] = m[i];
+      m[i] = next_first(old[i], g[i], how.constants);
       v[i] = next_second(v[i], g[i], how.constants);
       if (weights) w[i] = next_weight(w[i], m[i], v[i], how.constants, rate);
       if (i >= some) continue;
@@ -197,7 +244,7 @@ __global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__
       }
     }
     if constexpr (pass == Pass::UPDATE) {
-      write_eight(stores[0], item.moments[0].codes, at, some, whole, to[0].inverse, m);
+      write_first(stores[0], item.moments[0].codes, at, some, whole, to[0], how, m, old);
       write_eight(stores[1], item.moments[1].codes, at, some, whole, to[1].inverse, v);
       write_weights(master, item, at, some, whole, to[2], numbers[which].seed, w);
     }

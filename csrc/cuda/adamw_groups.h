@@ -27,11 +27,11 @@ struct Coding {
   float scale, log_scale, inverse, center;  // `scale` for what is not expanded
   Expansion to;
   bool finite;
-  float to_inverse;
+  TileScale to_scale;
 
   __device__ __forceinline__ Coding(Store store, const Held& held, int64_t index, const CodeLogs& table)
       : store(store), codes(static_cast<uint8_t*>(held.codes)), logs(table.of[store == Store::EXPANDED_E5M2]),
-        scale(1.0f), log_scale(0.0f), inverse(1.0f), center(1.0f), to{}, finite(true), to_inverse(1.0f) {
+        scale(1.0f), log_scale(0.0f), inverse(1.0f), center(1.0f), to{}, finite(true), to_scale{1.0f, 1.0f} {
     if (expanded(store)) {
       log_scale = log2_float(held.scale[index]);
       inverse = divide(1.0f, held.exponent[index]);
@@ -49,12 +49,17 @@ struct Coding {
     finite = found.largest < INFINITE;
     if (store == Store::EXPANDED_E4M3) to = expansion_of<Format::E4M3>(found.largest, found.smallest);
     if (store == Store::EXPANDED_E5M2) to = expansion_of<Format::E5M2>(found.largest, found.smallest);
-    if (scaled(store)) to_inverse = scale_of(store, maximum).inverse;
+    if (scaled(store)) to_scale = scale_of(store, maximum);
   }
   __device__ __forceinline__ void write(int64_t at, float x) const {
     if (store == Store::EXPANDED_E4M3) codes[at] = encode_expanded<Format::E4M3>(x, to, finite);
     else if (store == Store::EXPANDED_E5M2) codes[at] = encode_expanded<Format::E5M2>(x, to, finite);
-    else write_one(store, codes, at, x, to_inverse);
+    else write_one(store, codes, at, x, to_scale.inverse);
+  }
+  // The same of a first moment, which was `old`.
+  __device__ __forceinline__ void write(int64_t at, float x, float old, const How& how) const {
+    write(at, x);
+    if (!expanded(store)) decay_one(store, codes, at, x, old, to_scale.scale, how);
   }
   __device__ __forceinline__ void leave(const Held& held, int64_t index) const {
     if (!expanded(store)) return;
@@ -104,10 +109,10 @@ __device__ __forceinline__ void step_group(const Item& item, const Numbers& numb
     const bool draws = how.master == Master::FP16_STOCHASTIC || how.master == Master::BF16;
     const TileScale to = scaled(how.master) ? scale_of(Store::FP16, numbers.maxima[2]) : TileScale{1.0f, 1.0f};
     for (int64_t at = start + lane; at < start + count; at += 32) {
-      const float g = read_gradient(how, item, at, grad_scale);
-      const float m = next_first(first.read(at), g, how.constants), v = next_second(second.read(at), g, how.constants);
+      const float g = read_gradient(how, item, at, grad_scale), old = first.read(at);
+      const float m = next_first(old, g, how.constants), v = next_second(second.read(at), g, how.constants);
       const float w = next_weight(read_master(how.master, item, at, old_scale), m, v, how.constants, rate);
-      first.write(at, m);
+      first.write(at, m, old, how);
       second.write(at, v);
       write_master(how.master, item, at, w, to, draws ? draw_of(numbers.seed, at, item.columns) : 0u);
     }

@@ -1,7 +1,7 @@
 // AdamW's update of one element in FP32, each operation rounded by itself, in the order of ops/updates.py `update`.
 #pragma once
 
-#include "numerics/platform.h"
+#include "numerics/rounding.h"
 
 namespace lowprec {
 
@@ -10,11 +10,12 @@ struct AdamConstants {
   float share1;         // 1 - beta1
   float beta2, share2;  // 1 - beta2
   float eps;
+  float twice1;         // 2 beta1
 };
 
 inline AdamConstants adam_constants(double beta1, double beta2, double eps) {
   return {static_cast<float>(1.0 - beta1), static_cast<float>(beta2), static_cast<float>(1.0 - beta2),
-          static_cast<float>(eps)};
+          static_cast<float>(eps), static_cast<float>(2.0 * beta1)};
 }
 
 // What all elements of a tensor share: lr / (1 - beta1^t), 1 - lr weight_decay, sqrt(1 - beta2^t), rounded from FP64.
@@ -42,6 +43,28 @@ LOWPREC_HD float next_second(float v, float g, const AdamConstants& of) { return
 LOWPREC_HD float next_weight(float w, float m, float v, const AdamConstants& of, const AdamRate& rate) {
   const float denominator = divide(square_root(v), rate.root) + of.eps;
   return w * rate.decay - divide(m * rate.step_size, denominator);
+}
+
+// The code of a first moment x, rounded to nearest under `scale`, or the next one towards zero where it would stay at or
+// above `old` for lack of codes (ops/updates.py `decaying`).
+template <Format F>
+LOWPREC_HD typename Grid<F>::Code decaying(typename Grid<F>::Code code, float x, float old, float scale,
+                                           const AdamConstants& of) {
+  using Code = typename Grid<F>::Code;
+  const float size = bits_float(magnitude_bits(old));
+  if (!(bits_float(magnitude_bits(x)) < size)) return code;
+  const Code lower = static_cast<Code>(code - 1);  // not looked at where the code is zero: that is less than `size`
+  const float here = bits_float(magnitude_bits(decode<F>(code) * scale));
+  const float below = bits_float(magnitude_bits(decode<F>(lower) * scale));
+  return here >= size && here + below <= size * of.twice1 ? lower : code;
+}
+
+// No code above it, without its sign, is moved by `decaying`: a step of the grid there is less than 2 (1 - beta1) of the
+// number. Below 2^(mantissa + 1) codes count steps, from there on a step is at most 2^-mantissa of a number.
+template <Format F>
+inline uint32_t slowest_code(double beta1) {
+  const double decay = 2.0 * (1.0 - beta1) * (1.0 - 1e-6);
+  return decay * (1 << Grid<F>::mantissa) <= 1.0 ? UINT32_MAX : static_cast<uint32_t>(1.0 / decay);
 }
 
 // g^2 / max(v^, eps^2), whose mean over a tensor is the square of the update's RMS (StableAdamW).

@@ -155,7 +155,15 @@ def _decoded(made: Cases) -> Cases:
     return {name: (*encode(*arguments), *arguments[1:]) for name, arguments in made.items()}
 
 
-def _step(first: str, second: str, master: str, *, found: float = 0.0, dtype: torch.dtype = torch.float32) -> Any:
+def _step(
+    first: str,
+    second: str,
+    master: str,
+    *,
+    found: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    beta1: float = 0.9,
+) -> Any:
     """A third step of two matrices, rows of one number among them, whose state the reference has coded."""
     shapes, segments, group = [(5, 1024), (6, 72), (7, 1)], [8, 8, 1], 128
     weights = [values(*shape, seed=51, edges=False).clamp(-4, 4) * 0.02 for shape in shapes]
@@ -177,12 +185,12 @@ def _step(first: str, second: str, master: str, *, found: float = 0.0, dtype: to
         *([part.clone() for parts in coded(*each) for part in parts] for each in ((first, firsts), (second, seconds))),
         [part for parts in held for part in parts] if scaled else [],
         [torch.tensor(2.0) for _ in shapes],
-        1.0 - torch.tensor([[0.9], [0.95]], dtype=torch.float64).expand(2, len(shapes)).contiguous() ** 3,
+        1.0 - torch.tensor([[beta1], [0.95]], dtype=torch.float64).expand(2, len(shapes)).contiguous() ** 3,
         index if draws else None,
         torch.tensor(3.0),
         torch.tensor(found),
     )
-    return *arguments, first, second, master, group, segments, 1234, 1e-3, 0.9, 0.95, 1e-8, 0.1, False
+    return *arguments, first, second, master, group, segments, 1234, 1e-3, beta1, 0.95, 1e-8, 0.1, False
 
 
 def _adamw() -> Cases:
@@ -194,6 +202,8 @@ def _adamw() -> Cases:
         "expanded, skipped": _step(*coat, "FP32", found=1.0),
         "scaled": _step(*fp8lm, "FP16 scaled"),
         "BF16": _step("BF16", "BF16", "BF16, stochastic", dtype=torch.bfloat16),
+        "BF16, slow": _step("BF16", "FP32", "FP32", beta1=0.999),
+        "scaled, slow": _step("FP16 scaled", "FP16 scaled", "FP32", beta1=0.99),
         "mixed": _step("E5M2 scaled", "E4M3 expanded", "FP16 scaled, stochastic"),
     }
 

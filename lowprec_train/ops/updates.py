@@ -10,9 +10,9 @@ State crosses the boundary as flat lists of tensors, and how it is stored as str
               "BF16, stochastic"                                the BF16 parameter
 
 so that `first` holds one, two or four tensors a parameter. Decoded, updated in FP32, encoded: the weights see the new
-moments before these are rounded. found_inf = 1 leaves all bits as they are, without a word to the host. The kernel
-returns these bits; with update clipping, whose RMS is a sum in another order and in FP32, it returns them up to the
-roundings of that sum.
+moments before these are rounded. First moments that are cast or lie under one scale are rounded by `decaying`, all else
+to nearest. found_inf = 1 leaves all bits as they are, without a word to the host. The kernel returns these bits; with
+update clipping, whose RMS is a sum in another order and in FP32, it returns them up to the roundings of that sum.
 """
 
 from __future__ import annotations
@@ -134,8 +134,27 @@ def parts(codec: str) -> int:
     return 4 if "expanded" in codec else 2 if "scaled" in codec else 1
 
 
+def decaying(codes: Tensor, scale: Tensor | None, x: Tensor, old: Tensor, beta: float) -> Tensor:
+    """Codes of a first moment that cannot stay where they are without gradients.
+
+    To nearest, b1 m rounds back to m where the grid is coarse: in E4M3 the four smallest magnitudes stay for ever at
+    b1 = .9, while v decays below them. So where nearest would store x, though smaller than `old`, as no less than
+    `old`, and would do the same with b1 `old`, x takes the next code towards zero.
+
+    codes: `x` [n, k] rounded to nearest under `scale` ([1, 1]; None: 1). x, old: the moment after and before the step,
+    FP32 [n, k]. beta: b1.
+    """
+    one, size = torch.ones_like(x[:1, :1]) if scale is None else scale, old.abs()
+    bits = codes.view(BITS[codes.element_size()])
+    lower = (bits - 1).view(codes.dtype)  # not looked at where the code is zero: that is less than `size`
+    here = reference.dequantize(codes, one).abs()
+    stays = (x.abs() < size) & (here >= size)
+    stays &= here + reference.dequantize(lower, one).abs() <= size * (2.0 * beta)
+    return (bits - stays.to(bits.dtype)).view(codes.dtype)
+
+
 def encode(codec: str, x: Tensor, group: int, segments: int, seed: Tensor | None = None) -> tuple[Tensor, ...]:
-    """FP32 [n, k] -> the tensors that hold it."""
+    """FP32 [n, k] -> the tensors that hold it, rounded to nearest without a seed."""
     format = codec.split()[0].strip(",")
     if "expanded" in codec:
         return states.quantize_expanded(x, format, group, segments)
@@ -153,6 +172,13 @@ def decode(codec: str, held: list[Tensor], group: int, segments: int) -> Tensor:
     if "scaled" in codec:
         return reference.dequantize(as_matrix(held[0]), held[1])
     return as_matrix(held[0]).float()
+
+
+def _first(codec: str, coded: tuple[Tensor, ...], new: Tensor, old: Tensor, beta: float) -> tuple[Tensor, ...]:
+    if "expanded" in codec or codec == "FP32":
+        return coded
+    scale = coded[1] if len(coded) > 1 else None
+    return (decaying(coded[0], scale, new, old, beta), *coded[1:])
 
 
 def adamw(  # type: ignore[no-untyped-def]
@@ -179,6 +205,7 @@ def adamw(  # type: ignore[no-untyped-def]
         constants = Constants(lr, (beta1, beta2), eps, weight_decay, pair, drawn[place])
         new = update(old, gradient, constants, clip=clip)
         coded = {name: encode(how, new[name], *layout) for name, (how, _) in each.items()}
+        coded["exp_avg"] = _first(first_codec, coded["exp_avg"], new["exp_avg"], old["exp_avg"], beta1)
         coded["master"] = encode(master_codec, new["master"], *layout, drawn[place])
         if "scaled" in master_codec:
             value = reference.dequantize(*coded["master"]).to(torch.bfloat16)

@@ -31,7 +31,7 @@ from lowprec_train.ops.updates import Constants, update, update_rms
 from lowprec_train.optim import fused as kernels
 from lowprec_train.optim.coded import Observer, Whole, start, step_one
 from lowprec_train.optim.master import FP32Master, Master, seeds
-from lowprec_train.optim.moments import Codec
+from lowprec_train.optim.moments import Codec, of_rows
 from lowprec_train.optim.piece import Piece, local
 from lowprec_train.optim.slots import FP32_MASTER, FP32_MOMENTS, Held, Slot, slot, steps_after
 from lowprec_train.optim.wholes import before_start, before_step
@@ -52,7 +52,8 @@ class AdamW(torch.optim.Optimizer):
         params: FP32 parameters or groups, see `parameter_groups`.
         lr: learning rate, a float; `set_lr` changes it between steps.
         betas, eps, weight_decay: as in torch; betas default to what language models use.
-        moments: codecs of the first and second moments of matrices.
+        moments: codecs of the first and second moments of matrices; a group's `indexed` ones take FP32 in place of one
+            scale for all rows.
         master: codec of the weights of matrices, except for a group's `indexed` ones.
         clip_updates: StableAdamW's update clipping.
         seed: the run's seed, for stochastic rounding.
@@ -88,8 +89,7 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             indexed = {id(group["params"][place]) for place in group.get("indexed", ())}
             for parameter in (p for p in group["params"] if p.requires_grad):
-                kept = parameter.ndim < 2 or id(parameter) in indexed
-                how = (moments if parameter.ndim >= 2 else FP32_MOMENTS, FP32_MASTER if kept else master)
+                how = _stored(parameter, id(parameter) in indexed, moments, master)
                 piece = _piece(parameter, pieces or {})
                 self._slots[parameter] = slot(local(parameter), len(self._slots), *how, piece)
         known = before_start([(slot, local(parameter)) for parameter, slot in self._slots.items()])
@@ -192,7 +192,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 
     `indexed` of a group: places of the weights that are looked up by index. Their masters stay FP32, as in FP8-LM's own
     code: a token's gradient is a sum over its occurrences, which torch takes in the parameter's dtype (on the CPU a
-    thousand ones make 256 in BF16).
+    thousand ones make 256 in BF16). Their moments stay FP32 where a codec has one scale for all rows, most of which
+    have no gradient in most steps (`moments.of_rows`).
 
     Raises:
         ValueError: a negative decay, a parameter that is not FP32 (master weights are), or one that is still on the
@@ -214,6 +215,16 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": vectors, "weight_decay": 0.0, "indexed": []},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _stored(
+    parameter: nn.Parameter, indexed: bool, moments: tuple[Codec, Codec], master: Master
+) -> tuple[tuple[Codec, Codec], Master]:
+    """Codecs of one parameter: vectors are FP32, what is looked up by index at least as fine as its rows ask for."""
+    if parameter.ndim < 2:
+        return FP32_MOMENTS, FP32_MASTER
+    first, second = moments
+    return ((of_rows(first), of_rows(second)), FP32_MASTER) if indexed else (moments, master)
 
 
 def _piece(parameter: nn.Parameter, pieces: Mapping[nn.Parameter, Piece]) -> Piece | None:

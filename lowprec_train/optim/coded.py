@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowprec_train.ops.updates import Constants, update, write
 from lowprec_train.optim.master import FP32Master
-from lowprec_train.optim.moments import Parts
+from lowprec_train.optim.moments import Decay, Parts
 from lowprec_train.optim.slots import Held, Slot, flat, matrix, parts_of
 
 Observer = Callable[[nn.Parameter, str, Tensor, Tensor, Tensor], None]
@@ -40,7 +40,7 @@ def start(slot: Slot, weights: Tensor, seed: Tensor | None, whole: Whole) -> tup
     """What the parameter becomes, and the state: zero moments and the first weights. weights: FP32, of the part."""
     w = matrix(weights)
     new = {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(w), "master": w}
-    value, coded = _encode(slot, new, seed, whole)
+    value, coded = _encode(slot, new, seed, whole, None)
     return value.view(weights.shape), {key: tensor.clone() for key, tensor in coded.items()}
 
 
@@ -56,7 +56,8 @@ def step_one(
 ) -> None:
     """Update one tensor and its state in place."""
     old, new = advance(held, constants, grad_scale, clip=clip, rms=whole.rms)
-    value, coded = _encode(held.slot, new, constants.seed, whole)
+    decay = Decay(old=old["exp_avg"], beta=constants.betas[0])
+    value, coded = _encode(held.slot, new, constants.seed, whole, decay)
     if observer is not None and not held.empty:
         _report(observer, held, old, new, value, coded)
     skip = None if found_inf is None else found_inf == 1.0
@@ -76,14 +77,15 @@ def advance(
     return old, update(old, held.scaled_gradient(grad_scale), constants, clip=clip, rms=rms)
 
 
-def _encode(slot: Slot, new: Values, seed: Tensor | None, whole: Whole) -> tuple[Tensor, Parts]:
+def _encode(slot: Slot, new: Values, seed: Tensor | None, whole: Whole, decay: Decay | None) -> tuple[Tensor, Parts]:
     """The parameter's new value, and its state by names."""
     empty, shape = new["master"].shape[0] == 0, new["master"].shape
     if empty:
-        new = {name: x.new_zeros((1, *shape[1:])) for name, x in new.items()}
+        new, decay = {name: x.new_zeros((1, *shape[1:])) for name, x in new.items()}, None
     coded: Parts = {}
     for name, codec in slot.named:
-        coded |= flat(name, codec.encode(new[name], amax=whole.amax.get(name), segments=slot.segments))
+        given = {"amax": whole.amax.get(name), "decay": decay if name == "exp_avg" else None}
+        coded |= flat(name, codec.encode(new[name], segments=slot.segments, **given))
     value, parts = slot.master.encode(new["master"], seed, slot.origin, amax=whole.amax.get("master"))
     coded |= flat("master", parts)
     if empty:

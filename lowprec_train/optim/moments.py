@@ -6,9 +6,12 @@
                2410.19313), see `ops.states`                                         1.094 bytes
 
 A codec is a value without state: `encode` gives plain tensors by name, `codes` and what belongs to them, `decode` takes
-them back. Nothing here draws: moments are rounded to nearest. A part of a matrix gets the codes that it has in the
-whole: where there is one scale a tensor it is told the whole's largest magnitude, where rows have segments how many of
-them it holds.
+them back. Nothing here draws: moments are rounded to nearest, but for first moments that would stay where they are
+without gradients (`ops.updates.decaying`). A part of a matrix gets the codes that it has in the whole: where there is
+one scale a tensor it is told the whole's largest magnitude, where rows have segments how many of them it holds.
+
+Rows of an embedding whose tokens are not seen have no gradient for thousands of steps, beside rows that have one: one
+scale for all of them is too coarse. Weights that are looked up by index take `of_rows`.
 """
 
 from __future__ import annotations
@@ -22,15 +25,24 @@ from torch import Tensor
 from lowprec_train.numerics.formats import Format, parse_format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops.schema import segment_groups
+from lowprec_train.ops.updates import decaying
 
 Parts = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decay:
+    """What a first moment x follows: old, FP32 like x, the moment before the step, and beta, its share that is kept."""
+
+    old: Tensor
+    beta: float
 
 
 class Codec(Protocol):
     """Stores a matrix. seed: 0-dim int64, for codecs that round stochastically.
 
     amax: FP32 [1, 1], the largest magnitude of the whole matrix, and segments: those of a row of x, both for an x that
-    is only a part of it.
+    is only a part of it. decay: of a first moment, which then never stays where it is for lack of codes.
     """
 
     @property
@@ -44,7 +56,13 @@ class Codec(Protocol):
         ...
 
     def encode(
-        self, x: Tensor, seed: Tensor | None = None, *, amax: Tensor | None = None, segments: int | None = None
+        self,
+        x: Tensor,
+        seed: Tensor | None = None,
+        *,
+        amax: Tensor | None = None,
+        segments: int | None = None,
+        decay: Decay | None = None,
     ) -> Parts:
         """x FP32 [n, k] -> `codes` [n, k] and their scales."""
         ...
@@ -80,9 +98,15 @@ class Plain:
         return self._format.name == "FP32"
 
     def encode(
-        self, x: Tensor, seed: Tensor | None = None, *, amax: Tensor | None = None, segments: int | None = None
+        self,
+        x: Tensor,
+        seed: Tensor | None = None,
+        *,
+        amax: Tensor | None = None,
+        segments: int | None = None,
+        decay: Decay | None = None,
     ) -> Parts:
-        return {"codes": x.to(self._format.carrier)}
+        return {"codes": _decaying(x.to(self._format.carrier), None, x, None if self.exact else decay)}
 
     def decode(self, parts: Parts, *, segments: int | None = None) -> Tensor:
         return parts["codes"].float()
@@ -114,10 +138,16 @@ class Scaled:
             raise ValueError(f"scaled moments are E4M3, E5M2 or FP16, not {self.format}")
 
     def encode(
-        self, x: Tensor, seed: Tensor | None = None, *, amax: Tensor | None = None, segments: int | None = None
+        self,
+        x: Tensor,
+        seed: Tensor | None = None,
+        *,
+        amax: Tensor | None = None,
+        segments: int | None = None,
+        decay: Decay | None = None,
     ) -> Parts:
         codes, scale = under_one_scale(x, Quantizer(parse_format(self.format), scale=ScaleRule.POW2), amax)
-        return {"codes": codes, "scale": scale}
+        return {"codes": _decaying(codes, scale, x, decay), "scale": scale}
 
     def decode(self, parts: Parts, *, segments: int | None = None) -> Tensor:
         return torch.ops.lowprec.dequantize(parts["codes"], parts["scale"])
@@ -132,6 +162,7 @@ class Scaled:
 @dataclass(frozen=True)
 class Expanded:
     """COAT's dynamic range expansion. format: E4M3 or E5M2; group: elements that share an exponent (128 in the paper).
+    A group without gradients decays with its scale, so that its codes may stay.
 
     Raises ValueError for another format or a group below 1.
     """
@@ -146,7 +177,13 @@ class Expanded:
             raise ValueError(f"expanded moments are groups of E4M3 or E5M2, not {self.group} of {self.format}")
 
     def encode(
-        self, x: Tensor, seed: Tensor | None = None, *, amax: Tensor | None = None, segments: int | None = None
+        self,
+        x: Tensor,
+        seed: Tensor | None = None,
+        *,
+        amax: Tensor | None = None,
+        segments: int | None = None,
+        decay: Decay | None = None,
     ) -> Parts:
         how = self._how(x.shape[1], segments)
         return dict(zip(("codes", "scale", "exponent", "center"), torch.ops.lowprec.quantize_expanded(x, *how)))
@@ -170,6 +207,15 @@ class Expanded:
 
     def _how(self, columns: int, of_part: int | None) -> tuple[str, int, int]:
         return parse_format(self.format).name, self.group, segments(columns) if of_part is None else of_part
+
+
+def of_rows(codec: Codec) -> Codec:
+    """What stores the moment of a weight that is looked up by index: FP32 in place of one scale for all rows."""
+    return Plain("FP32") if codec.one_scale else codec
+
+
+def _decaying(codes: Tensor, scale: Tensor | None, x: Tensor, decay: Decay | None) -> Tensor:
+    return codes if decay is None else decaying(codes, scale, x, decay.old, decay.beta)
 
 
 def segments(columns: int) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.moments import Decay
 from lowprec_train.optim.slots import parts_of
 from lowprec_train.train.checkpoint import Checkpointer, ModelState, OptimizerState
 from tests.optim.cases import MASTERS, MOMENTS, SYSTEMS, Quadratic, equal, fill, system, tensors
@@ -42,13 +43,14 @@ def test_each_step_is_fp32_between_decoding_and_encoding(name):
     reference = AdamW([exact], weight_decay=0.1, fused=False)
     for key, codec in (("exp_avg", MOMENTS[first]), ("exp_avg_sq", MOMENTS[second])):
         reference.state[exact][key].copy_(codec.decode(parts_of(state, key)))
+    before = Decay(old=reference.state[exact]["exp_avg"].clone(), beta=0.9)
     reference.state[exact]["step"].fill_(4.0)
     fill(net, 9)
     exact.grad = weight.grad.clone()
     optimizer.set_lr(3e-3), reference.set_lr(3e-3)
     optimizer.step(), reference.step()
     for key, codec in (("exp_avg", MOMENTS[first]), ("exp_avg_sq", MOMENTS[second])):
-        wanted = codec.encode(reference.state[exact][key])
+        wanted = codec.encode(reference.state[exact][key], decay=before if key == "exp_avg" else None)
         assert all(torch.equal(wanted[part].float(), got.float()) for part, got in parts_of(state, key).items())
     seed = optimizer._seeds([optimizer._slots[weight]], torch.tensor([5.0]))[0]
     value, parts = MASTERS[master].encode(exact.detach(), seed if MASTERS[master].stochastic else None)
@@ -155,7 +157,8 @@ def test_the_observer_sees_what_is_rounded(name):
     optimizer.step(observer=observer)
     first, second, master = SYSTEMS[name]
     coded = [key for key, codec in (("exp_avg", first), ("exp_avg_sq", second)) if codec != "fp32"]
-    expected = {(weight, key) for weight in ("0.weight", "2.weight") for key in coded}
+    by_rows = [key for key, codec in zip(("exp_avg", "exp_avg_sq"), (first, second)) if codec not in ("e4m3", "fp16")]
+    expected = {("2.weight", key) for key in coded} | {("0.weight", key) for key in coded if key in by_rows}
     expected |= {("2.weight", "master")} if master != "fp32" else set()
     assert set(seen) == expected
     for (weight, what), (old, wanted, after) in seen.items():

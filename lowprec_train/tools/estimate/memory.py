@@ -99,7 +99,7 @@ def states(subject: Subject) -> int:
     def of(weight: Weight) -> int:
         if not weight.matrix:
             return 2 * FP32 * math.prod(weight.mine(subject.sizes))
-        codecs = (*subject.moments, subject.master_of(weight))
+        codecs = (*subject.moments_of(weight), subject.master_of(weight))
         rows, *columns = weight.mine(subject.sizes)
         if weight.cut == 1:  # groups lie as in the whole row
             return sum(codec.state_bytes((rows, *weight.shape[1:])) for codec in codecs) // subject.sizes.tp

@@ -16,7 +16,7 @@ from lowprec_train.config import Compile, RunConfig
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.optim.master import FP32Master, Master
-from lowprec_train.optim.moments import Codec
+from lowprec_train.optim.moments import Codec, of_rows
 from lowprec_train.parallel import tensor
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.parallel.wire import Wire, wire
@@ -144,6 +144,11 @@ class Subject:
             Weight(name=name, shape=tuple(p.shape), cut=cuts.get(name), indexed=name in indexed)
             for name, p in whole.named_parameters()
         )
+
+    def moments_of(self, weight: Weight) -> tuple[Codec, Codec]:
+        """Of a matrix: what is looked up by number takes no scale for all rows."""
+        first, second = self.moments
+        return (of_rows(first), of_rows(second)) if weight.indexed else (first, second)
 
     def master_of(self, weight: Weight) -> Master:
         """Vectors, and what is looked up by number, are FP32."""
