@@ -1,8 +1,8 @@
 """What the numerics should be, written from the specification alone: docs/numerics.md and the papers it names.
 
 NumPy in FP64, no bit tricks and no torch: a format is the list of values that its bit layout decodes to, rounding is a
-bisection of that list, and a tie goes to the even code. FP32 steps that the specification names (scales, `1 / s`, `x *
-(1 / s)`, Hadamard butterflies) are single correctly rounded float32 operations. Nothing here may import the package.
+bisection of that list, and a tie goes to the even code. FP32 steps that the specification names (scales, `x /
+s`, Hadamard butterflies) are single correctly rounded float32 operations. Nothing here may import the package.
 
     values  decoded codes, FP64 [m, k]         scale  float32 [m / rows, k / columns]        x ~ values * scale
 """
@@ -170,11 +170,13 @@ class Rounded:
         return self.values * spread(self.scale.astype(F64), self.values.shape)
 
 
-def scaled(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """fp32(x * fp32(1 / s)): what is rounded to the grid."""
+def scaled(x: np.ndarray, scale: np.ndarray, headroom: float = 1.0) -> np.ndarray:
+    """fp32(x / s): what is rounded to the grid. The quotient by FP64, whose rounding does not show in FP32.
+
+    headroom: where the scale is 2^e / h, then the quotient is that of x h by 2^e."""
     with np.errstate(all="ignore"):
-        inverse = F32(1) / scale.astype(F32)
-        return np.asarray(x, F32) * spread(inverse, x.shape)
+        power = scale if headroom == 1 else (scale.astype(F64) * headroom).astype(F32)
+        return (np.asarray(x, F32).astype(F64) * F64(F32(headroom)) / spread(power.astype(F64), x.shape)).astype(F32)
 
 
 def quantize(
@@ -193,7 +195,7 @@ def quantize(
         scale = nvfp4_scales(amax, headroom)[0]
     else:
         scale = tile_scales(amax, format, rule, headroom, span)
-    return Rounded(to_grid(scaled(x, scale), format, bits), scale)
+    return Rounded(to_grid(scaled(x, scale, headroom if rule == "E8M0_FLOOR" else 1.0), format, bits), scale)
 
 
 # --- draws ---

@@ -7,7 +7,7 @@ namespace {
 constexpr Format BLOCK = Format::E4M3;
 
 struct BlockScale {
-  float scale, inverse;
+  float scale;
   uint8_t code;
 };
 
@@ -16,11 +16,11 @@ BlockScale block_scale(float amax, float tensor_scale, double headroom) {
   const float wanted = divide(share, tensor_scale);
   uint8_t code = encode<BLOCK>(wanted < 0x1p-9f ? 0x1p-9f : wanted);
   float scale = decode<BLOCK>(code) * tensor_scale;
-  if (headroom < 1.0 && amax * divide(1.0f, scale) > 6.0f && decode<BLOCK>(code) < 448.0f) {
+  if (headroom < 1.0 && divide(amax, scale) > 6.0f && decode<BLOCK>(code) < 448.0f) {
     scale = decode<BLOCK>(++code) * tensor_scale;
   }
   if (amax == 0.0f) scale = 1.0f;
-  return {scale, divide(1.0f, scale), code};
+  return {scale, code};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::vector<int64_t> tile, double headroom,
@@ -48,7 +48,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
   const float tensor_scale = share < 0x1p-117f ? 0x1p-117f : share;
   *mutable_data_of<float>(whole) = tensor_scale;
 
-  std::vector<float> inverse(bands * tiles);
   float* out_scale = mutable_data_of<float>(scale);
   uint8_t* out_block = mutable_data_of<uint8_t>(block);
   for_rows(bands, shape.rows * columns, [&](int64_t first, int64_t last) {
@@ -61,7 +60,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
         const BlockScale made = block_scale(magnitude_of(amax[i]), tensor_scale, headroom);
         out_scale[band * tiles + i] = made.scale;
         out_block[band * tiles + i] = made.code;
-        inverse[band * tiles + i] = made.inverse;
       }
     }
   });
@@ -72,7 +70,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
     std::vector<uint16_t> bits;
     for (int64_t r = first; r < last; ++r) {
       load(source, r * columns, columns, v.data());
-      scale_tiles(v.data(), columns, shape.columns, inverse.data() + r / shape.rows * tiles);
+      divide_tiles(v.data(), columns, shape.columns, out_scale + r / shape.rows * tiles);
       encode_row(Format::E2M1, v.data(), draws.of_row(r, columns, bits), columns, out + r * columns);
     }
   });

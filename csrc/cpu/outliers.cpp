@@ -73,9 +73,9 @@ Bounds bounds_of(const float* v, int64_t n, int64_t clipped, std::vector<int32_t
   return {value_of(~select(spare.data() + n, n, clipped + 1)), value_of(select(spare.data(), n, clipped + 1))};
 }
 
-LOWPREC_CLONES void carrier_row(float* v, int64_t n, Bounds bounds, float inverse, uint8_t* codes) {
+LOWPREC_CLONES void carrier_row(float* v, int64_t n, Bounds bounds, float scale, uint8_t* codes) {
   for (int64_t i = 0; i < n; ++i) {
-    const float x = v[i], scaled = x * inverse;
+    const float x = v[i], scaled = x / scale;
     const bool outside = (x < bounds.low) | (x > bounds.high);
     const float code = (outside ? scaled : round_nearest<Format::E2M1>(clamp(scaled, 6.0f))) * DOWN;
     const bool visible = !is_finite(x) | is_nan(scaled);  // only what is infinite must not saturate silently
@@ -88,7 +88,7 @@ float quantize_row(float* v, int64_t n, Bounds bounds, uint8_t* codes) {
   static const ScaleRule how = scale_rule_of(Format::E2M1, Rule::FP32, 1.0, 0);
   const uint32_t most = larger(magnitude_bits(bounds.low), magnitude_bits(bounds.high));
   const TileScale made = tile_scale(magnitude_of(most), how);
-  carrier_row(v, n, bounds, made.inverse, codes);
+  carrier_row(v, n, bounds, made.scale, codes);
   return made.scale * UP;
 }
 

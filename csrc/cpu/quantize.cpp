@@ -25,7 +25,8 @@ void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float
     if (across != nullptr) multiply(row.v.data(), columns, across);
   };
   const auto write = [&](int64_t r, Row& row, const float* inverse) {
-    if (!cast.how.unscaled) scale_tiles(row.v.data(), columns, width, inverse);
+    if (cast.how.divides()) divide_tiles(row.v.data(), columns, width, scale + r / height * tiles);
+    else if (!cast.how.unscaled) scale_tiles(row.v.data(), columns, width, inverse);
     const uint16_t* bits = draws.of_row(r, columns, row.bits);
     encode_row(cast.format, row.v.data(), bits, columns, static_cast<char*>(codes) + r * columns * bytes);
   };

@@ -27,16 +27,34 @@ LOWPREC_CLONES void maxima_of(const float* v, int64_t n, uint32_t* out) {
   }
 }
 
-template <int width>
+template <int width, bool divides>
 LOWPREC_CLONES void scale_by(float* v, int64_t n, const float* factor) {
   for (int64_t i = 0; i < n / width; ++i) {
     const float f = factor[i];
-    for (int j = 0; j < width; ++j) v[i * width + j] = is_nan(f) ? f : v[i * width + j] * f;
+    for (int j = 0; j < width; ++j) {
+      const float x = v[i * width + j];
+      v[i * width + j] = is_nan(f) ? f : divides ? x / f : x * f;
+    }
   }
 }
 
+template <bool divides>
 LOWPREC_CLONES void scale_all(float* v, int64_t n, float factor) {
-  for (int64_t i = 0; i < n; ++i) v[i] *= factor;
+  for (int64_t i = 0; i < n; ++i) v[i] = divides ? v[i] / factor : v[i] * factor;
+}
+
+template <bool divides>
+void scale_any(float* v, int64_t n, int64_t width, const float* factor) {
+  if (width == 1) return scale_by<1, divides>(v, n, factor);
+  if (width == 16) return scale_by<16, divides>(v, n, factor);
+  if (width == 32) return scale_by<32, divides>(v, n, factor);
+  for (int64_t i = 0; i < n / width; ++i) {
+    if (is_nan(factor[i])) {
+      std::fill_n(v + i * width, width, factor[i]);
+    } else {
+      scale_all<divides>(v + i * width, width, factor[i]);
+    }
+  }
 }
 
 template <Format F>
@@ -154,18 +172,9 @@ void tile_maxima(const float* v, int64_t n, int64_t width, uint32_t* out) {
   for (int64_t i = 0; i < n / width; ++i) out[i] = larger(out[i], largest(v + i * width, width));
 }
 
-void scale_tiles(float* v, int64_t n, int64_t width, const float* factor) {
-  if (width == 1) return scale_by<1>(v, n, factor);
-  if (width == 16) return scale_by<16>(v, n, factor);
-  if (width == 32) return scale_by<32>(v, n, factor);
-  for (int64_t i = 0; i < n / width; ++i) {
-    if (is_nan(factor[i])) {
-      std::fill_n(v + i * width, width, factor[i]);
-    } else {
-      scale_all(v + i * width, width, factor[i]);
-    }
-  }
-}
+void scale_tiles(float* v, int64_t n, int64_t width, const float* factor) { scale_any<false>(v, n, width, factor); }
+
+void divide_tiles(float* v, int64_t n, int64_t width, const float* scale) { scale_any<true>(v, n, width, scale); }
 
 LOWPREC_CLONES void multiply(float* v, int64_t n, const float* factor) {
   for (int64_t i = 0; i < n; ++i) v[i] *= factor[i];

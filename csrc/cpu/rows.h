@@ -57,6 +57,9 @@ void tile_maxima(const float* v, int64_t n, int64_t width, uint32_t* out);
 // v *= factor of its tile. Where the factor is NaN the tile becomes that NaN, whatever NaN it held.
 void scale_tiles(float* v, int64_t n, int64_t width, const float* factor);
 
+// v /= scale of its tile; a NaN makes the tile NaN.
+void divide_tiles(float* v, int64_t n, int64_t width, const float* scale);
+
 // v *= factor, element by element.
 void multiply(float* v, int64_t n, const float* factor);
 

@@ -22,7 +22,7 @@ struct HeadRoom {
 };
 
 struct Block {
-  float scale, inverse;
+  TileScale of;
   uint8_t code;
 };
 
@@ -36,16 +36,13 @@ __device__ __forceinline__ Block block_of(float amax, float tensor_scale, const 
                                  : static_cast<float>(static_cast<double>(amax) / room.limit);
   const float wanted = divide(share, tensor_scale);
   uint8_t code = encode<Format::E4M3>(wanted < 0x1p-9f ? 0x1p-9f : wanted);  // zero would lose the block
-  float stored = decode<Format::E4M3>(code), scale = stored * tensor_scale, inverse = divide(1.0f, scale);
-  if (room.raises && amax * inverse > 6.0f && stored < 448.0f) {
-    scale = decode<Format::E4M3>(++code) * tensor_scale;
-    inverse = divide(1.0f, scale);
-  }
-  if (amax == 0.0f) scale = inverse = 1.0f;
-  return {scale, inverse, code};
+  float stored = decode<Format::E4M3>(code), scale = stored * tensor_scale;
+  if (room.raises && divide(amax, scale) > 6.0f && stored < 448.0f) scale = decode<Format::E4M3>(++code) * tensor_scale;
+  if (amax == 0.0f) scale = 1.0f;
+  return {{scale, divide(1.0f, scale)}, code};
 }
 
-// inverse: what the values were multiplied by; 0 where they differ in it.
+// inverse: that of the values' scale; 0 where they differ in it.
 template <bool random>
 __device__ __forceinline__ Codes<Format::E2M1> coded(const float (&v)[VECTOR], float inverse, const Draw& draw,
                                                      int64_t row, int64_t column) {
@@ -61,12 +58,13 @@ __device__ __forceinline__ Codes<Format::E2M1> coded(const float (&v)[VECTOR], f
 }
 
 template <bool random, typename In>
-__device__ __forceinline__ void emit(const Vector<In>& x, float inverse, uint8_t* codes, const Draw& draw, int64_t row,
-                                     int64_t column, int64_t columns) {
+__device__ __forceinline__ void emit(const Vector<In>& x, const TileScale& of, uint8_t* codes, const Draw& draw,
+                                     int64_t row, int64_t column, int64_t columns) {
   float v[VECTOR];
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) v[i] = x[i] * inverse;
-  coded<random>(v, inverse, draw, row, column).store_all(codes + row * columns + column);
+  for (int i = 0; i < VECTOR; ++i) v[i] = x[i];
+  over_scale(v, of, true);
+  coded<random>(v, of.inverse, draw, row, column).store_all(codes + row * columns + column);
 }
 
 struct Outputs {
@@ -75,7 +73,7 @@ struct Outputs {
 };
 
 __device__ __forceinline__ void leave(const Outputs& to, int64_t tile, const Block& of) {
-  to.scale[tile] = of.scale;
+  to.scale[tile] = of.of.scale;
   to.block[tile] = of.code;
 }
 
@@ -105,7 +103,7 @@ __global__ void __launch_bounds__(THREADS)
     const Block of = block_of(bits_float(most), tensor_scale, room);
     if (vector % lanes == 0) leave(to, vector / lanes, of);
     const int64_t row = random ? vector * VECTOR / columns : 0;  // without draws, the matrix is one long row
-    emit<random>(held[i], of.inverse, to.codes, draw, row, vector * VECTOR - row * columns, columns);
+    emit<random>(held[i], of.of, to.codes, draw, row, vector * VECTOR - row * columns, columns);
   }
 }
 
@@ -115,7 +113,7 @@ __global__ void __launch_bounds__(THREADS)
     nvfp4_squares(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, int64_t columns,
                   HeadRoom room, Draw draw) {
   __shared__ uint32_t maxima[16][17];
-  __shared__ float inverses[8];
+  __shared__ TileScale scales[8];
   const int across = threadIdx.x & 15, down = threadIdx.x >> 4;
   const int64_t strips = (columns + 127) / 128, band = blockIdx.x / strips;
   const int64_t row = band * 16 + down, column = blockIdx.x % strips * 128 + across * VECTOR;
@@ -133,17 +131,17 @@ __global__ void __launch_bounds__(THREADS)
     const int64_t tile = blockIdx.x % strips * 8 + threadIdx.x;
     const Block of = block_of(bits_float(most), tensor_scale, room);
     if (tile < columns / 16) leave(to, band * (columns / 16) + tile, of);
-    inverses[threadIdx.x] = of.inverse;
+    scales[threadIdx.x] = of.of;
   }
   __syncthreads();
-  if (column < columns) emit<random>(held, inverses[across >> 1], to.codes, draw, row, column, columns);
+  if (column < columns) emit<random>(held, scales[across >> 1], to.codes, draw, row, column, columns);
 }
 
 // A block a tile: its maximum and scale.
 template <typename In>
 __global__ void __launch_bounds__(THREADS)
-    nvfp4_scales(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, float* __restrict__ inverse,
-                 int64_t columns, Tile tile, HeadRoom room) {
+    nvfp4_scales(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, int64_t columns, Tile tile,
+                 HeadRoom room) {
   __shared__ uint32_t scratch[THREADS / 32];
   const int64_t across = columns / tile.columns;
   const int64_t row = blockIdx.x / across * tile.rows, column = blockIdx.x % across * tile.columns;
@@ -156,13 +154,12 @@ __global__ void __launch_bounds__(THREADS)
   const float tensor_scale = tensor_scale_of(amax);
   const Block of = block_of(bits_float(most), tensor_scale, room);
   leave(to, blockIdx.x, of);
-  inverse[blockIdx.x] = of.inverse;
   if (blockIdx.x == 0) *to.tensor_scale = tensor_scale;
 }
 
 template <typename In, bool random>
 __global__ void __launch_bounds__(THREADS)
-    nvfp4_codes(const In* __restrict__ x, const float* __restrict__ inverse, uint8_t* __restrict__ codes, int64_t rows,
+    nvfp4_codes(const In* __restrict__ x, const float* __restrict__ scale, uint8_t* __restrict__ codes, int64_t rows,
                 int64_t columns, Tile tile, Draw draw) {
   const int64_t vectors = (columns + VECTOR - 1) / VECTOR;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
@@ -171,12 +168,12 @@ __global__ void __launch_bounds__(THREADS)
   const int some = static_cast<int>(min(columns - column, int64_t{VECTOR}));
   Vector<In> held;
   held.load_some(x + row * columns + column, some);
-  const float* of_tile = inverse + row / tile.rows * (columns / tile.columns) + column / tile.columns;
+  const float* of_tile = scale + row / tile.rows * (columns / tile.columns) + column / tile.columns;
   int64_t left = tile.columns - column % tile.columns;
   float v[VECTOR];
 #pragma unroll
   for (int i = 0; i < VECTOR; ++i) {
-    v[i] = i < some ? held[i] * *of_tile : 0.0f;
+    v[i] = i < some ? divide(held[i], *of_tile) : 0.0f;
     if (--left == 0) {
       ++of_tile;
       left = tile.columns;
@@ -200,11 +197,9 @@ void launch(const Tensor& x, const uint32_t* amax, const Outputs& to, Tile tile,
         <<<rows / 16 * ceil_div(columns, 128), THREADS, 0, stream>>>(in, amax, to, columns, room, draw);
   } else {
     const int64_t tiles = rows / tile.rows * (columns / tile.columns);
-    Tensor inverse = empty_like_device(x, {tiles}, ScalarType::Float);
-    float* inverses = mutable_data_of<float>(inverse);
-    nvfp4_scales<In><<<tiles, THREADS, 0, stream>>>(in, amax, to, inverses, columns, tile, room);
+    nvfp4_scales<In><<<tiles, THREADS, 0, stream>>>(in, amax, to, columns, tile, room);
     nvfp4_codes<In, random><<<ceil_div(rows * ceil_div(columns, VECTOR), THREADS), THREADS, 0, stream>>>(
-        in, inverses, to.codes, rows, columns, tile, draw);
+        in, to.scale, to.codes, rows, columns, tile, draw);
   }
 }
 

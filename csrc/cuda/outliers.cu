@@ -1,7 +1,7 @@
 // outlier_bounds, quantize_carrier, and both in one pass (ops/reference.py, ops/pairs.py quantize_outliers): a row is
 // read once, its (clipped + 1)-th smallest and largest values are selected (cuda/held_row.h), its codes are written.
 //
-// What binds: instructions, not bytes. Of about 20 an element, 11 round (product, magic sum, two comparisons with the
+// What binds: instructions, not bytes. Of about 23 an element, 14 round (quotient, magic sum, two comparisons with the
 // bounds, half a conversion), 1 finds the clusters' extremes, 2 mark the list of candidates, the rest is the descents,
 // shared by the 100 or so elements of a thread. FP32 and odd rows are read again for each bit of their bounds.
 #include "cuda/held_row.h"
@@ -11,11 +11,12 @@ namespace {
 
 // Codes of four values, words a and b.
 template <typename In>
-__device__ __forceinline__ uint32_t carrier_codes(uint32_t a, uint32_t b, const Bounds& of, float inverse) {
+__device__ __forceinline__ uint32_t carrier_codes(uint32_t a, uint32_t b, const Bounds& of, float scale,
+                                                  float inverse) {
   using P = Pairs<In>;
   const auto pair = [&](uint32_t w) -> uint32_t {
-    const float first = carrier_size(P::low(w), of.low, of.high, inverse);
-    const float second = carrier_size(P::high(w), of.low, of.high, inverse);
+    const float first = carrier_size(P::low(w), of.low, of.high, scale, inverse);
+    const float second = carrier_size(P::high(w), of.low, of.high, scale, inverse);
     return __nv_cvt_float2_to_fp8x2(make_float2(first, second), __NV_SATFINITE, __NV_E4M3);
   };
   return (pair(a) | pair(b) << 16) | (__byte_perm(a, b, 0x7531) & 0x80808080u);
@@ -46,16 +47,16 @@ __global__ void __launch_bounds__(warps == 1 ? 64 : 32 * warps)
     return;
   }
   const CarrierScale by = carrier_scale(of.low, of.high);
-  if (rank == 0) scale[row] = by.scale;
+  if (rank == 0) scale[row] = by.of_carrier;
   uint2* out = reinterpret_cast<uint2*>(codes + row * columns) + rank;
-  if (of.finite && carrier_plain(of.low, of.high, by.inverse)) {
-    const float inverse = by.inverse * CARRIER_SHIFT;
+  if (of.finite && carrier_plain(of.low, of.high, by)) {
+    const float over = by.of_carrier, inverse = by.inverse * CARRIER_SHIFT;
 #pragma unroll 4
     for (int i = 0; i < Held::held; ++i) {
       if (!held.has(i)) break;
       const uint4 v = held.vector(i);
       out[i * Row::size] =
-          make_uint2(carrier_codes<In>(v.x, v.y, of, inverse), carrier_codes<In>(v.z, v.w, of, inverse));
+          make_uint2(carrier_codes<In>(v.x, v.y, of, over, inverse), carrier_codes<In>(v.z, v.w, of, over, inverse));
     }
     return;
   }
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(warps == 1 ? 64 : 32 * warps)
     const uint32_t* words = reinterpret_cast<const uint32_t*>(held.vectors + i * Row::size);
     for (int j = 0; j < 4; ++j) {
       uint8_t* to = reinterpret_cast<uint8_t*>(out + i * Row::size) + 2 * j;
-      to[0] = carrier_code(P::low(words[j]), of.low, of.high, by.inverse);
-      to[1] = carrier_code(P::high(words[j]), of.low, of.high, by.inverse);
+      to[0] = carrier_code(P::low(words[j]), of.low, of.high, by.scale);
+      to[1] = carrier_code(P::high(words[j]), of.low, of.high, by.scale);
     }
   }
 }
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(256)
   const int64_t row = blockIdx.x;
   const float from = low[row], to = high[row];
   const CarrierScale by = carrier_scale(from, to);
-  if (threadIdx.x == 0) scale[row] = by.scale;
+  if (threadIdx.x == 0) scale[row] = by.of_carrier;
   const In* in = x + row * columns;
   Codes<Format::E4M3> made;
   for (int64_t column = threadIdx.x * VECTOR; column < columns; column += 256 * VECTOR) {
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(256)
     if (whole) held.load(in + column);
     else held.load_some(in + column, some);
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) made.put(i, carrier_code(held[i], from, to, by.inverse));
+    for (int i = 0; i < VECTOR; ++i) made.put(i, carrier_code(held[i], from, to, by.scale));
     if (whole) made.store_all(codes + row * columns + column);
     else made.store_some(codes + row * columns + column, some);
   }

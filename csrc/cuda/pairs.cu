@@ -134,20 +134,20 @@ __global__ void __launch_bounds__(THREADS) outer_maxima(const In* __restrict__ d
   if (index < (first ? rows : columns)) atomicMax(amax + index, found);
 }
 
-// Scale of the block's i-th row (side a) or column (side b); writes it where this block is the one to do so, and into
+// Scale of the block's i-th row (side a) or column (side b), and its inverse; writes the scale where this block is the one to do so, and into
 // `also`, in the transposed matrix's order, where both sides share it.
-__device__ __forceinline__ float block_scale(const Side& side, float* also, uint32_t inside, int i, int64_t block,
-                                             int64_t blocks, int64_t along, int64_t blocks_along, int64_t count,
-                                             const ScaleRule& how) {
+__device__ __forceinline__ TileScale block_scale(const Side& side, float* also, uint32_t inside, int i, int64_t block,
+                                                 int64_t blocks, int64_t along, int64_t blocks_along, int64_t count,
+                                                 const ScaleRule& how) {
   const int64_t index = block * BLOCK + i;
-  if (index >= count) return 1.0f;
+  if (index >= count) return {1.0f, 1.0f};
   if (side.share == Share::ALL) {
     const TileScale of = tile_scale(bits_float(*side.amax), how);
     if (index == 0 && along == 0) {
       *side.scale = of.scale;
       if (also != nullptr) *also = of.scale;
     }
-    return of.inverse;
+    return of;
   }
   if (side.share == Share::ROW || side.share == Share::COLUMN) {
     const TileScale of = tile_scale(bits_float(side.amax[index]), how);
@@ -155,7 +155,7 @@ __device__ __forceinline__ float block_scale(const Side& side, float* also, uint
       side.scale[index] = of.scale;
       if (also != nullptr) also[index] = of.scale;
     }
-    return of.inverse;
+    return of;
   }
   const TileScale of = tile_scale(bits_float(inside), how);
   if (side.share != Share::SQUARE) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ float block_scale(const Side& side, float* also, uint
     side.scale[block * blocks_along + along] = of.scale;
     if (also != nullptr) also[along * blocks + block] = of.scale;
   }
-  return of.inverse;
+  return of;
 }
 
 // Eight rows of eight one-byte codes, written transposed: chunk `group` of 16 in each of the eight columns.
@@ -205,6 +205,16 @@ __device__ __forceinline__ void write_turned(const uint8_t* turned, uint8_t* cod
   }
 }
 
+// Eight values over scales of their own. short_way: all of them are `regular`.
+__device__ __forceinline__ void over_scales(float (&v)[8], const TileScale (&of)[8], bool divides, bool short_way) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (!divides) v[j] *= of[j].inverse;
+    else if (short_way) v[j] = quotient(v[j], of[j].scale, of[j].inverse);
+    else v[j] = divide(v[j], of[j].scale);
+  }
+}
+
 // same: both orientations hold the same codes, scaled by rows. Otherwise a is scaled by rows and b by columns.
 template <typename In, Format F, bool same, bool folded>
 __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data, uint8_t* __restrict__ codes,
@@ -212,7 +222,7 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
                                                      Side b, ScaleRule how) {
   __shared__ alignas(16) uint8_t turned[BLOCK * BLOCK];
   __shared__ uint32_t of_rows[BLOCK], of_columns[BLOCK];
-  __shared__ float inverse_row[BLOCK], inverse_column[BLOCK];
+  __shared__ TileScale scale_row[BLOCK], scale_column[BLOCK];
   const Place at;
   Vector<In> x[8];
   float across[8], down[8];
@@ -242,10 +252,10 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
   {
     const int i = threadIdx.x & (BLOCK - 1);
     if (threadIdx.x < BLOCK) {
-      inverse_row[i] = block_scale(a, same ? b.scale : nullptr, of_rows[i], i, blockIdx.y, gridDim.y, blockIdx.x,
-                                   gridDim.x, rows, how);
+      scale_row[i] = block_scale(a, same ? b.scale : nullptr, of_rows[i], i, blockIdx.y, gridDim.y, blockIdx.x,
+                                 gridDim.x, rows, how);
     } else if constexpr (!same) {
-      inverse_column[i] =
+      scale_column[i] =
           block_scale(b, nullptr, of_columns[i], i, blockIdx.x, gridDim.x, blockIdx.y, gridDim.y, columns, how);
     }
   }
@@ -253,28 +263,32 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
   uint32_t words[8][2];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float inverse = inverse_row[at.group * 8 + i];
+    const TileScale of = scale_row[at.group * 8 + i];
     float v[8];
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[j] = (folded ? x[i][j] * across[j] : x[i][j]) * inverse;
+    for (int j = 0; j < 8; ++j) v[j] = folded ? x[i][j] * across[j] : x[i][j];
+    over_scale(v, of, how.divides());
     Codes<F> made;
-    made.encode_nearest(v, inverse);
+    made.encode_nearest(v, of.inverse);
     words[i][0] = made.words[0], words[i][1] = made.words[1];
     if (at.row + i < rows && at.column < columns) made.store_all(reinterpret_cast<typename Grid<F>::Code*>(codes) + (at.row + i) * columns + at.column);
   }
   if constexpr (!same) {
-    float inverse[8], least = bits_float(INFINITE);
+    TileScale of[8];
+    float least = 1.0f;
+    bool short_way = true;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      inverse[j] = inverse_column[at.lane_column * 8 + j];
-      least = inverse[j] > 0.0f && inverse[j] < bits_float(INFINITE) ? least : 0.0f;
+      of[j] = scale_column[at.lane_column * 8 + j];
+      least = of[j].inverse > 0.0f && of[j].inverse < bits_float(INFINITE) ? least : 0.0f;
+      short_way = short_way && regular(of[j].scale);
     }
-    least = least == 0.0f ? 0.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float v[8];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) v[j] = (folded ? x[i][j] * down[i] : x[i][j]) * inverse[j];
+      for (int j = 0; j < 8; ++j) v[j] = folded ? x[i][j] * down[i] : x[i][j];
+      over_scales(v, of, how.divides(), short_way);
       Codes<F> made;
       made.encode_nearest(v, least);
       words[i][0] = made.words[0], words[i][1] = made.words[1];

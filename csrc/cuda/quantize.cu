@@ -30,12 +30,14 @@ __device__ __forceinline__ Codes<F> coded(const float (&v)[VECTOR], float invers
 }
 
 template <typename In, Format F, bool random, bool whole>
-__device__ __forceinline__ void emit(const Vector<In>& x, float inverse, typename Grid<F>::Code* codes, int64_t row,
-                                     int64_t column, int64_t columns, const Draw& draw) {
+__device__ __forceinline__ void emit(const Vector<In>& x, const TileScale& of, bool divides,
+                                     typename Grid<F>::Code* codes, int64_t row, int64_t column, int64_t columns,
+                                     const Draw& draw) {
   float v[VECTOR];
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) v[i] = x[i] * inverse;
-  const Codes<F> made = coded<F, random>(v, inverse, draw, row, column);
+  for (int i = 0; i < VECTOR; ++i) v[i] = x[i];
+  over_scale(v, of, divides);
+  const Codes<F> made = coded<F, random>(v, of.inverse, draw, row, column);
   if constexpr (whole) {
     made.store_all(codes + row * columns + column);
   } else {
@@ -83,10 +85,11 @@ __global__ void __launch_bounds__(threads) quantize_rows(const In* __restrict__ 
 #pragma unroll
   for (int i = 0; i < kept; ++i) {
     const int64_t column = first + i * stride;
-    if (column < columns) emit<In, F, random, true>(held[i], of.inverse, codes, row, column, columns, draw);
+    if (column < columns) emit<In, F, random, true>(held[i], of, how.divides(), codes, row, column, columns, draw);
   }
   for (int64_t column = first + kept * stride; column < columns; column += stride) {
-    emit<In, F, random, true>(read<In, true>(x, row, column, columns), of.inverse, codes, row, column, columns, draw);
+    emit<In, F, random, true>(read<In, true>(x, row, column, columns), of, how.divides(), codes, row, column, columns,
+                              draw);
   }
 }
 
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(THREADS) quantize_lines(const In* __restrict__
     if (vector >= vectors) continue;
     const int64_t row = random ? vector * VECTOR / columns : 0, column = vector * VECTOR - row * columns;
     if ((vector & ((1 << shift) - 1)) == 0) scale[vector >> shift] = of.scale;
-    emit<In, F, random, true>(held[i], of.inverse, codes, row, column, columns, draw);
+    emit<In, F, random, true>(held[i], of, how.divides(), codes, row, column, columns, draw);
   }
 }
 
@@ -132,9 +135,10 @@ __global__ void __launch_bounds__(THREADS) amax_tiles(const In* __restrict__ x, 
   if (threadIdx.x == 0) amax[blockIdx.x] = found;
 }
 
-// Scales of tiles from their maxima, a block a row of tiles; with a span, exponents are raised to the row's.
+// Scales of tiles from their maxima, a block a row of tiles; with a span, exponents are raised to the row's. by: what
+// values are multiplied by, or divided by where the rule divides.
 __global__ void __launch_bounds__(THREADS) tile_scales(const uint32_t* __restrict__ amax, float* __restrict__ scale,
-                                                       float* __restrict__ inverse, int64_t across, ScaleRule how) {
+                                                       float* __restrict__ by, int64_t across, ScaleRule how) {
   __shared__ int top;
   if (threadIdx.x == 0) top = -1000;
   __syncthreads();
@@ -150,23 +154,26 @@ __global__ void __launch_bounds__(THREADS) tile_scales(const uint32_t* __restric
     const TileScale of =
         how.span > 0 ? spanned_scale(largest, block_exponent(largest, how), top, how) : tile_scale(largest, how);
     scale[base + i] = of.scale;
-    inverse[base + i] = of.inverse;
+    by[base + i] = how.divides() ? of.scale : of.inverse;
   }
 }
 
 template <typename In, Format F, bool random, bool whole>
 __global__ void __launch_bounds__(THREADS) emit_tiles(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
-                                                      const float* __restrict__ inverse, int64_t rows, int64_t columns,
-                                                      Tile tile, Draw draw) {
+                                                      const float* __restrict__ by, bool divides, int64_t rows,
+                                                      int64_t columns, Tile tile, Draw draw) {
   const int64_t vectors = (columns + VECTOR - 1) / VECTOR, across = columns / tile.columns;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   if (index >= rows * vectors) return;
   const int64_t row = index / vectors, column = index % vectors * VECTOR;
   const Vector<In> held = read<In, whole>(x, row, column, columns);
-  const float* of_row = inverse + row / tile.rows * across;
+  const float* of_row = by + row / tile.rows * across;
   float v[VECTOR];
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) v[i] = held[i] * of_row[min(column + i, columns - 1) / tile.columns];
+  for (int i = 0; i < VECTOR; ++i) {
+    const float of = of_row[min(column + i, columns - 1) / tile.columns];
+    v[i] = divides ? divide(held[i], of) : held[i] * of;
+  }
   const Codes<F> made = coded<F, random>(v, 0.0f, draw, row, column);
   if constexpr (whole) made.store_all(codes + row * columns + column);
   else made.store_some(codes + row * columns + column, static_cast<int>(min(columns - column, int64_t{VECTOR})));
@@ -194,7 +201,7 @@ __global__ void __launch_bounds__(THREADS) emit_tensor(const In* __restrict__ x,
     const int64_t index = first + i * THREADS;
     if (index >= total) continue;
     const int64_t row = random ? index / vectors : 0, column = (index - row * vectors) * VECTOR;
-    emit<In, F, random, true>(held[i], of.inverse, codes, row, column, columns, draw);
+    emit<In, F, random, true>(held[i], of, how.divides(), codes, row, column, columns, draw);
   }
 }
 
@@ -247,12 +254,12 @@ void launch(const Tensor& x, const Tensor* maxima, const Tensor& codes_out, cons
   const int64_t tiles = rows / tile.rows * across;
   Tensor amax = torch::stable::new_zeros(x, {tiles}, ScalarType::Int);
   uint32_t* found = mutable_data_of<uint32_t>(amax);
-  Tensor inverse = empty_like_device(x, {tiles}, ScalarType::Float);
+  Tensor by = empty_like_device(x, {tiles}, ScalarType::Float);
   if (maxima != nullptr) launch_amax(data_of<Fp32>(*maxima), found, maxima->numel(), stream);
   else amax_tiles<In><<<tiles, THREADS, 0, stream>>>(in, found, columns, tile);
-  tile_scales<<<rows / tile.rows, THREADS, 0, stream>>>(found, scale, mutable_data_of<float>(inverse), across, how);
+  tile_scales<<<rows / tile.rows, THREADS, 0, stream>>>(found, scale, mutable_data_of<float>(by), across, how);
   emit_tiles<In, F, random, whole><<<ceil_div(rows * ceil_div(columns, VECTOR), THREADS), THREADS, 0, stream>>>(
-      in, codes, mutable_data_of<float>(inverse), rows, columns, tile, draw);
+      in, codes, mutable_data_of<float>(by), how.divides(), rows, columns, tile, draw);
 }
 
 std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* maxima, const std::string& format_name,

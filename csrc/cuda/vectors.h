@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "cuda/launch.h"
+#include "numerics/scale.h"
 #include "numerics/philox.h"
 
 namespace lowprec {
@@ -79,6 +80,20 @@ struct Vector {
   }
 };
 
+// Eight values over the scale of their tile: products with the inverse, or quotients where the rule `divides`.
+__device__ __forceinline__ void over_scale(float (&v)[VECTOR], const TileScale& of, bool divides) {
+  if (!divides) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) v[i] *= of.inverse;
+  } else if (regular(of.scale)) {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) v[i] = quotient(v[i], of.scale, of.inverse);
+  } else {
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) v[i] = divide(v[i], of.scale);
+  }
+}
+
 // E2M1 of a finite value, nearest even, by integer steps: |v| cut off at 6, then the sum with 1.5 * 2^(23 - 1 + e), whose
 // last bit is worth one step of the grid, rounds.
 __device__ __forceinline__ float round_e2m1(float v) {
@@ -116,8 +131,7 @@ struct Codes {
       words[i / each] = i % each ? words[i / each] | raw << (bits * (i % each)) : raw;
     }
   }
-  // `inverse`: what the values were multiplied by. Where it is a positive number, the tile's maximum was finite, and so
-  // are they.
+  // `inverse`: that of the tile's scale. Where it is a positive number, the tile's maximum was finite, and so are they.
   __device__ __forceinline__ void encode_nearest(const float (&v)[VECTOR], float inverse = 0.0f) {
     const bool finite = F != Format::E2M1 || (inverse > 0.0f && inverse < bits_float(INFINITE));
     if (is_fp8<F> && finite) {

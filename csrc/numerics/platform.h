@@ -45,6 +45,15 @@ LOWPREC_HD float divide(float a, float b) {
 #endif
 }
 
+// a b + c, rounded once.
+LOWPREC_HD float fused(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return std::fma(a, b, c);
+#endif
+}
+
 // Root rounded to nearest even.
 LOWPREC_HD float square_root(float x) {
 #if defined(__CUDA_ARCH__)

@@ -8,10 +8,21 @@ namespace lowprec {
 
 enum class Rule : int { FP32, POW2, E8M0_FLOOR, E8M0_CEIL };
 
-// scale: what codes are multiplied by. inverse: what values are multiplied by before rounding.
+// scale: what codes are multiplied by. inverse: what values are multiplied by before rounding, where the rule makes powers
+// of two; under FP32 scales values are divided by the scale, because a product with the rounded inverse moves them off ties.
 struct TileScale {
   float scale, inverse;
 };
+
+// Whether `quotient` is the correctly rounded one for every |x| up to 2^60 scales whose code is not zero.
+LOWPREC_HD bool regular(float scale) { return scale >= 0x1p-60f && scale <= 0x1p60f; }
+
+// x / scale from the correctly rounded inverse: its product is corrected by the remainder, which is exact (Markstein, IBM
+// Journal of Research and Development 34, 1990). Below 2^-42 scales it may be off, where all codes are zeros.
+LOWPREC_HD float quotient(float x, float scale, float inverse) {
+  const float q = x * inverse;
+  return fused(fused(-scale, q, x), inverse, q);
+}
 
 // The constants of a format, a rule and a head-room, made once on the host.
 struct ScaleRule {
@@ -22,6 +33,9 @@ struct ScaleRule {
   int offset;        // exponent of the limit, minus one
   float threshold;   // mantissas above it take the next power of two
   int span;
+
+  // Whether values are divided by their scale.
+  LOWPREC_HD bool divides() const { return rule == Rule::FP32 && !unscaled; }
 };
 
 inline ScaleRule scale_rule(float limit, bool unscaled, Rule rule, double headroom, int span) {

@@ -9,7 +9,7 @@
 // as integers, and FP16 pairs compare in one instruction.
 #pragma once
 
-#include "numerics/rounding.h"
+#include "numerics/scale.h"
 
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
@@ -81,8 +81,9 @@ LOWPREC_HD uint32_t descend_wide(int first, uint32_t clipped, Below&& below) {
 
 constexpr float CARRIER_SHIFT = 0x1p-8f;
 
+// of_carrier: the carrier rides at 2^-8. scale: what values are divided by.
 struct CarrierScale {
-  float scale, inverse;  // scale: of the carrier, which rides at 2^-8
+  float of_carrier, scale, inverse;
 };
 
 LOWPREC_HD CarrierScale carrier_scale(float low, float high) {
@@ -91,26 +92,31 @@ LOWPREC_HD CarrierScale carrier_scale(float low, float high) {
   float scale = divide(amax, 6.0f);
   scale = scale < TINY ? TINY : scale;
   if (amax == 0.0f) scale = 1.0f;
-  return {scale * 256.0f, divide(1.0f, scale)};
+  return {scale * 256.0f, scale, divide(1.0f, scale)};
 }
 
 // Any x, any bounds.
-LOWPREC_HD uint8_t carrier_code(float x, float low, float high, float inverse) {
-  const float v = x * inverse;
+LOWPREC_HD uint8_t carrier_code(float x, float low, float high, float scale) {
+  const float v = divide(x, scale);
   if (!is_finite(x) || is_nan(v)) return 0x7f;
   const bool outlier = x < low || x > high;
   return encode<Format::E4M3>((outlier ? v : round_nearest<Format::E2M1>(clamp(v, 6.0f))) * CARRIER_SHIFT);
 }
 
-// True where `carrier_size` gives the same: no infinities, and the inverse still normal at the carrier's shift.
-LOWPREC_HD bool carrier_plain(float low, float high, float inverse) {
-  return is_finite(low) && is_finite(high) && inverse >= 0x1p-118f;
+// True where `carrier_size` gives the same: no infinities, and a scale whose quotients take the short way.
+LOWPREC_HD bool carrier_plain(float low, float high, const CarrierScale& by) {
+  return is_finite(low) && is_finite(high) && regular(by.of_carrier);
 }
 
-// |value| that the carrier's code of x is rounded from; `inverse` at the carrier's shift. The body needs no clamp: it
-// reaches 6 (1 + 2^-22) at most, which rounds to 6.
-LOWPREC_HD float carrier_size(float x, float low, float high, float inverse) {
-  const float v = bits_float(magnitude_bits(x * inverse));
+// |value| that the carrier's code of a finite x is rounded from, at the carrier's shift: scale 2^8, inverse 2^-8. The body
+// needs no clamp: it reaches 6 at most. An outlier whose quotient overflows is the carrier's largest.
+LOWPREC_HD float carrier_size(float x, float low, float high, float scale, float inverse) {
+  const float over = bits_float(magnitude_bits(quotient(x, scale, inverse)));
+#if defined(__CUDA_ARCH__)
+  const float v = fminf(over, 448.0f);  // of NaN and a number the number
+#else
+  const float v = over <= 448.0f ? over : 448.0f;
+#endif
   constexpr uint32_t up = 22u << 23 | 0x400000u;
 #if defined(__CUDA_ARCH__)
   const float magic = bits_float(__viaddmax_u32(float_bits(v) & INFINITE, up, (119u << 23) + up));

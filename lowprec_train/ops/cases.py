@@ -41,6 +41,22 @@ def spoilt(rows: int, columns: int) -> Tensor:
     return x
 
 
+def ties(format: str, columns: int = 64) -> Tensor:
+    """FP32 [127, columns]: in each row middles between a format's values, of both signs, and its largest value, times an
+    odd number of its own. A product with the rounded inverse of the scale moves 7 % of them.
+    """
+    mantissa, low, limit = reference.GRIDS[format]
+    steps = torch.arange(1, 2 ** (mantissa + 2), 2) if format != "INT8" else torch.arange(1, 254, 2)
+    middles = steps.float() * 2.0 ** (low - mantissa - 1)
+    if format != "INT8":  # the lowest two binades, and every one above as the second
+        upper = middles[len(middles) // 2 :, None] * 2.0 ** torch.arange(1, 14)
+        middles = torch.cat([middles, upper.flatten()])
+    middles = middles[middles < limit]
+    row = torch.cat([torch.tensor([limit]), middles, -middles])
+    odd = torch.arange(3, 257, 2).float()[:, None]
+    return row[torch.arange(columns) * 7919 % len(row)] * odd * 2.0**-9
+
+
 def e2m1(rows: int, columns: int) -> Tensor:
     """All sixteen E2M1 codes, in no order."""
     grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -67,6 +83,13 @@ def _quantize() -> Cases:
         "stochastic tensor": (values(4, 44).half(), "E5M2", [-1, -1], "POW2", 1.0, 0, seed, None),
         "stochastic BF16": (values(5, 24), "BF16", [-1, -1], "FP32", 1.0, 0, seed, origin),
     }
+    for format in ("E2M1", "E4M3", "E5M2", "INT8"):
+        x = ties(format)
+        made |= {f"ties of {format} in {n}": (x, format, n, "FP32", 1.0, 0, None, None) for n in ([1, -1], [1, 32])}
+    made["ties of BF16"] = (ties("E2M1")[:7].bfloat16(), "E2M1", [1, -1], "FP32", 1.0, 0, None, None)
+    made["ties in columns"] = (ties("E4M3").t().contiguous(), "E4M3", [-1, 1], "FP32", 1.0, 0, None, None)
+    made["ties of tiny numbers"] = (ties("E4M3") * 2.0**-110, "E4M3", [1, -1], "FP32", 1.0, 0, None, None)
+    made["ties under one scale"] = (ties("E4M3")[60:61], "E4M3", [-1, -1], "FP32", 1.0, 0, None, None)
     bad = spoilt(5, 64)
     made |= {f"Inf and NaN in {tile}": (bad, "E4M3", tile, "POW2", 1.0, 0, None, None) for tile in ([-1, -1], [1, -1])}
     return made | {"Inf and NaN in MX": (bad.bfloat16(), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 28, seed, None)}
@@ -79,6 +102,8 @@ def _quantize_nvfp4() -> Cases:
         "squares": (values(32, 64).bfloat16(), [16, 16], 1.0, None, None),
         "stochastic": (values(5, 80).bfloat16(), [1, 16], 16 / 17, seed, origin),
         "one value": (torch.full((1, 16), 1e-30), [1, 16], 1.0, None, None),
+        "ties": (ties("E2M1", 16)[4:5].repeat(16, 3), [1, 16], 1.0, None, None),
+        "ties in squares": (ties("E2M1", 16)[7:8].repeat(16, 2).bfloat16(), [16, 16], 1.0, None, None),
         "Inf and NaN": (spoilt(4, 48), [1, 16], 1.0, None, None),
     }
 
@@ -118,6 +143,18 @@ def _quantize_both() -> Cases:
         "folded": (x, None, across, down, "E5M2", [1, -1], [1, -1], "FP32", 1.0),
         "rows, then columns": (x, None, None, None, "E4M3", [1, -1], [-1, 1], "FP32", 1.0),
         "FP32": (short, None, None, None, "E2M1", [1, -1], [1, -1], "FP32", 1.0),
+        "ties": (ties("E4M3")[:96], None, None, None, "E4M3", [1, -1], [-1, 1], "FP32", 1.0),
+        "ties, folded": (
+            ties("E5M2")[:96],
+            None,
+            across[:, :64],
+            down[:1].expand(96, 1),
+            "E5M2",
+            [1, -1],
+            [1, -1],
+            "FP32",
+            1.0,
+        ),
         "Inf and NaN": (spoilt(5, 64), None, None, None, "E4M3", [1, -1], [1, -1], "POW2", 1.0),
     }
 
@@ -139,7 +176,8 @@ def _rotate_fold() -> Cases:
 
 def _outliers() -> tuple[dict[str, Tensor], dict[str, int]]:
     x = {"few": values(5, 37), "BF16": values(6, 264).bfloat16(), "ties": values(3, 64).sign(), "spoilt": spoilt(4, 48)}
-    return x, {"few": 1, "BF16": 3, "ties": 5, "spoilt": 2}
+    x["middles"] = ties("E2M1")[:96].bfloat16()
+    return x, {"few": 1, "BF16": 3, "ties": 5, "spoilt": 2, "middles": 0}
 
 
 def _expanded() -> Cases:

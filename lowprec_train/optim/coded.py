@@ -84,8 +84,8 @@ def _encode(slot: Slot, new: Values, seed: Tensor | None, whole: Whole, decay: D
         new, decay = {name: x.new_zeros((1, *shape[1:])) for name, x in new.items()}, None
     coded: Parts = {}
     for name, codec in slot.named:
-        given = {"amax": whole.amax.get(name), "decay": decay if name == "exp_avg" else None}
-        coded |= flat(name, codec.encode(new[name], segments=slot.segments, **given))
+        of = decay if name == "exp_avg" else None
+        coded |= flat(name, codec.encode(new[name], amax=whole.amax.get(name), segments=slot.segments, decay=of))
     value, parts = slot.master.encode(new["master"], seed, slot.origin, amax=whole.amax.get("master"))
     coded |= flat("master", parts)
     if empty:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FP16, INT8
+from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, INT8
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.ops.cases import ties
 from tests import oracle
 from tests.numerics.quantized import SCALED, at_scale_one, codes, expected_codes
 
@@ -87,3 +88,36 @@ def test_floor_and_nearest_saturate_instead_of_overflowing(format):
     q = Quantizer(format, scale=ScaleRule.E8M0_FLOOR)(x)
     assert q.scale.item() == 1
     assert q.dequantize().tolist() == [[format.max, -format.max, format.max, 0.0]]
+
+
+def over(x, scale):
+    """x / s, FP64: exact where it is the middle between two values."""
+    return x.double().numpy() / oracle.spread(scale.double().numpy(), tuple(x.shape))
+
+
+@pytest.mark.parametrize("format", ["E2M1", "E4M3", "E5M2", "INT8"])
+@pytest.mark.parametrize("tile", [(1, -1), (1, 32), (3, -1)], ids=str)
+def test_exact_ties_under_fp32_scales_go_to_the_even_code(format, tile):
+    """Middles between two codes' values times scales of eight bits, which no step rounds. As x * (1 / s) 7 % went to the
+    odd code."""
+    x = ties(format) if tile[0] == 1 else ties(format).repeat_interleave(3, 0)
+    x[:, 32] = x[:, 0]  # the largest, in every tile
+    q = Quantizer(FORMATS[format], tile)(x)
+    place, table = over(x, q.scale), oracle.TABLES[format]
+    assert np.array_equal(q.codes.double().numpy(), oracle.to_grid(place, format))
+    below, above = (table[i] for i in oracle.neighbours(np.abs(place), table))
+    assert ((np.abs(place) * 2 == below + above) & (below < above)).mean() > 0.8
+
+
+def test_exact_ties_of_nvfp4_go_to_the_even_code():
+    x = ties("E2M1", 16)
+    for row in x.split(1):  # one tensor scale each
+        q = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4)(row)
+        assert np.array_equal(q.codes.double().numpy(), oracle.to_grid(over(row, q.scale), "E2M1"))
+
+
+def test_exact_ties_of_outlier_carriers_go_to_the_even_code():
+    x = ties("E2M1")
+    low, high = torch.ops.lowprec.outlier_bounds(x, 0)
+    codes, scale = torch.ops.lowprec.quantize_carrier(x, low, high)
+    assert np.array_equal(codes.double().numpy() * 256, oracle.to_grid(over(x, scale) * 256, "E2M1"))

@@ -9,7 +9,7 @@ from lowprec_train.optim.adamw import AdamW
 from lowprec_train.optim.moments import Decay
 from lowprec_train.optim.slots import parts_of
 from lowprec_train.train.checkpoint import Checkpointer, ModelState, OptimizerState
-from tests.optim.cases import MASTERS, MOMENTS, SYSTEMS, Quadratic, equal, fill, system, tensors
+from tests.optim.cases import MASTERS, MOMENTS, SYSTEMS, Quadratic, build, equal, fill, model, system, tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 every_system = pytest.mark.parametrize("name", SYSTEMS)
@@ -204,6 +204,19 @@ def test_a_checkpoint_of_other_codecs_is_refused(tmp_path):
     saver.save(parts(*system("adamw_coat")), 0, wait=True)
     with pytest.raises(ValueError, match="2.weight.exp_avg.center"):
         saver.load(parts(*system("adamw_fp8lm")))
+
+
+def test_a_checkpoint_with_codes_of_an_embeddings_moments_is_refused(tmp_path):
+    """As they were written before these moments were FP32: one error that names them, and nothing is loaded."""
+    net = model()
+    saver = Checkpointer(tmp_path, interval=1, keep=1)
+    saver.save(parts(net, build(list(net.parameters()), "adamw_fp4")), 0, wait=True)
+    now = system("adamw_fp4", seed=1)
+    before = tensors(*now)
+    named = r"0\.weight\.exp_avg: saved \(24, 48\) torch\.float8_e4m3fn, here \(24, 48\) torch\.float32"
+    with pytest.raises(ValueError, match=named):
+        saver.load(parts(*now))
+    assert equal(tensors(*now), before)
 
 
 @every_system

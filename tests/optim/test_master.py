@@ -108,7 +108,8 @@ def test_vectors_and_looked_up_weights_stay_fp32(name):
         "2.bias": torch.float32,
     }
     assert set(optimizer.state[net[1].weight]) == {"step", "exp_avg", "exp_avg_sq"}
-    assert optimizer.state[net[0].weight]["exp_avg"].dtype != torch.float32  # its moments are coded
+    one_scale = name == "adamw_fp8lm"  # for all rows, most of which have no gradient: no codes
+    assert (optimizer.state[net[0].weight]["exp_avg"].dtype == torch.float32) == one_scale
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -99,14 +99,16 @@ PEAKS = [p if p.id in FAST else pytest.param(*p.values, id=p.id, marks=pytest.ma
 @pytest.mark.parametrize(("options", "row"), PEAKS)
 def test_peaks_are_those_that_were_measured(options, row):
     """Of compiled steps on an H200 (docs/results): within 3.5 %, and what stands between steps within 1 %. With torch's
-    fused AdamW the benchmark's embedding was BF16 too, which a run's is not.
+    fused AdamW the benchmark's embedding was BF16 too, which a run's is not; that of fp4 and fp8_lm had moments of
+    3 bytes with their own optimizers, and has 8 now.
     """
     recipe, *own = row["name"].split(" ", 1)
     shape = (f"model={options['model']}", f"micro_batch={options['batch']}", f"data.seq_len={options['seq_len']}")
     shape += (f"tokens_per_step={options['batch'] * options['seq_len']}",)
     one = Subject(run=composed(f"+recipe={recipe}", *shape, *(() if own else BF16_ADAMW)))
     (table,) = (w for w in one.weights if w.indexed)
-    wider = 0 if own else 2 * table.shape[0] * table.shape[1]
+    more = (5 if recipe in ("fp4", "fp8_lm") else 0) if own else 2
+    wider = more * table.shape[0] * table.shape[1]
     assert (memory(one, encoded()).bytes - wider) / GIB == pytest.approx(row["peak_gib"], rel=0.035)
     assert (parameters(one) + states(one) - wider) / GIB == pytest.approx(row["resident_gib"], rel=0.012)
 
