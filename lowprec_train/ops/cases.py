@@ -42,7 +42,7 @@ def spoilt(rows: int, columns: int) -> Tensor:
 
 
 def ties(format: str, columns: int = 64) -> Tensor:
-    """FP32 [127, columns]: in each row middles between a format's values, of both signs, and its largest value, times an
+    """FP32 [127, columns]: in each row middles between values of a format, of both signs, and the largest, times an
     odd number of its own. A product with the rounded inverse of the scale moves 7 % of them.
     """
     mantissa, low, limit = reference.GRIDS[format]

@@ -98,7 +98,7 @@ def over(x, scale):
 @pytest.mark.parametrize("format", ["E2M1", "E4M3", "E5M2", "INT8"])
 @pytest.mark.parametrize("tile", [(1, -1), (1, 32), (3, -1)], ids=str)
 def test_exact_ties_under_fp32_scales_go_to_the_even_code(format, tile):
-    """Middles between two codes' values times scales of eight bits, which no step rounds. As x * (1 / s) 7 % went to the
+    """Middles between two codes' values times scales of eight bits, which no step rounds. As x (1 / s) 7 % went to the
     odd code."""
     x = ties(format) if tile[0] == 1 else ties(format).repeat_interleave(3, 0)
     x[:, 32] = x[:, 0]  # the largest, in every tile
