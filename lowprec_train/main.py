@@ -46,12 +46,12 @@ from lowprec_train.train import (
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
+from lowprec_train.train.divergence import NothingTrained, TrainingDiverged
 from lowprec_train.train.hang import PeerLost, Watch
 from lowprec_train.train.launch import World
 from lowprec_train.train.out_of_memory import OutOfMemory
 from lowprec_train.train.ranks import PATIENCE, Ranks, Refusal
 from lowprec_train.train.signals import StopRequest
-from lowprec_train.train.trainer import TrainingDiverged
 from lowprec_train.train.weights import other_tokenizer
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ log = logging.getLogger(__name__)
 # Told in one line.
 EXPECTED: tuple[type[Exception], ...]
 EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged, KernelError, OutOfMemory)
-EXPECTED += (PeerLost,)
+EXPECTED += (PeerLost, NothingTrained)
 
 
 def main() -> None:

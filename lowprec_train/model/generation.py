@@ -37,8 +37,10 @@ class Sampling:
             raise ValueError(f"top_p {self.top_p} must lie above 0 and not above 1")
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """A token id; generator: on the CPU, so that a seed chooses alike on every device."""
+        """A token id; generator: on the CPU, so that a seed chooses alike on every device. ValueError for NaN."""
         logits_V = logits_V.float().cpu()
+        if not logits_V.isfinite().all():
+            raise ValueError("the model's logits are not finite: its weights overflow under this recipe")
         if self.temperature == 0:
             return int(logits_V.argmax())
         probability_V = nucleus((logits_V / self.temperature).softmax(dim=-1), self.top_p)

@@ -13,6 +13,7 @@ Shapes: B sequences, T tokens of a sequence, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
@@ -84,7 +85,8 @@ class Transformer(nn.Module):
         recompute: "none" | "selective" | "full", see `model.recompute`.
         dtype: of the residual stream and of the GEMMs; torch.float32 is for tests.
 
-    Raises ValueError for sizes that do not divide and for an unknown choice.
+    Raises ValueError for sizes that do not divide, for an unknown choice, and for a rope_theta or norm_eps that is no
+    positive number.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         _check_heads(dim, heads, kv_heads)
+        _check_positive(rope_theta=rope_theta, norm_eps=norm_eps)
         norm_type, mlp_type = _choose("norm", norm, NORMS), _choose("activation", activation, ACTIVATIONS)
         position_type, again = _choose("positions", positions, POSITIONS), _choose("recompute", recompute, RECOMPUTE)
         self.vocab_size, self.dim, self.layers = vocab_size, dim, layers
@@ -228,6 +231,12 @@ class Transformer(nn.Module):
 def fill_whole(name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:
     """Set a whole parameter."""
     parameter.copy_(first_value(parameter.shape))
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name}={value} must be a number above 0")
 
 
 def _check_heads(dim: int, heads: int, kv_heads: int) -> None:

@@ -20,6 +20,7 @@ scales and step counters stay as they were, and the host never waits to learn wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,7 +37,11 @@ from lowprec_train.optim.piece import Piece, local
 from lowprec_train.optim.slots import FP32_MASTER, FP32_MOMENTS, Held, Slot, slot, steps_after
 from lowprec_train.optim.wholes import before_start, before_step
 
-__all__ = ["AdamW", "Observer", "Slot", "parameter_groups", "update", "update_rms"]
+EPS = (1e-18, 1.0)
+"""Least and largest eps. Zero makes 0 / 0 of a row that has seen no gradient; below 1e-18 eps^2, which update clipping
+divides by, is no normal FP32 number."""
+
+__all__ = ["EPS", "AdamW", "Observer", "Slot", "parameter_groups", "update", "update_rms"]
 
 
 class AdamW(torch.optim.Optimizer):
@@ -199,8 +204,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         ValueError: a negative decay, a parameter that is not FP32 (master weights are), or one that is still on the
             meta device.
     """
-    if not weight_decay >= 0:
-        raise ValueError(f"weight_decay must not be negative, got {weight_decay}")
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay must be a number and not negative, got {weight_decay}")
     matrices: list[nn.Parameter] = []
     vectors: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -234,9 +239,11 @@ def _piece(parameter: nn.Parameter, pieces: Mapping[nn.Parameter, Piece]) -> Pie
 
 
 def _check(*, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float) -> None:
-    for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-        if not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
+    for name, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be a number and not negative, got {value}")
+    if not EPS[0] <= eps <= EPS[1]:
+        raise ValueError(f"eps must lie in [{EPS[0]:g}, {EPS[1]:g}], got {eps}")
     for name, value in (("beta1", beta1), ("beta2", beta2)):
         if not 0 <= value < 1:
             raise ValueError(f"{name} must lie in [0, 1), got {value}")

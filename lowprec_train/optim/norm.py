@@ -17,19 +17,30 @@ from lowprec_train.ops.updates import wide_squares
 from lowprec_train.optim.piece import Holders, Piece, local
 
 
-@torch.no_grad()
 def global_norm(parameters: Iterable[nn.Parameter], pieces: Mapping[nn.Parameter, Piece] | None = None) -> Tensor:
     """0-dim FP32, the same on every rank; zero where no parameter has a gradient. One collective for each set of ranks
     that holds pieces.
 
     pieces: of parameters that this rank may have a part of; those without holders count as whole.
     """
+    return norm_and_squares(parameters, pieces)[0]
+
+
+@torch.no_grad()
+def norm_and_squares(
+    parameters: Iterable[nn.Parameter], pieces: Mapping[nn.Parameter, Piece] | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """`global_norm`, and the sum of squares of each parameter's gradient on this rank: 0-dim FP64, zero without one."""
     pieces = pieces or {}
     sums: dict[Holders | None, Tensor] = {}
+    each: list[Tensor] = []
     for parameter in parameters:
-        if parameter.grad is not None:
-            holders = pieces[parameter].holders if parameter in pieces else None
-            squares = wide_squares(local(parameter.grad))
-            sums[holders] = sums[holders] + squares if holders in sums else squares
+        if parameter.grad is None:
+            each.append(torch.zeros((), dtype=torch.float64, device=parameter.device))
+            continue
+        holders = pieces[parameter].holders if parameter in pieces else None
+        squares = wide_squares(local(parameter.grad))
+        sums[holders] = sums[holders] + squares if holders in sums else squares
+        each.append(squares)
     totals = [total if holders is None else holders.total(total) for holders, total in sums.items()]
-    return torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())
+    return (torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())), each

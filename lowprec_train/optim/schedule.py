@@ -121,6 +121,8 @@ class WarmupStableDecay(Warmup):
             raise ValueError(
                 f"give decay_steps or decay_fraction, not both: got {self.decay_steps} and {self.decay_fraction}"
             )
+        if self.decay_fraction is not None and not 0 < self.decay_fraction <= 1:
+            raise ValueError(f"decay_fraction must lie in (0, 1], got {self.decay_fraction}")
         if not 1 <= self.decay <= self.steps - self.warmup:
             raise ValueError(
                 f"the decay must have at least 1 step and fit behind the warm-up: "

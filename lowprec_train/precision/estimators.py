@@ -12,6 +12,7 @@ averages 0.59 for k = 5.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,7 +46,7 @@ class DifferentiableEstimator:
     cap: float = 3.0
 
     def __post_init__(self) -> None:
-        if self.k < 1 or self.cap <= 0:
+        if not (1 <= self.k < math.inf and 0 < self.cap < math.inf):
             raise ValueError(f"DGE needs k >= 1 and cap > 0, not k = {self.k}, cap = {self.cap}")
 
     def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:

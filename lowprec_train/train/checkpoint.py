@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lowprec_train.train import checkpoint_folder as folder
+from lowprec_train.train import finite
 from lowprec_train.train.checkpoint_keys import same_keys
 from lowprec_train.train.digests import METADATA, CheckpointError, Digest, Manifest, verify_together
 from lowprec_train.train.launch import first
@@ -144,15 +145,19 @@ class Checkpointer:
         """Whether `step` is one to save at."""
         return step % self._interval == 0 or step in self._kept
 
-    def save(self, state: Parts, step: int, wait: bool = False) -> None:
+    def save(self, state: Parts, step: int, wait: bool = False, *, only_finite: bool = False) -> None:
         """Save `state` as step-`step`. Without `wait` an asynchronous save goes on in the background.
 
+        only_finite: refuse tensors that hold NaN or infinity, wherever they lie.
+
         Raises:
-            CheckpointError: this save, or an earlier one in the background, failed. The checkpoint that `latest`
-                names is intact.
+            CheckpointError: this save, or an earlier one in the background, failed, or a tensor was refused. The
+                checkpoint that `latest` names is intact.
         """
         self.finish()
         flat = _flatten(state)
+        if only_finite and (bad := finite.found_anywhere(flat, self._group)):
+            raise CheckpointError(self._complaint(step, ValueError(f"NaN or infinity in {finite.told(bad)}")))
         if self._executor is None:
             self._write(flat, step)
             return
@@ -216,7 +221,7 @@ class Checkpointer:
         return [step], ""
 
     def _load(self, state: Parts, step: int, optional: Collection[str]) -> None:
-        """Fill `state` from one checkpoint, if it is whole."""
+        """Fill `state` from one checkpoint, if it is whole and finite."""
         path, flat = self._path(step), _flatten(state)
         verify_together(path, self._group, whole=self._bytes)
         names = first(lambda: self._verify(path, flat, list(state), optional), self._group)
@@ -226,6 +231,8 @@ class Checkpointer:
             dcp.load(flat, storage_reader=reader, process_group=self._group, no_dist=not dist.is_initialized())
         except (OSError, CheckpointException) as error:
             raise CheckpointError(f"cannot read checkpoint {path}: {_cause(error)}") from error
+        if bad := finite.found_anywhere(flat, self._group):
+            raise CheckpointError(f"checkpoint {path} holds NaN or infinity: {finite.told(bad)}")
         for name in names:
             state[name].load_state_dict(
                 {key.removeprefix(f"{name}."): v for key, v in flat.items() if key.startswith(f"{name}.")}

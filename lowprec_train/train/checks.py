@@ -17,28 +17,18 @@ from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.train import ranges
 from lowprec_train.train.launch import ALONE, World
 from lowprec_train.train.packages import needs_package
 
 OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 SEQUENCE_MULTIPLE = 8
-POSITIVE: tuple[str, ...] = (
-    "steps",
-    "tokens_per_step",
-    "micro_batch",
-    "eval_interval",
-    "eval_batches",
-    "checkpoint_interval",
-    "keep",
-)
-POSITIVE += ("log_interval", "max_skipped")
-POSITIVE_SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn", "max_seq_len")
 
 
 def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, bool]:
     """Numbers that must fit each other, and what this machine must have. Returns the device and whether to compile."""
     parse_resume(run.resume)
-    _positive(run)
+    ranges.check(run)
     _batch(run, layout(run, world.processes))
     if run.telemetry_interval and world.processes > 1:
         raise ValueError(
@@ -79,22 +69,6 @@ def layout(run: RunConfig, processes: int) -> Sizes:
     """The grid of processes that `parallel` asks for."""
     asked = run.parallel
     return sizes(processes, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, tp=asked.tp)
-
-
-def _positive(run: RunConfig) -> None:
-    values = {key: getattr(run, key) for key in POSITIVE}
-    values |= {f"model.{key}": getattr(run.model, key) for key in POSITIVE_SIZES}
-    for key, value in values.items():
-        if value < 1:
-            raise ValueError(f"{key}={value} must be at least 1")
-    if run.telemetry_interval < 0:
-        raise ValueError(f"telemetry_interval={run.telemetry_interval} must not be negative (0: no telemetry)")
-    if not 0 < run.parallel.timeout_minutes < 1e6:
-        raise ValueError(
-            f"parallel.timeout_minutes={run.parallel.timeout_minutes} must be positive, and below a million"
-        )
-    if not run.clip_norm >= 0:
-        raise ValueError(f"clip_norm={run.clip_norm} must not be negative (0 turns clipping off)")
 
 
 def _batch(run: RunConfig, grid: Sizes) -> None:

@@ -23,23 +23,34 @@ NAMED = 3  # parameters that a message lists
 class TrainingDiverged(RuntimeError):
     """The loss or the gradient was not finite for too many steps in a row.
 
-    gradients: names of the parameters whose gradients were not finite in the last skipped step.
+    gradients: names of the parameters whose gradients were not finite in the last skipped step. unsaved: why the
+    state from before them could not be saved.
     """
 
     def __init__(
-        self, *, step: int, loss: float, grad_norm: float, skipped: int, lr: float, gradients: Sequence[str] = ()
+        self,
+        *,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        skipped: int,
+        lr: float,
+        gradients: Sequence[str] = (),
+        unsaved: str = "",
     ) -> None:
         self.step, self.loss, self.grad_norm, self.skipped, self.lr = step, loss, grad_norm, skipped, lr
         self.gradients = tuple(gradients)
         more = f" and {len(gradients) - NAMED} more" if len(gradients) > NAMED else ""
+        saved = "The weights and optimizer state from before them are saved."
         where = f" (gradients not finite: {', '.join(gradients[:NAMED])}{more})" if gradients else ""
         super().__init__(
             f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
             f"{skipped} steps in a row skipped as not finite{where}, learning rate {lr:.3g}.\n"
-            "The weights and optimizer state from before them are saved. Try a lower peak learning rate or a longer "
-            "warm-up, a smaller clip_norm, one GEMM in higher precision (precision.override) to find the one that "
-            "overflows, or a larger max_skipped."
+            f"{unsaved or saved} Try a lower peak learning rate or a longer warm-up, a smaller clip_norm, one GEMM in "
+            "higher precision (precision.override) to find the one that overflows, or a larger max_skipped."
         )
+        if unsaved:
+            self.add_note(unsaved)
 
 
 class NothingTrained(RuntimeError):

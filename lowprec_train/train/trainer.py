@@ -1,15 +1,16 @@
 """The training loop. A step never waits for the device:
 
     for each micro-batch: draws.begin(step, first token); backward of (sum of token losses / targets of the whole step)
-    norm = |gradient|; bad = loss or norm not finite
+    norm = |gradient|; bad = loss or norm not finite, or too large to square (`train.divergence`)
     AdamW divides gradients by max(norm / clip, 1), and leaves everything as it is where bad
     the step's numbers set out for the host, where they are read one step later
 
 Where telemetry is due, an extra pass comes before all that and leaves nothing behind (`train.telemetry`).
 
 So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_skipped` skips
-in a row the run saves and stops. Everything a step does depends on its index alone (data, draws, learning rate), so
-the state of a run is the model, the optimizer, the step and two counters.
+in a row the run saves and stops, and one that comes to its end without an update fails. Everything a step does depends
+on its index alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and two
+counters.
 """
 
 from __future__ import annotations
@@ -24,18 +25,21 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.optim.adamw import AdamW
-from lowprec_train.optim.norm import global_norm
+from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.piece import Piece
 from lowprec_train.optim.schedule import Schedule
 from lowprec_train.parallel.placement import Placements
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
+from lowprec_train.train.divergence import Skips, TrainingDiverged, usable
 from lowprec_train.train.feed import Dataset, Feed, MicroBatch, Share, load_step
 from lowprec_train.train.metrics import Instant, Late, Throughput, memory
 from lowprec_train.train.sinks import Sink
 from lowprec_train.train.team import Alone, Team
 from lowprec_train.train.telemetry import Record, Row, Telemetry, aggregates
+
+__all__ = ["EVALUATION_STEP", "Corpus", "Draws", "Trainer", "TrainingDiverged"]
 
 EVALUATION_STEP = 1 << 32
 """Step number that the draws of an evaluation are made from: no training step reaches it."""
@@ -56,20 +60,6 @@ class Draws(Protocol):
     """Seeds of the stochastic operands: pure functions of (run seed, step, token index within the step)."""
 
     def begin(self, step: int, first_token: int) -> None: ...
-
-
-class TrainingDiverged(RuntimeError):
-    """The loss or the gradient was not finite for too many steps in a row."""
-
-    def __init__(self, *, step: int, loss: float, grad_norm: float, skipped: int, lr: float) -> None:
-        self.step, self.loss, self.grad_norm, self.skipped, self.lr = step, loss, grad_norm, skipped, lr
-        super().__init__(
-            f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
-            f"{skipped} steps in a row skipped as not finite, learning rate {lr:.3g}.\n"
-            "The weights and optimizer state from before them are saved. Try a lower peak learning rate or a longer "
-            "warm-up, a smaller clip_norm, one GEMM in higher precision (precision.override) to find the one that "
-            "overflows, or a larger max_skipped."
-        )
 
 
 class Trainer:
@@ -160,8 +150,8 @@ class Trainer:
             pinned=device.type == "cuda",
             share=self._share,
         )
-        self._skipped = torch.zeros((), dtype=torch.int64, device=device)
-        self._skipped_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._skips = Skips(device, len(list(model.parameters())))
+        self._skipped, self._skipped_in_row = self._skips.total, self._skips.in_row
 
     def fit(
         self,
@@ -181,7 +171,9 @@ class Trainer:
 
         Raises:
             TrainingDiverged: after a checkpoint of the last good state.
-            CheckpointError: a save failed, also one in the background.
+            NothingTrained: the end was reached, and every step was skipped, or as many of the last as end a run.
+            CheckpointError: a save failed, also one in the background; or weights or states are not finite, and nothing
+                was saved.
         """
         late: Late | None = None
         agreement = agreement or StopAgreement()
@@ -207,6 +199,7 @@ class Trainer:
             if stop:
                 return "preempted"
         agreement.close()
+        self._skips.judge(self.steps, self.max_skipped)
         return "done"
 
     def step(self) -> dict[str, Tensor | float]:
@@ -314,18 +307,15 @@ class Trainer:
 
     def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
-        norm = global_norm(self.model.parameters(), self.pieces)
-        finite = loss.isfinite() & norm.isfinite()
-        clip = self.clip_norm or float("inf")
+        norm, squares = norm_and_squares(self.model.parameters(), self.pieces)
+        scale = ((norm + 1e-6) / (self.clip_norm or float("inf"))).clamp(min=1.0)
+        taken = usable(loss, norm, scale)
         self.optimizer.set_lr(lr)
         self.optimizer.step(
-            grad_scale=((norm + 1e-6) / clip).clamp(min=1.0),
-            found_inf=(~finite).float(),
-            observer=None if record is None else record.state,
+            grad_scale=scale, found_inf=(~taken).float(), observer=None if record is None else record.state
         )
         self.optimizer.zero_grad(set_to_none=True)
-        self._skipped += ~finite
-        self._skipped_in_row.add_(1).mul_(~finite)
+        self._skips.count(taken, torch.stack(squares))
         return norm
 
     def _begin_draws(self, step: int, first_sequence: int) -> None:
@@ -365,22 +355,24 @@ class Trainer:
             self._stop(late.step, metrics, in_row, checkpointer)
 
     def _stop(self, step: int, metrics: Mapping[str, float], in_row: int, checkpointer: Checkpointer | None) -> None:
-        error = TrainingDiverged(
+        unsaved = ""
+        try:
+            self._save(checkpointer, wait=True)
+        except CheckpointError as failure:
+            unsaved = str(failure)
+        raise TrainingDiverged(
             step=step,
             loss=metrics["train/loss"],
             grad_norm=metrics["train/grad_norm"],
             skipped=in_row,
             lr=metrics["train/lr"],
+            gradients=self._skips.gradients([name for name, _ in self.model.named_parameters()], self.team.total),
+            unsaved=unsaved,
         )
-        try:
-            self._save(checkpointer, wait=True)
-        except CheckpointError as failure:
-            error.add_note(str(failure))
-        raise error
 
     def _save(self, checkpointer: Checkpointer | None, *, wait: bool) -> None:
         if checkpointer is not None:
-            checkpointer.save(self.checkpoint_parts(), self.steps_done, wait=wait)
+            checkpointer.save(self.checkpoint_parts(), self.steps_done, wait=wait, only_finite=True)
 
 
 def _check(*, tokens_per_step: int, micro_batch: int, seq_len: int, clip_norm: float, **counts: int) -> None:

@@ -31,7 +31,7 @@ from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
 from lowprec_train.data.tokenizer import load
 from lowprec_train.model.transformer import Fill, Transformer, fill_whole
-from lowprec_train.train import digests
+from lowprec_train.train import digests, finite
 from lowprec_train.train.checkpoint_folder import latest, listed, path_of, steps
 from lowprec_train.train.digests import METADATA, CheckpointError
 from lowprec_train.train.launch import first
@@ -64,7 +64,7 @@ class Weights(Protocol):
         ...
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, as stored. Raises ValueError when its file cannot be read."""
+        """The whole tensor on the CPU, as stored. Raises ValueError when it cannot be read or is not finite."""
         ...
 
 
@@ -116,7 +116,7 @@ class RunWeights:
             dcp.load(whole, storage_reader=self._reader, no_dist=True)
         except (OSError, dcp.CheckpointException) as error:
             raise ValueError(f"cannot read {name} from {self._reader.path}: {error}") from error
-        return whole[key]
+        return finite.check(name, whole[key], self._reader.path)
 
     def _tensors(self) -> dict[str, TensorStorageMetadata]:
         return {name: saved for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)}
@@ -330,12 +330,14 @@ def stored(files: Mapping[str, Path]) -> dict[str, tuple[torch.Size, torch.dtype
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """One whole tensor, in pages of its file that stay mapped as long as it lives. Raises ValueError if unreadable."""
+    """One whole tensor, in pages of its file that stay mapped as long as it lives. Raises ValueError if unreadable, or
+    not finite.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as opened:
-            return opened.get_tensor(name)
+            return finite.check(name, opened.get_tensor(name), file)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read {name} from {file}: {error}") from error
 

@@ -172,6 +172,12 @@ def test_four_processes_begin_with_weights_and_what_they_save_is_exported(tmp_pa
         assert torch.equal(saved.read(name), tensor)
         assert torch.equal(back.read(name), tensor.float())
 
+    refused = {(tmp_path / f"refused-{rank}.txt").read_text() for rank in range(4)}
+    assert len(refused) == 1, "lost numbers of one rank end the run on all, in the same words"
+    said = refused.pop()
+    assert "checkpoint of step 2 could not be written" in said and "step-1 is intact" in said
+    assert "NaN or infinity in model.blocks.1.mlp.down.weight (2 of " in said
+
 
 # --- a run that begins with weights -----------------------------------------------------------------------------------
 

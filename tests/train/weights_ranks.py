@@ -1,7 +1,8 @@
 """Four processes at dp 2 x tp 2 begin with given weights, train one step, and save.
 
 Usage: weights_ranks.py START DIRECTORY, START as `open_weights` takes it. Rank 0 leaves the whole parameters before and
-after the step, gathered by DTensor, in DIRECTORY/truth.pt, the checkpoint in DIRECTORY/run.
+after the step, gathered by DTensor, in DIRECTORY/truth.pt, the checkpoint in DIRECTORY/run. Each rank leaves in
+DIRECTORY/refused-RANK.txt what a save says once one of them has lost two numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build, describe
-from lowprec_train.train.checkpoint import Checkpointer
+from lowprec_train.train.checkpoint import Checkpointer, CheckpointError
 from lowprec_train.train.launch import World
 from lowprec_train.train.trainer import Trainer
 from lowprec_train.train.weights import check_sizes, open_weights
@@ -55,7 +56,21 @@ def work(rank: int, start: str, directory: str) -> None:
     if rank == 0:
         torch.save({"before": before, "after": after}, Path(directory) / "truth.pt")
         OmegaConf.save(OmegaConf.create({"model": asdict(run.model)}), path / "config.yaml")
+    (Path(directory) / f"refused-{rank}.txt").write_text(refused(trainer, saver, rank))
     dist.destroy_process_group()
+
+
+def refused(trainer: Trainer, saver: Checkpointer, rank: int) -> str:
+    """What a save says after one rank has lost two numbers of its part of a weight, which only it can see."""
+    if rank == 3:
+        weight = trainer.model.get_parameter("blocks.1.mlp.down.weight")
+        assert isinstance(weight, DTensor)
+        weight.to_local().view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
+    try:
+        saver.save(trainer.checkpoint_parts(), 2, wait=True, only_finite=True)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":

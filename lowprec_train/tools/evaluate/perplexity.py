@@ -36,7 +36,7 @@ class Scored:
 
 @torch.inference_mode()
 def score(model: Transformer, windows: Sequence[Window]) -> list[Scored]:
-    """Losses of windows of equal length, computed together."""
+    """Losses of windows of equal length, computed together. ValueError where they are not finite."""
     tokens = torch.from_numpy(stacked(windows)).to(model.embedding.weight.device)
     targets = tokens[:, 1:].clone()
     for row, window in enumerate(windows):
@@ -44,6 +44,8 @@ def score(model: Transformer, windows: Sequence[Window]) -> list[Scored]:
     logits = model.logits(tokens[:, :-1].contiguous())
     losses, _ = model.cross_entropy.losses(logits.flatten(0, 1), targets.flatten())
     sums = losses.view_as(targets).double().sum(dim=1).tolist()
+    if not all(map(math.isfinite, sums)):
+        raise ValueError("the model's losses are not finite: its weights overflow under this recipe")
     likeliest = ((logits.argmax(dim=-1) == targets) | (targets == IGNORED)).all(dim=1).tolist()
     return [Scored(*each) for each in zip(sums, likeliest, strict=True)]
 

@@ -1,0 +1,75 @@
+"""The numbers of a configuration that mean something, key by key; NaN and infinity are never among them.
+
+Keys of nodes that name their class (`data`, `comm`, `optim.schedule`, recipes) are checked by that class. Sizes have
+upper ends too: beyond them a tensor has more elements than it could be counted with, or a model never gets built.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+
+from lowprec_train.config import RunConfig
+from lowprec_train.numerics.draws import LAST_TOKEN
+from lowprec_train.optim.adamw import EPS
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`. above: without `low` itself. below: without `high` itself. or_zero: zero too, and
+    what it means.
+    """
+
+    low: float
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    or_zero: str = ""
+
+    def holds(self, value: float) -> bool:
+        """Whether a number is one of them."""
+        if not math.isfinite(value):
+            return False
+        low = self.low < value if self.above else self.low <= value
+        high = value < self.high if self.below else value <= self.high
+        return (low and high) or bool(self.or_zero and value == 0)
+
+    def __str__(self) -> str:
+        low = "a number above" if self.above else "at least"
+        high = "" if math.isinf(self.high) else f" and {'below' if self.below else 'at most'} {self.high:g}"
+        return f"{low} {self.low:g}{high}" + (f", or 0 ({self.or_zero})" if self.or_zero else "")
+
+
+COUNT = Range(1)
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(("steps", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval", "keep"), COUNT),
+    **dict.fromkeys(("log_interval", "max_skipped"), COUNT),
+    "tokens_per_step": Range(1, LAST_TOKEN),
+    "telemetry_interval": Range(1, or_zero="no telemetry"),
+    "clip_norm": Range(1e-12, 1e30, or_zero="no clipping"),
+    "model.vocab_size": Range(1, 1 << 24),
+    "model.dim": Range(1, 1 << 18),
+    "model.layers": Range(1, 1 << 12),
+    "model.heads": Range(1, 1 << 12),
+    "model.kv_heads": Range(1, 1 << 12),
+    "model.ffn": Range(1, 1 << 20),
+    "model.max_seq_len": Range(1, 1 << 24),
+    "model.rope_theta": Range(1, 1e30),
+    "model.norm_eps": Range(1e-18, 1),
+    "optim.lr": Range(0, 1e30, above=True),
+    "optim.beta1": Range(0, 1, below=True),
+    "optim.beta2": Range(0, 1, below=True),
+    "optim.eps": Range(*EPS),
+    "optim.weight_decay": Range(0, 1e6),
+    "parallel.timeout_minutes": Range(0, 1e6, above=True, below=True),
+}
+
+
+def check(run: RunConfig) -> None:
+    """Raises one ValueError for the first key whose value is out of its range."""
+    for key, allowed in RANGES.items():
+        value = reduce(getattr, key.split("."), run)
+        assert isinstance(value, int | float)
+        if not allowed.holds(value):
+            raise ValueError(f"{key}={value} must be {allowed}")
