@@ -63,9 +63,10 @@ def work(rank: int, start: str, directory: str) -> None:
 def refused(trainer: Trainer, saver: Checkpointer, rank: int) -> str:
     """What a save says after one rank has lost two numbers of its part of a weight, which only it can see."""
     if rank == 3:
-        weight = trainer.model.get_parameter("blocks.1.mlp.down.weight")
+        weight = trainer.model.state_dict()["blocks.1.mlp.down.weight"]
         assert isinstance(weight, DTensor)
-        weight.to_local().view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
+        with torch.no_grad():
+            weight.to_local().view(-1)[:2] = torch.tensor([torch.nan, torch.inf])
     try:
         saver.save(trainer.checkpoint_parts(), 2, wait=True, only_finite=True)
     except CheckpointError as error:
