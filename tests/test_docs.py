@@ -141,6 +141,14 @@ def test_tools_take_their_commands(document, line):
         assert callable(cli.parse(words).run)
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_files_that_are_named_are_there(document):
+    """Tests and scripts that a page names, in commands or to be looked at."""
+    places = r"(?<![\w/.])(?:tests|scripts|docker)/[\w/]+\.(?:py|sh|sbatch)\b"
+    missing = [place for place in re.findall(places, document.read_text()) if not (ROOT / place).exists()]
+    assert not missing
+
+
 def flat(tree: dict, prefix: str = "") -> set[str]:
     """Dotted names of a configuration, groups included."""
     inner = [flat(value, f"{prefix}{key}.") for key, value in tree.items() if isinstance(value, dict)]

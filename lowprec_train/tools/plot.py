@@ -224,7 +224,8 @@ def draw_ends(ax: Axes, subjects: Sequence[Subject]) -> None:
         ax.plot(x, smoothed, lw=1.7, **subject.line)
         at = x[-1] + (place + 1) * 0.035 * max(np.ptp(x), 1e-9)
         draw_interval(ax, at, subject.report.final_loss, subject)
-        drawn += [smoothed, subject.report.final_loss.mean]
+        final = subject.report.final_loss
+        drawn += [smoothed, *(value for value in (final.low, final.mean, final.high) if value is not None)]
         highest += [finite(smoothed).max()] if np.isfinite(smoothed).any() else []
     values = finite(np.hstack(drawn))
     if len(values):

@@ -1,18 +1,13 @@
-"""A small model with a tokenizer of its own and text to evaluate it on, raw and prepared; and the same text's losses by
-`transformers` alone, in the few lines that a user would write.
-"""
+"""A small model with a tokenizer of its own and text to evaluate it on, raw and prepared."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-import transformers
 
 from lowprec_train.data.indexed import IndexedWriter, token_dtype
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
@@ -60,24 +55,3 @@ def documents_of_bin(prefix: Path, eod: int) -> list[list[int]]:
     """A prepared set read as what it is: numbers with an end-of-document token behind each document."""
     ids = np.fromfile(f"{prefix}.bin", np.uint16).astype(np.int64)
     return [part.tolist() for part in np.split(ids, np.flatnonzero(ids == eod) + 1)[:-1]]
-
-
-@torch.no_grad()
-def perplexity_by_transformers(
-    exported: Path, documents: list[list[int]], length: int, stride: int
-) -> tuple[float, int]:
-    """(perplexity, tokens) in windows of `length` inputs; documents begin with their end-of-document token."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
-    nll, count = 0.0, 0
-    for ids in documents:
-        done = 0
-        for begin in range(0, len(ids) - 1, stride):
-            end = min(begin + length, len(ids) - 1)
-            logits = model(torch.tensor([ids[begin:end]])).logits[0]
-            labels = torch.tensor(ids[begin + 1 : end + 1])
-            labels[: done - begin] = -100
-            nll += F.cross_entropy(logits, labels, reduction="sum").item()
-            count, done = count + end - done, end
-            if end == len(ids) - 1:
-                break
-    return math.exp(nll / count), count

@@ -21,7 +21,8 @@ from lowprec_train.tools.evaluate.progress import shown
 from lowprec_train.tools.evaluate.texts import Encoded, open_text
 from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length
 from lowprec_train.train.trained import Trained
-from tests.tools.evaluated import TEXTS, documents_of_bin, perplexity_by_transformers, subject
+from scripts.perplexity import documents_of, perplexity
+from tests.tools.evaluated import TEXTS, documents_of_bin, subject
 
 CPU = torch.device("cpu")
 
@@ -100,7 +101,8 @@ def test_perplexity_is_that_of_an_independent_script(made, exported, evaluate, s
     prepared = [ids[:-1] for ids in documents_of_bin(made.prefix, made.tokenizer.eod)]
     assert raw == prepared  # by way of two tokenizers
     documents = [[tokenizer.eos_token_id, *ids] for ids in raw]
-    expected, tokens = perplexity_by_transformers(exported, documents, seq_len, stride)
+    assert documents_of(exported, made.raw) == documents
+    expected, tokens = perplexity(exported, documents, seq_len, stride)
     for data in (made.raw, made.prefix):
         how = ("--seq-len", seq_len, "--stride", stride, "--recipe", "fp32")
         text = evaluate("--data", data, *how)[0]["text"]
@@ -110,7 +112,7 @@ def test_perplexity_is_that_of_an_independent_script(made, exported, evaluate, s
 
 def test_without_a_start_the_first_token_is_context_only(made, exported, evaluate):
     documents = [ids[:-1] for ids in documents_of_bin(made.prefix, made.tokenizer.eod)]
-    expected, tokens = perplexity_by_transformers(exported, documents, 32, 32)
+    expected, tokens = perplexity(exported, documents, 32, 32)
     found, out = evaluate("--data", made.prefix, "--recipe", "fp32", "--start", "none")
     assert found["text"]["tokens"] == tokens == sum(max(0, len(ids) - 1) for ids in documents)
     assert found["text"]["results"]["fp32"]["perplexity"] == pytest.approx(expected, abs=1e-3)
