@@ -119,6 +119,8 @@ class Quantizer:
             raise ValueError(f"headroom is a share of the range in (0, 1], not {self.headroom}")
         if self.stochastic and self.format is FP32:
             raise ValueError("FP32 is not rounded, so stochastic rounding to it means nothing")
+        if self.span < 0:
+            raise ValueError(f"span counts binades, 0 for no bound, and is not {self.span}")
         if self.span and self.scale not in POWERS_OF_TWO:
             raise ValueError(f"span bounds power-of-two block exponents; {self.scale.name} scales have none")
 

@@ -1,14 +1,17 @@
 """The numbers of a configuration that mean something, key by key; NaN and infinity are never among them.
 
-Keys of nodes that name their class (`data`, `comm`, `optim.schedule`, recipes) are checked by that class. Sizes have
-upper ends too: beyond them a tensor has more elements than it could be counted with, or a model never gets built.
+Nodes that name their class (`data`, `comm`, `optim.schedule`, recipes) take what they are given; that class checks the
+rest of it. Sizes have upper ends too: beyond them a tensor has more elements than it could be counted with, or a model
+never gets built.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 from lowprec_train.config import RunConfig
 from lowprec_train.numerics.draws import LAST_TOKEN
@@ -18,7 +21,7 @@ from lowprec_train.optim.adamw import EPS
 @dataclass(frozen=True)
 class Range:
     """Numbers from `low` to `high`. above: without `low` itself. below: without `high` itself. or_zero: zero too, and
-    what it means.
+    what it means. whole: integers only.
     """
 
     low: float
@@ -26,17 +29,19 @@ class Range:
     above: bool = False
     below: bool = False
     or_zero: str = ""
+    whole: bool = False
 
-    def holds(self, value: float) -> bool:
-        """Whether a number is one of them."""
-        if not math.isfinite(value):
+    def holds(self, value: Any) -> bool:
+        """Whether a value is one of these numbers."""
+        kinds = (int,) if self.whole else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
             return False
         low = self.low < value if self.above else self.low <= value
         high = value < self.high if self.below else value <= self.high
         return (low and high) or bool(self.or_zero and value == 0)
 
     def __str__(self) -> str:
-        low = "a number above" if self.above else "at least"
+        low = "a number above" if self.above else "a whole number of at least" if self.whole else "at least"
         high = "" if math.isinf(self.high) else f" and {'below' if self.below else 'at most'} {self.high:g}"
         return f"{low} {self.low:g}{high}" + (f", or 0 ({self.or_zero})" if self.or_zero else "")
 
@@ -64,12 +69,33 @@ RANGES: dict[str, Range] = {
     "optim.weight_decay": Range(0, 1e6),
     "parallel.timeout_minutes": Range(0, 1e6, above=True, below=True),
 }
+WHOLE, SHARE = Range(1, whole=True), Range(0, 1)
+NODES: dict[str, Range] = {  # where a node has the key, and something other than null there
+    "data.vocab_size": Range(1, 1 << 24, whole=True),
+    "data.seed": Range(-(1 << 63), (1 << 63) - 1, whole=True),
+    "data.valid_fraction": Range(0, 1, above=True, below=True),
+    "comm.block": Range(1, 1 << 30, whole=True),
+    "logger.console.every": WHOLE,
+    "optim.schedule.peak": Range(0, 1e30, above=True),
+    "optim.schedule.steps": WHOLE,
+    "optim.schedule.warmup_steps": Range(0, whole=True),
+    "optim.schedule.warmup_fraction": Range(0, 1, below=True),
+    "optim.schedule.decay_steps": WHOLE,
+    "optim.schedule.decay_fraction": Range(0, 1, above=True),
+    "optim.schedule.final_fraction": SHARE,
+    "optim.first_moment.group": WHOLE,
+    "optim.second_moment.group": WHOLE,
+}
 
 
 def check(run: RunConfig) -> None:
     """Raises one ValueError for the first key whose value is out of its range."""
-    for key, allowed in RANGES.items():
-        value = reduce(getattr, key.split("."), run)
-        assert isinstance(value, int | float)
-        if not allowed.holds(value):
+    for key, allowed in (RANGES | NODES).items():
+        value = reduce(_entry, key.split("."), run)
+        if not (allowed.holds(value) or (value is None and key in NODES)):
             raise ValueError(f"{key}={value} must be {allowed}")
+
+
+def _entry(tree: Any, name: str) -> Any:
+    """None where a node has no such key."""
+    return (tree or {}).get(name) if tree is None or isinstance(tree, Mapping) else getattr(tree, name)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 from omegaconf import OmegaConf
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 from lowprec_train.config import RunConfig
 from lowprec_train.train import ranges
 from lowprec_train.train.compose import composed
-from lowprec_train.train.ranges import RANGES
+from lowprec_train.train.ranges import NODES, RANGES
 
 NO_RANGE = {  # key -> who says what is wrong with it
     "seed": "any number is one",
@@ -83,15 +84,19 @@ def test_inside(run, key, value):
     ranges.check(changed(run, key, value))
 
 
-@pytest.mark.parametrize("key", ["data.valid_fraction", "optim.schedule.warmup_fraction", "optim.schedule.peak"])
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-def test_numbers_of_nodes_are_checked_by_what_they_name(key, value):
-    from lowprec_train.train import build
+@pytest.fixture(scope="module")
+def with_nodes():
+    """Every node of `NODES` is there."""
+    return OmegaConf.structured(composed("optim=adamw_coat", "optim/schedule=wsd", "logger=console"))
 
-    run = composed("data=stdlib", f"{key}={value}")
-    with pytest.raises(ValueError, match=str(value)):
-        build.construct(run.optim.schedule)
-        build.construct(run.data)
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "many", -(2**70), True])
+@pytest.mark.parametrize("key", NODES)
+def test_numbers_of_nodes(with_nodes, key, value):
+    ranges.check(OmegaConf.to_object(with_nodes))
+    with pytest.raises(ValueError, match=re.escape(f"{key}={value} must be ")):
+        ranges.check(changed(with_nodes, key, value))
+    ranges.check(changed(with_nodes, key, None))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, 1.5])
