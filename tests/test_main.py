@@ -216,6 +216,10 @@ def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
         (["data.seq_len=2048", "tokens_per_step=4096"], "data.seq_len=2048 is longer than model.max_seq_len=1024"),
         (["steps=0"], "steps=0 must be at least 1"),
         (["clip_norm=-1"], "clip_norm=-1.0"),
+        (["optim.eps=0"], "optim.eps=0.0 must be at least 1e-18 and at most 1"),
+        (["optim.lr=nan"], "optim.lr=nan must be a number above 0"),
+        (["model.norm_eps=inf"], "model.norm_eps=inf must be"),
+        (["optim.schedule.final_fraction=-1"], "optim.schedule.final_fraction=-1 must be at least 0 and at most 1"),
         (["model.heads=3"], "heads 3"),
         (["model.norm=batchnorm"], "unknown norm 'batchnorm'"),
         (["model.vocab_size=256"], "model.vocab_size 256 is smaller than the 384 pieces of the tokenizer of"),
@@ -270,6 +274,24 @@ def test_a_diverged_run_is_one_error(launch):
     assert status == 1 and err.startswith("error: training diverged at step") and "Traceback" not in err
     assert "3 steps in a row" in err and not Path("runs/a/DONE").exists()
     assert Path("runs/a/checkpoints/latest").exists()
+
+
+def test_a_run_without_an_update_is_not_done(launch):
+    """Every gradient is infinite; there are fewer steps than `max_skipped`."""
+    handle = register_module_forward_pre_hook(
+        lambda module, arguments: (
+            (arguments[0] * math.inf, *arguments[1:]) if isinstance(module, Linear) and module.training else None
+        )
+    )
+    try:
+        for _ in range(2):  # the second time there is no step left to take
+            status, _, err = launch("name=a", "steps=3", "max_skipped=10", "eval_interval=3")
+            assert status == 1 and err == (
+                "error: the run has not trained: all 3 steps were skipped as not finite, and no weight has moved\n"
+            )
+            assert not Path("runs/a/DONE").exists()
+    finally:
+        handle.remove()
 
 
 @pytest.fixture
