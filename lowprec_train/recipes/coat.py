@@ -3,7 +3,7 @@
     linears      E4M3 codes of their inputs, a scale per tensor          recipe `fp8`
     norms        input rounded to E4M3 in groups of 1x16, and kept so
     activations  gate and up, or GELU's input, likewise
-    Adam         both moments in E4M3 with range expansion, groups of 128        configs/optim/adamw_coat.yaml
+    Adam         both moments in E4M3 with range expansion, groups of up to 128  configs/optim/adamw_coat.yaml
 
 The residual stream and attention stay in BF16. This file holds the part that is not a linear's: what norms and
 activations keep.
