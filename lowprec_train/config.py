@@ -261,7 +261,8 @@ def model_of(path: Path) -> ModelConfig:
         sizes = OmegaConf.load(run).model if run.is_file() else OmegaConf.load(imported)
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes))
     except (OSError, YAMLError, OmegaConfBaseException, AttributeError) as error:
-        raise ValueError(f"{path} does not describe a model: {str(error).splitlines()[0]}") from error
+        file = run if run.is_file() else imported
+        raise ValueError(f"{file} does not describe a model: {str(error).splitlines()[0]}") from error
     assert isinstance(model, ModelConfig)
     return model
 

@@ -38,6 +38,19 @@ _UNREADABLE = {"DONE": _ENDED, "PREEMPTED": _ENDED}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
+def read_object(file: Path, *, advice: str = "restore it") -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. ValueError where it holds anything else; names the file."""
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); {advice}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds {str(content)[:80]!r}, no JSON object; {advice}")
+    return content
+
+
 class RunDirectory:
     """A run directory held by one process: the claim is a lock, which ends with the process, however it ends.
 
@@ -80,16 +93,7 @@ class RunDirectory:
 
     def read(self, name: str) -> dict[str, Any]:
         """A JSON file of the run; empty when it does not exist. ValueError when it holds no object; names the file."""
-        file = self.path / name
-        if not file.exists():
-            return {}
-        try:
-            content = json.loads(file.read_bytes())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{file} cannot be read ({error}); {_UNREADABLE.get(name, RESTORE)}") from error
-        if not isinstance(content, dict):
-            raise ValueError(f"{file} holds {str(content)[:80]!r}, no JSON object; {_UNREADABLE.get(name, RESTORE)}")
-        return content
+        return read_object(self.path / name, advice=_UNREADABLE.get(name, RESTORE))
 
     def begin(self, *, config: Mapping[str, Any], recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """The run goes on, an earlier PREEMPTED no longer holds. With config.yaml, written last, the run exists."""

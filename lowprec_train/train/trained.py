@@ -11,7 +11,6 @@ it, by a rounding: with `fp8` or `nvfp4` a loss moves by 1e-5 or 1e-4 nats with 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -30,6 +29,7 @@ from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train import build, checks
 from lowprec_train.train.compose import composed
+from lowprec_train.train.rundir import read_object
 from lowprec_train.train.trainer import EVALUATION_STEP
 from lowprec_train.train.weights import RunWeights, fill_from, open_weights, without_memory
 
@@ -52,9 +52,7 @@ class Trained:
     @cached_property
     def facts(self) -> Mapping[str, Any]:
         """What run.json says; of an imported directory nothing."""
-        about = self.directory / "run.json"
-        found: dict[str, Any] = json.loads(about.read_text()) if about.is_file() else {}
-        return found
+        return read_object(self.directory / "run.json")
 
     def recipe_name(self, recipe: str) -> str:
         """The recipe's own name, also where the run's was asked for."""

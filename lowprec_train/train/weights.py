@@ -36,6 +36,7 @@ from lowprec_train.train.checkpoint_folder import latest, listed, path_of, steps
 from lowprec_train.train.digests import METADATA, CheckpointError
 from lowprec_train.train.launch import first
 from lowprec_train.train.packages import needs_package
+from lowprec_train.train.rundir import read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 PROBE = "In 2024 the naïve fox,\n    def jump(over): return 'lazy dogs'  # 3.14\n"
@@ -231,7 +232,7 @@ def tokenizer_of(directory: Path) -> Path | None:
     about = directory / "run.json"
     if not about.is_file():
         return directory if any((directory / file).is_file() for file in TOKENIZER_FILES) else None
-    facts = json.loads(about.read_text())
+    facts = read_object(about)
     named, was = facts.get("tokenizer"), facts.get("tokenizer_sha256")
     path = named and Path(named)
     if path and was and path.is_file() and (now := sha256(path)) != was:
