@@ -64,6 +64,7 @@ def test_a_signal_and_another_layout(train, alone, tmp_path):
     assert losses(run) == alone
 
 
+@pytest.mark.nightly
 def test_every_logged_number_of_a_resumed_run_with_fp8_gradients(train, tmp_path):
     """Stopped between two measurements of what the reduction loses: all keys but times are those of a run left alone,
     the measured one too, which is repeated until the next measurement.

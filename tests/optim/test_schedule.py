@@ -1,10 +1,11 @@
 """Schedules at the steps where they bend."""
 
+import dataclasses
 import math
 
 import pytest
 
-from lowprec_train.optim.schedule import WarmupCosine, WarmupLinear, WarmupStableDecay
+from lowprec_train.optim.schedule import WarmupCosine, WarmupLinear, WarmupStableDecay, before_decay
 
 
 def test_warmup_reaches_the_peak_on_its_last_step():
@@ -71,3 +72,21 @@ def test_negative_step_is_an_error():
     for make in (WarmupCosine, WarmupLinear, WarmupStableDecay):
         with pytest.raises(ValueError, match="-1"):
             make(peak=1.0, steps=10)(-1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        (WarmupStableDecay(peak=1.0, steps=100, warmup_steps=5, decay_steps=30), (70,)),
+        (WarmupStableDecay(peak=1.0, steps=100, decay_fraction=0.2), (80,)),
+        (WarmupStableDecay(peak=1.0, steps=100, decay_steps=100), ()),
+        (WarmupCosine(peak=1.0, steps=100, warmup_steps=5), ()),
+    ],
+)
+def test_where_a_longer_run_can_be_continued_from(schedule, steps):
+    """Up to there a run of twice the length has the same rates, and not beyond."""
+    assert before_decay(schedule) == steps
+    longer = dataclasses.replace(schedule, steps=200)
+    for step in steps:
+        assert [schedule(i) for i in range(step)] == [longer(i) for i in range(step)]
+        assert schedule(step) != longer(step)

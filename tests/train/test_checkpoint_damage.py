@@ -1,6 +1,7 @@
 """Damaged checkpoints: found, kept, and replaced by the newest whole one, or an error that changes nothing."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from lowprec_train.train import digests
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError
 from tests.train.damage import DAMAGES, invert, shards, truncate, without_checksums
 from tests.train.standins import bits, make_trainer, same
+from tests.train.test_rundir import record
 
 
 def keeper(directory, **changes):
@@ -187,6 +189,19 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(saved, monkeypatch):
     monkeypatch.setattr("os.listdir", refused)
     with pytest.raises(CheckpointError, match="cannot read the checkpoints in .*: Permission denied"):
         saver.load(make_trainer().checkpoint_parts())
+
+
+def test_everything_is_on_disk_before_the_pointer_names_it(tmp_path, monkeypatch):
+    saver, events = keeper(tmp_path), []
+    rename = Path.rename
+    record(monkeypatch, events)
+    monkeypatch.setattr(Path, "rename", lambda path, to: (events.append(f"rename {to.name}"), rename(path, to))[1])
+    saver.save(make_trainer().checkpoint_parts(), 4)
+    assert events == [
+        *("sync __0_0.distcp", "sync .metadata.tmp", "rename .metadata", "sync manifest.json", "sync .tmp-step-4"),
+        *("rename step-4", f"sync {tmp_path.name}"),
+        *("sync .tmp-latest", "replace latest", f"sync {tmp_path.name}"),
+    ]
 
 
 def test_steps_that_are_kept(tmp_path):

@@ -1,13 +1,15 @@
 """A run is found again by its name, told apart by its training keys, and never destroyed."""
 
 import copy
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from lowprec_train.config import LAUNCH_FACTS, Resume
-from lowprec_train.train import rundir
+from lowprec_train.train import identity, rundir
 
 CONFIG = {
     "name": None,
@@ -56,6 +58,69 @@ def test_launch_facts_keep_the_name(key, value):
 )  # fmt: skip
 def test_training_keys_change_the_name(key, value):
     assert rundir.digest(changed(key, value)) != rundir.digest(CONFIG)
+
+
+@pytest.mark.parametrize(
+    "places", [["text", "./text", "/data/text", ["a/text"]], [[0.7, "/a/x", 0.3, "y"], [0.7, "x", 0.3, "b/y"]]]
+)
+def test_a_place_counts_by_its_last_part(places):
+    """And is no difference to a saved configuration: the corpus hash is compared."""
+    named = [changed("data.train", place) for place in places]
+    assert len({rundir.digest(config) for config in named}) == 1 != rundir.digest(CONFIG)
+    assert rundir.digest(changed("data.train", "other")) != rundir.digest(named[0])
+    assert rundir.differences(changed("data.train", "other"), named[0]) == []
+
+
+def test_first_weights_may_be_spelled_otherwise(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spelled = ["runs/a", "./runs/a", "runs/b/../a", str(tmp_path / "runs" / "a")]
+    assert len({rundir.digest(changed("weights", path)) for path in spelled}) == 1
+    assert rundir.differences(changed("weights", "/elsewhere/a"), changed("weights", "runs/a"))
+
+
+def test_length_alone():
+    longer, other = changed("steps", 20), changed("seed", 2)
+    assert identity.longer(CONFIG, longer) and not identity.longer(CONFIG, CONFIG)
+    assert not identity.longer(CONFIG, other) and not identity.longer(other, longer)
+    assert identity.family(CONFIG) == identity.family(longer) != identity.family(other)
+
+
+def test_a_run_of_an_earlier_name_is_found(tmp_path):
+    """Its hash was of the place as it was spelled."""
+    config = changed("data.train", "/data/text")
+    earlier = identity._earlier_digest(config)
+    run = rundir.claim(tmp_path, f"tiny-fp4-{earlier}", config, Resume.auto)
+    run.write("run.json", {"name": run.path.name, "hash": earlier})
+    run.write("config.yaml", config)
+    run.release()
+    assert identity.found_name(tmp_path, config, "fp4", Resume.auto) == run.path.name
+    moved = changed("data.train", "/moved/text")
+    assert identity.found_name(tmp_path, moved, "fp4", Resume.auto) == rundir.default_name(moved, "fp4")
+
+
+def test_files_of_a_run_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    events = []
+    record(monkeypatch, events)
+    run = rundir.claim(tmp_path, "r", CONFIG, Resume.auto)
+    run.write("config.yaml", CONFIG)
+    run.release()
+    assert events == ["sync config.yaml.partial", "replace config.yaml", "sync r"]
+
+
+def record(monkeypatch, events):
+    """Remember what is synced and what gets a new name, in order."""
+    sync, replace = os.fsync, os.replace
+
+    def synced(descriptor):
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        sync(descriptor)
+
+    def replaced(source, target):
+        events.append(f"replace {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
 
 
 def test_the_default_name_is_readable():
