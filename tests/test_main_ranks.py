@@ -1,12 +1,14 @@
 """Ranks that differ, hang or lose their launcher: the run ends soon, with one error that says which rank, and why."""
 
 import os
+import pickle
 import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.test_main_interruption import ROOT, TORCHRUN, arguments, start, wait_for_steps
 from tests.test_main_parallel import workers
@@ -79,6 +81,26 @@ def test_a_rank_that_hangs(arguments, tmp_path, hung):
     left = {file.name for file in (tmp_path / "run" / "hang").iterdir()}
     assert {f"rank-{rank}.txt" for rank in range(3) if rank != hung} <= left
     assert "most recent call first" in (tmp_path / "run" / "hang" / f"rank-{(hung + 1) % 3}.txt").read_text()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_that_hangs_on_gpus(arguments, tmp_path):
+    """NCCL's collectives wait on the device: the recorder says which, and its file is there."""
+    words = ("tokens_per_step=128", "steps=1000000", "parallel.timeout_minutes=0.5", f"run_root={tmp_path}")
+    agent = start((*TORCHRUN, "2", ROOT / "train.py", *arguments, "device=cuda", *words))
+    wait_for_steps(tmp_path / "run", 5, agent)
+    ranks = workers(agent)
+    begin = time.monotonic()
+    os.kill(ranks[1], signal.SIGSTOP)
+    _, err = agent.communicate(timeout=500)
+    assert agent.returncode == 1 and all(map(ended, ranks))
+    assert time.monotonic() - begin < 30 + 90
+    assert f"rank 1 did not arrive (process {ranks[1]} on " in err, err
+    assert re.search(r"^error: step \d+: rank 0 in the .*: waited 0.\d+ minutes", err, re.MULTILINE), err
+    assert (tmp_path / "run" / "hang" / "rank-0.txt").exists()
+    recorded = pickle.loads((tmp_path / "run" / "hang" / "rank_0").read_bytes())["entries"]
+    assert "nccl" in {entry["profiling_name"].split(":")[0] for entry in recorded}
 
 
 def test_ranks_end_with_their_launcher(arguments, tmp_path):

@@ -52,7 +52,9 @@ PLACES: tuple[tuple[str, str, str], ...] = (
 )
 """(file, function, what a rank in it waits for): the first that is on the stack counts; no function: any of them."""
 
-BROKEN = re.compile(r"gloo|Timed out waiting|Connection (closed|reset) by peer|NCCL|ncclRemoteError|Broken pipe", re.I)
+BROKEN = re.compile(
+    r"/gloo/|Timed out waiting \d+ms|Connection (closed|reset) by peer|NCCL (error|communicator|time)|nccl\w+Error"
+)
 Lines = list[tuple[str, str]]  # (file, function), innermost first
 
 
@@ -71,7 +73,7 @@ class PeerLost(RuntimeError):
     """A collective failed because a rank hung or died; the message says where, and which."""
 
     def __init__(self, message: str, absent: Sequence[Place] = (), *, told: bool = False) -> None:
-        """told: by another rank."""
+        """told: whether another rank has told this, or the error of its own that made it fail."""
         super().__init__(message)
         self._absent, self.told = absent, told
 
@@ -165,6 +167,8 @@ class Watch:
         except Exception as error:
             if self._ranks.world.processes > 1 and of_peers(error):
                 raise self.explained(error) from error
+            with suppress(dist.DistError):
+                self._ranks.store.set(f"failed/{self._rank}", str(error) or type(error).__name__)
             raise
         finally:
             ended.set()
@@ -184,7 +188,7 @@ class Watch:
         self._record()
         asking.join(2 * PATIENCE + 1)
         alone = (
-            f"step {self._step}: {what}: {how}, and the store of the launch, which torchrun or rank 0 keeps, is silent"
+            f"{at(self._step)}: {what}: {how}, and the store of the launch, which torchrun or rank 0 keeps, is silent"
         )
         return answer[0] if answer else PeerLost(self._with_records(alone))
 
@@ -200,9 +204,12 @@ class Watch:
                 return
             places = self._places()
             said = self._gathered(places)
-            text = self._with_records(verdict(said, self._step, places, how))
+            failed = {rank: store.get(f"failed/{rank}").decode() for rank in places if store.check([f"failed/{rank}"])}
+            text = self._with_records(verdict(said, self._step, places, how, failed))
             store.set("answer", text)
-            answer.append(PeerLost(text, [places[rank] for rank in missing(said, self._step, places)]))
+            news = [self._ranks.claim(own) for own in failed.values()]
+            absent = [places[rank] for rank in missing(said, self._step, places) if rank not in failed]
+            answer.append(PeerLost(text, absent, told=bool(failed) and not absent and not any(news)))
 
     def _with_records(self, text: str) -> str:
         return f"{text}\nwhat each rank was doing: {self._directory}"
@@ -244,6 +251,7 @@ class Watch:
         lost = self._explained(what, how)
         if not lost.told:
             self._ranks.tell(str(lost), alone=True)
+        lost.end_absent()
         return True
 
     def _say(self, what: str, *, waits: bool) -> None:
@@ -284,23 +292,34 @@ def missing(said: Said, step: int, places: Mapping[int, Place]) -> list[int]:
     return [rank for rank in places if rank not in waiting]
 
 
-def verdict(said: Said, step: int, places: Mapping[int, Place], how: str) -> str:
+def at(step: int) -> str:
+    """When: in a step, counted from 1, or before the first."""
+    return f"step {step}" if step else "before the first step"
+
+
+def verdict(
+    said: Said, step: int, places: Mapping[int, Place], how: str, failed: Mapping[int, str] | None = None
+) -> str:
     """The sentence about a failed collective. said: {rank: {"step", "what", "waits"}} of those that said something.
-    step: of the rank that asks. how: what befell those that waited.
+    step: of the rank that asks. how: what befell those that waited. failed: errors of ranks that met one of their own.
     """
     absent = missing(said, step, places)
     groups: dict[str, list[int]] = {}
     for rank in (rank for rank in places if rank not in absent):
         groups.setdefault(said[rank]["what"], []).append(rank)
     waiting = "; ".join(f"{numbered(ranks)} in {what}" for what, ranks in sorted(groups.items(), key=lambda g: g[1]))
-    lines = [f"step {step}: {waiting}: {how}", *(_of_absent(rank, said.get(rank), step, places) for rank in absent[:3])]
+    why = {rank: _of_absent(said.get(rank), step, (failed or {}).get(rank)) for rank in absent[:3]}
+    lines = [f"{at(step)}: {waiting}: {how}"]
+    lines += [f"rank {rank} did not arrive ({places[rank]}): it {reason}" for rank, reason in why.items()]
     lines += [f"and {len(absent) - 3} more: {numbered(absent[3:])}"] if len(absent) > 3 else []
     if not absent:
         lines.append("all ranks came to a collective: if not to the same one, the program differs between them")
     return "\n".join(lines)
 
 
-def _of_absent(rank: int, said: Mapping[str, Any] | None, step: int, places: Mapping[int, Place]) -> str:
+def _of_absent(said: Mapping[str, Any] | None, step: int, failed: str | None) -> str:
+    if failed is not None:
+        return f"failed: {failed}"
     if said is None or said["step"] != step:
-        return f"rank {rank} did not arrive ({places[rank]}): it is stopped, dead or cut off"
-    return f"rank {rank} did not arrive ({places[rank]}): it is in {said['what']}"
+        return "is stopped, dead or cut off"
+    return f"is in {said['what']}"

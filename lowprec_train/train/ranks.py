@@ -18,7 +18,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -63,14 +63,20 @@ class Ranks:
         alone: this rank speaks for all.
         """
         speaks, until = alone or self.world.leads, time.monotonic() + PATIENCE
-        while not (speaks or self.store.check(["told"]) or time.monotonic() > until):
-            time.sleep(0.05)
+        try:
+            while not (speaks or self.store.check(["told"]) or time.monotonic() > until):
+                time.sleep(0.05)
+            first = self.claim(text)
+        except dist.DistError:  # who keeps the store has ended
+            first = True
+        failure.report(f"error{'' if speaks else f' on rank {self.world.rank}'}: {text}", printed=first)
+        with suppress(dist.DistError):
+            self.store.set("told", str(self.world.rank))
+
+    def claim(self, text: str) -> bool:
+        """Whether no rank has told this yet, numbers aside; from now on one has."""
         same = hashlib.sha256(re.sub(r"\d+", "0", text).encode()).hexdigest()
-        failure.report(
-            f"error{'' if speaks else f' on rank {self.world.rank}'}: {text}",
-            printed=self.store.add(f"told/{same}", 1) == 1,
-        )
-        self.store.set("told", str(self.world.rank))
+        return self.store.add(f"told/{same}", 1) == 1
 
 
 @contextmanager

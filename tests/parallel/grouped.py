@@ -1,4 +1,4 @@
-"""Four processes with the groups of a run: what each group waits for at most, and the sockets: grouped.py DIRECTORY."""
+"""Processes with the groups of a run: how long each waits at most, and the sockets: grouped.py DIRECTORY [cuda]."""
 
 import os
 import socket
@@ -56,16 +56,35 @@ def seen(layout: str) -> dict:
     return made
 
 
-def work(rank: int, directory: str, port: int) -> None:
+def work(rank: int, directory: str, port: int, device: str = "cpu") -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if device == "cuda":
+        on_gpus(rank, directory)
+        return
     world, timeout = World(rank, RANKS, rank), timedelta(minutes=MINUTES)
     with ranks.met(world, timeout) as meeting, launch.joined(world, torch.device("cpu"), MINUTES, meeting.store):
         found = {layout: seen(layout) for layout in LAYOUTS}
         torch.save(found, Path(directory) / f"rank-{rank}.pt")
 
 
+def on_gpus(rank: int, directory: str) -> None:
+    """Two ranks, a GPU each."""
+    world, timeout = World(rank, 2, rank), timedelta(minutes=MINUTES)
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    with ranks.met(world, timeout) as meeting, launch.joined(world, device, MINUTES, meeting.store):
+        mesh = Mesh(Sizes(dp_shard=2), "cuda", timeout)
+        launch.host_group(MINUTES)
+        names = {axis: mesh.group(axis).group_name for axis in AXES} | {"dp": mesh.dp_group.group_name}
+        ones = torch.ones(3, device=device)
+        dist.all_reduce(ones, group=mesh.dp_group)
+        torch.save({"groups": groups(), "names": names, "sum": ones.cpu()}, Path(directory) / f"rank-{rank}.pt")
+
+
 if __name__ == "__main__":
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         free = probe.getsockname()[1]
-    mp.start_processes(work, args=(sys.argv[1], free), nprocs=RANKS, start_method="fork")
+    kind = sys.argv[2] if len(sys.argv) > 2 else "cpu"
+    method, count = ("spawn", 2) if kind == "cuda" else ("fork", RANKS)
+    mp.start_processes(work, args=(sys.argv[1], free, kind), nprocs=count, start_method=method)

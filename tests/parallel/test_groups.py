@@ -13,14 +13,18 @@ from tests.parallel.grouped import LAYOUTS, MINUTES, RANKS
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("groups")
+def saw(directory, count, *words):
+    """What each of so many processes found."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests/parallel/grouped.py"), str(directory)]
+    command = [sys.executable, str(ROOT / "tests/parallel/grouped.py"), str(directory), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(RANKS)]
+    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return saw(tmp_path_factory.mktemp("groups"), RANKS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -50,3 +54,15 @@ def test_groups_of_all_ranks(ranks, layout):
         assert found["dp"] == [0, 1, 2, 3]
         assert sum(len(members) == RANKS for members, _ in found["groups"].values()) == 3
         assert 2 * (RANKS - 1) <= found["sockets"] < 4 * (RANKS - 1), "of two groups, and what listens"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_groups_on_gpus(tmp_path):
+    """NCCL takes the timeout too; axes have no gloo: that is the default group's and the checkpoint's."""
+    for each in saw(tmp_path, 2, "cuda"):
+        kinds = {name: set(found) for name, (_, found) in each["groups"].items()}
+        assert all(kinds[name] == {"cuda"} for name in each["names"].values())
+        assert sum("cpu" in found for found in kinds.values()) == 2 and each["sum"].tolist() == [2.0] * 3
+        for _, found in each["groups"].values():
+            assert found == dict.fromkeys(found, pytest.approx(MINUTES))

@@ -55,6 +55,15 @@ def test_ranks_that_are_elsewhere_are_missing():
     ]
 
 
+def test_a_rank_that_failed_is_named_with_its_error():
+    text = hang.verdict({0: said(0, "x"), 1: said(0, "x")}, 0, PLACES, "lost the connection", {2: "no space left"})
+    assert text.splitlines() == [
+        "before the first step: ranks 0-1 in x: lost the connection",
+        "rank 2 did not arrive (process 102 on node): it failed: no space left",
+        "rank 3 did not arrive (process 103 on node): it is stopped, dead or cut off",
+    ]
+
+
 def test_many_missing_ranks_are_counted():
     lines = hang.verdict({0: said(1, "x")}, 1, {rank: Place(rank, "n") for rank in range(64)}, "waited").splitlines()
     assert len(lines) == 5 and lines[-1] == "and 60 more: ranks 4-63"
@@ -75,7 +84,8 @@ def test_errors_of_lost_peers():
     assert hang.of_peers(RuntimeError("[/x/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3"))
     assert hang.of_peers(dist.DistBackendError("NCCL communicator was aborted"))
     assert not hang.of_peers(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not hang.of_peers(ValueError("no gloo here"))
+    assert not hang.of_peers(ValueError("no /gloo/ here"))
+    assert not hang.of_peers(RuntimeError("checkpoint of step 3 could not be written to runs/nccl-gloo: no space left"))
 
 
 def test_the_recorder_is_on_where_nobody_has_said_otherwise(monkeypatch, tmp_path):
