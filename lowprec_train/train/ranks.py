@@ -69,7 +69,8 @@ class Ranks:
             first = self.claim(text)
         except dist.DistError:  # who keeps the store has ended
             first = True
-        failure.report(f"error{'' if speaks else f' on rank {self.world.rank}'}: {text}", printed=first)
+        named = first and not speaks
+        failure.report(f"error{f' on rank {self.world.rank}' if named else ''}: {text}", printed=first)
         with suppress(dist.DistError):
             self.store.set("told", str(self.world.rank))
 
