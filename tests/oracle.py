@@ -179,6 +179,12 @@ def scaled(x: np.ndarray, scale: np.ndarray, headroom: float = 1.0) -> np.ndarra
         return (np.asarray(x, F32).astype(F64) * F64(F32(headroom)) / spread(power.astype(F64), x.shape)).astype(F32)
 
 
+def by_inverse(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """fp32(x * fp32(1 / s)): the place that the estimator's slope is taken at, which rounds nothing to a grid."""
+    with np.errstate(all="ignore"):
+        return np.asarray(x, F32) * spread(F32(1) / scale.astype(F32), x.shape)
+
+
 def quantize(
     x: np.ndarray,
     format: str,

@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.oracle import F32, bf16, body, carrier_codes, clipped, quantize, random_bits, rotate_float32, scaled, slope
+from tests.oracle import (
+    F32,
+    bf16,
+    body,
+    by_inverse,
+    carrier_codes,
+    clipped,
+    quantize,
+    random_bits,
+    rotate_float32,
+    slope,
+)
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def linear_fp4(
         residual = plain(x - clamped, format)
         y = y + gemm(residual, w)
         dw = dw + gemm(dy.T, residual.T)
-    return Passes(y, dx, dw * slope(scaled(w, qw.scale), k, cap))
+    return Passes(y, dx, dw * slope(by_inverse(w, qw.scale), k, cap))
 
 
 def _folded_gradient(dy: np.ndarray, scale: np.ndarray, format: str) -> np.ndarray:
