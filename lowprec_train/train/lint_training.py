@@ -106,8 +106,8 @@ RULES: tuple[Rule, ...] = (
         name="lost-updates",
         severity=Severity.WARNING,
         find=lost_updates,
-        why=f"rounding to nearest drops updates below 2^-12 of a weight, and weights are about {WEIGHT}: on a quadratic "
-        "at such a rate the loss ends 92 % above FP32's, 7 % with stochastic rounding (arXiv 2010.06192)",
+        why=f"rounding to nearest drops updates below 2^-12 of a weight, and weights are about {WEIGHT}: on a "
+        "quadratic at such a rate the loss ends 92 % above FP32's, 7 % with stochastic rounding (arXiv 2010.06192)",
         instead="optim/master=fp16, which rounds stochastically, or fp32",
     ),
     Rule(
