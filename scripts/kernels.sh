@@ -3,7 +3,7 @@
 #
 #   scripts/kernels.sh PYTHON     the interpreter whose torch gives the headers
 #
-#   CUDA            ON, OFF, or AUTO (default): where nvcc is found
+#   CUDA            ON, OFF, or AUTO (default): where nvcc and a GPU are found
 #   ARCHITECTURES   GPUs to compile for, separated by semicolons (default 90a)
 #   NATIVE          ON: C++ for this machine's processor only (default OFF)
 # Without a compiler, or without CMake, it says so and builds nothing: the package then runs on its reference. Code that

@@ -1,4 +1,7 @@
-"""The demonstration: llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches, then what low precision cost.
+"""The demonstration: llama_tiny under bf16, fp8, mxfp4 and fp4 on the same batches, then what low precision cost.
+
+bf16, fp8 and mxfp4 differ in precision alone. fp4 is a whole system with FP4's own optimizer states, so it runs twice:
+`fp4-adamw` has the optimizer and the gradients of the others, and `fp4` is as published.
 
 Every run is an ordinary `python -m lowprec_train.main +recipe=...`, one after another, with its progress bar; a run
 that is finished is left alone and an interrupted one continues, so the same command can be given again at any time.
@@ -18,8 +21,9 @@ from types import FrameType
 
 from lowprec_train.tools import cli
 
-RECIPES = ("bf16", "fp8", "fp4", "mxfp4")
-STEPS = 70
+RUNS = ("bf16", "fp8", "mxfp4", "fp4-adamw", "fp4")
+SAME_OPTIMIZER = "-adamw"  # ends the name of a run that takes a recipe's precision alone
+STEPS = 56
 
 
 def main() -> int:
@@ -41,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     )
     options.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="overrides of every run, e.g. seed=7")
     options.add_argument(
-        "--recipes", metavar="A,B", type=lambda text: text.split(","), default=RECIPES, help="default: all four"
+        "--recipes", metavar="A,B", type=lambda text: text.split(","), default=RUNS, help=f"default: {','.join(RUNS)}"
     )
     options.add_argument(
         "--steps", metavar="N", type=int, default=STEPS, help="steps of every run (default: %(default)s)"
@@ -56,10 +60,16 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def overrides(run: str) -> list[str]:
+    """Of the run of this name: `fp4` is the recipe, `fp4-adamw` its precision with AdamW and BF16 gradients."""
+    recipe = run.removesuffix(SAME_OPTIMIZER)
+    return [f"+recipe={recipe}", *(["optim=adamw", "comm=bf16"] if recipe != run else [])]
+
+
 def train(recipe: str, arguments: argparse.Namespace) -> int:
     """One run in a process of its own on this terminal. 0 when it is finished, now or before."""
     command = [
-        *(sys.executable, "-m", "lowprec_train.main", f"+recipe={recipe}"),
+        *(sys.executable, "-m", "lowprec_train.main", *overrides(recipe)),
         *(f"name={recipe}", f"run_root={arguments.root}", f"steps={arguments.steps}", *arguments.overrides),
     ]
     started = time.monotonic()

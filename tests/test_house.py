@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -105,6 +106,23 @@ def test_modules_teach():
 def test_no_rooms_without_an_idea():
     vague = {"utils", "util", "helpers", "helper", "common", "manager", "misc", "core", "base"}
     assert not [relative(path) for path in SOURCES if path.stem in vague or path.parent.name in vague]
+
+
+# --- the build -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no CMake")
+@pytest.mark.parametrize("gpu", [False, True])
+def test_cuda_is_compiled_where_it_can_run(gpu, tmp_path):
+    """AUTO: nvcc alone is no reason for minutes of compilation. With a GPU it asks for nvcc."""
+    device = tmp_path / "nvidiactl"
+    if gpu:
+        device.touch()
+    options = (f"-DPython_EXECUTABLE={sys.executable}", f"-DLOWPREC_GPU_FILES={device}", "-DLOWPREC_CUDA=AUTO")
+    command = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(tmp_path / "build"), *options]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert ("this machine has no GPU; LOWPREC_CUDA=ON builds them all the same" in told) == (not gpu)
+    assert ("lowprec: CUDA kernels for 90a" in told or "nvcc: " in told) == gpu
 
 
 # --- banned patterns, each seen to rot a codebase -------------------------------------------------------------------

@@ -91,6 +91,7 @@ class RunReport:
     tokens_per_second: float | None
     speed: Speed | None
     peak_memory_gib: float | None
+    device: str | None
     overrides: list[str]
     deviations: list[str]
     notes: list[str]
@@ -182,6 +183,7 @@ def report(run: Run, baseline: Run | None, window: int) -> RunReport:
         tokens_per_second=float(np.median(rate.values)) if len(rate.values) else None,
         speed=measure_speed(run, baseline, window) if baseline else None,
         peak_memory_gib=float(np.max(memory.values)) if len(memory.values) else None,
+        device=run.device,
         overrides=list(run.overrides),
         deviations=list(run.deviations),
         notes=list(run.notes),

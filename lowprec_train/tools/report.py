@@ -74,7 +74,7 @@ def to_markdown(comparison: Comparison, *, figure: str, heatmaps: Sequence[str] 
         heading(comparison),
         table(LOSS_HEADER, [[marked(each, notes), *loss_row(each)] for each in runs]),
         table(COST_HEADER, [[marked(each, notes), *cost_row(each)] for each in runs]),
-        "\n\n".join(filter(None, (unigram(comparison), gate(comparison)))),
+        "\n\n".join(filter(None, (on_cpu(runs), unigram(comparison), gate(comparison)))),
         f"![loss curves and gap]({figure})",
         "\n\n".join(f"![roundings, layer by step]({name})" for name in heatmaps),
         overrides(runs),
@@ -170,6 +170,13 @@ def footnotes(runs: Iterable[RunReport]) -> dict[str, int]:
 def marked(each: RunReport, notes: dict[str, int]) -> str:
     """The run's name with its footnote marks."""
     return each.name + "".join(f"[^{notes[text]}]" for text in each.deviations)
+
+
+def on_cpu(runs: Sequence[RunReport]) -> str:
+    """What runs on a CPU cannot show; empty without such runs."""
+    if not any(each.device == "cpu" for each in runs):
+        return ""
+    return "A CPU computes low precision in FP32 or BF16: compare the losses here; speed and memory are those of a GPU only."
 
 
 def unigram(comparison: Comparison) -> str:

@@ -44,6 +44,7 @@ class Run:
     unigram_entropy: float | None
     deviations: tuple[str, ...]
     overrides: tuple[str, ...]
+    device: str | None
     config: Mapping[str, Any]
     metrics: Mapping[str, Series]
     status: str
@@ -117,6 +118,7 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
         unigram_entropy=None if entropy is None else float(entropy),
         deviations=tuple(map(str, info.get("deviations") or ())),
         overrides=tuple(map(str, info.get("overrides") or ())),
+        device=str(info["device"]) if info.get("device") else None,
         config=read_config(path / "config.yaml"),
         metrics=metrics,
         status=next((mark.lower() for mark in ("DONE", "PREEMPTED") if (path / mark).exists()), "unfinished"),

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from lowprec_train import config
 from lowprec_train.tools import plot
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart.py"
@@ -35,7 +38,7 @@ def demo(quickstart, make_run, tmp_path, monkeypatch):
 
         def call(command):
             commands.append(command)
-            recipe = command[3].removeprefix("+recipe=")
+            (recipe,) = (word.removeprefix("name=") for word in command if word.startswith("name="))
             if not status and not (tmp_path / "runs" / recipe).exists():
                 make_run(recipe, 3 + np.exp(-np.arange(60) / 9) + (gaps or {}).get(recipe, 0.0), done=done, **facts)
             return status
@@ -47,17 +50,46 @@ def demo(quickstart, make_run, tmp_path, monkeypatch):
     return run
 
 
-def test_trains_four_recipes_alike_and_compares(demo, tmp_path, capsys):
+def test_trains_alike_and_compares(demo, tmp_path, capsys):
+    """All runs but the last have one optimizer and one form of gradients, so their gaps are those of precision."""
     status, commands = demo("--steps", "60", "seed=7", "--environment", "/env", gaps={"fp4": 0.1, "mxfp4": -0.1})
     assert status == 0
+    runs = ("bf16", "fp8", "mxfp4", "fp4-adamw", "fp4")
     assert [command[1:4] for command in commands] == [
-        ["-m", "lowprec_train.main", f"+recipe={recipe}"] for recipe in ("bf16", "fp8", "fp4", "mxfp4")
+        ["-m", "lowprec_train.main", f"+recipe={run.removesuffix('-adamw')}"] for run in runs
     ]
-    for command, recipe in zip(commands, ("bf16", "fp8", "fp4", "mxfp4")):
-        assert command[4:] == [f"name={recipe}", f"run_root={tmp_path / 'runs'}", "steps=60", "seed=7"]
+    for command, run in zip(commands, runs):
+        alone = ["optim=adamw", "comm=bf16"] if run == "fp4-adamw" else []
+        assert command[4:] == [*alone, f"name={run}", f"run_root={tmp_path / 'runs'}", "steps=60", "seed=7"]
     out = capsys.readouterr().out
     assert "| mxfp4 " in out and "Gate of ±0.15 nat: passed" in out and "unigram entropy: 6.0000" in out
     assert str(tmp_path / "runs" / "comparison" / "curves.png") in out and "source /env/bin/activate" in out
+
+
+def test_precision_alone_is_precision_alone():
+    """What the demo says of its runs, by their composed configurations."""
+    config.register()
+    with initialize_config_dir(str(config.directory()), version_base="1.3"):
+        trees = {
+            name: OmegaConf.to_container(compose("train", overrides=words))
+            for name, words in {
+                "bf16": ["+recipe=bf16"],
+                "fp8": ["+recipe=fp8"],
+                "mxfp4": ["+recipe=mxfp4"],
+                "fp4-adamw": ["+recipe=fp4", "optim=adamw", "comm=bf16"],
+                "fp4": ["+recipe=fp4"],
+            }.items()
+        }
+    baseline = trees.pop("bf16")
+    differing = {name: {key for key in baseline if tree[key] != baseline[key]} for name, tree in trees.items()}
+    assert differing == {"fp8": {"precision"}, "mxfp4": {"precision"}, "fp4-adamw": {"precision"}} | {
+        "fp4": {"precision", "optim", "comm"}
+    }
+
+
+def test_a_cpu_is_said_to_show_losses_alone(demo, capsys):
+    demo(device="cpu")
+    assert capsys.readouterr().out.count("A CPU computes low precision in FP32 or BF16: compare the losses") == 1
 
 
 def test_gap_beyond_the_gate_fails(demo):
