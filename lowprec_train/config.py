@@ -26,6 +26,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "device": "a requeued job may land on another machine",
     "compile": "compiled and eager draw the same bits and differ by rounding only",
     "debug": "how errors are shown",
+    "verbose": "what is printed",
     "logger": "who listens",
     "log_interval": "who listens",
     "telemetry_interval": "watching leaves training alone",
@@ -209,6 +210,7 @@ class RunConfig:
     device: str = MISSING
     compile: Compile = MISSING
     debug: bool = MISSING
+    verbose: bool = False
 
     eval_interval: int = MISSING
     eval_batches: int = MISSING

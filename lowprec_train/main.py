@@ -39,6 +39,7 @@ from lowprec_train.train import (
     identity,
     launch,
     out_of_memory,
+    overview,
     ranks,
     rundir,
     signals,
@@ -194,7 +195,7 @@ def train(
         facts["processes"] = dataclasses.asdict(distribution.sizes)
         first = build.first_weights(options, directory.path, directory.saved.get("weights_step"))
         facts |= build.begun_with(first, directory.saved)
-        announce(plain, linears[0], facts, choice)
+        announce(plain, linears[0], facts, choice, directory.path)
         for line in report.lines:
             log.warning("warning: %s", line)
 
@@ -210,7 +211,9 @@ def train(
             if way.leaves:
                 launch.first(lambda: continuation.leave(directory, step))
             log.info("resuming after step %d of %d", step, options.steps)
-        directory.begin(config=plain, recipe=linears[0], facts=facts | build.text_facts(corpus))
+        facts |= build.text_facts(corpus)
+        log.info("%s", overview.data(facts, plain))
+        directory.begin(config=plain, recipe=linears[0], facts=facts)
         sinks, agreement = build.sinks(options, trainer, directory, plain), StopAgreement(launch.everyone())
         watch = build.watch(options, directory.path, device, machine.world, hang.begin_step)
         with sinks as listening, build.rows(options, trainer, directory.path) as write_rows, watch as begin_step:
@@ -243,18 +246,16 @@ def read(cfg: DictConfig) -> Asked:
     return options, {str(key): value for key, value in plain.items()}, choice
 
 
-def announce(plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, Any], choice: Choice) -> None:
-    """Print once what runs: the sentence that matters first, then everything."""
-    log.info("%s", describe.first_line(facts))
+def announce(
+    plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, Any], choice: Choice, directory: Path
+) -> None:
+    """Print once what runs: the sentence that matters first."""
+    for line in overview.short(plain, linears, facts, str(directory)):
+        log.info("%s", line)
     if choice.undone:
         log.warning("warning: %s", choice.undone)
-    log.info("%s", OmegaConf.to_yaml(OmegaConf.create(plain)))
-    log.info("linear layers, and the path that each GEMM takes:\n%s", describe.summary(linears))
-    log.info("kept for backward: %s", ", ".join(f"by {role}s {what}" for role, what in facts["kept"].items()))
-    for phase in facts["schedule"]:
-        log.info("from step %d on:\n%s", phase["first_step"], describe.summary(phase["linears"]))
-    kernels = ", ".join(f"{op}: {kernel}" for op, kernel in facts["kernels"].items())
-    log.info("kernels: %s", kernels)
+    for line in overview.verbose(plain, linears, facts) if plain["verbose"] else ():
+        log.info("%s", line)
 
 
 def refuse_sweep_of_many() -> None:

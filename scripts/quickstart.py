@@ -11,6 +11,7 @@ below the unigram entropy of the held-out text, which a network that uses its co
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from lowprec_train.tools import cli
 RUNS = ("bf16", "fp8", "mxfp4", "fp4-adamw", "fp4")
 SAME_OPTIMIZER = "-adamw"  # ends the name of a run that takes a recipe's precision alone
 STEPS = 56
+QUIET_WAIT = {"OMP_WAIT_POLICY": "passive"}  # threads that spin at barriers take the cores that the others need
 
 
 def main() -> int:
@@ -97,7 +99,7 @@ def call(command: Sequence[str]) -> int:
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        started.append(subprocess.Popen(command))
+        started.append(subprocess.Popen(command, env={**QUIET_WAIT, **os.environ}))
         return started[0].wait()
     finally:
         for number, handler in before.items():

@@ -96,11 +96,22 @@ def test_a_run_leaves_what_it_was(launch):
     assert linears["head"]["execution"] == {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"}
     assert linears["blocks.0.mlp.down"]["shape"] == [64, 64]
     assert linears["blocks.0.mlp.down"]["recipe"]["fprop"]["a"]["format"] == "E2M1"
-    assert "blocks.*.mlp.down 64x64" in out and "[dequantize]" in out and "kernels: quantize: " in out
+    assert linears["blocks.0.mlp.down"]["execution"]["fprop"] == "dequantize" and "quantize" in facts["kernels"]
+    started = [line for line in out.split("  data  ")[0].splitlines() if not line.startswith("warning: ")]
+    assert len(started) <= 10, started
+    assert "  GEMMs      dequantize 12, bf16 3" in started and "m E4M3, v FP16, weights FP32; gradients in E4M3" in out
+    assert f"  saved in   runs/{run.name}: config.yaml" in out and "1 process, micro-batches of 2 x 64 tokens" in out
+    assert f": {facts['train_tokens']:,} tokens, {facts['valid_tokens']:,} held out; 3 steps of 256 are 768" in out
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["optim"]["schedule"]["steps"] == 3 and saved["resume"] == "auto"
     done = json.loads((run / "DONE").read_text())
     assert done["step"] == 3 and done["train/loss"] == losses(run)[3] and done["valid/loss"] < 6.5
+
+
+def test_verbose_prints_all_of_it(launch):
+    status, out, _ = launch("+recipe=fp4", "verbose=true", "steps=1")
+    assert status == 0 and "blocks.*.mlp.down 64x64" in out and "[dequantize]" in out and "kernels: quantize: " in out
+    assert "\ntokens_per_step: 256\n" in out and "kept for backward: by norms input" in out
 
 
 def test_a_finished_run_says_so(launch):

@@ -176,7 +176,9 @@ def on_cpu(runs: Sequence[RunReport]) -> str:
     """What runs on a CPU cannot show; empty without such runs."""
     if not any(each.device == "cpu" for each in runs):
         return ""
-    return "A CPU computes low precision in FP32 or BF16: compare the losses here; speed and memory are those of a GPU only."
+    return (
+        "A CPU computes low precision in FP32 or BF16: compare losses here. Speed and memory are gained on a GPU only."
+    )
 
 
 def unigram(comparison: Comparison) -> str:

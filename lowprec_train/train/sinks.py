@@ -12,14 +12,17 @@ TensorBoard drop the first attempt, W&B keeps it (docs/logging.md).
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from lowprec_train.data.appending import write_whole
 
@@ -127,24 +130,26 @@ def _drop_lines_after(path: Path, step: int) -> None:
 
 
 class ConsoleSink:
-    """A progress bar with loss, tokens/s and time left; where output is no terminal, a line every `every` steps."""
+    """A progress bar in 80 columns: step, loss, tokens/s, time left. No terminal: a line every `every` steps."""
 
     def __init__(self, *, run: RunFacts, every: int = 10, console: Console | None = None) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
         self._run, self._every = run, every
         self._console = console or Console(soft_wrap=True)
+        self._begun: tuple[int, float] | None = None  # first logged step, and when
         self._bar: Progress | None = None
         if self._console.is_terminal:
             self._bar = _progress_bar(self._console)
-            self._task = self._bar.add_task(run.name, total=run.steps, completed=run.resumed_step, numbers="")
+            self._task = self._bar.add_task("", total=run.steps, completed=run.resumed_step, numbers="")
             self._bar.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar; print evaluations, and without a bar every n-th step."""
+        self._begun = self._begun or (step, time.monotonic())
         evaluated = "valid/loss" in metrics
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, numbers=_numbers(metrics))
+            self._bar.update(self._task, completed=step, numbers=_numbers(metrics, _ON_BAR))
             if evaluated:
                 self._console.print(self._line(step, metrics), highlight=False)
         elif evaluated or step % self._every == 0 or step == self._run.steps:
@@ -155,17 +160,23 @@ class ConsoleSink:
             self._bar.stop()
 
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        return f"{self._run.name}  step {step}/{self._run.steps}  {_numbers(metrics)}"
+        line = f"{self._run.name}  step {step}/{self._run.steps}  {_numbers(metrics, _SHOWN)}"
+        return line if self._bar is not None else line + self._left(step)
+
+    def _left(self, step: int) -> str:
+        """Time left at the pace of the steps so far; nothing where there is no pace, or nothing to do."""
+        assert self._begun is not None
+        first, when = self._begun
+        if not first < step < self._run.steps:
+            return ""
+        seconds = (time.monotonic() - when) / (step - first) * (self._run.steps - step)
+        return f"  {timedelta(seconds=round(seconds))} left"
 
 
 def _progress_bar(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-    )
-    return Progress(*columns, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console)
+    text = "{task.completed:.0f}/{task.total:.0f}  {task.fields[numbers]}"
+    columns = (BarColumn(bar_width=None), TextColumn(text, table_column=Column(no_wrap=True)))
+    return Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=console, expand=True)
 
 
 _SHOWN = {
@@ -176,9 +187,10 @@ _SHOWN = {
     "perf/mfu_bf16peak": "mfu {:.1%}",
     "mem/peak_gib": "{:.1f} GiB",
 }
+_ON_BAR = {name: _SHOWN[name] for name in ("train/loss", "perf/tokens_per_sec_per_gpu")}
 
 
-def _numbers(metrics: Mapping[str, float]) -> str:
-    shown = [form.format(metrics[name]) for name, form in _SHOWN.items() if name in metrics]
+def _numbers(metrics: Mapping[str, float], forms: Mapping[str, str]) -> str:
+    shown = [form.format(metrics[name]) for name, form in forms.items() if name in metrics]
     skipped = metrics.get("train/skipped", 0)
     return "  ".join(shown + ([f"{skipped:.0f} skipped"] if skipped else []))

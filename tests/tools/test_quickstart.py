@@ -89,7 +89,7 @@ def test_precision_alone_is_precision_alone():
 
 def test_a_cpu_is_said_to_show_losses_alone(demo, capsys):
     demo(device="cpu")
-    assert capsys.readouterr().out.count("A CPU computes low precision in FP32 or BF16: compare the losses") == 1
+    assert capsys.readouterr().out.count("A CPU computes low precision in FP32 or BF16: compare losses") == 1
 
 
 def test_gap_beyond_the_gate_fails(demo):
@@ -146,3 +146,13 @@ def test_a_stop_request_reaches_the_run_which_saves(tmp_path):
     finally:
         watchdog.cancel()
         process.stdout.close()
+
+
+def test_threads_of_a_run_sleep_at_barriers(quickstart, tmp_path, monkeypatch):
+    """Beside another busy process, spinning threads wait for each other; what the user has set stays."""
+    told = tmp_path / "told"
+    command = [sys.executable, "-c", f"import os; open({str(told)!r}, 'w').write(os.environ['OMP_WAIT_POLICY'])"]
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert quickstart.call(command) == 0 and told.read_text() == "passive"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert quickstart.call(command) == 0 and told.read_text() == "active"

@@ -5,7 +5,9 @@ import math
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
+from lowprec_train.train import sinks
 from lowprec_train.train.sinks import ConsoleSink, JsonlSink, RunFacts, read_lines
 
 LINE = {"train/loss": 2.5, "perf/tokens_per_sec_per_gpu": 1234.0, "train/skipped": 0.0}
@@ -66,14 +68,34 @@ def test_console_without_a_terminal_prints_every_n_steps_and_evaluations(tmp_pat
     assert "valid 3.5000" in lines[1]
 
 
-def test_console_on_a_terminal_shows_a_bar(tmp_path):
+def test_console_on_a_terminal_shows_a_bar_in_80_columns(tmp_path):
     out = io.StringIO()
-    sink = ConsoleSink(run=facts(tmp_path, resumed_step=40), console=Console(file=out, force_terminal=True, width=160))
-    sink.log(50, LINE | {"train/skipped": 2.0, "valid/loss": 3.5})
+    run = facts(tmp_path, name="llama_350m-fp8_rowwise-1a2b3c4d", steps=1_000_000, resumed_step=400_000)
+    sink = ConsoleSink(run=run, console=Console(file=out, force_terminal=True, width=80))
+    sink.log(500_000, LINE | {"perf/tokens_per_sec_per_gpu": 123_456.0, "train/skipped": 2.0, "train/grad_norm": 1e-5})
     sink.close()
-    assert all(
-        part in out.getvalue() for part in ("50/100", "loss 2.5000", "1,234 tokens/s", "left", "2 skipped", "valid 3.5")
-    )
+    bar = Text.from_ansi(out.getvalue().split("\n")[-2]).plain.split("\r")[-1].strip()
+    assert "500000/1000000  loss 2.5000  123,456 tokens/s  2 skipped " in bar and bar.endswith("left")
+    assert len(bar) <= 80 and "…" not in bar and "╺" in bar, "nothing is cut, and a bar remains"
+
+
+def test_console_on_a_terminal_prints_evaluations_above_the_bar(tmp_path):
+    out = io.StringIO()
+    sink = ConsoleSink(run=facts(tmp_path), console=Console(file=out, force_terminal=True, width=80))
+    sink.log(50, LINE | {"valid/loss": 3.5})
+    sink.close()
+    assert "r  step 50/100  loss 2.5000  valid 3.5000" in out.getvalue()
+
+
+def test_console_without_a_terminal_tells_the_time_left(tmp_path, monkeypatch):
+    out = io.StringIO()
+    seconds = iter([100.0, 130.0, 190.0])
+    sink = ConsoleSink(run=facts(tmp_path, steps=25), every=10, console=Console(file=out, width=200))
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: next(seconds))
+    for step in range(5, 26, 5):
+        sink.log(step, LINE)
+    ends = [line.split("tokens/s")[1].strip() for line in out.getvalue().splitlines()]
+    assert ends == ["0:01:30 left", "0:00:30 left", ""]
 
 
 def test_console_interval_is_checked(tmp_path):

@@ -1,0 +1,84 @@
+"""What a run says when it starts: about ten lines. The rest is in its directory; verbose=true prints it too.
+
+config.yaml   every key, resolved
+recipe.json   how each linear layer computes, and by which path
+run.json      what the machine, the kernels and the data are
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lowprec_train.train import describe
+from lowprec_train.train.describe import Linears
+
+
+def short(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any], directory: str) -> list[str]:
+    """The lines before data is read, widest facts first. plain: the configuration; linears: as `describe.effective`."""
+    lines = [describe.first_line(facts), f"  layout     {_layout(plain, facts)}"]
+    lines += [f"  GEMMs      {paths(linears)}"]
+    lines += [
+        f"             {paths(phase['linears'])} from step {phase['first_step']} on" for phase in facts["schedule"]
+    ]
+    lines += [f"  kept       {kept(facts['kept'])}", f"  kernels    {kernels(facts['kernels'])}"]
+    lines += [f"  optimizer  {_optimizer(plain['optim'])}; gradients in {plain['comm'].get('format', 'FP32')}"]
+    return [
+        *lines,
+        f"  saved in   {directory}: config.yaml (every key), recipe.json (each layer), run.json, checkpoints",
+    ]
+
+
+def data(facts: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
+    """The line about the corpus and what of it the run reads."""
+    asked = plain["steps"] * plain["tokens_per_step"]
+    return (
+        f"  data       {facts['corpus']}: {facts['train_tokens']:,} tokens, {facts['valid_tokens']:,} held out; "
+        f"{plain['steps']:,} steps of {plain['tokens_per_step']:,} are {asked:,}"
+    )
+
+
+def verbose(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any]) -> list[str]:
+    """The whole configuration, every layer's GEMMs and every kernel."""
+    lines = [OmegaConf.to_yaml(OmegaConf.create(dict(plain)))]
+    lines += [f"linear layers, and the path that each GEMM takes:\n{describe.summary(linears)}"]
+    lines += [f"kept for backward: {kept(facts['kept'])}"]
+    lines += [f"from step {each['first_step']} on:\n{describe.summary(each['linears'])}" for each in facts["schedule"]]
+    return [*lines, "kernels: " + ", ".join(f"{op}: {kernel}" for op, kernel in facts["kernels"].items())]
+
+
+def paths(linears: Linears) -> str:
+    """How many GEMMs take which path: `fp8_tensor 48, bf16 3`."""
+    taken = Counter(path for layer in linears.values() for path in layer["execution"].values())
+    return ", ".join(f"{path} {count}" for path, count in taken.most_common())
+
+
+def kept(facts: Mapping[str, str]) -> str:
+    """What norms and activations keep for the backward pass."""
+    return ", ".join(f"by {role}s {what}" for role, what in facts.items())
+
+
+def kernels(live: Mapping[str, str]) -> str:
+    """How many ops each library serves: `C++ 15 ops, reference 14`."""
+    served = Counter(live.values())
+    return ", ".join(f"{library} {count}" for library, count in served.most_common()) + " ops"
+
+
+def _layout(plain: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    sizes = facts["processes"]
+    count = sizes["dp_replicate"] * sizes["dp_shard"] * sizes["tp"]
+    axes = ", ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+    batch = f"micro-batches of {plain['micro_batch']} x {plain['data']['seq_len']} tokens"
+    return f"{count} process{'es' if count > 1 else ''}{f' ({axes})' if axes else ''}, {batch}"
+
+
+def _optimizer(optim: Mapping[str, Any]) -> str:
+    def stored(part: str) -> str:
+        named = optim[part]
+        return str(named.get("format") or named["_target_"].rsplit(".", 1)[-1].removesuffix("Master"))
+
+    name = "StableAdamW" if optim["clip_updates"] else "AdamW"
+    schedule = optim["schedule"]["_target_"].rsplit(".", 1)[-1]
+    states = f"m {stored('first_moment')}, v {stored('second_moment')}, weights {stored('master')}"
+    return f"{name}, lr {optim['lr']:g} by {schedule}, {states}"
