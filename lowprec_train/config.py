@@ -7,6 +7,7 @@ a `_target_` and its keyword arguments), and `precision.override`, a free tree o
 `precision.override.dgrad.a.format=E4M3` needs no `+`.
 """
 
+import json
 import re
 from dataclasses import dataclass, field
 from enum import Enum
@@ -250,6 +251,28 @@ def run_and_step(path: Path) -> tuple[Path, int | None]:
     return (path.parents[1], int(named[1])) if named and path.parent.name == "checkpoints" else (path, None)
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file. Raises ValueError with the file's name where it holds another thing."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no object but {str(found)[:80]!r}")
+    return found
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """The settings in a YAML file. Raises ValueError with the file's name where it holds none."""
+    try:
+        found = OmegaConf.load(path)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, DictConfig) or not found:
+        raise ValueError(f"{path} holds no settings; it is empty or was cut off")
+    return found
+
+
 def model_of(path: Path) -> ModelConfig:
     """Sizes of a trained model: of a run directory, a checkpoint of one, or a directory of `lowprec import-hf`.
 
@@ -260,11 +283,11 @@ def model_of(path: Path) -> ModelConfig:
     if not (run.is_file() or imported.is_file()):
         raise ValueError(f"{path} is neither a run (no config.yaml) nor an imported model (no {MODEL_FILE})")
     try:
-        sizes = OmegaConf.load(run).model if run.is_file() else OmegaConf.load(imported)
+        sizes = read_yaml(run).model if run.is_file() else read_yaml(imported)
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes))
-    except (OSError, YAMLError, OmegaConfBaseException, AttributeError) as error:
-        file = run if run.is_file() else imported
-        raise ValueError(f"{file} does not describe a model: {str(error).splitlines()[0]}") from error
+    except (OmegaConfBaseException, AttributeError, ValueError) as error:
+        source = run if run.is_file() else imported
+        raise ValueError(f"{source} does not describe a model: {str(error).splitlines()[0]}") from error
     assert isinstance(model, ModelConfig)
     return model
 

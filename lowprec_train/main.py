@@ -9,13 +9,12 @@ under torchrun the exit status is the agent's.
 import dataclasses
 import logging
 import os
-import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from lowprec_train.ops.self_test import self_test
 from lowprec_train.train import (
     build,
     checks,
+    command_line,
     continuation,
     describe,
     failure,
@@ -65,8 +65,8 @@ EXPECTED += (PeerLost, NothingTrained)
 
 def main() -> None:
     """Entry point of train.py and of `python -m lowprec_train.main`: reads the command line, exits."""
-    launch.end_with_launcher()
     refuse_sweep_of_many()
+    launch.end_with_launcher()
     config.register()
     statuses: list[int] = []
     refusal = Refusal(launch.world())
@@ -81,9 +81,7 @@ def main() -> None:
             with refusal.kept():
                 job()
         except SystemExit as end:
-            for hint in recipe_hints(sys.argv[1:]) if end.code else ():
-                print(hint, file=refusal.file)
-            refusal.print_once(end)
+            refusal.print_once(end, partial(command_line.refusal, end, sys.argv[1:]))
             raise
         except KeyboardInterrupt as again:
             failure.report(f"aborted by a second interrupt{again}", printed=launch.world().leads)
@@ -148,6 +146,7 @@ def checked(cfg: DictConfig, world: World) -> "tuple[Asked, Machine]":
     """What is asked of this rank, and what it has to compute it with."""
     asked = read(cfg)
     device, compiled = checks.configuration(asked[0], world)
+    checks.nodes(asked[0])
     return asked, Machine(world, device, compiled)
 
 
@@ -233,15 +232,24 @@ def train(
 def name_of(options: RunConfig, plain: dict[str, Any], choice: Choice) -> str:
     """The run's name: the one that was given, or that of the configuration."""
     resume, _ = config.parse_resume(options.resume)
-    return options.name or identity.found_name(Path(options.run_root), plain, choice.recipe, resume)
+    if options.name is not None:
+        return options.name
+    return identity.found_name(Path(options.run_root), plain, choice.recipe, resume)
 
 
 def read(cfg: DictConfig) -> Asked:
-    """The composed configuration as typed values, as plain values, and the choice of recipe."""
-    options = OmegaConf.to_object(cfg)
-    plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    assert isinstance(options, RunConfig) and isinstance(plain, dict)
+    """The composed configuration as typed and as plain values, and the choice of recipe. ValueError for mistakes."""
     made = HydraConfig.get()
+    command_line.refuse_unknown(cfg)
+    overrides = OmegaConf.to_container(made.overrides.task, resolve=False)
+    assert isinstance(overrides, list)
+    command_line.refuse_flags(overrides)
+    try:
+        options = OmegaConf.to_object(cfg)
+        plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(command_line.one_line(error, overrides)) from error
+    assert isinstance(options, RunConfig) and isinstance(plain, dict)
     choice = Choice.of(options.precision, made.runtime.choices, made.overrides.task)
     return options, {str(key): value for key, value in plain.items()}, choice
 
@@ -260,21 +268,16 @@ def announce(
 
 def refuse_sweep_of_many() -> None:
     """Every rank would run the whole sweep: one error from rank 0, and a failure from every process."""
-    world = launch.world()
+    try:
+        world = launch.world()
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if world.processes == 1 or not {"-m", "--multirun"} & set(sys.argv):
         return
     if not world.leads:
         time.sleep(PATIENCE)
         sys.exit(1)
     sys.exit(f"error: WORLD_SIZE={world.processes}: --multirun runs its jobs in one process; start one run a launch")
-
-
-def recipe_hints(arguments: Sequence[str]) -> list[str]:
-    """What helps after Hydra has refused a command line: how a recipe is asked for, and which there are."""
-    known = config.choices("recipe")
-    asked = [match for match in (re.fullmatch(r"([+~]*)recipe=(.*)", a) for a in arguments) if match]
-    wrong = [m for m in asked if m[1] != "+" or not set(m[2].split(",")) <= set(known)]
-    return [f"hint: a recipe is added with a plus sign: +recipe=NAME, one of {', '.join(known)}"] if wrong else []
 
 
 if __name__ == "__main__":

@@ -191,13 +191,20 @@ def test_a_recipe_that_is_undone_is_told(launch):
     assert "warning: precision=bf16 undoes +recipe=fp4" in out
 
 
-@pytest.mark.parametrize("argument", ["recipe=fp4", "++recipe=fp4", "+recipe=fp5", "+recipe=fp4,unknown"])
-def test_recipes_are_explained(launch, argument):
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("recipe=fp4", "recipe=fp4: a recipe is added with a plus sign: +recipe=fp4"),
+        ("++recipe=fp4", "++recipe=fp4: a recipe is added with a plus sign: +recipe=fp4"),
+        ("+recipe=fp5", "there is no recipe 'fp5'; one of"),
+        ("+recipe=fp4,unknown", "there is no recipe 'unknown'; one of"),
+    ],
+)
+def test_recipes_are_explained(launch, argument, says):
     sweep = ("--multirun",) if "," in argument else ()
     status, _, err = launch(*sweep, argument, small=())
-    assert status == 1 and "Traceback" not in err
-    known = ", ".join(config.choices("recipe"))
-    assert f"hint: a recipe is added with a plus sign: +recipe=NAME, one of {known}" in err
+    assert status == 1 and err.startswith("error: ") and len(err.splitlines()) == 1 and says in err
+    assert (", ".join(config.choices("recipe")) in err) == ("one of" in says)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +213,8 @@ def test_recipes_are_explained(launch, argument):
         (["stepz=3"], "Could not override 'stepz'"),
         (["model.width=3"], "Could not override 'model.width'"),
         (["data.seqlen=3"], "Could not override 'data.seqlen'"),
+        (["+stepz=3"], "Could not add 'stepz': there is no such key; did you mean steps?"),
+        (["++model.width=3"], "Could not add 'model.width'"),
         (["steps=many"], "Value 'many' of type 'str' could not be converted to Integer"),
         (["model.bias=7.5"], "Value '7.5' is not a valid bool"),
         (["model=llama_9b"], "llama_tiny"),
@@ -213,7 +222,7 @@ def test_recipes_are_explained(launch, argument):
 )
 def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
     status, _, err = launch(*arguments, small=())
-    assert status == 1 and message in err and "Traceback" not in err and "hint" not in err
+    assert status == 1 and message in err and err.startswith("error: ") and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -245,7 +254,7 @@ def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
         (["precision.override.dgrad.c=1", "+recipe=fp4"], "override.dgrad.c: no such field"),
         (["precision.override.dgrad.a.format=E9M9", "+recipe=fp4"], "unknown format 'E9M9'"),
         (["precision.override.dgrad.a.format=E4M3"], "quantises nothing"),
-        (["+data.colour=red"], "unexpected keyword argument 'colour'"),
+        (["+data.colour=red"], "data.colour=red: there is no such key; data has"),
         (["optim.schedule.warmup_steps=2"], "give warmup_steps or warmup_fraction, not both"),
         (["name=a/b"], "name='a/b' cannot name a directory"),
     ],

@@ -55,6 +55,8 @@ def indexed(
     blend = parse_blend(train)
     training = _Part("train", blend, shares, 0)
     held_out = _Part("valid", blend, shares, 1) if valid is None else _Part("valid", parse_blend(valid), _WHOLE, 0)
+    for prefix in (*training.blend.prefixes, *held_out.blend.prefixes):
+        IndexedDataset(prefix)  # a file that is absent or garbled is told before what its manifest does not say
     made_by = _tokenizer({*training.blend.prefixes, *held_out.blend.prefixes}, vocab_size)
 
     def dataset(part: _Part, seed: int) -> Dataset:
@@ -169,7 +171,8 @@ class _Part:
         documents = split_documents(source.document_count, self.shares, self.position)
         if not documents:
             raise ValueError(
-                f"{prefix}: the {self.name} part is empty: {source.document_count} documents, shares {self.shares}"
+                f"{prefix}: the {self.name} part is empty: {source.document_count} documents, shares {self.shares}; "
+                "change data.split, or name held-out data with data.valid=... and data.split=null"
             )
         return Stream(source, documents)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec_train.data.documents import PythonSources, TextFiles
+from lowprec_train.data.documents import Documents, PythonSources, TextFiles
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.loader import Dataset, Stream
 from lowprec_train.data.prepare import Preparation
@@ -99,8 +99,13 @@ def _corpus(
 ) -> Corpus:
     prepared = preparation.run(cache, name)
 
-    def dataset(prefix: Path, seed: int) -> Dataset:
+    def dataset(prefix: Path, seed: int, texts: Documents) -> Dataset:
         source = IndexedDataset(prefix)
+        if len(source.data) <= seq_len:
+            raise ValueError(
+                f"{texts.name}: {prefix.name}: {len(source.data)} tokens, a sample of seq_len {seq_len} needs "
+                f"{seq_len + 1}; give more text, or a shorter data.seq_len"
+            )
         return Dataset(
             streams=(Stream(source, range(source.document_count)),),
             seq_len=seq_len,
@@ -110,8 +115,8 @@ def _corpus(
         )
 
     return Corpus(
-        train=dataset(prepared.train, seed),
-        valid=dataset(prepared.valid, VALID_SEED),
+        train=dataset(prepared.train, seed, preparation.train),
+        valid=dataset(prepared.valid, VALID_SEED, preparation.valid or preparation.train),
         hash=prepared.hash,
         vocab_size=prepared.vocab_size,
         name=name,

@@ -7,6 +7,7 @@ anywhere; which half of the split a document falls into depends on its name alon
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Protocol
 from lowprec_train.data import sources
 from lowprec_train.data.records import Bad, Document
 
+_log = logging.getLogger(__name__)
 _NOT_SOURCES = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _NOT_PORTABLE = ("_sysconfigdata", "sitecustomize", "usercustomize")  # written by the build or the system
 
@@ -43,6 +45,7 @@ class PythonSources:
 
     def __init__(self, root: str | Path | None = None) -> None:
         self._root = Path(root or sysconfig.get_path("stdlib"))
+        self._skipped: set[str] = set()
         self.name = f"Python sources in {self._root}"
         if not self._root.is_dir():
             raise ValueError(f"{self._root}: no such directory of Python sources")
@@ -57,11 +60,18 @@ class PythonSources:
             try:
                 text = content.decode()
             except UnicodeDecodeError:
+                self._tell_skipped(path)
                 continue
             yield Document(path, text)
 
     def digest(self) -> str:
         return _digest(self._contents())
+
+    def _tell_skipped(self, path: str) -> None:
+        """Once for each file, however often the sources are read."""
+        if path not in self._skipped:
+            _log.warning("warning: %s: skipped, for it is not UTF-8", self._root / path)
+            self._skipped.add(path)
 
     def _find(self) -> Iterator[Path]:
         for directory, inside, files in os.walk(self._root):
@@ -80,26 +90,34 @@ class TextFiles:
 
     The first two also as .gz or .zst, and in parts. A directory stands for all such files below it, sorted.
 
+    skip_bad: leave records without text out, instead of stopping; `bad` counts those of the last time through.
+
     Raises:
         ValueError: a path is absent or of another kind, a directory holds no such file, a record has no text in this
             field, a file is not UTF-8, or .zst or .parquet is asked for without pyarrow.
     """
 
-    def __init__(self, paths: str | Sequence[str], field: str = "text") -> None:
+    def __init__(self, paths: str | Sequence[str], field: str = "text", *, skip_bad: bool = False) -> None:
         given = [paths] if isinstance(paths, str) else list(paths)
+        if not all(given):
+            raise ValueError(f"empty corpus: no file is named in {paths!r}")
         self.name = ", ".join(given)
-        self._field = field
+        self._field, self._skip_bad, self.bad = field, skip_bad, 0
         self._sources = sources.find(given)
         for source in self._sources:
             source.check(field)
 
     def __iter__(self) -> Iterator[Document]:
+        self.bad = 0
         for source in self._sources:
             for segment, _, _ in source.segments(self._field):
                 for found in segment.documents(self._field):
-                    if isinstance(found, Bad):
+                    if not isinstance(found, Bad):
+                        yield found
+                    elif self._skip_bad:
+                        self.bad += 1
+                    else:
                         raise ValueError(found.reason)
-                    yield found
 
     def digest(self) -> str:
         contents = ((source.name, bytes.fromhex(source.sha256())) for source in self._sources)

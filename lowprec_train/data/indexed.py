@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import struct
 from array import array
 from collections.abc import Iterator
@@ -67,7 +68,8 @@ class IndexedDataset:
         idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
         for path in (idx, bin_):
             if not path.is_file():
-                raise ValueError(f"{path}: no such file (an indexed dataset is named without extension, as {prefix})")
+                bare = re.sub(r"\.(bin|idx)$", "", str(prefix))
+                raise ValueError(f"{path}: no such file (an indexed dataset is named without extension, as {bare})")
         index = _map(idx)
         self.dtype, count, bounds = _read_header(idx, index)
         self.lengths = np.frombuffer(index, "<i4", count, HEADER.size)

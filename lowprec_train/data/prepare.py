@@ -70,14 +70,20 @@ class Preparation:
         """
         place = Path(cache or DEFAULT_CACHE).expanduser() / f"{name}-{self.digest()[:16]}"
         directory = build_once(place, self._build)
-        described = json.loads((directory / "corpus.json").read_text())
-        return Prepared(
-            train=_prefix(directory, "train"),
-            valid=_prefix(directory, "valid"),
-            hash=described["hash"],
-            vocab_size=described["vocab_size"],
-            tokenizer=directory / described["tokenizer"],
-        )
+        about = directory / "corpus.json"
+        try:
+            described = json.loads(about.read_text())
+            return Prepared(
+                train=_prefix(directory, "train"),
+                valid=_prefix(directory, "valid"),
+                hash=described["hash"],
+                vocab_size=described["vocab_size"],
+                tokenizer=directory / described["tokenizer"],
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{about} cannot be read ({error}); remove {directory}, and it is prepared anew"
+            ) from error
 
     def digest(self) -> str:
         """Names everything that decides the tokens."""
@@ -124,14 +130,15 @@ class Preparation:
 
     def _check_splits(self) -> None:
         for collection in (self.train, self.valid or self.train):
-            if not any(doc.text for doc in collection):
-                raise ValueError(f"empty corpus: no text in {collection.name}")
+            if not any(doc.text.strip() for doc in collection):
+                raise ValueError(f"empty corpus: no text in {collection.name}, or nothing but white space")
         for split, held_out in (("train", False), ("valid", True)):
             if next(self._split(held_out), None) is None:
                 documents = sum(1 for doc in self.train if doc.text)
                 raise ValueError(
                     f"the {split} split is empty: valid_fraction {self.valid_fraction} of {documents} documents in "
-                    f"{self.train.name}; change it, or name held-out files"
+                    f"{self.train.name}, drawn by their names; change data.valid_fraction, name held-out files with "
+                    "data.valid=..., or cut the text into more documents (a line of .jsonl is one, so is a .txt file)"
                 )
 
     def _learn(self) -> SentencePieceTokenizer:

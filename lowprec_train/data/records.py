@@ -76,15 +76,23 @@ def _rows(segment: Segment, field: str) -> Iterator[Document | Bad]:
 
 
 def _document(name: str, record: Any, field: str, place: str) -> Document | Bad:
-    text = record.get(field) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        holds = sorted(record) if isinstance(record, dict) else type(record).__name__
-        return Bad(f"{place}: no text in field {field!r}; the record holds {holds}")
+    if not isinstance(record, dict):
+        return Bad(f"{place}: no text in field {field!r}; the record holds {_shown(record)}")
+    if field not in record:
+        return Bad(f"{place}: no text in field {field!r}; the record holds {sorted(record)}")
+    if not isinstance(text := record[field], str):
+        return Bad(f"{place}: no text in field {field!r}, but {_shown(text)}")
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
         return Bad(f"{place}: not Unicode text: {error}")
     return Document(name, text)
+
+
+def _shown(value: Any) -> str:
+    """Its type, and as JSON has it, cut off where it is long."""
+    written = json.dumps(value, default=repr)
+    return f"{type(value).__name__} {written if len(written) <= 40 else written[:37] + '...'}"
 
 
 _READERS = {"txt": _file, "jsonl": _lines, "parquet": _rows}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from lowprec_train.data.endings import NoEnding
 
 SAMPLE_CHARACTERS = 16_000_000  # training takes about 0.2 s a million
 _LONGEST_LINE = 1000  # characters; a longer one is learnt from in pieces (SentencePiece drops lines above 4192 bytes)
+
+_LEAST = 259  # 256 bytes, the newline, the unknown piece and the end of a document
 
 SETTINGS: dict[str, Any] = {
     "model_type": "bpe",
@@ -49,6 +52,8 @@ class SentencePieceTokenizer:
 
     def __init__(self, content: bytes, name: str, eod: str | None = None) -> None:
         self.content = content
+        if not content:
+            raise ValueError(f"{name}: not a SentencePiece model: the file is empty")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_proto=content)
         except RuntimeError as error:
@@ -79,10 +84,19 @@ class SentencePieceTokenizer:
         Raises:
             ValueError: the text is too small or too varied for this vocabulary.
         """
+        if sample < 1:
+            raise ValueError(f"a sample of {sample} characters is none to learn from")
+        if vocab_size < _LEAST:
+            raise ValueError(
+                f"vocab_size {vocab_size} is too small for a tokenizer: {_LEAST} pieces stand for bytes and signs"
+            )
+        lines = sample_lines(texts, sample)
+        if not any(line.strip() for line in lines):
+            raise ValueError(f"{name}: no text to learn a tokenizer from, or nothing but white space")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=iter(sample_lines(texts, sample)),
+                sentence_iterator=iter(lines),
                 model_writer=model,
                 vocab_size=vocab_size,
                 max_sentence_length=4 * _LONGEST_LINE,
@@ -90,7 +104,9 @@ class SentencePieceTokenizer:
                 **SETTINGS,
             )
         except RuntimeError as error:
-            raise ValueError(f"{name}: no tokenizer of {vocab_size} pieces can be learnt from it: {error}") from error
+            raise ValueError(
+                f"{name}: no tokenizer of {vocab_size} pieces can be learnt from it{_why(error)}"
+            ) from error
         return cls(model.getvalue(), name)
 
     def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
@@ -101,6 +117,15 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode(list(ids))
         return text
+
+
+def _why(error: Exception) -> str:
+    """What SentencePiece's message says between places in its own source."""
+    if most := re.search(r"value <= (\d+)", str(error)):
+        return f": it has text for at most {most[1]}"
+    if least := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
+        return f": its characters alone need {least[1]}"
+    return ""
 
 
 def sample_lines(texts: Iterable[str], budget: int) -> list[str]:

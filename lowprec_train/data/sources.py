@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import io
 import itertools
+import logging
 import re
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,10 +23,12 @@ from typing import IO, Any
 
 from lowprec_train.data.records import Segment
 
+_log = logging.getLogger(__name__)
 ENDINGS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 SEGMENT = 1 << 20  # bytes of text read at once, and handed to a worker: a fraction of a second of work
 _NAME = re.compile(r"(?P<whole>.+\.(?P<kind>txt|jsonl|parquet)(?P<packed>\.gz|\.zst)?)(?:\.(?P<part>\d+))?", re.DOTALL)
 _BUFFER = 1 << 20
+_SHOWN = 5  # names of skipped files in a message
 _ROWS = 64  # read from a .parquet file at once
 
 
@@ -146,14 +149,30 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
 def _find(path: Path) -> list[Source]:
     if path.is_dir():
         inside = sorted(each for each in path.rglob("*") if _NAME.fullmatch(each.name) and each.is_file())
+        others = _others(path)
         if not inside:
-            raise ValueError(f"empty corpus: {path} holds no file that ends in {', '.join(ENDINGS)}")
+            found = f", only {others}" if others else ""
+            raise ValueError(f"empty corpus: {path} holds no file that ends in {', '.join(ENDINGS)}{found}")
+        if others:
+            _log.warning("warning: %s: skipped, for they end in none of %s: %s", path, ", ".join(ENDINGS), others)
         return [_source(each, path) for each in inside]
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory of text")
     if not _NAME.fullmatch(path.name):
         raise ValueError(f"{path}: can read {', '.join(ENDINGS)}")
     return [_source(path, path.parent)]
+
+
+def _others(directory: Path) -> str:
+    """Files below a directory that are of no kind that is read, hidden ones left out: their number, and some names."""
+    below = (each.relative_to(directory) for each in sorted(directory.rglob("*")) if each.is_file())
+    names = [each.as_posix() for each in below if not _NAME.fullmatch(each.name) and not _hidden(each)]
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return f"{len(names)} other{'s' if len(names) > 1 else ''} ({shown})" if names else ""
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _source(path: Path, root: Path) -> Source:

@@ -45,7 +45,7 @@ class Warmup:
 
     def __post_init__(self) -> None:
         if not 0 < self.peak < math.inf:
-            raise ValueError(f"peak learning rate must be a positive number, got {self.peak}")
+            raise ValueError(f"peak learning rate (optim.lr) must be a positive number, got {self.peak}")
         if self.steps < 1:
             raise ValueError(f"a schedule needs at least 1 step, got steps={self.steps}")
         if not 0 <= self.final_fraction <= 1:

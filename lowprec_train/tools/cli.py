@@ -9,7 +9,9 @@ import argparse
 import platform
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import metadata
+from typing import Any, NoReturn
 
 from lowprec_train import __version__
 from lowprec_train.tools import (
@@ -53,20 +55,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Options of one subcommand. What `train` does not know is for Hydra, in order, as `overrides`."""
-    top = parser()
-    parsed, rest = top.parse_known_args(arguments)
+    parsed, rest = parser().parse_known_args(arguments)
     if parsed.command == "train":
         parsed.overrides = rest
-    elif rest:
-        top.error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed
+
+
+class Parser(argparse.ArgumentParser):
+    """Says a wrong option in two lines, without the usage of all others."""
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        self.options: list[str] = []
+        super().__init__(*arguments, **settings)
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:  # type: ignore[override]
+        self.options += [name for name in names if name.startswith("--")]
+        return super().add_argument(*names, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """What is not known is an error here, where the options of this very command are; but not to one with the
+        default `open`, which leaves it to others.
+        """
+        if self.get_default("open"):
+            return super().parse_known_args(args, namespace)
+        first = next(iter(sys.argv[1:] if args is None else args), "")
+        if first.startswith("--") and not any(each.startswith(first.partition("=")[0]) for each in self.options):
+            self._refuse([first])
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown and not getattr(parsed, "open", False):
+            self._refuse(unknown)
+        return parsed, unknown
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        close = get_close_matches(unknown[0].partition("=")[0], self.options, n=1)
+        asked = f"; did you mean {close[0]}?" if close else ""
+        self.error(f"there is no argument {' '.join(unknown)}{asked}")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help says what there is\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """The whole command line, as a value: documentation and tests read it too."""
-    top = argparse.ArgumentParser(
-        prog="lowprec", description="Low-precision pretraining: runs, and the tools around them."
-    )
+    top = Parser(prog="lowprec", description="Low-precision pretraining: runs, and the tools around them.")
     top.add_argument("--version", action="version", version=version())
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:

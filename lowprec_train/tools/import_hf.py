@@ -47,10 +47,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Check, write, say. Raises ValueError or OSError for bad input."""
     from lowprec_train.tools.huggingface import shards, tokenizer, transfer
     from lowprec_train.train.packages import needs_package
+    from lowprec_train.train.rundir import NAME
 
     needs_package("safetensors", extra="hf", what="import-hf")
     limit = shards.size(arguments.max_shard_size)
     name = arguments.name or re.sub(r"[^A-Za-z0-9_.=+-]", "_", arguments.out.resolve().name)
+    if not NAME.fullmatch(name):
+        raise ValueError(f"--name {name!r} cannot be part of a run's name: letters, digits and _ . = + - only")
     files = tokenizer.copied(arguments.model)
     model = transfer.import_(arguments.model, arguments.out, name=name, max_bytes=limit, tokenizer=files)
     print(f"{arguments.out}: {model.layers} layers of width {model.dim}, {model.vocab_size} words")

@@ -68,7 +68,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     """
     paths = [path for path in paths if not (path / "report.json").is_file() or (path / "metrics.jsonl").exists()]
     if len(paths) < 2:
-        raise ValueError(f"needs at least two runs, got {len(paths)}")
+        raise ValueError(f"needs at least two runs, got {len(paths)}: {', '.join(map(str, paths)) or 'none'}")
     for i, path in enumerate(paths):
         if path.resolve() in [earlier.resolve() for earlier in paths[:i]]:
             raise ValueError(f"the same run is given twice: {path}")

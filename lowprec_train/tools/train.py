@@ -33,7 +33,7 @@ def register(subparsers: Any) -> None:
     where.add_argument(
         "--nproc", metavar="N", type=int, help="train with N processes on the CPU, e.g. to try a layout (gloo)"
     )
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run, parser=parser, open=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

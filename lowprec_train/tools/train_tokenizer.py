@@ -44,6 +44,7 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         default=16_000_000,
         help="learnt from; 16 million take some seconds (default: %(default)s)",
     )
+    parser.add_argument("--skip-bad", action="store_true", help="leave out records without text instead of stopping")
     parser.set_defaults(run=run)
 
 
@@ -55,9 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.out.exists():
         raise ValueError(f"{arguments.out} exists; choose another name")
-    documents = TextFiles(arguments.inputs, arguments.field)
+    documents = TextFiles(arguments.inputs, arguments.field, skip_bad=arguments.skip_bad)
     texts = (document.text for document in documents)
     learnt = SentencePieceTokenizer.train(texts, arguments.vocab_size, documents.name, arguments.sample)
+    if documents.bad:
+        print(f"left out {documents.bad:,} records without text in field {arguments.field!r}")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(arguments.out, learnt.content)
     tried = [document.text for document in islice(documents, _TRIED)]

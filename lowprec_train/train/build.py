@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 
 from lowprec_train.config import PhaseConfig, RunConfig, run_and_step
 from lowprec_train.data.corpus import Corpus
@@ -24,6 +22,7 @@ from lowprec_train.model.transformer import Fill, Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.adamw import AdamW, parameter_groups
+from lowprec_train.optim.moments import Codec
 from lowprec_train.optim.piece import Piece
 from lowprec_train.optim.schedule import before_decay
 from lowprec_train.precision import gemm, policy
@@ -33,6 +32,7 @@ from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_ste
 from lowprec_train.train import checks, launch, lint_execution, lint_recipes, lint_training, metrics
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
+from lowprec_train.train.construct import construct
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.distribute import Distribution, distribute
 from lowprec_train.train.launch import ALONE, World, host_group
@@ -58,23 +58,9 @@ TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "cli
 TRAINER_KEYS += ("eval_interval", "eval_batches", "log_interval")
 
 
-def construct(node: Mapping[str, Any], **extra: Any) -> Any:
-    """The object that a `_target_` node names, its arguments completed by `extra`, which are passed as they are.
-
-    Raises ValueError when there is no such target, when it does not take the arguments, or when it refuses their
-    values.
-    """
-    try:
-        return instantiate({**node, "_partial_": True, "_convert_": "all"})(**extra)
-    except InstantiationException as error:
-        raise ValueError(str(error)) from error
-    except TypeError as error:
-        raise ValueError(f"{node['_target_']}: {error}") from error
-
-
 def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[str, LinearRecipe]:
     """Pattern -> recipe of a policy's nodes, with the override applied to those that quantise."""
-    built: dict[str, LinearRecipe] = {pattern: construct(node) for pattern, node in nodes.items()}
+    built: dict[str, LinearRecipe] = {p: construct(node, f"precision.policy.'{p}'") for p, node in nodes.items()}
     if not override_tree:
         return built
     return {p: r if r.is_identity else override(r, override_tree) for p, r in built.items()}
@@ -111,9 +97,9 @@ def plan(run: RunConfig, laid_out: Layout, linears: Sequence[Linears], device: t
     return Plan(
         run=run,
         sites=sites(laid_out.phases, linears, tokens),
-        moments=(construct(run.optim.first_moment), construct(run.optim.second_moment)),
-        master=construct(run.optim.master),
-        learning_rate=construct(run.optim.schedule),
+        moments=moments(run),
+        master=construct(run.optim.master, "optim.master"),
+        learning_rate=construct(run.optim.schedule, "optim.schedule"),
         on_gpu=device.type == "cuda",
     )
 
@@ -146,7 +132,7 @@ def _later(run: RunConfig, model: Transformer, before: Phase, later: PhaseConfig
 
 def kept(node: Mapping[str, Any]) -> BlockKeep:
     """What norms and activations keep; an empty node keeps their inputs."""
-    built: BlockKeep = construct(node) if node else BlockKeep()
+    built: BlockKeep = construct(node, "precision.keep") if node else BlockKeep()
     return built
 
 
@@ -157,7 +143,7 @@ def distribution(run: RunConfig, laid_out: Layout, world: World, device: torch.d
         checks.layout(run, world.processes),
         device,
         phases=laid_out.phases,
-        values=construct(run.optim.master).parameter_dtype,
+        values=construct(run.optim.master, "optim.master").parameter_dtype,
         tokens=run.micro_batch * run.data["seq_len"],
         reshard=run.parallel.reshard_after_forward,
         timeout=timedelta(minutes=run.parallel.timeout_minutes),
@@ -200,6 +186,12 @@ def begun_with(opened: Weights | None, saved: Mapping[str, Any]) -> dict[str, An
     return {"weights": opened.source, "weights_step": opened.step if isinstance(opened, RunWeights) else None}
 
 
+def moments(run: RunConfig) -> tuple[Codec, Codec]:
+    """The codecs that store the optimizer's moments."""
+    asked = run.optim
+    return construct(asked.first_moment, "optim.first_moment"), construct(asked.second_moment, "optim.second_moment")
+
+
 def optimizer(run: RunConfig, model: torch.nn.Module, pieces: Mapping[Any, Piece] | None = None) -> AdamW:
     """AdamW over the model's first weights. With a reduced master the parameters of matrices become BF16."""
     return AdamW(
@@ -207,8 +199,8 @@ def optimizer(run: RunConfig, model: torch.nn.Module, pieces: Mapping[Any, Piece
         lr=run.optim.lr,
         betas=(run.optim.beta1, run.optim.beta2),
         eps=run.optim.eps,
-        moments=(construct(run.optim.first_moment), construct(run.optim.second_moment)),
-        master=construct(run.optim.master),
+        moments=moments(run),
+        master=construct(run.optim.master, "optim.master"),
         clip_updates=run.optim.clip_updates,
         seed=run.seed,
         pieces=pieces,
@@ -217,7 +209,7 @@ def optimizer(run: RunConfig, model: torch.nn.Module, pieces: Mapping[Any, Piece
 
 def corpus(run: RunConfig) -> Corpus:
     """The text, prepared on first use; its tokens have rows in the embedding."""
-    built: Corpus = construct(run.data)
+    built: Corpus = construct(run.data, "data")
     check_vocabulary(
         tokenizer=built.vocab_size, vocab_size=run.model.vocab_size, name=built.name, setting="model.vocab_size"
     )
@@ -253,7 +245,7 @@ def trainer(
     return Trainer(
         model=model,
         optimizer=adamw,
-        schedule=construct(run.optim.schedule),
+        schedule=construct(run.optim.schedule, "optim.schedule"),
         corpus=text,
         draws=draws,
         device=device,
@@ -262,7 +254,7 @@ def trainer(
         precision=precision,
         telemetry=Telemetry(model, adamw, interval=run.telemetry_interval),
         team=distribution.team(
-            model, sync=run.parallel.sync, reduction=construct(run.comm), gather=run.parallel.gather
+            model, sync=run.parallel.sync, reduction=construct(run.comm, "comm"), gather=run.parallel.gather
         ),
         placements=distribution.placements,
         pieces=pieces,
@@ -317,7 +309,8 @@ def sinks(run: RunConfig, about: Trainer, directory: RunDirectory, plain: Mappin
         remembered=about.remembered,
     )
     with ExitStack() as stack:
-        makers: list[Callable[..., Sink]] = [JsonlSink, *(partial(construct, node) for node in run.logger.values())]
+        named = (partial(construct, node, f"logger.{name}") for name, node in run.logger.items())
+        makers: list[Callable[..., Sink]] = [JsonlSink, *named]
         opened: list[Sink] = []
         for make in makers:
             opened.append(make(run=facts))

@@ -13,13 +13,17 @@ import torch
 from torch import nn
 
 from lowprec_train.config import Compile, RunConfig, parse_resume
+from lowprec_train.parallel.data import SYNC
+from lowprec_train.parallel.gather import GATHER
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.train import ranges
+from lowprec_train.train.construct import checked
 from lowprec_train.train.launch import ALONE, World
 from lowprec_train.train.packages import needs_package
+from lowprec_train.train.rundir import NAME
 
 OPTIONAL_PACKAGES = ("tensorboard", "wandb")
 SEQUENCE_MULTIPLE = 8
@@ -29,6 +33,7 @@ def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, b
     """Numbers that must fit each other, and what this machine must have. Returns the device and whether to compile."""
     parse_resume(run.resume)
     ranges.check(run)
+    _words(run)
     _batch(run, layout(run, world.processes))
     if run.telemetry_interval and world.processes > 1:
         raise ValueError(
@@ -69,6 +74,18 @@ def layout(run: RunConfig, processes: int) -> Sizes:
     """The grid of processes that `parallel` asks for."""
     asked = run.parallel
     return sizes(processes, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, tp=asked.tp)
+
+
+def _words(run: RunConfig) -> None:
+    for key, value, known in (("sync", run.parallel.sync, SYNC), ("gather", run.parallel.gather, GATHER)):
+        if value not in known:
+            raise ValueError(f"parallel.{key}={value!r} is not one of {', '.join(known)}")
+    if not NAME.fullmatch(run.model.name):
+        raise ValueError(f"model.name={run.model.name!r} cannot be part of a run's name: letters, digits, _ . = + -")
+    if not 0 <= run.seed < 1 << 63:
+        raise ValueError(f"seed={run.seed} must be at least 0 and below 2**63")
+    if not run.run_root.strip():
+        raise ValueError(f"run_root={run.run_root!r} names no directory; run_root=. is this one")
 
 
 def _batch(run: RunConfig, grid: Sizes) -> None:
@@ -119,6 +136,17 @@ def compiles(choice: Compile, on: torch.device) -> bool:
     if not any(map(shutil.which, names)):
         raise ValueError(f"compile={choice.name} on {on} needs a compiler, and none of {', '.join(names)} is on PATH")
     return True
+
+
+def nodes(run: RunConfig) -> None:
+    """The open nodes of a configuration against what they name, before anything is built: ValueError as `construct`."""
+    asked = run.optim
+    parts = {"data": run.data, "comm": run.comm, "optim.schedule": asked.schedule, "optim.master": asked.master}
+    parts |= {"optim.first_moment": asked.first_moment, "optim.second_moment": asked.second_moment}
+    for key, node in parts.items():
+        checked(node, key)
+    for name, node in run.logger.items():
+        checked(node, f"logger.{name}", ("run",))
 
 
 def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int) -> None:

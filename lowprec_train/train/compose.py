@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from lowprec_train import config
 from lowprec_train.config import RunConfig
+from lowprec_train.train.command_line import explained, one_line, refuse_unknown
 
 
 def composed(*overrides: str) -> RunConfig:
@@ -14,8 +16,13 @@ def composed(*overrides: str) -> RunConfig:
     config.register()
     try:
         with initialize_config_dir(str(config.directory()), version_base="1.3"):
-            run = OmegaConf.to_object(compose("train", overrides=list(overrides)))
+            made = compose("train", overrides=list(overrides))
     except Exception as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(explained(error, overrides)) from error
+    refuse_unknown(made)
+    try:
+        run = OmegaConf.to_object(made)
+    except OmegaConfBaseException as error:
+        raise ValueError(one_line(error, overrides)) from error
     assert isinstance(run, RunConfig)
     return run

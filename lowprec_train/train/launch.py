@@ -43,8 +43,11 @@ ALONE = World()
 
 def world() -> World:
     """As the launcher set it; one process without a launcher."""
-    rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    return World(rank, processes, int(os.environ.get("LOCAL_RANK", "0")))
+    rank, processes = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    local_rank = os.environ.get("LOCAL_RANK", "0")
+    if not (rank.isdecimal() and local_rank.isdecimal() and processes.isdecimal() and int(rank) < int(processes)):
+        raise ValueError(f"the launcher's RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={processes} fit no process")
+    return World(int(rank), int(processes), int(local_rank))
 
 
 def end_with_launcher(seconds: float = 1.0) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from omegaconf.errors import OmegaConfBaseException
@@ -159,8 +159,8 @@ class Refusal:
     """
 
     def __init__(self, world: World) -> None:
-        self._world, self._real, self._begun = world, sys.stderr, False
-        self.file: TextIO = sys.stderr if world.processes == 1 else io.StringIO()
+        self._world, self._real, self._inside = world, sys.stderr, False
+        self.file = io.StringIO()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -171,18 +171,19 @@ class Refusal:
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Within it, a job that has begun, stderr is itself."""
-        self._begun = True
+        self._inside = True
         with redirect_stderr(self._real):
             yield
+        self._inside = False
 
-    def print_once(self, end: SystemExit) -> None:
-        """After the error exit of a command line that no job came of, or of a job that broke."""
-        if not isinstance(self.file, io.StringIO):
-            return
-        if self._begun or not end.code:
+    def print_once(self, end: SystemExit, explain: Callable[[str], str]) -> None:
+        """After the error exit of a command line that no job came of, or of a job that broke. explain: what is wrong
+        with the command line, from what was written.
+        """
+        if self._inside or not end.code:
             print(self.file.getvalue(), file=self._real, end="")
         else:
-            refused(self._world, self.file.getvalue().rstrip())
+            refused(self._world, explain(self.file.getvalue()))
 
 
 def verdict(said: list[dict[str, Any]]) -> str:

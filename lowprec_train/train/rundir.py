@@ -126,8 +126,7 @@ class RunDirectory:
 
 def _last_losses(metrics: Path) -> dict[str, float]:
     found: dict[str, float] = {}
-    for line in metrics.read_text().splitlines():
-        values = json.loads(line)
+    for values in read_lines(metrics):
         found |= {name: values[name] for name in ("train/loss", "valid/loss") if name in values}
     return found
 

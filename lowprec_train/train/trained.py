@@ -28,6 +28,7 @@ from lowprec_train.precision.block_keep import apply_block_keep
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train import build, checks
+from lowprec_train.train.command_line import meant
 from lowprec_train.train.compose import composed
 from lowprec_train.train.rundir import read_object
 from lowprec_train.train.trainer import EVALUATION_STEP
@@ -35,6 +36,7 @@ from lowprec_train.train.weights import RunWeights, fill_from, open_weights, wit
 
 OF_RUN = "run"  # instead of a recipe's name: what the run computed with at this checkpoint
 UNQUANTISED = "bf16"
+UNROUNDED = "fp32"  # nothing is rounded, for comparison with other programs
 
 
 class Trained:
@@ -55,7 +57,7 @@ class Trained:
         return read_object(self.directory / "run.json")
 
     def recipe_name(self, recipe: str) -> str:
-        """The recipe's own name, also where the run's was asked for."""
+        """The recipe's own name, also where the run's was asked for. fp32, which rounds nothing, is one."""
         return str(self.facts.get("recipe", UNQUANTISED)) if recipe == OF_RUN else recipe
 
     def forward(self, recipe: str) -> Phase:
@@ -67,12 +69,13 @@ class Trained:
             self._forward[recipe] = self._made(recipe)
         return self._forward[recipe]
 
-    def model(self, recipe: str, *, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Transformer:
+    def model(self, recipe: str, *, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
         """The model on `device`, its residual stream and GEMMs in `dtype` where the recipe does not round.
 
-        recipe: "run", or the name of a file of configs/recipe. Raises ValueError as `forward` does, and for weights
-        that cannot be read.
+        recipe: "run", "fp32", or the name of a file of configs/recipe. dtype: None for FP32 under "fp32", else BF16.
+        Raises ValueError as `forward` does, for another dtype under "fp32", and for weights that cannot be read.
         """
+        dtype = dtype_of(recipe, dtype)
         phase, model = self.forward(recipe), self._laid_out(dtype)
         for _, linear in policy.named_linears(model):
             linear.to(dtype)
@@ -99,13 +102,16 @@ class Trained:
         """A run of which nothing matters but what its layers compute."""
         saved = self.directory / "config.yaml"
         if recipe == OF_RUN and saved.is_file():
-            tree: Any = OmegaConf.load(saved)
+            tree: Any = config.read_yaml(saved)
             precision = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PrecisionConfig), tree.precision))
             assert isinstance(precision, PrecisionConfig)
             return RunConfig(steps=tree.steps, precision=precision)
-        name, known = self.recipe_name(recipe), config.choices("recipe")
+        name, known = UNQUANTISED if recipe == UNROUNDED else self.recipe_name(recipe), config.choices("recipe")
         if name not in known:
-            raise ValueError(f"recipe {name!r} is none of {OF_RUN}, {', '.join(known)}")
+            known = [OF_RUN, *known, UNROUNDED]
+            guess = meant(name, known)
+            asked = f"; did you mean {guess}?" if guess else ""
+            raise ValueError(f"recipe {name!r} is none of {', '.join(known)}{asked}")
         return composed(f"+recipe={name}")
 
     def _last_step(self, recipe: str) -> int:
@@ -119,10 +125,18 @@ def trained_model(
     step: int | None = None,
     recipe: str = OF_RUN,
     device: torch.device,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | None = None,
 ) -> Transformer:
     """`Trained(path, step).model(...)`: for whoever needs one model."""
     return Trained(path, step).model(recipe, device=device, dtype=dtype)
+
+
+def dtype_of(recipe: str, dtype: torch.dtype | None = None) -> torch.dtype:
+    """What a model under this recipe computes in where it does not round. Raises ValueError for fp32 in another."""
+    own = torch.float32 if recipe == UNROUNDED else torch.bfloat16
+    if recipe == UNROUNDED and dtype not in (None, own):
+        raise ValueError(f"recipe {UNROUNDED} computes in {own}, not in {dtype}")
+    return dtype or own
 
 
 def forward_part(recipe: LinearRecipe) -> LinearRecipe:

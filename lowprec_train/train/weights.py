@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lowprec_train.config import ModelConfig, model_of, run_and_step
+from lowprec_train.config import ModelConfig, model_of, read_yaml, run_and_step
 from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
 from lowprec_train.data.tokenizer import load
@@ -142,7 +142,7 @@ def newest(path: Path) -> int:
 
 def verifies(path: Path) -> bool:
     """Whether the checkpoints of a run are compared with their manifests: what it was last started with."""
-    return bool(OmegaConf.select(OmegaConf.load(path / "config.yaml"), "checkpoint_verify", default=True))
+    return bool(OmegaConf.select(read_yaml(path / "config.yaml"), "checkpoint_verify", default=True))
 
 
 class _Reader(dcp.FileSystemReader):

@@ -127,3 +127,21 @@ def test_zst(tmp_path):
         with pyarrow.output_stream(str(tmp_path / name), compression="zstd") as file:
             file.write(content)
     assert list(TextFiles(str(tmp_path))) == [Document("a.jsonl.zst:1", "one"), Document("b.txt.zst", "é")]
+
+
+def test_skipped_files_are_named(tmp_path, caplog):
+    for name in ("a.txt", "notes.md", "more/b.csv", ".hidden/c.csv", *(f"x{n}.bin" for n in range(5))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("some text")
+    assert len(list(TextFiles(str(tmp_path)))) == 1
+    (told,) = caplog.messages
+    assert f"{tmp_path}: skipped" in told and "7 others (more/b.csv, notes.md, x0.bin, x1.bin, x2.bin, ...)" in told
+    assert "hidden" not in told
+
+
+def test_sources_that_are_not_utf8_are_named_once(tmp_path, caplog):
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "b.py").write_bytes(b"# caf\xe9\n")
+    sources = PythonSources(tmp_path)
+    assert [document.name for _ in range(2) for document in sources] == ["a.py", "a.py"]
+    assert caplog.messages == [f"warning: {tmp_path / 'b.py'}: skipped, for it is not UTF-8"]

@@ -156,6 +156,17 @@ def test_mistakes(text, prefix, tmp_path, capsys, command, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_tokenizer_leaves_out_what_has_no_text(text, tmp_path, capsys):
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text(text.read_text() + '{"text": 7}\n{"body": "x"}\n')
+    assert lowprec("train-tokenizer", mixed, "--vocab-size", 384, "--out", tmp_path / "a.model") == 2
+    assert "mixed.jsonl:402: no text in field 'text', but int 7" in capsys.readouterr().err
+    assert lowprec("train-tokenizer", mixed, "--vocab-size", 384, "--out", tmp_path / "a.model", "--skip-bad") == 0
+    assert "left out 2 records without text in field 'text'" in capsys.readouterr().out
+    assert lowprec("train-tokenizer", text, "--vocab-size", 384, "--out", tmp_path / "b.model") == 0
+    assert (tmp_path / "a.model").read_bytes() == (tmp_path / "b.model").read_bytes()
+
+
 def test_progress():
     """A bar on a terminal; else a line every ten seconds, with the rates of this call."""
     seconds = 0

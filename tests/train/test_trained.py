@@ -46,6 +46,7 @@ def test_any_recipe_and_precision_of_the_same_weights(tmp_path):
     losses = {name: float(loss(source.model(name, device=CPU))) for name in ("run", "fp4", "bf16", "fp8")}
     assert losses["run"] == losses["fp4"] and len(set(losses.values())) == 3
     exact = float(loss(source.model("bf16", device=CPU, dtype=torch.float32)))
+    assert float(loss(source.model("fp32", device=CPU))) == exact and source.recipe_name("fp32") == "fp32"
     assert abs(losses["bf16"] - exact) < 1e-4 * exact and losses["bf16"] != exact
     assert source.recipe_name("run") == "fp4" and source.recipe_name("fp8") == "fp8" and source.step == 1
 
@@ -93,6 +94,8 @@ def test_refusals(tmp_path):
     source = Trained(save(tmp_path / "run", trained.run, trained.model, 1))
     with pytest.raises(ValueError, match="recipe 'fp3' is none of run, bf16"):
         source.forward("fp3")
+    with pytest.raises(ValueError, match="fp32 computes in torch.float32, not in torch.bfloat16"):
+        source.model("fp32", device=CPU, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="step-7"):
         Trained(tmp_path / "run", 7)
     with pytest.raises(ValueError, match="neither"):

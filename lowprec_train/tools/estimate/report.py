@@ -21,7 +21,7 @@ Estimate = dict[str, Any]
 def estimate(run: RunConfig, gpus: int | None = None, count: Count = kept_bytes) -> Estimate:
     """All that can be known before a GPU is touched. Raises ValueError for a configuration that cannot run."""
     subject = Subject(run=run, gpus=gpus)
-    reduction: Reduction = build.construct(run.comm)
+    reduction: Reduction = build.construct(run.comm, "comm")
     needed, sent = memory(subject, reduction, count), traffic(subject, reduction)
     moment, peak = needed.peak
     total = sum(p.numel() for p in subject.laid_out.model.parameters())

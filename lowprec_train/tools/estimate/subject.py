@@ -106,11 +106,11 @@ class Subject:
 
     @cached_property
     def moments(self) -> tuple[Codec, Codec]:
-        return build.construct(self.run.optim.first_moment), build.construct(self.run.optim.second_moment)
+        return build.moments(self.run)
 
     @cached_property
     def master(self) -> Master:
-        built: Master = build.construct(self.run.optim.master)
+        built: Master = build.construct(self.run.optim.master, "optim.master")
         return built
 
     @cached_property

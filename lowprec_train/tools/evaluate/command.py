@@ -28,7 +28,6 @@ examples:
   lowprec evaluate runs/bf16 --data valid.jsonl --recipe bf16 fp8 fp4
   lowprec evaluate runs/fp4 --tasks tasks/questions.yaml
 """
-FP32 = "fp32"
 
 
 def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from lowprec_train.config import read_yaml
 from lowprec_train.data.tokenizer import Tokenizer, check_vocabulary, load
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.tools.evaluate import progress, texts, windows
-from lowprec_train.tools.evaluate.command import FP32
 from lowprec_train.tools.evaluate.perplexity import Cutting, Measured, difference, measure
 from lowprec_train.tools.huggingface import tokenizer as tokenizers
 from lowprec_train.train import checks
 from lowprec_train.train.packages import needs_package
-from lowprec_train.train.trained import UNQUANTISED, Trained
+from lowprec_train.train.trained import Trained, dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Precision:
 
     def model(self, trained: Trained, device: torch.device) -> Transformer:
         """The model that computes so."""
-        return trained.model(_recipe(self.asked), device=device, dtype=self.dtype)
+        return trained.model(self.asked, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,10 +151,9 @@ def _harness() -> Any:
 
 def precision(trained: Trained, asked: str) -> Precision:
     """Raises ValueError for an unknown recipe, and for one that does not fit the model."""
-    recipe = _recipe(asked)
-    dtype = torch.float32 if asked == FP32 else torch.bfloat16
-    name = FP32 if asked == FP32 else trained.recipe_name(recipe)
-    return Precision(asked=asked, name=name, forward=trained.forward(recipe), dtype=dtype)
+    return Precision(
+        asked=asked, name=trained.recipe_name(asked), forward=trained.forward(asked), dtype=dtype_of(asked)
+    )
 
 
 def tokenizer_of(trained: Trained, asked: Path | None) -> Tokenizer | None:
@@ -190,11 +189,7 @@ def _cutting(trained: Trained, arguments: argparse.Namespace, tokenizer: Tokeniz
 def _trained_length(trained: Trained) -> int | None:
     """Tokens of a sequence of the run."""
     saved = trained.directory / "config.yaml"
-    return OmegaConf.select(OmegaConf.load(saved), "data.seq_len") if saved.is_file() else None
-
-
-def _recipe(asked: str) -> str:
-    return UNQUANTISED if asked == FP32 else asked
+    return OmegaConf.select(read_yaml(saved), "data.seq_len") if saved.is_file() else None
 
 
 def _figures(measured: Measured) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lowprec_train.config import read_json
 from lowprec_train.data.endings import NoEnding
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import Tokenizer, load
@@ -79,8 +80,12 @@ def without_additions(content: bytes) -> bytes:
 
 
 def copied(directory: Path) -> dict[str, bytes]:
-    """A model's tokenizer files as they are."""
-    return {name: (directory / name).read_bytes() for name in FILES if (directory / name).is_file()}
+    """A model's tokenizer files as they are. Raises ValueError for one that cannot be read."""
+    files = {name: directory / name for name in FILES if (directory / name).is_file()}
+    for file in files.values():
+        if file.suffix == ".json":
+            read_json(file)
+    return {name: file.read_bytes() for name, file in files.items()}
 
 
 def ending(path: Path) -> int | None:

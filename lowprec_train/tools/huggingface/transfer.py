@@ -20,7 +20,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from lowprec_train.config import MODEL_FILE, ModelConfig
+from lowprec_train.config import MODEL_FILE, ModelConfig, read_json
 from lowprec_train.tools.huggingface import shards
 from lowprec_train.tools.huggingface.families import SPECIAL_IDS, Family, Json, family_named, family_of
 from lowprec_train.tools.huggingface.shards import Slot
@@ -38,7 +38,10 @@ def whole(out: Path) -> Iterator[Path]:
         raise ValueError(f"{out} exists; choose another directory, or remove it")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.{os.getpid()}.unfinished")
-    partial.mkdir()
+    try:
+        partial.mkdir()
+    except OSError as error:
+        raise ValueError(f"{out} cannot be made: {error.strerror}") from error
     try:
         yield partial
         if out.exists():
@@ -111,7 +114,7 @@ def import_(source: Path, out: Path, *, name: str, max_bytes: int, tokenizer: Ma
 def special_ids(directory: Path) -> Json:
     """The SPECIAL_IDS that an imported model came with; of a run none."""
     file = directory / IDS_FILE
-    ids: Json = json.loads(file.read_text()) if file.is_file() else {}
+    ids: Json = read_json(file) if file.is_file() else {}
     return ids
 
 

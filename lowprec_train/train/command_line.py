@@ -1,0 +1,290 @@
+"""What is wrong with a command line, in one line: the argument, why it is refused, and what was probably meant.
+
+Hydra's own messages take up to 25 lines and end in a hint at an environment variable. Here its exceptions are read, and
+a name that is none is held against the names that there are. Settings that a plus sign adds to typed parts of the
+configuration are refused too: nothing reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from difflib import get_close_matches
+from typing import Any, get_type_hints
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from lowprec_train import config
+from lowprec_train.config import RunConfig
+
+ADDED = ("experiment", "recipe")  # groups that the defaults leave out: chosen with a plus sign
+_ALIKE = 0.7
+
+
+def explained(error: BaseException, arguments: Sequence[str]) -> str:
+    """One line for what Hydra raised while it composed these arguments."""
+    given = [Setting(argument) for argument in arguments if not argument.startswith("-")]
+    alone = not {"-m", "--multirun"} & set(arguments)
+    for setting in given:
+        if fault := setting.unreadable() or setting.misplaced():
+            return fault
+        if OverridesParser.create().parse_override(setting.argument).is_sweep_override():
+            if alone:
+                return _sweep(setting, setting.argument, error)
+        elif fault := setting.no_choice():
+            return fault
+    if isinstance(error, MissingConfigException):
+        return _missing(error, given)
+    text = str(error)
+    for pattern, say in _FAULTS:
+        if match := re.search(pattern, text):
+            return say(_of(given, match["what"]), match["what"], error)
+    return one_line(error, arguments)
+
+
+def refusal(end: SystemExit, arguments: Sequence[str], written: str) -> str:
+    """`explained` for the exit by which Hydra answered these arguments, after what it has written."""
+    if end.code == 2:  # of argparse
+        said = (written.strip().splitlines() or ["?"])[-1].partition("error: ")[2]
+        option = said.removeprefix("unrecognized arguments: ")
+        if option == said:
+            return said
+        return f"there is no option {option}; a setting has no dashes: {option.lstrip('-').replace(' ', '=')}"
+    return explained(end.__context__ or end, arguments)
+
+
+def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
+    """An error of Hydra or OmegaConf without its lists of paths and types. arguments: that may have caused it."""
+    if isinstance(error, MissingMandatoryValue):
+        missing = error.full_key or str(error).splitlines()[0].rpartition(" ")[2]
+        return f"{missing} must be given: {missing}=..."
+    if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
+        return f"{_first(error)} {_first(error.__cause__)}"
+    key = getattr(error, "full_key", None) if isinstance(error, OmegaConfBaseException) else None
+    about = key or ", ".join(each for each in arguments if "${" in each)
+    return f"{about}: {_first(error)}" if about else _first(error)
+
+
+def refuse_unknown(run: DictConfig) -> None:
+    """ValueError for a key that a plus sign has put where keys are fixed: nothing would read it."""
+    tree = OmegaConf.to_container(run, resolve=False)
+    assert isinstance(tree, dict)
+    for key in _unknown(tree, RunConfig):
+        raise ValueError(f"Could not add {key!r}: there is no such key{_meant(key, '', _keys(run))}")
+
+
+def refuse_flags(overrides: Iterable[str]) -> None:
+    """ValueError for a number other than 0 and 1 where true or false is asked for: OmegaConf takes any for true."""
+    for override in overrides:
+        setting = Setting(override)
+        value = OverridesParser.create().parse_override(override).value()
+        if _type(setting.key) is bool and type(value) in (int, float) and value not in (0, 1):
+            raise ValueError(f"{override}: {setting.value} is neither true nor false")
+
+
+def meant(name: str, names: Iterable[str]) -> str | None:
+    """The one of `names` that was probably meant."""
+    plain = {each.lower().replace("-", "_"): each for each in names}
+    close = get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=_ALIKE)
+    return plain[close[0]] if close else None
+
+
+def offered(name: str, names: Sequence[str], what: str) -> str:
+    """`; did you mean X? WHAT: X, Y, Z`, the question only where one of them is alike."""
+    guess = meant(name, names)
+    return f"; did you mean {guess}? {what}: {', '.join(names)}" if guess else f"; {what}: {', '.join(names)}"
+
+
+def groups() -> list[str]:
+    """Directories of the shipped configuration, e.g. `optim/schedule`."""
+    root = config.directory()
+    return sorted({path.parent.relative_to(root).as_posix() for path in root.glob("*/**/*.yaml")})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One argument of the command line: `key=value`, with a sign before it or none."""
+
+    argument: str
+
+    @property
+    def key(self) -> str:
+        return self.argument.lstrip("+~").partition("=")[0]
+
+    @property
+    def value(self) -> str:
+        return self.argument.partition("=")[2]
+
+    @property
+    def sign(self) -> str:
+        return self.argument[: len(self.argument) - len(self.argument.lstrip("+~"))]
+
+    @property
+    def group(self) -> str:
+        """The group that it chooses from, if any: `optim/moment@optim.first_moment` is of optim/moment."""
+        return self.key.partition("@")[0]
+
+    def unreadable(self) -> str | None:
+        """What keeps it from being `key=value`."""
+        shown = self.argument or "''"
+        if "=" not in self.argument and self.sign != "~":
+            colon = re.fullmatch(r"([\w./@]+):\s*(.+)", self.argument)
+            return f"{shown} is no setting; write {f'{colon[1]}={colon[2]}' if colon else 'key=value'}"
+        if not self.key:
+            return f"{shown} has no key; write key=value"
+        try:
+            OverridesParser.create().parse_override(self.argument)
+        except Exception as error:
+            reason = _first(error.__cause__ or error).removeprefix("LexerNoViableAltException: ")
+            return (
+                f"cannot read {self.argument}: {reason}; close brackets and quotes, and put a value with signs in "
+                f"quotes of its own: '{self.key}=\"...\"'"
+            )
+        return None
+
+    def misplaced(self) -> str | None:
+        """A group without the plus sign that it needs."""
+        if self.key in ADDED and self.sign != "+" and self.value:
+            return f"{self.argument}: a {self.key} is added with a plus sign: +{self.key}={self.value}"
+        return None
+
+    def no_choice(self) -> str | None:
+        """A group given what can be no name of a file."""
+        if self.group not in groups() or self.sign == "~":
+            return None
+        value = OverridesParser.create().parse_override(self.argument).value()
+        return None if isinstance(value, str | list) and value else _no_choice(self, self.value)
+
+
+def _no_choice(setting: Setting, name: str, options: Sequence[str] = ()) -> str:
+    known = [*options] or config.choices(setting.group)
+    guess = meant(name, known) if name else None
+    asked = f"; did you mean {setting.sign}{setting.key}={guess}?" if guess else ";"
+    return f"{setting.argument}: there is no {setting.group} {name!r}{asked} one of {', '.join(known)}"
+
+
+def _missing(error: MissingConfigException, given: Sequence[Setting]) -> str:
+    """A choice that no file stands for."""
+    group, _, name = (error.missing_cfg_file or "").rpartition("/")
+    for setting in given:
+        if setting.group == group and name in (each.strip() for each in setting.value.split(",")):
+            return _no_choice(setting, name, error.options or ())
+    return f"there is no configuration file {error.missing_cfg_file!r}"
+
+
+def _no_key(setting: Setting | None, key: str, error: BaseException) -> str:
+    said, value = (setting.argument, setting.value) if setting else (key, "")
+    return f"Could not override {key!r} by {said}: there is no such key{_meant(key, value, _keys())}"
+
+
+def _wrong_value(setting: Setting | None, argument: str, error: BaseException) -> str:
+    return f"{argument}: {_first(error.__cause__ or error)}"
+
+
+def _no_plus(setting: Setting | None, key: str, error: BaseException) -> str:
+    said = setting.argument if setting else key
+    return f"{said}: {key} is there already; without the plus: {said.lstrip('+')}"
+
+
+def _twice(setting: Setting | None, key: str, error: BaseException) -> str:
+    said = setting.argument if setting else key
+    rest = "once is enough" if key in ADDED else f"without the plus: {said.lstrip('+')}"
+    return f"{said}: {key} is chosen already; {rest}"
+
+
+def _sweep(setting: Setting | None, argument: str, error: BaseException) -> str:
+    key, _, value = argument.partition("=")
+    return f"{argument}: several values are a sweep, with --multirun; for a value with a comma: '{key}=\"{value}\"'"
+
+
+_FAULTS = (
+    (r"Could not override '(?P<what>[^']+)'", _no_key),
+    (r"Could not delete from config\. '(?P<what>[^']+)'", _no_key),
+    (r"config group '(?P<what>[^']+)' does not", _no_key),
+    (r"An item is already at '(?P<what>[^']+)'", _no_plus),
+    (r"Multiple values for (?P<what>[\w/@.]+)\.", _twice),
+    (r"(?P<what>[\w/@.]+) appears more than once", _twice),
+    (r"Ambiguous value for argument '(?P<what>[^']+)'", _sweep),
+    (r"Sweep parameters '(?P<what>[^']+)'", _sweep),
+    (r"Error merging override (?P<what>.+)", _wrong_value),
+)
+
+
+def _of(given: Sequence[Setting], key: str) -> Setting | None:
+    return next((each for each in reversed(given) if key in (each.key, each.group)), None)
+
+
+def _first(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def _meant(key: str, value: str, known: Sequence[str]) -> str:
+    """What to say after `there is no key`: the key or group that was meant, or those that stand beside it."""
+    guess = _guess(key, known)
+    if guess in ADDED:
+        return f"; did you mean +{guess}{f'={value}' if value else ''}?"
+    if guess is not None:
+        return f"; did you mean {guess}?"
+    above = key.rpartition(".")[0]
+    beside = [each for each in known if each.rpartition(".")[0] == above]
+    if not beside:
+        beside = [each for each in known if "." not in each]
+    return f"; there are {', '.join(each.rpartition('.')[2] for each in beside)}"
+
+
+def _guess(key: str, known: Sequence[str]) -> str | None:
+    """The key that was meant: one beside it, one alike anywhere, or one of the same last name elsewhere."""
+    above, _, last = key.rpartition(".")
+    beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == above}
+    names: dict[str, str] = {}
+    for each in known:
+        names.setdefault(each.rpartition(".")[2], each)
+    for pool in (beside | ({} if above else {name: name for name in ADDED}), names):
+        if (found := meant(last, pool)) is not None:
+            return pool[found]
+    return meant(key, known)
+
+
+def _keys(run: DictConfig | None = None) -> list[str]:
+    """Every key of the configuration, inner ones too; of the defaults where none is given."""
+    if run is None:
+        config.register()
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(config.directory()), version_base="1.3"):
+            run = compose("train")
+    tree = OmegaConf.to_container(run, resolve=False)
+    assert isinstance(tree, dict)
+    unknown = set(_unknown(tree, RunConfig))
+    return [key for key in _names(tree) if key not in unknown]
+
+
+def _names(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from _names(value, f"{above}{key}.")
+
+
+def _type(key: str) -> Any:
+    """Of a key of the typed part of the configuration."""
+    at: Any = RunConfig
+    for part in key.split("."):
+        at = get_type_hints(at).get(part) if is_dataclass(at) else None
+    return at
+
+
+def _unknown(tree: Mapping[Any, Any], schema: type, above: str = "") -> Iterator[str]:
+    """Keys of a tree that its dataclass does not have."""
+    types = get_type_hints(schema)
+    for key, value in tree.items():
+        if key not in types:
+            yield f"{above}{key}"
+        elif is_dataclass(types[key]) and isinstance(value, Mapping):
+            yield from _unknown(value, types[key], f"{above}{key}.")
