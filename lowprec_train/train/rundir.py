@@ -126,7 +126,8 @@ class RunDirectory:
 
 def _last_losses(metrics: Path) -> dict[str, float]:
     found: dict[str, float] = {}
-    for values in read_lines(metrics):
+    for line in metrics.read_text().splitlines():
+        values = json.loads(line)
         found |= {name: values[name] for name in ("train/loss", "valid/loss") if name in values}
     return found
 
