@@ -16,7 +16,9 @@ from lowprec_train.data.cache import build_once
 from tests.bad_inputs import models, recipes, runs, settings, text, tools, workplace
 
 ROOT = Path(__file__).parent.parent
-CASES = [*settings.CASES, *recipes.CASES, *runs.CASES, *text.CASES, *models.CASES, *tools.CASES]
+DAILY = [*settings.NAMES, *settings.TYPES]
+NIGHTLY = [*settings.NUMBERS, *settings.FITTING, *recipes.CASES, *runs.CASES, *text.CASES, *models.CASES, *tools.CASES]
+CASES = [*DAILY, *NIGHTLY]
 LINES = 6
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "HYDRA_FULL_ERROR")
 
@@ -76,7 +78,11 @@ def judge(case, done):
     return faults + [f"does not say {text!r}" for text in case.says if text not in done["err"]]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize(
+    "case",
+    [*(pytest.param(each, id=each.id) for each in DAILY)]
+    + [pytest.param(each, id=each.id, marks=pytest.mark.nightly) for each in NIGHTLY],
+)
 def test_one_error_that_holds_the_value(case, server, prepared, tmp_path):
     place = tmp_path / "place"
     shutil.copytree(prepared, place)

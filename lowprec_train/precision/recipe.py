@@ -186,7 +186,9 @@ def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
         new[key] = _changed(getattr(value, key), change, key, f"{path}.{key}")
     try:
         return replace(value, **new)
-    except (ValueError, TypeError) as error:
+    except TypeError as error:
+        raise ValueError(f"{path}={dict(changes)}: {error}") from None
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 

@@ -141,7 +141,7 @@ class Setting:
         try:
             OverridesParser.create().parse_override(self.argument)
         except Exception as error:
-            reason = _first(error.__cause__ or error).removeprefix("LexerNoViableAltException: ")
+            reason = _first(error).removeprefix("LexerNoViableAltException: ")
             return (
                 f"cannot read {self.argument}: {reason}; close brackets and quotes, and put a value with signs in "
                 f"quotes of its own: '{self.key}=\"...\"'"
@@ -175,7 +175,10 @@ def _missing(error: MissingConfigException, given: Sequence[Setting]) -> str:
     for setting in given:
         if setting.group == group and name in (each.strip() for each in setting.value.split(",")):
             return _no_choice(setting, name, error.options or ())
-    return f"there is no configuration file {error.missing_cfg_file!r}"
+    asking = [each.argument for each in given if each.group in groups()]
+    return (
+        f"there is no configuration file {error.missing_cfg_file!r}, asked for by {' '.join(asking) or 'the defaults'}"
+    )
 
 
 def _no_key(setting: Setting | None, key: str, error: BaseException) -> str:

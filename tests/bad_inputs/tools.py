@@ -64,7 +64,6 @@ COMPARED = (
         make=file("runs/fp8/metrics.jsonl", b"\xff\xfe\n1\n"),
     ),
     case("compare-garbled-config", COMPARE, "runs/fp8/config.yaml", make=file("runs/fp8/config.yaml", "}{")),
-    case("compare-empty-config", COMPARE, "runs/fp8/config.yaml", make=file("runs/fp8/config.yaml", "")),
     case("compare-garbled-run-json", COMPARE, "runs/fp8/run.json", make=file("runs/fp8/run.json", "}{")),
     case("compare-garbled-done", COMPARE, "runs/fp8/DONE", make=file("runs/fp8/DONE", "}{")),
     case(
