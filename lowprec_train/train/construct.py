@@ -62,7 +62,10 @@ def _check(target: Callable[..., Any], given: Mapping[str, Any], where: str, sup
 
     where: the key of the node, for messages, e.g. `data`. supplied: names of arguments that the program adds.
     """
-    parameters = inspect.signature(target).parameters
+    try:
+        parameters = inspect.signature(target).parameters
+    except ValueError:  # of a type in C, which has none
+        return
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return
     hints = _hints(target)

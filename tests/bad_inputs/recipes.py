@@ -23,7 +23,6 @@ CASES = (
     case("override-unknown-operand", f"{CHANGE}.dgrad.c.format=E4M3", "dgrad.c"),
     case("override-unknown-field", f"{CHANGE}.dgrad.a.fromat=E4M3", "fromat", "format"),
     case("override-unknown-format", f"{CHANGE}.dgrad.a.format=E9M9", "E9M9", "E4M3"),
-    case("override-format-in-small-letters", f"{CHANGE}.dgrad.a.format=e4m3", "e4m3", "E4M3"),
     case("override-format-number", f"{CHANGE}.dgrad.a.format=8", "8"),
     case("override-format-null", f"{CHANGE}.dgrad.a.format=null", "format"),
     case("override-unknown-rounding", f"{CHANGE}.dgrad.a.stochastic=up", "up", "stochastic"),
