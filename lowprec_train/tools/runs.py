@@ -44,11 +44,11 @@ class Run:
     unigram_entropy: float | None
     deviations: tuple[str, ...]
     overrides: tuple[str, ...]
-    device: str | None
     config: Mapping[str, Any]
     metrics: Mapping[str, Series]
     status: str
     notes: tuple[str, ...]
+    device: str | None = None  # as run.json has it; None where it does not say
 
     def series(self, metric: str) -> Series:
         """The metric, empty when it was never logged."""
