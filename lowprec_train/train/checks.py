@@ -84,6 +84,8 @@ def _words(run: RunConfig) -> None:
         raise ValueError(f"model.name={run.model.name!r} cannot be part of a run's name: letters, digits, _ . = + -")
     if not 0 <= run.seed < 1 << 63:
         raise ValueError(f"seed={run.seed} must be at least 0 and below 2**63")
+    if run.weights is not None and not run.weights.strip():
+        raise ValueError(f"weights={run.weights!r} names nothing; weights=null draws them")
     if not run.run_root.strip():
         raise ValueError(f"run_root={run.run_root!r} names no directory; run_root=. is this one")
 

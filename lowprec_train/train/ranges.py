@@ -46,7 +46,7 @@ class Range:
         return f"{low} {self.low:g}{high}" + (f", or 0 ({self.or_zero})" if self.or_zero else "")
 
 
-COUNT = Range(1)
+COUNT = Range(1, 1 << 53)
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("steps", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval", "keep"), COUNT),
     **dict.fromkeys(("log_interval", "max_skipped"), COUNT),

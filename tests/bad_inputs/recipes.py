@@ -44,7 +44,6 @@ CASES = (
     case("override-tile-that-does-not-divide", f"{CHANGE}.fprop.a.tile=[1,24]", "24"),
     case("override-tile-as-fractions", f"{CHANGE}.fprop.a.tile=[1,1.5]", "1.5"),
     case("override-gemm-as-a-number", f"{CHANGE}.dgrad=3", "dgrad", "3"),
-    case("override-operand-null", f"{CHANGE}.dgrad.a=null", "dgrad.a"),
     case("override-rotation-of-three", "train +recipe=mxfp4 precision.override.dgrad.rotation.block=3", "3"),
     case("override-rotation-negative", "train +recipe=mxfp4 precision.override.dgrad.rotation.block=-64", "-64"),
     case("override-rotation-in-words", "train +recipe=mxfp4 precision.override.dgrad.rotation=yes", "rotation"),
@@ -66,11 +65,6 @@ CASES = (
     ),
     case("policy-without-a-target", "train 'precision.policy={\"*\": {format: E4M3}}'", "E4M3"),
     case("policy-as-a-word", "train 'precision.policy={\"*\": fp8}'", "fp8"),
-    case(
-        "policy-that-leaves-out-the-head",
-        "train 'precision.policy={\"blocks.*\": {_target_: lowprec_train.recipes.fp8.recipe}}'",
-        "head",
-    ),
     case(
         "policy-recipe-with-an-unknown-option",
         "train 'precision.policy={\"*\": {_target_: lowprec_train.recipes.fp8.recipe, colour: red}}'",
