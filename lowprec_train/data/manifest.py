@@ -54,6 +54,7 @@ class Manifest:
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             found = cls(**values)
+            found._check_types()
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}: not a manifest of `lowprec prepare-data`: {error}") from error
         if found.layout != LAYOUT:
@@ -65,6 +66,12 @@ class Manifest:
         """Write it whole, on disk when this returns."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
         write_whole(manifest_path(prefix), text.encode())
+
+    def _check_types(self) -> None:
+        if not all(isinstance(told, dict) and "bytes" in told for told in dict(self.files).values()):
+            raise ValueError(f"files is {self.files!r}")
+        if missing := {"file", "sha256", "vocab_size", "eod"} - dict(self.tokenizer).keys():
+            raise ValueError(f"tokenizer has no {', '.join(sorted(missing))}")
 
     def _check_sizes(self, prefix: str | Path) -> None:
         for ending, told in self.files.items():

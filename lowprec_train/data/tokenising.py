@@ -91,6 +91,8 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
         counts = Counts(**writer.remembered.get("counts", {}))
         if not writer.whole:
             counts = _append_all(job, tokenizer, writer, report)
+        if not counts.documents:
+            raise ValueError(f"no document with text in {', '.join(source.path for source in job.inputs)}")
         inputs = [{"name": source.name, "bytes": source.size, "sha256": source.sha256()} for source in job.inputs]
         _check_unchanged(identity, job, prefix)
         writer.finish({"counts": vars(counts)})

@@ -99,7 +99,7 @@ CASES = (
         "many-other-keys-under-the-same-name",
         "train name=good optim.lr=0.5 seed=7 clip_norm=2 optim.beta1=0.8 optim.beta2=0.9 optim.weight_decay=0.3",
         "seed: saved 1234, now 7",
-        "and 3 more",
+        "and 5 more",
         "good",
         make=unfinished,
     ),

@@ -274,7 +274,6 @@ CASES = (
     case("set-manifest-of-another-layout", ON_LINES, "lines.manifest.json", "99", make=manifest(layout=99)),
     case("set-manifest-with-files-null", ON_LINES, "lines.manifest.json", make=manifest(files=None)),
     case("set-tokenizer-absent", ON_LINES, "tokenizer.model", make=without("sets/tokenizer.model")),
-    case("set-tokenizer-garbled", ON_LINES, "tokenizer.model", make=spoiled("sets/tokenizer.model", b"\x01\x02")),
     case("set-larger-than-the-model", f"{ON_LINES} model.vocab_size=300", "300", "384"),
     case("set-vocabulary-against-its-manifest", f"{ON_LINES} data.vocab_size=300", "300", "384"),
     case("set-split-of-zeros", "train-set data.train=sets/lines data.split=[0,0,0]", "split", "[0"),

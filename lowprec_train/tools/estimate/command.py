@@ -41,10 +41,15 @@ def run(arguments: argparse.Namespace) -> int:
     """Estimate and print."""
     from lowprec_train.tools.bench.configuration import composed
     from lowprec_train.tools.estimate import report, table
+    from lowprec_train.train import ranges
 
     if arguments.table:
         print(table.markdown(arguments.overrides))
         return 0
-    found = report.estimate(composed(*arguments.overrides), arguments.gpus)
+    if arguments.gpus is not None and arguments.gpus < 1:
+        raise ValueError(f"--gpus {arguments.gpus} must be at least 1")
+    run = composed(*arguments.overrides)
+    ranges.check(run)
+    found = report.estimate(run, arguments.gpus)
     print(json.dumps(found, indent=1) if arguments.json else report.text(found))
     return 0
