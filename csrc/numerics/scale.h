@@ -18,12 +18,11 @@ struct TileScale {
 LOWPREC_HD bool regular(float scale) { return scale >= 0x1p-60f && scale <= 0x1p60f; }
 
 // x / scale from the correctly rounded inverse: its product is corrected by the remainder, which is exact (Markstein, IBM
-// Journal of Research and Development 34, 1990). Below 2^-42 scales it may be off, where all codes are zeros; the sum
-// with a remainder of zero would turn -0 into +0, so the sign is the product's.
+// Journal of Research and Development 34, 1990). Below 2^-42 scales it may be off, where all codes are zeros. The
+// remainder is subtracted, not added: a remainder of +0 would turn a quotient of -0 into +0.
 LOWPREC_HD float quotient(float x, float scale, float inverse) {
   const float q = x * inverse;
-  const float corrected = fused(fused(-scale, q, x), inverse, q);
-  return bits_float((float_bits(corrected) & 0x7fffffffu) | (float_bits(q) & 0x80000000u));
+  return fused(fused(scale, q, -x), -inverse, q);
 }
 
 // The constants of a format, a rule and a head-room, made once on the host.
