@@ -6,6 +6,7 @@ each with {"status", "out", "err"}.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import traceback
 from lowprec_train import main
 from lowprec_train.tools import cli
 
+PR_SET_PDEATHSIG = 1
 LIMIT = 120  # seconds; then the child is killed, and its status is -9
 
 
@@ -39,6 +41,7 @@ def enter(arguments: list[str]) -> int:
 def child(asked: dict, out: int, err: int) -> None:
     """Never returns."""
     os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a case that never ends must not outlive the tests
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(out, 1)
     os.dup2(err, 2)
