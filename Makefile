@@ -1,7 +1,7 @@
 # The two commands, `make demo` and `make test`; both make or find the environment first (scripts/environment.sh).
 # Variables: PYTHON=python3.12  VENV=.venv  TORCH_INDEX=<index with CPU wheels of torch>  PIP_INDEX=<index for the rest>
 #            KERNELS=off (no compiled kernels)  CUDA=ON|OFF  ARCHITECTURES="89;90a;100a"  NATIVE=ON (scripts/kernels.sh)
-#            WORKERS=2 (pytest processes)  TESTS=tests/numerics (a part of the suite)  LIMIT=1500 (seconds for the suite)
+#            WORKERS=2 (pytest processes)  TESTS=tests/numerics (a part of the suite)  LIMIT=2400 (seconds for the suite)
 #            MARK=nightly (the long tests)
 
 SHELL := bash
@@ -12,7 +12,7 @@ SHELL := bash
 export PYTHON VENV TORCH_INDEX PIP_INDEX KERNELS CUDA ARCHITECTURES NATIVE
 WORKERS ?= 2
 TESTS ?= tests
-LIMIT ?= 1500
+LIMIT ?= 2400
 MARK ?= not gpu and not nightly
 ENV = python=$$(scripts/environment.sh)
 

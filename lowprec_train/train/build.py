@@ -35,6 +35,7 @@ from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
 from lowprec_train.train.distribute import Distribution, distribute
+from lowprec_train.train.heap import HeapTrim
 from lowprec_train.train.launch import ALONE, World, host_group
 from lowprec_train.train.lint import Plan, Report, examine, refuse, sites
 from lowprec_train.train.profiling import Window
@@ -336,7 +337,7 @@ def rows(run: RunConfig, about: Trainer, directory: Path) -> Iterator[Callable[[
 def watch(
     run: RunConfig, directory: Path, device: torch.device, world: World = ALONE, *others: Callable[[int], None]
 ) -> Iterator[Callable[[int], None]]:
-    """The profiler's window, memory snapshots and `others`: a callable for each step before it is taken."""
+    """The profiler's window, memory snapshots, the heap and `others`: a callable for each step before it is taken."""
     asked, chosen = run.profile, world.rank in run.profile.ranks
     window = Window(
         first=asked.first,
@@ -349,9 +350,10 @@ def watch(
         memory=asked.memory,
     )
     snapshots = Snapshots(directory, device, rank=world.rank, asked=chosen)
+    trim = HeapTrim(device)
 
     def begin_step(step: int) -> None:
-        for other in others:
+        for other in (trim, *others):
             other(step)
         window.begin_step(step)
         snapshots.begin_step(step)
