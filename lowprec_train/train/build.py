@@ -350,11 +350,11 @@ def watch(
         memory=asked.memory,
     )
     snapshots = Snapshots(directory, device, rank=world.rank, asked=chosen)
-    trim = HeapTrim(device)
+    before: tuple[Callable[[int], None], ...] = (HeapTrim(device), *others)
 
     def begin_step(step: int) -> None:
-        for other in (trim, *others):
-            other(step)
+        for each in before:
+            each(step)
         window.begin_step(step)
         snapshots.begin_step(step)
 
