@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowprec_train import config
-from lowprec_train.config import RunConfig
+from lowprec_train.config import Resume, RunConfig
 from lowprec_train.ops.kernels import KernelError
 from lowprec_train.ops.self_test import self_test
 from lowprec_train.train import (
@@ -200,6 +200,8 @@ def train(
 
         corpus = launch.after_first(lambda: build.corpus(options))
         checks.corpus(name, directory.saved.get("corpus_hash"), corpus.hash)
+        if options.name is None and not directory.resumed and resume is Resume.auto:
+            launch.first(lambda: identity.refuse_twin(root, name, plain, corpus.hash))
         if first and (strange := other_tokenizer(first, corpus.tokenizer)):
             log.warning("warning: %s", strange)
         trainer = build.trainer(options, layout, linears, corpus, distribution, device, compiled=compiled, first=first)
@@ -207,8 +209,7 @@ def train(
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:
             step = checkpointer.load(trainer.checkpoint_parts(), way.step, optional=trainer.team.state_parts()) or 0
-            if way.leaves:
-                launch.first(lambda: continuation.leave(directory, step))
+            launch.first(lambda: continuation.take(directory, way, step, read=trainer.steps_done))
             log.info("resuming after step %d of %d", step, options.steps)
         facts |= build.text_facts(corpus)
         log.info("%s", overview.data(facts, plain))

@@ -124,6 +124,17 @@ def test_inverted_bytes_lead_to_the_checkpoint_before(launch, run, trained):
     assert numbers(run) == numbers(trained / "run") and (run / "checkpoints" / "damaged-step-8").is_dir()
 
 
+def test_a_state_of_another_step_is_refused(launch, run):
+    """Files exchanged, and only their sizes compared."""
+    checkpoints = run / "checkpoints"
+    for file in ("__0_0.distcp", ".metadata"):
+        shutil.copy(checkpoints / "step-4" / file, checkpoints / "step-8" / file)
+    before = contents(run)
+    status, _, err = launch("name=run", "steps=12", "checkpoint_verify=false")
+    assert status == 1 and "checkpoints/step-8 holds the state of step 4; checkpoints there: [4, 8]" in err
+    assert contents(run) == before
+
+
 LOSSES = {
     "all checkpoints": lambda run: remove(*(run / "checkpoints").glob("step-*")),
     "all but the pointer's name": lambda run: remove(*(run / "checkpoints").iterdir()),
@@ -159,12 +170,19 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(launch, run, loss):
         ("config.yaml", "steps: [", "config.yaml cannot be read"),
         ("config.yaml", "just words", "config.yaml is no configuration of a run"),
         ("config.yaml", b"\xff\xfe\x00", "config.yaml cannot be read"),
+        ("config.yaml", "model: {}", "config.yaml has steps: None, which is no number of steps"),
+        ("config.yaml", "model: {}\nsteps: 12\ncheckpoint_interval: a", "config.yaml has checkpoint_interval: a, "),
         ("run.json", None, "run.json is missing"),
         ("run.json", "", "run.json cannot be read"),
         ("run.json", "[1]", "run.json holds '[1]', no JSON object"),
+        ("run.json", '{"name": "run"}', "run.json has no corpus_hash"),
         ("DONE", "", "DONE cannot be read"),
         ("DONE", b"\x00\x01", "DONE cannot be read"),
         ("PREEMPTED", "{", "PREEMPTED cannot be read"),
+        ("PREEMPTED", '{"step": "x"}', "PREEMPTED has step 'x'"),
+        ("metrics.jsonl", '{"step": 1}\nnonsense\n', "metrics.jsonl, line 2 cannot be read"),
+        ("metrics.jsonl", b"[" * 100_000 + b"\n", "metrics.jsonl, line 1 cannot be read (maximum recursion depth"),
+        ("telemetry.jsonl", b"\xff\n", "telemetry.jsonl, line 1 cannot be read"),
     ],
 )
 def test_a_spoiled_file_of_a_run_is_named(launch, run, file, content, says):
@@ -183,6 +201,21 @@ def test_a_run_without_its_configuration_is_moved_aside_on_request(launch, run):
     before = contents(run)
     assert launch("name=run", *BRIEF, "resume=never")[0] == 0
     assert contents(run.with_name("run.1")) == before and len(numbers(run)) == 2
+
+
+def test_a_run_that_was_to_be_moved_aside_comes_back_where_none_began(launch, run, tmp_path):
+    before = contents(run)
+    status, _, err = launch("name=run", *BRIEF, "resume=never", "data.train=nowhere")
+    assert status == 1 and "nowhere" in err and contents(run) == before
+    assert not run.with_name("run.1").exists()
+
+
+def test_lines_that_are_lost_are_told(launch, run, trained):
+    """A crash of the machine takes lines that were not on the disk yet."""
+    cut(run, 5)
+    status, out, err = launch("name=run", "steps=12")
+    assert (status, err) == (0, "") and "metrics.jsonl has no line of step 6 to 8" in out
+    assert numbers(run) == numbers(trained / "run")[:5] + numbers(trained / "run")[8:]
 
 
 @pytest.mark.parametrize(("logged", "kept"), [(3, False), (4, True)])
@@ -323,6 +356,11 @@ def test_a_run_is_its_text_and_not_the_place_of_it(launch, run, home, trained, t
     places = ("moved/text", "./moved/text", f"{tmp_path}/moved/text", f"{home}/text", f"[{home}/text]")
     outs = [launch(*BRIEF, f"data.train={place}")[1] for place in places]
     assert ["is done" in out for out in outs] == [False, True, True, True, True]
+    (tmp_path / "link").symlink_to(tmp_path / "moved" / "text")
+    before = sorted((tmp_path / "runs").iterdir())
+    status, _, err = launch(*BRIEF, "data.train=link")
+    assert status == 1 and "has this configuration and this text, from another path; name=llama_tiny-mxfp4-" in err
+    assert sorted((tmp_path / "runs").iterdir()) == before
     (tmp_path / "moved" / "text" / "0.txt").write_text("other words")
     for name in ("long", "run", "short"):
         shutil.rmtree(tmp_path / "runs" / name)

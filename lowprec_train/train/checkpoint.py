@@ -349,7 +349,8 @@ def _root(error: BaseException) -> BaseException:
 def _cause(error: BaseException) -> str:
     """The root of an error, and the rank that met it where there are many."""
     met = sorted(error.failures) if isinstance(error, CheckpointException) and dist.is_initialized() else []
-    return f"{f'rank {met[0]}: ' if met else ''}{_root(error)}"
+    root = _root(error)
+    return f"{f'rank {met[0]}: ' if met else ''}{(str(root) or type(root).__name__).splitlines()[0]}"
 
 
 def _is_coordinator() -> bool:

@@ -67,7 +67,7 @@ def listed(directory: Path) -> str:
 
 def to_load(directory: Path) -> tuple[list[int], str]:
     """The steps to try, best first: the one that `latest` names, then the newest. Second: what is wrong with `latest`,
-    "" if nothing is.
+    "" if nothing is. A launch that dies before it points leaves one newer checkpoint, and no more.
 
     Raises:
         CheckpointError: `latest` names a checkpoint, or nothing that could be one, and there is none at all.
@@ -86,7 +86,9 @@ def to_load(directory: Path) -> tuple[list[int], str]:
         if not there:
             raise CheckpointError(f"{gone}; {listed(directory)}")
         return there, gone
-    return [named, *(step for step in there if step != named)], ""
+    newer = [step for step in there[::-1] if step > named]
+    told = f"{directory / POINTER} names step-{named}, and there are newer ones: {newer}"
+    return [named, *(step for step in there if step != named)], told if len(newer) > 1 else ""
 
 
 def point_to(directory: Path, step: int) -> None:

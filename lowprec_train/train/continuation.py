@@ -15,7 +15,7 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from lowprec_train.optim.schedule import Schedule
 from lowprec_train.precision.schedule import first_step
 from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train.build import construct
+from lowprec_train.train.digests import CheckpointError
 from lowprec_train.train.identity import family, longer, runs
-from lowprec_train.train.rundir import RESTORE, RunDirectory, aside
+from lowprec_train.train.rundir import ENDED, RESTORE, RunDirectory, aside
 from lowprec_train.train.sinks import read_lines
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,8 @@ class Continuation:
     """What a launch is to do.
 
     step: of the checkpoint to load; None: the newest, or none in a new run. leaves: whether it leaves the run's newest
-    state. done: there is nothing to do. told: lines that say so. facts: of it, for run.json.
+    state. done: there is nothing to do. told: lines that say so. facts: of it, for run.json. logged: the last step of
+    which metrics.jsonl has a line.
     """
 
     step: int | None = None
@@ -47,6 +49,7 @@ class Continuation:
     done: bool = False
     told: tuple[str, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    logged: int = 0
 
 
 def plan(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -> Continuation:
@@ -54,15 +57,24 @@ def plan(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -> C
 
     Raises:
         ValueError: a checkpoint was asked for that is not there, or leaves no step to take; or the run has trained, and
-            none of its checkpoints is found.
+            none of its checkpoints is found; or a file that would be gone on with cannot be read.
         CheckpointError: the checkpoints cannot be read.
     """
-    resume, asked = parse_resume(run.resume)
     if not directory.resumed:
         return _new(directory, run, plain)
-    if not directory.saved:
-        raise ValueError(f"{directory.path / 'run.json'} is missing: it says what text the run began with; {RESTORE}")
-    there, stopped = folder.steps(directory.path / "checkpoints"), directory.read("PREEMPTED").get("step", 0)
+    way = _onward(directory, run, plain)
+    if way.done:
+        return way
+    logged = {name: _last_step(directory.path / name) for name in LINES}
+    return replace(way, logged=logged[LINES[0]])
+
+
+def _onward(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -> Continuation:
+    (resume, asked), about = parse_resume(run.resume), directory.path / "run.json"
+    if not directory.saved.get("corpus_hash"):
+        wrong = "has no corpus_hash" if directory.saved else "is missing"
+        raise ValueError(f"{about} {wrong}: it says what text the run began with; {RESTORE}")
+    there, stopped = folder.steps(directory.path / "checkpoints"), _stopped(directory)
     ended, history = directory.read("DONE"), directory.saved.get("history", [])
     if longer(directory.config, plain):
         step = _common(directory.config, run, there) if asked is None else _asked(directory, asked, there)
@@ -83,6 +95,14 @@ def _asked(directory: RunDirectory, step: int, there: Sequence[int]) -> int:
     if step not in there:
         checkpoints = directory.path / "checkpoints"
         raise ValueError(f"resume=step-{step}: {checkpoints} has no step-{step}; {folder.listed(checkpoints)}")
+    return step
+
+
+def _stopped(directory: RunDirectory) -> int:
+    """The step at which a signal ended the last launch; 0 if none did."""
+    step = directory.read("PREEMPTED").get("step", 0)
+    if not isinstance(step, int):
+        raise ValueError(f"{directory.path / 'PREEMPTED'} has step {step!r}, which is no number; {ENDED}")
     return step
 
 
@@ -187,6 +207,22 @@ def _has_begun_again(directory: RunDirectory, stopped: int) -> bool:
 
 def _last_step(metrics: Path) -> int:
     return max((line["step"] for line in read_lines(metrics)), default=0) if metrics.exists() else 0
+
+
+def take(directory: RunDirectory, way: Continuation, step: int, *, read: int) -> None:
+    """Go on from `step`, whose checkpoint is loaded: leave what comes after where that is the way, and say so where
+    lines from before it are lost, as a crash of the machine may do. read: the step that the loaded state tells.
+
+    Raises CheckpointError where that is another one: files were exchanged, and their bytes not compared.
+    """
+    if read != step:
+        checkpoints = directory.path / "checkpoints"
+        raise CheckpointError(f"{checkpoints}/step-{step} holds the state of step {read}; {folder.listed(checkpoints)}")
+    if step - way.logged >= directory.config.get("log_interval", 1):
+        lost = f"{way.logged + 1} to {step}" if way.logged + 1 < step else f"{step}"
+        log.warning("warning: %s has no line of step %s: they are lost", directory.path / LINES[0], lost)
+    if way.leaves:
+        leave(directory, step)
 
 
 def leave(directory: RunDirectory, step: int) -> None:

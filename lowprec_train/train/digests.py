@@ -110,6 +110,8 @@ def read(directory: Path) -> Manifest:
         raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} is of step {manifest.step!r}, or not whole")
     for name, digest in manifest.files.items():
         _check_size(directory, name, digest.bytes)
+    if unknown := sorted({path.name for path in directory.glob("*.distcp")} - {*manifest.files}):
+        raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} says nothing of {unknown[0]}")
     return manifest
 
 

@@ -11,6 +11,7 @@ without measure (1e30) still overflow is found before it is saved (`train.finite
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -54,13 +55,20 @@ class TrainingDiverged(RuntimeError):
 
 
 class NothingTrained(RuntimeError):
-    """The run came to its last step without an update, or ended in as many skipped steps as end a run."""
+    """The run came to its last step with weights that compute no finite loss, or most of its steps were skipped, or as
+    many of the last as end a run.
+    """
 
-    def __init__(self, *, steps: int, skipped: int, in_row: int) -> None:
-        every = skipped >= steps
-        what = f"all {steps} steps" if every else f"the last {in_row} of {steps} steps"
-        so = "no weight has moved" if every else "the weights are those from before them"
-        super().__init__(f"the run has not trained: {what} were skipped as not finite, and {so}")
+    def __init__(self, *, steps: int, skipped: int, in_row: int, loss: float) -> None:
+        what = f"{skipped} of {steps} steps were skipped as not finite"
+        so = "the weights are those from before them"
+        if skipped >= steps:
+            what, so = f"all {steps} steps were skipped as not finite", "no weight has moved"
+        elif not math.isfinite(loss):
+            so = f"valid/loss is {loss}"
+        elif 2 * skipped <= steps:
+            what = f"the last {in_row} of {steps} steps were skipped as not finite"
+        super().__init__(f"the run has not trained: {what}, and {so}. Try a lower peak learning rate.")
 
 
 def usable(loss: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
@@ -89,8 +97,8 @@ class Skips:
         """
         return [name for name, bad in zip(names, total(self._bad.float()).tolist(), strict=True) if bad]
 
-    def judge(self, steps: int, max_skipped: int) -> None:
-        """At the end of a run. Raises NothingTrained."""
+    def judge(self, steps: int, max_skipped: int, loss: float) -> None:
+        """At the end of a run, of its last validation loss. Raises NothingTrained."""
         total, in_row = int(self.total), int(self.in_row)
-        if total >= steps or in_row >= max_skipped:
-            raise NothingTrained(steps=steps, skipped=total, in_row=in_row)
+        if 2 * total > steps or in_row >= max_skipped or not math.isfinite(loss):
+            raise NothingTrained(steps=steps, skipped=total, in_row=in_row, loss=loss)

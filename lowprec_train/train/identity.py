@@ -68,8 +68,22 @@ def family(config: Mapping[str, Any]) -> str:
 
 
 def facts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What run.json says of a run's identity, beside its corpus."""
-    return {"hash": digest(config), "family": family(config), "steps": config["steps"]}
+    """What run.json says of a run's identity, beside its corpus. keys: of all but the places of its text."""
+    keys = _hash(training_keys(config))
+    return {"hash": digest(config), "family": family(config), "keys": keys, "steps": config["steps"]}
+
+
+def refuse_twin(root: Path, name: str, config: Mapping[str, Any], corpus_hash: str) -> None:
+    """Raise ValueError where an unnamed run would begin that there is by another name: its text was moved, or its path
+    is spelled otherwise, a link say.
+    """
+    keys, made = _hash(training_keys(config)), name.rpartition("-")[0]
+    for each, told in runs(root).items():
+        if each.rpartition("-")[0] == made and (told.get("keys"), told.get("corpus_hash")) == (keys, corpus_hash):
+            raise ValueError(
+                f"run {each} in {root} has this configuration and this text, from another path; name={each} goes on "
+                "with it, any other name=... trains a second one"
+            )
 
 
 def _of_horizon(key: str) -> bool:

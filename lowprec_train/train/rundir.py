@@ -34,8 +34,8 @@ __all__ = ["RunDirectory", "aside", "claim", "comparison", "default_name", "diff
 log = logging.getLogger(__name__)
 
 RESTORE = "restore it, or resume=never moves the run aside and starts afresh"
-_ENDED = "it only says how the last launch ended: remove it, and the run goes on from its last checkpoint"
-_UNREADABLE = {"DONE": _ENDED, "PREEMPTED": _ENDED}
+ENDED = "it only says how the last launch ended: remove it, and the run goes on from its last checkpoint"
+_UNREADABLE = {"DONE": ENDED, "PREEMPTED": ENDED}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
@@ -58,13 +58,22 @@ class RunDirectory:
     Other processes of the run have it without a lock: they read, and what they are asked to write, the holder writes.
     """
 
-    def __init__(self, path: Path, lock: IO[str] | None, config: Mapping[str, Any] | None = None) -> None:
-        """config: that the run was last started with; None: it is a new one."""
+    def __init__(
+        self,
+        path: Path,
+        lock: IO[str] | None,
+        config: Mapping[str, Any] | None = None,
+        *,
+        earlier: Path | None = None,
+    ) -> None:
+        """config: that the run was last started with; None: it is a new one. earlier: where the run was moved to that
+        had this name.
+        """
         self.path = path
         self.resumed = config is not None
         self.config: Mapping[str, Any] = config or {}
         self.saved = self.read("run.json")
-        self._lock = lock
+        self._lock, self._earlier = lock, earlier
 
     @property
     def held(self) -> bool:
@@ -120,7 +129,7 @@ class RunDirectory:
             self.write("DONE", {"step": step, **_last_losses(self.path / "metrics.jsonl")})
 
     def release(self) -> None:
-        """Give the claim up; a directory in which no run began goes with it."""
+        """Give the claim up; a directory in which no run began goes with it, and the run that made room comes back."""
         if self._lock is None:
             return
         self._lock.close()
@@ -128,6 +137,8 @@ class RunDirectory:
             (self.path / ".lock").unlink(missing_ok=True)
             with suppress(OSError):
                 self.path.rmdir()
+                if self._earlier is not None:
+                    self._earlier.rename(self.path)
 
 
 def _last_losses(metrics: Path) -> dict[str, float]:
@@ -152,9 +163,9 @@ def claim(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> R
     if not begun and not (remains := _remains(path)):
         return RunDirectory(path, lock)
     if resume is Resume.never:
-        path.rename(aside(path))
+        earlier = path.rename(aside(path))
         lock.close()
-        return RunDirectory(path, _lock(path))
+        return RunDirectory(path, _lock(path), earlier=earlier)
     if not begun:
         raise ValueError(f"run {name!r} in {root} has {remains} but no config.yaml; {RESTORE}")
     saved = _configuration(path / "config.yaml")
@@ -179,6 +190,9 @@ def _configuration(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be read ({str(error).splitlines()[0]}); {RESTORE}") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise ValueError(f"{file} is {'empty' if not saved else 'no configuration of a run'}; {RESTORE}")
+    for key in ("steps", "checkpoint_interval", "log_interval"):
+        if not isinstance(saved.get(key, None if key == "steps" else 1), int):
+            raise ValueError(f"{file} has {key}: {saved.get(key)}, which is no number of steps; {RESTORE}")
     return {str(key): value for key, value in saved.items()}
 
 

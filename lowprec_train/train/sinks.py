@@ -26,6 +26,7 @@ from rich.table import Column
 
 from lowprec_train.data.appending import write_whole
 
+_SPOILED = "restore the file, or remove the line: the run goes on without it"
 RECIPE_GROUPS = ("precision", "comm", "optim")
 
 
@@ -116,11 +117,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _read(line: bytes, path: Path, number: int) -> dict[str, Any]:
     try:
-        read = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number}: {error}") from error
+        read = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number} cannot be read ({error}); {_SPOILED}") from error
     if not isinstance(read, dict) or not isinstance(read.get("step"), int):
-        raise ValueError(f"{path}, line {number}: {line[:80]!r} is no object with a step")
+        raise ValueError(f"{path}, line {number}: {line[:80]!r} is no object with a step; {_SPOILED}")
     return read
 
 

@@ -8,7 +8,7 @@
 Where telemetry is due, an extra pass comes before all that and leaves nothing behind (`train.telemetry`).
 
 So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_skipped` skips
-in a row the run saves and stops, and one that comes to its end without an update fails. Everything a step does depends
+in a row the run saves and stops, and one that comes to its end without updates fails. Everything a step does depends
 on its index alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and two
 counters.
 """
@@ -139,6 +139,7 @@ class Trainer:
         self.telemetry = telemetry or Telemetry(model, optimizer)
         self.steps_done = 0
         self._times = {"step_ms": 0.0, "data_ms": 0.0}  # of the newest step whose time is known
+        self._last_loss: float | None = None  # of validation, in this launch
         self.remembered: dict[str, str] = {}
         self._loss = cast("Callable[..., Tensor]", model.loss)
         self._valid, self._share = corpus.valid, Share(self.team.index, self.team.count)
@@ -171,7 +172,8 @@ class Trainer:
 
         Raises:
             TrainingDiverged: after a checkpoint of the last good state.
-            NothingTrained: the end was reached, and every step was skipped, or as many of the last as end a run.
+            NothingTrained: the end was reached, and the validation loss is not finite, or most steps were skipped, or
+                as many of the last as end a run.
             CheckpointError: a save failed, also one in the background; or weights or states are not finite, and nothing
                 was saved.
         """
@@ -199,7 +201,7 @@ class Trainer:
             if stop:
                 return "preempted"
         agreement.close()
-        self._skips.judge(self.steps, self.max_skipped)
+        self._skips.judge(self.steps, self.max_skipped, self._last_loss or self.evaluate()["valid/loss"])
         return "done"
 
     def step(self) -> dict[str, Tensor | float]:
@@ -348,6 +350,7 @@ class Trainer:
             write_rows(rows)
         newest = late.step == self.steps_done
         evaluated = self.evaluate() if newest and self._evaluation_due() else {}
+        self._last_loss = evaluated.get("valid/loss", self._last_loss)
         if evaluated or rows or late.step % self.log_interval == 0:
             for sink in sinks:
                 sink.log(late.step, metrics | aggregates(rows) | evaluated)

@@ -1,5 +1,6 @@
 """Damaged checkpoints: found, kept, and replaced by the newest whole one, or an error that changes nothing."""
 
+import json
 import re
 from pathlib import Path
 
@@ -105,12 +106,29 @@ def test_sizes_alone_are_compared_where_it_is_said(saved):
     assert keeper(saved, verify=False).load(make_trainer().checkpoint_parts()) == 8
 
 
-def test_what_torch_cannot_read_is_damage_too(saved):
+def test_what_torch_cannot_read_is_damage_too(saved, caplog):
     """Found only while tensors are read: all of them are read again from the older one."""
     file = shards(saved / "step-12")[0]
     file.write_bytes(b"\0" * file.stat().st_size)
     read = make_trainer()
     assert keeper(saved, verify=False).load(read.checkpoint_parts()) == 8 == read.steps_done
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "\n" not in said and said.endswith("; kept as damaged-step-12; going on from step-8")
+
+
+def test_a_file_of_which_the_manifest_says_nothing_is_damage(saved):
+    told = json.loads((saved / "step-12" / "manifest.json").read_text())
+    del told["files"][shards(saved / "step-12")[0].name]
+    (saved / "step-12" / "manifest.json").write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match="step-12 is damaged: manifest.json says nothing of __0_0.distcp"):
+        keeper(saved).load(make_trainer().checkpoint_parts(), 12)
+
+
+def test_a_pointer_to_an_older_one_is_told(saved, caplog):
+    (saved / "latest").write_text("step-4\n")
+    assert keeper(saved).load(make_trainer().checkpoint_parts()) == 4
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.endswith("latest names step-4, and there are newer ones: [8, 12]; going on from step-4")
 
 
 def test_a_checkpoint_without_checksums_loads_and_says_so(saved, caplog):

@@ -75,6 +75,21 @@ def test_a_run_without_an_update_fails_also_when_it_is_started_again(tmp_path):
             run(poison=range(4), max_skipped=5)
 
 
+@pytest.mark.parametrize(
+    ("poison", "valid", "says"),
+    [((0, 1, 3, 4), 3.0, "4 of 6 steps were skipped"), ((5,), math.nan, "valid/loss is nan"), ((), math.inf, "is inf")],
+)
+def test_a_run_that_did_not_learn_fails_also_when_it_is_started_again(tmp_path, monkeypatch, poison, valid, says):
+    """Most steps were skipped, or its weights compute no finite loss."""
+    for _ in range(2):
+        trainer = make_trainer(steps=6, poison=poison)
+        monkeypatch.setattr(trainer, "evaluate", lambda: {"valid/loss": valid})
+        checkpointer = Checkpointer(tmp_path, interval=1, keep=1)
+        checkpointer.load(trainer.checkpoint_parts())
+        with pytest.raises(NothingTrained, match=says):
+            trainer.fit(sinks=[], checkpointer=checkpointer)
+
+
 def test_a_run_that_ends_in_skipped_steps_fails_also_when_it_is_started_again(tmp_path):
     def run(max_skipped):
         trainer = make_trainer(steps=6, poison=(3, 4, 5), max_skipped=max_skipped)

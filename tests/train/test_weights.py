@@ -89,6 +89,8 @@ def test_what_cannot_be_read_is_refused(gpt, tmp_path):
     refused("has no readable weights", imported)
     (imported / "model.yaml").write_text("dim: wide\n")
     refused("does not describe a model", imported)
+    (imported / "model.yaml").write_bytes(b"\xff\xfe\0")
+    refused("model.yaml does not describe a model", imported)
     data = next((gpt / "checkpoints" / f"step-{STEP}").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
     refused("is incomplete: .*distcp has", gpt)
