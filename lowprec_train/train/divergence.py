@@ -68,7 +68,7 @@ class NothingTrained(RuntimeError):
             so = f"valid/loss is {loss}"
         elif 2 * skipped <= steps:
             what = f"the last {in_row} of {steps} steps were skipped as not finite"
-        super().__init__(f"the run has not trained: {what}, and {so}. Try a lower peak learning rate.")
+        super().__init__(f"the run has not trained: {what}, and {so}")
 
 
 def usable(loss: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
