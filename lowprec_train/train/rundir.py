@@ -27,7 +27,6 @@ from lowprec_train.train.checkpoint_folder import steps, sync
 from lowprec_train.train.digests import CheckpointError
 from lowprec_train.train.identity import comparison, default_name, differences, digest, longer
 from lowprec_train.train.launch import first
-from lowprec_train.train.sinks import read_lines
 
 __all__ = ["RunDirectory", "aside", "claim", "comparison", "default_name", "differences", "digest", "shared"]
 
@@ -106,14 +105,9 @@ class RunDirectory:
         return read_object(self.path / name, advice=_UNREADABLE.get(name, RESTORE))
 
     def begin(self, *, config: Mapping[str, Any], recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """The run goes on, an earlier PREEMPTED no longer holds. With config.yaml, written last, the run exists.
-
-        Raises ValueError, with nothing written, for a metrics.jsonl that cannot be gone on with.
-        """
+        """The run goes on, an earlier PREEMPTED no longer holds. With config.yaml, written last, the run exists."""
         if not self.held:
             return
-        if (self.path / "metrics.jsonl").exists():
-            read_lines(self.path / "metrics.jsonl")
         self.write("recipe.json", recipe)
         self.write("run.json", facts)
         self.write("config.yaml", config)

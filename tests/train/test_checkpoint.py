@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -362,7 +363,7 @@ def test_sigkill_at_any_time_resumes_bit_for_bit(tmp_path, processes, uninterrup
     for attempt in range(16):
         code, output = run(processes, tmp_path, kill_after=0.15 + 0.023 * attempt, pause=0.03, step_pause=0.01)
         codes.append(code)
-        resumed += [int(output.split()[1])] if output else []
+        resumed += [int(step) for step in re.findall(r"^resumed (\d+)$", output, re.MULTILINE)]
     assert -signal.SIGKILL in codes and resumed == sorted(resumed) and resumed[-1] > 0, (codes, resumed)
     code, output = run(processes, tmp_path)
     assert code == 0 and output.split()[-1] == "done", output
