@@ -27,12 +27,12 @@ Work = Sequence[tuple[Held, Constants]]
 
 def before_start(slots: Sequence[tuple[Slot, Tensor]]) -> list[Whole]:
     """Of first weights: slots and their parts, FP32."""
-    zero = torch.zeros(())
-    here = {
-        place: (slot.holders, _maxima({"exp_avg": zero, "exp_avg_sq": zero, "master": matrix(part)}, slot, part.device))
-        for place, (slot, part) in enumerate(slots)
-        if slot.holders is not None and slot.master.one_scale
-    }
+    here = {}
+    for place, (slot, part) in enumerate(slots):
+        if slot.holders is not None and slot.master.one_scale:
+            zero = torch.zeros((), device=part.device)
+            first = {"exp_avg": zero, "exp_avg_sq": zero, "master": matrix(part)}
+            here[place] = slot.holders, _maxima(first, slot, part.device)
     found = over_holders(here, lambda holders, x: holders.largest(x))
     return [Whole(amax=_by_name(slot, found.get(place))) for place, (slot, _) in enumerate(slots)]
 
