@@ -177,7 +177,8 @@ class Watch:
         """Which rank did not arrive, and where the others waited for it. Asks them, which takes a few seconds."""
         what, _ = doing(of_error(error))
         timed_out = "imed out" in str(error) or "timeout" in str(error).lower()
-        how = f"waited {self._minutes:g} minutes (parallel.timeout_minutes)" if timed_out else "lost the connection"
+        cause = (str(error).strip().splitlines() or ["no message"])[-1][:200]
+        how = f"waited {self._minutes:g} minutes (parallel.timeout_minutes)" if timed_out else f"failed: {cause}"
         return self._explained(what, how)
 
     def _explained(self, what: str, how: str) -> PeerLost:

@@ -80,10 +80,12 @@ def joined(world: World, device: torch.device, minutes: float, store: dist.Store
 
     minutes: after which a collective that waits ends the process. store: where they meet, with keys of this launch.
     """
+    on_gpu, timeout = device.type == "cuda", timedelta(minutes=minutes)
+    if on_gpu:
+        torch.cuda.set_device(device)  # FSDP2 takes the current device for that of its units
     if world.processes == 1:
         yield
         return
-    on_gpu, timeout = device.type == "cuda", timedelta(minutes=minutes)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         timeout=timeout,

@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from lowprec_train.train import launch
@@ -30,3 +31,14 @@ def test_one_process_decides_for_itself():
     with pytest.raises(ValueError, match="mine"):
         launch.first(lambda: (_ for _ in ()).throw(ValueError("mine")))
     assert launch.host_group(1.0) is None
+
+
+def test_a_gpu_is_the_current_device_before_anything_is_cut(monkeypatch):
+    """FSDP2 takes the current device for that of its units: without this, every rank's would be the first GPU."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    device = torch.device("cuda", 3)
+    with launch.joined(launch.World(), device, 1.0, dist.HashStore()):
+        assert chosen == [device]
+    with launch.joined(launch.World(), torch.device("cpu"), 1.0, dist.HashStore()):
+        assert chosen == [device]
