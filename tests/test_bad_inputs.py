@@ -19,6 +19,9 @@ ROOT = Path(__file__).parent.parent
 DAILY = [*settings.NAMES, *settings.TYPES]
 NIGHTLY = [*settings.NUMBERS, *settings.FITTING, *recipes.CASES, *runs.CASES, *text.CASES, *models.CASES, *tools.CASES]
 CASES = [*DAILY, *NIGHTLY]
+GROUPS = (settings.NAMES, settings.TYPES, settings.NUMBERS, settings.FITTING, recipes.CASES, runs.CASES, text.CASES)
+SAMPLE = [group[0] for group in (*GROUPS, models.CASES, tools.CASES)]  # one of each kind, in processes by day
+PROGRAMS = {"train": (ROOT / "train.py",), "lowprec": ("-m", "lowprec_train.tools.cli")}
 LINES = 6
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "HYDRA_FULL_ERROR")
 
@@ -78,26 +81,54 @@ def judge(case, done):
     return faults + [f"does not say {text!r}" for text in case.says if text not in done["err"]]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*(pytest.param(each, id=each.id) for each in DAILY)]
-    + [pytest.param(each, id=each.id, marks=pytest.mark.nightly) for each in NIGHTLY],
-)
-def test_one_error_that_holds_the_value(case, server, prepared, tmp_path):
-    place = tmp_path / "place"
+def in_process(arguments, directory, **more):
+    """As `server`, in a process of its own, as a user starts it."""
+    entry, *rest = arguments
+    command = [sys.executable, *PROGRAMS[entry], *rest]
+    held = {**environment(), "PYTHONPATH": str(ROOT), **more}
+    ran = subprocess.run(list(map(str, command)), cwd=directory, env=held, capture_output=True, text=True, timeout=240)
+    return {"status": ran.returncode, "out": ran.stdout, "err": ran.stderr}
+
+
+def ways(case):
+    """The commands that take a case: both that train, or the tool."""
+    return [["train"], ["lowprec", "train"]] if case.trains else [["lowprec"]]
+
+
+def with_ways(day, night):
+    """(case, way) of all: by day each case of `day` by one of its ways, which alternate; the others by night."""
+    for number, case in enumerate([*day, *night]):
+        for place, way in enumerate(ways(case)):
+            by_day = number < len(day) and place == number % len(ways(case))
+            yield pytest.param(case, way, id=f"{case.id}-{'-'.join(way)}", marks=[] if by_day else pytest.mark.nightly)
+
+
+def answers(case, way, prepared, place, ask):
+    """The faults of the answer that `ask` gets in a copy of the workplace."""
     shutil.copytree(prepared, place)
     if case.make:
         case.make(place)
     before = contents(place)
-    arguments = ["train" if case.trains else "lowprec", *case.arguments]
-    done = server(arguments, place, **dict(case.environment))
+    done = ask([*way, *case.arguments], place, **dict(case.environment))
     faults = judge(case, done)
     after = contents(place)
     steps = [path for path in place.rglob("metrics.jsonl") if path.stat().st_size]
     faults += [f"{name} is no longer what it was" for name in before if after.get(name) != before[name]]
     if case.trains:
         faults += [f"{path}: a step was taken" for path in steps if str(path.relative_to(place)) not in before]
-    assert not faults, "\n".join([*faults, done["err"]])
+    return [*faults, done["err"]] if faults else []
+
+
+@pytest.mark.parametrize(("case", "way"), [*with_ways(DAILY, NIGHTLY)])
+def test_one_error_that_holds_the_value(case, way, server, prepared, tmp_path):
+    faults = answers(case, way, prepared, tmp_path / "place", server)
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(("case", "way"), [*with_ways(SAMPLE, [each for each in CASES if each not in SAMPLE])])
+def test_one_error_of_a_process(case, way, prepared, tmp_path):
+    faults = answers(case, way, prepared, tmp_path / "place", in_process)
+    assert not faults, "\n".join(faults)
 
 
 def test_the_list_is_long_and_its_names_are_unique():
