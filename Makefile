@@ -28,7 +28,7 @@ kernels: ## build the C++ and CUDA kernels in the checkout, or rebuild what has 
 demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches and compare (about 3 minutes on 2 cores)
 	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint
 
-test:   ## the whole CPU suite (about 16 minutes on 2 cores)
+test:   ## the whole CPU suite (about 20 minutes on 2 cores)
 	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" $(TESTS)
 
 lint:   ## format, lint, types, import floors

@@ -119,7 +119,9 @@ def test_cuda_is_compiled_where_it_can_run(gpu, tmp_path):
     if gpu:
         device.touch()
     options = (f"-DPython_EXECUTABLE={sys.executable}", f"-DLOWPREC_GPU_FILES={device}", "-DLOWPREC_CUDA=AUTO")
-    command = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(tmp_path / "build"), *options]
+    sources = tmp_path / "checkout" / "csrc"  # beside which no kernels have been built
+    shutil.copytree(ROOT / "csrc", sources)
+    command = ["cmake", "-S", str(sources), "-B", str(tmp_path / "build"), *options]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert ("this machine has no GPU; LOWPREC_CUDA=ON builds them all the same" in told) == (not gpu)
     assert ("lowprec: CUDA kernels for 90a" in told or "nvcc: " in told) == gpu

@@ -37,13 +37,13 @@ def errors(err):
             ("1:clip_norm=0.5", "1:run_root=elsewhere", "1:parallel.timeout_minutes=3", "1:logger=tensorboard"),
             ("clip_norm: 1.0 on rank 0; 0.5 on rank 1", "timeout_minutes: 10.0 on rank 0; 3.0 on", "run_root: /"),
         ),
-        (("1:model.nosuch=3",), ("Could not override 'model.nosuch'.", "(rank 1 only)")),
+        (("1:model.nosuch=3",), ("Could not override 'model.nosuch' by model.nosuch=3", "(rank 1 only)")),
         pytest.param(
             ("0:steps=none",),
             ("Value 'none' of type 'str' could not be converted to Integer", "(rank 0 only)"),
             marks=pytest.mark.nightly,
         ),
-        (("model.nosuch=3",), ("Could not override 'model.nosuch'.",)),
+        (("model.nosuch=3",), ("Could not override 'model.nosuch' by model.nosuch=3",)),
     ],
 )
 def test_ranks_that_differ(arguments, tmp_path, words, said):

@@ -7,10 +7,13 @@ would keep tensors out of the heap, but their pages are then faulted in anew, wh
 """
 
 import ctypes
-import time
+import mmap
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+
+GROWTH = 128 << 20  # bytes; giving back so much takes about 0.1 s
 
 
 def release() -> Callable[[int], int] | None:
@@ -18,18 +21,23 @@ def release() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
+def resident() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 class HeapTrim:
     """Gives free memory of the heap back to the system: call it before each step. Does nothing for other devices.
 
-    seconds: least time between two releases, which take about 0.1 s each.
+    growth: bytes by which the process has to have grown since it last gave memory back.
     """
 
-    def __init__(self, device: torch.device, seconds: float = 5.0) -> None:
+    def __init__(self, device: torch.device, growth: int = GROWTH) -> None:
         self._release = release() if device.type == "cpu" else None
-        self._seconds, self._last = seconds, time.monotonic()
+        self._growth, self._least = growth, 0
 
     def __call__(self, step: int) -> None:
-        if self._release is None or time.monotonic() - self._last < self._seconds:
+        if self._release is None or resident() < self._least + self._growth:
             return
         self._release(0)
-        self._last = time.monotonic()
+        self._least = resident()
