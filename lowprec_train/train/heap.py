@@ -3,7 +3,7 @@
 glibc serves large tensors from its heap and keeps what is freed. A freed block of an aligned tensor does not fit the
 next tensor of the same size (glibc bug 14581, mended in 2.38), so a run takes new memory in every step: llama_tiny
 under fp8 grows from 0.6 to 3 GiB in 240 steps. `malloc_trim` gives the free pages back. A lower threshold for `mmap`
-would keep tensors out of the heap, but their pages are then faulted in anew, which doubles the time of a step.
+would keep tensors out of the heap, but their pages are then faulted in anew, twice the processor time.
 """
 
 import ctypes
