@@ -37,8 +37,8 @@ LAUNCH_FACTS: dict[str, str] = {
     "checkpoint_interval": "saving leaves training alone",
     "checkpoint_async": "the same",
     "checkpoint_verify": "the same",
-    "keep": "the same",
-    "max_skipped": "when to give up, not how to train",
+    "checkpoint_keep": "the same",
+    "max_nonfinite_steps": "when to give up, not how to train",
     "model.recompute": "recomputed activations are the same bits",
     "data.cache": "where prepared data is kept; the corpus hash says what it is",
     "precision.deviations": "a sentence for people",
@@ -116,14 +116,14 @@ class PhaseConfig:
     """A later part of the run under a policy of its own.
 
     at: fraction of the run's steps after which it begins, in (0, 1).
-    forward_only: only the forward GEMMs change; backward GEMMs and kept activations stay.
-    policy, keep: as in `precision`.
+    forward_only: only the forward GEMMs change; backward GEMMs and saved activations stay.
+    policy, saved_activations: as in `precision`.
     """
 
     at: float = MISSING
     forward_only: bool = False
     policy: dict[str, Any] = field(default_factory=dict)
-    keep: dict[str, Any] = field(default_factory=dict)
+    saved_activations: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -131,7 +131,7 @@ class PrecisionConfig:
     """Which linear layer computes how.
 
     policy: pattern over module names -> `_target_` of a recipe and its options; first match wins.
-    keep: `_target_` of what the norms and activations of blocks keep for the backward pass; empty: their inputs.
+    saved_activations: `_target_` of what norms and activation functions save for the backward pass; empty: inputs.
     schedule: later phases of the run, by name.
     override: changes to every recipe of the policies that quantises, e.g. `{dgrad: {a: {format: E4M3}}}`.
     deviations: parts of the published scheme that are not built yet.
@@ -139,7 +139,7 @@ class PrecisionConfig:
 
     name: str = MISSING
     policy: dict[str, Any] = field(default_factory=dict)
-    keep: dict[str, Any] = field(default_factory=dict)
+    saved_activations: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, PhaseConfig] = field(default_factory=dict)
     override: dict[str, Any] = field(default_factory=dict)
     deviations: list[str] = field(default_factory=list)
@@ -175,8 +175,8 @@ class ParallelConfig:
     dp_shard: int = MISSING
     tp: int = MISSING
     reshard_after_forward: bool = MISSING
-    sync: str = MISSING
-    gather: str = MISSING
+    grad_reduce: str = MISSING
+    param_all_gather: str = MISSING
     timeout_minutes: float = MISSING
 
 
@@ -202,9 +202,9 @@ class RunConfig:
     steps: int = MISSING
     tokens_per_step: int = MISSING
     micro_batch: int = MISSING
-    clip_norm: float = MISSING
+    max_grad_norm: float = MISSING
     weights: str | None = MISSING
-    max_skipped: int = MISSING
+    max_nonfinite_steps: int = MISSING
 
     run_root: str = MISSING
     resume: str = MISSING
@@ -218,7 +218,7 @@ class RunConfig:
     checkpoint_interval: int = MISSING
     checkpoint_async: bool = MISSING
     checkpoint_verify: bool = MISSING
-    keep: int = MISSING
+    checkpoint_keep: int = MISSING
     log_interval: int = MISSING
     telemetry_interval: int = MISSING
     profile: ProfileConfig = field(default_factory=ProfileConfig)
@@ -292,16 +292,16 @@ def model_of(path: Path) -> ModelConfig:
     return model
 
 
-def _of_weights(key: str, *, _root_: DictConfig) -> Any:
-    """What `${of_weights:dim}` stands for in configs/model/from/weights.yaml."""
+def _of_checkpoint(key: str, *, _root_: DictConfig) -> Any:
+    """What `${of_checkpoint:dim}` stands for in configs/model/from_checkpoint.yaml."""
     if _root_.weights is None:
-        raise ValueError("model=from/weights takes its sizes from weights=..., which is null")
+        raise ValueError("model=from_checkpoint takes its sizes from weights=..., which is null")
     return getattr(model_of(Path(_root_.weights).expanduser()), key)
 
 
 def register() -> None:
     """Give Hydra the schema that `train.yaml` starts from, and what its interpolations need."""
-    OmegaConf.register_new_resolver("of_weights", _of_weights, replace=True)
+    OmegaConf.register_new_resolver("of_checkpoint", _of_checkpoint, replace=True)
     schema = OmegaConf.structured(RunConfig)
     OmegaConf.set_struct(schema.precision.override, False)
     ConfigStore.instance().store(name="schema", node=schema)

@@ -34,7 +34,7 @@ def step(system: System, index: int, batch: tuple[Tensor, Tensor]) -> float:
     loss = system.model.loss(tokens, targets, float(BATCH * (LENGTH - LAG)))
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in system.model.parameters() if p.grad is not None])
-    clip = system.run.clip_norm or float("inf")
+    clip = system.run.max_grad_norm or float("inf")
     system.optimizer.set_lr(PEAK * min(1.0, (index + 1) / WARMUP))
     system.optimizer.step(grad_scale=((norm + 1e-6) / clip).clamp(min=1.0), found_inf=torch.zeros(()))
     system.optimizer.zero_grad(set_to_none=True)

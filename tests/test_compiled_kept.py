@@ -80,7 +80,7 @@ def test_a_handful_of_graphs_at_32_layers() -> None:
     counter = torch._dynamo.testing.CompileCounter()
     model.compile_blocks(backend=counter)
     counts = []
-    for keep in (BlockKeep(), coat.keep(), BlockKeep(), coat.keep()):
+    for keep in (BlockKeep(), coat.saved_activations(), BlockKeep(), coat.saved_activations()):
         apply_block_keep(model, keep)
         loss_and_gradients(model, draws)
         counts.append(counter.frame_count)

@@ -128,7 +128,8 @@ def test_commands_compose(document, line):
     """Every training command of the documentation is one that Hydra accepts, sweeps by their first value."""
     overrides = [word for word in shlex.split(line, comments=True) if not word.startswith("--")]
     assert overrides or "--help" in line, document
-    overrides = ["model=llama_tiny" if word == "model=from/weights" else word for word in overrides]  # of no such file
+    of_no_file = "model=from_checkpoint"
+    overrides = ["model=llama_tiny" if word == of_no_file else word for word in overrides]
     sweeps = "--multirun" in line
     OmegaConf.to_object(composed([word.split(",")[0] if sweeps else word for word in overrides]))
 

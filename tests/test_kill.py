@@ -36,7 +36,7 @@ def overrides(tmp_path_factory):
         *("model.layers=2", "model.ffn=128", "model.heads=2", "model.kv_heads=2", "model.max_seq_len=128"),
         *("model.vocab_size=320", "data.vocab_size=320", f"+data.root={root}", f"data.cache={root.parent / 'cache'}"),
         *("data.seq_len=128", "micro_batch=1", "tokens_per_step=128", f"steps={STEPS}", "eval_interval=4"),
-        *("eval_batches=1", f"checkpoint_interval={INTERVAL}", "keep=3"),
+        *("eval_batches=1", f"checkpoint_interval={INTERVAL}", "checkpoint_keep=3"),
     )
 
 

@@ -123,9 +123,9 @@ def test_a_finished_run_says_so(launch):
 
 def test_another_configuration_under_the_same_name(launch):
     launch("name=a")
-    status, _, err = launch("name=a", "optim.lr=0.5", "seed=7", "keep=5")
+    status, _, err = launch("name=a", "optim.lr=0.5", "seed=7", "checkpoint_keep=5")
     assert status == 1
-    assert "optim.lr: saved 0.001, now 0.5" in err and "seed: saved 1234, now 7" in err and "keep" not in err
+    assert "optim.lr: saved 0.001, now 0.5" in err and "seed: saved 1234, now 7" in err and "checkpoint_keep" not in err
     assert "resume=never" in err and "Traceback" not in err
     status, _, _ = launch("name=a", "optim.lr=0.5", "resume=never")
     assert status == 0 and Path("runs/a.1/DONE").exists() and Path("runs/a/DONE").exists()
@@ -235,7 +235,7 @@ def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
         (["data.seq_len=100"], "data.seq_len=100 must be a multiple of 8"),
         (["data.seq_len=2048", "tokens_per_step=4096"], "data.seq_len=2048 is longer than model.max_seq_len=1024"),
         (["steps=0"], "steps=0 must be at least 1"),
-        (["clip_norm=-1"], "clip_norm=-1.0"),
+        (["max_grad_norm=-1"], "max_grad_norm=-1.0"),
         (["optim.eps=0"], "optim.eps=0.0 must be at least 1e-18 and at most 1"),
         (["optim.lr=nan"], "optim.lr=nan must be a number above 0"),
         (["model.norm_eps=inf"], "model.norm_eps=inf must be"),
@@ -290,14 +290,14 @@ def test_a_sweep_of_many_processes_is_refused_once(launch, monkeypatch):
 
 
 def test_a_diverged_run_is_one_error(launch):
-    status, _, err = launch("name=a", "optim.lr=1e30", "steps=20", "max_skipped=3")
+    status, _, err = launch("name=a", "optim.lr=1e30", "steps=20", "max_nonfinite_steps=3")
     assert status == 1 and err.startswith("error: training diverged at step") and "Traceback" not in err
     assert "3 steps in a row" in err and not Path("runs/a/DONE").exists()
     assert Path("runs/a/checkpoints/latest").exists()
 
 
 def test_a_run_without_an_update_is_not_done(launch):
-    """Every gradient is infinite; there are fewer steps than `max_skipped`."""
+    """Every gradient is infinite; there are fewer steps than `max_nonfinite_steps`."""
     handle = register_module_forward_pre_hook(
         lambda module, arguments: (
             (arguments[0] * math.inf, *arguments[1:]) if isinstance(module, Linear) and module.training else None
@@ -305,7 +305,7 @@ def test_a_run_without_an_update_is_not_done(launch):
     )
     try:
         for _ in range(2):  # the second time there is no step left to take
-            status, _, err = launch("name=a", "steps=3", "max_skipped=10", "eval_interval=3")
+            status, _, err = launch("name=a", "steps=3", "max_nonfinite_steps=10", "eval_interval=3")
             assert status == 1 and err == (
                 "error: the run has not trained: all 3 steps were skipped as not finite, and no weight has moved\n"
             )
@@ -337,7 +337,7 @@ def spoiled():
 @pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp4", "mxfp4", "mxfp4_fp8"])
 def test_nan_in_an_activation_is_one_error_and_spoils_nothing(launch, spoiled, recipe):
     """No format may swallow it; and the run goes on from what was saved, once the cause is gone."""
-    command = (f"+recipe={recipe}", "name=a", "model.ffn=128", "steps=8", "max_skipped=3")
+    command = (f"+recipe={recipe}", "name=a", "model.ffn=128", "steps=8", "max_nonfinite_steps=3")
     status, _, err = launch(*command)
     assert status == 1 and err.startswith("error: training diverged at step 5: loss nan") and "Traceback" not in err
     assert "3 steps in a row" in err and not Path("runs/a/DONE").exists()

@@ -10,7 +10,7 @@ import pytest
 from tests.test_main_interruption import ROOT, STEPS, TORCHRUN, arguments, losses, start, stop, wait_for_steps
 
 __all__ = ["arguments"]
-EXACT = ("comm=fp32", "clip_norm=0", "tokens_per_step=128")  # what is left is the same sums in the same order
+EXACT = ("comm=fp32", "max_grad_norm=0", "tokens_per_step=128")  # what is left is the same sums in the same order
 TIMES = ("time/", "perf/", "mem/")
 
 

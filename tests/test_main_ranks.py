@@ -34,8 +34,8 @@ def errors(err):
     ("words", "said"),
     [
         (
-            ("1:clip_norm=0.5", "1:run_root=elsewhere", "1:parallel.timeout_minutes=3", "1:logger=tensorboard"),
-            ("clip_norm: 1.0 on rank 0; 0.5 on rank 1", "timeout_minutes: 10.0 on rank 0; 3.0 on", "run_root: /"),
+            ("1:max_grad_norm=0.5", "1:run_root=elsewhere", "1:parallel.timeout_minutes=3", "1:logger=tensorboard"),
+            ("max_grad_norm: 1.0 on rank 0; 0.5 on rank 1", "timeout_minutes: 10.0 on rank 0; 3.0 on", "run_root: /"),
         ),
         (("1:model.nosuch=3",), ("Could not override 'model.nosuch' by model.nosuch=3", "(rank 1 only)")),
         pytest.param(

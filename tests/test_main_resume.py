@@ -18,7 +18,7 @@ TIMES = ("time/", "perf/", "mem/")
 SMALL = (
     *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=320"),
     *("data=text", "data.vocab_size=320", "data.seq_len=32", "micro_batch=2", "tokens_per_step=64", "eval_batches=1"),
-    *("eval_interval=5", "checkpoint_interval=4", "checkpoint_async=false", "keep=9"),
+    *("eval_interval=5", "checkpoint_interval=4", "checkpoint_async=false", "checkpoint_keep=9"),
 )
 WSD = ("optim/schedule=wsd", "optim.schedule.warmup_fraction=null", "optim.schedule.warmup_steps=2")
 WSD += ("optim.schedule.decay_fraction=null", "optim.schedule.decay_steps=4")
@@ -39,13 +39,13 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(home):
-    """Run directories: of 12 steps as `run`; of 12 and of 16 with keep=1 as `short` and `long`."""
+    """Run directories: of 12 steps as `run`; of 12 and of 16 with checkpoint_keep=1 as `short` and `long`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
         for command in (
             ("name=run", "steps=12"),
-            ("name=short", "steps=12", "keep=1", "checkpoint_interval=100"),
-            ("name=long", "steps=16", "keep=1", "checkpoint_interval=100"),
+            ("name=short", "steps=12", "checkpoint_keep=1", "checkpoint_interval=100"),
+            ("name=long", "steps=16", "checkpoint_keep=1", "checkpoint_interval=100"),
         ):
             assert call(patch, home, *RUN, *command, "run_root=trained") == 0
     return home / "trained"
@@ -282,7 +282,7 @@ def test_an_extended_wsd_run_is_a_longer_one_bit_for_bit(launch, trained, tmp_pa
     """The checkpoint before its decay was saved and kept, though none was due there and only one is to be kept."""
     run = tmp_path / "runs" / "short"
     assert steps(run) == [8, 12] and steps(trained / "long") == [12, 16]
-    extend = ("name=short", "steps=16", "resume=extend", "keep=1", "checkpoint_interval=100")
+    extend = ("name=short", "steps=16", "resume=extend", "checkpoint_keep=1", "checkpoint_interval=100")
     status, out, err = launch(*extend)
     assert (status, err) == (0, "") and "of 12 steps, goes on after step 8 towards step 16" in out
     assert "learning rate 0.001 at step 8, then 0.001 at step 9, 0.001 at step 12, 0 at step 16" in out

@@ -58,7 +58,7 @@ class Reader:
             assert cli.main(words) == 0, (words, self.capfd.readouterr().err)
 
     def train(self, *words):
-        sizes = SMALL[5:] if "model=from/weights" in words else SMALL
+        sizes = SMALL[5:] if "model=from_checkpoint" in words else SMALL
         with pytest.raises(SystemExit) as end:
             cli.main(["train", *words, *sizes])
         assert not end.value.code, (words, self.capfd.readouterr().err)

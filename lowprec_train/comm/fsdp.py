@@ -42,21 +42,21 @@ class Reduction:
     """How gradients travel.
 
     payload: of matrices.
-    plain: patterns (`*embedding*`) of names of matrices that travel in BF16 all the same.
+    exclude: patterns (`*embedding*`) of names of matrices that travel in BF16 all the same.
     """
 
     payload: Payload | SharedScale
-    plain: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
 
 
-def encoded(*, format: str = "E4M3", block: int = BLOCK, plain: Sequence[str] = ()) -> Reduction:
+def encoded(*, format: str = "E4M3", block: int = BLOCK, exclude: Sequence[str] = ()) -> Reduction:
     """One rounding of each contribution, sums in FP32. Raises ValueError for what `Payload` refuses."""
-    return Reduction(payload=Payload(parse_format(format), block), plain=tuple(plain))
+    return Reduction(payload=Payload(parse_format(format), block), exclude=tuple(exclude))
 
 
-def shared_scale(*, format: str = "E4M3", every_addition: bool = True, plain: Sequence[str] = ()) -> Reduction:
+def shared_scale(*, format: str = "E4M3", every_addition: bool = True, exclude: Sequence[str] = ()) -> Reduction:
     """FP8-LM's scale of all ranks, FP8 sums and automatic mu. Raises ValueError for what `SharedScale` refuses."""
-    return Reduction(payload=SharedScale(parse_format(format), every_addition), plain=tuple(plain))
+    return Reduction(payload=SharedScale(parse_format(format), every_addition), exclude=tuple(exclude))
 
 
 class ReducingScatter:
@@ -223,16 +223,16 @@ def attach(
         replica_group: the ranks that hold the same shards. None: this one alone.
 
     Raises:
-        ValueError: a pattern of `reduction.plain` that matches no parameter.
+        ValueError: a pattern of `reduction.exclude` that matches no parameter.
     """
-    _check_patterns(reduction.plain, [name for name, _ in model.named_parameters()])
+    _check_patterns(reduction.exclude, [name for name, _ in model.named_parameters()])
     units = [(unit, managed(unit, name)) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
     devices = {p.device_mesh.device_type for _, parameters in units for p in parameters.values()}
     device = devices.pop() if devices else "cpu"
     shard, replicas = (Axis(group, reduction.payload, device) for group in (shard_group, replica_group))
     for unit, parameters in units:
         if parameters:
-            _attach(unit, unit_layout(parameters, shard.ranks, reduction.plain), shard, replicas)
+            _attach(unit, unit_layout(parameters, shard.ranks, reduction.exclude), shard, replicas)
     return Reducer(shard, replicas)
 
 
@@ -247,12 +247,12 @@ def _attach(unit: FSDPModule, layout: Layout, shard: Axis, replicas: Axis) -> No
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"comm.plain: no parameter is named {pattern!r}; names are {', '.join(names)}")
+            raise ValueError(f"comm.exclude: no parameter is named {pattern!r}; names are {', '.join(names)}")
 
 
-def unit_layout(parameters: Mapping[str, Tensor], ranks: int, plain: Sequence[str] = ()) -> Layout:
-    """A row of a unit's flat gradients. parameters: by name, in FSDP2's order; plain: patterns of the whole model."""
-    here = [pattern for pattern in plain if any(fnmatchcase(name, pattern) for name in parameters)]
+def unit_layout(parameters: Mapping[str, Tensor], ranks: int, exclude: Sequence[str] = ()) -> Layout:
+    """A row of a unit's flat gradients. parameters: by name, in FSDP2's order; exclude: patterns of the whole model."""
+    here = [pattern for pattern in exclude if any(fnmatchcase(name, pattern) for name in parameters)]
     return sharded_layout({name: p.shape for name, p in parameters.items()}, ranks, here)
 
 

@@ -130,7 +130,7 @@ def _cut(span: Span, limit: int) -> list[Span]:
     return [Span(size, span.coded) for size in sizes if size]
 
 
-def sharded_layout(shapes: Mapping[str, Sequence[int]], ranks: int = 1, plain: Iterable[str] = ()) -> Layout:
+def sharded_layout(shapes: Mapping[str, Sequence[int]], ranks: int = 1, exclude: Iterable[str] = ()) -> Layout:
     """The row that `fully_shard` makes of these parameters on `ranks` ranks: dimension 0 in equal parts, rounded up.
 
     With one rank, the layout of the parameters' concatenation.
@@ -138,12 +138,12 @@ def sharded_layout(shapes: Mapping[str, Sequence[int]], ranks: int = 1, plain: I
     Args:
         shapes: name -> shape of each whole parameter, in the order of the buffer.
         ranks: number of rows of the buffer.
-        plain: patterns (`*.embedding.*`) of names that travel in BF16 although they are matrices.
+        exclude: patterns (`*.embedding.*`) of names that travel in BF16 although they are matrices.
 
     Raises:
         ValueError: a pattern that matches no name, or no parameter at all.
     """
-    patterns = tuple(plain)
+    patterns = tuple(exclude)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in shapes):
             raise ValueError(f"no parameter is named {pattern!r}; names are {', '.join(shapes)}")

@@ -5,8 +5,9 @@
     vectors    whole on every rank; their gradients are summed once a step, in FP32 and in rank order
 
 ZeRO by two settings: with `reshard_after_forward` a block's weights are gathered again for its backward pass (ZeRO-3)
-instead of staying (ZeRO-2); with sync="each" every micro-batch's gradients are summed at once and only this rank's part
-is kept, with sync="last" the whole gradients are added up first and summed at the last micro-batch (ZeRO-1's traffic).
+instead of staying (ZeRO-2); with grad_reduce="every_microbatch" every micro-batch's gradients are summed over the ranks
+at once and only this rank's shard is stored; with grad_reduce="last_microbatch" the whole gradients are accumulated and
+summed over the ranks at the last micro-batch (ZeRO-1's traffic).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lowprec_train.numerics.formats import FP32
 from lowprec_train.parallel.gather import Gathering
 from lowprec_train.parallel.mesh import Mesh
 
-SYNC = ("last", "each")
+GRAD_REDUCE = ("last_microbatch", "every_microbatch")
 
 
 def shard(
@@ -68,7 +69,7 @@ def shard(
 
 
 class DataParallel:
-    """The ranks of one training step. sync: "last" | "each" micro-batch, as above; ValueError for another.
+    """The ranks of one training step. grad_reduce: one of `GRAD_REDUCE`, as above; ValueError for another.
 
     model: after `shard`. reducer: of its matrices' gradients. partial: names of vectors of which every tp rank holds a
     part of the gradient. gathering: of its weights, where they are not gathered as they are stored.
@@ -80,13 +81,13 @@ class DataParallel:
         mesh: Mesh,
         reducer: Reducer,
         *,
-        sync: str = "last",
+        grad_reduce: str = "last_microbatch",
         partial: Collection[str] = (),
         gathering: Gathering | None = None,
     ) -> None:
-        if sync not in SYNC:
-            raise ValueError(f"parallel.sync={sync!r} is not one of {', '.join(SYNC)}")
-        self._model, self._mesh, self._reducer, self._sync = model, mesh, reducer, sync
+        if grad_reduce not in GRAD_REDUCE:
+            raise ValueError(f"parallel.grad_reduce={grad_reduce!r} is not one of {', '.join(GRAD_REDUCE)}")
+        self._model, self._mesh, self._reducer, self._grad_reduce = model, mesh, reducer, grad_reduce
         self._gathering = gathering
         vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
         self._partial = [p for name, p in vectors.items() if name in partial]
@@ -110,7 +111,7 @@ class DataParallel:
     def begin_backward(self, *, last: bool) -> None:
         """Before each micro-batch of a step. last: of the step."""
         if isinstance(self._model, FSDPModule):
-            self._model.set_requires_gradient_sync(last or self._sync == "each")
+            self._model.set_requires_gradient_sync(last or self._grad_reduce == "every_microbatch")
 
     @torch.no_grad()
     def end_backward(self) -> None:

@@ -28,7 +28,7 @@ from lowprec_train.comm.holders import GroupHolders
 from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Quantized, ScaleRule, Shared
 from lowprec_train.parallel.fsdp_parameters import forget_buffers, looked_at
-from lowprec_train.parallel.wire import GATHER, Wire, wire
+from lowprec_train.parallel.wire import PARAM_ALL_GATHER, Wire, wire
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.gathered import Gathered, of_codes
 from lowprec_train.precision.linear import Linear
@@ -38,7 +38,7 @@ BYTE = torch.float8_e4m3fn  # what codes of one byte are called where a floating
 
 
 class Gathering:
-    """The weights of the linear layers of `model`, gathered as `gather` says ("bf16" or "codes").
+    """The weights of the linear layers of `model`, gathered as `param_all_gather` says ("bf16" or "quantized").
 
     model: sharded, with memory, before its first forward pass. dtype: of its residual stream. shards: the group of
     dp_shard. parts: the group of tp, where layers are cut.
@@ -48,17 +48,17 @@ class Gathering:
         self,
         model: nn.Module,
         *,
-        gather: str,
+        param_all_gather: str,
         dtype: torch.dtype,
         shards: dist.ProcessGroup,
         parts: dist.ProcessGroup | None = None,
     ) -> None:
-        self._coded = gather == "codes"
+        self._coded = param_all_gather == "quantized"
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._over = {"shards": GroupHolders(shards)} | ({} if parts is None else {"parts": GroupHolders(parts)})
         owners = {module: unit for unit in self._units for module in cast(nn.Module, unit).modules()}  # inner ones last
         self.weights = {
-            name: _Weight(module, owners[module], gather=gather, dtype=dtype, shards=shards.size())
+            name: _Weight(module, owners[module], param_all_gather=param_all_gather, dtype=dtype, shards=shards.size())
             for name, module in model.named_modules()
             if isinstance(module, Linear) and "weight" in dict(module.named_parameters(recurse=False))
         }
@@ -68,11 +68,13 @@ class Gathering:
         return {name: weight.wire() for name, weight in self.weights.items()}
 
     @classmethod
-    def of(cls, model: nn.Module, *, gather: str, **how: Any) -> Gathering | None:
-        """None for "master": FSDP2 gathers parameters as they are stored. ValueError for what is not in `GATHER`."""
-        if gather not in GATHER:
-            raise ValueError(f"parallel.gather={gather!r} is not one of {', '.join(GATHER)}")
-        return None if gather == "master" else cls(model, gather=gather, **how)
+    def of(cls, model: nn.Module, *, param_all_gather: str, **how: Any) -> Gathering | None:
+        """None for "fp32": FSDP2 gathers parameters as stored. ValueError for what is not in `PARAM_ALL_GATHER`."""
+        if param_all_gather not in PARAM_ALL_GATHER:
+            raise ValueError(
+                f"parallel.param_all_gather={param_all_gather!r} is not one of {', '.join(PARAM_ALL_GATHER)}"
+            )
+        return None if param_all_gather == "fp32" else cls(model, param_all_gather=param_all_gather, **how)
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -102,12 +104,14 @@ class Gathering:
 class _Weight:
     """One layer's weight: this rank's part, how it is sent, and what is made of what comes in."""
 
-    def __init__(self, linear: Linear, unit: FSDPModule, *, gather: str, dtype: torch.dtype, shards: int) -> None:
+    def __init__(
+        self, linear: Linear, unit: FSDPModule, *, param_all_gather: str, dtype: torch.dtype, shards: int
+    ) -> None:
         parameter = linear.weight
         assert isinstance(parameter, DTensor)
         self._linear, self._unit, self._parameter = linear, unit, parameter
         self._part, self._shape = looked_at(parameter), (parameter.shape[0], parameter.shape[1])
-        self._gather, self._dtype, self._shards = gather, dtype, shards
+        self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._split = None if linear.split is None else linear.split.dim
         self._wire = self.wire()
         self._values = torch.empty(0)
@@ -128,7 +132,7 @@ class _Weight:
             self._linear.recipe,
             self._shape,
             shards=self._shards,
-            gather=self._gather,
+            param_all_gather=self._param_all_gather,
             dtype=self._dtype,
             split=self._split,
         )

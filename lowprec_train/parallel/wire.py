@@ -22,7 +22,7 @@ from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.gathered import weight_codes
 from lowprec_train.precision.recipe import LinearRecipe
 
-GATHER = ("master", "bf16", "codes")
+PARAM_ALL_GATHER = ("fp32", "bf16", "quantized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def wire(
     shape: tuple[int, int],
     *,
     shards: int,
-    gather: str,
+    param_all_gather: str,
     dtype: torch.dtype = torch.bfloat16,
     stored: torch.dtype = torch.float32,
     split: int | None = None,
@@ -87,15 +87,15 @@ def wire(
 
     recipe: of the layer; None for a matrix that is no linear layer's. shape: of the tensor-parallel part. dtype: of the
     residual stream. stored: what FSDP2 gathers by itself. split: the dimension that is cut over tensor-parallel
-    ranks. ValueError for an unknown `gather`.
+    ranks. ValueError for an unknown `param_all_gather`.
     """
-    if gather not in GATHER:
-        raise ValueError(f"parallel.gather={gather!r} is not one of {', '.join(GATHER)}")
+    if param_all_gather not in PARAM_ALL_GATHER:
+        raise ValueError(f"parallel.param_all_gather={param_all_gather!r} is not one of {', '.join(PARAM_ALL_GATHER)}")
     rows, columns = -(-shape[0] // shards), shape[1]
-    if gather == "master" or recipe is None:
+    if param_all_gather == "fp32" or recipe is None:
         return Wire(rows=rows, columns=columns, dtype=stored)
     plain = Wire(rows=rows, columns=columns, dtype=dtype)
-    quantizer = weight_codes(recipe) if gather == "codes" else None
+    quantizer = weight_codes(recipe) if param_all_gather == "quantized" else None
     if quantizer is None or shards == 1 or shape[0] % shards:
         return plain
     cut = (0,) if split is None else (0, split)

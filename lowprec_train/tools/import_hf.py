@@ -19,7 +19,7 @@ exit status:
 
 examples:
   lowprec import-hf downloads/llama --out imported/llama
-  torchrun train.py weights=imported/llama model=from/weights +recipe=fp4
+  torchrun train.py weights=imported/llama model=from_checkpoint +recipe=fp4
 """
 
 
@@ -58,5 +58,5 @@ def run(arguments: argparse.Namespace) -> int:
     model = transfer.import_(arguments.model, arguments.out, name=name, max_bytes=limit, tokenizer=files)
     print(f"{arguments.out}: {model.layers} layers of width {model.dim}, {model.vocab_size} words")
     print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer there")
-    print(f"train.py weights={arguments.out} model=from/weights begins with it")
+    print(f"train.py weights={arguments.out} model=from_checkpoint begins with it")
     return 0

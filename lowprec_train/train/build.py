@@ -55,7 +55,14 @@ from lowprec_train.train.weights import (
 )
 
 LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
-TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "clip_norm", "seed", "max_skipped")
+TRAINER_KEYS: tuple[str, ...] = (
+    "steps",
+    "tokens_per_step",
+    "micro_batch",
+    "max_grad_norm",
+    "seed",
+    "max_nonfinite_steps",
+)
 TRAINER_KEYS += ("eval_interval", "eval_batches", "log_interval")
 
 
@@ -113,7 +120,7 @@ def phases(run: RunConfig, model: Transformer) -> tuple[Phase, ...]:
         raise ValueError(
             f"precision.override={precision.override} changes nothing: precision={precision.name} quantises nothing"
         )
-    made = [Phase(first_step=0, recipes=table, keep=kept(precision.keep))]
+    made = [Phase(first_step=0, recipes=table, keep=kept(precision.saved_activations))]
     for name, later in sorted(precision.schedule.items(), key=lambda item: item[1].at):
         try:
             made.append(_later(run, model, made[-1], later))
@@ -124,7 +131,7 @@ def phases(run: RunConfig, model: Transformer) -> tuple[Phase, ...]:
 
 def _later(run: RunConfig, model: Transformer, before: Phase, later: PhaseConfig) -> Phase:
     table = policy.resolve(model, recipes(later.policy, run.precision.override))
-    keep = kept(later.keep)
+    keep = kept(later.saved_activations)
     if later.forward_only:
         table = {name: forward_only(before.recipes[name], target) for name, target in table.items()}
         keep = before.keep
@@ -133,7 +140,7 @@ def _later(run: RunConfig, model: Transformer, before: Phase, later: PhaseConfig
 
 def kept(node: Mapping[str, Any]) -> BlockKeep:
     """What norms and activations keep; an empty node keeps their inputs."""
-    built: BlockKeep = construct(node, "precision.keep") if node else BlockKeep()
+    built: BlockKeep = construct(node, "precision.saved_activations") if node else BlockKeep()
     return built
 
 
@@ -255,7 +262,10 @@ def trainer(
         precision=precision,
         telemetry=Telemetry(model, adamw, interval=run.telemetry_interval),
         team=distribution.team(
-            model, sync=run.parallel.sync, reduction=construct(run.comm, "comm"), gather=run.parallel.gather
+            model,
+            grad_reduce=run.parallel.grad_reduce,
+            reduction=construct(run.comm, "comm"),
+            param_all_gather=run.parallel.param_all_gather,
         ),
         placements=distribution.placements,
         pieces=pieces,
@@ -283,7 +293,7 @@ def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
     return Checkpointer(
         directory / "checkpoints",
         interval=run.checkpoint_interval,
-        keep=run.keep,
+        keep=run.checkpoint_keep,
         asynchronous=run.checkpoint_async,
         verify=run.checkpoint_verify,
         kept=before_decay(construct(run.optim.schedule)),

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from lowprec_train.config import Compile, RunConfig, parse_resume
-from lowprec_train.parallel.data import SYNC
-from lowprec_train.parallel.gather import GATHER
+from lowprec_train.config import Compile, ParallelConfig, RunConfig, parse_resume
+from lowprec_train.parallel.data import GRAD_REDUCE
+from lowprec_train.parallel.gather import PARAM_ALL_GATHER
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.block_keep import BlockKeep
@@ -76,10 +76,18 @@ def layout(run: RunConfig, processes: int) -> Sizes:
     return sizes(processes, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, tp=asked.tp)
 
 
-def _words(run: RunConfig) -> None:
-    for key, value, known in (("sync", run.parallel.sync, SYNC), ("gather", run.parallel.gather, GATHER)):
+def choices(asked: ParallelConfig) -> None:
+    """Values of `parallel` that are names."""
+    for key, value, known in (
+        ("grad_reduce", asked.grad_reduce, GRAD_REDUCE),
+        ("param_all_gather", asked.param_all_gather, PARAM_ALL_GATHER),
+    ):
         if value not in known:
             raise ValueError(f"parallel.{key}={value!r} is not one of {', '.join(known)}")
+
+
+def _words(run: RunConfig) -> None:
+    choices(run.parallel)
     if not NAME.fullmatch(run.model.name):
         raise ValueError(f"model.name={run.model.name!r} cannot be part of a run's name: letters, digits, _ . = + -")
     if not 0 <= run.seed < 1 << 63:

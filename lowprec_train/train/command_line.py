@@ -22,15 +22,19 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from lowprec_train import config
 from lowprec_train.config import RunConfig
+from lowprec_train.train import renamed_keys
 
+_WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
 ADDED = ("experiment", "recipe")  # groups that the defaults leave out: chosen with a plus sign
 _ALIKE = 0.7
 
 
 def explained(error: BaseException, arguments: Sequence[str]) -> str:
     """One line for what Hydra raised while it composed these arguments."""
-    given = [Setting(argument) for argument in arguments if not argument.startswith("-")]
+    given = settings(arguments)
     alone = not {"-m", "--multirun"} & set(arguments)
+    if told := renamed_keys.refusal(setting.renaming() for setting in given):
+        return told
     for setting in given:
         if fault := setting.unreadable() or setting.misplaced():
             return fault
@@ -39,6 +43,8 @@ def explained(error: BaseException, arguments: Sequence[str]) -> str:
                 return _sweep(setting, setting.argument, error)
         elif fault := setting.no_choice():
             return fault
+    if told := renamed_keys.refusal([_renaming_in_file(error)]):
+        return told
     if isinstance(error, MissingConfigException):
         return _missing(error, given)
     text = str(error)
@@ -72,9 +78,10 @@ def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
 
 
 def refuse_unknown(run: DictConfig) -> None:
-    """ValueError for a key that a plus sign has put where keys are fixed: nothing would read it."""
+    """ValueError for a key that has another name now, and for one that a plus sign has put where keys are fixed."""
     tree = OmegaConf.to_container(run, resolve=False)
     assert isinstance(tree, dict)
+    renamed_keys.refuse(tree)
     for key in _unknown(tree, RunConfig):
         raise ValueError(f"Could not add {key!r}: there is no such key{_meant(key, '', _keys(run))}")
 
@@ -130,6 +137,10 @@ class Setting:
         """The group that it chooses from, if any: `optim/moment@optim.first_moment` is of optim/moment."""
         return self.key.partition("@")[0]
 
+    def renaming(self) -> str | None:
+        """What it is called now, if its key or value was renamed."""
+        return renamed_keys.renaming(self.key, self.value if "=" in self.argument else None)
+
     def unreadable(self) -> str | None:
         """What keeps it from being `key=value`."""
         shown = self.argument or "''"
@@ -160,6 +171,22 @@ class Setting:
             return None
         value = OverridesParser.create().parse_override(self.argument).value()
         return None if isinstance(value, str | list) and value else _no_choice(self, self.value)
+
+
+def settings(arguments: Sequence[str]) -> list[Setting]:
+    """Arguments without Hydra's options and the values of those."""
+    before = ("", *arguments)
+    return [Setting(a) for a, option in zip(arguments, before) if not a.startswith("-") and option not in _WITH_VALUE]
+
+
+def _renaming_in_file(error: BaseException) -> str | None:
+    """What a key or a choice is called now that a YAML file names and Hydra does not find."""
+    if isinstance(error, MissingConfigException):
+        group, _, name = (error.missing_cfg_file or "").partition("/")
+        return renamed_keys.renaming(error.missing_cfg_file or "") or renamed_keys.renaming(group, name)
+    patterns = (r"full_key: (\S+)", r"Could not override '([^']+)'", r"Key '([^']+)' (?:is )?not in")
+    named = next(filter(None, (re.search(pattern, str(error)) for pattern in patterns)), None)
+    return renamed_keys.renaming(named[1]) if named else None
 
 
 def _no_choice(setting: Setting, name: str, options: Sequence[str] = ()) -> str:
@@ -224,8 +251,8 @@ def _of(given: Sequence[Setting], key: str) -> Setting | None:
 
 
 def _first(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def _meant(key: str, value: str, known: Sequence[str]) -> str:

@@ -56,9 +56,9 @@ class Distribution:
             for name, parameter in model.named_parameters()
         }
 
-    def team(self, model: Transformer, *, sync: str, reduction: fsdp.Reduction, gather: str) -> Team:
-        """What a training step asks of the other processes; from here on weights are gathered as `gather` says and
-        gradients reduced as `reduction` does.
+    def team(self, model: Transformer, *, grad_reduce: str, reduction: fsdp.Reduction, param_all_gather: str) -> Team:
+        """What a training step asks of the other processes; from here on weights are gathered as `param_all_gather`
+        says and gradients reduced as `reduction` does.
         """
         if self.mesh is None:
             return Alone(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
@@ -66,14 +66,16 @@ class Distribution:
         shards = self.mesh.group("dp_shard")
         reducer = fsdp.attach(model, reduction=reduction, shard_group=shards, replica_group=replicas)
         partial = tensor.summed_over_tp(model) if self.sizes.tp > 1 else ()
-        gathering = None if self.sizes.dp == 1 else self._gathering(model, gather)
-        return data.DataParallel(model, self.mesh, reducer, sync=sync, partial=partial, gathering=gathering)
+        gathering = None if self.sizes.dp == 1 else self._gathering(model, param_all_gather)
+        return data.DataParallel(
+            model, self.mesh, reducer, grad_reduce=grad_reduce, partial=partial, gathering=gathering
+        )
 
-    def _gathering(self, model: Transformer, gather: str) -> Gathering | None:
+    def _gathering(self, model: Transformer, param_all_gather: str) -> Gathering | None:
         assert self.mesh is not None
         parts = self.mesh.group("tp") if self.sizes.tp > 1 else None
         shards = self.mesh.group("dp_shard")
-        return Gathering.of(model, gather=gather, dtype=model.dtype, shards=shards, parts=parts)
+        return Gathering.of(model, param_all_gather=param_all_gather, dtype=model.dtype, shards=shards, parts=parts)
 
     def _holders(self, placed: Placed) -> Holders | None:
         assert self.mesh is not None

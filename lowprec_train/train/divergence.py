@@ -47,8 +47,8 @@ class TrainingDiverged(RuntimeError):
         super().__init__(
             f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
             f"{skipped} steps in a row skipped as not finite{where}, learning rate {lr:.3g}.\n"
-            f"{unsaved or saved} Try a lower peak learning rate or a longer warm-up, a smaller clip_norm, one GEMM in "
-            "higher precision (precision.override) to find the one that overflows, or a larger max_skipped."
+            f"{unsaved or saved} Try a lower peak learning rate or a longer warm-up, a smaller max_grad_norm, one GEMM "
+            "in higher precision (precision.override) to find the one that overflows, or a larger max_nonfinite_steps."
         )
         if unsaved:
             self.add_note(unsaved)
@@ -97,8 +97,8 @@ class Skips:
         """
         return [name for name, bad in zip(names, total(self._bad.float()).tolist(), strict=True) if bad]
 
-    def judge(self, steps: int, max_skipped: int, loss: float) -> None:
+    def judge(self, steps: int, max_nonfinite_steps: int, loss: float) -> None:
         """At the end of a run, of its last validation loss. Raises NothingTrained."""
         total, in_row = int(self.total), int(self.in_row)
-        if 2 * total > steps or in_row >= max_skipped or not math.isfinite(loss):
+        if 2 * total > steps or in_row >= max_nonfinite_steps or not math.isfinite(loss):
             raise NothingTrained(steps=steps, skipped=total, in_row=in_row, loss=loss)

@@ -82,8 +82,8 @@ def lost_updates(plan: Plan) -> Iterator[Fault]:
 
 
 def two_clips(plan: Plan) -> Iterator[Fault]:
-    if plan.run.optim.clip_updates and plan.run.clip_norm > 0:
-        yield Fault(what=f"optim.clip_updates=true with clip_norm={plan.run.clip_norm}")
+    if plan.run.optim.clip_updates and plan.run.max_grad_norm > 0:
+        yield Fault(what=f"optim.clip_updates=true with max_grad_norm={plan.run.max_grad_norm}")
 
 
 RULES: tuple[Rule, ...] = (
@@ -115,6 +115,6 @@ RULES: tuple[Rule, ...] = (
         severity=Severity.WARNING,
         find=two_clips,
         why="update clipping takes the place of gradient clipping; together they damp a spike twice (arXiv 2304.13013)",
-        instead="clip_norm=0",
+        instead="max_grad_norm=0",
     ),
 )

@@ -15,7 +15,7 @@ ASKED = re.compile(r"[Tt]ried to allocate (([\d.]+) (\w+))")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 ADVICE = (
     "Try a smaller micro_batch, model.recompute=selective or full, optimizer states in codes (optim=adamw_coat), "
-    "norms and activations that keep codes (precision/keep=coat), or more processes (docs/parallelism.md); "
+    "saved activations in codes (precision/saved_activations=coat), or more processes (docs/parallelism.md); "
     "`lowprec estimate` says beforehand what a configuration needs"
 )
 IN_PIECES = "Enough is free, but in pieces: PYTORCH_ALLOC_CONF=expandable_segments:True in the environment may do"

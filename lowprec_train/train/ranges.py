@@ -48,11 +48,13 @@ class Range:
 
 COUNT = Range(1, 1 << 53)
 RANGES: dict[str, Range] = {
-    **dict.fromkeys(("steps", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval", "keep"), COUNT),
-    **dict.fromkeys(("log_interval", "max_skipped"), COUNT),
+    **dict.fromkeys(
+        ("steps", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval", "checkpoint_keep"), COUNT
+    ),
+    **dict.fromkeys(("log_interval", "max_nonfinite_steps"), COUNT),
     "tokens_per_step": Range(1, LAST_TOKEN),
     "telemetry_interval": Range(1, or_zero="no telemetry"),
-    "clip_norm": Range(1e-12, 1e30, or_zero="no clipping"),
+    "max_grad_norm": Range(1e-12, 1e30, or_zero="no clipping"),
     "model.vocab_size": Range(1, 1 << 24),
     "model.dim": Range(1, 1 << 18),
     "model.layers": Range(1, 1 << 12),

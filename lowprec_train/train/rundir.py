@@ -23,6 +23,7 @@ from yaml import YAMLError
 
 from lowprec_train.config import Resume
 from lowprec_train.data.appending import write_whole
+from lowprec_train.train import renamed_keys
 from lowprec_train.train.checkpoint_folder import steps, sync
 from lowprec_train.train.digests import CheckpointError
 from lowprec_train.train.identity import comparison, default_name, differences, digest, longer
@@ -184,6 +185,7 @@ def _configuration(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file} cannot be read ({str(error).splitlines()[0]}); {RESTORE}") from error
     if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
         raise ValueError(f"{file} is {'empty' if not saved else 'no configuration of a run'}; {RESTORE}")
+    renamed_keys.refuse(saved, f"{file}", "resume=never moves the run aside and starts afresh, another name=... too")
     for key in ("steps", "checkpoint_interval", "log_interval"):
         if not isinstance(saved.get(key, None if key == "steps" else 1), int):
             raise ValueError(f"{file} has {key}: {saved.get(key)}, which is no number of steps; {RESTORE}")

@@ -27,7 +27,7 @@ from lowprec_train.precision import policy
 from lowprec_train.precision.block_keep import apply_block_keep
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import Phase
-from lowprec_train.train import build, checks
+from lowprec_train.train import build, checks, renamed_keys
 from lowprec_train.train.command_line import meant
 from lowprec_train.train.compose import composed
 from lowprec_train.train.rundir import read_object
@@ -103,6 +103,7 @@ class Trained:
         saved = self.directory / "config.yaml"
         if recipe == OF_RUN and saved.is_file():
             tree: Any = config.read_yaml(saved)
+            renamed_keys.refuse(tree, f"{saved}", "--recipe NAME, with one of configs/recipe, does not read it")
             precision = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PrecisionConfig), tree.precision))
             assert isinstance(precision, PrecisionConfig)
             return RunConfig(steps=tree.steps, precision=precision)

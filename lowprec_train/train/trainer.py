@@ -7,10 +7,10 @@
 
 Where telemetry is due, an extra pass comes before all that and leaves nothing behind (`train.telemetry`).
 
-So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_skipped` skips
-in a row the run saves and stops, and one that comes to its end without updates fails. Everything a step does depends
-on its index alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and two
-counters.
+So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After
+`max_nonfinite_steps` skips in a row the run saves and stops, and one that comes to its end without updates fails.
+Everything a step does depends on its index alone (data, draws, learning rate), so the state of a run is the model, the
+optimizer, the step and two counters.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Trainer:
         tokens_per_step: tokens of a global step, a multiple of micro_batch * seq_len: the rest is accumulation.
         micro_batch: sequences of one forward and backward.
         seq_len: tokens of a sequence.
-        clip_norm: largest global gradient norm; 0 for no clipping.
+        max_grad_norm: largest global gradient norm; 0 for no clipping.
         eval_interval: steps between evaluations; there is one at the end too.
         eval_batches: micro-batches of the validation split in an evaluation.
-        max_skipped: non-finite steps in a row after which the run saves and stops.
+        max_nonfinite_steps: non-finite steps in a row after which the run saves and stops.
         seed: the run's seed; a checkpoint of another one is refused.
         log_interval: steps between logged lines; evaluations, watched steps and the last one are always logged.
         throughput: turns the time of a step into rates; tokens per second alone if left out.
@@ -105,10 +105,10 @@ class Trainer:
         tokens_per_step: int,
         micro_batch: int,
         seq_len: int,
-        clip_norm: float,
+        max_grad_norm: float,
         eval_interval: int,
         eval_batches: int,
-        max_skipped: int,
+        max_nonfinite_steps: int,
         seed: int,
         log_interval: int = 1,
         throughput: Throughput | None = None,
@@ -122,16 +122,16 @@ class Trainer:
             tokens_per_step=tokens_per_step,
             micro_batch=micro_batch,
             seq_len=seq_len,
-            clip_norm=clip_norm,
+            max_grad_norm=max_grad_norm,
             steps=steps,
             eval_interval=eval_interval,
             eval_batches=eval_batches,
-            max_skipped=max_skipped,
+            max_nonfinite_steps=max_nonfinite_steps,
             log_interval=log_interval,
         )
         self.model, self.optimizer, self.schedule, self.draws, self.device = model, optimizer, schedule, draws, device
         self.steps, self.tokens_per_step, self.micro_batch, self.seq_len = steps, tokens_per_step, micro_batch, seq_len
-        self.clip_norm, self.max_skipped, self.seed = clip_norm, max_skipped, seed
+        self.max_grad_norm, self.max_nonfinite_steps, self.seed = max_grad_norm, max_nonfinite_steps, seed
         self.eval_interval, self.eval_batches, self.log_interval = eval_interval, eval_batches, log_interval
         self.throughput = throughput or Throughput(tokens_per_step=tokens_per_step)
         self.precision, self.team = precision, team or Alone()
@@ -201,7 +201,7 @@ class Trainer:
             if stop:
                 return "preempted"
         agreement.close()
-        self._skips.judge(self.steps, self.max_skipped, self._last_loss or self.evaluate()["valid/loss"])
+        self._skips.judge(self.steps, self.max_nonfinite_steps, self._last_loss or self.evaluate()["valid/loss"])
         return "done"
 
     def step(self) -> dict[str, Tensor | float]:
@@ -310,7 +310,7 @@ class Trainer:
     def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
         norm, squares = norm_and_squares(self.model.parameters(), self.pieces)
-        scale = ((norm + 1e-6) / (self.clip_norm or float("inf"))).clamp(min=1.0)
+        scale = ((norm + 1e-6) / (self.max_grad_norm or float("inf"))).clamp(min=1.0)
         taken = usable(loss, norm, scale)
         self.optimizer.set_lr(lr)
         self.optimizer.step(
@@ -354,7 +354,7 @@ class Trainer:
         if evaluated or rows or late.step % self.log_interval == 0:
             for sink in sinks:
                 sink.log(late.step, metrics | aggregates(rows) | evaluated)
-        if in_row >= self.max_skipped:
+        if in_row >= self.max_nonfinite_steps:
             self._stop(late.step, metrics, in_row, checkpointer)
 
     def _stop(self, step: int, metrics: Mapping[str, float], in_row: int, checkpointer: Checkpointer | None) -> None:
@@ -378,7 +378,7 @@ class Trainer:
             checkpointer.save(self.checkpoint_parts(), self.steps_done, wait=wait, only_finite=True)
 
 
-def _check(*, tokens_per_step: int, micro_batch: int, seq_len: int, clip_norm: float, **counts: int) -> None:
+def _check(*, tokens_per_step: int, micro_batch: int, seq_len: int, max_grad_norm: float, **counts: int) -> None:
     counts |= {"tokens_per_step": tokens_per_step, "micro_batch": micro_batch, "seq_len": seq_len}
     for name, value in counts.items():
         if value < 1:
@@ -389,5 +389,5 @@ def _check(*, tokens_per_step: int, micro_batch: int, seq_len: int, clip_norm: f
             f"tokens_per_step={tokens_per_step} must be a multiple of "
             f"micro_batch * seq_len = {micro_batch} * {seq_len} = {tokens}"
         )
-    if not clip_norm >= 0:
-        raise ValueError(f"clip_norm={clip_norm} must not be negative (0: no clipping)")
+    if not max_grad_norm >= 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} must not be negative (0: no clipping)")

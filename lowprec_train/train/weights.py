@@ -285,7 +285,7 @@ def check_sizes(asked: ModelConfig, weights: Weights) -> None:
     differing = [line for line in differing if line.split(".")[1].split(":")[0] not in free]
     if differing:
         lines = "\n".join(differing)
-        raise ValueError(f"the run's model is not that of weights=...; model=from/weights takes its sizes:\n{lines}")
+        raise ValueError(f"the run's model is not that of weights=...; model=from_checkpoint takes its sizes:\n{lines}")
 
 
 def shapes(model: ModelConfig) -> dict[str, torch.Size]:

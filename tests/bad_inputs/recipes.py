@@ -16,7 +16,7 @@ CASES = (
     case("recipe-twice", "train +recipe=fp4 +recipe=fp8", "recipe"),
     case("recipe-as-a-path", "train +recipe=../train", "../train"),
     case("precision-unknown", "train precision=fp16", "fp16", "bf16"),
-    case("precision-keep-unknown", "train precision/keep=codez", "codez"),
+    case("saved-activations-unknown", "train precision/saved_activations=codez", "codez"),
     case("precision-schedule-unknown", "train precision/schedule=last_quarter", "last_quarter"),
     case("override-of-bf16", "train precision.override.dgrad.a.format=E4M3", "E4M3", "quantises nothing"),
     case("override-unknown-gemm", f"{CHANGE}.bgrad.a.format=E4M3", "bgrad", "dgrad"),

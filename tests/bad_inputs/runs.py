@@ -97,7 +97,7 @@ CASES = (
     case("another-lr-under-the-same-name", "train name=good optim.lr=0.5", "optim.lr", "0.5", "good", make=unfinished),
     case(
         "many-other-keys-under-the-same-name",
-        "train name=good optim.lr=0.5 seed=7 clip_norm=2 optim.beta1=0.8 optim.beta2=0.9 optim.weight_decay=0.3",
+        "train name=good optim.lr=0.5 seed=7 max_grad_norm=2 optim.beta1=0.8 optim.beta2=0.9 optim.weight_decay=0.3",
         "seed: saved 1234, now 7",
         "and 5 more",
         "good",
@@ -141,8 +141,8 @@ CASES = (
     case("weights-of-an-absent-step", "train weights=runs/good/checkpoints/step-9", "step-9"),
     case("weights-of-a-spoiled-checkpoint", "train weights=runs/good", "runs/good", make=cut),
     case("weights-empty", "train 'weights=\"\"'", "weights"),
-    case("from-weights-without-weights", "train-as-given model=from/weights data.cache=cache", "weights"),
-    case("from-weights-absent", "train-as-given model=from/weights weights=nowhere data.cache=cache", "nowhere"),
+    case("from-weights-without-weights", "train-as-given model=from_checkpoint data.cache=cache", "weights"),
+    case("from-weights-absent", "train-as-given model=from_checkpoint weights=nowhere data.cache=cache", "nowhere"),
     case("cache-a-file", "train data.cache=lines.jsonl", "lines.jsonl"),
     case("cache-unwritable", "train data.cache=/proc/cache", "/proc/cache"),
     case(

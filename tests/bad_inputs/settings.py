@@ -101,8 +101,8 @@ TYPES = (
     case("activation-unknown", "train model.activation=relu7", "relu7", "swiglu"),
     case("positions-unknown", "train model.positions=alibi", "alibi", "rotary"),
     case("recompute-unknown", "train model.recompute=some", "some", "selective"),
-    case("sync-unknown", "train parallel.sync=never", "never", "last"),
-    case("gather-unknown", "train parallel.gather=int4", "int4", "master"),
+    case("grad-reduce-unknown", "train parallel.grad_reduce=never", "never", "last_microbatch"),
+    case("param-all-gather-unknown", "train parallel.param_all_gather=int4", "int4", "quantized"),
     case("comm-format-unknown", "train comm.format=E9M9", "E9M9", "E4M3"),
     case("name-with-a-slash", "train name=a/b", "a/b"),
     case("name-of-dots", "train name=..", ".."),
@@ -125,12 +125,12 @@ TYPES = (
     case("logger-without-a-target", "train '+logger.extra={a: 1}'", "logger.extra"),
 )
 
-POSITIVE = ("steps", "tokens_per_step", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval", "keep")
-POSITIVE += ("log_interval", "max_skipped", "data.seq_len", "data.vocab_size")
+POSITIVE = ("steps", "tokens_per_step", "micro_batch", "eval_interval", "eval_batches", "checkpoint_interval")
+POSITIVE += ("checkpoint_keep", "log_interval", "max_nonfinite_steps", "data.seq_len", "data.vocab_size")
 POSITIVE += tuple(
     f"model.{size}" for size in ("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn", "max_seq_len")
 )
-RATES = ("optim.lr", "optim.eps", "optim.beta1", "optim.beta2", "optim.weight_decay", "clip_norm")
+RATES = ("optim.lr", "optim.eps", "optim.beta1", "optim.beta2", "optim.weight_decay", "max_grad_norm")
 RATES += ("model.rope_theta", "model.norm_eps", "parallel.timeout_minutes")
 
 NUMBERS = (

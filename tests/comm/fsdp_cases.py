@@ -113,8 +113,8 @@ class Case:
     state: dict = field(default_factory=dict)
 
 
-E4M3, E5M2, BF16, FP32 = (encoded(format=name, plain=PLAIN) for name in ("E4M3", "E5M2", "BF16", "FP32"))
-SHARED = shared_scale(plain=PLAIN)
+E4M3, E5M2, BF16, FP32 = (encoded(format=name, exclude=PLAIN) for name in ("E4M3", "E5M2", "BF16", "FP32"))
+SHARED = shared_scale(exclude=PLAIN)
 FULL = {"level": torch.zeros(2, dtype=torch.int64)}  # mu = 1
 
 CASES = {

@@ -298,8 +298,8 @@ def test_head_room_is_for_a_number_of_ranks(results):
 def test_configured_reductions(choice, payload):
     assert choice in config.choices("comm")
     node = OmegaConf.load(config.directory() / "comm" / f"{choice}.yaml")
-    reduction = instantiate({**node, "plain": ["*.embedding.*"]}, _convert_="all")
-    assert (reduction.payload, reduction.plain) == (payload, ("*.embedding.*",)) and hash(reduction)
+    reduction = instantiate({**node, "exclude": ["*.embedding.*"]}, _convert_="all")
+    assert (reduction.payload, reduction.exclude) == (payload, ("*.embedding.*",)) and hash(reduction)
 
 
 def without_patterns(name):
@@ -317,6 +317,6 @@ def test_one_process_has_nothing_to_reduce(name, state):
 
 
 def test_patterns_must_match():
-    reduction = Reduction(payload=Payload(E4M3), plain=("*.weight", "*.tiny"))
+    reduction = Reduction(payload=Payload(E4M3), exclude=("*.weight", "*.tiny"))
     with pytest.raises(ValueError, match=r"'\*\.tiny'; names are blocks\.0\.weight, blocks\.0\.bias"):
         attach(nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))}), reduction=reduction, shard_group=None)

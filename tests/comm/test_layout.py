@@ -16,7 +16,7 @@ def test_rows_of_fully_shard():
     """Dimension 0 in equal parts, rounded up; vectors are not coded, nor is what a pattern names."""
     assert spans(sharded_layout(SHAPES, ranks=4)) == [(400, True), (180, True), (13, False), (1, False)]
     assert spans(sharded_layout(SHAPES)) == [(1600, True), (660, True), (50, False), (1, False)]
-    named = sharded_layout(SHAPES, ranks=4, plain=["*embedding*"])
+    named = sharded_layout(SHAPES, ranks=4, exclude=["*embedding*"])
     assert spans(named) == [(400, False), (180, True), (13, False), (1, False)]
 
 
@@ -31,7 +31,7 @@ def test_buffer_of_fully_shard():
 
 def test_what_is_refused():
     with pytest.raises(ValueError, match=r"no parameter is named 'head\*'; names are embedding.weight"):
-        sharded_layout(SHAPES, plain=["head*"])
+        sharded_layout(SHAPES, exclude=["head*"])
     with pytest.raises(ValueError, match="at least one span"):
         sharded_layout({})
     with pytest.raises(ValueError, match="at least one element, not 0"):

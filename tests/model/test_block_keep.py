@@ -25,7 +25,7 @@ from lowprec_train.recipes import coat
 from tests.recipes import MODELS, system
 
 DIM, FFN, CHOICES = 64, 96, ("none", "selective", "full")
-COAT = coat.keep().norm
+COAT = coat.saved_activations().norm
 QUANTIZERS = {
     "coat": COAT,
     "groups of 32": Quantizer(E4M3, tile=(1, 32), scale=ScaleRule.POW2),
@@ -204,7 +204,7 @@ def test_a_model_is_the_plain_one_with_its_inputs_rounded(model: str) -> None:
     """Two blocks in FP32, without FP8 GEMMs, whose codes would blow up a last bit."""
     kept, plain = (system("bf16", model) for _ in range(2))
     kept.model.dtype = plain.model.dtype = torch.float32
-    apply_block_keep(kept.model, coat.keep())
+    apply_block_keep(kept.model, coat.saved_activations())
     for _, layer in kept_inputs(plain.model):
         round_by_hook(layer, COAT)
     (loss, found), (expected_loss, expected) = loss_and_gradients(kept), loss_and_gradients(plain)
@@ -216,7 +216,7 @@ def test_a_model_is_the_plain_one_with_its_inputs_rounded(model: str) -> None:
 def test_a_policy_may_come_and_go_in_mid_run(model: str) -> None:
     one = system("fp8", model)
     results = []
-    for keep in (BlockKeep(), coat.keep(), BlockKeep(), BlockKeep(norm=COAT), coat.keep()):
+    for keep in (BlockKeep(), coat.saved_activations(), BlockKeep(), BlockKeep(norm=COAT), coat.saved_activations()):
         apply_block_keep(one.model, keep)
         results.append(loss_and_gradients(one))
     assert same(results[0], results[2]) and same(results[1], results[4])
@@ -238,10 +238,10 @@ def test_norms_and_activations_of_blocks_report_their_inputs(model: str) -> None
 @pytest.mark.parametrize("family, name", [("llama", "mlp"), ("gpt", "mlp")])
 def test_a_width_that_groups_do_not_divide_is_named(build: Any, family: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"blocks.0.{name}: groups of 16 do not divide the 88 channels"):
-        coat.keep().check(build(family, ffn=88))
+        coat.saved_activations().check(build(family, ffn=88))
     with pytest.raises(ValueError, match="blocks.0.attention_norm: groups of 48 do not divide the 64 channels"):
-        coat.keep(group=48).check(build(family))
-    coat.keep(group=32).check(build(family))
+        coat.saved_activations(group=48).check(build(family))
+    coat.saved_activations(group=32).check(build(family))
 
 
 @pytest.mark.parametrize("model", MODELS)

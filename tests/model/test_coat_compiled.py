@@ -36,7 +36,7 @@ def test_codes_are_made_in_forward_only_and_are_the_same(family: Mapping[str, An
     seen: dict[bool, list[Tensor]] = {}
     for compiled in (False, True):
         model, draws = build(fp8.recipe(), family, layers=1)
-        apply_block_keep(model, coat.keep())
+        apply_block_keep(model, coat.saved_activations())
         if compiled:
             model.compile_blocks(backend="aot_eager")
         with recorded(seen.setdefault(compiled, [])):

@@ -43,12 +43,12 @@ def kept(keep: BlockKeep) -> float:
 
 
 def test_a_block_keeps_the_sum_of_its_parts() -> None:
-    assert kept(coat.keep()) == sum(PARTS.values())
+    assert kept(coat.saved_activations()) == sum(PARTS.values())
 
 
 def test_the_policy_saves_what_it_takes() -> None:
     """Either role alone; eager layers without it keep two FP32 copies of a norm's input, and gate and up in BF16."""
-    policy, rate = coat.keep(), 4
+    policy, rate = coat.saved_activations(), 4
     norms = 2 * (2 * 4 * D + rate) - PARTS["norms"]
     activation = 2 * 2 * FFN - PARTS["activation"]
     assert kept(BlockKeep(norm=policy.norm)) == sum(PARTS.values()) + activation

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.parallel.mesh import Sizes
-from lowprec_train.parallel.wire import GATHER
+from lowprec_train.parallel.wire import PARAM_ALL_GATHER
 from lowprec_train.train import build, describe
 from lowprec_train.train.launch import World
 from tests.parallel.runs import LAYOUTS, MICRO, ROOT, SEQ, VOCAB, Walks
@@ -28,7 +28,7 @@ from tests.train.standins import Corpus
 STEPS = 3
 CPU = torch.device("cpu")
 TINY = ("model=llama_tiny", "model.layers=2", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}", "eval_batches=2")
-TINY += (f"micro_batch={MICRO}", f"steps={STEPS}", f"model.vocab_size={VOCAB}", "comm=fp32", "clip_norm=0")
+TINY += (f"micro_batch={MICRO}", f"steps={STEPS}", f"model.vocab_size={VOCAB}", "comm=fp32", "max_grad_norm=0")
 LATER = "precision.schedule.end.at=0.67"  # before the last step
 CASES = {name: (f"+recipe={name}", *([LATER] if name == "fp4_mixed" else [])) for name in SYSTEMS}
 VARIANTS = {
@@ -37,8 +37,8 @@ VARIANTS = {
     "fp8 gpt": ("+recipe=fp8", "model=gpt_tiny"),
     "int8 gpt": ("+recipe=int8_switchback", "model=gpt_tiny"),
     "zero2": ("+recipe=fp4_mixed", LATER, "parallel.reshard_after_forward=false"),
-    "each": ("+recipe=fp8", "parallel.sync=each"),
-    "each fp4": ("+recipe=fp4", "parallel.sync=each"),
+    "each": ("+recipe=fp8", "parallel.grad_reduce=every_microbatch"),
+    "each fp4": ("+recipe=fp4", "parallel.grad_reduce=every_microbatch"),
     "full": ("+recipe=nvfp4", "model.recompute=full"),
     "selective": ("+recipe=fp8", "model.recompute=selective"),
     "uneven": ("+recipe=fp8", f"model.vocab_size={VOCAB + 1}"),
@@ -78,7 +78,7 @@ def built(run, world):
 
 def trained(case: str, gather: str, sizes: Sizes, world: World) -> dict:
     """STEPS steps of two micro-batches, an evaluation after each but the first."""
-    grid = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp, "gather": gather}
+    grid = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp, "param_all_gather": gather}
     layout = [f"parallel.{key}={value}" for key, value in grid.items()]
     tokens = f"tokens_per_step={2 * MICRO * SEQ * sizes.dp}"
     trainer = built(composed(*TINY, *CASES[case], tokens, *layout), world)
@@ -150,7 +150,7 @@ def work(rank: int, directory: str, layout: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
     results = {}
     for case in AT[layout]:
-        for gather in GATHER:
+        for gather in PARAM_ALL_GATHER:
             grid = Sizes(dp_replicate=2) if case == "replicated" else sizes
             results[case, gather] = trained(case, gather, grid, world)
     torch.save(results, Path(directory) / f"rank-{rank}.pt")

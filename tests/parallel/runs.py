@@ -38,16 +38,16 @@ LAYOUTS = {
 TINY = ("model.layers=2", f"model.vocab_size={VOCAB}", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}")
 TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 SPLIT = ("model.dim=256", "model.heads=8", "model.kv_heads=4", "model.ffn=768")  # over up to four tensor-parallel ranks
-CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "clip_norm=0") for name in SYSTEMS}
+CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
 EVERYWHERE = tuple(CASES)
 CASES |= {
-    "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "clip_norm=0"),
-    "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "clip_norm=0"),
-    "clipped": ("+recipe=fp8", *SPLIT, "comm=fp32", "clip_norm=0.1"),
-    "each": ("+recipe=fp8", *SPLIT, "comm=fp32", "clip_norm=0", "parallel.sync=each"),
+    "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
+    "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
+    "clipped": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0.1"),
+    "each": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "parallel.grad_reduce=every_microbatch"),
     "zero2": ("+recipe=fp8", *SPLIT, "comm=fp32", "parallel.reshard_after_forward=false"),
     "stable": ("+recipe=bf16", *SPLIT, "comm=fp32", "optim=stable_adamw"),
-    "in bf16": ("+recipe=fp8", *SPLIT, "comm=fp32", "clip_norm=0"),
+    "in bf16": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0"),
     "own comm fp4": ("+recipe=fp4", *SPLIT),
     "own comm bf16": ("+recipe=bf16", *SPLIT),
 }

@@ -58,7 +58,7 @@ def differing(found, expected):
 
 def same(ranks, case, gather):
     for each in ranks:
-        found, expected = each[case, gather], each[case, "master"]
+        found, expected = each[case, gather], each[case, "fp32"]
         assert found["loss"] == expected["loss"] and len(found["loss"]) == STEPS
         assert found["valid"] == expected["valid"]
         assert not differing(found, expected)
@@ -73,7 +73,7 @@ def test_bf16_is_what_is_stored(seen, case):
 
 @pytest.mark.parametrize("case", timed(case for case in CASES if case not in ESTIMATED))
 def test_codes_are_what_is_stored(seen, case):
-    same(seen(case), case, "codes")
+    same(seen(case), case, "quantized")
 
 
 @pytest.mark.parametrize("case", PARTS)
@@ -82,13 +82,13 @@ def test_parts_of_parts(square, case):
     if case in ESTIMATED:
         close(square, case)
     else:
-        same(square, case, "codes")
+        same(square, case, "quantized")
 
 
 def close(ranks, case):
     """Gradients of the first step, of equal weights; then what Adam makes of a relative 1e-7."""
     for each in ranks:
-        found, expected = each[case, "codes"], each[case, "master"]
+        found, expected = each[case, "quantized"], each[case, "fp32"]
         for name, gradient in found["gradients"][0].items():
             error = (gradient - expected["gradients"][0][name]).norm()
             assert error <= BOUND * gradient.norm(), name
@@ -104,7 +104,7 @@ def test_codes_with_an_estimator(seen, case):
 
 def test_the_slope_of_the_sum(pair):
     """f'(W / s) * sum(g), with g of the straight-through recipe: the same weights, and the same codes of them."""
-    found, straight = pair[0]["fp4", "codes"], pair[0]["straight", "codes"]
+    found, straight = pair[0]["fp4", "quantized"], pair[0]["straight", "quantized"]
     how = RECIPES["fp4"]
     slopes = 0
     for name, gradient in found["gradients"][0].items():
@@ -120,15 +120,15 @@ def test_the_slope_of_the_sum(pair):
 def test_what_travelled(pair):
     """Bytes that a rank put into the first step's gathers, by dtype: as `wire` says, a head once a micro-batch."""
     for case in ("fp8", "fp4", "nvfp4", "fp4_mixed", "fp8_rowwise", "each"):
-        master, bf16, codes = (pair[0][case, gather]["sent"][0] for gather in ("master", "bf16", "codes"))
+        master, bf16, codes = (pair[0][case, gather]["sent"][0] for gather in ("fp32", "bf16", "quantized"))
         assert set(master) == {torch.float32} and set(bf16) == {torch.float32, torch.bfloat16}
         embedding = bf16[torch.float32]
         assert bf16[torch.bfloat16] == (master[torch.float32] - embedding) / 2
-        wires = pair[0][case, "codes"]["wires"]
+        wires = pair[0][case, "quantized"]["wires"]
         blocks, head = 4 * sum(size for name, size in wires.items() if name != "head"), 2 * wires["head"]
         assert codes[torch.float32] == embedding
         assert codes.get(torch.uint8, 0) + codes[torch.bfloat16] == blocks + head, case
-    fp8, fp4 = (pair[0][case, "codes"]["sent"][0][torch.uint8] for case in ("fp8", "fp4"))
+    fp8, fp4 = (pair[0][case, "quantized"]["sent"][0][torch.uint8] for case in ("fp8", "fp4"))
     numbers = pair[0]["fp8", "bf16"]["sent"][0][torch.bfloat16] // 2 - 2 * 64 * 128 // 2
     assert fp8 == numbers, "a byte a number: the scale is known"
     assert numbers / 2 < fp4 < 0.55 * numbers, "half a byte, and four a row"
@@ -136,9 +136,9 @@ def test_what_travelled(pair):
 
 def test_a_run_says_what_travels(pair):
     """What run.json will hold of each layer."""
-    assert pair[0]["fp4", "master"]["gathered"] == {}
+    assert pair[0]["fp4", "fp32"]["gathered"] == {}
     assert set(pair[0]["fp4", "bf16"]["gathered"].values()) == {"bfloat16, 2 bytes a number"}
-    down = {recipe: pair[0][recipe, "codes"]["gathered"]["blocks.0.mlp.down"] for recipe in ("fp4", "fp8")}
+    down = {recipe: pair[0][recipe, "quantized"]["gathered"]["blocks.0.mlp.down"] for recipe in ("fp4", "fp8")}
     assert down["fp4"].startswith("codes E2M1") and " 0.5" in down["fp4"]
     assert down["fp8"].startswith("codes E4M3") and down["fp8"].endswith(", 1 bytes a number")
 
@@ -146,7 +146,7 @@ def test_a_run_says_what_travels(pair):
 def test_a_phase_changes_what_travels(pair):
     """fp4_mixed: FP8 codes of attention until the last step, which is BF16 throughout; evaluated before and after."""
     for case, gathers in (("fp4_mixed", 4), ("zero2", 2)):
-        first, second, last = (each.get(torch.uint8, 0) for each in pair[0][case, "codes"]["sent"])
+        first, second, last = (each.get(torch.uint8, 0) for each in pair[0][case, "quantized"]["sent"])
         assert first == second, "units that mix codes and values travel as bytes"
         assert last == first / gathers, "those of the evaluation before the last step; those of the step as BF16"
 
@@ -154,29 +154,29 @@ def test_a_phase_changes_what_travels(pair):
 def test_one_agreement_a_step(pair, square):
     """Maxima of all weights in one all-reduce for each axis that cuts them, before each step and each evaluation."""
     prepared = STEPS + STEPS - 1
-    assert pair[0]["fp8", "codes"]["agreements"] == prepared
-    assert pair[0]["fp4", "codes"]["agreements"] == 0, "rows are whole"
+    assert pair[0]["fp8", "quantized"]["agreements"] == prepared
+    assert pair[0]["fp4", "quantized"]["agreements"] == 0, "rows are whole"
     assert pair[0]["fp8", "bf16"]["agreements"] == 0
-    assert square[0]["fp8", "codes"]["agreements"] == 2 * prepared
-    assert square[0]["fp4", "codes"]["agreements"] == prepared, "row-parallel rows lie on both ranks"
+    assert square[0]["fp8", "quantized"]["agreements"] == 2 * prepared
+    assert square[0]["fp4", "quantized"]["agreements"] == prepared, "row-parallel rows lie on both ranks"
 
 
 def test_telemetry_sees_the_codes(pair):
     """Of the weight, this rank's part, where it is rounded."""
-    stored, codes = pair[0]["watched", "master"]["rows"], pair[0]["watched", "codes"]["rows"]
+    stored, codes = pair[0]["watched", "fp32"]["rows"], pair[0]["watched", "quantized"]["rows"]
     assert codes == stored and ("blocks.0.mlp.down", "fprop", "b") in codes
 
 
 @pytest.mark.parametrize("case", timed(["compiled", "compiled fp4"]))
 def test_blocks_share_a_graph(seen, case):
-    counts = {gather: seen(case)[0][case, gather]["graphs"] for gather in ("master", "bf16", "codes")}
+    counts = {gather: seen(case)[0][case, gather]["graphs"] for gather in ("fp32", "bf16", "quantized")}
     assert len(set(counts.values())) == 1, counts
 
 
 def test_all_ranks_agree(pair, square):
     for ranks, at in ((pair, "dp2"), (square, "dp2-tp2")):
         for case in AT[at]:
-            for gather in ("master", "bf16", "codes"):
+            for gather in ("fp32", "bf16", "quantized"):
                 assert all(each[case, gather]["loss"] == ranks[0][case, gather]["loss"] for each in ranks)
 
 
@@ -187,7 +187,7 @@ def test_all_ranks_agree(pair, square):
 def test_which_recipes_take_codes(recipe):
     """Those whose every GEMM takes the weight as fprop's codes."""
     assert (weight_codes(RECIPES[recipe]) is not None) == (recipe in CODED)
-    form = wire(RECIPES[recipe], (512, 256), shards=2, gather="codes")
+    form = wire(RECIPES[recipe], (512, 256), shards=2, param_all_gather="quantized")
     assert (form.quantizer is not None) == (recipe in CODED)
 
 
@@ -213,10 +213,12 @@ def test_stochastic_weights_stay_values():
     ],
 )
 def test_bytes_of_a_part(recipe, shape, shards, sent):
-    form = wire(RECIPES.get(recipe), shape, shards=shards, gather="codes")
+    form = wire(RECIPES.get(recipe), shape, shards=shards, param_all_gather="quantized")
     assert form.bytes == sent
     assert gathered_bytes([form, form], shards=shards, times=3) == 3 * (shards - 1) * 2 * sent
-    assert wire(RECIPES.get(recipe), shape, shards=shards, gather="master").bytes == 4 * form.rows * form.columns
+    assert (
+        wire(RECIPES.get(recipe), shape, shards=shards, param_all_gather="fp32").bytes == 4 * form.rows * form.columns
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,14 +239,17 @@ def test_one_maximum_must_do(how, split, coded):
     """Where codes would need two rounds of agreement, values travel."""
     recipe = override(RECIPES["fp4"], {"estimator": None})
     recipe = type(recipe)(fprop=type(recipe.fprop)(a=recipe.fprop.a, b=how), dgrad=recipe.dgrad, wgrad=recipe.wgrad)
-    assert (wire(recipe, (64, 64), shards=2, gather="codes", split=split).quantizer is not None) == coded
+    assert (wire(recipe, (64, 64), shards=2, param_all_gather="quantized", split=split).quantizer is not None) == coded
 
 
 def test_unknown_form():
-    with pytest.raises(ValueError, match="parallel.gather='fp8' is not one of master, bf16, codes"):
-        wire(RECIPES["fp8"], (8, 8), shards=2, gather="fp8")
+    with pytest.raises(ValueError, match="parallel.param_all_gather='fp8' is not one of fp32, bf16, quantized"):
+        wire(RECIPES["fp8"], (8, 8), shards=2, param_all_gather="fp8")
 
 
 def test_says_what_travels():
-    assert str(wire(RECIPES["fp8"], (64, 64), shards=2, gather="codes")) == "codes E4M3[*x*] POW2, 1 bytes a number"
-    assert str(wire(RECIPES["mxfp4"], (64, 64), shards=2, gather="codes")) == "bfloat16, 2 bytes a number"
+    assert (
+        str(wire(RECIPES["fp8"], (64, 64), shards=2, param_all_gather="quantized"))
+        == "codes E4M3[*x*] POW2, 1 bytes a number"
+    )
+    assert str(wire(RECIPES["mxfp4"], (64, 64), shards=2, param_all_gather="quantized")) == "bfloat16, 2 bytes a number"

@@ -18,7 +18,7 @@ ORDER = 1e-3  # FP32 sums in another order, which now and then tip a rounding: o
 TIPPED = 4e-3  # the same with four-bit codes, whose steps are 17 % to 50 % of a value
 BF16 = 1e-2  # half a unit of 2^-8 in every residual addition, through five optimizer steps
 WIRE = 5e-3  # 2.6 % of noise in each update
-EXACT = [case for case, overrides in CASES.items() if {"comm=fp32", "clip_norm=0"} <= set(overrides)]
+EXACT = [case for case, overrides in CASES.items() if {"comm=fp32", "max_grad_norm=0"} <= set(overrides)]
 FOUR_BITS = ("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "nvfp4")
 
 

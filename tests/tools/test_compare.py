@@ -165,13 +165,13 @@ def test_unigram_entropy_verdict(make_run, capsys, entropy, below):
 
 def test_configuration_differences(make_run):
     runs = [
-        make_run("bf16", losses(), config="optim: {lr: 0.001}\nkeep: 2\nrun_root: a\n"),
-        make_run("fp4", losses(), config="optim: {lr: 0.002}\nkeep: 3\nrun_root: b\ncomm: {payload: fp8}\n"),
+        make_run("bf16", losses(), config="optim: {lr: 0.001}\ncheckpoint_keep: 2\nrun_root: a\n"),
+        make_run("fp4", losses(), config="optim: {lr: 0.002}\ncheckpoint_keep: 3\nrun_root: b\ncomm: {payload: fp8}\n"),
     ]
     _, found = report(runs)
     assert found["differences"] == {
         "comm.payload": {"bf16": "(absent)", "fp4": "fp8"},
-        "keep": {"bf16": 2, "fp4": 3},
+        "checkpoint_keep": {"bf16": 2, "fp4": 3},
         "optim.lr": {"bf16": 0.001, "fp4": 0.002},
         "precision.name": {"bf16": "bf16", "fp4": "fp4"},
     }

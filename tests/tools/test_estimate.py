@@ -148,7 +148,7 @@ def test_sharding_divides_what_stands():
 def test_late_sums_keep_whole_gradients():
     """In FP32, all of them, from the first of several micro-batches on."""
     more = ("parallel.dp_shard=4", "tokens_per_step=2048")
-    late, each = (needed(*more, f"parallel.sync={sync}") for sync in ("last", "each"))
+    late, each = (needed(*more, f"parallel.grad_reduce={when}") for when in ("last_microbatch", "every_microbatch"))
     matrices = sum(w.shape[0] * w.shape[1] for w in subject().weights if w.matrix)
     assert late.peak[1]["gradients"] == 4 * matrices
     assert each.peak[1]["gradients"] == pytest.approx(matrices, rel=0.02)
@@ -173,7 +173,7 @@ def test_gradients_are_sent_in_the_payload():
         assert found["gradients between replicas"] == pytest.approx(0.25 * size * matrices, rel=1e-3)
 
 
-MASTER = ("parallel.dp_shard=4", "tokens_per_step=1024", "parallel.gather=master")
+MASTER = ("parallel.dp_shard=4", "tokens_per_step=1024", "parallel.param_all_gather=fp32")
 
 
 def test_weights_are_gathered_twice_where_they_are_given_back():
@@ -187,10 +187,10 @@ def test_weights_are_gathered_twice_where_they_are_given_back():
     assert stays["parameters gathered"] == 2 * 0.75 * (sizes[True] + sizes[False])
 
 
-@pytest.mark.parametrize(("gather", "sent_size", "kept_size"), [("master", 4, 1), ("bf16", 2, 1), ("codes", 1, 0)])
+@pytest.mark.parametrize(("gather", "sent_size", "kept_size"), [("fp32", 4, 1), ("bf16", 2, 1), ("quantized", 1, 0)])
 def test_weights_travel_as_they_are_asked_to(gather, sent_size, kept_size):
     """A block's weights as bytes a number; and what its layers keep of them: codes, unless codes are what came."""
-    layers = [("compile='off'", "+recipe=fp8", "parallel.dp_shard=4", f"parallel.gather={gather}")]
+    layers = [("compile='off'", "+recipe=fp8", "parallel.dp_shard=4", f"parallel.param_all_gather={gather}")]
     layers.append((*layers[0], "model.layers=3"))
     (one, two), (_, three) = (sent(*overrides) for overrides in layers)
     block = sum(w.shape[0] * w.shape[1] for w in one.weights if w.unit == "blocks.0" and w.matrix)
@@ -200,7 +200,8 @@ def test_weights_travel_as_they_are_asked_to(gather, sent_size, kept_size):
 
 def test_summing_each_micro_batch_sends_as_often():
     (_, last), (_, each) = (
-        sent("parallel.dp_shard=4", "tokens_per_step=2048", f"parallel.sync={sync}") for sync in ("last", "each")
+        sent("parallel.dp_shard=4", "tokens_per_step=2048", f"parallel.grad_reduce={when}")
+        for when in ("last_microbatch", "every_microbatch")
     )
     assert each["gradients scattered"] == 4 * last["gradients scattered"]
 
@@ -265,7 +266,7 @@ def test_text_is_for_people(capsys):
     [
         (["parallel.tp=3", "--gpus", "8"], "3 does not divide 8 processes"),
         (["parallel.dp_shard=16", "--gpus", "8"], "need 16 processes"),
-        (["parallel.sync=never"], "sync='never' is not one of last, each"),
+        (["parallel.grad_reduce=never"], "grad_reduce='never' is not one of last_microbatch, every_microbatch"),
         (["model=llama_9b"], "llama_9b"),
     ],
 )

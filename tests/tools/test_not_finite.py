@@ -92,7 +92,7 @@ def test_weights_that_overflow_under_a_recipe(made, capsys, tmp_path):
 
 
 def test_the_first_weights_of_a_run(made):
-    run = composed("+recipe=bf16", *MODEL, f"weights={made.run}", "model=from/weights")
+    run = composed("+recipe=bf16", *MODEL, f"weights={made.run}", "model=from_checkpoint")
     assert dataclasses.is_dataclass(run)
     with pytest.raises(ValueError, match="holds NaN or infinity"):
         opened = build.first_weights(run, made.run.parent / "none")

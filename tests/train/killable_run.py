@@ -50,7 +50,7 @@ class Troubled(Checkpointer):
 
 
 def run(directory, *, keep=2, pause=0.0, step_pause=0.0, limit=0, limit_from=0, asynchronous=True):
-    trainer = make_trainer(steps=30, poison=[4, 11], max_skipped=5)
+    trainer = make_trainer(steps=30, poison=[4, 11], max_nonfinite_steps=5)
     checkpointer = Troubled(directory / "checkpoints", interval=3, keep=keep, asynchronous=asynchronous)
     checkpointer.pause, checkpointer.limit, checkpointer.limit_from = pause, limit, limit_from
     resumed = checkpointer.load(trainer.checkpoint_parts()) or 0

@@ -118,10 +118,10 @@ def make_trainer(*, steps=12, poison=(), tied=False, dim=12, seed=SEED, device="
         "tokens_per_step": 8 * SEQ,
         "micro_batch": 4,
         "seq_len": SEQ,
-        "clip_norm": 1.0,
+        "max_grad_norm": 1.0,
         "eval_interval": 5,
         "eval_batches": 2,
-        "max_skipped": 3,
+        "max_nonfinite_steps": 3,
         "seed": seed,
     }
     return Trainer(**(arguments | changes))

@@ -45,7 +45,7 @@ def test_which_steps_are_usable():
 
 
 def test_a_gradient_whose_square_overflows_is_skipped():
-    trainer = make_trainer(clip_norm=0)
+    trainer = make_trainer(max_grad_norm=0)
     before = bits(trainer)
     trainer.model.head.weight.register_hook(lambda gradient: gradient + 1e19)
     metrics = trainer.step()
@@ -72,7 +72,7 @@ def test_a_run_without_an_update_fails_also_when_it_is_started_again(tmp_path):
 
     for _ in range(2):
         with pytest.raises(NothingTrained, match="all 4 steps were skipped as not finite, and no weight has moved"):
-            run(poison=range(4), max_skipped=5)
+            run(poison=range(4), max_nonfinite_steps=5)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_a_run_that_did_not_learn_fails_also_when_it_is_started_again(tmp_path, 
 
 
 def test_a_run_that_ends_in_skipped_steps_fails_also_when_it_is_started_again(tmp_path):
-    def run(max_skipped):
-        trainer = make_trainer(steps=6, poison=(3, 4, 5), max_skipped=max_skipped)
+    def run(max_nonfinite_steps):
+        trainer = make_trainer(steps=6, poison=(3, 4, 5), max_nonfinite_steps=max_nonfinite_steps)
         checkpointer = Checkpointer(tmp_path, interval=1, keep=1)
         checkpointer.load(trainer.checkpoint_parts())
         return trainer.fit(sinks=[], checkpointer=checkpointer)

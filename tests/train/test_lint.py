@@ -47,7 +47,7 @@ CASES_OF_TRAINING = {
     "fp8-second-moment": ("optim/moment@optim.second_moment=e4m3",),
     "stalled-moments": ("+recipe=coat", "optim.beta2=0.999"),
     "lost-updates": ("optim/master=fp16_nearest", "optim.lr=2e-5"),
-    "two-clips": ("+recipe=int8_switchback", "clip_norm=1.0"),
+    "two-clips": ("+recipe=int8_switchback", "max_grad_norm=1.0"),
 }
 ERRORS = {"floor-clips", "ceil-headroom", "scale-per-step", "fp8-second-moment"}
 BF16_SPEED = {"nvfp4"}  # its block scales do not fold (docs/recipes/)

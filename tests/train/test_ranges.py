@@ -39,7 +39,7 @@ def outside():
         yield from ((key, value) for value in dict.fromkeys(values))
 
 
-FLOATS = {"clip_norm", "model.rope_theta", "model.norm_eps", "parallel.timeout_minutes"}
+FLOATS = {"max_grad_norm", "model.rope_theta", "model.norm_eps", "parallel.timeout_minutes"}
 FLOATS |= {f"optim.{key}" for key in ("lr", "beta1", "beta2", "eps", "weight_decay")}
 
 
@@ -71,7 +71,7 @@ def test_outside(run, key, value):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("clip_norm", 0),
+        ("max_grad_norm", 0),
         ("telemetry_interval", 0),
         ("optim.beta1", 0),
         ("optim.weight_decay", 0),

@@ -10,7 +10,7 @@ from lowprec_train.train import ranks
 from lowprec_train.train.launch import World
 from lowprec_train.train.ranks import Ranks
 
-SAME = {"clip_norm": 1.0, "name": "a", "parallel.timeout_minutes": 10.0}
+SAME = {"max_grad_norm": 1.0, "name": "a", "parallel.timeout_minutes": 10.0}
 
 
 def outcomes(made):
@@ -42,7 +42,7 @@ def test_ranks_that_agree_go_on():
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"clip_norm": 0.5}, "clip_norm: 1.0 on ranks 0 and 2-3; 0.5 on rank 1"),
+        ({"max_grad_norm": 0.5}, "max_grad_norm: 1.0 on ranks 0 and 2-3; 0.5 on rank 1"),
         ({"name": "b"}, "name: a on ranks 0 and 2-3; b on rank 1"),
         ({"parallel.timeout_minutes": 0.5}, "parallel.timeout_minutes: 10.0 on ranks 0 and 2-3; 0.5 on rank 1"),
         ({"torch": "2.11.0"}, "torch: (absent) on ranks 0 and 2-3; 2.11.0 on rank 1"),

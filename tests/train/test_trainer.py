@@ -28,7 +28,7 @@ def fit(trainer, **arguments):
 def test_steps_equal_a_plain_loop_with_torchs_clip_and_adamw():
     """Ten steps against the loop that everybody writes: one big batch, clip_grad_norm_, AdamW. Clipping divides
     instead of multiplying: 1e-6."""
-    trainer = make_trainer(steps=10, micro_batch=8, clip_norm=0.5)
+    trainer = make_trainer(steps=10, micro_batch=8, max_grad_norm=0.5)
     _, sink = fit(trainer)
     noise = Noise()
     model = Model(noise=noise)
@@ -174,7 +174,7 @@ def test_infinite_gradient_with_a_finite_loss_is_skipped():
 
 
 def test_divergence_saves_and_stops_with_the_numbers(tmp_path):
-    trainer = make_trainer(steps=30, poison=[3, 6, 7, 8, 9], max_skipped=3)
+    trainer = make_trainer(steps=30, poison=[3, 6, 7, 8, 9], max_nonfinite_steps=3)
     states = {}
 
     def remember():
@@ -185,7 +185,7 @@ def test_divergence_saves_and_stops_with_the_numbers(tmp_path):
     with pytest.raises(TrainingDiverged, match=r"step 9: loss nan, gradient norm nan, 3 steps in a row") as caught:
         trainer.fit(sinks=[], checkpointer=checkpointer, should_stop=remember)
     assert (caught.value.step, caught.value.skipped) == (9, 3) and "learning rate" in str(caught.value)
-    restored = make_trainer(steps=30, max_skipped=3)
+    restored = make_trainer(steps=30, max_nonfinite_steps=3)
     assert checkpointer.load(restored.checkpoint_parts()) == 10  # found out one step late
     learned = {k: v for k, v in bits(restored).items() if not k.startswith("trainer.")}
     assert same(learned, {k: v for k, v in states[6].items() if not k.startswith("trainer.")})
@@ -205,7 +205,7 @@ def test_divergence_without_room_to_save_says_both(tmp_path):
 
 
 def test_skips_apart_from_each_other_do_not_stop_a_run():
-    outcome, sink = fit(make_trainer(steps=12, poison=[1, 2, 4, 5, 7, 8], max_skipped=3))
+    outcome, sink = fit(make_trainer(steps=12, poison=[1, 2, 4, 5, 7, 8], max_nonfinite_steps=3))
     assert outcome == "done" and sink.lines[-1]["train/skipped"] == 6
 
 
@@ -258,11 +258,11 @@ def test_batch_without_a_target_is_harmless():
     [
         ({"tokens_per_step": 100}, "tokens_per_step=100 must be a multiple of micro_batch \\* seq_len = 4 \\* 8 = 32"),
         ({"micro_batch": 0}, "micro_batch=0"),
-        ({"max_skipped": 0}, "max_skipped=0"),
+        ({"max_nonfinite_steps": 0}, "max_nonfinite_steps=0"),
         ({"eval_interval": 0}, "eval_interval=0"),
         ({"log_interval": 0}, "log_interval=0"),
-        ({"clip_norm": -1.0}, "clip_norm=-1.0"),
-        ({"clip_norm": math.nan}, "clip_norm=nan"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
+        ({"max_grad_norm": math.nan}, "max_grad_norm=nan"),
     ],
 )
 def test_bad_numbers_are_named(changes, complaint):
@@ -271,7 +271,7 @@ def test_bad_numbers_are_named(changes, complaint):
 
 
 def test_clip_norm_zero_does_not_clip():
-    free, loose = (fit(make_trainer(clip_norm=clip))[1].column("train/loss") for clip in (0, 1e30))
+    free, loose = (fit(make_trainer(max_grad_norm=clip))[1].column("train/loss") for clip in (0, 1e30))
     assert free == loose
 
 

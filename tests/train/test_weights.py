@@ -220,7 +220,7 @@ def test_pretraining_goes_on_from_an_imported_model(learnt, recipe, within):
 
     there = transformers.AutoModelForCausalLM.from_pretrained(learnt / "there").eval()
     wanted = loss_of_first_step(lambda tokens: there(tokens).logits)
-    overrides = (f"+recipe={recipe}", f"weights={learnt / 'in'}", "model=from/weights")
+    overrides = (f"+recipe={recipe}", f"weights={learnt / 'in'}", "model=from_checkpoint")
     run = composed(*overrides, *TINY[3:])
     trainer = trainer_of(*overrides, first=build.first_weights(run, learnt / "none"))
     begun = float(trainer.step()["train/loss"])
@@ -239,7 +239,7 @@ def test_a_run_with_a_checkpoint_needs_its_first_weights_no_more(learnt):
 
 def test_a_run_begins_again_where_it_has_begun(learnt):
     """Not with what the run that it took its weights from has learnt since."""
-    run = composed(f"weights={learnt / 'run'}", "model=from/weights", "data.seq_len=64")
+    run = composed(f"weights={learnt / 'run'}", "model=from_checkpoint", "data.seq_len=64")
     opened = build.first_weights(run, learnt / "none")
     assert build.begun_with(opened, {})["weights_step"] == opened.step == STEP
     with pytest.raises(ValueError, match=f"step-{STEP - 1}"):
@@ -251,7 +251,7 @@ def test_a_run_begins_again_where_it_has_begun(learnt):
 def test_sizes_are_taken_from_weights(learnt):
     wanted = model_of(learnt / "run")
     for path in (learnt / "run", learnt / "run" / "checkpoints" / f"step-{STEP}", learnt / "in"):
-        found = composed(f"weights={path}", "model=from/weights", "data.seq_len=64").model
+        found = composed(f"weights={path}", "model=from_checkpoint", "data.seq_len=64").model
         assert asdict(found) | {"name": ""} == asdict(wanted) | {"name": ""}
     with pytest.raises(Exception, match="takes its sizes from weights=..., which is null"):
-        composed("model=from/weights")
+        composed("model=from_checkpoint")

@@ -56,7 +56,13 @@ class Work:
     def hydra(self) -> list[str]:
         """Overrides of `train.yaml`: one micro-batch a step."""
         shape = [f"micro_batch={self.batch}", f"data.seq_len={self.seq_len}", f"tokens_per_step={self.tokens}"]
-        return [*model_overrides(self.model), *shape, f"clip_norm={self.clip}", f"seed={self.seed}", *self.overrides]
+        return [
+            *model_overrides(self.model),
+            *shape,
+            f"max_grad_norm={self.clip}",
+            f"seed={self.seed}",
+            *self.overrides,
+        ]
 
     @cached_property
     def sizes(self) -> dict[str, int]:

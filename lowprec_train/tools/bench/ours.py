@@ -104,9 +104,9 @@ def own_adamw(run: RunConfig, module: nn.Module) -> Update:
 
     def update() -> None:
         grad_scale, found_inf = None, None
-        if run.clip_norm:
+        if run.max_grad_norm:
             norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-            grad_scale, found_inf = ((norm + 1e-6) / run.clip_norm).clamp(min=1.0), (~norm.isfinite()).float()
+            grad_scale, found_inf = ((norm + 1e-6) / run.max_grad_norm).clamp(min=1.0), (~norm.isfinite()).float()
         optimizer.step(grad_scale=grad_scale, found_inf=found_inf)
         optimizer.zero_grad(set_to_none=True)
 

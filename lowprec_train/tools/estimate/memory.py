@@ -167,7 +167,7 @@ class Gradients:
     def __init__(self, subject: Subject, reduction: Reduction) -> None:
         self._subject, self._reduction, self._sizes = subject, reduction, subject.sizes
         several = subject.micro_batches > 1
-        late = several and self._sizes.dp > 1 and subject.run.parallel.sync == "last"
+        late = several and self._sizes.dp > 1 and subject.run.parallel.grad_reduce == "last_microbatch"
         whole = FP32 * self._elements(subject.weights) if late else self._parts(subject.weights)
         self.standing = whole if several else 0
 

@@ -34,7 +34,7 @@ def estimate(run: RunConfig, gpus: int | None = None, count: Count = kept_bytes)
         "compiled": subject.compiled,
         "sizes": asdict(subject.sizes) | {"gpus": subject.sizes.processes},
         "reshard_after_forward": run.parallel.reshard_after_forward,
-        "sync": run.parallel.sync,
+        "grad_reduce": run.parallel.grad_reduce,
         "parameters": total,
         "micro_batch_tokens": subject.tokens,
         "micro_batches": subject.micro_batches,

@@ -25,7 +25,7 @@ from lowprec_train.precision.gathered import Gathered, of_codes
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.ranks import MetaRanks
-from lowprec_train.train import build
+from lowprec_train.train import build, checks
 
 META = torch.device("meta")
 DTYPES = {4: torch.float32, 2: torch.bfloat16}  # of parameters, by bytes
@@ -73,8 +73,7 @@ class Subject:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", MetaRanks(count=self.sizes.tp))
-        if self.run.parallel.sync not in ("last", "each"):
-            raise ValueError(f"parallel.sync={self.run.parallel.sync!r} is not one of last, each")
+        checks.choices(self.run.parallel)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -161,10 +160,10 @@ class Subject:
     def way(self, weight: Weight) -> Wire | None:
         """How a linear layer's weight is gathered; None for what comes as it is stored."""
         recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
-        gather = self.run.parallel.gather if self.sizes.dp > 1 else "master"
+        gather = self.run.parallel.param_all_gather if self.sizes.dp > 1 else "fp32"
         rows, columns = (*weight.part(self.sizes.tp), 1)[:2]
-        found = wire(recipe, (rows, columns), shards=self.sizes.dp_shard, gather=gather, split=weight.cut)
-        return None if gather == "master" or recipe is None or not weight.matrix else found
+        found = wire(recipe, (rows, columns), shards=self.sizes.dp_shard, param_all_gather=gather, split=weight.cut)
+        return None if gather == "fp32" or recipe is None or not weight.matrix else found
 
     def sent_bytes(self, weight: Weight) -> int:
         """What this rank sends to each of the others when a weight is gathered."""
@@ -205,7 +204,7 @@ class Subject:
 
 
 def arrived(linear: Linear, way: Wire) -> Gathered:
-    """What `parallel.gather` gives to a layer, without memory."""
+    """What `parallel.param_all_gather` gives to a layer, without memory."""
     shape = linear.weight.shape
     leaf = torch.zeros((), dtype=linear.weight.dtype, device=META).expand(shape).requires_grad_()
     values = torch.empty(shape, dtype=way.dtype, device=META, requires_grad=linear.recipe.is_identity)

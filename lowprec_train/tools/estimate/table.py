@@ -13,19 +13,18 @@ from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
 from lowprec_train.tools.estimate.subject import Subject
 
 WORK = ("model=llama_7b", "micro_batch=1", "data.seq_len=2048", "tokens_per_step=4194304")
+EACH = ("parallel.dp_shard=8", "parallel.grad_reduce=every_microbatch")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "shard 8": ("parallel.dp_shard=8",),
-    "shard 8, sync each": ("parallel.dp_shard=8", "parallel.sync=each"),
-    "shard 8, sync each, weights stay": (
-        *("parallel.dp_shard=8", "parallel.sync=each"),
-        "parallel.reshard_after_forward=false",
-    ),
-    "shard 8, sync each, gather codes": ("parallel.dp_shard=8", "parallel.sync=each", "parallel.gather=codes"),
-    "shard 8, sync each, recompute full": ("parallel.dp_shard=8", "parallel.sync=each", "model.recompute=full"),
-    "replicate 8, shard 8, sync each": ("parallel.dp_replicate=8", "parallel.dp_shard=8", "parallel.sync=each"),
-    "shard 4, tp 2, sync each": ("parallel.dp_shard=4", "parallel.tp=2", "parallel.sync=each"),
+    "shard 8, every micro-batch": EACH,
+    "shard 8, every micro-batch, ZeRO-2": (*EACH, "parallel.reshard_after_forward=false"),
+    "shard 8, every micro-batch, quantized all-gather": (*EACH, "parallel.param_all_gather=quantized"),
+    "shard 8, every micro-batch, full recompute": (*EACH, "model.recompute=full"),
+    "replicate 8, shard 8, every micro-batch": (*EACH, "parallel.dp_replicate=8"),
+    "shard 4, tp 2, every micro-batch": ("parallel.dp_shard=4", "parallel.tp=2", EACH[1]),
     "replicate 16, shard 8, tp 8": ("parallel.dp_replicate=16", "parallel.dp_shard=8", "parallel.tp=8"),
 }
+"""`every micro-batch`: when gradients are reduced."""
 RECIPES = ("bf16", "coat", "fp4")
 KINDS = ("parameters", "gradients", "tensor parallel")  # what is sent, by the first words of its name
 

@@ -39,7 +39,7 @@ def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
 def layout(matrices: Sequence[Weight], over: Sizes, reduction: Reduction) -> Layout:
     """A row of a unit's reduce-scatter."""
     shapes = {weight.name: torch.empty(weight.part(over.tp), device=META) for weight in matrices}
-    return unit_layout(shapes, over.dp_shard, reduction.plain)
+    return unit_layout(shapes, over.dp_shard, reduction.exclude)
 
 
 def traffic(subject: Subject, reduction: Reduction) -> Bytes:
@@ -68,7 +68,7 @@ def gradients(subject: Subject, reduction: Reduction, sent_by, ranks: int) -> in
     if ranks == 1:
         return 0
     rows = (layout(unit, subject.sizes, reduction) for unit in units(w for w in subject.weights if w.matrix).values())
-    sums = subject.micro_batches if subject.run.parallel.sync == "each" else 1
+    sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
     return sums * sum(sent_by(reduction.payload, row, ranks) for row in rows)
 
 

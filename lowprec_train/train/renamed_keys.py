@@ -1,0 +1,83 @@
+"""Configuration keys and values that were renamed before the first release, and the error that names the new ones.
+
+An old name is never taken for the new one: a run would be saved under keys that its user did not write. It is refused
+on the command line, in YAML files, and in the config.yaml of a run directory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+KEYS: dict[str, str] = {
+    "clip_norm": "max_grad_norm",
+    "max_skipped": "max_nonfinite_steps",
+    "keep": "checkpoint_keep",
+    "parallel.sync": "parallel.grad_reduce",
+    "parallel.gather": "parallel.param_all_gather",
+    "comm.plain": "comm.exclude",
+    "precision.keep": "precision.saved_activations",
+    "precision.schedule.*.keep": "precision.schedule.*.saved_activations",
+}
+"""Old key -> new key, for the key itself and all below it. `*` is any name."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "parallel.grad_reduce": {"last": "last_microbatch", "each": "every_microbatch"},
+    "parallel.param_all_gather": {"master": "fp32", "codes": "quantized"},
+    "model": {"from/weights": "from_checkpoint"},
+}
+"""New key -> {old value: new value}."""
+
+
+def new_key(key: str) -> str | None:
+    """The new name of an old key, or of one below an old key; None for any other. `precision/keep` is a key too, and
+    `precision/keep@precision.keep` is two.
+    """
+    parts = [(part, _new_name(part)) for part in key.split("@")]
+    return "@".join(new or part for part, new in parts) if any(new for _, new in parts) else None
+
+
+def renaming(key: str, value: str | None = None) -> str | None:
+    """`keep=3 is now checkpoint_keep=3`; None where neither key nor value was renamed. value: None for a key alone."""
+    now = new_key(key) or key
+    given = value.strip("'\"") if value is not None else None
+    new_value = VALUES.get(now, {}).get(given, value) if given is not None else None
+    if (now, new_value) == (key, value):
+        return None
+    return f"{_shown(key, value)} is now {_shown(now, new_value)}"
+
+
+def refusal(renamings: Iterable[str | None]) -> str | None:
+    """One sentence for all renamings that there are; None without any."""
+    found = [each for each in renamings if each]
+    return f"renamed configuration keys: {', '.join(found)}" if found else None
+
+
+def in_tree(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
+    """Renamings of the keys and values of a configuration."""
+    for key, value in tree.items():
+        name = f"{above}{key}"
+        if told := renaming(name, None if isinstance(value, Mapping) else str(value)):
+            yield told
+        elif isinstance(value, Mapping):
+            yield from in_tree(value, f"{name}.")
+
+
+def refuse(tree: Mapping[Any, Any], source: str = "", advice: str = "") -> None:
+    """ValueError for a configuration with renamed keys or values. source: its file; advice: what to do about it."""
+    if told := refusal(in_tree(tree)):
+        raise ValueError(f"{source} was written by an earlier version: {told}; {advice}" if source else told)
+
+
+def _new_name(key: str) -> str | None:
+    for old, new in KEYS.items():
+        pattern = re.escape(old).replace(r"\*", r"(?P<any>[^./]+)").replace(r"\.", "[./]")
+        if found := re.fullmatch(rf"{pattern}(?P<below>[./].*)?", key):
+            renamed = new.replace("*", found.groupdict().get("any") or "") + (found["below"] or "")
+            return renamed.replace(".", "/") if "/" in key else renamed
+    return None
+
+
+def _shown(key: str, value: str | None) -> str:
+    return key if value is None else f"{key}={value}"
