@@ -9,7 +9,7 @@ a `_target_` and its keyword arguments), and `precision.override`, a free tree o
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -293,15 +293,17 @@ def model_of(path: Path) -> ModelConfig:
 
 
 def _of_checkpoint(key: str, *, _root_: DictConfig) -> Any:
-    """What `${of_checkpoint:dim}` stands for in configs/model/from_checkpoint.yaml."""
+    """What `${of_checkpoint:dim}` stands for under `model=from_checkpoint`."""
     if _root_.weights is None:
         raise ValueError("model=from_checkpoint takes its sizes from weights=..., which is null")
     return getattr(model_of(Path(_root_.weights).expanduser()), key)
 
 
 def register() -> None:
-    """Give Hydra the schema that `train.yaml` starts from, and what its interpolations need."""
+    """Give Hydra the schema that `train.yaml` starts from, and the model whose sizes are those of `weights`."""
     OmegaConf.register_new_resolver("of_checkpoint", _of_checkpoint, replace=True)
     schema = OmegaConf.structured(RunConfig)
     OmegaConf.set_struct(schema.precision.override, False)
     ConfigStore.instance().store(name="schema", node=schema)
+    sizes = {each.name: f"${{of_checkpoint:{each.name}}}" for each in fields(ModelConfig)} | {"recompute": "none"}
+    ConfigStore.instance().store(group="model", name="from_checkpoint", node=sizes)

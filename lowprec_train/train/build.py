@@ -55,15 +55,8 @@ from lowprec_train.train.weights import (
 )
 
 LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
-TRAINER_KEYS: tuple[str, ...] = (
-    "steps",
-    "tokens_per_step",
-    "micro_batch",
-    "max_grad_norm",
-    "seed",
-    "max_nonfinite_steps",
-)
-TRAINER_KEYS += ("eval_interval", "eval_batches", "log_interval")
+TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "max_grad_norm", "max_nonfinite_steps")
+TRAINER_KEYS += ("seed", "eval_interval", "eval_batches", "log_interval")
 
 
 def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[str, LinearRecipe]:

@@ -92,6 +92,12 @@ def other_hash(place: Path) -> None:
     about.write_text(json.dumps(json.loads(about.read_text()) | {"corpus_hash": "0123abcd"}))
 
 
+def earlier_version(place: Path) -> None:
+    unfinished(place)
+    saved = place / "runs" / "good" / "config.yaml"
+    saved.write_text(saved.read_text().replace("max_grad_norm:", "clip_norm:"))
+
+
 GO_ON = "train name=good"
 CASES = (
     case("another-lr-under-the-same-name", "train name=good optim.lr=0.5", "optim.lr", "0.5", "good", make=unfinished),
@@ -110,6 +116,7 @@ CASES = (
     case("config-empty", GO_ON, "runs/good/config.yaml", make=garbled("config.yaml", "")),
     case("config-a-list", GO_ON, "runs/good/config.yaml", make=garbled("config.yaml", "[1, 2]\n")),
     case("config-binary", GO_ON, "runs/good/config.yaml", make=garbled("config.yaml", b"\x00\xff\xfe\x80")),
+    case("config-of-an-earlier-version", GO_ON, "clip_norm=1.0 is now max_grad_norm=1.0", make=earlier_version),
     case("run-json-garbled", GO_ON, "runs/good/run.json", make=garbled("run.json")),
     case("run-json-empty", GO_ON, "runs/good/run.json", make=garbled("run.json", "")),
     case("run-json-a-list", GO_ON, "runs/good/run.json", make=garbled("run.json", "[1]")),

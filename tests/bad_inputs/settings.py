@@ -103,6 +103,8 @@ TYPES = (
     case("recompute-unknown", "train model.recompute=some", "some", "selective"),
     case("grad-reduce-unknown", "train parallel.grad_reduce=never", "never", "last_microbatch"),
     case("param-all-gather-unknown", "train parallel.param_all_gather=int4", "int4", "quantized"),
+    case("renamed-key", "train clip_norm=0.5", "clip_norm=0.5 is now max_grad_norm=0.5"),
+    case("renamed-value", "train parallel.grad_reduce=each", "each is now", "every_microbatch"),
     case("comm-format-unknown", "train comm.format=E9M9", "E9M9", "E4M3"),
     case("name-with-a-slash", "train name=a/b", "a/b"),
     case("name-of-dots", "train name=..", ".."),

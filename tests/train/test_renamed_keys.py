@@ -132,7 +132,6 @@ def test_the_new_names_are_keys():
         assert OmegaConf.select(run, key) is not None and new_key(new) is None
         assert OmegaConf.select(run, was) is None
     assert set(VALUES) - {"model"} <= set(KEYS.values())
-    assert "from_checkpoint" in config.choices("model")
 
 
 def test_shipped_configurations_have_no_old_name():
