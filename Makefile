@@ -25,7 +25,7 @@ env:    ## make or find the environment: torch, the pinned needs, the project (e
 kernels: ## build the C++ and CUDA kernels in the checkout, or rebuild what has changed
 	@python=$$(KERNELS=off scripts/environment.sh); scripts/kernels.sh "$$python"
 
-demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches and compare (about 3 minutes on 2 cores)
+demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches and compare (4 minutes on 2 cores)
 	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint
 
 test:   ## the whole CPU suite (about 20 minutes on 2 cores)
