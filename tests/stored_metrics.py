@@ -33,7 +33,10 @@ from tests.recipes import MODELS, SYSTEMS, composed
 
 STEPS = 20
 LAYOUTS = {"one": Sizes(), "dp2-tp2": Sizes(dp_shard=2, tp=2)}
-WIDTHS = {"llama_tiny": SPLIT, "gpt_tiny": ()}
+WIDTHS = {  # whose halves are multiples of every tile
+    "llama_tiny": SPLIT,
+    "gpt_tiny": ("model.dim=256", "model.heads=8", "model.kv_heads=8", "model.ffn=1024"),
+}
 
 Runs = dict[str, dict[str, Any]]
 
