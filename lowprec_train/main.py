@@ -34,12 +34,8 @@ from lowprec_train.train import (
     command_line,
     continuation,
     describe,
-    failure,
-    flight,
     identity,
     launch,
-    out_of_memory,
-    overview,
     ranks,
     rundir,
     signals,
@@ -47,10 +43,12 @@ from lowprec_train.train import (
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
-from lowprec_train.train.divergence import NothingTrained, TrainingDiverged
-from lowprec_train.train.hang import PeerLost, Watch
+from lowprec_train.train.diagnostics import failure, flight, out_of_memory
+from lowprec_train.train.diagnostics.divergence import NothingTrained, TrainingDiverged
+from lowprec_train.train.diagnostics.hang import PeerLost, Watch
+from lowprec_train.train.diagnostics.out_of_memory import OutOfMemory
 from lowprec_train.train.launch import World
-from lowprec_train.train.out_of_memory import OutOfMemory
+from lowprec_train.train.logging import overview
 from lowprec_train.train.ranks import PATIENCE, Ranks, Refusal
 from lowprec_train.train.signals import StopRequest
 from lowprec_train.train.weights import other_tokenizer

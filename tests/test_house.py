@@ -33,8 +33,8 @@ LAUNCH_FACTS |= {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "LOW
 LAUNCHERS = {"lowprec_train/train/processes.py"}  # hand the whole environment on to the processes that they start
 # The files that may touch torch's private names (decisions 0008, 0016 and 0017).
 TORCH_ADAPTERS = {"lowprec_train/ops/tensor_cores.py", "lowprec_train/ops/kernels.py", "lowprec_train/comm/rows.py"}
-TORCH_ADAPTERS |= {"lowprec_train/train/snapshots.py", "lowprec_train/parallel/fsdp_parameters.py"}
-TORCH_ADAPTERS |= {"lowprec_train/train/flight.py"}
+TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/snapshots.py", "lowprec_train/parallel/fsdp_parameters.py"}
+TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/flight.py"}
 
 
 def relative(path: Path) -> str:
@@ -96,6 +96,49 @@ def test_function_lengths():
     longest = sorted(lengths.items(), key=lambda item: -item[1])
     assert ordered[int(0.9 * len(ordered))] <= P90_FUNCTION_LINES, longest[:10]
     assert statistics.median(ordered) <= MEDIAN_FUNCTION_LINES
+
+
+def imports() -> dict[str, set[str]]:
+    """Module -> the package's modules that it imports, inside of functions too."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for name, path in names.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                each = {f"{node.module}.{alias.name}" for alias in node.names}
+                found[name] |= {inner if inner in names else node.module for inner in each}
+            elif isinstance(node, ast.Import):
+                found[name] |= {alias.name for alias in node.names}
+        found[name] = (found[name] & names.keys()) - {name}
+    return found
+
+
+def test_no_import_circles():
+    """Neither at start-up nor later: an import inside a function counts."""
+    left = imports()
+    while free := {name for name, needs in left.items() if not needs}:
+        left = {name: needs - free for name, needs in left.items() if name not in free}
+    assert not left, f"modules in import circles, or above one: {sorted(left)}"
+
+
+def test_rooms_of_the_trainer_have_no_circles():
+    """lint, logging and diagnostics of train/ seen as one module each."""
+    rooms: dict[str, set[str]] = {}
+    for name, needs in imports().items():
+        match name.split("."), [need.split(".") for need in needs]:
+            case ["lowprec_train", "train", room, _], others:
+                inside = {other[2] for other in others if other[:2] == ["lowprec_train", "train"] and len(other) == 4}
+                rooms.setdefault(room, set()).update(inside - {room})
+    assert rooms.keys() == {"lint", "logging", "diagnostics"}
+    while free := {name for name, needs in rooms.items() if not needs & rooms.keys()}:
+        rooms = {name: needs for name, needs in rooms.items() if name not in free}
+    assert not rooms, rooms
+
+
+def test_benchmarks_are_a_room_that_only_the_command_line_enters():
+    room = "lowprec_train.tools.bench"
+    guests = {name for name, needs in imports().items() if any(need.startswith(room) for need in needs)}
+    assert {name for name in guests if not name.startswith(room)} == {"lowprec_train.tools.cli"}
 
 
 def test_modules_teach():
@@ -178,7 +221,7 @@ def test_no_recipe_ladders():
         literal = any(isinstance(item, ast.Constant) and isinstance(item.value, str) for item in operands)
         return literal and any(names_a_recipe(item) for item in operands)
 
-    computing = [path for path in SOURCES if path.parent.name != "tools"]
+    computing = [path for path in SOURCES if "tools" not in path.parts]
     assert not places([(path, node) for path, node in nodes(ast.Compare, computing) if ladder(node)])
 
 

@@ -9,8 +9,8 @@ import torch
 import wandb
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lowprec_train.train import wandb_files
-from lowprec_train.train.snapshots import Snapshots
+from lowprec_train.train.diagnostics.snapshots import Snapshots
+from lowprec_train.train.logging import wandb_files
 from lowprec_train.train.trainer import Trainer
 from tests.launching import launcher
 
@@ -56,7 +56,7 @@ def test_loggers_show_a_crashed_run_as_one(launch, monkeypatch):
     """It fails in step 10, is saved at 6, and takes 7 to 9 again: all loggers have the numbers of metrics.jsonl once.
     The second launch is profiled and asked for a snapshot."""
     loggers = ("name=run", "logger=wandb", "logger.wandb.mode=offline")
-    tensorboard = "+logger.tensorboard._target_=lowprec_train.train.tensorboard_sink.TensorBoardSink"
+    tensorboard = "+logger.tensorboard._target_=lowprec_train.train.logging.tensorboard_sink.TensorBoardSink"
     crash_in(10, monkeypatch)
     status, _, err = launch(*loggers, tensorboard)
     assert status == 1 and "error: the machine is on fire" in err

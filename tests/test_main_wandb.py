@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lowprec_train.train import wandb_files
+from lowprec_train.train.logging import wandb_files
 from tests.test_kill import logged, start
 
 STEPS = 200

@@ -14,17 +14,9 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from lowprec_train import __version__
-from lowprec_train.tools import (
-    compare,
-    export_hf,
-    generate,
-    import_hf,
-    inspect_data,
-    prepare_data,
-    train,
-    train_tokenizer,
-)
+from lowprec_train.tools import export_hf, generate, import_hf, inspect_data, prepare_data, train, train_tokenizer
 from lowprec_train.tools.bench import command as bench
+from lowprec_train.tools.compare import command as compare
 from lowprec_train.tools.estimate import command as estimate
 from lowprec_train.tools.evaluate import command as evaluate
 

@@ -29,20 +29,24 @@ from lowprec_train.precision import gemm, policy
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
-from lowprec_train.train import checks, launch, lint_execution, lint_recipes, lint_training, metrics
+from lowprec_train.train import checks, launch
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
 from lowprec_train.train.describe import Choice, Linears, device_name, versions
+from lowprec_train.train.diagnostics.profiling import Window
+from lowprec_train.train.diagnostics.snapshots import Snapshots, kept_history
+from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
 from lowprec_train.train.distribute import Distribution, distribute
 from lowprec_train.train.heap import HeapTrim
 from lowprec_train.train.launch import ALONE, World, host_group
-from lowprec_train.train.lint import Plan, Report, examine, refuse, sites
-from lowprec_train.train.profiling import Window
+from lowprec_train.train.lint import execution as lint_execution
+from lowprec_train.train.lint import recipes as lint_recipes
+from lowprec_train.train.lint import training as lint_training
+from lowprec_train.train.lint.rules import Plan, Report, examine, refuse, sites
+from lowprec_train.train.logging import metrics
+from lowprec_train.train.logging.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.rundir import RunDirectory, comparison
-from lowprec_train.train.sinks import JsonlSink, RunFacts, Sink, StepLines
-from lowprec_train.train.snapshots import Snapshots, kept_history
-from lowprec_train.train.telemetry import Row, Telemetry
 from lowprec_train.train.trainer import Trainer
 from lowprec_train.train.weights import (
     RunWeights,

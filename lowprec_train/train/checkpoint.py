@@ -42,8 +42,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lowprec_train.train import checkpoint_folder as folder
-from lowprec_train.train import finite
 from lowprec_train.train.checkpoint_keys import same_keys
+from lowprec_train.train.diagnostics import finite
 from lowprec_train.train.digests import METADATA, CheckpointError, Digest, Manifest, verify_together
 from lowprec_train.train.launch import first
 from lowprec_train.train.states import ModelState, OptimizerState

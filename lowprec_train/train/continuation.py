@@ -26,8 +26,8 @@ from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train.build import construct
 from lowprec_train.train.digests import CheckpointError
 from lowprec_train.train.identity import family, longer, runs
+from lowprec_train.train.logging.sinks import read_lines
 from lowprec_train.train.rundir import ENDED, RESTORE, RunDirectory, aside
-from lowprec_train.train.sinks import read_lines
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume
-from lowprec_train.train.sinks import RECIPE_GROUPS
+from lowprec_train.train.logging.sinks import RECIPE_GROUPS
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -23,7 +23,8 @@ from types import FrameType
 
 from torch.distributed import TCPStore
 
-from lowprec_train.train import failure, signals
+from lowprec_train.train import signals
+from lowprec_train.train.diagnostics import failure
 
 HOST = "127.0.0.1"
 POLL = 0.05  # seconds

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from omegaconf.errors import OmegaConfBaseException
 
-from lowprec_train.train import failure
+from lowprec_train.train.diagnostics import failure
 from lowprec_train.train.launch import World, attempt
 
 T = TypeVar("T")

@@ -1,11 +1,11 @@
 """The training loop. A step never waits for the device:
 
     for each micro-batch: draws.begin(step, first token); backward of (sum of token losses / targets of the whole step)
-    norm = |gradient|; bad = loss or norm not finite, or too large to square (`train.divergence`)
+    norm = |gradient|; bad = loss or norm not finite, or too large to square (`train.diagnostics.divergence`)
     AdamW divides gradients by max(norm / clip, 1), and leaves everything as it is where bad
     the step's numbers set out for the host, where they are read one step later
 
-Where telemetry is due, an extra pass comes before all that and leaves nothing behind (`train.telemetry`).
+Where telemetry is due, an extra pass comes before all that and leaves nothing behind (`train.diagnostics.telemetry`).
 
 So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After
 `max_nonfinite_steps` skips in a row the run saves and stops, and one that comes to its end without updates fails.
@@ -32,12 +32,12 @@ from lowprec_train.parallel.placement import Placements
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
-from lowprec_train.train.divergence import Skips, TrainingDiverged, usable
+from lowprec_train.train.diagnostics.divergence import Skips, TrainingDiverged, usable
+from lowprec_train.train.diagnostics.telemetry import Record, Row, Telemetry, aggregates
 from lowprec_train.train.feed import Dataset, Feed, MicroBatch, Share, load_step
-from lowprec_train.train.metrics import Instant, Late, Throughput, memory
-from lowprec_train.train.sinks import Sink
+from lowprec_train.train.logging.metrics import Instant, Late, Throughput, memory
+from lowprec_train.train.logging.sinks import Sink
 from lowprec_train.train.team import Alone, Team
-from lowprec_train.train.telemetry import Record, Row, Telemetry, aggregates
 
 __all__ = ["EVALUATION_STEP", "Corpus", "Draws", "Trainer", "TrainingDiverged"]
 

@@ -31,8 +31,9 @@ from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
 from lowprec_train.data.tokenizer import load
 from lowprec_train.model.transformer import Fill, Transformer, fill_whole
-from lowprec_train.train import digests, finite
+from lowprec_train.train import digests
 from lowprec_train.train.checkpoint_folder import latest, listed, path_of, steps
+from lowprec_train.train.diagnostics import finite
 from lowprec_train.train.digests import METADATA, CheckpointError
 from lowprec_train.train.launch import first
 from lowprec_train.train.packages import needs_package

@@ -11,6 +11,7 @@ import torch
 from lowprec_train.tools import cli
 from lowprec_train.tools.bench import configuration, groups, ours, peers, report, step, turns
 from lowprec_train.tools.bench.contestant import Built, Contestant, Work
+from lowprec_train.train.compose import composed
 
 WORK = Work(
     model="dim=64,heads=2,ffn=128,layers=2,vocab_size=128",
@@ -81,7 +82,7 @@ def test_peers_are_chosen_by_family_and_part():
 
 
 def test_models_are_names_or_sizes():
-    assert configuration.composed(*configuration.model_overrides("llama_7b_8layers")).model.layers == 8
+    assert composed(*configuration.model_overrides("llama_7b_8layers")).model.layers == 8
     assert WORK.sizes == {"vocab_size": 128, "dim": 64, "layers": 2, "heads": 2, "ffn": 128}
     with pytest.raises(ValueError, match="no model 'llama_8b'"):
         configuration.model_overrides("llama_8b")

@@ -9,12 +9,12 @@ import torch
 from lowprec_train.comm.fsdp import encoded
 from lowprec_train.config import choices
 from lowprec_train.tools import cli
-from lowprec_train.tools.bench.configuration import composed
 from lowprec_train.tools.estimate.memory import kept_bytes, memory, parameters, states
 from lowprec_train.tools.estimate.report import flops
 from lowprec_train.tools.estimate.subject import Subject, Weight
 from lowprec_train.tools.estimate.traffic import traffic
 from lowprec_train.train import build
+from lowprec_train.train.compose import composed
 from tests.model.test_kept_bytes import SHAPES, expected
 from tests.recipes import system
 

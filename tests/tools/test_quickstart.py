@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lowprec_train import config
-from lowprec_train.tools import plot
+from lowprec_train.tools.compare import plot
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "quickstart.py"
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from lowprec_train.tools import cli, train
-from lowprec_train.train import failure, processes
+from lowprec_train.train import processes
+from lowprec_train.train.diagnostics import failure
 from lowprec_train.train.processes import Rank
 from tests.test_main_interruption import ROOT, STEPS, arguments, environment, losses, start, wait_for_steps
 from tests.test_main_parallel import EXACT

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lowprec_train.train.checkpoint import Checkpointer
-from lowprec_train.train.sinks import JsonlSink, RunFacts
+from lowprec_train.train.logging.sinks import JsonlSink, RunFacts
 from tests.train.standins import make_trainer
 
 torch.compiler.reset()  # loads now, before the fork, what torch would load at the first step

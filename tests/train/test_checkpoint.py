@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError
-from lowprec_train.train.sinks import read_lines
+from lowprec_train.train.logging.sinks import read_lines
 from tests.train.killable_run import launch
 from tests.train.standins import Lines, bits, make_trainer, same
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowprec_train.train.checkpoint import Checkpointer
-from lowprec_train.train.metrics import Throughput
+from lowprec_train.train.logging.metrics import Throughput
 from lowprec_train.train.trainer import EVALUATION_STEP, TrainingDiverged
 from tests.train.standins import SEQ, Counting, Lines, Model, Noise, bits, make_trainer, same
 

@@ -27,10 +27,10 @@ from lowprec_train.comm.payload import Payload, sqnr_db
 from lowprec_train.comm.shared_scale import SharedScale
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
-from lowprec_train.tools.bench.configuration import composed
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Interval
 from lowprec_train.train import build
+from lowprec_train.train.compose import composed
 
 KINDS = ("reduce_scatter", "all_reduce")
 BASELINE = "library BF16"

@@ -1,9 +1,8 @@
-"""The configurations that are measured: those of `train.py`, composed by Hydra with overrides."""
+"""The models that are measured, as overrides of `train.py`."""
 
 from __future__ import annotations
 
 from lowprec_train import config
-from lowprec_train.train.compose import composed as composed
 
 
 def model_overrides(model: str) -> list[str]:

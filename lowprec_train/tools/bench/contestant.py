@@ -15,7 +15,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from lowprec_train.tools.bench.configuration import composed, model_overrides
+from lowprec_train.tools.bench.configuration import model_overrides
+from lowprec_train.train.compose import composed
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

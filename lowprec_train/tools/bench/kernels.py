@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.adamw import AdamW
 from lowprec_train.tools.bench.cases import CASES, SHAPES, Case, size
-from lowprec_train.tools.bench.configuration import composed
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Clock, copies
 from lowprec_train.train import build
+from lowprec_train.train.compose import composed
 
 COPY_BYTES = 8 << 30  # read and written together
 OPTIMIZERS = {  # optim=... -> passes over gradient and state: a scale per tensor wants the maximum of what is new first

@@ -15,10 +15,10 @@ import torch
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
-from lowprec_train.tools.bench.configuration import composed
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Interval
 from lowprec_train.train import build
+from lowprec_train.train.compose import composed
 
 TOKENS = 16384
 SHAPES = ((4096, 11008), (11008, 4096), (4096, 22016))  # in, out: the feed-forward net of LLaMA 7B

@@ -20,7 +20,6 @@ from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision import policy
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
-from lowprec_train.tools.bench.configuration import composed
 from lowprec_train.tools.bench.contestant import (
     Built,
     Contestant,
@@ -31,6 +30,7 @@ from lowprec_train.tools.bench.contestant import (
     fused_adamw,
 )
 from lowprec_train.train import build
+from lowprec_train.train.compose import composed
 
 BASELINE = "bf16"
 FP8_HEAD = "fp8"  # the recipe whose GEMMs `+head` gives to the output projection

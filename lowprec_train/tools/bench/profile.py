@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowprec_train.tools.bench.contestant import Step
-from lowprec_train.train.kernel_times import kernel_class, kernel_times
+from lowprec_train.train.diagnostics.kernel_times import kernel_class, kernel_times
 
 STEPS = 2
 LONGEST = 12  # kernels listed by name

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from lowprec_train.tools.markdown import number, table
+
 Result = Mapping[str, Any]
 
 
@@ -19,17 +21,6 @@ def heading(result: Result) -> str:
     command = about.pop("command", "")
     gpu, *rest = (f"{value}" if name == "gpu" else f"{name} {value}" for name, value in about.items())
     return f"{', '.join([gpu, *rest])}.\n\n    {command}"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table; the first column is left, the others right."""
-    lines = [f"| {' | '.join(header)} |", f"|---|{'--:|' * (len(header) - 1)}"]
-    return [*lines, *(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in rows)]
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """With thousands separated; empty for None."""
-    return "" if value is None else f"{value:,.{digits}f}"
 
 
 def kernels(result: Result) -> list[str]:

@@ -39,9 +39,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print."""
-    from lowprec_train.tools.bench.configuration import composed
     from lowprec_train.tools.estimate import report, table
     from lowprec_train.train import ranges
+    from lowprec_train.train.compose import composed
 
     if arguments.table:
         print(table.markdown(arguments.overrides))

@@ -12,7 +12,8 @@ from lowprec_train.precision import gemm
 from lowprec_train.tools.estimate.memory import Count, kept_bytes, memory
 from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import traffic
-from lowprec_train.train import build, describe, metrics
+from lowprec_train.train import build, describe
+from lowprec_train.train.logging import metrics
 
 GIB, GB = 2**30, 1e9
 Estimate = dict[str, Any]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_train.config import choices
-from lowprec_train.tools.bench.configuration import composed
-from lowprec_train.tools.bench.report import number, table
 from lowprec_train.tools.estimate.kept import KeptParts
 from lowprec_train.tools.estimate.memory import counter, kept_bytes, parameters, states
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
 from lowprec_train.tools.estimate.subject import Subject
+from lowprec_train.tools.markdown import number, table
+from lowprec_train.train.compose import composed
 
 WORK = ("model=llama_7b", "micro_batch=1", "data.seq_len=2048", "tokens_per_step=4194304")
 EACH = ("parallel.dp_shard=8", "parallel.grad_reduce=every_microbatch")

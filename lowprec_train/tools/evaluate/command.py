@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--tasks", metavar="FILE", type=Path, nargs="+", default=[], help="task files of lm-evaluation-harness"
     )
     parser.add_argument(
-        "--recipe", metavar="NAME", nargs="+", default=["run", "bf16"], help="to compute with (default: run bf16)"
+        "--recipe",
+        metavar="NAME",
+        nargs="+",
+        default=["run", "bf16"],
+        dest="recipes",
+        help="to compute with (default: run bf16)",
     )
     parser.add_argument(
         "--seq-len", metavar="N", type=int, help="tokens of a window (default: those of the run's sequences)"
@@ -76,11 +82,12 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate, print, write. Raises ValueError or OSError for bad input."""
     from lowprec_train.tools.evaluate import report
-    from lowprec_train.tools.evaluate.evaluation import Evaluation
+    from lowprec_train.tools.evaluate.evaluation import Evaluation, Request
 
     if arguments.out:
         _check_writable(arguments.out)
-    found: dict[str, Any] = Evaluation.of(arguments).results()
+    asked = Request(**{each.name: getattr(arguments, each.name) for each in fields(Request)})
+    found: dict[str, Any] = Evaluation.of(asked).results()
     print(report.text(found))
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -5,7 +5,6 @@ Recipes that compute the same forward pass (MXFP4 trains with a forward pass in 
 
 from __future__ import annotations
 
-import argparse
 import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +45,25 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for. Values and their meaning: the options of `lowprec evaluate`; None: its default."""
+
+    model: Path
+    recipes: Sequence[str]
+    step: int | None = None
+    data: Path | None = None
+    tasks: Sequence[Path] = ()
+    seq_len: int | None = None
+    stride: int | None = None
+    batch: int = 8
+    start: str = "eod"
+    limit: int | None = None
+    field: str = "text"
+    tokenizer: Path | None = None
+    device: str = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What is evaluated, checked before any weight is read."""
 
@@ -58,30 +76,30 @@ class Evaluation:
     device: torch.device
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Evaluation:
-        """From the command line. Raises ValueError for what cannot be evaluated."""
-        if arguments.data is None and not arguments.tasks:
+    def of(cls, asked: Request) -> Evaluation:
+        """Raises ValueError for what cannot be evaluated."""
+        if asked.data is None and not asked.tasks:
             raise ValueError("nothing to evaluate on: --data PATH, --tasks FILE or both")
-        if arguments.limit is not None and arguments.limit < 1:
-            raise ValueError(f"--limit {arguments.limit} must be at least 1")
-        if arguments.tasks:
+        if asked.limit is not None and asked.limit < 1:
+            raise ValueError(f"--limit {asked.limit} must be at least 1")
+        if asked.tasks:
             needs_package("lm_eval", extra="eval", what="--tasks")
-        trained = Trained(arguments.model, arguments.step)
-        tokenizer = tokenizer_of(trained, arguments.tokenizer)
-        if arguments.tasks and tokenizer is None:
-            raise ValueError(f"{arguments.model} has no tokenizer to read tasks with: name it with --tokenizer")
-        if arguments.tasks:
-            _harness().check(arguments.tasks)
-        source = arguments.data and texts.open_text(arguments.data, field=arguments.field, tokenizer=tokenizer)
+        trained = Trained(asked.model, asked.step)
+        tokenizer = tokenizer_of(trained, asked.tokenizer)
+        if asked.tasks and tokenizer is None:
+            raise ValueError(f"{asked.model} has no tokenizer to read tasks with: name it with --tokenizer")
+        if asked.tasks:
+            _harness().check(asked.tasks)
+        source = asked.data and texts.open_text(asked.data, field=asked.field, tokenizer=tokenizer)
         tokenizer = tokenizer or (source.tokenizer if source else None)
         return cls(
             trained=trained,
-            precisions=[precision(trained, asked) for asked in dict.fromkeys(arguments.recipe)],
-            source=source,
-            cutting=_cutting(trained, arguments, tokenizer),
-            tasks=arguments.tasks,
+            precisions=[precision(trained, recipe) for recipe in dict.fromkeys(asked.recipes)],
+            source=source or None,
+            cutting=_cutting(trained, asked, tokenizer),
+            tasks=asked.tasks,
             tokenizer=tokenizer,
-            device=checks.device(arguments.device),
+            device=checks.device(asked.device),
         )
 
     def results(self) -> dict[str, Any]:
@@ -177,13 +195,13 @@ def start_token(asked: str, tokenizer: Tokenizer | None, vocab_size: int) -> int
     return int(asked)
 
 
-def _cutting(trained: Trained, arguments: argparse.Namespace, tokenizer: Tokenizer | None) -> Cutting:
+def _cutting(trained: Trained, asked: Request, tokenizer: Tokenizer | None) -> Cutting:
     model = trained.weights.model
-    seq_len = (_trained_length(trained) or model.max_seq_len) if arguments.seq_len is None else arguments.seq_len
-    stride = seq_len if arguments.stride is None else arguments.stride
-    windows.check(seq_len=seq_len, stride=stride, batch=arguments.batch, max_seq_len=model.max_seq_len)
-    start = start_token(arguments.start, tokenizer, model.vocab_size)
-    return Cutting(seq_len=seq_len, stride=stride, batch=arguments.batch, start=start, documents=arguments.limit)
+    seq_len = (_trained_length(trained) or model.max_seq_len) if asked.seq_len is None else asked.seq_len
+    stride = seq_len if asked.stride is None else asked.stride
+    windows.check(seq_len=seq_len, stride=stride, batch=asked.batch, max_seq_len=model.max_seq_len)
+    start = start_token(asked.start, tokenizer, model.vocab_size)
+    return Cutting(seq_len=seq_len, stride=stride, batch=asked.batch, start=start, documents=asked.limit)
 
 
 def _trained_length(trained: Trained) -> int | None:

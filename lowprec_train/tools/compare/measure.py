@@ -1,0 +1,322 @@
+"""What low precision costs and gains: every number of a comparison, as values that go to JSON as they are.
+
+The gap of a run is the mean of (its loss - the baseline's loss) over the last matched points. Matched *steps* compare
+the same batches; matched *tokens* stay fair when the batch sizes differ. Speed alone flatters a scheme that learns less
+per token, so the time to the same loss stands beside it: the worse of the two final losses, which both runs reach.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lowprec_train.config import LAUNCH_FACTS
+from lowprec_train.tools.compare import curves
+from lowprec_train.tools.compare.curves import Interval, Spike
+from lowprec_train.tools.compare.runs import TOKENS, VALID, Array, Run
+
+RATE = "perf/tokens_per_sec_per_gpu"
+MEMORY = "mem/peak_gib"
+SKIPPED = "train/skipped"
+WINDOW_RANGE = (30, 200)  # steps: a tenth of the run within these
+CURVE_POINTS = 500
+SAID_ELSEWHERE = ("name", "run_root", "precision.deviations")  # a run's place and its footnotes
+ABSENT = "(absent)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Mean difference to the baseline over a window, in nats and in percent of the baseline's mean there.
+
+    `first` and `last` bound the window, in steps or tokens.
+    """
+
+    nats: Interval
+    percent: float
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Loss on held-out data at the run's last evaluation; gap at the last evaluation that the baseline has too."""
+
+    loss: float
+    step: int
+    gap: float | None
+    gap_percent: float | None
+    gap_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Median tokens per second over the baseline's; `at_loss`: the ratio of GPU times until both means reach `loss`."""
+
+    raw: float
+    at_loss: float | None
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """The gap at matched steps along the run, thinned to at most 500 points for the JSON file."""
+
+    steps: list[int]
+    gap: list[float]
+    smoothed: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunReport:
+    """One run's row. Gaps and speed are None for the baseline, and where what they need was not logged."""
+
+    name: str
+    path: str
+    recipe: str
+    model: str
+    status: str
+    last_step: int
+    last_tokens: int | None
+    final_loss: Interval
+    validation: Validation | None
+    below_unigram: bool | None
+    gap_steps: Gap | None
+    gap_tokens: Gap | None
+    gap_curve: Curve | None
+    spikes: list[Spike]
+    nonfinite_steps: list[int]
+    skipped_steps: int | None
+    tokens_per_second: float | None
+    speed: Speed | None
+    peak_memory_gib: float | None
+    device: str | None
+    overrides: list[str]
+    deviations: list[str]
+    notes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The whole report.
+
+    failures: the gate's reasons to say no; None without a gate.
+    uncontrolled: differing keys, beside precision and communication, that change training.
+    """
+
+    baseline: str
+    window: int
+    corpus_hash: str
+    unigram_entropy: float | None
+    all_below_unigram: bool | None
+    max_gap: float | None
+    failures: list[str] | None
+    runs: list[RunReport]
+    differences: dict[str, dict[str, Any]]
+    uncontrolled: list[str]
+
+
+def compare(
+    runs: Sequence[Run], *, baseline: str | None = None, window: int | None = None, max_gap: float | None = None
+) -> Comparison:
+    """Measure all runs against one. Raises ValueError for an unknown baseline or runs without a common step."""
+    base = pick_baseline(runs, baseline)
+    window = window or default_window(runs)
+    reports = [report(run, None if run is base else base, window) for run in runs]
+    differences = config_differences(runs)
+    below = [each.below_unigram for each in reports]
+    return Comparison(
+        baseline=base.label,
+        window=window,
+        corpus_hash=base.corpus_hash,
+        unigram_entropy=base.unigram_entropy,
+        all_below_unigram=None if None in below else all(below),
+        max_gap=max_gap,
+        failures=None if max_gap is None else failures(reports, max_gap),
+        runs=reports,
+        differences=differences,
+        uncontrolled=[key for key in differences if changes_training(key)],
+    )
+
+
+def pick_baseline(runs: Sequence[Run], name: str | None) -> Run:
+    """The run of that name or directory; by default the first whose recipe is bf16, else the first."""
+    if name is None:
+        return next((run for run in runs if run.recipe == "bf16"), runs[0])
+    for run in runs:
+        if name.rstrip("/") in (run.label, run.path.name, str(run.path)):
+            return run
+    raise ValueError(f"no run is called {name!r}; the runs are {', '.join(run.label for run in runs)}")
+
+
+def default_window(runs: Sequence[Run]) -> int:
+    """A tenth of the shortest run, at least 30 and at most 200 logged steps (all of a run shorter than that)."""
+    shortest = min(len(run.loss.steps) for run in runs)
+    low, high = WINDOW_RANGE
+    return min(shortest, max(low, min(high, shortest // 10)))
+
+
+def report(run: Run, baseline: Run | None, window: int) -> RunReport:
+    """Measure one run; `baseline` is None for the baseline itself."""
+    loss, tokens, rate, memory = run.loss, run.series(TOKENS), run.series(RATE), run.series(MEMORY)
+    skipped = run.series(SKIPPED).values
+    final = curves.interval(loss.values[-window:])
+    validation = measure_validation(run, baseline)
+    return RunReport(
+        name=run.label,
+        path=str(run.path),
+        recipe=run.recipe,
+        model=run.model,
+        status=run.status,
+        last_step=int(loss.steps[-1]),
+        last_tokens=int(tokens.values[-1]) if len(tokens.values) else None,
+        final_loss=final,
+        validation=validation,
+        below_unigram=below_unigram(run, final, validation),
+        gap_steps=gap_at_steps(run, baseline, window) if baseline else None,
+        gap_tokens=gap_at_tokens(run, baseline, window) if baseline else None,
+        gap_curve=gap_curve(run, baseline, window) if baseline else None,
+        spikes=curves.spikes(loss),
+        nonfinite_steps=[int(step) for step in loss.steps[~np.isfinite(loss.values)]],
+        skipped_steps=int(np.max(skipped)) if len(skipped) else None,
+        tokens_per_second=float(np.median(rate.values)) if len(rate.values) else None,
+        speed=measure_speed(run, baseline, window) if baseline else None,
+        peak_memory_gib=float(np.max(memory.values)) if len(memory.values) else None,
+        device=run.device,
+        overrides=list(run.overrides),
+        deviations=list(run.deviations),
+        notes=list(run.notes),
+    )
+
+
+def gap_at_steps(run: Run, baseline: Run, window: int) -> Gap:
+    """The gap over the last `window` common steps. Raises ValueError when there is none."""
+    steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
+    if not len(steps):
+        raise ValueError(
+            f"{run.label} and {baseline.label} have no common steps: "
+            f"{run.loss.steps[0]} to {run.loss.steps[-1]} against {baseline.loss.steps[0]} to {baseline.loss.steps[-1]}"
+        )
+    return gap(steps[-window:], values[-window:], reference[-window:])
+
+
+def gap_at_tokens(run: Run, baseline: Run, window: int) -> Gap | None:
+    """The gap over the baseline's last `window` token counts that the run has passed too; None without token counts."""
+    own, reference = loss_over_tokens(run), loss_over_tokens(baseline)
+    if not len(own[0]) or not len(reference[0]):
+        return None
+    tokens, values, expected = curves.at_common_tokens(own, reference)
+    return gap(tokens[-window:], values[-window:], expected[-window:]) if len(tokens) else None
+
+
+def gap(x: Array, values: Array, reference: Array) -> Gap:
+    """Mean of values - reference over all points given."""
+    nats = curves.interval(values - reference)
+    return Gap(nats=nats, percent=100 * nats.mean / float(np.mean(reference)), first=int(x[0]), last=int(x[-1]))
+
+
+def gap_curve(run: Run, baseline: Run, window: int) -> Curve:
+    """The gap along the run; the last point is always there."""
+    steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
+    smoothed = curves.smooth(values - reference, window)
+    keep = np.unique(np.linspace(0, len(steps) - 1, min(CURVE_POINTS, len(steps))).round().astype(int))
+    return Curve(steps=steps[keep].tolist(), gap=(values - reference)[keep].tolist(), smoothed=smoothed[keep].tolist())
+
+
+def loss_over_tokens(run: Run) -> tuple[Array, Array]:
+    """(tokens, loss) at the steps where both were logged."""
+    _, loss, tokens = curves.at_common_steps(run.loss, run.series(TOKENS))
+    return tokens, loss
+
+
+def measure_validation(run: Run, baseline: Run | None) -> Validation | None:
+    """Last held-out loss, and its gap at the last evaluation shared with the baseline."""
+    valid = run.series(VALID)
+    if not len(valid.values):
+        return None
+    difference = percent = at = None
+    if baseline:
+        steps, values, reference = curves.at_common_steps(valid, baseline.series(VALID))
+        if len(steps):
+            difference, at = float(values[-1] - reference[-1]), int(steps[-1])
+            percent = 100 * difference / float(reference[-1])
+    return Validation(
+        loss=float(valid.values[-1]),
+        step=int(valid.steps[-1]),
+        gap=difference,
+        gap_percent=percent,
+        gap_step=at,
+    )
+
+
+def measure_speed(run: Run, baseline: Run, window: int) -> Speed | None:
+    """Speed-up over the baseline; None where a run logged no rate."""
+    rates = [each.series(RATE).values for each in (run, baseline)]
+    if not all(map(len, rates)):
+        return None
+    rate, reference = (float(np.median(values)) for values in rates)
+    smoothed = [curves.smooth(each.loss.values, window) for each in (run, baseline)]
+    target = float(np.max([values[-1] for values in smoothed]))
+    times = [time_to(target, each, window) for each in (run, baseline)]
+    return Speed(raw=rate / reference, at_loss=times[1] / times[0] if times[0] and times[1] else None, loss=target)
+
+
+def time_to(target: float, run: Run, window: int) -> float | None:
+    """GPU seconds, at the median rate, until the smoothed loss is first at most `target`; None when it never is."""
+    tokens, loss = loss_over_tokens(run)
+    i = curves.first_at_most(curves.smooth(loss, window), target) if len(loss) else None
+    return None if i is None else float(tokens[i]) / float(np.median(run.series(RATE).values))
+
+
+def below_unigram(run: Run, final: Interval, validation: Validation | None) -> bool | None:
+    """Whether the run has learned more than how often each token occurs, on training and on held-out data."""
+    if run.unigram_entropy is None:
+        return None
+    return final.mean < run.unigram_entropy and (validation is None or validation.loss < run.unigram_entropy)
+
+
+def failures(reports: Sequence[RunReport], max_gap: float) -> list[str]:
+    """Why a two-sided gate at `max_gap` nats says no: a gap is larger or not a number, or a run stopped early."""
+    longest = max(each.last_step for each in reports)
+    found = []
+    for each in reports:
+        if each.status != "done" and each.last_step < longest:
+            found.append(f"{each.name}: {each.status} at step {each.last_step}, others are at {longest}")
+        for matched, value in gaps(each).items():
+            if not abs(value) <= max_gap:
+                found.append(f"{each.name}: gap of {value:{'+.4f' if math.isfinite(value) else ''}} nat, {matched}")
+    return found
+
+
+def gaps(each: RunReport) -> dict[str, float]:
+    """All gaps of a run that a gate holds, by what is matched."""
+    found = {}
+    if each.gap_steps:
+        found["matched steps"] = each.gap_steps.nats.mean
+    if each.gap_tokens:
+        found["matched tokens"] = each.gap_tokens.nats.mean
+    if each.validation and each.validation.gap is not None:
+        found["validation"] = each.validation.gap
+    return found
+
+
+def config_differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
+    """Configuration keys whose values are not the same in all runs: key -> run -> value."""
+    keys = sorted(set().union(*(run.config for run in runs)) - set(SAID_ELSEWHERE))
+    rows = {key: {run.label: run.config.get(key, ABSENT) for run in runs} for key in keys}
+    return {key: row for key, row in rows.items() if any(not same(row[runs[0].label], v) for v in row.values())}
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal as configuration: 1 and true are not, two NaN are."""
+    if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
+        return True
+    return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
+
+
+def changes_training(key: str, launch_facts: Mapping[str, str] = LAUNCH_FACTS) -> bool:
+    """Whether a differing key, beside precision and communication, makes the comparison one of more than precision."""
+    if key.split(".")[0] in ("precision", "comm"):
+        return False
+    return not any(key == fact or key.startswith(f"{fact}.") for fact in launch_facts)

@@ -1,0 +1,312 @@
+"""The figure of a comparison: whole curves, their ends enlarged, the gap to the baseline along the run and at its end.
+
+Raw losses are faint, running means strong and drawn to the last step (`curves.drawn`). Every run has a colour
+(`colours.py`), dashes and a marker of its own, so the figure survives a grey printer. A non-finite loss is a cross at
+the top.
+"""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lowprec_train.tools.compare import colours, curves
+from lowprec_train.tools.compare.measure import Comparison, RunReport
+from lowprec_train.tools.compare.report import number, spread
+from lowprec_train.tools.compare.runs import TOKENS, VALID, Array, Run, Series
+
+DASHES = ((0, (6, 1.4)), (0, (2.2, 1.2)), (0, (6, 1.4, 1.4, 1.4)), (0, (1, 1)))
+MARKERS = "osD^vP"
+BASELINE = {"color": colours.BASELINE[0], "linestyle": "-", "marker": "o"}
+INK, QUIET, GATE, FAINT = "#3c4043", "#80868b", "#b3261e", 0.16
+DIVERGED = 1.0  # nats: a run further away than this leaves the axes instead of flattening the others
+STYLE: dict[Any, Any] = {
+    "font.size": 9.5,
+    "axes.edgecolor": "#9aa0a6",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e8eaed",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.framealpha": 0.85,
+    "legend.edgecolor": "none",
+    "legend.fontsize": 9,
+    "legend.handlelength": 3.2,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """One run as the figure sees it: where its points lie and how it looks."""
+
+    run: Run
+    report: RunReport
+    look: dict[str, Any]
+    scale: float
+    over_tokens: bool
+    window: int
+
+    def x(self, steps: Array) -> Array:
+        """Position of steps on the x axis."""
+        tokens = self.run.series(TOKENS)
+        return np.interp(steps, tokens.steps, tokens.values) / self.scale if self.over_tokens else steps
+
+    def smoothed(self, series: Series) -> tuple[Array, Array]:
+        """(x, y) of the running mean."""
+        return self.x(series.steps), curves.drawn(series.values, self.window)
+
+    @property
+    def line(self) -> dict[str, Any]:
+        return {key: self.look[key] for key in ("color", "linestyle")}
+
+
+def save(comparison: Comparison, runs: Sequence[Run], target: Path) -> None:
+    """Draw `comparison` of `runs` (in its order) into a PNG file, 1760 pixels wide."""
+    notes = deviations(comparison)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 7.4 + 0.17 * len(notes)), layout="constrained")
+        draw(figure, comparison, runs, notes)
+        figure.savefig(target, dpi=160, format="png", facecolor="white")
+
+
+def draw(figure: Figure, comparison: Comparison, runs: Sequence[Run], notes: Sequence[str]) -> None:
+    """Lay out the four panels and fill them."""
+    subjects, label = subjects_of(comparison, runs)
+    figure.suptitle(title(comparison), x=0.012, ha="left", fontsize=13, fontweight="bold", color="#202124")
+    axes = figure.subplots(2, 2, width_ratios=(2.4, 1))
+    draw_curves(axes[0, 0], comparison, subjects)
+    draw_ends(axes[0, 1], subjects)
+    draw_gaps(axes[1, 0], comparison, subjects)
+    draw_final_gaps(axes[1, 1], comparison, subjects, limits=axes[1, 0].get_ylim())
+    for ax in (axes[0, 0], axes[0, 1], axes[1, 0]):
+        ax.set_xlabel(label)
+    if notes:
+        figure.supxlabel("\n".join(notes), x=0.012, ha="left", fontsize=8, color=QUIET)
+
+
+def title(comparison: Comparison) -> str:
+    model = ", ".join(dict.fromkeys(each.model for each in comparison.runs))
+    if comparison.failures is None:
+        return f"{model}: loss against {comparison.baseline}"
+    verdict = "FAILED" if comparison.failures else "passed"
+    return f"{model}: loss against {comparison.baseline}, gate of ±{comparison.max_gap:g} nat {verdict}"
+
+
+def deviations(comparison: Comparison) -> list[str]:
+    """Footnote lines: parts of a published scheme that a run leaves out."""
+    texts: dict[str, list[str]] = {}
+    for each in comparison.runs:
+        for text in each.deviations:
+            texts.setdefault(text, []).append(each.name)
+    lines = [f"{', '.join(names)}, not as published: {text}" for text, names in texts.items()]
+    return [row for line in lines for row in textwrap.wrap(line, 165, subsequent_indent="    ")]
+
+
+def subjects_of(comparison: Comparison, runs: Sequence[Run]) -> tuple[list[Subject], str]:
+    """The runs with their looks, and the x axis's label: tokens when every run logged them, else steps."""
+    over_tokens = all(len(run.series(TOKENS).steps) for run in runs)
+    most = max(run.series(TOKENS).values[-1] for run in runs) if over_tokens else 0
+    scale, unit = next(((s, u) for s, u in ((1e9, "billion"), (1e6, "million")) if most >= s), (1e3, "thousand"))
+    others = iter(range(len(runs)))
+    subjects = [
+        Subject(
+            run=run,
+            report=report,
+            look=BASELINE if run.label == comparison.baseline else look(next(others)),
+            scale=scale,
+            over_tokens=over_tokens,
+            window=comparison.window,
+        )
+        for run, report in zip(runs, comparison.runs)
+    ]
+    return subjects, f"{unit} tokens" if over_tokens else "steps"
+
+
+def shortened(label: str) -> str:
+    """A label of at most 24 characters: paths and generated names differ at their ends."""
+    return label if len(label) <= 24 else "…" + label[-23:]
+
+
+def look(i: int) -> dict[str, Any]:
+    return {
+        "color": colours.of_run(i)[0],
+        "linestyle": DASHES[i % len(DASHES)],
+        "marker": MARKERS[(i + 1) % len(MARKERS)],
+    }
+
+
+def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
+    """All losses, the held-out ones as markers, and the unigram entropy as the line that a working network crosses."""
+    for subject in reversed(subjects):
+        draw_loss(ax, subject, label=f"{shortened(subject.run.label)}  {spread(subject.report.final_loss)}")
+        valid = subject.run.series(VALID)
+        ax.plot(subject.x(valid.steps), valid.values, ls="", mfc="white", ms=4.5, **marker(subject))
+        draw_nonfinite(ax, subject)
+    limit_losses(ax, comparison, subjects)
+    if comparison.unigram_entropy is not None and comparison.unigram_entropy < ax.get_ylim()[1]:
+        ax.axhline(comparison.unigram_entropy, color=QUIET, lw=1, ls=(0, (1, 2)))
+        ax.annotate(
+            f"validation unigram entropy {comparison.unigram_entropy:.2f}",
+            (1, comparison.unigram_entropy),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            fontsize=8,
+            color=QUIET,
+        )
+    handles, names = ax.get_legend_handles_labels()
+    heading = f"mean of the last {comparison.window} steps ± 95 %"
+    legend = ax.legend(
+        handles[::-1], names[::-1], loc="upper right", title=heading, alignment="left", title_fontsize=8.5
+    )
+    legend.set(zorder=5)
+    ax.set(title="Training loss (markers: held-out)", ylabel="nats per token")
+
+
+def draw_loss(ax: Axes, subject: Subject, **options: Any) -> None:
+    """A faint raw curve under its running mean."""
+    loss = subject.run.loss
+    ax.plot(subject.x(loss.steps), loss.values, color=subject.look["color"], lw=0.7, alpha=FAINT)
+    ax.plot(*subject.smoothed(loss), lw=1.7, **subject.line, **options)
+
+
+def marker(subject: Subject) -> dict[str, Any]:
+    return {"color": subject.look["color"], "marker": subject.look["marker"]}
+
+
+def draw_nonfinite(ax: Axes, subject: Subject) -> None:
+    """Crosses at the upper edge where the loss is not a number one can draw."""
+    loss = subject.run.loss
+    x = subject.x(loss.steps[~np.isfinite(loss.values)])
+    top = ax.get_xaxis_transform()
+    ax.plot(x, np.full(len(x), 0.97), ls="", marker="x", mew=1.6, color=subject.look["color"], transform=top, zorder=6)
+
+
+def limit_losses(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
+    """Room for everything, except that a diverged run may not flatten the others."""
+    base = next(s for s in subjects if s.run.label == comparison.baseline).run.loss
+    losses = [finite(s.run.loss.values) for s in subjects]
+    values, reference = np.concatenate(losses), finite(base.values)
+    if not len(values):
+        return
+    low, high = min(values.min(), comparison.unigram_entropy or np.inf), values.max()
+    if len(reference):
+        high = min(high, reference.max() + max(0.35 * np.ptp(reference), DIVERGED))
+    margin = 0.04 * max(high - low, 1e-3)
+    ax.set_ylim(low - margin, high + margin)
+
+
+def finite(values: Array) -> Array:
+    return values[np.isfinite(values)]
+
+
+def draw_ends(ax: Axes, subjects: Sequence[Subject]) -> None:
+    """The last quarter's running means, enlarged, with the final mean and its interval at the right."""
+    drawn: list[Any] = []
+    highest = []
+    for place, subject in enumerate(subjects):
+        loss = subject.run.loss
+        last = max(len(loss.steps) // 4, min(2, len(loss.steps)))
+        x, smoothed = (values[-last:] for values in subject.smoothed(loss))
+        ax.plot(x, smoothed, lw=1.7, **subject.line)
+        at = x[-1] + (place + 1) * 0.035 * max(np.ptp(x), 1e-9)
+        draw_interval(ax, at, subject.report.final_loss, subject)
+        final = subject.report.final_loss
+        drawn += [smoothed, *(value for value in (final.low, final.mean, final.high) if value is not None)]
+        highest += [finite(smoothed).max()] if np.isfinite(smoothed).any() else []
+    values = finite(np.hstack(drawn))
+    if len(values):
+        high = min([values.max(), *(top + DIVERGED for top in highest)])
+        margin = 0.08 * max(high - values.min(), 1e-3)
+        ax.set_ylim(values.min() - margin, high + margin)
+    ax.set(title="The last quarter, enlarged", ylabel="nats per token")
+
+
+def draw_interval(ax: Axes, x: float, interval: curves.Interval, subject: Subject) -> None:
+    """A mean with its 95 % interval."""
+    if interval.low is not None and interval.high is not None:
+        ax.plot([x, x], [interval.low, interval.high], color=subject.look["color"], lw=1.4, alpha=0.6)
+    ax.plot([x], [interval.mean], ls="", ms=5, **marker(subject))
+
+
+def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
+    """Run minus baseline at matched steps: raw, and its running mean."""
+    base = next(s for s in subjects if s.run.label == comparison.baseline)
+    reaches = []
+    for subject in subjects:
+        if subject is base:
+            continue
+        gap = difference(subject.run, base.run)
+        x, smoothed = subject.smoothed(gap)
+        ax.plot(subject.x(gap.steps), gap.values, color=subject.look["color"], lw=0.6, alpha=FAINT)
+        ax.plot(x, smoothed, lw=1.7, **subject.line)
+        settled = np.append(smoothed[len(smoothed) // 10 :], final_gaps(subject.report))
+        reaches.append(float(np.abs(finite(settled)).max(initial=1e-3)))
+    draw_zero_and_gate(ax, comparison)
+    reach = 1.25 * max((each for each in reaches if each < DIVERGED), default=DIVERGED)
+    if comparison.max_gap is not None:
+        reach = max(reach, min(1.12 * comparison.max_gap, 5 * reach))
+    ax.set_ylim(-reach, reach)
+    ax.set(title=f"Gap to {shortened(base.run.label)} at matched steps", ylabel="nats per token")
+
+
+def difference(run: Run, baseline: Run) -> Series:
+    steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
+    return Series(steps=steps, values=values - reference)
+
+
+def final_gaps(report: RunReport) -> list[float]:
+    """What the panel of final gaps shows of a run, interval included."""
+    nats = report.gap_steps.nats if report.gap_steps else None
+    held = report.validation.gap if report.validation else None
+    values = ([nats.mean, nats.low, nats.high] if nats else []) + [held]
+    return [value for value in values if value is not None]
+
+
+def draw_zero_and_gate(ax: Axes, comparison: Comparison) -> None:
+    """The baseline, and the gate's two sides."""
+    ax.axhline(0, color=BASELINE["color"], lw=1.2)
+    for side in (-1, 1) if comparison.max_gap is not None else ():
+        ax.axhline(side * (comparison.max_gap or 0), color=GATE, lw=1.2, ls=(0, (4, 3)))
+
+
+def draw_final_gaps(
+    ax: Axes, comparison: Comparison, subjects: Sequence[Subject], *, limits: tuple[float, float]
+) -> None:
+    """One column a run: the final gap with its interval (filled), the held-out gap (hollow)."""
+    others = [subject for subject in subjects if subject.run.label != comparison.baseline]
+    crowded = len(others) > 5
+    draw_zero_and_gate(ax, comparison)
+    for place, subject in enumerate(others):
+        gap, held = subject.report.gap_steps, subject.report.validation
+        if gap:
+            draw_interval(ax, place - 0.12, gap.nats, subject)
+            text, where = number(gap.nats.mean, "+.3f"), ("data", "axes fraction")
+            ax.annotate(
+                text, (place, 0.02), xycoords=where, ha="center", fontsize=8.5, color=INK, rotation=90 * crowded
+            )
+        if held and held.gap is not None:
+            ax.plot([place + 0.12], [held.gap], ls="", ms=5.5, mfc="white", **marker(subject))
+    names = [shortened(subject.run.label) for subject in others]
+    ax.set_xticks(range(len(others)), names)
+    if sum(map(len, names)) > 32:
+        ax.tick_params(axis="x", rotation=30)
+        for tick in ax.get_xticklabels():
+            tick.set(ha="right", rotation_mode="anchor", fontsize=8)
+    ax.set_xlim(-0.6, len(others) - 0.4)
+    ax.set_ylim(limits)
+    ax.grid(visible=False, axis="x")
+    ax.set_title("Final gap, 95 % (hollow: held-out)")

@@ -1,0 +1,88 @@
+"""Whether a run's tensors hold numbers: asked before they are saved, and after they are read.
+
+A step whose gradients are not finite is skipped (`train.diagnostics.divergence`), so parameters and optimizer states
+stay finite unless an update overflows. NaN in a row of an embedding that no token looks up would then show in no loss:
+it is found here, before it replaces a good checkpoint or becomes somebody's model. One pass, without a copy of the
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+Found = dict[str, tuple[int, int]]
+"""Name of a tensor -> its elements that are NaN or infinite, and all of its elements."""
+
+NAMED = 3  # tensors that a message lists
+SLICE = 1 << 24  # elements that are counted at a time
+NOT_FINITE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # the least such code, its sign left out
+
+
+def found(tensors: Mapping[str, Any]) -> Found:
+    """The tensors that are not finite; what is no tensor of a float dtype is left out. The host waits once."""
+    floats = {name: _local(each) for name, each in tensors.items() if isinstance(each, Tensor)}
+    floats = {name: each for name, each in floats.items() if each.is_floating_point() and each.numel()}
+    if not floats:
+        return {}
+    finite = [_all_finite(each) for each in floats.values()]
+    flags = torch.cat([torch.stack([flag for flag in finite if flag.device == on]).cpu() for on in _devices(finite)])
+    if bool(flags.all()):
+        return {}
+    return {name: (bad, each.numel()) for name, each in floats.items() if (bad := count(each))}
+
+
+def found_anywhere(tensors: Mapping[str, Any], group: dist.ProcessGroup | None) -> Found:
+    """`found`, added up over the processes of a group, the same on each; all of them ask, with tensors of one name."""
+    mine = found(tensors)
+    if not dist.is_initialized():
+        return mine
+    everyone: list[Found] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(everyone, mine, group=group)
+    names = sorted({name for each in everyone for name in each})
+    pairs = {name: [each[name] for each in everyone if name in each] for name in names}
+    return {name: (sum(bad for bad, _ in those), sum(size for _, size in those)) for name, those in pairs.items()}
+
+
+def told(bad: Found) -> str:
+    """`head.weight (3 of 4,096 elements), ... and 2 more tensors`."""
+    listed = [f"{name} ({count:,} of {size:,} elements)" for name, (count, size) in list(bad.items())[:NAMED]]
+    more = f" and {len(bad) - NAMED} more tensors" if len(bad) > NAMED else ""
+    return ", ".join(listed) + more
+
+
+def check(name: str, tensor: Tensor, source: object) -> Tensor:
+    """The tensor itself. Raises ValueError that names it, its source and how much of it is NaN or infinite."""
+    bad = found({name: tensor})
+    if bad:
+        raise ValueError(f"{source} holds NaN or infinity: {told(bad)}")
+    return tensor
+
+
+def count(x: Tensor) -> int:
+    """Elements that are NaN or infinite."""
+    parts = x.detach().flatten().split(SLICE)
+    if x.dtype in NOT_FINITE:
+        return sum(int(((part.view(torch.uint8) & 0x7F) >= NOT_FINITE[x.dtype]).sum()) for part in parts)
+    return sum(int((~part.isfinite()).sum()) for part in parts)
+
+
+def _all_finite(x: Tensor) -> Tensor:
+    """0-dim bool. aminmax hands NaN on."""
+    if x.dtype in NOT_FINITE:
+        return (x.detach().view(torch.uint8) & 0x7F).amax() < NOT_FINITE[x.dtype]
+    low, high = torch.aminmax(x.detach())
+    return low.isfinite() & high.isfinite()
+
+
+def _devices(tensors: list[Tensor]) -> list[torch.device]:
+    return list(dict.fromkeys(each.device for each in tensors))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,326 @@
+"""A rank that hangs ends the run within `parallel.timeout_minutes`, and the error says which rank, and in what.
+
+A collective cannot know who is missing: it only waits. So a thread of each rank looks where its main thread is and,
+where that has been long in one step, writes into the launch's store what the rank waits for. When a collective fails,
+the ranks that said nothing, or are elsewhere, are those that did not arrive. Each rank that still can leaves its Python
+stacks and torch's flight recorder in `<run>/hang`.
+
+What a rank does is read off its stack, so a step pays nothing for it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from lowprec_train.train.diagnostics import flight
+from lowprec_train.train.ranks import Ranks, numbered
+
+PACKAGE = str(Path(__file__).parents[2])
+PLACES: tuple[tuple[str, str, str], ...] = (
+    ("train/agreement.py", "", "the agreement to stop"),
+    ("train/checkpoint.py", "", "the checkpoint"),
+    ("train/launch.py", "first", "what rank 0 decides for all"),
+    ("parallel/data.py", "total", "the all-reduce of the loss and the count of targets"),
+    ("parallel/data.py", "end_backward", "the all-reduce of the gradients of vectors"),
+    ("comm/axis.py", "all_reduce", "the all-reduce of gradients between replicas"),
+    ("comm/axis.py", "reduce_scatter", "the reduce-scatter of gradients"),
+    ("comm/rows.py", "", "the exchange of activations between tensor-parallel ranks"),
+    ("comm/holders.py", "", "the sums over the parts of a tensor"),
+    ("fsdp/_fully_shard/_fsdp_param_group.py", "unshard", "the all-gather of weights"),
+    ("fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard", "the all-gather of weights"),
+    ("fsdp/_fully_shard/_fsdp_param_group.py", "post_backward", "the reduce-scatter of gradients"),
+    ("parallel/gather.py", "", "the all-gather of weights"),
+    ("train/logging/metrics.py", "", "the GPU"),
+)
+"""(file, function, what a rank in it waits for): the first that is on the stack counts; no function: any of them."""
+
+BROKEN = re.compile(
+    r"/gloo/|Timed out waiting \d+ms|Connection (closed|reset) by peer|NCCL (error|communicator|time)|nccl\w+Error"
+)
+Lines = list[tuple[str, str]]  # (file, function), innermost first
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    process: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"process {self.process} on {self.host}"
+
+
+class PeerLost(RuntimeError):
+    """A collective failed because a rank hung or died; the message says where, and which."""
+
+    def __init__(self, message: str, absent: Sequence[Place] = (), *, told: bool = False) -> None:
+        """told: whether another rank has told this, or the error of its own that made it fail."""
+        super().__init__(message)
+        self._absent, self.told = absent, told
+
+    def end_absent(self) -> None:
+        """Kill those that did not arrive, where they were started by this rank's launcher: a stopped process ignores
+        what torchrun asks of it for half a minute.
+        """
+        for place in self._absent:
+            if place.host == socket.gethostname() and _parent(place.process) == os.getppid():
+                os.kill(place.process, signal.SIGKILL)
+
+
+def _parent(process: int) -> int | None:
+    """Process id of a process's parent, where this machine tells."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return None
+
+
+def of_peers(error: BaseException | None) -> bool:
+    """Whether an error is that of a collective whose other ranks did not come."""
+    while error is not None:
+        network = isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError)
+        if network or (isinstance(error, RuntimeError) and BROKEN.search(str(error))):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def doing(lines: Lines) -> tuple[str, bool]:
+    """What a process with these lines on its stack does, and whether that is to wait for other ranks."""
+    for file, function, what in PLACES:
+        if any(path.endswith(file) and function in ("", name) for path, name in lines):
+            return what, True
+    for path, name in lines:
+        if path.startswith(PACKAGE):
+            collective = next((n for p, n in lines if p.endswith("distributed_c10d.py")), None)
+            place = f"{Path(path).parent.name}/{Path(path).name}, {name}"
+            return (f"{collective} of {place}" if collective else place), collective is not None
+    return (f"{Path(lines[0][0]).name}, {lines[0][1]}" if lines else "nothing"), False
+
+
+def of_frame(frame: FrameType | None) -> Lines:
+    return [(line.filename, line.name) for line in reversed(traceback.extract_stack(frame))] if frame else []
+
+
+def of_error(error: BaseException | None) -> Lines:
+    """Of the innermost error of a chain that has lines of its own: where the collective failed."""
+    lines: Lines = []
+    while error is not None:
+        lines = [(line.filename, line.name) for line in reversed(traceback.extract_tb(error.__traceback__))] + lines
+        error = error.__cause__ or error.__context__
+    return lines
+
+
+class Watch:
+    """Knows what this rank does, and tells the others when it has long been at it.
+
+    Args:
+        ranks: of the launch.
+        minutes: `parallel.timeout_minutes`.
+        directory: where a rank leaves what it last did; made when there is something to leave.
+        on_gpu: whether the device runs collectives, which the host does not wait for.
+    """
+
+    def __init__(self, ranks: Ranks, minutes: float, directory: Path, *, on_gpu: bool) -> None:
+        self._ranks, self._rank, self._directory, self._on_gpu = ranks, ranks.world.rank, directory, on_gpu
+        self._minutes, self._seconds = minutes, 60 * minutes
+        self._patience = min(self._seconds / 4, 15.0)
+        self._main, self._lock = threading.main_thread().ident, threading.Lock()
+        self._step, self._since = 0, time.monotonic()
+        self._store: dist.Store | None = None
+        self._said = ""
+        self._recorded = self._explaining = False
+
+    def begin_step(self, step: int) -> None:
+        """Call before every step, counted from 1."""
+        self._step, self._since = step, time.monotonic()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look from a thread beside the work; turn the failure of a collective into PeerLost, which names the rank."""
+        ended = threading.Event()
+        if self._ranks.world.processes > 1:
+            place = Place(os.getpid(), socket.gethostname())
+            self._ranks.store.set(f"place/{self._rank}", json.dumps(asdict(place)))
+            threading.Thread(target=self._look, args=(ended,), daemon=True, name="watch").start()
+        try:
+            yield
+        except Exception as error:
+            if self._ranks.world.processes > 1 and of_peers(error):
+                raise self.explained(error) from error
+            with suppress(dist.DistError):
+                self._ranks.store.set(f"failed/{self._rank}", str(error) or type(error).__name__)
+            raise
+        finally:
+            ended.set()
+
+    def explained(self, error: BaseException) -> PeerLost:
+        """Which rank did not arrive, and where the others waited for it. Asks them, which takes a few seconds."""
+        what, _ = doing(of_error(error))
+        timed_out = "imed out" in str(error) or "timeout" in str(error).lower()
+        cause = (str(error).strip().splitlines() or ["no message"])[-1][:200]
+        how = f"waited {self._minutes:g} minutes (parallel.timeout_minutes)" if timed_out else f"failed: {cause}"
+        return self._explained(what, how)
+
+    def _explained(self, what: str, how: str) -> PeerLost:
+        answer: list[PeerLost] = []
+        self._explaining = True
+        asking = threading.Thread(target=self._ask, args=(what, how, answer), daemon=True)
+        asking.start()
+        self._record()
+        asking.join(2 * PATIENCE + 1)
+        alone = (
+            f"{at(self._step)}: {what}: {how}, and the store of the launch, which torchrun or rank 0 keeps, is silent"
+        )
+        return answer[0] if answer else PeerLost(self._with_records(alone))
+
+    def _ask(self, what: str, how: str, answer: list[PeerLost]) -> None:
+        """Say where this rank is; the first rank that asks says what follows from all that the others said."""
+        with suppress(dist.DistError):
+            store = self._connected()
+            self._say(what, waits=True)
+            store.set("hung", "1")
+            if store.add("asked", 1) > 1:
+                store.wait(["answer"], timedelta(seconds=2 * PATIENCE))
+                answer.append(PeerLost(store.get("answer").decode(), told=True))
+                return
+            places = self._places()
+            said = self._gathered(places)
+            failed = {rank: store.get(f"failed/{rank}").decode() for rank in places if store.check([f"failed/{rank}"])}
+            text = self._with_records(verdict(said, self._step, places, how, failed))
+            store.set("answer", text)
+            news = [self._ranks.claim(own) for own in failed.values()]
+            absent = [places[rank] for rank in missing(said, self._step, places) if rank not in failed]
+            answer.append(PeerLost(text, absent, told=bool(failed) and not absent and not any(news)))
+
+    def _with_records(self, text: str) -> str:
+        return f"{text}\nwhat each rank was doing: {self._directory}"
+
+    def _gathered(self, places: Mapping[int, Place]) -> dict[int, dict[str, Any]]:
+        """What the ranks have said, once all wait for this step's collectives or a few seconds have passed."""
+        until, store = time.monotonic() + PATIENCE, self._connected()
+        while True:
+            keys = {rank: f"said/{rank}" for rank in places if store.check([f"said/{rank}"])}
+            said = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+            if time.monotonic() > until or not missing(said, self._step, places):
+                return said
+            time.sleep(0.25)
+
+    def _places(self) -> dict[int, Place]:
+        ranks = range(self._ranks.world.processes)
+        return {rank: Place(**json.loads(self._connected().get(f"place/{rank}"))) for rank in ranks}
+
+    def _look(self, ended: threading.Event) -> None:
+        with suppress(dist.DistError):  # the launcher, and the store with it, has ended
+            while not ended.wait(min(1.0, self._patience / 2)):
+                quiet = time.monotonic() - self._since
+                if quiet < self._patience or self._explaining:
+                    continue
+                what, waits = doing(of_frame(sys._current_frames().get(self._main or 0)))
+                self._say(what, waits=waits)
+                if self._connected().check(["hung"]):
+                    self._record()
+                if self._on_gpu and quiet > 0.9 * self._seconds and self._tell_of_gpu():
+                    return
+
+    def _tell_of_gpu(self) -> bool:
+        """Where the device's oldest collective is about to end the process: NCCL's watchdog gives no other chance."""
+        oldest = flight.unfinished()
+        if oldest is None or oldest.seconds < 0.9 * self._seconds:
+            return False
+        what = f"{doing(oldest.lines)[0]} ({oldest.name})"
+        how = f"waited {oldest.seconds / 60:.2g} minutes (parallel.timeout_minutes={self._minutes:g})"
+        lost = self._explained(what, how)
+        if not lost.told:
+            self._ranks.tell(str(lost), alone=True)
+        lost.end_absent()
+        return True
+
+    def _say(self, what: str, *, waits: bool) -> None:
+        said = json.dumps({"step": self._step, "what": what, "waits": waits})
+        if said != self._said:
+            self._connected().set(f"said/{self._rank}", said)
+            self._said = said
+
+    def _connected(self) -> dist.Store:
+        """A connection of this class's own, made when it is first needed."""
+        with self._lock:
+            self._store = self._store or self._ranks.again()
+            return self._store
+
+    def _record(self) -> None:
+        """Stacks of all threads to `rank-N.txt`, the flight recorder to `rank_N`, as torch's own tool expects it."""
+        if self._recorded:
+            return
+        self._recorded = True
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / f"rank-{self._rank}.txt").open("w") as file:
+            file.write(f"step {self._step}\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        if content := flight.recording():
+            (self._directory / f"rank_{self._rank}").write_bytes(content)
+
+
+PATIENCE = 4.0  # seconds in which the others say where they are, once one has failed
+
+
+Said = Mapping[int, Mapping[str, Any]]
+
+
+def missing(said: Said, step: int, places: Mapping[int, Place]) -> list[int]:
+    """Ranks that do not wait in a collective of this step, by what they have said."""
+    waiting = [rank for rank, each in said.items() if each["step"] == step and each["waits"]]
+    return [rank for rank in places if rank not in waiting]
+
+
+def at(step: int) -> str:
+    """When: in a step, counted from 1, or before the first."""
+    return f"step {step}" if step else "before the first step"
+
+
+def verdict(
+    said: Said, step: int, places: Mapping[int, Place], how: str, failed: Mapping[int, str] | None = None
+) -> str:
+    """The sentence about a failed collective. said: {rank: {"step", "what", "waits"}} of those that said something.
+    step: of the rank that asks. how: what befell those that waited. failed: errors of ranks that met one of their own.
+    """
+    absent = missing(said, step, places)
+    groups: dict[str, list[int]] = {}
+    for rank in (rank for rank in places if rank not in absent):
+        groups.setdefault(said[rank]["what"], []).append(rank)
+    waiting = "; ".join(f"{numbered(ranks)} in {what}" for what, ranks in sorted(groups.items(), key=lambda g: g[1]))
+    why = {rank: _of_absent(said.get(rank), step, (failed or {}).get(rank)) for rank in absent[:3]}
+    lines = [f"{at(step)}: {waiting}: {how}"]
+    lines += [f"rank {rank} did not arrive ({places[rank]}): it {reason}" for rank, reason in why.items()]
+    lines += [f"and {len(absent) - 3} more: {numbered(absent[3:])}"] if len(absent) > 3 else []
+    if not absent:
+        lines.append("all ranks came to a collective: if not to the same one, the program differs between them")
+    return "\n".join(lines)
+
+
+def _of_absent(said: Mapping[str, Any] | None, step: int, failed: str | None) -> str:
+    if failed is not None:
+        return f"failed: {failed}"
+    if said is None or said["step"] != step:
+        return "is stopped, dead or cut off"
+    return f"is in {said['what']}"

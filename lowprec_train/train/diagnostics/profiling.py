@@ -1,0 +1,111 @@
+"""A window of steps under torch's profiler: a trace to look at, and a table of what took how long.
+
+    profile/steps-10-12.rank-0.json.gz    Chrome trace, for ui.perfetto.dev or chrome://tracing
+    profile/steps-10-12.rank-0.txt        time by class of kernel and by kernel
+
+The step before the window warms the profiler up, whose start takes seconds. Training computes the same bits under it,
+more slowly. Outside of the window there is no profiler: a step costs one comparison.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerAction, ProfilerActivity
+
+from lowprec_train.train.diagnostics.kernel_times import kernel_times, table
+
+log = logging.getLogger(__name__)
+
+
+class Window:
+    """Profiles the steps first, ..., first + steps - 1 of a run, counted from 1.
+
+    Args:
+        first, steps: the window; 0 steps: none. A launch that begins after `first` has none either, and says so.
+        directory: takes the files; made when there are some.
+        rank: of this process, for the files' names.
+        shapes, stacks, memory: record operands' shapes, Python stacks, allocations of tensors too.
+    """
+
+    def __init__(
+        self,
+        *,
+        first: int,
+        steps: int,
+        directory: Path,
+        device: torch.device,
+        rank: int = 0,
+        shapes: bool = False,
+        stacks: bool = False,
+        memory: bool = False,
+    ) -> None:
+        self._first, self._last = first, first + steps - 1
+        self._stem = directory / f"steps-{first}-{self._last}.rank-{rank}"
+        self._device = device
+        self._shapes, self._stacks, self._memory = shapes, stacks, memory
+        self._profiler: torch.profiler.profile | None = None
+        self._seen = 0
+        self._begun = steps < 1  # also: there is nothing to begin
+
+    def begin_step(self, step: int) -> None:
+        """Call before every step, counted from 1."""
+        self._seen = step
+        if self._profiler is not None:
+            self._go_on(step)
+        elif not self._begun and step >= self._first - 1:
+            self._begin(step)
+
+    def close(self) -> None:
+        """Write what there is of a window that the run's end cuts short."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is not None:
+            profiler.stop()
+
+    def _begin(self, step: int) -> None:
+        self._begun = True
+        if step > self._first:
+            log.warning("profile.first=%d is before step %d, the first of this launch: no profile", self._first, step)
+            return
+        on_gpu = self._device.type == "cuda"
+        self._profiler = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
+            schedule=self._schedule(self._first - step),
+            on_trace_ready=self._write,
+            record_shapes=self._shapes,
+            with_stack=self._stacks,
+            profile_memory=self._memory,
+            acc_events=True,  # there is one cycle; without it torch 2.11 warns
+        )
+        self._profiler.start()
+
+    def _schedule(self, warmup: int) -> Callable[[int], ProfilerAction]:
+        steps = self._last - self._first + 1
+
+        def action(done: int) -> ProfilerAction:
+            if done < warmup:
+                return ProfilerAction.WARMUP
+            last = warmup + steps - 1
+            return ProfilerAction.RECORD if done < last else ProfilerAction.RECORD_AND_SAVE
+
+        return action
+
+    def _go_on(self, step: int) -> None:
+        assert self._profiler is not None
+        if step > self._last:
+            self.close()
+            return
+        if step == self._first and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # what is under way belongs to the step before
+        self._profiler.step()
+
+    def _write(self, profiler: torch.profiler.profile) -> None:
+        self._stem.parent.mkdir(parents=True, exist_ok=True)
+        trace, text = self._stem.with_name(f"{self._stem.name}.json.gz"), self._stem.with_name(f"{self._stem.name}.txt")
+        profiler.export_chrome_trace(str(trace))
+        kernels = kernel_times(profiler.events() or [], on_gpu=self._device.type == "cuda")
+        text.write_text(table(kernels, steps=min(self._seen, self._last) - self._first + 1), encoding="utf-8")
+        log.info("profile: %s and %s", trace, text.name)

@@ -1,0 +1,122 @@
+"""Snapshots of a GPU's memory: every block that torch holds, and who asked for it where that was recorded.
+
+    touch runs/NAME/SNAPSHOT            memory/step-12.rank-0.pickle, before the next step
+    a step that runs out of memory      memory/oom-step-12.rank-0.pickle
+
+https://docs.pytorch.org/memory_viz draws them. A file asks, not a signal: it needs no process id and no login to the
+node, and all signals that reach a rank under torchrun and Slurm mean "stop". Blocks have a Python stack and the
+snapshot a history of events if the last `allocations` of them are kept, which costs a few microseconds an allocation.
+
+torch offers recording and saving under private names only, so this is their adapter (decision 0008).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lowprec_train.train.diagnostics.out_of_memory import is_out_of_memory, of_host
+
+log = logging.getLogger(__name__)
+
+REQUEST = "SNAPSHOT"
+
+
+@contextmanager
+def kept_history(allocations: int) -> Iterator[None]:
+    """Remember the last so many allocations and releases with their Python stacks; 0: none."""
+    if allocations:
+        torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=allocations)
+    try:
+        yield
+    finally:
+        if allocations:
+            torch.cuda.memory._record_memory_history(None)
+
+
+def save(path: Path) -> None:
+    """Write a snapshot of this process's GPU memory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+class Snapshots:
+    """Snapshots of one process of a run.
+
+    Args:
+        run: the run directory.
+        rank: of this process, for the files' names.
+        asked: whether this process answers requests.
+        patience: seconds between two looks for a request.
+    """
+
+    def __init__(
+        self, run: Path, device: torch.device, *, rank: int = 0, asked: bool = True, patience: float = 2.0
+    ) -> None:
+        self._run, self._device, self._rank, self._patience = run, device, rank, patience
+        self._request = run / REQUEST
+        self._answered: int | None = None
+        self._warned = False
+        if asked:
+            self._answered = self._newest()
+        self._asked, self._next, self._step = asked, time.monotonic() + patience, 0
+
+    def begin_step(self, step: int) -> None:
+        """Call before every step, counted from 1: answers a request that is newer than the last."""
+        self._step = step
+        if not self._asked or time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + self._patience
+        newest = self._newest()
+        if newest != self._answered and newest is not None:
+            self._answer()
+        self._answered = newest
+
+    @contextmanager
+    def of_failures(self) -> Iterator[None]:
+        """Add step and snapshot to the error of a step that runs out of memory."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(f"in step {self._step}")
+                if self._device.type == "cuda" and not of_host(error):
+                    error.add_note(self._saved("oom-")[1])
+            raise
+
+    def _answer(self) -> None:
+        if self._device.type == "cuda":
+            written, told = self._saved()
+            log.log(logging.INFO if written else logging.WARNING, "%s", told)
+        else:
+            log.warning("%s: snapshots are of GPU memory, and this run is on %s", self._request, self._device.type)
+
+    def _saved(self, prefix: str = "") -> tuple[bool, str]:
+        """Whether a snapshot could be written, and what to say of it: neither a healthy run nor the error of memory
+        may be lost with it.
+        """
+        path = self._run / "memory" / f"{prefix}step-{self._step}.rank-{self._rank}.pickle"
+        try:
+            save(path)
+        except (OSError, RuntimeError, MemoryError) as error:
+            return False, f"no memory snapshot: {str(error) or type(error).__name__}"
+        return True, f"memory snapshot: {path}"
+
+    def _newest(self) -> int | None:
+        """When the request was made, in nanoseconds; None where there is none. A file system that cannot say, as NFS
+        at times, is no new request.
+        """
+        try:
+            return self._request.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if not self._warned:
+                log.warning("%s: cannot be looked for (%s)", self._request, error.strerror)
+            self._warned = True
+            return self._answered

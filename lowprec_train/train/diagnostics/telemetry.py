@@ -1,0 +1,200 @@
+"""What quantisation does to a run, looked at every `interval` steps and free in between.
+
+    probe    one more forward and backward pass of the step's first micro-batch, with an observer on every linear layer
+             and on every norm and activation that keeps codes; its gradients are dropped
+    update   the optimizer's own, with an observer on every state that is stored in codes
+
+The probe makes the step's own draws. Modules whose forward is compiled run the eager one in it: an observer in a
+compiled graph would be another graph. The loss and the rounding kernels, which have no observer inside, stay compiled
+(`torch.compiler.set_stance` would take them too, and eagerly a compiled loss makes an FP32 copy of all logits).
+Training meets neither, so losses are the same bits with telemetry and without. Figures travel to the host as metrics
+do, and are read a step later.
+
+One row is one rounding: `{"step", "site", "gemm", "operand", "what", figures}` for an operand of a GEMM, the same with
+gemm "kept" for the inputs of a norm or an activation (operand a, and b for the second one), and `{"step", "parameter",
+"state", "what", figures}` for the optimizer. `train.roundings` defines the figures; what is not a finite number is
+null. Under recompute the first of two equal roundings counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_train.numerics.draws import Gemms, Purpose
+from lowprec_train.numerics.quantizer import Quantized, Quantizer
+from lowprec_train.ops.schema import CARRIERS
+from lowprec_train.optim.adamw import AdamW
+from lowprec_train.precision.block_keep import kept_inputs
+from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.outliers import OutlierClamp
+from lowprec_train.train.diagnostics import roundings
+from lowprec_train.train.diagnostics.roundings import Figures
+from lowprec_train.train.logging.metrics import Arriving
+
+Row = dict[str, Any]
+
+KEPT_OPERANDS = "ab"
+
+FORMATS = {dtype: name for name, dtype in CARRIERS.items()}
+
+OPERAND_SERIES = (
+    *(("sqnr_db", "min"), ("sqnr_db", "mean"), ("underflow_pct", "mean"), ("underflow_pct", "max")),
+    *(("saturated_pct", "max"), ("clamped_blocks_pct", "max"), ("nonfinite_pct", "max")),
+)
+STATE_SERIES = (("sqnr_db", "mean"), ("sqnr_db", "min"), ("underflow_pct", "mean"), ("stalled_pct", "mean"))
+REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
+    "min": min,
+    "max": max,
+    "mean": lambda values: math.fsum(values) / len(values),
+}
+
+
+class Record:
+    """The roundings of one step as they come, on the device. `labels` and figures are kept by what they are of."""
+
+    def __init__(self, names: Mapping[nn.Parameter, str], stored: Callable[[nn.Parameter, str], str]) -> None:
+        self.rows: dict[tuple[str, ...], tuple[Row, Figures]] = {}
+        self.forward_over = False
+        self._names, self._stored = names, stored
+
+    def operand(
+        self,
+        site: str,
+        gemm: Gemms,
+        side: Purpose,
+        x: Tensor,
+        rounded: Quantized,
+        how: Quantizer,
+        clamp: OutlierClamp | None,
+    ) -> None:
+        """An observer of `Linear`, given its site."""
+        key = (site, gemm.name.lower(), side.name.lower())
+        if key not in self.rows:
+            self._add_operand(key, x, rounded, how, clamp)
+
+    def kept(self, site: str, x: Tensor, rounded: Quantized, how: Quantizer) -> None:
+        """An observer of `KeptInput`, given its site. It meets a module's inputs in turn; backward makes none anew."""
+        if not self.forward_over:
+            known = sum((site, "kept", operand) in self.rows for operand in KEPT_OPERANDS)
+            self._add_operand((site, "kept", KEPT_OPERANDS[known]), x, rounded, how, None)
+
+    def state(self, parameter: nn.Parameter, state: str, before: Tensor, wanted: Tensor, after: Tensor) -> None:
+        """An observer of `AdamW.step`."""
+        labels = {"parameter": self._names[parameter], "state": state, "what": self._stored(parameter, state)}
+        self.rows[labels["parameter"], state] = labels, roundings.of_state(before, wanted, after)
+
+    def _add_operand(
+        self, key: tuple[str, str, str], x: Tensor, rounded: Quantized, how: Quantizer, clamp: OutlierClamp | None
+    ) -> None:
+        labels = dict(zip(("site", "gemm", "operand"), key, strict=True)) | {"what": described(how, clamp)}
+        self.rows[key] = labels, roundings.of_operand(x, rounded, how, clamp)
+
+
+class Telemetry:
+    """Watches `model` and `optimizer` at every step whose number, counted from 1, `interval` divides; 0: at none.
+
+    Raises ValueError for a negative interval.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: AdamW, *, interval: int = 0) -> None:
+        if interval < 0:
+            raise ValueError(f"telemetry_interval={interval} must not be negative (0: no telemetry)")
+        self.model, self.optimizer, self.interval = model, optimizer, interval
+        self._names = {parameter: name for name, parameter in model.named_parameters()}
+        self._sent: dict[int, tuple[list[tuple[Row, Figures]], Arriving]] = {}
+
+    def due(self, step: int) -> bool:
+        """Whether a step, counted from 1, is watched."""
+        return self.interval > 0 and step % self.interval == 0
+
+    def probe(self, loss: Callable[[], Tensor]) -> Record:
+        """The roundings of one forward and backward pass; the model's gradients are none before and after."""
+        record = Record(self._names, self._stored)
+        with eager(self.model), self._watched(record):
+            total = loss()
+            record.forward_over = True
+            total.backward()
+        self.model.zero_grad(set_to_none=True)
+        return record
+
+    def send(self, step: int, record: Record, device: torch.device) -> None:
+        """Set the figures of a step out for the host; nothing waits for them."""
+        rows = list(record.rows.values())
+        if rows:
+            figures = [figure.double() for _, each in rows for figure in each.values()]
+            self._sent[step] = rows, Arriving(torch.stack(figures), device)
+
+    def read(self, step: int) -> list[Row]:
+        """The rows of a step, once; none where it was not watched. Waits until the device has made them."""
+        if step not in self._sent:
+            return []
+        rows, arriving = self._sent.pop(step)
+        numbers = iter(arriving.read())
+        return [{"step": step, **labels} | {name: _finite(next(numbers)) for name in each} for labels, each in rows]
+
+    @contextmanager
+    def _watched(self, record: Record) -> Iterator[None]:
+        linears = {name: m for name, m in self.model.named_modules() if isinstance(m, Linear)}
+        keeping = dict(kept_inputs(self.model))
+        for name, linear in linears.items():
+            linear.observer = partial(record.operand, name)
+        for name, module in keeping.items():
+            module.observer = partial(record.kept, name)
+        try:
+            yield
+        finally:
+            for linear in linears.values():
+                linear.observer = None
+            for module in keeping.values():
+                module.observer = None
+
+    def _stored(self, parameter: nn.Parameter, state: str) -> str:
+        """Format of a state, e.g. "E4M3 expanded"; a master without codes of its own is the parameter."""
+        kept = self.optimizer.state[parameter]
+        expanded = " expanded" if f"{state}.exponent" in kept else ""
+        return FORMATS[kept.get(state, parameter).dtype] + expanded
+
+
+@contextmanager
+def eager(model: nn.Module) -> Iterator[None]:
+    """Modules run the forward of their class; one of their own, as `Transformer.compile_blocks` gives, comes back."""
+    compiled = {module: module.__dict__.pop("forward") for module in model.modules() if "forward" in module.__dict__}
+    try:
+        yield
+    finally:
+        for module, forward in compiled.items():
+            module.forward = forward
+
+
+def described(how: Quantizer, clamp: OutlierClamp | None) -> str:
+    """E.g. "E2M1[1x*] FP32, OCC 0.99 carrier"."""
+    parts = [str(how)] + ([f"span {how.span}"] if how.span else [])
+    return ", ".join(parts + ([f"OCC {clamp.quantile} {clamp.variant}"] if clamp else []))
+
+
+def aggregates(rows: Sequence[Row]) -> dict[str, float]:
+    """A few series over all layers: `quant/fprop.a/sqnr_db_min`, `opt/exp_avg_sqnr_db`. Left out: without a number."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        prefix = f"opt/{row['state']}_" if "state" in row else f"quant/{row['gemm']}.{row['operand']}/"
+        groups.setdefault(prefix, []).append(row)
+    found: dict[str, float] = {}
+    for prefix, members in groups.items():
+        of_state = "state" in members[0]
+        for figure, reduction in STATE_SERIES if of_state else OPERAND_SERIES:
+            values = [row[figure] for row in members if row[figure] is not None]
+            suffix = "" if of_state and reduction == "mean" else f"_{reduction}"
+            if values:
+                found[f"{prefix}{figure}{suffix}"] = REDUCE[reduction](values)
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,1 @@
+"""What a run reports: metrics, and the sinks that take them."""
