@@ -68,7 +68,10 @@ make_venv() {
     "$base" -m venv "$venv"
 }
 
-fingerprint() { { cat pyproject.toml constraints.txt; echo "$root"; } | sha256sum | cut -c1-32; }
+# An editable install holds the list of packages: one that a module has become is found only after a new install.
+fingerprint() {
+    { cat pyproject.toml constraints.txt; find lowprec_train -name __init__.py | sort; echo "$root"; } | sha256sum | cut -c1-32
+}
 
 install_torch() {
     local pinned
