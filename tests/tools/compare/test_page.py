@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from lowprec_train.tools.compare import colours, curves, measure
 from lowprec_train.tools.compare.page import document
 from lowprec_train.tools.compare.runs import Run, Series
-from tests.tools import browser
+from tests.tools.compare import browser
 
 NAMES = ("bf16", "fp8", "fp8_block", "fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "nvfp4", "coat", "int8")
 N = 5000

@@ -14,7 +14,7 @@ from lowprec_train.tools.compare import measure, plot
 from lowprec_train.tools.compare.page import document, numbers
 from lowprec_train.tools.compare.runs import Series, read_runs
 from lowprec_train.tools.compare.telemetry import Map
-from tests.tools import browser
+from tests.tools.compare import browser
 
 
 def unpacked(text, kind="<f4"):
