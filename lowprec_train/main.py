@@ -36,11 +36,10 @@ from lowprec_train.train import (
     describe,
     identity,
     launch,
-    ranks,
+    rendezvous,
     rundir,
     signals,
 )
-from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import CheckpointError
 from lowprec_train.train.describe import Choice
 from lowprec_train.train.diagnostics import failure, flight, out_of_memory
@@ -49,8 +48,9 @@ from lowprec_train.train.diagnostics.hang import PeerLost, Watch
 from lowprec_train.train.diagnostics.out_of_memory import OutOfMemory
 from lowprec_train.train.launch import World
 from lowprec_train.train.logging import overview
-from lowprec_train.train.ranks import PATIENCE, Ranks, Refusal
+from lowprec_train.train.rendezvous import PATIENCE, Refusal, Rendezvous
 from lowprec_train.train.signals import StopRequest
+from lowprec_train.train.stop_consensus import StopConsensus
 from lowprec_train.train.weights import other_tokenizer
 
 log = logging.getLogger(__name__)
@@ -94,14 +94,14 @@ def status(cfg: DictConfig, stop: StopRequest) -> int:
     """Exit status of one job, its mistakes told in one line, by one of the ranks that share them."""
     world = launch.world()
     try:
-        with ranks.met(world, ranks.minutes(cfg.parallel.timeout_minutes)) as meeting:
+        with rendezvous.met(world, rendezvous.minutes(cfg.parallel.timeout_minutes)) as meeting:
             return in_ranks(cfg, stop, meeting)
     except ValueError as error:
         failure.report(f"error{'' if world.leads else f' on rank {world.rank}'}: {error}")
         return 1
 
 
-def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> int:
+def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> int:
     """`status`, once the ranks know each other."""
     try:
         run(cfg, stop, meeting)
@@ -122,7 +122,7 @@ def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> int:
     return 0
 
 
-def run(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> None:
+def run(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> None:
     """One run, from its checks to DONE or PREEMPTED. Raises what EXPECTED lists for mistakes."""
     if stop():  # a sweep that was told to stop
         log.info("%s: this job does not begin", stop.signal_name)
@@ -130,7 +130,7 @@ def run(cfg: DictConfig, stop: StopRequest, meeting: Ranks) -> None:
     world = meeting.world
     if not world.leads:
         logging.getLogger().setLevel(logging.ERROR)
-    asked, machine = ranks.agreed(meeting, lambda: checked(cfg, world), lambda made: facts_of_launch(*made))
+    asked, machine = rendezvous.agreed(meeting, lambda: checked(cfg, world), lambda made: facts_of_launch(*made))
     options, plain, choice = asked
     directory = (Path(options.run_root) / name_of(options, plain, choice) / "hang").absolute()
     flight.switch_on(directory / "rank_")
@@ -150,7 +150,7 @@ def checked(cfg: DictConfig, world: World) -> "tuple[Asked, Machine]":
 
 def facts_of_launch(asked: "Asked", machine: "Machine") -> dict[str, Any]:
     """What all ranks must have alike: every key of the configuration, and the code that runs."""
-    facts = identity.flatten(asked[1]) | describe.versions() | {"source": ranks.source_hash()}
+    facts = identity.flatten(asked[1]) | describe.versions() | {"source": rendezvous.source_hash()}
     return facts | {"kind of device": machine.device.type, "compiled": machine.compiled}
 
 
@@ -203,27 +203,28 @@ def train(
         if first and (strange := other_tokenizer(first, corpus.tokenizer)):
             log.warning("warning: %s", strange)
         trainer = build.trainer(options, layout, linears, corpus, distribution, device, compiled=compiled, first=first)
-        facts["gathered"] = trainer.team.gathered()
+        facts["gathered"] = trainer.data_parallel.all_gather_formats()
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:
-            step = checkpointer.load(trainer.checkpoint_parts(), way.step, optional=trainer.team.state_parts()) or 0
+            optional = trainer.data_parallel.state_parts()
+            step = checkpointer.load(trainer.checkpoint_parts(), way.step, optional=optional) or 0
             launch.first(lambda: continuation.take(directory, way, step, read=trainer.steps_done))
             log.info("resuming after step %d of %d", step, options.steps)
         facts |= build.text_facts(corpus)
         log.info("%s", overview.data(facts, plain))
         directory.begin(config=plain, recipe=linears[0], facts=facts)
-        sinks, agreement = build.sinks(options, trainer, directory, plain), StopAgreement(launch.everyone())
+        sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.everyone())
         watch = build.watch(options, directory.path, device, machine.world, hang.begin_step)
         with sinks as listening, build.rows(options, trainer, directory.path) as write_rows, watch as begin_step:
             outcome = trainer.fit(
                 sinks=listening,
                 checkpointer=checkpointer,
                 should_stop=lambda: stop.number,
-                agreement=agreement,
+                consensus=consensus,
                 write_rows=write_rows,
                 begin_step=begin_step,
             )
-            asked = signal.Signals(agreement.learned).name if outcome == "preempted" else None
+            asked = signal.Signals(consensus.learned).name if outcome == "preempted" else None
             directory.end(outcome, step=trainer.steps_done, signal=asked)  # before sinks close: an upload may take long
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
 

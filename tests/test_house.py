@@ -32,7 +32,11 @@ LAUNCH_FACTS |= {"TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FIL
 LAUNCH_FACTS |= {"TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE", "LOWPREC_LAUNCHER"}
 LAUNCHERS = {"lowprec_train/train/processes.py"}  # hand the whole environment on to the processes that they start
 # The files that may touch torch's private names (decisions 0008, 0016 and 0017).
-TORCH_ADAPTERS = {"lowprec_train/ops/tensor_cores.py", "lowprec_train/ops/kernels.py", "lowprec_train/comm/rows.py"}
+TORCH_ADAPTERS = {
+    "lowprec_train/ops/tensor_cores.py",
+    "lowprec_train/ops/kernels.py",
+    "lowprec_train/comm/process_group.py",
+}
 TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/snapshots.py", "lowprec_train/parallel/fsdp_parameters.py"}
 TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/flight.py"}
 

@@ -1,1 +1,1 @@
-"""Gradient reduction: low-precision payloads on the wire, sums in FP32."""
+"""Gradient reduction: low-precision codes on the wire, sums in FP32."""

@@ -1,6 +1,6 @@
 """Sums of gradients over one axis of the mesh, with count kept of what they send and lose.
 
-What a step lost is measured as a share of what went in, as in payload.py, and told in decibels:
+What a step lost is measured as a share of what went in, as in block_scaled.py, and told in decibels:
 
     SQNR = 10 log10( sum_i |g_i|^2 / sum_i |e_i|^2 )        i: ranks; e_i: what rank i's rounding does to the sum
 
@@ -11,7 +11,6 @@ did. Sums in FP8 round where no rank sees it alone: they are compared with an FP
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowprec_train.comm import collectives
-from lowprec_train.comm.layout import Layout
-from lowprec_train.comm.payload import Payload, rounding_energy
-from lowprec_train.comm.shared_scale import MuSchedule, SharedScale
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.collectives import Reduced
+from lowprec_train.comm.grad_codec import GradCodec, rounding_energy
+from lowprec_train.comm.layout import FlatLayout
+from lowprec_train.comm.shared_scale import MuSchedule
 from lowprec_train.numerics.formats import FP32
 
-EXACT = Payload(FP32)
+EXACT = BlockScaledCodec(FP32)
 
 
 class Axis:
@@ -38,10 +39,8 @@ class Axis:
     Only one CUDA stream may call an axis: `fully_shard` gives its reduce-scatters one and its hooks another.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, payload: Payload | SharedScale, device: torch.device | str
-    ) -> None:
-        self.group, self.payload = group, payload
+    def __init__(self, group: dist.ProcessGroup | None, codec: GradCodec, device: torch.device | str) -> None:
+        self.group, self.codec = group, codec
         self.ranks = 1 if group is None else dist.get_world_size(group)
         self.head_room = MuSchedule(self.ranks, device)
         self.at_maximum = torch.zeros((), device=device)
@@ -52,7 +51,7 @@ class Axis:
     @property
     def rounds(self) -> bool:
         """Whether anything can be lost."""
-        return self.ranks > 1 and self.payload != EXACT
+        return self.ranks > 1 and not self.codec.exact
 
     def begin_step(self, sample: int | None) -> None:
         """Start a new account. sample: the number of measurements so far when this step is one, else None."""
@@ -62,48 +61,46 @@ class Axis:
         self.sent = 0
 
     @torch.no_grad()
-    def reduce_scatter(self, flat: Tensor, layout: Layout, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """As `collectives.reduce_scatter`."""
-        self.sent += collectives.reduce_scatter_bytes(self.payload, layout, self.ranks)
-        both = collectives.reduce_scatter, collectives.reduce_scatter_shared
-        total = self._sum(*both, flat, layout, op)
+    def reduce_scatter(self, flat: Tensor, layout: FlatLayout, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """The total of `collectives.reduce_scatter`."""
+        self.sent += collectives.reduce_scatter_bytes(self.codec, layout, self.ranks)
+        total = self._noted(collectives.reduce_scatter(flat, self.group, self.codec, layout, mu=self._mu, op=op))
         if self._measured_row is not None and self.rounds:
             self.energy += self._scatter_energy(flat, total, layout, self._measured_row)
         return total
 
     @torch.no_grad()
-    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
-        """As `collectives.all_reduce`."""
-        self.sent += collectives.all_reduce_bytes(self.payload, layout, self.ranks)
-        both = collectives.all_reduce, collectives.all_reduce_shared
-        total = self._sum(*both, flat, layout, dist.ReduceOp.SUM)
+    def all_reduce(self, flat: Tensor, layout: FlatLayout) -> Tensor:
+        """The total of `collectives.all_reduce`."""
+        self.sent += collectives.all_reduce_bytes(self.codec, layout, self.ranks)
+        total = self._noted(collectives.all_reduce(flat, self.group, self.codec, layout, mu=self._mu))
         if self._measured_row is not None and self.rounds:
             self.energy += self._all_reduce_energy(flat, total, layout)
         return total
 
-    def _sum(
-        self, plain: Callable[..., Tensor], shared: Callable[..., Any], flat: Tensor, layout: Layout, op: Any
-    ) -> Tensor:
-        if isinstance(self.payload, Payload):
-            return plain(flat, self.group, self.payload, layout, op=op)
-        total, share = shared(flat, self.group, self.payload, layout, self.head_room.mu, op=op)
-        self.at_maximum.copy_(torch.maximum(self.at_maximum, share))
-        return total  # type: ignore[no-any-return]
+    @property
+    def _mu(self) -> Tensor | None:
+        return self.head_room.mu if self.codec.shares_scales else None
 
-    def _scatter_energy(self, flat: Tensor, total: Tensor, layout: Layout, row: int) -> Tensor:
-        if isinstance(self.payload, SharedScale):
-            exact = collectives.reduce_scatter(flat, self.group, EXACT, layout)
+    def _noted(self, reduced: Reduced) -> Tensor:
+        if reduced.saturated is not None:
+            self.at_maximum.copy_(torch.maximum(self.at_maximum, reduced.saturated))
+        return reduced.total
+
+    def _scatter_energy(self, flat: Tensor, total: Tensor, layout: FlatLayout, row: int) -> Tensor:
+        if self.codec.shares_scales:
+            exact = collectives.reduce_scatter(flat, self.group, EXACT, layout).total
             return torch.stack((_squares(flat), _squares(total - exact)))
         rows = flat.view(self.ranks, -1)[row : row + 1]
-        return self.ranks * rounding_energy(rows, self.payload, layout).sum(0)
+        return self.ranks * rounding_energy(rows, self.codec, layout).sum(0)
 
-    def _all_reduce_energy(self, flat: Tensor, total: Tensor, layout: Layout) -> Tensor:
+    def _all_reduce_energy(self, flat: Tensor, total: Tensor, layout: FlatLayout) -> Tensor:
         """Every rank holds the whole sum: its share of that sum's noise is one of `ranks` parts."""
-        if isinstance(self.payload, SharedScale):
-            exact = collectives.all_reduce(flat, self.group, EXACT, layout)
+        if self.codec.shares_scales:
+            exact = collectives.all_reduce(flat, self.group, EXACT, layout).total
             return torch.stack((_squares(flat), _squares(total - exact) / self.ranks))
-        signal, noise = rounding_energy(flat[None], self.payload, layout).sum(0).unbind()
-        if not collectives.sends_whole(self.payload, layout, self.ranks):
+        signal, noise = rounding_energy(flat[None], self.codec, layout).sum(0).unbind()
+        if not self.codec.sends_whole(layout, self.ranks):
             tiny = torch.finfo(signal.dtype).tiny
             noise = noise + noise / signal.clamp_min(tiny) * _squares(total) / self.ranks
         return torch.stack((signal, noise))

@@ -9,7 +9,7 @@ an all-reduce of its own. A shard axis of one rank skips the reduce-scatter and 
 What is reduced is a sum. FSDP2 asks for an average unless it is told otherwise, and `attach` tells it (sums forced, a
 divide factor of 1): the loss is divided where it is defined, by the targets of the whole step.
 
-FP32 payloads take the same path. Added in rank order they have the same bits on any back end and however messages are
+FP32 takes the same path. Added in rank order they have the same bits on any back end and however messages are
 cut; the order of a ring or a tree depends on the back end and on sizes. With one micro-batch a rank and over one axis
 these are the bits of a process that accumulates the same micro-batches. Hybrid sharding adds within shard groups first:
 (g0 + g1) + (g2 + g3), not ((g0 + g1) + g2) + g3.
@@ -29,9 +29,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.comm.axis import Axis
-from lowprec_train.comm.layout import Layout, sharded_layout
-from lowprec_train.comm.payload import BLOCK, Payload
-from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.comm.block_scaled import BLOCK, BlockScaledCodec
+from lowprec_train.comm.grad_codec import GradCodec
+from lowprec_train.comm.layout import FlatLayout, sharded_layout
+from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import parse_format
 
 SAMPLE_INTERVAL = 16  # steps; a measured step rounds its gradients a second time
@@ -41,28 +42,28 @@ SAMPLE_INTERVAL = 16  # steps; a measured step rounds its gradients a second tim
 class Reduction:
     """How gradients travel.
 
-    payload: of matrices.
+    codec: of matrices.
     exclude: patterns (`*embedding*`) of names of matrices that travel in BF16 all the same.
     """
 
-    payload: Payload | SharedScale
+    codec: GradCodec
     exclude: tuple[str, ...] = ()
 
 
 def encoded(*, format: str = "E4M3", block: int = BLOCK, exclude: Sequence[str] = ()) -> Reduction:
-    """One rounding of each contribution, sums in FP32. Raises ValueError for what `Payload` refuses."""
-    return Reduction(payload=Payload(parse_format(format), block), exclude=tuple(exclude))
+    """One rounding of each contribution, sums in FP32. Raises ValueError for what `BlockScaledCodec` refuses."""
+    return Reduction(codec=BlockScaledCodec(parse_format(format), block), exclude=tuple(exclude))
 
 
 def shared_scale(*, format: str = "E4M3", every_addition: bool = True, exclude: Sequence[str] = ()) -> Reduction:
-    """FP8-LM's scale of all ranks, FP8 sums and automatic mu. Raises ValueError for what `SharedScale` refuses."""
-    return Reduction(payload=SharedScale(parse_format(format), every_addition), exclude=tuple(exclude))
+    """FP8-LM's scale of all ranks, FP8 sums and automatic mu. Raises ValueError for what `SharedScaleCodec` refuses."""
+    return Reduction(codec=SharedScaleCodec(parse_format(format), every_addition), exclude=tuple(exclude))
 
 
 class ReducingScatter:
     """The reduce-scatter of one FSDP2 unit, as `FSDPModule.set_custom_reduce_scatter` takes it."""
 
-    def __init__(self, axis: Axis, layout: Layout) -> None:
+    def __init__(self, axis: Axis, layout: FlatLayout) -> None:
         self._axis, self._layout = axis, layout
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -88,7 +89,7 @@ class ReducingScatter:
 class ReducingHook:
     """The all-reduce of one unit over its replicas, in place, as `FSDPModule.set_all_reduce_hook` takes it."""
 
-    def __init__(self, axis: Axis, layout: Layout) -> None:
+    def __init__(self, axis: Axis, layout: FlatLayout) -> None:
         self._axis, self._layout = axis, layout
 
     def __call__(self, reduce_output: Tensor) -> None:
@@ -173,7 +174,7 @@ class Reducer:
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The head-room of a shared scale, with the number of ranks that it is for; empty for other payloads."""
+        """The head-room of a shared scale, with the number of ranks that it is for; empty for other codecs."""
         if not self._is_shared:
             return {}
         return {
@@ -189,7 +190,7 @@ class Reducer:
 
     @property
     def _is_shared(self) -> bool:
-        return isinstance(self.shard.payload, SharedScale)
+        return self.shard.codec.shares_scales
 
     def _sqnr_db(self) -> Tensor:
         """All roundings against what the ranks put in at first."""
@@ -229,14 +230,14 @@ def attach(
     units = [(unit, managed(unit, name)) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
     devices = {p.device_mesh.device_type for _, parameters in units for p in parameters.values()}
     device = devices.pop() if devices else "cpu"
-    shard, replicas = (Axis(group, reduction.payload, device) for group in (shard_group, replica_group))
+    shard, replicas = (Axis(group, reduction.codec, device) for group in (shard_group, replica_group))
     for unit, parameters in units:
         if parameters:
             _attach(unit, unit_layout(parameters, shard.ranks, reduction.exclude), shard, replicas)
     return Reducer(shard, replicas)
 
 
-def _attach(unit: FSDPModule, layout: Layout, shard: Axis, replicas: Axis) -> None:
+def _attach(unit: FSDPModule, layout: FlatLayout, shard: Axis, replicas: Axis) -> None:
     unit.set_custom_reduce_scatter(cast(Any, ReducingScatter(shard, layout)))
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_gradient_divide_factor(1.0)
@@ -250,7 +251,7 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             raise ValueError(f"comm.exclude: no parameter is named {pattern!r}; names are {', '.join(names)}")
 
 
-def unit_layout(parameters: Mapping[str, Tensor], ranks: int, exclude: Sequence[str] = ()) -> Layout:
+def unit_layout(parameters: Mapping[str, Tensor], ranks: int, exclude: Sequence[str] = ()) -> FlatLayout:
     """A row of a unit's flat gradients. parameters: by name, in FSDP2's order; exclude: patterns of the whole model."""
     here = [pattern for pattern in exclude if any(fnmatchcase(name, pattern) for name in parameters)]
     return sharded_layout({name: p.shape for name, p in parameters.items()}, ranks, here)

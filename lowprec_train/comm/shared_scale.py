@@ -12,7 +12,7 @@ MS-AMP's 1/sqrt(N) gradients that agree across ranks do. `MuSchedule` follows th
 
     mu <- mu / 2 if share > 1e-5 else mu * 2^(1/1000),    1/N <= mu <= 1
 
-This is the ablation's payload: the error is two to three times that of a sum in FP32 (payload.py), as the sum is
+This is the ablation's codec: the error is two to three times that of a sum in FP32 (block_scaled.py), as the sum is
 rounded N - 1 times on a grid that all ranks share. Codes are summed by the receiver, in rank order, after an
 all-to-all: the arithmetic of a network that adds in FP8, on any back end.
 """
@@ -26,8 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.comm.layout import Layout
-from lowprec_train.comm.payload import decode_plain, encode_plain, even, join
+from lowprec_train.comm.grad_codec import decode_plain, encode_plain, even, join
+from lowprec_train.comm.layout import FlatLayout
+from lowprec_train.group import Group, sum_in_order
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, Format
 from lowprec_train.ops.reference import divide, encode, tile_scale, to_float
 
@@ -36,8 +37,8 @@ STEPS_TO_DOUBLE = 1000  # the same
 
 
 @dataclass(frozen=True)
-class SharedScale:
-    """FP8-LM's payload: coded spans as FP8 codes under one scale per parameter, the others in BF16 with FP32 sums.
+class SharedScaleCodec:
+    """FP8-LM's `GradCodec`: coded ranges as FP8 codes under one scale a parameter, the others in BF16 with FP32 sums.
 
     format: of codes and of their sum.
     every_addition: round the partial sum after every addition, as a ring does; False rounds the FP32 sum of all codes
@@ -49,40 +50,56 @@ class SharedScale:
     format: Format = E4M3
     every_addition: bool = True
 
+    block, exact, shares_scales = 1, False, True
+
     def __post_init__(self) -> None:
         if self.format not in (E4M3, E5M2):
             raise ValueError(f"a shared scale is for E4M3 or E5M2 codes, not {self.format}")
 
-    def row_bytes(self, layout: Layout) -> int:
-        """Bytes on the wire of one row; the scales travel as one FP32 maximum per parameter beside it."""
+    def wire_layout(self, layout: FlatLayout) -> FlatLayout:
+        return layout
+
+    def chunks(self, layout: FlatLayout, limit: int) -> list[FlatLayout]:
+        """One message: a scale belongs to a range of the whole layout."""
+        return [layout]
+
+    def sends_whole(self, layout: FlatLayout, ranks: int) -> bool:
+        """Never: codes of a sum are gathered without another rounding."""
+        return False
+
+    def row_bytes(self, layout: FlatLayout) -> int:
+        """The scales travel as one FP32 maximum per parameter beside it."""
         return even(layout.coded_size + self._plain_bytes(layout))
 
-    def amax(self, rows: Tensor, layout: Layout) -> Tensor:
-        """Largest magnitude of each span over rows [n, size], FP32 [spans], NaN as infinity: a maximum over ranks may
-        drop a NaN but no infinity."""
-        largest = torch.stack([piece.abs().amax().float() for piece in layout.pieces(rows)])
-        return largest.nan_to_num(nan=torch.inf, posinf=torch.inf)
-
-    def multiplier(self, amax: Tensor, mu: Tensor) -> Tensor:
-        """s of each span [spans] from the maxima over all ranks: NaN where they are infinite, mu where they are 0."""
-        scale, _ = tile_scale(amax, self.format.name, "POW2", 1.0, 0)
+    def scales(self, rows: Tensor, layout: FlatLayout, group: Group, mu: Tensor | None) -> Tensor:
+        """s of each range, FP32 [ranges]: NaN where an element of any rank is not finite, mu where all are 0."""
+        assert mu is not None
+        amax = torch.stack([piece.abs().amax().float() for piece in layout.pieces(rows)])
+        scale, _ = tile_scale(group.all_reduce_max(amax), self.format.name, "POW2", 1.0, 0)
         return divide(mu.expand_as(scale), scale)
 
-    def encode(self, rows: Tensor, layout: Layout, multiplier: Tensor) -> Tensor:
-        """Gradients [n, size] as bytes, uint8 [n, row_bytes]."""
+    def encode(self, rows: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
+        """Codes of a decoded sum are the sum's own: s and its reciprocal cost less than half a step between codes."""
+        assert scales is not None
         parts = []
         if layout.coded_size < layout.size:
             parts.append(encode_plain(layout.columns(rows, False, 1), BF16))
-        for span, piece, s in zip(layout.spans, layout.pieces(rows), multiplier.unbind()):
-            if span.coded:
+        for each, piece, s in zip(layout.ranges, layout.pieces(rows), scales.unbind()):
+            if each.coded:
                 parts.append(encode(piece.float() * s, self.format.name, None).view(torch.uint8))
         return join(parts)
 
-    def add(self, wire: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-        """The sum of the rows' contributions: codes [coded_size], FP32 sums of the other spans, and how many codes an
-        addition left at the maximum (0-dim int64)."""
+    def decode(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
+        return self._scaled_back(*self._open(wire, layout), layout, scales)
+
+    def decode_sum(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
         codes, plain = self._open(wire, layout)
-        total, at_maximum = to_float(codes[0]), torch.zeros(codes.shape[1:], dtype=torch.bool, device=wire.device)
+        summed, at_maximum = self._add(codes)
+        return self._scaled_back(summed[None], sum_in_order(plain.unbind())[None], layout, scales)[0], at_maximum
+
+    def _add(self, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes [n, coded_size] added in rank order, as codes; how many codes an addition left at the maximum."""
+        total, at_maximum = to_float(codes[0]), torch.zeros(codes.shape[1:], dtype=torch.bool, device=codes.device)
         for code in codes[1:].unbind():
             total = total + to_float(code)
             if self.every_addition:
@@ -91,39 +108,27 @@ class SharedScale:
         summed = encode(total, self.format.name, None)
         if not self.every_addition:
             at_maximum = to_float(summed).abs() == self.format.max
-        return summed, _sum_in_order(plain), at_maximum.sum()
+        return summed, at_maximum.sum()
 
-    def encode_sum(self, codes: Tensor, plain: Tensor) -> Tensor:
-        """What `add` left as bytes [1, row_bytes]; the codes go as they are."""
-        parts = [encode_plain(plain[None], BF16)] if len(plain) else []
-        return join([*parts, codes.view(torch.uint8)[None]])
-
-    def decode(self, wire: Tensor, layout: Layout, multiplier: Tensor) -> Tensor:
-        """Bytes [n, row_bytes] as FP32 [n, size]."""
-        return self.scale_back(*self._open(wire, layout), layout, multiplier)
-
-    def scale_back(self, codes: Tensor, plain: Tensor, layout: Layout, multiplier: Tensor) -> Tensor:
-        """Codes [n, coded_size] / s beside the plain spans: FP32 [n, size]."""
-        scale = divide(torch.ones_like(multiplier), multiplier)
-        each = zip(layout.spans, scale.unbind())
-        spread = torch.cat([s.expand(span.size) for span, s in each if span.coded] or [scale[:0]])
+    def _scaled_back(self, codes: Tensor, plain: Tensor, layout: FlatLayout, scales: Tensor | None) -> Tensor:
+        """Codes [n, coded_size] / s beside the plain ranges: FP32 [n, size]."""
+        assert scales is not None
+        reciprocal = divide(torch.ones_like(scales), scales)
+        each = zip(layout.ranges, reciprocal.unbind())
+        spread = torch.cat([s.expand(part.size) for part, s in each if part.coded] or [reciprocal[:0]])
         return layout.merge(to_float(codes) * spread, plain, 1)
 
-    def _open(self, wire: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    def _open(self, wire: Tensor, layout: FlatLayout) -> tuple[Tensor, Tensor]:
         """Codes [n, coded_size] and plain elements in FP32."""
         start = self._plain_bytes(layout)
         codes = wire[:, start : start + layout.coded_size]
         return codes.view(self.format.carrier), decode_plain(wire[:, :start], BF16)
 
-    def _plain_bytes(self, layout: Layout) -> int:
+    def _plain_bytes(self, layout: FlatLayout) -> int:
         return BF16.carrier.itemsize * (layout.size - layout.coded_size)
 
-
-def _sum_in_order(rows: Tensor) -> Tensor:
-    total = rows[0].clone()
-    for row in rows[1:].unbind():
-        total += row
-    return total
+    def __str__(self) -> str:
+        return f"{self.format.name}, one scale"
 
 
 class MuSchedule:

@@ -63,7 +63,7 @@ class CrossEntropy:
             losses, lse = (torch.cat(parts) for parts in zip(*(self.token_losses(*chunk) for chunk in chunks)))
             return losses, lse
         parts_2N = torch.cat([self.token_parts(logits, targets, self.first) for logits, targets in chunks], dim=1)
-        return joined(self.split.ranks.gather(parts_2N.unsqueeze(0), 0), targets_N)
+        return joined(self.split.group.all_gather(parts_2N.unsqueeze(0)), targets_N)
 
     def rows(self, vocab_size: int, tokens: int) -> int:
         """Tokens of one chunk."""

@@ -16,7 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec_train.precision.split import Ranks, Split
+from lowprec_train.group import Group
+from lowprec_train.precision.split import Split
 
 
 class Embedding(nn.Embedding):
@@ -32,13 +33,13 @@ class Embedding(nn.Embedding):
         local_BT = tokens_BT - self.split.first
         here_BT = (local_BT >= 0) & (local_BT < self.split.part)
         mine_BTD = F.embedding(local_BT.where(here_BT, 0), self.weight) * here_BT.unsqueeze(-1)
-        sums: Tensor = _SumOverRanks.apply(mine_BTD, self.split.ranks)
+        sums: Tensor = _SumOverRanks.apply(mine_BTD, self.split.group)
         return sums
 
 
-def own_rows(x_BTD: Tensor, ranks: Ranks) -> Tensor:
+def own_rows(x_BTD: Tensor, group: Group) -> Tensor:
     """[B, T, D], the same on every rank -> this rank's rows of the tokens in a row, [1, BT / ranks, D]."""
-    rows: Tensor = _OwnRows.apply(x_BTD.flatten(end_dim=-2), ranks)
+    rows: Tensor = _OwnRows.apply(x_BTD.flatten(end_dim=-2), group)
     return rows.unsqueeze(0)
 
 
@@ -46,9 +47,9 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks, on all of them. Everything behind it is the same on all, and so is its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, ranks: Ranks) -> Tensor:
-        mine_MD = ranks.scatter_sum_rows(x_BTD.flatten(end_dim=-2))
-        return ranks.gather(mine_MD, 0).view_as(x_BTD)
+    def forward(ctx: Any, x_BTD: Tensor, group: Group) -> Tensor:
+        mine_MD = group.reduce_scatter(x_BTD.flatten(end_dim=-2))
+        return group.all_gather(mine_MD).view_as(x_BTD)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -59,11 +60,11 @@ class _OwnRows(torch.autograd.Function):
     """Rows of a matrix that all ranks hold; backward brings the gradients of all rows to all ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        rows = x_MD.shape[0] // ranks.count
-        return x_MD.narrow(0, ranks.index * rows, rows).clone()
+    def forward(ctx: Any, x_MD: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        rows = x_MD.shape[0] // group.size
+        return x_MD.narrow(0, group.rank * rows, rows).clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.gather(gradients[0].contiguous(), 0), None
+        return ctx.group.all_gather(gradients[0]), None

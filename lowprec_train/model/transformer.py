@@ -22,6 +22,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from lowprec_train.group import Group
 from lowprec_train.model.attention import Attention, attention_backend, document_mask
 from lowprec_train.model.cache import Cache, LayerCache
 from lowprec_train.model.initialization import RESIDUAL_OUTPUTS, initial_value
@@ -30,7 +31,6 @@ from lowprec_train.model.loss import CrossEntropy
 from lowprec_train.model.recompute import RECOMPUTE, Recompute
 from lowprec_train.model.rows import Embedding, own_rows
 from lowprec_train.precision.linear import Linear
-from lowprec_train.precision.split import Ranks
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 ACTIVATIONS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
@@ -118,7 +118,7 @@ class Transformer(nn.Module):
         self.max_seq_len, self.dtype = max_seq_len, dtype
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
 
-        self.ranks: Ranks | None = None
+        self.group: Group | None = None
         self.embedding = Embedding(vocab_size, dim)
         self.position = position_type(max_seq_len, dim, self.head_dim, rope_theta)
         self.blocks = nn.ModuleList(
@@ -149,9 +149,9 @@ class Transformer(nn.Module):
         if cache is not None:
             return self.norm(self._with_cache(x_BTD, angles, cache))
         mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
-        of_rows = () if self.ranks is None else (seq_len,)
-        if self.ranks is not None:
-            x_BTD = own_rows(x_BTD, self.ranks)
+        of_rows = () if self.group is None else (seq_len,)
+        if self.group is not None:
+            x_BTD = own_rows(x_BTD, self.group)
         for block in self.blocks:
             x_BTD = block(x_BTD, angles, mask_B1TT, *of_rows)
         return self.norm(x_BTD)

@@ -8,13 +8,13 @@ GEMM operands, gradient payloads, kept activations and optimizer moments are its
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
+from lowprec_train.group import SINGLE, Group
 from lowprec_train.numerics.formats import BF16, E2M1, FP16, FP32, Format
 from lowprec_train.ops.schema import tile_shape
 
@@ -80,13 +80,18 @@ class Quantized:
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A matrix of which this is one rank's part: its rows (dim 0) or its columns (1) lie on several ranks.
+    """A matrix of which this is one rank's part: its rows (dim 0) or its columns (1) lie on the ranks of `group`.
 
-    largest: the elementwise maximum over them, FP32; NaN comes back as infinity, which every rank then sees.
+    amax: the maximum over all parts of `Quantizer.local_amax`, where it is known already; no rank is asked then.
     """
 
     dim: int
-    largest: Callable[[Tensor], Tensor]
+    group: Group = SINGLE
+    amax: Tensor | None = None
+
+    def global_amax(self, local: Tensor) -> Tensor:
+        """The elementwise maximum of all ranks' `local`, FP32."""
+        return self.group.all_reduce_max(local) if self.amax is None else self.amax
 
 
 @dataclass(frozen=True)
@@ -160,20 +165,29 @@ class Quantizer:
 
     def _part(self, x: Tensor, seed: Tensor | None, origin: Tensor | None, shared: Shared) -> Quantized:
         amax, share = torch.ops.lowprec.maxima(x, self.tile), self.range_share
-        whole = self.tile[shared.dim] == -1  # then its maxima are the whole's, and so is what follows from them
-        amax = shared.largest(amax) if whole else amax
+        top = shared.global_amax(self._above_tiles(amax, shared.dim))
+        spans = self.tile[shared.dim] == -1  # then the parts' tiles are the whole's, with one maximum
+        amax = top if spans else amax
         if self.scale is ScaleRule.NVFP4:
-            top = amax.amax().reshape(1, 1)
-            top = top if whole else shared.largest(top)
             codes, scale, block, tensor = torch.ops.lowprec.quantize_nvfp4_by(
-                x, amax, top, self.tile, share, seed, origin
+                x, amax, top.amax().reshape(1, 1), self.tile, share, seed, origin
             )
             return self.wrap(codes, scale, {"block": block, "tensor": tensor})
-        tops = shared.largest(amax.amax(dim=1, keepdim=True)) if self.span and shared.dim == 1 and not whole else None
+        tops = None if spans else top
         codes, scale = torch.ops.lowprec.quantize_by(
             x, amax, tops, self.format.name, self.tile, self.scale.value, share, self.span, seed, origin
         )
         return self.wrap(codes, scale)
+
+    def local_amax(self, x: Tensor, dim: int) -> Tensor:
+        """What this part of a matrix that is cut along `dim` gives to the maximum over all parts, where `crosses`."""
+        return self._above_tiles(torch.ops.lowprec.maxima(x, self.tile), dim)
+
+    def _above_tiles(self, amax: Tensor, dim: int) -> Tensor:
+        """Maxima of tiles that lie on several ranks, or of what tiles have one number for: the matrix or a row."""
+        if self.tile[dim] == -1:
+            return amax
+        return amax.amax().reshape(1, 1) if self.scale is ScaleRule.NVFP4 else amax.amax(dim=1, keepdim=True)
 
     def wrap(self, codes: Tensor, scale: Tensor, parts: dict[str, Tensor] | None = None) -> Quantized:
         """Tensors that this quantiser made, as the Quantized that it made of them."""
@@ -245,7 +259,7 @@ def both(
         maxima = x.abs().amax(dim=1).float()
     if shared is not None and first.crosses(shared.dim):
         left = torch.ops.lowprec.maxima(x, first.tile) if maxima is None else maxima
-        maxima = shared.largest(left.amax().reshape(1))
+        maxima = shared.global_amax(left.amax().reshape(1))
     codes, scale, turned, scale_t = torch.ops.lowprec.quantize_both(
         x, maxima, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
     )

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from lowprec_train.group import Group
 from lowprec_train.ops.updates import wide_squares
-from lowprec_train.optim.piece import Holders, Piece, local
+from lowprec_train.optim.piece import Piece, local
 
 
 def global_norm(parameters: Iterable[nn.Parameter], pieces: Mapping[nn.Parameter, Piece] | None = None) -> Tensor:
@@ -32,7 +33,7 @@ def norm_and_squares(
 ) -> tuple[Tensor, list[Tensor]]:
     """`global_norm`, and the sum of squares of each parameter's gradient on this rank: 0-dim FP64, zero without one."""
     pieces = pieces or {}
-    sums: dict[Holders | None, Tensor] = {}
+    sums: dict[Group | None, Tensor] = {}
     each: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
@@ -42,5 +43,5 @@ def norm_and_squares(
         squares = wide_squares(local(parameter.grad))
         sums[holders] = sums[holders] + squares if holders in sums else squares
         each.append(squares)
-    totals = [total if holders is None else holders.total(total) for holders, total in sums.items()]
+    totals = [total if holders is None else holders.all_reduce_sum(total) for holders, total in sums.items()]
     return (torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())), each

@@ -10,25 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-
-class Holders(Protocol):
-    """The ranks that hold the pieces of one parameter. All of them call the same methods in the same order, ranks with
-    an empty piece too. Hashable, and equal for the same ranks.
-    """
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The elementwise maximum over ranks, NaN counting as infinity; x may be overwritten."""
-        ...
-
-    def total(self, x: Tensor) -> Tensor:
-        """The elementwise sum over ranks, the same bits on all of them; x may be overwritten."""
-        ...
+from lowprec_train.group import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +29,7 @@ class Piece:
     shape: tuple[int, ...]
     first: tuple[int, ...]
     local: tuple[int, ...]
-    holders: Holders | None
+    holders: Group | None
 
 
 def local(x: Tensor) -> Tensor:
@@ -52,13 +39,13 @@ def local(x: Tensor) -> Tensor:
 
 
 def over_holders(
-    values: Mapping[int, tuple[Holders, Tensor]], combine: Callable[[Holders, Tensor], Tensor]
+    values: Mapping[int, tuple[Group, Tensor]], combine: Callable[[Group, Tensor], Tensor]
 ) -> dict[int, Tensor]:
     """Numbers of many tensors, each combined over the holders of its own: one call for all that share them.
 
-    values: of one shape and dtype, by any key. combine: `Holders.largest` or `Holders.total` of them stacked.
+    values: of one shape and dtype, by any key. combine: a verb of `Group` that takes them stacked.
     """
-    together: dict[Holders, list[int]] = {}
+    together: dict[Group, list[int]] = {}
     for key, (holders, _) in values.items():
         together.setdefault(holders, []).append(key)
     combined: dict[int, Tensor] = {}

@@ -16,10 +16,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from lowprec_train.group import Group
 from lowprec_train.numerics.formats import parse_format
 from lowprec_train.optim.master import BF16Master, FP16Master, FP32Master, Master
 from lowprec_train.optim.moments import Codec, Expanded, Parts, Plain, Scaled, segments
-from lowprec_train.optim.piece import Holders, Piece
+from lowprec_train.optim.piece import Piece
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ class Slot:
     origin: Tensor | None = None
 
     @property
-    def holders(self) -> Holders | None:
+    def holders(self) -> Group | None:
         """Who holds the other parts; None where there are none."""
         return None if self.piece is None else self.piece.holders
 

@@ -33,7 +33,7 @@ def before_start(slots: Sequence[tuple[Slot, Tensor]]) -> list[Whole]:
             zero = torch.zeros((), device=part.device)
             first = {"exp_avg": zero, "exp_avg_sq": zero, "master": matrix(part)}
             here[place] = slot.holders, _maxima(first, slot, part.device)
-    found = over_holders(here, lambda holders, x: holders.largest(x))
+    found = over_holders(here, lambda holders, x: holders.all_reduce_max(x))
     return [Whole(amax=_by_name(slot, found.get(place))) for place, (slot, _) in enumerate(slots)]
 
 
@@ -45,7 +45,7 @@ def before_step(work: Work, grad_scale: Tensor | None, *, clip: bool) -> list[Wh
         if held.slot.holders is not None and held.slot.one_scale:
             new = _advanced(held, constants, grad_scale, clip, rms.get(place))
             here[place] = held.slot.holders, _maxima(new, held.slot, held.parameter.device)
-    found = over_holders(here, lambda holders, x: holders.largest(x))
+    found = over_holders(here, lambda holders, x: holders.all_reduce_max(x))
     return [
         Whole(rms=rms.get(place), amax=_by_name(held.slot, found.get(place))) for place, (held, _) in enumerate(work)
     ]
@@ -59,7 +59,7 @@ def _rms(work: Work, grad_scale: Tensor | None) -> dict[int, Tensor]:
             v = second_moment(held.slot.decode("exp_avg_sq", held.state), gradient, constants.betas)
             squares = squared_updates(gradient, v, constants.corrections[1], constants.eps)
             here[place] = held.slot.holders, squares
-    totals = over_holders(here, lambda holders, x: holders.total(x))
+    totals = over_holders(here, lambda holders, x: holders.all_reduce_sum(x))
     numbers = {place: math.prod(held.slot.piece.shape) for place, (held, _) in enumerate(work) if held.slot.piece}
     return {place: (total / numbers[place]).sqrt().float() for place, total in totals.items()}
 

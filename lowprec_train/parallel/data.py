@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce
 from lowprec_train.comm.fsdp import Reducer
-from lowprec_train.comm.layout import Layout, Span
-from lowprec_train.comm.payload import Payload
+from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
-from lowprec_train.parallel.gather import Gathering
 from lowprec_train.parallel.mesh import Mesh
+from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 
 GRAD_REDUCE = ("last_microbatch", "every_microbatch")
 
@@ -72,7 +72,7 @@ class DataParallel:
     """The ranks of one training step. grad_reduce: one of `GRAD_REDUCE`, as above; ValueError for another.
 
     model: after `shard`. reducer: of its matrices' gradients. partial: names of vectors of which every tp rank holds a
-    part of the gradient. gathering: of its weights, where they are not gathered as they are stored.
+    part of the gradient. all_gather: of its weights, where they are not gathered as they are stored.
     """
 
     def __init__(
@@ -83,12 +83,12 @@ class DataParallel:
         *,
         grad_reduce: str = "last_microbatch",
         partial: Collection[str] = (),
-        gathering: Gathering | None = None,
+        all_gather: QuantizedAllGather | None = None,
     ) -> None:
         if grad_reduce not in GRAD_REDUCE:
             raise ValueError(f"parallel.grad_reduce={grad_reduce!r} is not one of {', '.join(GRAD_REDUCE)}")
         self._model, self._mesh, self._reducer, self._grad_reduce = model, mesh, reducer, grad_reduce
-        self._gathering = gathering
+        self._all_gather = all_gather
         vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
         self._partial = [p for name, p in vectors.items() if name in partial]
         self._whole = [p for name, p in vectors.items() if name not in partial]
@@ -105,8 +105,8 @@ class DataParallel:
 
     def prepare(self) -> None:
         """Before the first micro-batch of a step, and before an evaluation."""
-        if self._gathering is not None:
-            self._gathering.prepare()
+        if self._all_gather is not None:
+            self._all_gather.prepare()
 
     def begin_backward(self, *, last: bool) -> None:
         """Before each micro-batch of a step. last: of the step."""
@@ -122,17 +122,17 @@ class DataParallel:
                 flat = _in_rank_order(torch.cat([gradient.flatten() for gradient in gradients]), group)
                 for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
-        if self._gathering is not None:
-            self._gathering.finish()
+        if self._all_gather is not None:
+            self._all_gather.finish()
         self._reducer.finish_step()
 
     def metrics(self) -> dict[str, Tensor | float]:
         """Of the last step's gradient reductions; tensors are 0-dim, on the device."""
         return self._reducer.metrics()
 
-    def gathered(self) -> dict[str, str]:
-        """In what form each linear layer's weight comes in under its present recipe; empty where as it is stored."""
-        return {} if self._gathering is None else {n: str(wire) for n, wire in self._gathering.wires().items()}
+    def all_gather_formats(self) -> dict[str, str]:
+        """Of each linear layer's weight under its present recipe; empty where weights are gathered as stored."""
+        return {} if self._all_gather is None else {n: str(form) for n, form in self._all_gather.formats().items()}
 
     def state_parts(self) -> dict[str, Stateful]:
         """What of this a checkpoint holds, by name."""
@@ -145,7 +145,7 @@ class DataParallel:
 
 
 def _in_rank_order(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    return all_reduce(flat, group, Payload(FP32), Layout((Span(flat.numel(), coded=False),)))
+    return all_reduce(flat, group, BlockScaledCodec(FP32), FlatLayout.plain(flat.numel())).total
 
 
 def units(modules: Sequence[nn.Module]) -> list[nn.Module]:

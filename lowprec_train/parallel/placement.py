@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lowprec_train.optim.piece import Holders, Piece
+from lowprec_train.group import Group
+from lowprec_train.optim.piece import Piece
 from lowprec_train.parallel.mesh import Mesh
 
 
@@ -34,7 +35,7 @@ class Placements:
     mesh: Mesh
     parameters: Mapping[str, Placed]
 
-    def piece(self, name: str, holders: Holders | None) -> Piece:
+    def piece(self, name: str, holders: Group | None) -> Piece:
         """Where this rank's part of parameter `name` lies. holders: of the other parts, where it is cut."""
         placed = self.parameters[name]
         first, local = self._within(placed)

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lowprec_train.group import Group
 from lowprec_train.precision.block_keep import BlockKeep, KeptInput
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.recipe import check as check_recipe
-from lowprec_train.precision.split import Ranks, Split
+from lowprec_train.precision.split import Split
 
 CUT = {"column": 0, "vocabulary": 0, "row": 1}  # dimension of the weight
 GROUP = 8  # elements that one draw is made for
@@ -33,7 +34,7 @@ class Cuttable(Protocol):
 
     kv_heads: int
     vocab_size: int
-    ranks: Ranks | None
+    group: Group | None
     cross_entropy: Any
 
     def tensor_plan(self) -> dict[str, str]:
@@ -81,7 +82,7 @@ def check(
                 )
 
 
-def apply(model: Cuttable, ranks: Ranks) -> dict[str, int]:
+def apply(model: Cuttable, group: Group) -> dict[str, int]:
     """Replace the planned parameters of `model`, on the meta device, by this rank's parts without values.
 
     Returns the dimension along which each parameter is cut, by name; what is not named is whole.
@@ -90,7 +91,7 @@ def apply(model: Cuttable, ranks: Ranks) -> dict[str, int]:
     cuts: dict[str, int] = {}
     for name, how in model.tensor_plan().items():
         module = model.get_submodule(name)
-        split = Split(dim=CUT[how], ranks=ranks, whole=_whole(module, how))
+        split = Split(dim=CUT[how], group=group, whole=_whole(module, how))
         module.split = split  # type: ignore[assignment]
         for key, parameter in list(module.named_parameters(recurse=False)):
             if split.dim < parameter.ndim:
@@ -98,9 +99,9 @@ def apply(model: Cuttable, ranks: Ranks) -> dict[str, int]:
                 shape = [split.part if dim == split.dim else size for dim, size in enumerate(parameter.shape)]
                 setattr(module, key, nn.Parameter(torch.empty(shape, device="meta", dtype=parameter.dtype)))
     for module in _activations(model):
-        module.width //= ranks.count
+        module.width //= group.size
     model.cross_entropy.split = model.get_submodule("head").split
-    model.ranks = ranks
+    model.group = group
     return cuts
 
 

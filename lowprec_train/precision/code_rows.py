@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from lowprec_train.group import Group
 from lowprec_train.numerics.quantizer import Quantized, ScaleRule, Shared
 from lowprec_train.precision.recipe import Gemm, LinearRecipe
-from lowprec_train.precision.split import Ranks
 
 
 def travel_as_codes(recipe: LinearRecipe) -> bool:
@@ -30,12 +30,12 @@ def travel_as_codes(recipe: LinearRecipe) -> bool:
     return by_rows and small and (fprop.outliers is None or fprop.outliers.variant == "carrier")
 
 
-def gathered(x: Tensor, fprop: Gemm, ranks: Ranks) -> Quantized:
+def gathered(x: Tensor, fprop: Gemm, group: Group) -> Quantized:
     """fprop's codes of all ranks' rows, from this rank's rows of x."""
     assert fprop.a is not None
     if fprop.outliers is None:
-        mine = fprop.a(x, shared=Shared(dim=0, largest=ranks.largest))
+        mine = fprop.a(x, shared=Shared(dim=0, group=group))
     else:
         mine, _ = fprop.outliers(x, fprop.a, None, None)
-    scale = mine.scale if fprop.a.tile[0] == -1 else ranks.gather(mine.scale, 0)
-    return replace(mine, codes=ranks.gather(mine.codes, 0), scale=scale)
+    scale = mine.scale if fprop.a.tile[0] == -1 else group.all_gather(mine.scale)
+    return replace(mine, codes=group.all_gather(mine.codes), scale=scale)

@@ -13,8 +13,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowprec_train.group import all_gather_rows, reduce_scatter_rows
 from lowprec_train.numerics.draws import Draws, SiteDraws
-from lowprec_train.precision.gathered import Gathered
+from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.passes import Observer, Site
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.split import Split
@@ -29,13 +30,13 @@ class Linear(nn.Linear):
     observer: told of every operand that is rounded; None adds nothing to the pass.
     split: where the weight is one rank's part of a larger one, and x [..., in] this rank's part of the rows (dim 0) or
     of the columns (dim 1) of the whole x; y [1, rows, out] is then this rank's part of the columns, or of the rows.
-    gathered: what came in of the weight where other ranks hold parts of it; None: the parameter itself.
+    gathered: the weight after its all-gather, where it is sharded; None: the parameter itself.
     """
 
     draws: SiteDraws | None
     observer: Observer | None
     split: Split | None
-    gathered: Gathered | None
+    gathered: AllGatheredWeight | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -97,10 +98,10 @@ class Linear(nn.Linear):
         """
         if split.dim == 0:  # the maxima are those of this rank's rows
             coded = Site(self.recipe, None, self.observer, split).gathers_codes
-            y_MN, ear = self._product(x_MK if coded else split.ranks.gather_rows(x_MK), bias, None, hears=hears)
+            y_MN, ear = self._product(x_MK if coded else all_gather_rows(x_MK, split.group), bias, None, hears=hears)
             return y_MN.unsqueeze(0), ear
         partial, _ = self._product(x_MK, None, maxima, hears=False)
-        y_MN = split.ranks.scatter_sum_rows(partial)
+        y_MN = reduce_scatter_rows(partial, split.group)
         return (y_MN if bias is None else y_MN + bias).unsqueeze(0), None
 
 

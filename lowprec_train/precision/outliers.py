@@ -60,7 +60,7 @@ class OutlierClamp:
         if split is None:
             return torch.ops.lowprec.outlier_bounds(x, self.clipped(x.shape[1]))
         clipped = self.clipped(split.whole)
-        candidates = split.ranks.gather(_extremes(x, clipped + 1), 1)
+        candidates = split.group.all_gather(_extremes(x, clipped + 1), 1)
         return torch.ops.lowprec.outlier_bounds(candidates, clipped)
 
     def __call__(

@@ -48,7 +48,7 @@ class Site:
         """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight).
 
         maxima: any tensor whose largest element is max |x|, where the kernel that made x left it. given: codes of the
-        weight that others made (`precision.gathered`); the weight is then asked for its dtype only, that of dw.
+        weight from `precision.all_gathered_weight`; the weight is then asked for its dtype only, that of dw.
         """
         gemm, w = self.recipe.fprop, weight if given else cast(weight, x.dtype)
         a, b = self._rotated(Gemms.FPROP, x, w)
@@ -88,7 +88,7 @@ class Site:
             dx = self._dgrad(dy if shared is None else shared, weight, kept, dtype) if needs[0] else None
             dw = self._wgrad(dy, shared, kept, dtype, product) if needs[1] else None
         if dx is not None and self.split is not None and self.gathers_codes:
-            dx = self.split.ranks.scatter_sum_rows(dx)
+            dx = self.split.group.reduce_scatter(dx)
         return dx, None if dw is None else self._estimated(dy, dw, weight, kept, dtype, into)
 
     def _estimated(
@@ -109,7 +109,7 @@ class Site:
         if gemm.a is None or (gemm.codes_only and not recipe.keeps_codes):
             return None, None, self._operand_of(x) if recipe.keep is Keep.OPERAND else {"x": x}
         if self.split is not None and self.gathers_codes:
-            codes = gathered(x, gemm, self.split.ranks)
+            codes = gathered(x, gemm, self.split.group)
             return codes, None, self._keep_input(x, codes, None)
         if gemm.outliers is not None:
             split = None if self._shared(Gemms.FPROP, Purpose.A) is None else self.split

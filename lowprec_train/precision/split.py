@@ -3,19 +3,18 @@
     dim 0, columns of Y cut     Y[:, mine] = X W[mine]^T              X's rows are gathered before, dX's scattered after
     dim 1, columns of X cut     Y = sum over ranks X[:, mine] W[:, mine]^T    Y's rows are scattered, dY's gathered
 
-Codes are those of one process with the whole weight. That is what `Ranks.largest` and `Ranks.gather` are for: a tile
-that spans the cut dimension has one scale for all of it, so its maximum is taken over ranks; draws count elements of
-the whole, from `first` on.
+Codes are those of one process with the whole weight: a tile that spans the cut dimension has one scale for all of it,
+so its maximum is taken over ranks; draws count elements of the whole, from `first` on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from lowprec_train.group import Group
 from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Shared
 
@@ -26,32 +25,6 @@ OPERANDS = {  # rows and columns of X, W; dY, W^T; dY^T, X^T
 }
 
 
-class Ranks(Protocol):
-    """The ranks that hold the parts of one layer. Every method is called by all of them, in the same order, and is
-    traced by torch.compile. The last two are differentiable.
-    """
-
-    @property
-    def count(self) -> int:
-        """How many."""
-
-    @property
-    def index(self) -> int:
-        """Which of them this is."""
-
-    def largest(self, x: Tensor) -> Tensor:
-        """Elementwise maximum over ranks, FP32; NaN counts as infinity."""
-
-    def gather(self, x: Tensor, dim: int) -> Tensor:
-        """x of every rank, concatenated along `dim` in rank order."""
-
-    def gather_rows(self, x: Tensor) -> Tensor:
-        """[m, k] -> [count m, k] in rank order; backward is `scatter_sum_rows`."""
-
-    def scatter_sum_rows(self, x: Tensor) -> Tensor:
-        """[count m, k] -> [m, k]: the sum over ranks of this rank's rows; backward is `gather_rows`."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """One rank's part of a weight [n, k]: its rows (dim 0, column-parallel) or its columns (dim 1, row-parallel).
@@ -60,18 +33,18 @@ class Split:
     """
 
     dim: int
-    ranks: Ranks
+    group: Group
     whole: int
 
     @property
     def part(self) -> int:
         """Rows or columns that this rank holds."""
-        return self.whole // self.ranks.count
+        return self.whole // self.group.size
 
     @property
     def first(self) -> int:
         """Where in the whole they begin."""
-        return self.ranks.index * self.part
+        return self.group.rank * self.part
 
     def cut(self, which: Gemms, purpose: Purpose) -> int | None:
         """The dimension along which the ranks hold parts of an operand; None: each of them holds all of it."""
@@ -81,7 +54,7 @@ class Split:
     def shared(self, which: Gemms, purpose: Purpose) -> Shared | None:
         """What rounds this rank's part of an operand as a part of the whole."""
         dim = self.cut(which, purpose)
-        return None if dim is None else Shared(dim=dim, largest=self.ranks.largest)
+        return None if dim is None else Shared(dim=dim, group=self.group)
 
     def origin(self, which: Gemms, purpose: Purpose, tokens: Tensor | None, device: torch.device) -> Tensor | None:
         """Global row and column of the part's first element. tokens: those of the whole operand's, None for zeros."""

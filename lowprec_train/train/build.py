@@ -258,7 +258,7 @@ def trainer(
         throughput=replace(rates[0], later=later),
         precision=precision,
         telemetry=Telemetry(model, adamw, interval=run.telemetry_interval),
-        team=distribution.team(
+        data_parallel=distribution.data_parallel(
             model,
             grad_reduce=run.parallel.grad_reduce,
             reduction=construct(run.comm, "comm"),

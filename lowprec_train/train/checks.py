@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from lowprec_train.config import Compile, ParallelConfig, RunConfig, parse_resume
+from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.data import GRAD_REDUCE
-from lowprec_train.parallel.gather import PARAM_ALL_GATHER
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.block_keep import BlockKeep

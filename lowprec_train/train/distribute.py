@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.comm import fsdp
-from lowprec_train.comm.holders import GroupHolders
-from lowprec_train.comm.rows import GroupRanks
+from lowprec_train.comm.process_group import DistributedGroup, GroupProduct
+from lowprec_train.group import Group
 from lowprec_train.model.transformer import Transformer, fill_whole
-from lowprec_train.optim.piece import Holders, Piece
+from lowprec_train.optim.piece import Piece
 from lowprec_train.parallel import data, tensor
-from lowprec_train.parallel.gather import Gathering
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
+from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 from lowprec_train.precision.schedule import Phase
-from lowprec_train.train.team import Alone, Team
+from lowprec_train.train.data_parallel_context import DataParallelContext, SingleProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,33 +56,37 @@ class Distribution:
             for name, parameter in model.named_parameters()
         }
 
-    def team(self, model: Transformer, *, grad_reduce: str, reduction: fsdp.Reduction, param_all_gather: str) -> Team:
+    def data_parallel(
+        self, model: Transformer, *, grad_reduce: str, reduction: fsdp.Reduction, param_all_gather: str
+    ) -> DataParallelContext:
         """What a training step asks of the other processes; from here on weights are gathered as `param_all_gather`
         says and gradients reduced as `reduction` does.
         """
         if self.mesh is None:
-            return Alone(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
+            return SingleProcess(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
         replicas = self.mesh.group("dp_replicate") if self.sizes.dp_replicate > 1 else None
         shards = self.mesh.group("dp_shard")
         reducer = fsdp.attach(model, reduction=reduction, shard_group=shards, replica_group=replicas)
         partial = tensor.summed_over_tp(model) if self.sizes.tp > 1 else ()
-        gathering = None if self.sizes.dp == 1 else self._gathering(model, param_all_gather)
+        all_gather = None if self.sizes.dp == 1 else self._all_gather(model, param_all_gather)
         return data.DataParallel(
-            model, self.mesh, reducer, grad_reduce=grad_reduce, partial=partial, gathering=gathering
+            model, self.mesh, reducer, grad_reduce=grad_reduce, partial=partial, all_gather=all_gather
         )
 
-    def _gathering(self, model: Transformer, param_all_gather: str) -> Gathering | None:
+    def _all_gather(self, model: Transformer, param_all_gather: str) -> QuantizedAllGather | None:
         assert self.mesh is not None
         parts = self.mesh.group("tp") if self.sizes.tp > 1 else None
         shards = self.mesh.group("dp_shard")
-        return Gathering.of(model, param_all_gather=param_all_gather, dtype=model.dtype, shards=shards, parts=parts)
+        return QuantizedAllGather.of(
+            model, param_all_gather=param_all_gather, dtype=model.dtype, shards=shards, parts=parts
+        )
 
-    def _holders(self, placed: Placed) -> Holders | None:
+    def _holders(self, placed: Placed) -> Group | None:
         assert self.mesh is not None
         groups = [("tp", placed.tp is not None and self.sizes.tp > 1)]
         groups += [("dp_shard", placed.sharded and self.sizes.dp_shard > 1)]
-        cut = [self.mesh.group(axis) for axis, cuts in groups if cuts]
-        return GroupHolders(*cut) if cut else None
+        cut = [DistributedGroup.of(self.mesh.group(axis)) for axis, cuts in groups if cuts]
+        return GroupProduct(*cut) if len(cut) > 1 else cut[0] if cut else None
 
 
 def distribute(
@@ -109,7 +113,7 @@ def distribute(
     if sizes.tp > 1:
         tables, keeps = [phase.recipes for phase in phases], [phase.keep for phase in phases]
         tensor.check(model, sizes.tp, tokens=tokens, recipes=tables, keeps=keeps)
-        cuts = tensor.apply(model, GroupRanks.of(mesh.group("tp")))
+        cuts = tensor.apply(model, DistributedGroup.of(mesh.group("tp")))
     if sizes.dp > 1:
         data.shard(model, model.blocks, data.units([model.head]), mesh, reshard=reshard, values=values)
     placed = {

@@ -1,7 +1,7 @@
 """A signal asks; the trainer answers at the end of its step.
 
 SIGTERM, SIGUSR1, SIGUSR2 and SIGINT only leave their name behind. The trainer looks after each step, saves, and the
-process ends with status 0 and a PREEMPTED file; many ranks agree on the step first (`train.agreement`). A second
+process ends with status 0 and a PREEMPTED file; many ranks agree on the step first (`train.stop_consensus`). A second
 SIGINT aborts at once. torchrun kills its ranks 30 s after it has handed a signal on, so the scripts for Slurm give
 signals to the ranks without it (docs/slurm.md).
 """

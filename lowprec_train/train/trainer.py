@@ -30,14 +30,14 @@ from lowprec_train.optim.piece import Piece
 from lowprec_train.optim.schedule import Schedule
 from lowprec_train.parallel.placement import Placements
 from lowprec_train.precision.schedule import PrecisionSchedule
-from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
+from lowprec_train.train.data_parallel_context import DataParallelContext, SingleProcess
 from lowprec_train.train.diagnostics.divergence import Skips, TrainingDiverged, usable
 from lowprec_train.train.diagnostics.telemetry import Record, Row, Telemetry, aggregates
-from lowprec_train.train.feed import Dataset, Feed, MicroBatch, Share, load_step
-from lowprec_train.train.logging.metrics import Instant, Late, Throughput, memory
+from lowprec_train.train.logging.metrics import DeferredMetrics, Instant, Throughput, memory
 from lowprec_train.train.logging.sinks import Sink
-from lowprec_train.train.team import Alone, Team
+from lowprec_train.train.prefetcher import Dataset, MicroBatch, Prefetcher, Share, load_step
+from lowprec_train.train.stop_consensus import StopConsensus
 
 __all__ = ["EVALUATION_STEP", "Corpus", "Draws", "Trainer", "TrainingDiverged"]
 
@@ -85,7 +85,7 @@ class Trainer:
         throughput: turns the time of a step into rates; tokens per second alone if left out.
         precision: gives the model the recipes of each step; None: it keeps those it has.
         telemetry: watches some of the steps; None: none.
-        team: the processes that share a step; None: this one alone.
+        data_parallel: the processes that share a step; None: this one alone.
         placements, pieces: where the parts of parameters lie, where they are cut.
 
     Raises:
@@ -116,7 +116,7 @@ class Trainer:
         telemetry: Telemetry | None = None,
         placements: Placements | None = None,
         pieces: Mapping[nn.Parameter, Piece] | None = None,
-        team: Team | None = None,
+        data_parallel: DataParallelContext | None = None,
     ) -> None:
         _check(
             tokens_per_step=tokens_per_step,
@@ -134,7 +134,7 @@ class Trainer:
         self.max_grad_norm, self.max_nonfinite_steps, self.seed = max_grad_norm, max_nonfinite_steps, seed
         self.eval_interval, self.eval_batches, self.log_interval = eval_interval, eval_batches, log_interval
         self.throughput = throughput or Throughput(tokens_per_step=tokens_per_step)
-        self.precision, self.team = precision, team or Alone()
+        self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
         self.placements, self.pieces = placements, pieces
         self.telemetry = telemetry or Telemetry(model, optimizer)
         self.steps_done = 0
@@ -142,8 +142,8 @@ class Trainer:
         self._last_loss: float | None = None  # of validation, in this launch
         self.remembered: dict[str, str] = {}
         self._loss = cast("Callable[..., Tensor]", model.loss)
-        self._valid, self._share = corpus.valid, Share(self.team.index, self.team.count)
-        self._feed = Feed(
+        self._valid, self._share = corpus.valid, Share(self.data_parallel.index, self.data_parallel.count)
+        self._prefetcher = Prefetcher(
             corpus.train,
             steps=steps,
             per_step=tokens_per_step // seq_len,
@@ -160,13 +160,13 @@ class Trainer:
         sinks: Sequence[Sink],
         checkpointer: Checkpointer | None = None,
         should_stop: Callable[[], int] = lambda: 0,
-        agreement: StopAgreement | None = None,
+        consensus: StopConsensus | None = None,
         write_rows: Callable[[Sequence[Row]], None] = lambda rows: None,
         begin_step: Callable[[int], None] = lambda step: None,
     ) -> Literal["done", "preempted"]:
         """Train up to `steps`, or until `should_stop`, which is asked after each step; save. The sinks stay open.
 
-        should_stop: 0, or the number of the signal that asks for it. agreement: makes it the decision of all processes.
+        should_stop: 0, or the number of the signal that asks for it. consensus: makes it the decision of all processes.
         write_rows: takes the rows of every step that telemetry watched; its series go to the sinks.
         begin_step: hears of every step, counted from 1, before it is taken.
 
@@ -177,21 +177,21 @@ class Trainer:
             CheckpointError: a save failed, also one in the background; or weights or states are not finite, and nothing
                 was saved.
         """
-        late: Late | None = None
-        agreement = agreement or StopAgreement()
+        late: DeferredMetrics | None = None
+        consensus = consensus or StopConsensus()
         self.model.train()
         while self.steps_done < self.steps:
             begin_step(self.steps_done + 1)
             begin = late.end if late is not None else Instant(self.device)
-            metrics = self.step() | agreement.metrics()
-            previous, late = late, Late(self.steps_done, metrics, begin, self.device)
+            metrics = self.step() | consensus.metrics()
+            previous, late = late, DeferredMetrics(self.steps_done, metrics, begin, self.device)
             if previous is not None:
                 self._report(previous, sinks, checkpointer, write_rows)
             if checkpointer is not None:
                 checkpointer.check()
             last = self.steps_done == self.steps
             asked = should_stop() or (checkpointer is not None and checkpointer.failed)
-            stop = agreement.agree(asked, **self._times) and not last
+            stop = consensus.agree(asked, **self._times) and not last
             save = checkpointer is not None and (stop or last or checkpointer.due(self.steps_done))
             if stop or save or self._evaluation_due():
                 self._report(late, sinks, checkpointer, write_rows)
@@ -200,7 +200,7 @@ class Trainer:
                 self._save(checkpointer, wait=stop or last)
             if stop:
                 return "preempted"
-        agreement.close()
+        consensus.close()
         self._skips.judge(self.steps, self.max_nonfinite_steps, self._last_loss or self.evaluate()["valid/loss"])
         return "done"
 
@@ -208,22 +208,22 @@ class Trainer:
         """One update. Tensors are 0-dim and on the device; nothing waits for them."""
         if self.precision is not None:
             self.precision.begin(self.model, self.steps_done)
-        self.team.prepare()
+        self.data_parallel.prepare()
         begin = time.perf_counter()
-        batch = self._feed.take(self.steps_done)
+        batch = self._prefetcher.take(self.steps_done)
         data_ms = (time.perf_counter() - begin) * 1e3
-        normalizer = self.team.total(self._to_device(batch.targets)).clamp(min=1.0)
+        normalizer = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
         record = self._probe(batch.micro[0], normalizer)
         loss = torch.zeros((), device=self.device)
         for micro in batch.micro:
-            self.team.begin_backward(last=micro is batch.micro[-1])
+            self.data_parallel.begin_backward(last=micro is batch.micro[-1])
             self._begin_draws(self.steps_done, micro.first)
             part = micro.to(self.device)
             partial = self._loss(part.tokens, part.targets, normalizer, part.documents)
             partial.backward()
             loss += partial.detach()
-        self.team.end_backward()
-        loss, lr = self.team.total(loss), self.schedule(self.steps_done)
+        self.data_parallel.end_backward()
+        loss, lr = self.data_parallel.total(loss), self.schedule(self.steps_done)
         norm = self._update(loss, lr, record)
         self.steps_done += 1
         if record is not None:
@@ -236,7 +236,7 @@ class Trainer:
             _IN_ROW: self._skipped_in_row.clone(),
             "data/tokens": float(self.steps_done * self.tokens_per_step),
             "time/data_ms": data_ms,
-            **self.team.metrics(),
+            **self.data_parallel.metrics(),
         }
 
     @torch.no_grad()
@@ -253,14 +253,14 @@ class Trainer:
         one = torch.ones((), device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
-        self.team.prepare()
+        self.data_parallel.prepare()
         for micro in batch.micro:
             self._begin_draws(EVALUATION_STEP, micro.first)
             part = micro.to(self.device)
             total += self._loss(part.tokens, part.targets, one, part.documents).double()
         self.model.train()
-        targets = self.team.total(self._to_device(batch.targets)).clamp(min=1.0)
-        return {"valid/loss": float(self.team.total(total)) / float(targets)}
+        targets = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
+        return {"valid/loss": float(self.data_parallel.total(total)) / float(targets)}
 
     def checkpoint_parts(self) -> dict[str, Stateful]:
         """What `Checkpointer.save` and `.load` take."""
@@ -268,7 +268,7 @@ class Trainer:
             "model": ModelState(self.model, self.placements, self.optimizer),
             "optimizer": OptimizerState(self.model, self.optimizer, self.placements),
             "trainer": self,
-            **self.team.state_parts(),
+            **self.data_parallel.state_parts(),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -332,7 +332,7 @@ class Trainer:
 
     def _report(
         self,
-        late: Late,
+        late: DeferredMetrics,
         sinks: Sequence[Sink],
         checkpointer: Checkpointer | None,
         write_rows: Callable[[Sequence[Row]], None],
@@ -369,7 +369,9 @@ class Trainer:
             grad_norm=metrics["train/grad_norm"],
             skipped=in_row,
             lr=metrics["train/lr"],
-            gradients=self._skips.gradients([name for name, _ in self.model.named_parameters()], self.team.total),
+            gradients=self._skips.gradients(
+                [name for name, _ in self.model.named_parameters()], self.data_parallel.total
+            ),
             unsaved=unsaved,
         )
 

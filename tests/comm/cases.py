@@ -4,18 +4,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowprec_train.comm.layout import Layout, Span
-from lowprec_train.comm.payload import Payload
-from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.grad_codec import GradCodec
+from lowprec_train.comm.layout import ElementRange, FlatLayout
+from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 
 RANKS = 4
-ROW = Layout((Span(1024), Span(40, coded=False), Span(300), Span(7, coded=False), Span(5), Span(513)))
-VECTORS = Layout((Span(12, coded=False), Span(5, coded=False)))
 
 
-def spans(layout):
-    return [(span.size, span.coded) for span in layout.spans]
+def row(*sizes):
+    """A layout; ranges of negative sizes are not coded."""
+    return FlatLayout(tuple(ElementRange(abs(size), size > 0) for size in sizes))
+
+
+ROW = row(1024, -40, 300, -7, 5, 513)
+VECTORS = row(-12, -5)
+
+
+def ranges(layout):
+    return [(each.size, each.coded) for each in layout.ranges]
 
 
 def gradients(size, ranks=RANKS, seed=0, spread=4.0):
@@ -34,37 +42,37 @@ def with_value(flats, rank, place, value):
 
 @dataclass(frozen=True)
 class Case:
-    """One reduction: `kind` is the collective's name, `rows` the rows of its flat buffer."""
+    """One reduction: `kind` is the collective's name."""
 
     kind: str
-    payload: Payload | SharedScale
+    codec: GradCodec
     flats: list[torch.Tensor]
-    layout: Layout = ROW
-    segment: int = 1 << 25
+    layout: FlatLayout = ROW
+    chunk: int = 1 << 25
     mu: float = 1.0
 
 
 def of_two_ranks(case):
     """The case of its last two ranks and, where rows are scattered, its first two rows."""
-    rows = 1 if case.kind.startswith("all_reduce") else 2
+    rows = 1 if case.kind == "all_reduce" else 2
     return replace(case, flats=[flat[: rows * case.layout.size].clone() for flat in case.flats[-2:]])
 
 
-def _scattered(name, payload, **options):
+def _scattered(name, codec, **options):
     flats = gradients(RANKS * ROW.size)
-    return {f"reduce_scatter-{name}": Case("reduce_scatter", payload, flats, **options)}
+    return {f"reduce_scatter-{name}": Case("reduce_scatter", codec, flats, **options)}
 
 
-def _reduced(name, payload, **options):
-    return {f"all_reduce-{name}": Case("all_reduce", payload, gradients(ROW.size, seed=1), **options)}
+def _reduced(name, codec, **options):
+    return {f"all_reduce-{name}": Case("all_reduce", codec, gradients(ROW.size, seed=1), **options)}
 
 
 def _shared(name, flats=None, **options):
-    payload = SharedScale(every_addition=options.pop("every_addition", True))
+    codec = SharedScaleCodec(every_addition=options.pop("every_addition", True))
     wide, short = flats or (gradients(RANKS * ROW.size, seed=2), gradients(ROW.size, seed=3))
     return {
-        f"reduce_scatter_shared-{name}": Case("reduce_scatter_shared", payload, wide, **options),
-        f"all_reduce_shared-{name}": Case("all_reduce_shared", payload, short, **options),
+        f"reduce_scatter-shared-{name}": Case("reduce_scatter", codec, wide, **options),
+        f"all_reduce-shared-{name}": Case("all_reduce", codec, short, **options),
     }
 
 
@@ -73,18 +81,18 @@ def _awkward():
     wide, short = gradients(RANKS * ROW.size), gradients(ROW.size)
     zeros = [torch.zeros_like(flat) for flat in wide]
     silent = [torch.zeros_like(flat) if rank == 1 else flat for rank, flat in enumerate(wide)]
-    e4m3, few = Payload(E4M3), gradients(RANKS * VECTORS.size)
+    e4m3, few = BlockScaledCodec(E4M3), gradients(RANKS * VECTORS.size)
     return {
         "nan": Case("reduce_scatter", e4m3, with_value(wide, 2, ROW.size + 1500, torch.nan)),
         "inf": Case("reduce_scatter", e4m3, with_value(wide, 2, ROW.size + 300, torch.inf)),
         "nan-everywhere": Case("all_reduce", e4m3, with_value(short, 2, 1100, torch.nan)),
-        "inf-in-bf16": Case("all_reduce", Payload(BF16), with_value(short, 2, 1100, -torch.inf)),
+        "inf-in-bf16": Case("all_reduce", BlockScaledCodec(BF16), with_value(short, 2, 1100, -torch.inf)),
         "zeros": Case("reduce_scatter", e4m3, zeros),
         "one-rank-zero": Case("reduce_scatter", e4m3, silent),
         "bf16-gradients": Case("reduce_scatter", e4m3, [flat.bfloat16() for flat in wide]),
         "vectors": Case("reduce_scatter", e4m3, few, layout=VECTORS),
-        "vectors-shared": Case("reduce_scatter_shared", SharedScale(), few, layout=VECTORS),
-        "matrices-shared": Case("all_reduce_shared", SharedScale(), gradients(300), layout=Layout((Span(300),))),
+        "vectors-shared": Case("reduce_scatter", SharedScaleCodec(), few, layout=VECTORS),
+        "matrices-shared": Case("all_reduce", SharedScaleCodec(), gradients(300), layout=row(300)),
     }
 
 
@@ -99,16 +107,16 @@ def _awkward_shared():
 
 
 CASES = {
-    **_scattered("fp32", Payload(FP32)),
-    **_scattered("bf16", Payload(BF16)),
-    **_scattered("e4m3", Payload(E4M3)),
-    **_scattered("e5m2", Payload(E5M2)),
-    **_scattered("e4m3-segments", Payload(E4M3), segment=256),
-    **_scattered("e4m3-block-32", Payload(E4M3, block=32), segment=96),
-    **_reduced("fp32", Payload(FP32)),
-    **_reduced("bf16", Payload(BF16)),
-    **_reduced("e4m3", Payload(E4M3)),
-    **_reduced("e5m2-segments", Payload(E5M2), segment=512),
+    **_scattered("fp32", BlockScaledCodec(FP32)),
+    **_scattered("bf16", BlockScaledCodec(BF16)),
+    **_scattered("e4m3", BlockScaledCodec(E4M3)),
+    **_scattered("e5m2", BlockScaledCodec(E5M2)),
+    **_scattered("e4m3-chunks", BlockScaledCodec(E4M3), chunk=256),
+    **_scattered("e4m3-block-32", BlockScaledCodec(E4M3, block=32), chunk=96),
+    **_reduced("fp32", BlockScaledCodec(FP32)),
+    **_reduced("bf16", BlockScaledCodec(BF16)),
+    **_reduced("e4m3", BlockScaledCodec(E4M3)),
+    **_reduced("e5m2-chunks", BlockScaledCodec(E5M2), chunk=512),
     **_shared("ring"),
     **_shared("ring-mu", mu=0.3),
     **_shared("once", every_addition=False),

@@ -71,7 +71,7 @@ def buffers(mesh, rank):
     seen, original = [], Axis.reduce_scatter
 
     def recording(self, flat, layout, op):
-        seen.append((flat.cpu().clone(), [span.size for span in layout.spans], [span.coded for span in layout.spans]))
+        seen.append((flat.cpu().clone(), [each.size for each in layout.ranges], [each.coded for each in layout.ranges]))
         return original(self, flat, layout, op)
 
     Axis.reduce_scatter = recording

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lowprec_train.comm import collectives
-from lowprec_train.comm.payload import Payload
-from lowprec_train.comm.shared_scale import MuSchedule, SharedScale
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.shared_scale import MuSchedule, SharedScaleCodec
 from tests.comm.cases import CASES, RANKS, ROW, gradients, of_two_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +33,9 @@ def launch(directory, *arguments):
 def run(case, rank, device="cpu"):
     """This rank's result, on the CPU."""
     collective, flat = getattr(collectives, case.kind), case.flats[rank].to(device)
-    if isinstance(case.payload, SharedScale):
-        mu = torch.tensor(case.mu, device=device)
-        return tuple(x.cpu() for x in collective(flat, None, case.payload, case.layout, mu))
-    return collective(flat, None, case.payload, case.layout, segment=case.segment).cpu()
+    mu = torch.tensor(case.mu, device=device)
+    total, saturated = collective(flat, None, case.codec, case.layout, mu=mu, chunk=case.chunk)
+    return total.cpu() if saturated is None else (total.cpu(), saturated.cpu())
 
 
 def scheduled(rank, steps=6):
@@ -46,7 +45,7 @@ def scheduled(rank, steps=6):
     flat = gradients(RANKS * ROW.size)[0]
     for _ in range(steps):
         mu = schedule.mu
-        _, share = collectives.reduce_scatter_shared(flat, None, SharedScale(), ROW, mu)
+        _, share = collectives.reduce_scatter(flat, None, SharedScaleCodec(), ROW, mu=mu)
         schedule.update(share)
         history.append(torch.stack((mu, share)))
     return torch.stack(history)
@@ -56,11 +55,11 @@ def refusals():
     """The messages of what must be refused: averages, and sizes that do not fit."""
     messages = []
     for kind, size in (("reduce_scatter", RANKS * ROW.size), ("all_reduce", ROW.size)):
-        for options in ({"op": dist.ReduceOp.AVG}, {"op": dist.ReduceOp.MAX}, {"short": 1}, {"segment": 100}):
+        for options in ({"op": dist.ReduceOp.AVG}, {"op": dist.ReduceOp.MAX}, {"short": 1}, {"chunk": 100}):
             options = dict(options)
             flat = torch.zeros(size - options.pop("short", 0))
             try:
-                getattr(collectives, kind)(flat, None, Payload(), ROW, **options)
+                getattr(collectives, kind)(flat, None, BlockScaledCodec(), ROW, **options)
                 messages.append(None)
             except ValueError as error:
                 messages.append(str(error))
@@ -74,10 +73,10 @@ def subgroups(rank):
     case = CASES["all_reduce-e4m3"]
     flat = case.flats[rank]
     return {
-        "pair": collectives.all_reduce(flat, pairs[rank // 2], case.payload, ROW),
-        "alone": collectives.all_reduce(flat, alone, case.payload, ROW),
-        "alone-scattered": collectives.reduce_scatter(flat, alone, case.payload, ROW),
-        "alone-shared": collectives.reduce_scatter_shared(flat, alone, SharedScale(), ROW, torch.tensor(1.0)),
+        "pair": collectives.all_reduce(flat, pairs[rank // 2], case.codec, ROW).total,
+        "alone": collectives.all_reduce(flat, alone, case.codec, ROW).total,
+        "alone-scattered": collectives.reduce_scatter(flat, alone, case.codec, ROW).total,
+        "alone-shared": collectives.reduce_scatter(flat, alone, SharedScaleCodec(), ROW, mu=torch.tensor(1.0)).total,
     }
 
 
@@ -97,7 +96,7 @@ def work_on_gpu(rank, directory):
     dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=rank, world_size=2, device_id=device)
     cases = {name: of_two_ranks(case) for name, case in CASES.items()}
     results = {name: run(case, rank, device=device) for name, case in cases.items()}
-    collectives.sends_whole = lambda *_: False
+    BlockScaledCodec.sends_whole = lambda *_: False
     results |= {
         f"{name}-two-steps": run(case, rank, device=device) for name, case in cases.items() if case.kind == "all_reduce"
     }

@@ -1,6 +1,6 @@
 """Reductions over a list of rank tensors, written without layouts, wires or Quantizers: the oracle of the collectives.
 
-Each takes `flats`, one tensor a rank, and `spans`, (size, coded) of one row.
+Each takes `flats`, one tensor a rank, and `ranges`, (size, coded) of one row.
 """
 
 import numpy as np
@@ -9,13 +9,13 @@ import torch
 FP8 = {"E4M3": (torch.float8_e4m3fn, 448.0), "E5M2": (torch.float8_e5m2, 57344.0)}
 
 
-def rounded(span, coded, format, block):
+def rounded(values, coded, format, block):
     """What one contribution decodes to: a 1-D tensor, FP32."""
     if not coded or format in ("BF16", "FP32"):
-        return span.float() if format == "FP32" else span.to(torch.bfloat16).float()
+        return values.float() if format == "FP32" else values.to(torch.bfloat16).float()
     carrier, limit = FP8[format]
     parts = []
-    for part in span.float().split(block):
+    for part in values.float().split(block):
         amax = part.abs().max().item()
         if not np.isfinite(amax):
             parts.append(torch.full_like(part, torch.nan))
@@ -26,8 +26,8 @@ def rounded(span, coded, format, block):
     return torch.cat(parts)
 
 
-def cut(flat, spans):
-    return flat.split([size for size, _ in spans])
+def cut(flat, ranges):
+    return flat.split([size for size, _ in ranges])
 
 
 def total(contributions):
@@ -38,32 +38,32 @@ def total(contributions):
     return result
 
 
-def sum_of_rows(rows, spans, format, block):
+def sum_of_rows(rows, ranges, format, block):
     """The sum of one row, [size], from every rank's contribution to it."""
-    each = [[rounded(p, coded, format, block) for p, (_, coded) in zip(cut(row, spans), spans)] for row in rows]
+    each = [[rounded(p, coded, format, block) for p, (_, coded) in zip(cut(row, ranges), ranges)] for row in rows]
     return torch.cat([total(pieces) for pieces in zip(*each)])
 
 
-def reduce_scatter(flats, spans, format, block):
+def reduce_scatter(flats, ranges, format, block):
     """One result per rank."""
-    size = sum(size for size, _ in spans)
+    size = sum(size for size, _ in ranges)
     rows = [flat.view(-1, size) for flat in flats]
-    return [sum_of_rows([row[rank] for row in rows], spans, format, block) for rank in range(len(flats))]
+    return [sum_of_rows([row[rank] for row in rows], ranges, format, block) for rank in range(len(flats))]
 
 
-def all_reduce(flats, spans, format, block, whole):
+def all_reduce(flats, ranges, format, block, whole):
     """The one result: rounded once more unless whole contributions are summed."""
-    result = sum_of_rows(flats, spans, format, block)
+    result = sum_of_rows(flats, ranges, format, block)
     if whole:
         return result
-    return torch.cat([rounded(p, coded, format, block) for p, (_, coded) in zip(cut(result, spans), spans)])
+    return torch.cat([rounded(p, coded, format, block) for p, (_, coded) in zip(cut(result, ranges), ranges)])
 
 
-def shared_multipliers(flats, spans, format, mu):
-    """FP8-LM's s of each span: mu * min over ranks of 2^floor(log2(limit / amax)), NaN if any element is not finite."""
-    size, limit, result = sum(size for size, _ in spans), FP8[format][1], []
+def shared_multipliers(flats, ranges, format, mu):
+    """FP8-LM's s of each part: mu * min over ranks of 2^floor(log2(limit / amax)), NaN if any element is not finite."""
+    size, limit, result = sum(size for size, _ in ranges), FP8[format][1], []
     rows = [flat.float().view(-1, size) for flat in flats]
-    for pieces in zip(*(row.split([size for size, _ in spans], dim=1) for row in rows)):
+    for pieces in zip(*(row.split([size for size, _ in ranges], dim=1) for row in rows)):
         local = [piece.abs().max().item() for piece in pieces]
         if not all(np.isfinite(local)):
             result.append(np.nan)
@@ -86,11 +86,11 @@ def add_fp8(codes, format, every_addition):
     return result, at_maximum
 
 
-def shared_row(rows, spans, multipliers, format, every_addition):
+def shared_row(rows, ranges, multipliers, format, every_addition):
     """(sum of one row, number of codes at the maximum)."""
     carrier, limit = FP8[format]
     parts, at_maximum = [], 0
-    for (_, coded), s, *pieces in zip(spans, multipliers, *(cut(row, spans) for row in rows)):
+    for (_, coded), s, *pieces in zip(ranges, multipliers, *(cut(row, ranges) for row in rows)):
         if not coded:
             parts.append(total([piece.to(torch.bfloat16).float() for piece in pieces]))
             continue
@@ -101,21 +101,21 @@ def shared_row(rows, spans, multipliers, format, every_addition):
     return torch.cat(parts), at_maximum
 
 
-def reduce_scatter_shared(flats, spans, mu, format="E4M3", every_addition=True):
+def reduce_scatter_shared(flats, ranges, mu, format="E4M3", every_addition=True):
     """(one result per rank, the share of codes at the maximum)."""
-    size, codes = sum(size for size, _ in spans), sum(size for size, coded in spans if coded)
-    multipliers = shared_multipliers(flats, spans, format, mu)
+    size, codes = sum(size for size, _ in ranges), sum(size for size, coded in ranges if coded)
+    multipliers = shared_multipliers(flats, ranges, format, mu)
     rows = [flat.view(-1, size) for flat in flats]
     results = [
-        shared_row([row[rank] for row in rows], spans, multipliers, format, every_addition)
+        shared_row([row[rank] for row in rows], ranges, multipliers, format, every_addition)
         for rank in range(len(flats))
     ]
     return [value for value, _ in results], sum(at for _, at in results) / max(1, codes * len(flats))
 
 
-def all_reduce_shared(flats, spans, mu, format="E4M3", every_addition=True):
-    """(the one result, the number of codes at the maximum); spans that are not coded are rounded once more."""
-    multipliers = shared_multipliers(flats, spans, format, mu)
-    value, at_maximum = shared_row(flats, spans, multipliers, format, every_addition)
-    pieces = zip(cut(value, spans), spans)
+def all_reduce_shared(flats, ranges, mu, format="E4M3", every_addition=True):
+    """(the one result, the number of codes at the maximum); ranges that are not coded are rounded once more."""
+    multipliers = shared_multipliers(flats, ranges, format, mu)
+    value, at_maximum = shared_row(flats, ranges, multipliers, format, every_addition)
+    pieces = zip(cut(value, ranges), ranges)
     return torch.cat([p if coded else p.to(torch.bfloat16).float() for p, (_, coded) in pieces]), at_maximum

@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes, sends_whole
-from lowprec_train.comm.layout import Layout, Span
-from lowprec_train.comm.payload import Payload
-from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
+from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2
 from tests.comm import simulation
-from tests.comm.cases import CASES, ROW, of_two_ranks, spans
+from tests.comm.cases import CASES, ROW, of_two_ranks, ranges, row
 from tests.comm.processes import launch
 
-SHARED = [name for name, case in CASES.items() if isinstance(case.payload, SharedScale)]
+SHARED = [name for name, case in CASES.items() if case.codec.shares_scales]
 PLAIN = [name for name in CASES if name not in SHARED]
 
 
@@ -39,18 +38,18 @@ def same_bits(a, b):
 
 def expected(case, whole=None):
     """One result a rank."""
-    format, block, ranks = case.payload.format.name, case.payload.block, len(case.flats)
+    format, block, ranks = case.codec.format.name, case.codec.block, len(case.flats)
     if case.kind == "reduce_scatter":
-        return simulation.reduce_scatter(case.flats, spans(case.layout), format, block)
-    whole = sends_whole(case.payload, case.layout, ranks) if whole is None else whole
-    return [simulation.all_reduce(case.flats, spans(case.layout), format, block, whole)] * ranks
+        return simulation.reduce_scatter(case.flats, ranges(case.layout), format, block)
+    whole = case.codec.sends_whole(case.layout, ranks) if whole is None else whole
+    return [simulation.all_reduce(case.flats, ranges(case.layout), format, block, whole)] * ranks
 
 
 def expected_shared(case):
     """One result a rank, and the share at the maximum."""
-    arguments = (case.flats, spans(case.layout), case.mu, case.payload.format.name, case.payload.every_addition)
-    values, share = getattr(simulation, case.kind)(*arguments)
-    if case.kind == "reduce_scatter_shared":
+    arguments = (case.flats, ranges(case.layout), case.mu, case.codec.format.name, case.codec.every_addition)
+    values, share = getattr(simulation, f"{case.kind}_shared")(*arguments)
+    if case.kind == "reduce_scatter":
         return values, share
     return [values] * len(case.flats), share / case.layout.coded_size
 
@@ -89,35 +88,33 @@ def test_gpus_with_a_shared_scale_equal_the_simulation(results_on_gpus, name):
         assert results_on_gpus[rank][name][1] == pytest.approx(share)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].kind.startswith("all_reduce")])
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].kind == "all_reduce"])
 def test_ranks_agree(results, name):
     first, *others = ([each[name]] if torch.is_tensor(each[name]) else each[name] for each in results)
     assert all(same_bits(a, b) for other in others for a, b in zip(first, other))
 
 
-def test_segments_change_no_bit(results):
+def test_chunks_change_no_bit(results):
     for each in results:
-        assert torch.equal(each["reduce_scatter-e4m3"], each["reduce_scatter-e4m3-segments"])
+        assert torch.equal(each["reduce_scatter-e4m3"], each["reduce_scatter-e4m3-chunks"])
 
 
 def test_two_ranks_sum_whole_contributions(results):
     case = CASES["all_reduce-e4m3"]
     for first in (0, 2):
-        pair = simulation.all_reduce(case.flats[first : first + 2], spans(ROW), "E4M3", 256, whole=True)
+        pair = simulation.all_reduce(case.flats[first : first + 2], ranges(ROW), "E4M3", 256, whole=True)
         assert all(same_bits(results[rank]["pair"], pair) for rank in (first, first + 1))
 
 
 def test_one_rank_is_the_identity(results):
     for rank, flat in enumerate(CASES["all_reduce-e4m3"].flats):
-        for name in ("alone", "alone-scattered"):
+        for name in ("alone", "alone-scattered", "alone-shared"):
             assert torch.equal(results[rank][name], flat)
-        value, share = results[rank]["alone-shared"]
-        assert torch.equal(value, flat) and share == 0
 
 
 @pytest.mark.parametrize("name", ["nan-everywhere", "inf-in-bf16"])
 def test_not_finite_on_one_rank_reaches_all(results, name):
-    """Rank 2's element 1100 lies in the third span's only full block, or is alone in BF16."""
+    """Rank 2's element 1100 lies in the third range's only full block, or is alone in BF16."""
     poisoned = slice(1064, 1064 + 256) if name == "nan-everywhere" else slice(1100, 1101)
     clean = torch.ones(ROW.size, dtype=torch.bool)
     clean[poisoned] = False
@@ -133,13 +130,13 @@ def test_not_finite_reaches_its_owner(results, name):
     assert seen == [False, True, False, False]
 
 
-@pytest.mark.parametrize("kind", ["reduce_scatter_shared", "all_reduce_shared"])
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize("name", ["nan", "inf"])
 def test_not_finite_under_a_shared_scale_reaches_all(results, kind, name):
     """A whole parameter: the one that holds the element, on every rank."""
     start, size = {"nan": (1064, 300), "inf": (0, 1024)}[name]
     for each in results:
-        lost = ~each[f"{kind}-{name}"][0].isfinite()
+        lost = ~each[f"{kind}-shared-{name}"][0].isfinite()
         assert lost[start : start + size].all() and lost.sum() == size
 
 
@@ -162,24 +159,26 @@ def test_refusals(results):
 # --- bytes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("payload", "cost"), [(Payload(E4M3), 1 + 1 / 256), (Payload(E5M2), 1 + 1 / 256)])
-def test_a_gradient_is_a_byte(payload, cost):
+@pytest.mark.parametrize(
+    ("codec", "cost"), [(BlockScaledCodec(E4M3), 1 + 1 / 256), (BlockScaledCodec(E5M2), 1 + 1 / 256)]
+)
+def test_a_gradient_is_a_byte(codec, cost):
     """T13: one byte, and a 256th for its block's exponent; BF16 takes twice that, a shared scale nothing beside."""
-    row = Layout((Span(1 << 20),))
-    assert reduce_scatter_bytes(payload, row, 8) == 7 * cost * (1 << 20)
-    assert reduce_scatter_bytes(Payload(BF16), row, 8) == 7 * 2 << 20
-    assert reduce_scatter_bytes(SharedScale(), row, 8) == 7 << 20
+    layout = row(1 << 20)
+    assert reduce_scatter_bytes(codec, layout, 8) == 7 * cost * (1 << 20)
+    assert reduce_scatter_bytes(BlockScaledCodec(BF16), layout, 8) == 7 * 2 << 20
+    assert reduce_scatter_bytes(SharedScaleCodec(), layout, 8) == 7 << 20
 
 
 def test_all_reduce_sends_what_is_less():
-    whole = Layout((Span(1 << 20),))
-    assert sends_whole(Payload(), whole, 2) and not sends_whole(Payload(), whole, 4)
-    assert all_reduce_bytes(Payload(), whole, 2) == (1 + 1 / 256) * (1 << 20)
-    assert all_reduce_bytes(Payload(), whole, 8) == 2 * 7 / 8 * (1 + 1 / 256) * (1 << 20)
-    assert all_reduce_bytes(SharedScale(), whole, 8) == 2 * 7 / 8 * (1 << 20)
+    whole = row(1 << 20)
+    assert BlockScaledCodec().sends_whole(whole, 2) and not BlockScaledCodec().sends_whole(whole, 4)
+    assert all_reduce_bytes(BlockScaledCodec(), whole, 2) == (1 + 1 / 256) * (1 << 20)
+    assert all_reduce_bytes(BlockScaledCodec(), whole, 8) == 2 * 7 / 8 * (1 + 1 / 256) * (1 << 20)
+    assert all_reduce_bytes(SharedScaleCodec(), whole, 8) == 2 * 7 / 8 * (1 << 20)
 
 
 def test_small_parameters_are_summed_whole():
     """A 300-element matrix fills a block on each of eight ranks: two steps would send 2 * 257 bytes to each."""
-    assert sends_whole(Payload(), Layout((Span(300),)), 8)
-    assert all_reduce_bytes(Payload(), Layout((Span(300),)), 8) == 7 * 514
+    assert BlockScaledCodec().sends_whole(row(300), 8)
+    assert all_reduce_bytes(BlockScaledCodec(), row(300), 8) == 7 * 514

@@ -1,4 +1,4 @@
-"""Gradients through `fully_shard` with our reductions: FP64 sums, in every layout of four ranks, for every payload."""
+"""Gradients through `fully_shard` with our reductions: FP64 sums, in every layout of four ranks, for every codec."""
 
 import math
 import os
@@ -12,11 +12,11 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from lowprec_train import config
+from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction, attach
 from lowprec_train.comm.layout import sharded_layout
-from lowprec_train.comm.payload import Payload
-from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 from tests.comm.fsdp_cases import CASES, LAYOUTS, PLAIN, RANKS, SHAPES, UNITS
 from tests.comm.processes import ROOT
@@ -115,7 +115,7 @@ def test_sums_at_every_micro_batch(results, layout):
 def test_error_of_every_parameter(results, name, layout):
     """S9 for each rounding on the way, although magnitudes of neighbours differ by 1e9; plain ones as in BF16."""
     case = CASES[name]
-    rounded = SHARES[case.reduction.payload.format.name.lower()], SHARES["bf16"]
+    rounded = SHARES[case.reduction.codec.format.name.lower()], SHARES["bf16"]
     for parameter in SHAPES:
         share = rounded[parameter in PLAIN] * math.sqrt(ROUNDINGS[layout])
         parts = contributions(case, parameter)
@@ -214,11 +214,11 @@ def test_averages_are_refused(results):
 @pytest.mark.parametrize("name", ["e4m3", "bf16", "fp32", "shared", "each-e4m3"])
 def test_bytes_are_counted(results, name, layout):
     replicas, shards = LAYOUTS[layout]
-    payload, expected = CASES[name].reduction.payload, 0
+    codec, expected = CASES[name].reduction.codec, 0
     for unit in UNITS:
         plain = [each for each in PLAIN if each in unit]
         row = sharded_layout(unit, shards, plain)
-        expected += reduce_scatter_bytes(payload, row, shards) + all_reduce_bytes(payload, row, replicas)
+        expected += reduce_scatter_bytes(codec, row, shards) + all_reduce_bytes(codec, row, replicas)
     times = CASES[name].micro_batches
     assert all(result[layout, name]["metrics"]["comm/grad_bytes"] == times * expected for result in results)
 
@@ -286,24 +286,24 @@ def test_head_room_is_for_a_number_of_ranks(results):
 
 
 @pytest.mark.parametrize(
-    ("choice", "payload"),
+    ("choice", "codec"),
     [
-        ("bf16", Payload(BF16)),
-        ("fp32", Payload(FP32)),
-        ("fp8", Payload(E4M3)),
-        ("fp8_e5m2", Payload(E5M2)),
-        ("fp8_lm", SharedScale(E4M3)),
+        ("bf16", BlockScaledCodec(BF16)),
+        ("fp32", BlockScaledCodec(FP32)),
+        ("fp8", BlockScaledCodec(E4M3)),
+        ("fp8_e5m2", BlockScaledCodec(E5M2)),
+        ("fp8_lm", SharedScaleCodec(E4M3)),
     ],
 )
-def test_configured_reductions(choice, payload):
+def test_configured_reductions(choice, codec):
     assert choice in config.choices("comm")
     node = OmegaConf.load(config.directory() / "comm" / f"{choice}.yaml")
     reduction = instantiate({**node, "exclude": ["*.embedding.*"]}, _convert_="all")
-    assert (reduction.payload, reduction.exclude) == (payload, ("*.embedding.*",)) and hash(reduction)
+    assert (reduction.codec, reduction.exclude) == (codec, ("*.embedding.*",)) and hash(reduction)
 
 
 def without_patterns(name):
-    return Reduction(payload=CASES[name].reduction.payload)
+    return Reduction(codec=CASES[name].reduction.codec)
 
 
 @pytest.mark.parametrize(("name", "state"), [("e4m3", {}), ("shared", {"level": [0, 0], "ranks": [1, 1]})])
@@ -317,6 +317,6 @@ def test_one_process_has_nothing_to_reduce(name, state):
 
 
 def test_patterns_must_match():
-    reduction = Reduction(payload=Payload(E4M3), exclude=("*.weight", "*.tiny"))
+    reduction = Reduction(codec=BlockScaledCodec(E4M3), exclude=("*.weight", "*.tiny"))
     with pytest.raises(ValueError, match=r"'\*\.tiny'; names are blocks\.0\.weight, blocks\.0\.bias"):
         attach(nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))}), reduction=reduction, shard_group=None)

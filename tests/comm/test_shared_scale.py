@@ -5,26 +5,26 @@ import math
 import pytest
 import torch
 
-from lowprec_train.comm.layout import Layout, Span
-from lowprec_train.comm.shared_scale import MuSchedule, SharedScale
+from lowprec_train.comm.shared_scale import MuSchedule, SharedScaleCodec
+from lowprec_train.group import SINGLE
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2
 from tests.comm import simulation
-from tests.comm.cases import ROW, gradients, spans, with_value
+from tests.comm.cases import ROW, gradients, ranges, row, with_value
 
 ONE = torch.tensor(1.0)
 
 
-def agreed(flats, payload, layout, mu):
-    """What every rank computes once the maxima are exchanged."""
-    return payload.multiplier(torch.stack([payload.amax(flat[None], layout) for flat in flats]).amax(0), mu)
+def agreed(flats, codec, layout, mu):
+    """What every rank computes once the maxima are exchanged: those of one rank that has all rows."""
+    return codec.scales(torch.stack(flats), layout, SINGLE, mu)
 
 
-def reduced(flats, payload, layout, mu):
+def reduced(flats, codec, layout, mu):
     """(sum, share at the maximum) for rows of one rank each."""
-    s = agreed(flats, payload, layout, mu)
-    wire = torch.cat([payload.encode(flat[None], layout, s) for flat in flats])
-    codes, plain, at_maximum = payload.add(wire, layout)
-    return payload.scale_back(codes[None], plain[None], layout, s)[0], at_maximum.item() / layout.coded_size
+    s = agreed(flats, codec, layout, mu)
+    wire = torch.cat([codec.encode(flat[None], layout, s) for flat in flats])
+    total, at_maximum = codec.decode_sum(wire, layout, s)
+    return total, at_maximum.item() / layout.coded_size
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
@@ -32,9 +32,9 @@ def reduced(flats, payload, layout, mu):
 @pytest.mark.parametrize("mu", [1.0, 0.5, 0.3, 8**-0.5])
 def test_equals_the_simulation(format, every_addition, mu):
     flats = gradients(ROW.size, ranks=8, spread=1.5)
-    value, share = reduced(flats, SharedScale(format, every_addition), ROW, torch.tensor(mu))
-    s = simulation.shared_multipliers(flats, spans(ROW), format.name, mu)
-    expected, at_maximum = simulation.shared_row(flats, spans(ROW), s, format.name, every_addition)
+    value, share = reduced(flats, SharedScaleCodec(format, every_addition), ROW, torch.tensor(mu))
+    s = simulation.shared_multipliers(flats, ranges(ROW), format.name, mu)
+    expected, at_maximum = simulation.shared_row(flats, ranges(ROW), s, format.name, every_addition)
     assert torch.equal(value, expected)
     assert share == at_maximum / ROW.coded_size
 
@@ -43,10 +43,10 @@ def test_scale_is_the_smallest_of_the_ranks():
     """I4.1: the same bits as the minimum over the ranks' own just-in-time scales, ranks of zeros aside."""
     flats = gradients(ROW.size)
     flats[1] = torch.zeros(ROW.size)
-    own = [agreed([flat], SharedScale(), ROW, ONE) for rank, flat in enumerate(flats) if rank != 1]
-    assert torch.equal(agreed(flats, SharedScale(), ROW, ONE), torch.stack(own).amin(0))
+    own = [agreed([flat], SharedScaleCodec(), ROW, ONE) for rank, flat in enumerate(flats) if rank != 1]
+    assert torch.equal(agreed(flats, SharedScaleCodec(), ROW, ONE), torch.stack(own).amin(0))
     for mu in (0.25, 0.3):
-        shared = agreed(flats, SharedScale(), ROW, torch.tensor(mu))
+        shared = agreed(flats, SharedScaleCodec(), ROW, torch.tensor(mu))
         assert torch.equal(shared, torch.stack(own).amin(0) * torch.tensor(mu))
 
 
@@ -54,14 +54,14 @@ def test_scale_is_the_smallest_of_the_ranks():
 @pytest.mark.parametrize("every_addition", [True, False])
 def test_identical_gradients_saturate_unless_mu_is_one_over_ranks(ranks, every_addition):
     """I4.2: with 1/sqrt(N) the sum of N equal gradients leaves the range, and that is counted; with 1/N it cannot."""
-    layout, payload = Layout((Span(1 << 16),)), SharedScale(every_addition=every_addition)
+    layout, codec = row(1 << 16), SharedScaleCodec(every_addition=every_addition)
     gradient = torch.randn(1 << 16).clamp(-3, 3)  # of 3.5, the largest value at the scale that 3 gets
-    value, share = reduced([gradient] * ranks, payload, layout, torch.tensor(ranks**-0.5))
+    value, share = reduced([gradient] * ranks, codec, layout, torch.tensor(ranks**-0.5))
     limit = 3.5 * ranks**0.5
     beyond = (gradient.abs() * ranks > limit).sum() / gradient.numel()
     assert value.max() == pytest.approx(limit, rel=1e-6)
     assert share > beyond / 2 > 1e-3
-    value, share = reduced([gradient] * ranks, payload, layout, torch.tensor(1 / ranks))
+    value, share = reduced([gradient] * ranks, codec, layout, torch.tensor(1 / ranks))
     assert value.max() == pytest.approx(3 * ranks, rel=0.1)
     assert share == 0
 
@@ -69,9 +69,9 @@ def test_identical_gradients_saturate_unless_mu_is_one_over_ranks(ranks, every_a
 def test_saturation_on_the_way_is_counted():
     """Partial sums that leave the range and come back: the last code does not tell, the count does."""
     flats = [torch.full((64,), value) for value in (448.0, 448.0, -448.0)]
-    value, share = reduced(flats, SharedScale(), Layout((Span(64),)), ONE)
+    value, share = reduced(flats, SharedScaleCodec(), row(64), ONE)
     assert share == 1 and not value.any()
-    value, share = reduced(flats, SharedScale(every_addition=False), Layout((Span(64),)), ONE)
+    value, share = reduced(flats, SharedScaleCodec(every_addition=False), row(64), ONE)
     assert (value == 448).all() and share == 1
 
 
@@ -80,9 +80,7 @@ def test_saturation_on_the_way_is_counted():
 def test_errors_of_the_mean(every_addition, error, mu):
     """I4.4 on eight ranks: about 6.9 % with a rounding per addition, 3.8 % with one."""
     flats = [torch.randn(1 << 16) * 2.0 ** -(rank % 4) for rank in range(8)]
-    value, share = reduced(
-        flats, SharedScale(every_addition=every_addition), Layout((Span(1 << 16),)), torch.tensor(mu)
-    )
+    value, share = reduced(flats, SharedScaleCodec(every_addition=every_addition), row(1 << 16), torch.tensor(mu))
     exact = torch.stack(flats).double().sum(0)
     assert ((value.double() - exact).norm() / exact.norm()).item() == pytest.approx(error, rel=0.08)
     assert share == 0
@@ -90,41 +88,55 @@ def test_errors_of_the_mean(every_addition, error, mu):
 
 def test_average_as_published():
     """FP8-LM dequantises with N * s: the caller's division of this sum by N, bit for bit when N is a power of two."""
-    flats, payload = gradients(ROW.size), SharedScale()
-    s = agreed(flats, payload, ROW, ONE)
-    wire = torch.cat([payload.encode(flat[None], ROW, s) for flat in flats])
-    codes, plain, _ = payload.add(wire, ROW)
-    published = payload.scale_back(codes[None], plain[None] / 4, ROW, s * 4)[0]
-    assert torch.equal(published, payload.scale_back(codes[None], plain[None], ROW, s)[0] / 4)
+    flats, codec = gradients(ROW.size), SharedScaleCodec()
+    s = agreed(flats, codec, ROW, ONE)
+    wire = torch.cat([codec.encode(flat[None], ROW, s) for flat in flats])
+    published, ours = (codec.decode_sum(wire, ROW, scales)[0] for scales in (s * 4, s))
+    for whole, mine, theirs in zip(ROW.ranges, ROW.pieces(ours[None]), ROW.pieces(published[None]), strict=True):
+        assert torch.equal(theirs, mine / 4 if whole.coded else mine)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_not_finite_loses_the_parameter_everywhere(value):
     """I4.3: the maximum carries it, so ranks need not see the element."""
     flats = with_value(gradients(ROW.size), 2, 5, value)
-    s = agreed(flats, SharedScale(), ROW, ONE)
+    s = agreed(flats, SharedScaleCodec(), ROW, ONE)
     assert s.isnan().tolist() == [True] + [False] * 5
     for flat in flats:
-        mine = SharedScale().decode(SharedScale().encode(flat[None], ROW, s), ROW, s)[0]
+        mine = SharedScaleCodec().decode(SharedScaleCodec().encode(flat[None], ROW, s), ROW, s)[0]
         assert mine[:1024].isnan().all() and mine[1024:].isfinite().all()
+
+
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+@pytest.mark.parametrize("amax", [1e-38, 1e-30, 1.0, 3.0, 1e30])
+@pytest.mark.parametrize("mu", [1.0, 0.3, 8**-0.5, 1 / 8])
+def test_a_decoded_sum_is_encoded_as_it_was(format, amax, mu):
+    """Every code, at every scale: an all-reduce gathers sums without another rounding."""
+    codec, layout = SharedScaleCodec(format), row(256)
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = codes.view(format.carrier).float()
+    s = codec.scales(torch.full((1, 256), amax), layout, SINGLE, torch.tensor(mu))
+    again = codec.encode(codec.decode(codes[None], layout, s), layout, s)[0]
+    assert torch.equal(again[values.isfinite()], codes[values.isfinite()])
+    assert again[values.isnan()].view(format.carrier).float().isnan().all()
 
 
 def test_zeros_are_exact():
     zeros = torch.zeros(ROW.size)
-    value, share = reduced([zeros] * 4, SharedScale(), ROW, torch.tensor(0.3))
+    value, share = reduced([zeros] * 4, SharedScaleCodec(), ROW, torch.tensor(0.3))
     assert torch.equal(value, zeros) and share == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_bytes_are_what_is_sent(ranks):
-    payload, s = SharedScale(), torch.ones(len(ROW.spans))
-    assert payload.encode(torch.randn(ranks, ROW.size), ROW, s).shape == (ranks, payload.row_bytes(ROW))
-    assert payload.row_bytes(Layout((Span(1000),))) == 1000
+    codec, s = SharedScaleCodec(), torch.ones(len(ROW.ranges))
+    assert codec.encode(torch.randn(ranks, ROW.size), ROW, s).shape == (ranks, codec.row_bytes(ROW))
+    assert codec.row_bytes(row(1000)) == 1000
 
 
 def test_what_is_refused():
     with pytest.raises(ValueError, match="not BF16"):
-        SharedScale(BF16)
+        SharedScaleCodec(BF16)
     with pytest.raises(ValueError, match="not 0"):
         MuSchedule(0)
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 import pytest
 import torch
@@ -12,25 +9,11 @@ from torch import Tensor
 
 from lowprec_train.numerics.formats import BF16, E2M1, E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, Shared, both, pairs, parts_pair
+from tests.groups import Recorded, among
 from tests.numerics.data import boundaries, heavy, normal
 from tests.numerics.quantized import POWERS, SCALED, TILES, origin, rules, seed
-from tests.precision.ranks import among
 
 ROWS, COLUMNS, COUNT = 64, 128, 2
-
-
-@dataclass
-class Asked:
-    """`largest`, and how often it was asked for."""
-
-    count: int = 0
-
-    def shared(self, dim: int, largest: Callable[[Tensor], Tensor]) -> Shared:
-        def counted(x: Tensor) -> Tensor:
-            self.count += 1
-            return largest(x)
-
-        return Shared(dim=dim, largest=counted)
 
 
 def bits(x: Tensor) -> Tensor:
@@ -44,19 +27,19 @@ def cut(whole: Tensor, dim: int, rank: int) -> Tensor:
 
 def assert_parts_are_cut(how: Quantizer, x: Tensor, dim: int) -> None:
     of = how(x, seed() if how.stochastic else None, origin(3, 16))
-    asked = Asked()
+    asked = []
 
-    def body(ranks):
-        part = x.chunk(COUNT, dim)[ranks.index]
-        first = ranks.index * part.shape[dim]
+    def body(group):
+        part = x.chunk(COUNT, dim)[group.rank]
+        first = group.rank * part.shape[dim]
         at = origin(3 + first * (dim == 0), 16 + first * (dim == 1))
-        return how(part, seed() if how.stochastic else None, at, asked.shared(dim, ranks.largest))
+        return how(part, seed() if how.stochastic else None, at, Shared(dim=dim, group=Recorded(group, asked)))
 
     for rank, part in enumerate(among(COUNT, body)):
         every = [(part.codes, of.codes), (part.scale, of.scale)]
         for mine, whole in every + [(part.parts[name], of.parts[name]) for name in of.parts]:
             assert torch.equal(bits(mine), bits(cut(whole, dim, rank))), how
-    assert (asked.count > 0) == how.crosses(dim)
+    assert (len(asked) > 0) == how.crosses(dim)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -93,8 +76,8 @@ def test_what_is_no_number_shows_on_every_rank(how, bad, dim):
     x = torch.from_numpy(normal(ROWS, COLUMNS)).float()
     x[2, 3] = bad
 
-    def body(ranks):
-        return how(x.chunk(COUNT, dim)[ranks.index], shared=Shared(dim=dim, largest=ranks.largest))
+    def body(group):
+        return how(x.chunk(COUNT, dim)[group.rank], shared=Shared(dim=dim, group=group))
 
     of, parts = how(x), among(COUNT, body)
     for rank, part in enumerate(parts):
@@ -108,7 +91,7 @@ TENSOR, ROW, LINE = (Quantizer(E4M3, tile, ScaleRule.POW2) for tile in ((-1, -1)
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_when_one_op_rounds_both_orientations_of_a_part(dim):
-    shared = Shared(dim=dim, largest=lambda x: x)
+    shared = Shared(dim=dim)
     assert parts_pair(ROW, ROW.turned(), shared, folded=False) == (dim == 0)
     assert not parts_pair(ROW, ROW, shared, folded=True) and not parts_pair(TENSOR, ROW, shared, folded=False)
     assert not parts_pair(TENSOR, TENSOR, shared, folded=True) and parts_pair(TENSOR, TENSOR, None, folded=True)
@@ -122,8 +105,8 @@ def test_both_orientations_of_a_part(how, dim):
     x = torch.from_numpy(heavy(ROWS, COLUMNS)).to(torch.bfloat16)
     assert pairs(how, how)
 
-    def body(ranks):
-        part, shared = x.chunk(COUNT, dim)[ranks.index], Shared(dim=dim, largest=ranks.largest)
+    def body(group):
+        part, shared = x.chunk(COUNT, dim)[group.rank], Shared(dim=dim, group=group)
         return [both(part, how, how, maxima=left, shared=shared) for left in (None, part.abs().amax(1).float())]
 
     for rank, results in enumerate(among(COUNT, body)):

@@ -1,13 +1,13 @@
-"""Weights cut into pieces, their holders on threads, and the pieces' state put together again."""
+"""Weights cut into pieces, their groups on threads, and the pieces' state put together again."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 
 import torch
 from torch import nn
 
 from lowprec_train.optim.piece import Piece
+from tests.groups import Recorded, thread_groups
 from tests.optim.cases import build
 
 # name -> shape; odd rows, fewer rows than ranks, segments of one and of several groups, a matrix of a batch's shape
@@ -23,39 +23,6 @@ SHAPES = {
 TIMEOUT = 60
 
 
-class Threads:
-    """Holders on threads, one view a thread: what each gives is there for all when the last one has come."""
-
-    def __init__(self, count):
-        self.given, self.barrier = [None] * count, Barrier(count, timeout=TIMEOUT)
-
-    def views(self):
-        return [View(self, index) for index in range(len(self.given))]
-
-    def exchange(self, index, x):
-        self.given[index] = x.clone()
-        self.barrier.wait()
-        rows = torch.stack(self.given)
-        self.barrier.wait()
-        return rows
-
-
-class View:
-    """Equal to no other: threads of one rank share it among their tensors. calls: names of what was asked for."""
-
-    def __init__(self, threads, index):
-        self.threads, self.index, self.calls = threads, index, []
-
-    def largest(self, x):
-        self.calls.append("largest")
-        x.masked_fill_(x.isnan(), torch.inf)
-        return self.threads.exchange(self.index, x).amax(0)
-
-    def total(self, x):
-        self.calls.append("total")
-        return self.threads.exchange(self.index, x).sum(0)
-
-
 class Cut:
     """The layout of rows x columns ranks, which cut `SHAPES`: columns first, then the rows of each part as torch.chunk
     does. "norm" is whole everywhere, "bias" is cut over the columns' ranks alone.
@@ -63,8 +30,8 @@ class Cut:
 
     def __init__(self, rows, columns):
         self.rows, self.columns, self.count = rows, columns, rows * columns
-        self.everyone = Threads(self.count).views()
-        beside = [Threads(columns).views() for _ in range(rows)]
+        self.everyone = [Recorded(group) for group in thread_groups(self.count)]
+        beside = [thread_groups(columns) for _ in range(rows)]
         self.beside = [beside[rank // columns][rank % columns] for rank in range(self.count)]
 
     def piece(self, name, rank):

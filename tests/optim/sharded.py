@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lowprec_train.comm.holders import GroupHolders
+from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.optim.adamw import parameter_groups
 from lowprec_train.optim.norm import global_norm
 from lowprec_train.optim.piece import Piece, local
@@ -92,7 +92,7 @@ def piece_of(parameter, rank, group):
     if not isinstance(parameter, DTensor):
         return Piece(shape=shape, first=(0,) * len(shape), local=shape, holders=None)
     here, each = tuple(parameter.to_local().shape), -(-shape[0] // RANKS)
-    return Piece(shape=shape, first=(min(rank * each, shape[0]), 0), local=here, holders=GroupHolders(group))
+    return Piece(shape=shape, first=(min(rank * each, shape[0]), 0), local=here, holders=DistributedGroup.of(group))
 
 
 def sum_over_ranks(gradients):

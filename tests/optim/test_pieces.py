@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from lowprec_train.group import SINGLE
 from lowprec_train.ops import library
 from lowprec_train.optim.norm import global_norm
 from lowprec_train.optim.piece import Piece
@@ -11,7 +12,6 @@ from tests.optim.cases import BUNDLES, MASTERS, MOMENTS, build
 from tests.optim.pieces import (
     SHAPES,
     Cut,
-    Threads,
     advance,
     along,
     differences,
@@ -100,15 +100,15 @@ def test_beside_the_fused_op(system, clip, monkeypatch):
         ("adamw", False, []),
         ("adamw_coat", False, []),
         ("bf16", False, []),
-        ("adamw_fp4", False, ["largest"]),
-        ("adamw_coat", True, ["total"]),
-        ("adamw_fp8lm", True, ["total", "largest"]),
+        ("adamw_fp4", False, ["all_reduce_max"]),
+        ("adamw_coat", True, ["all_reduce_sum"]),
+        ("adamw_fp8lm", True, ["all_reduce_sum", "all_reduce_max"]),
     ],
 )
 def test_one_collective_for_all_tensors(system, clip, calls):
     """Four matrices and their numbers travel together, once a step; the first weights' once before."""
     cut = assert_same((2, 1), system, clip_updates=clip)
-    before = ["largest"] if system == "adamw_fp8lm" else []
+    before = ["all_reduce_max"] if system == "adamw_fp8lm" else []
     assert cut.everyone[0].calls == cut.everyone[1].calls == before + calls * len(FOUND)
 
 
@@ -187,6 +187,6 @@ def test_no_gradients_have_no_norm():
 def test_pieces_that_cannot_be(system, columns, words):
     first, width = columns
     weight = nn.Parameter(torch.zeros(4, 32 if width == 16 else width))
-    piece = Piece(shape=(4, 64), first=(0, first), local=(4, width), holders=Threads(1).views()[0])
+    piece = Piece(shape=(4, 64), first=(0, first), local=(4, width), holders=SINGLE)
     with pytest.raises(ValueError, match=words):
         build([weight], system, pieces={weight: piece})

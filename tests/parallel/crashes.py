@@ -22,8 +22,8 @@ from torch import nn
 
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
-from lowprec_train.train.agreement import StopAgreement
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, _Writer
+from lowprec_train.train.stop_consensus import StopConsensus
 from tests.train.damage import invert
 from tests.train.killable_run import file_size
 from tests.train.standins import make_trainer
@@ -192,9 +192,9 @@ def fitting(rank: int, directory: Path) -> dict[str, object]:
     saver = Struck(directory / "run", interval=2, keep=1, process_group=group)
     saver.stage, saver.rank, seen = "full disk", 1, {"error": ""}
     saver.due = (2).__eq__
-    agreement = StopAgreement(dist.new_group(backend="gloo"))
+    consensus = StopConsensus(dist.new_group(backend="gloo"))
     try:
-        trainer.fit(sinks=[], checkpointer=saver, agreement=agreement)
+        trainer.fit(sinks=[], checkpointer=saver, consensus=consensus)
     except CheckpointError as error:
         seen["error"] = str(error)
     return seen | {"steps": trainer.steps_done}

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
 from lowprec_train.parallel.mesh import AXES, Mesh, Sizes
-from lowprec_train.train import launch, ranks
+from lowprec_train.train import launch, rendezvous
 from lowprec_train.train.launch import World
 
 RANKS = 4
@@ -62,7 +62,7 @@ def work(rank: int, directory: str, port: int, device: str = "cpu") -> None:
         on_gpus(rank, directory)
         return
     world, timeout = World(rank, RANKS, rank), timedelta(minutes=MINUTES)
-    with ranks.met(world, timeout) as meeting, launch.joined(world, torch.device("cpu"), MINUTES, meeting.store):
+    with rendezvous.met(world, timeout) as meeting, launch.joined(world, torch.device("cpu"), MINUTES, meeting.store):
         found = {layout: seen(layout) for layout in LAYOUTS}
         torch.save(found, Path(directory) / f"rank-{rank}.pt")
 
@@ -72,7 +72,7 @@ def on_gpus(rank: int, directory: str) -> None:
     world, timeout = World(rank, 2, rank), timedelta(minutes=MINUTES)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    with ranks.met(world, timeout) as meeting, launch.joined(world, device, MINUTES, meeting.store):
+    with rendezvous.met(world, timeout) as meeting, launch.joined(world, device, MINUTES, meeting.store):
         mesh = Mesh(Sizes(dp_shard=2), "cuda", timeout)
         launch.host_group(MINUTES)
         names = {axis: mesh.group(axis).group_name for axis in AXES} | {"dp": mesh.dp_group.group_name}

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lowprec_train import config
-from lowprec_train.comm.holders import GroupHolders
+from lowprec_train.comm.process_group import DistributedGroup, GroupProduct
+from lowprec_train.group import Group
 from lowprec_train.optim.adamw import AdamW, parameter_groups
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
@@ -316,12 +317,12 @@ def _unrounded(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().float())
 
 
-def _holders(mesh: Mesh, name: str) -> GroupHolders | None:
+def _holders(mesh: Mesh, name: str) -> Group | None:
     """Of the parts of one parameter."""
     sizes = mesh.sizes
     cuts = {"tp": TP[name] is not None and sizes.tp > 1, "dp_shard": is_matrix(name) and sizes.dp_shard > 1}
-    groups = [mesh.group(axis) for axis, cuts_it in cuts.items() if cuts_it]
-    return GroupHolders(*groups) if groups else None
+    groups = [DistributedGroup.of(mesh.group(axis)) for axis, cuts_it in cuts.items() if cuts_it]
+    return GroupProduct(*groups) if groups else None
 
 
 def after_a_forward_pass(mesh: Mesh) -> list[str]:

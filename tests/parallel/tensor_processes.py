@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from lowprec_train.comm.rows import GroupRanks
+from lowprec_train.comm.process_group import DistributedGroup
+from lowprec_train.group import Group
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.numerics.formats import E4M3
@@ -25,7 +26,6 @@ from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.parallel import tensor
 from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
 from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
-from lowprec_train.precision.split import Ranks
 from lowprec_train.recipes import bf16
 from tests.recipes import GPT, LLAMA, RECIPES
 
@@ -65,17 +65,17 @@ class Ran:
     graphs: int | None = None
 
 
-def build(case: Case, ranks: Ranks | None, device: torch.device) -> tuple[Transformer, dict[str, int]]:
+def build(case: Case, group: Group | None, device: torch.device) -> tuple[Transformer, dict[str, int]]:
     """The whole model, or the part of one rank, with the same first values; FP32, so that only codes are rounded."""
     with torch.device("meta"):
         model = Transformer(**SIZES, **case.family, recompute=case.recompute, dtype=torch.float32)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    cuts = {} if ranks is None else tensor.apply(model, ranks)
+    cuts = {} if group is None else tensor.apply(model, group)
     model.to_empty(device=device)
 
     def fill(name, parameter, first_value):
         value = first_value(shapes[name])
-        parameter.copy_(value.chunk(ranks.count, cuts[name])[ranks.index] if name in cuts else value)
+        parameter.copy_(value.chunk(group.size, cuts[name])[group.rank] if name in cuts else value)
 
     model.init_weights(0, fill)
     apply_policy(model, {"blocks.*": RECIPES[case.recipe], "*": bf16.recipe()})
@@ -86,10 +86,10 @@ def build(case: Case, ranks: Ranks | None, device: torch.device) -> tuple[Transf
     return model, cuts
 
 
-def passes(case: Case, ranks: Ranks | None, device: torch.device, backend: str | None = None) -> Ran:
+def passes(case: Case, group: Group | None, device: torch.device, backend: str | None = None) -> Ran:
     """One forward and backward pass over the same tokens on every rank."""
     torch._dynamo.reset()
-    model, cuts = build(case, ranks, device)
+    model, cuts = build(case, group, device)
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend or "eager")
     if backend is not None:
         for block in model.blocks:
@@ -105,7 +105,7 @@ def passes(case: Case, ranks: Ranks | None, device: torch.device, backend: str |
         loss=loss.detach().cpu(),
         gradients=gradients,
         cuts=cuts,
-        summed=tensor.summed_over_tp(model) if ranks else [],
+        summed=tensor.summed_over_tp(model) if group else [],
         graphs=counter.frame_count if backend else None,
     )
 
@@ -116,11 +116,11 @@ def work(rank: int, directory: str, backend: str = "gloo") -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    ranks = GroupRanks.of(dist.new_group(list(range(RANKS))))
+    group = DistributedGroup.of(dist.new_group(list(range(RANKS))))
     compiler = "inductor" if device.type == "cuda" else "aot_eager"
     ran = {}
     for name, case in CASES.items():
-        ran[name] = [asdict(passes(case, ranks, device, each)) for each in (None, compiler)]
+        ran[name] = [asdict(passes(case, group, device, each)) for each in (None, compiler)]
     torch.save(ran, Path(directory) / f"rank-{rank}.pt")
     dist.destroy_process_group()
 

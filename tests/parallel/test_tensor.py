@@ -1,10 +1,8 @@
 """A model cut over tensor-parallel ranks against the whole one: the same codes, so in FP32 the same numbers up to the
-order of sums. Ranks are threads (tests/precision/ranks.py); real process groups run in test_layouts.py.
+order of sums. Ranks are threads (tests/groups.py); real process groups run in test_layouts.py.
 """
 
 from __future__ import annotations
-
-import threading
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from lowprec_train.parallel import tensor
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
 from lowprec_train.recipes import bf16
-from tests.precision.ranks import Meeting, ThreadRanks
+from tests.groups import among
 from tests.recipes import GPT, LLAMA, RECIPES, build
 
 SIZES = {"vocab_size": 64, "dim": 256, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 512, "max_seq_len": 64}
@@ -46,41 +44,29 @@ def whole(recipe, family, documents, **sizes):
 
 def parts(recipe, family, count, documents, shapes, **sizes):
     """Loss, gradients by name, cut dimensions and summed names of every rank."""
-    meeting, found, errors = Meeting(count), [None] * count, []
 
-    def work(index):
-        try:
-            with torch.device("meta"):
-                model = Transformer(**{**SIZES, **family, **sizes})
-            cuts = tensor.apply(model, ThreadRanks(count, index, meeting))
-            model.to_empty(device="cpu")
+    def body(group):
+        with torch.device("meta"):
+            model = Transformer(**{**SIZES, **family, **sizes})
+        cuts = tensor.apply(model, group)
+        model.to_empty(device="cpu")
 
-            def fill(name, parameter, first_value):
-                value = first_value(shapes[name])
-                parameter.copy_(value.chunk(count, cuts[name])[index] if name in cuts else value)
+        def fill(name, parameter, first_value):
+            value = first_value(shapes[name])
+            parameter.copy_(value.chunk(count, cuts[name])[group.rank] if name in cuts else value)
 
-            model.init_weights(0, fill)
-            apply_policy(model, {"blocks.*": RECIPES[recipe], "*": bf16.recipe()})
-            draws = Draws(0, count_linears(model))
-            attach_draws(model, draws)
-            draws.begin(3, 8)
-            tokens, targets = batch()
-            loss = model.loss(tokens, targets, 100.0, documents)
-            loss.backward()
-            gradients = {name: p.grad for name, p in model.named_parameters()}
-            found[index] = loss.item(), gradients, cuts, tensor.summed_over_tp(model)
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
+        model.init_weights(0, fill)
+        apply_policy(model, {"blocks.*": RECIPES[recipe], "*": bf16.recipe()})
+        draws = Draws(0, count_linears(model))
+        attach_draws(model, draws)
+        draws.begin(3, 8)
+        tokens, targets = batch()
+        loss = model.loss(tokens, targets, 100.0, documents)
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        return loss.item(), gradients, cuts, tensor.summed_over_tp(model)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    return among(count, body)
 
 
 def joined(name, found):

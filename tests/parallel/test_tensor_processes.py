@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.groups import among
 from tests.parallel.tensor_processes import CASES, RANKS, SIZES, Ran, passes
-from tests.precision.ranks import among
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def assert_near(ranks, of, bound):
 
 @pytest.mark.parametrize("name", CASES)
 def test_eager_processes_are_threads(processes, name):
-    threads = among(RANKS, lambda ranks: passes(CASES[name], ranks, CPU))
+    threads = among(RANKS, lambda group: passes(CASES[name], group, CPU))
     for each, thread in zip(processes, threads):
         eager = each[name][0]
         assert torch.equal(eager.loss, thread.loss) and eager.cuts == thread.cuts

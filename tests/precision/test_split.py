@@ -1,6 +1,6 @@
 """Linear layers cut over 2 and 4 ranks against the whole layer: the codes and scales are its own, cut.
 
-Ranks are threads (tests/precision/ranks.py). What may differ is the order of FP32 sums, and where partial products are
+Ranks are threads (tests/groups.py). What may differ is the order of FP32 sums, and where partial products are
 summed over ranks each of them is rounded to the stream's dtype before: 2^-8 of it for BF16, in all at most 2^-8 of the
 sum of magnitudes. The oracle knows these magnitudes.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +16,14 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
+from lowprec_train.group import Group
 from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe, override
-from lowprec_train.precision.split import Ranks, Split
+from lowprec_train.precision.split import Split
+from lowprec_train.tools.estimate.meta_group import MetaGroup
+from tests.groups import Recorded, among
 from tests.oracle_linear import MX, Passes, linear_fp4, linear_fp8, linear_mxfp4, linear_mxfp4_fp8, linear_plain
 from tests.oracle_recipes import (
     NV,
@@ -42,7 +44,6 @@ from tests.precision.layers import (
     plain_data,
     seeds,
 )
-from tests.precision.ranks import Mirror, among
 from tests.recipes import RECIPES
 
 SIZES = (128, 512, 512)  # a square of 128 for each of four ranks
@@ -111,9 +112,9 @@ def whole(recipe: LinearRecipe, data: Data, dtype: torch.dtype, watched: bool = 
     return ran(linear(recipe, data[1]), *tensors(data, dtype), watched)
 
 
-def part_of(recipe: LinearRecipe, w: np.ndarray, dim: int, ranks: Ranks) -> Linear:
-    layer = linear(recipe, np.split(w, ranks.count, dim)[ranks.index])
-    layer.split = Split(dim=dim, ranks=ranks, whole=w.shape[dim])
+def part_of(recipe: LinearRecipe, w: np.ndarray, dim: int, group: Group) -> Linear:
+    layer = linear(recipe, np.split(w, group.size, dim)[group.rank])
+    layer.split = Split(dim=dim, group=group, whole=w.shape[dim])
     return layer
 
 
@@ -121,9 +122,9 @@ def parts(recipe: LinearRecipe, data: Data, dtype: torch.dtype, dim: int, count:
     """Column-parallel: rows of x and columns of dy are cut; row-parallel: columns of x and rows of dy."""
     x, dy = tensors(data, dtype)
 
-    def body(ranks: Ranks) -> Ran:
-        mine = x.chunk(count, dim)[ranks.index], dy.chunk(count, 1 - dim)[ranks.index]
-        return ran(part_of(recipe, data[1], dim, ranks), *mine, watched)
+    def body(group: Group) -> Ran:
+        mine = x.chunk(count, dim)[group.rank], dy.chunk(count, 1 - dim)[group.rank]
+        return ran(part_of(recipe, data[1], dim, group), *mine, watched)
 
     return among(count, body)
 
@@ -249,10 +250,10 @@ def test_bias_and_leading_dimensions(name, dim):
     want = of(x_MK)
     want.backward(dy_MN)
 
-    def body(ranks: Ranks) -> tuple[Tensor, Tensor]:
-        layer = linear(RECIPES[name], np.split(w, 2, dim)[ranks.index], np.split(b, 2)[ranks.index] if dim == 0 else b)
-        layer.split = Split(dim=dim, ranks=ranks, whole=64)
-        mine, back = x_MK.chunk(2, dim)[ranks.index], dy_MN.chunk(2, 1 - dim)[ranks.index]
+    def body(group: Group) -> tuple[Tensor, Tensor]:
+        layer = linear(RECIPES[name], np.split(w, 2, dim)[group.rank], np.split(b, 2)[group.rank] if dim == 0 else b)
+        layer.split = Split(dim=dim, group=group, whole=64)
+        mine, back = x_MK.chunk(2, dim)[group.rank], dy_MN.chunk(2, 1 - dim)[group.rank]
         y = layer(mine.reshape((1, 16, 64) if dim == 0 else (4, 8, 32)))
         assert y.shape == ((1, 32, 32) if dim == 0 else (1, 16, 64))
         y.backward(back.view_as(y))
@@ -270,15 +271,15 @@ def test_maxima_that_were_left_are_taken_over_ranks():
     data = make(uneven, "BF16", (32, 64, 64))
     (x, dy), of = tensors(data, torch.bfloat16), whole(RECIPES["fp8"], data, torch.bfloat16, watched=False)
 
-    def body(ranks: Ranks) -> tuple[Tensor, Tensor]:
-        up = part_of(RECIPES["fp8"], data[1], 0, ranks)
-        leaf = x.chunk(2)[ranks.index].clone().requires_grad_()
+    def body(group: Group) -> tuple[Tensor, Tensor]:
+        up = part_of(RECIPES["fp8"], data[1], 0, group)
+        leaf = x.chunk(2)[group.rank].clone().requires_grad_()
         y, ear = up.heard(leaf)
         assert ear is not None and ear.shape == (32,)
-        mine = dy.chunk(2, 1)[ranks.index]
+        mine = dy.chunk(2, 1)[group.rank]
         torch.autograd.backward([y[0], ear], [mine, mine.float().abs().amax(1)])
-        down = part_of(RECIPES["fp8"], data[1], 1, ranks)
-        row = x.chunk(2, 1)[ranks.index]
+        down = part_of(RECIPES["fp8"], data[1], 1, group)
+        row = x.chunk(2, 1)[group.rank]
         assert down.heard(row)[1] is None
         left = down(row, row.float().abs().amax(1))
         assert torch.equal(left, down(row))
@@ -300,7 +301,7 @@ def test_a_part_compiles_whole(name, dim):
     x, dy = (each.chunk(2, cut)[1].contiguous() for each, cut in zip(tensors(data, torch.bfloat16), (dim, 1 - dim)))
 
     def passes(compiled: bool) -> Ran:
-        layer = part_of(RECIPES[name], data[1], dim, Mirror(2, 1))
+        layer = part_of(RECIPES[name], data[1], dim, MetaGroup(2, 1))
         run = torch.compile(layer, fullgraph=True, backend=counter) if compiled else layer
         leaf = x.clone().requires_grad_()
         y = run(leaf)
@@ -314,47 +315,24 @@ def test_a_part_compiles_whole(name, dim):
         assert torch.equal(each.y, eager.y) and torch.equal(each.dx, eager.dx) and torch.equal(each.dw, eager.dw)
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A `Ranks` that notes what it sends."""
-
-    ranks: Ranks
-    sent: list[tuple[str, torch.dtype, int]]
-
-    @property
-    def count(self) -> int:
-        return self.ranks.count
-
-    @property
-    def index(self) -> int:
-        return self.ranks.index
-
-    def __getattr__(self, name: str) -> Any:
-        def noted(x: Tensor, *rest: Any) -> Tensor:
-            self.sent.append((name, x.dtype, x.numel()))
-            return getattr(self.ranks, name)(x, *rest)
-
-        return noted
-
-
 @pytest.mark.parametrize("name", RECIPES)
 def test_rows_travel_as_codes_where_nothing_else_of_them_is_needed(name):
     """A byte an element into the layer, BF16 out of it again; a scale a row where rows have their own."""
     x, w, dy = make(heavy_tails, "BF16", (128, 256, 256))
     of = whole(RECIPES[name], (x, w, dy), torch.bfloat16, watched=False)
 
-    def body(ranks: Ranks) -> tuple[Ran, list[tuple[str, torch.dtype, int]]]:
-        counted = Counted(ranks, [])
-        mine = [each.chunk(2, at)[ranks.index] for each, at in zip(tensors((x, w, dy), torch.bfloat16), (0, 1))]
+    def body(group: Group) -> tuple[Ran, list[tuple[str, torch.dtype, int]]]:
+        counted = Recorded(group)
+        mine = [each.chunk(2, at)[group.rank] for each, at in zip(tensors((x, w, dy), torch.bfloat16), (0, 1))]
         return ran(part_of(RECIPES[name], w, 0, counted), *mine, watched=False), counted.sent
 
     results, sent = zip(*among(2, body))
     rows = [each for each in sent[0] if each[2] >= 64]
     if name in ("fp8", "mxfp4_fp8", "fp4", "fp4_unclamped"):
-        codes = [("gather", torch.float8_e4m3fn, 64 * 256), ("scatter_sum_rows", torch.bfloat16, 128 * 256)]
-        scales = [("gather", torch.float32, 64)] if name.startswith("fp4") else []
-        assert [each for each in rows if each[0] != "largest"] == scales + codes
+        codes = [("all_gather", torch.float8_e4m3fn, 64 * 256), ("reduce_scatter", torch.bfloat16, 128 * 256)]
+        scales = [("all_gather", torch.float32, 64)] if name.startswith("fp4") else []
+        assert [each for each in rows if each[0] != "all_reduce_max"] == scales + codes
     else:
-        assert ("gather_rows", torch.bfloat16, 64 * 256) in rows
+        assert ("all_gather", torch.bfloat16, 64 * 256) in rows
     if not name.startswith("mxfp4"):  # folded carriers: scales leave the sum at another place
         assert torch.equal(torch.cat([each.y for each in results], 1), of.y)

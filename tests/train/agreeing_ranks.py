@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lowprec_train.train.agreement import StopAgreement
+from lowprec_train.train.stop_consensus import StopConsensus
 
 ROOT = Path(__file__).parents[2]
 RANKS = 3
@@ -39,42 +39,42 @@ def launch(directory):
 
 def stops(group, rank, asked):
     """The number of steps made when the decision fell (None: it did not), and the signal learned."""
-    agreement = StopAgreement(group)
+    consensus = StopConsensus(group)
     made = None
     for step in range(STEPS):
         request = SIGNALS[rank] if step >= asked.get(rank, STEPS) else 0
-        if agreement.agree(request):
+        if consensus.agree(request):
             made = step + 1
             break
-    agreement.close()
-    return made, agreement.learned
+    consensus.close()
+    return made, consensus.learned
 
 
 def stragglers(group, rank):
     """Metrics after steps in which rank 1 comes late, each rank with times of its own."""
-    agreement = StopAgreement(group)
-    seen = [agreement.metrics()]
+    consensus = StopConsensus(group)
+    seen = [consensus.metrics()]
     for step in range(4):
         dist.barrier(group)
         time.sleep(DELAY if rank == 1 else 0.0)
-        agreement.agree(False, step_ms=100.0 * step + rank, data_ms=float(rank))
-        seen.append(agreement.metrics())
-    agreement.close()
+        consensus.agree(False, step_ms=100.0 * step + rank, data_ms=float(rank))
+        seen.append(consensus.metrics())
+    consensus.close()
     return seen
 
 
 def unhurried(group, rank):
     """Seconds that agreeing took ranks 0 and 1 in a step in which rank 2 comes late, and in the step after it."""
-    agreement = StopAgreement(group)
-    agreement.agree(False)
+    consensus = StopConsensus(group)
+    consensus.agree(False)
     dist.barrier(group)
     took = []
     for _ in range(2):
         time.sleep(DELAY if rank == 2 else 0.0)
         begin = time.perf_counter()
-        agreement.agree(False)
+        consensus.agree(False)
         took.append(time.perf_counter() - begin)
-    agreement.close()
+    consensus.close()
     return took
 
 

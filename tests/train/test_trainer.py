@@ -88,7 +88,7 @@ def test_draws_are_pointed_at_every_micro_batch_and_evaluation_has_its_own():
 def test_batches_are_asked_for_once_and_in_order():
     trainer = make_trainer(steps=3)
     fit(trainer)
-    assert trainer._feed._dataset.asked == [(step, first, 4, 8) for step in range(3) for first in (0, 4)]
+    assert trainer._prefetcher._dataset.asked == [(step, first, 4, 8) for step in range(3) for first in (0, 4)]
 
 
 def test_evaluation_is_the_mean_token_loss_and_disturbs_nothing():

@@ -14,7 +14,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowprec_train.comm import collectives
-from lowprec_train.comm.layout import Layout, sharded_layout
-from lowprec_train.comm.payload import Payload, sqnr_db
-from lowprec_train.comm.shared_scale import SharedScale
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.grad_codec import GradCodec, sqnr_db
+from lowprec_train.comm.layout import FlatLayout, sharded_layout
+from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 from lowprec_train.tools.bench.result import cause
@@ -76,23 +76,26 @@ def gradients(size: int, device: torch.device) -> Tensor:
     return torch.randn(size, generator=generator, device=device).mul_(1e-3)
 
 
-def contestants(kind: str, layout: Layout, ranks: int, device: torch.device) -> list[Contestant]:
+def contestants(kind: str, layout: FlatLayout, ranks: int, device: torch.device) -> list[Contestant]:
     """FP32 in rank order is the first: what the others are held against."""
     sent_by = getattr(collectives, f"{kind}_bytes")
-    payloads = {format.name: Payload(format) for format in (FP32, BF16, E4M3, E5M2)}
-    ours = {
-        name: partial(getattr(collectives, kind), group=None, payload=payload, layout=layout)
-        for name, payload in payloads.items()
-    }
-    found = [
-        Contestant(kind=kind, name=name, reduce=reduce, sent=sent_by(payloads[name], layout, ranks))
-        for name, reduce in ours.items()
+    codecs: dict[str, GradCodec] = {format.name: BlockScaledCodec(format) for format in (FP32, BF16, E4M3, E5M2)}
+    codecs["shared-scale E4M3"] = SharedScaleCodec()
+    mu = torch.tensor(1.0 / ranks, device=device)  # nothing saturates
+    collective = getattr(collectives, kind)
+    *found, shared = [
+        Contestant(
+            kind=kind,
+            name=name,
+            reduce=lambda flat, codec=codec: collective(flat, None, codec, layout, mu=mu).total,  # type: ignore[misc]
+            sent=sent_by(codec, layout, ranks),
+        )
+        for name, codec in codecs.items()
     ]
-    found += [_library(kind, layout, ranks, format.carrier) for format in (FP32, BF16)]
-    return [*found, _shared(kind, layout, ranks, sent_by, device)]
+    return [*found, *(_library(kind, layout, ranks, format.carrier) for format in (FP32, BF16)), shared]
 
 
-def _library(kind: str, layout: Layout, ranks: int, dtype: torch.dtype) -> Contestant:
+def _library(kind: str, layout: FlatLayout, ranks: int, dtype: torch.dtype) -> Contestant:
     """NCCL's or gloo's own sum."""
 
     def reduce(flat: Tensor) -> Tensor:
@@ -108,18 +111,6 @@ def _library(kind: str, layout: Layout, ranks: int, dtype: torch.dtype) -> Conte
     sent = (ranks - 1) * bytes_of_row if kind == "reduce_scatter" else 2 * (ranks - 1) * bytes_of_row // ranks
     name = f"library {'FP32' if dtype is torch.float32 else 'BF16'}"
     return Contestant(kind=kind, name=name, reduce=reduce, sent=sent)
-
-
-def _shared(kind: str, layout: Layout, ranks: int, sent_by: Callable[..., int], device: torch.device) -> Contestant:
-    """FP8-LM's shared scale and FP8 sums, with the mu at which nothing saturates."""
-    payload, mu = SharedScale(), torch.tensor(1.0 / ranks, device=device)
-    reduce = getattr(collectives, f"{kind}_shared")
-
-    def first(flat: Tensor) -> Tensor:
-        total: Tensor = reduce(flat, None, payload, layout, mu)[0]
-        return total
-
-    return Contestant(kind=kind, name="shared-scale E4M3", reduce=first, sent=sent_by(payload, layout, ranks))
 
 
 def _turns(

@@ -174,7 +174,7 @@ def _comm(arguments: argparse.Namespace) -> int:
     import torch
 
     from lowprec_train.tools.bench import comm
-    from lowprec_train.train import checks, launch, ranks
+    from lowprec_train.train import checks, launch, rendezvous
 
     world = launch.world()
     if world.processes < 2:
@@ -183,7 +183,7 @@ def _comm(arguments: argparse.Namespace) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", world.local_rank)
         torch.cuda.set_device(device)
-    started = ranks.met(world, timedelta(minutes=COMM_MINUTES))
+    started = rendezvous.met(world, timedelta(minutes=COMM_MINUTES))
     with started as meeting, launch.joined(world, device, COMM_MINUTES, meeting.store):
         result = comm.measure(device, comm.layer(arguments.model), rounds=arguments.rounds)
         return _finish(arguments, device, f"comm_{world.processes}", result) if world.leads else 0

@@ -182,7 +182,7 @@ class Gradients:
         if not matrices or self._sizes.dp == 1:
             return made if self.standing else 0
         layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard
-        wire = 2 * reduce_scatter_bytes(self._reduction.payload, layout, ranks) if ranks > 1 else 0
+        wire = 2 * reduce_scatter_bytes(self._reduction.codec, layout, ranks) if ranks > 1 else 0
         return made + FP32 * self._elements(matrices) + wire
 
     def _elements(self, weights: Sequence[Weight]) -> int:

@@ -30,7 +30,7 @@ def estimate(run: RunConfig, gpus: int | None = None, count: Count = kept_bytes)
     return {
         "model": run.model.name,
         "precision": run.precision.name,
-        "comm": str(reduction.payload),
+        "comm": str(reduction.codec),
         "recompute": run.model.recompute,
         "compiled": subject.compiled,
         "sizes": asdict(subject.sizes) | {"gpus": subject.sizes.processes},

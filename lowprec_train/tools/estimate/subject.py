@@ -18,13 +18,13 @@ from lowprec_train.numerics.draws import Draws
 from lowprec_train.optim.master import FP32Master, Master
 from lowprec_train.optim.moments import Codec, of_rows
 from lowprec_train.parallel import tensor
+from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
 from lowprec_train.parallel.mesh import Sizes, sizes
-from lowprec_train.parallel.wire import Wire, wire
 from lowprec_train.precision import policy
-from lowprec_train.precision.gathered import Gathered, of_codes
+from lowprec_train.precision.all_gathered_weight import AllGatheredWeight, without_estimator
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
-from lowprec_train.tools.estimate.ranks import MetaRanks
+from lowprec_train.tools.estimate.meta_group import MetaGroup
 from lowprec_train.train import build, checks
 
 META = torch.device("meta")
@@ -69,10 +69,10 @@ class Subject:
 
     run: RunConfig
     gpus: int | None = None
-    ranks: MetaRanks = field(init=False)
+    group: MetaGroup = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ranks", MetaRanks(count=self.sizes.tp))
+        object.__setattr__(self, "group", MetaGroup(self.sizes.tp))
         checks.choices(self.run.parallel)
 
     @cached_property
@@ -157,12 +157,14 @@ class Subject:
         """Bytes of an element of the parameter, and of its gradient."""
         return self.master_of(weight).parameter_dtype.itemsize
 
-    def way(self, weight: Weight) -> Wire | None:
+    def way(self, weight: Weight) -> AllGatherFormat | None:
         """How a linear layer's weight is gathered; None for what comes as it is stored."""
         recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
         gather = self.run.parallel.param_all_gather if self.sizes.dp > 1 else "fp32"
         rows, columns = (*weight.part(self.sizes.tp), 1)[:2]
-        found = wire(recipe, (rows, columns), shards=self.sizes.dp_shard, param_all_gather=gather, split=weight.cut)
+        found = all_gather_format(
+            recipe, (rows, columns), shards=self.sizes.dp_shard, param_all_gather=gather, split=weight.cut
+        )
         return None if gather == "fp32" or recipe is None or not weight.matrix else found
 
     def sent_bytes(self, weight: Weight) -> int:
@@ -183,7 +185,7 @@ class Subject:
         if self.sizes.tp > 1:
             recipes = [phase.recipes for phase in laid_out.phases]
             tensor.check(model, self.sizes.tp, tokens=self.tokens, recipes=recipes)
-            cuts = dict(tensor.apply(model, self.ranks))
+            cuts = dict(tensor.apply(model, self.group))
         PrecisionSchedule(laid_out.phases).begin(model, 0)
         policy.attach_draws(model, Draws(0, policy.count_linears(model), META))
         return model, cuts
@@ -203,17 +205,19 @@ class Subject:
         ]
 
 
-def arrived(linear: Linear, way: Wire) -> Gathered:
-    """What `parallel.param_all_gather` gives to a layer, without memory."""
+def arrived(linear: Linear, way: AllGatherFormat) -> AllGatheredWeight:
+    """What `parallel.quantized_all_gather` gives to a layer, without memory."""
     shape = linear.weight.shape
     leaf = torch.zeros((), dtype=linear.weight.dtype, device=META).expand(shape).requires_grad_()
     values = torch.empty(shape, dtype=way.dtype, device=META, requires_grad=linear.recipe.is_identity)
     if way.quantizer is None:
-        return Gathered(recipe=linear.recipe, leaf=leaf, names=("w",), tensors=(values,))
+        return AllGatheredWeight(recipe=linear.recipe, leaf=leaf, names=("w",), tensors=(values,))
     codes = way.quantizer(values)
     scales = {f"w_{name}": part for name, part in codes.parts.items()} or {"w_scale": codes.scale}
     tensors = {"w_codes": codes.codes} | scales
-    return Gathered(recipe=of_codes(linear.recipe), leaf=leaf, names=tuple(tensors), tensors=tuple(tensors.values()))
+    return AllGatheredWeight(
+        recipe=without_estimator(linear.recipe), leaf=leaf, names=tuple(tensors), tensors=tuple(tensors.values())
+    )
 
 
 def _recipes(table: object, index: int, block: nn.Module) -> tuple[object, ...]:

@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction, unit_layout
-from lowprec_train.comm.layout import Layout, Span
-from lowprec_train.comm.payload import Payload
+from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.tools.estimate.kept import only
@@ -36,7 +36,7 @@ def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
     return found
 
 
-def layout(matrices: Sequence[Weight], over: Sizes, reduction: Reduction) -> Layout:
+def layout(matrices: Sequence[Weight], over: Sizes, reduction: Reduction) -> FlatLayout:
     """A row of a unit's reduce-scatter."""
     shapes = {weight.name: torch.empty(weight.part(over.tp), device=META) for weight in matrices}
     return unit_layout(shapes, over.dp_shard, reduction.exclude)
@@ -69,7 +69,7 @@ def gradients(subject: Subject, reduction: Reduction, sent_by, ranks: int) -> in
         return 0
     rows = (layout(unit, subject.sizes, reduction) for unit in units(w for w in subject.weights if w.matrix).values())
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
-    return sums * sum(sent_by(reduction.payload, row, ranks) for row in rows)
+    return sums * sum(sent_by(reduction.codec, row, ranks) for row in rows)
 
 
 def vectors(subject: Subject) -> int:
@@ -77,7 +77,7 @@ def vectors(subject: Subject) -> int:
     count, ranks = sum(math.prod(w.shape) for w in subject.weights if not w.matrix), subject.sizes.processes
     if ranks == 1 or not count:
         return 0
-    return all_reduce_bytes(Payload(FP32), Layout((Span(count, coded=False),)), ranks)
+    return all_reduce_bytes(BlockScaledCodec(FP32), FlatLayout.plain(count), ranks)
 
 
 def activations(subject: Subject) -> Bytes:
@@ -97,6 +97,6 @@ def _sent(subject: Subject, block: int | None) -> Bytes:
     """By the model with one block, or none, in a micro-batch: forward and backward pass, op by op."""
     model = only(subject.model(), block)
     tokens = torch.empty(subject.run.micro_batch, subject.seq_len, dtype=torch.int64, device=META)
-    before = dict(subject.ranks.sent)
+    before = dict(subject.group.sent)
     model.loss(tokens, tokens, 1.0, tokens if subject.run.data.get("document_mask") else None).backward()
-    return {what: size - before[what] for what, size in subject.ranks.sent.items()}
+    return {what: size - before[what] for what, size in subject.group.sent.items()}

@@ -91,9 +91,9 @@ class Skips:
         self._bad = torch.where(taken, self._bad, ~squares.isfinite())
 
     def gradients(self, names: Sequence[str], total: Callable[[Tensor], Tensor]) -> list[str]:
-        """Parameters whose gradients were not finite on any process of a team in the last skipped step.
+        """Parameters whose gradients were not finite on any process in the last skipped step.
 
-        total: the sum over the team.
+        total: the sum over the processes.
         """
         return [name for name, bad in zip(names, total(self._bad.float()).tolist(), strict=True) if bad]
 

@@ -31,23 +31,24 @@ from typing import Any
 import torch.distributed as dist
 
 from lowprec_train.train.diagnostics import flight
-from lowprec_train.train.ranks import Ranks, numbered
+from lowprec_train.train.rendezvous import Rendezvous, numbered
 
 PACKAGE = str(Path(__file__).parents[2])
 PLACES: tuple[tuple[str, str, str], ...] = (
-    ("train/agreement.py", "", "the agreement to stop"),
+    ("train/stop_consensus.py", "", "the agreement to stop"),
     ("train/checkpoint.py", "", "the checkpoint"),
     ("train/launch.py", "first", "what rank 0 decides for all"),
     ("parallel/data.py", "total", "the all-reduce of the loss and the count of targets"),
     ("parallel/data.py", "end_backward", "the all-reduce of the gradients of vectors"),
     ("comm/axis.py", "all_reduce", "the all-reduce of gradients between replicas"),
     ("comm/axis.py", "reduce_scatter", "the reduce-scatter of gradients"),
-    ("comm/rows.py", "", "the exchange of activations between tensor-parallel ranks"),
-    ("comm/holders.py", "", "the sums over the parts of a tensor"),
+    ("optim/norm.py", "", "the all-reduce of the norm of gradients"),
+    ("optim/wholes.py", "", "the all-reduce of what the parts of a tensor share"),
+    ("comm/process_group.py", "", "the exchange of activations between tensor-parallel ranks"),
     ("fsdp/_fully_shard/_fsdp_param_group.py", "unshard", "the all-gather of weights"),
     ("fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard", "the all-gather of weights"),
     ("fsdp/_fully_shard/_fsdp_param_group.py", "post_backward", "the reduce-scatter of gradients"),
-    ("parallel/gather.py", "", "the all-gather of weights"),
+    ("parallel/quantized_all_gather.py", "", "the all-gather of weights"),
     ("train/logging/metrics.py", "", "the GPU"),
 )
 """(file, function, what a rank in it waits for): the first that is on the stack counts; no function: any of them."""
@@ -140,7 +141,7 @@ class Watch:
         on_gpu: whether the device runs collectives, which the host does not wait for.
     """
 
-    def __init__(self, ranks: Ranks, minutes: float, directory: Path, *, on_gpu: bool) -> None:
+    def __init__(self, ranks: Rendezvous, minutes: float, directory: Path, *, on_gpu: bool) -> None:
         self._ranks, self._rank, self._directory, self._on_gpu = ranks, ranks.world.rank, directory, on_gpu
         self._minutes, self._seconds = minutes, 60 * minutes
         self._patience = min(self._seconds / 4, 15.0)

@@ -36,7 +36,7 @@ from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.outliers import OutlierClamp
 from lowprec_train.train.diagnostics import roundings
 from lowprec_train.train.diagnostics.roundings import Figures
-from lowprec_train.train.logging.metrics import Arriving
+from lowprec_train.train.logging.metrics import AsyncHostCopy
 
 Row = dict[str, Any]
 
@@ -108,7 +108,7 @@ class Telemetry:
             raise ValueError(f"telemetry_interval={interval} must not be negative (0: no telemetry)")
         self.model, self.optimizer, self.interval = model, optimizer, interval
         self._names = {parameter: name for name, parameter in model.named_parameters()}
-        self._sent: dict[int, tuple[list[tuple[Row, Figures]], Arriving]] = {}
+        self._sent: dict[int, tuple[list[tuple[Row, Figures]], AsyncHostCopy]] = {}
 
     def due(self, step: int) -> bool:
         """Whether a step, counted from 1, is watched."""
@@ -129,7 +129,7 @@ class Telemetry:
         rows = list(record.rows.values())
         if rows:
             figures = [figure.double() for _, each in rows for figure in each.values()]
-            self._sent[step] = rows, Arriving(torch.stack(figures), device)
+            self._sent[step] = rows, AsyncHostCopy(torch.stack(figures), device)
 
     def read(self, step: int) -> list[Row]:
         """The rows of a step, once; none where it was not watched. Waits until the device has made them."""

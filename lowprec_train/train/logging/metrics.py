@@ -184,8 +184,8 @@ class Instant:
         return self._time - earlier._time
 
 
-class Arriving:
-    """Numbers of a device on their way to the host, by way of pinned memory."""
+class AsyncHostCopy:
+    """A copy of a device's numbers to pinned memory of the host, made while the device computes."""
 
     def __init__(self, values: Tensor, device: torch.device) -> None:
         self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
@@ -199,8 +199,8 @@ class Arriving:
         return numbers
 
 
-class Late:
-    """The metrics of one step on their way to the host; reading them a step later keeps the device busy in between.
+class DeferredMetrics:
+    """The metrics of one step, copied to the host asynchronously; reading them a step later keeps the device busy.
 
     Args:
         metrics: floats, and 0-dim tensors of `device`.
@@ -213,7 +213,7 @@ class Late:
         tensors = {name: value for name, value in metrics.items() if isinstance(value, Tensor)}
         self._names = list(metrics), list(tensors)
         self._begin, self.end = begin, Instant(device)
-        self._values = Arriving(torch.stack([tensor.detach().double() for tensor in tensors.values()]), device)
+        self._values = AsyncHostCopy(torch.stack([tensor.detach().double() for tensor in tensors.values()]), device)
 
     def read(self) -> tuple[dict[str, float], float]:
         """The metrics in the order given, and the seconds of the step. Waits until the device has finished it."""

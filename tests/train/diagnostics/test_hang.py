@@ -45,12 +45,12 @@ def test_a_silent_rank_is_missing():
 
 def test_ranks_that_are_elsewhere_are_missing():
     """One that still computes or reads, and one that last spoke in an earlier step."""
-    told = {0: said(12, "the all-gather of weights"), 1: said(12, "train/feed.py, take", waits=False)}
+    told = {0: said(12, "the all-gather of weights"), 1: said(12, "train/prefetcher.py, take", waits=False)}
     told |= {2: said(11, "the all-gather of weights"), 3: said(12, "the all-gather of weights")}
     assert hang.missing(told, 12, PLACES) == [1, 2]
     lines = hang.verdict(told, 12, PLACES, "waited").splitlines()
     assert lines[1:] == [
-        "rank 1 did not arrive (process 101 on node): it is in train/feed.py, take",
+        "rank 1 did not arrive (process 101 on node): it is in train/prefetcher.py, take",
         "rank 2 did not arrive (process 102 on node): it is stopped, dead or cut off",
     ]
 

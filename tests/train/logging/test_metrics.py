@@ -8,8 +8,8 @@ from torch import nn
 
 from lowprec_train.train.logging.metrics import (
     GIB,
+    DeferredMetrics,
     Instant,
-    Late,
     Throughput,
     flops_per_token,
     memory,
@@ -142,7 +142,7 @@ def test_late_metrics_are_those_of_their_step(device):
     device = torch.device(device)
     value, count = torch.tensor(1 / 3, device=device), torch.tensor(2**40 + 1, device=device)
     begin = Instant(device)
-    late = Late(7, {"a": value, "b": 2.5, "c": count}, begin, device)
+    late = DeferredMetrics(7, {"a": value, "b": 2.5, "c": count}, begin, device)
     value.fill_(9.0)
     count.fill_(0)
     metrics, seconds = late.read()

@@ -1,16 +1,16 @@
-"""Weights of linear layers gathered in fewer bytes than they are stored in, by functions that FSDP2 finds on them.
+"""All-gather of quantised weights in FSDP2, by extension functions on the sharded parameters.
 
-    part, FP32 -> BF16 -> (codes, scales) -> all-gather -> the layer's GEMMs        W
-    leaf <- dW, FP32  -> reduce-scatter -> part's gradient -> the estimator's slope, once a step
+    shard, FP32 -> BF16 -> (codes, scales) -> all-gather -> the layer's GEMMs       W
+    leaf <- dW, FP32  -> reduce-scatter -> the shard's gradient -> the estimator's slope, once a step
 
-`wire` says what travels. A scale of the whole tensor takes its maximum over all parts: one all-reduce of the maxima of
-all weights, before the first micro-batch of a step and before an evaluation (`Gathering.prepare`), and none in a
-gather. What arrives is computed with and never asked for its gradient; a leaf takes that, and its hook hands it to the
-parameter that FSDP2 looks at (`precision.gathered`).
+`all_gather_format` says what travels. A scale of the whole tensor needs the amax of all shards: one all-reduce for all
+weights, before the first micro-batch of a step and before an evaluation (`QuantizedAllGather.prepare`), and none in an
+all-gather. Gathered codes take no gradient; a leaf takes it, and its hook adds it to the parameter that FSDP2 reads
+(`precision.all_gathered_weight`).
 
-DGE's slope f' is elementwise and the same for all contributions, and needs the weight itself: with codes it is
-multiplied once into the sum of the gradients, by each rank for its part (`Gathering.finish`). That is f' sum(g) for
-sum(f' g): n + 1 roundings of FP32 in another place.
+DGE's slope f' is elementwise and the same for all contributions, and needs the weight itself: with codes each rank
+multiplies it once into its shard of the summed gradient (`QuantizedAllGather.finish`). That is f' sum(g) for sum(f' g):
+n + 1 roundings of FP32 in another place.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lowprec_train.comm.holders import GroupHolders
+from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Purpose
-from lowprec_train.numerics.quantizer import Quantized, ScaleRule, Shared
+from lowprec_train.numerics.quantizer import Quantized, Shared
+from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER, AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import forget_buffers, looked_at
-from lowprec_train.parallel.wire import PARAM_ALL_GATHER, Wire, wire
+from lowprec_train.precision.all_gathered_weight import AllGatheredWeight, without_estimator
 from lowprec_train.precision.estimators import StraightThrough
-from lowprec_train.precision.gathered import Gathered, of_codes
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
 
 BYTE = torch.float8_e4m3fn  # what codes of one byte are called where a floating dtype is asked for
 
 
-class Gathering:
+class QuantizedAllGather:
     """The weights of the linear layers of `model`, gathered as `param_all_gather` says ("bf16" or "quantized").
 
     model: sharded, with memory, before its first forward pass. dtype: of its residual stream. shards: the group of
@@ -55,7 +55,8 @@ class Gathering:
     ) -> None:
         self._coded = param_all_gather == "quantized"
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._over = {"shards": GroupHolders(shards)} | ({} if parts is None else {"parts": GroupHolders(parts)})
+        groups = {"shards": shards} | ({} if parts is None else {"parts": parts})
+        self._groups = {name: DistributedGroup.of(group) for name, group in groups.items()}
         owners = {module: unit for unit in self._units for module in cast(nn.Module, unit).modules()}  # inner ones last
         self.weights = {
             name: _Weight(module, owners[module], param_all_gather=param_all_gather, dtype=dtype, shards=shards.size())
@@ -63,12 +64,12 @@ class Gathering:
             if isinstance(module, Linear) and "weight" in dict(module.named_parameters(recurse=False))
         }
 
-    def wires(self) -> dict[str, Wire]:
-        """How each layer's weight travels under its present recipe, by the layer's name."""
-        return {name: weight.wire() for name, weight in self.weights.items()}
+    def formats(self) -> dict[str, AllGatherFormat]:
+        """Of each layer's weight under its present recipe, by the layer's name."""
+        return {name: weight.current_format() for name, weight in self.weights.items()}
 
     @classmethod
-    def of(cls, model: nn.Module, *, param_all_gather: str, **how: Any) -> Gathering | None:
+    def of(cls, model: nn.Module, *, param_all_gather: str, **how: Any) -> QuantizedAllGather | None:
         """None for "fp32": FSDP2 gathers parameters as stored. ValueError for what is not in `PARAM_ALL_GATHER`."""
         if param_all_gather not in PARAM_ALL_GATHER:
             raise ValueError(
@@ -78,21 +79,21 @@ class Gathering:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Before the first micro-batch of a step and before an evaluation, when weights and recipes are what they will
-        be: codes that stayed from an earlier pass are dropped, and maxima agreed on.
+        """Before the first micro-batch of a step and before an evaluation, with the weights and recipes of both: drop
+        codes that stayed from an earlier pass, and all-reduce amaxes.
         """
         if not self._coded:
             return
         for unit in self._units:
             unit.reshard()
-        asking = [weight for weight in self.weights.values() if weight.settle()]
-        for over, holders in sorted(self._over.items()):
-            members = [weight for weight in asking if over in weight.asks]
+        waiting = [weight for weight in self.weights.values() if weight.refresh_format()]
+        for name, group in sorted(self._groups.items()):
+            members = [weight for weight in waiting if name in weight.amax_groups]
             if members:
-                flat = holders.largest(torch.cat([weight.largest.flatten() for weight in members]))
-                parts = flat.split([weight.largest.numel() for weight in members])
+                flat = group.all_reduce_max(torch.cat([weight.amax.flatten() for weight in members]))
+                parts = flat.split([weight.amax.numel() for weight in members])
                 for weight, part in zip(members, parts, strict=True):
-                    weight.largest = part.view_as(weight.largest)
+                    weight.amax = part.view_as(weight.amax)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -102,7 +103,7 @@ class Gathering:
 
 
 class _Weight:
-    """One layer's weight: this rank's part, how it is sent, and what is made of what comes in."""
+    """One layer's weight: this rank's shard, its format, and the two functions that FSDP2 calls."""
 
     def __init__(
         self, linear: Linear, unit: FSDPModule, *, param_all_gather: str, dtype: torch.dtype, shards: int
@@ -113,22 +114,22 @@ class _Weight:
         self._part, self._shape = looked_at(parameter), (parameter.shape[0], parameter.shape[1])
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._split = None if linear.split is None else linear.split.dim
-        self._wire = self.wire()
+        self._format = self.current_format()
         self._values = torch.empty(0)
-        self.largest = torch.empty(0)
+        self.amax = torch.empty(0)
         self._leaf: Tensor | None = None
         found = cast(Any, self._part)
-        found.fsdp_pre_all_gather, found.fsdp_post_all_gather = self._send, self._receive
+        found.fsdp_pre_all_gather, found.fsdp_post_all_gather = self._pre_all_gather, self._post_all_gather
 
     @property
-    def asks(self) -> set[str]:
-        """Over which ranks its maximum is to be agreed on."""
+    def amax_groups(self) -> set[str]:
+        """Names of the groups over which its amax is all-reduced."""
         dims = {"shards": 0, "parts": self._split}
-        return {over for over, dim in dims.items() if dim in self._wire.agreed}
+        return {name for name, dim in dims.items() if dim in self._format.amax_dims}
 
-    def wire(self) -> Wire:
+    def current_format(self) -> AllGatherFormat:
         """Under the present recipe."""
-        return wire(
+        return all_gather_format(
             self._linear.recipe,
             self._shape,
             shards=self._shards,
@@ -137,24 +138,23 @@ class _Weight:
             split=self._split,
         )
 
-    def settle(self) -> bool:
-        """Take the recipe in force, and find the part's share of a maximum; whether there is one."""
-        now = self.wire()
-        if now != self._wire:
+    def refresh_format(self) -> bool:
+        """Refresh the all-gather format from the current recipe; True if a global amax is needed, `amax` is then the
+        shard's.
+        """
+        now = self.current_format()
+        if now != self._format:
             forget_buffers(self._unit, self._linear)
-            self._wire, self._linear.gathered = now, None
+            self._format, self._linear.gathered = now, None
         quantizer = now.quantizer
-        if quantizer is None or not now.agreed:
+        if quantizer is None or not now.amax_dims:
             return False
-        amax = torch.ops.lowprec.maxima(self._rounded(), quantizer.tile)
-        if quantizer.tile[now.dimension] != -1:  # tiles have maxima of their own, under a number of the whole
-            amax = amax.amax().reshape(1, 1) if quantizer.scale is ScaleRule.NVFP4 else amax.amax(dim=1, keepdim=True)
-        self.largest = amax
+        self.amax = quantizer.local_amax(self._rounded(), now.amax_dim)
         return True
 
     def finish(self) -> None:
         estimator, gradient = self._linear.recipe.estimator, self._parameter.grad
-        if self._wire.quantizer is not None and not isinstance(estimator, StraightThrough) and gradient is not None:
+        if self._format.quantizer is not None and not isinstance(estimator, StraightThrough) and gradient is not None:
             here = cast(DTensor, gradient).to_local()
             w = self._rounded()
             here.copy_(estimator(here, w, self._codes(w).scale, here.dtype))
@@ -163,66 +163,68 @@ class _Weight:
         return self._part.detach().to(self._dtype)
 
     def _codes(self, w: Tensor) -> Quantized:
-        """Of this rank's part, as a part of the whole."""
-        how = self._wire
+        """Of this rank's shard, with the scales of the whole."""
+        how = self._format
         assert how.quantizer is not None
-        shared = Shared(dim=how.dimension, largest=lambda _: self.largest) if how.agreed else None
+        shared = Shared(dim=how.amax_dim, amax=self.amax) if how.amax_dims else None
         return how.quantizer(w, shared=shared)
 
-    def _send(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """What FSDP2 gathers, and what `_receive` gets of it without a gather."""
+    def _pre_all_gather(
+        self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What FSDP2 gathers, and what `_post_all_gather` gets without a gather."""
         w = self._rounded()
-        if self._wire.quantizer is None:
-            padding = self._wire.rows - w.shape[0]
+        if self._format.quantizer is None:
+            padding = self._format.rows - w.shape[0]
             return (torch.cat((w, w.new_zeros(padding, w.shape[1]))) if padding else w,), None
         codes = self._codes(w)
         if self._linear.observer is not None:
-            self._linear.observer(Gemms.FPROP, Purpose.B, w, codes, self._wire.quantizer, None)
+            self._linear.observer(Gemms.FPROP, Purpose.B, w, codes, self._format.quantizer, None)
         scales = codes.parts.get("block", codes.scale)
-        sent = torch.ops.lowprec.pack_e2m1(codes.codes) if self._wire.packed else codes.codes
-        wide = (_bytes(sent), *([_bytes(scales)] if self._wire.sends_scales else []))
+        sent = torch.ops.lowprec.pack_e2m1(codes.codes) if self._format.packed else codes.codes
+        wide = (_bytes(sent), *([_bytes(scales)] if self._format.sends_scales else []))
         return wide, {"w_scale": scales} if not codes.parts else {"w_block": scales, "w_tensor": codes.parts["tensor"]}
 
-    def _receive(
+    def _post_all_gather(
         self, gathered: Sequence[Tensor], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Make the layer's weight of what came in. out: None the first time; the answer is then what FSDP2 calls the
-        parameter from there on, and what it has to free and to allocate for it. dtype: of gradients.
+        """Give the layer its weight. out: None the first time; the result is then what FSDP2 takes as the parameter
+        from there on, and the tensors that it frees and allocates for it. dtype: of gradients.
         """
         if self._leaf is None:
             self._leaf = torch.zeros((), dtype=dtype, device=self._part.device).expand(self._shape).requires_grad_()
-            self._leaf.register_post_accumulate_grad_hook(self._hand_over)
-        if self._wire.quantizer is None:
-            return self._receive_values(gathered[0], first=out is None)
+            self._leaf.register_post_accumulate_grad_hook(self._accumulate_grad)
+        if self._format.quantizer is None:
+            return self._post_all_gather_values(gathered[0], first=out is None)
         if out is None:
-            self._values = gathered[0].new_empty(self._shape) if self._wire.packed else gathered[0]
-        if self._wire.packed:
+            self._values = gathered[0].new_empty(self._shape) if self._format.packed else gathered[0]
+        if self._format.packed:
             self._values.data.copy_(_bytes(torch.ops.lowprec.unpack_e2m1(gathered[0])))
         for scale in known.values():
             if scale.is_cuda:  # made on the stream of the gather
                 scale.record_stream(torch.cuda.current_stream())
         name = "w_block" if "w_block" in known else "w_scale"
-        scales = gathered[1].clone().view(known[name].dtype) if self._wire.sends_scales else known[name]
-        codes = self._values.view(self._wire.quantizer.format.carrier)
+        scales = gathered[1].clone().view(known[name].dtype) if self._format.sends_scales else known[name]
+        codes = self._values.view(self._format.quantizer.format.carrier)
         tensors = {"w_codes": codes, **known, name: scales}
-        self._give(of_codes(self._linear.recipe), tensors)
-        return (self._values.view(BYTE), (self._values,) if self._wire.packed else ()) if out is None else None
+        self._give(without_estimator(self._linear.recipe), tensors)
+        return (self._values.view(BYTE), (self._values,) if self._format.packed else ()) if out is None else None
 
-    def _receive_values(self, values: Tensor, *, first: bool) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    def _post_all_gather_values(self, values: Tensor, *, first: bool) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         if first:
             own = values[: self._shape[0]].detach().requires_grad_()
-            own.register_post_accumulate_grad_hook(self._hand_over)
+            own.register_post_accumulate_grad_hook(self._accumulate_grad)
             self._values = own
         self._give(None, {"w": self._values})
         return (values, ()) if first else None
 
     def _give(self, recipe: LinearRecipe | None, tensors: dict[str, Tensor]) -> None:
         assert self._leaf is not None
-        self._linear.gathered = Gathered(
+        self._linear.gathered = AllGatheredWeight(
             recipe=recipe, leaf=self._leaf, names=tuple(tensors), tensors=tuple(tensors.values())
         )
 
-    def _hand_over(self, leaf: Tensor) -> None:
+    def _accumulate_grad(self, leaf: Tensor) -> None:
         """Add a leaf's gradient to the parameter's: that of the gathered one, until its unit's backward is over. A
         compiled block calls this for a leaf without a gradient too.
         """

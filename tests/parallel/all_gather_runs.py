@@ -1,6 +1,6 @@
 """Short runs that gather weights in each form, started once a layout; every rank saves what it saw.
 
-Usage: gather_runs.py DIRECTORY LAYOUT. {(case, gather): {"loss": [...], "valid": [...], "gradients": ..., ...}}.
+Usage: all_gather_runs.py DIRECTORY LAYOUT. {(case, gather): {"loss": [...], "valid": [...], "gradients": ..., ...}}.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch.multiprocessing as mp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.mesh import Sizes
-from lowprec_train.parallel.wire import PARAM_ALL_GATHER
 from lowprec_train.train import build, describe
 from lowprec_train.train.launch import World
+from tests.groups import Recorded
 from tests.parallel.runs import LAYOUTS, MICRO, ROOT, SEQ, VOCAB, Walks
 from tests.recipes import SYSTEMS, composed
 from tests.train.standins import Corpus
@@ -105,7 +106,7 @@ class Seen:
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.dtypes: set[torch.dtype] = set()
         self.sent: list[dict[torch.dtype, int]] = []
-        self.agreements = 0
+        self.agreements: list[tuple] = []
         self.first = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
         spy, step = Spy(), trainer.optimizer.step
         for module in trainer.model.modules():
@@ -121,18 +122,11 @@ class Seen:
             step(**given)
 
         trainer.optimizer.step = watched
-        gathering = trainer.team._gathering
-        self.wires = {} if gathering is None else {name: each.bytes for name, each in gathering.wires().items()}
-        self.gathered = trainer.team.gathered()
-        for holders in [] if gathering is None else gathering._over.values():
-            holders.largest = self.counted(holders.largest)
-
-    def counted(self, largest):
-        def count(x):
-            self.agreements += 1
-            return largest(x)
-
-        return count
+        gathering = trainer.data_parallel._all_gather
+        self.wires = {} if gathering is None else {name: each.bytes for name, each in gathering.formats().items()}
+        self.gathered = trainer.data_parallel.all_gather_formats()
+        if gathering is not None:
+            gathering._groups = {name: Recorded(group, self.agreements) for name, group in gathering._groups.items()}
 
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:
@@ -159,7 +153,7 @@ def work(rank: int, directory: str, layout: str) -> None:
 
 def launch(directory: Path, layout: str) -> list[dict]:
     """Run this file to its end in processes of its own; what each rank saved."""
-    command = [sys.executable, "-m", "tests.parallel.gather_runs", str(directory), layout]
+    command = [sys.executable, "-m", "tests.parallel.all_gather_runs", str(directory), layout]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-6000:]

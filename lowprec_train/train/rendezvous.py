@@ -36,7 +36,7 @@ DEFAULT_MINUTES = 10.0  # for ranks that have no configuration yet
 MOST = 4  # differing keys that an error lists
 
 
-class Ranks:
+class Rendezvous:
     """The processes of one launch, through a store that all of them reach.
 
     store: its keys are of this launch alone. again: opens another connection to it, for a thread that must not wait for
@@ -81,10 +81,10 @@ class Ranks:
 
 
 @contextmanager
-def met(world: World, timeout: timedelta) -> Iterator[Ranks]:
+def met(world: World, timeout: timedelta) -> Iterator[Rendezvous]:
     """All ranks of this launch. Raises ValueError where one does not come within `timeout`."""
     if world.processes == 1:
-        yield Ranks(world, dist.HashStore())
+        yield Rendezvous(world, dist.HashStore())
         return
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
@@ -101,10 +101,10 @@ def met(world: World, timeout: timedelta) -> Iterator[Ranks]:
         name = attempt(store, world, timeout) if shared else "run"
     except dist.DistError:
         raise ValueError(f"rank 0 did not come to the start of the run within {timeout}") from None
-    yield Ranks(world, dist.PrefixStore(name, store), lambda: dist.PrefixStore(name, connected()))
+    yield Rendezvous(world, dist.PrefixStore(name, store), lambda: dist.PrefixStore(name, connected()))
 
 
-def agreed(ranks: Ranks, make: Callable[[], T], facts: Callable[[T], Mapping[str, Any]]) -> T:
+def agreed(ranks: Rendezvous, make: Callable[[], T], facts: Callable[[T], Mapping[str, Any]]) -> T:
     """What `make` returns on this rank, where its facts are the same on all. Compared by rank 0, in one round.
 
     Raises ValueError on all ranks, with the same text: the facts that differ with their values and ranks, or what
@@ -127,7 +127,7 @@ def agreed(ranks: Ranks, make: Callable[[], T], facts: Callable[[T], Mapping[str
     return made
 
 
-def compared(ranks: Ranks, said: Mapping[str, Any]) -> str:
+def compared(ranks: Rendezvous, said: Mapping[str, Any]) -> str:
     """What is wrong with what ranks say, `{"facts": ...}` or `{"error": ...}`; empty where all facts are the same."""
     rank = ranks.world.rank
     ranks.store.set(f"facts/{rank}", json.dumps(said, sort_keys=True))

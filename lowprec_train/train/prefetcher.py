@@ -92,7 +92,7 @@ def _pin(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.pin_memory()
 
 
-class Feed:
+class Prefetcher:
     """Hands out the batches of steps 0 .. steps - 1, the next one always loading."""
 
     def __init__(

@@ -2,14 +2,14 @@
 
 import pytest
 
-from lowprec_train.train.agreement import StopAgreement
+from lowprec_train.train.stop_consensus import StopConsensus
 from tests.train import agreeing_ranks
 from tests.train.agreeing_ranks import ASKED, DELAY, RANKS, SIGNALS, STEPS
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return agreeing_ranks.launch(tmp_path_factory.mktemp("agreement"))
+    return agreeing_ranks.launch(tmp_path_factory.mktemp("consensus"))
 
 
 @pytest.mark.parametrize("case", ASKED)
@@ -42,7 +42,7 @@ def test_nobody_waits_for_the_step_under_way(ranks):
 
 
 def test_one_process_decides_at_once():
-    agreement = StopAgreement()
-    assert not agreement.agree(False) and agreement.metrics() == {} and agreement.learned == 0
-    assert agreement.agree(10) and agreement.learned == 10
-    agreement.close()
+    consensus = StopConsensus()
+    assert not consensus.agree(False) and consensus.metrics() == {} and consensus.learned == 0
+    assert consensus.agree(10) and consensus.learned == 10
+    consensus.close()

@@ -1,5 +1,4 @@
-"""A weight as a layer receives it where other ranks hold parts of it: values or codes to compute with, and a leaf that
-its gradient goes to.
+"""A sharded weight after its all-gather: values or codes to compute with, and a leaf that takes its gradient.
 
     x, values or codes, leaf -> y        dY -> dX, dW into the leaf, in the leaf's dtype
 
@@ -21,8 +20,8 @@ from lowprec_train.precision.recipe import LinearRecipe, Reuse
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
-    """What came in of a weight [n, k].
+class AllGatheredWeight:
+    """A weight [n, k] after its all-gather.
 
     recipe: that the codes were made by; None for values, which the layer's own is for. leaf: takes the gradient. names,
     tensors: `w`, the values, themselves a leaf that takes the gradient of a plain product; or codes and scales, by the
@@ -39,7 +38,7 @@ def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
     """What rounds the weight, where each GEMM takes it as these codes and in no other way; None for other recipes.
 
     That is so where fprop's codes are made by rounding to nearest to a byte or less, are multiplied in fprop, and are
-    reused in dgrad. The estimator's slope asks for the weight too: see `of_codes`.
+    reused in dgrad. The estimator's slope asks for the weight too: see `without_estimator`.
     """
     fprop, quantizer = recipe.fprop, recipe.fprop.b
     if not isinstance(quantizer, Quantizer) or recipe.dgrad.b is not Reuse.FPROP_CODES or fprop.codes_only:
@@ -49,8 +48,8 @@ def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
 
 
 @cache
-def of_codes(recipe: LinearRecipe) -> LinearRecipe:
-    """The recipe of a layer that has codes only. Its gradient is that of the codes: whoever has the weight multiplies
-    by the estimator's slope, which is the same for all contributions to a sum.
+def without_estimator(recipe: LinearRecipe) -> LinearRecipe:
+    """The recipe of a layer that has codes of its weight only. Its gradient is that of the codes: the ranks that hold
+    the weight multiply the sum by the estimator's slope, which is the same for all contributions.
     """
     return recipe if isinstance(recipe.estimator, StraightThrough) else replace(recipe, estimator=StraightThrough())

@@ -6,9 +6,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lowprec_train.train import ranks
+from lowprec_train.train import rendezvous
 from lowprec_train.train.launch import World
-from lowprec_train.train.ranks import Ranks
+from lowprec_train.train.rendezvous import Rendezvous
 
 SAME = {"max_grad_norm": 1.0, "name": "a", "parallel.timeout_minutes": 10.0}
 
@@ -24,9 +24,9 @@ def outcomes(made):
         return value
 
     def one(rank):
-        of_rank = Ranks(World(rank, len(made)), store)
+        of_rank = Rendezvous(World(rank, len(made)), store)
         try:
-            return ranks.agreed(of_rank, lambda: make(made[rank]), lambda value: value)
+            return rendezvous.agreed(of_rank, lambda: make(made[rank]), lambda value: value)
         except Exception as error:
             return error
 
@@ -74,16 +74,16 @@ def test_ranks_that_do_not_come():
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.3))
     with pytest.raises(ValueError, match="ranks 1-2 did not come to the start of the run in time"):
-        ranks.compared(Ranks(World(0, 3), store), {"facts": {}})
+        rendezvous.compared(Rendezvous(World(0, 3), store), {"facts": {}})
     with pytest.raises(ValueError, match="rank 0 did not say"):
-        ranks.compared(Ranks(World(1, 3), dist.PrefixStore("other", store)), {"facts": {}})
+        rendezvous.compared(Rendezvous(World(1, 3), dist.PrefixStore("other", store)), {"facts": {}})
 
 
 def test_what_all_have_to_say_is_said_once(capsys, monkeypatch):
-    monkeypatch.setattr(ranks, "PATIENCE", 0.2)
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.2)
     store = dist.HashStore()
     for rank, text in ((0, "out of memory: 3 GiB of 80"), (1, "out of memory: 4 GiB of 80"), (2, "no such file")):
-        Ranks(World(rank, 3), store).tell(text)
+        Rendezvous(World(rank, 3), store).tell(text)
     assert capsys.readouterr().err.splitlines() == [
         "error: out of memory: 3 GiB of 80",
         "error on rank 2: no such file",
@@ -91,7 +91,7 @@ def test_what_all_have_to_say_is_said_once(capsys, monkeypatch):
 
 
 def test_names_of_ranks():
-    assert [ranks.numbered(each) for each in ([3], [0, 1], [5, 0, 1, 2], [1, 3, 5])] == [
+    assert [rendezvous.numbered(each) for each in ([3], [0, 1], [5, 0, 1, 2], [1, 3, 5])] == [
         "rank 3",
         "ranks 0-1",
         "ranks 0-2 and 5",

@@ -1,6 +1,6 @@
-"""What two processes tell each other through `GroupRanks`, eager and compiled; started once for all tests.
+"""What two processes tell each other through a process group, eager and compiled; started once for all tests.
 
-Usage: rows_processes.py DIRECTORY [nccl]: RANKS processes over gloo, forked from one that has imported torch, or as
+Usage: group_processes.py DIRECTORY [nccl]: RANKS processes over gloo, forked from one that has imported torch, or as
 many GPUs. They meet through a file.
 """
 
@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from lowprec_train.comm.rows import GroupRanks
+from lowprec_train.comm.process_group import DistributedGroup
+from lowprec_train.group import all_gather_rows, reduce_scatter_rows
 
 RANKS, ROWS, WIDTH = 2, 8, 16  # rows of one rank
 DTYPES = (torch.float32, torch.bfloat16)
@@ -35,18 +36,18 @@ def spoilt(rank):
     return (one, other)[rank]
 
 
-def layer(x, w, ranks):
+def layer(x, w, group):
     """A column-parallel product and a row-parallel one, as a block has them, and a scale over all ranks."""
-    y = torch.tanh(ranks.gather_rows(x) @ w)
-    return ranks.scatter_sum_rows(y @ w.t()), ranks.largest(y)
+    y = torch.tanh(all_gather_rows(x, group) @ w)
+    return reduce_scatter_rows(y @ w.t(), group), group.all_reduce_max(y)
 
 
-def passes(rank, dtype, ranks, device, backend=None):
+def passes(rank, dtype, group, device, backend=None):
     """(y, scale, gradients of x and w); two such layers, so that a backward pass sums what it gathered."""
 
     def two(x, w):
-        middle, scale = layer(x, w, ranks)
-        return layer(middle, w, ranks)[0], scale
+        middle, scale = layer(x, w, group)
+        return layer(middle, w, group)[0], scale
 
     run = two if backend is None else torch.compile(two, fullgraph=True, backend=backend)
     x, w = (make(rank, dtype).to(device).requires_grad_() for make in (rows, weight))
@@ -61,15 +62,15 @@ def work(rank, directory, backend="gloo"):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    ranks = GroupRanks.of(dist.new_group(list(range(RANKS))))
+    group = DistributedGroup.of(dist.new_group(list(range(RANKS))))
     compiler = "inductor" if device.type == "cuda" else "aot_eager"
-    saved = {"place": (ranks.count, ranks.index), "largest": ranks.largest(spoilt(rank).to(device)).cpu()}
+    saved = {"place": (group.size, group.rank), "largest": group.all_reduce_max(spoilt(rank).to(device)).cpu()}
     for dtype in CODES:
         x = rows(rank, torch.float32).mul(8).to(dtype).to(device)
-        saved["gather", dtype] = [ranks.gather(x, dim).cpu() for dim in (0, 1)]
+        saved["gather", dtype] = [group.all_gather(x, dim).cpu() for dim in (0, 1)]
     for dtype in DTYPES:
-        saved["eager", dtype] = passes(rank, dtype, ranks, device)
-        saved["compiled", dtype] = passes(rank, dtype, ranks, device, compiler)
+        saved["eager", dtype] = passes(rank, dtype, group, device)
+        saved["compiled", dtype] = passes(rank, dtype, group, device, compiler)
     torch.save(saved, Path(directory) / f"rank-{rank}.pt")
     dist.destroy_process_group()
 

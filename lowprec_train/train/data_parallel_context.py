@@ -1,7 +1,7 @@
 """The processes that share a training step, as the trainer sees them: who sees which data, and what is summed.
 
-The trainer asks these questions whether it is alone or one of a thousand; `Alone` answers them for one process without
-a copy, a collective or a rounding, so that a run on one GPU is the same with and without this module.
+The trainer calls the same methods in every layout. `SingleProcess` implements them for one process without a copy, a
+collective or a rounding, so that a run on one GPU is the same with and without this module.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 
-class Team(Protocol):
+class DataParallelContext(Protocol):
     """What a step needs of the other processes. All of them call every method, in the same order."""
 
     @property
@@ -41,8 +41,8 @@ class Team(Protocol):
         """Of the step's communication; tensors are 0-dim, on the device."""
         ...
 
-    def gathered(self) -> dict[str, str]:
-        """In what form each linear layer's weight comes in, by the layer's name; empty where as it is stored."""
+    def all_gather_formats(self) -> dict[str, str]:
+        """Of each linear layer's weight, by the layer's name; empty where weights are gathered as stored."""
         ...
 
     def state_parts(self) -> dict[str, Stateful]:
@@ -54,7 +54,7 @@ class Team(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """One process. parts: what of the communication checkpoints of any layout hold."""
 
     index, count = 0, 1
@@ -71,7 +71,7 @@ class Alone:
     def metrics(self) -> dict[str, Tensor | float]:
         return {}
 
-    def gathered(self) -> dict[str, str]:
+    def all_gather_formats(self) -> dict[str, str]:
         return {}
 
     def state_parts(self) -> dict[str, Stateful]:

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.comm.rows_processes import CODES, DTYPES, RANKS, passes, rows, spoilt
-from tests.precision.ranks import among
+from tests.comm.group_processes import CODES, DTYPES, RANKS, passes, rows, spoilt
+from tests.groups import among
 
 ROOT = Path(__file__).parents[2]
 
 
 def launch(directory, *arguments):
     """What each rank saved."""
-    command = [sys.executable, str(Path(__file__).with_name("rows_processes.py")), str(directory), *arguments]
+    command = [sys.executable, str(Path(__file__).with_name("group_processes.py")), str(directory), *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
@@ -55,7 +55,7 @@ def test_gathered_rows_and_maxima(saved):
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_values_and_gradients_are_those_of_threads(saved, how, dtype):
     """Bit for bit: sums are FP32, in rank order, rounded once."""
-    expected = among(RANKS, lambda ranks: passes(ranks.index, dtype, ranks, "cpu"))
+    expected = among(RANKS, lambda group: passes(group.rank, dtype, group, "cpu"))
     for each, want in zip(saved, expected):
         for got, wanted in zip(each[how, dtype], want):
             assert got.dtype is wanted.dtype and torch.equal(got, wanted)
@@ -66,7 +66,7 @@ def test_over_nccl(saved_on_gpus):
     assert_said(saved_on_gpus)
     for dtype in DTYPES:
         error = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
-        expected = among(RANKS, lambda ranks, dtype=dtype: passes(ranks.index, dtype, ranks, "cpu"))
+        expected = among(RANKS, lambda group, dtype=dtype: passes(group.rank, dtype, group, "cpu"))
         for each, want in zip(saved_on_gpus, expected):
             for how in ("eager", "compiled"):
                 for got, wanted in zip(each[how, dtype], want):

@@ -1,4 +1,4 @@
-"""Many ranks, one decision: who is asked to stop tells the others, and all stop after the same step.
+"""Stop requests, agreed on by all ranks: all stop after the same step.
 
 A signal may reach one rank only, or reach the ranks in different steps. A rank that saved by itself would wait for ever
 for the others' part of the checkpoint. So after each step all ranks exchange one short message on the CPU (gloo), begun
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowprec_train.comm.collectives import GATHER
+from lowprec_train.comm.collectives import ALL_GATHER
 
 FIELDS = ("stop", "step_ms", "data_ms", "waited_ms")
 
@@ -30,7 +30,7 @@ class _Message:
         own = torch.tensor([numbers], dtype=torch.float64)
         self._all = torch.empty(group.size(), len(FIELDS), dtype=torch.float64)
         self._begun = self._arrived = time.perf_counter()
-        work = GATHER(self._all, own, group=group, async_op=True)
+        work = ALL_GATHER(self._all, own, group=group, async_op=True)
         assert work is not None
         self._work = work
         self._future = work.get_future().then(self._note_arrival)
@@ -45,7 +45,7 @@ class _Message:
         return self._all, (self._arrived - self._begun) * 1e3
 
 
-class StopAgreement:
+class StopConsensus:
     """Makes any rank's request to stop the decision of all, at the same step.
 
     Args:

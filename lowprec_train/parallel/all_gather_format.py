@@ -1,33 +1,32 @@
-"""How the weights of linear layers travel when FSDP2 gathers them: in which form, and how many bytes that is.
+"""In which format FSDP2 gathers the weights of linear layers, and how many bytes that is.
 
     master   as they are stored: 4 bytes a number, or 2 of a reduced master
     bf16     rounded once, as every layer would after it: 2 bytes, the same bits of every loss and gradient
     codes    those of the layer's own GEMMs, with the scales that not every rank knows: 1 byte, or 1/2 in E2M1
 
-Codes travel where each GEMM takes the weight as fprop's codes (`precision.gathered.weight_codes`) and where the tiles
-of a rank's rows do not depend on other ranks' rows but by one number that can be agreed on before; otherwise the
-layer's weight travels as bf16. They are the codes of the BF16 rounding, so what is computed is what gathering BF16 and
-rounding after it would compute.
+Codes travel where each GEMM takes the weight as fprop's codes (`precision.all_gathered_weight.weight_codes`) and where
+the scales of a rank's rows depend on other ranks' rows by one amax at most, which can be all-reduced before; otherwise
+the layer's weight travels as bf16. They are the codes of the BF16 rounding, so the GEMMs compute what they would
+compute with weights that are gathered in BF16 and rounded after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.gathered import weight_codes
+from lowprec_train.precision.all_gathered_weight import weight_codes
 from lowprec_train.precision.recipe import LinearRecipe
 
 PARAM_ALL_GATHER = ("fp32", "bf16", "quantized")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wire:
-    """One weight's way. rows, columns: of a rank's part, padded where ranks' parts differ. quantizer: of codes. cut:
+class AllGatherFormat:
+    """Of one weight. rows, columns: of a rank's part, padded where ranks' parts differ. quantizer: of codes. cut:
     dimensions of the weight that lie on several ranks, those of dp_shard first.
     """
 
@@ -43,15 +42,15 @@ class Wire:
         return self.quantizer is not None and self.quantizer.format is E2M1 and self.columns % 2 == 0
 
     @property
-    def agreed(self) -> tuple[int, ...]:
-        """Dimensions over whose ranks a maximum has to be agreed on before codes can be made."""
+    def amax_dims(self) -> tuple[int, ...]:
+        """Dimensions over whose ranks an amax is all-reduced before codes can be made."""
         return tuple(dim for dim in self.cut if self.quantizer is not None and self.quantizer.crosses(dim))
 
     @property
-    def dimension(self) -> int:
-        """Of `agreed`, the one that the quantiser is told of: along which a tile spans the whole, if any does."""
+    def amax_dim(self) -> int:
+        """Of `amax_dims`, the one that the quantiser is told of: along which a tile spans the whole, if any does."""
         assert self.quantizer is not None
-        return next((dim for dim in self.agreed if self.quantizer.tile[dim] == -1), self.agreed[0])
+        return next((dim for dim in self.amax_dims if self.quantizer.tile[dim] == -1), self.amax_dims[0])
 
     @property
     def sends_scales(self) -> bool:
@@ -73,7 +72,7 @@ class Wire:
         return f"{form}, {self.bytes / (self.rows * self.columns):.3g} bytes a number"
 
 
-def wire(
+def all_gather_format(
     recipe: LinearRecipe | None,
     shape: tuple[int, int],
     *,
@@ -82,8 +81,8 @@ def wire(
     dtype: torch.dtype = torch.bfloat16,
     stored: torch.dtype = torch.float32,
     split: int | None = None,
-) -> Wire:
-    """The way of a weight.
+) -> AllGatherFormat:
+    """The format of a weight's all-gather.
 
     recipe: of the layer; None for a matrix that is no linear layer's. shape: of the tensor-parallel part. dtype: of the
     residual stream. stored: what FSDP2 gathers by itself. split: the dimension that is cut over tensor-parallel
@@ -93,32 +92,25 @@ def wire(
         raise ValueError(f"parallel.param_all_gather={param_all_gather!r} is not one of {', '.join(PARAM_ALL_GATHER)}")
     rows, columns = -(-shape[0] // shards), shape[1]
     if param_all_gather == "fp32" or recipe is None:
-        return Wire(rows=rows, columns=columns, dtype=stored)
-    plain = Wire(rows=rows, columns=columns, dtype=dtype)
+        return AllGatherFormat(rows=rows, columns=columns, dtype=stored)
+    plain = AllGatherFormat(rows=rows, columns=columns, dtype=dtype)
     quantizer = weight_codes(recipe) if param_all_gather == "quantized" else None
     if quantizer is None or shards == 1 or shape[0] % shards:
         return plain
     cut = (0,) if split is None else (0, split)
-    coded = Wire(rows=rows, columns=columns, dtype=dtype, quantizer=quantizer, cut=cut)
-    return coded if _tiles_fit(coded) and _one_question(coded) else plain
+    coded = AllGatherFormat(rows=rows, columns=columns, dtype=dtype, quantizer=quantizer, cut=cut)
+    return coded if _tiles_fit(coded) and _one_amax(coded) else plain
 
 
-def gathered_bytes(wires: Iterable[Wire], *, shards: int, times: int) -> int:
-    """What a rank sends, and receives, in a step. times: gathers of each weight, micro-batches times two where they are
-    given back after the forward pass.
-    """
-    return times * (shards - 1) * sum(each.bytes for each in wires)
-
-
-def _tiles_fit(wire: Wire) -> bool:
-    assert wire.quantizer is not None
-    sizes = zip((wire.rows, wire.columns), wire.quantizer.tile, strict=True)
+def _tiles_fit(format: AllGatherFormat) -> bool:
+    assert format.quantizer is not None
+    sizes = zip((format.rows, format.columns), format.quantizer.tile, strict=True)
     return all(tile == -1 or size % tile == 0 for size, tile in sizes)
 
 
-def _one_question(wire: Wire) -> bool:
-    """Whether the same maximum is what all ranks along all cut dimensions have to agree on."""
-    quantizer, crossed = wire.quantizer, set(wire.agreed)
+def _one_amax(format: AllGatherFormat) -> bool:
+    """Whether the ranks along all cut dimensions need the same amax."""
+    quantizer, crossed = format.quantizer, set(format.amax_dims)
     assert quantizer is not None
     spanned = {dim for dim in crossed if quantizer.tile[dim] == -1}
     return len(crossed) < 2 or not spanned or quantizer.tile == (-1, -1)

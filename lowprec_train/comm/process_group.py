@@ -1,0 +1,105 @@
+"""Process groups as `group.Group`: real ones, and the product of two.
+
+The network takes maxima, for their order does not matter. Sums are taken here: every rank sends its contribution (in a
+reduce-scatter by an all-to-all, which sends the same bytes), and the receiver adds them in rank order. The result
+depends neither on the library nor on its algorithm: a ring that adds BF16 rounds at every hop.
+
+Collectives are PyTorch's functional operations, which name their group by a string: they run eagerly and inside a graph
+of torch.compile alike, on gloo and on NCCL. They have no public name (decision 0017).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lowprec_train.group import Group, nan_as_infinity, sum_in_order
+
+_c10d = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class DistributedGroup:
+    """The ranks of a process group: how many, which of them this is, the group's name."""
+
+    size: int
+    rank: int
+    name: str
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> DistributedGroup:
+        """Those of `group`, which this process belongs to; None: the default one."""
+        group = group or dist.group.WORLD
+        assert group is not None
+        return cls(group.size(), group.rank(), group.group_name)
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return _arrived(_c10d.all_reduce(nan_as_infinity(x), "max", self.name))
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        return sum_in_order(self.all_gather(x[None]).unbind())
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Codes travel as bytes: gloo knows no FP8."""
+        wire = x.detach().contiguous()
+        wire = wire.view(torch.uint8) if x.element_size() == 1 else wire
+        parts = _arrived(_c10d.all_gather_into_tensor(wire, self.size, self.name)).view(x.dtype)
+        return parts if dim == 0 else parts.unflatten(0, (self.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        rows = [x.shape[0] // self.size] * self.size
+        return sum_in_order(_arrived(_c10d.all_to_all_single(x.contiguous(), rows, rows, self.name)).split(rows))
+
+
+@dataclass(frozen=True, init=False)
+class GroupProduct:
+    """The ranks of a grid, along whose axes this rank has a group each: collectives go over one axis after the other.
+    Rank r of the product is rank r % n of the first group, which has n, and so on.
+    """
+
+    groups: tuple[Group, ...]
+
+    def __init__(self, *groups: Group) -> None:
+        object.__setattr__(self, "groups", groups)
+
+    @property
+    def size(self) -> int:
+        return math.prod(group.size for group in self.groups)
+
+    @property
+    def rank(self) -> int:
+        place = 0
+        for group in reversed(self.groups):
+            place = place * group.size + group.rank
+        return place
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        for group in self.groups:
+            x = group.all_reduce_max(x)
+        return x
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        for group in self.groups:
+            x = group.all_reduce_sum(x)
+        return x
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        for group in self.groups:
+            x = group.all_gather(x, dim)
+        return x
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """Rounded once an axis."""
+        for group in reversed(self.groups):
+            x = group.reduce_scatter(x)
+        return x
+
+
+def _arrived(x: Tensor) -> Tensor:
+    """x once the device's stream has waited for it."""
+    waited: Tensor = _c10d.wait_tensor(x)
+    return waited

@@ -1,0 +1,122 @@
+"""The ranks that share a tensor, as all code above sees them: four collectives.
+
+    all_reduce_max     [...]          -> [...]            elementwise maximum
+    all_reduce_sum     [...]          -> [...]            elementwise sum
+    all_gather         [m, ...]       -> [size m, ...]    the ranks' tensors side by side
+    reduce_scatter     [size m, ...]  -> [m, ...]         the sum over ranks of this rank's rows
+
+Sums are added in rank order, in FP32 or wider: the same bits on every rank, with any library and any algorithm. Groups
+are process groups (`comm.process_group`), one process (`SINGLE`), or shapes without processes (`tools.estimate`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Group(Protocol):
+    """Some ranks. All of them call the same methods in the same order; torch.compile traces the calls. Results are not
+    differentiable. Groups are hashable, and equal where they are the same ranks.
+    """
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        ...
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        """Elementwise maximum over ranks, FP32; NaN counts as infinity."""
+        ...
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        """Elementwise sum over ranks of floating-point x, in x's dtype. Meant for a few numbers."""
+        ...
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """x of every rank, concatenated along `dim` in rank order."""
+        ...
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """x [size m, ...] -> [m, ...]: the sum over ranks of this rank's rows, rounded once to x's dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class SingleRank:
+    """A group of one rank: nothing is sent."""
+
+    size: int = 1
+    rank: int = 0
+
+    def all_reduce_max(self, x: Tensor) -> Tensor:
+        return nan_as_infinity(x)
+
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x.detach()
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+SINGLE = SingleRank()
+
+
+def nan_as_infinity(x: Tensor) -> Tensor:
+    """What a rank gives to a maximum, FP32: libraries may drop a NaN, but no infinity."""
+    x = x.detach().float()
+    return x.masked_fill(x.isnan(), torch.inf)
+
+
+def sum_in_order(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
+    """The parts added one after the other in FP32, or in FP64 where they are, and rounded once to their dtype."""
+    first, *others = parts
+    total = first.to(torch.promote_types(first.dtype, torch.float32))
+    for part in others:
+        total = total + part
+    return total if total.dtype == first.dtype else total.to(first.dtype)  # an alias loses its gradient when compiled
+
+
+def all_gather_rows(x: Tensor, group: Group) -> Tensor:
+    """x [m, k] -> [size m, k] in rank order, differentiable: backward is a `reduce_scatter` of the gradient."""
+    rows: Tensor = _AllGatherRows.apply(x, group)
+    return rows
+
+
+def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """x [size m, k] -> [m, k], the sum of this rank's rows, differentiable: backward is an `all_gather`."""
+    rows: Tensor = _ReduceScatterRows.apply(x, group)
+    return rows
+
+
+class _AllGatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.all_gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.reduce_scatter(gradients[0]), None
+
+
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return group.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.group.all_gather(gradients[0]), None
