@@ -7,7 +7,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env kernels demo test lint format
+.PHONY: help env kernels demo check smoke test lint format
 
 export PYTHON VENV TORCH_INDEX PIP_INDEX KERNELS CUDA ARCHITECTURES NATIVE
 WORKERS ?= 2
@@ -27,6 +27,12 @@ kernels: ## build the C++ and CUDA kernels in the checkout, or rebuild what has 
 
 demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches and compare (4 minutes on 2 cores)
 	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint
+
+check:  ## what every edit should pass: lint, every recipe for a few steps, one case of every oracle test (90 seconds on 2 cores)
+	@$(MAKE) --no-print-directory --output-sync=target -j 2 lint smoke
+
+smoke:  ## every recipe for a few steps, one case of every oracle test
+	@$(ENV); OMP_NUM_THREADS=1 "$$python" -m pytest -q -m "check and not nightly" tests/test_smoke.py tests/numerics tests/precision
 
 test:   ## the whole CPU suite (about 20 minutes on 2 cores)
 	@$(ENV); OMP_NUM_THREADS=1 timeout --foreground $(LIMIT) "$$python" -m pytest -q -n $(WORKERS) --dist worksteal -m "$(MARK)" $(TESTS)

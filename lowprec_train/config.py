@@ -91,7 +91,7 @@ class Compile(Enum):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Keyword arguments of `lowprec_train.model.transformer.Transformer`, and a name."""
+    """Fields of `lowprec_train.model.transformer.Architecture`, and a name."""
 
     name: str = MISSING
     vocab_size: int = MISSING

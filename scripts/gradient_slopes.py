@@ -15,7 +15,7 @@ import argparse
 
 import torch
 
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Architecture, Transformer
 from lowprec_train.precision.policy import apply_policy
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.recipes import bf16, fp8
@@ -25,10 +25,11 @@ TOKENS, VOCABULARY = (4, 64), 256
 
 def model(recipe: LinearRecipe, layers: int) -> Transformer:
     """The blocks under `recipe`, the same weights each time."""
-    made = Transformer(
+    sizes = Architecture(
         vocab_size=VOCABULARY, dim=128, layers=layers, heads=4, kv_heads=4, ffn=352, max_seq_len=TOKENS[1],
         norm="rmsnorm", activation="swiglu", positions="rotary", bias=False, tied=False,
     )  # fmt: skip
+    made = Transformer(sizes)
     made.init_weights(0)
     apply_policy(made, {"blocks.*": recipe, "*": bf16.recipe()})
     return made

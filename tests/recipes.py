@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lowprec_train import config
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Architecture, Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.optim.adamw import AdamW
 from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
@@ -68,7 +68,7 @@ def build(
 ) -> tuple[Transformer, Draws]:
     """A model with weights, its blocks under `recipe`, its head in BF16, and its draws."""
     values = {"vocab_size": 64, "dim": 128, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 256, "max_seq_len": 64}
-    model = Transformer(**{**values, **family, **sizes})
+    model = Transformer(Architecture(**{**values, **family, **sizes}))
     model.init_weights(seed)
     apply_policy(model, {"blocks.*": recipe, "*": bf16.recipe()} if sizes.get("layers", 2) else {"*": bf16.recipe()})
     draws = Draws(seed, count_linears(model))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -72,66 +73,71 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
-class Transformer(nn.Module):
-    """A decoder-only language model; `configs/model` holds the published sizes.
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Sizes and choices of a decoder; `configs/model` holds the published ones.
 
-    Args:
-        vocab_size, dim, layers, heads, ffn: the usual sizes; head_dim = dim / heads.
-        kv_heads: key-value heads, each shared by heads / kv_heads query heads (arXiv 2305.13245).
-        max_seq_len: longest sequence that has positions.
-        norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
-        bias: of every linear layer but the head, and of layernorm.  tied: the head uses the embedding's weight.
-        rope_theta: base of the rotary frequencies; unused when positions are learned.
-        recompute: "none" | "selective" | "full", see `model.recompute`.
-        dtype: of the residual stream and of the GEMMs; torch.float32 is for tests.
+    vocab_size, dim, layers, heads, ffn: the usual sizes; head_dim = dim / heads.
+    kv_heads: key-value heads, each shared by heads / kv_heads query heads (arXiv 2305.13245).
+    max_seq_len: longest sequence that has positions.
+    norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
+    bias: of every linear layer but the head, and of layernorm.  tied: the head uses the embedding's weight.
+    rope_theta: base of the rotary frequencies; unused when positions are learned.
+    recompute: "none" | "selective" | "full", see `model.recompute`.
+    """
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    max_seq_len: int
+    norm: str
+    activation: str
+    positions: str
+    bias: bool
+    tied: bool
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    recompute: str = "none"
+
+
+class Transformer(nn.Module):
+    """A decoder-only language model.
+
+    dtype: of the residual stream and of the GEMMs; torch.float32 is for tests.
 
     Raises ValueError for sizes that do not divide, for an unknown choice, and for a rope_theta or norm_eps that is no
     positive number.
     """
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        dim: int,
-        layers: int,
-        heads: int,
-        kv_heads: int,
-        ffn: int,
-        max_seq_len: int,
-        norm: str,
-        activation: str,
-        positions: str,
-        bias: bool,
-        tied: bool,
-        rope_theta: float = 10000.0,
-        norm_eps: float = 1e-5,
-        recompute: str = "none",
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+    def __init__(self, architecture: Architecture, *, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
-        _check_heads(dim, heads, kv_heads)
-        _check_positive(rope_theta=rope_theta, norm_eps=norm_eps)
-        norm_type, mlp_type = _choose("norm", norm, NORMS), _choose("activation", activation, ACTIVATIONS)
-        position_type, again = _choose("positions", positions, POSITIONS), _choose("recompute", recompute, RECOMPUTE)
-        self.vocab_size, self.dim, self.layers = vocab_size, dim, layers
-        self.max_seq_len, self.dtype = max_seq_len, dtype
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, dim // heads
+        sizes = architecture
+        _check_heads(sizes.dim, sizes.heads, sizes.kv_heads)
+        _check_positive(rope_theta=sizes.rope_theta, norm_eps=sizes.norm_eps)
+        norm_type, mlp_type = _choose("norm", sizes.norm, NORMS), _choose("activation", sizes.activation, ACTIVATIONS)
+        position_type = _choose("positions", sizes.positions, POSITIONS)
+        again = _choose("recompute", sizes.recompute, RECOMPUTE)
+        self.vocab_size, self.dim, self.layers = sizes.vocab_size, sizes.dim, sizes.layers
+        self.max_seq_len, self.dtype = sizes.max_seq_len, dtype
+        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.dim // sizes.heads
 
         self.group: Group | None = None
-        self.embedding = Embedding(vocab_size, dim)
-        self.position = position_type(max_seq_len, dim, self.head_dim, rope_theta)
+        self.embedding = Embedding(sizes.vocab_size, sizes.dim)
+        self.position = position_type(sizes.max_seq_len, sizes.dim, self.head_dim, sizes.rope_theta)
         self.blocks = nn.ModuleList(
             Block(
-                Attention(dim, heads, kv_heads, bias),
-                mlp_type(dim, ffn, bias),
-                (norm_type(dim, norm_eps, bias), norm_type(dim, norm_eps, bias)),
+                Attention(sizes.dim, sizes.heads, sizes.kv_heads, sizes.bias),
+                mlp_type(sizes.dim, sizes.ffn, sizes.bias),
+                (norm_type(sizes.dim, sizes.norm_eps, sizes.bias), norm_type(sizes.dim, sizes.norm_eps, sizes.bias)),
                 again,
             )
-            for _ in range(layers)
+            for _ in range(sizes.layers)
         )
-        self.norm = norm_type(dim, norm_eps, bias)
-        self.head = TiedHead(self.embedding) if tied else Linear(dim, vocab_size, bias=False)
+        self.norm = norm_type(sizes.dim, sizes.norm_eps, sizes.bias)
+        self.head = TiedHead(self.embedding) if sizes.tied else Linear(sizes.dim, sizes.vocab_size, bias=False)
         self.cross_entropy = CrossEntropy()
 
     def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:

@@ -47,7 +47,7 @@ from lowprec_train.train.lint.rules import Plan, Report, examine, refuse, sites
 from lowprec_train.train.logging import metrics
 from lowprec_train.train.logging.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.rundir import RunDirectory, comparison
-from lowprec_train.train.trainer import Trainer
+from lowprec_train.train.trainer import Trainer, TrainingOptions
 from lowprec_train.train.weights import (
     RunWeights,
     Weights,
@@ -247,15 +247,14 @@ def trainer(
     if compiled:
         torch.compiler.reset()  # a sweep's earlier jobs leave graphs of the same code, and torch keeps only a few
         model.compile_blocks()
+    numbers = {key: getattr(run, key) for key in TRAINER_KEYS}
     return Trainer(
+        TrainingOptions(seq_len=seq_len, throughput=replace(rates[0], later=later), **numbers),
         model=model,
         optimizer=adamw,
         schedule=construct(run.optim.schedule, "optim.schedule"),
         corpus=text,
         draws=draws,
-        device=device,
-        seq_len=seq_len,
-        throughput=replace(rates[0], later=later),
         precision=precision,
         telemetry=Telemetry(model, adamw, interval=run.telemetry_interval),
         data_parallel=distribution.data_parallel(
@@ -266,7 +265,6 @@ def trainer(
         ),
         placements=distribution.placements,
         pieces=pieces,
-        **{key: getattr(run, key) for key in TRAINER_KEYS},
     )
 
 

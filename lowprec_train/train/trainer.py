@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -39,7 +40,7 @@ from lowprec_train.train.logging.sinks import Sink
 from lowprec_train.train.prefetcher import Dataset, MicroBatch, Prefetcher, Share, load_step
 from lowprec_train.train.stop_consensus import StopConsensus
 
-__all__ = ["EVALUATION_STEP", "Corpus", "Draws", "Trainer", "TrainingDiverged"]
+__all__ = ["EVALUATION_STEP", "Corpus", "Draws", "Trainer", "TrainingDiverged", "TrainingOptions"]
 
 EVALUATION_STEP = 1 << 32
 """Step number that the draws of an evaluation are made from: no training step reaches it."""
@@ -62,78 +63,71 @@ class Draws(Protocol):
     def begin(self, step: int, first_token: int) -> None: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """The numbers of a training loop. `train.checks` says which are allowed, before anything is built.
+
+    steps: length of the run.
+    tokens_per_step: tokens of a global step, a multiple of micro_batch * seq_len: the rest is accumulation.
+    micro_batch: sequences of one forward and backward.
+    seq_len: tokens of a sequence.
+    max_grad_norm: largest global gradient norm; 0 for no clipping.
+    max_nonfinite_steps: non-finite steps in a row after which the run saves and stops.
+    seed: the run's seed; a checkpoint of another one is refused.
+    eval_interval: steps between evaluations; there is one at the end too.
+    eval_batches: micro-batches of the validation split in an evaluation.
+    log_interval: steps between logged lines; evaluations, observed steps and the last one are always logged.
+    throughput: turns the time of a step into rates; tokens per second alone if left out.
+    """
+
+    steps: int
+    tokens_per_step: int
+    micro_batch: int
+    seq_len: int
+    max_grad_norm: float
+    max_nonfinite_steps: int
+    seed: int
+    eval_interval: int
+    eval_batches: int
+    log_interval: int = 1
+    throughput: Throughput | None = None
+
+
 class Trainer:
     """Trains `model` on `corpus`.
 
     Args:
+        options: the numbers of the loop.
         model: has `loss(tokens, targets, normalizer, documents) -> 0-dim FP32 tensor`, the sum of the token losses /
-            normalizer, which is handed over as a 0-dim FP32 tensor on `device`; FP32 parameters on `device`.
+            normalizer, which is handed over as a 0-dim FP32 tensor on the model's device; FP32 parameters.
         optimizer: over the model's parameters.
         schedule: 0-based step -> learning rate.
         corpus: its batches are pure functions of the step.
         draws: seeds of stochastic operands, pointed at each micro-batch; None for a model without.
-        steps: length of the run.
-        tokens_per_step: tokens of a global step, a multiple of micro_batch * seq_len: the rest is accumulation.
-        micro_batch: sequences of one forward and backward.
-        seq_len: tokens of a sequence.
-        max_grad_norm: largest global gradient norm; 0 for no clipping.
-        eval_interval: steps between evaluations; there is one at the end too.
-        eval_batches: micro-batches of the validation split in an evaluation.
-        max_nonfinite_steps: non-finite steps in a row after which the run saves and stops.
-        seed: the run's seed; a checkpoint of another one is refused.
-        log_interval: steps between logged lines; evaluations, watched steps and the last one are always logged.
-        throughput: turns the time of a step into rates; tokens per second alone if left out.
         precision: gives the model the recipes of each step; None: it keeps those it has.
-        telemetry: watches some of the steps; None: none.
+        telemetry: observes some of the steps; None: none.
         data_parallel: the processes that share a step; None: this one alone.
-        placements, pieces: where the parts of parameters lie, where they are cut.
-
-    Raises:
-        ValueError: numbers that do not fit each other.
+        placements, pieces: where the shards of parameters lie, where they are cut.
     """
 
     def __init__(
         self,
+        options: TrainingOptions,
         *,
         model: nn.Module,
         optimizer: AdamW,
         schedule: Schedule,
         corpus: Corpus,
         draws: Draws | None,
-        device: torch.device,
-        steps: int,
-        tokens_per_step: int,
-        micro_batch: int,
-        seq_len: int,
-        max_grad_norm: float,
-        eval_interval: int,
-        eval_batches: int,
-        max_nonfinite_steps: int,
-        seed: int,
-        log_interval: int = 1,
-        throughput: Throughput | None = None,
         precision: PrecisionSchedule | None = None,
         telemetry: Telemetry | None = None,
         placements: Placements | None = None,
         pieces: Mapping[nn.Parameter, Piece] | None = None,
         data_parallel: DataParallelContext | None = None,
     ) -> None:
-        _check(
-            tokens_per_step=tokens_per_step,
-            micro_batch=micro_batch,
-            seq_len=seq_len,
-            max_grad_norm=max_grad_norm,
-            steps=steps,
-            eval_interval=eval_interval,
-            eval_batches=eval_batches,
-            max_nonfinite_steps=max_nonfinite_steps,
-            log_interval=log_interval,
-        )
-        self.model, self.optimizer, self.schedule, self.draws, self.device = model, optimizer, schedule, draws, device
-        self.steps, self.tokens_per_step, self.micro_batch, self.seq_len = steps, tokens_per_step, micro_batch, seq_len
-        self.max_grad_norm, self.max_nonfinite_steps, self.seed = max_grad_norm, max_nonfinite_steps, seed
-        self.eval_interval, self.eval_batches, self.log_interval = eval_interval, eval_batches, log_interval
-        self.throughput = throughput or Throughput(tokens_per_step=tokens_per_step)
+        self.options, self.model, self.optimizer, self.schedule = options, model, optimizer, schedule
+        self.draws, self.device = draws, next(model.parameters()).device
+        self.throughput = options.throughput or Throughput(tokens_per_step=options.tokens_per_step)
         self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
         self.placements, self.pieces = placements, pieces
         self.telemetry = telemetry or Telemetry(model, optimizer)
@@ -145,13 +139,13 @@ class Trainer:
         self._valid, self._share = corpus.valid, Share(self.data_parallel.index, self.data_parallel.count)
         self._prefetcher = Prefetcher(
             corpus.train,
-            steps=steps,
-            per_step=tokens_per_step // seq_len,
-            micro_batch=micro_batch,
-            pinned=device.type == "cuda",
+            steps=options.steps,
+            per_step=options.tokens_per_step // options.seq_len,
+            micro_batch=options.micro_batch,
+            pinned=self.device.type == "cuda",
             share=self._share,
         )
-        self._skips = Skips(device, len(list(model.parameters())))
+        self._skips = Skips(self.device, len(list(model.parameters())))
         self._skipped, self._skipped_in_row = self._skips.total, self._skips.in_row
 
     def fit(
@@ -180,7 +174,7 @@ class Trainer:
         late: DeferredMetrics | None = None
         consensus = consensus or StopConsensus()
         self.model.train()
-        while self.steps_done < self.steps:
+        while self.steps_done < self.options.steps:
             begin_step(self.steps_done + 1)
             begin = late.end if late is not None else Instant(self.device)
             metrics = self.step() | consensus.metrics()
@@ -189,7 +183,7 @@ class Trainer:
                 self._report(previous, sinks, checkpointer, write_rows)
             if checkpointer is not None:
                 checkpointer.check()
-            last = self.steps_done == self.steps
+            last = self.steps_done == self.options.steps
             asked = should_stop() or (checkpointer is not None and checkpointer.failed)
             stop = consensus.agree(asked, **self._times) and not last
             save = checkpointer is not None and (stop or last or checkpointer.due(self.steps_done))
@@ -201,7 +195,9 @@ class Trainer:
             if stop:
                 return "preempted"
         consensus.close()
-        self._skips.judge(self.steps, self.max_nonfinite_steps, self._last_loss or self.evaluate()["valid/loss"])
+        self._skips.judge(
+            self.options.steps, self.options.max_nonfinite_steps, self._last_loss or self.evaluate()["valid/loss"]
+        )
         return "done"
 
     def step(self) -> dict[str, Tensor | float]:
@@ -234,7 +230,7 @@ class Trainer:
             "train/lr": lr,
             "train/skipped": self._skipped.clone(),
             _IN_ROW: self._skipped_in_row.clone(),
-            "data/tokens": float(self.steps_done * self.tokens_per_step),
+            "data/tokens": float(self.steps_done * self.options.tokens_per_step),
             "time/data_ms": data_ms,
             **self.data_parallel.metrics(),
         }
@@ -245,8 +241,8 @@ class Trainer:
         batch = load_step(
             self._valid,
             step=0,
-            per_step=self.eval_batches * self.micro_batch,
-            micro_batch=self.micro_batch,
+            per_step=self.options.eval_batches * self.options.micro_batch,
+            micro_batch=self.options.micro_batch,
             pinned=self.device.type == "cuda",
             share=self._share,
         )
@@ -275,8 +271,8 @@ class Trainer:
         """Step, counters and what sinks want remembered. The counters are the live tensors."""
         return {
             "step": self.steps_done,
-            "seed": self.seed,
-            "tokens_per_step": self.tokens_per_step,
+            "seed": self.options.seed,
+            "tokens_per_step": self.options.tokens_per_step,
             "skipped": self._skipped,
             "skipped_in_row": self._skipped_in_row,
             "remembered": json.dumps(self.remembered, sort_keys=True),
@@ -289,10 +285,9 @@ class Trainer:
             ValueError: the state is of a run with another seed or step size, whose data order is another.
         """
         for name in ("seed", "tokens_per_step"):
-            if state_dict[name] != getattr(self, name):
-                raise ValueError(
-                    f"the checkpoint is of a run with {name}={state_dict[name]}, this one has {getattr(self, name)}"
-                )
+            found, expected = state_dict[name], getattr(self.options, name)
+            if found != expected:
+                raise ValueError(f"the checkpoint is of a run with {name}={found}, this one has {expected}")
         self.steps_done = state_dict["step"]
         self._skipped.copy_(state_dict["skipped"])
         self._skipped_in_row.copy_(state_dict["skipped_in_row"])
@@ -310,7 +305,7 @@ class Trainer:
     def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
         norm, squares = norm_and_squares(self.model.parameters(), self.pieces)
-        scale = ((norm + 1e-6) / (self.max_grad_norm or float("inf"))).clamp(min=1.0)
+        scale = ((norm + 1e-6) / (self.options.max_grad_norm or float("inf"))).clamp(min=1.0)
         taken = usable(loss, norm, scale)
         self.optimizer.set_lr(lr)
         self.optimizer.step(
@@ -322,13 +317,13 @@ class Trainer:
 
     def _begin_draws(self, step: int, first_sequence: int) -> None:
         if self.draws is not None:
-            self.draws.begin(step, first_sequence * self.seq_len)
+            self.draws.begin(step, first_sequence * self.options.seq_len)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)
 
     def _evaluation_due(self) -> bool:
-        return self.steps_done % self.eval_interval == 0 or self.steps_done == self.steps
+        return self.steps_done % self.options.eval_interval == 0 or self.steps_done == self.options.steps
 
     def _report(
         self,
@@ -351,10 +346,10 @@ class Trainer:
         newest = late.step == self.steps_done
         evaluated = self.evaluate() if newest and self._evaluation_due() else {}
         self._last_loss = evaluated.get("valid/loss", self._last_loss)
-        if evaluated or rows or late.step % self.log_interval == 0:
+        if evaluated or rows or late.step % self.options.log_interval == 0:
             for sink in sinks:
                 sink.log(late.step, metrics | aggregates(rows) | evaluated)
-        if in_row >= self.max_nonfinite_steps:
+        if in_row >= self.options.max_nonfinite_steps:
             self._stop(late.step, metrics, in_row, checkpointer)
 
     def _stop(self, step: int, metrics: Mapping[str, float], in_row: int, checkpointer: Checkpointer | None) -> None:
@@ -378,18 +373,3 @@ class Trainer:
     def _save(self, checkpointer: Checkpointer | None, *, wait: bool) -> None:
         if checkpointer is not None:
             checkpointer.save(self.checkpoint_parts(), self.steps_done, wait=wait, only_finite=True)
-
-
-def _check(*, tokens_per_step: int, micro_batch: int, seq_len: int, max_grad_norm: float, **counts: int) -> None:
-    counts |= {"tokens_per_step": tokens_per_step, "micro_batch": micro_batch, "seq_len": seq_len}
-    for name, value in counts.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
-    tokens = micro_batch * seq_len
-    if tokens_per_step % tokens:
-        raise ValueError(
-            f"tokens_per_step={tokens_per_step} must be a multiple of "
-            f"micro_batch * seq_len = {micro_batch} * {seq_len} = {tokens}"
-        )
-    if not max_grad_norm >= 0:
-        raise ValueError(f"max_grad_norm={max_grad_norm} must not be negative (0: no clipping)")

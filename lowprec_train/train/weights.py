@@ -30,7 +30,7 @@ from lowprec_train.config import ModelConfig, model_of, read_yaml, run_and_step
 from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
 from lowprec_train.data.tokenizer import load
-from lowprec_train.model.transformer import Fill, Transformer, fill_whole
+from lowprec_train.model.transformer import Architecture, Fill, Transformer, fill_whole
 from lowprec_train.train import digests
 from lowprec_train.train.checkpoint_folder import latest, listed, path_of, steps
 from lowprec_train.train.diagnostics import finite
@@ -297,7 +297,12 @@ def shapes(model: ModelConfig) -> dict[str, torch.Size]:
 def without_memory(model: ModelConfig, **options: Any) -> Transformer:
     """The model of these sizes, on the meta device. options: of `Transformer` beside them."""
     with torch.device("meta"):
-        return Transformer(**{key: value for key, value in asdict(model).items() if key != "name"}, **options)
+        return Transformer(architecture(model), **options)
+
+
+def architecture(model: ModelConfig) -> Architecture:
+    """A configuration without its name."""
+    return Architecture(**{key: value for key, value in asdict(model).items() if key != "name"})
 
 
 def weight_files(path: Path) -> dict[str, Path]:

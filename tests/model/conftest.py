@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Architecture, Transformer
 
 SIZES = {"vocab_size": 61, "dim": 64, "layers": 2, "heads": 4, "ffn": 96, "max_seq_len": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -35,8 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def build() -> Callable[..., Transformer]:
     """build(family, **changes) -> Transformer with larger than usual weights, so that every part shows in the loss."""
 
-    def make(family: str, *, loud: bool = True, **changes: Any) -> Transformer:
-        model = Transformer(**(SIZES | FAMILIES[family] | changes))
+    def make(family: str, *, loud: bool = True, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Transformer:
+        model = Transformer(Architecture(**(SIZES | FAMILIES[family] | changes)), dtype=dtype)
         model.init_weights(7)
         if loud:
             generator = torch.Generator().manual_seed(11)

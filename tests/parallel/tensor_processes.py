@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.group import Group
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Architecture, Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
@@ -68,7 +68,7 @@ class Ran:
 def build(case: Case, group: Group | None, device: torch.device) -> tuple[Transformer, dict[str, int]]:
     """The whole model, or the part of one rank, with the same first values; FP32, so that only codes are rounded."""
     with torch.device("meta"):
-        model = Transformer(**SIZES, **case.family, recompute=case.recompute, dtype=torch.float32)
+        model = Transformer(Architecture(**SIZES, **case.family, recompute=case.recompute), dtype=torch.float32)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     cuts = {} if group is None else tensor.apply(model, group)
     model.to_empty(device=device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowprec_train.model.transformer import Transformer
+from lowprec_train.model.transformer import Architecture, Transformer
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
@@ -47,7 +47,7 @@ def parts(recipe, family, count, documents, shapes, **sizes):
 
     def body(group):
         with torch.device("meta"):
-            model = Transformer(**{**SIZES, **family, **sizes})
+            model = Transformer(Architecture(**{**SIZES, **family, **sizes}))
         cuts = tensor.apply(model, group)
         model.to_empty(device="cpu")
 
@@ -130,7 +130,7 @@ def test_in_bf16():
 )
 def test_what_cannot_be_cut(sizes, parts, tokens, message):
     with torch.device("meta"):
-        model = Transformer(**{**SIZES, **LLAMA, **sizes})
+        model = Transformer(Architecture(**{**SIZES, **LLAMA, **sizes}))
     linears = [name for name in model.tensor_plan() if name.startswith("blocks")]
     table = dict.fromkeys(linears, RECIPES["fp8_block"]) | {"head": bf16.recipe()}
     with pytest.raises(ValueError, match=message):
@@ -141,7 +141,7 @@ def test_what_cannot_be_cut(sizes, parts, tokens, message):
 def test_kept_groups_lie_within_a_part(group, width):
     """A scale over channels of two ranks would be another one on each."""
     with torch.device("meta"):
-        model = Transformer(**{**SIZES, **LLAMA})
+        model = Transformer(Architecture(**{**SIZES, **LLAMA}))
     table = dict.fromkeys((name for name in model.tensor_plan() if name != "embedding"), RECIPES["fp8"])
     keep = BlockKeep(activation=Quantizer(E4M3, tile=(1, group), scale=ScaleRule.POW2))
     how = {"tokens": 256, "recipes": [table], "keeps": [BlockKeep(), keep]}

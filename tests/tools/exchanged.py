@@ -18,7 +18,7 @@ from torch import Tensor
 from lowprec_train.config import ModelConfig
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.train.checkpoint import Checkpointer, ModelState
-from lowprec_train.train.weights import Weights, fill_from
+from lowprec_train.train.weights import Weights, architecture, fill_from
 
 SIZES = {"vocab_size": 96, "dim": 64, "layers": 2, "heads": 8, "kv_heads": 2, "ffn": 96, "max_seq_len": 48}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "bias": False, "tied": False}
@@ -33,7 +33,7 @@ STEP = 12
 
 
 def transformer(sizes: ModelConfig, dtype: torch.dtype = torch.float32) -> Transformer:
-    return Transformer(**{key: value for key, value in asdict(sizes).items() if key != "name"}, dtype=dtype)
+    return Transformer(architecture(sizes), dtype=dtype)
 
 
 def drawn(sizes: ModelConfig, seed: int = 1) -> Transformer:

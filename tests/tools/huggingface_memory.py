@@ -20,13 +20,13 @@ def save(directory: Path, model: str, dtype: str) -> None:
     import torch
 
     from lowprec_train.model.transformer import Transformer
-    from lowprec_train.train.weights import shapes
+    from lowprec_train.train.weights import architecture, shapes
     from tests.recipes import composed
     from tests.tools.exchanged import save_run
 
     sizes = composed(f"model={model}").model
     with torch.device("meta"):
-        made = Transformer(**{key: value for key, value in vars(sizes).items() if key != "name"})
+        made = Transformer(architecture(sizes))
     made = made.to(getattr(torch, DTYPES[dtype])).to_empty(device="cpu")
     assert [name for name, _ in made.named_parameters()] == list(shapes(sizes))
     with torch.no_grad():

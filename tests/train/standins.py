@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
 
 from lowprec_train.optim.adamw import AdamW, parameter_groups
 from lowprec_train.optim.schedule import WarmupCosine
-from lowprec_train.train.trainer import Trainer
+from lowprec_train.train.trainer import Trainer, TrainingOptions
 
 VOCAB, SEQ, SEED = 16, 8, 3
 
@@ -113,7 +113,6 @@ def make_trainer(*, steps=12, poison=(), tied=False, dim=12, seed=SEED, device="
         "schedule": WarmupCosine(peak=lr, steps=steps, warmup_steps=1),
         "corpus": Corpus(Counting(seed), Counting(seed + 1)),
         "draws": noise,
-        "device": torch.device(device),
         "steps": steps,
         "tokens_per_step": 8 * SEQ,
         "micro_batch": 4,
@@ -124,7 +123,14 @@ def make_trainer(*, steps=12, poison=(), tied=False, dim=12, seed=SEED, device="
         "max_nonfinite_steps": 3,
         "seed": seed,
     }
-    return Trainer(**(arguments | changes))
+    return assembled(arguments | changes)
+
+
+def assembled(arguments):
+    """A trainer of these arguments, of which some are options."""
+    options = {each.name: arguments[each.name] for each in fields(TrainingOptions) if each.name in arguments}
+    parts = {name: value for name, value in arguments.items() if name not in options}
+    return Trainer(TrainingOptions(**options), **parts)
 
 
 def bits(trainer):

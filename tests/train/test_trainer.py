@@ -253,24 +253,7 @@ def test_batch_without_a_target_is_harmless():
     assert line["train/loss"] == 0 and line["train/skipped"] == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "complaint"),
-    [
-        ({"tokens_per_step": 100}, "tokens_per_step=100 must be a multiple of micro_batch \\* seq_len = 4 \\* 8 = 32"),
-        ({"micro_batch": 0}, "micro_batch=0"),
-        ({"max_nonfinite_steps": 0}, "max_nonfinite_steps=0"),
-        ({"eval_interval": 0}, "eval_interval=0"),
-        ({"log_interval": 0}, "log_interval=0"),
-        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm=nan"),
-    ],
-)
-def test_bad_numbers_are_named(changes, complaint):
-    with pytest.raises(ValueError, match=complaint):
-        make_trainer(**changes)
-
-
-def test_clip_norm_zero_does_not_clip():
+def test_max_grad_norm_zero_does_not_clip():
     free, loose = (fit(make_trainer(max_grad_norm=clip))[1].column("train/loss") for clip in (0, 1e30))
     assert free == loose
 

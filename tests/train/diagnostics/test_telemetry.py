@@ -21,9 +21,8 @@ from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.diagnostics import roundings, telemetry
 from lowprec_train.train.diagnostics.divergence import NothingTrained
 from lowprec_train.train.diagnostics.telemetry import Telemetry, aggregates
-from lowprec_train.train.trainer import Trainer
 from tests.recipes import system
-from tests.train.standins import Corpus, Lines, Model, Sequences, bits, make_trainer, same
+from tests.train.standins import Corpus, Lines, Model, Sequences, assembled, bits, make_trainer, same
 
 SEQ, MICRO, STEPS = 64, 2, 6
 
@@ -50,7 +49,6 @@ def make(recipe, interval, *overrides, family="llama_tiny", compiled=False, back
         "schedule": WarmupCosine(peak=3e-3, steps=STEPS),
         "corpus": Corpus(Text(), Text()),
         "draws": one.draws,
-        "device": torch.device("cpu"),
         "steps": STEPS,
         "tokens_per_step": 2 * MICRO * SEQ,
         "micro_batch": MICRO,
@@ -63,7 +61,7 @@ def make(recipe, interval, *overrides, family="llama_tiny", compiled=False, back
         "precision": one.precision,
         "telemetry": watching,
     }
-    return Trainer(**(arguments | changes))
+    return assembled(arguments | changes)
 
 
 def fit(trainer, **arguments):
