@@ -1,9 +1,9 @@
-"""What a run is: the types that Hydra holds every configuration to.
+"""The typed configuration of a run. Hydra checks every configuration against these types.
 
-`configs/train.yaml` and its groups give the values; the dataclasses here give their names and types, so an unknown
-key or a wrong type is refused by Hydra before anything is built. Two places are open on purpose: nodes that name
-their class (`data`, `comm`, `optim.schedule` and the codecs beside it, the entries of `precision.policy` and `logger`:
-a `_target_` and its keyword arguments), and `precision.override`, a free tree of changes to the recipe, so that
+`configs/train.yaml` and its groups give the values; the dataclasses here give their names and types, so Hydra refuses
+an unknown key or a wrong type before anything is built. Two places are open on purpose: nodes that name their class
+(`data`, `comm`, `optim.schedule` and the codecs beside it, the entries of `precision.policy` and `logger`: a `_target_`
+and its keyword arguments), and `precision.override`, a free tree of changes to the recipe, so that
 `precision.override.dgrad.a.format=E4M3` needs no `+`.
 """
 

@@ -1,7 +1,7 @@
 """`torchrun train.py +recipe=fp4`: compose, check, build, fit.
 
 Hydra composes `configs/train.yaml` with the command line (`--help` lists the groups), once, or once per job under
-`--multirun`. A mistake in the configuration ends in one line on stderr and exit status 1; `debug=true` adds the trace
+`--multirun`. A configuration error is one line on stderr and exit status 1; `debug=true` adds the trace
 (HYDRA_FULL_ERROR=1 for errors of Hydra's own). How a launch ended is a file in the run directory, DONE or PREEMPTED:
 under torchrun the exit status is the agent's.
 """

@@ -64,11 +64,16 @@ GPT: Mapping[str, Any] = {"norm": "layernorm", "activation": "gelu", "positions"
 
 
 def build(
-    recipe: LinearRecipe, family: Mapping[str, Any] = LLAMA, *, seed: int = 0, **sizes: Any
+    recipe: LinearRecipe,
+    family: Mapping[str, Any] = LLAMA,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    **sizes: Any,
 ) -> tuple[Transformer, Draws]:
     """A model with weights, its blocks under `recipe`, its head in BF16, and its draws."""
     values = {"vocab_size": 64, "dim": 128, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 256, "max_seq_len": 64}
-    model = Transformer(Architecture(**{**values, **family, **sizes}))
+    model = Transformer(Architecture(**{**values, **family, **sizes}), dtype=dtype)
     model.init_weights(seed)
     apply_policy(model, {"blocks.*": recipe, "*": bf16.recipe()} if sizes.get("layers", 2) else {"*": bf16.recipe()})
     draws = Draws(seed, count_linears(model))

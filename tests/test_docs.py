@@ -60,6 +60,16 @@ def test_links_resolve(document):
             assert fragment in anchors(path.read_text()), f"{relative(document)}: no heading for {target}"
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
+def test_lines_have_120_columns(document):
+    """Tables, and lines without a space to break at, may be longer; pages of results quote what programs wrote."""
+    if "results" in document.parts:
+        return
+    lines = enumerate(document.read_text().splitlines(), start=1)
+    long = {number: line for number, line in lines if len(line) > 120 and not line.startswith("|")}
+    assert not {number for number, line in long.items() if " " in line.strip()}
+
+
 def test_changelog_has_this_version():
     assert re.search(rf"^## \[?{re.escape(VERSION)}\b", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
 

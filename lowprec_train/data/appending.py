@@ -1,10 +1,10 @@
 """An indexed dataset that grows document by document and survives being killed.
 
-Until it is whole it lives in `<prefix>.unfinished/`: the tokens and the documents' lengths, both only ever appended to,
-and `state.json`, replaced after the two are on disk. The state says how long the files were and what the writer's owner
-wants to remember (how far its input was read). Whatever dies, the next writer cuts both files back to the state and
-goes on from there, so what comes out does not depend on how often that happened. At the end .bin and .idx move to their
-names; the manifest that the owner writes then says that they are whole.
+Until it is complete it is in `<prefix>.unfinished/`: the tokens and the documents' lengths, which are only appended to,
+and `state.json`, which is replaced after the two are on disk. The state holds the lengths of the files and data of the
+caller (how far its input was read). After a crash the next writer truncates both files to the state and continues from
+there, so the result does not depend on the number of crashes. At the end .bin and .idx get their names; the manifest
+that the caller then writes marks them as complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run reads: a training and a validation set, and the hash that says whether two runs read the same.
+"""The text of a run: a training and a validation set, and a hash that is equal if two runs read the same text.
 
 `stdlib` needs nothing but the running Python; `text` takes the user's files; `blend.indexed` takes tokenised data. Each
 is named by a `_target_` of configs/data and called with what stands beside it.

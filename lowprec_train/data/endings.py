@@ -1,4 +1,4 @@
-"""What a tokenizer of either kind says when it has no token to close documents with."""
+"""The error of a tokenizer that has no end-of-document token."""
 
 
 class NoEnding(ValueError):

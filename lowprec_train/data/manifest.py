@@ -1,7 +1,7 @@
-"""What is known of a prepared dataset: `<prefix>.manifest.json` beside `<prefix>.bin` and `<prefix>.idx`.
+"""The facts of a prepared dataset: `<prefix>.manifest.json` beside `<prefix>.bin` and `<prefix>.idx`.
 
-It is written last, so a dataset with a manifest is whole. Equal input gives equal manifests, byte for byte. The file of
-the tokenizer lies in the same directory.
+It is written last, so a dataset with a manifest is complete. Equal input gives equal manifests, byte for byte. The file
+of the tokenizer lies in the same directory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which sample comes at which place of the run, as arithmetic: nothing is drawn ahead, nothing is kept.
+"""The order of samples as arithmetic: a function of the position in the run, without a stored permutation.
 
 Shuffling is a keyed bijection of 0 .. size-1: a Feistel network permutes the next power of four, and a value that falls
 outside is sent through again until it lands inside (cycle walking; Black and Rogaway 2002). The epoch is part of the

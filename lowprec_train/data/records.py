@@ -1,4 +1,4 @@
-"""From records as they are stored to documents: a line of JSON, a row, a whole file.
+"""Documents from stored records: a line of JSON, a row of a table, a whole file.
 
 A document is a name and a text. Names do not hold the place where the files lie, so the same files give the same corpus
 anywhere: `file` for a file that is one document, `file:line` and `file:row` else, counted from 1.

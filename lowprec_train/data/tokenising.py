@@ -1,7 +1,7 @@
-"""Large text to an indexed dataset: one process reads, many tokenise, and what comes out is in the order of the input.
+"""Tokenise large text into an indexed dataset: one process reads, many tokenise; the output keeps the input order.
 
-Reading and unpacking are quick beside tokenising, so the first process cuts the input into chunks of a megabyte
-and hands them to workers; it appends what they return, in order, and notes with it how far the input was read. So the
+Reading and unpacking are quick beside tokenising, so the first process cuts the input into chunks of a megabyte and
+hands them to workers; it appends what they return, in order, and notes with it how far the input was read. So the
 dataset depends neither on the number of workers nor on how often the work was interrupted, and what an interruption
 costs is the chunks in flight.
 """

@@ -1,4 +1,4 @@
-"""What a tokenizer is to this project, and how one is read from a file.
+"""The tokenizer interface, and reading a tokenizer from a file.
 
 Two kinds are known: SentencePiece models (`sentencepiece_model`), which `lowprec train-tokenizer` learns, and
 `tokenizer.json` files of Hugging Face's library (`huggingface`). Each has an end-of-document token, which closes every

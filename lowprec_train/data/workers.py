@@ -1,4 +1,4 @@
-"""A function over a stream of items by processes of their own, results in the order of the items.
+"""Apply a function to a stream of items in worker processes; results keep the order of the items.
 
 Processes are spawned: they inherit nothing, and end when this process does, even when it is killed outright. A bounded
 number of items is in flight, so an endless stream takes bounded memory.

@@ -1,4 +1,4 @@
-"""Text after text: the model's distribution over the next token, a choice from it, and again.
+"""Text generation: sample the next token from the model's distribution, and repeat.
 
     p = softmax(logits / temperature);   token ~ p restricted to its nucleus
 

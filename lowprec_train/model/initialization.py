@@ -1,4 +1,4 @@
-"""First values of the weights: a function of the run's seed and of the parameter's name and shape, of nothing else.
+"""Initial weights: a function of the run's seed and of the parameter's name and shape only.
 
 Every parameter has a CPU generator of its own, seeded by a hash of (seed, name). So two precision recipes, two parallel
 layouts or two devices start from the same bits, and a model that gains a layer keeps the values of those it had.

@@ -1,4 +1,4 @@
-"""What a block keeps for its backward pass, and what it computes again.
+"""Activation recomputation: what a block saves for its backward pass, and what it computes again.
 
 `none` keeps everything. `full` keeps a block's input and runs the block again. `selective` runs again only what is
 cheap (norms, activations, rotary, residual sums, casts, decoding) and keeps what is dear: the outputs of GEMMs, of

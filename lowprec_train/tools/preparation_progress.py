@@ -1,4 +1,4 @@
-"""How far a preparation is: a bar on a terminal, else a line every ten seconds.
+"""Progress of data preparation: a bar on a terminal, otherwise a line every ten seconds.
 
 Bytes are of the stored input, of which the total is known before it is read; rates are of what this call has done.
 """

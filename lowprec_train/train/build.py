@@ -1,8 +1,8 @@
-"""From values to parts: the one place where a configuration becomes a model, a corpus, an optimizer and a trainer.
+"""Build a run: the one place that turns a configuration into a model, a corpus, an optimizer and a trainer.
 
-Below this file nothing sees a configuration: parts take plain values. What a `_target_` names is built by
-`construct`; a mistake in its arguments is a ValueError like any other. The model is laid out on the meta device,
-checked there, and only then given memory.
+Below this file nothing sees a configuration: parts take plain values. What a `_target_` names is built by `construct`;
+a mistake in its arguments is a ValueError like any other. The model is laid out on the meta device, checked there, and
+only then given memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

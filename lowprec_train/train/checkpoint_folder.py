@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which there are, which is the newest, and what is moved out of the way.
+"""The folder of a run's checkpoints: list them, find the newest, move damaged ones aside.
 
     step-N            a complete checkpoint: it gets its name by a rename, once all of it is on disk
     latest            the name of the newest, replaced after that

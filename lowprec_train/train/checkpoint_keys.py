@@ -1,4 +1,4 @@
-"""Whether a checkpoint is of this model: its keys, and the shape and dtype of each, before a byte is read."""
+"""Check that a checkpoint fits the model: its keys, and the shape and dtype of each, before any data is read."""
 
 from __future__ import annotations
 

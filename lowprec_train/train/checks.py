@@ -1,6 +1,6 @@
-"""What can be known to be wrong is said before any work: one error per fault, with the offending numbers.
+"""Checks before any work: one error per fault, with the offending values.
 
-Parts check their own arguments; here stand the checks that need two parts, or the machine. After them nothing is
+Parts check their own arguments; this module has the checks that need two parts, or the machine. Code after them is not
 defensive. All raise ValueError.
 """
 

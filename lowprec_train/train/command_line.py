@@ -1,8 +1,8 @@
-"""What is wrong with a command line, in one line: the argument, why it is refused, and what was probably meant.
+"""Errors of the command line in one line: the argument, the reason, and the likely intention.
 
-Hydra's own messages take up to 25 lines and end in a hint at an environment variable. Here its exceptions are read, and
-a name that is none is held against the names that there are. Settings that a plus sign adds to typed parts of the
-configuration are refused too: nothing reads them.
+Hydra's own messages take up to 25 lines and end with a hint at an environment variable. This module reads its
+exceptions and compares an unknown name with the known ones. It also refuses settings that a plus sign adds to typed
+parts of the configuration, because nothing reads them.
 """
 
 from __future__ import annotations

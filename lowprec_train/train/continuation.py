@@ -1,12 +1,12 @@
-"""How a launch goes on with an earlier one: from which checkpoint, towards which step, and what becomes of the rest.
+"""Resume: from which checkpoint a launch continues, to which step, and what happens to later results.
 
     resume=auto      the newest checkpoint; a run that is done stays done
     resume=step-N    that checkpoint
     resume=extend    more steps: the newest checkpoint at which both schedules have the same learning rate (of a WSD run
                      one before its decay), else the newest, and the learning rate changes there
 
-What a run has after the checkpoint that it goes back to is kept, as a run directory of its own beside it. A launch that
-goes back says so in run.json, so that the same command, given again by Slurm or torchrun after a crash, goes on.
+Results after that checkpoint are kept in a run directory of their own beside the run. A launch that goes back records
+it in run.json, so that the same command, given again by Slurm or torchrun after a crash, continues.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is about to run, said once: its recipe, what was changed in it, and how each GEMM of every layer is executed.
+"""Describe a run at its start: the recipe, its overrides, and how each GEMM of every layer is executed.
 
 Layers that compute alike share an entry. The same facts, one entry a layer, go into recipe.json.
 """

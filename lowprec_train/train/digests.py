@@ -1,10 +1,10 @@
-"""What the files of a checkpoint were when they were written: manifest.json, with the size and CRC-32s of each.
+"""The manifest of a checkpoint: manifest.json, with the size and the CRC-32s of every file.
 
     {"step": 8, "chunk_bytes": 33554432, "files": {"__0_0.distcp": {"bytes": 70000000, "crc32": ["0a1b2c3d", ...]}}}
 
 A CRC-32 a chunk finds what disks and copies do to a file (any burst of up to 32 bits, and all but one in 4e9 of other
-changes), and is the fastest hash of the standard library: 3.8 GB/s a core where SHA-256 takes 1.0 and BLAKE2b 0.7.
-It is no proof against a person who wants to forge one. Every rank hashes the files that it wrote; at a load the ranks
+changes), and is the fastest hash of the standard library: 3.8 GB/s a core where SHA-256 takes 1.0 and BLAKE2b 0.7. It
+is no proof against a person who wants to forge one. Every rank hashes the files that it wrote; at a load the ranks
 share the chunks, each reads its own in threads, some of which hash while others wait for the disk.
 """
 

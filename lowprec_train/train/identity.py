@@ -1,9 +1,9 @@
-"""What makes a run this run: its training keys, the name that follows from them, and what differs from an earlier one.
+"""The identity of a run: its training keys, the name made from them, and the differences from an earlier run.
 
 Training keys are those that change what is learned; `config.LAUNCH_FACTS` names the others. The default name is
-model-recipe-hash, so a requeued job continues and a changed learning rate is a new run. The hash is taken before the
-text is opened, so of the places where text lies it has the last part of the path: `./a`, `a` and `/data/a` are one.
-Whether a run goes on with the text that it began with is told by the corpus hash alone, wherever that text lies now.
+model-recipe-hash, so a requeued job continues and a changed learning rate is a new run. The hash is computed before the
+text is opened, so it has only the last part of the paths of text: `./a`, `a` and `/data/a` are one. The corpus hash
+alone decides whether a run continues with the text that it began with, wherever that text lies now.
 """
 
 import hashlib

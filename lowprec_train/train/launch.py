@@ -1,8 +1,8 @@
-"""The processes of one run: how they find each other, and how what one of them knows becomes known to all.
+"""The processes of one run: joining the process group, and broadcasting decisions of rank 0.
 
-torchrun says where a process stands (RANK, WORLD_SIZE, LOCAL_RANK); without it a run is one process, and nothing here
-does anything. Rank 0 decides what only one can decide (the run directory, prepared data) and the others hear of it,
-of its mistakes too: an error that one process meets alone would leave the others waiting in a collective.
+torchrun says where a process stands (RANK, WORLD_SIZE, LOCAL_RANK); without it a run is one process, and this module
+does nothing. Rank 0 makes the decisions for all (the run directory, prepared data) and broadcasts them, errors
+included: an error on one process alone would leave the others waiting in a collective.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Packages that only some configurations need: looked for before work begins, told with the command that helps."""
+"""Optional packages: checked before work begins; the error names the command that installs one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The numbers of a configuration that mean something, key by key; NaN and infinity are never among them.
+"""Allowed ranges of the numbers in a configuration, key by key; NaN and infinity are never allowed.
 
 Nodes that name their class (`data`, `comm`, `optim.schedule`, recipes) take what they are given; that class checks the
 rest of it. Sizes have upper ends too: beyond them a tensor has more elements than it could be counted with, or a model

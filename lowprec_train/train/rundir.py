@@ -1,11 +1,11 @@
-"""A run is its directory: `<run_root>/<name>`, found again by the name alone.
+"""The run directory: `<run_root>/<name>`, found by the name alone.
 
     config.yaml    resolved configuration            metrics.jsonl   one line a step
     recipe.json    what every linear layer computes  checkpoints/    step-N, latest
     run.json       identity, corpus, deviations      telemetry.jsonl  a line a rounding, where it was watched
     DONE | PREEMPTED   how the last launch ended (JSON)
 
-What tells one run from another is in train/identity.py. Nothing here deletes a run: `resume=never` renames it.
+train/identity.py defines the identity of a run. Nothing here deletes a run: `resume=never` renames it.
 """
 
 import fcntl

@@ -1,9 +1,9 @@
-"""A signal asks; the trainer answers at the end of its step.
+"""Signals that ask a run to stop; the trainer stops after the current step.
 
-SIGTERM, SIGUSR1, SIGUSR2 and SIGINT only leave their name behind. The trainer looks after each step, saves, and the
-process ends with status 0 and a PREEMPTED file; many ranks agree on the step first (`train.stop_consensus`). A second
-SIGINT aborts at once. torchrun kills its ranks 30 s after it has handed a signal on, so the scripts for Slurm give
-signals to the ranks without it (docs/slurm.md).
+The handlers of SIGTERM, SIGUSR1, SIGUSR2 and SIGINT only record the signal. The trainer checks after each step, saves,
+and the process ends with status 0 and a PREEMPTED file; many ranks agree on the step first (`train.stop_consensus`). A
+second SIGINT aborts at once. torchrun kills its ranks 30 s after it has handed a signal on, so the scripts for Slurm
+give signals to the ranks without it (docs/slurm.md).
 """
 
 import os

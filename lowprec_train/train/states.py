@@ -1,4 +1,4 @@
-"""The tensors of a run as a checkpoint knows them: by names and whole shapes that no layout of processes changes.
+"""The tensors of a run in a checkpoint, with names and whole shapes that do not depend on the layout of processes.
 
     model        <fqn>                 a parameter or a persistent buffer
     optimizer    <fqn>.exp_avg, ...    what AdamW keeps of a parameter

@@ -1,9 +1,9 @@
 """A trained model ready to compute: weights of a run or of an imported model, under the run's recipe or any other.
 
-Only the forward pass is left of a recipe. What a linear keeps for its backward GEMMs is not made, so tiles that lie
-along the tokens do not bind their number: a model that trained under MXFP4 reads a single token. The numbers of the
-forward pass are those of training, norms and activations that compute from rounded inputs (COAT) included. Weights are
-held in the dtype that linears compute in, which is what they cast them to in training.
+Only the forward pass of a recipe is used. Operands of the backward GEMMs are not made, so tiles along the tokens do not
+restrict their number: a model that trained under MXFP4 reads a single token. The numbers of the forward pass are those
+of training, norms and activations that compute from rounded inputs (COAT) included. Weights are held in the dtype that
+linears compute in, which is what they cast them to in training.
 
 Scales that span the tokens of a pass, one for a whole tensor say, make a token's logits depend on what is computed with
 it, by a rounding: with `fp8` or `nvfp4` a loss moves by 1e-5 or 1e-4 nats with the size of the batch.

@@ -2,15 +2,15 @@
 
     for each micro-batch: draws.begin(step, first token); backward of (sum of token losses / targets of the whole step)
     norm = |gradient|; bad = loss or norm not finite, or too large to square (`train.diagnostics.divergence`)
-    AdamW divides gradients by max(norm / clip, 1), and leaves everything as it is where bad
-    the step's numbers set out for the host, where they are read one step later
+    the optimizer divides gradients by max(norm / max_grad_norm, 1), and changes nothing where bad
+    metrics are copied to the host asynchronously and logged one step later
 
-Where telemetry is due, an extra pass comes before all that and leaves nothing behind (`train.diagnostics.telemetry`).
+On a step that telemetry observes, an extra pass runs first and changes nothing (`train.diagnostics.telemetry`).
 
-So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After
-`max_nonfinite_steps` skips in a row the run saves and stops, and one that comes to its end without updates fails.
-Everything a step does depends on its index alone (data, draws, learning rate), so the state of a run is the model, the
-optimizer, the step and two counters.
+So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_nonfinite_steps`
+skips in a row the run saves and stops, and one that comes to its end without updates fails. Everything a step does
+depends on its index alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and
+two counters.
 """
 
 from __future__ import annotations

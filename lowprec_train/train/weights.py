@@ -1,9 +1,8 @@
 """A trained model's weights, read one whole tensor at a time: from a run's checkpoint or from an imported model.
 
-A checkpoint knows its tensors by names and whole shapes that no layout of processes changes, so what 1,024 ranks have
-saved is read here by one, without a process group and without more memory than the tensor asked for. Whoever needs a
-trained model (a new run that starts from it, export, evaluation) reads it through `Weights` and never asks which of the
-two it was.
+A checkpoint stores tensors by names and whole shapes that do not depend on the layout, so one process reads what 1,024
+ranks have saved, without a process group and with memory for one tensor only. All users of a trained model (a new run
+that starts from it, export, evaluation) read it through `Weights` and do not distinguish the two sources.
 
     a run directory         config.yaml, checkpoints/step-N/           as `train.py` leaves it, also while it trains
     an imported directory   model.yaml, *.safetensors                  as `lowprec import-hf` leaves it

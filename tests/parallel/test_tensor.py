@@ -42,12 +42,12 @@ def whole(recipe, family, documents, **sizes):
     return model, loss.item()
 
 
-def parts(recipe, family, count, documents, shapes, **sizes):
+def parts(recipe, family, count, documents, shapes, dtype=torch.bfloat16, **sizes):
     """Loss, gradients by name, cut dimensions and summed names of every rank."""
 
     def body(group):
         with torch.device("meta"):
-            model = Transformer(Architecture(**{**SIZES, **family, **sizes}))
+            model = Transformer(Architecture(**{**SIZES, **family, **sizes}), dtype=dtype)
         cuts = tensor.apply(model, group)
         model.to_empty(device="cpu")
 

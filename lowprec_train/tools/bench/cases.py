@@ -1,4 +1,4 @@
-"""The rows of `lowprec bench kernels`: which op, on what, and which bytes it has to move.
+"""The rows of `lowprec bench kernels`: the op, its inputs, and the bytes that it must move.
 
 A memory-bound kernel is judged by the bytes that must move: its inputs once, its outputs once, and its first input
 `passes` times. A second pass is needed where a maximum over more than one row has to be known before the first code is

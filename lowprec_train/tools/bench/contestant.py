@@ -1,4 +1,4 @@
-"""Who takes part in `lowprec bench step`: a name, a way to build a model, and a way to update its weights.
+"""A contestant of `lowprec bench step`: a name, a way to build a model, and a way to update its weights.
 
 All of them do the same `Work`: the same sizes, batch, token ids, attention call and optimizer. A contestant builds on
 the device that the work names, the meta device among them, where a mistake costs nothing.

@@ -1,4 +1,4 @@
-"""Which contestants share the GPU's memory and take turns, and what that takes.
+"""Groups of contestants that share the GPU's memory and take turns, and the memory that they need.
 
 A group is a BF16 baseline and up to three others. All its models live on the device together, so that a round of steps
 meets one state of the machine, and every ratio has its baseline beside it. Where memory does not allow that, one model

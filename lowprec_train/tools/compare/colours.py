@@ -1,4 +1,4 @@
-"""The colours of runs, which the figure and the page share: one for each run, told apart by colour-blind readers too.
+"""Colours of runs, shared by the figure and the page, and distinguishable for colour-blind readers.
 
 The first five are Okabe and Ito's without their second blue; the others were chosen one after another, each as far as
 can be from those before it and from the baseline, in OKLab, as seen by trichromats and by people with deuteranopia,

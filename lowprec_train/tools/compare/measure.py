@@ -1,4 +1,4 @@
-"""What low precision costs and gains: every number of a comparison, as values that go to JSON as they are.
+"""The measurements of a comparison: gaps, speed and memory, as values that are written to JSON unchanged.
 
 The gap of a run is the mean of (its loss - the baseline's loss) over the last matched points. Matched *steps* compare
 the same batches; matched *tokens* stay fair when the batch sizes differ. Speed alone flatters a scheme that learns less

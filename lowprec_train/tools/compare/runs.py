@@ -1,4 +1,4 @@
-"""A finished, stopped or still growing run, read from its directory and nothing else.
+"""Read a run from its directory, whether it is finished, stopped or still running.
 
 `metrics.jsonl` has one JSON object a line: a `step` and any numbers. It is read as a writer that may be killed at any
 byte leaves it: a line that is not whole is left out and reported, and a step that a resumed run wrote again replaces

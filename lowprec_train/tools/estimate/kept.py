@@ -1,4 +1,4 @@
-"""What autograd keeps between the passes, counted on the real model: on the meta device, where tensors have no memory.
+"""Count the tensors that autograd saves, on the real model on the meta device, where tensors have no memory.
 
 Blocks of a kind keep the same, so a model without blocks and one with a single block tell all:
 

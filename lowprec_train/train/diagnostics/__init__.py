@@ -1,1 +1,1 @@
-"""What explains a run that fails, hangs, diverges or is slow, and what its roundings lose."""
+"""Diagnostics: failures, hangs, divergence, memory, profiles, and telemetry of roundings."""

@@ -5,8 +5,8 @@ With finite weights and moments, v >= 0 and eps > 0, AdamW's update is finite wh
     m' = m + (1 - b1) (g - m),   v' = b2 v + (1 - b2) g^2,   w' = w (1 - r decay) - r m'^ / (sqrt(v'^) + eps)
 
 So a step is skipped unless the loss is finite and the norm of the clipped gradient is below 1e19, whose square FP32 and
-BF16 hold. Nothing waits for the device: the decision, the update and the counts are made there. What learning rates
-without measure (1e30) still overflow is found before it is saved (`train.finite`).
+BF16 hold. Nothing waits for the device: the decision, the update and the counts are made there. Overflow from extreme
+learning rates (1e30) is found before it is saved (`finite`).
 """
 
 from __future__ import annotations

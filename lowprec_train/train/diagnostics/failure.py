@@ -1,4 +1,4 @@
-"""How a process says why it failed: once for people, and in a file for its launcher.
+"""Report the failure of a process: once on the terminal, and in a file for its launcher.
 
 A launcher names a file a process in TORCHELASTIC_ERROR_FILE. torchrun quotes it in the last lines of its own report.
 `lowprec train` prints the earliest one of all processes and nothing else (`train.processes`), so that one mistake is

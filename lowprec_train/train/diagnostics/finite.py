@@ -1,9 +1,8 @@
-"""Whether a run's tensors hold numbers: asked before they are saved, and after they are read.
+"""Check that tensors are finite, before they are saved and after they are read.
 
 A step whose gradients are not finite is skipped (`train.diagnostics.divergence`), so parameters and optimizer states
 stay finite unless an update overflows. NaN in a row of an embedding that no token looks up would then show in no loss:
-it is found here, before it replaces a good checkpoint or becomes somebody's model. One pass, without a copy of the
-tensor.
+it is found here, before it replaces a good checkpoint or is exported. One pass, without a copy of the tensor.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank that hangs ends the run within `parallel.timeout_minutes`, and the error says which rank, and in what.
+"""End a run with a hung rank within `parallel.timeout_minutes`; the error names the rank and where it hangs.
 
 A collective cannot know who is missing: it only waits. So a thread of each rank looks where its main thread is and,
 where that has been long in one step, writes into the launch's store what the rank waits for. When a collective fails,

@@ -1,4 +1,4 @@
-"""Where time goes: what torch's profiler has recorded, summed by kernel, and kernels by what they are for.
+"""Sum the times of torch's profiler by kernel, and by class of kernel.
 
 Classes go by the kernels' names, the first pattern that matches. `quantise` is our own kernels and the peers' casts;
 what torch.compile generates is `norm, elementwise`, whatever it fused into it. Without a GPU there are no kernels: the

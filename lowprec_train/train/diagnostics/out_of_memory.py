@@ -1,4 +1,4 @@
-"""Out of memory, told in one line: what was asked for, what is held, what to try."""
+"""Out of memory in one line: the size asked for, the memory in use, and suggestions."""
 
 from __future__ import annotations
 

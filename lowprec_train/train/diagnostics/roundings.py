@@ -1,4 +1,4 @@
-"""What one rounding did to its numbers, as 0-dim tensors: the same figures for every format, tile and scale rule.
+"""Error figures of one rounding as 0-dim tensors, the same for every format, tile and scale rule.
 
     sqnr_db             10 log10(sum x^2 / sum (x - x^)^2)              6 dB are one bit
     underflow_pct       non-zero x with x^ = 0; zeros of either sign are not lost

@@ -1,4 +1,4 @@
-"""What quantisation does to a run, looked at every `interval` steps and free in between.
+"""Telemetry of quantisation: every `interval` steps all roundings are measured; other steps cost nothing.
 
     probe    one more forward and backward pass of the step's first micro-batch, with an observer on every linear layer
              and on every norm and activation that keeps codes; its gradients are dropped
@@ -7,13 +7,13 @@
 The probe makes the step's own draws. Modules whose forward is compiled run the eager one in it: an observer in a
 compiled graph would be another graph. The loss and the rounding kernels, which have no observer inside, stay compiled
 (`torch.compiler.set_stance` would take them too, and eagerly a compiled loss makes an FP32 copy of all logits).
-Training meets neither, so losses are the same bits with telemetry and without. Figures travel to the host as metrics
-do, and are read a step later.
+Training meets neither, so losses are the same bits with telemetry and without. Figures are copied to the host like
+metrics and read one step later.
 
 One row is one rounding: `{"step", "site", "gemm", "operand", "what", figures}` for an operand of a GEMM, the same with
 gemm "kept" for the inputs of a norm or an activation (operand a, and b for the second one), and `{"step", "parameter",
-"state", "what", figures}` for the optimizer. `train.roundings` defines the figures; what is not a finite number is
-null. Under recompute the first of two equal roundings counts.
+"state", "what", figures}` for the optimizer. `roundings` defines the figures; what is not a finite number is null.
+Under recompute the first of two equal roundings counts.
 """
 
 from __future__ import annotations

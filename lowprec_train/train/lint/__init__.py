@@ -1,1 +1,1 @@
-"""The start-up linter: rules over what a run is about to do, and what they find."""
+"""The start-up linter: rules that find settings which run but give bad results."""

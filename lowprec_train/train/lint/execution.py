@@ -1,4 +1,4 @@
-"""The linter's rules for one machine: what is slower on its GPU than it looks, or computes other numbers than a CPU.
+"""The linter's rules for the machine: settings that are slow on its GPU, or that compute other numbers than a CPU.
 
 They ask for the path that each GEMM takes on the run's own device (`precision.gemm.execution`), and say nothing on a
 CPU. `small-gemm` follows the filter of torchao for H100s: one side up to SMALL and none over LARGE.

@@ -1,4 +1,4 @@
-"""The linter's rules for linear layers: formats, scales, rounding and rotations that are known not to go together.
+"""The linter's rules for linear layers: formats, scales, rounding and rotations that do not fit together.
 
 Each rule is a small function from a plan to the operands at fault, and a row of RULES with the reason. They are about
 accuracy and hold on any machine.

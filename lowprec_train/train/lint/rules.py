@@ -1,12 +1,12 @@
-"""Combinations that train and go wrong without a word, found before the first step: a table of rules over values.
+"""The linter: rules that find settings which train but silently give bad results, before the first step.
 
 A rule looks at what a run is about to do (its numbers, the recipe of every linear in every phase, the path each GEMM
 takes) and names what is known to fail, with the paper or the report it is known from and a way out. Errors end the run
 before any work; warnings are printed and kept in run.json. `lint_allow=[rule]` waives a rule by name: an experiment may
 want the very combination, and its run says so.
 
-What cannot work at all (sizes that do not divide, devices that are not there) is in checks.py; here stands what works
-and should not be wanted.
+Settings that cannot work (sizes that do not divide, missing devices) are refused in checks.py; the linter is about
+settings that work but are not advisable.
 """
 
 import re

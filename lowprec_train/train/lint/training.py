@@ -1,4 +1,4 @@
-"""The linter's rules for what happens between two steps: moments, master weights, clipping.
+"""The linter's rules for the optimizer: moments, master weights, clipping.
 
 Most of them are about updates that a format is too coarse to take in. Under rounding to nearest a number with p
 mantissa bits moves only if it changes by half a step, which is 1 / (2^(p+1) + 2) of it at the coarsest place.

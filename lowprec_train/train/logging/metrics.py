@@ -1,9 +1,9 @@
-"""What a step cost: arithmetic, time, memory, and how that compares with the chip.
+"""Metrics of a step: FLOPs, time, memory, and utilisation of the chip.
 
 A linear layer of n inputs and m outputs computes three GEMMs a token, 2nm FLOPs each: fprop, dgrad, wgrad. Together
 they are the 6N of the rule "6N FLOPs a token" for N weights in GEMMs. Attention adds its own; recomputed activations
-are not counted (model FLOPs, not hardware FLOPs).
-Each GEMM runs in a precision p of its own, so one utilisation says too little:
+are not counted (model FLOPs, not hardware FLOPs). Each GEMM runs in a precision p of its own, so one utilisation says
+too little:
 
     mfu_bf16peak = sum_p F_p / peak_bf16 / time        comparable between recipes; may exceed 1 for FP8
     sol          = sum_p (F_p / peak_p) / time         part of the speed of light of exactly this mixture; at most 1

@@ -1,8 +1,7 @@
-"""What a run says when it starts: about ten lines. The rest is in its directory; verbose=true prints it too.
+"""The messages of a run at its start, about ten lines. The run directory has the rest; verbose=true prints it too.
 
-config.yaml   every key, resolved
-recipe.json   how each linear layer computes, and by which path
-run.json      what the machine, the kernels and the data are
+config.yaml   every key, resolved recipe.json   how each linear layer computes, and by which path run.json      what the
+machine, the kernels and the data are
 """
 
 from collections import Counter

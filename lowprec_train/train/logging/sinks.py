@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: the trainer hands every sink the same `{name: float}` a step.
+"""Sinks of metrics: the trainer passes the same `{name: float}` to every sink at each step.
 
 `metrics.jsonl` is always written: one JSON object a line, `{"step": 12, "train/loss": 3.25, ...}`, floats in full
 precision, so that equal runs are equal files. A skipped step's loss is the bare word NaN, as Python's json writes and

@@ -1,4 +1,4 @@
-"""The files in which W&B keeps a run on disk, `wandb/[offline-]run-DATE-ID/run-ID.wandb`, read back.
+"""Read the files in which W&B stores a run on disk, `wandb/[offline-]run-DATE-ID/run-ID.wandb`.
 
 A file is a log in LevelDB's format: 7 bytes of header, then blocks of 32 KiB of chunks
 

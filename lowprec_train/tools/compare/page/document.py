@@ -1,4 +1,4 @@
-"""The page put together: one file with its text, style, scripts and numbers, and a policy that forbids any request."""
+"""Assemble the page: one file with text, style, scripts and numbers, and a policy that forbids all requests."""
 
 import json
 import re
