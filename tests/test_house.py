@@ -301,6 +301,36 @@ def test_private_torch_names_live_in_adapters():
     assert not places(found)
 
 
+def test_private_names_are_known_to_their_own_tests_only():
+    """`module._name` and `from module import _name`: in test_module.py alone."""
+
+    def private(node: ast.AST, modules: dict[str, str]) -> str | None:
+        """The module whose private name this is."""
+        match node:
+            case ast.ImportFrom(module=str(module), names=names) if module.startswith("lowprec_train."):
+                if any(re.match("_[a-z]|_[A-Z]", alias.name) for alias in names):
+                    return module
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if re.match("_[a-zA-Z]", attr):
+                return modules.get(name)
+        return None
+
+    found = []
+    for path in TESTS:
+        nodes_of = list(ast.walk(tree(path)))
+        imported = [node for node in nodes_of if isinstance(node, ast.ImportFrom) and node.module is not None]
+        modules = {
+            alias.asname or alias.name: f"{node.module}.{alias.name}"
+            for node in imported
+            for alias in node.names
+            if node.module.startswith("lowprec_train")
+        }
+        for node in nodes_of:
+            module = private(node, modules)
+            if module and path.stem != f"test_{module.rpartition('.')[2]}":
+                found.append(f"{relative(path)}:{node.lineno}")
+    assert not found
+
+
 # --- packaging ------------------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ class Reader:
         if language == "python":
             exec(compile(text, str(DOCUMENT), "exec"), {})
         elif text.startswith("lowprec "):
-            for line in text.splitlines():
+            for line in text.replace("\\\n", " ").splitlines():
                 self.command(*shlex.split(line))
         else:
             subprocess.run(["bash", "-euo", "pipefail", "-c", text], check=True)

@@ -64,7 +64,7 @@ class _Written(WriteResult):
     digests: Mapping[str, Digest]
 
 
-class _Writer(dcp.FileSystemWriter):
+class Writer(dcp.FileSystemWriter):
     """Raises the cause of a failed write, not what torch has made of it: to the other processes an exception travels
     without those that it came from. digests: on rank 0, of all files, once they are written.
     """
@@ -278,7 +278,7 @@ class Checkpointer:
 
     def _write(self, flat: dict[str, Any], step: int) -> None:
         partial = self._directory / f".tmp-step-{step}"
-        writer = _Writer(partial, sync_files=True)
+        writer = Writer(partial, sync_files=True)
         try:
             dcp.save(
                 flat,

@@ -91,12 +91,6 @@ def _of_horizon(key: str) -> bool:
     return key == "steps" or key.startswith("optim.schedule.")
 
 
-def _earlier_digest(config: Mapping[str, Any]) -> str:
-    """As it was taken when places were training keys, spelled as they were."""
-    flat = flatten(config)
-    return _hash(training_keys(config) | {key: flat[key] for key in PLACES if key in flat})
-
-
 def comparison(config: Mapping[str, Any]) -> str:
     """`llama_tiny-1a2b3c4d`, the same for runs that differ in recipe and seed alone: what `lowprec compare` is for."""
     recipe = ("seed", *(f"{group}." for group in RECIPE_GROUPS))
@@ -114,19 +108,17 @@ def default_name(config: Mapping[str, Any], recipe: str) -> str:
 
 
 def found_name(root: Path, config: Mapping[str, Any], recipe: str, resume: Resume) -> str:
-    """The name of an unnamed run: the default one, unless a run with these training keys has another: it was extended
-    to these steps, or places were part of its name when it began. With `extend`, the name of the only run that differs
-    in its length alone.
+    """The name of an unnamed run: the default one, unless a run that was extended to these steps has these training
+    keys. With `extend`, the name of the only run that differs in its length alone.
 
     Raises ValueError where there are several of these, or none.
     """
     name = default_name(config, recipe)
     if (root / name / "config.yaml").exists():
         return name
-    earlier = f"{config['model']['name']}-{recipe}-{_earlier_digest(config)}"
     made = f"{config['model']['name']}-{recipe}-"
     told = {each: facts for each, facts in runs(root).items() if each.startswith(made)}
-    same = [each for each, facts in told.items() if facts.get("hash") == digest(config) or each == earlier]
+    same = [each for each, facts in told.items() if facts.get("hash") == digest(config)]
     if same:
         return same[0]
     if resume is not Resume.extend:

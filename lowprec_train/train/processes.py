@@ -143,7 +143,7 @@ def _wait(ranks: Sequence[Rank], interrupts: Sequence[float]) -> int:
     if all((rank.status or 0) > 0 for rank in lost):  # a mistake that all may find, and rank 0 is to tell
         silent = all(rank.report() is None for rank in lost)  # Hydra's error: rank 0 writes it to the terminal
         _ended(ranks[:1], time.monotonic() + (PATIENCE if silent else SETTLING))
-    text = _why(ranks)
+    text = cause(ranks)
     _kill(ranks)
     if text:
         print(text, file=sys.stderr)
@@ -179,7 +179,7 @@ def _kill(ranks: Sequence[Rank]) -> None:
         rank.process.wait()
 
 
-def _why(ranks: Sequence[Rank]) -> str:
+def cause(ranks: Sequence[Rank]) -> str:
     """The first cause: the earliest report, of ranks that still run too, else a signal.
 
     A process that loses another one fails as well, but takes seconds to report it, and in C++ ends by SIGABRT.

@@ -22,7 +22,7 @@ from torch import nn
 
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
-from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, _Writer
+from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, Writer
 from lowprec_train.train.stop_consensus import StopConsensus
 from tests.train.damage import invert
 from tests.train.killable_run import file_size
@@ -91,7 +91,7 @@ class Struck(Checkpointer):
         limit = 300 if self._at("full disk", step) else 0
         with (
             patched(os, "fsync", die if writing else os.fsync),
-            patched(_Writer, "finish", die if self._at("before the metadata", step) else _Writer.finish),
+            patched(Writer, "finish", die if self._at("before the metadata", step) else Writer.finish),
             file_size(limit),
         ):
             super()._write(flat, step)

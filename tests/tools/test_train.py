@@ -182,14 +182,14 @@ def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path, monkeypatch):
             monkeypatch.setenv("LOWPREC_LAUNCHER", "1")
             failure.report(text)
             os.utime(rank.folder / "error.json", (0, 100 - rank.number))
-    assert processes._why(ranks) == "error on rank 1: disk full"
+    assert processes.cause(ranks) == "error on rank 1: disk full"
     ranks[2].process.status = -9
-    assert processes._why(ranks) == "error on rank 1: disk full", "ranks that hang are killed by those that report"
+    assert processes.cause(ranks) == "error on rank 1: disk full", "ranks that hang are killed by those that report"
     (ranks[0].folder / "error.json").unlink()
     (ranks[1].folder / "error.json").unlink()
-    assert processes._why(ranks).startswith("error: rank 2 was ended by SIGKILL")
+    assert processes.cause(ranks).startswith("error: rank 2 was ended by SIGKILL")
     ranks[2].process.status = -6
-    assert "rank 2 was ended by SIGABRT" in processes._why(ranks) and "terminate called" in processes._why(ranks)
+    assert "rank 2 was ended by SIGABRT" in processes.cause(ranks) and "terminate called" in processes.cause(ranks)
 
 
 class Ended:

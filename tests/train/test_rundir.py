@@ -85,19 +85,6 @@ def test_length_alone():
     assert identity.family(CONFIG) == identity.family(longer) != identity.family(other)
 
 
-def test_a_run_of_an_earlier_name_is_found(tmp_path):
-    """Its hash was of the place as it was spelled."""
-    config = changed("data.train", "/data/text")
-    earlier = identity._earlier_digest(config)
-    run = rundir.claim(tmp_path, f"tiny-fp4-{earlier}", config, Resume.auto)
-    run.write("run.json", {"name": run.path.name, "hash": earlier})
-    run.write("config.yaml", config)
-    run.release()
-    assert identity.found_name(tmp_path, config, "fp4", Resume.auto) == run.path.name
-    moved = changed("data.train", "/moved/text")
-    assert identity.found_name(tmp_path, moved, "fp4", Resume.auto) == rundir.default_name(moved, "fp4")
-
-
 def test_files_of_a_run_are_on_disk_before_they_have_their_names(tmp_path, monkeypatch):
     events = []
     record(monkeypatch, events)
