@@ -262,9 +262,9 @@ def document(results: Mapping[str, Any]) -> str:
     shape = f"{sizes['tokens']} tokens, {sizes['in_features']} inputs, {sizes['out_features']} outputs"
     return f"""# Errors of the recipes
 
-Signal-to-noise of the three GEMMs of one linear layer against FP64 products of the same BF16 inputs: {shape},
-median of {len(results["seeds"])} seeds, CPU, torch {results["torch"]}. Made by `{COMMAND}` from
-[recipe_errors.json](recipe_errors.json).
+Signal-to-noise of the three GEMMs of one linear layer against FP64 products of the same BF16 inputs:
+{shape}, median of {len(results["seeds"])} seeds, CPU, torch {results["torch"]}.
+Made by `{COMMAND}` from [recipe_errors.json](recipe_errors.json).
 
 - *Gaussian*: X, W and dY. *Student t, 3*: all three, with 3 degrees of freedom. *outlier channels*: Gaussian, with 8
   channels of X 30 times as large.
