@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from lowprec_train.tools.cli import main
 from lowprec_train.tools.huggingface import families, shards
-from lowprec_train.tools.huggingface.shards import Slot
+from lowprec_train.tools.huggingface.shards import TensorSpec
 from lowprec_train.train.weights import open_weights, weight_files
 from tests.tools.exchanged import MODELS, SIZES, STEP, drawn, logits_of, same, save_run
 
@@ -183,7 +183,7 @@ def test_files_are_as_large_as_asked_and_indexed(run, tmp_path):
 
 
 def test_a_plan_keeps_order_and_gives_a_large_tensor_a_file():
-    slots = [Slot(name=str(n), shape=torch.Size([n]), dtype=torch.int8) for n in (3, 4, 3, 20, 1, 9)]
+    slots = [TensorSpec(name=str(n), shape=torch.Size([n]), dtype=torch.int8) for n in (3, 4, 3, 20, 1, 9)]
     assert [[slot.name for slot in file] for file in shards.plan(slots, 10)] == [["3", "4", "3"], ["20"], ["1", "9"]]
     assert [shards.size(text) for text in ("2GB", "1.5mb", "70")] == [2_000_000_000, 1_500_000, 70]
 

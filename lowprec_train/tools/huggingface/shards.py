@@ -22,7 +22,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class TensorSpec:
     """A tensor to come."""
 
     name: str
@@ -43,9 +43,9 @@ def size(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2] or ""])
 
 
-def plan(slots: Sequence[Slot], max_bytes: int) -> list[list[Slot]]:
+def plan(slots: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
     """Files of at most `max_bytes` (a larger tensor has one for itself), in the order given."""
-    files: list[list[Slot]] = []
+    files: list[list[TensorSpec]] = []
     room = 0
     for slot in slots:
         if not files or slot.size > room:
@@ -56,7 +56,7 @@ def plan(slots: Sequence[Slot], max_bytes: int) -> list[list[Slot]]:
     return files
 
 
-def write(directory: Path, slots: Sequence[Slot], tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
+def write(directory: Path, slots: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
     """Write the tensors, which come in the order of `slots`, and the index of their files."""
     from safetensors.torch import save_file
 
@@ -74,7 +74,7 @@ def write(directory: Path, slots: Sequence[Slot], tensors: Iterable[tuple[str, T
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _gathered(content: Sequence[Slot], coming: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def _gathered(content: Sequence[TensorSpec], coming: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """The next file's tensors."""
     made: dict[str, Tensor] = {}
     for slot, (name, tensor) in zip(content, coming, strict=False):

@@ -23,7 +23,7 @@ from torch import Tensor
 from lowprec_train.config import MODEL_FILE, ModelConfig, read_json
 from lowprec_train.tools.huggingface import shards
 from lowprec_train.tools.huggingface.families import SPECIAL_IDS, Family, Json, family_named, family_of
-from lowprec_train.tools.huggingface.shards import Slot
+from lowprec_train.tools.huggingface.shards import TensorSpec
 from lowprec_train.train.weights import Weights, read_tensor, shapes, stored, weight_files
 
 IDS_FILE = "token_ids.json"  # of an imported directory
@@ -79,7 +79,7 @@ def export(
         yield from zip(family.theirs(name), layouts[name].split(ours), strict=True)
 
     apart = [each for name in layouts for each in taken_apart(name, torch.empty(weights.shape(name), device="meta"))]
-    slots = [Slot(name=name, shape=part.shape, dtype=dtype) for name, part in apart]
+    slots = [TensorSpec(name=name, shape=part.shape, dtype=dtype) for name, part in apart]
     tensors = (each for name in layouts for each in taken_apart(name, weights.read(name)))
     with whole(out) as directory:
         shards.write(directory, slots, tensors, max_bytes)
@@ -152,7 +152,7 @@ class Sources:
             parts = ", ".join(f"{part} {dtype}" for part, (_, dtype) in zip(self._theirs[wrong[0]], there[wrong[0]]))
             raise ValueError(f"{source}: {parts}: weights must be BF16, FP16 or FP32")
         self.slots = [
-            Slot(name=name, shape=self._joined(name, [shape for shape, _ in each]), dtype=_widest(each))
+            TensorSpec(name=name, shape=self._joined(name, [shape for shape, _ in each]), dtype=_widest(each))
             for name, each in there.items()
         ]
         unfit = [slot for slot in self.slots if slot.shape != shapes(model)[slot.name]]
