@@ -69,7 +69,7 @@ def shard(
 
 
 class DataParallel:
-    """The ranks of one training step. grad_reduce: one of `GRAD_REDUCE`, as above; ValueError for another.
+    """The ranks of one training step. grad_reduce: one of `GRAD_REDUCE`, as above.
 
     model: after `shard`. reducer: of its matrices' gradients. partial: names of vectors of which every tp rank holds a
     part of the gradient. all_gather: of its weights, where they are not gathered as they are stored.
@@ -85,8 +85,6 @@ class DataParallel:
         partial: Collection[str] = (),
         all_gather: QuantizedAllGather | None = None,
     ) -> None:
-        if grad_reduce not in GRAD_REDUCE:
-            raise ValueError(f"parallel.grad_reduce={grad_reduce!r} is not one of {', '.join(GRAD_REDUCE)}")
         self._model, self._mesh, self._reducer, self._grad_reduce = model, mesh, reducer, grad_reduce
         self._all_gather = all_gather
         vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}

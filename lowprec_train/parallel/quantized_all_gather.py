@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Quantized, Shared
-from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER, AllGatherFormat, all_gather_format
+from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import forget_buffers, looked_at
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight, without_estimator
 from lowprec_train.precision.estimators import StraightThrough
@@ -70,11 +70,7 @@ class QuantizedAllGather:
 
     @classmethod
     def of(cls, model: nn.Module, *, param_all_gather: str, **how: Any) -> QuantizedAllGather | None:
-        """None for "fp32": FSDP2 gathers parameters as stored. ValueError for what is not in `PARAM_ALL_GATHER`."""
-        if param_all_gather not in PARAM_ALL_GATHER:
-            raise ValueError(
-                f"parallel.param_all_gather={param_all_gather!r} is not one of {', '.join(PARAM_ALL_GATHER)}"
-            )
+        """None for "fp32": FSDP2 gathers parameters as stored."""
         return None if param_all_gather == "fp32" else cls(model, param_all_gather=param_all_gather, **how)
 
     @torch.no_grad()
