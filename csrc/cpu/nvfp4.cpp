@@ -34,16 +34,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
   const Tensor whole = empty_like_device(x, {1, 1}, ScalarType::Float);
   const Source source = source_of(x);
 
-  std::vector<uint32_t> maxima(rows * tiles, 0u);
+  std::vector<uint32_t> of_rows(rows * tiles, 0u);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
     std::vector<float> v(columns);
     for (int64_t r = first; r < last; ++r) {
       load(source, r * columns, columns, v.data());
-      tile_maxima(v.data(), columns, shape.columns, maxima.data() + r * tiles);
+      tile_amax(v.data(), columns, shape.columns, of_rows.data() + r * tiles);
     }
   });
   uint32_t most = 0;
-  for (uint32_t each : maxima) most = larger(most, each);
+  for (uint32_t each : of_rows) most = larger(most, each);
   const float share = static_cast<float>(static_cast<double>(magnitude_of(most)) / (6.0 * 448.0));
   const float tensor_scale = share < 0x1p-117f ? 0x1p-117f : share;
   *mutable_data_of<float>(whole) = tensor_scale;
@@ -52,7 +52,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
   uint8_t* out_block = mutable_data_of<uint8_t>(block);
   for_rows(bands, shape.rows * columns, [&](int64_t first, int64_t last) {
     for (int64_t band = first; band < last; ++band) {
-      uint32_t* amax = maxima.data() + band * shape.rows * tiles;
+      uint32_t* amax = of_rows.data() + band * shape.rows * tiles;
       for (int64_t r = 1; r < shape.rows; ++r) {
         for (int64_t i = 0; i < tiles; ++i) amax[i] = larger(amax[i], amax[r * tiles + i]);
       }

@@ -33,31 +33,31 @@ void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float
   if (height == 1 && known == nullptr) {
     for_rows(rows, columns, [&](int64_t first, int64_t last) {
       Row row;
-      std::vector<uint32_t> maxima(tiles);
+      std::vector<uint32_t> amax(tiles);
       std::vector<float> inverse(tiles);
       for (int64_t r = first; r < last; ++r) {
         read(r, row);
-        std::fill(maxima.begin(), maxima.end(), 0u);
-        tile_maxima(row.v.data(), columns, width, maxima.data());
-        tile_scales(maxima.data(), tiles, cast.how, scale + r * tiles, inverse.data());
+        std::fill(amax.begin(), amax.end(), 0u);
+        tile_amax(row.v.data(), columns, width, amax.data());
+        tile_scales(amax.data(), tiles, cast.how, scale + r * tiles, inverse.data());
         write(r, row, inverse.data());
       }
     });
     return;
   }
-  std::vector<uint32_t> maxima(rows * tiles, known == nullptr ? 0u : *known);
+  std::vector<uint32_t> amax(rows * tiles, known == nullptr ? 0u : *known);
   if (known == nullptr) {
     for_rows(rows, columns, [&](int64_t first, int64_t last) {
       Row row;
       for (int64_t r = first; r < last; ++r) {
         read(r, row);
-        tile_maxima(row.v.data(), columns, width, maxima.data() + r * tiles);
+        tile_amax(row.v.data(), columns, width, amax.data() + r * tiles);
       }
     });
   }
   std::vector<float> inverse(rows / height * tiles);
   for (int64_t band = 0; band < rows / height; ++band) {
-    uint32_t* most = maxima.data() + band * height * tiles;
+    uint32_t* most = amax.data() + band * height * tiles;
     for (int64_t r = 1; r < height; ++r) {
       for (int64_t i = 0; i < tiles; ++i) most[i] = larger(most[i], most[r * tiles + i]);
     }
@@ -138,16 +138,16 @@ struct Factor {
   const float* data() const { return values.empty() ? nullptr : values.data(); }
 };
 
-// The largest of `maxima` by magnitude.
-uint32_t largest_of(const Tensor& maxima) {
-  std::vector<float> values(maxima.numel());
-  load(source_of(maxima), 0, maxima.numel(), values.data());
+// The largest of the given numbers by magnitude.
+uint32_t largest_of(const Tensor& given) {
+  std::vector<float> values(given.numel());
+  load(source_of(given), 0, given.numel(), values.data());
   uint32_t found = 0;
   for (const float value : values) found = larger_magnitude(found, value);
   return found;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::optional<Tensor> maxima,
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::optional<Tensor> amax,
                                                          std::optional<Tensor> across, std::optional<Tensor> down,
                                                          std::string format, std::vector<int64_t> tile,
                                                          std::vector<int64_t> tile_t, std::string scale_rule,
@@ -160,8 +160,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::o
   const Factor by_column(across, columns), by_row(down, rows);
   const bool folded = across.has_value() || down.has_value();
   const bool everything = made.scale.numel() == 1 && turned.scale.numel() == 1 && !folded;
-  const uint32_t largest = everything && maxima.has_value() ? largest_of(*maxima) : 0u;
-  const uint32_t* known = everything && maxima.has_value() ? &largest : nullptr;  // x may be a part of a larger whole
+  const uint32_t largest = everything && amax.has_value() ? largest_of(*amax) : 0u;
+  const uint32_t* known = everything && amax.has_value() ? &largest : nullptr;  // x may be a part of a larger whole
   quantize_matrix(source, rows, columns, by_column.data(), cast, Draws{}, made.codes.mutable_data_ptr(),
                   mutable_data_of<float>(made.scale), known);
   const std::vector<float> flipped = transposed(source, rows, columns, by_row.data());

@@ -51,18 +51,18 @@ struct Pipeline {
 struct Buffers {
   std::vector<float> v, spare, scale, inverse, shift;
   std::vector<uint16_t> bits;
-  std::vector<uint32_t> maxima;
+  std::vector<uint32_t> amax;
   explicit Buffers(int64_t n)
-      : v(n), spare(n), scale(n / MX_BLOCK), inverse(n / MX_BLOCK), shift(n / MX_BLOCK), maxima(n / MX_BLOCK) {}
+      : v(n), spare(n), scale(n / MX_BLOCK), inverse(n / MX_BLOCK), shift(n / MX_BLOCK), amax(n / MX_BLOCK) {}
 };
 
 // The row in b.v to codes; returns its scale.
 float rotate_fold_row(const Pipeline& how, int64_t r, int64_t n, Buffers& b, uint8_t* codes) {
   const int64_t blocks = n / MX_BLOCK;
   if (how.rotation != 0) rotate_row(b.v.data(), n, how.signs.data(), how.rotation, b.spare.data());
-  std::fill(b.maxima.begin(), b.maxima.end(), 0u);
-  tile_maxima(b.v.data(), n, MX_BLOCK, b.maxima.data());
-  tile_scales(b.maxima.data(), blocks, how.how, b.scale.data(), b.inverse.data());
+  std::fill(b.amax.begin(), b.amax.end(), 0u);
+  tile_amax(b.v.data(), n, MX_BLOCK, b.amax.data());
+  tile_scales(b.amax.data(), blocks, how.how, b.scale.data(), b.inverse.data());
   scale_tiles(b.v.data(), n, MX_BLOCK, b.inverse.data());
   round_e2m1(b.v.data(), how.draws.of_row(r, n, b.bits), n);
   const float scale = fold_scales(b.scale.data(), blocks, how.top, b.shift.data());

@@ -19,7 +19,7 @@ LOWPREC_CLONES uint32_t largest(const float* v, int64_t n) {
 
 // Tiles of a width known to the compiler: one call a row.
 template <int width>
-LOWPREC_CLONES void maxima_of(const float* v, int64_t n, uint32_t* out) {
+LOWPREC_CLONES void amax_of(const float* v, int64_t n, uint32_t* out) {
   for (int64_t i = 0; i < n / width; ++i) {
     uint32_t most = 0;
     for (int j = 0; j < width; ++j) most = larger_magnitude(most, v[i * width + j]);
@@ -165,10 +165,10 @@ void load(const Source& x, int64_t first, int64_t n, float* out) {
   });
 }
 
-void tile_maxima(const float* v, int64_t n, int64_t width, uint32_t* out) {
-  if (width == 1) return maxima_of<1>(v, n, out);
-  if (width == 16) return maxima_of<16>(v, n, out);
-  if (width == 32) return maxima_of<32>(v, n, out);
+void tile_amax(const float* v, int64_t n, int64_t width, uint32_t* out) {
+  if (width == 1) return amax_of<1>(v, n, out);
+  if (width == 16) return amax_of<16>(v, n, out);
+  if (width == 32) return amax_of<32>(v, n, out);
   for (int64_t i = 0; i < n / width; ++i) out[i] = larger(out[i], largest(v + i * width, width));
 }
 
@@ -242,12 +242,12 @@ void rotate_row(float* v, int64_t n, const float* signs, int64_t block, float* s
   multiply_into(in, n, static_cast<float>(std::pow(static_cast<double>(block), -0.5)), v);
 }
 
-void tile_scales(const uint32_t* maxima, int64_t n, const ScaleRule& how, float* scale, float* inverse) {
+void tile_scales(const uint32_t* bits, int64_t n, const ScaleRule& how, float* scale, float* inverse) {
   const bool spanned = how.span > 0 && how.rule != Rule::FP32 && !how.unscaled;
   int row = -126;
-  for (int64_t i = 0; spanned && i < n; ++i) row = std::max(row, block_exponent(magnitude_of(maxima[i]), how));
+  for (int64_t i = 0; spanned && i < n; ++i) row = std::max(row, block_exponent(magnitude_of(bits[i]), how));
   for (int64_t i = 0; i < n; ++i) {
-    const float amax = magnitude_of(maxima[i]);
+    const float amax = magnitude_of(bits[i]);
     const TileScale made =
         spanned ? spanned_scale(amax, block_exponent(amax, how), row, how) : tile_scale(amax, how);
     scale[i] = made.scale;

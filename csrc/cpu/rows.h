@@ -52,7 +52,7 @@ inline Source source_of(const Tensor& x) {
 void load(const Source& x, int64_t first, int64_t n, float* out);
 
 // out[i] = the larger of out[i] and the largest magnitude of the i-th `width` elements, as bits.
-void tile_maxima(const float* v, int64_t n, int64_t width, uint32_t* out);
+void tile_amax(const float* v, int64_t n, int64_t width, uint32_t* out);
 
 // v *= factor of its tile. Where the factor is NaN the tile becomes that NaN, whatever NaN it held.
 void scale_tiles(float* v, int64_t n, int64_t width, const float* factor);
@@ -105,8 +105,8 @@ inline Draws draws_of(const std::optional<Tensor>& seed, const std::optional<Ten
   return draws;
 }
 
-// Scales and inverses of the tiles of one row of tiles, from their maxima.
-void tile_scales(const uint32_t* maxima, int64_t n, const ScaleRule& how, float* scale, float* inverse);
+// Scales and inverses of the tiles of one row of tiles, from the bits of their amax.
+void tile_scales(const uint32_t* bits, int64_t n, const ScaleRule& how, float* scale, float* inverse);
 
 inline float magnitude_of(uint32_t bits) { return bits_float(bits > INFINITE ? 0x7fc00000u : bits); }
 

@@ -1,4 +1,4 @@
-// gated_keep, gelu_keep and their derivatives: activations of inputs that are rounded, with the codes kept.
+// gated_keep, gelu_keep and their derivatives: activations of inputs that are rounded, with the codes saved.
 //
 // A block takes a row, for the largest magnitude of what it writes; nothing waits for anything until then.
 //
@@ -7,7 +7,7 @@
 //
 //     memory      0 1 2 3          lane 0 works on 0 1, lane 1 on 2 3
 //     accesses    first: lane 0 chunk 0, lane 1 chunk 1     second: lane 0 chunk 2, lane 1 chunk 3
-#include "cuda/kept.h"
+#include "cuda/saved.h"
 #include "numerics/activations.h"
 
 namespace lowprec {
@@ -34,12 +34,12 @@ __device__ __forceinline__ void exchange(Vector<In>& a, Vector<In>& b) {
 __device__ __forceinline__ int64_t chunk_of(int64_t vector) { return 2 * vector - (threadIdx.x & 1); }
 
 // Largest magnitudes of even and of odd elements within a group.
-struct PairMaxima {
+struct PairAmax {
   uint32_t gate, up;
 };
 
 template <typename In>
-__device__ __forceinline__ PairMaxima pair_maxima(const Vector<In>& a, const Vector<In>& b, int shift) {
+__device__ __forceinline__ PairAmax pair_amax(const Vector<In>& a, const Vector<In>& b, int shift) {
   if constexpr (sizeof(In) == 2) {  // BF16 patterns order as magnitudes do, two at a time
     uint32_t both = 0;
 #pragma unroll
@@ -51,7 +51,7 @@ __device__ __forceinline__ PairMaxima pair_maxima(const Vector<In>& a, const Vec
     }
     return {both << 16, both & 0x7fff0000u};
   } else {
-    PairMaxima made{0, 0};
+    PairAmax made{0, 0};
 #pragma unroll
     for (int i = 0; i < VECTOR; i += 2) {
       made.gate = larger(made.gate, larger(magnitude_bits(a[i]), magnitude_bits(b[i])));
@@ -61,7 +61,7 @@ __device__ __forceinline__ PairMaxima pair_maxima(const Vector<In>& a, const Vec
   }
 }
 
-struct Kept {
+struct Saved {
   uint8_t* codes;
   uint8_t* exponents;
 };
@@ -70,8 +70,8 @@ template <typename In>
 struct GatedForward {
   const In* gate_up;
   In* y;
-  float* maxima;
-  Kept gate, up;
+  float* amax;
+  Saved gate, up;
   int vectors, shift;  // of a row of y, of a group
 };
 
@@ -99,15 +99,15 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows(const GatedForward
       const int at = base + i * blockDim.x + threadIdx.x;
       const bool inside = at < to.vectors;
       exchange(a[i], b[i]);
-      const PairMaxima amax = pair_maxima(a[i], b[i], to.shift);
+      const PairAmax amax = pair_amax(a[i], b[i], to.shift);
       float gate[VECTOR], up[VECTOR];
 #pragma unroll
       for (int j = 0; j < VECTOR / 2; ++j) {
         gate[j] = a[i][2 * j], up[j] = a[i][2 * j + 1];
         gate[j + 4] = b[i][2 * j], up[j + 4] = b[i][2 * j + 1];
       }
-      keep<F>(gate, amax.gate, inside, first + at, to.shift, to.gate.codes, to.gate.exponents);
-      keep<F>(up, amax.up, inside, first + at, to.shift, to.up.codes, to.up.exponents);
+      save<F>(gate, amax.gate, inside, first + at, to.shift, to.gate.codes, to.gate.exponents);
+      save<F>(up, amax.up, inside, first + at, to.shift, to.up.codes, to.up.exponents);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) gate[j] = silu(gate[j]) * up[j];
       const Vector<In> y = round_to_stream<In>(gate);
@@ -115,15 +115,15 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows(const GatedForward
       if (inside) store_vector(to.y + (first + at) * VECTOR, y);
     }
   }
-  store_row_maximum(most, scratch, to.maxima + blockIdx.x);
+  store_row_maximum(most, scratch, to.amax + blockIdx.x);
 }
 
 template <typename In>
 struct GatedBackward {
   const In* dy;
-  Kept gate, up;
+  Saved gate, up;
   In* dgate_up;
-  float* maxima;
+  float* amax;
   int vectors, shift;
 };
 
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows_backward(const Gat
   uint32_t most = 0;
   for (int base = 0; base < of.vectors; base += EACH * blockDim.x) {
     Vector<In> held[EACH];
-    KeptCodes<F> gates[EACH], ups[EACH];
+    SavedCodes<F> gates[EACH], ups[EACH];
     float gate_scale[EACH], up_scale[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows_backward(const Gat
       gate_scale[i] = up_scale[i] = 0.0f;
       if (at >= of.vectors) continue;
       held[i].load(of.dy + vector * VECTOR);
-      gates[i].load(of.gate.codes + vector * KeptCodes<F>::BYTES);
-      ups[i].load(of.up.codes + vector * KeptCodes<F>::BYTES);
-      gate_scale[i] = kept_multiplier(__ldg(of.gate.exponents + (vector >> of.shift)));
-      up_scale[i] = kept_multiplier(__ldg(of.up.exponents + (vector >> of.shift)));
+      gates[i].load(of.gate.codes + vector * SavedCodes<F>::BYTES);
+      ups[i].load(of.up.codes + vector * SavedCodes<F>::BYTES);
+      gate_scale[i] = saved_multiplier(__ldg(of.gate.exponents + (vector >> of.shift)));
+      up_scale[i] = saved_multiplier(__ldg(of.up.exponents + (vector >> of.shift)));
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -175,15 +175,15 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows_backward(const Gat
       store_vector(to + 2 * VECTOR, b);
     }
   }
-  store_row_maximum(most, scratch, of.maxima + blockIdx.x);
+  store_row_maximum(most, scratch, of.amax + blockIdx.x);
 }
 
 template <typename In>
 struct GeluForward {
   const In* x;
   In* y;
-  float* maxima;
-  Kept kept;
+  float* amax;
+  Saved saved;
   int vectors, shift;
 };
 
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows(const GeluForward<I
       float x[VECTOR];
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) x[j] = held[i][j];
-      keep<F>(x, amax, at < to.vectors, first + at, to.shift, to.kept.codes, to.kept.exponents);
+      save<F>(x, amax, at < to.vectors, first + at, to.shift, to.saved.codes, to.saved.exponents);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) x[j] = tanh_gelu(x[j]);
       const Vector<In> y = round_to_stream<In>(x);
@@ -215,15 +215,15 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows(const GeluForward<I
       if (at < to.vectors) store_vector(to.y + (first + at) * VECTOR, y);
     }
   }
-  store_row_maximum(most, scratch, to.maxima + blockIdx.x);
+  store_row_maximum(most, scratch, to.amax + blockIdx.x);
 }
 
 template <typename In>
 struct GeluBackward {
   const In* dy;
-  Kept kept;
+  Saved saved;
   In* dx;
-  float* maxima;
+  float* amax;
   int vectors, shift;
 };
 
@@ -234,7 +234,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows_backward(const Gelu
   uint32_t most = 0;
   for (int base = 0; base < of.vectors; base += EACH * blockDim.x) {
     Vector<In> held[EACH];
-    KeptCodes<F> codes[EACH];
+    SavedCodes<F> codes[EACH];
     float scale[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -242,8 +242,8 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows_backward(const Gelu
       const int64_t vector = first + at;
       if (at >= of.vectors) continue;
       held[i].load(of.dy + vector * VECTOR);
-      codes[i].load(of.kept.codes + vector * KeptCodes<F>::BYTES);
-      scale[i] = kept_multiplier(__ldg(of.kept.exponents + (vector >> of.shift)));
+      codes[i].load(of.saved.codes + vector * SavedCodes<F>::BYTES);
+      scale[i] = saved_multiplier(__ldg(of.saved.exponents + (vector >> of.shift)));
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows_backward(const Gelu
       store_vector(of.dx + (first + at) * VECTOR, dx);
     }
   }
-  store_row_maximum(most, scratch, of.maxima + blockIdx.x);
+  store_row_maximum(most, scratch, of.amax + blockIdx.x);
 }
 
 // Threads of a row's block: as few rounds of EACH vectors as MOST_THREADS need, evenly filled.
@@ -267,18 +267,18 @@ int row_threads(int64_t vectors) {
   return static_cast<int>(ceil_div(ceil_div(vectors, EACH * rounds), 32) * 32);
 }
 
-struct KeptTensors {
+struct SavedTensors {
   Tensor codes, exponents;
-  Kept data() const { return {mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(exponents)}; }
+  Saved data() const { return {mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(exponents)}; }
 };
 
-KeptTensors new_kept(const Tensor& x, int64_t columns, Format format, int64_t group) {
+SavedTensors new_saved(const Tensor& x, int64_t columns, Format format, int64_t group) {
   const int64_t rows = x.size(0);
-  return {kept_codes(x, rows, columns, format), empty_like_device(x, {rows, columns / group}, ScalarType::Byte)};
+  return {saved_codes(x, rows, columns, format), empty_like_device(x, {rows, columns / group}, ScalarType::Byte)};
 }
 
-// Kept codes as a backward kernel reads them, [m, columns] of dy.
-KeptTensors read_kept(const Tensor& codes, const Tensor& exponents, const Tensor& dy, Format format, int64_t group) {
+// Saved codes as a backward kernel reads them, [m, columns] of dy.
+SavedTensors read_saved(const Tensor& codes, const Tensor& exponents, const Tensor& dy, Format format, int64_t group) {
   const int64_t bytes = dy.numel() / (format == Format::E2M1 ? 2 : 1);
   STD_TORCH_CHECK(codes.numel() == bytes && exponents.numel() == dy.numel() / group,
                   "codes and exponents are those of another matrix");
@@ -293,20 +293,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_keep(const Tens
   STD_TORCH_CHECK(gate_up.size(1) % 2 == 0, "the columns of gate_up alternate gate, up");
   const int shift = group_shift(columns, group);
   Tensor y = empty_like_device(gate_up, {rows, columns}, gate_up.scalar_type());
-  Tensor maxima = empty_like_device(gate_up, {rows}, ScalarType::Float);
-  const KeptTensors gate = new_kept(gate_up, columns, format, group), up = new_kept(gate_up, columns, format, group);
+  Tensor amax = empty_like_device(gate_up, {rows}, ScalarType::Float);
+  const SavedTensors gate = new_saved(gate_up, columns, format, group), up = new_saved(gate_up, columns, format, group);
   if (rows > 0) {
     with_stream_type(gate_up, [&](auto in) {
       using In = typename decltype(in)::Type;
-      const GatedForward<In> to{data_of<In>(gate_up), mutable_data_of<In>(y), mutable_data_of<float>(maxima),
+      const GatedForward<In> to{data_of<In>(gate_up), mutable_data_of<In>(y), mutable_data_of<float>(amax),
                                 gate.data(), up.data(), static_cast<int>(columns / VECTOR), shift};
-      with_kept_format(format, [&](auto tag) {
+      with_saved_format(format, [&](auto tag) {
         gated_rows<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(gate_up)>>>(to);
       });
     });
     check_launch("gated_keep");
   }
-  return {y, maxima, gate.codes, gate.exponents, up.codes, up.exponents};
+  return {y, amax, gate.codes, gate.exponents, up.codes, up.exponents};
 }
 
 std::tuple<Tensor, Tensor> gated_keep_backward(const Tensor& given, const Tensor& gate_codes,
@@ -316,21 +316,21 @@ std::tuple<Tensor, Tensor> gated_keep_backward(const Tensor& given, const Tensor
   const Format format = parse_format(format_name);
   const int64_t rows = dy.size(0), columns = dy.size(1);
   const int shift = group_shift(columns, group);
-  const KeptTensors gate = read_kept(gate_codes, gate_exponents, dy, format, group);
-  const KeptTensors up = read_kept(up_codes, up_exponents, dy, format, group);
+  const SavedTensors gate = read_saved(gate_codes, gate_exponents, dy, format, group);
+  const SavedTensors up = read_saved(up_codes, up_exponents, dy, format, group);
   Tensor dgate_up = empty_like_device(dy, {rows, 2 * columns}, dy.scalar_type());
-  Tensor maxima = empty_like_device(dy, {rows}, ScalarType::Float);
-  if (rows == 0) return {dgate_up, maxima};
+  Tensor amax = empty_like_device(dy, {rows}, ScalarType::Float);
+  if (rows == 0) return {dgate_up, amax};
   with_stream_type(dy, [&](auto in) {
     using In = typename decltype(in)::Type;
     const GatedBackward<In> of{data_of<In>(dy), gate.data(), up.data(), mutable_data_of<In>(dgate_up),
-                               mutable_data_of<float>(maxima), static_cast<int>(columns / VECTOR), shift};
-    with_kept_format(format, [&](auto tag) {
+                               mutable_data_of<float>(amax), static_cast<int>(columns / VECTOR), shift};
+    with_saved_format(format, [&](auto tag) {
       gated_rows_backward<In, decltype(tag)::value><<<rows, row_threads(of.vectors), 0, stream_of(dy)>>>(of);
     });
   });
   check_launch("gated_keep_backward");
-  return {dgate_up, maxima};
+  return {dgate_up, amax};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> gelu_keep(const Tensor& given, std::string format_name, int64_t group) {
@@ -339,20 +339,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gelu_keep(const Tensor& given, std::s
   const int64_t rows = x.size(0), columns = x.size(1);
   const int shift = group_shift(columns, group);
   Tensor y = empty_like_device(x, {rows, columns}, x.scalar_type());
-  Tensor maxima = empty_like_device(x, {rows}, ScalarType::Float);
-  const KeptTensors kept = new_kept(x, columns, format, group);
+  Tensor amax = empty_like_device(x, {rows}, ScalarType::Float);
+  const SavedTensors saved = new_saved(x, columns, format, group);
   if (rows > 0) {
     with_stream_type(x, [&](auto in) {
       using In = typename decltype(in)::Type;
-      const GeluForward<In> to{data_of<In>(x), mutable_data_of<In>(y), mutable_data_of<float>(maxima), kept.data(),
+      const GeluForward<In> to{data_of<In>(x), mutable_data_of<In>(y), mutable_data_of<float>(amax), saved.data(),
                                static_cast<int>(columns / VECTOR), shift};
-      with_kept_format(format, [&](auto tag) {
+      with_saved_format(format, [&](auto tag) {
         gelu_rows<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(x)>>>(to);
       });
     });
     check_launch("gelu_keep");
   }
-  return {y, maxima, kept.codes, kept.exponents};
+  return {y, amax, saved.codes, saved.exponents};
 }
 
 std::tuple<Tensor, Tensor> gelu_keep_backward(const Tensor& given, const Tensor& codes, const Tensor& exponents,
@@ -361,20 +361,20 @@ std::tuple<Tensor, Tensor> gelu_keep_backward(const Tensor& given, const Tensor&
   const Format format = parse_format(format_name);
   const int64_t rows = dy.size(0), columns = dy.size(1);
   const int shift = group_shift(columns, group);
-  const KeptTensors kept = read_kept(codes, exponents, dy, format, group);
+  const SavedTensors saved = read_saved(codes, exponents, dy, format, group);
   Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
-  Tensor maxima = empty_like_device(dy, {rows}, ScalarType::Float);
-  if (rows == 0) return {dx, maxima};
+  Tensor amax = empty_like_device(dy, {rows}, ScalarType::Float);
+  if (rows == 0) return {dx, amax};
   with_stream_type(dy, [&](auto in) {
     using In = typename decltype(in)::Type;
-    const GeluBackward<In> of{data_of<In>(dy), kept.data(), mutable_data_of<In>(dx), mutable_data_of<float>(maxima),
+    const GeluBackward<In> of{data_of<In>(dy), saved.data(), mutable_data_of<In>(dx), mutable_data_of<float>(amax),
                               static_cast<int>(columns / VECTOR), shift};
-    with_kept_format(format, [&](auto tag) {
+    with_saved_format(format, [&](auto tag) {
       gelu_rows_backward<In, decltype(tag)::value><<<rows, row_threads(of.vectors), 0, stream_of(dy)>>>(of);
     });
   });
   check_launch("gelu_keep_backward");
-  return {dx, maxima};
+  return {dx, amax};
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 // loops are short, so that six warps a scheduler find them in the instruction cache.
 //
 // It is bound by instructions, not by memory: about 120 an element, of which decoding takes 47 and encoding 19, both
-// by other means than numerics/ (rough_codes.h). Quotients and roots are corrected products with an inverse, without a
+// by other means than numerics/ (approx_encode.h). Quotients and roots are corrected products with an inverse, without a
 // test of the operands, which is made once for four elements instead: outside the tested range, the correctly rounded
 // operators.
 //
@@ -18,7 +18,7 @@
 
 #include "cuda/adamw_groups.h"
 #include "cuda/adamw_kernels.h"
-#include "cuda/rough_codes.h"
+#include "cuda/approx_encode.h"
 
 namespace lowprec {
 namespace {
@@ -67,8 +67,8 @@ __device__ __forceinline__ float larger_of(float a, float b) {  // of a and |b|;
 struct Work {
   float4 moments[TURNS][2][EACH / 4][32];
   union {
-    Past past[GROUPS][2];
-    Coming coming[GROUPS][2];
+    DecodeParams past[GROUPS][2];
+    EncodeParams coming[GROUPS][2];
   };
 };
 constexpr int TABLE = 128 * 32 * sizeof(float);
@@ -118,8 +118,8 @@ struct Gathered {
 // Four elements; they turn into the new weights and moments.
 template <bool PLAIN>
 __device__ __forceinline__ void step_four(float (&w)[4], const float (&g)[4], float (&m)[4], float (&v)[4],
-                                          uint32_t first, uint32_t second, const Past& past_first,
-                                          const Past& past_second, const Step& step, const char* table,
+                                          uint32_t first, uint32_t second, const DecodeParams& past_first,
+                                          const DecodeParams& past_second, const Step& step, const char* table,
                                           Gathered& found) {
   const uint32_t lane4 = 4 * (threadIdx.x & 31);
 #pragma unroll
@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
     const Span span = locate(item, group + quartet);
     const Held& mine = item.moments[side];
     const float own_scale = mine.scale[span.index], own_exponent = mine.exponent[span.index];
-    Past past{log2_float(own_scale >= TINY ? own_scale : 1.0f), divide(1.0f, own_exponent), mine.center[span.index], 0};
+    DecodeParams past{log2_float(own_scale >= TINY ? own_scale : 1.0f), divide(1.0f, own_exponent), mine.center[span.index], 0};
     if (!__all_sync(ALL, past.ordinary<F>(own_scale))) {
       Found none;
 #pragma unroll 1
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
     __syncwarp();  // the last unit's constants have been read
     if ((lane & 2) == 0) work.past[quartet][side] = past;
     __syncwarp();
-    const Past past_first = work.past[quartet][0], past_second = work.past[quartet][1];
+    const DecodeParams past_first = work.past[quartet][0], past_second = work.past[quartet][1];
     const Step step(numbers[which].rate, how.constants, grad_scale);
     // --- decode, update ---
     Gathered found;
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
     high = max(high, __shfl_xor_sync(ALL, high, 2));
     low = min(low, __shfl_xor_sync(ALL, low, 2));
     const Expansion made = expansion_of<F>(high, low);
-    Coming coming{};
+    EncodeParams coming{};
     coming.aim<F>(made, high, low);
     if ((lane & 2) == 0) {
       work.coming[quartet][side] = coming;
@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
     }
     __syncwarp();
     // --- encode ---
-    const Coming* to = work.coming[quartet];
+    const EncodeParams* to = work.coming[quartet];
     const float4 a = *reinterpret_cast<const float4*>(to), b = *reinterpret_cast<const float4*>(to + 1);
     // What counts as zero could be stretched to a code: its lane takes the exact formula.
     const uint32_t all_first = to[0].doubtful | (found.tiny & 1u) ? ALL : 0u;
@@ -287,12 +287,12 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
         const float4 *at_m = &work.moments[turn][0][i][lane], *at_v = &work.moments[turn][1][i][lane];
         const float4 m = *at_m;
         uint32_t open_first, open_second;
-        uint32_t made_first = rough_codes<F>(m, a.x, a.y, a.z, a.w, open_first);
-        uint32_t made_second = rough_codes<F>(*at_v, b.x, b.y, b.z, b.w, open_second);
+        uint32_t made_first = approx_encode<F>(m, a.x, a.y, a.z, a.w, open_first);
+        uint32_t made_second = approx_encode<F>(*at_v, b.x, b.y, b.z, b.w, open_second);
         open_first |= all_first, open_second |= all_second;
         if ((open_first | open_second) != 0) {
-          made_first = settled_codes<F>(made_first, open_first, &at_m->x, to[0]);
-          made_second = settled_codes<F>(made_second, open_second, &at_v->x, to[1]);
+          made_first = exact_fallback<F>(made_first, open_first, &at_m->x, to[0]);
+          made_second = exact_fallback<F>(made_second, open_second, &at_v->x, to[1]);
         }
         const uint32_t high = __byte_perm(float_bits(m.z), float_bits(m.w), 0x7300);
         const uint32_t signs = __byte_perm(__byte_perm(float_bits(m.x), float_bits(m.y), 0x0073), high, 0x7610);

@@ -1,4 +1,4 @@
-// SwiGLU without kept codes: y = silu(gate) up from rows whose columns alternate gate, up, and its gradient; each in one
+// SwiGLU without saved codes: y = silu(gate) up from rows whose columns alternate gate, up, and its gradient; each in one
 // pass that also leaves the largest |y| (or |gradient|) of every row, so that a per-tensor quantiser behind it needs no
 // pass of its own for its maximum (ops/producers.py).
 #include <cuda_bf16.h>
@@ -55,7 +55,7 @@ __device__ __forceinline__ void write_one(In* data, float v) {
 // A block a row. Vectors of eight outputs where the width and the addresses allow it, else one by one.
 template <typename In, bool whole>
 __global__ void __launch_bounds__(THREADS) gated_rows(const In* __restrict__ gate_up, In* __restrict__ y,
-                                                      float* __restrict__ maxima, int64_t width) {
+                                                      float* __restrict__ amax, int64_t width) {
   __shared__ uint32_t scratch[THREADS / 32];
   const In* from = gate_up + blockIdx.x * 2 * width;
   In* to = y + blockIdx.x * width;
@@ -80,12 +80,12 @@ __global__ void __launch_bounds__(THREADS) gated_rows(const In* __restrict__ gat
     }
   }
   largest = block_largest(largest, scratch);
-  if (threadIdx.x == 0) maxima[blockIdx.x] = bits_float(largest);
+  if (threadIdx.x == 0) amax[blockIdx.x] = bits_float(largest);
 }
 
 template <typename In, bool whole>
 __global__ void __launch_bounds__(THREADS) gated_gradients(const In* __restrict__ dy, const In* __restrict__ gate_up,
-                                                           In* __restrict__ dx, float* __restrict__ maxima, int64_t width) {
+                                                           In* __restrict__ dx, float* __restrict__ amax, int64_t width) {
   __shared__ uint32_t scratch[THREADS / 32];
   const In* of = dy + blockIdx.x * width;
   const In* from = gate_up + blockIdx.x * 2 * width;
@@ -120,39 +120,39 @@ __global__ void __launch_bounds__(THREADS) gated_gradients(const In* __restrict_
     }
   }
   largest = block_largest(largest, scratch);
-  if (threadIdx.x == 0) maxima[blockIdx.x] = bits_float(largest);
+  if (threadIdx.x == 0) amax[blockIdx.x] = bits_float(largest);
 }
 
 std::tuple<Tensor, Tensor> gated_silu(const Tensor& given) {
   const Tensor gate_up = dense(given);
   const int64_t rows = gate_up.size(0), width = gate_up.size(1) / 2;
   Tensor y = empty_like_device(gate_up, {rows, width}, gate_up.scalar_type());
-  Tensor maxima = empty_like_device(gate_up, {rows}, ScalarType::Float);
+  Tensor amax = empty_like_device(gate_up, {rows}, ScalarType::Float);
   with_input(gate_up, [&](auto in) {
     using In = typename decltype(in)::Type;
     const bool whole = width % VECTOR == 0 && aligned(gate_up.const_data_ptr(), 16);
     auto kernel = whole ? gated_rows<In, true> : gated_rows<In, false>;
-    kernel<<<rows, THREADS, 0, stream_of(gate_up)>>>(data_of<In>(gate_up), mutable_data_of<In>(y), mutable_data_of<float>(maxima), width);
+    kernel<<<rows, THREADS, 0, stream_of(gate_up)>>>(data_of<In>(gate_up), mutable_data_of<In>(y), mutable_data_of<float>(amax), width);
   });
   check_launch("gated_silu");
-  return {y, maxima};
+  return {y, amax};
 }
 
 std::tuple<Tensor, Tensor> gated_silu_backward(const Tensor& given_dy, const Tensor& given) {
   const Tensor dy = dense(given_dy), gate_up = dense(given);
   const int64_t rows = dy.size(0), width = dy.size(1);
   Tensor dx = empty_like_device(dy, {rows, 2 * width}, dy.scalar_type());
-  Tensor maxima = empty_like_device(dy, {rows}, ScalarType::Float);
+  Tensor amax = empty_like_device(dy, {rows}, ScalarType::Float);
   STD_TORCH_CHECK(dy.scalar_type() == gate_up.scalar_type(), "gated_silu_backward: dy and gate_up differ in dtype");
   with_input(dy, [&](auto in) {
     using In = typename decltype(in)::Type;
     const bool whole = width % VECTOR == 0 && aligned(gate_up.const_data_ptr(), 16) && aligned(dy.const_data_ptr(), 16);
     auto kernel = whole ? gated_gradients<In, true> : gated_gradients<In, false>;
     kernel<<<rows, THREADS, 0, stream_of(dy)>>>(data_of<In>(dy), data_of<In>(gate_up), mutable_data_of<In>(dx),
-                                                mutable_data_of<float>(maxima), width);
+                                                mutable_data_of<float>(amax), width);
   });
   check_launch("gated_silu_backward");
-  return {dx, maxima};
+  return {dx, amax};
 }
 
 }  // namespace

@@ -1,11 +1,11 @@
-// norm_keep and its derivative: RMSNorm or LayerNorm of an input that is rounded, with the codes kept.
+// norm_keep and its derivative: RMSNorm or LayerNorm of an input that is rounded, with the codes saved.
 //
 //   forward    a block a row, held in registers: one read of x; y, codes and exponents are written
 //   backward   a fixed number of blocks, each over many rows, the next row's loads in flight while one is reduced; the
 //              weight's gradient grows in registers, one partial row a block, which a second kernel adds up
 //
 // The number of blocks depends on the shape alone and every sum has one order: the same bits at each run.
-#include "cuda/kept.h"
+#include "cuda/saved.h"
 
 namespace lowprec {
 namespace {
@@ -59,34 +59,34 @@ struct Forward {
   float eps;
   bool centered;
   In* y;
-  float* maxima;
+  float* amax;
   uint8_t* codes;
   uint8_t* exponents;
   int vectors, shift;  // of a row, of a group
 };
 
-template <typename In, Format F, int kept, int most_threads>
+template <typename In, Format F, int per_thread, int most_threads>
 __global__ void __launch_bounds__(most_threads, 1024 / most_threads) norm_rows(const Forward<In> to) {
   __shared__ float2 scratch[2][MOST_THREADS / 32];
   __shared__ uint32_t largest[MOST_THREADS / 32];
   BlockSums sums{scratch, 0};
   const int64_t first = static_cast<int64_t>(blockIdx.x) * to.vectors;
   const float share = 1.0f / static_cast<float>(to.vectors * VECTOR);
-  Vector<In> held[kept];
+  Vector<In> held[per_thread];
 #pragma unroll
-  for (int i = 0; i < kept; ++i) {
+  for (int i = 0; i < per_thread; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at < to.vectors) held[i].load(to.x + (first + at) * VECTOR);
     else held[i].clear();
   }
-  float v[kept][VECTOR], sum = 0.0f;
+  float v[per_thread][VECTOR], sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kept; ++i) {
+  for (int i = 0; i < per_thread; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
     const uint32_t amax = group_largest(held[i].largest(), to.shift);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) v[i][j] = held[i][j];
-    keep<F>(v[i], amax, at < to.vectors, first + at, to.shift, to.codes, to.exponents);
+    save<F>(v[i], amax, at < to.vectors, first + at, to.shift, to.codes, to.exponents);
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) sum = to.centered ? sum + v[i][j] : __fmaf_rn(v[i][j], v[i][j], sum);
   }
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(most_threads, 1024 / most_threads) norm_rows(c
     const float mean = mean_square;
     sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kept; ++i) {
+    for (int i = 0; i < per_thread; ++i) {
       if (threadIdx.x + i * blockDim.x >= to.vectors) continue;
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(most_threads, 1024 / most_threads) norm_rows(c
   const float rate = rsqrtf(mean_square + to.eps);
   uint32_t most = 0;
 #pragma unroll
-  for (int i = 0; i < kept; ++i) {
+  for (int i = 0; i < per_thread; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at >= to.vectors) continue;
     float weight[VECTOR];
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(most_threads, 1024 / most_threads) norm_rows(c
     most = larger(most, y.largest());
     store_vector(to.y + (first + at) * VECTOR, y);
   }
-  store_row_maximum(most, largest, to.maxima + blockIdx.x);
+  store_row_maximum(most, largest, to.amax + blockIdx.x);
 }
 
 template <typename In>
@@ -146,13 +146,13 @@ struct Backward {
 template <typename In, Format F>
 struct Read {
   Vector<In> dy;
-  KeptCodes<F> codes;
+  SavedCodes<F> codes;
   uint32_t scale;  // bits; infinite in a group that is not finite, whose codes are NaN
 
   __device__ __forceinline__ void load(const Backward<In>& of, int64_t row, int at) {
     const int64_t vector = row * of.vectors + at;
     dy.load(of.dy + vector * VECTOR);
-    codes.load(of.codes + vector * KeptCodes<F>::BYTES);
+    codes.load(of.codes + vector * SavedCodes<F>::BYTES);
     scale = static_cast<uint32_t>(__ldg(of.exponents + (vector >> of.shift))) << 23;
   }
   __device__ __forceinline__ void clear() {
@@ -162,10 +162,10 @@ struct Read {
   }
 };
 
-template <typename In, Format F, int kept>
-__device__ __forceinline__ void read_row(Read<In, F> (&read)[kept], const Backward<In>& of, int64_t row) {
+template <typename In, Format F, int per_thread>
+__device__ __forceinline__ void read_row(Read<In, F> (&read)[per_thread], const Backward<In>& of, int64_t row) {
 #pragma unroll
-  for (int i = 0; i < kept; ++i) {
+  for (int i = 0; i < per_thread; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
     if (row < of.rows && at < of.vectors) read[i].load(of, row, at);
     else read[i].clear();
@@ -173,26 +173,26 @@ __device__ __forceinline__ void read_row(Read<In, F> (&read)[kept], const Backwa
 }
 
 // Up to two vectors a thread stay in registers; a wider row is read again, from the caches.
-template <typename In, Format F, int kept, bool biased>
-__global__ void __launch_bounds__(MOST_THREADS, kept == 1 && sizeof(In) == 2 ? 2 : 1)
+template <typename In, Format F, int per_thread, bool biased>
+__global__ void __launch_bounds__(MOST_THREADS, per_thread == 1 && sizeof(In) == 2 ? 2 : 1)
     norm_rows_backward(const Backward<In> of) {
-  constexpr bool holds = kept <= 2, holds_weight = kept == 1 && !biased;
+  constexpr bool holds = per_thread <= 2, holds_weight = per_thread == 1 && !biased;
   __shared__ float2 scratch[2][MOST_THREADS / 32];
   BlockSums sums{scratch, 0};
   const float share = 1.0f / static_cast<float>(of.vectors * VECTOR);
-  float dweight[kept][VECTOR] = {}, dbias[kept][VECTOR] = {}, weight[VECTOR] = {};
+  float dweight[per_thread][VECTOR] = {}, dbias[per_thread][VECTOR] = {}, weight[VECTOR] = {};
   if (holds_weight && threadIdx.x < of.vectors) load_floats(weight, of.weight + threadIdx.x * VECTOR);
-  Read<In, F> now[kept], next[kept];
+  Read<In, F> now[per_thread], next[per_thread];
   if constexpr (holds) read_row(next, of, blockIdx.x);
   for (int64_t row = blockIdx.x; row < of.rows; row += gridDim.x) {
     if constexpr (holds) {
 #pragma unroll
-      for (int i = 0; i < kept; ++i) now[i] = next[i];
+      for (int i = 0; i < per_thread; ++i) now[i] = next[i];
       read_row(next, of, row + gridDim.x);
     }
     const auto visit = [&](auto&& each) {  // each(i, at, read, x): a vector of this thread
 #pragma unroll
-      for (int i = 0; i < kept; ++i) {
+      for (int i = 0; i < per_thread; ++i) {
         const int at = threadIdx.x + i * blockDim.x;
         if (at >= of.vectors) continue;
         if constexpr (!holds) now[i].load(of, row, at);
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(MOST_THREADS, kept == 1 && sizeof(In) == 2 ? 2
     });
   }
 #pragma unroll
-  for (int i = 0; i < kept; ++i) {
+  for (int i = 0; i < per_thread; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
     if (at >= of.vectors) continue;
     const int64_t to = (static_cast<int64_t>(blockIdx.x) * of.vectors + at) * VECTOR;
@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(512) add_rows(const float* __restrict__ partia
   if (threadIdx.y == 0 && column < columns) total[column] = sums[0][threadIdx.x];
 }
 
-int threads_for(int64_t vectors, int kept) { return static_cast<int>(ceil_div(ceil_div(vectors, kept), 32) * 32); }
+int threads_for(int64_t vectors, int per_thread) { return static_cast<int>(ceil_div(ceil_div(vectors, per_thread), 32) * 32); }
 
 // Blocks of the backward pass: the threads of 132 multiprocessors, filled to a half.
 int64_t blocks_for(int64_t rows, int threads) {
@@ -284,7 +284,7 @@ const float* floats_of(const Tensor& x, int64_t columns) {
 }
 
 void check_width(int64_t columns) {
-  STD_TORCH_CHECK(columns <= WIDEST, "a norm that keeps codes takes at most ", WIDEST, " columns, not ", columns);
+  STD_TORCH_CHECK(columns <= WIDEST, "a norm that saves codes takes at most ", WIDEST, " columns, not ", columns);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> norm_keep(const Tensor& given, const Tensor& weight_given,
@@ -296,19 +296,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_keep(const Tensor& given, const 
   const int shift = group_shift(columns, group);
   check_width(columns);
   Tensor y = empty_like_device(x, {rows, columns}, x.scalar_type());
-  Tensor maxima = empty_like_device(x, {rows}, ScalarType::Float);
-  Tensor codes = kept_codes(x, rows, columns, format);
+  Tensor amax = empty_like_device(x, {rows}, ScalarType::Float);
+  Tensor codes = saved_codes(x, rows, columns, format);
   Tensor exponents = empty_like_device(x, {rows, columns / group}, ScalarType::Byte);
   std::optional<Tensor> bias;
   if (bias_given.has_value()) bias = torch::stable::contiguous(*bias_given);
-  if (rows == 0) return {y, maxima, codes, exponents};
+  if (rows == 0) return {y, amax, codes, exponents};
   with_stream_type(x, [&](auto in) {
     using In = typename decltype(in)::Type;
     const Forward<In> to{data_of<In>(x), floats_of(weight, columns), bias ? floats_of(*bias, columns) : nullptr,
-                         static_cast<float>(eps), centered, mutable_data_of<In>(y), mutable_data_of<float>(maxima),
+                         static_cast<float>(eps), centered, mutable_data_of<In>(y), mutable_data_of<float>(amax),
                          mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(exponents),
                          static_cast<int>(vectors), shift};
-    with_kept_format(format, [&](auto tag) {
+    with_saved_format(format, [&](auto tag) {
       constexpr Format F = decltype(tag)::value;
       const cudaStream_t stream = stream_of(x);
       if (vectors <= 512) norm_rows<In, F, 2, 256><<<rows, threads_for(vectors, 2), 0, stream>>>(to);
@@ -317,13 +317,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_keep(const Tensor& given, const 
     });
   });
   check_launch("norm_keep");
-  return {y, maxima, codes, exponents};
+  return {y, amax, codes, exponents};
 }
 
-template <typename In, Format F, int kept>
+template <typename In, Format F, int per_thread>
 void launch_backward(const Backward<In>& of, int64_t blocks, int threads, cudaStream_t stream) {
-  if (of.dbias != nullptr) norm_rows_backward<In, F, kept, true><<<blocks, threads, 0, stream>>>(of);
-  else norm_rows_backward<In, F, kept, false><<<blocks, threads, 0, stream>>>(of);
+  if (of.dbias != nullptr) norm_rows_backward<In, F, per_thread, true><<<blocks, threads, 0, stream>>>(of);
+  else norm_rows_backward<In, F, per_thread, false><<<blocks, threads, 0, stream>>>(of);
 }
 
 std::tuple<Tensor, Tensor, Tensor> norm_keep_backward(const Tensor& dy_given, const Tensor& codes_given,
@@ -335,8 +335,8 @@ std::tuple<Tensor, Tensor, Tensor> norm_keep_backward(const Tensor& dy_given, co
   const int64_t rows = dy.size(0), columns = dy.size(1), vectors = columns / VECTOR;
   const int shift = group_shift(columns, group);
   check_width(columns);
-  const int kept = vectors <= MOST_THREADS ? 1 : vectors <= 2 * MOST_THREADS ? 2 : 4;
-  const int threads = threads_for(vectors, kept);
+  const int per_thread = vectors <= MOST_THREADS ? 1 : vectors <= 2 * MOST_THREADS ? 2 : 4;
+  const int threads = threads_for(vectors, per_thread);
   const int64_t blocks = blocks_for(rows, threads);
   Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
   if (rows == 0) {
@@ -353,10 +353,10 @@ std::tuple<Tensor, Tensor, Tensor> norm_keep_backward(const Tensor& dy_given, co
     const Backward<In> of{data_of<In>(dy), data_of<uint8_t>(codes), data_of<uint8_t>(exponents),
                           floats_of(weight, columns), static_cast<float>(eps), centered, mutable_data_of<In>(dx), sums,
                           biased ? sums + blocks * columns : nullptr, rows, static_cast<int>(vectors), shift};
-    with_kept_format(parse_format(format_name), [&](auto tag) {
+    with_saved_format(parse_format(format_name), [&](auto tag) {
       constexpr Format F = decltype(tag)::value;
-      if (kept == 1) launch_backward<In, F, 1>(of, blocks, threads, stream);
-      else if (kept == 2) launch_backward<In, F, 2>(of, blocks, threads, stream);
+      if (per_thread == 1) launch_backward<In, F, 1>(of, blocks, threads, stream);
+      else if (per_thread == 2) launch_backward<In, F, 2>(of, blocks, threads, stream);
       else launch_backward<In, F, 4>(of, blocks, threads, stream);
     });
   });

@@ -1,11 +1,11 @@
 // quantize_nvfp4: E2M1 codes under E4M3 block scales under one FP32 scale of the tensor (ops/reference.py).
 //
-//   lines     tile (1, 8 .. 256)   the lanes that share a line exchange their maxima
+//   lines     tile (1, 8 .. 256)   the lanes that share a line exchange their amax
 //   squares   tile (16, 16)        a block holds 16 rows of 8 tiles, one vector a thread
-//   tiles     any other            maxima and scales first, then codes
+//   tiles     any other            amax and scales first, then codes
 //
 // The tensor's maximum comes first in each, so x is read twice (three times in the last): 4.5 bytes an element of BF16.
-#include "cuda/maxima.h"
+#include "cuda/amax.h"
 
 namespace lowprec {
 namespace {
@@ -112,7 +112,7 @@ template <typename In, bool random>
 __global__ void __launch_bounds__(THREADS)
     nvfp4_squares(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, int64_t columns,
                   HeadRoom room, Draw draw) {
-  __shared__ uint32_t maxima[16][17];
+  __shared__ uint32_t of_lanes[16][17];
   __shared__ TileScale scales[8];
   const int across = threadIdx.x & 15, down = threadIdx.x >> 4;
   const int64_t strips = (columns + 127) / 128, band = blockIdx.x / strips;
@@ -122,12 +122,12 @@ __global__ void __launch_bounds__(THREADS)
   Vector<In> held;
   if (column < columns) held.load(x + row * columns + column);
   else held.clear();
-  maxima[down][across] = held.largest();
+  of_lanes[down][across] = held.largest();
   __syncthreads();
   if (threadIdx.x < 8) {
     uint32_t most = 0;
 #pragma unroll
-    for (int i = 0; i < 32; ++i) most = larger(most, maxima[i >> 1][2 * threadIdx.x + (i & 1)]);
+    for (int i = 0; i < 32; ++i) most = larger(most, of_lanes[i >> 1][2 * threadIdx.x + (i & 1)]);
     const int64_t tile = blockIdx.x % strips * 8 + threadIdx.x;
     const Block of = block_of(bits_float(most), tensor_scale, room);
     if (tile < columns / 16) leave(to, band * (columns / 16) + tile, of);

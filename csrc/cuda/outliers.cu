@@ -1,10 +1,10 @@
 // outlier_bounds, quantize_carrier, and both in one pass (ops/reference.py, ops/pairs.py quantize_outliers): a row is
-// read once, its (clipped + 1)-th smallest and largest values are selected (cuda/held_row.h), its codes are written.
+// read once, its (clipped + 1)-th smallest and largest values are selected (cuda/row_in_shared_memory.h), its codes are written.
 //
 // What binds: instructions, not bytes. Of about 23 an element, 14 round (quotient, magic sum, two comparisons with the
 // bounds, half a conversion), 1 finds the clusters' extremes, 2 mark the list of candidates, the rest is the descents,
 // shared by the 100 or so elements of a thread. FP32 and odd rows are read again for each bit of their bounds.
-#include "cuda/held_row.h"
+#include "cuda/row_in_shared_memory.h"
 
 namespace lowprec {
 namespace {
@@ -28,17 +28,17 @@ __global__ void __launch_bounds__(warps == 1 ? 64 : 32 * warps)
                      float* __restrict__ low, float* __restrict__ high, int64_t rows, int columns, uint32_t clipped) {
   extern __shared__ uint4 memory[];
   __shared__ uint32_t slots[2 * warps];
-  using Row = Team<warps>;
-  using Held = HeldRow<In, warps, depth>;
+  using Row = WarpGroup<warps>;
+  using Held = SharedMemoryRow<In, warps, depth>;
   using P = Pairs<In>;
   const int side = warps == 1 ? threadIdx.x >> 5 : 0, rank = Row::rank(), count = columns / VECTOR;
   const int64_t row = warps == 1 ? static_cast<int64_t>(blockIdx.x) * 2 + side : blockIdx.x;
   if (warps == 1 && row >= rows) return;
   uint4* mine = memory + side * (count + Held::places / VECTOR);
-  Row team(slots);
+  Row group(slots);
   Held held{mine + rank, reinterpret_cast<uint16_t*>(mine + count), count, rank};
   held.fetch(reinterpret_cast<const uint4*>(x + row * columns) + rank);
-  const Bounds of = held.bounds(team, clipped);
+  const Bounds of = held.bounds(group, clipped);
   if (codes == nullptr) {
     if (rank == 0) {
       low[row] = of.low;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(32 * ANY_WARPS)
     bounds_of_any(const In* __restrict__ x, float* __restrict__ low, float* __restrict__ high, int64_t columns,
                   uint32_t clipped) {
   __shared__ uint32_t slots[2 * ANY_WARPS];
-  Team<ANY_WARPS> team(slots);
+  WarpGroup<ANY_WARPS> group(slots);
   const In* values = x + blockIdx.x * columns;
   const auto keys = [&](auto&& visit) {
     for (int64_t i = threadIdx.x; i < columns; i += 32 * ANY_WARPS) {
@@ -98,11 +98,11 @@ __global__ void __launch_bounds__(32 * ANY_WARPS)
     top = larger(top, key);
     least = larger(least, ~key);
   });
-  top = team.largest(top);
-  least = ~team.largest(least);
-  const bool nan = team.largest(size) > INFINITE;
+  top = group.largest(top);
+  least = ~group.largest(least);
+  const bool nan = group.largest(size) > INFINITE;
   uint2 both = make_uint2(0, 0);
-  if (!nan) both = ranks_of_all(team, clipped, top, least, keys);
+  if (!nan) both = ranks_of_all(group, clipped, top, least, keys);
   if (threadIdx.x != 0) return;
   const auto value = [](uint32_t key) -> float {
     const uint32_t whole = key << spare<In>;
@@ -143,7 +143,7 @@ struct Outputs {
 
 template <typename In, int warps, int depth>
 void launch_team(const Tensor& x, const Outputs& to, uint32_t clipped) {
-  using Held = HeldRow<In, warps, depth>;
+  using Held = SharedMemoryRow<In, warps, depth>;
   const int64_t rows = x.size(0), columns = x.size(1), sides = warps == 1 ? 2 : 1;
   const size_t bytes = sides * (columns + Held::places) * 2;
   const auto kernel = outliers_of_rows<In, warps, depth>;
@@ -154,7 +154,7 @@ void launch_team(const Tensor& x, const Outputs& to, uint32_t clipped) {
       data_of<In>(x), to.codes, to.scale, to.low, to.high, rows, static_cast<int>(columns), clipped);
 }
 
-// False: not a row of 16-bit floats that a team holds.
+// False: not a row of 16-bit floats that a group of warps holds.
 template <typename In>
 bool launch_held(const Tensor& x, const Outputs& to, uint32_t clipped) {
   const int64_t columns = x.size(1);

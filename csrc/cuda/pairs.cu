@@ -3,8 +3,8 @@
 // A thread holds 8x8 elements: eight 16-byte loads are in flight before the first use, rows are written 128 bytes at a
 // time by 16 threads, and the transposed codes go through 16 KB of shared memory, 8-byte chunks swizzled by their column
 // so that neither side meets a bank twice. Tiles within 128x128 need one read; a row's, a column's or the tensor's
-// maximum is a first read of its own (or the producer's `maxima`).
-#include "cuda/maxima.h"
+// maximum is a first read of its own (or the producer's `amax`).
+#include "cuda/amax.h"
 #include "cuda/quantize.h"
 
 namespace lowprec {
@@ -25,7 +25,7 @@ Share share_of(int64_t rows, int64_t columns, Tile tile) {
   return tile.rows == BLOCK && tile.columns == BLOCK ? Share::SQUARE : Share::OTHER;
 }
 
-// One orientation: what shares a scale, the multiplier of x, where maxima were left, where scales go.
+// One orientation: what shares a scale, the multiplier of x, where an amax was left, where scales go.
 struct Side {
   Share share;
   const float* fold;  // side a: of each column; side b: of each row
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_fold(float (&fold)[8], const float* data, i
 
 // Maxima of this block's rows under `across` and of its columns under `down`, as bits, into shared memory.
 template <typename In, bool folded>
-__device__ __forceinline__ void block_maxima(const Vector<In> (&x)[8], const float (&across)[8], const float (&down)[8],
+__device__ __forceinline__ void block_amax(const Vector<In> (&x)[8], const float (&across)[8], const float (&down)[8],
                                              bool want_rows, bool want_columns, uint32_t* of_rows, uint32_t* of_columns,
                                              const Place& at) {
   if (want_rows) {
@@ -104,9 +104,9 @@ __device__ __forceinline__ void block_maxima(const Vector<In> (&x)[8], const flo
   }
 }
 
-// First read: maxima of whole rows, whole columns, or of everything.
+// First read: amax of whole rows, whole columns, or of everything.
 template <typename In, bool folded>
-__global__ void __launch_bounds__(THREADS) outer_maxima(const In* __restrict__ data, int64_t rows, int64_t columns, Side a, Side b) {
+__global__ void __launch_bounds__(THREADS) outer_amax(const In* __restrict__ data, int64_t rows, int64_t columns, Side a, Side b) {
   __shared__ uint32_t of_rows[BLOCK], of_columns[BLOCK];
   const Place at;
   Vector<In> x[8];
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(THREADS) outer_maxima(const In* __restrict__ d
   }
   if (threadIdx.x < BLOCK) of_columns[threadIdx.x] = 0;
   __syncthreads();
-  block_maxima<In, folded>(x, across, down, a.amax != nullptr, b.amax != nullptr, of_rows, of_columns, at);
+  block_amax<In, folded>(x, across, down, a.amax != nullptr, b.amax != nullptr, of_rows, of_columns, at);
   __syncthreads();
   const int i = threadIdx.x & (BLOCK - 1);
   const bool first = threadIdx.x < BLOCK;
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
   if (inner_a || inner_b) {
     if (threadIdx.x < BLOCK) of_columns[threadIdx.x] = 0;
     __syncthreads();
-    block_maxima<In, folded>(x, across, down, inner_a, inner_b, of_rows, of_columns, at);
+    block_amax<In, folded>(x, across, down, inner_a, inner_b, of_rows, of_columns, at);
     __syncthreads();
     const bool square_a = a.share == Share::SQUARE, square_b = !same && b.share == Share::SQUARE;
     if (square_a || square_b) {  // a warp a side
@@ -338,7 +338,7 @@ using Both = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 struct Request {
   Tensor x;
-  std::optional<Tensor> maxima;
+  std::optional<Tensor> amax;
   const float *across, *down;
   Format format;
   Tile tile, tile_t;  // both as (rows, columns) of the matrix that they tile
@@ -366,11 +366,11 @@ void launch_both(const Request& r, Share share_a, Share share_b, const Tensor& c
   if (of_a > 0) a.amax = words;
   if (of_b > 0) b.amax = words + of_a;
   if (share_a == Share::ALL && share_b == Share::ALL && !folded) {
-    if (r.maxima.has_value()) launch_amax(data_of<Fp32>(*r.maxima), a.amax, r.maxima->numel(), stream);
+    if (r.amax.has_value()) launch_amax(data_of<Fp32>(*r.amax), a.amax, r.amax->numel(), stream);
     else launch_amax(x, a.amax, rows * columns, stream);
   } else if (of_a + of_b > 0) {
-    if (folded) outer_maxima<In, true><<<grid, THREADS, 0, stream>>>(x, rows, columns, a, b);
-    else outer_maxima<In, false><<<grid, THREADS, 0, stream>>>(x, rows, columns, a, b);
+    if (folded) outer_amax<In, true><<<grid, THREADS, 0, stream>>>(x, rows, columns, a, b);
+    else outer_amax<In, false><<<grid, THREADS, 0, stream>>>(x, rows, columns, a, b);
   }
   uint8_t *out = mutable_data_of<uint8_t>(codes), *out_t = mutable_data_of<uint8_t>(codes_t);
   if (same) emit_both<In, F, true, false><<<grid, THREADS, 0, stream>>>(x, out, out_t, rows, columns, a, b, r.how);
@@ -378,7 +378,7 @@ void launch_both(const Request& r, Share share_a, Share share_b, const Tensor& c
   else emit_both<In, F, false, false><<<grid, THREADS, 0, stream>>>(x, out, out_t, rows, columns, a, b, r.how);
 }
 
-Both quantize_both(const Tensor& given, std::optional<Tensor> maxima, std::optional<Tensor> across_given,
+Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optional<Tensor> across_given,
                    std::optional<Tensor> down_given, std::string format_name, std::vector<int64_t> tile_given,
                    std::vector<int64_t> tile_t_given, std::string rule, double headroom) {
   const Tensor x = dense(given);
@@ -386,9 +386,9 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> maxima, std::optio
   std::optional<Tensor> across, down;
   if (across_given.has_value()) across = dense(*across_given);
   if (down_given.has_value()) down = dense(*down_given);
-  if (maxima.has_value()) maxima = dense(*maxima);
+  if (amax.has_value()) amax = dense(*amax);
   const Format format = parse_format(format_name);
-  Request r{x, maxima, across.has_value() ? data_of<float>(*across) : nullptr,
+  Request r{x, amax, across.has_value() ? data_of<float>(*across) : nullptr,
             down.has_value() ? data_of<float>(*down) : nullptr, format, resolve_tile(rows, columns, tile_given),
             resolve_tile(columns, rows, tile_t_given), scale_rule_of(format, parse_rule(rule), headroom, 0)};
   const Share share_a = share_of(rows, columns, r.tile), share_b = share_of(rows, columns, {r.tile_t.columns, r.tile_t.rows});
@@ -407,7 +407,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> maxima, std::optio
     });
     const bool everything = share_a == Share::ALL && share_b == Share::ALL && r.across == nullptr && r.down == nullptr;
     const auto made = [&](const Tensor& each, const std::vector<int64_t>& tile) {
-      if (maxima.has_value() && everything) return quantize_whole(each, *maxima, format_name, rule, headroom);
+      if (amax.has_value() && everything) return quantize_whole(each, *amax, format_name, rule, headroom);
       return quantize(each, format_name, tile, rule, headroom, 0, std::nullopt, std::nullopt);
     };
     auto [codes, scale] = made(plain, tile_given);

@@ -1,11 +1,11 @@
 // quantize, dequantize, transpose: one matrix, any format, any tiling.
 //
 //   rows     tile (1, all)        a block holds a row in registers: one read, one write
-//   lines    tile (1, 8 .. 256)   the lanes that share a line exchange their maxima: one read, one write
-//   tiles    any other            maxima first, then codes: two reads, one write
+//   lines    tile (1, 8 .. 256)   the lanes that share a line exchange their amax: one read, one write
+//   tiles    any other            amax first, then codes: two reads, one write
 //
-// Maxima are taken on bit patterns (numerics/amax.h), so the order of a reduction does not show.
-#include "cuda/maxima.h"
+// amax is taken on bit patterns (numerics/amax.h), so the order of a reduction does not show.
+#include "cuda/amax.h"
 #include "cuda/quantize.h"
 
 namespace lowprec {
@@ -56,23 +56,23 @@ __device__ __forceinline__ Vector<In> read(const In* x, int64_t row, int64_t col
   return made;
 }
 
-// A block a row; `kept` vectors a thread stay in registers, what is beyond them is read again.
-template <typename In, Format F, bool random, int threads, int kept>
+// A block a row; `per_thread` vectors a thread stay in registers, what is beyond them is read again.
+template <typename In, Format F, bool random, int threads, int per_thread>
 __global__ void __launch_bounds__(threads) quantize_rows(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
                                                          float* __restrict__ scale, int64_t columns, ScaleRule how, Draw draw) {
   __shared__ uint32_t scratch[threads / 32];
   const int64_t row = blockIdx.x, first = static_cast<int64_t>(threadIdx.x) * VECTOR, stride = threads * VECTOR;
-  Vector<In> held[kept];
+  Vector<In> held[per_thread];
   uint32_t amax = 0;
 #pragma unroll
-  for (int i = 0; i < kept; ++i) {
+  for (int i = 0; i < per_thread; ++i) {
     const int64_t column = first + i * stride;
     if (column < columns) held[i] = read<In, true>(x, row, column, columns);
     else held[i].clear();
   }
 #pragma unroll
-  for (int i = 0; i < kept; ++i) amax = larger(amax, held[i].largest());
-  for (int64_t column = first + kept * stride; column < columns; column += stride) {
+  for (int i = 0; i < per_thread; ++i) amax = larger(amax, held[i].largest());
+  for (int64_t column = first + per_thread * stride; column < columns; column += stride) {
     amax = larger(amax, read<In, true>(x, row, column, columns).largest());
   }
   const float largest = bits_float(block_largest(amax, scratch));
@@ -83,11 +83,11 @@ __global__ void __launch_bounds__(threads) quantize_rows(const In* __restrict__ 
   }
   if (threadIdx.x == 0) scale[row] = of.scale;
 #pragma unroll
-  for (int i = 0; i < kept; ++i) {
+  for (int i = 0; i < per_thread; ++i) {
     const int64_t column = first + i * stride;
     if (column < columns) emit<In, F, random, true>(held[i], of, how.divides(), codes, row, column, columns, draw);
   }
-  for (int64_t column = first + kept * stride; column < columns; column += stride) {
+  for (int64_t column = first + per_thread * stride; column < columns; column += stride) {
     emit<In, F, random, true>(read<In, true>(x, row, column, columns), of, how.divides(), codes, row, column, columns,
                               draw);
   }
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(THREADS) amax_tiles(const In* __restrict__ x, 
   if (threadIdx.x == 0) amax[blockIdx.x] = found;
 }
 
-// Scales of tiles from their maxima, a block a row of tiles; with a span, exponents are raised to the row's. by: what
+// Scales of tiles from their amax, a block a row of tiles; with a span, exponents are raised to the row's. by: what
 // values are multiplied by, or divided by where the rule divides.
 __global__ void __launch_bounds__(THREADS) tile_scales(const uint32_t* __restrict__ amax, float* __restrict__ scale,
                                                        float* __restrict__ by, int64_t across, ScaleRule how) {
@@ -240,7 +240,7 @@ bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale
 }
 
 template <typename In, Format F, bool random, bool whole>
-void launch(const Tensor& x, const Tensor* maxima, const Tensor& codes_out, const Tensor& scale_out, Tile tile,
+void launch(const Tensor& x, const Tensor* known, const Tensor& codes_out, const Tensor& scale_out, Tile tile,
             const ScaleRule& how, Draw draw) {
   using Code = typename Grid<F>::Code;
   const int64_t rows = x.size(0), columns = x.size(1), across = columns / tile.columns;
@@ -249,20 +249,20 @@ void launch(const Tensor& x, const Tensor* maxima, const Tensor& codes_out, cons
   Code* codes = mutable_data_of<Code>(codes_out);
   float* scale = mutable_data_of<float>(scale_out);
   if constexpr (whole) {
-    if (maxima == nullptr && launch_vectors<In, F, random>(x, codes, scale, tile, how, draw)) return;
+    if (known == nullptr && launch_vectors<In, F, random>(x, codes, scale, tile, how, draw)) return;
   }
   const int64_t tiles = rows / tile.rows * across;
   Tensor amax = torch::stable::new_zeros(x, {tiles}, ScalarType::Int);
   uint32_t* found = mutable_data_of<uint32_t>(amax);
   Tensor by = empty_like_device(x, {tiles}, ScalarType::Float);
-  if (maxima != nullptr) launch_amax(data_of<Fp32>(*maxima), found, maxima->numel(), stream);
+  if (known != nullptr) launch_amax(data_of<Fp32>(*known), found, known->numel(), stream);
   else amax_tiles<In><<<tiles, THREADS, 0, stream>>>(in, found, columns, tile);
   tile_scales<<<rows / tile.rows, THREADS, 0, stream>>>(found, scale, mutable_data_of<float>(by), across, how);
   emit_tiles<In, F, random, whole><<<ceil_div(rows * ceil_div(columns, VECTOR), THREADS), THREADS, 0, stream>>>(
       in, codes, mutable_data_of<float>(by), how.divides(), rows, columns, tile, draw);
 }
 
-std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* maxima, const std::string& format_name,
+std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* known, const std::string& format_name,
                                         const std::vector<int64_t>& tile_given, const std::string& rule,
                                         double headroom, int64_t span, Draw draw) {
   const Tensor x = dense(given);
@@ -279,7 +279,7 @@ std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* maxim
       const bool whole = columns % VECTOR == 0 && aligned(x.const_data_ptr(), 16);
       const auto run = draw.seed != nullptr ? (whole ? launch<In, F, true, true> : launch<In, F, true, false>)
                                             : (whole ? launch<In, F, false, true> : launch<In, F, false, false>);
-      run(x, maxima, codes, scale, tile, how, draw);
+      run(x, known, codes, scale, tile, how, draw);
     });
   });
   check_launch("quantize");
@@ -294,9 +294,9 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::ve
   return quantize_any(x, nullptr, format, tile, rule, headroom, span, Draw{seed_of(seed), seed_of(origin)});
 }
 
-std::tuple<Tensor, Tensor> quantize_whole(const Tensor& x, const Tensor& maxima, std::string format, std::string rule,
+std::tuple<Tensor, Tensor> quantize_whole(const Tensor& x, const Tensor& amax, std::string format, std::string rule,
                                           double headroom) {
-  return quantize_any(x, &maxima, format, {-1, -1}, rule, headroom, 0, Draw{nullptr, nullptr});
+  return quantize_any(x, &amax, format, {-1, -1}, rule, headroom, 0, Draw{nullptr, nullptr});
 }
 
 }  // namespace lowprec

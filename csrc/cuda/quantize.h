@@ -9,8 +9,8 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::ve
                                     double headroom, int64_t span, std::optional<Tensor> seed,
                                     std::optional<Tensor> origin);
 
-// One scale for everything, to nearest, from maxima (FP32) that were left: x may be a part of what they are of.
-std::tuple<Tensor, Tensor> quantize_whole(const Tensor& x, const Tensor& maxima, std::string format, std::string rule,
+// One scale for everything, to nearest, from amax (FP32) that was left: x may be a part of what it is of.
+std::tuple<Tensor, Tensor> quantize_whole(const Tensor& x, const Tensor& amax, std::string format, std::string rule,
                                           double headroom);
 
 }  // namespace lowprec

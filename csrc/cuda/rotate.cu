@@ -270,8 +270,8 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
     if constexpr (!std::is_same_v<In, Fp16>) {
       if (!transposed) return launch_rows<In>(call);
       Tensor keys = torch::stable::new_zeros(x, {rows}, ScalarType::Int);
-      Tensor kept = empty_like_device(x, {ceil_div(columns, HELD), rows}, ScalarType::Short);
-      launch_transposed<In>(call, mutable_data_of<uint32_t>(keys), mutable_data_of<uint16_t>(kept));
+      Tensor saved = empty_like_device(x, {ceil_div(columns, HELD), rows}, ScalarType::Short);
+      launch_transposed<In>(call, mutable_data_of<uint32_t>(keys), mutable_data_of<uint16_t>(saved));
     }
   });
   check_launch("rotate_fold");

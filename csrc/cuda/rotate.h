@@ -6,7 +6,7 @@
 
 #include "cuda/vectors.h"
 #include "numerics/hadamard.h"
-#include "numerics/places.h"
+#include "numerics/value_grid.h"
 
 namespace lowprec {
 
@@ -17,7 +17,7 @@ Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block);
 constexpr int MX_BLOCK = 32;
 constexpr int HELD = 64;          // elements of a thread: a rotation, two MX blocks; half of it where `count` says so
 constexpr int LOST = 256;         // added to the key of a block that is not finite
-constexpr int KEPT_LOST = 255;    // such a key in a byte
+constexpr int LOST_BYTE = 255;    // such a key in a byte
 constexpr int TOP_SHIFT = 13;     // of the wider carrier
 constexpr int NAN_TABLE = TOP_SHIFT - LEAST_SHIFT + 1;
 constexpr int TABLES = NAN_TABLE + 1;
@@ -54,9 +54,9 @@ struct RotateCall {
   cudaStream_t stream;
 };
 
-// rotate_transposed.cu: codes of the transpose. keys: int32 [columns], zeros; kept: uint16 [ceil(rows / 64), columns].
+// rotate_transposed.cu: codes of the transpose. keys: int32 [columns], zeros; saved: uint16 [ceil(rows / 64), columns].
 template <typename In>
-void launch_transposed(const RotateCall& call, uint32_t* keys, uint16_t* kept);
+void launch_transposed(const RotateCall& call, uint32_t* keys, uint16_t* saved);
 // As many blocks as the GPU holds at once, at most `most`.
 template <typename Kernel>
 int64_t resident_blocks(Kernel kernel, int threads, size_t shared, int64_t most, int device) {

@@ -163,13 +163,13 @@ __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, co
   }
 }
 
-__device__ __forceinline__ uint32_t kept_key(int key) { return key >= LOST ? KEPT_LOST : key; }
-__device__ __forceinline__ int key_of(uint32_t kept) { return kept == KEPT_LOST ? LOST : static_cast<int>(kept); }
+__device__ __forceinline__ uint32_t byte_of_key(int key) { return key >= LOST ? LOST_BYTE : key; }
+__device__ __forceinline__ int key_of(uint32_t saved) { return saved == LOST_BYTE ? LOST : static_cast<int>(saved); }
 
 template <typename In, bool plain>
 __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
     column_keys(const In* __restrict__ x, int rows, int columns, Rotation how, uint32_t* __restrict__ keys,
-                uint16_t* __restrict__ kept) {
+                uint16_t* __restrict__ saved) {
   extern __shared__ uint4 dynamic[];
   __shared__ Tables tables;
   make_tables(tables, how);
@@ -180,8 +180,8 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
     if (!mine.inside) return;
-    const uint32_t both = kept_key(low) | kept_key(high) << 8;
-    kept[static_cast<int64_t>(mine.token / HELD) * columns + mine.column] = static_cast<uint16_t>(both);
+    const uint32_t both = byte_of_key(low) | byte_of_key(high) << 8;
+    saved[static_cast<int64_t>(mine.token / HELD) * columns + mine.column] = static_cast<uint16_t>(both);
     if ((threadIdx.x & 3) == 0) atomicMax(keys + mine.column, static_cast<uint32_t>(largest));
   });
 }
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
 template <typename In, bool random, bool plain>
 __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
     column_codes(const In* __restrict__ x, int rows, int columns, Rotation how, const uint32_t* __restrict__ keys,
-                 const uint16_t* __restrict__ kept, uint8_t* __restrict__ codes, float* __restrict__ scale) {
+                 const uint16_t* __restrict__ saved, uint8_t* __restrict__ codes, float* __restrict__ scale) {
   extern __shared__ uint4 dynamic[];
   __shared__ Tables tables;
   make_tables(tables, how);
@@ -205,7 +205,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
   each_tile<In, true, plain>(x, rows, columns, how, tables, reinterpret_cast<uint8_t*>(dynamic),
                       [&](const TileAt& at, const Share& mine, const float (&v)[HELD], uint8_t* own) {
     const int row = mine.inside ? static_cast<int>(keys[mine.column]) : 1;
-    const uint32_t both = mine.inside ? kept[static_cast<int64_t>(mine.token / HELD) * columns + mine.column] : 0x0101u;
+    const uint32_t both = mine.inside ? saved[static_cast<int64_t>(mine.token / HELD) * columns + mine.column] : 0x0101u;
     if (mine.inside && mine.token == 0) scale[mine.column] = row_scale(row, how);
     uint32_t words[HELD / 4];
 #pragma unroll
@@ -224,27 +224,27 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
 }
 
 template <typename In, bool plain>
-void launch_both(const RotateCall& call, uint32_t* keys, uint16_t* kept) {
+void launch_both(const RotateCall& call, uint32_t* keys, uint16_t* saved) {
   const In* x = static_cast<const In*>(call.x);
   const int rows = static_cast<int>(call.rows), columns = static_cast<int>(call.columns), threads = 32 * WARPS;
   const int64_t tiles = ceil_div(rows, TOKENS) * ceil_div(columns, COLUMNS);
   size_t shared = 2 * STAGE<In> + WARPS * OWN<In, false>;
   int64_t blocks = resident_blocks(column_keys<In, plain>, threads, shared, tiles, call.device);
-  column_keys<In, plain><<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys, kept);
+  column_keys<In, plain><<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys, saved);
   shared = 2 * STAGE<In> + WARPS * OWN<In, true>;
   const auto codes = call.how.seed != nullptr ? column_codes<In, true, plain> : column_codes<In, false, plain>;
   blocks = resident_blocks(codes, threads, shared, tiles, call.device);
-  codes<<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys, kept, call.codes, call.scale);
+  codes<<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys, saved, call.codes, call.scale);
 }
 
 }  // namespace
 
 template <typename In>
-void launch_transposed(const RotateCall& call, uint32_t* keys, uint16_t* kept) {
+void launch_transposed(const RotateCall& call, uint32_t* keys, uint16_t* saved) {
   if constexpr (sizeof(In) < 4) {
-    if (call.plain) return launch_both<In, true>(call, keys, kept);
+    if (call.plain) return launch_both<In, true>(call, keys, saved);
   }
-  launch_both<In, false>(call, keys, kept);
+  launch_both<In, false>(call, keys, saved);
 }
 
 template void launch_transposed<Bf16>(const RotateCall&, uint32_t*, uint16_t*);

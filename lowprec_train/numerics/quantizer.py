@@ -164,7 +164,7 @@ class Quantizer:
         return self.format.scaled and (self.tile[dim] == -1 or levels)
 
     def _part(self, x: Tensor, seed: Tensor | None, origin: Tensor | None, shared: Shared) -> Quantized:
-        amax, share = torch.ops.lowprec.maxima(x, self.tile), self.range_share
+        amax, share = torch.ops.lowprec.amax(x, self.tile), self.range_share
         top = shared.global_amax(self._above_tiles(amax, shared.dim))
         spans = self.tile[shared.dim] == -1  # then the parts' tiles are the whole's, with one maximum
         amax = top if spans else amax
@@ -181,7 +181,7 @@ class Quantizer:
 
     def local_amax(self, x: Tensor, dim: int) -> Tensor:
         """What this part of a matrix that is cut along `dim` gives to the maximum over all parts, where `crosses`."""
-        return self._above_tiles(torch.ops.lowprec.maxima(x, self.tile), dim)
+        return self._above_tiles(torch.ops.lowprec.amax(x, self.tile), dim)
 
     def _above_tiles(self, amax: Tensor, dim: int) -> Tensor:
         """Maxima of tiles that lie on several ranks, or of what tiles have one number for: the matrix or a row."""
@@ -242,25 +242,25 @@ def both(
     *,
     across: Tensor | None = None,
     down: Tensor | None = None,
-    maxima: Tensor | None = None,
+    amax: Tensor | None = None,
     produced: bool = False,
     shared: Shared | None = None,
 ) -> tuple[Quantized, Quantized]:
     """x [m, k] * across [1, k] rounded by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
 
-    maxima: any tensor whose largest element is max |x|, left by what made x; it spares a pass. produced: x comes from a
+    amax: any tensor whose largest element is max |x|, left by what made x; it spares a pass. produced: x comes from a
     compiled kernel, which takes the maximum along where it can. shared: of x, where `parts_pair`.
     """
     first.check(x.shape[0], x.shape[1])
     second.check(x.shape[1], x.shape[0])
     if not (_everything(first, second) and across is None and down is None):
-        maxima = None
-    elif maxima is None and produced and x.is_cuda and torch.compiler.is_compiling():
-        maxima = x.abs().amax(dim=1).float()
+        amax = None
+    elif amax is None and produced and x.is_cuda and torch.compiler.is_compiling():
+        amax = x.abs().amax(dim=1).float()
     if shared is not None and first.crosses(shared.dim):
-        left = torch.ops.lowprec.maxima(x, first.tile) if maxima is None else maxima
-        maxima = shared.global_amax(left.amax().reshape(1))
+        left = torch.ops.lowprec.amax(x, first.tile) if amax is None else amax
+        amax = shared.global_amax(left.amax().reshape(1))
     codes, scale, turned, scale_t = torch.ops.lowprec.quantize_both(
-        x, maxima, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
+        x, amax, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
     )
     return first.wrap(codes, scale), second.wrap(turned, scale_t)

@@ -108,7 +108,7 @@ def _quantize_nvfp4() -> Cases:
     }
 
 
-def _maxima() -> Cases:
+def _amax() -> Cases:
     tiles = {"tensor": [-1, -1], "rows": [1, -1], "columns": [-1, 1], "MX": [1, 32], "squares": [16, 16]}
     x, bad = values(32, 96).bfloat16(), spoilt(5, 64)
     return {name: (x, tile) for name, tile in tiles.items()} | {"Inf and NaN": (bad, [1, 32])}
@@ -118,7 +118,7 @@ def _quantize_by() -> Cases:
     """The cases of `quantize` as the first half of a matrix whose second half is eight times as large."""
     made: Cases = {}
     for name, (x, format, tile, rule, headroom, span, *draws) in _quantize().items():
-        amax = reference.maxima(x, tile) * 8.0
+        amax = reference.amax(x, tile) * 8.0
         tops = amax.amax(1, keepdim=True) * 4.0 if span else None
         made[name] = (x, amax, tops, format, tile, rule, headroom, span, *draws)
     return made
@@ -127,7 +127,7 @@ def _quantize_by() -> Cases:
 def _quantize_nvfp4_by() -> Cases:
     made: Cases = {}
     for name, (x, tile, *how) in _quantize_nvfp4().items():
-        amax = reference.maxima(x, tile)
+        amax = reference.amax(x, tile)
         made[name] = (x, amax, amax.amax().reshape(1, 1) * 8.0, tile, *how)
     return made
 
@@ -137,7 +137,7 @@ def _quantize_both() -> Cases:
     across, down = 2.0 ** values(1, 72).sign(), 2.0 ** values(33, 1, seed=3).sign()
     return {
         "tensor": (x, None, None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
-        "tensor, maxima left": (x, x.float().abs().amax(1), None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
+        "tensor, amax left": (x, x.float().abs().amax(1), None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
         "a part": (x, torch.tensor([1e9]), None, None, "E5M2", [-1, -1], [-1, -1], "POW2", 1.0),
         "a small part": (short, values(7, 1).abs() * 8, None, None, "E4M3", [-1, -1], [-1, -1], "FP32", 1.0),
         "folded": (x, None, across, down, "E5M2", [1, -1], [1, -1], "FP32", 1.0),
@@ -302,7 +302,7 @@ def cases(op: str) -> Cases:
     made: dict[str, Any] = {
         "quantize": _quantize,
         "quantize_nvfp4": _quantize_nvfp4,
-        "maxima": _maxima,
+        "amax": _amax,
         "quantize_by": _quantize_by,
         "quantize_nvfp4_by": _quantize_nvfp4_by,
         "quantize_both": _quantize_both,

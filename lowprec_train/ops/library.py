@@ -21,7 +21,7 @@ from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
 COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "fold"}
-COMPILED_ON_CUDA |= {"pack_e2m1", "unpack_e2m1", "maxima", "quantize_by", "quantize_nvfp4_by"}
+COMPILED_ON_CUDA |= {"pack_e2m1", "unpack_e2m1", "amax", "quantize_by", "quantize_nvfp4_by"}
 CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
 

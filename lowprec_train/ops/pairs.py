@@ -16,15 +16,15 @@ from lowprec_train.ops import reference
 from lowprec_train.ops.schema import tile_shape
 
 
-def quantize_both(x, maxima, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
-    """Codes and scale of x [m, k] and of its transpose, [m, k] and [k, m] row-major, nearest. `maxima`: any tensor
+def quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
+    """Codes and scale of x [m, k] and of its transpose, [m, k] and [k, m] row-major, nearest. `amax`: any tensor
     whose largest element is max |x|, of the whole where x is a part of it; it spares a pass over x. Only two tiles of
     everything without factors look at it.
     """
     x = x.float()
     everything = tile_shape(*x.shape, tile) == tile_shape(*x.t().shape, tile_t)[::-1] == x.shape
-    if maxima is not None and everything and across is None and down is None:
-        amax, how = maxima.amax().reshape(1, 1), (scale_rule, headroom, 0, None, None)
+    if amax is not None and everything and across is None and down is None:
+        amax, how = amax.amax().reshape(1, 1), (scale_rule, headroom, 0, None, None)
         codes, scale = reference.quantize_by(x, amax, None, format, tile, *how)
         return codes, scale, codes.t().contiguous(), scale.clone()
     a, b = (x if each is None else x * each for each in (across, down))

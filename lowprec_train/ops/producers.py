@@ -4,7 +4,7 @@
     backward    dx = f'(x^) dy, x^ from the codes                  one read of dy and of the codes
 
 Scales are powers of two that never saturate (POW2 and E8M0_CEIL agree), kept as biased exponents of one byte; two E2M1
-codes share a byte. What goes on to a linear, y or an activation's dx, comes with `maxima`, the largest magnitude of
+codes share a byte. What goes on to a linear, y or an activation's dx, comes with `amax`, the largest magnitude of
 each row: the quantiser of a whole tensor there (`quantize_both`) then needs no pass of its own for its maximum.
 Statistics and derivatives are computed again from the codes. All in FP32, rounded once to the stream's dtype.
 
@@ -104,7 +104,7 @@ def _rounded_once(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def norm_keep(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
-    """x [m, k], weight and bias [k] FP32 -> y [m, k] in x's dtype, maxima [m], codes, exponents [m, k / group]."""
+    """x [m, k], weight and bias [k] FP32 -> y [m, k] in x's dtype, amax [m], codes, exponents [m, k / group]."""
     codes, exponents, values = _keep(x, format, group)
     return *_rounded_once(norm(values, weight, bias, eps, centered), x.dtype), codes, exponents
 
@@ -117,23 +117,23 @@ def norm_keep_backward(dy, codes, exponents, weight, biased, eps, centered, form
 
 
 def gated_keep(gate_up, format, group):  # type: ignore[no-untyped-def]
-    """gate_up [m, 2 F] -> y [m, F], maxima [m], codes and exponents of gate, codes and exponents of up."""
+    """gate_up [m, 2 F] -> y [m, F], amax [m], codes and exponents of gate, codes and exponents of up."""
     gate, up = (_keep(part, format, group) for part in gate_up.unflatten(1, (-1, 2)).unbind(2))
     return *_rounded_once(gated_silu(gate[2], up[2]), gate_up.dtype), *gate[:2], *up[:2]
 
 
 def gated_keep_backward(dy, gate, gate_exponents, up, up_exponents, format, group):  # type: ignore[no-untyped-def]
-    """The gradient of `gate_up`, [m, 2 F] in dy's dtype, and its maxima [m]."""
+    """The gradient of `gate_up`, [m, 2 F] in dy's dtype, and its amax [m]."""
     values = _restore(gate, gate_exponents, format), _restore(up, up_exponents, format)
     return _rounded_once(torch.stack(gated_silu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
 
 
 def gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
-    """x [m, k] -> y in x's dtype, maxima [m], codes, exponents [m, k / group]."""
+    """x [m, k] -> y in x's dtype, amax [m], codes, exponents [m, k / group]."""
     codes, exponents, values = _keep(x, format, group)
     return *_rounded_once(tanh_gelu(values), x.dtype), codes, exponents
 
 
 def gelu_keep_backward(dy, codes, exponents, format, group):  # type: ignore[no-untyped-def]
-    """dx [m, k] in dy's dtype, and its maxima [m]."""
+    """dx [m, k] in dy's dtype, and its amax [m]."""
     return _rounded_once(tanh_gelu_gradient(dy.float(), _restore(codes, exponents, format)), dy.dtype)

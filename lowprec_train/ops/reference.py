@@ -156,14 +156,14 @@ def spread(scale: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
     return scale if tile[0] in (1, shape[0]) else scale.repeat_interleave(tile[0], dim=0)
 
 
-def maxima(x, tile):  # type: ignore[no-untyped-def]
+def amax(x, tile):  # type: ignore[no-untyped-def]
     """Largest magnitude of each tile, FP32 [m / rows, k / columns]."""
     return tile_amax(x, tile_shape(x.shape[0], x.shape[1], tile)).float()
 
 
 def quantize(x, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
     """Codes on the format's grid and one dequantisation multiplier per tile: x ~ codes * scale."""
-    return quantize_by(x, maxima(x, tile), None, format, tile, scale_rule, headroom, span, seed, origin)
+    return quantize_by(x, amax(x, tile), None, format, tile, scale_rule, headroom, span, seed, origin)
 
 
 def quantize_by(x, amax, tops, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
@@ -179,8 +179,8 @@ def quantize_by(x, amax, tops, format, tile, scale_rule, headroom, span, seed, o
 
 def quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
     """Two-level NVFP4 (arXiv 2509.25149): E4M3 block scales under one FP32 tensor scale, amax_x / (6 * 448)."""
-    amax = maxima(x, tile)
-    return quantize_nvfp4_by(x, amax, amax.amax().reshape(1, 1), tile, headroom, seed, origin)
+    of_tiles = amax(x, tile)
+    return quantize_nvfp4_by(x, of_tiles, of_tiles.amax().reshape(1, 1), tile, headroom, seed, origin)
 
 
 def quantize_nvfp4_by(x, amax, top, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]

@@ -24,7 +24,7 @@ SCHEMAS = {
         "(Tensor x, int[2] tile, float headroom, Tensor? seed, Tensor? origin)"
         " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
-    "maxima": "(Tensor x, int[2] tile) -> Tensor",
+    "amax": "(Tensor x, int[2] tile) -> Tensor",
     "quantize_by": (
         "(Tensor x, Tensor amax, Tensor? tops, str format, int[2] tile, str scale_rule, float headroom, int span,"
         " Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
@@ -34,7 +34,7 @@ SCHEMAS = {
         " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
     "quantize_both": (
-        "(Tensor x, Tensor? maxima, Tensor? across, Tensor? down, str format, int[2] tile, int[2] tile_t,"
+        "(Tensor x, Tensor? amax, Tensor? across, Tensor? down, str format, int[2] tile, int[2] tile_t,"
         " str scale_rule, float headroom) -> (Tensor codes, Tensor scale, Tensor codes_t, Tensor scale_t)"
     ),
     "quantize_outliers": "(Tensor x, int clipped) -> (Tensor codes, Tensor scale)",
@@ -61,8 +61,8 @@ SCHEMAS = {
         "(Tensor codes, Tensor scale, Tensor exponent, Tensor center, str format, int group, int segments) -> Tensor"
     ),
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap, ScalarType? dtype=None) -> Tensor",
-    "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor maxima)",
-    "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor maxima)",
+    "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor amax)",
+    "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor amax)",
     "adamw": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] masters,"
         " Tensor(e!)[] steps, Tensor corrections, Tensor? indices, Tensor? grad_scale, Tensor? found_inf,"
@@ -71,23 +71,23 @@ SCHEMAS = {
     ),
     "norm_keep": (
         "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group)"
-        " -> (Tensor y, Tensor maxima, Tensor codes, Tensor exponents)"
+        " -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)"
     ),
     "norm_keep_backward": (
         "(Tensor dy, Tensor codes, Tensor exponents, Tensor weight, bool biased, float eps, bool centered, str format,"
         " int group) -> (Tensor dx, Tensor dweight, Tensor dbias)"
     ),
     "gated_keep": (
-        "(Tensor gate_up, str format, int group) -> (Tensor y, Tensor maxima, Tensor gate, Tensor gate_exponents,"
+        "(Tensor gate_up, str format, int group) -> (Tensor y, Tensor amax, Tensor gate, Tensor gate_exponents,"
         " Tensor up, Tensor up_exponents)"
     ),
     "gated_keep_backward": (
         "(Tensor dy, Tensor gate, Tensor gate_exponents, Tensor up, Tensor up_exponents, str format, int group)"
-        " -> (Tensor dx, Tensor maxima)"
+        " -> (Tensor dx, Tensor amax)"
     ),
-    "gelu_keep": "(Tensor x, str format, int group) -> (Tensor y, Tensor maxima, Tensor codes, Tensor exponents)",
+    "gelu_keep": "(Tensor x, str format, int group) -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)",
     "gelu_keep_backward": (
-        "(Tensor dy, Tensor codes, Tensor exponents, str format, int group) -> (Tensor dx, Tensor maxima)"
+        "(Tensor dy, Tensor codes, Tensor exponents, str format, int group) -> (Tensor dx, Tensor amax)"
     ),
 }
 
@@ -130,7 +130,7 @@ def _quantize_nvfp4_by(x, amax, top, tile, headroom, seed, origin):  # type: ign
     return _quantize_nvfp4(x, tile, headroom, seed, origin)
 
 
-def _quantize_both(x, maxima, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
+def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
     turned = x.new_empty((x.shape[1], x.shape[0]), dtype=CARRIERS[format])
     return x.new_empty(x.shape, dtype=CARRIERS[format]), _scale_like(x, tile), turned, _scale_like(turned, tile_t)
 
@@ -201,12 +201,12 @@ def _kept(x, columns, format, group):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], wide), dtype=dtype), x.new_empty((x.shape[0], columns // group), dtype=torch.uint8)
 
 
-def _row_maxima(x):  # type: ignore[no-untyped-def]
+def _row_amax(x):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 def _norm_keep(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), _row_maxima(x), *_kept(x, x.shape[1], format, group)
+    return x.new_empty(x.shape), _row_amax(x), *_kept(x, x.shape[1], format, group)
 
 
 def _norm_keep_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
@@ -215,35 +215,35 @@ def _norm_keep_backward(dy, codes, exponents, weight, biased, eps, centered, for
 
 
 def _gated_silu(gate_up):  # type: ignore[no-untyped-def]
-    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)), _row_maxima(gate_up)
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)), _row_amax(gate_up)
 
 
 def _gated_silu_backward(dy, gate_up):  # type: ignore[no-untyped-def]
-    return dy.new_empty(gate_up.shape), _row_maxima(dy)
+    return dy.new_empty(gate_up.shape), _row_amax(dy)
 
 
 def _gated_keep(gate_up, format, group):  # type: ignore[no-untyped-def]
     width = gate_up.shape[1] // 2
     kept = (part for _ in range(2) for part in _kept(gate_up, width, format, group))
-    return gate_up.new_empty((gate_up.shape[0], width)), _row_maxima(gate_up), *kept
+    return gate_up.new_empty((gate_up.shape[0], width)), _row_amax(gate_up), *kept
 
 
 def _gated_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
-    return dy.new_empty((dy.shape[0], 2 * dy.shape[1])), _row_maxima(dy)
+    return dy.new_empty((dy.shape[0], 2 * dy.shape[1])), _row_amax(dy)
 
 
 def _gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), _row_maxima(x), *_kept(x, x.shape[1], format, group)
+    return x.new_empty(x.shape), _row_amax(x), *_kept(x, x.shape[1], format, group)
 
 
 def _gelu_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
-    return dy.new_empty(dy.shape), _row_maxima(dy)
+    return dy.new_empty(dy.shape), _row_amax(dy)
 
 
 FAKES: dict[str, Callable] = {
     "quantize": _quantize,
     "quantize_nvfp4": _quantize_nvfp4,
-    "maxima": _scale_like,
+    "amax": _scale_like,
     "quantize_by": _quantize_by,
     "quantize_nvfp4_by": _quantize_nvfp4_by,
     "quantize_both": _quantize_both,

@@ -119,7 +119,7 @@ class Site:
         second = self._input_partner()
         if second is not None:
             shared = self._shared(Gemms.FPROP, Purpose.A)
-            codes, turned = both(a, gemm.a, second, maxima=maxima, produced=True, shared=shared)
+            codes, turned = both(a, gemm.a, second, amax=maxima, produced=True, shared=shared)
             return codes, None, _stored_turned("x", turned)
         codes = self._rounded(Gemms.FPROP, Purpose.A, a)
         return codes, None, self._keep_input(x, codes, None)
@@ -213,7 +213,7 @@ class Site:
         down, x = self._unfolded(Gemms.WGRAD, self._wgrad_input(kept, dtype))
         folds = {"across": across, "down": None if down is None else down.t()}
         shared = self._shared(Gemms.DGRAD, Purpose.A)
-        a, a_t = both(dy, dgrad.a, wgrad.a, **folds, maxima=maxima, produced=True, shared=shared)
+        a, a_t = both(dy, dgrad.a, wgrad.a, **folds, amax=maxima, produced=True, shared=shared)
         dx = multiply(a, w, split_accumulation=dgrad.split_accumulation, dtype=dtype)
         return dx, multiply(a_t, x, split_accumulation=wgrad.split_accumulation, dtype=product)
 

@@ -29,7 +29,7 @@ def sparse(m: int, k: int) -> np.ndarray:
 
 
 def boundaries(m: int, k: int) -> np.ndarray:
-    """Powers of two, their neighbours below and above, 4, 6 and 8 at every binade: maxima where exponents turn."""
+    """Powers of two, their neighbours below and above, 4, 6 and 8 at every binade: amax values where exponents turn."""
     g = generator(4)
     base = np.array([1, 1 - 2.0**-24, 1 + 2.0**-23, 1.5, 1.5 - 2.0**-24, 1.5 + 2.0**-23, 1.75, 1.125, 1.0625])
     x = g.choice(base, (m, k)) * np.ldexp(1.0, g.integers(-12, 13, (m, k))) * g.choice([-1, 1], (m, k))

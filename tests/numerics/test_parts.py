@@ -101,13 +101,13 @@ def test_when_one_op_rounds_both_orientations_of_a_part(dim):
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("how", [TENSOR, LINE], ids=str)
 def test_both_orientations_of_a_part(how, dim):
-    """With maxima that were left, and without."""
+    """With an amax that was left, and without."""
     x = torch.from_numpy(heavy(ROWS, COLUMNS)).to(torch.bfloat16)
     assert pairs(how, how)
 
     def body(group):
         part, shared = x.chunk(COUNT, dim)[group.rank], Shared(dim=dim, group=group)
-        return [both(part, how, how, maxima=left, shared=shared) for left in (None, part.abs().amax(1).float())]
+        return [both(part, how, how, amax=left, shared=shared) for left in (None, part.abs().amax(1).float())]
 
     for rank, results in enumerate(among(COUNT, body)):
         for result in results:

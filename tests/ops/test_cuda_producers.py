@@ -105,11 +105,11 @@ def test_norm(
     x, dy = data(rows, columns, dtype), data(rows, columns, dtype, seed=1)
     weight = 1 + 0.3 * data(1, columns, torch.float32, seed=2)[0]
     bias = data(1, columns, torch.float32, seed=3)[0] if biased else None
-    y, maxima, codes, exponents = ops.norm_keep(x, weight, bias, EPS, centered, format, group)
+    y, amax, codes, exponents = ops.norm_keep(x, weight, bias, EPS, centered, format, group)
     values = check_kept(x, codes, exponents, quantizer(format, group))
     n, rate, size, spread = (part.cuda() for part in norm_parts(values, centered))
     w, b = weight.double(), 0.0 if bias is None else bias.double()
-    assert y.dtype is dtype and torch.equal(maxima, y.float().abs().amax(1))
+    assert y.dtype is dtype and torch.equal(amax, y.float().abs().amax(1))
     check(y, n * w + b, size * w.abs() * spread + (0.0 if bias is None else b.abs()))
 
     arguments = (dy, codes, exponents, weight, biased, EPS, centered, format, group)
@@ -152,15 +152,15 @@ def test_gated(format: str, group: int, shape: tuple[int, int], dtype: torch.dty
     rows, columns = shape
     x, dy = data(rows, 2 * columns, dtype), data(rows, columns, dtype, seed=1)
     how = quantizer(format, group)
-    y, maxima, *kept = ops.gated_keep(x, format, group)
+    y, amax, *kept = ops.gated_keep(x, format, group)
     gate, up = (part.contiguous() for part in x.unflatten(1, (-1, 2)).unbind(2))
     gate, up = (check_kept(part, *kept[2 * i : 2 * i + 2], how).cuda() for i, part in enumerate((gate, up)))
     open, shut, count = torch.sigmoid(gate), torch.sigmoid(-gate), sigmoid_count(gate)
     exact = gate * open * up
-    assert y.dtype is dtype and torch.equal(maxima, y.float().abs().amax(1))
+    assert y.dtype is dtype and torch.equal(amax, y.float().abs().amax(1))
     check(y, exact, exact.abs(), count, (gate * up).abs())
-    dx, maxima = ops.gated_keep_backward(dy, *kept, format, group)
-    assert dx.dtype is dtype and torch.equal(maxima, dx.float().abs().amax(1))
+    dx, amax = ops.gated_keep_backward(dy, *kept, format, group)
+    assert dx.dtype is dtype and torch.equal(amax, dx.float().abs().amax(1))
     (dgate, dup), d = dx.unflatten(1, (-1, 2)).unbind(2), dy.double()
     check(
         dgate,
@@ -177,15 +177,15 @@ def test_gated(format: str, group: int, shape: tuple[int, int], dtype: torch.dty
 @pytest.mark.parametrize("format, group", GROUPS)
 def test_gelu(format: str, group: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, dy = data(*shape, dtype), data(*shape, dtype, seed=1)
-    y, maxima, *kept = ops.gelu_keep(x, format, group)
+    y, amax, *kept = ops.gelu_keep(x, format, group)
     values = check_kept(x, *kept, quantizer(format, group)).cuda()
     slope = 2 * math.sqrt(2 / math.pi)
     z = slope * (values + 0.044715 * values**3)
     open, steep = torch.sigmoid(z), torch.sigmoid(z) * torch.sigmoid(-z)
-    assert y.dtype is dtype and torch.equal(maxima, y.float().abs().amax(1))
+    assert y.dtype is dtype and torch.equal(amax, y.float().abs().amax(1))
     check(y, values * open, values.abs(), sigmoid_count(z))
-    dx, maxima = ops.gelu_keep_backward(dy, *kept, format, group)
-    assert dx.dtype is dtype and torch.equal(maxima, dx.float().abs().amax(1))
+    dx, amax = ops.gelu_keep_backward(dy, *kept, format, group)
+    assert dx.dtype is dtype and torch.equal(amax, dx.float().abs().amax(1))
     rise = values * steep * slope * (1 + 3 * 0.044715 * values**2)
     check(
         dx,
@@ -207,12 +207,12 @@ def test_what_is_not_finite_shows_in_its_token_alone(format: str, bad: float) ->
     x[4, 100] = bad
     dy = torch.ones(6, 512).bfloat16().cuda()
     for centered in (False, True):
-        y, maxima, *kept = ops.norm_keep(x, weight, weight, EPS, centered, format, 32)
+        y, amax, *kept = ops.norm_keep(x, weight, weight, EPS, centered, format, 32)
         dx, _, _ = ops.norm_keep_backward(dy, *kept, weight, True, EPS, centered, format, 32)
-        for tensor in (y, dx, maxima[:, None]):
+        for tensor in (y, dx, amax[:, None]):
             assert (~tensor.isfinite().all(1)).nonzero().tolist() == [[4]]
         assert kept[1][4, 3] == 255
-    y, maxima, *kept = ops.gelu_keep(x, format, 32)
+    y, amax, *kept = ops.gelu_keep(x, format, 32)
     dx, heard = ops.gelu_keep_backward(dy, *kept, format, 32)
     assert torch.equal(kept[1].eq(255).nonzero().cpu(), torch.tensor([[4, 3]]))
     both, _, *kept = ops.gated_keep(torch.stack((dy, x), 2).flatten(1), format, 32)
@@ -222,7 +222,7 @@ def test_what_is_not_finite_shows_in_its_token_alone(format: str, bad: float) ->
         assert broken[4].any()
         broken[4, first : first * 4 // 3] = False
         assert not broken.any()
-    assert not maxima[4].isfinite() and not heard[4].isfinite() and maxima.isfinite().sum() == 5
+    assert not amax[4].isfinite() and not heard[4].isfinite() and amax.isfinite().sum() == 5
 
 
 def test_views_and_other_groups() -> None:

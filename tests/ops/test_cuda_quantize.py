@@ -114,10 +114,10 @@ def test_quantize_both(format, dtype, tiles):
                     check("quantize_both", pairs.quantize_both, x, None, a, d, format, *tiles, rule, 1.0)
 
 
-def test_the_producers_maxima():
+def test_the_producers_amax():
     x = matrix(512, 1024, torch.bfloat16)
-    for maxima in (x.abs().amax(dim=1).float(), x.abs().amax().float().reshape(1)):
-        check("quantize_both", pairs.quantize_both, x, maxima, None, None, "E4M3", (-1, -1), (-1, -1), "POW2", 1.0)
+    for amax in (x.abs().amax(dim=1).float(), x.abs().amax().float().reshape(1)):
+        check("quantize_both", pairs.quantize_both, x, amax, None, None, "E4M3", (-1, -1), (-1, -1), "POW2", 1.0)
 
 
 def test_large_and_not_contiguous():

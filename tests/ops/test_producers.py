@@ -121,8 +121,8 @@ def test_one_op_has_the_bits_of_many(case: str, name: str, dtype: torch.dtype) -
         weights = parameters(count == 2)[:count]
         y = function(x, HOWS[name], *weights)
         if function is fused:
-            y, maxima = y
-            assert torch.equal(maxima, y.float().abs().amax(-1).flatten()) and not maxima.requires_grad
+            y, amax = y
+            assert torch.equal(amax, y.float().abs().amax(-1).flatten()) and not amax.requires_grad
             with torch.no_grad():
                 again, _ = function(x, HOWS[name], *weights)
             assert torch.equal(again, y) and not again.requires_grad
@@ -140,9 +140,9 @@ def test_compiled_has_the_bits_of_eager(case: str) -> None:
     for function in (fused, torch.compile(fused, fullgraph=True, backend="aot_eager")):
         x = randn(ROWS, times * WIDTH, seed=1, dtype=torch.bfloat16).requires_grad_()
         weights = parameters(count == 2)[:count]
-        y, maxima = function(x * 1, HOWS["coat"], *weights)
+        y, amax = function(x * 1, HOWS["coat"], *weights)
         (y.float() * 1.5).sum().backward()
-        results.append([y, maxima, x.grad, *(w.grad for w in weights)])
+        results.append([y, amax, x.grad, *(w.grad for w in weights)])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b) and a.any()
     torch._dynamo.reset()

@@ -39,7 +39,7 @@ def test_every_op_has_a_row():
         ("quantize", "tensor", 5 * M * K + 4),
         ("quantize", "1x128", 3 * M * K + M * K // 32),
         ("quantize_both", "tensor", 6 * M * K + 8),
-        ("quantize_both", "tensor, maxima", 4 * M * K + 4 * M + 8),
+        ("quantize_both", "tensor, amax", 4 * M * K + 4 * M + 8),
         ("quantize_both", "row E5M2, folds", 6 * M * K + 8 * (M + K)),
         ("transpose", "1 byte", 2 * M * K),
         ("pack_e2m1", "E2M1", M * K + M * K // 2),

@@ -68,8 +68,8 @@ def _quantize(format: str, tile: tuple[int, int], rule: str, headroom: float = 1
 
 
 def _both(format: str, tile: tuple[int, int], tile_t: tuple[int, int], rule: str) -> Callable:
-    return lambda x, maxima=None, across=None, down=None: ops.quantize_both(
-        x, maxima, across, down, format, tile, tile_t, rule, 1.0
+    return lambda x, amax=None, across=None, down=None: ops.quantize_both(
+        x, amax, across, down, format, tile, tile_t, rule, 1.0
     )
 
 
@@ -77,7 +77,7 @@ def _with_seed(m: int, k: int, device: torch.device) -> Inputs:
     return torch.randn(m, k, device=device, dtype=torch.bfloat16), _seed(device)
 
 
-def _with_maxima(m: int, k: int, device: torch.device) -> Inputs:
+def _with_amax(m: int, k: int, device: torch.device) -> Inputs:
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
     return x, x.abs().amax(dim=1).float()
 
@@ -164,12 +164,12 @@ def _quantisers() -> Iterator[Case]:
 
 
 def _parts() -> Iterator[Case]:
-    """What a rank does to its part of a matrix, with the maxima of the whole."""
+    """What a rank does to its part of a matrix, with the amax of the whole."""
 
     def with_amax(tile: tuple[int, int]) -> Callable[[int, int, torch.device], Inputs]:
         def made(m: int, k: int, device: torch.device) -> Inputs:
             x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-            return x, ops.maxima(x, tile)
+            return x, ops.amax(x, tile)
 
         return made
 
@@ -179,7 +179,7 @@ def _parts() -> Iterator[Case]:
     def nvfp4(x: Tensor, amax: Tensor) -> Any:
         return ops.quantize_nvfp4_by(x, amax, amax.amax().reshape(1, 1), (1, 16), 1.0, None, None)
 
-    yield Case(name="row", op="maxima", inputs=_values(), call=lambda x: ops.maxima(x, (1, -1)))
+    yield Case(name="row", op="amax", inputs=_values(), call=lambda x: ops.amax(x, (1, -1)))
     yield Case(name="row", op="quantize_by", inputs=with_amax((1, -1)), call=by_row)
     yield Case(name="1x16", op="quantize_nvfp4_by", inputs=with_amax((1, 16)), call=nvfp4)
 
@@ -188,7 +188,7 @@ def _pairs() -> Iterator[Case]:
     everywhere, tensor, row, line = ACTIVATIONS + WEIGHTS, (-1, -1), (1, -1), (1, BLOCK)
     whole = _both("E4M3", tensor, tensor, "POW2")
     yield Case(name="tensor", op="quantize_both", inputs=_values(), call=whole, passes=2, shapes=everywhere)
-    yield Case(name="tensor, maxima", op="quantize_both", inputs=_with_maxima, call=whole, shapes=everywhere)
+    yield Case(name="tensor, amax", op="quantize_both", inputs=_with_amax, call=whole, shapes=everywhere)
     rows = _both("E4M3", row, row, "FP32")
     yield Case(name="row", op="quantize_both", inputs=_values(), call=rows, passes=2, shapes=everywhere)
     rows = _both("E5M2", row, row, "FP32")

@@ -1,4 +1,4 @@
-// The bounds of a row of 16-bit floats that a team of warps holds in shared memory. Few of its values can be one:
+// The bounds of a row of 16-bit floats that a group of warps holds in shared memory. Few of its values can be one:
 //
 //   1  maximum and minimum of clusters of 8 to 24 elements, packed two at a time
 //   2  clipped + 1 clusters reach the (clipped + 1)-th largest cluster maximum, so the bound does: a descent over eight
@@ -13,7 +13,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "cuda/team.h"
+#include "cuda/warp_group.h"
 #include "cuda/vectors.h"
 
 namespace lowprec {
@@ -78,11 +78,11 @@ __device__ __forceinline__ Bounds no_bounds() { return {bits_float(0x7fc00000u),
 
 // --- rows of 16-bit floats in shared memory --------------------------------------------------------------------------
 
-// `depth` vectors of 8 make a cluster; vector i of a thread is the row's vector rank + i * team. A thread reads back
+// `depth` vectors of 8 make a cluster; vector i of a thread is the row's vector rank + i * group size. A thread reads back
 // what it wrote itself, so the row needs no barrier.
 template <typename In, int warps, int depth>
-struct HeldRow {
-  using Row = Team<warps>;
+struct SharedMemoryRow {
+  using Row = WarpGroup<warps>;
   using P = Pairs<In>;
   static constexpr int held = CLUSTERS * depth, places = LISTED * Row::size;
   const uint4* vectors;  // + rank
@@ -105,7 +105,7 @@ struct HeldRow {
   }
 
   // The distances of the largest x and -x of each cluster; returns the row's `top`, keys of its largest x and -x.
-  __device__ uint32_t clusters(Row& team, uint32_t (&of)[CLUSTERS]) const {
+  __device__ uint32_t clusters(Row& group, uint32_t (&of)[CLUSTERS]) const {
     uint32_t top = 0;
 #pragma unroll
     for (int c = 0; c < CLUSTERS; ++c) {
@@ -123,7 +123,7 @@ struct HeldRow {
       of[c] = __byte_perm(most, least, 0x5410) ^ 0x80000000u;
       top = __vmaxu2(top, ordered_pair(of[c]));
     }
-    top = team.largest(top & 0xffffu) | team.largest(top >> 16) << 16;
+    top = group.largest(top & 0xffffu) | group.largest(top >> 16) << 16;
 #pragma unroll
     for (int c = 0; c < CLUSTERS; ++c) of[c] = has(c * depth) ? distances(top, of[c]) : FAR * BOTH;
     return top;
@@ -131,18 +131,18 @@ struct HeldRow {
 
   // Counts, among the first n words, of what is nearer than the limits.
   template <int n>
-  __device__ static uint32_t below(Row& team, const uint32_t (&of)[8], uint32_t limits) {
+  __device__ static uint32_t below(Row& group, const uint32_t (&of)[8], uint32_t limits) {
     uint32_t negated = 0;
 #pragma unroll
     for (int i = 0; i < n; ++i) negated -= below_pair(of[i], limits);
-    return team.sum(counts_of(negated));
+    return group.sum(counts_of(negated));
   }
 
   // Largest distance a bound can have at each end, from the clusters. An end that is all FAR: unknown. An end of 0: the
   // bound is the extreme itself.
-  __device__ static uint32_t reach(Row& team, const uint32_t (&of)[CLUSTERS], uint32_t clipped) {
+  __device__ static uint32_t reach(Row& group, const uint32_t (&of)[CLUSTERS], uint32_t clipped) {
     constexpr int coarse = P::mantissa - 4, wide = P::mantissa + 3;
-    const auto count = [&](uint32_t limits) { return below<CLUSTERS>(team, of, limits); };
+    const auto count = [&](uint32_t limits) { return below<CLUSTERS>(group, of, limits); };
     const uint32_t near = count(BOTH << wide);  // eight binades are enough for most rows
     const bool enough = (near & 0xffffu) > clipped && near >> 16 > clipped;
     uint32_t found = descend(enough ? wide - 1 : 14, coarse, clipped, count);
@@ -155,7 +155,7 @@ struct HeldRow {
   }
 
   // Values at the given reaches or beyond, listed; false where the list is too short. An end of reach 0 is left out.
-  __device__ bool gather(Row& team, uint32_t top, uint32_t reaches, uint32_t& length) {
+  __device__ bool gather(Row& group, uint32_t top, uint32_t reaches, uint32_t& length) {
     const int floor = 0xffff - static_cast<int>(P::infinity | 0x8000u);  // key of -inf
     const auto limit = [&](int key, int reach) -> uint32_t {
       return reach == 0 ? P::infinity + 1 : unordered_half(static_cast<uint32_t>(max(key - reach, floor)));  // or NaN
@@ -179,7 +179,7 @@ struct HeldRow {
       }
       marked += __popc(marks[r]);
     }
-    uint32_t at = team.place(marked, length);
+    uint32_t at = group.place(marked, length);
     if (length > places) return false;
     const uint16_t* values = reinterpret_cast<const uint16_t*>(vectors);
 #pragma unroll
@@ -195,7 +195,7 @@ struct HeldRow {
   }
 
   // The ranks' distances from the list.
-  __device__ uint32_t exact(Row& team, uint32_t top, uint32_t reaches, uint32_t length, uint32_t clipped) const {
+  __device__ uint32_t exact(Row& group, uint32_t top, uint32_t reaches, uint32_t length, uint32_t clipped) const {
     uint32_t of[LISTED];
 #pragma unroll
     for (int i = 0; i < LISTED; ++i) {
@@ -208,22 +208,22 @@ struct HeldRow {
     const uint32_t furthest = larger(reaches & 0xffffu, reaches >> 16);
     const bool half = length <= LISTED / 2 * Row::size;
     return descend(31 - __clz(static_cast<int>(furthest)), 0, clipped, [&](uint32_t limits) {
-      return half ? below<LISTED / 2>(team, of, limits) : below<LISTED>(team, of, limits);
+      return half ? below<LISTED / 2>(group, of, limits) : below<LISTED>(group, of, limits);
     });
   }
 
-  __device__ uint2 ranks(Row& team, uint32_t top, uint32_t clipped) const {
+  __device__ uint2 ranks(Row& group, uint32_t top, uint32_t clipped) const {
     const uint16_t* values = reinterpret_cast<const uint16_t*>(vectors);
-    return ranks_of_all(team, clipped, top & 0xffffu, 0xffffu - (top >> 16), [&](auto&& visit) {
+    return ranks_of_all(group, clipped, top & 0xffffu, 0xffffu - (top >> 16), [&](auto&& visit) {
       for (int i = 0; has(i); ++i) {
         for (int j = 0; j < VECTOR; ++j) visit(ordered_pair(values[i * Row::size * VECTOR + j]) & 0xffffu);
       }
     });
   }
 
-  __device__ Bounds bounds(Row& team, uint32_t clipped) {
+  __device__ Bounds bounds(Row& group, uint32_t clipped) {
     uint32_t of[CLUSTERS];
-    const uint32_t top = clusters(team, of), infinite = P::infinity | 0x8000u;
+    const uint32_t top = clusters(group, of), infinite = P::infinity | 0x8000u;
     if ((top & 0xffffu) > infinite) return no_bounds();
     uint32_t all = 0;  // clusters of the row
 #pragma unroll
@@ -231,17 +231,17 @@ struct HeldRow {
     uint32_t found = 0, length = 0;
     bool known = clipped == 0;
     if (!known && clipped < all) {
-      const uint32_t reaches = reach(team, of, clipped);
+      const uint32_t reaches = reach(group, of, clipped);
       known = reaches == 0;
-      if (!known && (reaches & 0xffffu) < 0x7b00u && reaches >> 16 < 0x7b00u && gather(team, top, reaches, length)) {
-        found = exact(team, top, reaches, length, clipped);
+      if (!known && (reaches & 0xffffu) < 0x7b00u && reaches >> 16 < 0x7b00u && gather(group, top, reaches, length)) {
+        found = exact(group, top, reaches, length, clipped);
         found &= (reaches & 0xffffu ? 0xffffu : 0u) | (reaches >> 16 ? 0xffff0000u : 0u);
         known = true;
       }
     }
     uint32_t high = (top - found) & 0xffffu, low = 0xffffu - ((top - found) >> 16);
     if (!known) {
-      const uint2 both = ranks(team, top, clipped);
+      const uint2 both = ranks(group, top, clipped);
       low = both.x;
       high = both.y;
     }

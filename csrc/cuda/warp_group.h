@@ -1,4 +1,4 @@
-// A team of warps that shares one row: sums, maxima and places in a list, in every thread of the team. One warp needs
+// A group of warps that shares one row: sums, amax and places in a list, in every thread of the group. One warp needs
 // no barrier; of several, each leaves its share in a slot, and slots are used in turn, so that one barrier an exchange
 // is enough.
 #pragma once
@@ -14,12 +14,12 @@ constexpr uint32_t ALL = 0xffffffffu;
 
 // `warps` warps; several make a block.
 template <int warps>
-struct Team {
+struct WarpGroup {
   static constexpr int size = 32 * warps;
   uint32_t* slots;  // [2][warps], shared
   int turn;
 
-  __device__ explicit Team(uint32_t* shared) : slots(shared), turn(0) {}
+  __device__ explicit WarpGroup(uint32_t* shared) : slots(shared), turn(0) {}
   __device__ static int rank() { return warps == 1 ? threadIdx.x & 31 : threadIdx.x; }
   __device__ static void barrier() {
     if constexpr (warps == 1) __syncwarp();
@@ -52,7 +52,7 @@ struct Team {
     }
     return value;
   }
-  // Where a thread's `count` entries start in a list of the team's; `total`: its length.
+  // Where a thread's `count` entries start in a list of the group's; `total`: its length.
   __device__ uint32_t place(uint32_t count, uint32_t& total) {
     const int lane = threadIdx.x & 31;
     uint32_t until = count;
@@ -79,18 +79,18 @@ struct Team {
 // Both ranks by counts over the whole row. keys(f): f of the key of each of this thread's values; `top`, `bottom`: the
 // row's largest and smallest key.
 template <typename Row, typename Keys>
-__device__ __forceinline__ uint2 ranks_of_all(Row& team, uint32_t clipped, uint32_t top, uint32_t bottom,
+__device__ __forceinline__ uint2 ranks_of_all(Row& group, uint32_t clipped, uint32_t top, uint32_t bottom,
                                               const Keys& keys) {
   const int first = 31 - __clz(static_cast<int>(top - bottom));  // -1: all are equal
   const uint32_t high = descend_wide(first, clipped, [&](uint32_t limit) {
     uint32_t count = 0;
     keys([&](uint32_t key) { count += top - key < limit; });
-    return team.sum(count);
+    return group.sum(count);
   });
   const uint32_t low = descend_wide(first, clipped, [&](uint32_t limit) {
     uint32_t count = 0;
     keys([&](uint32_t key) { count += key - bottom < limit; });
-    return team.sum(count);
+    return group.sum(count);
   });
   return make_uint2(bottom + low, top - high);
 }

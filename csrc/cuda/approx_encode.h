@@ -51,7 +51,7 @@ template <Format F>
 constexpr float HIGHEST = F == Format::E4M3 ? 8.807355f : 15.807355f;
 
 // What a group's codes of one moment are decoded by. plain: no value can be below 2^-126.
-struct alignas(16) Past {
+struct alignas(16) DecodeParams {
   float log_scale, inverse, center;
   uint32_t plain;
 
@@ -82,7 +82,7 @@ struct alignas(16) Past {
 
 // What a group's new values of one moment are encoded by. They are stretched to y (1 - d) and this, times `rise`, to
 // y (1 + d).
-struct alignas(16) Coming {
+struct alignas(16) EncodeParams {
   float k, offset, stretch_by, rise;
   float part;  // of log2 of the largest magnitude
   int whole;
@@ -106,7 +106,7 @@ struct alignas(16) Coming {
 
 // Codes of four magnitudes, and in `open` the bytes that are not settled.
 template <Format F>
-__device__ __forceinline__ uint32_t rough_codes(const float4& of, float k, float offset, float stretch_by, float rise,
+__device__ __forceinline__ uint32_t approx_encode(const float4& of, float k, float offset, float stretch_by, float rise,
                                                 uint32_t& open) {
   const float x[4] = {of.x, of.y, of.z, of.w};
   float y[4];
@@ -119,7 +119,7 @@ __device__ __forceinline__ uint32_t rough_codes(const float4& of, float k, float
 
 // The open bytes by the exact formula. from: the four values.
 template <Format F>
-__device__ __noinline__ uint32_t settled_codes(uint32_t made, uint32_t open, const float* from, const Coming& to) {
+__device__ __noinline__ uint32_t exact_fallback(uint32_t made, uint32_t open, const float* from, const EncodeParams& to) {
   while (open != 0) {
     const int place = (__ffs(open) - 1) & ~7;
     uint32_t code = 0;

@@ -1,13 +1,13 @@
-// Eight neighbouring values of a kept group: to codes, to what the codes stand for, to the stream's dtype.
+// Eight neighbouring values of a saved group: to codes, to what the codes stand for, to the stream's dtype.
 //
-// A group of 16 to 256 lies in 2 to 32 neighbouring lanes, which exchange their maxima. E4M3 and E5M2 go by the
+// A group of 16 to 256 lies in 2 to 32 neighbouring lanes, which exchange their amax. E4M3 and E5M2 go by the
 // hardware's conversions: scaled values are within the format's range or NaN, so these round as numerics/rounding.h.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include "cuda/vectors.h"
-#include "numerics/kept.h"
+#include "numerics/saved.h"
 
 namespace lowprec {
 
@@ -16,7 +16,7 @@ constexpr int64_t SMALLEST_GROUP = 16, LARGEST_GROUP = 256;
 // log2 of the vectors in a group. Raises where the kernels do not serve a group or a width.
 inline int group_shift(int64_t columns, int64_t group) {
   const bool power = group >= SMALLEST_GROUP && group <= LARGEST_GROUP && (group & (group - 1)) == 0;
-  STD_TORCH_CHECK(power && columns % group == 0, "groups of kept codes are 16, 32, 64, 128 or 256 columns ",
+  STD_TORCH_CHECK(power && columns % group == 0, "groups of saved codes are 16, 32, 64, 128 or 256 columns ",
                   "and divide a row, not ", group, " of ", columns);
   int shift = 0;
   while ((8 << shift) < group) ++shift;
@@ -25,12 +25,12 @@ inline int group_shift(int64_t columns, int64_t group) {
 
 // A matrix as the kernels read it: row-major from a 16-byte boundary.
 inline Tensor vectorised(const Tensor& given) {
-  STD_TORCH_CHECK(given.dim() == 2, "kept codes are those of a matrix");
+  STD_TORCH_CHECK(given.dim() == 2, "saved codes are those of a matrix");
   const Tensor x = dense(given);
   return aligned(x.const_data_ptr(), 16) ? x : torch::stable::clone(x);
 }
 
-inline Tensor kept_codes(const Tensor& like, int64_t rows, int64_t columns, Format format) {
+inline Tensor saved_codes(const Tensor& like, int64_t rows, int64_t columns, Format format) {
   const bool packed = format == Format::E2M1;
   const ScalarType type = packed ? ScalarType::Byte : carrier_of(format);
   return empty_like_device(like, {rows, packed ? columns / 2 : columns}, type);
@@ -45,17 +45,17 @@ void with_stream_type(const Tensor& x, Body&& body) {
 }
 
 template <typename Body>
-void with_kept_format(Format format, Body&& body) {
+void with_saved_format(Format format, Body&& body) {
   if (format == Format::E4M3) return body(FormatTag<Format::E4M3>{});
   if (format == Format::E5M2) return body(FormatTag<Format::E5M2>{});
-  STD_TORCH_CHECK(format == Format::E2M1, "kept codes are E4M3, E5M2 or E2M1");
+  STD_TORCH_CHECK(format == Format::E2M1, "saved codes are E4M3, E5M2 or E2M1");
   body(FormatTag<Format::E2M1>{});
 }
 
 #if defined(__CUDACC__)
 
 template <Format F>
-struct KeptCodes {
+struct SavedCodes {
   static constexpr int BYTES = F == Format::E2M1 ? 4 : 8;
   static constexpr __nv_fp8_interpretation_t HARDWARE = F == Format::E5M2 ? __NV_E5M2 : __NV_E4M3;
   uint32_t words[BYTES / 4];
@@ -130,16 +130,16 @@ __device__ __forceinline__ uint32_t group_largest(uint32_t bits, int shift) {
   return bits;
 }
 
-// Rounds a vector and keeps its codes; v becomes what they stand for. `vector`: its index in the matrix.
+// Rounds a vector and saves its codes; v becomes what they stand for. `vector`: its index in the matrix.
 template <Format F>
-__device__ __forceinline__ void keep(float (&v)[VECTOR], uint32_t amax, bool inside, int64_t vector, int shift,
+__device__ __forceinline__ void save(float (&v)[VECTOR], uint32_t amax, bool inside, int64_t vector, int shift,
                                      uint8_t* codes, uint8_t* exponents) {
-  const KeptScale of = kept_scale<F>(amax);
-  KeptCodes<F> made;
+  const SavedScale of = saved_scale<F>(amax);
+  SavedCodes<F> made;
   made.encode(v, of.inverse);
   made.decode(v, of.scale);
   if (!inside) return;
-  made.store(codes + vector * KeptCodes<F>::BYTES);
+  made.store(codes + vector * SavedCodes<F>::BYTES);
   if ((vector & ((1 << shift) - 1)) == 0) exponents[vector >> shift] = of.exponent;
 }
 
@@ -154,7 +154,7 @@ __device__ __forceinline__ void store_row_maximum(uint32_t bits, uint32_t* scrat
 }
 
 // A stored exponent as a multiplier; 255, of a group that is not finite, is infinity, and its codes are NaN.
-__device__ __forceinline__ float kept_multiplier(uint8_t exponent) {
+__device__ __forceinline__ float saved_multiplier(uint8_t exponent) {
   return bits_float(static_cast<uint32_t>(exponent) << 23);
 }
 

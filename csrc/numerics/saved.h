@@ -1,4 +1,4 @@
-// The scale of a group whose codes are kept (ops/producers.py): a power of two that never saturates, its reciprocal,
+// The scale of a group whose codes are saved (ops/producers.py): a power of two that never saturates, its reciprocal,
 // and the byte that is stored, its biased exponent. numerics/scale.h says the same for any rule, by a division.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 namespace lowprec {
 
-struct KeptScale {
+struct SavedScale {
   float scale, inverse;
   uint8_t exponent;
 };
@@ -19,7 +19,7 @@ constexpr uint32_t top_mantissa = F == Format::E2M1 ? 0x400000u : 0x600000u;
 
 // amax: bits of the group's largest magnitude. A mantissa above the format's carries into the exponent.
 template <Format F>
-LOWPREC_HD KeptScale kept_scale(uint32_t amax) {
+LOWPREC_HD SavedScale saved_scale(uint32_t amax) {
   static_assert(F == Format::E2M1 || F == Format::E4M3 || F == Format::E5M2, "eight bits or fewer, with an exponent");
   const uint32_t carried = (amax + (0x7fffffu - top_mantissa<F>)) >> 23;
   uint32_t biased = carried > top_exponent<F> + 1 ? carried - top_exponent<F> : 1;
