@@ -13,6 +13,7 @@ from lowprec_train.train.renamed_keys import KEYS, VALUES, in_tree
 
 ROOT = Path(__file__).parent.parent
 CODE = sorted((ROOT / "lowprec_train").rglob("*.py"))
+KERNELS = sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECORD = ROOT / "docs" / "decisions" / "0064-names-rooms-and-charts.md"  # lists old keys beside the new ones
 
@@ -39,6 +40,13 @@ NAMES = {  # an identifier of Python -> what it is called now
 }
 DEFINED = {"largest": "amax", "wire": "all_gather_format"}  # where it is a function's name
 MODULES = {"gathered", "agreement", "team", "feed", "holders"}
+CPP = {  # a word of C++ -> what it is called now
+    "rough_codes": "approx_encode",
+    "Past": "DecodeParams",
+    "Coming": "EncodeParams",
+    "settled_codes": "exact_fallback",
+}
+HEADERS = {"rough_codes.h", "places.h", "held_row.h", "team.h", "maxima.h", "kept.h"}
 OLD_KEYS = {key.replace("*", r"\w+") for key in KEYS} - {"keep"}
 
 
@@ -67,6 +75,12 @@ def test_identifiers():
 
 def test_modules():
     assert not [path for path in CODE if path.stem in MODULES]
+
+
+def test_kernels():
+    found = {path.name: {name for name in CPP if re.search(rf"\b{name}\b", path.read_text())} for path in KERNELS}
+    assert not {name: words for name, words in found.items() if words}
+    assert not [path for path in KERNELS if path.name in HEADERS]
 
 
 def test_keys():
