@@ -20,16 +20,17 @@ namespace lowprec {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-inline Format parse_format(const std::string& name) {
-  if (name == "E2M1") return Format::E2M1;
-  if (name == "E4M3") return Format::E4M3;
-  if (name == "E5M2") return Format::E5M2;
-  if (name == "INT8") return Format::INT8;
-  if (name == "BF16") return Format::BF16;
-  if (name == "FP16") return Format::FP16;
-  STD_TORCH_CHECK(name == "FP32", "unknown format ", name);
-  return Format::FP32;
+template <typename Enum, size_t count>
+Enum parse(const char* what, const char* const (&names)[count], const std::string& name) {
+  for (size_t i = 0; i < count; ++i) {
+    if (name == names[i]) return static_cast<Enum>(i);
+  }
+  STD_TORCH_CHECK(false, "no kernel for the ", what, " ", name);
+  return Enum{};
 }
+
+inline Format parse_format(const std::string& name) { return parse<Format>("format", FORMAT_NAMES, name); }
+inline Rounding parse_rounding(const std::string& name) { return parse<Rounding>("rounding", ROUNDING_NAMES, name); }
 
 inline Rule parse_rule(const std::string& name) {
   if (name == "POW2") return Rule::POW2;
@@ -149,6 +150,13 @@ inline Tile resolve_tile(int64_t rows, int64_t columns, const std::vector<int64_
 // A seed or an origin: 0-dim or [2] int64 on the op's device; nullptr where there is none.
 inline const int64_t* seed_of(const std::optional<Tensor>& seed) {
   return seed.has_value() ? data_of<int64_t>(*seed) : nullptr;
+}
+
+// What a rounding draws from; nullptr for rounding to nearest, whatever seed there is.
+inline const int64_t* seed_of(const std::string& rounding, const std::optional<Tensor>& seed) {
+  if (parse_rounding(rounding) == Rounding::NEAREST) return nullptr;
+  STD_TORCH_CHECK(seed.has_value(), rounding, " rounding draws from a seed, and there is none");
+  return seed_of(seed);
 }
 
 }  // namespace lowprec

@@ -188,6 +188,7 @@ def train(
         facts |= build.facts(options, choice, layout.model, device, compiled=compiled)
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
         facts["kept"] = describe.kept(layout.phases[0].keep)
+        facts["by_reference"] = describe.by_reference(layout.phases, device)
         facts["schedule"] = describe.later(layout.phases, linears)
         facts["processes"] = dataclasses.asdict(distribution.sizes)
         first = build.first_weights(options, directory.path, directory.saved.get("weights_step"))
@@ -262,6 +263,12 @@ def announce(
         log.info("%s", line)
     if choice.undone:
         log.warning("warning: %s", choice.undone)
+    if facts["by_reference"]:
+        log.warning(
+            "warning: no compiled kernel of %s rounds %s: the reference does, which is slower",
+            facts["device"],
+            ", ".join(facts["by_reference"]),
+        )
     for line in overview.verbose(plain, linears, facts) if plain["verbose"] else ():
         log.info("%s", line)
 

@@ -11,7 +11,7 @@ from lowprec_train import main
 SMALL = (
     *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=320"),
     *("data.vocab_size=320", "data.seq_len=64", "micro_batch=2", "tokens_per_step=128", "steps=1", "eval_batches=1"),
-    *("+recipe=mxfp4", "precision.override.dgrad.a.stochastic=false", "name=a"),
+    *("+recipe=mxfp4", "precision.override.dgrad.a.rounding=nearest", "name=a"),
 )
 
 
@@ -50,7 +50,7 @@ def test_a_waived_run_says_so(launch):
         ("floor-clips", "error", True),
         ("nearest-gradient", "warning", False),
     ]
-    assert facts["overrides"] == ["precision.override.dgrad.a.stochastic=False", "lint_allow=floor-clips"]
+    assert facts["overrides"] == ["precision.override.dgrad.a.rounding=nearest", "lint_allow=floor-clips"]
     assert "warning: waived by lint_allow: floor-clips" in out and "warning: nearest-gradient: dgrad.a" in out
     assert "lint_allow=floor-clips" in out.splitlines()[0]
 

@@ -24,7 +24,8 @@ BlockScale block_scale(float amax, float tensor_scale, double headroom) {
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::vector<int64_t> tile, double headroom,
-                                                          std::optional<Tensor> seed, std::optional<Tensor> origin) {
+                                                          std::string rounding, std::optional<Tensor> seed,
+                                                          std::optional<Tensor> origin) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Tile shape = resolve_tile(rows, columns, tile);
   const int64_t bands = rows / shape.rows, tiles = columns / shape.columns;
@@ -63,7 +64,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
       }
     }
   });
-  const Draws draws = draws_of(seed, origin);
+  const Draws draws = draws_of(seed_of(rounding, seed), origin);
   uint8_t* out = mutable_data_of<uint8_t>(codes);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
     std::vector<float> v(columns);

@@ -114,12 +114,13 @@ Quantized empty_for(const Tensor& x, int64_t rows, int64_t columns, const Cast& 
 }
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::vector<int64_t> tile,
-                                    std::string scale_rule, double headroom, int64_t span,
+                                    std::string scale_rule, double headroom, int64_t span, std::string rounding,
                                     std::optional<Tensor> seed, std::optional<Tensor> origin) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const Cast cast = cast_of(format, rows, columns, tile, scale_rule, headroom, span);
   const Quantized made = empty_for(x, rows, columns, cast);
-  quantize_matrix(source_of(x), rows, columns, nullptr, cast, draws_of(seed, origin), made.codes.mutable_data_ptr(),
+  const Draws draws = draws_of(seed_of(rounding, seed), origin);
+  quantize_matrix(source_of(x), rows, columns, nullptr, cast, draws, made.codes.mutable_data_ptr(),
                   mutable_data_of<float>(made.scale));
   return {made.codes, made.scale};
 }

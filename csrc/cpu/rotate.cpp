@@ -11,7 +11,7 @@ constexpr int64_t MX_BLOCK = 32;
 std::vector<float> signs_of(const std::optional<Tensor>& seed, int64_t block) {
   std::vector<float> signs(block, 1.0f);
   std::vector<uint16_t> bits;
-  const uint16_t* drawn = draws_of(seed, std::nullopt).of_row(0, block, bits);
+  const uint16_t* drawn = draws_of(seed_of(seed), std::nullopt).of_row(0, block, bits);
   for (int64_t i = 0; drawn != nullptr && i < block; ++i) signs[i] = drawn[i] & 1 ? -1.0f : 1.0f;
   return signs;
 }
@@ -72,14 +72,15 @@ float rotate_fold_row(const Pipeline& how, int64_t r, int64_t n, Buffers& b, uin
 
 std::tuple<Tensor, Tensor> rotate_fold(const Tensor& x, std::optional<Tensor> scale, bool transpose,
                                        std::optional<Tensor> signs, int64_t rotation, std::string scale_rule,
-                                       double headroom, int64_t span, std::string carrier, std::optional<Tensor> seed,
-                                       std::optional<Tensor> origin) {
+                                       double headroom, int64_t span, std::string carrier, std::string rounding,
+                                       std::optional<Tensor> seed, std::optional<Tensor> origin) {
   const int64_t rows = x.size(transpose ? 1 : 0), columns = x.size(transpose ? 0 : 1);
   if (rotation != 0) check_block(columns, rotation);
   resolve_tile(rows, columns, {1, MX_BLOCK});
   const Format format = parse_format(carrier);
   const ScaleRule rule = scale_rule_of(Format::E2M1, parse_rule(scale_rule), headroom, span);
-  const Pipeline how{signs_of(signs, rotation), rotation, rule, draws_of(seed, origin), format, fold_top(format)};
+  const Draws draws = draws_of(seed_of(rounding, seed), origin);
+  const Pipeline how{signs_of(signs, rotation), rotation, rule, draws, format, fold_top(format)};
   const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
   Source source = source_of(x);

@@ -95,8 +95,8 @@ struct Draws {
   }
 };
 
-inline Draws draws_of(const std::optional<Tensor>& seed, const std::optional<Tensor>& origin) {
-  Draws draws{seed_of(seed)};
+inline Draws draws_of(const int64_t* seed, const std::optional<Tensor>& origin) {
+  Draws draws{seed};
   if (origin.has_value()) {
     const int64_t* place = data_of<int64_t>(*origin);
     draws.row = static_cast<uint64_t>(place[0]);

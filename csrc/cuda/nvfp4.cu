@@ -204,8 +204,8 @@ void launch(const Tensor& x, const uint32_t* amax, const Outputs& to, Tile tile,
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& given, std::vector<int64_t> tile_given,
-                                                          double headroom, std::optional<Tensor> seed,
-                                                          std::optional<Tensor> origin) {
+                                                          double headroom, std::string rounding,
+                                                          std::optional<Tensor> seed, std::optional<Tensor> origin) {
   Tensor x = dense(given);
   if (!aligned(x.const_data_ptr(), 16)) x = torch::stable::clone(x);
   const int64_t rows = x.size(0), columns = x.size(1);
@@ -220,7 +220,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& given, s
                    mutable_data_of<float>(tensor_scale)};
   const double limit = 6.0 * headroom;
   const HeadRoom room{limit, static_cast<double>(static_cast<float>(limit)) == limit, headroom < 1.0};
-  const Draw draw{seed_of(seed), seed_of(origin)};
+  const Draw draw{seed_of(rounding, seed), seed_of(origin)};
   uint32_t* found = mutable_data_of<uint32_t>(amax);
   with_input(x, [&](auto tag) {
     using In = typename decltype(tag)::Type;

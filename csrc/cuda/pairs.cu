@@ -408,7 +408,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
     const bool everything = share_a == Share::ALL && share_b == Share::ALL && r.across == nullptr && r.down == nullptr;
     const auto made = [&](const Tensor& each, const std::vector<int64_t>& tile) {
       if (amax.has_value() && everything) return quantize_whole(each, *amax, format_name, rule, headroom);
-      return quantize(each, format_name, tile, rule, headroom, 0, std::nullopt, std::nullopt);
+      return quantize(each, format_name, tile, rule, headroom, 0, "nearest", std::nullopt, std::nullopt);
     };
     auto [codes, scale] = made(plain, tile_given);
     auto [codes_t, scale_t] = made(turned, tile_t_given);

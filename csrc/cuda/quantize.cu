@@ -289,9 +289,9 @@ std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* known
 }  // namespace
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::vector<int64_t> tile, std::string rule,
-                                    double headroom, int64_t span, std::optional<Tensor> seed,
+                                    double headroom, int64_t span, std::string rounding, std::optional<Tensor> seed,
                                     std::optional<Tensor> origin) {
-  return quantize_any(x, nullptr, format, tile, rule, headroom, span, Draw{seed_of(seed), seed_of(origin)});
+  return quantize_any(x, nullptr, format, tile, rule, headroom, span, Draw{seed_of(rounding, seed), seed_of(origin)});
 }
 
 std::tuple<Tensor, Tensor> quantize_whole(const Tensor& x, const Tensor& amax, std::string format, std::string rule,

@@ -6,7 +6,7 @@
 namespace lowprec {
 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::vector<int64_t> tile, std::string rule,
-                                    double headroom, int64_t span, std::optional<Tensor> seed,
+                                    double headroom, int64_t span, std::string rounding, std::optional<Tensor> seed,
                                     std::optional<Tensor> origin);
 
 // One scale for everything, to nearest, from amax (FP32) that was left: x may be a part of what it is of.

@@ -224,7 +224,7 @@ bool plain_products(const Rotation& how, const ScaleRule& rule) {
 
 Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transposed, std::optional<Tensor> signs,
                    int64_t rotation, std::string scale_rule, double headroom, int64_t span, std::string carrier,
-                   std::optional<Tensor> seed, std::optional<Tensor> origin) {
+                   std::string rounding, std::optional<Tensor> seed, std::optional<Tensor> origin) {
   const Tensor x = dense(given);
   const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
   STD_TORCH_CHECK(rotation >= 0 && (rotation & (rotation - 1)) == 0 && (rotation == 0 || columns % rotation == 0),
@@ -252,7 +252,7 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
     });
     if (rotation > 0) v = hadamard(v, signs, rotation);
     const int64_t within = rule.rule == Rule::FP32 ? 0 : span;  // FP32 scales know no span
-    auto [codes, block_scale] = quantize(v, "E2M1", {1, MX_BLOCK}, scale_rule, headroom, within, seed, origin);
+    auto [codes, block_scale] = quantize(v, "E2M1", {1, MX_BLOCK}, scale_rule, headroom, within, rounding, seed, origin);
     return fold(codes, block_scale, carrier);
   }
   const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
@@ -261,7 +261,7 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
                   mutable_data_of<float>(row_scale), constants(rotation, rule, carrier), false,
                   static_cast<int>(x.get_device_index()), stream_of(x)};
   call.how.signs = seed_of(signs);
-  call.how.seed = seed_of(seed);
+  call.how.seed = seed_of(rounding, seed);
   call.how.origin = seed_of(origin);
   call.how.scale = tensor_scale;
   call.plain = bytes < 4 && plain_products(call.how, rule);

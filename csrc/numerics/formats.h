@@ -1,12 +1,20 @@
-// Number formats as data (ops/reference.py GRIDS): mantissa bits, exponent of the smallest normal number, largest value,
-// and what a code is stored in. E2M1 rides as E4M3.
+// The formats and roundings that compiled kernels serve, as data: mantissa bits, exponent of the smallest normal number,
+// largest value, whether there is a scale, and what a code is stored in. E2M1 rides as E4M3. A library says these numbers
+// when it is loaded, and is refused where ops/formats.py has others (ops/kernels.py).
 #pragma once
+
+#include <cstdio>
+#include <string>
 
 #include "numerics/platform.h"
 
 namespace lowprec {
 
 enum class Format : int { E2M1, E4M3, E5M2, INT8, BF16, FP16, FP32 };
+constexpr const char* FORMAT_NAMES[] = {"E2M1", "E4M3", "E5M2", "INT8", "BF16", "FP16", "FP32"};
+
+enum class Rounding : int { NEAREST, STOCHASTIC };
+constexpr const char* ROUNDING_NAMES[] = {"nearest", "stochastic"};
 
 template <Format F>
 struct Grid;
@@ -34,7 +42,7 @@ struct Grid<Format::E5M2> {
 };
 template <>
 struct Grid<Format::INT8> {
-  static constexpr int mantissa = 0, low = 0;
+  static constexpr int mantissa = 6, low = 6;
   static constexpr float max = 127.0f;
   static constexpr bool unscaled = false;
   using Code = int8_t;
@@ -60,5 +68,23 @@ struct Grid<Format::FP32> {
   static constexpr bool unscaled = true;
   using Code = float;
 };
+
+template <Format F>
+std::string served_format() {
+  using G = Grid<F>;
+  char line[128];
+  std::snprintf(line, sizeof(line), "%s %d %d %a %d %d\n", FORMAT_NAMES[static_cast<int>(F)], G::mantissa, G::low,
+                static_cast<double>(G::max), G::unscaled ? 0 : 1, static_cast<int>(sizeof(typename G::Code)));
+  return line;
+}
+
+// A line a format, its name and numbers; a line a rounding, its name alone.
+inline std::string served_names() {
+  std::string made = served_format<Format::E2M1>() + served_format<Format::E4M3>() + served_format<Format::E5M2>() +
+                     served_format<Format::INT8>() + served_format<Format::BF16>() + served_format<Format::FP16>() +
+                     served_format<Format::FP32>();
+  for (const char* name : ROUNDING_NAMES) made += std::string(name) + "\n";
+  return made;
+}
 
 }  // namespace lowprec

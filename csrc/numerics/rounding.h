@@ -1,4 +1,4 @@
-// The rounding rule (ops/reference.py round_to, encode): to nearest even, or up with the probability of the distance,
+// The rounding rules (ops/rounding.py): to nearest even, or up with the probability of the distance,
 // and the codes of the result. Values are clamped before they are rounded; NaN stays NaN.
 #pragma once
 
@@ -15,8 +15,9 @@ LOWPREC_HD float exp2_int(int e) { return bits_float(static_cast<uint32_t>(e + 1
 // Exponent of the binade whose grid step `v` is rounded by.
 template <Format F>
 LOWPREC_HD int step_exponent(float v) {
+  constexpr bool uniform = Grid<F>::low >= 0 && Grid<F>::max < static_cast<float>(2u << (Grid<F>::low & 31));
+  if (uniform) return Grid<F>::low;
   constexpr int floor_exponent = Grid<F>::low > Grid<F>::mantissa - 125 ? Grid<F>::low : Grid<F>::mantissa - 125;
-  if (F == Format::INT8) return 0;
   const int e = exponent(v);
   return e > floor_exponent ? e : floor_exponent;
 }

@@ -30,7 +30,8 @@ from lowprec_train.comm.grad_codec import decode_plain, encode_plain, even, join
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.group import Group, sum_in_order
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, Format
-from lowprec_train.ops.reference import divide, encode, tile_scale, to_float
+from lowprec_train.ops.reference import divide, tile_scale, to_float
+from lowprec_train.ops.rounding import encode
 
 SATURATED_SHARE = 1e-5  # arXiv 2310.18313, section 3.1: 0.001 %
 STEPS_TO_DOUBLE = 1000  # the same
@@ -75,7 +76,7 @@ class SharedScaleCodec:
         """s of each range, FP32 [ranges]: NaN where an element of any rank is not finite, mu where all are 0."""
         assert mu is not None
         amax = torch.stack([piece.abs().amax().float() for piece in layout.pieces(rows)])
-        scale, _ = tile_scale(group.all_reduce_max(amax), self.format.name, "POW2", 1.0, 0)
+        scale, _ = tile_scale(group.all_reduce_max(amax), self.format, "POW2", 1.0, 0)
         return divide(mu.expand_as(scale), scale)
 
     def encode(self, rows: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
@@ -86,7 +87,7 @@ class SharedScaleCodec:
             parts.append(encode_plain(layout.columns(rows, False, 1), BF16))
         for each, piece, s in zip(layout.ranges, layout.pieces(rows), scales.unbind()):
             if each.coded:
-                parts.append(encode(piece.float() * s, self.format.name, None).view(torch.uint8))
+                parts.append(encode(piece.float() * s, self.format).view(torch.uint8))
         return join(parts)
 
     def decode(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
@@ -103,9 +104,9 @@ class SharedScaleCodec:
         for code in codes[1:].unbind():
             total = total + to_float(code)
             if self.every_addition:
-                total = to_float(encode(total, self.format.name, None))
+                total = to_float(encode(total, self.format))
                 at_maximum |= total.abs() == self.format.max
-        summed = encode(total, self.format.name, None)
+        summed = encode(total, self.format)
         if not self.every_addition:
             at_maximum = to_float(summed).abs() == self.format.max
         return summed, at_maximum.sum()

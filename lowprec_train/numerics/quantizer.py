@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowprec_train.group import SINGLE, Group
-from lowprec_train.numerics.formats import BF16, E2M1, FP16, FP32, Format
+from lowprec_train.numerics.formats import BF16, E2M1, FORMATS, FP16, FP32, NEAREST, STOCHASTIC, Format, Rounding
+from lowprec_train.ops import library
+from lowprec_train.ops.rounding import ROUNDINGS
 from lowprec_train.ops.schema import tile_shape
 
 
@@ -98,7 +101,7 @@ class Shared:
 class Quantizer:
     """Rounds a 2-D tensor to `format` with a scale per `tile` = (rows, columns), -1 meaning the whole extent.
 
-    stochastic: rounds up with the probability of the distance (needs a seed), so that E[dequantize()] = x.
+    rounding: NEAREST, STOCHASTIC (needs a seed; E[dequantize()] = x) or another rule of `ops.rounding`.
     headroom: share of the format's range that amax may take; None takes 3/4 for stochastic E8M0_FLOOR, 16/17 for
     stochastic NVFP4, else 1.
     span: MX exponents are raised to at least the row's largest minus `span`, before rounding, so that the codes fold
@@ -110,7 +113,7 @@ class Quantizer:
     format: Format
     tile: tuple[int, int] = (-1, -1)
     scale: ScaleRule = ScaleRule.FP32
-    stochastic: bool = False
+    rounding: Rounding = NEAREST
     headroom: float | None = None
     span: int = 0
 
@@ -122,12 +125,22 @@ class Quantizer:
             raise ValueError(f"NVFP4 scales belong to E2M1, not {self.format}")
         if self.headroom is not None and not 0 < self.headroom <= 1:
             raise ValueError(f"headroom is a share of the range in (0, 1], not {self.headroom}")
-        if self.stochastic and self.format is FP32:
-            raise ValueError("FP32 is not rounded, so stochastic rounding to it means nothing")
+        if not isinstance(self.rounding, Rounding):
+            raise ValueError(f"rounding is one of {', '.join(ROUNDINGS)}, not {self.rounding!r}")
+        for value, table in ((self.format, FORMATS), (self.rounding, ROUNDINGS)):
+            if table.get(value.name) != value:
+                raise ValueError(f"{value} is in no table: register_format or register_rounding puts it there")
+        if self.rounding is not NEAREST and self.format is FP32:
+            raise ValueError(f"FP32 is not rounded, so {self.rounding} rounding to it means nothing")
         if self.span < 0:
             raise ValueError(f"span counts binades, 0 for no bound, and is not {self.span}")
         if self.span and self.scale not in POWERS_OF_TWO:
             raise ValueError(f"span bounds power-of-two block exponents; {self.scale.name} scales have none")
+
+    @property
+    def stochastic(self) -> bool:
+        """True when rounding draws, and so needs a seed."""
+        return self.rounding.stochastic
 
     @property
     def range_share(self) -> float:
@@ -150,13 +163,26 @@ class Quantizer:
         if shared is not None and self.crosses(shared.dim):
             return self._part(x, seed, origin, shared)
         if self.scale is ScaleRule.NVFP4:
-            codes, scale, block, tensor = torch.ops.lowprec.quantize_nvfp4(x, self.tile, self.range_share, seed, origin)
+            how = (self.tile, self.range_share, self.rounding.name)
+            codes, scale, block, tensor = self.kernel("quantize_nvfp4", x.device)(x, *how, seed, origin)
             return self.wrap(codes, scale, {"block": block, "tensor": tensor})
-        rule = self.scale.value
-        codes, scale = torch.ops.lowprec.quantize(
-            x, self.format.name, self.tile, rule, self.range_share, self.span, seed, origin
-        )
+        codes, scale = self.kernel("quantize", x.device)(x, *self._how, seed, origin)
         return self.wrap(codes, scale)
+
+    def kernel(self, op: str, device: torch.device) -> Callable[..., Any]:
+        """What runs an op for this format and rounding on a device."""
+        return library.kernel(op, device, self.format.name, self.rounding.name)
+
+    def on_reference(self, device: torch.device) -> bool:
+        """True where a device has a compiled kernel for this scale rule, which does not know the format or rounding."""
+        op = "quantize_nvfp4" if self.scale is ScaleRule.NVFP4 else "quantize"
+        return not library.knows(op, device, self.format.name, self.rounding.name)
+
+    @property
+    def _how(self) -> tuple[Any, ...]:
+        """Arguments of the ops that round by any scale rule but NVFP4."""
+        name, tile, rule = self.format.name, self.tile, self.scale.value
+        return name, tile, rule, self.range_share, self.span, self.rounding.name
 
     def crosses(self, dim: int) -> bool:
         """True when a scale depends on more than one part of a matrix whose dimension `dim` is cut."""
@@ -169,14 +195,11 @@ class Quantizer:
         spans = self.tile[shared.dim] == -1  # then the parts' tiles are the whole's, with one maximum
         amax = top if spans else amax
         if self.scale is ScaleRule.NVFP4:
-            codes, scale, block, tensor = torch.ops.lowprec.quantize_nvfp4_by(
-                x, amax, top.amax().reshape(1, 1), self.tile, share, seed, origin
-            )
+            by, top = self.kernel("quantize_nvfp4_by", x.device), top.amax().reshape(1, 1)
+            codes, scale, block, tensor = by(x, amax, top, self.tile, share, self.rounding.name, seed, origin)
             return self.wrap(codes, scale, {"block": block, "tensor": tensor})
         tops = None if spans else top
-        codes, scale = torch.ops.lowprec.quantize_by(
-            x, amax, tops, self.format.name, self.tile, self.scale.value, share, self.span, seed, origin
-        )
+        codes, scale = self.kernel("quantize_by", x.device)(x, amax, tops, *self._how, seed, origin)
         return self.wrap(codes, scale)
 
     def local_amax(self, x: Tensor, dim: int) -> Tensor:
@@ -210,14 +233,20 @@ class Quantizer:
     def __str__(self) -> str:
         tile = "x".join("*" if n == -1 else str(n) for n in self.tile)
         rule = "" if self.format in (BF16, FP16, FP32) else f" {self.scale.name}"
-        return f"{self.format.name}[{tile}]{rule}{' SR' if self.stochastic else ''}"
+        return f"{self.format.name}[{tile}]{rule}{self._rounding}"
+
+    @property
+    def _rounding(self) -> str:
+        if self.rounding is NEAREST:
+            return ""
+        return " SR" if self.rounding is STOCHASTIC else f" {self.rounding}"
 
 
 def pairs(first: Quantizer, second: Quantizer) -> bool:
     """True when one op rounds a matrix by `first` and its transpose by `second`: to nearest, on the same grid, by the
     same rule.
     """
-    plain = not (first.stochastic or second.stochastic or first.span or second.span)
+    plain = first.rounding is NEAREST and not (first.span or second.span)
     alike = replace(first, tile=second.tile) == second
     return plain and alike and first.format.carrier.itemsize == 1 and first.scale is not ScaleRule.NVFP4
 
@@ -260,7 +289,7 @@ def both(
     if shared is not None and first.crosses(shared.dim):
         left = torch.ops.lowprec.amax(x, first.tile) if amax is None else amax
         amax = shared.global_amax(left.amax().reshape(1))
-    codes, scale, turned, scale_t = torch.ops.lowprec.quantize_both(
+    codes, scale, turned, scale_t = first.kernel("quantize_both", x.device)(
         x, amax, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
     )
     return first.wrap(codes, scale), second.wrap(turned, scale_t)

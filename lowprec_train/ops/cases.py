@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.ops import library, reference, updates
+from lowprec_train.ops.formats import parse_format
 from lowprec_train.ops.philox import random_bits
 
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
@@ -45,12 +46,10 @@ def ties(format: str, columns: int = 64) -> Tensor:
     """FP32 [127, columns]: in each row middles between values of a format, of both signs, and the largest, times an
     odd number of its own. A product with the rounded inverse of the scale moves 7 % of them.
     """
-    mantissa, low, limit = reference.GRIDS[format]
-    steps = torch.arange(1, 2 ** (mantissa + 2), 2) if format != "INT8" else torch.arange(1, 254, 2)
-    middles = steps.float() * 2.0 ** (low - mantissa - 1)
-    if format != "INT8":  # the lowest two binades, and every one above as the second
-        upper = middles[len(middles) // 2 :, None] * 2.0 ** torch.arange(1, 14)
-        middles = torch.cat([middles, upper.flatten()])
+    mantissa, low, limit = (of := parse_format(format)).mantissa_bits, of.min_exponent, of.max
+    middles = torch.arange(1, 2 ** (mantissa + 2), 2).float() * 2.0 ** (low - mantissa - 1)
+    upper = middles[len(middles) // 2 :, None] * 2.0 ** torch.arange(1, 14)  # every binade above as the second
+    middles = torch.cat([middles, upper.flatten()])
     middles = middles[middles < limit]
     row = torch.cat([torch.tensor([limit]), middles, -middles])
     odd = torch.arange(3, 257, 2).float()[:, None]
@@ -67,44 +66,48 @@ def e2m1(rows: int, columns: int) -> Tensor:
 def _quantize() -> Cases:
     seed, origin = torch.tensor(7 << 33 | 5), torch.tensor([3, 16])
     made = {
-        "tensor": (values(5, 37), "E4M3", [-1, -1], "POW2", 1.0, 0, None, None),
-        "FP32 scale": (values(33, 72), "E5M2", [-1, -1], "FP32", 1.0, 0, None, None),
-        "rows": (values(7, 52), "E2M1", [1, -1], "FP32", 1.0, 0, None, None),
-        "columns": (values(36, 21), "E4M3", [-1, 1], "POW2", 1.0, 0, None, None),
-        "columns of BF16": (values(64, 40).bfloat16(), "E4M3", [-1, 1], "POW2", 1.0, 0, None, None),
-        "groups": (values(3, 256).bfloat16(), "E4M3", [1, 128], "POW2", 1.0, 0, None, None),
-        "squares": (values(64, 64).bfloat16(), "E4M3", [32, 32], "POW2", 1.0, 0, None, None),
-        "INT8": (values(6, 36), "INT8", [1, -1], "FP32", 1.0, 0, None, None),
-        "FP16": (values(6, 36), "FP16", [1, -1], "POW2", 1.0, 0, None, None),
-        "MX floor": (values(9, 96), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 0, seed, origin),
-        "MX ceil": (values(9, 96).bfloat16(), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, None, None),
-        "MX span": (values(9, 96).bfloat16(), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 14, seed, None),
-        "stochastic rows": (values(11, 37), "E4M3", [1, -1], "FP32", 1.0, 0, seed, origin),
-        "stochastic tensor": (values(4, 44).half(), "E5M2", [-1, -1], "POW2", 1.0, 0, seed, None),
-        "stochastic BF16": (values(5, 24), "BF16", [-1, -1], "FP32", 1.0, 0, seed, origin),
+        "tensor": (values(5, 37), "E4M3", [-1, -1], "POW2", 1.0, 0, "nearest", None, None),
+        "FP32 scale": (values(33, 72), "E5M2", [-1, -1], "FP32", 1.0, 0, "nearest", None, None),
+        "rows": (values(7, 52), "E2M1", [1, -1], "FP32", 1.0, 0, "nearest", None, None),
+        "columns": (values(36, 21), "E4M3", [-1, 1], "POW2", 1.0, 0, "nearest", None, None),
+        "columns of BF16": (values(64, 40).bfloat16(), "E4M3", [-1, 1], "POW2", 1.0, 0, "nearest", None, None),
+        "groups": (values(3, 256).bfloat16(), "E4M3", [1, 128], "POW2", 1.0, 0, "nearest", None, None),
+        "squares": (values(64, 64).bfloat16(), "E4M3", [32, 32], "POW2", 1.0, 0, "nearest", None, None),
+        "INT8": (values(6, 36), "INT8", [1, -1], "FP32", 1.0, 0, "nearest", None, None),
+        "FP16": (values(6, 36), "FP16", [1, -1], "POW2", 1.0, 0, "nearest", None, None),
+        "MX floor": (values(9, 96), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 0, "stochastic", seed, origin),
+        "MX ceil": (values(9, 96).bfloat16(), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, "nearest", None, None),
+        "MX span": (values(9, 96).bfloat16(), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 14, "stochastic", seed, None),
+        "stochastic rows": (values(11, 37), "E4M3", [1, -1], "FP32", 1.0, 0, "stochastic", seed, origin),
+        "stochastic tensor": (values(4, 44).half(), "E5M2", [-1, -1], "POW2", 1.0, 0, "stochastic", seed, None),
+        "nearest, whatever the seed": (values(9, 96), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, "nearest", seed, origin),
+        "stochastic BF16": (values(5, 24), "BF16", [-1, -1], "FP32", 1.0, 0, "stochastic", seed, origin),
     }
     for format in ("E2M1", "E4M3", "E5M2", "INT8"):
-        x = ties(format)
-        made |= {f"ties of {format} in {n}": (x, format, n, "FP32", 1.0, 0, None, None) for n in ([1, -1], [1, 32])}
-    made["ties of BF16"] = (ties("E2M1")[:7].bfloat16(), "E2M1", [1, -1], "FP32", 1.0, 0, None, None)
-    made["ties in columns"] = (ties("E4M3").t().contiguous(), "E4M3", [-1, 1], "FP32", 1.0, 0, None, None)
-    made["ties of tiny numbers"] = (ties("E4M3") * 2.0**-110, "E4M3", [1, -1], "FP32", 1.0, 0, None, None)
-    made["ties under one scale"] = (ties("E4M3")[60:61], "E4M3", [-1, -1], "FP32", 1.0, 0, None, None)
+        x, plain = ties(format), ("FP32", 1.0, 0, "nearest", None, None)
+        made |= {f"ties of {format} in {n}": (x, format, n, *plain) for n in ([1, -1], [1, 32])}
+    made["ties of BF16"] = (ties("E2M1")[:7].bfloat16(), "E2M1", [1, -1], "FP32", 1.0, 0, "nearest", None, None)
+    made["ties in columns"] = (ties("E4M3").t().contiguous(), "E4M3", [-1, 1], "FP32", 1.0, 0, "nearest", None, None)
+    made["ties of tiny numbers"] = (ties("E4M3") * 2.0**-110, "E4M3", [1, -1], "FP32", 1.0, 0, "nearest", None, None)
+    made["ties under one scale"] = (ties("E4M3")[60:61], "E4M3", [-1, -1], "FP32", 1.0, 0, "nearest", None, None)
     bad = spoilt(5, 64)
-    made |= {f"Inf and NaN in {tile}": (bad, "E4M3", tile, "POW2", 1.0, 0, None, None) for tile in ([-1, -1], [1, -1])}
-    return made | {"Inf and NaN in MX": (bad.bfloat16(), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 28, seed, None)}
+    for tile in ([-1, -1], [1, -1]):
+        made[f"Inf and NaN in {tile}"] = (bad, "E4M3", tile, "POW2", 1.0, 0, "nearest", None, None)
+    block = ([1, 32], "E8M0_FLOOR", 0.75, 28, "stochastic", seed, None)
+    return made | {"Inf and NaN in MX": (bad.bfloat16(), "E2M1", *block)}
 
 
 def _quantize_nvfp4() -> Cases:
     seed, origin = torch.tensor(11), torch.tensor([1, 8])
     return {
-        "rows": (values(7, 48), [1, 16], 1.0, None, None),
-        "squares": (values(32, 64).bfloat16(), [16, 16], 1.0, None, None),
-        "stochastic": (values(5, 80).bfloat16(), [1, 16], 16 / 17, seed, origin),
-        "one value": (torch.full((1, 16), 1e-30), [1, 16], 1.0, None, None),
-        "ties": (ties("E2M1", 16)[4:5].repeat(16, 3), [1, 16], 1.0, None, None),
-        "ties in squares": (ties("E2M1", 16)[7:8].repeat(16, 2).bfloat16(), [16, 16], 1.0, None, None),
-        "Inf and NaN": (spoilt(4, 48), [1, 16], 1.0, None, None),
+        "rows": (values(7, 48), [1, 16], 1.0, "nearest", None, None),
+        "squares": (values(32, 64).bfloat16(), [16, 16], 1.0, "nearest", None, None),
+        "stochastic": (values(5, 80).bfloat16(), [1, 16], 16 / 17, "stochastic", seed, origin),
+        "nearest, whatever the seed": (values(5, 80), [1, 16], 1.0, "nearest", seed, origin),
+        "one value": (torch.full((1, 16), 1e-30), [1, 16], 1.0, "nearest", None, None),
+        "ties": (ties("E2M1", 16)[4:5].repeat(16, 3), [1, 16], 1.0, "nearest", None, None),
+        "ties in squares": (ties("E2M1", 16)[7:8].repeat(16, 2).bfloat16(), [16, 16], 1.0, "nearest", None, None),
+        "Inf and NaN": (spoilt(4, 48), [1, 16], 1.0, "nearest", None, None),
     }
 
 
@@ -164,13 +167,14 @@ def _rotate_fold() -> Cases:
     x, codes = values(64, 96).bfloat16(), values(32, 64).clamp(-448, 448).to(torch.float8_e4m3fn)
     rule = ("E8M0_FLOOR", 0.75)
     return {
-        "rows": (x, None, False, signs, 32, *rule, 28, "E5M2", seed, origin),
-        "columns": (x, None, True, signs, 64, *rule, 14, "E4M3", seed, None),
-        "no rotation": (x, None, False, None, 0, *rule, 28, "E5M2", seed, None),
-        "nearest": (x, None, True, signs, 32, "E8M0_FLOOR", 1.0, 14, "E4M3", None, None),
-        "codes": (codes, torch.tensor([[0.25]]), False, signs, 64, *rule, 14, "E4M3", seed, origin),
-        "codes, columns": (codes, torch.tensor([[0.25]]), True, signs, 32, *rule, 14, "E4M3", seed, None),
-        "Inf and NaN": (spoilt(4, 96).bfloat16(), None, False, signs, 32, *rule, 28, "E5M2", seed, None),
+        "rows": (x, None, False, signs, 32, *rule, 28, "E5M2", "stochastic", seed, origin),
+        "columns": (x, None, True, signs, 64, *rule, 14, "E4M3", "stochastic", seed, None),
+        "no rotation": (x, None, False, None, 0, *rule, 28, "E5M2", "stochastic", seed, None),
+        "nearest": (x, None, True, signs, 32, "E8M0_FLOOR", 1.0, 14, "E4M3", "nearest", None, None),
+        "nearest, whatever the seed": (x, None, False, signs, 32, "E8M0_CEIL", 1.0, 28, "E5M2", "nearest", seed, None),
+        "codes": (codes, torch.tensor([[0.25]]), False, signs, 64, *rule, 14, "E4M3", "stochastic", seed, origin),
+        "codes, columns": (codes, torch.tensor([[0.25]]), True, signs, 32, *rule, 14, "E4M3", "stochastic", seed, None),
+        "Inf and NaN": (spoilt(4, 96).bfloat16(), None, False, signs, 32, *rule, 28, "E5M2", "stochastic", seed, None),
     }
 
 

@@ -4,7 +4,8 @@
     _cuda.so     CUDA, dispatch key CUDA; loaded where torch itself has CUDA, for it asks for symbols of that
 
 A library registers its ops when it is loaded, and torch's dispatcher then says which ones: no list of them is written
-down here. A library that is not there is no error, the reference runs; one that is there and does not load is.
+down here. It says itself which formats and roundings its kernels know, with their numbers, which have to be those of
+`ops.formats`. A library that is not there is no error, the reference runs; one that is there and does not load is.
 This is the second file that may touch torch's private names (decision 0016): the dispatcher has no public question.
 """
 
@@ -16,6 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+
+from lowprec_train.ops.formats import FORMATS, Format
 
 FOLDER = Path(__file__).parent
 FILES = {"cpu": "_C.abi3.so", "cuda": "_cuda.so"}  # device type -> library
@@ -52,6 +55,42 @@ def load(ops: Iterable[str], folder: Path = FOLDER) -> dict[str, frozenset[str]]
             ) from error
         served[device] = frozenset(op for op in ops if has_kernel(op, device))
     return served
+
+
+def names(folder: Path = FOLDER) -> dict[str, frozenset[str]]:
+    """Device type -> the formats and roundings that the kernels of its library know, by name.
+
+    Raises ImportError where a library does not say so, or has other numbers for a format than `ops.formats`.
+    """
+    served = dict.fromkeys(FILES, frozenset[str]())
+    for device, path in present(folder).items():
+        try:
+            said = ctypes.CDLL(str(path)).lowprec_served
+        except AttributeError as error:
+            raise ImportError(f"{path} was built from older sources: build it again with `make kernels`") from error
+        said.restype = ctypes.c_char_p
+        rows = [line.split() for line in said().decode().splitlines()]
+        for name, *numbers in rows:
+            if numbers and _numbers(FORMATS[name]) != (here := _parsed(numbers)):
+                raise ImportError(
+                    f"{path} was built from other sources: its {name} is {here}, that of ops/formats.py "
+                    f"{_numbers(FORMATS[name])} (mantissa bits, smallest exponent, largest value, scaled, bytes); "
+                    "build it again with `make kernels`"
+                )
+        served[device] = frozenset(row[0] for row in rows)
+    return served
+
+
+Numbers = tuple[int, int, float, bool, int]
+
+
+def _numbers(format: Format) -> Numbers:
+    return format.mantissa_bits, format.min_exponent, format.max, format.scaled, format.carrier.itemsize
+
+
+def _parsed(said: list[str]) -> Numbers:
+    mantissa, lowest, largest, scaled, size = said
+    return int(mantissa), int(lowest), float.fromhex(largest), scaled == "1", int(size)
 
 
 def architectures(path: Path) -> list[str]:

@@ -4,6 +4,9 @@ The reference is the kernel of every device that has none of its own. It is eage
 rows are independent, so that its temporaries stay in the cache. On CUDA the rounding ops run it through torch.compile,
 once per shape, behind the same schema (eager Philox takes ten times longer); the bits are those of the eager reference.
 `live_kernels` says what runs.
+
+A library's kernels know the formats and roundings that it was built with (`ops.kernels.names`). For any other one,
+`kernel` gives the op's second overload, `lowprec::quantize.reference`, which is the reference everywhere.
 """
 
 from __future__ import annotations
@@ -44,14 +47,14 @@ def _on_cuda(name: str, *args: Any) -> Any:
         return _compiled(name, tuple(_key(a) for a in args))(*args)
 
 
-def _quantize(x, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
+def _quantize(x, format, tile, scale_rule, headroom, span, rounding, seed, origin):  # type: ignore[no-untyped-def]
     """Row tiles a slice at a time; the draws of a slice are found by its origin."""
     if tile[0] != 1 or x.device.type != "cpu":
-        return reference.quantize(x, format, tile, scale_rule, headroom, span, seed, origin)
+        return reference.quantize(x, format, tile, scale_rule, headroom, span, rounding, seed, origin)
     rows, parts = max(1, CHUNK // x.shape[1]), []
     for index, part in enumerate(x.split(rows)):
         first = None if seed is None else torch.tensor([index * rows, 0]) + (0 if origin is None else origin)
-        parts.append(reference.quantize(part, format, tile, scale_rule, headroom, span, seed, first))
+        parts.append(reference.quantize(part, format, tile, scale_rule, headroom, span, rounding, seed, first))
     codes, scales = zip(*parts, strict=True)
     return torch.cat(codes), torch.cat(scales)
 
@@ -83,23 +86,44 @@ EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGE
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 
 
+NAMED = tuple(name for name, schema in SCHEMAS.items() if "str rounding" in schema) + ("quantize_both",)
+"""Ops that round to a format of the caller's, or by a rounding of the caller's."""
+
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
+for _name in NAMED:
+    _LIBRARY.define(f"{_name}.reference{SCHEMAS[_name]}")
 SERVED = kernels.load(SCHEMAS)  # device type -> ops with a compiled kernel
+KNOWN = kernels.names()  # device type -> formats and roundings that these kernels know
 
 
-def _register(name: str) -> None:
+def _register(name: str, op: str, *, served: bool) -> None:
     """The reference, which steps back wherever a device has a kernel, and the op's shapes."""
-    _LIBRARY.impl(name, EAGER[name], "CompositeExplicitAutograd")
-    if name in COMPILED_ON_CUDA and name not in SERVED["cuda"]:
-        _LIBRARY.impl(name, partial(_on_cuda, name), "CUDA")
-    torch.library.register_fake(f"lowprec::{name}", FAKES[name])
+    _LIBRARY.impl(op, EAGER[name], "CompositeExplicitAutograd")
+    if name in COMPILED_ON_CUDA and not served:
+        _LIBRARY.impl(op, partial(_on_cuda, name), "CUDA")
+    torch.library.register_fake(f"lowprec::{op}", FAKES[name])
 
 
 for _name in SCHEMAS:
-    _register(_name)
+    _register(_name, _name, served=_name in SERVED["cuda"])
+for _name in NAMED:
+    _register(_name, f"{_name}.reference", served=False)
 if "scaled_mm" not in SERVED["cuda"]:
     _LIBRARY.impl("scaled_mm", tensor_cores.scaled_mm, "CUDA")
+
+
+def knows(op: str, device: torch.device, *names: str) -> bool:
+    """Whether what runs for an op on a device knows these formats and roundings; a reference knows them all."""
+    if op not in SERVED.get(device.type, ()):
+        return True
+    return all(name in KNOWN[device.type] for name in names)
+
+
+def kernel(op: str, device: torch.device, *names: str) -> Callable[..., Any]:
+    """The op, or its reference where the device's compiled kernel does not know one of the formats and roundings."""
+    found = getattr(torch.ops.lowprec, op)
+    return found.default if knows(op, device, *names) else found.reference
 
 
 def live_kernels(device: torch.device) -> dict[str, str]:

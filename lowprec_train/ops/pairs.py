@@ -23,13 +23,13 @@ def quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headr
     """
     x = x.float()
     everything = tile_shape(*x.shape, tile) == tile_shape(*x.t().shape, tile_t)[::-1] == x.shape
+    how = (scale_rule, headroom, 0, "nearest", None, None)
     if amax is not None and everything and across is None and down is None:
-        amax, how = amax.amax().reshape(1, 1), (scale_rule, headroom, 0, None, None)
-        codes, scale = reference.quantize_by(x, amax, None, format, tile, *how)
+        codes, scale = reference.quantize_by(x, amax.amax().reshape(1, 1), None, format, tile, *how)
         return codes, scale, codes.t().contiguous(), scale.clone()
     a, b = (x if each is None else x * each for each in (across, down))
-    codes, scale = reference.quantize(a, format, tile, scale_rule, headroom, 0, None, None)
-    turned, scale_t = reference.quantize(b.t().contiguous(), format, tile_t, scale_rule, headroom, 0, None, None)
+    codes, scale = reference.quantize(a, format, tile, *how)
+    turned, scale_t = reference.quantize(b.t().contiguous(), format, tile_t, *how)
     return codes, scale, turned, scale_t
 
 

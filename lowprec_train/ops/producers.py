@@ -84,7 +84,7 @@ def has_kernel(op: str, width: int, format: str, group: int) -> bool:
 
 def _keep(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """(what is kept: codes and exponents; x^, which they stand for)."""
-    codes, scale = reference.quantize(x, format, (1, group), "POW2", 1.0, 0, None, None)
+    codes, scale = reference.quantize(x, format, (1, group), "POW2", 1.0, 0, "nearest", None, None)
     stored = reference.pack_e2m1(codes) if format == "E2M1" else codes
     return stored, (scale.view(torch.int32) >> 23).to(torch.uint8), reference.dequantize(codes, scale)
 

@@ -15,23 +15,14 @@ import torch
 from torch import Tensor
 
 from lowprec_train.ops.exponents import exp2_int, exponent
+from lowprec_train.ops.formats import E2M1, E4M3, FORMATS, Format, parse_format
 from lowprec_train.ops.philox import random_bits
 from lowprec_train.ops.powers import exp2, log2
-from lowprec_train.ops.schema import CARRIERS, tile_shape
+from lowprec_train.ops.rounding import encode, parse_rounding, round_to
+from lowprec_train.ops.schema import tile_shape
 
-# format -> (mantissa bits, exponent of the smallest normal number, largest finite value)
-GRIDS = {
-    "E2M1": (1, 0, 6.0),
-    "E4M3": (3, -6, 448.0),
-    "E5M2": (2, -14, 57344.0),
-    "INT8": (0, 0, 127.0),
-    "BF16": (7, -126, torch.finfo(torch.bfloat16).max),
-    "FP16": (10, -14, torch.finfo(torch.float16).max),
-    "FP32": (23, -126, torch.finfo(torch.float32).max),
-}
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 VALUES = {dtype: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float() for dtype in FP8}
-UNSCALED = ("BF16", "FP32")  # FP32's own exponent range: a scale would only take bits away
 TINY = 2.0**-126  # the smallest normal FP32: a scale below it has no finite reciprocal
 FOLD_TOP = {"E4M3": 6, "E5M2": 13}  # exponent that a row's largest block takes in a carrier: 6 * 2**top fits
 FOLD_SPAN = {"E4M3": 14, "E5M2": 28}  # binades below it whose E2M1 codes are still exact carrier values
@@ -66,9 +57,8 @@ def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
     return tiles(x, tile).abs().amax(dim=(1, 3))
 
 
-def _exponents(amax: Tensor, format: str, rule: str, headroom: float) -> Tensor:
-    """By bit extraction: a logarithm is wrong just below powers of two."""
-    limit = GRIDS[format][2]
+def _exponents(amax: Tensor, limit: float, rule: str, headroom: float) -> Tensor:
+    """By bit extraction: a logarithm is wrong just below powers of two. limit: the format's largest value."""
     e = exponent(amax)
     if rule == "E8M0_FLOOR":
         return e - math.frexp(limit)[1] + 1
@@ -78,27 +68,27 @@ def _exponents(amax: Tensor, format: str, rule: str, headroom: float) -> Tensor:
 
 
 def _power_of_two(
-    amax: Tensor, format: str, rule: str, headroom: float, span: int, tops: Tensor | None = None
+    amax: Tensor, limit: float, rule: str, headroom: float, span: int, tops: Tensor | None = None
 ) -> Tensor:
-    e = _exponents(amax, format, rule, headroom).clamp(-126, 127)
+    e = _exponents(amax, limit, rule, headroom).clamp(-126, 127)
     if span:  # a zero block takes the row's floor, so that it never sets the row's largest exponent
-        largest = e if tops is None else _exponents(tops, format, rule, headroom).clamp(-126, 127)
+        largest = e if tops is None else _exponents(tops, limit, rule, headroom).clamp(-126, 127)
         e = torch.maximum(e, largest.amax(dim=1, keepdim=True) - span)
     return torch.where(amax.isfinite(), exp2_int(e), torch.nan)
 
 
 def tile_scale(
-    amax: Tensor, format: str, rule: str, headroom: float, span: int, tops: Tensor | None = None
+    amax: Tensor, format: Format, rule: str, headroom: float, span: int, tops: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dequantisation multiplier, what x is multiplied by before rounding). Both FP32, shape of `amax`. tops: what the
     span of a row hangs from, where that is not the largest amax of the row.
     """
-    if format in UNSCALED:
+    if not format.scaled:
         return torch.ones_like(amax), torch.ones_like(amax)
     if rule == "FP32":
-        scale = torch.where(amax == 0, 1.0, divide(amax, GRIDS[format][2] * headroom).clamp_min(TINY))
+        scale = torch.where(amax == 0, 1.0, divide(amax, format.max * headroom).clamp_min(TINY))
         return scale, divide(torch.ones_like(scale), scale)
-    scale = _power_of_two(amax, format, rule, headroom, span, tops)
+    scale = _power_of_two(amax, format.max, rule, headroom, span, tops)
     inverse = divide(torch.ones_like(scale), scale)
     if rule == "E8M0_FLOOR" and headroom != 1.0:
         scale, inverse = divide(scale, headroom), inverse * headroom
@@ -113,40 +103,10 @@ def over(x: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
     return torch.where(by.isnan(), by, divide(x, by))
 
 
-def round_to(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
-    """Finite FP32 values in the format's range, rounded to its grid: to nearest even, or up with the probability of the
-    distance.
-
-    `bits`: integers in [0, 65536). P(up) = round(65536 * fraction) / 65536: a bias of at most 2**-17 of a grid step.
-    """
-    mantissa, low, _ = GRIDS[format]
-    e = exponent(v).clamp_min(max(low, mantissa - 125))
-    if format == "INT8":
-        e = torch.zeros_like(e)
-    if bits is None:  # the last bit of the sum is worth one grid step, so the addition itself rounds
-        magic = exp2_int(e + (23 - mantissa)) * 1.5
-        return ((v + magic) - magic).copysign(v)
-    steps = v.abs() * exp2_int(mantissa - e)
-    whole = steps.floor()
-    whole = whole + ((steps - whole) * 65536.0 > bits.float() + 0.5)
-    return (whole * exp2_int(e - mantissa)).copysign(v)
-
-
-def encode(v: Tensor, format: str, bits: Tensor | None) -> Tensor:
-    """Scaled FP32 values to codes: clamped first (a plain FP8 cast does not promise saturation), NaN kept."""
-    if format == "FP32":
-        return v
-    limit = GRIDS[format][2]
-    v = v if format in UNSCALED else v.clamp(-limit, limit)
-    if bits is not None or format in ("E2M1", "INT8"):
-        v = torch.where(v.isfinite(), round_to(v, format, bits), v)
-    if format == "INT8":  # int8 has no NaN: the tile's scale carries it
-        v = torch.where(v.isnan(), 0.0, v)
-    return v.to(CARRIERS[format])
-
-
-def _draws(x: Tensor, seed: Tensor | None, origin: Tensor | None) -> Tensor | None:
-    return None if seed is None else random_bits(seed, origin, x.shape[0], x.shape[1])
+def _rounded(v, format, rounding, seed, origin):  # type: ignore[no-untyped-def]
+    """Codes of scaled values [m, k]. seed, origin: what a stochastic rule draws from; others do not look at them."""
+    bits = random_bits(seed, origin, v.shape[0], v.shape[1]) if rounding.stochastic else None
+    return encode(v, format, rounding, bits)
 
 
 def spread(scale: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
@@ -161,39 +121,41 @@ def amax(x, tile):  # type: ignore[no-untyped-def]
     return tile_amax(x, tile_shape(x.shape[0], x.shape[1], tile)).float()
 
 
-def quantize(x, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
+def quantize(x, format, tile, scale_rule, headroom, span, rounding, seed, origin):  # type: ignore[no-untyped-def]
     """Codes on the format's grid and one dequantisation multiplier per tile: x ~ codes * scale."""
-    return quantize_by(x, amax(x, tile), None, format, tile, scale_rule, headroom, span, seed, origin)
+    return quantize_by(x, amax(x, tile), None, format, tile, scale_rule, headroom, span, rounding, seed, origin)
 
 
-def quantize_by(x, amax, tops, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
+def quantize_by(  # type: ignore[no-untyped-def]
+    x, amax, tops, format, tile, scale_rule, headroom, span, rounding, seed, origin
+):
     """`quantize` where x is a part of a matrix and tiles reach beyond it: amax holds their largest magnitudes, tops
     [m / rows, 1] those of whole rows, from which a span hangs; None takes them from amax.
     """
-    shape, x = tile_shape(x.shape[0], x.shape[1], tile), x.float()
+    shape, x, format = tile_shape(x.shape[0], x.shape[1], tile), x.float(), parse_format(format)
     scale, inverse = tile_scale(amax, format, scale_rule, headroom, span, tops)
-    divides = scale_rule == "FP32" and format not in UNSCALED  # the inverse of a power of two is exact
+    divides = scale_rule == "FP32" and format.scaled  # the inverse of a power of two is exact
     v = over(x, scale, shape) if divides else x * spread(inverse, x.shape, shape)
-    return encode(v, format, _draws(x, seed, origin)), scale
+    return _rounded(v, format, parse_rounding(rounding), seed, origin), scale
 
 
-def quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
+def quantize_nvfp4(x, tile, headroom, rounding, seed, origin):  # type: ignore[no-untyped-def]
     """Two-level NVFP4 (arXiv 2509.25149): E4M3 block scales under one FP32 tensor scale, amax_x / (6 * 448)."""
     of_tiles = amax(x, tile)
-    return quantize_nvfp4_by(x, of_tiles, of_tiles.amax().reshape(1, 1), tile, headroom, seed, origin)
+    return quantize_nvfp4_by(x, of_tiles, of_tiles.amax().reshape(1, 1), tile, headroom, rounding, seed, origin)
 
 
-def quantize_nvfp4_by(x, amax, top, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
+def quantize_nvfp4_by(x, amax, top, tile, headroom, rounding, seed, origin):  # type: ignore[no-untyped-def]
     """`quantize_nvfp4` where x is a part of a matrix: amax of the tiles, top [1, 1] of the whole matrix."""
     shape, x = tile_shape(x.shape[0], x.shape[1], tile), x.float()
     tensor_scale = divide(top, 6.0 * 448.0).clamp_min(TINY * 2.0**9)
     wanted = divide(divide(amax, 6.0 * headroom), tensor_scale.double())
-    block = encode(wanted.clamp_min(2.0**-9), "E4M3", None)  # a block scale of zero would lose the block
+    block = encode(wanted.clamp_min(2.0**-9), E4M3)  # a block scale of zero would lose the block
     if headroom < 1.0:
         block = _not_below(block, tensor_scale, amax)
     scale = torch.where(amax == 0, 1.0, block.float() * tensor_scale)
     v = over(x, scale, shape)
-    return encode(v, "E2M1", _draws(x, seed, origin)), scale, block, tensor_scale
+    return _rounded(v, E2M1, parse_rounding(rounding), seed, origin), scale, block, tensor_scale
 
 
 def _not_below(block: Tensor, tensor_scale: Tensor, amax: Tensor) -> Tensor:
@@ -220,13 +182,13 @@ def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
     2**-8.
     """
     x = x.float()
-    scale, _ = tile_scale(torch.maximum(low.abs(), high.abs()), "E2M1", "FP32", 1.0, 0)
+    scale, _ = tile_scale(torch.maximum(low.abs(), high.abs()), E2M1, "FP32", 1.0, 0)
     v = divide(x, scale)
-    body = round_to(v.clamp(-6.0, 6.0), "E2M1", None)
+    body = round_to(v.clamp(-6.0, 6.0), E2M1)
     shift = 2.0**-CARRIER_SHIFT
     codes = torch.where((x < low) | (x > high), v, body) * shift
     codes = torch.where(x.isfinite() & ~v.isnan(), codes, torch.nan)  # only what is infinite must not saturate silently
-    return encode(codes, "E4M3", None), scale * 2.0**CARRIER_SHIFT
+    return encode(codes, E4M3), scale * 2.0**CARRIER_SHIFT
 
 
 def dequantize(codes, scale):  # type: ignore[no-untyped-def]
@@ -274,7 +236,7 @@ def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
     top = FOLD_TOP[carrier]
     shift = exp2_int((e - e.amax(dim=1, keepdim=True) + top).clamp(-126, 127))
     folded = codes.float() * spread(shift, codes.shape, (1, codes.shape[1] // scale.shape[1]))
-    return folded.to(CARRIERS[carrier]), scale.amax(dim=1, keepdim=True) * 2.0**-top
+    return folded.to(FORMATS[carrier].carrier), scale.amax(dim=1, keepdim=True) * 2.0**-top
 
 
 def hadamard(x, seed, block):  # type: ignore[no-untyped-def]

@@ -16,14 +16,15 @@ BLOCK = 32  # elements of an MX block
 
 
 def rotate_fold(  # type: ignore[no-untyped-def]
-    x, scale, transposed, signs, rotation, scale_rule, headroom, span, carrier, seed, origin
+    x, scale, transposed, signs, rotation, scale_rule, headroom, span, carrier, rounding, seed, origin
 ):
     """x [m, k] (with `scale` [1, 1]: E4M3 codes, decoded to BF16 first) -> carrier codes and a scale per row, of x or
-    of its transpose. signs: seed of the rotation's signs; rotation: its block, 0 for none. seed, origin: of stochastic
-    rounding; no seed rounds to nearest.
+    of its transpose. signs: seed of the rotation's signs; rotation: its block, 0 for none.
+    rounding, seed, origin: as in `quantize`.
     """
     if scale is not None:
         x = (reference.to_float(x) * scale).to(torch.bfloat16)
     x = x.t().contiguous() if transposed else x
     x = reference.hadamard(x, signs, rotation) if rotation else x
-    return reference.fold(*reference.quantize(x, "E2M1", (1, BLOCK), scale_rule, headroom, span, seed, origin), carrier)
+    how = (scale_rule, headroom, span, rounding, seed, origin)
+    return reference.fold(*reference.quantize(x, "E2M1", (1, BLOCK), *how), carrier)

@@ -1,8 +1,8 @@
 """Every op once: its schema and the shapes and dtypes it returns.
 
 An op never draws for itself: a `seed` is a 0-dim int64 tensor that enters the graph as data, so that eager, compiled,
-recomputed and resumed runs see the same bits. Formats and scale rules cross the boundary as strings, never inferred
-from a dtype.
+recomputed and resumed runs see the same bits. Formats, roundings and scale rules cross the boundary by their names,
+never inferred from a dtype or from the presence of a seed.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-CARRIERS = {"E2M1": torch.float8_e4m3fn, "E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2, "INT8": torch.int8}
-CARRIERS |= {"BF16": torch.bfloat16, "FP16": torch.float16, "FP32": torch.float32}
+from lowprec_train.ops.formats import parse_format
 
 SCHEMAS = {
     "quantize": (
-        "(Tensor x, str format, int[2] tile, str scale_rule, float headroom, int span, Tensor? seed, Tensor? origin)"
-        " -> (Tensor codes, Tensor scale)"
+        "(Tensor x, str format, int[2] tile, str scale_rule, float headroom, int span, str rounding, Tensor? seed,"
+        " Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
     "quantize_nvfp4": (
-        "(Tensor x, int[2] tile, float headroom, Tensor? seed, Tensor? origin)"
+        "(Tensor x, int[2] tile, float headroom, str rounding, Tensor? seed, Tensor? origin)"
         " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
     "amax": "(Tensor x, int[2] tile) -> Tensor",
     "quantize_by": (
         "(Tensor x, Tensor amax, Tensor? tops, str format, int[2] tile, str scale_rule, float headroom, int span,"
-        " Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
+        " str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
     "quantize_nvfp4_by": (
-        "(Tensor x, Tensor amax, Tensor top, int[2] tile, float headroom, Tensor? seed, Tensor? origin)"
+        "(Tensor x, Tensor amax, Tensor top, int[2] tile, float headroom, str rounding, Tensor? seed, Tensor? origin)"
         " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
     "quantize_both": (
@@ -50,7 +49,7 @@ SCHEMAS = {
     "transpose": "(Tensor codes) -> Tensor",
     "rotate_fold": (
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
-        " int span, str carrier, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
+        " int span, str carrier, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
     "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
     "quantize_expanded": (
@@ -112,27 +111,32 @@ def _scale_like(x: Tensor, tile: list[int] | tuple[int, int]) -> Tensor:
     return x.new_empty((x.shape[0] // rows, x.shape[1] // columns), dtype=torch.float32)
 
 
-def _quantize(x, format, tile, scale_rule, headroom, span, seed, origin):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape, dtype=CARRIERS[format]), _scale_like(x, tile)
+def _quantize(x, format, tile, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=parse_format(format).carrier), _scale_like(x, tile)
 
 
-def _quantize_nvfp4(x, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
+def _quantize_nvfp4(x, tile, *_):  # type: ignore[no-untyped-def]
     scale = _scale_like(x, tile)
     stored = torch.empty_like(scale, dtype=torch.float8_e4m3fn)
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale, stored, scale.new_empty((1, 1))
 
 
 def _quantize_by(x, amax, tops, format, tile, *_):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape, dtype=CARRIERS[format]), _scale_like(x, tile)
+    return _quantize(x, format, tile)
 
 
-def _quantize_nvfp4_by(x, amax, top, tile, headroom, seed, origin):  # type: ignore[no-untyped-def]
-    return _quantize_nvfp4(x, tile, headroom, seed, origin)
+def _quantize_nvfp4_by(x, amax, top, tile, *_):  # type: ignore[no-untyped-def]
+    return _quantize_nvfp4(x, tile)
 
 
 def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
-    turned = x.new_empty((x.shape[1], x.shape[0]), dtype=CARRIERS[format])
-    return x.new_empty(x.shape, dtype=CARRIERS[format]), _scale_like(x, tile), turned, _scale_like(turned, tile_t)
+    turned = x.new_empty((x.shape[1], x.shape[0]), dtype=parse_format(format).carrier)
+    return (
+        x.new_empty(x.shape, dtype=parse_format(format).carrier),
+        _scale_like(x, tile),
+        turned,
+        _scale_like(turned, tile_t),
+    )
 
 
 def _quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
@@ -144,10 +148,10 @@ def _transpose(codes):  # type: ignore[no-untyped-def]
 
 
 def _rotate_fold(  # type: ignore[no-untyped-def]
-    x, scale, transposed, signs, rotation, scale_rule, headroom, span, carrier, seed, origin
+    x, scale, transposed, signs, rotation, scale_rule, headroom, span, carrier, *_
 ):
     rows, columns = x.shape[::-1] if transposed else x.shape
-    codes = x.new_empty((rows, columns), dtype=CARRIERS[carrier])
+    codes = x.new_empty((rows, columns), dtype=parse_format(carrier).carrier)
     return codes, x.new_empty((rows, 1), dtype=torch.float32)
 
 
@@ -164,7 +168,7 @@ def _scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: igno
 
 
 def _fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
-    return codes.new_empty(codes.shape, dtype=CARRIERS[carrier]), scale.new_empty((codes.shape[0], 1))
+    return codes.new_empty(codes.shape, dtype=parse_format(carrier).carrier), scale.new_empty((codes.shape[0], 1))
 
 
 def _pack_e2m1(codes):  # type: ignore[no-untyped-def]
@@ -180,7 +184,12 @@ def _unpack_e2m1(packed):  # type: ignore[no-untyped-def]
 def _quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-def]
     groups = segments * segment_groups(x.shape[1], group, segments)
     scale = x.new_empty((x.shape[0], groups), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=CARRIERS[format]), scale, torch.empty_like(scale), torch.empty_like(scale)
+    return (
+        x.new_empty(x.shape, dtype=parse_format(format).carrier),
+        scale,
+        torch.empty_like(scale),
+        torch.empty_like(scale),
+    )
 
 
 def _as_float32(x, *_):  # type: ignore[no-untyped-def]
@@ -197,7 +206,7 @@ def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-de
 
 def _kept(x, columns, format, group):  # type: ignore[no-untyped-def]
     """Codes of a matrix of that many columns, two E2M1 ones a byte, and the exponents of its groups."""
-    wide, dtype = (columns // 2, torch.uint8) if format == "E2M1" else (columns, CARRIERS[format])
+    wide, dtype = (columns // 2, torch.uint8) if format == "E2M1" else (columns, parse_format(format).carrier)
     return x.new_empty((x.shape[0], wide), dtype=dtype), x.new_empty((x.shape[0], columns // group), dtype=torch.uint8)
 
 

@@ -26,8 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowprec_train.ops.formats import parse_format
 from lowprec_train.ops.powers import exp2_parts, log2, log2_parts
-from lowprec_train.ops.reference import GRIDS, TINY, divide, encode, exp2_int, square_root
+from lowprec_train.ops.reference import TINY, divide, exp2_int, square_root
+from lowprec_train.ops.rounding import encode
 from lowprec_train.ops.schema import segment_groups
 
 STEPS = 16  # k is a multiple of 1 / STEPS
@@ -46,12 +48,12 @@ def quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-de
     span = _log2_quotient(amax, amin)
     k = _exponent(span, format)
     power = k.unsqueeze(2) * _log2_quotient(torch.where(present, magnitude, 1.0), amax.unsqueeze(2))
-    codes = torch.where(present, _exp2_times(power, GRIDS[format][2]), 0.0).copysign(v)
+    codes = torch.where(present, _exp2_times(power, parse_format(format).max), 0.0).copysign(v)
     center = torch.where(amin == amax, amax, square_root(amax) * square_root(amin))
-    scale = divide(_exp2_times(k * span * 0.5, 1.0), GRIDS[format][2])
+    scale = divide(_exp2_times(k * span * 0.5, 1.0), parse_format(format).max)
     scale, center = (torch.where(finite, each, torch.nan) for each in (scale, center))
     k = torch.where(present.any(dim=2), k, 1.0)
-    return encode(_ungrouped(codes, x.shape[1], segments), format, None), scale, k, center
+    return encode(_ungrouped(codes, x.shape[1], segments), parse_format(format)), scale, k, center
 
 
 def dequantize_expanded(codes, scale, exponent, center, format, group, segments):  # type: ignore[no-untyped-def]
@@ -86,7 +88,7 @@ def _log2_quotient(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _exponent(span: Tensor, format: str) -> Tensor:
-    bound = math.log2(GRIDS[format][2] ** 2 / 2)
+    bound = math.log2(parse_format(format).max ** 2 / 2)
     steps = divide(torch.full_like(span, STEPS * bound), span.clamp_min(TINY)).floor()
     return steps.clamp(1.0, STEPS * LARGEST_EXPONENT) * (1 / STEPS)
 
@@ -101,6 +103,5 @@ def _exp2_times(power: Tensor, factor: Tensor | float) -> Tensor:
 @cache
 def _code_log2(format: str, device: torch.device) -> Tensor:
     """log2 of the codes without a sign, FP32 [128]: 0 at zero, NaN where the code is no finite number."""
-    carrier = torch.float8_e4m3fn if format == "E4M3" else torch.float8_e5m2
-    values = torch.arange(128, dtype=torch.uint8).view(carrier).float().tolist()
+    values = torch.arange(128, dtype=torch.uint8).view(parse_format(format).carrier).float().tolist()
     return torch.tensor([0.0 if v == 0 else math.log2(v) if v < math.inf else math.nan for v in values], device=device)

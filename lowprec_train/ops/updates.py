@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from lowprec_train.ops import reference, states
+from lowprec_train.ops.formats import parse_format
 from lowprec_train.ops.philox import philox
 from lowprec_train.ops.reference import square_root
-from lowprec_train.ops.schema import CARRIERS
 
 STREAM = 1 << 16
 """The draws' stream of masters: those of linear layers count from 0 (`numerics.draws`)."""
@@ -159,9 +159,10 @@ def encode(codec: str, x: Tensor, group: int, segments: int, seed: Tensor | None
     if "expanded" in codec:
         return states.quantize_expanded(x, format, group, segments)
     if "scaled" in codec or seed is not None:
-        codes, scale = reference.quantize(x, format, (-1, -1), "POW2", 1.0, 0, seed, None)
+        rounding = "nearest" if seed is None else "stochastic"
+        codes, scale = reference.quantize(x, format, (-1, -1), "POW2", 1.0, 0, rounding, seed, None)
         return (codes, scale) if "scaled" in codec else (codes,)
-    return (x.to(CARRIERS[format]),)
+    return (x.to(parse_format(format).carrier),)
 
 
 def decode(codec: str, held: list[Tensor], group: int, segments: int) -> Tensor:

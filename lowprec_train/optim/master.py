@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowprec_train.numerics.formats import BF16, FP16
+from lowprec_train.numerics.formats import BF16, FP16, NEAREST, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops.updates import STREAM, seeds
 from lowprec_train.optim.moments import Parts, under_one_scale
@@ -111,7 +111,7 @@ class FP16Master:
     def encode(
         self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None, *, amax: Tensor | None = None
     ) -> tuple[Tensor, Parts]:
-        quantizer = Quantizer(FP16, scale=ScaleRule.POW2, stochastic=self.stochastic)
+        quantizer = Quantizer(FP16, scale=ScaleRule.POW2, rounding=STOCHASTIC if self.stochastic else NEAREST)
         codes, scale = under_one_scale(w, quantizer, amax, seed if self.stochastic else None, origin)
         rounded = torch.ops.lowprec.dequantize(codes, scale)
         return rounded.to(torch.bfloat16), {"codes": codes, "scale": scale}
@@ -137,7 +137,7 @@ class BF16Master:
     def encode(
         self, w: Tensor, seed: Tensor | None = None, origin: Tensor | None = None, *, amax: Tensor | None = None
     ) -> tuple[Tensor, Parts]:
-        return Quantizer(BF16, stochastic=True)(w, seed, origin).codes, {}
+        return Quantizer(BF16, rounding=STOCHASTIC)(w, seed, origin).codes, {}
 
     def decode(self, parameter: Tensor, parts: Parts) -> Tensor:
         return parameter.float()

@@ -230,6 +230,6 @@ def under_one_scale(
     if amax is None:
         rounded = how(x, seed, origin)
         return rounded.codes, rounded.scale
-    given = (how.tile, how.scale.value, how.range_share, how.span, seed, origin)
+    given = (how.tile, how.scale.value, how.range_share, how.span, how.rounding.name, seed, origin)
     codes, scale = torch.ops.lowprec.quantize_by(x, amax, None, how.format.name, *given)
     return codes, scale

@@ -23,7 +23,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.formats import E2M1, NEAREST
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.ops import producers
 from lowprec_train.ops.library import SERVED
@@ -39,9 +39,9 @@ EXPONENTS = (ScaleRule.POW2, ScaleRule.E8M0_CEIL)  # never saturate, and a byte 
 class BlockKeep:
     """How the norms and the activations of blocks keep their inputs; None: as they are.
 
-    Raises ValueError for a stochastic quantiser, for one whose tiles span several tokens, and for scales that are not
-    powers of two: they would take four bytes a group, and a compiler that finds the same dequantisation in forward and
-    backward keeps its FP32 result.
+    Raises ValueError for a quantiser that does not round to nearest, for one whose tiles span several tokens, and for
+    scales that are not powers of two: they would take four bytes a group, and a compiler that finds the same
+    dequantisation in forward and backward keeps its FP32 result.
     """
 
     norm: Quantizer | None = None
@@ -52,7 +52,7 @@ class BlockKeep:
             quantizer = self.of(role)
             if quantizer is None:
                 continue
-            if quantizer.stochastic or quantizer.tile[0] != 1:
+            if quantizer.rounding is not NEAREST or quantizer.tile[0] != 1:
                 raise ValueError(
                     f"{role}={quantizer}: kept inputs are rounded to nearest in groups of one token, so that a "
                     "recomputed layer meets the same bits, however the batch is cut"

@@ -278,8 +278,9 @@ class Site:
         assert isinstance(quantizer, Quantizer)
         signs = None if gemm.rotation is None else self._seed(which, Purpose.ROTATION)
         rotation = 0 if gemm.rotation is None else gemm.rotation.block
-        how = (quantizer.scale.value, quantizer.range_share, quantizer.span, carrier_of(quantizer.span))
-        codes, row = torch.ops.lowprec.rotate_fold(
+        span, share = quantizer.span, quantizer.range_share
+        how = (quantizer.scale.value, share, span, carrier_of(span), quantizer.rounding.name)
+        codes, row = quantizer.kernel("rotate_fold", x.device)(
             x, scale, transposed, signs, rotation, *how, *self._noise(quantizer, which, purpose)
         )
         return Quantized(codes, row, span=quantizer.span)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from enum import Enum
 from typing import Any
 
-from lowprec_train.numerics.formats import E2M1, Format, parse_format
+from lowprec_train.numerics.formats import E2M1, NEAREST, Format, Rounding, parse_format, parse_rounding
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.precision.estimators import DifferentiableEstimator, Estimator, StraightThrough
 from lowprec_train.precision.hadamard import RandomHadamard
@@ -68,9 +68,9 @@ class Gemm:
             self.outliers is not None
             and self.outliers.variant == "carrier"
             and self.a is not None
-            and self.a.stochastic
+            and self.a.rounding is not NEAREST
         ):
-            raise ValueError("carrier outliers are rounded to nearest; a stochastic quantiser cannot hold them")
+            raise ValueError(f"carrier outliers are rounded to nearest; a {self.a.rounding} quantiser cannot hold them")
 
     @property
     def is_identity(self) -> bool:
@@ -177,10 +177,15 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+RENAMED = {"stochastic": "rounding: nearest, stochastic or another rule"}  # old name of a field -> new
+
+
 def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
     names = [f.name for f in fields(value)]
     new = {}
     for key, change in changes.items():
+        if key in RENAMED:
+            raise ValueError(f"{path}.{key} is now {path}.{RENAMED[key]}")
         if key not in names:
             raise ValueError(f"{path}.{key}: no such field; {type(value).__name__} has {', '.join(names)}")
         new[key] = _changed(getattr(value, key), change, key, f"{path}.{key}")
@@ -202,8 +207,11 @@ def _changed(old: Any, change: Any, key: str, path: str) -> Any:
 
 
 def _parsed(old: Any, change: Any, key: str, path: str) -> Any:
-    if isinstance(old, Format):
-        return parse_format(str(change))
+    if isinstance(old, Format | Rounding):
+        try:
+            return parse_format(str(change)) if isinstance(old, Format) else parse_rounding(str(change))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     if key == "b" and change in (None, "fprop_codes"):
         return None if change is None else Reuse.FPROP_CODES
     if isinstance(old, Enum):

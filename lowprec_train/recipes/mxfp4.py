@@ -11,7 +11,7 @@ carrier's range of their row (docs/numerics.md).
 
 from __future__ import annotations
 
-from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.formats import E2M1, NEAREST, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.recipe import Gemm, LinearRecipe
@@ -22,9 +22,9 @@ OTHER_SPAN = 14  # E4M3 carriers
 
 def backward(rotation: int = 64, stochastic: bool = True) -> Gemm:
     """One MXFP4 GEMM; rotation 0: no Hadamard transform. Nearest rounding takes the ceil rule (arXiv 2506.08027)."""
-    rule = ScaleRule.E8M0_FLOOR if stochastic else ScaleRule.E8M0_CEIL
-    a = Quantizer(E2M1, tile=(1, 32), scale=rule, stochastic=stochastic, span=GRADIENT_SPAN)
-    b = Quantizer(E2M1, tile=(1, 32), scale=rule, stochastic=stochastic, span=OTHER_SPAN)
+    rule, rounding = (ScaleRule.E8M0_FLOOR, STOCHASTIC) if stochastic else (ScaleRule.E8M0_CEIL, NEAREST)
+    a = Quantizer(E2M1, tile=(1, 32), scale=rule, rounding=rounding, span=GRADIENT_SPAN)
+    b = Quantizer(E2M1, tile=(1, 32), scale=rule, rounding=rounding, span=OTHER_SPAN)
     return Gemm(a=a, b=b, rotation=RandomHadamard(rotation) if rotation else None, split_accumulation=True)
 
 

@@ -12,7 +12,7 @@ leaves the last blocks in BF16: the precision bundle's policy.
 
 from __future__ import annotations
 
-from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.formats import E2M1, NEAREST, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse
@@ -22,7 +22,7 @@ def recipe(*, rotation: int = 16, stochastic: bool = True) -> LinearRecipe:
     """rotation: Hadamard block of wgrad, 0 for none. stochastic: False rounds dY to nearest."""
     line = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4)
     square = Quantizer(E2M1, tile=(16, 16), scale=ScaleRule.NVFP4)
-    dy = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4, stochastic=stochastic)
+    dy = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4, rounding=STOCHASTIC if stochastic else NEAREST)
     return LinearRecipe(
         fprop=Gemm(a=line, b=square),
         dgrad=Gemm(a=dy, b=Reuse.FPROP_CODES),

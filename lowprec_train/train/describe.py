@@ -17,6 +17,8 @@ from torch import nn
 
 import lowprec_train
 from lowprec_train.config import PrecisionConfig
+from lowprec_train.numerics.formats import Format, Rounding
+from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.precision import gemm
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
@@ -77,7 +79,7 @@ def first_line(facts: Mapping[str, Any]) -> str:
 
 def plain(value: Any) -> Any:
     """A recipe as JSON: dataclasses as dictionaries, things with a name (formats, rules) as that name."""
-    if isinstance(value, Enum) or type(value).__name__ == "Format":
+    if isinstance(value, Enum | Format | Rounding):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -113,6 +115,14 @@ def later(phases: Sequence[Phase], linears: Sequence[Linears]) -> list[dict[str,
 def kept(keep: BlockKeep) -> dict[str, str]:
     """What the norms and the activations of blocks keep for the backward pass."""
     return {role: str(keep.of(role) or "input") for role in ("norm", "activation")}
+
+
+def by_reference(phases: Sequence[Phase], device: torch.device) -> list[str]:
+    """The quantisers of a run whose format or rounding no compiled kernel of the device knows, in words."""
+    gemms = (gemm for phase in phases for recipe in phase.recipes.values() for gemm in recipe.gemms().values())
+    asked = [operand for gemm in gemms for operand in (gemm.a, gemm.b)]
+    asked += [phase.keep.of(role) for phase in phases for role in ("norm", "activation")]
+    return sorted({str(each) for each in asked if isinstance(each, Quantizer) and each.on_reference(device)})
 
 
 def summary(table: Mapping[str, Mapping[str, Any]]) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowprec_train.numerics.draws import BY_TOKEN, LAST_TOKEN, STREAMS, Draws, Gemms, Purpose
-from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.formats import E2M1, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.ops.philox import philox, random_bits
 from tests import oracle
@@ -125,7 +125,7 @@ def test_seed_names_a_stream():
 def test_a_token_draws_the_same_however_the_batch_is_split(cut):
     """Rows of dY in dgrad, columns of dY^T and X^T in wgrad: tile (1, 8) so that no scale crosses the cut."""
     tokens = torch.randn(96, 16)
-    quantizer = Quantizer(E2M1, (1, 8), stochastic=True)
+    quantizer = Quantizer(E2M1, (1, 8), rounding=STOCHASTIC)
     draws = Draws(17, 1)
     view = draws.site(0)
 

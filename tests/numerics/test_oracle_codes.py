@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FP16, Format
+from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FP16, STOCHASTIC, Format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from tests import oracle
-from tests.numerics.quantized import SCALED, SEED, assert_equal_bits, codes, expected_codes, rules, seed
+from tests.numerics.quantized import ROUNDING, SCALED, SEED, assert_equal_bits, codes, expected_codes, rules, seed
 
 F32, F64 = np.float32, np.float64
 CEIL = (ScaleRule.POW2, ScaleRule.E8M0_CEIL)
@@ -38,7 +38,7 @@ def powers(format: Format) -> np.ndarray:
 def at_power(values: np.ndarray, e: int, format: Format, rule: ScaleRule, stochastic: bool = False):
     """values * 2^e beside M * 2^e, quantised as one row; asserts that the scale is 2^e."""
     x = np.ldexp(np.append(values.astype(F64), oracle.largest(format.name)), e).astype(F32)[None, :]
-    quantizer = Quantizer(format, (1, -1), rule, stochastic, headroom=1.0)
+    quantizer = Quantizer(format, (1, -1), rule, ROUNDING[stochastic], headroom=1.0)
     q = quantizer(torch.from_numpy(x), seed() if stochastic else None)
     assert q.scale.item() == 2.0**e, (e, rule)
     return codes(q)[0, :-1]
@@ -155,7 +155,7 @@ def test_every_bf16_number(format):
     x = x[torch.isfinite(x).all(dim=1)]
     assert x.shape == (254, 256)
     for rule, stochastic in itertools.product(rules(format), (False, True)):
-        quantizer = Quantizer(format, (1, -1), rule, stochastic)
+        quantizer = Quantizer(format, (1, -1), rule, ROUNDING[stochastic])
         bits = oracle.random_bits(SEED, *x.shape) if stochastic else None
         got = quantizer(x, seed() if stochastic else None)
         want = oracle.quantize(x.float().numpy(), format.name, (1, -1), rule.name, quantizer.range_share, 0, bits)
@@ -179,7 +179,7 @@ def test_stochastic_rounding_turns_at_its_own_threshold(format):
     assert fits.mean() > 0.8
     for values, up in ((x, False), (np.nextafter(x, BEYOND), True), (-x, False), (-np.nextafter(x, BEYOND), True)):
         row = np.hstack([values, np.full((64, 1), format.max, F32)]).astype(F32)
-        q = Quantizer(format, (-1, -1), ScaleRule.POW2, stochastic=True)(torch.from_numpy(row), seed())
+        q = Quantizer(format, (-1, -1), ScaleRule.POW2, rounding=STOCHASTIC)(torch.from_numpy(row), seed())
         assert q.scale.item() == 1
         want = np.copysign(table[index + up], values)
         assert np.array_equal(q.codes.double().numpy()[:, :-1][fits], want[fits])

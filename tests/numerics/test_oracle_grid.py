@@ -17,7 +17,7 @@ import torch
 from lowprec_train.numerics.formats import BF16, E2M1, Format
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from tests import oracle
-from tests.numerics.quantized import POWERS, SCALED, SEED, codes, expected_codes, rules, seed
+from tests.numerics.quantized import POWERS, ROUNDING, SCALED, SEED, codes, expected_codes, rules, seed
 from tests.oracle_cases import CASES, SHAPES, Case, Tile, extremes, normal, patterns, turning, wide, zeros
 
 F32, F64 = np.float32, np.float64
@@ -93,7 +93,9 @@ def assert_same(quantizer: Quantizer, x: np.ndarray, dtype: torch.dtype = torch.
 @kinds
 def test_every_tile_and_number(format, rule, stochastic):
     for tile, case, dtype in itertools.product(SHAPES, CASES, DTYPES):
-        assert_same(Quantizer(format, tile, rule, stochastic), matrix(case, tile, format, dtype), dtype, case.__name__)
+        assert_same(
+            Quantizer(format, tile, rule, ROUNDING[stochastic]), matrix(case, tile, format, dtype), dtype, case.__name__
+        )
 
 
 @rounding
@@ -103,7 +105,7 @@ def test_every_headroom(format, rule, stochastic):
     for headroom, tile, case in itertools.product((1.0, 3 / 4, 5 / 8, 16 / 17, 0.7, 2.0**-4), tiles, HEADROOM_CASES):
         if case is turning and rule in CEIL and float(F32(format.max * headroom)) != format.max * headroom:
             continue  # maxima within an FP32 rounding of a bound that FP32 cannot hold: the next test
-        quantizer = Quantizer(format, tile, rule, stochastic, headroom)
+        quantizer = Quantizer(format, tile, rule, ROUNDING[stochastic], headroom)
         assert_same(quantizer, matrix(case, tile, format, torch.float32), note=case.__name__)
 
 
@@ -127,7 +129,7 @@ def test_a_bound_that_fp32_cannot_hold_turns_at_its_fp32_neighbour(format, headr
 def test_every_span(format, rule, stochastic):
     tiles: list[Tile] = [(-1, -1), (1, -1), (1, 16), (1, 32), (16, 16), (3, 5)]
     for span, tile, case in itertools.product((1, 14, 28, 60, 250), tiles, (normal, wide, zeros, extremes, patterns)):
-        quantizer = Quantizer(format, tile, rule, stochastic, span=span)
+        quantizer = Quantizer(format, tile, rule, ROUNDING[stochastic], span=span)
         assert_same(quantizer, matrix(case, tile, format, torch.float32), note=case.__name__)
 
 
@@ -138,14 +140,14 @@ def test_random_scales_over_sixty_binades(format, rule):
         g = generator(format.name, rule.name, draw)
         x = (g.standard_normal((5, 33)) * 2.0 ** (draw - 30 + g.uniform())).astype(F32)
         for stochastic in (False, True):
-            assert_same(Quantizer(format, scale=rule, stochastic=stochastic), x, note=draw)
+            assert_same(Quantizer(format, scale=rule, rounding=ROUNDING[stochastic]), x, note=draw)
 
 
 @rounding
 def test_bf16_has_scale_one_and_the_same_rounding(stochastic):
     for tile, case in itertools.product(SHAPES, (normal, wide, zeros, extremes)):
         x = matrix(case, tile, BF16, torch.float32)
-        got = run(Quantizer(BF16, tile, stochastic=stochastic), x)
+        got = run(Quantizer(BF16, tile, rounding=ROUNDING[stochastic]), x)
         want = oracle.to_grid(x, "BF16", bits(*x.shape) if stochastic else None)
         assert np.array_equal(got.codes.double().numpy(), want) and (got.scale == 1).all()
         assert np.array_equal(np.signbit(got.codes.double().numpy()), np.signbit(x))
@@ -158,7 +160,7 @@ def test_bf16_has_scale_one_and_the_same_rounding(stochastic):
 @kinds
 def test_non_finite_numbers_stay_in_their_tiles(format, rule, stochastic):
     for tile, bad in itertools.product(SHAPES, (np.inf, -np.inf, np.nan)):
-        quantizer = Quantizer(format, tile, rule, stochastic)
+        quantizer = Quantizer(format, tile, rule, ROUNDING[stochastic])
         x = matrix(normal, tile, format, torch.float32)
         place = generator(tile, bad).integers(x.shape)
         x[tuple(place)] = bad

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from tests import oracle
-from tests.numerics.quantized import codes, seed
+from tests.numerics.quantized import ROUNDING, codes, seed
 from tests.oracle_cases import CASES
 
 F32, F64 = np.float32, np.float64
@@ -95,7 +95,7 @@ def test_stochastic_nvfp4_never_clips(tile):
     """x / s <= 6: E4M3 rounds a normal number down by at most 1/17 of it, and a subnormal block scale gives way."""
     for draw, case in itertools.product(range(10), CASES[:4]):
         x = case(256, 128, tile, "E2M1", generator(draw))
-        q = Quantizer(E2M1, tile, ScaleRule.NVFP4, stochastic=True)(torch.from_numpy(x), seed())
+        q = Quantizer(E2M1, tile, ScaleRule.NVFP4, rounding=STOCHASTIC)(torch.from_numpy(x), seed())
         assert (amax(x, tile) / q.scale.double().numpy() <= 6 * (1 + 2.0**-22)).all()
 
 
@@ -109,7 +109,7 @@ def test_stochastic_nvfp4_at_the_edges_of_e4m3():
         share = (ties[:, None] * np.array([1 - 2.0**-22, 1, 1 + 2.0**-22])).ravel() * 17 / 16
         x = np.zeros((len(share) + 1, 16), F32)
         x[0, 0], x[1:, 5] = 17 / 16 * 2688 * F64(tensor), share * 6 * F64(tensor)
-        q = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, stochastic=True)(torch.from_numpy(x), seed())
+        q = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, rounding=STOCHASTIC)(torch.from_numpy(x), seed())
         assert (amax(x, (1, 16)) / q.scale.double().numpy() <= 6 * (1 + 2.0**-22)).all()
 
 
@@ -118,7 +118,7 @@ def test_stochastic_nvfp4_does_not_clip_under_a_subnormal_block_scale():
     x = np.zeros((4000, 16), F32)
     x[0, 0] = 2688.0
     x[1:, 3] = 6 * np.linspace(2.0**-9, 2.0**-6, 3999)
-    q = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, stochastic=True)(torch.from_numpy(x), seed())
+    q = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, rounding=STOCHASTIC)(torch.from_numpy(x), seed())
     ratio = amax(x, (1, 16)) / q.scale.double().numpy()
     block = levels(q)[0]
     assert (ratio <= 6 * (1 + 2.0**-22)).all()
@@ -144,7 +144,7 @@ def test_stochastic_rounding_of_blocks_of_16_is_unbiased(format, rule):
     draws, rows = 500, 12
     g = generator(8)
     x = (g.standard_normal((rows, 32)) * 2.0 ** g.uniform(-4, 4, (rows, 1))).astype(F32)
-    q = Quantizer(format, (1, 16), rule, stochastic=True)(torch.from_numpy(np.tile(x, (draws, 1))), seed())
+    q = Quantizer(format, (1, 16), rule, rounding=STOCHASTIC)(torch.from_numpy(np.tile(x, (draws, 1))), seed())
     scale = oracle.spread(q.scale.double().numpy(), (draws * rows, 32)).reshape(draws, rows, 32)
     assert (scale == scale[0]).all()
     got = (q.codes.double().numpy().reshape(scale.shape) * scale).mean(axis=0)
@@ -182,7 +182,7 @@ def test_packing_keeps_what_the_quantisers_make(case, stochastic):
     rules = [(ScaleRule.NVFP4, (1, 16)), (ScaleRule.NVFP4, (16, 16)), (ScaleRule.POW2, (1, 128))]
     for rule, tile in [*rules, (ScaleRule.FP32, (1, 128)), (ScaleRule.E8M0_FLOOR, (1, 32))]:
         x = torch.from_numpy(case(32, 256, tile, "E2M1", generator(4)))
-        q = Quantizer(E2M1, tile, rule, stochastic)(x, seed() if stochastic else None)
+        q = Quantizer(E2M1, tile, rule, ROUNDING[stochastic])(x, seed() if stochastic else None)
         packed = pack(q.codes)
         assert np.array_equal(packed.numpy(), nibbles(q.codes.double().numpy()))
         assert torch.equal(unpack(packed).view(torch.uint8), q.codes.view(torch.uint8))

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowprec_train.numerics.formats import BF16, E2M1, E4M3
+from lowprec_train.numerics.formats import BF16, E2M1, E4M3, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, Shared, both, pairs, parts_pair
 from tests.groups import Recorded, among
 from tests.numerics.data import boundaries, heavy, normal
-from tests.numerics.quantized import POWERS, SCALED, TILES, origin, rules, seed
+from tests.numerics.quantized import POWERS, ROUNDING, SCALED, TILES, origin, rules, seed
 
 ROWS, COLUMNS, COUNT = 64, 128, 2
 
@@ -51,7 +51,7 @@ def test_parts_are_the_whole_cut(format, matrix, dim):
     for tile in TILES:
         for rule in rules(format):
             for stochastic in (False, True):
-                assert_parts_are_cut(Quantizer(format, tile, rule, stochastic), x, dim)
+                assert_parts_are_cut(Quantizer(format, tile, rule, ROUNDING[stochastic]), x, dim)
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -62,7 +62,7 @@ def test_a_span_hangs_from_the_whole_row(rule, dim):
     x[9, : COLUMNS // 2], x[10] = 0, 0
     for tile in ((1, 32), (1, -1), (16, 16)):
         assert_parts_are_cut(Quantizer(E2M1, tile, rule, span=14), x, dim)
-        assert_parts_are_cut(Quantizer(E2M1, tile, rule, stochastic=True, span=5), x, dim)
+        assert_parts_are_cut(Quantizer(E2M1, tile, rule, rounding=STOCHASTIC, span=5), x, dim)
 
 
 WIDE = (Quantizer(E4M3, scale=ScaleRule.POW2), Quantizer(E2M1, (1, -1)), Quantizer(E2M1, (-1, 8)))

@@ -8,11 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.formats import BF16, E2M1, E4M3, FORMATS, FP32, INT8, Format, parse_format
+from lowprec_train.numerics.formats import BF16, E2M1, E4M3, FORMATS, FP32, INT8, STOCHASTIC, Format, parse_format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from tests import oracle
 from tests.numerics.data import MATRICES, heavy, huge, normal, tiny
-from tests.numerics.quantized import POWERS, SCALED, SEED, TILES, K, M, assert_equal_bits, codes, origin, rules, seed
+from tests.numerics.quantized import (
+    POWERS,
+    ROUNDING,
+    SCALED,
+    SEED,
+    TILES,
+    K,
+    M,
+    assert_equal_bits,
+    codes,
+    origin,
+    rules,
+    seed,
+)
 
 
 def cases(format: Format, rule: ScaleRule) -> list[tuple[str, tuple[int, int]]]:
@@ -28,7 +41,7 @@ def cases(format: Format, rule: ScaleRule) -> list[tuple[str, tuple[int, int]]]:
 def test_codes_and_scales_are_the_oracles(format, rule, stochastic):
     bits = oracle.random_bits(SEED, M, K) if stochastic else None
     for name, tile in cases(format, rule):
-        quantizer = Quantizer(format, tile, rule, stochastic)
+        quantizer = Quantizer(format, tile, rule, ROUNDING[stochastic])
         x = MATRICES[name](M, K)
         got = quantizer(torch.from_numpy(x), seed() if stochastic else None)
         want = oracle.quantize(x, format.name, tile, rule.name, quantizer.range_share, 0, bits)
@@ -41,7 +54,7 @@ def test_codes_and_scales_are_the_oracles(format, rule, stochastic):
 def test_spans_are_the_oracles(rule, span, stochastic):
     bits = oracle.random_bits(SEED, M, K) if stochastic else None
     for name, tile in itertools.product(("normal", "heavy", "sparse", "boundaries"), [(1, 32), (1, 16), (16, 16)]):
-        quantizer = Quantizer(E2M1, tile, rule, stochastic, span=span)
+        quantizer = Quantizer(E2M1, tile, rule, ROUNDING[stochastic], span=span)
         x = MATRICES[name](M, K) * np.float32(2) ** (np.arange(K) // 16 * 11)
         got = quantizer(torch.from_numpy(x), seed() if stochastic else None)
         want = oracle.quantize(x, "E2M1", tile, rule.name, quantizer.range_share, span, bits)
@@ -58,7 +71,7 @@ def test_ceil_rules_in_the_top_binade_of_fp32(rule):
 
 def test_large_tensors_have_the_same_bits():
     m, k = 128, 1024
-    quantizer = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, stochastic=True, span=14)
+    quantizer = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, span=14)
     x = heavy(m, k)
     got = quantizer(torch.from_numpy(x), seed(), origin(64, 8))
     bits = oracle.random_bits(SEED, m, k, (64, 8))
@@ -100,7 +113,7 @@ def test_any_float_dtype_is_read_as_fp32(dtype):
 
 def test_a_transposed_view_is_its_copy():
     x = torch.from_numpy(heavy(K, M)).t()
-    quantizer = Quantizer(E2M1, (1, 16), stochastic=True)
+    quantizer = Quantizer(E2M1, (1, 16), rounding=STOCHASTIC)
     a, b = quantizer(x, seed()), quantizer(x.contiguous(), seed())
     assert np.array_equal(codes(a), codes(b)) and torch.equal(a.scale, b.scale)
 
@@ -115,7 +128,7 @@ def test_zeros_are_zeros(format, tile):
     for rule in rules(format):
         q = Quantizer(format, tile, rule)(x)
         assert torch.equal(q.dequantize(), x) and (q.scale == 1).all()
-        q = Quantizer(format, tile, rule, stochastic=True)(x, seed())
+        q = Quantizer(format, tile, rule, rounding=STOCHASTIC)(x, seed())
         assert torch.equal(q.dequantize(), x) and torch.isfinite(q.scale).all()
 
 
@@ -128,7 +141,7 @@ def test_non_finite_stays_visible_and_in_its_tile(format, bad):
     for rule, tile, stochastic in itertools.product(rules(format), TILES, [False, True]):
         if not format.scaled and (stochastic or rule is not ScaleRule.FP32):
             continue
-        quantizer = Quantizer(format, tile, rule, stochastic)
+        quantizer = Quantizer(format, tile, rule, ROUNDING[stochastic])
         clean = quantizer(x, seed() if stochastic else None).dequantize().numpy()
         got = quantizer(broken, seed() if stochastic else None).dequantize().numpy()
         assert not np.isfinite(got[5, 20]), (rule, tile)
@@ -146,7 +159,7 @@ def test_non_finite_stays_visible_and_in_its_tile(format, bad):
 def test_non_finite_stays_visible_under_a_span(bad, span):
     x = torch.from_numpy(normal(M, K))
     x[5, 20] = bad
-    got = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, True, span=span)(x, seed()).dequantize()
+    got = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, STOCHASTIC, span=span)(x, seed()).dequantize()
     assert not torch.isfinite(got[5, 20])
     assert torch.isfinite(got[torch.arange(M) != 5]).all()
 
@@ -157,7 +170,7 @@ def test_non_finite_stays_visible_under_a_span(bad, span):
 def test_seed_is_required_exactly_when_stochastic():
     x = torch.ones(32, 32)
     with pytest.raises(ValueError, match="seed"):
-        Quantizer(E2M1, stochastic=True)(x)
+        Quantizer(E2M1, rounding=STOCHASTIC)(x)
     with pytest.raises(ValueError, match="seed"):
         Quantizer(E2M1)(x, seed())
 

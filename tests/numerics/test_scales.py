@@ -10,7 +10,7 @@ from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from tests import oracle
 from tests.numerics.data import boundaries, heavy, normal
-from tests.numerics.quantized import POWERS, SCALED, TILES, K, M, codes, rules, seed
+from tests.numerics.quantized import POWERS, ROUNDING, SCALED, TILES, K, M, codes, rules, seed
 
 
 def exponent_of(rule: ScaleRule, amax: float) -> int:
@@ -83,7 +83,9 @@ def test_granularity(tile, name):
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_nvfp4_scales(matrix, stochastic):
     x = matrix(M, K)
-    q = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, stochastic)(torch.from_numpy(x), seed() if stochastic else None)
+    q = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, ROUNDING[stochastic])(
+        torch.from_numpy(x), seed() if stochastic else None
+    )
     block, tensor = q.parts["block"].double().numpy(), q.parts["tensor"].double().numpy()
     assert q.parts["block"].dtype == torch.float8_e4m3fn and q.parts["tensor"].dtype == torch.float32
     assert np.array_equal(q.scale.numpy(), (block * tensor).astype(np.float32))

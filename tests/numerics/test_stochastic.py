@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.formats import E2M1, E4M3
+from lowprec_train.numerics.formats import E2M1, E4M3, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from tests import oracle
 from tests.numerics.data import heavy, normal
@@ -21,7 +21,7 @@ def test_stochastic_mean_and_variance(format):
     index = g.integers(0, len(table) - 1, 48)
     place = g.uniform(0.02, 0.98, 48)
     x = (table[index] + place * (table[index + 1] - table[index])).astype(np.float32) * g.choice([-1, 1], 48)
-    q = at_scale_one(np.tile(x, (draws, 1)), format, stochastic=True).dequantize().double().numpy()
+    q = at_scale_one(np.tile(x, (draws, 1)), format, rounding=STOCHASTIC).dequantize().double().numpy()
 
     x = x.astype(np.float64)
     gap = table[index + 1] - table[index]
@@ -39,12 +39,12 @@ def test_stochastic_mean_and_variance(format):
 def test_stochastic_rounding_leaves_the_grid_alone(format):
     table = oracle.TABLES[format.name]
     values = np.tile(np.concatenate([table, -table])[:512], (16, 1))
-    assert np.array_equal(at_scale_one(values, format, stochastic=True).dequantize().numpy(), values)
+    assert np.array_equal(at_scale_one(values, format, rounding=STOCHASTIC).dequantize().numpy(), values)
 
 
 def test_neighbouring_draws_are_not_correlated():
     x = np.full((1000, 64), 0.25)
-    up = at_scale_one(x, E2M1, stochastic=True).dequantize().double().numpy() * 4 - 1  # +-1
+    up = at_scale_one(x, E2M1, rounding=STOCHASTIC).dequantize().double().numpy() * 4 - 1  # +-1
     n = up.size
     for shift in (1, 2, 8):
         assert abs((up[:, shift:] * up[:, :-shift]).mean()) < 4.5 / np.sqrt(n)
@@ -53,7 +53,7 @@ def test_neighbouring_draws_are_not_correlated():
 
 def test_same_seed_same_bits_other_seed_other_bits():
     x = torch.from_numpy(normal(M, K))
-    quantizer = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, stochastic=True)
+    quantizer = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC)
     first, again, other = quantizer(x, seed()), quantizer(x, seed()), quantizer(x, seed(SEED + 1))
     assert np.array_equal(codes(first), codes(again))
     high = quantizer(x, seed(SEED ^ 1 << 40))
@@ -67,7 +67,7 @@ def test_same_seed_same_bits_other_seed_other_bits():
 @pytest.mark.parametrize("cut", [8, 16, 24])
 def test_a_shard_draws_what_the_whole_draws(cut):
     x = torch.from_numpy(normal(M, K))
-    quantizer = Quantizer(E2M1, (1, 8), stochastic=True)
+    quantizer = Quantizer(E2M1, (1, 8), rounding=STOCHASTIC)
     whole = codes(quantizer(x, seed()))
     rows = [codes(quantizer(x[:cut], seed(), origin(0, 0))), codes(quantizer(x[cut:], seed(), origin(cut, 0)))]
     assert np.array_equal(np.vstack(rows), whole)
@@ -78,7 +78,7 @@ def test_a_shard_draws_what_the_whole_draws(cut):
 
 def test_origins_reach_the_oracle():
     x = heavy(M, K)
-    quantizer = Quantizer(E4M3, (1, 32), ScaleRule.POW2, stochastic=True)
+    quantizer = Quantizer(E4M3, (1, 32), ScaleRule.POW2, rounding=STOCHASTIC)
     place = (3_000_000_001, 4096)
     got = quantizer(torch.from_numpy(x), seed(), origin(*place))
     bits = oracle.random_bits(SEED, M, K, place)
@@ -91,7 +91,7 @@ def test_mxfp4_stochastic_is_unbiased_and_never_clips():
     x[0] *= 1e-3
     x[1, 0] = 7.999 * np.abs(x[1]).max()
     tall = torch.from_numpy(np.tile(x, (draws, 1)).astype(np.float32))
-    q = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, stochastic=True)(tall, seed())
+    q = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC)(tall, seed())
     assert q.gain == pytest.approx(4 / 3)
     scale = q.scale.double().numpy()
     assert (np.abs(tall.numpy()).max(1, keepdims=True) / scale < 6).all()
@@ -111,6 +111,6 @@ def test_mxfp4_stochastic_is_unbiased_and_never_clips():
 def test_mx_block_with_one_denormal():
     x = torch.zeros(1, 64)
     x[0, 3], x[0, 40] = 1e-45, 1.0
-    q = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, stochastic=True)(x, seed())
+    q = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC)(x, seed())
     assert torch.isfinite(q.dequantize()).all() and torch.isfinite(q.scale).all()
     assert q.dequantize()[0, :32].abs().max() < 1e-35

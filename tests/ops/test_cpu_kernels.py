@@ -79,16 +79,16 @@ def test_quantize(format, rule, kind):
     x = matrix(kind, *SHAPE)
     for tile in TILES:
         signs = kind != "special" or tile not in TORCH_MAKES_NAN_NEGATIVE
-        check("quantize", x, format, tile, rule, 1.0, 0, None, None, signs=signs)
-        check("quantize", x, format, tile, rule, 0.75, 0, SEED, torch.tensor([7, 24]), signs=signs)
+        check("quantize", x, format, tile, rule, 1.0, 0, "nearest", None, None, signs=signs)
+        check("quantize", x, format, tile, rule, 0.75, 0, "stochastic", SEED, torch.tensor([7, 24]), signs=signs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", RULES[1:])
 def test_quantize_within_a_span(kind, rule):
     for tile in ((1, 32), (1, 16), (3, 8)):
-        check("quantize", matrix(kind, *SHAPE), "E2M1", tile, rule, 0.75, 12, None, None)
-        check("quantize", matrix(kind, *SHAPE), "E2M1", tile, rule, 1.0, 5, SEED, None)
+        check("quantize", matrix(kind, *SHAPE), "E2M1", tile, rule, 0.75, 12, "nearest", None, None)
+        check("quantize", matrix(kind, *SHAPE), "E2M1", tile, rule, 1.0, 5, "stochastic", SEED, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,8 +97,8 @@ def test_quantize_at_odd_shapes(shape, dtype):
     x = torch.from_numpy(MATRICES["heavy"](*shape)).clamp(-6e4, 6e4).to(dtype)
     for tile in ((-1, -1), (1, -1), (-1, 1), (1, 1)):
         for format in (*SCALED, "BF16", "FP32"):
-            check("quantize", x, format, tile, "FP32", 0.9, 0, None, None)
-            check("quantize", x, format, tile, "POW2", 1.0, 0, SEED, torch.tensor([2**33 + 5, 2**36 + 8]))
+            check("quantize", x, format, tile, "FP32", 0.9, 0, "nearest", None, None)
+            check("quantize", x, format, tile, "POW2", 1.0, 0, "stochastic", SEED, torch.tensor([2**33 + 5, 2**36 + 8]))
 
 
 @pytest.mark.parametrize(
@@ -106,9 +106,9 @@ def test_quantize_at_odd_shapes(shape, dtype):
 )
 def test_strided_inputs(view):
     x = view(matrix("normal", *SHAPE))
-    check("quantize", x, "E4M3", (1, -1), "FP32", 1.0, 0, None, None)
+    check("quantize", x, "E4M3", (1, -1), "FP32", 1.0, 0, "nearest", None, None)
     check("quantize_both", x, None, None, None, "E4M3", (1, -1), (-1, -1), "POW2", 1.0)
-    codes, scale = torch.ops.lowprec.quantize(x, "E4M3", (1, -1), "FP32", 1.0, 0, None, None)
+    codes, scale = torch.ops.lowprec.quantize(x, "E4M3", (1, -1), "FP32", 1.0, 0, "nearest", None, None)
     check("dequantize", codes.t(), scale.t())
     check("transpose", codes.t())
 
@@ -119,16 +119,16 @@ def test_every_fp16_and_bf16_input():
         x = bits.view(dtype)
         x = torch.where(x.isnan(), 0.0, x).to(dtype).reshape(256, 256)
         for format in (*SCALED, "BF16", "FP32"):
-            check("quantize", x, format, (1, 1), "FP32", 1.0, 0, None, None)
-            check("quantize", x, format, (1, -1), "E8M0_FLOOR", 1.0, 0, SEED, None)
+            check("quantize", x, format, (1, 1), "FP32", 1.0, 0, "nearest", None, None)
+            check("quantize", x, format, (1, -1), "E8M0_FLOOR", 1.0, 0, "stochastic", SEED, None)
 
 
 @pytest.mark.parametrize("headroom", [1.0, 0.75])
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantize_nvfp4(kind, headroom):
     for tile in ((1, 16), (3, 8), (-1, -1)):
-        check("quantize_nvfp4", matrix(kind, *SHAPE), tile, headroom, None, None)
-        check("quantize_nvfp4", matrix(kind, *SHAPE), tile, headroom, SEED, torch.tensor([3, 8]))
+        check("quantize_nvfp4", matrix(kind, *SHAPE), tile, headroom, "nearest", None, None)
+        check("quantize_nvfp4", matrix(kind, *SHAPE), tile, headroom, "stochastic", SEED, torch.tensor([3, 8]))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -180,7 +180,9 @@ def test_fold(carrier):
     check("fold", every.view(torch.float8_e4m3fn), scale, carrier)
     check("fold", every.view(torch.float8_e4m3fn), scale[:, :1], carrier)
     for kind in MATRICES:
-        codes, scale = reference.quantize(matrix(kind, *SHAPE), "E2M1", (1, 32), "E8M0_CEIL", 1.0, 0, None, None)
+        codes, scale = reference.quantize(
+            matrix(kind, *SHAPE), "E2M1", (1, 32), "E8M0_CEIL", 1.0, 0, "nearest", None, None
+        )
         check("fold", codes, scale, carrier)
 
 
@@ -202,14 +204,32 @@ def test_rotate_fold(carrier, rule):
         x = matrix(kind, 32, 64)
         for transposed in (False, True):
             for rotation in (0, 32) if kind != "special" else (0,):
-                check("rotate_fold", x, None, transposed, SEED + 1, rotation, rule, 0.75, span, carrier, SEED, origin)
-                check("rotate_fold", x, None, transposed, None, rotation, rule, 1.0, span, carrier, None, None)
+                check(
+                    "rotate_fold",
+                    x,
+                    None,
+                    transposed,
+                    SEED + 1,
+                    rotation,
+                    rule,
+                    0.75,
+                    span,
+                    carrier,
+                    "stochastic",
+                    SEED,
+                    origin,
+                )
+                check(
+                    "rotate_fold", x, None, transposed, None, rotation, rule, 1.0, span, carrier, "nearest", None, None
+                )
 
 
 def test_rotate_fold_of_codes():
-    codes, scale = reference.quantize(matrix("heavy", 96, 160), "E4M3", (-1, -1), "FP32", 1.0, 0, None, None)
+    codes, scale = reference.quantize(matrix("heavy", 96, 160), "E4M3", (-1, -1), "FP32", 1.0, 0, "nearest", None, None)
     for transposed in (False, True):
-        check("rotate_fold", codes, scale, transposed, SEED, 32, "E8M0_FLOOR", 0.75, 28, "E5M2", SEED, None)
+        check(
+            "rotate_fold", codes, scale, transposed, SEED, 32, "E8M0_FLOOR", 0.75, 28, "E5M2", "stochastic", SEED, None
+        )
 
 
 def test_one_number_that_is_not_finite_is_seen_by_its_rotated_block():
@@ -217,9 +237,11 @@ def test_one_number_that_is_not_finite_is_seen_by_its_rotated_block():
         x = matrix("normal", 3, 96)
         x[1, 40] = value
         codes, scale = torch.ops.lowprec.rotate_fold(
-            x, None, False, SEED, 32, "E8M0_FLOOR", 0.75, 28, "E5M2", SEED, None
+            x, None, False, SEED, 32, "E8M0_FLOOR", 0.75, 28, "E5M2", "stochastic", SEED, None
         )
-        want, _ = rotated.rotate_fold(x, None, False, SEED, 32, "E8M0_FLOOR", 0.75, 28, "E5M2", SEED, None)
+        want, _ = rotated.rotate_fold(
+            x, None, False, SEED, 32, "E8M0_FLOOR", 0.75, 28, "E5M2", "stochastic", SEED, None
+        )
         assert torch.equal(codes.float().isnan(), want.float().isnan()) and codes[1, 32:64].float().isnan().all()
         assert scale.isnan().flatten().tolist() == [False, True, False]
 
@@ -247,7 +269,7 @@ def test_dge(k, cap):
         for dtype in DTYPES:
             weight, grad = matrix(kind, *SHAPE, dtype), matrix("normal", *SHAPE, dtype)
             for tile in ((1, -1), (-1, -1), (11, 32)):
-                _, scale = reference.quantize(weight, "E2M1", tile, "FP32", 1.0, 0, None, None)
+                _, scale = reference.quantize(weight, "E2M1", tile, "FP32", 1.0, 0, "nearest", None, None)
                 check("dge", grad, weight, scale, k, cap)
 
 
@@ -257,9 +279,9 @@ def test_the_number_of_threads_changes_nothing(threads):
     torch.set_num_threads(threads)
     try:
         for tile in ((1, -1), (-1, -1), (128, 128), (1, 32)):
-            check("quantize", x, "E4M3", tile, "POW2", 1.0, 0, SEED, None)
+            check("quantize", x, "E4M3", tile, "POW2", 1.0, 0, "stochastic", SEED, None)
         check("quantize_both", x, None, None, None, "E4M3", (1, -1), (1, -1), "POW2", 1.0)
-        check("rotate_fold", x, None, True, SEED, 32, "E8M0_FLOOR", 0.75, 28, "E5M2", SEED, None)
+        check("rotate_fold", x, None, True, SEED, 32, "E8M0_FLOOR", 0.75, 28, "E5M2", "stochastic", SEED, None)
     finally:
         torch.set_num_threads(before)
 
@@ -267,8 +289,8 @@ def test_the_number_of_threads_changes_nothing(threads):
 def test_what_does_not_fit_is_refused():
     x = matrix("normal", 6, 10)
     with pytest.raises(RuntimeError, match="does not divide"):
-        torch.ops.lowprec.quantize(x, "E4M3", (4, -1), "FP32", 1.0, 0, None, None)
+        torch.ops.lowprec.quantize(x, "E4M3", (4, -1), "FP32", 1.0, 0, "nearest", None, None)
     with pytest.raises(RuntimeError, match="unknown format"):
-        torch.ops.lowprec.quantize(x, "E3M4", (1, -1), "FP32", 1.0, 0, None, None)
+        torch.ops.lowprec.quantize(x, "E3M4", (1, -1), "FP32", 1.0, 0, "nearest", None, None)
     with pytest.raises(RuntimeError, match="do not fit a row"):
         torch.ops.lowprec.hadamard(x, None, 4)

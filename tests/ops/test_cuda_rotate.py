@@ -100,8 +100,8 @@ def test_every_rule_span_and_rotation(kind, dtype, transposed):
     spans = cycle(((28, "E5M2"), (14, "E4M3"), (3, "E5M2"), (40, "E4M3")))
     for rotation, rule, headroom in product((0, 32, 64, 128, 256), RULES, (1.0, 0.75, 0.9)):
         how = (rotation, rule, headroom, *next(spans))
-        check("rotate_fold", x, None, transposed, SIGNS, *how, SEED, ORIGIN)
-        check("rotate_fold", x, None, transposed, None, *how, None, None)
+        check("rotate_fold", x, None, transposed, SIGNS, *how, "stochastic", SEED, ORIGIN)
+        check("rotate_fold", x, None, transposed, None, *how, "nearest", None, None)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -116,9 +116,23 @@ def test_tails(m, k, transposed):
             for rotation in (0, 2, 8, 32, 64):
                 if rotation and reduction % rotation:
                     continue
-                check("rotate_fold", x, None, transposed, SIGNS, rotation, *FLOOR, SEED, None)
-                check("rotate_fold", x, None, transposed, SIGNS, rotation, *OTHER, SEED, ORIGIN)
-                check("rotate_fold", x, None, transposed, SIGNS, rotation, "E8M0_CEIL", 1.0, 14, "E4M3", None, None)
+                check("rotate_fold", x, None, transposed, SIGNS, rotation, *FLOOR, "stochastic", SEED, None)
+                check("rotate_fold", x, None, transposed, SIGNS, rotation, *OTHER, "stochastic", SEED, ORIGIN)
+                check(
+                    "rotate_fold",
+                    x,
+                    None,
+                    transposed,
+                    SIGNS,
+                    rotation,
+                    "E8M0_CEIL",
+                    1.0,
+                    14,
+                    "E4M3",
+                    "nearest",
+                    None,
+                    None,
+                )
 
 
 @pytest.mark.parametrize("m, k", [(3, 64), (1, 4096), (5, 11008), (300, 4096), (2, 32768), (1, 40960)])
@@ -126,8 +140,8 @@ def test_rows_of_any_length(m, k):
     """More rows than a GPU holds at once at some lengths; the last length has no kernel of its own."""
     for dtype in (torch.bfloat16, torch.float32):
         x = matrix("heavy", m, k, dtype)
-        check("rotate_fold", x, None, False, SIGNS, 64, *FLOOR, SEED, ORIGIN)
-        check("rotate_fold", x, None, False, SIGNS, 64, "E8M0_CEIL", 1.0, 14, "E4M3", None, None)
+        check("rotate_fold", x, None, False, SIGNS, 64, *FLOOR, "stochastic", SEED, ORIGIN)
+        check("rotate_fold", x, None, False, SIGNS, 64, "E8M0_CEIL", 1.0, 14, "E4M3", "nearest", None, None)
 
 
 @pytest.mark.parametrize("k", [8, 40, 520])
@@ -135,27 +149,43 @@ def test_columns_of_any_number(k):
     for m in (64, 4160):
         for dtype in (torch.bfloat16, torch.float32):
             x = matrix("heavy", m, k, dtype)
-            check("rotate_fold", x, None, True, SIGNS, 64, *FLOOR, SEED, ORIGIN)
+            check("rotate_fold", x, None, True, SIGNS, 64, *FLOOR, "stochastic", SEED, ORIGIN)
 
 
 @pytest.mark.slow
 def test_more_work_than_the_gpu_holds_at_once():
     x = matrix("heavy", 4096, 4096, torch.bfloat16)
     for transposed in (False, True):
-        check("rotate_fold", x, None, transposed, SIGNS, 64, *FLOOR, SEED, None)
+        check("rotate_fold", x, None, transposed, SIGNS, 64, *FLOOR, "stochastic", SEED, None)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("tensor_scale", [None, 0.37, 2.0**-140, 2.0**120])
 def test_codes_are_decoded_first(tensor_scale, transposed):
     for m, k in ((96, 160), (256, 512), (320, 2112)):
-        codes, scale = reference.quantize(matrix("heavy", m, k), "E4M3", (-1, -1), "FP32", 1.0, 0, None, None)
+        codes, scale = reference.quantize(
+            matrix("heavy", m, k), "E4M3", (-1, -1), "FP32", 1.0, 0, "nearest", None, None
+        )
         if tensor_scale is not None:
             scale = torch.full_like(scale, tensor_scale)
         rotation = 64 if (m if transposed else k) % 64 == 0 else 32
         for turn in (0, rotation):
-            check("rotate_fold", codes, scale, transposed, SIGNS, turn, *OTHER, SEED, ORIGIN)
-            check("rotate_fold", codes, scale, transposed, SIGNS, turn, "E8M0_CEIL", 1.0, 28, "E5M2", None, None)
+            check("rotate_fold", codes, scale, transposed, SIGNS, turn, *OTHER, "stochastic", SEED, ORIGIN)
+            check(
+                "rotate_fold",
+                codes,
+                scale,
+                transposed,
+                SIGNS,
+                turn,
+                "E8M0_CEIL",
+                1.0,
+                28,
+                "E5M2",
+                "nearest",
+                None,
+                None,
+            )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -164,7 +194,9 @@ def test_every_code(transposed):
     codes[1:, 127], codes[1:, 255] = 0, 0  # NaN in one row only
     codes = codes.view(torch.float8_e4m3fn)
     for rotation in (0, 64):
-        check("rotate_fold", codes, torch.tensor([[0.013]]), transposed, SIGNS, rotation, *FLOOR, SEED, None)
+        check(
+            "rotate_fold", codes, torch.tensor([[0.013]]), transposed, SIGNS, rotation, *FLOOR, "stochastic", SEED, None
+        )
 
 
 def test_magnitudes_all_over_the_grid():
@@ -179,28 +211,67 @@ def test_magnitudes_all_over_the_grid():
         x = torch.where(torch.rand(x.shape, generator=generator) < 0.5, x, -x)
         x[:, ::32] = 6.0
         for seed in (SEED, SIGNS, None):
-            check("rotate_fold", x, None, False, None, 0, "E8M0_CEIL", 1.0, 14, "E4M3", seed, ORIGIN)
-            check("rotate_fold", x, None, False, None, 0, "E8M0_FLOOR", 0.75, 28, "E5M2", seed, None)
+            check(
+                "rotate_fold",
+                x,
+                None,
+                False,
+                None,
+                0,
+                "E8M0_CEIL",
+                1.0,
+                14,
+                "E4M3",
+                "nearest" if seed is None else "stochastic",
+                seed,
+                ORIGIN,
+            )
+            check(
+                "rotate_fold",
+                x,
+                None,
+                False,
+                None,
+                0,
+                "E8M0_FLOOR",
+                0.75,
+                28,
+                "E5M2",
+                "nearest" if seed is None else "stochastic",
+                seed,
+                None,
+            )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_what_the_fused_kernels_leave_out(transposed):
     """Other inputs, no span, scales that are no powers of two, views, rotations beyond 256: step by step, the same."""
     x = matrix("heavy", 512, 512)
-    check("rotate_fold", x.half(), None, transposed, SIGNS, 64, *FLOOR, SEED, None)
-    check("rotate_fold", x, None, transposed, SIGNS, 64, "E8M0_FLOOR", 0.75, 0, "E5M2", SEED, None)
-    check("rotate_fold", x, None, transposed, SIGNS, 64, "FP32", 1.0, 14, "E4M3", SEED, ORIGIN)
-    check("rotate_fold", x, None, transposed, SIGNS, 512, *FLOOR, SEED, None)
-    check("rotate_fold", x.bfloat16().t(), None, transposed, SIGNS, 64, *FLOOR, SEED, None)
-    check("rotate_fold", x.bfloat16()[64:, 3:67], None, transposed, SIGNS, 64, *FLOOR, SEED, None)
-    check("rotate_fold", x[:, :37] if transposed else x[:37], None, transposed, SIGNS, 64, *FLOOR, SEED, None)
+    check("rotate_fold", x.half(), None, transposed, SIGNS, 64, *FLOOR, "stochastic", SEED, None)
+    check("rotate_fold", x, None, transposed, SIGNS, 64, "E8M0_FLOOR", 0.75, 0, "E5M2", "stochastic", SEED, None)
+    check("rotate_fold", x, None, transposed, SIGNS, 64, "FP32", 1.0, 14, "E4M3", "stochastic", SEED, ORIGIN)
+    check("rotate_fold", x, None, transposed, SIGNS, 512, *FLOOR, "stochastic", SEED, None)
+    check("rotate_fold", x.bfloat16().t(), None, transposed, SIGNS, 64, *FLOOR, "stochastic", SEED, None)
+    check("rotate_fold", x.bfloat16()[64:, 3:67], None, transposed, SIGNS, 64, *FLOOR, "stochastic", SEED, None)
+    check(
+        "rotate_fold",
+        x[:, :37] if transposed else x[:37],
+        None,
+        transposed,
+        SIGNS,
+        64,
+        *FLOOR,
+        "stochastic",
+        SEED,
+        None,
+    )
 
 
 def test_a_shape_that_does_not_fit_is_refused():
     x = torch.zeros(48, 96, device=CUDA)
     for transposed, rotation in ((False, 64), (True, 0)):
         with pytest.raises(RuntimeError):
-            torch.ops.lowprec.rotate_fold(x, None, transposed, None, rotation, *FLOOR, None, None)
+            torch.ops.lowprec.rotate_fold(x, None, transposed, None, rotation, *FLOOR, "nearest", None, None)
 
 
 # --- its steps --------------------------------------------------------------------------------------------------------
@@ -228,5 +299,7 @@ def test_fold(carrier):
     check("fold", e2m1, scale[:, :1], carrier)
     for kind in MATRICES:
         for width in (32, 16, 3):
-            codes, scale = reference.quantize(matrix(kind, 33, 96), "E2M1", (1, width), "E8M0_CEIL", 1.0, 0, None, None)
+            codes, scale = reference.quantize(
+                matrix(kind, 33, 96), "E2M1", (1, width), "E8M0_CEIL", 1.0, 0, "nearest", None, None
+            )
             check("fold", codes, scale, carrier)

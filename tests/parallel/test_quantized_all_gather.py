@@ -193,7 +193,7 @@ def test_which_recipes_take_codes(recipe):
 
 def test_stochastic_weights_stay_values():
     """Their draws are addressed by the layer, and made in it."""
-    assert weight_codes(override(RECIPES["fp4"], {"fprop": {"b": {"stochastic": True}}})) is None
+    assert weight_codes(override(RECIPES["fp4"], {"fprop": {"b": {"rounding": "stochastic"}}})) is None
 
 
 @pytest.mark.parametrize(

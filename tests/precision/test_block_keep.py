@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from lowprec_train.numerics.formats import E2M1, E4M3, parse_format
+from lowprec_train.numerics.formats import E2M1, E4M3, STOCHASTIC, parse_format
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.precision.block_keep import BlockKeep, KeptInput, apply_block_keep, kept_inputs
 
@@ -170,7 +170,7 @@ def test_evaluation_computes_and_reports_the_same(name: str) -> None:
 
 
 def test_rounding_is_to_nearest_within_a_token() -> None:
-    drawn = Quantizer(E4M3, tile=(1, 16), scale=ScaleRule.POW2, stochastic=True)
+    drawn = Quantizer(E4M3, tile=(1, 16), scale=ScaleRule.POW2, rounding=STOCHASTIC)
     for refused in (drawn, Quantizer(E4M3), Quantizer(E4M3, tile=(16, 16)), Quantizer(E4M3, tile=(-1, 1))):
         for role in ("norm", "activation"):
             with pytest.raises(ValueError, match=f"{role}=E4M3.*to nearest in groups of one token"):

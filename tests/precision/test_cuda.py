@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from lowprec_train.numerics.draws import Draws
-from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.ops.philox import random_bits
 from lowprec_train.precision.gemm import execution, multiply
 from lowprec_train.precision.linear import Linear
+from tests.numerics.quantized import ROUNDING
 from tests.recipes import RECIPES, build
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +44,7 @@ def test_quantizer_has_the_bits_of_the_cpu(format, rule, tile, stochastic, dtype
         format,
         tile,
         scale=rule,
-        stochastic=stochastic,
+        rounding=ROUNDING[stochastic],
         span=14 if tile == (1, 32) and rule is not ScaleRule.FP32 else 0,
     )
     seed, origin = torch.tensor(2**40 + 5), torch.tensor([64, 128])
@@ -65,10 +66,11 @@ def test_other_ops_have_the_bits_of_the_cpu():
         expected = ops.quantize_carrier(x.to(dtype), *bounds)
         assert all(same(a, b) for a, b in zip(ops.quantize_carrier(x.to(dtype).cuda(), *on_gpu), expected, strict=True))
     for tile, headroom, draw in (((1, 16), 1.0, None), ((16, 16), 1.0, None), ((1, 16), 16 / 17, seed)):
-        expected = ops.quantize_nvfp4(x, tile, headroom, draw, None)
-        seen = ops.quantize_nvfp4(x.cuda(), tile, headroom, None if draw is None else draw.cuda(), None)
+        rounding = "nearest" if draw is None else "stochastic"
+        expected = ops.quantize_nvfp4(x, tile, headroom, rounding, draw, None)
+        seen = ops.quantize_nvfp4(x.cuda(), tile, headroom, rounding, None if draw is None else draw.cuda(), None)
         assert all(same(a, b) for a, b in zip(seen, expected, strict=True))
-    block = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, stochastic=True, span=14)(x, seed)
+    block = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, span=14)(x, seed)
     expected = ops.fold(block.codes, block.scale, "E4M3")
     seen = ops.fold(block.codes.cuda(), block.scale.cuda(), "E4M3")
     assert all(same(a, b) for a, b in zip(seen, expected, strict=True))
@@ -109,8 +111,8 @@ def test_folded_mxfp4_multiplies_to_the_bf16_rounding(k):
         torch.randint(-12, 1, (256, k // 32), generator=generator)
     ).repeat_interleave(32, 1)
     b = torch.randn(128, k, generator=generator)
-    wide = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, stochastic=True, span=28)
-    other = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, stochastic=True, span=14)
+    wide = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, span=28)
+    other = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, span=14)
     qa, qb = wide(a.cuda(), torch.tensor(1).cuda()), other(b.cuda(), torch.tensor(2).cuda())
     expected = exact(qa, qb)
     rounding = error(expected.bfloat16(), expected)

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import lowprec_train.numerics.quantizer
-from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.formats import E2M1, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from tests import oracle
 from tests.numerics.data import normal
+from tests.numerics.quantized import ROUNDING
 
 assert lowprec_train.numerics.quantizer  # registers the ops
 SPANS = {"E5M2": 28, "E4M3": 14}
@@ -27,7 +28,7 @@ def spread_blocks(m: int, blocks: int, step: int) -> np.ndarray:
 
 def quantizer(carrier: str, stochastic: bool = True) -> Quantizer:
     rule = ScaleRule.E8M0_FLOOR if stochastic else ScaleRule.E8M0_CEIL
-    return Quantizer(E2M1, (1, 32), rule, stochastic, span=SPANS[carrier])
+    return Quantizer(E2M1, (1, 32), rule, ROUNDING[stochastic], span=SPANS[carrier])
 
 
 def fold(codes: torch.Tensor, scale: torch.Tensor, carrier: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +78,7 @@ def test_exponents_stay_within_the_span(carrier):
 @pytest.mark.parametrize("carrier", SPANS)
 def test_blocks_within_the_span_are_left_alone(carrier):
     x = torch.from_numpy(spread_blocks(16, 8, 1))
-    free = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, stochastic=True)(x, SEED)
+    free = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC)(x, SEED)
     bound = quantizer(carrier)(x, SEED)
     assert torch.equal(free.scale, bound.scale) and torch.equal(free.codes.float(), bound.codes.float())
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, FP16, INT8
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, FP16, INT8, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, both, pairs
 from lowprec_train.precision.recipe import LinearRecipe
 from tests.precision.layers import DATA, U, linear, make
@@ -80,7 +80,7 @@ def test_what_pairs():
     for other in (
         Quantizer(E5M2, tile=(1, -1)),
         Quantizer(E4M3, tile=(1, -1), scale=ScaleRule.POW2),
-        Quantizer(E4M3, tile=(1, -1), stochastic=True),
+        Quantizer(E4M3, tile=(1, -1), rounding=STOCHASTIC),
         Quantizer(E4M3, tile=(1, -1), headroom=0.5),
         Quantizer(E4M3, tile=(1, 32), scale=ScaleRule.POW2, span=14),
     ):

@@ -104,7 +104,7 @@ def test_the_codes_that_fp8_operands_keep(recipe, tile, data):
 
 # --- Keep.OPERAND: rounded in the forward pass, the same as in the backward pass ---
 
-STOCHASTIC_B = {"wgrad": {"b": {"stochastic": True}}}
+STOCHASTIC_B = {"wgrad": {"b": {"rounding": "stochastic"}}}
 OPERANDS: dict[str, LinearRecipe] = {
     "nvfp4": nvfp4.recipe(),
     "nvfp4, X drawn too": override(nvfp4.recipe(), STOCHASTIC_B),

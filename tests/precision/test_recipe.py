@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8, NEAREST, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator, StraightThrough
 from lowprec_train.precision.hadamard import RandomHadamard
@@ -169,7 +169,7 @@ def test_recipes_are_values(name):
         (lambda: LinearRecipe(wgrad=fp4.recipe().fprop), "outlier"),
         (lambda: replace(int8_switchback.recipe(), fprop=Gemm()), "dgrad"),
         (lambda: replace(nvfp4.recipe(), fprop=replace(nvfp4.recipe().wgrad, rotation=RandomHadamard(16))), "rotated"),
-        (lambda: Gemm(a=Quantizer(E2M1, ROW, stochastic=True), outliers=OutlierClamp()), "stochastic"),
+        (lambda: Gemm(a=Quantizer(E2M1, ROW, rounding=STOCHASTIC), outliers=OutlierClamp()), "stochastic"),
         (lambda: nvfp4.recipe(rotation=24), "24"),
         (lambda: fp8_block.recipe(block=0), "0"),
         (lambda: fp4_mixed.feed_forward(block=-3), "-3"),
@@ -263,7 +263,7 @@ def test_every_kind_of_value():
     assert override(mx, {"wgrad": {"rotation": {"block": 32}}}).wgrad.rotation == RandomHadamard(32)
     assert override(mx, {"wgrad": {"rotation": None}}).wgrad.rotation is None
     assert override(mx, {"wgrad": {"a": {"tile": [1, 64]}}}).wgrad.a.tile == (1, 64)
-    assert override(mx, {"wgrad": {"a": {"stochastic": False}}}).wgrad.a.stochastic is False
+    assert override(mx, {"wgrad": {"a": {"rounding": "nearest"}}}).wgrad.a.rounding is NEAREST
     assert override(mx, {"dgrad": {"b": {"scale": "E8M0_CEIL"}}}).dgrad.b.scale is ScaleRule.E8M0_CEIL
     assert override(mx, {"dgrad": {"split_accumulation": False}}).dgrad.split_accumulation is False
     assert override(four, {"estimator": None}).estimator == StraightThrough()
@@ -279,7 +279,7 @@ def test_overrides_of_what_is_kept_and_rotated():
     nv, block, mixed = nvfp4.recipe(), fp8_block.recipe(), fp4_mixed.feed_forward()
     assert override(nv, {"wgrad": {"rotation": None}}) == nvfp4.recipe(rotation=0)
     assert override(nv, {"wgrad": {"rotation": {"block": 32}}}) == nvfp4.recipe(rotation=32)
-    nearest = {"a": {"stochastic": False}}
+    nearest = {"a": {"rounding": "nearest"}}
     assert override(nv, {"dgrad": nearest, "wgrad": nearest}) == nvfp4.recipe(stochastic=False)
     assert override(nv, {"dgrad": {"a": {"headroom": 1.0}}}).dgrad.a.range_share == 1
     assert override(block, {"keep": "INPUT"}) == replace(block, keep=Keep.INPUT)
@@ -359,7 +359,7 @@ def test_overrides_that_contradict_the_recipe(name, changes, said):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"wgrad": {"a": {"stochastic": "maybe"}}},
+        {"wgrad": {"a": {"rounding": "maybe"}}},
         {"wgrad": {"split_accumulation": "maybe"}},
         {"wgrad": {"a": {"span": "wide"}}},
         {"wgrad": {"a": {"tile": [1, 32, 1]}}},

@@ -64,7 +64,11 @@ def _seed(device: torch.device) -> Tensor:
 
 
 def _quantize(format: str, tile: tuple[int, int], rule: str, headroom: float = 1.0, span: int = 0) -> Callable:
-    return lambda x, seed=None: ops.quantize(x, format, tile, rule, headroom, span, seed, None)
+    def call(x: Tensor, seed: Tensor | None = None) -> Any:
+        rounding = "nearest" if seed is None else "stochastic"
+        return ops.quantize(x, format, tile, rule, headroom, span, rounding, seed, None)
+
+    return call
 
 
 def _both(format: str, tile: tuple[int, int], tile_t: tuple[int, int], rule: str) -> Callable:
@@ -92,7 +96,7 @@ def _codes(format: str, tile: tuple[int, int], rule: str = "POW2", scales: bool 
 
     def made(m: int, k: int, device: torch.device) -> Inputs:
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-        codes, scale = ops.quantize(x, format, tile, rule, 1.0, 14 if tile == (1, 32) else 0, None, None)
+        codes, scale = ops.quantize(x, format, tile, rule, 1.0, 14 if tile == (1, 32) else 0, "nearest", None, None)
         return (codes, scale) if scales else (codes,)
 
     return made
@@ -124,7 +128,7 @@ def _hadamard(x: Tensor, seed: Tensor) -> Tensor:
 def _rotate_fold(transposed: bool, coded: bool) -> Callable:
     def call(x: Tensor, seed: Tensor, scale: Tensor | None = None) -> Any:
         how = (64, "E8M0_FLOOR", 0.75, 14 if coded else 28, "E4M3" if coded else "E5M2")
-        return ops.rotate_fold(x, scale, transposed, seed, *how, seed, None)
+        return ops.rotate_fold(x, scale, transposed, seed, *how, "stochastic", seed, None)
 
     return call
 
@@ -150,14 +154,14 @@ def _quantisers() -> Iterator[Case]:
         name="1x16 stochastic",
         op="quantize_nvfp4",
         inputs=_with_seed,
-        call=lambda x, seed: ops.quantize_nvfp4(x, (1, 16), 16 / 17, seed, None),
+        call=lambda x, seed: ops.quantize_nvfp4(x, (1, 16), 16 / 17, "stochastic", seed, None),
         passes=2,
     )
     yield Case(
         name="16x16",
         op="quantize_nvfp4",
         inputs=_values(),
-        call=lambda x: ops.quantize_nvfp4(x, (16, 16), 1.0, None, None),
+        call=lambda x: ops.quantize_nvfp4(x, (16, 16), 1.0, "nearest", None, None),
         passes=2,
         shapes=WEIGHTS,
     )
@@ -174,10 +178,10 @@ def _parts() -> Iterator[Case]:
         return made
 
     def by_row(x: Tensor, amax: Tensor) -> Any:
-        return ops.quantize_by(x, amax, None, "E4M3", (1, -1), "POW2", 1.0, 0, None, None)
+        return ops.quantize_by(x, amax, None, "E4M3", (1, -1), "POW2", 1.0, 0, "nearest", None, None)
 
     def nvfp4(x: Tensor, amax: Tensor) -> Any:
-        return ops.quantize_nvfp4_by(x, amax, amax.amax().reshape(1, 1), (1, 16), 1.0, None, None)
+        return ops.quantize_nvfp4_by(x, amax, amax.amax().reshape(1, 1), (1, 16), 1.0, "nearest", None, None)
 
     yield Case(name="row", op="amax", inputs=_values(), call=lambda x: ops.amax(x, (1, -1)))
     yield Case(name="row", op="quantize_by", inputs=with_amax((1, -1)), call=by_row)

@@ -116,7 +116,7 @@ def _clamped_blocks(amax: Tensor, scale: Tensor, how: Quantizer) -> Tensor:
     """Share of non-zero blocks that the span gave a larger scale than their own rule; zero blocks lose nothing."""
     if not how.span:
         return _missing(amax)
-    own, _ = tile_scale(amax, how.format.name, how.scale.value, how.range_share, 0)
+    own, _ = tile_scale(amax, how.format, how.scale.value, how.range_share, 0)
     return _percent((amax > 0) & (own < scale))
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
-from lowprec_train.ops.schema import CARRIERS
+from lowprec_train.ops.formats import FORMATS
 from lowprec_train.optim.adamw import AdamW
 from lowprec_train.precision.block_keep import kept_inputs
 from lowprec_train.precision.linear import Linear
@@ -42,7 +42,7 @@ Row = dict[str, Any]
 
 KEPT_OPERANDS = "ab"
 
-FORMATS = {dtype: name for name, dtype in CARRIERS.items()}
+STORED = {format.carrier: format.name for format in FORMATS.values() if format.native}
 
 OPERAND_SERIES = (
     *(("sqnr_db", "min"), ("sqnr_db", "mean"), ("underflow_pct", "mean"), ("underflow_pct", "max")),
@@ -159,7 +159,7 @@ class Telemetry:
         """Format of a state, e.g. "E4M3 expanded"; a master without codes of its own is the parameter."""
         kept = self.optimizer.state[parameter]
         expanded = " expanded" if f"{state}.exponent" in kept else ""
-        return FORMATS[kept.get(state, parameter).dtype] + expanded
+        return STORED[kept.get(state, parameter).dtype] + expanded
 
 
 @contextmanager

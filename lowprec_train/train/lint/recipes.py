@@ -151,7 +151,7 @@ RULES: tuple[Rule, ...] = (
         find=operands(stochastic_forward),
         why="stochastic rounding adds variance where nothing averages it out: worse than nearest in a forward pass "
         "(arXiv 2509.25149)",
-        instead="precision.override.fprop.a.stochastic=false (or b)",
+        instead="precision.override.fprop.a.rounding=nearest (or b)",
     ),
     Rule(
         name="nearest-gradient",
@@ -159,7 +159,7 @@ RULES: tuple[Rule, ...] = (
         find=operands(nearest_gradient),
         why="nearest rounding of four-bit gradients is biased, and the bias adds up over steps (arXiv 2502.20586, "
         "perplexity 10.02 against 9.90 at 1.3B)",
-        instead="stochastic=true under E8M0_FLOOR or NVFP4",
+        instead="rounding=stochastic under E8M0_FLOOR or NVFP4",
     ),
     Rule(
         name="unclamped-tokens",

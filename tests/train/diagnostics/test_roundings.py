@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FP32, INT8
+from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FP32, INT8, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.outliers import OutlierClamp
 from lowprec_train.train.diagnostics.roundings import of_operand, of_state, sqnr_db
 from tests import oracle
-from tests.numerics.quantized import SCALED, TILES, rules, seed
+from tests.numerics.quantized import ROUNDING, SCALED, TILES, rules, seed
 
 QUANTIZERS = [Quantizer(f, tile, rule) for f in SCALED for tile in TILES for rule in rules(f)]
-QUANTIZERS += [Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, True, span=span) for span in (0, 6, 14, 28)]
-QUANTIZERS += [Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, True), Quantizer(BF16), Quantizer(E5M2, (1, 16), span=0)]
+QUANTIZERS += [Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, STOCHASTIC, span=span) for span in (0, 6, 14, 28)]
+QUANTIZERS += [Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, STOCHASTIC), Quantizer(BF16), Quantizer(E5M2, (1, 16), span=0)]
 QUANTIZERS += [Quantizer(E4M3, (1, 8), rule, span=4) for rule in (ScaleRule.POW2, ScaleRule.E8M0_CEIL)]
 NAN = float("nan")
 
@@ -140,7 +140,7 @@ def test_saturation_of_floored_scales():
     assert float(of_operand(x, how(x), how)["saturated_pct"]) == 25
     normal = torch.from_numpy(np.random.default_rng(2).standard_normal((512, 1024)).astype(np.float32))
     for stochastic, share in ((False, 2.34), (True, 0.0)):  # with SR comes the 3/4, which leaves room
-        block = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, stochastic)
+        block = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, ROUNDING[stochastic])
         figures = of_operand(normal, block(normal, seed() if stochastic else None), block)
         assert float(figures["saturated_pct"]) == pytest.approx(share, abs=0.1)
 

@@ -22,11 +22,11 @@ from tests.recipes import composed
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 OVER = "precision.override."
 CASES = {
-    "floor-clips": ("+recipe=mxfp4", f"{OVER}dgrad.a.stochastic=false"),
+    "floor-clips": ("+recipe=mxfp4", f"{OVER}dgrad.a.rounding=nearest"),
     "ceil-headroom": ("+recipe=fp4_mixed", f"{OVER}fprop.a.headroom=0.75"),
     "scale-per-step": ("+recipe=fp8_block", f"{OVER}dgrad.a.tile=[128,1]"),
-    "stochastic-forward": ("+recipe=fp8", f"{OVER}fprop.a.stochastic=true"),
-    "nearest-gradient": ("+recipe=nvfp4", f"{OVER}wgrad.a.stochastic=false"),
+    "stochastic-forward": ("+recipe=fp8", f"{OVER}fprop.a.rounding=stochastic"),
+    "nearest-gradient": ("+recipe=nvfp4", f"{OVER}wgrad.a.rounding=nearest"),
     "unclamped-tokens": ("+recipe=fp4", f"{OVER}fprop.outliers=null"),
     "idle-clamp": ("+recipe=fp4", f"{OVER}fprop.outliers.quantile=0.999"),
     "e5m2-forward": ("+recipe=fp8", f"{OVER}fprop.a.format=E5M2"),
@@ -139,7 +139,7 @@ def test_a_finding_says_what_where_why_and_what_to_do():
 
 
 def test_all_errors_are_in_one_message():
-    run = composed("+recipe=mxfp4", f"{OVER}dgrad.a.stochastic=false", f"{OVER}wgrad.a.tile=[32,1]")
+    run = composed("+recipe=mxfp4", f"{OVER}dgrad.a.rounding=nearest", f"{OVER}wgrad.a.tile=[32,1]")
     with pytest.raises(ValueError) as refused:
         lint.refuse(report(run))
     lines = str(refused.value).splitlines()
@@ -149,7 +149,7 @@ def test_all_errors_are_in_one_message():
 
 
 def test_a_rule_can_be_waived_by_name():
-    run = composed("+recipe=mxfp4", f"{OVER}dgrad.a.stochastic=false", "lint_allow=[floor-clips]")
+    run = composed("+recipe=mxfp4", f"{OVER}dgrad.a.rounding=nearest", "lint_allow=[floor-clips]")
     found = report(run)
     lint.refuse(found)
     assert found.overrides == ["lint_allow=floor-clips"] and not found.errors
@@ -172,7 +172,7 @@ def test_a_clamp_that_has_outliers_is_not_idle():
 def test_when_the_floor_rule_clips(scale, headroom, clips):
     """The rule's bound is the format's: what it calls clipping saturates, what it lets pass does not."""
     share = "null" if headroom is None else headroom
-    changes = (f"{OVER}dgrad.a.scale={scale}", f"{OVER}dgrad.a.headroom={share}", f"{OVER}dgrad.a.stochastic=false")
+    changes = (f"{OVER}dgrad.a.scale={scale}", f"{OVER}dgrad.a.headroom={share}", f"{OVER}dgrad.a.rounding=nearest")
     run = composed("+recipe=mxfp4", *changes)
     quantizer = build.layout(run).phases[0].recipes["blocks.0.mlp.down"].dgrad.a
     x = torch.linspace(4.0, 7.9, 32).repeat(1, 1)

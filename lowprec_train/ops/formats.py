@@ -1,0 +1,143 @@
+"""Number formats as data: one table, for the reference, the compiled kernels and whoever adds a format of their own.
+
+A format with p mantissa bits, smallest normal exponent e0 and largest value M holds
+
+    +- n 2^(e - p),    0 <= n < 2^(p + 1),  e >= e0,  n 2^(e - p) <= M
+
+so below 2^e0 the grid is uniform. E2M1 is OCP's FP4 (0 .5 1 1.5 2 3 4 6), E4M3 and E5M2 are OCP's FP8 (E4M3 without
+infinities, M = 448). INT8 is the uniform grid of step 1: p = e0 = 6, M = 127. Codes travel in a torch dtype, the
+carrier, that holds every value of the format: E2M1 rides as float8_e4m3fn.
+
+`register_format` adds a format from outside of the package (docs/adding_a_format.md). The reference serves every format
+of the table; a compiled kernel serves those that its library was built with (`ops.library`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+CARRIERS = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+)
+"""The dtypes that the ops decode."""
+
+FEW = 128  # values of a format that are listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A grid of values and the dtype that its codes travel in.
+
+    name: in capitals, as configurations name it. mantissa_bits: p, min_exponent: e0, max: M above.
+
+    Raises ValueError for numbers that are no grid, and for a carrier that does not hold all of them.
+    """
+
+    name: str
+    carrier: torch.dtype
+    max: float
+    mantissa_bits: int
+    min_exponent: int
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name != self.name.upper() or not self.name.isidentifier():
+            raise ValueError(f"a format's name is letters and digits in capitals, not {self.name!r}")
+        if not 0 <= self.mantissa_bits <= 23 or not -126 <= self.min_exponent <= 127:
+            raise ValueError(
+                f"{self.name}: {self.mantissa_bits} mantissa bits from exponent {self.min_exponent} are not within FP32"
+            )
+        if self.scaled and self.min_exponent - self.mantissa_bits < -125:
+            raise ValueError(f"{self.name}: a step of 2^{self.min_exponent - self.mantissa_bits} is below 2^-125")
+        if not 0 < self.max < math.inf or self.max < 2.0 ** (self.min_exponent - self.mantissa_bits):
+            raise ValueError(f"{self.name}: the largest value is a positive number of the grid, not {self.max}")
+        top = max(math.frexp(self.max)[1] - 1, self.min_exponent)
+        if self.max % 2.0 ** (top - self.mantissa_bits):
+            raise ValueError(f"{self.name}: {self.max} is not on a grid with {self.mantissa_bits} mantissa bits")
+        if self.carrier not in CARRIERS:
+            raise ValueError(f"{self.name}: codes travel in one of {', '.join(map(str, CARRIERS))}, not {self.carrier}")
+        if not self._fits():
+            raise ValueError(f"{self.name}: {self.carrier} does not hold all of its values")
+
+    def _fits(self) -> bool:
+        step = self.min_exponent - self.mantissa_bits
+        if not self.carrier.is_floating_point:
+            return step >= 0 and self.max <= torch.iinfo(self.carrier).max
+        p, lowest, largest = _floating(self.carrier)
+        return self.mantissa_bits <= p and step >= lowest - p and self.max <= largest
+
+    @cached_property
+    def scaled(self) -> bool:
+        """False for formats with FP32's own exponent range, whose scale is always 1."""
+        return self.min_exponent > -126
+
+    @cached_property
+    def native(self) -> bool:
+        """True where the carrier holds this format and nothing else, so that torch's cast rounds to nearest."""
+        here = (self.mantissa_bits, self.min_exponent, self.max)
+        return self.carrier.is_floating_point and here == _floating(self.carrier)
+
+    @cached_property
+    def grid(self) -> tuple[float, ...]:
+        """The values that are not negative, in order, where there are no more than 128; else nothing."""
+        p, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
+        if (max(top - self.min_exponent, 0) + 2) << p > 2 * FEW:
+            return ()
+        lowest = range(2 ** (p + 1))
+        upper = ((n, e) for e in range(self.min_exponent + 1, top + 1) for n in range(2**p, 2 ** (p + 1)))
+        values = (n * 2.0 ** (e - p) for n, e in (*((n, self.min_exponent) for n in lowest), *upper))
+        return tuple(value for value in values if value <= self.max)
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _floating(dtype: torch.dtype) -> tuple[int, int, float]:
+    """(mantissa bits, exponent of the smallest normal number, largest value) of a torch dtype."""
+    info = torch.finfo(dtype)
+    return 1 - math.frexp(info.eps)[1], math.frexp(info.smallest_normal)[1] - 1, info.max
+
+
+FORMATS: dict[str, Format] = {}
+"""Name -> format: what an op is told by a name, it looks up here."""
+
+
+def register_format(format: Format) -> Format:
+    """Put a format into the table, and return it; the same one again changes nothing.
+
+    Raises ValueError for a name that another format has.
+    """
+    taken = FORMATS.setdefault(format.name, format)
+    if taken != format:
+        raise ValueError(f"there is a format {format.name} already, with other numbers: {vars(taken)}")
+    return taken
+
+
+def parse_format(name: str) -> Format:
+    """The format of a name, in capitals or not. Raises ValueError for an unknown one."""
+    if name.upper() not in FORMATS:
+        raise ValueError(f"unknown format {name!r}; formats are {', '.join(FORMATS)}")
+    return FORMATS[name.upper()]
+
+
+def _add(name: str, carrier: torch.dtype, mantissa_bits: int, min_exponent: int, largest: float) -> Format:
+    return register_format(
+        Format(name=name, carrier=carrier, max=largest, mantissa_bits=mantissa_bits, min_exponent=min_exponent)
+    )
+
+
+E2M1 = _add("E2M1", torch.float8_e4m3fn, 1, 0, 6.0)
+E4M3 = _add("E4M3", torch.float8_e4m3fn, 3, -6, 448.0)
+E5M2 = _add("E5M2", torch.float8_e5m2, 2, -14, 57344.0)
+INT8 = _add("INT8", torch.int8, 6, 6, 127.0)
+BF16 = _add("BF16", torch.bfloat16, 7, -126, torch.finfo(torch.bfloat16).max)
+FP16 = _add("FP16", torch.float16, 10, -14, torch.finfo(torch.float16).max)
+FP32 = _add("FP32", torch.float32, 23, -126, torch.finfo(torch.float32).max)
