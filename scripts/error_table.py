@@ -27,7 +27,7 @@ import torch
 from hydra.utils import instantiate
 from torch import Tensor
 
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
@@ -153,9 +153,7 @@ def one(recipe: LinearRecipe, kind: str, sizes: Sizes, seed: int) -> dict[str, f
     """SQNR of y, dx and dw of one draw of the data."""
     x, w, dy = inputs(kind, sizes, seed)
     layer = Linear(sizes.in_features, sizes.out_features, bias=False)
-    draws = Draws(seed, 1)
-    draws.begin(0, 0)
-    layer.draws, layer.recipe = draws.site(0), recipe
+    layer.draws, layer.recipe = SeedTable(seed, 1).at(0, 0).site(0), recipe
     with torch.no_grad():
         layer.weight.copy_(w)
     x.requires_grad_()

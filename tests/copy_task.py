@@ -30,8 +30,7 @@ def step(system: System, index: int, batch: tuple[Tensor, Tensor]) -> float:
     """One update as the trainer makes it; returns the loss."""
     tokens, targets = batch
     system.precision.begin(system.model, index)
-    system.draws.begin(index, 0)
-    loss = system.model.loss(tokens, targets, float(BATCH * (LENGTH - LAG)))
+    loss = system.model.loss(tokens, targets, float(BATCH * (LENGTH - LAG)), draws=system.seeds.at(index, 0))
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in system.model.parameters() if p.grad is not None])
     clip = system.run.max_grad_norm or float("inf")

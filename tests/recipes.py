@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 
 from lowprec_train import config
 from lowprec_train.model.transformer import Architecture, Transformer
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.optim.adamw import AdamW
-from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
+from lowprec_train.precision.policy import apply_policy
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.recipes import (
@@ -70,15 +70,13 @@ def build(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
     **sizes: Any,
-) -> tuple[Transformer, Draws]:
-    """A model with weights, its blocks under `recipe`, its head in BF16, and its draws."""
+) -> tuple[Transformer, SeedTable]:
+    """A model with weights, its blocks under `recipe`, its head in BF16, and its seeds."""
     values = {"vocab_size": 64, "dim": 128, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 256, "max_seq_len": 64}
     model = Transformer(Architecture(**{**values, **family, **sizes}), dtype=dtype)
     model.init_weights(seed)
     apply_policy(model, {"blocks.*": recipe, "*": bf16.recipe()} if sizes.get("layers", 2) else {"*": bf16.recipe()})
-    draws = Draws(seed, count_linears(model))
-    attach_draws(model, draws)
-    return model, draws
+    return model, SeedTable(seed, model.number_sites())
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class System:
 
     run: config.RunConfig
     model: Transformer
-    draws: Draws
+    seeds: SeedTable
     optimizer: AdamW
     precision: PrecisionSchedule
 
@@ -115,8 +113,8 @@ def system(recipe: str, model: str = "llama_tiny", *overrides: str, seed: int = 
     """`+recipe=<recipe> model=<model>` at test size, with weights, at its first step, eager."""
     run = composed(f"+recipe={recipe}", f"model={model}", *TINY, *overrides)
     laid_out = parts.layout(run)
-    draws = parts.weights(laid_out.model, torch.device("cpu"), seed)
+    seeds = parts.weights(laid_out.model, torch.device("cpu"), seed)
     optimizer = parts.optimizer(run, laid_out.model)
     precision = PrecisionSchedule(laid_out.phases)
     precision.begin(laid_out.model, 0)
-    return System(run, laid_out.model, draws, optimizer, precision)
+    return System(run, laid_out.model, seeds, optimizer, precision)

@@ -15,7 +15,7 @@ import torch._dynamo.testing
 from packaging.version import Version
 from torch._inductor import config as inductor
 
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.library import EAGER
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.policy import apply_policy
@@ -33,12 +33,11 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def linear(recipe: str) -> tuple[Linear, Draws]:
+def linear(recipe: str) -> Linear:
     torch.manual_seed(0)
-    layer, draws = Linear(IN, OUT), Draws(7, 1)
-    layer.recipe, layer.draws = RECIPES[recipe], draws.site(0)
-    draws.begin(3, 64)
-    return layer, draws
+    layer = Linear(IN, OUT)
+    layer.recipe, layer.site, layer.draws = RECIPES[recipe], 0, SeedTable(7, 1).at(3, 64).site(0)
+    return layer
 
 
 ROUNDING = ("quantize", "quantize_both", "quantize_nvfp4", "quantize_carrier", "quantize_outliers", "outlier_bounds")
@@ -95,9 +94,10 @@ def gradients(recipe: str, model: str, backend: str | None, seed: int) -> dict[s
     del one.model.blocks[1]  # the last one: nvfp4 leaves it in BF16
     if backend:
         one.model.compile_blocks(backend=backend)
-    one.draws.begin(0, 0)
+    one.model.number_sites()
     tokens = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(2))
-    one.model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel())).backward()
+    draws = one.seeds.at(0, 0)
+    one.model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel()), draws=draws).backward()
     return {name: p.grad for name, p in one.model.named_parameters()}
 
 
@@ -144,44 +144,43 @@ def test_evaluation_agrees(recipe, model):
         one = system(recipe, model, seed=1)
         if backend:
             one.model.compile_blocks(backend=backend)
-        one.draws.begin(0, 0)
-        one.model.loss(tokens, tokens.roll(-1, 1), 256.0).backward()
+        draws = one.seeds.at(0, 0)
+        one.model.loss(tokens, tokens.roll(-1, 1), 256.0, draws=draws).backward()
         one.optimizer.zero_grad()
         with torch.no_grad():
-            losses.append(one.model.loss(tokens, tokens.roll(-1, 1), 256.0))
+            losses.append(one.model.loss(tokens, tokens.roll(-1, 1), 256.0, draws=draws))
     assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("recipe", STOCHASTIC)
 def test_a_step_replays_its_draws(recipe):
-    layer, draws = linear(recipe)
+    layer, seeds = linear(recipe), SeedTable(7, 1)
     run = torch.compile(layer, fullgraph=True)
     x = torch.randn(TOKENS, IN).bfloat16()
     grads = []
     for step in (0, 1, 0):
-        draws.begin(step, 0)
         layer.weight.grad = None
-        run(x).backward(torch.ones(TOKENS, OUT, dtype=torch.bfloat16))
+        run(x, draws=seeds.at(step, 0)).backward(torch.ones(TOKENS, OUT, dtype=torch.bfloat16))
         grads.append(layer.weight.grad.clone())
     assert torch.equal(grads[0], grads[2])
     assert not torch.equal(grads[0], grads[1])
 
 
-def count_graphs(model, draws, counter) -> int:
-    draws.begin(0, 0)
+def count_graphs(model, seeds, counter) -> int:
     tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
-    model.loss(tokens, tokens, 1.0).backward()
+    for first_token in (0, 64):  # micro-batches of a step
+        model.loss(tokens, tokens, 1.0, draws=seeds.at(0, first_token)).backward()
     return counter.frame_count
 
 
 def test_a_handful_of_graphs_at_32_layers():
     """32 blocks share one graph; a recipe switch adds one for the blocks, not 32."""
-    model, draws = build(mxfp4.recipe(), layers=32, dim=64, ffn=64, heads=2, kv_heads=2)
+    model, seeds = build(mxfp4.recipe(), layers=32, dim=64, ffn=64, heads=2, kv_heads=2)
     counter = torch._dynamo.testing.CompileCounter()
     model.compile_blocks(backend=counter)
-    first = count_graphs(model, draws, counter)
+    first = count_graphs(model, seeds, counter)
     assert first <= 6, first
-    assert count_graphs(model, draws, counter) == first
+    assert count_graphs(model, seeds, counter) == first
     apply_policy(model, {"*": bf16.recipe()})
-    switched = count_graphs(model, draws, counter)
+    switched = count_graphs(model, seeds, counter)
     assert 1 <= switched - first <= 2

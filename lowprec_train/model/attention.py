@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec_train.model.cache import LayerCache
 from lowprec_train.model.layers import Angles, rotate
+from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
 
 _aten = torch.ops.aten
@@ -48,11 +49,12 @@ class Attention(nn.Module):
         mask_B1TT: Tensor | None = None,
         seq_len: int | None = None,
         cache: LayerCache | None = None,
+        draws: Draws | None = None,
     ) -> Tensor:
         """seq_len: T, where the rows of x are a rank's part of all tokens, [1, BT / ranks, D]. cache: of the tokens
-        before x; takes in those of x.
+        before x; takes in those of x. draws: of the block.
         """
-        qkv_BTN = self.qkv(x_BTD)
+        qkv_BTN = self.qkv(x_BTD, draws=draws)
         if seq_len is not None:
             qkv_BTN = qkv_BTN.view(-1, seq_len, qkv_BTN.shape[-1])
         groups_BTKGH = qkv_BTN.unflatten(-1, (-1, self.queries + 2, self.head_dim))
@@ -63,7 +65,7 @@ class Attention(nn.Module):
         q, k, v = (each.flatten(2, 3).transpose(1, 2) for each in (q_BTKGH, k_BTKGH, v_BTKGH))
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.out(scaled_dot_product(q, k, v, mask_B1TT).transpose(1, 2).flatten(2))
+        return self.out(scaled_dot_product(q, k, v, mask_B1TT).transpose(1, 2).flatten(2), draws=draws)
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:

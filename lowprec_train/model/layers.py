@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowprec_train.model.activations import gated_silu
 from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
+from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.block_keep import (
     KeptInput,
     gated_through_codes,
@@ -80,13 +81,13 @@ class SwiGLU(KeptInput):
         self.gate_up = Linear(dim, 2 * ffn, bias=bias)
         self.down = Linear(ffn, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
         if self.quantizer is None:
-            return self.down(*gated_silu(*self.gate_up.heard(x_BTD)))
+            return self.down(*gated_silu(*self.gate_up.heard(x_BTD, draws)), draws=draws)
         if self.fuses("gated_keep", x_BTD):
-            return self.down(*gated_through_codes(*self.gate_up.heard(x_BTD), self.quantizer))
-        gate_BTF, up_BTF = self.gate_up(x_BTD).unflatten(-1, (-1, 2)).unbind(-1)
-        return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()))
+            return self.down(*gated_through_codes(*self.gate_up.heard(x_BTD, draws), self.quantizer), draws=draws)
+        gate_BTF, up_BTF = self.gate_up(x_BTD, draws=draws).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()), draws=draws)
 
 
 class GELU(KeptInput):
@@ -100,13 +101,14 @@ class GELU(KeptInput):
         self.up = Linear(dim, ffn, bias=bias)
         self.down = Linear(ffn, dim, bias=bias)
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
         if self.fuses("gelu_keep", x_BTD):
             assert self.quantizer is not None
-            return self.down(*gelu_through_codes(*self.up.heard(x_BTD), self.quantizer))
+            return self.down(*gelu_through_codes(*self.up.heard(x_BTD, draws), self.quantizer), draws=draws)
+        up_BTF = self.up(x_BTD, draws=draws)
         if self.quantizer is not None:
-            return self.down(self.through_codes(TanhGELU(), (self.up(x_BTD),), ()))
-        return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+            return self.down(self.through_codes(TanhGELU(), (up_BTF,), ()), draws=draws)
+        return self.down(F.gelu(up_BTF, approximate="tanh"), draws=draws)
 
 
 class Rotary(nn.Module):

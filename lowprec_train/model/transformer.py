@@ -31,6 +31,7 @@ from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions
 from lowprec_train.model.loss import CrossEntropy
 from lowprec_train.model.recompute import RECOMPUTE, Recompute
 from lowprec_train.model.rows import Embedding, own_rows
+from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
 
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
@@ -58,8 +59,9 @@ class Block(nn.Module):
         mask_B1TT: Tensor | None,
         seq_len: int | None = None,
         cache: LayerCache | None = None,
+        draws: Draws | None = None,
     ) -> Tensor:
-        return self.recompute(self._residual, x_BTD, angles, mask_B1TT, seq_len, cache)
+        return self.recompute(self._residual, x_BTD, angles, mask_B1TT, seq_len, cache, draws)
 
     def _residual(
         self,
@@ -68,9 +70,10 @@ class Block(nn.Module):
         mask_B1TT: Tensor | None,
         seq_len: int | None,
         cache: LayerCache | None,
+        draws: Draws | None,
     ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, mask_B1TT, seq_len, cache)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, mask_B1TT, seq_len, cache, draws)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD), draws)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,16 +139,24 @@ class Transformer(nn.Module):
             )
             for _ in range(sizes.layers)
         )
+        self.block_sites = [(0, 0)] * sizes.layers  # a block's first linear in the model's draws, and how many it has
         self.norm = norm_type(sizes.dim, sizes.norm_eps, sizes.bias)
         self.head = TiedHead(self.embedding) if sizes.tied else Linear(sizes.dim, sizes.vocab_size, bias=False)
         self.cross_entropy = CrossEntropy()
 
-    def hidden(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        documents_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        draws: Draws | None = None,
+    ) -> Tensor:
         """What the head reads, in the stream's dtype: [B, T, D] after the last norm; tensor-parallel, a rank's rows,
         [1, BT / ranks, D].
 
         documents_BT: an id per token; attention stays within runs of one id. None: the sequence is one document.
         cache: of the tokens before these, from `new_cache`; then the sequence is one document, and takes these in.
+        draws: of the micro-batch; None: linears draw from what `attach_draws` gave them.
         """
         seq_len, first = tokens_BT.shape[1], 0 if cache is None else cache.length
         if first + seq_len > self.max_seq_len:
@@ -155,11 +166,12 @@ class Transformer(nn.Module):
         if cache is not None:
             return self.norm(self._with_cache(x_BTD, angles, cache))
         mask_B1TT = None if documents_BT is None else document_mask(documents_BT)
-        of_rows = () if self.group is None else (seq_len,)
+        of_rows = None if self.group is None else seq_len
         if self.group is not None:
             x_BTD = own_rows(x_BTD, self.group)
-        for block in self.blocks:
-            x_BTD = block(x_BTD, angles, mask_B1TT, *of_rows)
+        parts = [None] * len(self.blocks) if draws is None else [draws.part(*sites) for sites in self.block_sites]
+        for block, part in zip(self.blocks, parts, strict=True):
+            x_BTD = block(x_BTD, angles, mask_B1TT, of_rows, None, part)
         return self.norm(x_BTD)
 
     def _with_cache(self, x_BTD: Tensor, angles: Angles | None, cache: Cache) -> Tensor:
@@ -174,9 +186,9 @@ class Transformer(nn.Module):
         sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         return Cache(**sizes, batch=batch, tokens=tokens, dtype=self.dtype, device=self.embedding.weight.device)
 
-    def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
+    def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, draws: Draws | None = None) -> Tensor:
         """[B, T, V] in the stream's dtype; tensor-parallel, [1, BT, V / ranks] of a rank's words."""
-        return self.head(self.hidden(tokens_BT, documents_BT))
+        return self.head(self.hidden(tokens_BT, documents_BT, draws=draws), draws=draws)
 
     forward = logits
 
@@ -186,9 +198,28 @@ class Transformer(nn.Module):
         targets_BT: Tensor,
         normalizer: Tensor | float,
         documents_BT: Tensor | None = None,
+        draws: Draws | None = None,
     ) -> Tensor:
-        """Sum over tokens of the cross-entropy in nats / normalizer: 0-dim FP32. Targets of -100 are ignored."""
-        return self.cross_entropy(self.logits(tokens_BT, documents_BT), targets_BT, normalizer)
+        """Sum over tokens of the cross-entropy in nats / normalizer: 0-dim FP32. Targets of -100 are ignored.
+
+        draws: of this micro-batch, from `SeedTable.at`; sites are numbered by `number_sites`.
+        """
+        return self.cross_entropy(self.logits(tokens_BT, documents_BT, draws), targets_BT, normalizer)
+
+    def number_sites(self) -> int:
+        """Gives every Linear its row of a run's draws, in the order of the model, and returns their number. Those of a
+        block are counted from its first one, so that equal blocks share a compiled graph.
+        """
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        for index, linear in enumerate(linears):
+            linear.site, linear.draws = index, None
+        self.block_sites.clear()
+        for block in self.blocks:
+            inside = [module for module in block.modules() if isinstance(module, Linear)]
+            self.block_sites.append((linears.index(inside[0]), len(inside)))
+            for index, linear in enumerate(inside):
+                linear.site = index
+        return len(linears)
 
     def tensor_plan(self) -> dict[str, str]:
         """How tensor parallel cuts the modules with matrices: "column" (rows of the weight, outputs), "row" (columns of

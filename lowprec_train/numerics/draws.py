@@ -1,10 +1,11 @@
-"""Seeds for every stochastic operand of every linear, as data: a table that is rewritten in place at each micro-batch.
+"""Seeds for every stochastic operand of every linear, as data: a table for each micro-batch, an argument of the model.
 
     seed[site, stream] = first 63 bits of Philox4x32-10(counter = (site, stream, step + 2^36 u), key = run seed)
     u = 0 for an operand with tokens;   u = the micro-batch's first token / 8 for weights and for signs
 
-A site is a linear layer, a stream one of its (gemm, purpose) pairs. Nothing inside the graph draws: compiled,
-recomputed and resumed runs read the same table. First tokens are counted within the global step, so they name a
+A site is a linear layer, a stream one of its (gemm, purpose) pairs. Nothing inside the graph draws, and no table is
+written to once it is made: compiled, recomputed and resumed runs read the same numbers, and several micro-batches may
+be in flight. First tokens are counted within the global step, so they name a
 micro-batch whatever rank and turn it falls to.
 
 An operand with tokens (X, dY and their transposes) has the same seed in all micro-batches of a step, and `origin` moves
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +43,7 @@ class Purpose(IntEnum):
 
 
 STREAMS = len(Gemms) * len(Purpose)
+ROW = 16  # numbers that a site takes in memory: 128 bytes, so that no row is misaligned for a compiled kernel
 BY_TOKEN = ((Gemms.FPROP, Purpose.A), (Gemms.DGRAD, Purpose.A), (Gemms.WGRAD, Purpose.A), (Gemms.WGRAD, Purpose.B))
 """Operands with tokens: X; dY; dY^T and X^T. The rest are W, W^T and signs."""
 
@@ -50,7 +53,7 @@ LAST_TOKEN = GROUP << 28  # 64 bits of the counter hold a step below 2^36 and a 
 
 @dataclass(frozen=True)
 class SiteDraws:
-    """One linear's view: seeds int64 [9]; origins of token-major and channel-major operands, int64 [2] each."""
+    """One linear's draws: seeds int64 [9]; origins of token-major and channel-major operands, int64 [2] each."""
 
     seeds: Tensor
     token_rows: Tensor
@@ -61,18 +64,34 @@ class SiteDraws:
         return self.seeds[gemm * len(Purpose) + purpose]
 
 
-class Draws:
+class Draws(NamedTuple):
+    """What one micro-batch draws from, an argument of the model's forward pass: seeds int64 [sites, 9], and the origins
+    that all sites share. Nothing writes to these tensors, so the micro-batch's backward pass and a recomputed forward
+    pass see the same bits, whatever other micro-batches were begun meanwhile.
+    """
+
+    seeds: Tensor
+    token_rows: Tensor
+    token_columns: Tensor
+
+    def site(self, index: int) -> SiteDraws:
+        """Of one linear layer."""
+        return SiteDraws(self.seeds[index], self.token_rows, self.token_columns)
+
+    def part(self, first: int, count: int) -> Draws:
+        """Of `count` sites from `first` on, which are then counted from 0: equal blocks see equal numbers."""
+        return self._replace(seeds=self.seeds[first : first + count])
+
+
+class SeedTable:
     """The seeds of one run. `seed`: any int; `sites`: number of linear layers."""
 
     def __init__(self, seed: int, sites: int, device: torch.device | str = "cpu") -> None:
-        self.run_seed = torch.tensor(seed & 0x7FFFFFFFFFFFFFFF)
-        self.table = torch.zeros((sites, STREAMS), dtype=torch.int64, device=device)
-        self.token_rows = torch.zeros(2, dtype=torch.int64, device=device)
-        self.token_columns = torch.zeros(2, dtype=torch.int64, device=device)
-        self.address: tuple[int, int] | None = None
+        self.run_seed, self.sites = torch.tensor(seed & 0x7FFFFFFFFFFFFFFF), sites
+        self.device = torch.device(device)
 
-    def begin(self, step: int, first_token: int) -> None:
-        """Point all draws at a step and at a micro-batch's first token (counted within the step, a multiple of 8).
+    def at(self, step: int, first_token: int) -> Draws:
+        """The draws of a step's micro-batch, named by its first token (counted within the step, a multiple of 8).
 
         ValueError for a token that is not, or that the counter cannot hold.
         """
@@ -81,26 +100,21 @@ class Draws:
                 f"draws come in groups of {GROUP} tokens and for {LAST_TOKEN} tokens a step: "
                 f"no micro-batch starts at token {first_token}"
             )
-        if self.address == (step, first_token):
-            return
-        self._set(self.table, self._seeds(step, first_token // GROUP))
-        self._set(self.token_rows, torch.tensor([first_token, 0]))
-        self._set(self.token_columns, torch.tensor([0, first_token]))
-        self.address = step, first_token
+        table = torch.zeros((self.sites + 1, ROW), dtype=torch.int64)
+        table[:-1, :STREAMS] = self._seeds(step, first_token // GROUP)
+        table[-1, 0] = table[-1, 3] = first_token
+        table = self._sent(table)
+        return Draws(table[:-1, :STREAMS], table[-1, :2], table[-1, 2:4])
 
-    def _set(self, target: Tensor, value: Tensor) -> None:
-        """Host to device without waiting, from pinned memory of its own: no later call overwrites it too soon."""
-        target.copy_(value.pin_memory() if target.is_cuda else value, non_blocking=True)
+    def _sent(self, table: Tensor) -> Tensor:
+        """One copy from host to device, without waiting, from pinned memory of its own."""
+        return (table.pin_memory() if self.device.type == "cuda" else table).to(self.device, non_blocking=True)
 
     def _seeds(self, step: int, micro_batch: int) -> Tensor:
-        site = torch.arange(self.table.shape[0]).unsqueeze(1)
+        site = torch.arange(self.sites).unsqueeze(1)
         by_token = torch.zeros(STREAMS, dtype=torch.bool)
         by_token[[gemm * len(Purpose) + purpose for gemm, purpose in BY_TOKEN]] = True
         stream = torch.arange(STREAMS).unsqueeze(0)
         low, high = torch.tensor(step & 0xFFFFFFFF), (step >> 32) + (micro_batch << 4) * (~by_token).unsqueeze(0)
         words = philox((site, stream, low, high), self.run_seed)
         return (words[1] & 0x7FFFFFFF) << 32 | words[0]
-
-    def site(self, index: int) -> SiteDraws:
-        """The view of one linear layer; it stays valid over `begin`."""
-        return SiteDraws(self.table[index], self.token_rows, self.token_columns)

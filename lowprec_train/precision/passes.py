@@ -323,7 +323,7 @@ class Site:
 
     def _seed(self, which: Gemms, purpose: Purpose) -> Tensor:
         if self.draws is None:
-            raise ValueError("a stochastic recipe needs draws: call precision.policy.attach_draws(model, draws) first")
+            raise ValueError("a stochastic recipe needs draws: forward(x, draws=...), or attach_draws before it")
         return self.draws.seed(which, purpose)
 
     def _token_origin(self, which: Gemms, purpose: Purpose) -> Tensor | None:

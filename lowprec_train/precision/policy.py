@@ -117,6 +117,6 @@ def apply_policy(model: nn.Module, policy: Mapping[str, LinearRecipe]) -> dict[s
 
 
 def attach_draws(model: nn.Module, draws: Draws) -> None:
-    """Gives every Linear its row of the seed table, numbered in the order of the model."""
+    """Gives every Linear draws of its own for good, in the order of the model: for passes that are given none."""
     for index, (_, module) in enumerate(named_linears(model)):
         module.draws = draws.site(index)

@@ -19,7 +19,7 @@ from lowprec_train.config import PhaseConfig, RunConfig, run_and_step
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.tokenizer import check_vocabulary
 from lowprec_train.model.transformer import Fill, Transformer
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.adamw import AdamW, parameter_groups
 from lowprec_train.optim.moments import Codec
@@ -155,15 +155,13 @@ def distribution(run: RunConfig, laid_out: Layout, world: World, device: torch.d
     )
 
 
-def weights(model: Transformer, device: torch.device, seed: int, fill: Fill | None = None) -> Draws:
-    """Give the model memory on `device`, its first weights and its draws. fill: as in `Transformer.init_weights`."""
+def weights(model: Transformer, device: torch.device, seed: int, fill: Fill | None = None) -> SeedTable:
+    """Give the model memory on `device`, its first weights and seeds. fill: as in `Transformer.init_weights`."""
     if device.type == "cuda":
         torch.cuda.set_device(device)  # compiled kernels are launched on the current device
     model.to_empty(device=device)
     model.init_weights(seed, fill)
-    draws = Draws(seed, policy.count_linears(model), device)
-    policy.attach_draws(model, draws)
-    return draws
+    return SeedTable(seed, model.number_sites(), device)
 
 
 def first_weights(run: RunConfig, directory: Path, begun: int | None = None) -> Weights | None:
@@ -236,7 +234,7 @@ def trainer(
     values of the weights; None: drawn from the seed.
     """
     seq_len, model = run.data["seq_len"], laid_out.model
-    draws = weights(model, device, run.seed, fill_from(first, distribution.fill) if first else distribution.fill)
+    seeds = weights(model, device, run.seed, fill_from(first, distribution.fill) if first else distribution.fill)
     pieces = distribution.pieces(model)
     adamw = optimizer(run, model, pieces)
     sizes = {"tokens_per_step": run.tokens_per_step, "seq_len": seq_len, "gpus": distribution.sizes.processes}
@@ -254,7 +252,7 @@ def trainer(
         optimizer=adamw,
         schedule=construct(run.optim.schedule, "optim.schedule"),
         corpus=text,
-        draws=draws,
+        seeds=seeds,
         precision=precision,
         telemetry=Telemetry(model, adamw, interval=run.telemetry_interval),
         data_parallel=distribution.data_parallel(

@@ -79,8 +79,8 @@ class Trained:
         phase, model = self.forward(recipe), self._laid_out(dtype)
         for _, linear in policy.named_linears(model):
             linear.to(dtype)
-        draws = build.weights(model, device, 0, fill_from(self.weights))
-        draws.begin(EVALUATION_STEP, 0)
+        seeds = build.weights(model, device, 0, fill_from(self.weights))
+        policy.attach_draws(model, seeds.at(EVALUATION_STEP, 0))
         policy.assign(model, phase.recipes)
         apply_block_keep(model, phase.keep)
         return model.eval().requires_grad_(False)

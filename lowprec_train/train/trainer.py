@@ -1,6 +1,6 @@
 """The training loop. A step never waits for the device:
 
-    for each micro-batch: draws.begin(step, first token); backward of (sum of token losses / targets of the whole step)
+    for each micro-batch: draws = seeds.at(step, first token); backward of (sum of token losses / targets of the step)
     norm = |gradient|; bad = loss or norm not finite, or too large to square (`train.diagnostics.divergence`)
     the optimizer divides gradients by max(norm / max_grad_norm, 1), and changes nothing where bad
     metrics are copied to the host asynchronously and logged one step later
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from lowprec_train.numerics.draws import Draws, SeedTable
 from lowprec_train.optim.adamw import AdamW
 from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.piece import Piece
@@ -40,7 +41,7 @@ from lowprec_train.train.logging.sinks import Sink
 from lowprec_train.train.prefetcher import Dataset, MicroBatch, Prefetcher, Share, load_step
 from lowprec_train.train.stop_consensus import StopConsensus
 
-__all__ = ["EVALUATION_STEP", "Corpus", "Draws", "Trainer", "TrainingDiverged", "TrainingOptions"]
+__all__ = ["EVALUATION_STEP", "Corpus", "Trainer", "TrainingDiverged", "TrainingOptions"]
 
 EVALUATION_STEP = 1 << 32
 """Step number that the draws of an evaluation are made from: no training step reaches it."""
@@ -55,12 +56,6 @@ class Corpus(Protocol):
     def train(self) -> Dataset: ...
     @property
     def valid(self) -> Dataset: ...
-
-
-class Draws(Protocol):
-    """Seeds of the stochastic operands: pure functions of (run seed, step, token index within the step)."""
-
-    def begin(self, step: int, first_token: int) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +93,12 @@ class Trainer:
 
     Args:
         options: the numbers of the loop.
-        model: has `loss(tokens, targets, normalizer, documents) -> 0-dim FP32 tensor`, the sum of the token losses /
-            normalizer, which is handed over as a 0-dim FP32 tensor on the model's device; FP32 parameters.
+        model: has `loss(tokens, targets, normalizer, documents, draws) -> 0-dim FP32 tensor`, the sum of the token
+            losses / normalizer, which is handed over as a 0-dim FP32 tensor on the model's device; FP32 parameters.
         optimizer: over the model's parameters.
         schedule: 0-based step -> learning rate.
         corpus: its batches are pure functions of the step.
-        draws: seeds of stochastic operands, pointed at each micro-batch; None for a model without.
+        seeds: what the draws of each micro-batch come from; None for a model that takes none.
         precision: gives the model the recipes of each step; None: it keeps those it has.
         telemetry: observes some of the steps; None: none.
         data_parallel: the processes that share a step; None: this one alone.
@@ -118,7 +113,7 @@ class Trainer:
         optimizer: AdamW,
         schedule: Schedule,
         corpus: Corpus,
-        draws: Draws | None,
+        seeds: SeedTable | None,
         precision: PrecisionSchedule | None = None,
         telemetry: Telemetry | None = None,
         placements: Placements | None = None,
@@ -126,7 +121,7 @@ class Trainer:
         data_parallel: DataParallelContext | None = None,
     ) -> None:
         self.options, self.model, self.optimizer, self.schedule = options, model, optimizer, schedule
-        self.draws, self.device = draws, next(model.parameters()).device
+        self.seeds, self.device = seeds, next(model.parameters()).device
         self.throughput = options.throughput or Throughput(tokens_per_step=options.tokens_per_step)
         self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
         self.placements, self.pieces = placements, pieces
@@ -213,9 +208,8 @@ class Trainer:
         loss = torch.zeros((), device=self.device)
         for micro in batch.micro:
             self.data_parallel.begin_backward(last=micro is batch.micro[-1])
-            self._begin_draws(self.steps_done, micro.first)
-            part = micro.to(self.device)
-            partial = self._loss(part.tokens, part.targets, normalizer, part.documents)
+            part, draws = micro.to(self.device), self._draws(self.steps_done, micro.first)
+            partial = self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
             partial.backward()
             loss += partial.detach()
         self.data_parallel.end_backward()
@@ -251,9 +245,8 @@ class Trainer:
         self.model.eval()
         self.data_parallel.prepare()
         for micro in batch.micro:
-            self._begin_draws(EVALUATION_STEP, micro.first)
-            part = micro.to(self.device)
-            total += self._loss(part.tokens, part.targets, one, part.documents).double()
+            part, draws = micro.to(self.device), self._draws(EVALUATION_STEP, micro.first)
+            total += self._loss(part.tokens, part.targets, one, part.documents, draws).double()
         self.model.train()
         targets = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
         return {"valid/loss": float(self.data_parallel.total(total)) / float(targets)}
@@ -298,9 +291,8 @@ class Trainer:
         """Where telemetry is due, what the step's first micro-batch is rounded to."""
         if not self.telemetry.due(self.steps_done + 1):
             return None
-        self._begin_draws(self.steps_done, micro.first)
-        part = micro.to(self.device)
-        return self.telemetry.probe(lambda: self._loss(part.tokens, part.targets, normalizer, part.documents))
+        part, draws = micro.to(self.device), self._draws(self.steps_done, micro.first)
+        return self.telemetry.probe(lambda: self._loss(part.tokens, part.targets, normalizer, part.documents, draws))
 
     def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
@@ -315,9 +307,8 @@ class Trainer:
         self._skips.count(taken, torch.stack(squares))
         return norm
 
-    def _begin_draws(self, step: int, first_sequence: int) -> None:
-        if self.draws is not None:
-            self.draws.begin(step, first_sequence * self.options.seq_len)
+    def _draws(self, step: int, first_sequence: int) -> Draws | None:
+        return None if self.seeds is None else self.seeds.at(step, first_sequence * self.options.seq_len)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.model.transformer import Transformer
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision.block_keep import apply_block_keep
 from lowprec_train.recipes import coat, fp8
 from tests.recipes import GPT, LLAMA, build
@@ -25,22 +25,21 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-def step(model: Transformer, draws: Draws) -> None:
-    draws.begin(0, 0)
+def step(model: Transformer, seeds: SeedTable) -> None:
     tokens = torch.randint(0, 64, (2, 32), generator=torch.Generator().manual_seed(2))
-    model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel())).backward()
+    model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel()), draws=seeds.at(0, 0)).backward()
 
 
 @pytest.mark.parametrize("family", [LLAMA, GPT], ids=["llama", "gpt"])
 def test_codes_are_made_in_forward_only_and_are_the_same(family: Mapping[str, Any]) -> None:
     seen: dict[bool, list[Tensor]] = {}
     for compiled in (False, True):
-        model, draws = build(fp8.recipe(), family, layers=1)
+        model, seeds = build(fp8.recipe(), family, layers=1)
         apply_block_keep(model, coat.saved_activations())
         if compiled:
             model.compile_blocks(backend="aot_eager")
         with recorded(seen.setdefault(compiled, [])):
-            step(model, draws)
+            step(model, seeds)
     assert Counter(map(content, seen[True])) == Counter(map(content, seen[False]))
     kept = 4 if family is LLAMA else 3  # two norms, gate and up or GELU's input
     assert len(seen[True]) == 2 * (kept + 2 * 4 * 3)  # codes and scales; x, w and dy of four linears in both layouts

@@ -27,15 +27,14 @@ COATS = {"norms": 1, "activation": 4, "linears": 3.33, "attention": 5}  # attent
 
 
 def kept(keep: BlockKeep) -> float:
-    """Bytes a token that autograd saved in the block, less parameters, rotary tables, seeds and weights' codes."""
+    """Bytes a token that autograd saved in the block, less parameters, rotary tables and weights' codes."""
     saved: list[Tensor] = []
     model, _ = build(fp8.recipe(), LLAMA, **SIZES)
     apply_block_keep(model, keep)
     x = torch.randn(1, TOKENS, D).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         model.blocks[0](x, model.position.angles(TOKENS), None)
-    draws = vars(model.blocks[0].mlp.down.draws).values()
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers(), *draws]}
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     sizes = [size for pointer, size in storages.items() if pointer not in own]
     weights = sum(p.numel() for p in model.blocks[0].parameters() if p.ndim == 2)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.policy import attach_draws
 from tests.recipes import MODELS, System, system
 
 B, T, GROUP = 2, 64, 16
@@ -120,7 +121,7 @@ def block(one: System) -> Tensor:
 
 def kept(one: System) -> Bytes:
     """Bytes that autograd saved of one block, by dtype; scales of whole tensors (four bytes) left out."""
-    one.draws.begin(0, 0)
+    attach_draws(one.model, one.seeds.at(0, 0))
     block(one).sum().backward()  # compiles
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
@@ -187,7 +188,7 @@ class Alive(TorchDispatchMode):
 def test_no_dequantised_value_outlives_the_forward_pass(model: str, recompute: str) -> None:
     """Not even under `selective`, which keeps what GEMMs and our operations return: here FP32 products alone."""
     one = system("coat", model, f"model.recompute={recompute}")
-    one.draws.begin(0, 0)
+    attach_draws(one.model, one.seeds.at(0, 0))
     products = [4 * B * T * m.out_features for m in one.model.blocks[0].modules() if isinstance(m, Linear)]
     with Alive() as alive:
         y = block(one)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import BY_TOKEN, LAST_TOKEN, STREAMS, Draws, Gemms, Purpose
+from lowprec_train.numerics.draws import BY_TOKEN, LAST_TOKEN, STREAMS, Gemms, Purpose, SeedTable
 from lowprec_train.numerics.formats import E2M1, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.ops.philox import philox, random_bits
@@ -59,8 +59,7 @@ def test_bits_are_uniform():
 
 
 def table(run_seed: int, sites: int, step: int, first_token: int = 0) -> np.ndarray:
-    draws = Draws(run_seed, sites)
-    draws.begin(step, first_token)
+    draws = SeedTable(run_seed, sites).at(step, first_token)
     return np.stack([draws.site(i).seeds.numpy() for i in range(sites)])
 
 
@@ -95,26 +94,28 @@ def test_weights_and_signs_have_seeds_of_their_own_in_each_micro_batch_and_token
     assert others.shape[-1] == 5 and len(np.unique(others)) == others.size
 
 
-def test_begin_replays_and_views_stay_valid():
-    draws = Draws(3, 2)
-    view = draws.site(1)
-    pointer = view.seeds.data_ptr()
-    draws.begin(5, 0)
-    first = view.seeds.clone()
-    draws.begin(5, 64)
-    assert not torch.equal(view.seeds, first)
-    draws.begin(6, 64)
-    assert not torch.equal(view.seeds, first)
-    assert view.token_rows.tolist() == [64, 0] and view.token_columns.tolist() == [0, 64]
-    draws.begin(5, 0)
-    assert torch.equal(view.seeds, first) and view.token_rows.tolist() == [0, 0]
-    assert view.seeds.data_ptr() == pointer
+def test_an_address_replays_and_no_other_one_writes_to_it():
+    table = SeedTable(3, 2)
+    first = table.at(5, 0)
+    before = [each.clone() for each in first]
+    others = [table.at(5, 64), table.at(6, 64)]
+    assert all(torch.equal(*pair) for pair in zip(first, before, strict=True))
+    assert all(not torch.equal(each.site(1).seeds, first.site(1).seeds) for each in others)
+    assert others[0].token_rows.tolist() == [64, 0] and others[0].token_columns.tolist() == [0, 64]
+    assert all(torch.equal(*pair) for pair in zip(table.at(5, 0), before, strict=True))
+
+
+def test_a_part_of_the_sites_is_counted_from_its_first():
+    draws = SeedTable(3, 5).at(2, 8)
+    part = draws.part(2, 3)
+    assert part.seeds.shape == (3, STREAMS)
+    for index in range(3):
+        assert torch.equal(part.site(index).seeds, draws.site(2 + index).seeds)
+    assert part.site(0).token_rows is draws.token_rows and part.site(0).token_columns is draws.token_columns
 
 
 def test_seed_names_a_stream():
-    draws = Draws(3, 2)
-    draws.begin(1, 0)
-    view = draws.site(1)
+    view = SeedTable(3, 2).at(1, 0).site(1)
     for gemm, purpose in itertools.product(Gemms, Purpose):
         seed = view.seed(gemm, purpose)
         assert seed.shape == () and seed.dtype == torch.int64
@@ -126,11 +127,10 @@ def test_a_token_draws_the_same_however_the_batch_is_split(cut):
     """Rows of dY in dgrad, columns of dY^T and X^T in wgrad: tile (1, 8) so that no scale crosses the cut."""
     tokens = torch.randn(96, 16)
     quantizer = Quantizer(E2M1, (1, 8), rounding=STOCHASTIC)
-    draws = Draws(17, 1)
-    view = draws.site(0)
+    table = SeedTable(17, 1)
 
     def rounded(part: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        draws.begin(2, first)
+        view = table.at(2, first).site(0)
         rows = quantizer(part, view.seed(Gemms.DGRAD, Purpose.A), view.token_rows)
         columns = quantizer(part.t().contiguous(), view.seed(Gemms.WGRAD, Purpose.A), view.token_columns)
         return rows.codes.float(), columns.codes.float()
@@ -145,4 +145,4 @@ def test_a_token_draws_the_same_however_the_batch_is_split(cut):
 @pytest.mark.parametrize("first_token", [4, 1, 20, -8, LAST_TOKEN])
 def test_a_micro_batch_starts_at_a_multiple_of_eight_that_the_counter_holds(first_token):
     with pytest.raises((ValueError, AssertionError), match=str(first_token)):
-        Draws(0, 1).begin(0, first_token)
+        SeedTable(0, 1).at(0, first_token)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from lowprec_train.config import RunConfig
+from lowprec_train.numerics.draws import Draws
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.recipes import mxfp4
 from lowprec_train.train import build, describe
@@ -97,13 +98,14 @@ def prepared(case: str, sizes: Sizes, world: World, *, accumulation: int, steps:
 def noises(case: str, sizes: Sizes, world: World = ALONE) -> list[torch.Tensor]:
     """What rounding does to a weight in each micro-batch of a step, one tensor for each that this process takes."""
     trainer, found = prepared(case, sizes, world, accumulation=2, steps=1), []
-    draws, begin = trainer.draws, trainer.draws.begin
+    at = trainer.seeds.at
 
-    def watched(step: int, first_token: int) -> None:
-        begin(step, first_token)
+    def watched(step: int, first_token: int) -> Draws:
+        draws = at(step, first_token)
         found.append(weight_noise(mxfp4.recipe(), draws.site(1)))
+        return draws
 
-    draws.begin = watched
+    trainer.seeds.at = watched
     trainer.step()
     return found
 

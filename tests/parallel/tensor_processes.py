@@ -20,12 +20,12 @@ from torch import Tensor
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.group import Group
 from lowprec_train.model.transformer import Architecture, Transformer
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.parallel import tensor
 from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
-from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
+from lowprec_train.precision.policy import apply_policy
 from lowprec_train.recipes import bf16
 from tests.recipes import GPT, LLAMA, RECIPES
 
@@ -80,9 +80,6 @@ def build(case: Case, group: Group | None, device: torch.device) -> tuple[Transf
     model.init_weights(0, fill)
     apply_policy(model, {"blocks.*": RECIPES[case.recipe], "*": bf16.recipe()})
     apply_block_keep(model, case.keep or BlockKeep())
-    draws = Draws(0, count_linears(model), device)
-    attach_draws(model, draws)
-    draws.begin(3, 8)
     return model, cuts
 
 
@@ -98,7 +95,8 @@ def passes(case: Case, group: Group | None, device: torch.device, backend: str |
     tokens, targets = torch.randint(0, SIZES["vocab_size"], (2, BATCH, SEQ), generator=generator)
     targets[0, :5] = -100
     documents = (torch.arange(SEQ) // 9).expand(BATCH, SEQ).to(device) if case.documents else None
-    loss = model.loss(tokens.to(device), targets.to(device), 100.0, documents)
+    draws = SeedTable(0, model.number_sites(), device).at(3, 8)
+    loss = model.loss(tokens.to(device), targets.to(device), 100.0, documents, draws)
     loss.backward()
     gradients = {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
     return Ran(

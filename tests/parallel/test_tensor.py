@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from lowprec_train.model.transformer import Architecture, Transformer
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.parallel import tensor
 from lowprec_train.precision.block_keep import BlockKeep
-from lowprec_train.precision.policy import apply_policy, attach_draws, count_linears
+from lowprec_train.precision.policy import apply_policy
 from lowprec_train.recipes import bf16
 from tests.groups import among
 from tests.recipes import GPT, LLAMA, RECIPES, build
@@ -34,10 +34,9 @@ def batch():
 
 
 def whole(recipe, family, documents, **sizes):
-    model, draws = build(RECIPES[recipe], family, **(SIZES | sizes))
-    draws.begin(3, 8)
+    model, seeds = build(RECIPES[recipe], family, **(SIZES | sizes))
     tokens, targets = batch()
-    loss = model.loss(tokens, targets, 100.0, documents)
+    loss = model.loss(tokens, targets, 100.0, documents, seeds.at(3, 8))
     loss.backward()
     return model, loss.item()
 
@@ -57,11 +56,9 @@ def parts(recipe, family, count, documents, shapes, dtype=torch.bfloat16, **size
 
         model.init_weights(0, fill)
         apply_policy(model, {"blocks.*": RECIPES[recipe], "*": bf16.recipe()})
-        draws = Draws(0, count_linears(model))
-        attach_draws(model, draws)
-        draws.begin(3, 8)
+        draws = SeedTable(0, model.number_sites()).at(3, 8)
         tokens, targets = batch()
-        loss = model.loss(tokens, targets, 100.0, documents)
+        loss = model.loss(tokens, targets, 100.0, documents, draws)
         loss.backward()
         gradients = {name: p.grad for name, p in model.named_parameters()}
         return loss.item(), gradients, cuts, tensor.summed_over_tp(model)

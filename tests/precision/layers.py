@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from lowprec_train.numerics.draws import Draws, SiteDraws
+from lowprec_train.numerics.draws import SeedTable, SiteDraws
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
 from tests import oracle
@@ -60,9 +60,7 @@ def make(data: Callable, format: str, sizes: Sizes = (TOKENS, IN, OUT)) -> tuple
 
 
 def draws() -> SiteDraws:
-    table = Draws(RUN_SEED, 4)
-    table.begin(STEP, FIRST_TOKEN)
-    return table.site(SITE)
+    return SeedTable(RUN_SEED, 4).at(STEP, FIRST_TOKEN).site(SITE)
 
 
 def seeds(gemm: int, purpose: int) -> int:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.recipes import mxfp4, mxfp4_fp8, nvfp4
 from tests.precision.noise import IN, OUT, TOKENS, gradients, layer, standard_score, weight_noise
@@ -16,27 +16,24 @@ MANY = 48  # micro-batches of a step
 
 @pytest.mark.parametrize("recipe", [mxfp4.recipe(), mxfp4.recipe(rotation=0), mxfp4_fp8.recipe()], ids=str)
 def test_the_noise_of_a_weight_is_independent_between_micro_batches(recipe):
-    draws, noises = Draws(3, 1), []
+    seeds, noises = SeedTable(3, 1), []
     for micro_batch in range(6):
-        draws.begin(7, micro_batch * TOKENS)
-        noises.append(weight_noise(recipe, draws.site(0)))
+        noises.append(weight_noise(recipe, seeds.at(7, micro_batch * TOKENS).site(0)))
         assert noises[-1].std() > 0.05  # a code of E2M1 is some tenths of a weight
     scores = [standard_score(a, b) for i, a in enumerate(noises) for b in noises[:i]]
     assert max(map(abs, scores)) < 4.5, scores
-    draws.begin(7, 0)
-    assert torch.equal(weight_noise(recipe, draws.site(0)), noises[0])
+    assert torch.equal(weight_noise(recipe, seeds.at(7, 0).site(0)), noises[0])
 
 
 @pytest.mark.parametrize("recipe", [mxfp4.recipe(), mxfp4_fp8.recipe(), nvfp4.recipe()], ids=["mxfp4", "fp8", "nvfp4"])
 def test_signs_are_drawn_anew_in_each_micro_batch_and_shared_by_both_operands(recipe):
     """Equal signs, and X^T H and dY^T H agree: else dW would be noise. Over `MANY` micro-batches each sign is + about
     half of the time."""
-    draws, signs = Draws(5, 1), []
+    seeds, signs = SeedTable(5, 1), []
     g = torch.Generator().manual_seed(2)
     x, dy = torch.randn(TOKENS, IN, generator=g), torch.randn(TOKENS, OUT, generator=g)
     for micro_batch in range(MANY):
-        draws.begin(7, micro_batch * TOKENS)
-        site = draws.site(0)
+        site = seeds.at(7, micro_batch * TOKENS).site(0)
         seed = site.seeds[6]  # wgrad, rotation
         signs.append(torch.ops.lowprec.hadamard(torch.eye(16), seed, 16)[:, 0].sign())
         _, dw = gradients(layer(recipe, site), x, dy)
@@ -50,10 +47,10 @@ def averaged(recipe: LinearRecipe, addresses: list[tuple[int, int]]) -> tuple[fl
     """Relative error of dX and dW averaged over micro-batches of the same data at (step, first token)."""
     g = torch.Generator().manual_seed(4)
     x, dy = torch.randn(TOKENS, IN, generator=g), torch.randn(TOKENS, OUT, generator=g)
-    draws, sums = Draws(3, 1), [torch.zeros(TOKENS, IN).double(), torch.zeros(OUT, IN).double()]
-    made = layer(recipe, draws.site(0))
+    seeds, sums = SeedTable(3, 1), [torch.zeros(TOKENS, IN).double(), torch.zeros(OUT, IN).double()]
+    made = layer(recipe, seeds.at(0, 0).site(0))
     for address in addresses:
-        draws.begin(*address)
+        made.draws = seeds.at(*address).site(0)
         for total, part in zip(sums, gradients(made, x, dy)):
             total += part / len(addresses)
     exact = dy.double() @ made.weight.detach().double(), dy.double().t() @ x.double()

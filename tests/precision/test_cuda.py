@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.ops.philox import random_bits
@@ -153,12 +153,11 @@ def test_paths_on_hopper():
 
 
 def passes(recipe: str, device: str, compiled: bool = False) -> list[torch.Tensor]:
-    layer, draws = Linear(256, 384, bias=False), Draws(7, 1, device)
+    layer, draws = Linear(256, 384, bias=False), SeedTable(7, 1, device).at(3, 64)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(384, 256, generator=torch.Generator().manual_seed(4)) / 16)
     layer = layer.to(device)
     layer.recipe, layer.draws = RECIPES[recipe], draws.site(0)
-    draws.begin(3, 64)
     x = torch.randn(512, 256, generator=torch.Generator().manual_seed(1)).bfloat16().to(device).requires_grad_()
     dy = torch.randn(512, 384, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
     if compiled:
@@ -194,15 +193,11 @@ def test_repeated_draws_repeat_the_bits(recipe, compiled):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_step_never_waits_for_the_device(recipe):
     model, _ = build(RECIPES[recipe])
-    model, draws = model.cuda(), Draws(0, 9, "cuda")
-    from lowprec_train.precision.policy import attach_draws
-
-    attach_draws(model, draws)
+    model, seeds = model.cuda(), SeedTable(0, model.number_sites(), "cuda")
     tokens = torch.randint(0, 64, (4, 64)).cuda()
     for checked in (False, True):
         torch.cuda.set_sync_debug_mode("error" if checked else "default")
         try:
-            draws.begin(int(checked), 0)
-            model.loss(tokens, tokens, 256.0).backward()
+            model.loss(tokens, tokens, 256.0, draws=seeds.at(int(checked), 0)).backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")

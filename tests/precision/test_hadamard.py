@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import Draws, Gemms, Purpose
+from lowprec_train.numerics.draws import Gemms, Purpose, SeedTable
 from lowprec_train.precision.hadamard import RandomHadamard
 from tests import oracle
 from tests.numerics.data import heavy, normal
@@ -81,11 +81,11 @@ def test_signs_are_shared_by_blocks_and_balanced_over_seeds():
 
 
 def test_draws_give_a_gemm_and_a_step_signs_of_their_own():
-    draws = Draws(0, 2)
+    seeds = SeedTable(0, 2)
     x = torch.from_numpy(normal(2, 64))
     seen = []
     for step in (0, 1):
-        draws.begin(step, 0)
+        draws = seeds.at(step, 0)
         for site in (0, 1):
             for gemm in (Gemms.DGRAD, Gemms.WGRAD):
                 seen.append(RandomHadamard(64)(x, draws.site(site).seed(gemm, Purpose.ROTATION)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.recipes import bf16, fp4, fp8, mxfp4, mxfp4_fp8
 from tests import oracle
@@ -190,9 +190,7 @@ def test_non_finite_numbers_reach_what_they_touch(name, bad):
 def test_draws_make_the_gradient():
     x, w, dy = make(plain_data, "BF16")
     first, again, moved = linear(mxfp4.recipe(), w), linear(mxfp4.recipe(), w), linear(mxfp4.recipe(), w)
-    other = Draws(RUN_SEED, 4)
-    other.begin(STEP + 1, FIRST_TOKEN)
-    moved.draws = other.site(SITE)
+    moved.draws = SeedTable(RUN_SEED, 4).at(STEP + 1, FIRST_TOKEN).site(SITE)
     a, b, c = (run(layer, x, dy, "BF16") for layer in (first, again, moved))
     assert torch.equal(a[1], b[1]) and torch.equal(a[2], b[2])
     assert torch.equal(a[0], c[0]) and not torch.equal(a[1], c[1]) and not torch.equal(a[2], c[2])
@@ -210,11 +208,10 @@ def test_the_stochastic_gemm_is_unbiased(rotation):
     x, w, dy = (a.astype(np.float32).astype(np.float64) for a in outlier_channels(np.random.default_rng(2)))
     x, w, dy = x[:64, :32], w[:, :32], dy[32:96]  # half of the tokens a million times smaller
     layer = linear(mxfp4.recipe(rotation=rotation), w)
-    table = Draws(1, 1)
-    layer.draws = table.site(0)
+    table = SeedTable(1, 1)
     samples: list[list[np.ndarray]] = [[], []]
     for step in range(steps):
-        table.begin(step, 0)
+        layer.draws = table.at(step, 0).site(0)
         layer.weight.grad = None
         for kept, tensor in zip(samples, run(layer, x, dy, "FP32")[1:]):
             kept.append(tensor.double().numpy())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec_train.numerics.draws import Draws, Gemms, Purpose
+from lowprec_train.numerics.draws import Gemms, Purpose, SeedTable
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.policy import Pattern, apply_policy, attach_draws, count_linears, named_linears
 from lowprec_train.precision.recipe import LinearRecipe
@@ -101,9 +101,7 @@ def test_an_empty_policy_is_an_error():
 
 def test_draws_are_numbered_in_the_order_of_the_model():
     model = Model()
-    draws = Draws(77, count_linears(model))
-    attach_draws(model, draws)
-    draws.begin(3, 8)
+    attach_draws(model, SeedTable(77, count_linears(model)).at(3, 8))
     for site, (_, module) in enumerate(named_linears(model)):
         for gemm in Gemms:
             seed = module.draws.seed(gemm, Purpose.A).item()
@@ -129,11 +127,9 @@ def test_a_layer_outside_of_a_run_draws_as_seed_0_step_0():
     x, dy = torch.randn(64, 64), torch.randn(64, 128)
     layer, attached = Linear(64, 128, bias=False), Linear(64, 128, bias=False)
     attached.load_state_dict(layer.state_dict())
-    draws = Draws(0, 1)
-    draws.begin(0, 0)
     for each in (layer, attached):
         each.recipe = mxfp4.recipe()
-    attached.draws = draws.site(0)
+    attached.draws = SeedTable(0, 1).at(0, 0).site(0)
     for each in (layer, attached, layer):
         each.weight.grad = None
         each(x).backward(dy)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, nvfp4
@@ -203,9 +203,7 @@ def test_non_finite_numbers_reach_what_they_touch(name, bad):
 
 
 def moved(step: int, first_token: int, site: int = SITE):
-    table = Draws(RUN_SEED, 4)
-    table.begin(step, first_token)
-    return table.site(site)
+    return SeedTable(RUN_SEED, 4).at(step, first_token).site(site)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +248,10 @@ def test_nvfp4_gradients_are_unbiased():
     dy[32:] *= 1e-2
     unrounded = override(nvfp4.recipe(rotation=0), {"dgrad": {"a": None}, "wgrad": {"a": None}, "keep": "INPUT"})
     exact = run(linear(unrounded, w), x, dy, "FP32")[1:]
-    layer, table = linear(nvfp4.recipe(rotation=0), w), Draws(1, 1)
-    layer.draws = table.site(0)
+    layer, table = linear(nvfp4.recipe(rotation=0), w), SeedTable(1, 1)
     samples: list[list[np.ndarray]] = [[], []]
     for step in range(steps):
-        table.begin(step, 0)
+        layer.draws = table.at(step, 0).site(0)
         layer.weight.grad = None
         for kept, tensor in zip(samples, run(layer, x, dy, "FP32")[1:]):
             kept.append(tensor.double().numpy())

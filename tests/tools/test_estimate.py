@@ -120,8 +120,7 @@ def test_peaks_are_those_that_were_measured(options, row):
 def test_states_are_what_the_optimizer_holds(recipe):
     one = system(recipe)
     tokens = torch.zeros(1, 64, dtype=torch.int64)
-    one.draws.begin(0, 0)
-    one.model.loss(tokens, tokens, 1.0).backward()
+    one.model.loss(tokens, tokens, 1.0, draws=one.seeds.at(0, 0)).backward()
     one.optimizer.step()
     held = [t for state in one.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     of_parameters = sum(p.numel() * p.element_size() for p in one.model.parameters())

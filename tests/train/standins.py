@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -49,22 +50,26 @@ class Corpus:
 
 
 class Noise:
-    """Draws: a tensor that depends on (step, first token), which the model adds to its activations."""
+    """Seeds whose draws are a number that depends on (step, first token), which the model adds to its activations."""
 
-    def __init__(self, device="cpu"):
-        self.value = torch.zeros((), device=device)
+    def __init__(self):
         self.calls = []
 
-    def begin(self, step, first_token):
+    def at(self, step, first_token):
         self.calls.append((step, first_token))
-        self.value.fill_(((step * 7919 + first_token) % 101) / 1000)
+        return Drawn(step, ((step * 7919 + first_token) % 101) / 1000)
+
+
+class Drawn(NamedTuple):
+    step: int
+    value: float
 
 
 class Model(nn.Module):
     """Embedding, one hidden layer, tied or own head. `poison`: steps (as the draws number them) whose activations
     become NaN."""
 
-    def __init__(self, *, dim=12, noise=None, poison=(), tied=False, device="cpu"):
+    def __init__(self, *, dim=12, poison=(), tied=False, device="cpu"):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCAB, dim)
@@ -73,14 +78,14 @@ class Model(nn.Module):
         self.head = nn.Linear(dim, VOCAB, bias=False)
         if tied:
             self.head.weight = self.embedding.weight
-        self.noise, self.poison = noise, set(poison)
+        self.poison = set(poison)
         self.to(device)
 
-    def loss(self, tokens, targets, normalizer, documents=None):
+    def loss(self, tokens, targets, normalizer, documents=None, draws=None):
         hidden = self.norm(self.embedding(tokens) + torch.tanh(self.hidden(self.embedding(tokens))))
-        if self.noise is not None:
-            hidden = hidden + self.noise.value
-            if self.poison and self.noise.calls[-1][0] in self.poison:
+        if draws is not None:
+            hidden = hidden + draws.value
+            if draws.step in self.poison:
                 hidden = hidden * float("nan")
         logits = self.head(hidden)
         return (
@@ -105,14 +110,13 @@ class Lines:
 
 
 def make_trainer(*, steps=12, poison=(), tied=False, dim=12, seed=SEED, device="cpu", lr=3e-2, **changes):
-    noise = Noise(device)
-    model = Model(dim=dim, noise=noise, poison=poison, tied=tied, device=device)
+    model = Model(dim=dim, poison=poison, tied=tied, device=device)
     arguments = {
         "model": model,
         "optimizer": AdamW(parameter_groups(model, 0.1)),
         "schedule": WarmupCosine(peak=lr, steps=steps, warmup_steps=1),
         "corpus": Corpus(Counting(seed), Counting(seed + 1)),
-        "draws": noise,
+        "seeds": Noise(),
         "steps": steps,
         "tokens_per_step": 8 * SEQ,
         "micro_batch": 4,

@@ -10,6 +10,7 @@ import torch
 from lowprec_train import config
 from lowprec_train.model.generation import Sampling, generate
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.policy import attach_draws
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train import build
 from lowprec_train.train.trained import Trained, trained_model
@@ -31,7 +32,7 @@ def loss(model: torch.nn.Module) -> torch.Tensor:
 def test_the_forward_pass_is_that_of_training(tmp_path, recipe):
     trained = system(recipe)
     run = save(tmp_path / "run", trained.run, trained.model, 1)
-    trained.draws.begin(EVALUATION_STEP, 0)
+    attach_draws(trained.model, trained.seeds.at(EVALUATION_STEP, 0))
     again = trained_model(run, device=CPU)
     assert torch.equal(loss(again), loss(trained.model))
     linears = [module for module in again.modules() if isinstance(module, Linear)]

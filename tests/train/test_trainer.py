@@ -30,17 +30,15 @@ def test_steps_equal_a_plain_loop_with_torchs_clip_and_adamw():
     instead of multiplying: 1e-6."""
     trainer = make_trainer(steps=10, micro_batch=8, max_grad_norm=0.5)
     _, sink = fit(trainer)
-    noise = Noise()
-    model = Model(noise=noise)
+    model = Model()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
     norms, losses = [], []
     for step in range(10):
-        noise.begin(step, 0)
         batch = Counting().batch(step, 0, 8, 8)
-        loss = model.loss(batch.tokens, batch.targets, float((batch.targets != -100).sum()))
+        loss = model.loss(batch.tokens, batch.targets, float((batch.targets != -100).sum()), draws=Noise().at(step, 0))
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         for group in optimizer.param_groups:
@@ -61,10 +59,10 @@ def test_accumulation_is_one_big_batch(micro_batch):
     order: 1e-5 over 5 steps."""
 
     class Silent:
-        def begin(self, step, first_token):
-            pass
+        def at(self, step, first_token):
+            return None
 
-    runs = [make_trainer(steps=5, micro_batch=size, draws=Silent()) for size in (8, micro_batch)]
+    runs = [make_trainer(steps=5, micro_batch=size, seeds=Silent()) for size in (8, micro_batch)]
     big, small = (fit(trainer)[1] for trainer in runs)
     counts = {int((Counting().batch(0, i, micro_batch, 8).targets >= 0).sum()) for i in range(0, 8, micro_batch)}
     assert len(counts) > 1
@@ -72,10 +70,10 @@ def test_accumulation_is_one_big_batch(micro_batch):
     torch.testing.assert_close(small.column("train/grad_norm"), big.column("train/grad_norm"), rtol=1e-4, atol=0)
 
 
-def test_draws_are_pointed_at_every_micro_batch_and_evaluation_has_its_own():
+def test_every_micro_batch_has_draws_and_evaluation_has_its_own():
     trainer = make_trainer(steps=2, eval_interval=2)
     fit(trainer)
-    assert trainer.draws.calls == [
+    assert trainer.seeds.calls == [
         (0, 0),
         (0, 4 * SEQ),
         (1, 0),
@@ -100,9 +98,9 @@ def test_evaluation_is_the_mean_token_loss_and_disturbs_nothing():
     batch = trainer._valid.batch(0, 0, 8, 8)
     losses = []
     for begin in (0, 4):
-        trainer.draws.begin(EVALUATION_STEP, begin * SEQ)
+        draws = trainer.seeds.at(EVALUATION_STEP, begin * SEQ)
         part = slice(begin, begin + 4)
-        losses.append(trainer.model.loss(batch.tokens[part], batch.targets[part], 1.0).item())
+        losses.append(trainer.model.loss(batch.tokens[part], batch.targets[part], 1.0, draws=draws).item())
     assert first["valid/loss"] == pytest.approx(sum(losses) / int((batch.targets != -100).sum()), rel=1e-6)
     sparse, dense = (fit(make_trainer(eval_interval=interval))[1] for interval in (12, 1))
     assert sparse.column("train/loss") == dense.column("train/loss")

@@ -7,7 +7,6 @@ the device that the work names, the meta device among them, where a mistake cost
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,11 +85,10 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A model on its device. loss(tokens, targets) -> 0-dim. begin(step): before each step."""
+    """A model on its device. loss(tokens, targets) -> 0-dim, called once a step."""
 
     module: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
-    begin: Callable[[int], None] = lambda step: None
 
 
 def fused_adamw(work: Work, module: nn.Module) -> Update:
@@ -131,11 +129,10 @@ class Contestant:
         """One forward, backward and update."""
         built = self.build(work)
         update = self.update(work, built.module)
-        tokens, count = work.batch_of_tokens, itertools.count()
+        tokens = work.batch_of_tokens
         targets = tokens.roll(-1, 1)
 
         def step() -> Tensor:
-            built.begin(next(count))
             loss = built.loss(tokens, targets)
             loss.backward()
             update()

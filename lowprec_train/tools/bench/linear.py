@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.tools.bench.result import cause
@@ -78,9 +78,7 @@ def _pass(
 ) -> Callable[[], None]:
     layer = Linear(*shape, bias=False, device=device, dtype=torch.bfloat16)
     torch.nn.init.normal_(layer.weight, std=0.02)
-    draws = Draws(0, 1, device)
-    draws.begin(1, 0)
-    layer.draws, layer.recipe = draws.site(0), recipe
+    layer.draws, layer.recipe = SeedTable(0, 1, device).at(1, 0).site(0), recipe
     if compiled:
         torch.compiler.reset()
     forward = torch.compile(layer.forward, fullgraph=True) if compiled else layer.forward

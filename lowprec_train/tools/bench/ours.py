@@ -7,6 +7,7 @@ asked for as `NAME+own`, it is the one that the recipe configures, codecs and ma
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from lowprec_train.config import RunConfig, choices
 from lowprec_train.model.layers import Rotary
 from lowprec_train.model.transformer import Transformer
-from lowprec_train.numerics.draws import Draws
-from lowprec_train.precision import policy
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.bench.contestant import (
@@ -74,13 +74,18 @@ class Ours:
         run = self.run(work)
         laid_out = build.layout(run)
         model = laid_out.model
-        draws = materialise(model, work.device, run.seed)
+        seeds = materialise(model, work.device, run.seed)
         PrecisionSchedule(laid_out.phases).begin(model, 0)
         if not self.owns(work):
             cast_matrices(model, work.dtype)
         if work.compiled:
             model.compile_blocks()
-        return Built(module=model, loss=_loss(model), begin=lambda step: draws.begin(step, 0))
+        steps = itertools.count()  # one micro-batch each
+
+        def loss(tokens: Tensor, targets: Tensor) -> Tensor:
+            return model.loss(tokens, targets, float(tokens.numel()), draws=seeds.at(next(steps), 0))
+
+        return Built(module=model, loss=loss)
 
     def owns(self, work: Work) -> bool:
         """Whether the optimizer is the configured one, over FP32 weights."""
@@ -113,8 +118,8 @@ def own_adamw(run: RunConfig, module: nn.Module) -> Update:
     return update
 
 
-def materialise(model: Transformer, device: torch.device, seed: int) -> Draws:
-    """Memory, random weights made on the device, and draws: `train.build.weights` without its initialisation."""
+def materialise(model: Transformer, device: torch.device, seed: int) -> SeedTable:
+    """Memory, random weights made on the device, and seeds: `train.build.weights` without its initialisation."""
     model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -122,13 +127,7 @@ def materialise(model: Transformer, device: torch.device, seed: int) -> Draws:
     first_values((p for p in model.parameters() if p.ndim >= 2), seed)
     if isinstance(model.position, Rotary):
         model.position.reset()
-    draws = Draws(seed, policy.count_linears(model), device)
-    policy.attach_draws(model, draws)
-    return draws
-
-
-def _loss(model: Transformer):  # type: ignore[no-untyped-def]
-    return lambda tokens, targets: model.loss(tokens, targets, float(tokens.numel()))
+    return SeedTable(seed, model.number_sites(), device)
 
 
 def with_torch_linears(work: Work) -> Built:

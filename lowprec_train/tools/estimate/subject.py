@@ -14,7 +14,7 @@ from torch import nn
 
 from lowprec_train.config import Compile, RunConfig
 from lowprec_train.model.transformer import Transformer
-from lowprec_train.numerics.draws import Draws
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.optim.master import FP32Master, Master
 from lowprec_train.optim.moments import Codec, of_rows
 from lowprec_train.parallel import tensor
@@ -187,7 +187,7 @@ class Subject:
             tensor.check(model, self.sizes.tp, tokens=self.tokens, recipes=recipes)
             cuts = dict(tensor.apply(model, self.group))
         PrecisionSchedule(laid_out.phases).begin(model, 0)
-        policy.attach_draws(model, Draws(0, policy.count_linears(model), META))
+        policy.attach_draws(model, SeedTable(0, policy.count_linears(model), META).at(0, 0))
         return model, cuts
 
     def _with(self, recompute: str | None) -> RunConfig:

@@ -48,7 +48,7 @@ def make(recipe, interval, *overrides, family="llama_tiny", compiled=False, back
         "optimizer": one.optimizer,
         "schedule": WarmupCosine(peak=3e-3, steps=STEPS),
         "corpus": Corpus(Text(), Text()),
-        "draws": one.draws,
+        "seeds": one.seeds,
         "steps": STEPS,
         "tokens_per_step": 2 * MICRO * SEQ,
         "micro_batch": MICRO,
@@ -141,13 +141,13 @@ def test_a_watched_step_on_a_gpu_never_waits_for_it(compiled):
     device, losses = torch.device("cuda", 0), {}
     for interval in (0, 2):
         one = system("coat")
-        draws = build.weights(one.model, device, 0)
+        seeds = build.weights(one.model, device, 0)
         optimizer = build.optimizer(one.run, one.model)
         if compiled:
             torch._dynamo.reset()
             one.model.compile_blocks()
         watching = Telemetry(one.model, optimizer, interval=interval)
-        parts = {"model": one.model, "optimizer": optimizer, "draws": draws, "device": device, "telemetry": watching}
+        parts = {"model": one.model, "optimizer": optimizer, "seeds": seeds, "device": device, "telemetry": watching}
         trainer = make("coat", 0, **parts)
         lines = [trainer.step() for _ in range(2)]
         torch.cuda.set_sync_debug_mode("error")
@@ -251,9 +251,8 @@ def test_figures_are_those_of_the_step_s_first_micro_batch_and_draws(monkeypatch
         seen[gemm, side] = roundings.of_operand(x, rounded, how, clamp)
 
     twin.model.blocks[1].mlp.down.observer = watch
-    twin.draws.begin(2, 0)
     batch = Text().batch(2, 0, MICRO, 4)
-    twin.model.loss(batch.tokens, batch.targets, torch.tensor(4.0 * SEQ)).backward()
+    twin.model.loss(batch.tokens, batch.targets, torch.tensor(4.0 * SEQ), draws=twin.seeds.at(2, 0)).backward()
     assert set(seen) == {(g, s) for g in (Gemms.DGRAD, Gemms.WGRAD) for s in (Purpose.A, Purpose.B)}
     for (gemm, side), figures in seen.items():
         labels = ("blocks.1.mlp.down", gemm.name.lower(), side.name.lower())
@@ -374,7 +373,7 @@ def test_a_model_without_quantised_layers_has_no_rows():
     assert rows == [] and not [name for name in sink.lines[0] if name.startswith(("quant/", "opt/"))]
     model = Model()
     watching = Telemetry(model, AdamW(parameter_groups(model, 0.1)), interval=1)
-    assert fit(make_trainer(steps=2, model=model, telemetry=watching, draws=None))[1] == []
+    assert fit(make_trainer(steps=2, model=model, telemetry=watching, seeds=None))[1] == []
 
 
 def test_a_negative_interval_is_refused():
