@@ -25,7 +25,7 @@ Enum parse(const char* what, const char* const (&names)[count], const std::strin
   for (size_t i = 0; i < count; ++i) {
     if (name == names[i]) return static_cast<Enum>(i);
   }
-  STD_TORCH_CHECK(false, "no kernel for the ", what, " ", name);
+  STD_TORCH_CHECK(false, "unknown ", what, " ", name);
   return Enum{};
 }
 

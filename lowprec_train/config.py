@@ -104,6 +104,7 @@ class ModelConfig:
     norm: str = MISSING
     activation: str = MISSING
     positions: str = MISSING
+    attention: str = "causal"
     bias: bool = MISSING
     tied: bool = MISSING
     rope_theta: float = 10000.0

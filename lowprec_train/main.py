@@ -185,10 +185,9 @@ def train(
         if way.done:
             return
         facts: dict[str, Any] = {"name": name, **identity.facts(plain), **way.facts}
-        facts |= build.facts(options, choice, layout.model, device, compiled=compiled)
+        facts |= build.facts(options, choice, layout, device, compiled=compiled)
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
         facts["kept"] = describe.kept(layout.phases[0].keep)
-        facts["by_reference"] = describe.by_reference(layout.phases, device)
         facts["schedule"] = describe.later(layout.phases, linears)
         facts["processes"] = dataclasses.asdict(distribution.sizes)
         first = build.first_weights(options, directory.path, directory.saved.get("weights_step"))
@@ -265,7 +264,7 @@ def announce(
         log.warning("warning: %s", choice.undone)
     if facts["by_reference"]:
         log.warning(
-            "warning: no compiled kernel of %s rounds %s: the reference does, which is slower",
+            "warning: no compiled kernel of %s rounds %s: the slower reference does",
             facts["device"],
             ", ".join(facts["by_reference"]),
         )

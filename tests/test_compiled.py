@@ -67,7 +67,7 @@ def recorded(seen: list[torch.Tensor]):
 
 def codes(recipe: str, compiled: bool) -> list[torch.Tensor]:
     """Codes and scales of every op call of one forward and backward pass."""
-    layer, _ = linear(recipe)
+    layer = linear(recipe)
     x = torch.randn(TOKENS, IN, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     dy = torch.randn(TOKENS, OUT, generator=torch.Generator().manual_seed(2)).bfloat16()
     run = torch.compile(layer, fullgraph=True) if compiled else layer

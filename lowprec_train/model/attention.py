@@ -59,6 +59,7 @@ class Attention(nn.Module):
             qkv_BTN = qkv_BTN.view(-1, seq_len, qkv_BTN.shape[-1])
         groups_BTKGH = qkv_BTN.unflatten(-1, (-1, self.queries + 2, self.head_dim))
         q_BTKGH, k_BTKGH, v_BTKGH = groups_BTKGH.split((self.queries, 1, 1), dim=-2)
+        q_BTKGH, k_BTKGH = self.queries_and_keys(q_BTKGH, k_BTKGH)
         if angles is not None:
             q_BTKGH, k_BTKGH = rotate(q_BTKGH, angles), rotate(k_BTKGH, angles)
             v_BTKGH = v_BTKGH.contiguous()  # a view would keep the q and k of before the rotation for backward
@@ -66,6 +67,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)
         return self.out(scaled_dot_product(q, k, v, mask_B1TT).transpose(1, 2).flatten(2), draws=draws)
+
+    def queries_and_keys(self, q_BTKGH: Tensor, k_BTKGH: Tensor) -> tuple[Tensor, Tensor]:
+        """Before they are rotated: as the GEMM made them. A variant overrides this (docs/adding_a_model.md)."""
+        return q_BTKGH, k_BTKGH
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ from lowprec_train.model.rows import Embedding, own_rows
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
 
+ATTENTIONS: dict[str, type[Attention]] = {"causal": Attention}
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 ACTIVATIONS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
 POSITIONS: dict[str, type[Rotary] | type[LearnedPositions]] = {"rotary": Rotary, "learned": LearnedPositions}
@@ -84,6 +86,8 @@ class Architecture:
     kv_heads: key-value heads, each shared by heads / kv_heads query heads (arXiv 2305.13245).
     max_seq_len: longest sequence that has positions.
     norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
+    attention: "causal".  Each of these four may also be `module.Class`, a class of the caller's own with the same
+        constructor and forward (docs/adding_a_model.md).
     bias: of every linear layer but the head, and of layernorm.  tied: the head uses the embedding's weight.
     rope_theta: base of the rotary frequencies; unused when positions are learned.
     recompute: "none" | "selective" | "full", see `model.recompute`.
@@ -101,6 +105,7 @@ class Architecture:
     positions: str
     bias: bool
     tied: bool
+    attention: str = "causal"
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     recompute: str = "none"
@@ -121,6 +126,7 @@ class Transformer(nn.Module):
         _check_heads(sizes.dim, sizes.heads, sizes.kv_heads)
         _check_positive(rope_theta=sizes.rope_theta, norm_eps=sizes.norm_eps)
         norm_type, mlp_type = _choose("norm", sizes.norm, NORMS), _choose("activation", sizes.activation, ACTIVATIONS)
+        attention_type = _choose("attention", sizes.attention, ATTENTIONS)
         position_type = _choose("positions", sizes.positions, POSITIONS)
         again = _choose("recompute", sizes.recompute, RECOMPUTE)
         self.vocab_size, self.dim, self.layers = sizes.vocab_size, sizes.dim, sizes.layers
@@ -132,7 +138,7 @@ class Transformer(nn.Module):
         self.position = position_type(sizes.max_seq_len, sizes.dim, self.head_dim, sizes.rope_theta)
         self.blocks = nn.ModuleList(
             Block(
-                Attention(sizes.dim, sizes.heads, sizes.kv_heads, sizes.bias),
+                attention_type(sizes.dim, sizes.heads, sizes.kv_heads, sizes.bias),
                 mlp_type(sizes.dim, sizes.ffn, sizes.bias),
                 (norm_type(sizes.dim, sizes.norm_eps, sizes.bias), norm_type(sizes.dim, sizes.norm_eps, sizes.bias)),
                 again,
@@ -285,6 +291,14 @@ def _check_heads(dim: int, heads: int, kv_heads: int) -> None:
 
 
 def _choose(what: str, name: str, table: Mapping[str, T]) -> T:
-    if name not in table:
-        raise ValueError(f"unknown {what} {name!r}; one of: {', '.join(table)}")
-    return table[name]
+    """The table's entry of a name, or the class that `module.Class` names. ValueError where there is none."""
+    if name in table:
+        return table[name]
+    module, _, member = name.rpartition(".")
+    if not module:
+        raise ValueError(f"unknown {what} {name!r}; one of: {', '.join(table)}, or module.Class")
+    try:
+        found: T = getattr(import_module(module), member)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"model.{what}={name}: {error}") from error
+    return found

@@ -8,6 +8,7 @@ GEMM operands, gradient payloads, kept activations and optimizer moments are its
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any

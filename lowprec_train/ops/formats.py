@@ -15,8 +15,7 @@ of the table; a compiled kernel serves those that its library was built with (`o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +37,8 @@ class Format:
     """A grid of values and the dtype that its codes travel in.
 
     name: in capitals, as configurations name it. mantissa_bits: p, min_exponent: e0, max: M above.
+    scaled: False for formats with FP32's own exponent range, whose scale is always 1.
+    native: the carrier holds this format and nothing else, so that torch's cast rounds to nearest.
 
     Raises ValueError for numbers that are no grid, and for a carrier that does not hold all of them.
     """
@@ -47,8 +48,11 @@ class Format:
     max: float
     mantissa_bits: int
     min_exponent: int
+    scaled: bool = field(init=False)
+    native: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scaled", self.min_exponent > -126)
         if not self.name or self.name != self.name.upper() or not self.name.isidentifier():
             raise ValueError(f"a format's name is letters and digits in capitals, not {self.name!r}")
         if not 0 <= self.mantissa_bits <= 23 or not -126 <= self.min_exponent <= 127:
@@ -66,6 +70,8 @@ class Format:
             raise ValueError(f"{self.name}: codes travel in one of {', '.join(map(str, CARRIERS))}, not {self.carrier}")
         if not self._fits():
             raise ValueError(f"{self.name}: {self.carrier} does not hold all of its values")
+        here = (self.mantissa_bits, self.min_exponent, self.max)
+        object.__setattr__(self, "native", self.carrier.is_floating_point and here == _floating(self.carrier))
 
     def _fits(self) -> bool:
         step = self.min_exponent - self.mantissa_bits
@@ -74,18 +80,7 @@ class Format:
         p, lowest, largest = _floating(self.carrier)
         return self.mantissa_bits <= p and step >= lowest - p and self.max <= largest
 
-    @cached_property
-    def scaled(self) -> bool:
-        """False for formats with FP32's own exponent range, whose scale is always 1."""
-        return self.min_exponent > -126
-
-    @cached_property
-    def native(self) -> bool:
-        """True where the carrier holds this format and nothing else, so that torch's cast rounds to nearest."""
-        here = (self.mantissa_bits, self.min_exponent, self.max)
-        return self.carrier.is_floating_point and here == _floating(self.carrier)
-
-    @cached_property
+    @property
     def grid(self) -> tuple[float, ...]:
         """The values that are not negative, in order, where there are no more than 128; else nothing."""
         p, top = self.mantissa_bits, math.frexp(self.max)[1] - 1

@@ -105,6 +105,8 @@ def over(x: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
 
 def _rounded(v, format, rounding, seed, origin):  # type: ignore[no-untyped-def]
     """Codes of scaled values [m, k]. seed, origin: what a stochastic rule draws from; others do not look at them."""
+    if rounding.stochastic and seed is None:
+        raise ValueError(f"{rounding} rounding draws from a seed, and there is none")
     bits = random_bits(seed, origin, v.shape[0], v.shape[1]) if rounding.stochastic else None
     return encode(v, format, rounding, bits)
 

@@ -177,15 +177,10 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-RENAMED = {"stochastic": "rounding: nearest, stochastic or another rule"}  # old name of a field -> new
-
-
 def _replace(value: Any, changes: Mapping[str, Any], path: str) -> Any:
     names = [f.name for f in fields(value)]
     new = {}
     for key, change in changes.items():
-        if key in RENAMED:
-            raise ValueError(f"{path}.{key} is now {path}.{RENAMED[key]}")
         if key not in names:
             raise ValueError(f"{path}.{key}: no such field; {type(value).__name__} has {', '.join(names)}")
         new[key] = _changed(getattr(value, key), change, key, f"{path}.{key}")

@@ -33,7 +33,7 @@ from lowprec_train.train import checks, launch
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
-from lowprec_train.train.describe import Choice, Linears, device_name, versions
+from lowprec_train.train.describe import Choice, Linears, by_reference, device_name, versions
 from lowprec_train.train.diagnostics.profiling import Window
 from lowprec_train.train.diagnostics.snapshots import Snapshots, kept_history
 from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
@@ -365,11 +365,9 @@ def watch(
         yield begin_step
 
 
-def facts(
-    run: RunConfig, choice: Choice, model: Transformer, device: torch.device, *, compiled: bool
-) -> dict[str, Any]:
+def facts(run: RunConfig, choice: Choice, laid_out: Layout, device: torch.device, *, compiled: bool) -> dict[str, Any]:
     """What run.json says of a run beside its configuration; `text_facts` completes it."""
-    documents = bool(run.data.get("document_mask"))
+    model, documents = laid_out.model, bool(run.data.get("document_mask"))
     return {
         "recipe": choice.recipe,
         "model": run.model.name,
@@ -380,6 +378,7 @@ def facts(
         "compiled": compiled,
         "attention": model.attention_backend(device, run.data["seq_len"], documents),
         "kernels": live_kernels(device),
+        "by_reference": by_reference(laid_out.phases, device),
         "versions": versions(),
     }
 

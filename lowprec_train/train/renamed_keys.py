@@ -29,6 +29,11 @@ VALUES: dict[str, dict[str, str]] = {
 }
 """New key -> {old value: new value}."""
 
+for _operand in (f"precision.override.{gemm}.{side}" for gemm in ("fprop", "dgrad", "wgrad") for side in "ab"):
+    KEYS[f"{_operand}.stochastic"] = f"{_operand}.rounding"
+    VALUES[f"{_operand}.rounding"] = {"false": "nearest", "true": "stochastic"}
+    VALUES[f"{_operand}.rounding"] |= {"False": "nearest", "True": "stochastic"}
+
 
 def new_key(key: str) -> str | None:
     """The new name of an old key, or of one below an old key; None for any other. `precision/keep` is a key too, and

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec_train.model.layers import GELU, LayerNorm, RMSNorm, SwiGLU
+from lowprec_train.numerics.draws import Draws
 from lowprec_train.numerics.formats import E2M1, E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.block_keep import BlockKeep, KeptInput, apply_block_keep, kept_inputs
@@ -60,9 +61,10 @@ def round_by_hook(layer: KeptInput, quantizer: Quantizer) -> None:
     contiguous one: its formula is said once more.
     """
 
-    def gated(x: Tensor) -> Tensor:
-        gate, up = (Through.apply(part, quantizer) for part in layer.gate_up(x).unflatten(-1, (-1, 2)).unbind(-1))
-        return layer.down((F.silu(gate.float()) * up.float()).to(x.dtype))
+    def gated(x: Tensor, draws: Draws | None = None) -> Tensor:
+        both = layer.gate_up(x, draws=draws).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = (Through.apply(part, quantizer) for part in both)
+        return layer.down((F.silu(gate.float()) * up.float()).to(x.dtype), draws=draws)
 
     if isinstance(layer, SwiGLU):
         layer.forward = gated

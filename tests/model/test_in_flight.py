@@ -1,5 +1,5 @@
-"""Two micro-batches in flight, as a pipeline schedule has them: each backward pass and each recomputed forward pass draws
-what its own first forward pass drew, bit for bit."""
+"""Two micro-batches in flight, as a pipeline schedule has them: each backward pass and each recomputed forward pass
+draws what its own first forward pass drew, bit for bit."""
 
 from __future__ import annotations
 

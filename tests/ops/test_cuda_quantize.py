@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import pairs, reference
+from lowprec_train.numerics.formats import E2M1, E4M3, STOCHASTIC, Format, Rounding, register_format, register_rounding
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.ops import formats, pairs, reference
 from lowprec_train.ops.library import live_kernels
+from lowprec_train.ops.rounding import ROUNDINGS
 
 pytestmark = pytest.mark.gpu
 
@@ -143,3 +146,31 @@ def test_transpose(shape):
     codes = torch.randint(0, 255, shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
     got = torch.ops.lowprec.transpose(codes.cuda()).cpu()
     assert torch.equal(got.view(torch.uint8), codes.view(torch.uint8).t())
+
+
+def test_what_no_kernel_knows_runs_the_reference():
+    """A format and two rules from outside, compiled behind the op: the bits of the CPU, eager and compiled."""
+    format = register_format(
+        Format(name="E3M2", carrier=torch.float8_e4m3fn, max=28.0, mantissa_bits=2, min_exponent=-2)
+    )
+    trunc = register_rounding(Rounding(name="toward_zero", rule=lambda steps, bits: steps.trunc()))
+    drawn = register_rounding(Rounding(name="drawn_again", rule=STOCHASTIC.rule, stochastic=True))
+    try:
+        for rows, columns, dtype in ((33, 264, torch.bfloat16), (64, 512, torch.float32)):
+            x = matrix(rows, columns, dtype)
+            for how in (
+                Quantizer(format, (1, -1)),
+                Quantizer(format, scale=ScaleRule.POW2, rounding=drawn),
+                Quantizer(E4M3, (1, -1), rounding=trunc),
+                Quantizer(E2M1, (1, 8), ScaleRule.NVFP4, drawn),
+            ):
+                seed = SEED if how.stochastic else None
+                on_device = None if seed is None else seed.cuda()
+                assert how.on_reference(torch.device("cuda"))
+                want, call = how(x, seed), torch.compile(lambda x, s, how=how: how(x, s).codes, fullgraph=True)
+                got = how(x.cuda(), on_device)
+                same(got.codes, want.codes)
+                same(got.scale, want.scale)
+                same(call(x.cuda(), on_device), want.codes)
+    finally:
+        formats.FORMATS.pop("E3M2"), ROUNDINGS.pop("toward_zero"), ROUNDINGS.pop("drawn_again")

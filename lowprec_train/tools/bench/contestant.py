@@ -68,10 +68,8 @@ class Work:
     def sizes(self) -> dict[str, int]:
         """vocab_size, dim, layers, heads and ffn of the model."""
         model = composed(*self.hydra).model
-        if (model.norm, model.activation, model.positions, model.bias, model.tied) != (
-            *("rmsnorm", "swiglu", "rotary"),
-            *(False, False),
-        ):
+        parts = (model.attention, model.norm, model.activation, model.positions, model.bias, model.tied)
+        if parts != ("causal", "rmsnorm", "swiglu", "rotary", False, False):
             raise ValueError(f"the peers are LLaMAs, and {self.model} is none")
         return {name: getattr(model, name) for name in ("vocab_size", "dim", "layers", "heads", "ffn")}
 

@@ -152,7 +152,7 @@ LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     prefix="model.",
-    choices={"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"},
+    choices={"attention": "causal", "norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"},
     counts=("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     outer={"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
     block="model.layers.{}",
@@ -213,7 +213,7 @@ GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     prefix="transformer.",
-    choices={"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True},
+    choices={"attention": "causal", "norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True},
     counts=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
     outer={
         "embedding": "transformer.wte",
