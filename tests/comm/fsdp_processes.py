@@ -1,22 +1,14 @@
-"""Runs every case of fsdp_cases.py in every layout and saves what each rank saw; started once for all tests.
+"""What a rank does in the tests of FSDP2's hooks: every case of fsdp_cases.py in every layout."""
 
-Usage: fsdp_processes.py DIRECTORY [nccl]: RANKS processes over gloo, forked from one that has imported torch, or as
-many GPUs. They meet through a file.
-"""
-
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.fsdp import attach, managed
-from tests.comm.fsdp_cases import CASES, FROZEN, LAYOUTS, RANKS, SHAPES, VECTOR, build, normal
+from tests.comm.fsdp_cases import CASES, FROZEN, LAYOUTS, SHAPES, VECTOR, build, normal
 
 POLICY = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -156,25 +148,3 @@ def everything(rank, device):
     results["followed"], results["resumed"] = followed(meshes["hybrid"], rank), resumed(meshes)
     results["alone"], results["parts"] = (interrupted(meshes["hybrid"], rank, cuts) for cuts in ((), (5, 16, 23)))
     return results
-
-
-def work(rank, directory):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
-    torch.save(everything(rank, "cpu"), Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def work_on_gpu(rank, directory):
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS, device_id=device
-    )
-    torch.save(everything(rank, "cuda"), Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    target, how = (work_on_gpu, "spawn") if sys.argv[2:] == ["nccl"] else (work, "fork")
-    mp.start_processes(target, args=(sys.argv[1],), nprocs=RANKS, start_method=how)

@@ -1,15 +1,7 @@
-"""What two processes tell each other through a process group, eager and compiled; started once for all tests.
-
-Usage: group_processes.py DIRECTORY [nccl]: RANKS processes over gloo, forked from one that has imported torch, or as
-many GPUs. They meet through a file.
-"""
-
-import sys
-from pathlib import Path
+"""What a rank does in the tests of process groups, eager and compiled."""
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.group import all_gather_rows, reduce_scatter_rows
@@ -56,14 +48,11 @@ def passes(rank, dtype, group, device, backend=None):
     return [each.detach().cpu() for each in (y, scale, x.grad, w.grad)]
 
 
-def work(rank, directory, backend="gloo"):
-    torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+def work(rank, kind):
+    """On two ranks of a kind of device: places, maxima, gathered values and passes."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     group = DistributedGroup.of(dist.new_group(list(range(RANKS))))
-    compiler = "inductor" if device.type == "cuda" else "aot_eager"
+    compiler = "inductor" if kind == "cuda" else "aot_eager"
     saved = {"place": (group.size, group.rank), "largest": group.all_reduce_max(spoilt(rank).to(device)).cpu()}
     for dtype in CODES:
         x = rows(rank, torch.float32).mul(8).to(dtype).to(device)
@@ -71,10 +60,4 @@ def work(rank, directory, backend="gloo"):
     for dtype in DTYPES:
         saved["eager", dtype] = passes(rank, dtype, group, device)
         saved["compiled", dtype] = passes(rank, dtype, group, device, compiler)
-    torch.save(saved, Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    how = {"nprocs": RANKS, "start_method": "spawn" if sys.argv[2:] == ["nccl"] else "fork"}
-    mp.start_processes(work, args=tuple(sys.argv[1:]), **how)
+    return saved

@@ -1,33 +1,12 @@
-"""Runs every case on several processes and saves each rank's results; started once for all tests.
-
-Usage: processes.py DIRECTORY [nccl]. Without `nccl`, RANKS processes over gloo, forked from one that has imported
-torch; with it, two GPUs. They meet through a file.
-"""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""What a rank does in the tests of collectives: every case, one after the other."""
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lowprec_train.comm import collectives
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.shared_scale import MuSchedule, SharedScaleCodec
 from tests.comm.cases import CASES, RANKS, ROW, gradients, of_two_ranks
-
-ROOT = Path(__file__).parents[2]
-
-
-def launch(directory, *arguments):
-    """Run this file to its end in processes of its own; what each rank saved."""
-    command = [sys.executable, __file__, str(directory), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(path) for path in sorted(Path(directory).glob("rank-*.pt"))]
 
 
 def run(case, rank, device="cpu"):
@@ -80,32 +59,18 @@ def subgroups(rank):
     }
 
 
-def work(rank, directory):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+def work(rank):
+    """Over gloo, on RANKS ranks: {case: result}."""
     results = {name: run(case, rank) for name, case in CASES.items()}
-    results |= {"schedule": scheduled(rank), "refusals": refusals(), **subgroups(rank)}
-    torch.save(results, Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
+    return results | {"schedule": scheduled(rank), "refusals": refusals(), **subgroups(rank)}
 
 
-def work_on_gpu(rank, directory):
-    """The cases on two ranks, and their all-reduces once more in two steps, which two ranks would not choose."""
+def work_on_gpu(rank):
+    """On two ranks: the cases, and their all-reduces once more in two steps, which two ranks would not choose."""
     device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=rank, world_size=2, device_id=device)
     cases = {name: of_two_ranks(case) for name, case in CASES.items()}
     results = {name: run(case, rank, device=device) for name, case in cases.items()}
     BlockScaledCodec.sends_whole = lambda *_: False
-    results |= {
+    return results | {
         f"{name}-two-steps": run(case, rank, device=device) for name, case in cases.items() if case.kind == "all_reduce"
     }
-    torch.save(results, Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    if sys.argv[2:] == ["nccl"]:
-        mp.start_processes(work_on_gpu, args=(sys.argv[1],), nprocs=2, start_method="spawn")
-    else:
-        mp.start_processes(work, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")

@@ -8,25 +8,24 @@ from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_byte
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2
 from tests.comm import simulation
-from tests.comm.cases import CASES, ROW, of_two_ranks, ranges, row
-from tests.comm.processes import launch
+from tests.comm.cases import CASES, RANKS, ROW, of_two_ranks, ranges, row
+from tests.comm.processes import work, work_on_gpu
+from tests.distributed import run_distributed
 
 SHARED = [name for name, case in CASES.items() if case.codec.shares_scales]
 PLAIN = [name for name in CASES if name not in SHARED]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results():
     """What each of four ranks computed over gloo, {case: result} a rank."""
-    return launch(tmp_path_factory.mktemp("ranks"))
+    return run_distributed(work, RANKS)
 
 
 @pytest.fixture(scope="module")
-def results_on_gpus(tmp_path_factory):
+def results_on_gpus():
     """The same of two ranks over NCCL."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    return launch(tmp_path_factory.mktemp("gpus"), "nccl")
+    return run_distributed(work_on_gpu, 2, backend="nccl")
 
 
 def same_bits(a, b):

@@ -1,9 +1,6 @@
 """Gradients through `fully_shard` with our reductions: FP64 sums, in every layout of four ranks, for every codec."""
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -19,33 +16,24 @@ from lowprec_train.comm.layout import sharded_layout
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 from tests.comm.fsdp_cases import CASES, LAYOUTS, PLAIN, RANKS, SHAPES, UNITS
-from tests.comm.processes import ROOT
+from tests.comm.fsdp_processes import everything
+from tests.distributed import run_distributed
 
 SHARES = {"e4m3": 0.0265, "e5m2": 0.053, "bf16": 0.00166}  # S9: of sqrt(sum_i |g_i|^2), one rounding
 ROUNDINGS = {"shard": 1, "hybrid": 2, "replicate": 2}  # of a contribution and of the sum that it became part of
 NOT_FINITE = "blocks.1.first.wide"
 
 
-def launch(directory, *arguments):
-    command = [sys.executable, "-m", "tests.comm.fsdp_processes", str(directory), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(RANKS)]
-
-
 @pytest.fixture(scope="module")
-def on_cpus(tmp_path_factory):
+def on_cpus():
     """What each rank saw over gloo."""
-    return launch(tmp_path_factory.mktemp("cpus"))
+    return run_distributed(everything, RANKS, "cpu")
 
 
 @pytest.fixture(scope="module")
-def on_gpus(tmp_path_factory):
+def on_gpus():
     """What each rank saw over NCCL."""
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"needs {RANKS} CUDA devices")
-    return launch(tmp_path_factory.mktemp("gpus"), "nccl")
+    return run_distributed(everything, RANKS, "cuda", backend="nccl")
 
 
 @pytest.fixture(params=["on_cpus", pytest.param("on_gpus", marks=pytest.mark.gpu)])

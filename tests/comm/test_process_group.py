@@ -1,38 +1,21 @@
 """Rows between two processes, over gloo and NCCL: the values and gradients of threads that add in rank order."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.comm.group_processes import CODES, DTYPES, RANKS, passes, rows, spoilt
+from tests.comm.group_processes import CODES, DTYPES, RANKS, passes, rows, spoilt, work
+from tests.distributed import run_distributed
 from tests.groups import among
 
-ROOT = Path(__file__).parents[2]
 
-
-def launch(directory, *arguments):
-    """What each rank saved."""
-    command = [sys.executable, str(Path(__file__).with_name("group_processes.py")), str(directory), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(path) for path in sorted(Path(directory).glob("rank-*.pt"))]
+@pytest.fixture(scope="module")
+def saved():
+    return run_distributed(work, RANKS, "cpu")
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    return launch(tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(scope="module")
-def saved_on_gpus(tmp_path_factory):
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip(f"needs {RANKS} CUDA devices")
-    return launch(tmp_path_factory.mktemp("gpus"), "nccl")
+def saved_on_gpus():
+    return run_distributed(work, RANKS, "cuda", backend="nccl")
 
 
 def assert_said(saved):

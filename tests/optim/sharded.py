@@ -1,17 +1,9 @@
-"""AdamW on the parameters of `fully_shard` on two processes, started once for all systems; and the same on one.
+"""AdamW on the parameters of `fully_shard` on two processes, and the same on one."""
 
-Usage: sharded.py DIRECTORY. The processes are forked from one that has imported torch and meet through a file.
-"""
-
-import os
-import subprocess
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +15,6 @@ from lowprec_train.optim.norm import global_norm
 from lowprec_train.optim.piece import Piece, local
 from tests.optim.cases import SYSTEMS, build
 
-ROOT = Path(__file__).parents[2]
 RANKS, STEPS, ROWS = 2, 3, 6
 WIDTHS = (32, 5, 64, 1)  # matrices [5, 32], [64, 5] and [1, 64]: uneven over two ranks, and empty on the second
 
@@ -108,27 +99,11 @@ def refusal(net):
         return str(error)
 
 
-def work(rank, directory):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+def work(rank):
+    """{system: its run} on a rank, and a refusal."""
     mesh, results = init_device_mesh("cpu", (RANKS,)), {}
     for name, (_, _, master) in SYSTEMS.items():
         net = sharded(master != "fp32", mesh)
         pieces = {p: piece_of(p, rank, mesh.get_group()) for p in net.parameters()}
         results[name] = train(name, net, pieces, [rank], sum_over_ranks, dict)
-    results["refusal"] = refusal(sharded(False, mesh))
-    torch.save(results, Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-def launch(directory):
-    """What each rank saved."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(Path(directory) / f"rank-{rank}.pt") for rank in range(RANKS)]
-
-
-if __name__ == "__main__":
-    mp.start_processes(work, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")
+    return results | {"refusal": refusal(sharded(False, mesh))}

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
+from tests.distributed import run_distributed
 from tests.optim.cases import SYSTEMS
 from tests.optim.pieces import same
-from tests.optim.sharded import launch, on_one
+from tests.optim.sharded import RANKS, on_one, work
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return on_one(), launch(tmp_path_factory.mktemp("sharded"))
+def runs():
+    return on_one(), run_distributed(work, RANKS)
 
 
 def joined(parts, wanted):

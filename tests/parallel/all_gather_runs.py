@@ -1,19 +1,13 @@
-"""Short runs that gather weights in each form, started once a layout; every rank saves what it saw.
+"""Short runs that gather weights in each form, and what every rank sees:
 
-Usage: all_gather_runs.py DIRECTORY LAYOUT. {(case, gather): {"loss": [...], "valid": [...], "gradients": ..., ...}}.
+{(case, form): {"loss": [...], "valid": [...], "gradients": ..., ...}}
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -21,8 +15,9 @@ from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build, describe
 from lowprec_train.train.launch import World
+from tests.distributed import run_distributed
 from tests.groups import Recorded
-from tests.parallel.runs import LAYOUTS, MICRO, ROOT, SEQ, VOCAB, Walks
+from tests.parallel.runs import LAYOUTS, MICRO, SEQ, VOCAB, Walks
 from tests.recipes import SYSTEMS, composed
 from tests.train.standins import Corpus
 
@@ -137,29 +132,16 @@ def sizes_of(layout: str) -> Sizes:
     return LAYOUTS[layout.removesuffix(" night")]
 
 
-def work(rank: int, directory: str, layout: str) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, layout: str) -> dict[tuple[str, str], dict]:
     sizes = sizes_of(layout)
     world = World(rank, sizes.processes, rank)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
-    results = {}
-    for case in AT[layout]:
-        for gather in PARAM_ALL_GATHER:
-            grid = Sizes(dp_replicate=2) if case == "replicated" else sizes
-            results[case, gather] = trained(case, gather, grid, world)
-    torch.save(results, Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
+    return {
+        (case, form): trained(case, form, Sizes(dp_replicate=2) if case == "replicated" else sizes, world)
+        for case in AT[layout]
+        for form in PARAM_ALL_GATHER
+    }
 
 
-def launch(directory: Path, layout: str) -> list[dict]:
-    """Run this file to its end in processes of its own; what each rank saved."""
-    command = [sys.executable, "-m", "tests.parallel.all_gather_runs", str(directory), layout]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(path, weights_only=False) for path in sorted(directory.glob("rank-*.pt"))]
-
-
-if __name__ == "__main__":
-    processes = sizes_of(sys.argv[2]).processes
-    mp.start_processes(work, args=(sys.argv[1], sys.argv[2]), nprocs=processes, start_method="fork")
+def launched(layout: str) -> list[dict[tuple[str, str], dict]]:
+    """What each rank saw."""
+    return run_distributed(work, sizes_of(layout), layout, timeout=900)

@@ -7,7 +7,6 @@ the ranks, a vector is on both.
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import time
@@ -138,13 +137,12 @@ def patched(owner: object, name: str, value: Callable) -> Iterator[None]:
 
 
 def join(rank: int, directory: Path, launch: str) -> tuple[Mesh, dist.ProcessGroup]:
-    torch.set_num_threads(1)
     store = f"file://{directory}/store-{launch}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     return Mesh(Sizes(dp_shard=RANKS), "cpu"), dist.new_group(backend="gloo")
 
 
-def struck(rank: int, directory: Path, stage: str, target: int, *, asynchronous: bool) -> dict[str, object]:
+def struck(rank: int, directory: Path, stage: str, target: int, asynchronous: bool) -> dict[str, object]:
     """Save steps 1, 2 and 3, the second of which something happens to; what this rank makes of it."""
     mesh, group = join(rank, directory, "struck")
     state = State(mesh)
@@ -233,10 +231,3 @@ def damaged(rank: int, directory: Path) -> dict[str, object]:
     except CheckpointError as error:
         seen["error"] = str(error)
     return seen
-
-
-def run(rank: int, directory: str, name: str, function: Callable, arguments: dict) -> None:
-    """Entry of a process: what `function` returns goes to a file."""
-    found = function(rank, Path(directory), **arguments)
-    (Path(directory) / f"{name}-{rank}.json").write_text(json.dumps(found))
-    os._exit(0)  # the group may be broken: its end would be waited for

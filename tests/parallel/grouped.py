@@ -1,14 +1,11 @@
-"""Processes with the groups of a run: how long each waits at most, and the sockets: grouped.py DIRECTORY [cuda]."""
+"""What a rank finds of the groups of a run: how long each waits at most, and the sockets."""
 
 import os
-import socket
-import sys
 from datetime import timedelta
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d as c10d
 
 from lowprec_train.parallel.mesh import AXES, Mesh, Sizes
@@ -56,19 +53,17 @@ def seen(layout: str) -> dict:
     return made
 
 
-def work(rank: int, directory: str, port: int, device: str = "cpu") -> None:
+def work(rank: int, port: int) -> dict[str, dict]:
+    """{layout: what it has}, on RANKS ranks that meet at a port as torchrun's do."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if device == "cuda":
-        on_gpus(rank, directory)
-        return
     world, timeout = World(rank, RANKS, rank), timedelta(minutes=MINUTES)
     with rendezvous.met(world, timeout) as meeting, launch.joined(world, torch.device("cpu"), MINUTES, meeting.store):
-        found = {layout: seen(layout) for layout in LAYOUTS}
-        torch.save(found, Path(directory) / f"rank-{rank}.pt")
+        return {layout: seen(layout) for layout in LAYOUTS}
 
 
-def on_gpus(rank: int, directory: str) -> None:
+def on_gpus(rank: int, port: int) -> dict[str, Any]:
     """Two ranks, a GPU each."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world, timeout = World(rank, 2, rank), timedelta(minutes=MINUTES)
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
@@ -78,13 +73,4 @@ def on_gpus(rank: int, directory: str) -> None:
         names = {axis: mesh.group(axis).group_name for axis in AXES} | {"dp": mesh.dp_group.group_name}
         ones = torch.ones(3, device=device)
         dist.all_reduce(ones, group=mesh.dp_group)
-        torch.save({"groups": groups(), "names": names, "sum": ones.cpu()}, Path(directory) / f"rank-{rank}.pt")
-
-
-if __name__ == "__main__":
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-    kind = sys.argv[2] if len(sys.argv) > 2 else "cpu"
-    method, count = ("spawn", 2) if kind == "cuda" else ("fork", RANKS)
-    mp.start_processes(work, args=(sys.argv[1], free, kind), nprocs=count, start_method=method)
+        return {"groups": groups(), "names": names, "sum": ones.cpu()}

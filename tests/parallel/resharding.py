@@ -1,16 +1,13 @@
 """Checkpoints of every optimizer's state, written at one layout of processes and read at another.
 
-Usage: resharding.py DIRECTORY. The layouts follow each other, each in processes of its own, forked from this one; each
-reads what earlier ones wrote and writes for later ones. What every tensor should be is known from one process that has
-the whole, and each rank cuts its own part of it here, by torch.chunk.
+The layouts follow each other, each in processes of its own; each reads what earlier ones wrote and writes for later
+ones. What every tensor should be is known from one process that has the whole, and each rank cuts its own part of it
+here, by torch.chunk.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,9 +27,9 @@ from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
 from lowprec_train.train import build
 from lowprec_train.train.checkpoint import Checkpointer, ModelState, OptimizerState
+from tests.distributed import run_distributed
 from tests.recipes import composed
 
-ROOT = Path(__file__).parents[2]
 STEP = 7
 CASES = {name: (f"optim={name}",) for name in config.choices("optim")}
 CASES["coat and bf16"] = ("optim=adamw_coat", "optim/master=bf16", "optim/moment@optim.first_moment=e5m2_expanded")
@@ -350,48 +346,29 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
-def work(rank: int, directory: str, layout: str) -> None:
-    torch.set_num_threads(1)
-    sizes = LAYOUTS[layout]
-    store = f"file://{directory}/store-{layout}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=sizes.processes)
-    mesh, group = Mesh(sizes, "cpu"), dist.new_group(backend="gloo")
+def work(rank: int, directory: Path, layout: str) -> dict[str, list[str] | str]:
+    mesh, group = Mesh(LAYOUTS[layout], "cpu"), dist.new_group(backend="gloo")
     results: dict[str, list[str] | str] = {}
     for case in CASES:
         full = whole(case)
         results[f"made of {case}"] = otherwise_made(mesh, case, full)
         for writer in READS[layout]:
             read = cut(mesh, case, full, filled=False)
-            assert keeper(Path(directory), case, writer, group).load(read.parts) == STEP
+            assert keeper(directory, case, writer, group).load(read.parts) == STEP
             results[f"{case} from {writer}"] = differing(mesh, case, full, read)
         if layout in WRITERS:
-            saver = keeper(Path(directory), case, layout, group)
+            saver = keeper(directory, case, layout, group)
             saver.save(cut(mesh, case, full, filled=True).parts, STEP, wait=True)
     if layout == "4x1":
-        results["refused"] = refused(mesh, Path(directory), group)
+        results["refused"] = refused(mesh, directory, group)
     if layout == "2x1":
         results["after a forward pass"] = after_a_forward_pass(mesh)
-    torch.save(results, Path(directory) / f"{layout}-{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
-def main(directory: str) -> None:
-    torch.set_num_threads(1)
+def launched(directory: Path) -> dict[str, list[dict[str, list[str] | str]]]:
+    """What each rank of each layout found."""
     for case in CASES:
-        keeper(Path(directory), case, "alone").save(whole(case).parts, STEP, wait=True)
-    for layout, sizes in LAYOUTS.items():
-        mp.start_processes(work, args=(directory, layout), nprocs=sizes.processes, start_method="fork")
-    torch.save(alone(Path(directory)), Path(directory) / "alone-0.pt")
-
-
-def launch(directory: Path) -> dict[str, list[dict[str, list[str] | str]]]:
-    """Run this file to its end; what each rank of each layout found."""
-    command = [sys.executable, __file__, str(directory)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return {layout: [torch.load(path) for path in sorted(directory.glob(f"{layout}-*.pt"))] for layout in READS}
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+        keeper(directory, case, "alone").save(whole(case).parts, STEP, wait=True)
+    found = {layout: run_distributed(work, sizes, directory, layout) for layout, sizes in LAYOUTS.items()}
+    return found | {"alone": [alone(directory)]}

@@ -1,20 +1,15 @@
 """Short runs of every recipe at one layout of processes: started once a layout, with all recipes looped inside.
 
-Usage: runs.py DIRECTORY LAYOUT STEPS, LAYOUT as in `LAYOUTS`. Each rank saves {system: {"loss": [...], "norm": [...]}}.
+Each rank returns {system: {"loss": [...], "norm": [...]}}.
 The reference is one process with accumulation = dp and the same micro-batches: `trained(system, LAYOUTS[...])` called
 without a process group.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lowprec_train.config import RunConfig
 from lowprec_train.numerics.draws import Draws
@@ -23,6 +18,7 @@ from lowprec_train.recipes import mxfp4
 from lowprec_train.train import build, describe
 from lowprec_train.train.launch import ALONE, World
 from lowprec_train.train.trainer import Trainer
+from tests.distributed import run_distributed
 from tests.precision.noise import weight_noise
 from tests.recipes import SYSTEMS, composed
 from tests.train.standins import Corpus, Sequences
@@ -120,31 +116,14 @@ def built(run: RunConfig, world: World, stream: torch.dtype) -> Trainer:
     return build.trainer(run, laid_out, linears, text, distribution, CPU, compiled=False)
 
 
-def work(rank: int, directory: str, layout: str, steps: int) -> None:
-    torch.set_num_threads(1)
+def work(rank: int, layout: str, steps: int) -> dict[str, dict[str, list[float]]]:
     sizes = LAYOUTS[layout]
     world = World(rank, sizes.processes, rank)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=sizes.processes)
     results = {case: trained(case, sizes, world, steps=steps) for case in cases_of(layout)}
     results["fp8, accumulation 2"] = trained("fp8", sizes, world, accumulation=2, steps=steps)
-    results["noise"] = noises("mxfp4", sizes, world)
-    torch.save(results, Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
+    return results | {"noise": noises("mxfp4", sizes, world)}
 
 
-def launch(directory: Path, layout: str, steps: int = STEPS) -> list[dict[str, dict[str, list[float]]]]:
-    """Run this file to its end in processes of its own; what each rank saved."""
-    command = [sys.executable, __file__, str(directory), layout, str(steps)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240 * steps)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [torch.load(path) for path in sorted(directory.glob("rank-*.pt"))]
-
-
-if __name__ == "__main__":
-    mp.start_processes(
-        work,
-        args=(sys.argv[1], sys.argv[2], int(sys.argv[3])),
-        nprocs=LAYOUTS[sys.argv[2]].processes,
-        start_method="fork",
-    )
+def launched(layout: str, steps: int = STEPS) -> list[dict[str, dict[str, list[float]]]]:
+    """What each rank returned."""
+    return run_distributed(work, LAYOUTS[layout], layout, steps, timeout=240 * steps)

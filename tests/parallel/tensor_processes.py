@@ -1,20 +1,13 @@
-"""Models cut over two processes, eager and compiled; started once for all tests.
-
-Usage: tensor_processes.py DIRECTORY [nccl]: two processes over gloo, forked from one that has imported torch, or as
-many GPUs. They meet through a file. Each rank saves {case: Ran of its eager pass, Ran of its compiled one}.
-"""
+"""Models cut over two ranks, eager and compiled."""
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._dynamo.testing
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from lowprec_train.comm.process_group import DistributedGroup
@@ -108,21 +101,9 @@ def passes(case: Case, group: Group | None, device: torch.device, backend: str |
     )
 
 
-def work(rank: int, directory: str, backend: str = "gloo") -> None:
-    torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+def work(rank: int, kind: str) -> dict[str, list[Ran]]:
+    """(eager, compiled) of every case on one of two ranks of a kind of device."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     group = DistributedGroup.of(dist.new_group(list(range(RANKS))))
-    compiler = "inductor" if device.type == "cuda" else "aot_eager"
-    ran = {}
-    for name, case in CASES.items():
-        ran[name] = [asdict(passes(case, group, device, each)) for each in (None, compiler)]
-    torch.save(ran, Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    how = {"nprocs": RANKS, "start_method": "spawn" if sys.argv[2:] == ["nccl"] else "fork"}
-    mp.start_processes(work, args=tuple(sys.argv[1:]), **how)
+    compiler = "inductor" if kind == "cuda" else "aot_eager"
+    return {name: [passes(case, group, device, each) for each in (None, compiler)] for name, case in CASES.items()}

@@ -1,30 +1,15 @@
 """Every process group of a run waits as long as `parallel.timeout_minutes` says, and none is made without need."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.parallel.grouped import LAYOUTS, MINUTES, RANKS
-
-ROOT = Path(__file__).parents[2]
-
-
-def saw(directory, count, *words):
-    """What each of so many processes found."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "tests/parallel/grouped.py"), str(directory), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(count)]
+from tests.distributed import free_port, run_distributed
+from tests.parallel.grouped import LAYOUTS, MINUTES, RANKS, on_gpus, work
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return saw(tmp_path_factory.mktemp("groups"), RANKS)
+def ranks():
+    return run_distributed(work, RANKS, free_port(), backend=None)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -58,9 +43,9 @@ def test_groups_of_all_ranks(ranks, layout):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_groups_on_gpus(tmp_path):
+def test_groups_on_gpus():
     """NCCL takes the timeout too; axes have no gloo: that is the default group's and the checkpoint's."""
-    for each in saw(tmp_path, 2, "cuda"):
+    for each in run_distributed(on_gpus, 2, free_port(), backend=None):
         kinds = {name: set(found) for name, (_, found) in each["groups"].items()}
         assert all(kinds[name] == {"cuda"} for name in each["names"].values())
         assert sum("cpu" in found for found in kinds.values()) == 2 and each["sum"].tolist() == [2.0] * 3

@@ -9,7 +9,7 @@ all, but where it tips a rounding. In BF16 partial sums are rounded too.
 import pytest
 import torch
 
-from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, launch, noises, trained
+from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, launched, noises, trained
 from tests.precision.noise import standard_score
 
 # Relative bounds of a step's loss.
@@ -23,9 +23,9 @@ FOUR_BITS = ("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "nvfp4")
 
 
 @pytest.fixture(scope="module")
-def ranks_at(once, tmp_path_factory):
+def ranks_at(once):
     """layout -> what each rank saved; processes are started once a layout."""
-    return lambda name: once(f"layout-{name}", lambda: launch(tmp_path_factory.mktemp(name), name))
+    return lambda name: once(f"layout-{name}", lambda: launched(name))
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_noise_of_weights_is_another_on_each_data_parallel_rank_and_in_each_
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_twenty_steps(name, tmp_path):
     """What is exact stays exact; what is tipped leads to other codes, which lead to others."""
-    found = launch(tmp_path, name, steps=20)[0]
+    found = launched(name, steps=20)[0]
     for case in cases_of(name):
         expected = trained(case, LAYOUTS[name], steps=20)["loss"]
         assert len(expected) == 20

@@ -14,7 +14,7 @@ from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.parallel.all_gather_format import all_gather_format
 from lowprec_train.precision.all_gathered_weight import weight_codes
 from lowprec_train.precision.recipe import override
-from tests.parallel.all_gather_runs import AT, CASES, ESTIMATED, NIGHT, PARTS, STEPS, launch
+from tests.parallel.all_gather_runs import AT, CASES, ESTIMATED, NIGHT, PARTS, STEPS, launched
 from tests.recipes import RECIPES
 
 CODED = {"fp8", "fp8_block", "fp4", "fp4_unclamped", "nvfp4", "int8_switchback"}
@@ -22,15 +22,15 @@ BOUND = 15 * 2.0**-24  # of a gradient's norm: five roundings, where four contri
 
 
 @pytest.fixture(scope="module")
-def pair(once, tmp_path_factory):
+def pair(once):
     """What each of two ranks saw; started once."""
-    return once("gather-dp2", lambda: launch(tmp_path_factory.mktemp("dp2"), "dp2"))
+    return once("gather-dp2", lambda: launched("dp2"))
 
 
 @pytest.fixture(scope="module")
-def square(once, tmp_path_factory):
+def square(once):
     """The same of two times two ranks, tensor parallel in pairs."""
-    return once("gather-dp2-tp2", lambda: launch(tmp_path_factory.mktemp("dp2-tp2"), "dp2-tp2"))
+    return once("gather-dp2-tp2", lambda: launched("dp2-tp2"))
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def seen(request):
 
 
 @pytest.fixture(scope="module")
-def night(once, tmp_path_factory):
+def night(once):
     """What the cases of the night saw."""
-    return once("gather-night", lambda: launch(tmp_path_factory.mktemp("night"), "dp2 night"))
+    return once("gather-night", lambda: launched("dp2 night"))
 
 
 def timed(cases):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.parallel.resharding import CASES, LAYOUTS, READS, launch
+from tests.parallel.resharding import CASES, LAYOUTS, READS, launched
 
 
 @pytest.fixture(scope="module")
 def found(once, tmp_path_factory):
-    return once("resharding", lambda: launch(tmp_path_factory.mktemp("resharding")))
+    return once("resharding", lambda: launched(tmp_path_factory.mktemp("resharding")))
 
 
 @pytest.mark.parametrize(("layout", "writer"), [(layout, writer) for layout, many in READS.items() for writer in many])

@@ -1,35 +1,21 @@
 """Models cut over two processes: the bits of the same model cut over threads, and one graph for all blocks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.distributed import run_distributed
 from tests.groups import among
-from tests.parallel.tensor_processes import CASES, RANKS, SIZES, Ran, passes
+from tests.parallel.tensor_processes import CASES, RANKS, SIZES, passes, work
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 # As in test_tensor.py: where a sum in another order tips a rounding, a code moves by a step.
 SMOOTH, TIPPED = 2e-5, 5e-2
 
 
-def launch(directory, *arguments):
-    """(eager, compiled) by case, of each rank."""
-    command = [sys.executable, str(Path(__file__).with_name("tensor_processes.py")), str(directory), *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stderr[-6000:]
-    saved = [torch.load(path) for path in sorted(Path(directory).glob("rank-*.pt"))]
-    return [{name: [Ran(**one) for one in pair] for name, pair in each.items()} for each in saved]
-
-
 @pytest.fixture(scope="module")
-def processes(once, tmp_path_factory):
-    return once("tensor", lambda: launch(tmp_path_factory.mktemp("ranks")))
+def processes(once):
+    """{case: (eager, compiled)} of each rank."""
+    return once("tensor", lambda: run_distributed(work, RANKS, "cpu", timeout=580))
 
 
 def joined(ranks):
@@ -77,7 +63,7 @@ def test_compiled_processes_are_the_whole_model(processes, name):
 def test_over_nccl(tmp_path):
     if torch.cuda.device_count() < RANKS:
         pytest.skip(f"needs {RANKS} CUDA devices")
-    saved = launch(tmp_path, "nccl")
+    saved = run_distributed(work, RANKS, "cuda", backend="nccl", timeout=580)
     for name, case in CASES.items():
         of = passes(case, None, torch.device("cuda"))
         for how in (0, 1):

@@ -1,17 +1,14 @@
 """`lowprec bench comm` on two processes over gloo: every payload has its row, its bytes and its error."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from lowprec_train.tools import cli
 from lowprec_train.tools.bench import comm, report
+from tests.distributed import free_port, run_distributed
+from tests.tools.comm_ranks import RANKS, work
 
-ROOT = Path(__file__).parents[2]
 KINDS = ("reduce_scatter", "all_reduce")
 NAMES = ("FP32", "BF16", "E4M3", "E5M2", "library FP32", "library BF16", "shared-scale E4M3")
 ELEMENTS = 4 * 128 * 128 + 3 * 128 * 384  # a block of llama_tiny
@@ -21,11 +18,8 @@ ELEMENTS = 4 * 128 * 128 + 3 * 128 * 384  # a block of llama_tiny
 def measured(tmp_path_factory):
     """(result, directory, what was printed)"""
     directory = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, str(Path(__file__).with_name("comm_ranks.py")), str(directory)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads((directory / "comm_2.json").read_text()), directory, done.stdout
+    printed = "".join(run_distributed(work, RANKS, str(directory), free_port(), backend=None, timeout=300))
+    return json.loads((directory / "comm_2.json").read_text()), directory, printed
 
 
 def rows(measured):

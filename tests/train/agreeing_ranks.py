@@ -1,18 +1,11 @@
-"""Ranks that agree on when to stop, all cases in one go; started once for all tests: agreeing_ranks.py DIRECTORY."""
+"""What a rank does in the tests of stop requests: all cases in one go."""
 
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lowprec_train.train.stop_consensus import StopConsensus
 
-ROOT = Path(__file__).parents[2]
 RANKS = 3
 STEPS = 6
 # {case: {rank: first step after which it asks}}
@@ -26,15 +19,6 @@ ASKED = {
 }
 SIGNALS = (10, 12, 15)
 DELAY = 0.25  # seconds that the straggler comes late
-
-
-def launch(directory):
-    """Run this file to its end in processes of its own; what each rank saw."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(directory)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return [torch.load(directory / f"rank-{rank}.pt") for rank in range(RANKS)]
 
 
 def stops(group, rank, asked):
@@ -78,16 +62,9 @@ def unhurried(group, rank):
     return took
 
 
-def work(rank, directory):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=RANKS)
+def work(rank):
     group, barriers = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
     results = {name: stops(group, rank, asked) for name, asked in ASKED.items()}
     results |= {"stragglers": stragglers(group, rank), "unhurried": unhurried(group, rank)}
     dist.barrier(barriers)
-    torch.save(results, Path(directory) / f"rank-{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.start_processes(work, args=(sys.argv[1],), nprocs=RANKS, start_method="fork")
+    return results

@@ -3,13 +3,13 @@
 import pytest
 
 from lowprec_train.train.stop_consensus import StopConsensus
-from tests.train import agreeing_ranks
-from tests.train.agreeing_ranks import ASKED, DELAY, RANKS, SIGNALS, STEPS
+from tests.distributed import run_distributed
+from tests.train.agreeing_ranks import ASKED, DELAY, RANKS, SIGNALS, STEPS, work
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return agreeing_ranks.launch(tmp_path_factory.mktemp("consensus"))
+def ranks():
+    return run_distributed(work, RANKS)
 
 
 @pytest.mark.parametrize("case", ASKED)

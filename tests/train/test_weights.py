@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from lowprec_train.train import build, describe
 from lowprec_train.train.distribute import Distribution
 from lowprec_train.train.packages import needs_package
 from lowprec_train.train.weights import check_sizes, fill_from, open_weights, other_tokenizer
+from tests.distributed import run_distributed
 from tests.parallel.runs import MICRO, SEQ, TINY, VOCAB, Walks
 from tests.recipes import composed
 from tests.tools.exchanged import MODELS, STEP, drawn, same, save_run, transformer
@@ -156,11 +154,8 @@ def test_four_processes_begin_with_weights_and_what_they_save_is_exported(tmp_pa
     """dp 2 x tp 2, BF16 masters: the checkpoint, its export and an import of that have the whole tensors."""
     sizes = composed(*weights_ranks.MODEL).model
     start = save_imported(tmp_path / "start", drawn(sizes), sizes, torch.bfloat16)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, weights_ranks.__file__, str(start), str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    truth, first = torch.load(tmp_path / "truth.pt"), open_weights(start)
+    ranks = run_distributed(weights_ranks.work, weights_ranks.SIZES, start, tmp_path)
+    truth, first = ranks[0][0], open_weights(start)
     assert all(torch.equal(truth["before"][name].float(), first.read(name).float()) for name in first.names())
 
     saved = open_weights(tmp_path / "run")
@@ -174,7 +169,7 @@ def test_four_processes_begin_with_weights_and_what_they_save_is_exported(tmp_pa
         assert torch.equal(saved.read(name), tensor)
         assert torch.equal(back.read(name), tensor.float())
 
-    refused = {(tmp_path / f"refused-{rank}.txt").read_text() for rank in range(4)}
+    refused = {each[1] for each in ranks}
     assert len(refused) == 1, "lost numbers of one rank end the run on all, in the same words"
     said = refused.pop()
     assert "checkpoint of step 2 could not be written" in said and "step-1 is intact" in said

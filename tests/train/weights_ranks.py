@@ -1,19 +1,12 @@
-"""Four processes at dp 2 x tp 2 begin with given weights, train one step, and save.
-
-Usage: weights_ranks.py START DIRECTORY, START as `open_weights` takes it. Rank 0 leaves the whole parameters before and
-after the step, gathered by DTensor, in DIRECTORY/truth.pt, the checkpoint in DIRECTORY/run. Each rank leaves in
-DIRECTORY/refused-RANK.txt what a save says once one of them has lost two numbers.
-"""
+"""What a rank does at dp 2 x tp 2: begins with given weights, trains one step, saves."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
@@ -37,11 +30,12 @@ def whole(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {k: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for k, v in state.items()}
 
 
-def work(rank: int, start: str, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=SIZES.processes)
+def work(rank: int, start: Path, directory: Path) -> tuple[dict[str, dict[str, torch.Tensor]], str]:
+    """(the whole parameters before and after the step, gathered by DTensor; what a save says once a rank has lost two
+    numbers). start: as `open_weights` takes it. The checkpoint is in directory/run.
+    """
     run = composed(*MODEL, f"tokens_per_step={2 * MICRO * SEQ}", "parallel.dp_shard=2", "parallel.tp=2")
-    laid_out, first = build.layout(run), open_weights(Path(start))
+    laid_out, first = build.layout(run), open_weights(start)
     check_sizes(run.model, first)
     laid_out.model.dtype = torch.float32
     distribution = build.distribution(run, laid_out, World(rank, SIZES.processes, rank), CPU)
@@ -50,14 +44,12 @@ def work(rank: int, start: str, directory: str) -> None:
     trainer = build.trainer(run, laid_out, linears, text, distribution, CPU, compiled=False, first=first)
     before = whole(trainer)
     trainer.step()
-    after, path = whole(trainer), Path(directory) / "run"
+    after, path = whole(trainer), directory / "run"
     saver = Checkpointer(path / "checkpoints", interval=1, keep=1, process_group=dist.new_group(backend="gloo"))
     saver.save(trainer.checkpoint_parts(), 1, wait=True)
     if rank == 0:
-        torch.save({"before": before, "after": after}, Path(directory) / "truth.pt")
         OmegaConf.save(OmegaConf.create({"model": asdict(run.model)}), path / "config.yaml")
-    (Path(directory) / f"refused-{rank}.txt").write_text(refused(trainer, saver, rank))
-    dist.destroy_process_group()
+    return {"before": before, "after": after}, refused(trainer, saver, rank)
 
 
 def refused(trainer: Trainer, saver: Checkpointer, rank: int) -> str:
@@ -72,7 +64,3 @@ def refused(trainer: Trainer, saver: Checkpointer, rank: int) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-if __name__ == "__main__":
-    mp.start_processes(work, args=tuple(sys.argv[1:]), nprocs=SIZES.processes, start_method="fork")
