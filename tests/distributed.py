@@ -154,22 +154,23 @@ def _rank(
     arguments: tuple,
 ) -> None:
     """Entry of a process. It ends without Python's own end, which may wait for a group that has broken."""
-    sys.stdout = sys.stderr = Path(directory, f"output-{rank}").open("w", buffering=1)
-    for descriptor in (1, 2):
-        os.dup2(sys.stdout.fileno(), descriptor)
-    torch.set_num_threads(1)
-    error, buffer = "", io.BytesIO()
-    try:
-        if backend is not None:
-            _join(rank, size, backend, f"file://{directory}/store")
-        torch.save(fn(rank, *arguments), buffer)
-        if backend is not None:
-            dist.destroy_process_group()
-    except BaseException:
-        error = traceback.format_exc()
-    pipe.send((error, buffer.getvalue()))
-    pipe.close()
-    os._exit(1 if error else 0)
+    with Path(directory, f"output-{rank}").open("w", buffering=1) as output:
+        sys.stdout = sys.stderr = output
+        for descriptor in (1, 2):
+            os.dup2(output.fileno(), descriptor)
+        torch.set_num_threads(1)
+        error, buffer = "", io.BytesIO()
+        try:
+            if backend is not None:
+                _join(rank, size, backend, f"file://{directory}/store")
+            torch.save(fn(rank, *arguments), buffer)
+            if backend is not None:
+                dist.destroy_process_group()
+        except BaseException:
+            error = traceback.format_exc()
+        pipe.send((error, buffer.getvalue()))
+        pipe.close()
+        os._exit(1 if error else 0)
 
 
 def _join(rank: int, size: int, backend: str, store: str) -> None:

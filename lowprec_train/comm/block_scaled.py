@@ -22,11 +22,9 @@ from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.group import Group
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32, Format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.ops.reference import exp2_int, exponent
 
 BLOCK = 256
-EXPONENT_BIAS = 127  # of E8M0 (OCP Microscaling 1.0): byte = exponent + 127, 255 is NaN
-EXPONENT_NAN = 255
+E8M0 = torch.float8_e8m0fnu  # OCP Microscaling 1.0: the exponent of a power of two, or NaN, in a byte
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class BlockScaledCodec:
             parts.append(encode_plain(layout.columns(rows, False, self.block), self._plain))
         if layout.coded_size:
             q = self.quantizer(layout.columns(rows, True, self.block))
-            parts += [q.codes.view(torch.uint8), exponent_bytes(q.scale)]
+            parts += [each.view(torch.uint8) for each in (q.codes, q.scale.to(E8M0))]
         return join(parts)
 
     def decode(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
@@ -95,7 +93,7 @@ class BlockScaledCodec:
         plain, size = self._sizes(layout)
         coded, codes = wire[:, :0].float(), wire[:, plain : plain + size]
         if size:
-            scale = scale_of_bytes(wire[:, plain + size : plain + size + size // self.block])
+            scale = wire[:, plain + size : plain + size + size // self.block].view(E8M0).float()
             coded = self.quantizer.wrap(codes.view(self.format.carrier), scale).dequantize()
         return layout.merge(coded, decode_plain(wire[:, :plain], self._plain), self.block)
 
@@ -118,14 +116,3 @@ class BlockScaledCodec:
 
     def __str__(self) -> str:
         return f"{self.format.name}[{self.block}]" if self.format.scaled else self.format.name
-
-
-def exponent_bytes(scale: Tensor) -> Tensor:
-    """Power-of-two scales (FP32) as E8M0 bytes; NaN becomes 255."""
-    return (exponent(scale) + EXPONENT_BIAS).to(torch.uint8)
-
-
-def scale_of_bytes(exponents: Tensor) -> Tensor:
-    """The FP32 scales that `exponent_bytes` took."""
-    byte = exponents.int()
-    return torch.where(byte == EXPONENT_NAN, torch.nan, exp2_int(byte - EXPONENT_BIAS))

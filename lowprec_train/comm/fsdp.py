@@ -17,7 +17,7 @@ these are the bits of a process that accumulates the same micro-batches. Hybrid 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -233,7 +233,8 @@ def attach(
     shard, replicas = (Axis(group, reduction.codec, device) for group in (shard_group, replica_group))
     for unit, parameters in units:
         if parameters:
-            _attach(unit, unit_layout(parameters, shard.ranks, reduction.exclude), shard, replicas)
+            shapes = {name: parameter.shape for name, parameter in parameters.items()}
+            _attach(unit, sharded_layout(shapes, shard.ranks, reduction.exclude), shard, replicas)
     return Reducer(shard, replicas)
 
 
@@ -249,12 +250,6 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"comm.exclude: no parameter is named {pattern!r}; names are {', '.join(names)}")
-
-
-def unit_layout(parameters: Mapping[str, Tensor], ranks: int, exclude: Sequence[str] = ()) -> FlatLayout:
-    """A row of a unit's flat gradients. parameters: by name, in FSDP2's order; exclude: patterns of the whole model."""
-    here = [pattern for pattern in exclude if any(fnmatchcase(name, pattern) for name in parameters)]
-    return sharded_layout({name: p.shape for name, p in parameters.items()}, ranks, here)
 
 
 def managed(unit: FSDPModule, prefix: str = "") -> dict[str, DTensor]:

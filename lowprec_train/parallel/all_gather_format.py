@@ -86,10 +86,8 @@ def all_gather_format(
 
     recipe: of the layer; None for a matrix that is no linear layer's. shape: of the tensor-parallel part. dtype: of the
     residual stream. stored: what FSDP2 gathers by itself. split: the dimension that is cut over tensor-parallel
-    ranks. ValueError for an unknown `param_all_gather`.
+    ranks. param_all_gather: one of `PARAM_ALL_GATHER`.
     """
-    if param_all_gather not in PARAM_ALL_GATHER:
-        raise ValueError(f"parallel.param_all_gather={param_all_gather!r} is not one of {', '.join(PARAM_ALL_GATHER)}")
     rows, columns = -(-shape[0] // shards), shape[1]
     if param_all_gather == "fp32" or recipe is None:
         return AllGatherFormat(rows=rows, columns=columns, dtype=stored)

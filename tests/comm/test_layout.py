@@ -30,8 +30,6 @@ def test_buffer_of_fully_shard():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"no parameter is named 'head\*'; names are embedding.weight"):
-        sharded_layout(SHAPES, exclude=["head*"])
     with pytest.raises(ValueError, match="at least one range"):
         sharded_layout({})
     with pytest.raises(ValueError, match="at least one element, not 0"):

@@ -244,11 +244,6 @@ def test_one_maximum_must_do(how, split, coded):
     ) == coded
 
 
-def test_unknown_form():
-    with pytest.raises(ValueError, match="parallel.param_all_gather='fp8' is not one of fp32, bf16, quantized"):
-        all_gather_format(RECIPES["fp8"], (8, 8), shards=2, param_all_gather="fp8")
-
-
 def test_says_what_travels():
     assert (
         str(all_gather_format(RECIPES["fp8"], (64, 64), shards=2, param_all_gather="quantized"))

@@ -118,6 +118,18 @@ def test_a_directory_of_a_loggers_name_is_no_package(composed, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
+        ({"param_all_gather": "fp8"}, "parallel.param_all_gather='fp8' is not one of fp32, bf16, quantized"),
+        ({"grad_reduce": "never"}, "parallel.grad_reduce='never' is not one of last_microbatch, every_microbatch"),
+    ],
+)
+def test_choices_of_parallel(composed, asked, message):
+    with pytest.raises(ValueError, match=message):
+        checks.choices(replace(composed.parallel, **asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
         ({"first": 301, "steps": 1}, "profile.first=301 is after the last step, 300"),
         ({"first": 0}, "profile.first=0 must be at least 1"),
         ({"steps": -1}, "profile.steps=-1"),

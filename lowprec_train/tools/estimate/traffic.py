@@ -18,8 +18,8 @@ import torch
 
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
-from lowprec_train.comm.fsdp import Reduction, unit_layout
-from lowprec_train.comm.layout import FlatLayout
+from lowprec_train.comm.fsdp import Reduction
+from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.tools.estimate.kept import only
@@ -38,8 +38,7 @@ def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
 
 def layout(matrices: Sequence[Weight], over: Sizes, reduction: Reduction) -> FlatLayout:
     """A row of a unit's reduce-scatter."""
-    shapes = {weight.name: torch.empty(weight.part(over.tp), device=META) for weight in matrices}
-    return unit_layout(shapes, over.dp_shard, reduction.exclude)
+    return sharded_layout({weight.name: weight.part(over.tp) for weight in matrices}, over.dp_shard, reduction.exclude)
 
 
 def traffic(subject: Subject, reduction: Reduction) -> Bytes:
