@@ -32,6 +32,7 @@ from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.block_scaled import BLOCK, BlockScaledCodec
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
+from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import parse_format
 
@@ -194,14 +195,12 @@ class Reducer:
 
     def _sqnr_db(self) -> Tensor:
         """All roundings against what the ranks put in at first."""
-        energy = torch.stack([axis.energy for axis in self._axes])
-        dist.all_reduce(energy)
+        energy = DistributedGroup.of(None).all_reduce_sum(torch.stack([axis.energy for axis in self._axes]))
         signal = energy[0 if self.shard.rounds else 1, 0]
         return 10 * torch.log10(signal / energy[:, 1].sum())
 
     def _move_head_room(self) -> None:
-        shares = torch.stack([axis.at_maximum for axis in self._axes])
-        dist.all_reduce(shares, dist.ReduceOp.MAX)
+        shares = DistributedGroup.of(None).all_reduce_max(torch.stack([axis.at_maximum for axis in self._axes]))
         self._metrics["comm/grad_at_maximum"] = shares.amax()
         self._metrics["comm/grad_mu"] = torch.stack([axis.head_room.mu for axis in self._axes]).amin()
         for axis, share in zip(self._axes, shares.unbind()):

@@ -44,11 +44,11 @@ PLACES: tuple[tuple[str, str, str], ...] = (
     ("comm/axis.py", "reduce_scatter", "the reduce-scatter of gradients"),
     ("optim/norm.py", "", "the all-reduce of the norm of gradients"),
     ("optim/wholes.py", "", "the all-reduce of what the parts of a tensor share"),
+    ("parallel/quantized_all_gather.py", "", "the all-gather of weights"),
     ("comm/process_group.py", "", "the exchange of activations between tensor-parallel ranks"),
     ("fsdp/_fully_shard/_fsdp_param_group.py", "unshard", "the all-gather of weights"),
     ("fsdp/_fully_shard/_fsdp_param_group.py", "wait_for_unshard", "the all-gather of weights"),
     ("fsdp/_fully_shard/_fsdp_param_group.py", "post_backward", "the reduce-scatter of gradients"),
-    ("parallel/quantized_all_gather.py", "", "the all-gather of weights"),
     ("train/logging/metrics.py", "", "the GPU"),
 )
 """(file, function, what a rank in it waits for): the first that is on the stack counts; no function: any of them."""
