@@ -7,8 +7,6 @@ without a process group.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from lowprec_train.config import RunConfig
@@ -23,7 +21,6 @@ from tests.precision.noise import weight_noise
 from tests.recipes import SYSTEMS, composed
 from tests.train.standins import Corpus, Sequences
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 STEPS, SEQ, MICRO, VOCAB = 5, 64, 2, 64
 LAYOUTS = {
