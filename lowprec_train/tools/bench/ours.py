@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowprec_train.config import RunConfig, choices
 from lowprec_train.model.layers import Rotary
 from lowprec_train.model.transformer import Transformer
-from lowprec_train.numerics.draws import SeedTable
+from lowprec_train.numerics.draws import Draws, SeedTable
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.bench.contestant import (
@@ -151,12 +151,12 @@ def with_torch_linears(work: Work) -> Built:
 
 
 class TorchLinear(nn.Linear):
-    """torch.nn.Linear where the trainer's own is called: maxima go in unused, and none come out."""
+    """torch.nn.Linear where the trainer's own is called: maxima and draws go in unused, and no maxima come out."""
 
-    def forward(self, x: Tensor, maxima: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, maxima: Tensor | None = None, draws: Draws | None = None) -> Tensor:
         return super().forward(x)
 
-    def heard(self, x: Tensor) -> tuple[Tensor, None]:
+    def heard(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, None]:
         """As `Linear.heard`."""
         return self(x), None
 
