@@ -148,11 +148,13 @@ class PrecisionConfig:
 
 @dataclass(kw_only=True)
 class OptimConfig:
-    """AdamW and its learning rate.
+    """The optimizer and its learning rate.
 
+    rule: `_target_` of another rule than AdamW (`ops.updates.Rule`); empty: AdamW. beta1, beta2, eps: AdamW's, also of
+        the parameters that another rule leaves to it.
     schedule: `_target_` of a class of `lowprec_train.optim.schedule`.
-    first_moment, second_moment: `_target_` of the codecs that store the moments of matrices (`optim.moments`).
-    master: `_target_` of the precision that their weights are updated in (`optim.master`).
+    first_moment, second_moment: `_target_` of the codecs that store the moments of matrices (`optim.codecs`).
+    master: `_target_` of the codec of the weights that updates are added to.
     clip_updates: StableAdamW's update clipping.
     """
 
@@ -166,6 +168,7 @@ class OptimConfig:
     second_moment: dict[str, Any] = MISSING
     master: dict[str, Any] = MISSING
     clip_updates: bool = MISSING
+    rule: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -84,11 +84,11 @@ ALSO = {"fp8_lm": ["fp8"], "coat": ["fp8"], "fp4_mixed": ["fp4_mixed", "fp8"]}
 """Pages whose linears are another recipe's, too."""
 
 Node = dict[str, Any]
-E4M3: Node = {"_target_": "lowprec_train.optim.moments.Scaled", "format": "E4M3"}
-FP16: Node = {"_target_": "lowprec_train.optim.moments.Scaled", "format": "FP16"}
-BF16: Node = {"_target_": "lowprec_train.optim.moments.Plain", "format": "BF16"}
-EXPANDED: Node = {"_target_": "lowprec_train.optim.moments.Expanded", "format": "E4M3"}
-EXPANDED_E5M2: Node = {"_target_": "lowprec_train.optim.moments.Expanded", "format": "E5M2"}
+E4M3: Node = {"_target_": "lowprec_train.optim.codecs.scaled", "format": "E4M3"}
+FP16: Node = {"_target_": "lowprec_train.optim.codecs.scaled", "format": "FP16"}
+BF16: Node = {"_target_": "lowprec_train.optim.codecs.plain", "format": "BF16"}
+EXPANDED: Node = {"_target_": "lowprec_train.optim.codecs.expanded", "format": "E4M3"}
+EXPANDED_E5M2: Node = {"_target_": "lowprec_train.optim.codecs.expanded", "format": "E5M2"}
 CODECS: dict[str, tuple[Node, Node]] = {
     "m, v BF16": (BF16, BF16),
     "m E4M3, v FP16": (E4M3, FP16),

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from lowprec_train import config
 from lowprec_train.model.transformer import Architecture, Transformer
 from lowprec_train.numerics.draws import SeedTable
-from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.precision.policy import apply_policy
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import PrecisionSchedule
@@ -86,7 +86,7 @@ class System:
     run: config.RunConfig
     model: Transformer
     seeds: SeedTable
-    optimizer: AdamW
+    optimizer: CodedOptimizer
     precision: PrecisionSchedule
 
 

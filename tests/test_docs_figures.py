@@ -8,8 +8,9 @@ import torch
 
 from lowprec_train.numerics.formats import E4M3, E5M2
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.ops.codecs import row_segments
 from lowprec_train.ops.schema import segment_groups
-from lowprec_train.optim.moments import Expanded, segments
+from lowprec_train.optim.codecs import expanded
 from lowprec_train.precision.linear import Linear
 from tests.recipes import RECIPES
 
@@ -20,11 +21,11 @@ def test_bytes_of_coats_moments_by_width():
     """The table of coat.md: both moments of a row, and the length of its groups."""
     rows = re.findall(r"^\| (\d+) \| .* \| (\d+)(?:, the last of an eighth (\d+))? \| ([\d.]+) \|$", page("coat"), re.M)
     assert len(rows) >= 7
-    codec = Expanded()
+    codec = expanded()
     for width, group, last, stated in ((int(w), int(g), int(rest or g), float(b)) for w, g, rest, b in rows):
         assert f"{2 * codec.state_bytes((3, width)) / (3 * width):.2f}" == f"{stated:.2f}"
-        part = width // segments(width)
-        count = segment_groups(width, codec.group, segments(width))
+        part = width // row_segments(width)
+        count = segment_groups(width, codec.group, row_segments(width))
         assert (min(part, codec.group), part - (count - 1) * codec.group if count > 1 else part) == (group, last)
 
 

@@ -37,9 +37,17 @@ NAMES = {  # an identifier of Python -> what it is called now
     "Late": "DeferredMetrics",
     "Arriving": "AsyncHostCopy",
     "StopAgreement": "StopConsensus",
+    "Piece": "Shard",
+    "Slot": "ParamState",
+    "Held": "ParamState",
+    "Whole": "TensorStats",
+    "over_holders": "over_groups",
+    "placeless": "needs_rms",
+    "Wording": "StateCodec",
+    "MASTERS": "StateCodec",
 }
 DEFINED = {"largest": "amax", "wire": "all_gather_format"}  # where it is a function's name
-MODULES = {"gathered", "agreement", "team", "feed", "holders"}
+MODULES = {"piece", "slots", "wholes", "coded", "gathered", "agreement", "team", "feed", "holders"}
 CPP = {  # a word of C++ -> what it is called now
     "rough_codes": "approx_encode",
     "Past": "DecodeParams",

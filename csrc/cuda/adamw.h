@@ -22,7 +22,7 @@ LOWPREC_HD bool scaled(Store store) { return store >= Store::FP16 && store <= St
 LOWPREC_HD bool scaled(Master master) { return master == Master::FP16 || master == Master::FP16_STOCHASTIC; }
 
 // scale: of the tensor or of its groups. exponent, center: of groups.
-struct Held {
+struct StateTensors {
   void* codes;
   float *scale, *exponent, *center;
 };
@@ -30,7 +30,7 @@ struct Held {
 struct Item {
   void* parameter;
   const void* gradient;
-  Held moments[2];
+  StateTensors moments[2];
   uint16_t* master;
   float *master_scale, *step;
   int64_t numbers, columns;
@@ -38,6 +38,7 @@ struct Item {
   int64_t first;         // its first unit of work among those of all tensors
   int32_t per_segment;   // groups of a segment
   int32_t aligned;       // every array at 16 bytes
+  int32_t place;         // among the parameters of the call
 };
 
 // A tensor's constants of this step, and what the first passes find.
@@ -46,13 +47,15 @@ struct Numbers {
   float correction2;
   uint64_t seed;
   double correction1, correction2_wide;
-  uint32_t maxima[3];  // bits of the new moments' and the new weights' largest magnitudes
+  uint32_t amax[3];  // bits of the new moments' and the new weights' amax
+  int64_t origin[2];   // row and column of a shard's first element in the whole
 };
 
 struct How {
   Store stores[2];
   Master master;
   int32_t bf16_gradient;
+  int32_t fp32_parameter;  // also where it holds BF16 values, as FSDP2 wants it
   AdamConstants constants;
   uint32_t slowest;  // the largest code of a first moment that `decaying` may move
   float floor;       // eps^2
@@ -60,7 +63,7 @@ struct How {
   const float *grad_scale, *found_inf;
 };
 
-enum class Pass : int { SQUARES, MAXIMA, UPDATE };
+enum class Pass : int { SQUARES, AMAX, UPDATE };
 
 #if defined(__CUDACC__)
 
@@ -157,26 +160,30 @@ __device__ __forceinline__ void decay_one(Store store, void* codes, int64_t at, 
   else if (store == Store::E5M2) decay_at<Format::E5M2>(codes, at, x, old, scale, how);
 }
 
-__device__ __forceinline__ float read_master(Master master, const Item& item, int64_t at, float scale) {
-  if (master == Master::FP32) return static_cast<const float*>(item.parameter)[at];
-  if (master == Master::BF16) return bf16_value(static_cast<const uint16_t*>(item.parameter)[at]);
-  return __half2float(__ushort_as_half(item.master[at])) * scale;
+__device__ __forceinline__ float read_master(const How& how, const Item& item, int64_t at, float scale) {
+  if (scaled(how.master)) return __half2float(__ushort_as_half(item.master[at])) * scale;
+  if (how.fp32_parameter) return static_cast<const float*>(item.parameter)[at];
+  return bf16_value(static_cast<const uint16_t*>(item.parameter)[at]);
 }
 
 // bits: in [0, 65536), where rounding is stochastic.
-__device__ __forceinline__ void write_master(Master master, const Item& item, int64_t at, float w, TileScale to,
+__device__ __forceinline__ void write_master(const How& how, const Item& item, int64_t at, float w, TileScale to,
                                              uint32_t bits) {
-  if (master == Master::FP32) {
+  if (how.master == Master::FP32) {
     static_cast<float*>(item.parameter)[at] = w;
-  } else if (master == Master::BF16) {
-    static_cast<uint16_t*>(item.parameter)[at] = encode_stochastic<Format::BF16>(w, bits);
-  } else {
-    const uint16_t code = master == Master::FP16 ? write_fp16(w * to.inverse)
-                                                 : encode_stochastic<Format::FP16>(w * to.inverse, bits);
-    item.master[at] = code;
-    const float value = __half2float(__ushort_as_half(code)) * to.scale;
-    static_cast<uint16_t*>(item.parameter)[at] = bf16_bits(value);
+    return;
   }
+  uint16_t value;
+  if (how.master == Master::BF16) {
+    value = encode_stochastic<Format::BF16>(w, bits);
+  } else {
+    const uint16_t code = how.master == Master::FP16 ? write_fp16(w * to.inverse)
+                                                     : encode_stochastic<Format::FP16>(w * to.inverse, bits);
+    item.master[at] = code;
+    value = bf16_bits(__half2float(__ushort_as_half(code)) * to.scale);
+  }
+  if (how.fp32_parameter) static_cast<float*>(item.parameter)[at] = bf16_value(value);
+  else static_cast<uint16_t*>(item.parameter)[at] = value;
 }
 
 __device__ __forceinline__ float read_gradient(const How& how, const Item& item, int64_t at, float scale) {
@@ -185,9 +192,9 @@ __device__ __forceinline__ float read_gradient(const How& how, const Item& item,
   return scale == 1.0f ? g : divide(g, scale);
 }
 
-__device__ __forceinline__ uint32_t draw_of(uint64_t seed, int64_t at, int64_t columns) {
-  const int64_t row = at / columns, column = at - row * columns;
-  return bits_of(random_words(seed, row, column >> 3), column & 7);
+__device__ __forceinline__ uint32_t draw_of(const Numbers& numbers, int64_t at, int64_t columns) {
+  const int64_t row = at / columns, column = at - row * columns + numbers.origin[1];
+  return bits_of(random_words(numbers.seed, row + numbers.origin[0], column >> 3), column & 7);
 }
 
 #endif

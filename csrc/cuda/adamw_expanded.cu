@@ -13,7 +13,7 @@
 // last place off, so that a - b q is as good as exact. The corrected sum is wrong by at most 2^-22 units before it is
 // rounded, which matters where a / b is that close to the middle of two numbers. There q is one of these two, the
 // correction half a unit, and it is wrong by less than the distance to the middle, at least 2^-24 / b units for b in
-// [1, 2). Held against the quotients of all such a and b.
+// [1, 2). StateTensors against the quotients of all such a and b.
 #include <algorithm>
 
 #include "cuda/adamw_groups.h"
@@ -160,6 +160,44 @@ __device__ __forceinline__ void spread(float (&to)[2][4], const float4& a, const
   to[1][0] = b.x, to[1][1] = b.y, to[1][2] = b.z, to[1][3] = b.w;
 }
 
+// The codes of a group, four lanes' share: new moments from shared memory, rounded under the group's new constants.
+template <Format F>
+__device__ __forceinline__ void encode_group(const Work& work, int quartet, int own, int written, uint32_t tiny,
+                                             uint8_t* of_first, uint8_t* of_second) {
+  const int lane = threadIdx.x & 31;
+  const EncodeParams* to = work.coming[quartet];
+  const float4 a = *reinterpret_cast<const float4*>(to), b = *reinterpret_cast<const float4*>(to + 1);
+  // What counts as zero could be stretched to a code: its lane takes the exact formula.
+  const uint32_t all_first = to[0].doubtful | (tiny & 1u) ? ALL : 0u;
+  const uint32_t all_second = to[1].doubtful | (tiny & 2u) ? ALL : 0u;
+  of_first += own, of_second += own;
+#pragma unroll 1
+  for (int turn = 0; turn < TURNS; ++turn, of_first += 4 * EACH, of_second += 4 * EACH) {
+    uint32_t codes[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float4 *at_m = &work.moments[turn][0][i][lane], *at_v = &work.moments[turn][1][i][lane];
+      const float4 m = *at_m;
+      uint32_t open_first, open_second;
+      uint32_t made_first = approx_encode<F>(m, a.x, a.y, a.z, a.w, open_first);
+      uint32_t made_second = approx_encode<F>(*at_v, b.x, b.y, b.z, b.w, open_second);
+      open_first |= all_first, open_second |= all_second;
+      if ((open_first | open_second) != 0) {
+        made_first = exact_fallback<F>(made_first, open_first, &at_m->x, to[0]);
+        made_second = exact_fallback<F>(made_second, open_second, &at_v->x, to[1]);
+      }
+      const uint32_t high = __byte_perm(float_bits(m.z), float_bits(m.w), 0x7300);
+      const uint32_t signs = __byte_perm(__byte_perm(float_bits(m.x), float_bits(m.y), 0x0073), high, 0x7610);
+      codes[0][i] = made_first | (signs & 0x80808080u);
+      codes[1][i] = made_second;
+    }
+    if (turn * 4 * EACH + own < written) {
+      __stcs(reinterpret_cast<uint2*>(of_first), make_uint2(codes[0][0], codes[0][1]));
+      __stcs(reinterpret_cast<uint2*>(of_second), make_uint2(codes[1][0], codes[1][1]));
+    }
+  }
+}
+
 template <Format F, bool BF16_GRADIENT>
 __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __restrict__ items,
                                                             const Numbers* __restrict__ numbers, int count,
@@ -184,9 +222,10 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
     const Item& item = items[which];
     const int64_t group = (unit - item.first) * GROUPS;
     const Span span = locate(item, group + quartet);
-    const Held& mine = item.moments[side];
+    const StateTensors& mine = item.moments[side];
     const float own_scale = mine.scale[span.index], own_exponent = mine.exponent[span.index];
-    DecodeParams past{log2_float(own_scale >= TINY ? own_scale : 1.0f), divide(1.0f, own_exponent), mine.center[span.index], 0};
+    DecodeParams past{log2_float(own_scale >= TINY ? own_scale : 1.0f), divide(1.0f, own_exponent),
+                      mine.center[span.index], 0};
     if (!__all_sync(ALL, past.ordinary<F>(own_scale))) {
       Found none;
 #pragma unroll 1
@@ -272,38 +311,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
       }
     }
     __syncwarp();
-    // --- encode ---
-    const EncodeParams* to = work.coming[quartet];
-    const float4 a = *reinterpret_cast<const float4*>(to), b = *reinterpret_cast<const float4*>(to + 1);
-    // What counts as zero could be stretched to a code: its lane takes the exact formula.
-    const uint32_t all_first = to[0].doubtful | (found.tiny & 1u) ? ALL : 0u;
-    const uint32_t all_second = to[1].doubtful | (found.tiny & 2u) ? ALL : 0u;
-    of_first += own, of_second += own;
-#pragma unroll 1
-    for (int turn = 0; turn < TURNS; ++turn, of_first += 4 * EACH, of_second += 4 * EACH) {
-      uint32_t codes[2][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const float4 *at_m = &work.moments[turn][0][i][lane], *at_v = &work.moments[turn][1][i][lane];
-        const float4 m = *at_m;
-        uint32_t open_first, open_second;
-        uint32_t made_first = approx_encode<F>(m, a.x, a.y, a.z, a.w, open_first);
-        uint32_t made_second = approx_encode<F>(*at_v, b.x, b.y, b.z, b.w, open_second);
-        open_first |= all_first, open_second |= all_second;
-        if ((open_first | open_second) != 0) {
-          made_first = exact_fallback<F>(made_first, open_first, &at_m->x, to[0]);
-          made_second = exact_fallback<F>(made_second, open_second, &at_v->x, to[1]);
-        }
-        const uint32_t high = __byte_perm(float_bits(m.z), float_bits(m.w), 0x7300);
-        const uint32_t signs = __byte_perm(__byte_perm(float_bits(m.x), float_bits(m.y), 0x0073), high, 0x7610);
-        codes[0][i] = made_first | (signs & 0x80808080u);
-        codes[1][i] = made_second;
-      }
-      if (turn * 4 * EACH + own < span.written) {
-        __stcs(reinterpret_cast<uint2*>(of_first), make_uint2(codes[0][0], codes[0][1]));
-        __stcs(reinterpret_cast<uint2*>(of_second), make_uint2(codes[1][0], codes[1][1]));
-      }
-    }
+    encode_group<F>(work, quartet, own, span.written, found.tiny, of_first, of_second);
   }
 }
 

@@ -141,35 +141,37 @@ __device__ __forceinline__ void write_first(Store store, void* data, int64_t at,
   }
 }
 
-__device__ __forceinline__ void read_weights(Master master, const Item& item, int64_t at, int count, bool whole,
-                                             float scale, float (&w)[VECTOR]) {
-  if (master == Master::FP32) read_floats<Fp32>(item.parameter, at, count, whole, scale, w);
-  else if (master == Master::BF16) read_floats<Bf16>(item.parameter, at, count, whole, scale, w);
-  else read_floats<Fp16>(item.master, at, count, whole, scale, w);
+__device__ __forceinline__ void read_weights(Master master, const How& how, const Item& item, int64_t at, int count,
+                                             bool whole, float scale, float (&w)[VECTOR]) {
+  if (scaled(master)) read_floats<Fp16>(item.master, at, count, whole, scale, w);
+  else if (master == Master::FP32 || how.fp32_parameter) read_floats<Fp32>(item.parameter, at, count, whole, scale, w);
+  else read_floats<Bf16>(item.parameter, at, count, whole, scale, w);
 }
 
 // The eight draws: one call where eight neighbours are in one row.
-__device__ __forceinline__ void draws_of(const Item& item, uint64_t seed, int64_t at, uint32_t (&bits)[VECTOR]) {
-  const int64_t row = at / item.columns, column = at - row * item.columns;
+__device__ __forceinline__ void draws_of(const Item& item, const Numbers& numbers, int64_t at,
+                                         uint32_t (&bits)[VECTOR]) {
   if (item.columns % VECTOR == 0) {
-    const Words words = random_words(seed, row, column >> 3);
+    const int64_t row = at / item.columns, column = at - row * item.columns + numbers.origin[1];
+    const Words words = random_words(numbers.seed, row + numbers.origin[0], column >> 3);
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) bits[i] = bits_of(words, i);
   } else {
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) bits[i] = draw_of(seed, at + i, item.columns);
+    for (int i = 0; i < VECTOR; ++i) bits[i] = draw_of(numbers, at + i, item.columns);
   }
 }
 
-__device__ __forceinline__ void write_weights(Master master, const Item& item, int64_t at, int count, bool whole,
-                                              TileScale to, uint64_t seed, const float (&w)[VECTOR]) {
+__device__ __forceinline__ void write_weights(Master master, const How& how, const Item& item, int64_t at,
+                                              int count, bool whole, TileScale to, const Numbers& numbers,
+                                              const float (&w)[VECTOR]) {
   if (master == Master::FP32) return write_eight(Store::FP32, item.parameter, at, count, whole, 1.0f, w);
   uint32_t bits[VECTOR];
-  if (master != Master::FP16) draws_of(item, seed, at, bits);
-  Codes<Format::BF16> values;
+  if (master != Master::FP16) draws_of(item, numbers, at, bits);
+  uint16_t values[VECTOR];
   if (master == Master::BF16) {
 #pragma unroll
-    for (int i = 0; i < VECTOR; ++i) values.put(i, encode_stochastic<Format::BF16>(w[i], bits[i]));
+    for (int i = 0; i < VECTOR; ++i) values[i] = encode_stochastic<Format::BF16>(w[i], bits[i]);
   } else {
     Codes<Format::FP16> codes;
 #pragma unroll
@@ -177,11 +179,20 @@ __device__ __forceinline__ void write_weights(Master master, const Item& item, i
       const float v = w[i] * to.inverse;
       const uint16_t code = master == Master::FP16 ? write_fp16(v) : encode_stochastic<Format::FP16>(v, bits[i]);
       codes.put(i, code);
-      values.put(i, bf16_bits(__half2float(__ushort_as_half(code)) * to.scale));
+      values[i] = bf16_bits(__half2float(__ushort_as_half(code)) * to.scale);
     }
     keep(codes, item.master, at, count, whole);
   }
-  keep(values, item.parameter, at, count, whole);
+  if (how.fp32_parameter) {
+    Codes<Format::FP32> wide;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) wide.put(i, bf16_value(values[i]));
+    return keep(wide, item.parameter, at, count, whole);
+  }
+  Codes<Format::BF16> narrow;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) narrow.put(i, values[i]);
+  keep(narrow, item.parameter, at, count, whole);
 }
 
 // PLAIN: everything FP32, known when the kernel is compiled.
@@ -203,13 +214,13 @@ __global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__
   for (int i = 0; i < 2; ++i) {
     if (!scaled(stores[i])) continue;
     old_scale[i] = *item.moments[i].scale;
-    if (pass == Pass::UPDATE) to[i] = scale_of(stores[i], numbers[which].maxima[i]);
+    if (pass == Pass::UPDATE) to[i] = scale_of(stores[i], numbers[which].amax[i]);
   }
   if (scaled(master)) {
     old_scale[2] = *item.master_scale;
-    if (pass == Pass::UPDATE) to[2] = scale_of(Store::FP16, numbers[which].maxima[2]);
+    if (pass == Pass::UPDATE) to[2] = scale_of(Store::FP16, numbers[which].amax[2]);
   }
-  uint32_t maxima[3] = {0, 0, 0};
+  uint32_t amax[3] = {0, 0, 0};
   double squares = 0.0;
   int64_t at = (blockIdx.x - item.first) * SHARE + threadIdx.x * VECTOR;
 #pragma unroll 1
@@ -217,13 +228,13 @@ __global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__
     if (at >= item.numbers) break;
     const int some = static_cast<int>(min(static_cast<int64_t>(VECTOR), item.numbers - at));
     const bool whole = item.aligned && some == VECTOR;
-    const bool weights = pass == Pass::UPDATE || (pass == Pass::MAXIMA && scaled(master));
+    const bool weights = pass == Pass::UPDATE || (pass == Pass::AMAX && scaled(master));
     float g[VECTOR], m[VECTOR], v[VECTOR], w[VECTOR], old[VECTOR];
     if (!PLAIN && how.bf16_gradient) read_floats<Bf16>(item.gradient, at, some, whole, 1.0f, g);
     else read_floats<Fp32>(item.gradient, at, some, whole, 1.0f, g);
     read_eight(stores[0], item.moments[0].codes, at, some, whole, old_scale[0], m);
     read_eight(stores[1], item.moments[1].codes, at, some, whole, old_scale[1], v);
-    if (weights) read_weights(master, item, at, some, whole, old_scale[2], w);
+    if (weights) read_weights(master, how, item, at, some, whole, old_scale[2], w);
     if (grad_scale != 1.0f) {
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) g[i] = divide(g[i], grad_scale);
@@ -237,19 +248,19 @@ __global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__
       if (i >= some) continue;
       if constexpr (pass == Pass::SQUARES) {
         squares += static_cast<double>(update_square(g[i], v[i], numbers[which].correction2, how.floor));
-      } else if constexpr (pass == Pass::MAXIMA) {
-        maxima[0] = larger_magnitude(maxima[0], m[i]);
-        maxima[1] = larger_magnitude(maxima[1], v[i]);
-        if (weights) maxima[2] = larger_magnitude(maxima[2], w[i]);
+      } else if constexpr (pass == Pass::AMAX) {
+        amax[0] = larger_magnitude(amax[0], m[i]);
+        amax[1] = larger_magnitude(amax[1], v[i]);
+        if (weights) amax[2] = larger_magnitude(amax[2], w[i]);
       }
     }
     if constexpr (pass == Pass::UPDATE) {
       write_first(stores[0], item.moments[0].codes, at, some, whole, to[0], how, m, old);
       write_eight(stores[1], item.moments[1].codes, at, some, whole, to[1].inverse, v);
-      write_weights(master, item, at, some, whole, to[2], numbers[which].seed, w);
+      write_weights(master, how, item, at, some, whole, to[2], numbers[which], w);
     }
   }
-  if constexpr (pass == Pass::MAXIMA) leave_maxima(maxima, numbers[which], how, scratch);
+  if constexpr (pass == Pass::AMAX) leave_amax(amax, numbers[which], how, scratch);
   if constexpr (pass == Pass::SQUARES) leave_sum(squares, partial + blockIdx.x, sums);
 }
 
@@ -261,7 +272,7 @@ void launch_flat(Pass pass, const Table& table, const How& how, cudaStream_t str
   const bool plain = how.stores[0] == Store::FP32 && how.stores[1] == Store::FP32 && how.master == Master::FP32 &&
                      !how.bf16_gradient;
   const auto kernel = pass == Pass::SQUARES  ? step_flat<Pass::SQUARES, false>
-                      : pass == Pass::MAXIMA ? step_flat<Pass::MAXIMA, false>
+                      : pass == Pass::AMAX ? step_flat<Pass::AMAX, false>
                       : plain                ? step_flat<Pass::UPDATE, true>
                                              : step_flat<Pass::UPDATE, false>;
   kernel<<<table.units, THREADS, 0, stream>>>(table.items, table.numbers, table.count, how, table.partial);

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(THREADS, 2) step_groups(const Item* __restrict
   if (index < item.numbers / item.length * item.per_segment) {  // whole warps
     step_group<pass>(item, numbers[which], how, index, logs, found);
   }
-  if constexpr (pass == Pass::MAXIMA) leave_maxima(found.maxima, numbers[which], how, scratch);
+  if constexpr (pass == Pass::AMAX) leave_amax(found.amax, numbers[which], how, scratch);
   if constexpr (pass == Pass::SQUARES) leave_sum(found.squares, partial + blockIdx.x, sums);
 }
 
@@ -35,7 +35,7 @@ int64_t group_units(const Item& item, const How&) {
 
 void launch_groups(Pass pass, const Table& table, const How& how, cudaStream_t stream) {
   const auto kernel = pass == Pass::SQUARES  ? step_groups<Pass::SQUARES>
-                      : pass == Pass::MAXIMA ? step_groups<Pass::MAXIMA>
+                      : pass == Pass::AMAX ? step_groups<Pass::AMAX>
                                              : step_groups<Pass::UPDATE>;
   kernel<<<table.units, THREADS, 0, stream>>>(table.items, table.numbers, table.count, how, table.partial);
   check_launch("adamw");

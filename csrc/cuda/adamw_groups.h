@@ -29,7 +29,7 @@ struct Coding {
   bool finite;
   TileScale to_scale;
 
-  __device__ __forceinline__ Coding(Store store, const Held& held, int64_t index, const CodeLogs& table)
+  __device__ __forceinline__ Coding(Store store, const StateTensors& held, int64_t index, const CodeLogs& table)
       : store(store), codes(static_cast<uint8_t*>(held.codes)), logs(table.of[store == Store::EXPANDED_E5M2]),
         scale(1.0f), log_scale(0.0f), inverse(1.0f), center(1.0f), to{}, finite(true), to_scale{1.0f, 1.0f} {
     if (expanded(store)) {
@@ -61,7 +61,7 @@ struct Coding {
     write(at, x);
     if (!expanded(store)) decay_one(store, codes, at, x, old, to_scale.scale, how);
   }
-  __device__ __forceinline__ void leave(const Held& held, int64_t index) const {
+  __device__ __forceinline__ void leave(const StateTensors& held, int64_t index) const {
     if (!expanded(store)) return;
     held.scale[index] = to.scale;
     held.exponent[index] = to.exponent;
@@ -69,9 +69,9 @@ struct Coding {
   }
 };
 
-// What a warp finds of its group: maxima of the new state, each lane its own; the sum of update_square.
+// What a warp finds of its group: amax of the new state, each lane its own; the sum of update_square.
 struct Found {
-  uint32_t maxima[3] = {0, 0, 0};
+  uint32_t amax[3] = {0, 0, 0};
   double squares = 0.0;
 };
 
@@ -90,12 +90,12 @@ __device__ __forceinline__ void step_group(const Item& item, const Numbers& numb
     const float m = next_first(first.read(at), g, how.constants), v = next_second(second.read(at), g, how.constants);
     if constexpr (pass == Pass::SQUARES) {
       found.squares += static_cast<double>(update_square(g, v, numbers.correction2, how.floor));
-    } else if constexpr (pass == Pass::MAXIMA) {
-      found.maxima[0] = larger_magnitude(found.maxima[0], m);
-      found.maxima[1] = larger_magnitude(found.maxima[1], v);
+    } else if constexpr (pass == Pass::AMAX) {
+      found.amax[0] = larger_magnitude(found.amax[0], m);
+      found.amax[1] = larger_magnitude(found.amax[1], v);
       if (!scaled(how.master)) continue;
-      const float w = read_master(how.master, item, at, old_scale);
-      found.maxima[2] = larger_magnitude(found.maxima[2], next_weight(w, m, v, how.constants, rate));
+      const float w = read_master(how, item, at, old_scale);
+      found.amax[2] = larger_magnitude(found.amax[2], next_weight(w, m, v, how.constants, rate));
     } else {
       firsts.add(m);
       seconds.add(v);
@@ -104,17 +104,17 @@ __device__ __forceinline__ void step_group(const Item& item, const Numbers& numb
   if constexpr (pass == Pass::UPDATE) {
     firsts.over_warp();
     seconds.over_warp();
-    first.aim(firsts, numbers.maxima[0]);
-    second.aim(seconds, numbers.maxima[1]);
+    first.aim(firsts, numbers.amax[0]);
+    second.aim(seconds, numbers.amax[1]);
     const bool draws = how.master == Master::FP16_STOCHASTIC || how.master == Master::BF16;
-    const TileScale to = scaled(how.master) ? scale_of(Store::FP16, numbers.maxima[2]) : TileScale{1.0f, 1.0f};
+    const TileScale to = scaled(how.master) ? scale_of(Store::FP16, numbers.amax[2]) : TileScale{1.0f, 1.0f};
     for (int64_t at = start + lane; at < start + count; at += 32) {
       const float g = read_gradient(how, item, at, grad_scale), old = first.read(at);
       const float m = next_first(old, g, how.constants), v = next_second(second.read(at), g, how.constants);
-      const float w = next_weight(read_master(how.master, item, at, old_scale), m, v, how.constants, rate);
+      const float w = next_weight(read_master(how, item, at, old_scale), m, v, how.constants, rate);
       first.write(at, m, old, how);
       second.write(at, v);
-      write_master(how.master, item, at, w, to, draws ? draw_of(numbers.seed, at, item.columns) : 0u);
+      write_master(how, item, at, w, to, draws ? draw_of(numbers, at, item.columns) : 0u);
     }
     __syncwarp();
     if (lane == 0) {

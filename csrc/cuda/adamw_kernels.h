@@ -1,4 +1,4 @@
-// The fused AdamW's kernels, and what its passes leave behind: maxima by atomics, whose order changes nothing, and sums
+// The fused AdamW's kernels, and what its passes leave behind: amax by atomics, whose order changes nothing, and sums
 // of FP64, one a block, which are added up in a fixed order.
 #pragma once
 
@@ -28,15 +28,15 @@ void launch_expanded(const Table& table, const How& how, cudaStream_t stream);
 #if defined(__CUDACC__)
 
 // scratch: a word a warp. All threads of the block come here.
-__device__ __forceinline__ void leave_maxima(const uint32_t (&maxima)[3], Numbers& numbers, const How& how,
+__device__ __forceinline__ void leave_amax(const uint32_t (&amax)[3], Numbers& numbers, const How& how,
                                              uint32_t* scratch) {
   const bool wanted[3] = {scaled(how.stores[0]), scaled(how.stores[1]), scaled(how.master)};
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     if (!wanted[i]) continue;  // the same for all threads
-    const uint32_t found = block_largest(maxima[i], scratch);
-    if (threadIdx.x == 0 && found > *const_cast<volatile uint32_t*>(&numbers.maxima[i])) {
-      atomicMax(&numbers.maxima[i], found);
+    const uint32_t found = block_largest(amax[i], scratch);
+    if (threadIdx.x == 0 && found > *const_cast<volatile uint32_t*>(&numbers.amax[i])) {
+      atomicMax(&numbers.amax[i], found);
     }
   }
 }

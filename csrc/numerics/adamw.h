@@ -1,4 +1,4 @@
-// AdamW's update of one element in FP32, each operation rounded by itself, in the order of ops/updates.py `update`.
+// AdamW's update of one element in FP32, each operation rounded by itself, in the order of ops/adamw.py `AdamWRule`.
 #pragma once
 
 #include "numerics/rounding.h"
@@ -46,7 +46,7 @@ LOWPREC_HD float next_weight(float w, float m, float v, const AdamConstants& of,
 }
 
 // The code of a first moment x, rounded to nearest under `scale`, or the next one towards zero where it would stay at or
-// above `old` for lack of codes (ops/updates.py `decaying`).
+// above `old` for lack of codes (ops/codecs.py `decaying`).
 template <Format F>
 LOWPREC_HD typename Grid<F>::Code decaying(typename Grid<F>::Code code, float x, float old, float scale,
                                            const AdamConstants& of) {

@@ -7,12 +7,14 @@ so the cases are the same everywhere.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import library, reference, updates
+from lowprec_train.ops import library, reference
+from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
 from lowprec_train.ops.formats import parse_format
 from lowprec_train.ops.philox import random_bits
 
@@ -198,56 +200,91 @@ def _decoded(made: Cases) -> Cases:
 
 
 def _step(
-    first: str,
-    second: str,
-    master: str,
+    first: StateCodec,
+    second: StateCodec,
+    master: StateCodec = FP32,
     *,
     found: float = 0.0,
     dtype: torch.dtype = torch.float32,
     beta1: float = 0.9,
-) -> Any:
-    """A third step of two matrices, rows of one number among them, whose state the reference has coded."""
-    shapes, segments, group = [(5, 1024), (6, 72), (7, 1)], [8, 8, 1], 128
-    weights = [values(*shape, seed=51, edges=False).clamp(-4, 4) * 0.02 for shape in shapes]
-    firsts = [values(*shape, seed=53) * 1e-5 for shape in shapes]
-    seconds = [x.square() for x in firsts]
-    draws, index = "stochastic" in master, torch.arange(len(shapes))
-    seed = torch.tensor(7) if draws else None
-
-    def coded(codec: str, of: list[Tensor], seed: Tensor | None = None) -> list[tuple[Tensor, ...]]:
-        pairs = zip(of, segments, strict=True)
-        return [updates.encode(codec, x, group, count, seed) for x, count in pairs]
-
-    held = coded(master, weights, seed)
-    scaled = "scaled" in master
-    params = [(w[0].float() * w[1]).bfloat16() if scaled else w[0] for w in held]
-    arguments = (
-        params,
-        [(values(*shape, seed=57, edges=False) * 1e-5).to(dtype) for shape in shapes],
-        *([part.clone() for parts in coded(*each) for part in parts] for each in ((first, firsts), (second, seconds))),
-        [part for parts in held for part in parts] if scaled else [],
-        [torch.tensor(2.0) for _ in shapes],
-        1.0 - torch.tensor([[beta1], [0.95]], dtype=torch.float64).expand(2, len(shapes)).contiguous() ** 3,
-        index if draws else None,
-        torch.tensor(3.0),
-        torch.tensor(found),
-    )
-    return *arguments, first, second, master, group, segments, 1234, 1e-3, beta1, 0.95, 1e-8, 0.1, False
-
-
-def _adamw() -> Cases:
-    coat, fp8lm = ("E4M3 expanded", "E4M3 expanded"), ("E4M3 scaled", "FP16 scaled")
+    shards: bool = False,
+) -> dict[str, Any]:
+    """A third step of two matrices, rows of one number among them, whose state the reference has coded. The arguments
+    of `adamw` by name. shards: of larger tensors, the last one empty; their parameters are FP32.
+    """
+    shapes, segments, group = [(5, 1024), (6, 72), (7, 1)] + [(0, 64)] * shards, [8, 8, 1] + [8] * shards, 128
+    codecs = StateCodecs((("exp_avg", first), ("exp_avg_sq", second)), master)
+    held: dict[str, list[Tensor]] = {"params": [], "exp_avg": [], "exp_avg_sq": [], "master": []}
+    for shape, count in zip(shapes, segments, strict=True):
+        m = values(8, shape[1], seed=53)[: shape[0]] * 1e-5
+        w = values(8, shape[1], seed=51, edges=False)[: shape[0]].clamp(-4, 4) * 0.02
+        parts = codecs.encode(
+            {"exp_avg": m, "exp_avg_sq": m.square(), "master": w}, segments=count, seed=torch.tensor(7)
+        )
+        value = parts.pop("parameter")
+        held["params"].append(value.float().clone() if shards else value.clone())
+        for name, _ in codecs.kept:
+            held[name] += [part.clone() for part in parts_of(parts, name).values()]
+    size = len(shapes)
+    whole = {"rms": None, "amax": None, "origins": None} if not shards else {
+        "rms": torch.linspace(0.5, 2.0, size),
+        "amax": torch.tensor([[2e-3, 1e-4, 0.5]]) * torch.arange(1, size + 1)[:, None],
+        "origins": torch.tensor([[0, 8], [3, 72], [70000, 0], [5, 0]]),
+    }  # fmt: skip
     return {
-        "FP32": _step("FP32", "FP32", "FP32"),
-        "expanded": _step(*coat, "FP32"),
-        "expanded, BF16 gradients": _step("E5M2 expanded", "E5M2 expanded", "FP32", dtype=torch.bfloat16),
-        "expanded, skipped": _step(*coat, "FP32", found=1.0),
-        "scaled": _step(*fp8lm, "FP16 scaled"),
-        "BF16": _step("BF16", "BF16", "BF16, stochastic", dtype=torch.bfloat16),
-        "BF16, slow": _step("BF16", "FP32", "FP32", beta1=0.999),
-        "scaled, slow": _step("FP16 scaled", "FP16 scaled", "FP32", beta1=0.99),
-        "mixed": _step("E5M2 scaled", "E4M3 expanded", "FP16 scaled, stochastic"),
+        "params": held["params"],
+        "grads": [(values(8, k, seed=57, edges=False)[:n] * 1e-5).to(dtype) for n, k in shapes],
+        "first": held["exp_avg"],
+        "second": held["exp_avg_sq"],
+        "masters": held["master"],
+        "steps": [torch.tensor(2.0) for _ in shapes],
+        "grad_scale": torch.tensor(3.0),
+        **whole,
+        "indices": torch.arange(size) if master.stochastic else None,
+        "found_inf": torch.tensor(found),
+        "codecs": [field for _, codec in codecs.named for field in (codec.format, codec.scaling)],
+        "stochastic": master.stochastic,
+        "group": group,
+        "segments": segments,
+        "seed": 1234,
+        "rates": (1e-3, beta1, 0.95, 1e-8, 0.1),
+        "clip": False,
     }
+
+
+def _adamw() -> dict[str, dict[str, Any]]:
+    bf16, fp16, e4m3, e5m2 = StateCodec("BF16"), *(StateCodec(f, "tensor") for f in ("FP16", "E4M3", "E5M2"))
+    coat, coat_e5m2 = (StateCodec(f, "expanded", 128) for f in ("E4M3", "E5M2"))
+    drawn = {"BF16": StateCodec("BF16", stochastic=True), "FP16": StateCodec("FP16", "tensor", stochastic=True)}
+    return {
+        "FP32": _step(FP32, FP32),
+        "expanded": _step(coat, coat),
+        "expanded, BF16 gradients": _step(coat_e5m2, coat_e5m2, dtype=torch.bfloat16),
+        "expanded, skipped": _step(coat, coat, found=1.0),
+        "expanded, shards": _step(coat, coat, drawn["BF16"], shards=True),
+        "scaled": _step(e4m3, fp16, fp16),
+        "scaled, shards": _step(e4m3, fp16, drawn["FP16"], shards=True),
+        "BF16": _step(bf16, bf16, drawn["BF16"], dtype=torch.bfloat16),
+        "BF16, slow": _step(bf16, FP32, beta1=0.999),
+        "BF16, shards": _step(bf16, bf16, drawn["BF16"], shards=True),
+        "scaled, slow": _step(fp16, fp16, beta1=0.99),
+        "mixed": _step(e5m2, coat, drawn["FP16"]),
+    }
+
+
+def _arguments(op: str) -> Cases:
+    """Of `adamw` and of what finds its statistics, in the order of the schema."""
+    own = ("amax", "origins", "indices", "found_inf", "stochastic", "seed", "clip") if op != "adamw" else ()
+    made = {}
+    for name, named in _adamw().items():
+        kept = {key: value for key, value in named.items() if key not in own}
+        codecs, rates = kept.pop("codecs"), kept.pop("rates")
+        ordered = list(kept.items())
+        at = [key for key, _ in ordered].index("stochastic" if op == "adamw" else "group")
+        clip = [ordered.pop()[1]] if op == "adamw" else []
+        before, after = ([value for _, value in part] for part in (ordered[:at], ordered[at:]))
+        made[name] = (*before, *codecs, *after, *rates, *clip)
+    return made
 
 
 def _normed(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, group: int) -> tuple[Any, ...]:
@@ -335,7 +372,7 @@ def cases(op: str) -> Cases:
             "tensor": (values(5, 36), values(5, 36, seed=8).bfloat16(), torch.tensor([[0.5]]), 5.0, 3.0),
             "rows": (values(5, 36), values(5, 36, seed=8), values(5, 1, seed=9, edges=False).abs(), 5.0, 3.0),
         },
-        "adamw": _adamw,
+        **{op: partial(_arguments, op) for op in ("adamw", "adamw_squares", "adamw_amax")},
         "norm_keep": _norm_keep,
         "norm_keep_backward": lambda: _backward("norm_keep", slice(2, 4)),
         "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import gated, kernels, pairs, producers, reference, rotated, states, tensor_cores, updates
+from lowprec_train.ops import adamw, gated, kernels, pairs, producers, reference, rotated, states, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
@@ -79,7 +79,8 @@ def _dequantize_expanded(codes, scale, exponent, center, format, group, segments
 
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
-EAGER |= {"rotate_fold": rotated.rotate_fold, "adamw": updates.adamw}
+EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
+EAGER |= {"rotate_fold": rotated.rotate_fold}
 EAGER |= {"gated_silu": gated.gated_silu, "gated_silu_backward": gated.gated_silu_backward}
 EAGER |= {name: getattr(producers, name) for name in SCHEMAS if "_keep" in name}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}

@@ -14,6 +14,15 @@ from torch import Tensor
 
 from lowprec_train.ops.formats import parse_format
 
+_CODECS = (
+    "str first_format, str first_scaling, str second_format, str second_scaling, str master_format, str master_scaling"
+)
+_ADAMW_STATS = (
+    "(Tensor[] params, Tensor[] grads, Tensor[] first, Tensor[] second, Tensor[] masters, Tensor[] steps,"
+    f" Tensor? grad_scale, Tensor? rms, {_CODECS}, int group, int[] segments, float lr, float beta1, float beta2,"
+    " float eps, float weight_decay) -> Tensor"
+)
+
 SCHEMAS = {
     "quantize": (
         "(Tensor x, str format, int[2] tile, str scale_rule, float headroom, int span, str rounding, Tensor? seed,"
@@ -64,10 +73,12 @@ SCHEMAS = {
     "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor amax)",
     "adamw": (
         "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] first, Tensor(c!)[] second, Tensor(d!)[] masters,"
-        " Tensor(e!)[] steps, Tensor corrections, Tensor? indices, Tensor? grad_scale, Tensor? found_inf,"
-        " str first_codec, str second_codec, str master_codec, int group, int[] segments, int seed, float lr,"
-        " float beta1, float beta2, float eps, float weight_decay, bool clip) -> ()"
+        " Tensor(e!)[] steps, Tensor? grad_scale, Tensor? rms, Tensor? amax, Tensor? origins, Tensor? indices,"
+        f" Tensor? found_inf, {_CODECS}, bool stochastic, int group, int[] segments, int seed, float lr, float beta1,"
+        " float beta2, float eps, float weight_decay, bool clip) -> ()"
     ),
+    "adamw_squares": _ADAMW_STATS,
+    "adamw_amax": _ADAMW_STATS,
     "norm_keep": (
         "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group)"
         " -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)"
@@ -271,6 +282,8 @@ FAKES: dict[str, Callable] = {
     "dequantize_expanded": _as_float32,
     "dge": _dge,
     "adamw": _in_place,
+    "adamw_squares": lambda params, *_: params[0].new_empty(len(params), dtype=torch.float64),
+    "adamw_amax": lambda params, *_: params[0].new_empty((len(params), 3), dtype=torch.float32),
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,
     "norm_keep": _norm_keep,

@@ -26,7 +26,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     if (a.shape, a.dtype, a.is_contiguous()) != (b.shape, b.dtype, b.is_contiguous()):
         return False
     a, b = a.contiguous().flatten(), b.contiguous().flatten()
-    differ = (a.view(torch.uint8) != b.view(torch.uint8)).unflatten(0, (a.numel(), -1)).any(1)
+    differ = (a.view(torch.uint8) != b.view(torch.uint8)).view(a.numel(), a.element_size()).any(1)
     return not bool((differ & ~(a.float().isnan() & b.float().isnan())).any())
 
 

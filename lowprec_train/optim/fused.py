@@ -1,106 +1,106 @@
-"""AdamW's step on many tensors in a few launches: our kernel, or torch's for what is FP32 throughout."""
+"""AdamW's step on many tensors in a few launches: our op, or torch's kernel for what is FP32 throughout."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from lowprec_train.ops.adamw import AdamWRule
+from lowprec_train.ops.codecs import PARTS, flat
 from lowprec_train.ops.library import SERVED
-from lowprec_train.optim.slots import Held, Wording, listed, steps_after, wording
+from lowprec_train.optim.batch import Batch
 
 
-def step_plain(
-    group: dict[str, Any], members: Sequence[Held], grad_scale: Tensor | None, found_inf: Tensor | None
-) -> None:
-    """Update FP32 parameters with FP32 moments."""
-    beta1, beta2 = group["betas"]
-    adamw(
-        params=[held.parameter for held in members],
-        grads=[held.gradient for held in members],
-        exp_avgs=[held.state["exp_avg"] for held in members],
-        exp_avg_sqs=[held.state["exp_avg_sq"] for held in members],
-        max_exp_avg_sqs=[],
-        state_steps=[held.state["step"] for held in members],
-        fused=True,
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-        amsgrad=False,
-        maximize=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-    )
+@dataclass(frozen=True, kw_only=True)
+class FusedAdamW(Batch):
+    """`lowprec::adamw` and what finds its statistics: one op each, whatever the number of parameters."""
 
+    rule: AdamWRule
 
-def step_served(
-    group: dict[str, Any],
-    members: Sequence[Held],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    *,
-    seed: int,
-    clip: bool,
-) -> list[Held]:
-    """Update what our kernel serves, the tensors of like codecs in one call; returns the rest. It knows of no other
-    rank and of no place in a whole: pieces that need these are left.
-    """
-    alike: dict[tuple[Wording, torch.dtype, torch.device], list[Held]] = {}
-    rest = []
-    for held in members:
-        words, parameter = wording(held.slot), held.parameter
-        served = "adamw" in SERVED.get(parameter.device.type, ()) and parameter.is_contiguous() and not held.empty
-        if words is None or not served or not held.slot.placeless or (clip and held.slot.holders is not None):
-            rest.append(held)
-        else:
-            alike.setdefault((words, held.gradient.dtype, parameter.device), []).append(held)
-    for (words, dtype, _), those in alike.items():
-        gradients = [held.gradient.contiguous() for held in those]
-        if dtype not in (torch.float32, torch.bfloat16):
+    @staticmethod
+    def serves(batch: Batch) -> bool:
+        """Whether the ops can take these: AdamW, row-major parameters, one length of groups."""
+        groups = {codec.group for _, codec in batch.codecs.moments if codec.expanded}
+        return isinstance(batch.rule, AdamWRule) and len(groups) < 2 and batch.members[0].parameter.is_contiguous()
+
+    def squares(self) -> Tensor:
+        squares: Tensor = torch.ops.lowprec.adamw_squares(*self._tensors(None), *self._numbers())
+        return squares
+
+    def amax(self, rms: Tensor | None) -> Tensor:
+        amax: Tensor = torch.ops.lowprec.adamw_amax(*self._tensors(rms), *self._numbers())
+        return amax
+
+    def step(self, rms: Tensor | None, amax: Tensor | None) -> None:
+        draws = self.codecs.master.stochastic
+        origins = None if self.group is None or not draws else torch.stack([each.origin for each in self.members])
+        *codecs, group, segments, lr, beta1, beta2, eps, weight_decay = self._numbers()
+        torch.ops.lowprec.adamw(
+            *self._tensors(rms),
+            amax,
+            origins,
+            self.indices() if draws else None,
+            self.found_inf,
+            *codecs,
+            draws,
+            group,
+            segments,
+            self.seed,
+            *(lr, beta1, beta2, eps, weight_decay),
+            self.rule.clip_updates,
+        )
+
+    def _tensors(self, rms: Tensor | None) -> tuple[Any, ...]:
+        """The ops' tensors, as far as they share them."""
+        gradients = [each.gradient.contiguous() for each in self.members]
+        if gradients[0].dtype not in (torch.float32, torch.bfloat16):
             gradients = [gradient.float() for gradient in gradients]
-        _call(group, words, those, gradients, grad_scale, found_inf, seed, clip)
-    return rest
+        keys = {name: flat(name, dict.fromkeys(PARTS[codec.scaling])) for name, codec in self.codecs.kept}
+        held = [
+            [each.state[key] for each in self.members for key in keys.get(name, ())] for name, _ in self.codecs.named
+        ]
+        steps = [each.state["step"] for each in self.members]
+        return [each.parameter for each in self.members], gradients, *held, steps, self.grad_scale, rms
+
+    def _numbers(self) -> tuple[Any, ...]:
+        fields = [field for _, codec in self.codecs.named for field in (codec.format, codec.scaling)]
+        group = max(codec.group for _, codec in self.codecs.moments)
+        segments = [each.segments for each in self.members]
+        rule = self.rule
+        return *fields, group, segments, self.lr, rule.beta1, rule.beta2, rule.eps, self.weight_decay
 
 
-def _call(
-    group: dict[str, Any],
-    words: Wording,
-    members: list[Held],
-    gradients: list[Tensor],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    seed: int,
-    clip: bool,
-) -> None:
-    states = [held.state for held in members]
-    beta1, beta2 = group["betas"]
-    done = steps_after(states).double()
-    torch.ops.lowprec.adamw(
-        [held.parameter for held in members],
-        gradients,
-        listed(states, "exp_avg"),
-        listed(states, "exp_avg_sq"),
-        listed(states, "master"),
-        [state["step"] for state in states],
-        torch.stack([1.0 - beta**done for beta in (beta1, beta2)]),
-        torch.stack([held.slot.index for held in members]) if "stochastic" in words.master else None,
-        grad_scale,
-        found_inf,
-        words.first,
-        words.second,
-        words.master,
-        words.group,
-        [held.slot.segments for held in members],
-        seed,
-        group["lr"],
-        beta1,
-        beta2,
-        group["eps"],
-        group["weight_decay"],
-        clip,
-    )
+@dataclass(frozen=True, kw_only=True)
+class TorchAdamW(FusedAdamW):
+    """torch's fused kernel: FP32 throughout, no update clipping."""
+
+    @staticmethod
+    def serves(batch: Batch) -> bool:
+        """Where our kernel is not compiled."""
+        rule, device = batch.rule, batch.members[0].parameter.device.type
+        exact = isinstance(rule, AdamWRule) and batch.codecs.exact and not rule.clip_updates
+        return exact and "adamw" not in SERVED.get(device, ())
+
+    def step(self, rms: Tensor | None, amax: Tensor | None) -> None:
+        adamw(
+            params=[each.parameter for each in self.members],
+            grads=[each.gradient for each in self.members],
+            exp_avgs=[each.state["exp_avg"] for each in self.members],
+            exp_avg_sqs=[each.state["exp_avg_sq"] for each in self.members],
+            max_exp_avg_sqs=[],
+            state_steps=[each.state["step"] for each in self.members],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            maximize=False,
+            beta1=self.rule.beta1,
+            beta2=self.rule.beta2,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            eps=self.rule.eps,
+        )

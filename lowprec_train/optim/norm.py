@@ -1,9 +1,9 @@
-"""The norm of all gradients, wherever their pieces lie.
+"""The norm of all gradients, wherever their shards lie.
 
-    norm^2 = sum over parameters, once each, and over all pieces of them, of g^2
+    norm^2 = sum over parameters, once each, and over all shards of them, of g^2
 
 Squares are added in FP64, where those of FP32 numbers are exact, and the norm is rounded to FP32 once: it has the same
-bits however parameters are cut (`ops.updates.wide_sum`), so a clipped step does too.
+bits however parameters are sharded (`ops.updates.wide_sum`), so a clipped step does too.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from torch import Tensor, nn
 
 from lowprec_train.group import Group
 from lowprec_train.ops.updates import wide_squares
-from lowprec_train.optim.piece import Piece, local
+from lowprec_train.optim.shard import Shard, local
 
 
-def global_norm(parameters: Iterable[nn.Parameter], pieces: Mapping[nn.Parameter, Piece] | None = None) -> Tensor:
+def global_norm(parameters: Iterable[nn.Parameter], shards: Mapping[nn.Parameter, Shard] | None = None) -> Tensor:
     """0-dim FP32, the same on every rank; zero where no parameter has a gradient. One collective for each set of ranks
-    that holds pieces.
+    that holds shards.
 
-    pieces: of parameters that this rank may have a part of; those without holders count as whole.
+    shards: of parameters that this rank may have a shard of; those without a group count as whole.
     """
-    return norm_and_squares(parameters, pieces)[0]
+    return norm_and_squares(parameters, shards)[0]
 
 
 @torch.no_grad()
 def norm_and_squares(
-    parameters: Iterable[nn.Parameter], pieces: Mapping[nn.Parameter, Piece] | None = None
+    parameters: Iterable[nn.Parameter], shards: Mapping[nn.Parameter, Shard] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """`global_norm`, and the sum of squares of each parameter's gradient on this rank: 0-dim FP64, zero without one."""
-    pieces = pieces or {}
+    shards = shards or {}
     sums: dict[Group | None, Tensor] = {}
     each: list[Tensor] = []
     for parameter in parameters:
         if parameter.grad is None:
             each.append(torch.zeros((), dtype=torch.float64, device=parameter.device))
             continue
-        holders = pieces[parameter].holders if parameter in pieces else None
+        group = shards[parameter].group if parameter in shards else None
         squares = wide_squares(local(parameter.grad))
-        sums[holders] = sums[holders] + squares if holders in sums else squares
+        sums[group] = sums[group] + squares if group in sums else squares
         each.append(squares)
-    totals = [total if holders is None else holders.all_reduce_sum(total) for holders, total in sums.items()]
+    totals = [total if group is None else group.all_reduce_sum(total) for group, total in sums.items()]
     return (torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())), each

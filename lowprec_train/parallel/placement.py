@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as SplitDim
 from torch.distributed.tensor.placement_types import Placement
 
 from lowprec_train.group import Group
-from lowprec_train.optim.piece import Piece
+from lowprec_train.optim.shard import Shard
 from lowprec_train.parallel.mesh import Mesh
 
 
@@ -35,11 +36,11 @@ class Placements:
     mesh: Mesh
     parameters: Mapping[str, Placed]
 
-    def piece(self, name: str, holders: Group | None) -> Piece:
-        """Where this rank's part of parameter `name` lies. holders: of the other parts, where it is cut."""
+    def shard(self, name: str, group: Group | None) -> Shard:
+        """Where this rank's part of parameter `name` lies. group: the ranks that hold the shards, where it is cut."""
         placed = self.parameters[name]
         first, local = self._within(placed)
-        return Piece(shape=placed.shape, first=first, local=local, holders=holders if self._cut(placed) else None)
+        return Shard(shape=placed.shape, first=first, local=local, group=group if self._cut(placed) else None)
 
     def local(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor of parameter `name`'s whole shape, as a view."""
@@ -61,8 +62,8 @@ class Placements:
         )
 
     def _placements(self, placed: Placed) -> tuple[Placement, Placement]:
-        tp: Placement = Replicate() if placed.tp is None else Shard(placed.tp)
-        return tp, Shard(0) if placed.sharded else Replicate()
+        tp: Placement = Replicate() if placed.tp is None else SplitDim(placed.tp)
+        return tp, SplitDim(0) if placed.sharded else Replicate()
 
     def _cut(self, placed: Placed) -> bool:
         sizes = self.mesh.sizes

@@ -20,11 +20,13 @@ from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.tokenizer import check_vocabulary
 from lowprec_train.model.transformer import Fill, Transformer
 from lowprec_train.numerics.draws import SeedTable
+from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.ops.library import live_kernels
-from lowprec_train.optim.adamw import AdamW, parameter_groups
-from lowprec_train.optim.moments import Codec
-from lowprec_train.optim.piece import Piece
+from lowprec_train.ops.updates import Rule
+from lowprec_train.optim.codecs import Codecs
+from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.optim.schedule import before_decay
+from lowprec_train.optim.shard import Shard
 from lowprec_train.precision import gemm, policy
 from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe, override
@@ -102,8 +104,8 @@ def plan(run: RunConfig, laid_out: Layout, linears: Sequence[Linears], device: t
     return Plan(
         run=run,
         sites=sites(laid_out.phases, linears, tokens),
-        moments=moments(run),
-        master=construct(run.optim.master, "optim.master"),
+        codecs=codecs(run),
+        decays=rules(run)[0].decays,
         learning_rate=construct(run.optim.schedule, "optim.schedule"),
         on_gpu=device.type == "cuda",
     )
@@ -148,7 +150,7 @@ def distribution(run: RunConfig, laid_out: Layout, world: World, device: torch.d
         checks.layout(run, world.processes),
         device,
         phases=laid_out.phases,
-        values=construct(run.optim.master, "optim.master").parameter_dtype,
+        values=codecs(run).master.parameter_dtype,
         tokens=run.micro_batch * run.data["seq_len"],
         reshard=run.parallel.reshard_after_forward,
         timeout=timedelta(minutes=run.parallel.timeout_minutes),
@@ -189,25 +191,24 @@ def begun_with(opened: Weights | None, saved: Mapping[str, Any]) -> dict[str, An
     return {"weights": opened.source, "weights_step": opened.step if isinstance(opened, RunWeights) else None}
 
 
-def moments(run: RunConfig) -> tuple[Codec, Codec]:
-    """The codecs that store the optimizer's moments."""
-    asked = run.optim
-    return construct(asked.first_moment, "optim.first_moment"), construct(asked.second_moment, "optim.second_moment")
-
-
-def optimizer(run: RunConfig, model: torch.nn.Module, pieces: Mapping[Any, Piece] | None = None) -> AdamW:
-    """AdamW over the model's first weights. With a reduced master the parameters of matrices become BF16."""
-    return AdamW(
-        parameter_groups(model, run.optim.weight_decay),
-        lr=run.optim.lr,
-        betas=(run.optim.beta1, run.optim.beta2),
-        eps=run.optim.eps,
-        moments=moments(run),
-        master=construct(run.optim.master, "optim.master"),
-        clip_updates=run.optim.clip_updates,
-        seed=run.seed,
-        pieces=pieces,
+def codecs(run: RunConfig) -> Codecs:
+    """What stores the optimizer's moments and the master weights."""
+    first, second, master = (
+        construct(getattr(run.optim, part), f"optim.{part}") for part in ("first_moment", "second_moment", "master")
     )
+    return Codecs(moments=(first, second), master=master)
+
+
+def optimizer(run: RunConfig, model: torch.nn.Module, shards: Mapping[Any, Shard] | None = None) -> CodedOptimizer:
+    """The optimizer over the model's first weights. With a reduced master the parameters of matrices become BF16."""
+    groups = parameter_groups(model, run.optim.weight_decay, *rules(run))
+    return CodedOptimizer(groups, codecs=codecs(run), lr=run.optim.lr, seed=run.seed, shards=shards)
+
+
+def rules(run: RunConfig) -> tuple[Rule, AdamWRule]:
+    """What the new moments and weights are: the run's rule, and AdamW for what it leaves."""
+    adamw = AdamWRule(**{key: getattr(run.optim, key) for key in ("beta1", "beta2", "eps", "clip_updates")})
+    return (construct(run.optim.rule, "optim.rule") if run.optim.rule else adamw), adamw
 
 
 def corpus(run: RunConfig) -> Corpus:
@@ -235,8 +236,8 @@ def trainer(
     """
     seq_len, model = run.data["seq_len"], laid_out.model
     seeds = weights(model, device, run.seed, fill_from(first, distribution.fill) if first else distribution.fill)
-    pieces = distribution.pieces(model)
-    adamw = optimizer(run, model, pieces)
+    shards = distribution.shards(model)
+    updates = optimizer(run, model, shards)
     sizes = {"tokens_per_step": run.tokens_per_step, "seq_len": seq_len, "gpus": distribution.sizes.processes}
     rates = [throughput(model, each, device, **sizes) for each in linears]
     later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))
@@ -249,12 +250,12 @@ def trainer(
     return Trainer(
         TrainingOptions(seq_len=seq_len, throughput=replace(rates[0], later=later), **numbers),
         model=model,
-        optimizer=adamw,
+        optimizer=updates,
         schedule=construct(run.optim.schedule, "optim.schedule"),
         corpus=text,
         seeds=seeds,
         precision=precision,
-        telemetry=Telemetry(model, adamw, interval=run.telemetry_interval),
+        telemetry=Telemetry(model, updates, interval=run.telemetry_interval),
         data_parallel=distribution.data_parallel(
             model,
             grad_reduce=run.parallel.grad_reduce,
@@ -262,7 +263,7 @@ def trainer(
             param_all_gather=run.parallel.param_all_gather,
         ),
         placements=distribution.placements,
-        pieces=pieces,
+        shards=shards,
     )
 
 

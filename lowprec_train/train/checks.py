@@ -153,6 +153,7 @@ def nodes(run: RunConfig) -> None:
     asked = run.optim
     parts = {"data": run.data, "comm": run.comm, "optim.schedule": asked.schedule, "optim.master": asked.master}
     parts |= {"optim.first_moment": asked.first_moment, "optim.second_moment": asked.second_moment}
+    parts |= {"optim.rule": asked.rule} if asked.rule else {}
     for key, node in parts.items():
         checked(node, key)
     for name, node in run.logger.items():

@@ -27,7 +27,7 @@ from lowprec_train.train.identity import flatten
 
 # What a command line may change in a recipe: how layers compute, how gradients travel, how states are stored.
 CHANGES = re.compile(
-    r"[+~]*(precision\.(?!override\b)|comm[=.]|optim(=|/(moment|master)|\.(first|second)_moment|\.master))"
+    r"[+~]*(precision\.(?!override\b)|comm[=.]|optim(=|/(moment|master)|\.(first|second)_moment|\.master|\.rule))"
 )
 Linears = dict[str, dict[str, Any]]  # module name -> shape, gemms, execution, recipe, ...
 INDEX = r"\.\d+\."  # of a block

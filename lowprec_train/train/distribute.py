@@ -21,7 +21,7 @@ from lowprec_train.comm import fsdp
 from lowprec_train.comm.process_group import DistributedGroup, GroupProduct
 from lowprec_train.group import Group
 from lowprec_train.model.transformer import Transformer, fill_whole
-from lowprec_train.optim.piece import Piece
+from lowprec_train.optim.shard import Shard
 from lowprec_train.parallel import data, tensor
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
@@ -47,12 +47,12 @@ class Distribution:
         mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         mine.copy_(self.placements.local(name, whole))
 
-    def pieces(self, model: nn.Module) -> dict[nn.Parameter, Piece] | None:
+    def shards(self, model: nn.Module) -> dict[nn.Parameter, Shard] | None:
         """Where the parts of parameters lie, for the optimizer; None where every parameter is whole."""
         if self.mesh is None or self.placements is None:
             return None
         return {
-            parameter: self.placements.piece(name, self._holders(self.placements.parameters[name]))
+            parameter: self.placements.shard(name, self._group(self.placements.parameters[name]))
             for name, parameter in model.named_parameters()
         }
 
@@ -81,7 +81,7 @@ class Distribution:
             model, param_all_gather=param_all_gather, dtype=model.dtype, shards=shards, parts=parts
         )
 
-    def _holders(self, placed: Placed) -> Group | None:
+    def _group(self, placed: Placed) -> Group | None:
         assert self.mesh is not None
         groups = [("tp", placed.tp is not None and self.sizes.tp > 1)]
         groups += [("dp_shard", placed.sharded and self.sizes.dp_shard > 1)]

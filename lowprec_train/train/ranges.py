@@ -15,7 +15,7 @@ from typing import Any
 
 from lowprec_train.config import RunConfig
 from lowprec_train.numerics.draws import LAST_TOKEN
-from lowprec_train.optim.adamw import EPS
+from lowprec_train.ops.adamw import EPS
 
 
 @dataclass(frozen=True)

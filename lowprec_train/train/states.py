@@ -1,7 +1,7 @@
 """The tensors of a run in a checkpoint, with names and whole shapes that do not depend on the layout of processes.
 
     model        <fqn>                 a parameter or a persistent buffer
-    optimizer    <fqn>.exp_avg, ...    what AdamW keeps of a parameter
+    optimizer    <fqn>.exp_avg, ...    what the optimizer keeps of a parameter
 
 Where processes hold parts, a tensor that is cut is a DTensor over the whole mesh, made by data from this process's part
 and sharing its memory: saved at one layout, it is read at another, and reading fills the live part in place. What lies
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.parallel.placement import Placements
 
 
@@ -28,7 +28,9 @@ class ModelState:
     where FSDP2 keeps BF16 values in FP32, a checkpoint has them in BF16, as every other layout does.
     """
 
-    def __init__(self, model: nn.Module, placements: Placements | None = None, optimizer: AdamW | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, placements: Placements | None = None, optimizer: CodedOptimizer | None = None
+    ) -> None:
         self._model, self._placements, self._optimizer = model, placements, optimizer
 
     @torch.no_grad()
@@ -58,7 +60,7 @@ class ModelState:
 class OptimizerState:
     """The tensors of an optimizer as `<parameter fqn>.<name>`. The optimizer must have its state from the start."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, placements: Placements | None = None) -> None:
+    def __init__(self, model: nn.Module, optimizer: CodedOptimizer, placements: Placements | None = None) -> None:
         self._model, self._optimizer, self._placements = model, optimizer, placements
 
     def state_dict(self) -> dict[str, Any]:

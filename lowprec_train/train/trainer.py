@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.numerics.draws import Draws, SeedTable
-from lowprec_train.optim.adamw import AdamW
 from lowprec_train.optim.norm import norm_and_squares
-from lowprec_train.optim.piece import Piece
+from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.optim.schedule import Schedule
+from lowprec_train.optim.shard import Shard
 from lowprec_train.parallel.placement import Placements
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
@@ -102,7 +102,7 @@ class Trainer:
         precision: gives the model the recipes of each step; None: it keeps those it has.
         telemetry: observes some of the steps; None: none.
         data_parallel: the processes that share a step; None: this one alone.
-        placements, pieces: where the shards of parameters lie, where they are cut.
+        placements, shards: where the shards of parameters lie, where they are sharded.
     """
 
     def __init__(
@@ -110,21 +110,21 @@ class Trainer:
         options: TrainingOptions,
         *,
         model: nn.Module,
-        optimizer: AdamW,
+        optimizer: CodedOptimizer,
         schedule: Schedule,
         corpus: Corpus,
         seeds: SeedTable | None,
         precision: PrecisionSchedule | None = None,
         telemetry: Telemetry | None = None,
         placements: Placements | None = None,
-        pieces: Mapping[nn.Parameter, Piece] | None = None,
+        shards: Mapping[nn.Parameter, Shard] | None = None,
         data_parallel: DataParallelContext | None = None,
     ) -> None:
         self.options, self.model, self.optimizer, self.schedule = options, model, optimizer, schedule
         self.seeds, self.device = seeds, next(model.parameters()).device
         self.throughput = options.throughput or Throughput(tokens_per_step=options.tokens_per_step)
         self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
-        self.placements, self.pieces = placements, pieces
+        self.placements, self.shards = placements, shards
         self.telemetry = telemetry or Telemetry(model, optimizer)
         self.steps_done = 0
         self._times = {"step_ms": 0.0, "data_ms": 0.0}  # of the newest step whose time is known
@@ -296,7 +296,7 @@ class Trainer:
 
     def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
-        norm, squares = norm_and_squares(self.model.parameters(), self.pieces)
+        norm, squares = norm_and_squares(self.model.parameters(), self.shards)
         scale = ((norm + 1e-6) / (self.options.max_grad_norm or float("inf"))).clamp(min=1.0)
         taken = usable(loss, norm, scale)
         self.optimizer.set_lr(lr)

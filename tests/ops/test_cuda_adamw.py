@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from lowprec_train.ops.library import SERVED
-from lowprec_train.optim.adamw import AdamW
-from lowprec_train.optim.moments import Expanded
-from tests.optim.cases import MASTERS, MOMENTS
+from lowprec_train.optim.codecs import expanded
+from tests.optim.cases import MASTERS, MOMENTS, adamw
 
 pytestmark = pytest.mark.gpu
 # rows of one number; columns that neither 8 nor 128 divides; short last groups; 128 in each of 8 segments; 3-D
@@ -29,7 +28,7 @@ def make(codecs, master, device, shapes=SHAPES, **options):
     generator = torch.Generator().manual_seed(5)
     weights = [nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device)) for shape in shapes]
     moments = tuple(MOMENTS.get(codec, codec) for codec in codecs)
-    return AdamW(weights, lr=1e-2, moments=moments, master=MASTERS[master], fused=False, seed=99, **options)
+    return adamw(weights, lr=1e-2, moments=moments, master=MASTERS[master], fused=False, seed=99, **options)
 
 
 def gradients(optimizer, step, *, scale=1e-3, dtype=torch.float32, edges=True):
@@ -106,7 +105,7 @@ def test_the_fast_expanded_kernel(codec, dtype, scale):
 
 @pytest.mark.parametrize("group", [1, 3, 64, 128, 1000])
 def test_groups_of_any_length(group):
-    codec = Expanded("E4M3", group)
+    codec = expanded("E4M3", group)
     compare((codec, codec), "fp32")
 
 

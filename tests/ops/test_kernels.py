@@ -153,7 +153,8 @@ def test_cases_have_edges(op):
     """Each op has cases, and its inputs hold zeros where they are numbers."""
     made = cases.cases(op)
     assert made
-    assert any((x.float() == 0).any() for case in made.values() for x in case if isinstance(x, torch.Tensor))
+    inputs = [x for case in made.values() for each in case for x in (each if isinstance(each, list) else [each])]
+    assert any((x.float() == 0).any() for x in inputs if isinstance(x, torch.Tensor))
 
 
 WRONG = """

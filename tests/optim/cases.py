@@ -5,23 +5,24 @@ import math
 import torch
 from torch import nn
 
-from lowprec_train.optim.adamw import AdamW, parameter_groups
-from lowprec_train.optim.master import BF16Master, FP16Master, FP32Master
-from lowprec_train.optim.moments import Expanded, Plain, Scaled
+from lowprec_train.ops.adamw import AdamWRule
+from lowprec_train.ops.codecs import FP32
+from lowprec_train.optim.codecs import Codecs, expanded, plain, scaled
+from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 
 MOMENTS = {
-    "fp32": Plain("FP32"),
-    "bf16": Plain("BF16"),
-    "fp16": Scaled("FP16"),
-    "e4m3": Scaled("E4M3"),
-    "e4m3_expanded": Expanded("E4M3", 128),
-    "e5m2_expanded": Expanded("E5M2", 128),
+    "fp32": plain("FP32"),
+    "bf16": plain("BF16"),
+    "fp16": scaled("FP16"),
+    "e4m3": scaled("E4M3"),
+    "e4m3_expanded": expanded("E4M3", 128),
+    "e5m2_expanded": expanded("E5M2", 128),
 }
 MASTERS = {
-    "fp32": FP32Master(),
-    "fp16": FP16Master(stochastic=True),
-    "fp16_nearest": FP16Master(stochastic=False),
-    "bf16": BF16Master(),
+    "fp32": plain("FP32"),
+    "fp16": scaled("FP16", stochastic=True),
+    "fp16_nearest": scaled("FP16"),
+    "bf16": plain("BF16", stochastic=True),
 }
 # name -> (first moment, second moment, master): what the shipped bundles combine, and what they leave out
 SYSTEMS = {
@@ -40,7 +41,13 @@ BUNDLES["stable_adamw"] = SYSTEMS["adamw"]
 def build(parameters, system, **options):
     """AdamW with the codecs of a system: a name, or (first, second, master)."""
     first, second, master = SYSTEMS[system] if isinstance(system, str) else system
-    return AdamW(parameters, moments=(MOMENTS[first], MOMENTS[second]), master=MASTERS[master], **options)
+    return adamw(parameters, moments=(MOMENTS[first], MOMENTS[second]), master=MASTERS[master], **options)
+
+
+def adamw(parameters, moments=(FP32, FP32), master=FP32, betas=(0.9, 0.95), eps=1e-8, clip_updates=False, **options):
+    """AdamW by its numbers and codecs."""
+    rule = AdamWRule(beta1=betas[0], beta2=betas[1], eps=eps, clip_updates=clip_updates)
+    return CodedOptimizer(parameters, rule, Codecs(moments=tuple(moments), master=master), **options)
 
 
 def model(seed=0, device="cpu"):

@@ -8,15 +8,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec_train.comm.process_group import DistributedGroup
-from lowprec_train.optim.adamw import parameter_groups
 from lowprec_train.optim.norm import global_norm
-from lowprec_train.optim.piece import Piece, local
+from lowprec_train.optim.optimizer import parameter_groups
+from lowprec_train.optim.shard import Shard, local
 from tests.optim.cases import SYSTEMS, build
 
 RANKS, STEPS, ROWS = 2, 3, 6
 WIDTHS = (32, 5, 64, 1)  # matrices [5, 32], [64, 5] and [1, 64]: uneven over two ranks, and empty on the second
+DEEP = (32, *[16] * 12, 1)  # 13 matrices and as many vectors
 
 
 class Layer(nn.Module):
@@ -31,9 +33,9 @@ class Layer(nn.Module):
         return (x @ self.weight.float().t() + self.bias).sin()
 
 
-def network():
+def network(widths=WIDTHS):
     torch.manual_seed(4)
-    return nn.Sequential(*(Layer(*pair) for pair in pairwise(WIDTHS)))
+    return nn.Sequential(*(Layer(*pair) for pair in pairwise(widths)))
 
 
 def inputs(step, rank):
@@ -41,15 +43,15 @@ def inputs(step, rank):
     return torch.randn(ROWS, WIDTHS[0], generator=generator)
 
 
-def train(system, net, pieces, micro_batches, sum_vectors, gather):
+def train(system, net, shards, micro_batches, sum_vectors, gather):
     """What `gather` finds after each step, with the norms and the roundings that an observer was told of."""
-    adamw = build(parameter_groups(net, 0.1), system, lr=1e-2, pieces=pieces)
+    adamw = build(parameter_groups(net, 0.1), system, lr=1e-2, shards=shards)
     named, history = dict(net.named_parameters()), []
     for step in range(STEPS):
         for rank in micro_batches:
             net(inputs(step, rank)).square().sum().backward()
         sum_vectors([p.grad for p in named.values() if p.ndim == 1])
-        norm = global_norm(named.values(), pieces)
+        norm = global_norm(named.values(), shards)
         seen = []
         watch = (lambda p, what, *_, seen=seen: seen.append(what)) if step == 1 else None
         adamw.step(grad_scale=norm * 2, found_inf=(~norm.isfinite()).float(), observer=watch)
@@ -64,9 +66,9 @@ def on_one():
     return {name: train(name, network(), None, range(RANKS), lambda _: None, dict) for name in SYSTEMS}
 
 
-def sharded(master_is_bf16, mesh):
+def sharded(master_is_bf16, mesh, widths=WIDTHS):
     """Matrices cut by FSDP2, gradients FP32 sums, vectors left alone."""
-    net, wide = network(), torch.bfloat16 if master_is_bf16 else None
+    net, wide = network(widths), torch.bfloat16 if master_is_bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=wide, reduce_dtype=torch.float32, cast_forward_inputs=False)
     vectors = {p for p in net.parameters() if p.ndim == 1}
     for layer in net:
@@ -78,12 +80,12 @@ def sharded(master_is_bf16, mesh):
     return net
 
 
-def piece_of(parameter, rank, group):
+def shard_of(parameter, rank, group):
     shape = tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return Piece(shape=shape, first=(0,) * len(shape), local=shape, holders=None)
+        return Shard(shape=shape, first=(0,) * len(shape), local=shape, group=None)
     here, each = tuple(parameter.to_local().shape), -(-shape[0] // RANKS)
-    return Piece(shape=shape, first=(min(rank * each, shape[0]), 0), local=here, holders=DistributedGroup.of(group))
+    return Shard(shape=shape, first=(min(rank * each, shape[0]), 0), local=here, group=DistributedGroup.of(group))
 
 
 def sum_over_ranks(gradients):
@@ -91,8 +93,34 @@ def sum_over_ranks(gradients):
         dist.all_reduce(gradient)
 
 
+class Counted(TorchDispatchMode):
+    """Ops that are dispatched, collectives too."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+def ops_of_a_step(system, widths, mesh, rank):
+    """Of AdamW with update clipping, the names of all ops of the second step."""
+    net = sharded(SYSTEMS[system][2] != "fp32", mesh, widths)
+    shards = {p: shard_of(p, rank, mesh.get_group()) for p in net.parameters()}
+    adamw = build(parameter_groups(net, 0.1), system, clip_updates=True, shards=shards)
+    scalars = {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0)}
+    for _ in range(2):
+        net(inputs(0, rank)).square().sum().backward()
+        with Counted() as counted:
+            adamw.step(**scalars)
+        adamw.zero_grad()
+    return counted.names
+
+
 def refusal(net):
-    """The message about DTensors without pieces."""
+    """The message about DTensors without shards."""
     try:
         build(parameter_groups(net, 0.1), "adamw")
     except ValueError as error:
@@ -104,6 +132,8 @@ def work(rank):
     mesh, results = init_device_mesh("cpu", (RANKS,)), {}
     for name, (_, _, master) in SYSTEMS.items():
         net = sharded(master != "fp32", mesh)
-        pieces = {p: piece_of(p, rank, mesh.get_group()) for p in net.parameters()}
-        results[name] = train(name, net, pieces, [rank], sum_over_ranks, dict)
+        shards = {p: shard_of(p, rank, mesh.get_group()) for p in net.parameters()}
+        results[name] = train(name, net, shards, [rank], sum_over_ranks, dict)
+    for name in ("adamw_fp4", "adamw_fp8lm"):
+        results[f"ops of {name}"] = [ops_of_a_step(name, widths, mesh, rank) for widths in (WIDTHS, DEEP)]
     return results | {"refusal": refusal(sharded(False, mesh))}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec_train.optim.adamw import AdamW, parameter_groups
+from lowprec_train.optim.optimizer import parameter_groups
+from tests.optim.cases import adamw
 
 UNITS = 16  # five steps of six operations, each of which rounds by half a unit where torch's kernel may contract two
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -67,7 +68,7 @@ def test_negative_decay_is_an_error():
 def test_unit_scale_is_torchs_fused_adamw(device):
     """On the CPU it is torch's kernel; our CUDA kernel rounds each operation by itself, which torch's fuses."""
     ours, theirs = small_model(device), small_model(device)
-    optimizer = AdamW(parameter_groups(ours, 0.1), betas=[0.9, 0.99], eps=1e-9)
+    optimizer = adamw(parameter_groups(ours, 0.1), betas=[0.9, 0.99], eps=1e-9)
     reference = torch.optim.AdamW(parameter_groups(theirs, 0.1), betas=(0.9, 0.99), eps=1e-9, fused=True)
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
     for step in range(5):
@@ -86,7 +87,7 @@ def test_unit_scale_is_torchs_fused_adamw(device):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_skip_leaves_everything_bit_for_bit(device, bad):
     model = small_model(device)
-    optimizer = AdamW(parameter_groups(model, 0.1), lr=1e-2)
+    optimizer = adamw(parameter_groups(model, 0.1), lr=1e-2)
     one, zero = torch.ones((), device=device), torch.zeros((), device=device)
     for found in (one, zero, one):  # before the first update, and after one
         before = snapshot(model, optimizer)
@@ -105,7 +106,7 @@ def test_clip_by_tensor_is_torchs_clip(device, scale):
     """Dividing by max(norm / clip, 1) against multiplying by min(clip / norm, 1): the same up to one rounding."""
     clip = 1.0
     ours, theirs = small_model(device), small_model(device)
-    optimizer = AdamW(parameter_groups(ours, 0.1), lr=1e-2)
+    optimizer = adamw(parameter_groups(ours, 0.1), lr=1e-2)
     reference = torch.optim.AdamW(parameter_groups(theirs, 0.1), lr=1e-2, betas=(0.9, 0.95), fused=True)
     for step in range(5):
         fill_gradients(ours, step, scale), fill_gradients(theirs, step, scale)
@@ -120,12 +121,12 @@ def test_clip_by_tensor_is_torchs_clip(device, scale):
 
 def test_state_exists_before_the_first_step_and_round_trips():
     model = small_model()
-    optimizer = AdamW(parameter_groups(model, 0.1))
+    optimizer = adamw(parameter_groups(model, 0.1))
     assert all(set(optimizer.state[p]) == {"step", "exp_avg", "exp_avg_sq"} for p in model.parameters())
     fill_gradients(model, 1)
     optimizer.step()
     twin = copy.deepcopy(model)
-    other = AdamW(parameter_groups(twin, 0.1))
+    other = adamw(parameter_groups(twin, 0.1))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     fill_gradients(model, 2), fill_gradients(twin, 2)
     optimizer.step(), other.step()

@@ -6,9 +6,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lowprec_train import config
-from lowprec_train.optim.adamw import AdamW
 from lowprec_train.train import build
-from tests.optim.cases import BUNDLES, MASTERS, MOMENTS, fill, model
+from tests.optim.cases import BUNDLES, MASTERS, MOMENTS, adamw, fill, model
 
 
 def composed(*overrides):
@@ -23,7 +22,7 @@ def codecs(run):
 
 
 def test_every_file_is_known():
-    assert set(config.choices("optim")) == set(BUNDLES)
+    assert set(config.choices("optim")) == set(BUNDLES) | {"muon"}
     assert set(config.choices("optim/moment")) == set(MOMENTS)
     assert set(config.choices("optim/master")) == set(MASTERS)
 
@@ -60,7 +59,7 @@ def test_the_optimizer_takes_the_runs_values():
     run = composed("optim=adamw_fp8lm", "optim.lr=0.5", "optim.beta2=0.97", "optim.weight_decay=0.3", "seed=77")
     built, by_hand = model(), model()
     optimizer = build.optimizer(run, built)
-    same = AdamW(
+    same = adamw(
         [{"params": [by_hand[0].weight, by_hand[2].weight], "weight_decay": 0.3, "indexed": [0]}]
         + [{"params": [by_hand[1].weight, by_hand[1].bias, by_hand[2].bias], "weight_decay": 0.0}],
         lr=0.5,

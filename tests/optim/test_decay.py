@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lowprec_train.numerics.formats import parse_format
-from lowprec_train.ops.updates import decaying
-from lowprec_train.optim.adamw import parameter_groups
-from lowprec_train.optim.moments import Decay, Scaled
+from lowprec_train.ops.codecs import decaying
+from lowprec_train.optim.codecs import scaled
+from lowprec_train.optim.optimizer import parameter_groups
 from tests.optim.cases import BUNDLES, MOMENTS, build, model, system
 
 LR = 1e-3
@@ -117,11 +117,12 @@ def test_every_code_decays(name, beta):
 @pytest.mark.parametrize("name", ["E4M3", "FP16"])
 def test_all_else_is_rounded_to_nearest(name):
     """What grows, and at b1 = .9 every number of more than five steps of the grid, to the bits of the codec's own."""
-    codec, generator = Scaled(name), torch.Generator().manual_seed(3)
+    codec, generator = scaled(name), torch.Generator().manual_seed(3)
     m = torch.randn(64, 512, generator=generator) * torch.logspace(-4, 0, 64).unsqueeze(1)
     old = codec.decode(codec.encode(m))
     x = old + 0.1 * (torch.randn(old.shape, generator=generator) * old.abs().mean(1, keepdim=True) - old)
-    plain, made = codec.encode(x), codec.encode(x, decay=Decay(old=old, beta=0.9))
+    plain = codec.encode(x)
+    made = plain | {"codes": decaying(plain["codes"], plain["scale"], x, old, 0.9)}
     step = made["scale"] * 2.0 ** (-9 if name == "E4M3" else -24)
     same = codec.decode(plain) == codec.decode(made)
     assert torch.equal(plain["scale"], made["scale"]) and (~same).any() == (name == "E4M3")

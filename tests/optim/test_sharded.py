@@ -5,8 +5,8 @@ import torch
 
 from tests.distributed import run_distributed
 from tests.optim.cases import SYSTEMS
-from tests.optim.pieces import same
 from tests.optim.sharded import RANKS, on_one, work
+from tests.optim.shards import same
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,17 @@ def test_an_observer_is_told_of_parts(name, runs):
     seen = [run[name][1]["seen"] for run in (one, *ranks)]
     assert seen[0] == seen[1] and seen[2] * 3 == seen[0] * 2
     assert (seen[0] > 0) == (name != "adamw") and all(run[name][0]["seen"] == 0 for run in ranks)
+
+
+@pytest.mark.parametrize("name", ["adamw_fp4", "adamw_fp8lm"])
+def test_the_ops_of_a_step_do_not_grow_with_the_parameters(name, runs):
+    """Three matrices or thirteen: one fused op a kind of state, one collective a statistic."""
+    for rank in runs[1]:
+        few, many = rank[f"ops of {name}"]
+        assert few == many and len(few) < 50
+        assert few.count("_c10d_functional::all_reduce") == 1  # amax; the sums of squares are gathered
+        assert few.count("_c10d_functional::all_gather_into_tensor") == 1
+        assert few.count("lowprec::adamw_amax") == 1 and few.count("lowprec::adamw") == 2
 
 
 def test_a_dtensor_needs_its_place(runs):

@@ -5,14 +5,16 @@ import math
 import pytest
 import torch
 
-from lowprec_train.optim.adamw import AdamW, update_rms
+from lowprec_train.ops.adamw import AdamWRule
+from lowprec_train.ops.updates import Step, root_mean
+from tests.optim.cases import adamw
 
 B1, B2, EPS = 0.9, 0.99, 1e-8
 
 
 def pair(value, **options):
     weight = torch.nn.Parameter(value.clone())
-    return weight, AdamW([weight], lr=1e-2, betas=(B1, B2), eps=EPS, **options)
+    return weight, adamw([weight], lr=1e-2, betas=(B1, B2), eps=EPS, **options)
 
 
 def gradients(steps, shape=(8, 16), spike=None):
@@ -31,6 +33,13 @@ def oracle(start, drawn, lr, decay):
         rates.append(lr / max(1.0, rms.item()))
         w = w - rates[-1] * (decay * w + debiased_m / (debiased_v.sqrt() + EPS))
     return w, rates
+
+
+def update_rms(gradient, v, eps, count, beta2=B2):
+    """RMS of the update from a new second moment."""
+    rule = AdamWRule(beta1=B1, beta2=beta2, eps=eps, clip_updates=True)
+    step = Step(lr=1e-2, weight_decay=0.0, count=torch.tensor(float(count)))
+    return root_mean(rule.squares({"exp_avg_sq": v}, gradient, step), gradient.numel())
 
 
 def step(weight, optimizer, gradient):
@@ -94,15 +103,14 @@ def test_a_spike_of_100_divides_the_rate_by_9_95():
 
 @pytest.mark.parametrize(("jump", "expected"), [(1.0, 1.0), (3.0, 2.889), (1e4, 9.99995)])
 def test_the_response_to_a_jump(jump, expected):
-    one = torch.ones((), dtype=torch.float64)
     v = torch.full((4, 4), B2 + (1 - B2) * jump**2)
-    assert update_rms(torch.full((4, 4), jump), v, one, EPS).item() == pytest.approx(expected, rel=2e-3)
+    assert update_rms(torch.full((4, 4), jump), v, EPS, 5000).item() == pytest.approx(expected, rel=2e-3)
 
 
 def test_the_rms_does_not_depend_on_the_gradients_size():
-    drawn, correction = gradients(2), torch.tensor(0.5, dtype=torch.float64)
+    drawn = gradients(2)
     v = drawn[0].square() * 0.3 + 0.1
-    small, large = (update_rms(drawn[1] * size, v * size**2, correction, 1e-30).item() for size in (2.0**-20, 2.0**10))
+    small, large = (update_rms(drawn[1] * size, v * size**2, 1e-18, 1, 0.5).item() for size in (2.0**-10, 2.0**10))
     assert small == large > 1
 
 
@@ -111,7 +119,7 @@ def test_each_tensor_has_a_rate_of_its_own():
     drawn = gradients(6)
     spiked, calm = torch.nn.Parameter(drawn[0].clone()), torch.nn.Parameter(drawn[0][0].clone())
     lone, alone = pair(drawn[0][0], weight_decay=0.1, clip_updates=True)
-    optimizer = AdamW([spiked, calm], lr=1e-2, betas=(B1, B2), eps=EPS, weight_decay=0.1, clip_updates=True)
+    optimizer = adamw([spiked, calm], lr=1e-2, betas=(B1, B2), eps=EPS, weight_decay=0.1, clip_updates=True)
     for t, gradient in enumerate(drawn):
         spiked.grad, calm.grad = gradient * (1e3 if t == 4 else 1), gradient[1].clone()
         optimizer.step()

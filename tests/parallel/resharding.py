@@ -11,7 +11,6 @@ import json
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lowprec_train import config
 from lowprec_train.comm.process_group import DistributedGroup, GroupProduct
+from lowprec_train.config import RunConfig
 from lowprec_train.group import Group
-from lowprec_train.optim.adamw import AdamW, parameter_groups
+from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
 from lowprec_train.train import build
@@ -32,6 +32,7 @@ from tests.recipes import composed
 
 STEP = 7
 CASES = {name: (f"optim={name}",) for name in config.choices("optim")}
+CASES["muon e4m3"] = ("optim=muon", "optim/moment@optim.first_moment=e4m3")
 CASES["coat and bf16"] = ("optim=adamw_coat", "optim/master=bf16", "optim/moment@optim.first_moment=e5m2_expanded")
 LAYOUTS = {
     "2x2": Sizes(dp_shard=2, tp=2),
@@ -97,7 +98,7 @@ class Whole:
     """A model and its optimizer on one process."""
 
     net: Net
-    optimizer: AdamW
+    optimizer: CodedOptimizer
     scalars: Scalars
 
     @property
@@ -115,7 +116,7 @@ class Cut:
 
     model: nn.Module
     placements: Placements
-    twins: AdamW
+    twins: CodedOptimizer
     scalars: Scalars
     state: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
     twin: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -136,18 +137,17 @@ class Cut:
 
 
 @cache
-def codecs(case: str) -> dict[str, Any]:
-    """What the configuration of a case says to AdamW."""
-    optim = composed(*CASES[case]).optim
-    moments = tuple(build.construct(node) for node in (optim.first_moment, optim.second_moment))
-    return {"moments": moments, "master": build.construct(optim.master), "clip_updates": optim.clip_updates}
+def run_of(case: str) -> RunConfig:
+    """The configuration of a case."""
+    return composed(*CASES[case])
 
 
 def whole(case: str, *, steps: int = 2) -> Whole:
     """A model after `steps` updates; with 0 of them, of other first weights too."""
     torch.manual_seed(steps)
     net = Net()
-    optimizer = AdamW(parameter_groups(net, 0.1), lr=0.1, seed=5, **codecs(case))
+    groups = parameter_groups(net, 0.1, *build.rules(run_of(case)))
+    optimizer = CodedOptimizer(groups, codecs=build.codecs(run_of(case)), lr=0.1, seed=5)
     for _ in range(steps):
         for parameter in net.parameters():
             magnitudes = torch.logspace(-3, 1, parameter.numel())[torch.randperm(parameter.numel())]
@@ -158,7 +158,7 @@ def whole(case: str, *, steps: int = 2) -> Whole:
 
 def is_cut(case: str, key: str) -> bool:
     """Whether a state tensor is cut like its parameter: codes are, and of the rest only numbers of groups."""
-    return key in ("exp_avg", "exp_avg_sq", "master") or (key.startswith("exp_avg") and "coat" in case)
+    return key in ("exp_avg", "exp_avg_sq", "master", "momentum") or (key.startswith("exp_avg") and "coat" in case)
 
 
 def is_matrix(name: str) -> bool:
@@ -293,9 +293,13 @@ def otherwise_made(mesh: Mesh, case: str, full: Whole) -> list[str]:
     """State tensors to which AdamW over this rank's parts gives another form than they are cut to here."""
     parts = cut(mesh, case, full, filled=True)
     named = {name: _unrounded(parameter) for name, parameter in parts.model.named_parameters()}
-    pieces = {parameter: parts.placements.piece(name, _holders(mesh, name)) for name, parameter in named.items()}
-    groups = [{"params": list(named.values()), "indexed": [list(named).index("embedding.weight")]}]
-    optimizer = AdamW(groups, pieces=pieces, seed=5, **codecs(case))
+    shards = {parameter: parts.placements.shard(name, _group(mesh, name)) for name, parameter in named.items()}
+    rule, others = build.rules(run_of(case))
+    inside = [name for name in named if rule.hidden_matrices_only and is_matrix(name) and name != "embedding.weight"]
+    left = [name for name in named if name not in inside]
+    groups = [{"params": [named[name] for name in inside], "rule": rule}] if inside else []
+    groups += [{"params": [named[name] for name in left], "indexed": [left.index("embedding.weight")], "rule": others}]
+    optimizer = CodedOptimizer(groups, codecs=build.codecs(run_of(case)), shards=shards, seed=5)
     _, states = expected(mesh, case, full)
     return [
         f"{name}: {forms(made)} for {forms(states[name])}"
@@ -313,7 +317,7 @@ def _unrounded(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().float())
 
 
-def _holders(mesh: Mesh, name: str) -> Group | None:
+def _group(mesh: Mesh, name: str) -> Group | None:
     """Of the parts of one parameter."""
     sizes = mesh.sizes
     cuts = {"tp": TP[name] is not None and sizes.tp > 1, "dp_shard": is_matrix(name) and sizes.dp_shard > 1}
@@ -330,7 +334,7 @@ def after_a_forward_pass(mesh: Mesh) -> list[str]:
     }
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     fully_shard(model, mesh=mesh.axis("dp_shard"), reshard_after_forward=False, ignored_params=vectors)
-    parts, twins = dict(model.named_parameters()), AdamW([nn.Parameter(torch.zeros(2, 2))])
+    parts, twins = dict(model.named_parameters()), CodedOptimizer([nn.Parameter(torch.zeros(2, 2))])
     held = Cut(model, Placements(mesh, placed), twins, Scalars(0, "", 0))
     for parameter in parts.values():
         held.state[parameter] = {"exp_avg": torch.zeros_like(_local(parameter))}

@@ -32,6 +32,7 @@ LAYOUTS = {
 TINY = ("model.layers=2", f"model.vocab_size={VOCAB}", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}")
 TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 SPLIT = ("model.dim=256", "model.heads=8", "model.kv_heads=4", "model.ffn=768")  # over up to four tensor-parallel ranks
+E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
 EVERYWHERE = tuple(CASES)
 CASES |= {
@@ -41,6 +42,8 @@ CASES |= {
     "each": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "parallel.grad_reduce=every_microbatch"),
     "zero2": ("+recipe=fp8", *SPLIT, "comm=fp32", "parallel.reshard_after_forward=false"),
     "stable": ("+recipe=bf16", *SPLIT, "comm=fp32", "optim=stable_adamw"),
+    "muon": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim=muon"),
+    "muon gpt": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0", "optim=muon", E4M3_MOMENTUM),
     "in bf16": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0"),
     "own comm fp4": ("+recipe=fp4", *SPLIT),
     "own comm bf16": ("+recipe=bf16", *SPLIT),

@@ -48,11 +48,11 @@ def test_a_configuration_of_1024_gpus_builds(joined, layout, rank):
         model, grad_reduce="last_microbatch", reduction=build.construct(run.comm), param_all_gather="fp32"
     )
     assert (context.count, context.index) == (cut.sizes.dp, rank // cut.sizes.tp)
-    pieces, subject = cut.pieces(model), Subject(run=run, gpus=PROCESSES)
+    shards, subject = cut.shards(model), Subject(run=run, gpus=PROCESSES)
     parts = {weight.name: weight.mine(subject.sizes) for weight in subject.weights}
-    assert len(parts) == len(pieces)
+    assert len(parts) == len(shards)
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        assert tuple(local.shape) == pieces[parameter].local
+        assert tuple(local.shape) == shards[parameter].local
         assert all(size <= most for size, most in zip(local.shape, parts[name], strict=True)), name
         assert rank or tuple(local.shape) == parts[name]

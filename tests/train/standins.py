@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from lowprec_train.optim.adamw import AdamW, parameter_groups
+from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.optim.schedule import WarmupCosine
 from lowprec_train.train.trainer import Trainer, TrainingOptions
 
@@ -113,7 +113,7 @@ def make_trainer(*, steps=12, poison=(), tied=False, dim=12, seed=SEED, device="
     model = Model(dim=dim, poison=poison, tied=tied, device=device)
     arguments = {
         "model": model,
-        "optimizer": AdamW(parameter_groups(model, 0.1)),
+        "optimizer": CodedOptimizer(parameter_groups(model, 0.1)),
         "schedule": WarmupCosine(peak=lr, steps=steps, warmup_steps=1),
         "corpus": Corpus(Counting(seed), Counting(seed + 1)),
         "seeds": Noise(),

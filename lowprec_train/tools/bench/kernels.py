@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_train.ops.library import live_kernels
-from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.tools.bench.cases import CASES, SHAPES, Case, size
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Clock, copies
@@ -106,7 +106,7 @@ def _own_adamw(clock: Clock, name: str, shape: tuple[int, int], copy: float) -> 
     return _step_row(name, weight, kept, OPTIMIZERS[name], step, clock, copy)
 
 
-def _stepping(optimizer: AdamW) -> Any:
+def _stepping(optimizer: CodedOptimizer) -> Any:
     return lambda: optimizer.step()
 
 

@@ -97,13 +97,10 @@ def states(subject: Subject) -> int:
     """Moments and master weights as the codecs store them."""
 
     def of(weight: Weight) -> int:
-        if not weight.matrix:
-            return 2 * FP32 * math.prod(weight.mine(subject.sizes))
-        codecs = (*subject.moments_of(weight), subject.master_of(weight))
-        rows, *columns = weight.mine(subject.sizes)
+        codecs, mine = subject.codecs_of(weight), weight.mine(subject.sizes)
         if weight.cut == 1:  # groups lie as in the whole row
-            return sum(codec.state_bytes((rows, *weight.shape[1:])) for codec in codecs) // subject.sizes.tp
-        return sum(codec.state_bytes((rows, *columns)) for codec in codecs)
+            return codecs.state_bytes((mine[0], *weight.shape[1:])) // subject.sizes.tp
+        return codecs.state_bytes(mine)
 
     return sum(map(of, subject.weights))
 

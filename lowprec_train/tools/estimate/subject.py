@@ -15,8 +15,8 @@ from torch import nn
 from lowprec_train.config import Compile, RunConfig
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
-from lowprec_train.optim.master import FP32Master, Master
-from lowprec_train.optim.moments import Codec, of_rows
+from lowprec_train.ops.codecs import StateCodecs
+from lowprec_train.optim.codecs import Codecs
 from lowprec_train.parallel import tensor
 from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
 from lowprec_train.parallel.mesh import Sizes, sizes
@@ -104,13 +104,8 @@ class Subject:
         return self.run.compile is not Compile.off
 
     @cached_property
-    def moments(self) -> tuple[Codec, Codec]:
-        return build.moments(self.run)
-
-    @cached_property
-    def master(self) -> Master:
-        built: Master = build.construct(self.run.optim.master, "optim.master")
-        return built
+    def codecs(self) -> Codecs:
+        return build.codecs(self.run)
 
     @cached_property
     def laid_out(self) -> build.Layout:
@@ -144,18 +139,16 @@ class Subject:
             for name, p in whole.named_parameters()
         )
 
-    def moments_of(self, weight: Weight) -> tuple[Codec, Codec]:
-        """Of a matrix: what is looked up by number takes no scale for all rows."""
-        first, second = self.moments
-        return (of_rows(first), of_rows(second)) if weight.indexed else (first, second)
-
-    def master_of(self, weight: Weight) -> Master:
-        """Vectors, and what is looked up by number, are FP32."""
-        return self.master if weight.matrix and not weight.indexed else FP32Master()
+    def codecs_of(self, weight: Weight) -> StateCodecs:
+        """What stores a weight and its moments."""
+        rule, adamw = build.rules(self.run)
+        inside = weight.matrix and not weight.indexed and weight.unit != "head"
+        taken = adamw if rule.hidden_matrices_only and not inside else rule
+        return self.codecs.of(taken, matrix=weight.matrix, indexed=weight.indexed)
 
     def stored_size(self, weight: Weight) -> int:
         """Bytes of an element of the parameter, and of its gradient."""
-        return self.master_of(weight).parameter_dtype.itemsize
+        return self.codecs_of(weight).master.parameter_dtype.itemsize
 
     def way(self, weight: Weight) -> AllGatherFormat | None:
         """How a linear layer's weight is gathered; None for what comes as it is stored."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.ops.formats import FORMATS
-from lowprec_train.optim.adamw import AdamW
+from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.precision.block_keep import kept_inputs
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.outliers import OutlierClamp
@@ -86,7 +86,7 @@ class Record:
             self._add_operand((site, "kept", KEPT_OPERANDS[known]), x, rounded, how, None)
 
     def state(self, parameter: nn.Parameter, state: str, before: Tensor, wanted: Tensor, after: Tensor) -> None:
-        """An observer of `AdamW.step`."""
+        """An observer of `CodedOptimizer.step`."""
         labels = {"parameter": self._names[parameter], "state": state, "what": self._stored(parameter, state)}
         self.rows[labels["parameter"], state] = labels, roundings.of_state(before, wanted, after)
 
@@ -103,7 +103,7 @@ class Telemetry:
     Raises ValueError for a negative interval.
     """
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, *, interval: int = 0) -> None:
+    def __init__(self, model: nn.Module, optimizer: CodedOptimizer, *, interval: int = 0) -> None:
         if interval < 0:
             raise ValueError(f"telemetry_interval={interval} must not be negative (0: no telemetry)")
         self.model, self.optimizer, self.interval = model, optimizer, interval

@@ -17,8 +17,7 @@ from typing import Any
 
 from lowprec_train.config import RunConfig
 from lowprec_train.numerics.quantizer import Quantizer
-from lowprec_train.optim.master import Master
-from lowprec_train.optim.moments import Codec
+from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.schedule import Schedule
 from lowprec_train.precision.recipe import Gemm, LinearRecipe
 from lowprec_train.precision.schedule import Phase
@@ -78,13 +77,14 @@ class Operand:
 class Plan:
     """What a run is about to do, as values.
 
-    moments: codecs of Adam's first and second. learning_rate: of a 0-based step. on_gpu: on a CUDA device.
+    codecs: of moments and master weights. decays: of the
+        optimizer's moments. learning_rate: of a 0-based step. on_gpu: on a CUDA device.
     """
 
     run: RunConfig
     sites: tuple[Site, ...]
-    moments: tuple[Codec, Codec]
-    master: Master
+    codecs: Codecs
+    decays: Mapping[str, float]
     learning_rate: Schedule
     on_gpu: bool = False
 

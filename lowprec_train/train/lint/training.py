@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from lowprec_train.numerics.formats import parse_format
-from lowprec_train.optim.master import FP32Master
-from lowprec_train.optim.moments import Codec, Expanded, Plain, Scaled
+from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.train.lint.rules import Fault, Plan, Rule, Severity
 
 EXPANSION = (1.9, 7.0)
@@ -23,15 +22,15 @@ SAMPLES = 100
 STILL = 0.9  # of a second moment's codes
 
 
-def half_step(codec: Codec, expansion: float) -> float:
+def half_step(codec: StateCodec, expansion: float) -> float:
     """Largest relative change that a stored moment may not show; 0 for FP32."""
-    if codec.exact or not isinstance(codec, Plain | Scaled | Expanded):
+    if codec.exact:
         return 0.0
     step = 1 / (2.0 ** (parse_format(codec.format).mantissa_bits + 1) + 2)
-    return step / expansion if isinstance(codec, Expanded) else step
+    return step / expansion if codec.expanded else step
 
 
-def unmoved(codec: Codec, beta: float) -> float:
+def unmoved(codec: StateCodec, beta: float) -> float:
     """Share of a second moment's codes that are the same after a step of gradient noise: lognormal magnitudes over some
     four decades, in rows of 1024.
     """
@@ -50,25 +49,29 @@ def typical_update(beta1: float) -> float:
 
 
 def fp8_second_moment(plan: Plan) -> Iterator[Fault]:
-    second = plan.moments[1]
-    if isinstance(second, Scaled) and second.format.upper() in ("E4M3", "E5M2"):
+    second = plan.codecs.moments[1]
+    if second.one_scale and second.format in ("E4M3", "E5M2"):
         yield Fault(what=f"optim.second_moment = {second.format} with one scale for the tensor")
 
 
 def stalled_moments(plan: Plan) -> Iterator[Fault]:
-    betas = (plan.run.optim.beta1, plan.run.optim.beta2)
-    for place, (codec, beta, expansion) in enumerate(zip(plan.moments, betas, EXPANSION, strict=True), start=1):
+    first, second = plan.codecs.moments
+    optim = plan.run.optim
+    averages = [("beta1", optim.beta1, first, EXPANSION[0]), ("beta2", optim.beta2, second, EXPANSION[1])]
+    averages += [(name, beta, first, EXPANSION[0]) for name, beta in plan.decays.items() if name != "exp_avg"]
+    for name, beta, codec, expansion in averages:
         least = half_step(codec, expansion)
-        still = unmoved(codec, beta) if place == 2 and least else 0.0
+        still = unmoved(codec, beta) if name == "beta2" and least else 0.0
         if still >= STILL:
             yield Fault(what=f"beta2={beta} with {codec}, which leaves {still:.0%} of its codes unmoved in a step")
         elif 1 - beta < least:
-            yield Fault(what=f"beta{place}={beta} with {codec}, which may not show changes below {least:.2g}")
+            yield Fault(what=f"{name}={beta} with {codec}, which may not show changes below {least:.2g}")
 
 
 def lost_updates(plan: Plan) -> Iterator[Fault]:
     """An Adam step changes a weight by the learning rate at most, and one with noisy gradients by much less."""
-    if plan.master.stochastic or isinstance(plan.master, FP32Master):
+    master = plan.codecs.master
+    if master.stochastic or master.exact:
         return
     beta1, steps = plan.run.optim.beta1, plan.run.steps
     least = WEIGHT * HALF_STEP / typical_update(beta1)
@@ -76,9 +79,7 @@ def lost_updates(plan: Plan) -> Iterator[Fault]:
     share = sum(plan.learning_rate(step) < least for step in sampled) / len(sampled)
     if share >= SHARE:
         rate = f"optim.lr={plan.run.optim.lr}, a learning rate below {least:.2g} for {share:.0%} of the steps,"
-        yield Fault(
-            what=f"{rate} with {plan.master}: updates of {typical_update(beta1):.2g} of it (beta1={beta1}) stall"
-        )
+        yield Fault(what=f"{rate} with {master}: updates of {typical_update(beta1):.2g} of it (beta1={beta1}) stall")
 
 
 def two_clips(plan: Plan) -> Iterator[Fault]:

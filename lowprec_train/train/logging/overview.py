@@ -74,10 +74,10 @@ def _layout(plain: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
 
 def _optimizer(optim: Mapping[str, Any]) -> str:
     def stored(part: str) -> str:
-        named = optim[part]
-        return str(named.get("format") or named["_target_"].rsplit(".", 1)[-1].removesuffix("Master"))
+        return str(optim[part].get("format"))
 
-    name = "StableAdamW" if optim["clip_updates"] else "AdamW"
+    adamw = "StableAdamW" if optim["clip_updates"] else "AdamW"
+    name = optim["rule"]["_target_"].rsplit(".", 1)[-1] if optim.get("rule") else adamw
     schedule = optim["schedule"]["_target_"].rsplit(".", 1)[-1]
     states = f"m {stored('first_moment')}, v {stored('second_moment')}, weights {stored('master')}"
     return f"{name}, lr {optim['lr']:g} by {schedule}, {states}"

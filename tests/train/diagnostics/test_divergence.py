@@ -6,24 +6,23 @@ import math
 import pytest
 import torch
 
-from lowprec_train.optim.adamw import EPS, AdamW
-from lowprec_train.optim.master import BF16Master, FP16Master, FP32Master
-from lowprec_train.optim.moments import Expanded, Plain, Scaled
+from lowprec_train.ops.adamw import EPS
+from lowprec_train.optim.codecs import MASTER_CODECS, expanded, plain, scaled
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.diagnostics import finite
 from lowprec_train.train.diagnostics.divergence import LARGEST_NORM, NothingTrained, TrainingDiverged, usable
+from tests.optim.cases import adamw
 from tests.train.standins import bits, make_trainer, same
 
-MOMENTS = [(Plain(), Plain()), (Scaled("E4M3"), Scaled("FP16")), (Expanded(), Expanded()), (Plain("BF16"),) * 2]
-MASTERS = [FP32Master(), FP16Master(True), FP16Master(False), BF16Master()]
+MOMENTS = [(plain(), plain()), (scaled("E4M3"), scaled("FP16")), (expanded(), expanded()), (plain("BF16"),) * 2]
 
 
-@pytest.mark.parametrize(("moments", "master"), itertools.product(MOMENTS, MASTERS), ids=str)
+@pytest.mark.parametrize(("moments", "master"), itertools.product(MOMENTS, MASTER_CODECS), ids=str)
 @pytest.mark.parametrize("clip_updates", [False, True])
 def test_an_update_of_a_usable_gradient_is_finite(moments, master, clip_updates):
     """Rows without a gradient, a denormal one, the largest that is used; the smallest eps; then nothing for a while."""
     weight = torch.nn.Parameter(torch.randn(6, 64, generator=torch.Generator().manual_seed(0)))
-    optimizer = AdamW(
+    optimizer = adamw(
         [weight], lr=1e-2, eps=EPS[0], moments=moments, master=master, clip_updates=clip_updates, fused=False
     )
     gradient = torch.zeros(6, 64)

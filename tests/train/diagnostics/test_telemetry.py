@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer
-from lowprec_train.optim.adamw import AdamW, parameter_groups
+from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.optim.schedule import WarmupCosine
 from lowprec_train.precision.block_keep import kept_inputs
 from lowprec_train.precision.linear import Linear
@@ -372,7 +372,7 @@ def test_a_model_without_quantised_layers_has_no_rows():
     sink, rows = fit(make("bf16", 1, steps=2))
     assert rows == [] and not [name for name in sink.lines[0] if name.startswith(("quant/", "opt/"))]
     model = Model()
-    watching = Telemetry(model, AdamW(parameter_groups(model, 0.1)), interval=1)
+    watching = Telemetry(model, CodedOptimizer(parameter_groups(model, 0.1)), interval=1)
     assert fit(make_trainer(steps=2, model=model, telemetry=watching, seeds=None))[1] == []
 
 

@@ -9,8 +9,7 @@ import torch
 
 from lowprec_train import config
 from lowprec_train.config import PhaseConfig
-from lowprec_train.optim import moments
-from lowprec_train.optim.master import FP16Master
+from lowprec_train.optim.codecs import expanded, plain, scaled
 from lowprec_train.precision import gemm
 from lowprec_train.train import build, describe
 from lowprec_train.train.lint import rules as lint
@@ -180,7 +179,7 @@ def test_when_the_floor_rule_clips(scale, headroom, clips):
     assert ("floor-clips" in names(report(run))) == clips
 
 
-@pytest.mark.parametrize("codec", [moments.Scaled("E4M3"), moments.Scaled("FP16"), moments.Plain("BF16")], ids=str)
+@pytest.mark.parametrize("codec", [scaled("E4M3"), scaled("FP16"), plain("BF16")], ids=str)
 def test_where_a_moment_stalls(codec):
     """At the coarsest place of a binade a decay below the rule's bound leaves a code as it is, one above does not."""
     least = lint_training.half_step(codec, 1.0)
@@ -194,12 +193,14 @@ def test_where_a_moment_stalls(codec):
 @pytest.mark.parametrize(("beta2", "share"), [(0.95, 0.63), (0.99, 0.92), (0.999, 0.94)])
 def test_how_many_codes_of_a_second_moment_stay(beta2, share):
     """COAT's, of lognormal magnitudes: at .95 six in ten, which ships, at .99 nine in ten, which is told."""
-    codec = moments.Expanded("E4M3", 128)
+    codec = expanded("E4M3", 128)
     assert lint_training.unmoved(codec, beta2) == pytest.approx(share, abs=0.03)
     told = [str(f) for f in report(composed("+recipe=coat", f"optim.beta2={beta2}")).findings]
-    wanted = rf"stalled-moments: beta2={beta2} with Expanded.*leaves {lint_training.unmoved(codec, beta2):.0%} of its"
+    wanted = (
+        rf"stalled-moments: beta2={beta2} with E4M3 expanded.*leaves {lint_training.unmoved(codec, beta2):.0%} of its"
+    )
     assert bool(told) == (beta2 >= 0.99) and all(re.match(wanted, each) for each in told)
-    assert lint_training.unmoved(moments.Plain("FP32"), beta2) == 0.0
+    assert lint_training.unmoved(plain("FP32"), beta2) == 0.0
 
 
 def test_what_nearest_masters_lose_on_a_quadratic():
@@ -224,12 +225,11 @@ def test_where_an_update_is_lost():
     least = lint_training.WEIGHT * lint_training.HALF_STEP
     w = torch.full((2, 8), lint_training.WEIGHT)
     w[0, 0] = 0.1  # of a matrix: the scale follows its largest weight
-    master = FP16Master(stochastic=False)
+    master = scaled("FP16")
 
     def kept(update):
-        parameter, parts = master.encode(w)
-        before = master.decode(parameter, parts)
-        return torch.equal(master.decode(*master.encode(before + update)), before)
+        before = master.decode(master.encode(w))
+        return torch.equal(master.decode(master.encode(before + update)), before)
 
     assert kept(0.9 * least) and not kept(8 * least)
     assert not report(composed("optim/master=fp16_nearest")).findings

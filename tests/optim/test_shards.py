@@ -7,9 +7,9 @@ from torch import nn
 from lowprec_train.group import SINGLE
 from lowprec_train.ops import library
 from lowprec_train.optim.norm import global_norm
-from lowprec_train.optim.piece import Piece
+from lowprec_train.optim.shard import Shard
 from tests.optim.cases import BUNDLES, MASTERS, MOMENTS, build
-from tests.optim.pieces import (
+from tests.optim.shards import (
     SHAPES,
     Cut,
     advance,
@@ -28,7 +28,7 @@ FOUND = (0.0, 0.0, 1.0, 0.0)  # of the steps: one is skipped
 
 
 def poisoned(step):
-    """Gradients of a step; an infinity in one piece where the step is skipped."""
+    """Gradients of a step; an infinity in one shard where the step is skipped."""
     made = gradients(step)
     if FOUND[step]:
         made["weight"][30, 70] = torch.inf
@@ -45,9 +45,9 @@ def run_whole(system, observer=None, **options):
 
 
 def run_rank(cut, rank, system, observer=None, **options):
-    pieces = {name: cut.piece(name, rank) for name in SHAPES}
+    shards = {name: cut.shard(name, rank) for name in SHAPES}
     weights = {name: cut.part(name, rank, whole) for name, whole in first_weights().items()}
-    parameters, adamw = optimizer(weights, system, pieces, **options)
+    parameters, adamw = optimizer(weights, system, shards, **options)
     history = [tensors(parameters, adamw)]
     for step, found in enumerate(FOUND):
         given = {name: cut.part(name, rank, whole) for name, whole in poisoned(step).items()}
@@ -57,7 +57,7 @@ def run_rank(cut, rank, system, observer=None, **options):
 
 
 def assert_same(layout, system, **options):
-    """After no step and after each of four: every tensor of the pieces, joined, is that of the whole."""
+    """After no step and after each of four: every tensor of the shards, joined, is that of the whole."""
     wanted, cut_along = run_whole(system, **options)
     cut = Cut(*layout)
     histories = cut.on_threads(lambda rank: run_rank(cut, rank, system, **options))
@@ -125,7 +125,7 @@ def test_the_observer_sees_the_parts_of_what_is_rounded():
     run_whole("adamw_fp8lm", observer=watch(whole))
     cut.on_threads(lambda rank: run_rank(cut, rank, "adamw_fp8lm", observer=watch(parts[rank])))
     for name in ("weight", "low"):
-        shapes = [cut.piece(name, rank).local for rank in range(4)]
+        shapes = [cut.shard(name, rank).local for rank in range(4)]
         for what in ("exp_avg", "exp_avg_sq", "master"):
             seen = [part[shape, what] for part, shape in zip(parts, shapes, strict=True) if shape[0]]
             assert all((shape, what) in part for part, shape in zip(parts, shapes, strict=True) if shape[0])
@@ -143,14 +143,14 @@ def test_the_norm_of_all_gradients(layout):
     made["weight"] *= 1e5
 
     def norm(rank):
-        parameters, pieces = {}, {}
+        parameters, shards = {}, {}
         for name in SHAPES:
             part = made[name] if rank is None else cut.part(name, rank, made[name])
             parameters[name] = nn.Parameter(torch.zeros_like(part))
             parameters[name].grad = part.clone()
             if rank is not None:
-                pieces[parameters[name]] = cut.piece(name, rank)
-        return global_norm(parameters.values(), pieces)
+                shards[parameters[name]] = cut.shard(name, rank)
+        return global_norm(parameters.values(), shards)
 
     whole = norm(None)
     torch.testing.assert_close(whole, nn.utils.get_total_norm(list(made.values())), rtol=1e-6, atol=0)
@@ -167,7 +167,7 @@ def test_a_bad_gradient_reaches_every_norm(bad):
     def norm(rank):
         parameter = nn.Parameter(cut.part("weight", rank, made["weight"]))
         parameter.grad = parameter.detach().clone()
-        return global_norm([parameter], {parameter: cut.piece("weight", rank)})
+        return global_norm([parameter], {parameter: cut.shard("weight", rank)})
 
     assert not any(each.isfinite() for each in cut.on_threads(norm))
 
@@ -184,9 +184,9 @@ def test_no_gradients_have_no_norm():
         ("adamw_fp4", (32, 16), r"shape \(4, 32\).*shape \(4, 16\)"),
     ],
 )
-def test_pieces_that_cannot_be(system, columns, words):
+def test_shards_that_cannot_be(system, columns, words):
     first, width = columns
     weight = nn.Parameter(torch.zeros(4, 32 if width == 16 else width))
-    piece = Piece(shape=(4, 64), first=(0, first), local=(4, width), holders=SINGLE)
+    shard = Shard(shape=(4, 64), first=(0, first), local=(4, width), group=SINGLE)
     with pytest.raises(ValueError, match=words):
-        build([weight], system, pieces={weight: piece})
+        build([weight], system, shards={weight: shard})

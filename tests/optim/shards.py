@@ -1,4 +1,4 @@
-"""Weights cut into pieces, their groups on threads, and the pieces' state put together again."""
+"""Weights cut into shards, their groups on threads, and the shards' state put together again."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from lowprec_train.optim.piece import Piece
+from lowprec_train.optim.shard import Shard
 from tests.groups import Recorded, thread_groups
 from tests.optim.cases import build
 
@@ -34,22 +34,22 @@ class Cut:
         beside = [thread_groups(columns) for _ in range(rows)]
         self.beside = [beside[rank // columns][rank % columns] for rank in range(self.count)]
 
-    def piece(self, name, rank):
+    def shard(self, name, rank):
         shape, first, local = SHAPES[name], [0] * len(SHAPES[name]), list(SHAPES[name])
         if name == "norm":
-            return Piece(shape=shape, first=tuple(first), local=tuple(local), holders=None)
+            return Shard(shape=shape, first=tuple(first), local=tuple(local), group=None)
         local[-1] //= self.columns
         first[-1] = rank % self.columns * local[-1]
         if len(shape) > 1:
             each = -(-shape[0] // self.rows)
             first[0] = min(rank // self.columns * each, shape[0])
             local[0] = min(each, shape[0] - first[0])
-        holders = self.everyone[rank] if len(shape) > 1 else self.beside[rank]
-        return Piece(shape=shape, first=tuple(first), local=tuple(local), holders=holders)
+        group = self.everyone[rank] if len(shape) > 1 else self.beside[rank]
+        return Shard(shape=shape, first=tuple(first), local=tuple(local), group=group)
 
     def part(self, name, rank, whole):
-        piece = self.piece(name, rank)
-        for dim, (start, size) in enumerate(zip(piece.first, piece.local, strict=True)):
+        shard = self.shard(name, rank)
+        for dim, (start, size) in enumerate(zip(shard.first, shard.local, strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole.clone()
 
@@ -83,12 +83,12 @@ def gradients(step):
     return made
 
 
-def optimizer(weights, system, pieces=None, **options):
+def optimizer(weights, system, shards=None, **options):
     """(parameters by name, AdamW over them); the embedding's master stays FP32."""
     parameters = {name: nn.Parameter(weight.clone()) for name, weight in weights.items()}
-    cut = None if pieces is None else {parameters[name]: piece for name, piece in pieces.items()}
+    cut = None if shards is None else {parameters[name]: shard for name, shard in shards.items()}
     group = {"params": list(parameters.values()), "weight_decay": 0.1, "indexed": [0]}
-    return parameters, build([group], system, lr=1e-2, seed=5, pieces=cut, **options)
+    return parameters, build([group], system, lr=1e-2, seed=5, shards=cut, **options)
 
 
 def advance(parameters, adamw, given, *, found=0.0, observer=None):

@@ -7,9 +7,8 @@ import torch
 
 from lowprec_train.numerics.formats import E4M3, E5M2, FP16
 from lowprec_train.numerics.quantizer import Quantizer
-from lowprec_train.optim.adamw import AdamW
-from lowprec_train.optim.moments import Expanded, Plain, Scaled
-from tests.optim.cases import MASTERS, MOMENTS, SYSTEMS, build
+from lowprec_train.optim.codecs import Codecs, expanded, plain, scaled
+from tests.optim.cases import MASTERS, MOMENTS, SYSTEMS, adamw, build
 
 
 def stored(parts):
@@ -25,16 +24,10 @@ def first_and_second(rows=64, columns=1024):
     return m, v
 
 
-@pytest.mark.parametrize("codec", MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.parametrize("codec", (MOMENTS | MASTERS).values(), ids=MOMENTS | MASTERS)
 @pytest.mark.parametrize("shape", [(3, 4096), (7, 1000), (5, 33), (2, 1)])
 def test_state_bytes_are_those_of_the_tensors(codec, shape):
-    assert stored(codec.encode(torch.randn(shape))) == codec.state_bytes(shape)
-
-
-@pytest.mark.parametrize("master", MASTERS.values(), ids=MASTERS)
-def test_state_bytes_of_masters(master):
-    _, parts = master.encode(torch.randn(6, 24), torch.tensor(1) if master.stochastic else None)
-    assert stored(parts) == master.state_bytes((6, 24))
+    assert stored(codec.encode(torch.randn(shape), seed=torch.tensor(1))) == codec.state_bytes(shape)
 
 
 def bytes_per_parameter(optimizer):
@@ -79,7 +72,7 @@ def test_zeros_and_signs(codec):
 @pytest.mark.parametrize(("name", "format"), [("e4m3", E4M3), ("fp16", FP16), ("e5m2", E5M2)])
 def test_scaled_takes_the_power_of_two_that_saturates_nothing(name, format):
     """I4.6: max |codes| lies in (M / 2, M], the scale is a power of two."""
-    codec = Scaled(name)
+    codec = scaled(name)
     for peak in (1e-12, 1.0, 3e5):
         x = torch.randn(8, 32).clamp(-1, 1) * peak
         parts = codec.encode(x)
@@ -126,13 +119,16 @@ def test_expansion_keeps_small_second_moments_that_a_tensor_scale_flushes():
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
-        (lambda: Plain("FP16"), "FP16 codes need a scale"),
-        (lambda: Plain("FP7"), "unknown format 'FP7'"),
-        (lambda: Scaled("E2M1"), "not E2M1"),
-        (lambda: Expanded("FP16"), "not 128 of FP16"),
-        (lambda: Expanded("E4M3", 0), "not 0 of E4M3"),
-        (lambda: AdamW([torch.nn.Parameter(torch.zeros(1))], betas=(1.0, 0.9)), "beta1.*1.0"),
-        (lambda: AdamW([torch.nn.Parameter(torch.zeros(1))], lr=-1.0), "lr.*-1.0"),
+        (lambda: plain("FP16"), "FP16 codes need a scale"),
+        (lambda: plain("FP7"), "unknown format 'FP7'"),
+        (lambda: scaled("E2M1"), "not E2M1"),
+        (lambda: expanded("FP16"), "not 128 of FP16"),
+        (lambda: expanded("E4M3", 0), "not 0 of E4M3"),
+        (lambda: Codecs(master=scaled("E4M3")), "E4M3 scaled"),
+        (lambda: Codecs(master=plain("BF16")), "not as BF16$"),
+        (lambda: Codecs(moments=(plain("BF16", stochastic=True), plain())), "BF16, stochastic"),
+        (lambda: adamw([torch.nn.Parameter(torch.zeros(1))], betas=(1.0, 0.9)), "beta1.*1.0"),
+        (lambda: adamw([torch.nn.Parameter(torch.zeros(1))], lr=-1.0), "lr.*-1.0"),
     ],
 )
 def test_mistakes_are_named(make, complaint):

@@ -1,0 +1,62 @@
+"""Global amax and update RMS of sharded tensors, all-reduced before the step.
+
+    RMS of a clipped update        sqrt(sum over all shards of g'^2 / max(v'^, eps^2), by the number of elements)
+    scale of what has one scale    from the amax, over all shards, of the new moment or weight
+
+The update is made once for its statistics and once more to be stored: nothing is kept between the sweeps but a few
+numbers a tensor. All tensors whose shards lie on the same ranks share one collective a sweep. Sums are taken in FP64
+(`ops.updates.wide_sum`), so that an RMS does not depend on the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowprec_train.group import Group
+from lowprec_train.ops.updates import root_mean
+from lowprec_train.optim.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorStats:
+    """Of a batch: RMS [p] and amax [p, names], FP32; None where they are not needed, or where tensors are whole."""
+
+    rms: Tensor | None = None
+    amax: Tensor | None = None
+
+
+def tensor_stats(batches: Sequence[Batch]) -> list[TensorStats]:
+    """Of each batch, before any of them is stepped. Collective for the ranks that hold shards."""
+    sharded = [place for place, batch in enumerate(batches) if batch.group is not None]
+    squares = {place: batches[place].squares() for place in sharded if batches[place].rule.needs_rms}
+    totals = _reduced(batches, squares, lambda group, x: group.all_reduce_sum(x))
+    rms = {place: root_mean(total, _numbers(batches[place])) for place, total in totals.items()}
+    local = {place: batches[place].amax(rms.get(place)) for place in sharded if batches[place].codecs.one_scale}
+    amax = _reduced(batches, local, lambda group, x: group.all_reduce_max(x))
+    return [TensorStats(rms=rms.get(place), amax=amax.get(place)) for place in range(len(batches))]
+
+
+def over_groups(values: Sequence[tuple[Group, Tensor]], reduce: Callable[[Group, Tensor], Tensor]) -> list[Tensor]:
+    """Tensors of one dtype, each reduced over its group: one collective for all that share one."""
+    reduced: dict[int, Tensor] = {}
+    for group in dict.fromkeys(group for group, _ in values):
+        mine = [place for place, (each, _) in enumerate(values) if each == group]
+        flat = reduce(group, torch.cat([values[place][1].flatten() for place in mine]))
+        parts = flat.split([values[place][1].numel() for place in mine])
+        reduced |= {place: part.view(values[place][1].shape) for place, part in zip(mine, parts, strict=True)}
+    return [reduced[place] for place in range(len(values))]
+
+
+def _reduced(
+    batches: Sequence[Batch], local: dict[int, Tensor], reduce: Callable[[Group, Tensor], Tensor]
+) -> dict[int, Tensor]:
+    values = [(group, x) for place, x in local.items() if (group := batches[place].group) is not None]
+    return dict(zip(local, over_groups(values, reduce), strict=True))
+
+
+def _numbers(batch: Batch) -> Tensor:
+    return torch.stack([member.numbers for member in batch.members])
