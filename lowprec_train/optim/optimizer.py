@@ -200,8 +200,8 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Decay for weights with two or more dimensions, embeddings among them, none for norms and biases.
 
-    `indexed` of a group: places of the weights that are looked up by index (`codecs.Codecs`). rule: AdamW if left out.
-    adamw: takes what is no hidden matrix where the rule wants these alone: vectors, embeddings and `head`.
+    `indexed` of a group: places of the weights that are looked up by index (`codecs.Codecs`). rule: the
+    optimizer's if left out. adamw: takes what is no hidden matrix where the rule wants these alone: vectors, embeddings and `head`.
 
     Raises:
         ValueError: a negative decay, a parameter that is not FP32 (master weights are), or one that is still on the
@@ -209,7 +209,7 @@ def parameter_groups(
     """
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be a number and not negative, got {weight_decay}")
-    rule, adamw = rule or AdamWRule(), adamw or AdamWRule()
+    apart = rule is not None and rule.hidden_matrices_only
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     hidden: list[nn.Parameter] = []
     matrices: list[nn.Parameter] = []
@@ -220,13 +220,13 @@ def parameter_groups(
                 f"the optimizer starts from FP32 weights; {name} is {parameter.dtype} on {parameter.device}"
             )
         if parameter.requires_grad:
-            inside = rule.hidden_matrices_only and id(parameter) not in looked_up and not name.startswith("head.")
+            inside = apart and id(parameter) not in looked_up and not name.startswith("head.")
             (vectors if parameter.ndim < 2 else hidden if inside else matrices).append(parameter)
     indexed = [place for place, parameter in enumerate(matrices) if id(parameter) in looked_up]
-    others = adamw if rule.hidden_matrices_only else rule
+    others = adamw or AdamWRule() if apart else rule
     groups = [
         {"params": hidden, "weight_decay": weight_decay, "indexed": [], "rule": rule},
         {"params": matrices, "weight_decay": weight_decay, "indexed": indexed, "rule": others},
         {"params": vectors, "weight_decay": 0.0, "indexed": [], "rule": others},
     ]
-    return [group for group in groups if group["params"]]
+    return [{key: value for key, value in group.items() if value is not None} for group in groups if group["params"]]
