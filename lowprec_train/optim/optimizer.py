@@ -201,7 +201,8 @@ def parameter_groups(
     """Decay for weights with two or more dimensions, embeddings among them, none for norms and biases.
 
     `indexed` of a group: places of the weights that are looked up by index (`codecs.Codecs`). rule: the
-    optimizer's if left out. adamw: takes what is no hidden matrix where the rule wants these alone: vectors, embeddings and `head`.
+    optimizer's if left out. adamw: takes what is no hidden matrix where the rule wants these alone: vectors,
+    embeddings and `head`.
 
     Raises:
         ValueError: a negative decay, a parameter that is not FP32 (master weights are), or one that is still on the
