@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from lowprec_train.data.cache import build_once
 from tests.bad_inputs import models, recipes, runs, settings, text, tools, workplace
 
 ROOT = Path(__file__).parent.parent
@@ -51,18 +50,18 @@ def server():
 
 
 @pytest.fixture(scope="session")
-def prepared(server, tmp_path_factory):
-    """The workplace, made by one of pytest's workers."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+def prepared(server, once, tmp_path_factory):
+    """The workplace, made by one of pytest's workers. It stays where it was made: runs name their tokenizer's file."""
 
-    def make(directory):
+    def make():
+        directory = tmp_path_factory.mktemp("bad-inputs")
         workplace.write_text(directory)
         for command in workplace.COMMANDS:
             done = server(command, directory)
             assert done["status"] == 0, (command, done)
+        return directory
 
-    return build_once(shared / "bad-inputs", make)
+    return once("bad-inputs", make)
 
 
 def contents(directory):

@@ -52,9 +52,13 @@ def indexed(
     if (valid is None) == (split is None):
         raise ValueError(f"exactly one of valid and split must be given, not valid={valid!r} and split={split!r}")
     shares = _WHOLE if split is None else parse_split(split)
-    blend = parse_blend(train)
+    blend = parse_blend(train, "data.train")
     training = _Part("train", blend, shares, 0)
-    held_out = _Part("valid", blend, shares, 1) if valid is None else _Part("valid", parse_blend(valid), _WHOLE, 0)
+    held_out = (
+        _Part("valid", blend, shares, 1)
+        if valid is None
+        else _Part("valid", parse_blend(valid, "data.valid"), _WHOLE, 0)
+    )
     for prefix in (*training.blend.prefixes, *held_out.blend.prefixes):
         IndexedDataset(prefix)  # a file that is absent or garbled is told before what its manifest does not say
     made_by = _tokenizer({*training.blend.prefixes, *held_out.blend.prefixes}, vocab_size)
@@ -115,8 +119,8 @@ class Mixture:
     order: Blend
 
 
-def parse_blend(blend: Blended) -> Mixture:
-    """`prefix`, `[prefix]` or `[weight, prefix, weight, prefix, ...]`.
+def parse_blend(blend: Blended, key: str = "blend") -> Mixture:
+    """`prefix`, `[prefix]` or `[weight, prefix, weight, prefix, ...]`. key: names the blend in errors.
 
     Raises:
         ValueError: it is none of these, names a dataset twice, or has a weight that `Blend` refuses.
@@ -125,13 +129,13 @@ def parse_blend(blend: Blended) -> Mixture:
     if len(items) == 1:
         items = [1.0, *items]
     if not items or len(items) % 2:
-        raise ValueError(f"blend {items}: expected one prefix, or weight, prefix, weight, prefix, ...")
+        raise ValueError(f"{key}={items}: expected one prefix, or weight, prefix, weight, prefix, ...")
     for weight, prefix in zip(items[0::2], items[1::2], strict=True):
         if not _is_number(weight) or _is_number(prefix):
-            raise ValueError(f"blend {items}: expected a weight and a prefix, got {weight!r}, {prefix!r}")
+            raise ValueError(f"{key}={items}: expected a weight and a prefix, got {weight!r}, {prefix!r}")
     prefixes = tuple(os.path.expanduser(str(prefix)) for prefix in items[1::2])
     if len(set(prefixes)) != len(prefixes):
-        raise ValueError(f"blend {items}: names a dataset twice")
+        raise ValueError(f"{key}={items}: names a dataset twice")
     return Mixture(prefixes, Blend([float(weight) for weight in items[0::2]]))
 
 

@@ -53,8 +53,9 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     """Read and print. Returns 1 when --check finds something; raises ValueError for bad input."""
-    if arguments.characters < 0:
-        raise ValueError(f"--characters {arguments.characters} must not be negative")
+    for name in ("characters", "samples"):
+        if getattr(arguments, name) < 0:
+            raise ValueError(f"--{name} {getattr(arguments, name)} must not be negative")
     from lowprec_train.data.indexed import IndexedDataset
     from lowprec_train.data.manifest import Manifest
     from lowprec_train.data.tokenizer import load

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from tests.bad_inputs.case import case
@@ -103,7 +104,6 @@ EVALUATED = (
     case("evaluate-device-unknown", "lowprec evaluate runs/good --data valid.jsonl --device tpu", "tpu"),
     case("evaluate-on-an-absent-gpu", "lowprec evaluate runs/good --data valid.jsonl --device cuda", "cuda"),
     case("evaluate-absent-tasks", f"{EVALUATE} --tasks nowhere.yaml", "nowhere.yaml"),
-    case("evaluate-tasks-of-nothing", f"{EVALUATE} --tasks t.yaml", "t.yaml", make=a("t.yaml", "")),
     case("evaluate-absent-tokenizer", f"{EVALUATE} --data valid.jsonl --tokenizer nowhere.model", "nowhere.model"),
     case("evaluate-out-a-directory", f"{EVALUATE} --data valid.jsonl --out runs", "runs"),
     case("evaluate-out-unwritable", f"{EVALUATE} --data valid.jsonl --out /proc/x.json", "/proc/x.json"),
@@ -248,4 +248,10 @@ OTHERS = (
     case("bench-step-of-an-unknown-recipe", "lowprec bench step --recipes fp5", "fp5"),
 )
 
-CASES = (*COMMANDS, *COMPARED, *EVALUATED, *GENERATED, *DATA, *OTHERS)
+HARNESS = (case("evaluate-tasks-of-nothing", f"{EVALUATE} --tasks t.yaml", "t.yaml", make=a("t.yaml", "")),)
+"""Needs lm-evaluation-harness, the extra `eval`; without it the error names the package."""
+
+if find_spec("lm_eval") is None:
+    HARNESS = (case("evaluate-tasks-without-the-harness", HARNESS[0].command, "lm_eval", make=HARNESS[0].make),)
+
+CASES = (*HARNESS, *COMMANDS, *COMPARED, *EVALUATED, *GENERATED, *DATA, *OTHERS)

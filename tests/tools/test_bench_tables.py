@@ -57,7 +57,9 @@ def test_bytes_that_must_move(op, name, expected):
 
 
 def test_a_linear_layer_by_recipe():
-    measured = linear.measure(CPU, ["fp8", "fp4"], shapes=[(64, 128)], tokens=64, rounds=2, compiled=False)
+    measured = linear.measure(
+        CPU, linear.recipes(["fp8", "fp4"]), shapes=[(64, 128)], tokens=64, rounds=2, compiled=False
+    )
     (row,) = measured["rows"]
     assert set(row["ms"]) == {"bf16", "fp8", "fp4"} and not row["errors"] and min(row["ms"].values()) > 0
     text = report.markdown({"bench": "linear", "environment": {"gpu": "none", "command": "x"}, **measured})

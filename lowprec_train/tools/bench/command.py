@@ -141,10 +141,11 @@ def _gemm(arguments: argparse.Namespace) -> int:
 
 
 def _linear(arguments: argparse.Namespace) -> int:
-    device = _cuda()
     from lowprec_train.tools.bench import linear
 
-    return _finish(arguments, device, "linear", linear.measure(device, arguments.recipes))
+    recipes = linear.recipes(arguments.recipes)
+    device = _cuda()
+    return _finish(arguments, device, "linear", linear.measure(device, recipes))
 
 
 def _step(arguments: argparse.Namespace) -> int:
@@ -153,9 +154,9 @@ def _step(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools.bench import configuration, ours, peers, report, step
     from lowprec_train.tools.bench.contestant import Work
 
-    device = torch.device("meta") if arguments.dry_run else _cuda()
     contestants = ours.contestants(arguments.recipes, head=arguments.head, own=arguments.optimizer == "own")
     contestants += peers.chosen(arguments.peers)
+    device = torch.device("meta") if arguments.dry_run else _cuda()
     if arguments.apart:
         contestants = [replace(each, apart=True) for each in contestants]
     given = {name: getattr(arguments, name) for name in ("model", "batch", "seq_len", "parameters", "clip")}

@@ -31,17 +31,21 @@ def recipe(name: str) -> LinearRecipe:
     return next(iter(build.recipes(policy, {}).values()))
 
 
+def recipes(names: Sequence[str]) -> dict[str, LinearRecipe]:
+    """By name; BF16 is always among them."""
+    return {name: recipe(name) for name in dict.fromkeys((BASELINE, *names))}
+
+
 def measure(
     device: torch.device,
-    names: Sequence[str],
+    recipes: dict[str, LinearRecipe],
     *,
     shapes: Sequence[tuple[int, int]] = SHAPES,
     tokens: int = TOKENS,
     rounds: int = 15,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """`rows`: milliseconds of a forward and a backward pass by recipe, for each shape; BF16 is always among them."""
-    recipes = {name: recipe(name) for name in dict.fromkeys((BASELINE, *names))}
+    """`rows`: milliseconds of a forward and a backward pass by recipe, for each shape."""
     return {"tokens": tokens, "rows": [_row(device, recipes, shape, tokens, rounds, compiled) for shape in shapes]}
 
 

@@ -82,6 +82,9 @@ class Evaluation:
             raise ValueError("nothing to evaluate on: --data PATH, --tasks FILE or both")
         if asked.limit is not None and asked.limit < 1:
             raise ValueError(f"--limit {asked.limit} must be at least 1")
+        for file in asked.tasks:
+            if not file.is_file():
+                raise ValueError(f"{file}: no such task file")
         if asked.tasks:
             needs_package("lm_eval", extra="eval", what="--tasks")
         trained = Trained(asked.model, asked.step)
