@@ -23,7 +23,7 @@ from lowprec_train.model.transformer import Transformer
 class Sampling:
     """How a token is chosen. seed: of the choices; the same seed, model and prompt choose the same tokens.
 
-    Raises ValueError for a temperature that is negative or not finite, and for top_p outside of (0, 1].
+    Raises ValueError for a temperature that is negative or not finite, top_p outside of (0, 1], and a seed of over 64 bits.
     """
 
     temperature: float = 0.0
@@ -35,6 +35,8 @@ class Sampling:
             raise ValueError(f"temperature {self.temperature} must be a number, 0 (the likeliest token) or more")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} must lie above 0 and not above 1")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ValueError(f"seed {self.seed} must fit into 64 bits")
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
         """A token id; generator: on the CPU, so that a seed chooses alike on every device. ValueError for NaN."""

@@ -76,6 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     start = evaluation.start_token(arguments.start, tokenizer, sizes.vocab_size)
     written = tokenizer.encode([arguments.prompt])[0]
     prompt = ([] if start is None else [start]) + written
+    if not prompt:
+        raise ValueError(f"--start {arguments.start} and an empty prompt leave the model nothing to begin with")
     if len(prompt) >= sizes.max_seq_len:
         raise ValueError(
             f"a prompt of {len(prompt)} tokens is too long: the model has positions for {sizes.max_seq_len}, what it "
