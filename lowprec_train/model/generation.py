@@ -23,7 +23,8 @@ from lowprec_train.model.transformer import Transformer
 class Sampling:
     """How a token is chosen. seed: of the choices; the same seed, model and prompt choose the same tokens.
 
-    Raises ValueError for a temperature that is negative or not finite, top_p outside of (0, 1], and a seed of over 64 bits.
+    Raises ValueError for a temperature that is negative or not finite, top_p outside of (0, 1], and a seed of over 64
+    bits.
     """
 
     temperature: float = 0.0
