@@ -32,8 +32,7 @@ def ended(rank: int, which: int) -> int:
 
 
 def late(rank: int) -> None:
-    print("in vain")
-    time.sleep(60 * rank)
+    time.sleep(600)
 
 
 def test_results_come_in_rank_order():
@@ -52,8 +51,6 @@ def test_a_rank_that_is_killed_is_named():
     assert run_until_exit(ended, 2, 0) == ([-signal.SIGKILL, 0], [None, 1])
 
 
-def test_a_rank_that_hangs_is_named():
-    with pytest.raises(
-        AssertionError, match=r"ranks \[1\] have not ended after 3 s\n--- output of rank 1 ---\nin vain"
-    ):
-        run_distributed(late, 2, backend=None, timeout=3)
+def test_ranks_that_hang_are_named():
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] have not ended after 1 s"):
+        run_distributed(late, 2, backend=None, timeout=1)
