@@ -9,7 +9,7 @@ GEMM operands, gradient payloads, kept activations and optimizer moments are its
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -137,6 +137,15 @@ class Quantizer:
             raise ValueError(f"span counts binades, 0 for no bound, and is not {self.span}")
         if self.span and self.scale not in POWERS_OF_TWO:
             raise ValueError(f"span bounds power-of-two block exponents; {self.scale.name} scales have none")
+        self._pair_with_transposed()
+
+    def _pair_with_transposed(self) -> None:
+        """Make the transposed quantiser here: torch 2.11 does not trace the making of one inside a graph."""
+        transposed = self
+        if self.tile[0] != self.tile[1]:
+            transposed = object.__new__(Quantizer)
+            transposed.__dict__.update(self.__dict__, tile=self.tile[::-1], _transposed=self)
+        self.__dict__["_transposed"] = transposed
 
     @property
     def stochastic(self) -> bool:
@@ -220,7 +229,7 @@ class Quantizer:
 
     def turned(self) -> Quantizer:
         """What makes the same codes of the transposed matrix."""
-        return replace(self, tile=(self.tile[1], self.tile[0]))
+        return self._transposed  # type: ignore[attr-defined,no-any-return]
 
     def _check_call(self, x: Tensor, seed: Tensor | None) -> None:
         if x.ndim != 2:
@@ -247,8 +256,8 @@ def pairs(first: Quantizer, second: Quantizer) -> bool:
     """True when one op rounds a matrix by `first` and its transpose by `second`: to nearest, on the same grid, by the
     same rule.
     """
-    plain = first.rounding is NEAREST and not (first.span or second.span)
-    alike = replace(first, tile=second.tile) == second
+    plain = first.rounding is second.rounding is NEAREST and not (first.span or second.span)
+    alike = all(getattr(first, name) == getattr(second, name) for name in ("format", "scale", "headroom"))
     return plain and alike and first.format.carrier.itemsize == 1 and first.scale is not ScaleRule.NVFP4
 
 
