@@ -147,7 +147,7 @@ def test_a_watched_step_on_a_gpu_never_waits_for_it(compiled):
             torch._dynamo.reset()
             one.model.compile_blocks()
         watching = Telemetry(one.model, optimizer, interval=interval)
-        parts = {"model": one.model, "optimizer": optimizer, "seeds": seeds, "device": device, "telemetry": watching}
+        parts = {"model": one.model, "optimizer": optimizer, "seeds": seeds, "telemetry": watching}
         trainer = make("coat", 0, **parts)
         lines = [trainer.step() for _ in range(2)]
         torch.cuda.set_sync_debug_mode("error")
