@@ -10,6 +10,7 @@ from torch import nn
 
 from lowprec_train.ops.library import SERVED
 from lowprec_train.optim.codecs import expanded
+from lowprec_train.optim.fused import FusedAdamW
 from tests.optim.cases import MASTERS, MOMENTS, adamw
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +30,14 @@ def make(codecs, master, device, shapes=SHAPES, **options):
     weights = [nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device)) for shape in shapes]
     moments = tuple(MOMENTS.get(codec, codec) for codec in codecs)
     return adamw(weights, lr=1e-2, moments=moments, master=MASTERS[master], fused=False, seed=99, **options)
+
+
+def stepped(optimizer, fused, **scalars):
+    """One step, by the kernel or tensor by tensor in the reference."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not fused:
+            patch.setattr(FusedAdamW, "serves", staticmethod(lambda batch: False))
+        optimizer.step(**scalars)
 
 
 def gradients(optimizer, step, *, scale=1e-3, dtype=torch.float32, edges=True):
@@ -60,15 +69,15 @@ def assert_same(mine, wanted):
 
 
 def compare(codecs, master, *, steps=3, scale=None, dtype=torch.float32, edges=True, shapes=SHAPES):
-    """Fused against one by one (an observer asks for that) on CUDA and on the CPU, after every step."""
+    """Fused against one by one on CUDA and against the CPU, after every step."""
     ours, theirs = make(codecs, master, "cuda", shapes), make(codecs, master, "cuda", shapes)
     cpu = make(codecs, master, "cpu", shapes)
     for step in range(steps):
-        for optimizer, observer in ((ours, None), (theirs, lambda *_: None), (cpu, None)):
+        for optimizer, fused in ((ours, True), (theirs, False), (cpu, True)):
             device = optimizer.param_groups[0]["params"][0].device
             gradients(optimizer, step, dtype=dtype, edges=edges)
             divisor = None if scale is None else torch.tensor(scale, device=device)
-            optimizer.step(grad_scale=divisor, found_inf=torch.zeros((), device=device), observer=observer)
+            stepped(optimizer, fused, grad_scale=divisor, found_inf=torch.zeros((), device=device))
         assert_same(tensors(ours), tensors(theirs))
         assert_same(tensors(ours), tensors(cpu))
 
@@ -85,11 +94,11 @@ def test_first_moments_without_gradients_decay_as_in_the_reference(codecs, betas
     """Three steps with gradients, then twelve in which every third row has none; with b1 = .999 every code is slow."""
     ours, theirs = (make(codecs, "fp32", "cuda", betas=betas) for _ in range(2))
     for step in range(15):
-        for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+        for optimizer, fused in ((ours, True), (theirs, False)):
             gradients(optimizer, step, edges=False)
             for parameter in optimizer.param_groups[0]["params"] if step >= 3 else ():
                 parameter.grad[::3] = 0.0
-            optimizer.step(observer=observer)
+            stepped(optimizer, fused)
         assert_same(tensors(ours), tensors(theirs))
 
 
@@ -123,9 +132,9 @@ def test_sizes_far_from_one(codec, size):
     """Subnormal squares, and moments beyond the range where quotients take the short way."""
     ours, theirs = make((codec, codec), "fp32", "cuda"), make((codec, codec), "fp32", "cuda")
     for step in range(3):
-        for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+        for optimizer, fused in ((ours, True), (theirs, False)):
             gradients(optimizer, step, scale=size)
-            optimizer.step(observer=observer)
+            stepped(optimizer, fused)
         assert_same(tensors(ours), tensors(theirs))
 
 
@@ -133,12 +142,12 @@ def test_a_group_that_is_not_finite_stays_visible_and_alone():
     """NaN payloads differ between devices, so they are compared as NaN, everything else by bits."""
     ours, theirs = (make(("e4m3_expanded", "e4m3_expanded"), "fp32", "cuda", [(8, 1024)]) for _ in range(2))
     for step in range(3):
-        for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+        for optimizer, fused in ((ours, True), (theirs, False)):
             gradients(optimizer, step)
             if step == 1:
                 optimizer.param_groups[0]["params"][0].grad[4, 200] = torch.nan
                 optimizer.param_groups[0]["params"][0].grad[5, 900] = torch.inf
-            optimizer.step(observer=observer)
+            stepped(optimizer, fused)
     mine, wanted = (optimizer.param_groups[0]["params"][0] for optimizer in (ours, theirs))
     pairs = [(mine.detach(), wanted.detach())]
     pairs += [(ours.state[mine][name], theirs.state[wanted][name]) for name in theirs.state[wanted]]
@@ -167,18 +176,18 @@ def test_many_tensors_and_counters_of_their_own(codecs):
     compare(codecs, "fp16", steps=2, shapes=[SHAPES[i % len(SHAPES)] for i in range(70)])
     ours, theirs = make(codecs, "fp32", "cuda"), make(codecs, "fp32", "cuda")
     for step in range(3):
-        for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+        for optimizer, fused in ((ours, True), (theirs, False)):
             gradients(optimizer, step)
             for parameter in optimizer.param_groups[0]["params"][5:7] if step == 0 else ():
                 parameter.grad = None
-            optimizer.step(observer=observer)
+            stepped(optimizer, fused)
     assert_same(tensors(ours), tensors(theirs))
 
 
 def test_what_is_not_contiguous_or_aligned():
     """A transposed gradient, a gradient at 4 bytes from 16, a transposed parameter (which takes the eager path)."""
     results = []
-    for observer in (None, lambda *_: None):
+    for fused in (True, False):
         optimizer = make(("e4m3_expanded", "e4m3_expanded"), "fp32", "cuda", [(64, 1024), (16, 1024), (24, 40)])
         first, second, third = optimizer.param_groups[0]["params"]
         gradients(optimizer, 0)
@@ -187,7 +196,7 @@ def test_what_is_not_contiguous_or_aligned():
         spare[1:] = second.grad.flatten()
         second.grad = spare[1:].view(second.shape)
         third.data = third.data.t().contiguous().t()
-        optimizer.step(observer=observer)
+        stepped(optimizer, fused)
         results.append(tensors(optimizer))
     assert_same(*results)
 
@@ -199,11 +208,11 @@ def test_update_clipping_is_that_of_the_reference(codecs):
     """
     ours, theirs = (make(codecs, "fp32", "cuda", clip_updates=True) for _ in range(2))
     start = [p.detach().clone() for p in ours.param_groups[0]["params"]]
-    for optimizer, observer in ((ours, None), (theirs, lambda *_: None)):
+    for optimizer, fused in ((ours, True), (theirs, False)):
         gradients(optimizer, 0)
-        optimizer.step(observer=observer)
+        stepped(optimizer, fused)
         gradients(optimizer, 1, scale=1.0)
-        optimizer.step(observer=observer)
+        stepped(optimizer, fused)
     for old, a, b in zip(start, ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
         moved = (b - old).abs().max().item()
         assert (a - b).abs().max().item() <= 64 * 2.0**-24 * (moved + old.abs().max().item())

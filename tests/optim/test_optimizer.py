@@ -7,6 +7,7 @@ import torch
 
 from lowprec_train.ops.codecs import decaying, parts_of
 from lowprec_train.ops.updates import seeds
+from lowprec_train.optim.fused import FusedAdamW
 from lowprec_train.train.checkpoint import Checkpointer, ModelState, OptimizerState
 from tests.optim.cases import MASTERS, MOMENTS, SYSTEMS, Quadratic, adamw, build, equal, fill, model, system, tensors
 
@@ -177,6 +178,22 @@ def test_an_observer_changes_nothing():
     fill(ours, 1), fill(theirs, 1)
     optimizer.step(observer=lambda *_: None), reference.step()
     assert equal(tensors(ours, optimizer), tensors(theirs, reference))
+
+
+@every_system
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_fused_op_is_the_loop_over_the_rule(name, clip, monkeypatch):
+    """Three steps, the second one skipped, gradients divided."""
+    ours, optimizer = system(name, fused=False, clip_updates=clip)
+    theirs, reference = system(name, fused=False, clip_updates=clip)
+    for step, found in enumerate((0.0, 1.0, 0.0)):
+        fill(ours, step), fill(theirs, step)
+        scalars = {"grad_scale": torch.tensor(3.0), "found_inf": torch.tensor(found)}
+        optimizer.step(**scalars)
+        with monkeypatch.context() as patch:
+            patch.setattr(FusedAdamW, "serves", staticmethod(lambda batch: False))
+            reference.step(**scalars)
+        assert equal(tensors(ours, optimizer), tensors(theirs, reference))
 
 
 def parts(net, optimizer):
