@@ -66,7 +66,6 @@ COMPARED = (
     ),
     case("compare-garbled-config", COMPARE, "runs/fp8/config.yaml", make=file("runs/fp8/config.yaml", "}{")),
     case("compare-garbled-run-json", COMPARE, "runs/fp8/run.json", make=file("runs/fp8/run.json", "}{")),
-    case("compare-garbled-done", COMPARE, "runs/fp8/DONE", make=file("runs/fp8/DONE", "}{")),
     case("compare-absent-baseline", f"{COMPARE} --baseline banana", "banana", "good"),
     case("compare-gap-in-words", f"{COMPARE} --max-gap small", "small"),
     case("compare-gap-negative", f"{COMPARE} --max-gap=-1", "-1"),

@@ -17,8 +17,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from lowprec_train.config import read_json
-
 LOSS = "train/loss"
 VALID = "valid/loss"
 TOKENS = "data/tokens"
@@ -123,18 +121,9 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
         device=str(info["device"]) if info.get("device") else None,
         config=read_config(path / "config.yaml"),
         metrics=metrics,
-        status=read_status(path),
+        status=next((mark.lower() for mark in ("DONE", "PREEMPTED") if (path / mark).exists()), "unfinished"),
         notes=tuple(notes),
     )
-
-
-def read_status(path: Path) -> str:
-    """How the run's newest launch ended. Raises ValueError with the file's name where it cannot be read."""
-    for mark in ("DONE", "PREEMPTED"):
-        if (path / mark).exists():
-            read_json(path / mark)
-            return mark.lower()
-    return "unfinished"
 
 
 def read_config(source: Path) -> dict[str, Any]:
