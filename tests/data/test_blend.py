@@ -146,7 +146,7 @@ def test_large_files_are_hashed_by_samples(tmp_path, monkeypatch):
     ("train", "message"),
     [
         ([0.5, "a", 0.5], r"expected one prefix, or weight, prefix"),
-        ([], r"blend \[\]: expected one prefix"),
+        ([], r"blend=\[\]: expected one prefix"),
         (["a", "b"], r"expected a weight and a prefix, got 'a', 'b'"),
         ([0.5, 0.5], r"expected a weight and a prefix, got 0\.5, 0\.5"),
         ([None, "a"], r"expected a weight and a prefix, got None, 'a'"),
