@@ -179,7 +179,8 @@ def test_a_task_that_does_not_fit_its_data_is_told_before_text_is_read(made, fil
         assert "odd.yaml" in line and ("no task that can be run" in line or "does not fit its data" in line)
 
 
-def test_without_the_package_it_says_what_to_install(made, capsys, monkeypatch):
+def test_without_the_package_it_says_what_to_install(made, tmp_path, capsys, monkeypatch):
+    (tmp_path / "choice.yaml").write_text(f"task: choice\n{CHOICE}")
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
-    assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", "x.yaml"]) == 2
+    assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", str(tmp_path / "choice.yaml")]) == 2
     assert "--tasks needs the package 'lm_eval': pip install 'lowprec_train[eval]'" in capsys.readouterr().err

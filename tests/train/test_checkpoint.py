@@ -312,10 +312,13 @@ def processes():
 
 
 def run(processes, directory, *, kill_after=None, **options):
-    """(exit code, output) of a run that is killed after so many seconds."""
+    """(exit code, output) of a run that is killed so many seconds after it said from where it goes on."""
     output = directory / "output"
+    output.unlink(missing_ok=True)
     process = processes.Process(target=launch, args=(str(directory), str(output), options))
     process.start()
+    while kill_after is not None and process.is_alive() and not (output.exists() and output.stat().st_size):
+        time.sleep(0.005)
     process.join(timeout=kill_after)
     if process.is_alive():
         process.kill()
@@ -361,7 +364,7 @@ def test_sigkill_at_any_time_resumes_bit_for_bit(tmp_path, processes, uninterrup
     through."""
     resumed, codes = [], []
     for attempt in range(16):
-        code, output = run(processes, tmp_path, kill_after=0.15 + 0.023 * attempt, pause=0.03, step_pause=0.01)
+        code, output = run(processes, tmp_path, kill_after=0.01 + 0.03 * attempt, pause=0.03, step_pause=0.01)
         codes.append(code)
         resumed += [int(step) for step in re.findall(r"^resumed (\d+)$", output, re.MULTILINE)]
     assert -signal.SIGKILL in codes and resumed == sorted(resumed) and resumed[-1] > 0, (codes, resumed)
