@@ -173,8 +173,9 @@ def train(
     device, compiled = machine.device, machine.compiled
     layout = build.layout(options)
     distribution = build.distribution(options, layout, machine.world, device)
-    linears = [describe.effective(layout.model, phase.recipes, device) for phase in layout.phases]
-    report = build.lint(options, layout, linears, device)
+    plans = layout.plans(device, shards=distribution.sizes.dp_shard)
+    linears = [describe.effective(phase.recipes, each) for phase, each in zip(layout.phases, plans, strict=True)]
+    report = build.lint(options, layout, plans, device)
     self_test(device)
     (resume, _), root = config.parse_resume(options.resume), Path(options.run_root)
     name = launch.first(lambda: name_of(options, plain, choice))
@@ -187,8 +188,8 @@ def train(
         facts: dict[str, Any] = {"name": name, **identity.facts(plain), **way.facts}
         facts |= build.facts(options, choice, layout, device, compiled=compiled)
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
-        facts["kept"] = describe.kept(layout.phases[0].keep)
-        facts["schedule"] = describe.later(layout.phases, linears)
+        facts["saved"] = describe.saved(layout.model, layout.phases[0].saved_activations, device)
+        facts["schedule"] = describe.later(layout, linears, device)
         facts["processes"] = dataclasses.asdict(distribution.sizes)
         first = build.first_weights(options, directory.path, directory.saved.get("weights_step"))
         facts |= build.begun_with(first, directory.saved)
@@ -202,7 +203,7 @@ def train(
             launch.first(lambda: identity.refuse_twin(root, name, plain, corpus.hash))
         if first and (strange := other_tokenizer(first, corpus.tokenizer)):
             log.warning("warning: %s", strange)
-        trainer = build.trainer(options, layout, linears, corpus, distribution, device, compiled=compiled, first=first)
+        trainer = build.trainer(options, layout, plans, corpus, distribution, device, compiled=compiled, first=first)
         facts["gathered"] = trainer.data_parallel.all_gather_formats()
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from lowprec_train import config
 from lowprec_train.precision import gemm
 from lowprec_train.tools import cli
-from lowprec_train.train import build, describe
+from lowprec_train.train import build
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -96,9 +96,9 @@ def test_every_recipe_has_its_page(recipe, monkeypatch):
         monkeypatch.setattr(gemm, what, lambda device: device.type == "cuda")
     model = OmegaConf.to_object(composed([f"+recipe={recipe}", "model=llama_7b", "model.layers=2"]))
     laid_out = build.layout(model)
-    linears = describe.effective(laid_out.model, laid_out.phases[0].recipes, torch.device("cuda", 0))
+    plans = laid_out.plans(torch.device("cuda", 0))[0]
     told = dict(re.findall(r"^\| (fprop|dgrad|wgrad) \| .* \| `(\w+)` \|$", text, flags=re.MULTILINE))
-    assert told == linears["blocks.0.mlp.down"]["execution"]
+    assert told == plans["blocks.0.mlp.down"].paths()
 
 
 def test_the_policy_of_the_page_works(tmp_path):

@@ -111,7 +111,7 @@ def test_a_run_leaves_what_it_was(launch):
 def test_verbose_prints_all_of_it(launch):
     status, out, _ = launch("+recipe=fp4", "verbose=true", "steps=1")
     assert status == 0 and "blocks.*.mlp.down 64x64" in out and "[dequantize]" in out and "kernels: quantize: " in out
-    assert "\ntokens_per_step: 256\n" in out and "kept for backward: by norms input" in out
+    assert "\ntokens_per_step: 256\n" in out and "saved for backward: by norms input" in out
 
 
 def test_a_finished_run_says_so(launch):

@@ -45,9 +45,30 @@ NAMES = {  # an identifier of Python -> what it is called now
     "placeless": "needs_rms",
     "Wording": "StateCodec",
     "MASTERS": "StateCodec",
+    "Purpose": "Operand",
+    "Keep": "SavedInput",
+    "KeptInput": "QuantizedSavedInput",
+    "BlockKeep": "SavedActivationPolicy",
+    "kept_inputs": "saved_inputs",
+    "hears": "with_grad_amax",
+    "heard": "with_grad_amax",
 }
 DEFINED = {"largest": "amax", "wire": "all_gather_format"}  # where it is a function's name
-MODULES = {"piece", "slots", "wholes", "coded", "gathered", "agreement", "team", "feed", "holders"}
+MODULES = {
+    "passes",
+    "code_rows",
+    "block_keep",
+    "kept",
+    "piece",
+    "slots",
+    "wholes",
+    "coded",
+    "gathered",
+    "agreement",
+    "team",
+    "feed",
+    "holders",
+}
 CPP = {  # a word of C++ -> what it is called now
     "rough_codes": "approx_encode",
     "Past": "DecodeParams",

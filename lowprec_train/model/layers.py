@@ -3,7 +3,7 @@
 Each is one choice of a model's configuration, a module that `Transformer` picks from a table by name; no forward asks
 which model it is in. The residual stream is BF16 (FP32 in tests); norms and activations compute in FP32 and round once
 to the stream's dtype, so that an eager and a compiled run hand the same numbers to the quantisers behind them. Under a
-`BlockKeep` policy they compute from rounded inputs and keep codes of them.
+`SavedActivationPolicy` they compute from rounded inputs and save codes of them.
 
 Shapes: B batch, T tokens, D model width, F feed-forward width, H head width, M maximal sequence length.
 """
@@ -18,21 +18,21 @@ from torch import Tensor
 from lowprec_train.model.activations import gated_silu
 from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
 from lowprec_train.numerics.draws import Draws
-from lowprec_train.precision.block_keep import (
-    KeptInput,
+from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.saved_activations import (
+    QuantizedSavedInput,
     gated_through_codes,
     gelu_through_codes,
     norm_through_codes,
 )
-from lowprec_train.precision.linear import Linear
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
 
 
-class RMSNorm(KeptInput):
+class RMSNorm(QuantizedSavedInput):
     """y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in FP32, returned in x's dtype; never a bias."""
 
-    role = "norm"
+    role, op = "norm", "norm_keep"
 
     def __init__(self, dim: int, eps: float, bias: bool = False) -> None:
         super().__init__()
@@ -41,16 +41,16 @@ class RMSNorm(KeptInput):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.quantizer is not None:
-            if self.fuses("norm_keep", x_BTD):
+            if self.fuses(x_BTD):
                 return norm_through_codes(x_BTD, self.weight, None, self.eps, False, self.quantizer)[0]
             return self.through_codes(RMS(self.eps), (x_BTD,), (self.weight,))
         return F.rms_norm(x_BTD.float(), self.weight.shape, self.weight, self.eps).to(x_BTD.dtype)
 
 
-class LayerNorm(KeptInput):
+class LayerNorm(QuantizedSavedInput):
     """y = (x - mean) / sqrt(var + eps) * weight + bias (arXiv 1607.06450), in FP32, returned in x's dtype."""
 
-    role = "norm"
+    role, op = "norm", "norm_keep"
 
     def __init__(self, dim: int, eps: float, bias: bool = True) -> None:
         super().__init__()
@@ -60,20 +60,21 @@ class LayerNorm(KeptInput):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.quantizer is not None:
-            if self.fuses("norm_keep", x_BTD):
+            if self.fuses(x_BTD):
                 return norm_through_codes(x_BTD, self.weight, self.bias, self.eps, True, self.quantizer)[0]
             parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
             return self.through_codes(Normal(self.eps), (x_BTD,), parameters)
         return F.layer_norm(x_BTD.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x_BTD.dtype)
 
 
-class SwiGLU(KeptInput):
+class SwiGLU(QuantizedSavedInput):
     """down(silu(gate) * up) (arXiv 2002.05202). `gate_up` is one GEMM whose rows alternate gate, up: (F, 2).
 
     Interleaved rows let a tensor-parallel shard of the rows hold whole (gate, up) pairs.
     """
 
-    role = "activation"
+    role, op, plain_op = "activation", "gated_keep", "gated_silu"
+    fed_by, feeds = "gate_up", "down"
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
         super().__init__()
@@ -83,17 +84,20 @@ class SwiGLU(KeptInput):
 
     def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
         if self.quantizer is None:
-            return self.down(*gated_silu(*self.gate_up.heard(x_BTD, draws)), draws=draws)
-        if self.fuses("gated_keep", x_BTD):
-            return self.down(*gated_through_codes(*self.gate_up.heard(x_BTD, draws), self.quantizer), draws=draws)
+            return self.down(*gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws)), draws=draws)
+        if self.fuses(x_BTD):
+            return self.down(
+                *gated_through_codes(*self.gate_up.with_grad_amax(x_BTD, draws), self.quantizer), draws=draws
+            )
         gate_BTF, up_BTF = self.gate_up(x_BTD, draws=draws).unflatten(-1, (-1, 2)).unbind(-1)
         return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()), draws=draws)
 
 
-class GELU(KeptInput):
+class GELU(QuantizedSavedInput):
     """down(gelu(up)) with the tanh form of GELU (arXiv 1606.08415), as GPT-2 and Megatron-LM train."""
 
-    role = "activation"
+    role, op = "activation", "gelu_keep"
+    fed_by, feeds = "up", "down"
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
         super().__init__()
@@ -102,9 +106,9 @@ class GELU(KeptInput):
         self.down = Linear(ffn, dim, bias=bias)
 
     def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
-        if self.fuses("gelu_keep", x_BTD):
+        if self.fuses(x_BTD):
             assert self.quantizer is not None
-            return self.down(*gelu_through_codes(*self.up.heard(x_BTD, draws), self.quantizer), draws=draws)
+            return self.down(*gelu_through_codes(*self.up.with_grad_amax(x_BTD, draws), self.quantizer), draws=draws)
         up_BTF = self.up(x_BTD, draws=draws)
         if self.quantizer is not None:
             return self.down(self.through_codes(TanhGELU(), (up_BTF,), ()), draws=draws)

@@ -4,7 +4,8 @@
 cheap (norms, activations, rotary, residual sums, casts, decoding) and keeps what is dear: the outputs of GEMMs, of
 attention, and of our own operations, `torch.ops.lowprec.*`, so that backward meets the very codes that forward made.
 The three give the same bits: all draws are functions of tensors that do not change between forward and backward, so no
-random state is saved. Under a `BlockKeep` policy selective has little left to drop: the codes are what it would keep.
+random state is saved. Under a `SavedActivationPolicy` it has little left
+to drop: the codes are what it would save.
 
 The choice sits inside a block's forward, where both eager autograd and a compiled graph see it.
 """

@@ -3,9 +3,9 @@
     seed[site, stream] = first 63 bits of Philox4x32-10(counter = (site, stream, step + 2^36 u), key = run seed)
     u = 0 for an operand with tokens;   u = the micro-batch's first token / 8 for weights and for signs
 
-A site is a linear layer, a stream one of its (gemm, purpose) pairs. Nothing inside the graph draws, and no table is
-written to once it is made: compiled, recomputed and resumed runs read the same numbers, and several micro-batches may
-be in flight. First tokens are counted within the global step, so they name a
+A site is a linear layer, a stream one GEMM's rotation or one of its operands. Nothing inside the graph draws, and no
+table is written to once it is made: compiled, recomputed and resumed runs read the same numbers, and several
+micro-batches may be in flight. First tokens are counted within the global step, so they name a
 micro-batch whatever rank and turn it falls to.
 
 An operand with tokens (X, dY and their transposes) has the same seed in all micro-batches of a step, and `origin` moves
@@ -34,17 +34,17 @@ class Gemms(IntEnum):
     WGRAD = 2
 
 
-class Purpose(IntEnum):
-    """What a GEMM draws for: the signs of its rotation, the rounding of operand a, of operand b."""
+class Operand(IntEnum):
+    """The two of a GEMM a[m, k] @ b[n, k]^T, by the stream that their rounding draws from; 0 is the rotation's."""
 
-    ROTATION = 0
     A = 1
     B = 2
 
 
-STREAMS = len(Gemms) * len(Purpose)
+PER_GEMM = 1 + len(Operand)
+STREAMS = len(Gemms) * PER_GEMM
 ROW = 16  # numbers that a site takes in memory: 128 bytes, so that no row is misaligned for a compiled kernel
-BY_TOKEN = ((Gemms.FPROP, Purpose.A), (Gemms.DGRAD, Purpose.A), (Gemms.WGRAD, Purpose.A), (Gemms.WGRAD, Purpose.B))
+BY_TOKEN = ((Gemms.FPROP, Operand.A), (Gemms.DGRAD, Operand.A), (Gemms.WGRAD, Operand.A), (Gemms.WGRAD, Operand.B))
 """Operands with tokens: X; dY; dY^T and X^T. The rest are W, W^T and signs."""
 
 GROUP = 8  # tokens, or elements of a row: what one call of Philox serves
@@ -59,9 +59,13 @@ class SiteDraws:
     token_rows: Tensor
     token_columns: Tensor
 
-    def seed(self, gemm: Gemms, purpose: Purpose) -> Tensor:
-        """0-dim int64."""
-        return self.seeds[gemm * len(Purpose) + purpose]
+    def seed(self, gemm: Gemms, operand: Operand) -> Tensor:
+        """Of an operand's stochastic rounding, 0-dim int64."""
+        return self.seeds[gemm * PER_GEMM + operand]
+
+    def signs(self, gemm: Gemms) -> Tensor:
+        """Seed of the signs of a GEMM's rotation, 0-dim int64."""
+        return self.seeds[gemm * PER_GEMM]
 
 
 class Draws(NamedTuple):
@@ -113,7 +117,7 @@ class SeedTable:
     def _seeds(self, step: int, micro_batch: int) -> Tensor:
         site = torch.arange(self.sites).unsqueeze(1)
         by_token = torch.zeros(STREAMS, dtype=torch.bool)
-        by_token[[gemm * len(Purpose) + purpose for gemm, purpose in BY_TOKEN]] = True
+        by_token[[gemm * PER_GEMM + operand for gemm, operand in BY_TOKEN]] = True
         stream = torch.arange(STREAMS).unsqueeze(0)
         low, high = torch.tensor(step & 0xFFFFFFFF), (step >> 32) + (micro_batch << 4) * (~by_token).unsqueeze(0)
         words = philox((site, stream, low, high), self.run_seed)

@@ -227,7 +227,7 @@ class Quantizer:
         gain = 1 / self.range_share if self.scale is ScaleRule.E8M0_FLOOR else 1.0
         return Quantized(codes, scale, parts or {}, gain, self.span)
 
-    def turned(self) -> Quantizer:
+    def transposed(self) -> Quantizer:
         """What makes the same codes of the transposed matrix."""
         return self._transposed  # type: ignore[attr-defined,no-any-return]
 
@@ -261,19 +261,6 @@ def pairs(first: Quantizer, second: Quantizer) -> bool:
     return plain and alike and first.format.carrier.itemsize == 1 and first.scale is not ScaleRule.NVFP4
 
 
-def _everything(first: Quantizer, second: Quantizer) -> bool:
-    return first.tile == second.tile == (-1, -1)
-
-
-def parts_pair(first: Quantizer, second: Quantizer, shared: Shared | None, *, folded: bool) -> bool:
-    """True when `both` rounds a part of a matrix as the whole: no scale depends on other parts, or one maximum does.
-    folded: there are factors `across` or `down`.
-    """
-    if shared is None or not (first.crosses(shared.dim) or second.crosses(1 - shared.dim)):
-        return True
-    return _everything(first, second) and not folded
-
-
 def both(
     x: Tensor,
     first: Quantizer,
@@ -288,18 +275,19 @@ def both(
     """x [m, k] * across [1, k] rounded by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
 
     amax: any tensor whose largest element is max |x|, left by what made x; it spares a pass. produced: x comes from a
-    compiled kernel, which takes the maximum along where it can. shared: of x, where `parts_pair`.
+    compiled kernel, which takes the maximum along where it can. shared: of x, where no scale depends on other parts, or
+    one number for everything does, without `across` and `down`.
     """
     first.check(x.shape[0], x.shape[1])
     second.check(x.shape[1], x.shape[0])
-    if not (_everything(first, second) and across is None and down is None):
+    if not (first.tile == second.tile == (-1, -1) and across is None and down is None):
         amax = None
     elif amax is None and produced and x.is_cuda and torch.compiler.is_compiling():
         amax = x.abs().amax(dim=1).float()
     if shared is not None and first.crosses(shared.dim):
         left = torch.ops.lowprec.amax(x, first.tile) if amax is None else amax
         amax = shared.global_amax(left.amax().reshape(1))
-    codes, scale, turned, scale_t = first.kernel("quantize_both", x.device)(
+    codes, scale, codes_t, scale_t = first.kernel("quantize_both", x.device)(
         x, amax, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
     )
-    return first.wrap(codes, scale), second.wrap(turned, scale_t)
+    return first.wrap(codes, scale), second.wrap(codes_t, scale_t)

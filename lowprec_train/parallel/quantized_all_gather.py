@@ -25,14 +25,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.comm.process_group import DistributedGroup
-from lowprec_train.numerics.draws import Gemms, Purpose
+from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
 from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import forget_buffers, looked_at
-from lowprec_train.precision.all_gathered_weight import AllGatheredWeight, without_estimator
+from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.linear import Linear
-from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.linear_plan import Op, OperandPlan, Source
 
 BYTE = torch.float8_e4m3fn  # what codes of one byte are called where a floating dtype is asked for
 
@@ -175,11 +175,18 @@ class _Weight:
             return (torch.cat((w, w.new_zeros(padding, w.shape[1]))) if padding else w,), None
         codes = self._codes(w)
         if self._linear.observer is not None:
-            self._linear.observer(Gemms.FPROP, Purpose.B, w, codes, self._format.quantizer, None)
+            w_plan = OperandPlan(
+                gemm=Gemms.FPROP,
+                operand=Operand.B,
+                source=Source.ALL_GATHERED,
+                quantizer=self._format.quantizer,
+                op=Op.QUANTIZE,
+            )
+            self._linear.observer(w_plan, w, codes)
         scales = codes.parts.get("block", codes.scale)
         sent = torch.ops.lowprec.pack_e2m1(codes.codes) if self._format.packed else codes.codes
         wide = (_bytes(sent), *([_bytes(scales)] if self._format.sends_scales else []))
-        return wide, {"w_scale": scales} if not codes.parts else {"w_block": scales, "w_tensor": codes.parts["tensor"]}
+        return wide, (scales, *([codes.parts["tensor"]] if codes.parts else []))
 
     def _post_all_gather(
         self, gathered: Sequence[Tensor], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
@@ -196,14 +203,12 @@ class _Weight:
             self._values = gathered[0].new_empty(self._shape) if self._format.packed else gathered[0]
         if self._format.packed:
             self._values.data.copy_(_bytes(torch.ops.lowprec.unpack_e2m1(gathered[0])))
-        for scale in known.values():
+        for scale in known:
             if scale.is_cuda:  # made on the stream of the gather
                 scale.record_stream(torch.cuda.current_stream())
-        name = "w_block" if "w_block" in known else "w_scale"
-        scales = gathered[1].clone().view(known[name].dtype) if self._format.sends_scales else known[name]
+        scales = gathered[1].clone().view(known[0].dtype) if self._format.sends_scales else known[0]
         codes = self._values.view(self._format.quantizer.format.carrier)
-        tensors = {"w_codes": codes, **known, name: scales}
-        self._give(without_estimator(self._linear.recipe), tensors)
+        self._linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=True, tensors=(codes, scales, *known[1:]))
         return (self._values.view(BYTE), (self._values,) if self._format.packed else ()) if out is None else None
 
     def _post_all_gather_values(self, values: Tensor, *, first: bool) -> tuple[Tensor, tuple[Tensor, ...]] | None:
@@ -211,14 +216,9 @@ class _Weight:
             own = values[: self._shape[0]].detach().requires_grad_()
             own.register_post_accumulate_grad_hook(self._accumulate_grad)
             self._values = own
-        self._give(None, {"w": self._values})
-        return (values, ()) if first else None
-
-    def _give(self, recipe: LinearRecipe | None, tensors: dict[str, Tensor]) -> None:
         assert self._leaf is not None
-        self._linear.gathered = AllGatheredWeight(
-            recipe=recipe, leaf=self._leaf, names=tuple(tensors), tensors=tuple(tensors.values())
-        )
+        self._linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._values,))
+        return (values, ()) if first else None
 
     def _accumulate_grad(self, leaf: Tensor) -> None:
         """Add a leaf's gradient to the parameter's: that of the gathered one, until its unit's backward is over. A

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from lowprec_train.group import Group
-from lowprec_train.precision.block_keep import BlockKeep, KeptInput
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.recipe import check as check_recipe
+from lowprec_train.precision.saved_activations import QuantizedSavedInput, SavedActivationPolicy
 from lowprec_train.precision.split import Split
 
 CUT = {"column": 0, "vocabulary": 0, "row": 1}  # dimension of the weight
@@ -54,12 +54,12 @@ def check(
     *,
     tokens: int,
     recipes: Sequence[Mapping[str, LinearRecipe]],
-    keeps: Sequence[BlockKeep] = (),
+    saved_activations: Sequence[SavedActivationPolicy] = (),
 ) -> None:
     """ValueError, with the numbers, where `parts` ranks cannot share a micro-batch of `tokens` and each whole layer.
 
-    recipes: of every linear, for each phase of the run: tiles and rotations must lie within a part. keeps: what norms
-    and activations keep, likewise: groups of channels must.
+    recipes: of every linear, for each phase of the run: tiles and rotations must lie within a part.
+    saved_activations: what norms and activations save, likewise: groups of channels must.
     """
     problems = [f"model.{what}={size}" for what, size in _shared(model) if size % parts]
     if tokens % (parts * GROUP):
@@ -72,7 +72,7 @@ def check(
             raise ValueError(f"parallel.tp={parts} leaves {part} of {name} to a rank; draws come in groups of {GROUP}")
         for table in recipes if name in recipes[0] else ():
             _check_linear(table[name], model.get_submodule(name), name, how, part, tokens)
-    for quantizer in (keep.activation for keep in keeps if keep.activation is not None):
+    for quantizer in (saved.activation for saved in saved_activations if saved.activation is not None):
         for width in {module.width for module in _activations(model)}:
             group = width if quantizer.tile[1] == -1 else quantizer.tile[1]
             if width // parts % group:
@@ -128,9 +128,9 @@ def _shared(model: Cuttable) -> list[tuple[str, int]]:
     ]
 
 
-def _activations(model: Cuttable) -> list[KeptInput]:
+def _activations(model: Cuttable) -> list[QuantizedSavedInput]:
     """Layers between a column-parallel linear and a row-parallel one."""
-    return [m for _, m in model.named_modules() if isinstance(m, KeptInput) and m.role == "activation"]
+    return [m for _, m in model.named_modules() if isinstance(m, QuantizedSavedInput) and m.role == "activation"]
 
 
 def _whole(module: nn.Module, how: str) -> int:

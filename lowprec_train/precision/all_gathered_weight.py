@@ -9,13 +9,11 @@ weight's shape, the master's dtype and no memory, takes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from lowprec_train.numerics.quantizer import Quantizer
-from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.recipe import LinearRecipe, Reuse
 
 
@@ -23,14 +21,13 @@ from lowprec_train.precision.recipe import LinearRecipe, Reuse
 class AllGatheredWeight:
     """A weight [n, k] after its all-gather.
 
-    recipe: that the codes were made by; None for values, which the layer's own is for. leaf: takes the gradient. names,
-    tensors: `w`, the values, themselves a leaf that takes the gradient of a plain product; or codes and scales, by the
-    names under which a pass keeps them.
+    leaf: takes the gradient. coded: whether `tensors` are codes, then their scale or its two levels (as a
+    `precision.saved.SavedOperand` has them); otherwise they are the values, themselves a leaf that takes the gradient
+    of a plain product.
     """
 
-    recipe: LinearRecipe | None
     leaf: Tensor
-    names: tuple[str, ...]
+    coded: bool
     tensors: tuple[Tensor, ...]
 
 
@@ -38,18 +35,11 @@ def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
     """What rounds the weight, where each GEMM takes it as these codes and in no other way; None for other recipes.
 
     That is so where fprop's codes are made by rounding to nearest to a byte or less, are multiplied in fprop, and are
-    reused in dgrad. The estimator's slope asks for the weight too: see `without_estimator`.
+    reused in dgrad. The estimator's slope asks for the weight too: whoever has it multiplies by the slope, which is the
+    same for all contributions to a sum.
     """
     fprop, quantizer = recipe.fprop, recipe.fprop.b
     if not isinstance(quantizer, Quantizer) or recipe.dgrad.b is not Reuse.FPROP_CODES or fprop.codes_only:
         return None
     whole = fprop.outliers is None or fprop.outliers.variant == "carrier"  # a residual is multiplied by the weight
     return quantizer if whole and not quantizer.stochastic and quantizer.format.carrier.itemsize == 1 else None
-
-
-@cache
-def without_estimator(recipe: LinearRecipe) -> LinearRecipe:
-    """The recipe of a layer that has codes of its weight only. Its gradient is that of the codes: the ranks that hold
-    the weight multiply the sum by the estimator's slope, which is the same for all contributions.
-    """
-    return recipe if isinstance(recipe.estimator, StraightThrough) else replace(recipe, estimator=StraightThrough())

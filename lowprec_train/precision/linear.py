@@ -16,8 +16,11 @@ from torch import Tensor
 from lowprec_train.group import all_gather_rows, reduce_scatter_rows
 from lowprec_train.numerics.draws import Draws, SeedTable, SiteDraws
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
-from lowprec_train.precision.passes import Observer, Site
+from lowprec_train.precision.linear_gemms import LinearGemms, Observer
+from lowprec_train.precision.linear_plan import LinearPlan
+from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.saved import SavedOperand
 from lowprec_train.precision.split import Split
 
 
@@ -53,92 +56,126 @@ class Linear(nn.Linear):
     @recipe.setter
     def recipe(self, recipe: LinearRecipe) -> None:
         self._recipe = recipe
+        self._plans: dict[tuple[object, ...], LinearPlan] = {}
         if recipe.draws and self.draws is None and self.site is None and not self.weight.is_meta:
             self.draws = SeedTable(0, 1, self.weight.device).at(0, 0).site(0)
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """Shape of the weight [n, k], or of this rank's part of it."""
+        cut = self.split
+        n = cut.part if cut is not None and cut.dim == 0 else self.out_features
+        return n, cut.part if cut is not None and cut.dim == 1 else self.in_features
+
+    def plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
+        """What this layer does with so many rows of x in its GEMMs; made once under a recipe.
+
+        In a compiled region it is made while the region is traced: a table that is filled there would be a side effect.
+        """
+        fused, coded = self.observer is None, self.gathered is not None and self.gathered.coded
+        key = (tokens, dtype, device, fused, coded, self.split is None)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and key in self._plans:
+            return self._plans[key]
+        made = compile_plan(
+            self.recipe, self.part, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
+        )
+        if not compiling:
+            self._plans[key] = made
+        return made
+
     def forward(
-        self, x: Tensor, maxima: Tensor | None = None, *, hears: bool = False, draws: Draws | None = None
+        self, x: Tensor, amax: Tensor | None = None, *, with_grad_amax: bool = False, draws: Draws | None = None
     ) -> Any:
-        """y [..., out]; `hears`: (y, an ear), see `heard`. maxima: any tensor whose largest element is max |x|, where
-        the kernel that made x left it. draws: of the micro-batch, this layer's at `site`.
+        """y [..., out]; `with_grad_amax`: as that method returns. amax: any tensor whose largest element is max |x|,
+        where the kernel that made x left it. draws: of the micro-batch, this layer's at `site`.
         """
         own = self.draws if draws is None or self.site is None else draws.site(self.site)
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        wanted = with_grad_amax and bias is None
         if self.split is None:
-            y, ear = self._product(x, bias, maxima, own, hears=hears and bias is None)
+            y, grad_amax = self._product(x, bias, amax, own, wanted)
         else:
-            y, ear = self._part(self.split, x.flatten(end_dim=-2), bias, maxima, own, hears=hears and bias is None)
-        return (y, ear) if hears else y
+            y, grad_amax = self._part(self.split, x.flatten(end_dim=-2), bias, amax, own, wanted)
+        return (y, grad_amax) if with_grad_amax else y
 
-    def heard(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
-        """(y, an ear): whoever consumes y hands the maxima of y's gradient back as the ear's gradient. The ear is an
-        FP32 vector of zeros, one a row; None where no GEMM of this layer would use it, as after a bias.
+    def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
+        """(y, grad_amax): whoever consumes y hands the amax of dY back as the gradient of `grad_amax`, an FP32
+        vector of zeros, one a row; None where no GEMM of this layer would use it, as after a bias.
         """
-        heard: tuple[Tensor, Tensor | None] = self(x, hears=True, draws=draws)
-        return heard
+        found: tuple[Tensor, Tensor | None] = self(x, with_grad_amax=True, draws=draws)
+        return found
 
     def _product(
-        self, x: Tensor, bias: Tensor | None, maxima: Tensor | None, draws: SiteDraws | None, *, hears: bool
+        self,
+        x: Tensor,
+        bias: Tensor | None,
+        amax: Tensor | None,
+        draws: SiteDraws | None,
+        wanted: bool,
+        plan: LinearPlan | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        given = self.gathered
+        given, rows = self.gathered, x.flatten(end_dim=-2)
         if self.recipe.is_identity:
             weight = self.weight if given is None else given.tensors[0]
             return F.linear(x, weight.to(x.dtype), bias), None
         seeds = () if draws is None else (draws.seeds, draws.token_rows, draws.token_columns)
-        leaf, recipe = (self.weight, None) if given is None else (given.leaf, given.recipe)
-        names, tensors = ((), ()) if given is None else (given.names, [each.detach() for each in given.tensors])
-        how = (recipe or self.recipe, self.observer, self.split, maxima, hears, names)
-        out = _LinearFunction.apply(x.flatten(end_dim=-2), leaf, *how, *tensors, *seeds)
-        y, ear = out if hears else (out, None)
+        leaf, coded = (self.weight, False) if given is None else (given.leaf, given.coded)
+        tensors = () if given is None else tuple(each.detach() for each in given.tensors)
+        plan = self.plan(rows.shape[0], x.dtype, x.device) if plan is None else plan
+        how = (plan, self.observer, self.split, amax, wanted, coded, len(seeds))
+        out = _LinearFunction.apply(rows, leaf, *how, *seeds, *tensors)
+        y, grad_amax = out if wanted else (out, None)
         y = y.unflatten(0, (-1, *x.shape[1:-1]))  # of more rows than x has, where their codes were gathered
-        return y if bias is None else y + bias, ear
+        return y if bias is None else y + bias, grad_amax
 
     def _part(
         self,
         split: Split,
         x_MK: Tensor,
         bias: Tensor | None,
-        maxima: Tensor | None,
+        amax: Tensor | None,
         draws: SiteDraws | None,
-        *,
-        hears: bool,
+        wanted: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Rows of x, or codes of them, are gathered before, or partial sums of y are scattered after, and the bias is
         added to whole sums.
         """
-        if split.dim == 0:  # the maxima are those of this rank's rows
-            coded = Site(self.recipe, None, self.observer, split).gathers_codes
-            whole = x_MK if coded else all_gather_rows(x_MK, split.group)
-            y_MN, ear = self._product(whole, bias, None, draws, hears=hears)
-            return y_MN.unsqueeze(0), ear
-        partial, _ = self._product(x_MK, None, maxima, draws, hears=False)
+        if split.dim == 0:  # the amax is that of this rank's rows
+            plan = self.plan(x_MK.shape[0] * split.group.size, x_MK.dtype, x_MK.device)
+            x_MK = x_MK if plan.gathers_rows else all_gather_rows(x_MK, split.group)
+            y_MN, grad_amax = self._product(x_MK, bias, None, draws, wanted, plan)
+            return y_MN.unsqueeze(0), grad_amax
+        partial, _ = self._product(x_MK, None, amax, draws, wanted=False)
         y_MN = reduce_scatter_rows(partial, split.group)
         return (y_MN if bias is None else y_MN + bias).unsqueeze(0), None
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x [m, k], leaf [n, k], seeds -> y [m, n], and an ear [m] where it `hears`. The leaf takes the weight's gradient,
-    and is the weight where `names` names neither values nor codes of it.
+    """x [m, k], leaf [n, k] -> y [m, n], and the stand-in [m] for the amax of dy where it is `wanted`. The leaf takes
+    the weight's gradient. tensors: seeds, then the weight's values or codes where the leaf is not the weight.
     """
 
     @staticmethod
-    def forward(ctx, x, leaf, recipe, observer, split, maxima, hears, names, *tensors):  # type: ignore[no-untyped-def]
-        given, seeds = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
-        weight = given.pop("w", leaf)
-        y, kept = Site(recipe, _draws(seeds), observer, split).forward(x, weight, maxima, given)
-        ctx.recipe, ctx.observer, ctx.split, ctx.dtype, ctx.into = recipe, observer, split, x.dtype, leaf.dtype
-        ctx.names, ctx.seeds, ctx.tensors = tuple(kept), len(seeds), len(tensors)
-        ctx.save_for_backward(weight, *seeds, *kept.values())
-        return (y, x.new_zeros(y.shape[0], dtype=torch.float32)) if hears else y
+    def forward(ctx, x, leaf, plan, observer, split, amax, wanted, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
+        seeds, given = tensors[:drawn], tensors[drawn:]
+        weight = given[0] if given and not coded else leaf
+        gathered = SavedOperand(plan.saved_w, given) if coded else None
+        gemms = LinearGemms(plan, _draws(seeds), observer, split)
+        y, saved = gemms.forward(x, weight, amax, gathered)
+        ctx.gemms_of, ctx.dtype, ctx.into = (plan, observer, split), x.dtype, leaf.dtype
+        ctx.drawn, ctx.tensors = drawn, len(tensors)
+        ctx.save_for_backward(weight, *seeds, *saved)
+        return (y, x.new_zeros(y.shape[0], dtype=torch.float32)) if wanted else y
 
     @staticmethod
-    def backward(ctx, dy, maxima=None):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy, amax=None):  # type: ignore[no-untyped-def]
         weight, *rest = ctx.saved_tensors
-        seeds, kept = rest[: ctx.seeds], dict(zip(ctx.names, rest[ctx.seeds :], strict=True))
-        site = Site(ctx.recipe, _draws(seeds), ctx.observer, ctx.split)
-        needs = ctx.needs_input_grad[:2]
-        dx, dw = site.backward(dy.contiguous(), weight, kept, ctx.dtype, needs, maxima, ctx.into)
-        return dx, dw, *([None] * (ctx.tensors + 6))
+        plan, observer, split = ctx.gemms_of
+        gemms = LinearGemms(plan, _draws(rest[: ctx.drawn]), observer, split)
+        saved, needs = tuple(rest[ctx.drawn :]), ctx.needs_input_grad[:2]
+        dx, dw = gemms.backward(dy.contiguous(), weight, saved, ctx.dtype, needs, amax, ctx.into)
+        return dx, dw, *([None] * (ctx.tensors + 7))
 
 
 def _draws(seeds: Any) -> SiteDraws | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowprec_train.numerics.draws import Gemms, Purpose
+from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.precision.split import Split
 
@@ -82,7 +82,7 @@ class OutlierClamp:
             return Quantized(*torch.ops.lowprec.quantize_carrier(x, low, high)), None
         x = x.float()
         body = torch.minimum(torch.maximum(x, low), high)
-        shared = None if split is None else split.shared(Gemms.FPROP, Purpose.A)
+        shared = None if split is None else split.shared(Gemms.FPROP, Operand.A)
         return quantizer(body, seed, origin, shared), self._residual(x, body, min(clipped, x.shape[1]))
 
     def _residual(self, x: Tensor, body: Tensor, clipped: int) -> Residual:

@@ -1,4 +1,4 @@
-"""A recipe is a value: three GEMMs, the weight's gradient estimator, and what is kept for the backward pass.
+"""A recipe is a value: three GEMMs, the weight's gradient estimator, and what is saved for the backward pass.
 
 Every GEMM is a[m, k] @ b[n, k]^T, and tiles, rotations and outliers lie along its own k:
 
@@ -30,8 +30,8 @@ class Reuse(Enum):
         return self.value
 
 
-class Keep(Enum):
-    """What a Linear keeps of its input for wgrad: the BF16 tensor, fprop's codes, or wgrad's own operand, rotated and
+class SavedInput(Enum):
+    """What a Linear saves of its input for wgrad: the BF16 tensor, fprop's codes, or wgrad's own operand, rotated and
     rounded in the forward pass. E2M1 codes are packed, two a byte.
     """
 
@@ -64,6 +64,8 @@ class Gemm:
             )
         if self.outliers is not None and (self.a is None or self.a.format is not E2M1 or self.a.tile != (1, -1)):
             raise ValueError(f"outlier clamping belongs to row-wise E2M1 activations, not to {self.a}")
+        if self.rotation is not None and self.outliers is not None and self.outliers.variant == "residual":
+            raise ValueError("a residual of rotated activations cannot multiply the weight as it is; take the carrier")
         if (
             self.outliers is not None
             and self.outliers.variant == "carrier"
@@ -102,19 +104,20 @@ class LinearRecipe:
     dgrad: Gemm = field(default_factory=Gemm)
     wgrad: Gemm = field(default_factory=Gemm)
     estimator: Estimator = field(default_factory=StraightThrough)
-    keep: Keep = Keep.INPUT
+    saved_input: SavedInput = SavedInput.INPUT
 
     def __post_init__(self) -> None:
         if self.dgrad.b is Reuse.FPROP_CODES and not isinstance(self.fprop.b, Quantizer):
             raise ValueError("dgrad.b reuses fprop's weight codes, but fprop.b quantises nothing")
         if self.wgrad.b is Reuse.FPROP_CODES and self.fprop.a is None:
             raise ValueError("wgrad.b reuses fprop's input codes, but fprop.a quantises nothing")
-        if isinstance(self.fprop.b, Reuse) or (self.keep is Keep.CODES and self.fprop.a is None):
-            raise ValueError("fprop has no codes to reuse or to keep")
-        if self.fprop.rotation is not None and Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b):
+        if isinstance(self.fprop.b, Reuse) or (self.saved_input is SavedInput.CODES and self.fprop.a is None):
+            raise ValueError("fprop has no codes to reuse or to save")
+        reused = Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b) or self.saved_input is SavedInput.CODES
+        if self.fprop.rotation is not None and reused:
             raise ValueError("fprop's codes are rotated along its own k, so a backward GEMM cannot reuse them")
-        if self.keep is Keep.OPERAND and (not isinstance(self.wgrad.b, Quantizer) or self.wgrad.a is None):
-            raise ValueError(f"keep=operand needs a quantiser on both operands of wgrad, not {self.wgrad}")
+        if self.saved_input is SavedInput.OPERAND and (not isinstance(self.wgrad.b, Quantizer) or self.wgrad.a is None):
+            raise ValueError(f"saved_input=operand needs a quantiser on both operands of wgrad, not {self.wgrad}")
         if self.dgrad.codes_only or self.wgrad.codes_only:
             raise ValueError("codes_only is for fprop: no GEMM takes the codes of a backward one")
         if self.dgrad.outliers is not None or self.wgrad.outliers is not None:
@@ -137,9 +140,9 @@ class LinearRecipe:
         return rounds or any(gemm.rotation is not None for gemm in self.gemms().values())
 
     @property
-    def keeps_codes(self) -> bool:
+    def saves_codes(self) -> bool:
         """True when wgrad's X comes from fprop's codes."""
-        return self.wgrad.b is Reuse.FPROP_CODES or self.keep is Keep.CODES
+        return self.wgrad.b is Reuse.FPROP_CODES or self.saved_input is SavedInput.CODES
 
     def gemms(self) -> dict[str, Gemm]:
         """By name."""

@@ -12,19 +12,19 @@ from dataclasses import dataclass, field, replace
 
 import torch.nn as nn
 
-from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.policy import assign
-from lowprec_train.precision.recipe import Keep, LinearRecipe, Reuse
+from lowprec_train.precision.recipe import LinearRecipe, Reuse, SavedInput
+from lowprec_train.precision.saved_activations import SavedActivationPolicy, apply_saved_activations
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """From a 0-based step on: the recipe of every linear, by name, and what norms and activations keep."""
+    """From a 0-based step on: the recipe of every linear, by name, and what norms and activations save."""
 
     first_step: int
     recipes: Mapping[str, LinearRecipe]
-    keep: BlockKeep = field(default_factory=BlockKeep)
+    saved_activations: SavedActivationPolicy = field(default_factory=SavedActivationPolicy)
 
 
 class PrecisionSchedule:
@@ -42,7 +42,7 @@ class PrecisionSchedule:
         phase = [each for each in self.phases if each.first_step <= step][-1]
         if phase is not self._current:
             assign(model, phase.recipes)
-            apply_block_keep(model, phase.keep)
+            apply_saved_activations(model, phase.saved_activations)
             self._current = phase
 
 
@@ -53,9 +53,10 @@ def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
     gradient passes straight through. ValueError where the backward pass cannot take the target's codes.
     """
     if not target.fprop.is_identity:
-        keep = before.keep if before.keep is not Keep.CODES else target.keep
-        return replace(before, fprop=target.fprop, estimator=target.estimator, keep=keep)
-    if before.keep is not Keep.CODES and Reuse.FPROP_CODES not in (before.dgrad.b, before.wgrad.b):
+        coded = before.saved_input is SavedInput.CODES
+        saved = target.saved_input if coded else before.saved_input
+        return replace(before, fprop=target.fprop, estimator=target.estimator, saved_input=saved)
+    if before.saved_input is not SavedInput.CODES and Reuse.FPROP_CODES not in (before.dgrad.b, before.wgrad.b):
         return replace(before, fprop=target.fprop, estimator=StraightThrough())
     return replace(before, fprop=replace(before.fprop, codes_only=True), estimator=StraightThrough())
 

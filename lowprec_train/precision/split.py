@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.group import Group
-from lowprec_train.numerics.draws import Gemms, Purpose
+from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Shared
 
 OPERANDS = {  # rows and columns of X, W; dY, W^T; dY^T, X^T
@@ -46,19 +46,19 @@ class Split:
         """Where in the whole they begin."""
         return self.group.rank * self.part
 
-    def cut(self, which: Gemms, purpose: Purpose) -> int | None:
+    def cut(self, gemm: Gemms, operand: Operand) -> int | None:
         """The dimension along which the ranks hold parts of an operand; None: each of them holds all of it."""
-        dim = OPERANDS[which.name][purpose.name].find("nk"[self.dim])
+        dim = OPERANDS[gemm.name][operand.name].find("nk"[self.dim])
         return None if dim == -1 else dim
 
-    def shared(self, which: Gemms, purpose: Purpose) -> Shared | None:
+    def shared(self, gemm: Gemms, operand: Operand) -> Shared | None:
         """What rounds this rank's part of an operand as a part of the whole."""
-        dim = self.cut(which, purpose)
+        dim = self.cut(gemm, operand)
         return None if dim is None else Shared(dim=dim, group=self.group)
 
-    def origin(self, which: Gemms, purpose: Purpose, tokens: Tensor | None, device: torch.device) -> Tensor | None:
+    def origin(self, gemm: Gemms, operand: Operand, tokens: Tensor | None, device: torch.device) -> Tensor | None:
         """Global row and column of the part's first element. tokens: those of the whole operand's, None for zeros."""
-        dim = self.cut(which, purpose)
+        dim = self.cut(gemm, operand)
         if dim is None:
             return tokens
         place = torch.arange(2, device=device) if dim == 1 else torch.arange(1, -1, -1, device=device)

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from lowprec_train.numerics.formats import parse_format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.block_keep import BlockKeep
+from lowprec_train.precision.saved_activations import SavedActivationPolicy
 
 
-def saved_activations(*, format: str = "E4M3", group: int = 16) -> BlockKeep:
+def saved_activations(*, format: str = "E4M3", group: int = 16) -> SavedActivationPolicy:
     """format, group: of the codes that norms and activations keep, a scale per `group` channels of a token."""
     line = Quantizer(parse_format(format), tile=(1, group), scale=ScaleRule.POW2)
-    return BlockKeep(norm=line, activation=line)
+    return SavedActivationPolicy(norm=line, activation=line)

@@ -15,7 +15,7 @@ from lowprec_train.numerics.formats import E2M1, parse_format
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.precision.estimators import DifferentiableEstimator, Estimator, StraightThrough
 from lowprec_train.precision.outliers import OutlierClamp
-from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 
 
 def recipe(
@@ -27,4 +27,4 @@ def recipe(
     backward = Gemm(a=Quantizer(parse_format(gradient), tile=(1, -1)), b=Reuse.FPROP_CODES, split_accumulation=True)
     estimator: Estimator = DifferentiableEstimator(dge_k, dge_cap) if dge_k != 1 else StraightThrough()
     fprop = Gemm(a=row, b=row, outliers=clamp, split_accumulation=True)
-    return LinearRecipe(fprop=fprop, dgrad=backward, wgrad=backward, estimator=estimator, keep=Keep.CODES)
+    return LinearRecipe(fprop=fprop, dgrad=backward, wgrad=backward, estimator=estimator, saved_input=SavedInput.CODES)

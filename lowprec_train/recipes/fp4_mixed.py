@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from lowprec_train.numerics.formats import E2M1, E4M3, parse_format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, SavedInput
 
 ACTIVATION_SPAN = 28  # E5M2 carriers
 WEIGHT_SPAN = 14  # E4M3 carriers
@@ -29,5 +29,5 @@ def feed_forward(*, block: int = 128, gradient: str = "E5M2") -> LinearRecipe:
     dy = Quantizer(parse_format(gradient), scale=ScaleRule.POW2)
     backward = Gemm(a=dy, b=Quantizer(E4M3, scale=ScaleRule.POW2), split_accumulation=True)
     return LinearRecipe(
-        fprop=Gemm(a=x, b=w, split_accumulation=True), dgrad=backward, wgrad=backward, keep=Keep.OPERAND
+        fprop=Gemm(a=x, b=w, split_accumulation=True), dgrad=backward, wgrad=backward, saved_input=SavedInput.OPERAND
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from lowprec_train.numerics.formats import E4M3, parse_format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 
 
 def recipe(*, gradient: str = "E5M2") -> LinearRecipe:
@@ -22,4 +22,4 @@ def recipe(*, gradient: str = "E5M2") -> LinearRecipe:
     backward = Gemm(
         a=Quantizer(parse_format(gradient), scale=ScaleRule.POW2), b=Reuse.FPROP_CODES, split_accumulation=True
     )
-    return LinearRecipe(fprop=Gemm(a=operand, b=operand), dgrad=backward, wgrad=backward, keep=Keep.CODES)
+    return LinearRecipe(fprop=Gemm(a=operand, b=operand), dgrad=backward, wgrad=backward, saved_input=SavedInput.CODES)

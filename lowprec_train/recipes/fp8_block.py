@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 
 
 def recipe(*, block: int = 128) -> LinearRecipe:
@@ -23,5 +23,5 @@ def recipe(*, block: int = 128) -> LinearRecipe:
         fprop=Gemm(a=line, b=square, split_accumulation=True),
         dgrad=Gemm(a=line, b=Reuse.FPROP_CODES, split_accumulation=True),
         wgrad=Gemm(a=line, b=line, split_accumulation=True),
-        keep=Keep.OPERAND,
+        saved_input=SavedInput.OPERAND,
     )

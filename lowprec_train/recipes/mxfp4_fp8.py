@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, SavedInput
 from lowprec_train.recipes.mxfp4 import backward
 
 
@@ -15,4 +15,4 @@ def recipe(*, rotation: int = 64, stochastic: bool = True) -> LinearRecipe:
     """rotation: Hadamard block of the backward GEMMs, 0 for none. stochastic: False rounds to nearest."""
     operand = Quantizer(E4M3, scale=ScaleRule.POW2)
     gemm = backward(rotation, stochastic)
-    return LinearRecipe(fprop=Gemm(a=operand, b=operand), dgrad=gemm, wgrad=gemm, keep=Keep.CODES)
+    return LinearRecipe(fprop=Gemm(a=operand, b=operand), dgrad=gemm, wgrad=gemm, saved_input=SavedInput.CODES)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from lowprec_train.numerics.formats import E2M1, NEAREST, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.hadamard import RandomHadamard
-from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 
 
 def recipe(*, rotation: int = 16, stochastic: bool = True) -> LinearRecipe:
@@ -27,5 +27,5 @@ def recipe(*, rotation: int = 16, stochastic: bool = True) -> LinearRecipe:
         fprop=Gemm(a=line, b=square),
         dgrad=Gemm(a=dy, b=Reuse.FPROP_CODES),
         wgrad=Gemm(a=dy, b=line, rotation=RandomHadamard(rotation) if rotation else None),
-        keep=Keep.OPERAND,
+        saved_input=SavedInput.OPERAND,
     )

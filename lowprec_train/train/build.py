@@ -7,7 +7,7 @@ only then given memory.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,15 +27,15 @@ from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.optim.schedule import before_decay
 from lowprec_train.optim.shard import Shard
-from lowprec_train.precision import gemm, policy
-from lowprec_train.precision.block_keep import BlockKeep
+from lowprec_train.precision import policy
 from lowprec_train.precision.recipe import LinearRecipe, override
+from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
 from lowprec_train.train import checks, launch
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
-from lowprec_train.train.describe import Choice, Linears, by_reference, device_name, versions
+from lowprec_train.train.describe import Choice, Layout, Plans, by_reference, device_name, versions
 from lowprec_train.train.diagnostics.profiling import Window
 from lowprec_train.train.diagnostics.snapshots import Snapshots, kept_history
 from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
@@ -73,37 +73,28 @@ def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[
     return {p: r if r.is_identity else override(r, override_tree) for p, r in built.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """A model without memory, and what it will compute from which step on."""
-
-    model: Transformer
-    phases: tuple[Phase, ...]
-
-
 def layout(run: RunConfig) -> Layout:
     """Model and policy on the meta device, checked against each other: costs no memory at any size."""
     model = without_memory(run.model)
-    made = phases(run, model)
+    made, tokens = phases(run, model), run.micro_batch * run.data["seq_len"]
     for phase in made:
-        checks.linears(model, phase.recipes, tokens=run.micro_batch * run.data["seq_len"])
-        checks.kept(model, phase.keep)
-    return Layout(model=model, phases=made)
+        checks.linears(model, phase.recipes, tokens=tokens)
+        checks.saved_activations(model, phase.saved_activations)
+    return Layout(model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather)
 
 
-def lint(run: RunConfig, laid_out: Layout, linears: Sequence[Linears], device: torch.device) -> Report:
-    """The start-up linter's findings; ValueError where one of them is an error. linears: from `describe.effective`."""
-    report = examine(plan(run, laid_out, linears, device), LINT_RULES, allow=run.lint_allow)
+def lint(run: RunConfig, laid_out: Layout, plans: Sequence[Plans], device: torch.device) -> Report:
+    """The start-up linter's findings; ValueError where one of them is an error. plans: from `Layout.plans`."""
+    report = examine(plan(run, laid_out, plans, device), LINT_RULES, allow=run.lint_allow)
     refuse(report)
     return report
 
 
-def plan(run: RunConfig, laid_out: Layout, linears: Sequence[Linears], device: torch.device) -> Plan:
+def plan(run: RunConfig, laid_out: Layout, plans: Sequence[Plans], device: torch.device) -> Plan:
     """The values that the linter looks at."""
-    tokens = run.micro_batch * run.data["seq_len"]
     return Plan(
         run=run,
-        sites=sites(laid_out.phases, linears, tokens),
+        sites=sites(laid_out.phases, plans),
         codecs=codecs(run),
         decays=rules(run)[0].decays,
         learning_rate=construct(run.optim.schedule, "optim.schedule"),
@@ -119,7 +110,7 @@ def phases(run: RunConfig, model: Transformer) -> tuple[Phase, ...]:
         raise ValueError(
             f"precision.override={precision.override} changes nothing: precision={precision.name} quantises nothing"
         )
-    made = [Phase(first_step=0, recipes=table, keep=kept(precision.saved_activations))]
+    made = [Phase(first_step=0, recipes=table, saved_activations=saved_activations(precision.saved_activations))]
     for name, later in sorted(precision.schedule.items(), key=lambda item: item[1].at):
         try:
             made.append(_later(run, model, made[-1], later))
@@ -130,16 +121,16 @@ def phases(run: RunConfig, model: Transformer) -> tuple[Phase, ...]:
 
 def _later(run: RunConfig, model: Transformer, before: Phase, later: PhaseConfig) -> Phase:
     table = policy.resolve(model, recipes(later.policy, run.precision.override))
-    keep = kept(later.saved_activations)
+    saved = saved_activations(later.saved_activations)
     if later.forward_only:
         table = {name: forward_only(before.recipes[name], target) for name, target in table.items()}
-        keep = before.keep
-    return Phase(first_step=first_step(later.at, run.steps), recipes=table, keep=keep)
+        saved = before.saved_activations
+    return Phase(first_step=first_step(later.at, run.steps), recipes=table, saved_activations=saved)
 
 
-def kept(node: Mapping[str, Any]) -> BlockKeep:
-    """What norms and activations keep; an empty node keeps their inputs."""
-    built: BlockKeep = construct(node, "precision.saved_activations") if node else BlockKeep()
+def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
+    """What norms and activations save; an empty node: their inputs."""
+    built: SavedActivationPolicy = construct(node, "precision.saved_activations") if node else SavedActivationPolicy()
     return built
 
 
@@ -223,7 +214,7 @@ def corpus(run: RunConfig) -> Corpus:
 def trainer(
     run: RunConfig,
     laid_out: Layout,
-    linears: Sequence[Linears],
+    plans: Sequence[Plans],
     text: Corpus,
     distribution: Distribution,
     device: torch.device,
@@ -231,7 +222,7 @@ def trainer(
     compiled: bool,
     first: Weights | None = None,
 ) -> Trainer:
-    """The trainer of a run at its first step. `linears`: from `describe.effective`, for each phase. first: the first
+    """The trainer of a run at its first step. plans: from `Layout.plans`. first: the first
     values of the weights; None: drawn from the seed.
     """
     seq_len, model = run.data["seq_len"], laid_out.model
@@ -239,7 +230,7 @@ def trainer(
     shards = distribution.shards(model)
     updates = optimizer(run, model, shards)
     sizes = {"tokens_per_step": run.tokens_per_step, "seq_len": seq_len, "gpus": distribution.sizes.processes}
-    rates = [throughput(model, each, device, **sizes) for each in linears]
+    rates = [throughput(model, each, device, **sizes) for each in plans]
     later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))
     precision = PrecisionSchedule(laid_out.phases)
     precision.begin(model, 0)
@@ -268,15 +259,14 @@ def trainer(
 
 
 def throughput(
-    model: Transformer, linears: Linears, device: torch.device, *, tokens_per_step: int, seq_len: int, gpus: int = 1
+    model: Transformer, plans: Plans, device: torch.device, *, tokens_per_step: int, seq_len: int, gpus: int = 1
 ) -> metrics.Throughput:
     """Rates of the run's steps, each GEMM measured against the peak of the path that it takes."""
-    paths = {name: row["execution"] for name, row in linears.items()}
     return metrics.throughput(
         model,
         device=device,
         tokens_per_step=tokens_per_step,
-        kinds={name: {g: gemm.peak_kind(path) for g, path in each.items()} for name, each in paths.items()},
+        kinds={name: each.peaks() for name, each in plans.items()},
         attention_flops=model.attention_flops_per_token(seq_len),
         gpus=gpus,
     )

@@ -17,8 +17,8 @@ from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.data import GRAD_REDUCE
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
-from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.train import ranges
 from lowprec_train.train.construct import checked
 from lowprec_train.train.launch import ALONE, World
@@ -170,9 +170,9 @@ def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int
         )
 
 
-def kept(model: nn.Module, keep: BlockKeep) -> None:
-    """The groups in which norms and activations keep their inputs divide the model's sizes."""
-    keep.check(model)
+def saved_activations(model: nn.Module, policy: SavedActivationPolicy) -> None:
+    """The groups in which norms and activations save their inputs divide the model's sizes."""
+    policy.check(model)
 
 
 def corpus(name: str, saved: str | None, now: str) -> None:

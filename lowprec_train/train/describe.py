@@ -13,15 +13,18 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import nn
 
 import lowprec_train
 from lowprec_train.config import PrecisionConfig
+from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.formats import Format, Rounding
 from lowprec_train.numerics.quantizer import Quantizer
-from lowprec_train.precision import gemm
-from lowprec_train.precision.block_keep import BlockKeep
+from lowprec_train.parallel.all_gather_format import all_gather_format
+from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.linear_plan import LinearPlan
+from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.saved_activations import SavedActivationPolicy, saved_inputs
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train.identity import flatten
 
@@ -29,7 +32,8 @@ from lowprec_train.train.identity import flatten
 CHANGES = re.compile(
     r"[+~]*(precision\.(?!override\b)|comm[=.]|optim(=|/(moment|master)|\.(first|second)_moment|\.master|\.rule))"
 )
-Linears = dict[str, dict[str, Any]]  # module name -> shape, gemms, execution, recipe, ...
+Plans = dict[str, LinearPlan]  # by the name of the linear
+Linears = dict[str, dict[str, Any]]  # module name -> shape, gemms, execution, plan, recipe, ...
 INDEX = r"\.\d+\."  # of a block
 
 
@@ -89,53 +93,122 @@ def plain(value: Any) -> Any:
     return value if isinstance(value, int | float | str | bool | None) else str(value)
 
 
-def effective(model: nn.Module, recipes: Mapping[str, LinearRecipe], device: torch.device) -> Linears:
-    """Per linear layer: shape [out, in], recipe, and the path of each GEMM. The content of recipe.json."""
-    table = {}
-    for name, recipe in recipes.items():
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A model without memory, and what it will compute from which step on. tokens: of a micro-batch. param_all_gather:
+    the form in which weights travel (`parallel.all_gather_format`).
+    """
+
+    model: Transformer
+    phases: tuple[Phase, ...]
+    tokens: int
+    param_all_gather: str
+
+    def plans(self, device: torch.device, *, shards: int = 1) -> list[Plans]:
+        """What each linear layer will do in each phase. shards: parts that each weight is in, along its rows."""
+        return [plans(self, phase, device, shards) for phase in self.phases]
+
+
+def plans(layout: Layout, phase: Phase, device: torch.device, shards: int) -> Plans:
+    """What each linear layer will do in a phase."""
+    model, form = layout.model, layout.param_all_gather
+    producers, consumers = amax_left(model, phase.saved_activations, device)
+    found = {}
+    for name, recipe in phase.recipes.items():
         linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)
-        table[name] = {
-            "shape": [linear.out_features, linear.in_features],
+        assert isinstance(linear, Linear)
+        cut = None if linear.split is None else linear.split.dim
+        travels = all_gather_format(recipe, linear.part, shards=shards, param_all_gather=form, split=cut)
+        found[name] = compile_plan(
+            recipe,
+            linear.part,
+            layout.tokens,
+            device,
+            dtype=model.dtype,
+            split=linear.split,
+            gathered=travels.quantizer is not None,
+            producer=producers.get(name, ""),
+            consumer=consumers.get(name, "") if linear.bias is None else "",
+        )
+    return found
+
+
+def amax_left(
+    model: Transformer, policy: SavedActivationPolicy, device: torch.device
+) -> tuple[dict[str, str], dict[str, str]]:
+    """By linear, the op that leaves the amax of its X, and the op that leaves that of its dY."""
+    producers: dict[str, str] = {}
+    consumers: dict[str, str] = {}
+    for name, module in saved_inputs(model):
+        op = module.runs(policy.of(module.role), device, model.dtype)
+        if op and module.feeds:
+            producers[f"{name}.{module.feeds}"] = consumers[f"{name}.{module.fed_by}"] = op
+    return producers, consumers
+
+
+def effective(recipes: Mapping[str, LinearRecipe], plans: Plans) -> Linears:
+    """Per linear layer: shape [out, in], recipe, and how each operand and each GEMM comes about. The content of
+    recipe.json.
+    """
+    return {
+        name: {
+            "shape": list(plans[name].shape),
             "gemms": {gemm_name: str(each) for gemm_name, each in recipe.gemms().items()},
             "estimator": str(recipe.estimator),
-            "keeps": recipe.keep.value,
-            "execution": gemm.execution(recipe, linear.in_features, linear.out_features, device),
+            "execution": plans[name].paths(),
+            "operands": plans[name].describe(),
             "recipe": plain(recipe),
         }
-    return table
+        for name, recipe in recipes.items()
+    }
 
 
-def later(phases: Sequence[Phase], linears: Sequence[Linears]) -> list[dict[str, Any]]:
+def later(layout: Layout, linears: Sequence[Linears], device: torch.device) -> list[dict[str, Any]]:
     """The phases after the first, each with its first step and its linears as from `effective`."""
-    pairs = zip(phases[1:], linears[1:], strict=True)
-    return [{"first_step": p.first_step, "linears": table, "kept": kept(p.keep)} for p, table in pairs]
+    pairs = zip(layout.phases[1:], linears[1:], strict=True)
+    return [
+        {
+            "first_step": phase.first_step,
+            "linears": table,
+            "saved": saved(layout.model, phase.saved_activations, device),
+        }
+        for phase, table in pairs
+    ]
 
 
-def kept(keep: BlockKeep) -> dict[str, str]:
-    """What the norms and the activations of blocks keep for the backward pass."""
-    return {role: str(keep.of(role) or "input") for role in ("norm", "activation")}
+def saved(model: Transformer, policy: SavedActivationPolicy, device: torch.device) -> dict[str, str]:
+    """What the norms and the activations of blocks save for the backward pass, and the op that makes it."""
+    told = {}
+    for role in ("norm", "activation"):
+        how = policy.of(role)
+        ops = {module.runs(how, device, model.dtype) for _, module in saved_inputs(model) if module.role == role}
+        by = ", ".join(sorted(op or "several ops" for op in ops)) if how is not None or ops - {""} else ""
+        told[role] = f"{how or 'input'}{' by ' if by else ''}{by}"
+    return told
 
 
 def by_reference(phases: Sequence[Phase], device: torch.device) -> list[str]:
     """The quantisers of a run whose format or rounding no compiled kernel of the device knows, in words."""
     gemms = (gemm for phase in phases for recipe in phase.recipes.values() for gemm in recipe.gemms().values())
     asked = [operand for gemm in gemms for operand in (gemm.a, gemm.b)]
-    asked += [phase.keep.of(role) for phase in phases for role in ("norm", "activation")]
+    asked += [phase.saved_activations.of(role) for phase in phases for role in ("norm", "activation")]
     return sorted({str(each) for each in asked if isinstance(each, Quantizer) and each.on_reference(device)})
 
 
 def summary(table: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table for people: per kind of layer one line, then one line a GEMM with operands and [execution path]."""
+    """The table for people: per kind of layer one line, then one line a GEMM with operands and [execution path], and
+    one line an operand: where it comes from and what makes it.
+    """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, row in table.items():
-        gemms = (
-            *(f"{each} {text} [{row['execution'][each]}]" for each, text in row["gemms"].items()),
-            f"keeps {row['keeps']}, {row['estimator']}",
-        )
-        groups.setdefault(gemms, []).append(f"{re.sub(INDEX, '.*.', name)} {'x'.join(map(str, row['shape']))}")
+        told = []
+        for each, text in row["gemms"].items():
+            told.append(f"{each} {text} [{row['execution'][each]}]")
+            told += [f"  {operand:<5} {how}" for operand, how in row["operands"][each].items()]
+        label = f"{re.sub(INDEX, '.*.', name)} {'x'.join(map(str, row['shape']))}"
+        groups.setdefault((*told, row["estimator"]), []).append(label)
     lines = []
-    for gemms, names in groups.items():
+    for texts, names in groups.items():
         lines.append("  " + ", ".join(f"{name} ({n} layers)" if n > 1 else name for name, n in Counter(names).items()))
-        lines += [f"    {text}" for text in gemms]
+        lines += [f"    {text}" for text in texts]
     return "\n".join(lines)

@@ -111,8 +111,8 @@ def distribute(
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     mesh, cuts = Mesh(sizes, device.type, timeout), {}
     if sizes.tp > 1:
-        tables, keeps = [phase.recipes for phase in phases], [phase.keep for phase in phases]
-        tensor.check(model, sizes.tp, tokens=tokens, recipes=tables, keeps=keeps)
+        tables, saved = [phase.recipes for phase in phases], [phase.saved_activations for phase in phases]
+        tensor.check(model, sizes.tp, tokens=tokens, recipes=tables, saved_activations=saved)
         cuts = tensor.apply(model, DistributedGroup.of(mesh.group("tp")))
     if sizes.dp > 1:
         data.shard(model, model.blocks, data.units([model.head]), mesh, reshard=reshard, values=values)

@@ -19,6 +19,8 @@ KEYS: dict[str, str] = {
     "comm.plain": "comm.exclude",
     "precision.keep": "precision.saved_activations",
     "precision.schedule.*.keep": "precision.schedule.*.saved_activations",
+    "precision.override.keep": "precision.override.saved_input",
+    "precision.schedule.*.override.keep": "precision.schedule.*.override.saved_input",
 }
 """Old key -> new key, for the key itself and all below it. `*` is any name."""
 

@@ -24,8 +24,8 @@ from lowprec_train import config
 from lowprec_train.config import PrecisionConfig, RunConfig
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision import policy
-from lowprec_train.precision.block_keep import apply_block_keep
 from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.saved_activations import apply_saved_activations
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train import build, checks, renamed_keys
 from lowprec_train.train.command_line import meant
@@ -82,17 +82,19 @@ class Trained:
         seeds = build.weights(model, device, 0, fill_from(self.weights))
         policy.attach_draws(model, seeds.at(EVALUATION_STEP, 0))
         policy.assign(model, phase.recipes)
-        apply_block_keep(model, phase.keep)
+        apply_saved_activations(model, phase.saved_activations)
         return model.eval().requires_grad_(False)
 
     def _made(self, recipe: str) -> Phase:
         model, run = self._laid_out(torch.bfloat16), self._precision(recipe)
         last = [each for each in build.phases(run, model) if each.first_step <= self._last_step(recipe)][-1]
         phase = Phase(
-            first_step=0, recipes={name: forward_part(each) for name, each in last.recipes.items()}, keep=last.keep
+            first_step=0,
+            recipes={name: forward_part(each) for name, each in last.recipes.items()},
+            saved_activations=last.saved_activations,
         )
         checks.linears(model, phase.recipes, tokens=1)
-        checks.kept(model, phase.keep)
+        checks.saved_activations(model, phase.saved_activations)
         return phase
 
     def _laid_out(self, dtype: torch.dtype) -> Transformer:

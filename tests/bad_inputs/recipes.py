@@ -35,7 +35,7 @@ CASES = (
     case("override-headroom-in-words", f"{CHANGE}.dgrad.a.headroom=some", "headroom", "some"),
     case("override-span-negative", f"{CHANGE}.dgrad.a.scale=POW2 precision.override.dgrad.a.span=-3", "span", "-3"),
     case("override-estimator-unknown", f"{CHANGE}.estimator=banana", "estimator", "banana"),
-    case("override-keep-unknown", f"{CHANGE}.keep=banana", "keep", "banana", "CODES"),
+    case("override-saved-input-unknown", f"{CHANGE}.saved_input=banana", "saved_input", "banana", "CODES"),
     case("override-codes-only-of-a-backward-gemm", f"{CHANGE}.dgrad.codes_only=true", "codes_only"),
     case("override-tile-in-words", f"{CHANGE}.fprop.a.tile=row", "row"),
     case("override-tile-of-zero", f"{CHANGE}.fprop.a.tile=[0,32]", "0"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
-from lowprec_train.precision.block_keep import apply_block_keep
+from lowprec_train.precision.saved_activations import apply_saved_activations
 from lowprec_train.recipes import coat, fp8
 from tests.recipes import GPT, LLAMA, build
 from tests.test_compiled import content, recorded
@@ -35,7 +35,7 @@ def test_codes_are_made_in_forward_only_and_are_the_same(family: Mapping[str, An
     seen: dict[bool, list[Tensor]] = {}
     for compiled in (False, True):
         model, seeds = build(fp8.recipe(), family, layers=1)
-        apply_block_keep(model, coat.saved_activations())
+        apply_saved_activations(model, coat.saved_activations())
         if compiled:
             model.compile_blocks(backend="aot_eager")
         with recorded(seen.setdefault(compiled, [])):

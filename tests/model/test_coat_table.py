@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
+from lowprec_train.precision.saved_activations import SavedActivationPolicy, apply_saved_activations
 from lowprec_train.recipes import coat, fp8
 from tests.recipes import LLAMA, build
 
@@ -26,11 +26,11 @@ PARTS = {
 COATS = {"norms": 1, "activation": 4, "linears": 3.33, "attention": 5}  # attention: RoPE 2, FlashAttention 3
 
 
-def kept(keep: BlockKeep) -> float:
+def kept(keep: SavedActivationPolicy) -> float:
     """Bytes a token that autograd saved in the block, less parameters, rotary tables and weights' codes."""
     saved: list[Tensor] = []
     model, _ = build(fp8.recipe(), LLAMA, **SIZES)
-    apply_block_keep(model, keep)
+    apply_saved_activations(model, keep)
     x = torch.randn(1, TOKENS, D).bfloat16().requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
         model.blocks[0](x, model.position.angles(TOKENS), None)
@@ -50,9 +50,9 @@ def test_the_policy_saves_what_it_takes() -> None:
     policy, rate = coat.saved_activations(), 4
     norms = 2 * (2 * 4 * D + rate) - PARTS["norms"]
     activation = 2 * 2 * FFN - PARTS["activation"]
-    assert kept(BlockKeep(norm=policy.norm)) == sum(PARTS.values()) + activation
-    assert kept(BlockKeep(activation=policy.activation)) == sum(PARTS.values()) + norms
-    assert kept(BlockKeep()) == sum(PARTS.values()) + norms + activation
+    assert kept(SavedActivationPolicy(norm=policy.norm)) == sum(PARTS.values()) + activation
+    assert kept(SavedActivationPolicy(activation=policy.activation)) == sum(PARTS.values()) + norms
+    assert kept(SavedActivationPolicy()) == sum(PARTS.values()) + norms + activation
 
 
 def test_it_is_less_than_coats_own() -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
-from lowprec_train.precision.block_keep import Formula
+from lowprec_train.precision.saved_activations import Formula
 
 EPS, U, COUNT = 1e-5, 2.0**-24, 32
 ROWS, WIDTH = 12, 48

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import BY_TOKEN, LAST_TOKEN, STREAMS, Gemms, Purpose, SeedTable
+from lowprec_train.numerics.draws import BY_TOKEN, LAST_TOKEN, STREAMS, Gemms, Operand, SeedTable
 from lowprec_train.numerics.formats import E2M1, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.ops.philox import philox, random_bits
@@ -116,10 +116,10 @@ def test_a_part_of_the_sites_is_counted_from_its_first():
 
 def test_seed_names_a_stream():
     view = SeedTable(3, 2).at(1, 0).site(1)
-    for gemm, purpose in itertools.product(Gemms, Purpose):
-        seed = view.seed(gemm, purpose)
+    for gemm, stream in itertools.product(Gemms, range(3)):
+        seed = view.seed(gemm, Operand(stream)) if stream else view.signs(gemm)
         assert seed.shape == () and seed.dtype == torch.int64
-        assert seed.item() == oracle.draw_seed(3, 1, int(gemm), int(purpose), 1)
+        assert seed.item() == oracle.draw_seed(3, 1, int(gemm), stream, 1)
 
 
 @pytest.mark.parametrize("cut", [8, 32, 64])
@@ -131,8 +131,8 @@ def test_a_token_draws_the_same_however_the_batch_is_split(cut):
 
     def rounded(part: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         view = table.at(2, first).site(0)
-        rows = quantizer(part, view.seed(Gemms.DGRAD, Purpose.A), view.token_rows)
-        columns = quantizer(part.t().contiguous(), view.seed(Gemms.WGRAD, Purpose.A), view.token_columns)
+        rows = quantizer(part, view.seed(Gemms.DGRAD, Operand.A), view.token_rows)
+        columns = quantizer(part.t().contiguous(), view.seed(Gemms.WGRAD, Operand.A), view.token_columns)
         return rows.codes.float(), columns.codes.float()
 
     rows, columns = rounded(tokens, 0)

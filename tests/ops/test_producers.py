@@ -15,9 +15,9 @@ from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops import producers
-from lowprec_train.precision import block_keep
-from lowprec_train.precision.block_keep import (
-    KeptInput,
+from lowprec_train.precision import saved_activations
+from lowprec_train.precision.saved_activations import (
+    QuantizedSavedInput,
     gated_through_codes,
     gelu_through_codes,
     norm_through_codes,
@@ -35,10 +35,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 FUSED = frozenset({"norm_keep", "gated_keep", "gelu_keep"})
 
 
-class Layer(KeptInput):
+class Layer(QuantizedSavedInput):
     """Any formula, op by op."""
 
-    role, width = "norm", WIDTH
+    role, op, width = "norm", "norm_keep", WIDTH
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -168,13 +168,13 @@ def test_what_is_kept_is_what_the_quantizer_makes(name: str) -> None:
             assert torch.equal(other[3], exponents)
 
 
-def test_an_ear_hears_the_maxima_of_the_gradient() -> None:
+def test_the_amax_of_the_gradient_comes_back() -> None:
     for function, times in ((gated_through_codes, 2), (gelu_through_codes, 1)):
         x = randn(2, ROWS, times * WIDTH, seed=1, dtype=torch.bfloat16).requires_grad_()
-        ear = torch.zeros(2 * ROWS, requires_grad=True)
-        y, _ = function(x, ear, HOWS["coat"])
+        grad_amax = torch.zeros(2 * ROWS, requires_grad=True)
+        y, _ = function(x, grad_amax, HOWS["coat"])
         y.backward(randn(2, ROWS, WIDTH, seed=2, dtype=torch.bfloat16))
-        assert torch.equal(ear.grad, x.grad.float().abs().amax(-1).flatten())
+        assert torch.equal(grad_amax.grad, x.grad.float().abs().amax(-1).flatten())
 
 
 @pytest.mark.parametrize("format", ["E4M3", "E2M1"])
@@ -198,20 +198,18 @@ def test_shapes_are_those_that_the_schema_says(format: str, biased: bool) -> Non
 
 
 def fused_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(block_keep.SERVED, "cpu", FUSED)
+    monkeypatch.setitem(saved_activations.SERVED, "cpu", FUSED)
 
 
 def test_kernels_take_what_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = Layer(), torch.ones(2, WIDTH).bfloat16()
     layer.quantizer = HOWS["coat"]
-    monkeypatch.setitem(block_keep.SERVED, "cpu", frozenset())
-    assert not layer.fuses("norm_keep", x)
+    monkeypatch.setitem(saved_activations.SERVED, "cpu", frozenset())
+    assert not layer.fuses(x)
     fused_on_the_cpu(monkeypatch)
-    assert (
-        layer.fuses("norm_keep", x) and layer.fuses("norm_keep", x.float()) and not layer.fuses("norm_keep", x.half())
-    )
+    assert layer.fuses(x) and layer.fuses(x.float()) and not layer.fuses(x.half())
     layer.observer = lambda *event: None
-    assert not layer.fuses("norm_keep", x)
+    assert not layer.fuses(x)
     layer.observer = None
     line = {"scale": ScaleRule.POW2}
     spanned = Quantizer(E2M1, tile=(1, 16), span=14, **line)
@@ -222,7 +220,7 @@ def test_kernels_take_what_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         Quantizer(E4M3, tile=(1, 16), headroom=0.5, **line),
     ):
         layer.quantizer = how
-        assert not layer.fuses("norm_keep", x)
+        assert not layer.fuses(x)
     assert not producers.has_kernel("norm_keep", 32768, "E4M3", 16) and producers.has_kernel(
         "gelu_keep", 32768, "E4M3", 16
     )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.mesh import Sizes
-from lowprec_train.train import build, describe
+from lowprec_train.train import build
 from lowprec_train.train.launch import World
 from tests.distributed import run_distributed
 from tests.groups import Recorded
@@ -68,8 +68,8 @@ def built(run, world):
     """The trainer of a run on the text of `Walks`, as `train.build` puts it together."""
     laid_out = build.layout(run)
     distribution = build.distribution(run, laid_out, world, CPU)
-    linears = [describe.effective(laid_out.model, phase.recipes, CPU) for phase in laid_out.phases]
-    return build.trainer(run, laid_out, linears, Corpus(Walks(), Walks()), distribution, CPU, compiled=False)
+    plans = laid_out.plans(CPU)
+    return build.trainer(run, laid_out, plans, Corpus(Walks(), Walks()), distribution, CPU, compiled=False)
 
 
 def trained(case: str, gather: str, sizes: Sizes, world: World) -> dict:

@@ -13,7 +13,7 @@ from lowprec_train.config import RunConfig
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.recipes import mxfp4
-from lowprec_train.train import build, describe
+from lowprec_train.train import build
 from lowprec_train.train.launch import ALONE, World
 from lowprec_train.train.trainer import Trainer
 from tests.distributed import run_distributed
@@ -111,9 +111,9 @@ def built(run: RunConfig, world: World, stream: torch.dtype) -> Trainer:
     laid_out = build.layout(run)
     laid_out.model.dtype = stream
     distribution = build.distribution(run, laid_out, world, CPU)
-    linears = [describe.effective(laid_out.model, phase.recipes, CPU) for phase in laid_out.phases]
+    plans = laid_out.plans(CPU)
     text = Corpus(Walks(), Walks())
-    return build.trainer(run, laid_out, linears, text, distribution, CPU, compiled=False)
+    return build.trainer(run, laid_out, plans, text, distribution, CPU, compiled=False)
 
 
 def work(rank: int, layout: str, steps: int) -> dict[str, dict[str, list[float]]]:

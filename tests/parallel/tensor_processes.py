@@ -17,15 +17,15 @@ from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.parallel import tensor
-from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
 from lowprec_train.precision.policy import apply_policy
+from lowprec_train.precision.saved_activations import SavedActivationPolicy, apply_saved_activations
 from lowprec_train.recipes import bf16
 from tests.recipes import GPT, LLAMA, RECIPES
 
 RANKS, BATCH, SEQ = 2, 4, 32
 SIZES = {"vocab_size": 64, "dim": 128, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 256, "max_seq_len": SEQ}
 CODES = Quantizer(E4M3, tile=(1, 16), scale=ScaleRule.POW2)
-CODED = BlockKeep(norm=CODES, activation=CODES)
+CODED = SavedActivationPolicy(norm=CODES, activation=CODES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Case:
     family: dict[str, Any]
     recipe: str
     recompute: str = "none"
-    keep: BlockKeep | None = None
+    keep: SavedActivationPolicy | None = None
     documents: bool = False
 
 
@@ -72,7 +72,7 @@ def build(case: Case, group: Group | None, device: torch.device) -> tuple[Transf
 
     model.init_weights(0, fill)
     apply_policy(model, {"blocks.*": RECIPES[case.recipe], "*": bf16.recipe()})
-    apply_block_keep(model, case.keep or BlockKeep())
+    apply_saved_activations(model, case.keep or SavedActivationPolicy())
     return model, cuts
 
 

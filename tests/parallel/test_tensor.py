@@ -12,8 +12,8 @@ from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.parallel import tensor
-from lowprec_train.precision.block_keep import BlockKeep
 from lowprec_train.precision.policy import apply_policy
+from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.recipes import bf16
 from tests.groups import among
 from tests.recipes import GPT, LLAMA, RECIPES, build
@@ -140,8 +140,8 @@ def test_kept_groups_lie_within_a_part(group, width):
     with torch.device("meta"):
         model = Transformer(Architecture(**{**SIZES, **LLAMA}))
     table = dict.fromkeys((name for name in model.tensor_plan() if name != "embedding"), RECIPES["fp8"])
-    keep = BlockKeep(activation=Quantizer(E4M3, tile=(1, group), scale=ScaleRule.POW2))
-    how = {"tokens": 256, "recipes": [table], "keeps": [BlockKeep(), keep]}
+    keep = SavedActivationPolicy(activation=Quantizer(E4M3, tile=(1, group), scale=ScaleRule.POW2))
+    how = {"tokens": 256, "recipes": [table], "saved_activations": [SavedActivationPolicy(), keep]}
     tensor.check(model, 512 // width, **how)
     with pytest.raises(ValueError, match=rf"parallel.tp=4 leaves 128 of model.ffn=512.*groups of {width} channels"):
         tensor.check(model, 4, **how)

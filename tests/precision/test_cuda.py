@@ -9,8 +9,9 @@ from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.ops.philox import random_bits
-from lowprec_train.precision.gemm import execution, multiply
+from lowprec_train.precision.gemm import Path, multiply
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.plan import compile_plan
 from tests.numerics.quantized import ROUNDING
 from tests.recipes import RECIPES, build
 
@@ -97,11 +98,13 @@ def test_fp4_codes_multiply_exactly(k, mean):
     a, b = torch.randn(256, k) + mean, torch.randn(128, k) + mean
     tensor, row = Quantizer(E2M1, scale=ScaleRule.POW2), Quantizer(E2M1, (1, -1))
     qa, qb = tensor(a.cuda()), tensor(b.cuda())
-    assert error(multiply(qa, qb, split_accumulation=True, dtype=torch.float32), exact(qa, qb)) == 0.0
+    assert error(multiply(qa, qb, Path.FP8_TENSOR, split_accumulation=True, dtype=torch.float32), exact(qa, qb)) == 0.0
     qa, qb = row(a.cuda()), row(b.cuda())
     expected = exact(qa, qb)
     rounding = error(expected.bfloat16(), expected)
-    assert error(multiply(qa, qb, split_accumulation=True, dtype=torch.bfloat16), expected) < 1.05 * rounding
+    assert (
+        error(multiply(qa, qb, Path.FP8_ROW, split_accumulation=True, dtype=torch.bfloat16), expected) < 1.05 * rounding
+    )
 
 
 @pytest.mark.parametrize("k", [2048, 16384])
@@ -116,7 +119,10 @@ def test_folded_mxfp4_multiplies_to_the_bf16_rounding(k):
     qa, qb = wide(a.cuda(), torch.tensor(1).cuda()), other(b.cuda(), torch.tensor(2).cuda())
     expected = exact(qa, qb)
     rounding = error(expected.bfloat16(), expected)
-    assert error(multiply(qa, qb, split_accumulation=True, dtype=torch.bfloat16), expected) < 1.05 * rounding
+    assert (
+        error(multiply(qa, qb, Path.FP8_FOLDED, split_accumulation=True, dtype=torch.bfloat16), expected)
+        < 1.05 * rounding
+    )
 
 
 @pytest.mark.parametrize("k", [64, 1024, 8192])
@@ -139,7 +145,7 @@ def test_paths_on_hopper():
     device = torch.device("cuda")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs FP8 tensor cores")
-    paths = {name: execution(RECIPES[name], 768, 2048, device) for name in RECIPES}
+    paths = {name: compile_plan(RECIPES[name], (2048, 768), 4096, device).paths() for name in RECIPES}
     assert paths["fp8"] == {"fprop": "fp8_tensor", "dgrad": "fp8_tensor", "wgrad": "fp8_tensor"}
     assert paths["fp4"] == {"fprop": "fp8_row", "dgrad": "fp8_row", "wgrad": "fp8_row"}
     assert paths["mxfp4"] == {"fprop": "bf16", "dgrad": "fp8_folded", "wgrad": "fp8_folded"}

@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowprec_train.precision import gemm, passes
-from lowprec_train.precision.gemm import Operand, Path, accumulate, choose, execution, has_fp8
+from lowprec_train.numerics.quantizer import Quantized
+from lowprec_train.precision import gemm, linear_gemms
+from lowprec_train.precision.gemm import Codes, Path, accumulate, choose, has_fp8, multiply
 from lowprec_train.precision.linear import Linear
-from lowprec_train.precision.recipe import check, override
+from lowprec_train.precision.plan import compile_plan
+from lowprec_train.precision.recipe import LinearRecipe, check, override
 from lowprec_train.recipes import fp4_mixed, fp8, fp8_block, fp8_rowwise
 from tests.recipes import RECIPES
 
@@ -34,6 +36,10 @@ ON_A_GPU = {
 }
 
 
+def execution(recipe: LinearRecipe, k: int, n: int, tokens: int = 256) -> dict[str, str]:
+    return compile_plan(recipe, (n, k), tokens, CPU).paths()
+
+
 @pytest.fixture
 def tensor_cores(monkeypatch):
     monkeypatch.setattr(gemm, "has_fp8", lambda device: True)
@@ -46,12 +52,12 @@ def test_a_cpu_has_no_fp8():
 @pytest.mark.parametrize("name", RECIPES)
 def test_on_a_cpu(name):
     want = [path if path in ("bf16", "int8") else "dequantize" for path in ON_A_GPU[name]]
-    assert execution(RECIPES[name], 384, 256, CPU) == dict(zip(("fprop", "dgrad", "wgrad"), want))
+    assert execution(RECIPES[name], 384, 256) == dict(zip(("fprop", "dgrad", "wgrad"), want))
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_on_a_gpu(name, tensor_cores):
-    assert execution(RECIPES[name], 384, 256, CPU) == dict(zip(("fprop", "dgrad", "wgrad"), ON_A_GPU[name]))
+    assert execution(RECIPES[name], 384, 256) == dict(zip(("fprop", "dgrad", "wgrad"), ON_A_GPU[name]))
 
 
 @pytest.mark.parametrize(
@@ -88,35 +94,35 @@ def test_on_a_gpu(name, tensor_cores):
 )
 def test_variants_on_a_gpu(recipe, sizes, paths, tensor_cores):
     """E5M2 meets E5M2, a span that does not fit its carrier, sizes that tensor cores do not take."""
-    assert execution(recipe, *sizes, CPU) == dict(zip(("fprop", "dgrad", "wgrad"), paths))
+    assert execution(recipe, *sizes) == dict(zip(("fprop", "dgrad", "wgrad"), paths))
 
 
 @pytest.mark.parametrize("fp8_cores", [False, True])
 @pytest.mark.parametrize(
     "a, b, n, k, path",
     [
-        (Operand(None), Operand(None), 5, 7, Path.BF16),
-        (Operand(None), Operand(E4M3), 16, 16, Path.DEQUANTIZE),
-        (Operand(I8, "row"), Operand(I8), 8, 24, Path.INT8),
-        (Operand(I8, "row"), Operand(I8, "row"), 8, 24, Path.INT8),
-        (Operand(I8, "block"), Operand(I8), 8, 24, Path.DEQUANTIZE),
-        (Operand(I8), Operand(I8), 12, 24, Path.DEQUANTIZE),
-        (Operand(I8), Operand(I8), 8, 12, Path.DEQUANTIZE),
-        (Operand(I8), Operand(E4M3), 16, 16, Path.DEQUANTIZE),
-        (Operand(E4M3), Operand(E4M3), 32, 48, Path.FP8_TENSOR),
-        (Operand(E4M3, "row"), Operand(E5M2), 32, 48, Path.FP8_ROW),
-        (Operand(E5M2), Operand(E5M2), 32, 48, Path.DEQUANTIZE),
-        (Operand(E4M3), Operand(E4M3), 24, 48, Path.DEQUANTIZE),
-        (Operand(E4M3), Operand(E4M3), 32, 40, Path.DEQUANTIZE),
-        (Operand(E4M3, "block"), Operand(E4M3, "block"), 32, 64, Path.DEQUANTIZE),
-        (Operand(E4M3, "block", 0, (1, 128)), Operand(E4M3, "block", 0, (128, 128)), 32, 256, Path.DEQUANTIZE),
-        (Operand(E4M3, "block", 28), Operand(E4M3, "block", 14), 32, 64, Path.FP8_FOLDED),
-        (Operand(E4M3, "block", 14), Operand(E4M3, "block", 14), 32, 64, Path.FP8_FOLDED),
-        (Operand(E4M3, "block", 28), Operand(E4M3, "block", 28), 32, 64, Path.DEQUANTIZE),
-        (Operand(E4M3, "block", 29), Operand(E4M3, "block", 14), 32, 64, Path.DEQUANTIZE),
-        (Operand(E4M3, "block", 14), Operand(E4M3), 32, 64, Path.FP8_FOLDED),
-        (Operand(E4M3, "block", 14), Operand(E5M2, "row"), 32, 64, Path.FP8_FOLDED),
-        (Operand(E4M3, "block", 28), Operand(E5M2, "row"), 32, 64, Path.DEQUANTIZE),
+        (Codes(None), Codes(None), 5, 7, Path.BF16),
+        (Codes(None), Codes(E4M3), 16, 16, Path.DEQUANTIZE),
+        (Codes(I8, "row"), Codes(I8), 8, 24, Path.INT8),
+        (Codes(I8, "row"), Codes(I8, "row"), 8, 24, Path.INT8),
+        (Codes(I8, "block"), Codes(I8), 8, 24, Path.DEQUANTIZE),
+        (Codes(I8), Codes(I8), 12, 24, Path.DEQUANTIZE),
+        (Codes(I8), Codes(I8), 8, 12, Path.DEQUANTIZE),
+        (Codes(I8), Codes(E4M3), 16, 16, Path.DEQUANTIZE),
+        (Codes(E4M3), Codes(E4M3), 32, 48, Path.FP8_TENSOR),
+        (Codes(E4M3, "row"), Codes(E5M2), 32, 48, Path.FP8_ROW),
+        (Codes(E5M2), Codes(E5M2), 32, 48, Path.DEQUANTIZE),
+        (Codes(E4M3), Codes(E4M3), 24, 48, Path.DEQUANTIZE),
+        (Codes(E4M3), Codes(E4M3), 32, 40, Path.DEQUANTIZE),
+        (Codes(E4M3, "block"), Codes(E4M3, "block"), 32, 64, Path.DEQUANTIZE),
+        (Codes(E4M3, "block", 0, (1, 128)), Codes(E4M3, "block", 0, (128, 128)), 32, 256, Path.DEQUANTIZE),
+        (Codes(E4M3, "block", 28), Codes(E4M3, "block", 14), 32, 64, Path.FP8_FOLDED),
+        (Codes(E4M3, "block", 14), Codes(E4M3, "block", 14), 32, 64, Path.FP8_FOLDED),
+        (Codes(E4M3, "block", 28), Codes(E4M3, "block", 28), 32, 64, Path.DEQUANTIZE),
+        (Codes(E4M3, "block", 29), Codes(E4M3, "block", 14), 32, 64, Path.DEQUANTIZE),
+        (Codes(E4M3, "block", 14), Codes(E4M3), 32, 64, Path.FP8_FOLDED),
+        (Codes(E4M3, "block", 14), Codes(E5M2, "row"), 32, 64, Path.FP8_FOLDED),
+        (Codes(E4M3, "block", 28), Codes(E5M2, "row"), 32, 64, Path.DEQUANTIZE),
     ],
 )
 def test_the_rule(a, b, n, k, path, fp8_cores):
@@ -125,7 +131,7 @@ def test_the_rule(a, b, n, k, path, fp8_cores):
     assert choose(b, a, n, k, fp8_cores) is choose(a, b, n, k, fp8_cores)
 
 
-LINE, SQUARE = Operand(E4M3, "block", 0, (1, 128)), Operand(E4M3, "block", 0, (128, 128))
+LINE, SQUARE = Codes(E4M3, "block", 0, (1, 128)), Codes(E4M3, "block", 0, (128, 128))
 
 
 @pytest.mark.parametrize(
@@ -135,10 +141,10 @@ LINE, SQUARE = Operand(E4M3, "block", 0, (1, 128)), Operand(E4M3, "block", 0, (1
         (LINE, LINE, 64, Path.FP8_BLOCK),
         (SQUARE, SQUARE, 64, Path.DEQUANTIZE),
         (LINE, SQUARE, 66, Path.DEQUANTIZE),
-        (LINE, Operand(E4M3, "block", 0, (1, 64)), 64, Path.DEQUANTIZE),
-        (Operand(E5M2, "block", 0, (1, 128)), Operand(E5M2, "block", 0, (1, 128)), 64, Path.DEQUANTIZE),
-        (Operand(E4M3, "row"), LINE, 64, Path.DEQUANTIZE),
-        (Operand(E4M3, "block", 28), Operand(E4M3, "block", 14), 64, Path.FP8_FOLDED),
+        (LINE, Codes(E4M3, "block", 0, (1, 64)), 64, Path.DEQUANTIZE),
+        (Codes(E5M2, "block", 0, (1, 128)), Codes(E5M2, "block", 0, (1, 128)), 64, Path.DEQUANTIZE),
+        (Codes(E4M3, "row"), LINE, 64, Path.DEQUANTIZE),
+        (Codes(E4M3, "block", 28), Codes(E4M3, "block", 14), 64, Path.FP8_FOLDED),
     ],
 )
 def test_block_scales_in_the_main_loop(a, b, m, path):
@@ -160,21 +166,39 @@ def accepts(name: str, shape: tuple[int, int]) -> bool:
 
 def planned(name: str, shape: tuple[int, int]) -> list[str]:
     """Of the GEMMs that round something; the others are BF16."""
-    gemms, paths = RECIPES[name].gemms(), execution(RECIPES[name], *shape, CPU)
+    gemms, paths = RECIPES[name].gemms(), execution(RECIPES[name], *shape)
     assert all(paths[which] == "bf16" for which in gemms if gemms[which].is_identity)
     return [paths[which] for which in gemms if not gemms[which].is_identity]
 
 
+def seen(x: Quantized | torch.Tensor) -> Codes:
+    """What the choice depends on, from the tensors of an operand alone."""
+    if not isinstance(x, Quantized):
+        return Codes(None)
+    if x.span and x.granularity != "tensor":  # folded, or to be folded
+        return Codes(x.codes.dtype, "block", x.span)
+    tile = (x.codes.shape[0] // x.scale.shape[0], x.codes.shape[1] // x.scale.shape[1])
+    return Codes(x.codes.dtype, x.granularity, tile=tile if x.granularity == "block" else (0, 0))
+
+
 def chosen(name: str, shape: tuple[int, int], monkeypatch) -> list[str]:
-    """What `choose` says of the operands that there are, in the order of the GEMMs."""
-    seen: list[Path] = []
-    monkeypatch.setattr(gemm, "choose", lambda *args, **how: (seen.append(choose(*args, **how)), seen[-1])[1])
+    """What `choose` says of the operands that there are, in the order of the GEMMs; each runs by that path."""
+    paths: list[Path] = []
+
+    def watched(a, b, path, **how):
+        values = b.codes if isinstance(b, Quantized) else b
+        rows = (a.codes if isinstance(a, Quantized) else a).shape[0]
+        fp8, blocks = gemm.has_fp8(CPU), gemm.has_block_scales(CPU)
+        paths.append(choose(seen(a), seen(b), *values.shape, fp8, m=rows, blocks=blocks))
+        assert path is paths[-1]
+        return multiply(a, b, path, **how)
+
+    monkeypatch.setattr(linear_gemms, "multiply", watched)
     layer = Linear(*shape, bias=False)
     layer.recipe = RECIPES[name]
     torch.manual_seed(1)
     layer(torch.randn(256, shape[0]).bfloat16().requires_grad_()).sum().backward()
-    monkeypatch.setattr(gemm, "choose", choose)
-    return [path.value for path in seen if path is not Path.BF16]
+    return [path.value for path in paths if path is not Path.BF16]
 
 
 PAIRS = [(name, shape) for name in RECIPES for shape in SHAPES if accepts(name, shape)]
@@ -190,7 +214,7 @@ def test_the_plan_is_what_runs_on_a_gpu(name, shape, tensor_cores, monkeypatch):
     assert chosen(name, shape, monkeypatch) == planned(name, shape)
 
 
-KEEPING = {**RECIPES, "mxfp4, operand kept": override(RECIPES["mxfp4"], {"keep": "OPERAND"})}
+KEEPING = {**RECIPES, "mxfp4, operand kept": override(RECIPES["mxfp4"], {"saved_input": "OPERAND"})}
 
 
 @pytest.mark.parametrize("name", KEEPING)
@@ -198,7 +222,7 @@ def test_what_is_dequantised_is_exact_in_bf16(name, monkeypatch):
     """A GPU multiplies it in BF16: codes times the part of their scale that stays inside the sum."""
     recipe = KEEPING[name]
     factors: list[torch.Tensor] = []
-    for module in (gemm, passes):
+    for module in (gemm, linear_gemms):
         monkeypatch.setattr(module, "accumulate", lambda a, b: (factors.extend((a, b)), accumulate(a, b))[1])
     layer = Linear(256, 128, bias=False)
     layer.recipe = recipe
@@ -206,7 +230,7 @@ def test_what_is_dequantised_is_exact_in_bf16(name, monkeypatch):
     layer(x).backward(torch.randn(384, 128).bfloat16())
     for factor in factors:
         assert torch.equal(factor.float(), factor.bfloat16().float())
-    assert len(factors) >= 2 * sum(path == "dequantize" for path in execution(recipe, 256, 128, CPU).values())
+    assert len(factors) >= 2 * sum(path == "dequantize" for path in execution(recipe, 256, 128, 384).values())
 
 
 def test_every_recipe_is_planned():

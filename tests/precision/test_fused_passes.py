@@ -69,9 +69,9 @@ def test_both_is_one_after_the_other(format, tiles, rule):
 def test_a_turned_quantizer_makes_the_same_codes():
     x = torch.randn(64, 96)
     row = Quantizer(E2M1, tile=(1, -1))
-    codes, turned = both(x, row, row.turned())
+    codes, turned = both(x, row, row.transposed())
     assert torch.equal(codes.codes.float().t(), turned.codes.float()) and torch.equal(codes.scale.t(), turned.scale)
-    assert row.turned().turned() == row
+    assert row.transposed().transposed() == row
 
 
 def test_what_pairs():

@@ -5,7 +5,7 @@ import torch
 
 from lowprec_train.numerics.formats import E4M3, E5M2
 from lowprec_train.precision import gemm
-from lowprec_train.train import build, describe
+from lowprec_train.train import build
 from tests.recipes import composed
 
 GPU = torch.device("cuda", 0)
@@ -15,9 +15,9 @@ def layout(*overrides):
     """dY's format of each quantised backward GEMM, and its path on a GPU, by layer."""
     laid_out = build.layout(composed(*overrides))
     recipes = laid_out.phases[0].recipes
-    paths = describe.effective(laid_out.model, recipes, GPU)
+    plans = laid_out.plans(GPU)[0]
     return {
-        (name, which): (getattr(recipe, which).a.format, paths[name]["execution"][which])
+        (name, which): (getattr(recipe, which).a.format, plans[name].paths()[which])
         for name, recipe in recipes.items()
         for which in ("dgrad", "wgrad")
         if not getattr(recipe, which).is_identity

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import Gemms, Purpose, SeedTable
+from lowprec_train.numerics.draws import Gemms, SeedTable
 from lowprec_train.precision.hadamard import RandomHadamard
 from tests import oracle
 from tests.numerics.data import heavy, normal
@@ -88,7 +88,7 @@ def test_draws_give_a_gemm_and_a_step_signs_of_their_own():
         draws = seeds.at(step, 0)
         for site in (0, 1):
             for gemm in (Gemms.DGRAD, Gemms.WGRAD):
-                seen.append(RandomHadamard(64)(x, draws.site(site).seed(gemm, Purpose.ROTATION)))
+                seen.append(RandomHadamard(64)(x, draws.site(site).signs(gemm)))
     assert all(not torch.equal(seen[i], seen[j]) for i in range(len(seen)) for j in range(i))
 
 

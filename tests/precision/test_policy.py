@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowprec_train.numerics.draws import Gemms, Purpose, SeedTable
+from lowprec_train.numerics.draws import Gemms, Operand, SeedTable
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.policy import Pattern, apply_policy, attach_draws, count_linears, named_linears
 from lowprec_train.precision.recipe import LinearRecipe
@@ -104,8 +104,8 @@ def test_draws_are_numbered_in_the_order_of_the_model():
     attach_draws(model, SeedTable(77, count_linears(model)).at(3, 8))
     for site, (_, module) in enumerate(named_linears(model)):
         for gemm in Gemms:
-            seed = module.draws.seed(gemm, Purpose.A).item()
-            assert seed == oracle.draw_seed(77, site, int(gemm), int(Purpose.A), 3)
+            seed = module.draws.seed(gemm, Operand.A).item()
+            assert seed == oracle.draw_seed(77, site, int(gemm), int(Operand.A), 3)
 
 
 def test_a_stochastic_recipe_without_draws_says_so():

@@ -11,7 +11,7 @@ from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator, StraightThrough
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.outliers import OutlierClamp
-from lowprec_train.precision.recipe import Gemm, Keep, LinearRecipe, Reuse, check, override
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput, check, override
 from lowprec_train.recipes import (
     bf16,
     fp4,
@@ -27,6 +27,7 @@ from lowprec_train.recipes import (
 
 TENSOR, ROW, MX = (-1, -1), (1, -1), (1, 32)
 CODES = Reuse.FPROP_CODES
+ROTATED = Gemm(a=Quantizer(E4M3), b=Quantizer(E4M3), rotation=RandomHadamard(16))
 PLAIN = (bf16, fp8, fp8_rowwise, fp8_block, fp4, mxfp4, mxfp4_fp8, nvfp4, int8_switchback)
 ALL = {m.__name__.rsplit(".", 1)[1]: m.recipe for m in PLAIN} | {"fp4_mixed": fp4_mixed.feed_forward}
 
@@ -55,38 +56,44 @@ INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, Scale
 @pytest.mark.parametrize(
     "recipe, fprop, dgrad, wgrad, keep",
     [
-        (bf16.recipe(), (None, None), (None, None), (None, None), Keep.INPUT),
-        (fp8.recipe(), (E4M3_TENSOR, E4M3_TENSOR), (E5M2_TENSOR, CODES), (E5M2_TENSOR, CODES), Keep.CODES),
-        (fp8.recipe(gradient="E4M3"), (E4M3_TENSOR,) * 2, (E4M3_TENSOR, CODES), (E4M3_TENSOR, CODES), Keep.CODES),
-        (fp4.recipe(), (E2M1_ROW, E2M1_ROW), (E5M2_ROW, CODES), (E5M2_ROW, CODES), Keep.CODES),
-        (mxfp4.recipe(), (None, None), (MX_SR, MX_SR), (MX_SR, MX_SR), Keep.INPUT),
-        (mxfp4.recipe(stochastic=False), (None, None), (MX_NEAREST,) * 2, (MX_NEAREST,) * 2, Keep.INPUT),
-        (mxfp4_fp8.recipe(), (E4M3_TENSOR,) * 2, (MX_SR, MX_SR), (MX_SR, MX_SR), Keep.CODES),
-        (fp8_rowwise.recipe(), (E4M3_ROW,) * 2, (E4M3_ROW,) * 2, (E4M3_ROW,) * 2, Keep.INPUT),
+        (bf16.recipe(), (None, None), (None, None), (None, None), SavedInput.INPUT),
+        (fp8.recipe(), (E4M3_TENSOR, E4M3_TENSOR), (E5M2_TENSOR, CODES), (E5M2_TENSOR, CODES), SavedInput.CODES),
+        (fp8.recipe(gradient="E4M3"), (E4M3_TENSOR,) * 2, (E4M3_TENSOR, CODES), (E4M3_TENSOR, CODES), SavedInput.CODES),
+        (fp4.recipe(), (E2M1_ROW, E2M1_ROW), (E5M2_ROW, CODES), (E5M2_ROW, CODES), SavedInput.CODES),
+        (mxfp4.recipe(), (None, None), (MX_SR, MX_SR), (MX_SR, MX_SR), SavedInput.INPUT),
+        (mxfp4.recipe(stochastic=False), (None, None), (MX_NEAREST,) * 2, (MX_NEAREST,) * 2, SavedInput.INPUT),
+        (mxfp4_fp8.recipe(), (E4M3_TENSOR,) * 2, (MX_SR, MX_SR), (MX_SR, MX_SR), SavedInput.CODES),
+        (fp8_rowwise.recipe(), (E4M3_ROW,) * 2, (E4M3_ROW,) * 2, (E4M3_ROW,) * 2, SavedInput.INPUT),
         (
             fp8_rowwise.recipe(gradient="E5M2"),
             (E4M3_ROW,) * 2,
             (E5M2_POW2_ROW, E4M3_ROW),
             (E5M2_POW2_ROW, E4M3_ROW),
-            Keep.INPUT,
+            SavedInput.INPUT,
         ),
-        (fp8_block.recipe(), (LINE, SQUARE), (LINE, CODES), (LINE, LINE), Keep.OPERAND),
+        (fp8_block.recipe(), (LINE, SQUARE), (LINE, CODES), (LINE, LINE), SavedInput.OPERAND),
         (
             fp4_mixed.feed_forward(),
             (E2M1_LINE, E2M1_LINE),
             (E5M2_TENSOR, E4M3_TENSOR),
             (E5M2_TENSOR, E4M3_TENSOR),
-            Keep.OPERAND,
+            SavedInput.OPERAND,
         ),
-        (nvfp4.recipe(), (NV_LINE, NV_SQUARE), (NV_SR, CODES), (NV_SR, NV_LINE), Keep.OPERAND),
-        (nvfp4.recipe(stochastic=False), (NV_LINE, NV_SQUARE), (NV_LINE, CODES), (NV_LINE, NV_LINE), Keep.OPERAND),
-        (int8_switchback.recipe(), (INT8_ROW, INT8_TENSOR), (INT8_ROW, CODES), (None, None), Keep.INPUT),
+        (nvfp4.recipe(), (NV_LINE, NV_SQUARE), (NV_SR, CODES), (NV_SR, NV_LINE), SavedInput.OPERAND),
+        (
+            nvfp4.recipe(stochastic=False),
+            (NV_LINE, NV_SQUARE),
+            (NV_LINE, CODES),
+            (NV_LINE, NV_LINE),
+            SavedInput.OPERAND,
+        ),
+        (int8_switchback.recipe(), (INT8_ROW, INT8_TENSOR), (INT8_ROW, CODES), (None, None), SavedInput.INPUT),
     ],
 )
 def test_the_published_table(recipe, fprop, dgrad, wgrad, keep):
     for gemm, operands in zip(recipe.gemms().values(), (fprop, dgrad, wgrad)):
         assert (describe(gemm.a), describe(gemm.b)) == operands
-    assert recipe.keep is keep and recipe.keeps_codes == (keep is Keep.CODES)
+    assert recipe.saved_input is keep and recipe.saves_codes == (keep is SavedInput.CODES)
 
 
 def test_the_published_constants():
@@ -148,7 +155,7 @@ def test_recipes_are_values(name):
     [
         (lambda: LinearRecipe(dgrad=Gemm(b=CODES)), "dgrad"),
         (lambda: LinearRecipe(wgrad=Gemm(b=CODES)), "fprop"),
-        (lambda: LinearRecipe(keep=Keep.CODES), "fprop"),
+        (lambda: LinearRecipe(saved_input=SavedInput.CODES), "fprop"),
         (lambda: LinearRecipe(fprop=Gemm(b=CODES)), "fprop"),
         (lambda: Gemm(outliers=OutlierClamp()), "None"),
         (lambda: Gemm(a=Quantizer(E4M3, ROW), outliers=OutlierClamp()), "E4M3"),
@@ -158,17 +165,19 @@ def test_recipes_are_values(name):
         (lambda: Gemm(a=Quantizer(E2M1), b=CODES, rotation=RandomHadamard()), "rotation"),
         (lambda: LinearRecipe(estimator=DifferentiableEstimator()), "None"),
         (lambda: replace(fp8.recipe(), estimator=DifferentiableEstimator()), "E4M3"),
-        (lambda: LinearRecipe(keep=Keep.OPERAND), "operand"),
-        (lambda: LinearRecipe(wgrad=Gemm(a=Quantizer(E4M3)), keep=Keep.OPERAND), "operand"),
-        (lambda: LinearRecipe(wgrad=Gemm(b=Quantizer(E4M3)), keep=Keep.OPERAND), "operand"),
-        (lambda: replace(fp8.recipe(), keep=Keep.OPERAND), "operand"),
-        (lambda: replace(int8_switchback.recipe(), keep=Keep.OPERAND), "operand"),
+        (lambda: LinearRecipe(saved_input=SavedInput.OPERAND), "operand"),
+        (lambda: LinearRecipe(wgrad=Gemm(a=Quantizer(E4M3)), saved_input=SavedInput.OPERAND), "operand"),
+        (lambda: LinearRecipe(wgrad=Gemm(b=Quantizer(E4M3)), saved_input=SavedInput.OPERAND), "operand"),
+        (lambda: replace(fp8.recipe(), saved_input=SavedInput.OPERAND), "operand"),
+        (lambda: replace(int8_switchback.recipe(), saved_input=SavedInput.OPERAND), "operand"),
         (lambda: replace(fp8_block.recipe(), dgrad=Gemm(codes_only=True)), "codes_only"),
         (lambda: replace(fp8.recipe(), wgrad=Gemm(codes_only=True)), "codes_only"),
         (lambda: replace(fp4.recipe(), dgrad=fp4.recipe().fprop), "outlier"),
         (lambda: LinearRecipe(wgrad=fp4.recipe().fprop), "outlier"),
         (lambda: replace(int8_switchback.recipe(), fprop=Gemm()), "dgrad"),
         (lambda: replace(nvfp4.recipe(), fprop=replace(nvfp4.recipe().wgrad, rotation=RandomHadamard(16))), "rotated"),
+        (lambda: LinearRecipe(fprop=ROTATED, wgrad=ROTATED, saved_input=SavedInput.CODES), "rotated"),
+        (lambda: replace(ROTATED, a=Quantizer(E2M1, (1, -1)), outliers=OutlierClamp(variant="residual")), "residual"),
         (lambda: Gemm(a=Quantizer(E2M1, ROW, rounding=STOCHASTIC), outliers=OutlierClamp()), "stochastic"),
         (lambda: nvfp4.recipe(rotation=24), "24"),
         (lambda: fp8_block.recipe(block=0), "0"),
@@ -282,9 +291,9 @@ def test_overrides_of_what_is_kept_and_rotated():
     nearest = {"a": {"rounding": "nearest"}}
     assert override(nv, {"dgrad": nearest, "wgrad": nearest}) == nvfp4.recipe(stochastic=False)
     assert override(nv, {"dgrad": {"a": {"headroom": 1.0}}}).dgrad.a.range_share == 1
-    assert override(block, {"keep": "INPUT"}) == replace(block, keep=Keep.INPUT)
-    assert override(override(block, {"keep": "input"}), {"keep": "OPERAND"}) == block
-    assert override(block, {"keep": "CODES"}).keeps_codes
+    assert override(block, {"saved_input": "INPUT"}) == replace(block, saved_input=SavedInput.INPUT)
+    assert override(override(block, {"saved_input": "input"}), {"saved_input": "OPERAND"}) == block
+    assert override(block, {"saved_input": "CODES"}).saves_codes
     assert override(block, {"fprop": {"codes_only": True}}).fprop == replace(block.fprop, codes_only=True)
     assert override(mixed, {"dgrad": {"b": "fprop_codes"}}).dgrad.b is CODES
     own = override(block, {"dgrad": {"b": {"format": "E4M3", "tile": [128, 128], "scale": "POW2"}}})
@@ -338,13 +347,13 @@ def test_wrong_overrides_name_their_place(changes, said):
         ("nvfp4", {"wgrad": {"b": None}}, ("wgrad", "rotation")),
         ("nvfp4", {"wgrad": {"b": None, "rotation": None}}, ("operand",)),
         ("nvfp4", {"wgrad": {"b": "fprop_codes"}}, ("wgrad", "rotat")),
-        ("nvfp4", {"keep": "NOTHING"}, ("keep", "NOTHING", "OPERAND")),
+        ("nvfp4", {"saved_input": "NOTHING"}, ("saved_input", "NOTHING", "OPERAND")),
         ("nvfp4", {"dgrad": {"codes_only": True}}, ("codes_only",)),
         ("fp8_block", {"wgrad": {"a": None}}, ("operand",)),
         ("fp8_block", {"fprop": {"b": None}}, ("dgrad",)),
-        ("fp8_rowwise", {"keep": "CODES", "fprop": {"a": None}}, ("fprop",)),
+        ("fp8_rowwise", {"saved_input": "CODES", "fprop": {"a": None}}, ("fprop",)),
         ("fp8_rowwise", {"wgrad": {"a": {"span": 3, "scale": "FP32"}}}, ("wgrad.a", "span")),
-        ("int8_switchback", {"keep": "OPERAND"}, ("operand",)),
+        ("int8_switchback", {"saved_input": "OPERAND"}, ("operand",)),
         ("int8_switchback", {"estimator": {"k": 5.0}}, ("estimator",)),
         ("fp4_mixed", {"fprop": {"outliers": {"quantile": 0.99}}}, ("outlier", "1x128")),
     ],

@@ -246,7 +246,7 @@ def test_nvfp4_gradients_are_unbiased():
     x, w, dy = (a.astype(np.float32).astype(np.float64) for a in plain_data(np.random.default_rng(2), (64, 32, 48)))
     dy[:, 3] *= 30
     dy[32:] *= 1e-2
-    unrounded = override(nvfp4.recipe(rotation=0), {"dgrad": {"a": None}, "wgrad": {"a": None}, "keep": "INPUT"})
+    unrounded = override(nvfp4.recipe(rotation=0), {"dgrad": {"a": None}, "wgrad": {"a": None}, "saved_input": "INPUT"})
     exact = run(linear(unrounded, w), x, dy, "FP32")[1:]
     layer, table = linear(nvfp4.recipe(rotation=0), w), SeedTable(1, 1)
     samples: list[list[np.ndarray]] = [[], []]

@@ -17,7 +17,7 @@ import torch._dynamo.testing
 from torch import Tensor
 
 from lowprec_train.group import Group
-from lowprec_train.numerics.draws import Gemms, Purpose
+from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe, override
@@ -49,12 +49,12 @@ from tests.recipes import RECIPES
 SIZES = (128, 512, 512)  # a square of 128 for each of four ranks
 M, K, N = SIZES
 WHERE = {  # rows and columns of every operand
-    (Gemms.FPROP, Purpose.A): "MK",
-    (Gemms.FPROP, Purpose.B): "NK",
-    (Gemms.DGRAD, Purpose.A): "MN",
-    (Gemms.DGRAD, Purpose.B): "KN",
-    (Gemms.WGRAD, Purpose.A): "NM",
-    (Gemms.WGRAD, Purpose.B): "KM",
+    (Gemms.FPROP, Operand.A): "MK",
+    (Gemms.FPROP, Operand.B): "NK",
+    (Gemms.DGRAD, Operand.A): "MN",
+    (Gemms.DGRAD, Operand.B): "KN",
+    (Gemms.WGRAD, Operand.A): "NM",
+    (Gemms.WGRAD, Operand.B): "KM",
 }
 ORACLE = {
     "bf16": linear_plain,
@@ -80,7 +80,7 @@ def uneven(g: np.random.Generator, sizes: tuple[int, int, int]) -> tuple[np.ndar
 
 
 DATA = [uneven, heavy_tails, outlier_channels]
-Operand = tuple[Gemms, Purpose]
+Place = tuple[Gemms, Operand]
 Data = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -91,12 +91,12 @@ class Ran:
     y: Tensor
     dx: Tensor
     dw: Tensor
-    seen: list[tuple[Operand, Quantized]]
+    seen: list[tuple[Place, Quantized]]
 
 
 def ran(layer: Linear, x: Tensor, dy: Tensor, watched: bool) -> Ran:
-    seen: list[tuple[Operand, Quantized]] = []
-    layer.observer = (lambda gemm, side, x, codes, how, clamp: seen.append(((gemm, side), codes))) if watched else None
+    seen: list[tuple[Place, Quantized]] = []
+    layer.observer = (lambda how, x, codes: seen.append(((how.gemm, how.operand), codes))) if watched else None
     leaf = x.contiguous().requires_grad_()
     y = layer(leaf)
     y.backward(dy.view_as(y))
@@ -209,7 +209,7 @@ def test_quantiles_are_those_of_whole_rows(quantile, variant, spoilt):
         for (operand, mine), (_, all_of_it) in zip(part.seen[:1], of.seen[:1]):
             wanted = all_of_it.codes.chunk(4, 1)[rank].float()
             numbers = all_of_it.scale.isfinite().flatten()
-            assert operand == (Gemms.FPROP, Purpose.A) and torch.equal(numbers, mine.scale.isfinite().flatten())
+            assert operand == (Gemms.FPROP, Operand.A) and torch.equal(numbers, mine.scale.isfinite().flatten())
             exactly = {"rtol": 0, "atol": 0, "equal_nan": True}  # an infinite outlier is a NaN code in a finite row
             torch.testing.assert_close(mine.codes.float()[numbers], wanted[numbers], **exactly)
             assert torch.equal(mine.scale[numbers], all_of_it.scale[numbers])
@@ -274,13 +274,13 @@ def test_maxima_that_were_left_are_taken_over_ranks():
     def body(group: Group) -> tuple[Tensor, Tensor]:
         up = part_of(RECIPES["fp8"], data[1], 0, group)
         leaf = x.chunk(2)[group.rank].clone().requires_grad_()
-        y, ear = up.heard(leaf)
-        assert ear is not None and ear.shape == (32,)
+        y, grad_amax = up.with_grad_amax(leaf)
+        assert grad_amax is not None and grad_amax.shape == (32,)
         mine = dy.chunk(2, 1)[group.rank]
-        torch.autograd.backward([y[0], ear], [mine, mine.float().abs().amax(1)])
+        torch.autograd.backward([y[0], grad_amax], [mine, mine.float().abs().amax(1)])
         down = part_of(RECIPES["fp8"], data[1], 1, group)
         row = x.chunk(2, 1)[group.rank]
-        assert down.heard(row)[1] is None
+        assert down.with_grad_amax(row)[1] is None
         left = down(row, row.float().abs().amax(1))
         assert torch.equal(left, down(row))
         assert up.weight.grad is not None

@@ -15,7 +15,7 @@ from lowprec_train.tools.estimate.subject import Subject, Weight
 from lowprec_train.tools.estimate.traffic import traffic
 from lowprec_train.train import build
 from lowprec_train.train.compose import composed
-from tests.model.test_kept_bytes import SHAPES, expected
+from tests.model.test_saved_bytes import SHAPES, expected
 from tests.recipes import system
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -51,7 +51,7 @@ KEPT += [
 
 @pytest.mark.parametrize(("recipe", "model", "compiled"), KEPT)
 def test_blocks_keep_what_their_shapes_say(recipe, model, compiled):
-    """The very numbers of tests/model/test_kept_bytes.py, without memory; and the weights as they were multiplied."""
+    """The very numbers of tests/model/test_saved_bytes.py, without memory; and the weights as they were multiplied."""
     how = "auto" if compiled else "'off'"
     one = subject(f"+recipe={recipe}", *f"model={model}".split(), f"compile={how}")
     first, second = kept(one).blocks

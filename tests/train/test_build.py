@@ -75,7 +75,7 @@ def test_the_policy_must_cover_the_model():
 
 def test_the_table_and_its_summary():
     laid_out = build.layout(composed("+recipe=fp4"))
-    table = describe.effective(laid_out.model, laid_out.phases[0].recipes, CPU)
+    table = describe.effective(laid_out.phases[0].recipes, laid_out.plans(CPU)[0])
     assert table["blocks.2.mlp.gate_up"]["shape"] == [128, 64]
     assert table["blocks.2.mlp.gate_up"]["execution"] == dict.fromkeys(("fprop", "dgrad", "wgrad"), "dequantize")
     assert table["blocks.0.attention.qkv"]["recipe"]["estimator"] == {
@@ -84,17 +84,36 @@ def test_the_table_and_its_summary():
         "cap": 3.0,
     }
     lines = describe.summary(table).splitlines()
-    assert len(lines) == 2 * 5  # two kinds of layers: names, three GEMMs, what is kept
-    assert "blocks.*.mlp.gate_up 128x64 (3 layers)" in lines[0] and lines[5] == "  head 128x64"
+    assert len(lines) == 2 * 11  # two kinds of layers: names, three GEMMs with two operands each, the estimator
+    assert "blocks.*.mlp.gate_up 128x64 (3 layers)" in lines[0] and lines[11] == "  head 128x64"
     assert lines[1].startswith("    fprop E2M1[1x*]") and lines[1].endswith("[dequantize]")
-    assert lines[6] == "    fprop BF16 x BF16 [bf16]"
+    assert lines[2] == "      X     fresh, quantize_outliers; saved: codes of the transpose"
+    assert lines[3] == "      W     fresh, quantize_both (W and W^T); saved: codes of the transpose"
+    scaled = "quantize_both (dY and dY^T), times the row scales of the other operand"
+    assert lines[5:7] == [f"      dY    fresh, {scaled}", "      W^T   codes of fprop"]
+    assert lines[12] == "    fprop BF16 x BF16 [bf16]" and lines[13] == "      X     not rounded; saved: as it is"
+
+
+def test_what_a_kernel_beside_a_layer_leaves_is_told():
+    """SwiGLU's op leaves the amax of its result to `down`, and that of its gradient to `gate_up`."""
+    laid_out = build.layout(composed("+recipe=coat"))
+    (plans,) = laid_out.plans(CPU)
+    assert "amax" not in str(plans["blocks.0.mlp.down"].fprop.a)  # rounded inputs, op by op: nothing is left
+    (plans,) = build.layout(composed("+recipe=fp8")).plans(CPU)
+    down, gate_up = plans["blocks.0.mlp.down"], plans["blocks.0.mlp.gate_up"]
+    assert str(down.fprop.a) == "fresh, quantize_both (X and X^T), amax from gated_silu"
+    assert gate_up.dgrad.a.amax_from == "gated_silu" and not gate_up.fprop.a.amax_from + down.dgrad.a.amax_from
+    assert describe.saved(laid_out.model, laid_out.phases[0].saved_activations, CPU) == {
+        "norm": "E4M3[1x16] POW2 by several ops",
+        "activation": "E4M3[1x16] POW2 by several ops",
+    }
 
 
 def test_rates_count_every_gemm():
     laid_out = build.layout(composed("+recipe=fp8"))
-    linears = describe.effective(laid_out.model, laid_out.phases[0].recipes, CPU)
-    rates = build.throughput(laid_out.model, linears, CPU, tokens_per_step=1024, seq_len=256)
-    weights = sum(torch.Size(row["shape"]).numel() for row in linears.values())
+    (plans,) = laid_out.plans(CPU)
+    rates = build.throughput(laid_out.model, plans, CPU, tokens_per_step=1024, seq_len=256)
+    weights = sum(torch.Size(plan.shape).numel() for plan in plans.values())
     attention = 3 * 3 * 2 * (2 * 64) * 128
     assert sum(rates.flops_per_token.values()) == 6 * weights + attention
 

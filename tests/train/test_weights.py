@@ -14,7 +14,7 @@ from lowprec_train.config import model_of
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
-from lowprec_train.train import build, describe
+from lowprec_train.train import build
 from lowprec_train.train.distribute import Distribution
 from lowprec_train.train.packages import needs_package
 from lowprec_train.train.weights import check_sizes, fill_from, open_weights, other_tokenizer
@@ -196,9 +196,9 @@ def trainer_of(*overrides, first=None):
     run = composed(*overrides, *(each for each in TINY if first is None or not each.startswith("model")))
     run.tokens_per_step = 4 * MICRO * SEQ
     laid_out = build.layout(run)
-    linears = [describe.effective(laid_out.model, phase.recipes, CPU) for phase in laid_out.phases]
+    plans = laid_out.plans(CPU)
     text = Corpus(Walks(), Walks())
-    return build.trainer(run, laid_out, linears, text, Distribution(), CPU, compiled=False, first=first)
+    return build.trainer(run, laid_out, plans, text, Distribution(), CPU, compiled=False, first=first)
 
 
 def loss_of_first_step(logits_of):

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.parallel.mesh import Sizes
-from lowprec_train.train import build, describe
+from lowprec_train.train import build
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError
 from lowprec_train.train.launch import World
 from lowprec_train.train.trainer import Trainer
@@ -39,9 +39,9 @@ def work(rank: int, start: Path, directory: Path) -> tuple[dict[str, dict[str, t
     check_sizes(run.model, first)
     laid_out.model.dtype = torch.float32
     distribution = build.distribution(run, laid_out, World(rank, SIZES.processes, rank), CPU)
-    linears = [describe.effective(laid_out.model, phase.recipes, CPU) for phase in laid_out.phases]
+    plans = laid_out.plans(CPU)
     text = Corpus(Walks(), Walks())
-    trainer = build.trainer(run, laid_out, linears, text, distribution, CPU, compiled=False, first=first)
+    trainer = build.trainer(run, laid_out, plans, text, distribution, CPU, compiled=False, first=first)
     before = whole(trainer)
     trainer.step()
     after, path = whole(trainer), directory / "run"

@@ -156,8 +156,8 @@ class TorchLinear(nn.Linear):
     def forward(self, x: Tensor, maxima: Tensor | None = None, draws: Draws | None = None) -> Tensor:
         return super().forward(x)
 
-    def heard(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, None]:
-        """As `Linear.heard`."""
+    def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, None]:
+        """As `Linear.with_grad_amax`."""
         return self(x), None
 
 

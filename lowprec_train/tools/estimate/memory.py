@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lowprec_train.comm.collectives import reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.tools.estimate import traffic
-from lowprec_train.tools.estimate.kept import Counter, Kept, KeptParts
+from lowprec_train.tools.estimate.saved import Counter, Kept, KeptParts
 from lowprec_train.tools.estimate.subject import Subject, Weight
 
 FP32, BF16 = 4, 2

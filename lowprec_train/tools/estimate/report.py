@@ -8,11 +8,10 @@ from typing import Any
 
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.config import RunConfig
-from lowprec_train.precision import gemm
 from lowprec_train.tools.estimate.memory import Count, kept_bytes, memory
 from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import traffic
-from lowprec_train.train import build, describe
+from lowprec_train.train import build
 from lowprec_train.train.logging import metrics
 
 GIB, GB = 2**30, 1e9
@@ -50,11 +49,10 @@ def estimate(run: RunConfig, gpus: int | None = None, count: Count = kept_bytes)
 
 def flops(subject: Subject) -> dict[str, float]:
     """Forward and backward a token, by the tensor cores that do them on compute capability 9.0."""
-    model, recipes = subject.laid_out.model, subject.laid_out.phases[0].recipes
-    paths = {name: row["execution"] for name, row in describe.effective(model, recipes, META).items()}
+    model, plans = subject.laid_out.model, subject.laid_out.plans(META)[0]
     return metrics.flops_per_token(
         model,
-        kinds={name: {each: gemm.peak_kind(path) for each, path in of.items()} for name, of in paths.items()},
+        kinds={name: plan.peaks() for name, plan in plans.items()},
         attention_flops=model.attention_flops_per_token(subject.seq_len),
     )
 

@@ -21,11 +21,12 @@ from lowprec_train.parallel import tensor
 from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import policy
-from lowprec_train.precision.all_gathered_weight import AllGatheredWeight, without_estimator
+from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.meta_group import MetaGroup
 from lowprec_train.train import build, checks
+from lowprec_train.train.describe import Layout
 
 META = torch.device("meta")
 DTYPES = {4: torch.float32, 2: torch.bfloat16}  # of parameters, by bytes
@@ -108,7 +109,7 @@ class Subject:
         return build.codecs(self.run)
 
     @cached_property
-    def laid_out(self) -> build.Layout:
+    def laid_out(self) -> Layout:
         """The whole model."""
         return build.layout(self.run)
 
@@ -189,13 +190,12 @@ class Subject:
         return replace(self.run, model=replace(self.run.model, recompute=recompute))
 
     def kinds(self) -> list[int]:
-        """For each block, the first one that computes and keeps as it does."""
-        phase = self.laid_out.phases[0]
+        """For each block, the first one that computes and saves as it does."""
+        plans = self.laid_out.plans(META)[0]
         seen: dict[tuple[object, ...], int] = {}
-        return [
-            seen.setdefault(_recipes(phase.recipes, index, block), index)
-            for index, block in enumerate(self.laid_out.model.blocks)
-        ]
+        blocks = (f"blocks.{index}." for index in range(len(self.laid_out.model.blocks)))
+        alike = (tuple(plan for name, plan in plans.items() if name.startswith(block)) for block in blocks)
+        return [seen.setdefault(plan, index) for index, plan in enumerate(alike)]
 
 
 def arrived(linear: Linear, way: AllGatherFormat) -> AllGatheredWeight:
@@ -204,15 +204,6 @@ def arrived(linear: Linear, way: AllGatherFormat) -> AllGatheredWeight:
     leaf = torch.zeros((), dtype=linear.weight.dtype, device=META).expand(shape).requires_grad_()
     values = torch.empty(shape, dtype=way.dtype, device=META, requires_grad=linear.recipe.is_identity)
     if way.quantizer is None:
-        return AllGatheredWeight(recipe=linear.recipe, leaf=leaf, names=("w",), tensors=(values,))
+        return AllGatheredWeight(leaf=leaf, coded=False, tensors=(values,))
     codes = way.quantizer(values)
-    scales = {f"w_{name}": part for name, part in codes.parts.items()} or {"w_scale": codes.scale}
-    tensors = {"w_codes": codes.codes} | scales
-    return AllGatheredWeight(
-        recipe=without_estimator(linear.recipe), leaf=leaf, names=tuple(tensors), tensors=tuple(tensors.values())
-    )
-
-
-def _recipes(table: object, index: int, block: nn.Module) -> tuple[object, ...]:
-    prefix = f"blocks.{index}."
-    return tuple(recipe for name, recipe in table.items() if name.startswith(prefix))  # type: ignore[attr-defined]
+    return AllGatheredWeight(leaf=leaf, coded=True, tensors=(codes.codes, *(codes.parts.values() or (codes.scale,))))

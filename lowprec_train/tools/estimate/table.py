@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_train.config import choices
-from lowprec_train.tools.estimate.kept import KeptParts
 from lowprec_train.tools.estimate.memory import counter, kept_bytes, parameters, states
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
+from lowprec_train.tools.estimate.saved import KeptParts
 from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.tools.markdown import number, table
 from lowprec_train.train.compose import composed

@@ -22,7 +22,7 @@ from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.parallel.mesh import Sizes
-from lowprec_train.tools.estimate.kept import only
+from lowprec_train.tools.estimate.saved import only
 from lowprec_train.tools.estimate.subject import META, Subject, Weight
 
 Bytes = dict[str, int]

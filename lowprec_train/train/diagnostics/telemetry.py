@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_train.numerics.draws import Gemms, Purpose
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.ops.formats import FORMATS
 from lowprec_train.optim.optimizer import CodedOptimizer
-from lowprec_train.precision.block_keep import kept_inputs
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.linear_plan import OperandPlan
 from lowprec_train.precision.outliers import OutlierClamp
+from lowprec_train.precision.saved_activations import saved_inputs
 from lowprec_train.train.diagnostics import roundings
 from lowprec_train.train.diagnostics.roundings import Figures
 from lowprec_train.train.logging.metrics import AsyncHostCopy
@@ -64,37 +64,31 @@ class Record:
         self.forward_over = False
         self._names, self._stored = names, stored
 
-    def operand(
-        self,
-        site: str,
-        gemm: Gemms,
-        side: Purpose,
-        x: Tensor,
-        rounded: Quantized,
-        how: Quantizer,
-        clamp: OutlierClamp | None,
-    ) -> None:
+    def operand(self, site: str, plan: OperandPlan, x: Tensor, rounded: Quantized) -> None:
         """An observer of `Linear`, given its site."""
-        key = (site, gemm.name.lower(), side.name.lower())
-        if key not in self.rows:
-            self._add_operand(key, x, rounded, how, clamp)
+        assert plan.quantizer is not None
+        labels = {"site": site, "gemm": plan.gemm.name.lower(), "operand": plan.operand.name.lower()}
+        self._add(labels | {"what": plan.rounding}, x, rounded, plan.quantizer, plan.outliers)
 
     def kept(self, site: str, x: Tensor, rounded: Quantized, how: Quantizer) -> None:
-        """An observer of `KeptInput`, given its site. It meets a module's inputs in turn; backward makes none anew."""
+        """An observer of `QuantizedSavedInput`, given its site: it meets a module's inputs in turn, in forward only."""
         if not self.forward_over:
             known = sum((site, "kept", operand) in self.rows for operand in KEPT_OPERANDS)
-            self._add_operand((site, "kept", KEPT_OPERANDS[known]), x, rounded, how, None)
+            labels = {"site": site, "gemm": "kept", "operand": KEPT_OPERANDS[known], "what": str(how)}
+            self._add(labels, x, rounded, how)
 
     def state(self, parameter: nn.Parameter, state: str, before: Tensor, wanted: Tensor, after: Tensor) -> None:
         """An observer of `CodedOptimizer.step`."""
         labels = {"parameter": self._names[parameter], "state": state, "what": self._stored(parameter, state)}
         self.rows[labels["parameter"], state] = labels, roundings.of_state(before, wanted, after)
 
-    def _add_operand(
-        self, key: tuple[str, str, str], x: Tensor, rounded: Quantized, how: Quantizer, clamp: OutlierClamp | None
+    def _add(
+        self, labels: Row, x: Tensor, rounded: Quantized, how: Quantizer, clamp: OutlierClamp | None = None
     ) -> None:
-        labels = dict(zip(("site", "gemm", "operand"), key, strict=True)) | {"what": described(how, clamp)}
-        self.rows[key] = labels, roundings.of_operand(x, rounded, how, clamp)
+        """Of two equal roundings, as recomputation makes them, the first."""
+        key = (labels["site"], labels["gemm"], labels["operand"])
+        if key not in self.rows:
+            self.rows[key] = labels, roundings.of_operand(x, rounded, how, clamp)
 
 
 class Telemetry:
@@ -142,7 +136,7 @@ class Telemetry:
     @contextmanager
     def _watched(self, record: Record) -> Iterator[None]:
         linears = {name: m for name, m in self.model.named_modules() if isinstance(m, Linear)}
-        keeping = dict(kept_inputs(self.model))
+        keeping = dict(saved_inputs(self.model))
         for name, linear in linears.items():
             linear.observer = partial(record.operand, name)
         for name, module in keeping.items():
@@ -171,12 +165,6 @@ def eager(model: nn.Module) -> Iterator[None]:
     finally:
         for module, forward in compiled.items():
             module.forward = forward
-
-
-def described(how: Quantizer, clamp: OutlierClamp | None) -> str:
-    """E.g. "E2M1[1x*] FP32, OCC 0.99 carrier"."""
-    parts = [str(how)] + ([f"span {how.span}"] if how.span else [])
-    return ", ".join(parts + ([f"OCC {clamp.quantile} {clamp.variant}"] if clamp else []))
 
 
 def aggregates(rows: Sequence[Row]) -> dict[str, float]:

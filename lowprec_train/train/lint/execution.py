@@ -1,16 +1,16 @@
 """The linter's rules for the machine: settings that are slow on its GPU, or that compute other numbers than a CPU.
 
-They ask for the path that each GEMM takes on the run's own device (`precision.gemm.execution`), and say nothing on a
-CPU. `small-gemm` follows the filter of torchao for H100s: one side up to SMALL and none over LARGE.
+They read each layer's plan (`precision.plan`), which names the path of every GEMM on the run's own device, and say
+nothing on a CPU. `small-gemm` follows the filter of torchao for H100s: one side up to SMALL and none over LARGE.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 
-from lowprec_train.numerics.formats import E2M1, E5M2
-from lowprec_train.numerics.quantizer import POWERS_OF_TWO, Quantizer, ScaleRule
-from lowprec_train.ops.reference import FOLD_SPAN, FP8
+from lowprec_train.numerics.quantizer import ScaleRule
+from lowprec_train.ops.reference import FP8
 from lowprec_train.precision.gemm import Path
-from lowprec_train.precision.recipe import Gemm, Reuse
+from lowprec_train.precision.linear_plan import GemmPlan
+from lowprec_train.precision.recipe import Gemm
 from lowprec_train.train.lint.recipes import gemms, operands
 from lowprec_train.train.lint.rules import Fault, Operand, Plan, Rule, Severity, Site
 
@@ -24,57 +24,34 @@ def on_gpu(find: Callable[[Plan], Iterable[Fault]]) -> Callable[[Plan], Iterable
     return lambda plan: find(plan) if plan.on_gpu else ()
 
 
-def _sides(site: Site, gemm: Gemm, name: str) -> list[Quantizer]:
-    """Both quantisers of a GEMM, fprop's where its codes are taken again; fewer where a side is not quantised."""
-    reused = {"dgrad": site.recipe.fprop.b, "wgrad": site.recipe.fprop.a}
-    b = reused[name] if isinstance(gemm.b, Reuse) else gemm.b
-    return [q for q in (gemm.a, b) if isinstance(q, Quantizer)]
-
-
-def _could_be_fp8(site: Site, gemm: Gemm, name: str) -> bool:
-    """Both operands have FP8 carriers, and the GEMM runs in BF16 all the same."""
-    sides = _sides(site, gemm, name)
-    carried = len(sides) == 2 and all(q.format.carrier in FP8 for q in sides)
-    return carried and site.paths[name] == Path.DEQUANTIZE.value
+def _slow(site: Site, name: str) -> GemmPlan | None:
+    """A GEMM whose operands both have FP8 carriers, and which runs in BF16 all the same; None for others."""
+    gemm = site.plan.gemms()[name]
+    carried = all(codes.dtype in FP8 for codes in gemm.codes)
+    return gemm if carried and gemm.path is Path.DEQUANTIZE else None
 
 
 def _pair(gemm: Gemm) -> str:
     return f"{gemm.a} x {gemm.b}"
 
 
-def _folds_into(q: Quantizer) -> int:
-    """Binades of the carrier that a blocked E2M1 operand folds into: 14 (E4M3), 28 (E5M2), 0 for none."""
-    if q.format is not E2M1 or q.scale not in POWERS_OF_TWO or not q.span:
-        return 0
-    return next((span for span in sorted(FOLD_SPAN.values()) if q.span <= span), 0)
-
-
-def _in_e5m2(q: Quantizer) -> bool:
-    blocked = q.tile not in ROWS
-    return _folds_into(q) == FOLD_SPAN["E5M2"] if blocked else q.format is E5M2
-
-
 def e5m2_pair(site: Site, name: str, gemm: Gemm) -> str:
-    both = _could_be_fp8(site, gemm, name) and all(map(_in_e5m2, _sides(site, gemm, name)))
-    return _pair(gemm) if both else ""
+    slow = _slow(site, name)
+    return _pair(gemm) if slow and all(codes.carrier == "E5M2" for codes in slow.codes) else ""
 
 
 def unfolded_blocks(site: Site, name: str, gemm: Gemm) -> str:
-    if not _could_be_fp8(site, gemm, name):
-        return ""
-    blocked = [q for q in _sides(site, gemm, name) if q.tile not in ROWS]
-    stuck = any(not _folds_into(q) for q in blocked) or (bool(blocked) and isinstance(gemm.b, Reuse))
-    return _pair(gemm) if stuck else ""
+    slow = _slow(site, name)
+    return _pair(gemm) if slow and any(codes.carrier is None for codes in slow.codes) else ""
 
 
 def unaligned(site: Site, name: str, gemm: Gemm) -> str:
-    _, n, k = site.shapes[name]
-    planned_fp8 = site.paths[name].startswith("fp8") or _could_be_fp8(site, gemm, name)
-    return f"sizes (m, n, k) of {site.shapes[name]}" if planned_fp8 and (n % ALIGNMENT or k % ALIGNMENT) else ""
+    slow = _slow(site, name)
+    return f"sizes (m, n, k) of {slow.sizes}" if slow and any(size % ALIGNMENT for size in slow.sizes[1:]) else ""
 
 
 def fast_backward(site: Site, name: str, gemm: Gemm) -> str:
-    fast = name != "fprop" and site.paths[name].startswith("fp8") and not gemm.split_accumulation
+    fast = name != "fprop" and site.plan.peaks()[name] == "fp8" and not gemm.split_accumulation
     return f"{_pair(gemm)} without split accumulation" if fast else ""
 
 
@@ -86,9 +63,9 @@ def twice_rounded(operand: Operand) -> bool:
 
 def small_gemm(plan: Plan) -> Iterator[Fault]:
     for site in plan.sites:
-        low, high = sorted((site.in_features, site.out_features))
-        if low <= SMALL and high <= LARGE and any(path.startswith("fp8") for path in site.paths.values()):
-            yield Fault(what=f"{site.out_features}x{site.in_features}", where=site.layers)
+        low, high = sorted(site.plan.shape)
+        if low <= SMALL and high <= LARGE and "fp8" in site.plan.peaks().values():
+            yield Fault(what="x".join(map(str, site.plan.shape)), where=site.layers)
 
 
 WARNING = Severity.WARNING

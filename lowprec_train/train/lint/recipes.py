@@ -90,8 +90,9 @@ def head(operand: Operand) -> bool:
 
 def idle_clamp(site: Site, name: str, gemm: Gemm) -> str:
     clamp = gemm.outliers
-    idle = clamp is not None and clamp.quantile < 1 and clamp.clipped(site.in_features) == 0
-    return f"OCC {clamp.quantile} of {site.in_features} channels clamps none" if clamp is not None and idle else ""
+    channels = site.plan.shape[1]
+    idle = clamp is not None and clamp.quantile < 1 and clamp.clipped(channels) == 0
+    return f"OCC {clamp.quantile} of {channels} channels clamps none" if clamp is not None and idle else ""
 
 
 def short_rotation(site: Site, name: str, gemm: Gemm) -> str:

@@ -10,8 +10,8 @@ settings that work but are not advisable.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -19,9 +19,10 @@ from lowprec_train.config import RunConfig
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.schedule import Schedule
+from lowprec_train.precision.linear_plan import LinearPlan
 from lowprec_train.precision.recipe import Gemm, LinearRecipe
 from lowprec_train.precision.schedule import Phase
-from lowprec_train.train.describe import INDEX, Linears
+from lowprec_train.train.describe import INDEX, Plans
 
 
 class Severity(Enum):
@@ -33,29 +34,17 @@ class Severity(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Linears that compute alike: `blocks.*.mlp.down`, their recipe, sizes, and the path of each GEMM.
-
-    tokens: of one micro-batch. last: one of them is in the last block.
-    """
+    """Linears that compute alike: `blocks.*.mlp.down`, their recipe and plan. last: one is in the last block."""
 
     layers: str
     recipe: LinearRecipe
-    out_features: int
-    in_features: int
-    tokens: int
-    paths: Mapping[str, str]
+    plan: LinearPlan
     last: bool = False
 
     @property
     def in_blocks(self) -> bool:
         """False for the head."""
         return ".*." in self.layers
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int, int]]:
-        """(m, n, k) of each GEMM a[m, k] @ b[n, k]^T."""
-        tokens, n, k = self.tokens, self.out_features, self.in_features
-        return {"fprop": (tokens, n, k), "dgrad": (tokens, k, n), "wgrad": (n, k, tokens)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,30 +152,16 @@ class Report:
         return [asdict(f) | {"severity": f.severity.value} for f in self.findings]
 
 
-def sites(phases: Sequence[Phase], linears: Sequence[Linears], tokens: int) -> tuple[Site, ...]:
-    """The linears of all phases, those that compute alike as one. linears: of each phase, from `describe.effective`."""
-    groups: dict[tuple[Any, ...], list[tuple[str, Site]]] = {}
-    for phase, table in zip(phases, linears, strict=True):
+def sites(phases: Sequence[Phase], plans: Sequence[Plans]) -> tuple[Site, ...]:
+    """The linears of all phases, those that compute alike as one. plans: of each phase, by name."""
+    groups: dict[tuple[Any, ...], list[Site]] = {}
+    for phase, table in zip(phases, plans, strict=True):
         names = list(phase.recipes)
         for name, recipe in phase.recipes.items():
-            label, row = re.sub(INDEX, ".*.", name), table[name]
-            out_features, in_features = row["shape"]
-            site = Site(
-                layers=label,
-                recipe=recipe,
-                out_features=out_features,
-                in_features=in_features,
-                tokens=tokens,
-                paths=row["execution"],
-                last=_is_last(name, names),
-            )
-            groups.setdefault((label, recipe, out_features, in_features), []).append((name, site))
-    return tuple(_merged(members) for members in groups.values())
-
-
-def _merged(members: list[tuple[str, Site]]) -> Site:
-    first = members[0][1]
-    return Site(**{**vars(first), "last": any(site.last for _, site in members)})
+            label = re.sub(INDEX, ".*.", name)
+            site = Site(layers=label, recipe=recipe, plan=table[name], last=_is_last(name, names))
+            groups.setdefault((label, recipe, table[name].shape), []).append(site)
+    return tuple(replace(alike[0], last=any(site.last for site in alike)) for alike in groups.values())
 
 
 def _is_last(name: str, names: Sequence[str]) -> bool:

@@ -21,7 +21,7 @@ def short(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any], 
     lines += [
         f"             {paths(phase['linears'])} from step {phase['first_step']} on" for phase in facts["schedule"]
     ]
-    lines += [f"  kept       {kept(facts['kept'])}", f"  kernels    {kernels(facts['kernels'])}"]
+    lines += [f"  saves      {saved(facts['saved'])}", f"  kernels    {kernels(facts['kernels'])}"]
     lines += [f"  optimizer  {_optimizer(plain['optim'])}; gradients in {plain['comm'].get('format', 'FP32')}"]
     return [
         *lines,
@@ -42,7 +42,7 @@ def verbose(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any]
     """The whole configuration, every layer's GEMMs and every kernel."""
     lines = [OmegaConf.to_yaml(OmegaConf.create(dict(plain)))]
     lines += [f"linear layers, and the path that each GEMM takes:\n{describe.summary(linears)}"]
-    lines += [f"kept for backward: {kept(facts['kept'])}"]
+    lines += [f"saved for backward: {saved(facts['saved'])}"]
     lines += [f"from step {each['first_step']} on:\n{describe.summary(each['linears'])}" for each in facts["schedule"]]
     return [*lines, "kernels: " + ", ".join(f"{op}: {kernel}" for op, kernel in facts["kernels"].items())]
 
@@ -53,8 +53,8 @@ def paths(linears: Linears) -> str:
     return ", ".join(f"{path} {count}" for path, count in taken.most_common())
 
 
-def kept(facts: Mapping[str, str]) -> str:
-    """What norms and activations keep for the backward pass."""
+def saved(facts: Mapping[str, str]) -> str:
+    """What norms and activations save for the backward pass."""
     return ", ".join(f"by {role}s {what}" for role, what in facts.items())
 
 

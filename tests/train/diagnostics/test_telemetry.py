@@ -9,13 +9,14 @@ import torch
 import torch._dynamo.testing
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowprec_train.numerics.draws import Gemms, Purpose
+from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.optim.schedule import WarmupCosine
-from lowprec_train.precision.block_keep import kept_inputs
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.linear_plan import OperandPlan
+from lowprec_train.precision.saved_activations import saved_inputs
 from lowprec_train.train import build
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.diagnostics import roundings, telemetry
@@ -181,7 +182,7 @@ def test_a_step_that_is_not_watched_dispatches_the_ops_of_a_run_without_telemetr
                 trainer.step()
             counts[interval, step] = counted.ops
             assert all(m.observer is None for m in trainer.model.modules() if isinstance(m, Linear))
-            assert all(module.observer is None for _, module in kept_inputs(trainer.model))
+            assert all(module.observer is None for _, module in saved_inputs(trainer.model))
     for step in (1, 2, 4):
         assert counts[0, step] == counts[3, step] and counts[0, step].total() > 1000
     assert counts[3, 3].total() > 1.5 * counts[0, 3].total()
@@ -247,13 +248,13 @@ def test_figures_are_those_of_the_step_s_first_micro_batch_and_draws(monkeypatch
         twin.step()
     seen = {}
 
-    def watch(gemm, side, x, rounded, how, clamp):
-        seen[gemm, side] = roundings.of_operand(x, rounded, how, clamp)
+    def watch(how, x, rounded):
+        seen[how.gemm, how.operand] = roundings.of_operand(x, rounded, how.quantizer, how.outliers)
 
     twin.model.blocks[1].mlp.down.observer = watch
     batch = Text().batch(2, 0, MICRO, 4)
     twin.model.loss(batch.tokens, batch.targets, torch.tensor(4.0 * SEQ), draws=twin.seeds.at(2, 0)).backward()
-    assert set(seen) == {(g, s) for g in (Gemms.DGRAD, Gemms.WGRAD) for s in (Purpose.A, Purpose.B)}
+    assert set(seen) == {(g, s) for g in (Gemms.DGRAD, Gemms.WGRAD) for s in (Operand.A, Operand.B)}
     for (gemm, side), figures in seen.items():
         labels = ("blocks.1.mlp.down", gemm.name.lower(), side.name.lower())
         (row,) = [r for r in rows if (r.get("site"), r.get("gemm"), r.get("operand")) == labels]
@@ -382,4 +383,5 @@ def test_a_negative_interval_is_refused():
 
 
 def test_what_is_rounded_says_how():
-    assert telemetry.described(Quantizer(E4M3, (1, -1), span=0), None) == "E4M3[1x*] FP32"
+    how = {"gemm": Gemms.FPROP, "operand": Operand.A}
+    assert OperandPlan(**how, quantizer=Quantizer(E4M3, (1, -1))).rounding == "E4M3[1x*] FP32"

@@ -11,7 +11,7 @@ from lowprec_train import config
 from lowprec_train.config import PhaseConfig
 from lowprec_train.optim.codecs import expanded, plain, scaled
 from lowprec_train.precision import gemm
-from lowprec_train.train import build, describe
+from lowprec_train.train import build
 from lowprec_train.train.lint import rules as lint
 from lowprec_train.train.lint import training as lint_training
 from lowprec_train.train.lint.rules import Report, Severity
@@ -64,8 +64,8 @@ def fp8_gpu(monkeypatch):
 
 def report(run: config.RunConfig, device: torch.device = CPU) -> Report:
     laid_out = build.layout(run)
-    linears = [describe.effective(laid_out.model, phase.recipes, device) for phase in laid_out.phases]
-    return lint.examine(build.plan(run, laid_out, linears, device), build.LINT_RULES, allow=run.lint_allow)
+    plans = laid_out.plans(device)
+    return lint.examine(build.plan(run, laid_out, plans, device), build.LINT_RULES, allow=run.lint_allow)
 
 
 def command(*overrides: str) -> config.RunConfig:

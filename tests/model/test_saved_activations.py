@@ -21,7 +21,12 @@ from lowprec_train.model.layers import GELU, LayerNorm, RMSNorm, SwiGLU
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.numerics.formats import E2M1, E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.block_keep import BlockKeep, KeptInput, apply_block_keep, kept_inputs
+from lowprec_train.precision.saved_activations import (
+    QuantizedSavedInput,
+    SavedActivationPolicy,
+    apply_saved_activations,
+    saved_inputs,
+)
 from lowprec_train.recipes import coat
 from tests.recipes import MODELS, system
 
@@ -32,7 +37,7 @@ QUANTIZERS = {
     "groups of 32": Quantizer(E4M3, tile=(1, 32), scale=ScaleRule.POW2),
     "E2M1": Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.E8M0_CEIL),
 }
-LAYERS: dict[str, Callable[[], KeptInput]] = {
+LAYERS: dict[str, Callable[[], QuantizedSavedInput]] = {
     "rmsnorm": lambda: RMSNorm(DIM, 1e-5),
     "layernorm": lambda: LayerNorm(DIM, 1e-5),
     "layernorm, no bias": lambda: LayerNorm(DIM, 1e-5, bias=False),
@@ -54,7 +59,7 @@ class Through(torch.autograd.Function):
         return dy, None
 
 
-def round_by_hook(layer: KeptInput, quantizer: Quantizer) -> None:
+def round_by_hook(layer: QuantizedSavedInput, quantizer: Quantizer) -> None:
     """Rounds what the layer's non-linear part takes; the layer itself computes as if nothing were kept in codes.
 
     SwiGLU's halves lie interleaved, and torch's FP32 silu of a strided tensor differs in last bits from that of a
@@ -74,7 +79,7 @@ def round_by_hook(layer: KeptInput, quantizer: Quantizer) -> None:
         layer.register_forward_pre_hook(lambda module, args: Through.apply(args[0], quantizer))
 
 
-def twins(name: str) -> tuple[KeptInput, KeptInput]:
+def twins(name: str) -> tuple[QuantizedSavedInput, QuantizedSavedInput]:
     """Two layers of the same uneven weights."""
     one, other = LAYERS[name](), LAYERS[name]()
     for parameter in one.parameters():
@@ -205,8 +210,8 @@ def test_a_model_is_the_plain_one_with_its_inputs_rounded(model: str) -> None:
     """Two blocks in FP32, without FP8 GEMMs, whose codes would blow up a last bit."""
     kept, plain = (system("bf16", model) for _ in range(2))
     kept.model.dtype = plain.model.dtype = torch.float32
-    apply_block_keep(kept.model, coat.saved_activations())
-    for _, layer in kept_inputs(plain.model):
+    apply_saved_activations(kept.model, coat.saved_activations())
+    for _, layer in saved_inputs(plain.model):
         round_by_hook(layer, COAT)
     (loss, found), (expected_loss, expected) = loss_and_gradients(kept), loss_and_gradients(plain)
     assert torch.equal(loss, expected_loss)
@@ -217,8 +222,14 @@ def test_a_model_is_the_plain_one_with_its_inputs_rounded(model: str) -> None:
 def test_a_policy_may_come_and_go_in_mid_run(model: str) -> None:
     one = system("fp8", model)
     results = []
-    for keep in (BlockKeep(), coat.saved_activations(), BlockKeep(), BlockKeep(norm=COAT), coat.saved_activations()):
-        apply_block_keep(one.model, keep)
+    for keep in (
+        SavedActivationPolicy(),
+        coat.saved_activations(),
+        SavedActivationPolicy(),
+        SavedActivationPolicy(norm=COAT),
+        coat.saved_activations(),
+    ):
+        apply_saved_activations(one.model, keep)
         results.append(loss_and_gradients(one))
     assert same(results[0], results[2]) and same(results[1], results[4])
     assert not same(results[0], results[1]) and not same(results[3], results[0]) and not same(results[3], results[1])
@@ -227,7 +238,7 @@ def test_a_policy_may_come_and_go_in_mid_run(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_norms_and_activations_of_blocks_report_their_inputs(model: str) -> None:
     one, seen = system("coat", model), Counter[tuple[str, tuple[int, ...]]]()
-    for name, layer in kept_inputs(one.model):
+    for name, layer in saved_inputs(one.model):
         layer.observer = lambda x, codes, how, name=name: seen.update([(name.split(".")[-1], tuple(x.shape))])
     loss_and_gradients(one)
     ffn, inputs = (384, 2) if model == "llama_tiny" else (512, 1)

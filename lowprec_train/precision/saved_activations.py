@@ -1,4 +1,4 @@
-"""What norms and activations keep for the backward pass: their inputs in BF16, or in FP8 codes (COAT, arXiv 2410.19313,
+"""What norms and activations save for the backward pass: their inputs in BF16, or in FP8 codes (COAT, arXiv 2410.19313,
 section 5).
 
     x^ = Q(x) in groups along the last dimension,   y = f(x^),   dx = f'(x^) dy        straight through Q
@@ -36,8 +36,8 @@ EXPONENTS = (ScaleRule.POW2, ScaleRule.E8M0_CEIL)  # never saturate, and a byte 
 
 
 @dataclass(frozen=True)
-class BlockKeep:
-    """How the norms and the activations of blocks keep their inputs; None: as they are.
+class SavedActivationPolicy:
+    """How the norms and the activations of blocks save their inputs; None: as they are.
 
     Raises ValueError for a quantiser that does not round to nearest, for one whose tiles span several tokens, and for
     scales that are not powers of two: they would take four bytes a group, and a compiler that finds the same
@@ -54,12 +54,12 @@ class BlockKeep:
                 continue
             if quantizer.rounding is not NEAREST or quantizer.tile[0] != 1:
                 raise ValueError(
-                    f"{role}={quantizer}: kept inputs are rounded to nearest in groups of one token, so that a "
+                    f"{role}={quantizer}: saved inputs are rounded to nearest in groups of one token, so that a "
                     "recomputed layer meets the same bits, however the batch is cut"
                 )
             if quantizer.scale not in EXPONENTS:
                 raise ValueError(
-                    f"{role}={quantizer}: the scales of kept inputs are stored as exponents; they are "
+                    f"{role}={quantizer}: the scales of saved inputs are stored as exponents; they are "
                     f"{' or '.join(rule.name for rule in EXPONENTS)}"
                 )
 
@@ -70,7 +70,7 @@ class BlockKeep:
 
     def check(self, model: nn.Module) -> None:
         """ValueError for a module whose width a group does not divide."""
-        for name, module in kept_inputs(model):
+        for name, module in saved_inputs(model):
             quantizer = self.of(module.role)
             if quantizer is None:
                 continue
@@ -94,30 +94,44 @@ class Formula(Protocol):
     ) -> tuple[Tensor, ...]: ...
 
 
-class KeptInput(nn.Module):
-    """A layer whose input may be kept in codes.
+class QuantizedSavedInput(nn.Module):
+    """A layer whose input may be saved in codes.
 
-    role: "norm" or "activation". width: channels of what is rounded. quantizer: None computes as if this class were
-    not there. observer: told of every rounding; None adds nothing.
+    role: "norm" or "activation". op: computes from rounded inputs and saves their codes in one pass, where it has a
+    kernel; plain_op: computes from inputs as they are. Both leave the amax of what they make, forward and backward:
+    fed_by and feeds are the linears, inside this module, that take it with dY and with X.
+    width: channels of what is rounded. quantizer: None computes as if this class were not there. observer: told of
+    every rounding; None adds nothing.
     """
 
     role: ClassVar[str]
+    op: ClassVar[str] = ""
+    plain_op: ClassVar[str] = ""
+    fed_by: ClassVar[str] = ""
+    feeds: ClassVar[str] = ""
     width: int
     quantizer: Quantizer | None = None
     observer: Observer | None = None
 
-    def fuses(self, op: str, x: Tensor) -> bool:
-        """Whether the compiled kernel of `op` rounds x, computes and keeps the codes in one pass."""
+    def fuses(self, x: Tensor) -> bool:
+        """Whether the compiled kernel of `op` rounds x, computes and saves the codes in one pass."""
         how = self.quantizer
-        if how is None or self.observer is not None or op not in SERVED.get(x.device.type, ()):
+        return how is not None and self.observer is None and self._has_kernel(how, x.device, x.dtype)
+
+    def runs(self, how: Quantizer | None, device: torch.device, dtype: torch.dtype) -> str:
+        """The op that this module runs under a quantiser; "" for several."""
+        return self.plain_op if how is None else self.op if self._has_kernel(how, device, dtype) else ""
+
+    def _has_kernel(self, how: Quantizer, device: torch.device, dtype: torch.dtype) -> bool:
+        if self.op not in SERVED.get(device.type, ()):
             return False
-        plain = how.range_share == 1.0 and not how.span and x.dtype in (torch.bfloat16, torch.float32)
-        return plain and producers.has_kernel(op, self.width, how.format.name, how.tile[1])
+        plain = how.range_share == 1.0 and not how.span and dtype in (torch.bfloat16, torch.float32)
+        return plain and producers.has_kernel(self.op, self.width, how.format.name, how.tile[1])
 
     def through_codes(self, formula: Formula, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
-        """formula of the rounded inputs [..., width], in their dtype, keeping codes alone."""
+        """formula of the rounded inputs [..., width], in their dtype, saving codes alone."""
         assert self.quantizer is not None
-        if not torch.is_grad_enabled():  # nothing is kept; a compiled Function without gradients loses its context
+        if not torch.is_grad_enabled():  # nothing is saved; a compiled Function without gradients loses its context
             _, values = _rounded(inputs, self.quantizer, self.observer)
             return cast(formula.forward(values, parameters), inputs[0].dtype)
         y: Tensor = _ThroughCodes.apply(formula, self.quantizer, self.observer, len(inputs), *inputs, *parameters)
@@ -155,32 +169,32 @@ linear's quantiser of a whole tensor has to know first."""
 def norm_through_codes(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, how: Quantizer
 ) -> Produced:
-    """RMSNorm or LayerNorm of Q(x) [..., width], codes of x kept."""
+    """RMSNorm or LayerNorm of Q(x) [..., width], codes of x saved."""
     return _apply(_NormThroughCodes, x, weight, bias, eps, centered, how.format.name, how.tile[1])
 
 
-def gated_through_codes(gate_up: Tensor, ear: Tensor | None, how: Quantizer) -> Produced:
+def gated_through_codes(gate_up: Tensor, grad_amax: Tensor | None, how: Quantizer) -> Produced:
     """silu(Q(gate)) Q(up) of columns that alternate gate, up [..., 2 width].
 
-    ear: of the linear that made `gate_up` (`precision.linear.Linear.heard`), None where it has none; its gradient will
-    be the maxima of gate_up's gradient.
+    grad_amax: of the linear that made `gate_up` (`precision.linear.Linear.with_grad_amax`), None where it has none; its
+    gradient will be the amax of gate_up's gradient.
     """
-    return _apply(_GatedThroughCodes, gate_up, ear, how.format.name, how.tile[1])
+    return _apply(_GatedThroughCodes, gate_up, grad_amax, how.format.name, how.tile[1])
 
 
-def gelu_through_codes(x: Tensor, ear: Tensor | None, how: Quantizer) -> Produced:
-    """Tanh-GELU of Q(x) [..., width]; ear as above."""
-    return _apply(_GELUThroughCodes, x, ear, how.format.name, how.tile[1])
+def gelu_through_codes(x: Tensor, grad_amax: Tensor | None, how: Quantizer) -> Produced:
+    """Tanh-GELU of Q(x) [..., width]; grad_amax as above."""
+    return _apply(_GELUThroughCodes, x, grad_amax, how.format.name, how.tile[1])
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, *arguments: object) -> Produced:
     """Matrices inside, so that what a Function returns is no view of a value in it."""
     rows = x.flatten(end_dim=-2)
     if torch.is_grad_enabled():
-        y, maxima = function.apply(rows, *arguments)
+        y, amax = function.apply(rows, *arguments)
     else:  # as in `through_codes`
-        y, maxima, *_ = function.op(rows, *arguments)  # type: ignore[attr-defined]
-    return y.unflatten(0, x.shape[:-1]), maxima
+        y, amax, *_ = function.op(rows, *arguments)  # type: ignore[attr-defined]
+    return y.unflatten(0, x.shape[:-1]), amax
 
 
 class _NormThroughCodes(torch.autograd.Function):
@@ -190,59 +204,59 @@ class _NormThroughCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, *how):  # type: ignore[no-untyped-def]
-        y, maxima, *kept = _NormThroughCodes.op(x, weight, bias, *how)
+        y, amax, *saved = _NormThroughCodes.op(x, weight, bias, *how)
         ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, *kept)
-        ctx.mark_non_differentiable(maxima)
-        return y, maxima
+        ctx.save_for_backward(weight, *saved)
+        ctx.mark_non_differentiable(amax)
+        return y, amax
 
     @staticmethod
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        weight, *kept = ctx.saved_tensors
+        weight, *saved = ctx.saved_tensors
         biased = ctx.bias_dtype is not None
         dx, dweight, dbias = torch.ops.lowprec.norm_keep_backward(
-            dy.contiguous(), *kept, weight.float(), biased, *ctx.how
+            dy.contiguous(), *saved, weight.float(), biased, *ctx.how
         )
         return dx, cast(dweight, weight.dtype), cast(dbias, ctx.bias_dtype) if biased else None, *[None] * len(ctx.how)
 
 
 class _GatedThroughCodes(torch.autograd.Function):
     @staticmethod
-    def op(gate_up, ear, *how):  # type: ignore[no-untyped-def]
+    def op(gate_up, grad_amax, *how):  # type: ignore[no-untyped-def]
         return torch.ops.lowprec.gated_keep(gate_up, *how)
 
     @staticmethod
-    def forward(ctx, gate_up, ear, *how):  # type: ignore[no-untyped-def]
-        y, maxima, *kept = _GatedThroughCodes.op(gate_up, ear, *how)
-        return _keep_for_backward(ctx, y, maxima, kept, how)
+    def forward(ctx, gate_up, grad_amax, *how):  # type: ignore[no-untyped-def]
+        y, amax, *saved = _GatedThroughCodes.op(gate_up, grad_amax, *how)
+        return _save_for_backward(ctx, y, amax, saved, how)
 
     @staticmethod
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        dx, maxima = torch.ops.lowprec.gated_keep_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
-        return dx, maxima if ctx.needs_input_grad[1] else None, None, None
+        dx, amax = torch.ops.lowprec.gated_keep_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
+        return dx, amax if ctx.needs_input_grad[1] else None, None, None
 
 
 class _GELUThroughCodes(torch.autograd.Function):
     @staticmethod
-    def op(x, ear, *how):  # type: ignore[no-untyped-def]
+    def op(x, grad_amax, *how):  # type: ignore[no-untyped-def]
         return torch.ops.lowprec.gelu_keep(x, *how)
 
     @staticmethod
-    def forward(ctx, x, ear, *how):  # type: ignore[no-untyped-def]
-        y, maxima, *kept = _GELUThroughCodes.op(x, ear, *how)
-        return _keep_for_backward(ctx, y, maxima, kept, how)
+    def forward(ctx, x, grad_amax, *how):  # type: ignore[no-untyped-def]
+        y, amax, *saved = _GELUThroughCodes.op(x, grad_amax, *how)
+        return _save_for_backward(ctx, y, amax, saved, how)
 
     @staticmethod
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        dx, maxima = torch.ops.lowprec.gelu_keep_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
-        return dx, maxima if ctx.needs_input_grad[1] else None, None, None
+        dx, amax = torch.ops.lowprec.gelu_keep_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
+        return dx, amax if ctx.needs_input_grad[1] else None, None, None
 
 
-def _keep_for_backward(ctx, y, maxima, kept, how):  # type: ignore[no-untyped-def]
+def _save_for_backward(ctx, y, amax, saved, how):  # type: ignore[no-untyped-def]
     ctx.how = how
-    ctx.save_for_backward(*kept)
-    ctx.mark_non_differentiable(maxima)
-    return y, maxima
+    ctx.save_for_backward(*saved)
+    ctx.mark_non_differentiable(amax)
+    return y, amax
 
 
 # --- op by op ---
@@ -265,7 +279,7 @@ def _round(x: Tensor, quantizer: Quantizer, observer: Observer | None) -> Quanti
 
 
 def _stored(rounded: Quantized, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """What is kept: codes, two E2M1 ones a byte, and the biased exponents of the scales (as E8M0; 255 for NaN)."""
+    """What is saved: codes, two E2M1 ones a byte, and the biased exponents of the scales (as E8M0; 255 for NaN)."""
     codes = torch.ops.lowprec.pack_e2m1(rounded.codes) if quantizer.format is E2M1 else rounded.codes
     return codes, (rounded.scale.view(torch.int32) >> 23).to(torch.uint8)
 
@@ -275,13 +289,13 @@ def _restored(codes: Tensor, exponents: Tensor, quantizer: Quantizer) -> Quantiz
     return quantizer.wrap(codes, (exponents.int() << 23).view(torch.float32))
 
 
-def kept_inputs(model: nn.Module) -> Iterator[tuple[str, KeptInput]]:
+def saved_inputs(model: nn.Module) -> Iterator[tuple[str, QuantizedSavedInput]]:
     """The norms and activations inside of blocks, by name."""
-    found = ((name, module) for name, module in model.named_modules() if isinstance(module, KeptInput))
+    found = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedSavedInput))
     return ((name, module) for name, module in found if name.startswith("blocks."))
 
 
-def apply_block_keep(model: nn.Module, keep: BlockKeep) -> None:
-    """Set what the norms and activations of blocks keep; may be called at any step."""
-    for _, module in kept_inputs(model):
-        module.quantizer = keep.of(module.role)
+def apply_saved_activations(model: nn.Module, policy: SavedActivationPolicy) -> None:
+    """Set what the norms and activations of blocks save; may be called at any step."""
+    for _, module in saved_inputs(model):
+        module.quantizer = policy.of(module.role)

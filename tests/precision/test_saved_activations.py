@@ -11,7 +11,12 @@ from torch import Tensor
 
 from lowprec_train.numerics.formats import E2M1, E4M3, STOCHASTIC, parse_format
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
-from lowprec_train.precision.block_keep import BlockKeep, KeptInput, apply_block_keep, kept_inputs
+from lowprec_train.precision.saved_activations import (
+    QuantizedSavedInput,
+    SavedActivationPolicy,
+    apply_saved_activations,
+    saved_inputs,
+)
 
 TOKENS, WIDTH = 6, 64
 COAT = Quantizer(E4M3, tile=(1, 16), scale=ScaleRule.POW2)
@@ -40,7 +45,7 @@ class Product:
         return dy * b * parameters[0], dy * a * parameters[0], (dy * a * b).flatten(end_dim=-2).sum(0)
 
 
-class Pair(KeptInput):
+class Pair(QuantizedSavedInput):
     role = "activation"
 
     def __init__(self, width: int = WIDTH) -> None:
@@ -52,7 +57,7 @@ class Pair(KeptInput):
         return self.through_codes(Product(), (a, b), (self.weight,))
 
 
-class Norm(KeptInput):
+class Norm(QuantizedSavedInput):
     role = "norm"
 
     def __init__(self, width: int = WIDTH) -> None:
@@ -174,7 +179,7 @@ def test_rounding_is_to_nearest_within_a_token() -> None:
     for refused in (drawn, Quantizer(E4M3), Quantizer(E4M3, tile=(16, 16)), Quantizer(E4M3, tile=(-1, 1))):
         for role in ("norm", "activation"):
             with pytest.raises(ValueError, match=f"{role}=E4M3.*to nearest in groups of one token"):
-                BlockKeep(**{role: refused})
+                SavedActivationPolicy(**{role: refused})
 
 
 @pytest.mark.parametrize("rule", [ScaleRule.FP32, ScaleRule.E8M0_FLOOR])
@@ -182,7 +187,7 @@ def test_rounding_is_to_nearest_within_a_token() -> None:
 def test_scales_are_exponents(role: str, rule: ScaleRule) -> None:
     """FP32 ones do not fit a byte; floor's may saturate, and have a factor of 4/3 with head-room."""
     with pytest.raises(ValueError, match=f"{role}=E4M3.*{rule.name}.*POW2 or E8M0_CEIL"):
-        BlockKeep(**{role: Quantizer(E4M3, tile=(1, 16), scale=rule)})
+        SavedActivationPolicy(**{role: Quantizer(E4M3, tile=(1, 16), scale=rule)})
 
 
 class Model(nn.Module):
@@ -200,27 +205,31 @@ NAMES = ["blocks.0.norm", "blocks.0.mlp.1", "blocks.1.norm", "blocks.1.mlp.1"]
 
 
 def test_only_blocks_are_kept_in_codes() -> None:
-    assert [name for name, _ in kept_inputs(Model())] == NAMES
+    assert [name for name, _ in saved_inputs(Model())] == NAMES
 
 
 @pytest.mark.parametrize("role, name", [("norm", "blocks.1.norm"), ("activation", "blocks.1.mlp.1")])
 def test_a_width_that_groups_do_not_divide_is_named(role: str, name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: groups of 16 do not divide the 72 channels"):
-        BlockKeep(**{role: COAT}).check(Model())
-    BlockKeep(**{role: HOWS["one a token"]}).check(Model())
-    BlockKeep(**{role: COAT}).check(Model(second=48))  # the norm outside of blocks has 40
-    BlockKeep().check(Model())
+        SavedActivationPolicy(**{role: COAT}).check(Model())
+    SavedActivationPolicy(**{role: HOWS["one a token"]}).check(Model())
+    SavedActivationPolicy(**{role: COAT}).check(Model(second=48))  # the norm outside of blocks has 40
+    SavedActivationPolicy().check(Model())
 
 
 def test_e2m1_codes_come_in_pairs() -> None:
     with pytest.raises(ValueError, match=r"blocks.1.norm: two E2M1 codes make a byte, and it keeps 63 channels"):
-        BlockKeep(norm=Quantizer(E2M1, tile=(1, -1), scale=ScaleRule.POW2)).check(Model(second=63))
+        SavedActivationPolicy(norm=Quantizer(E2M1, tile=(1, -1), scale=ScaleRule.POW2)).check(Model(second=63))
 
 
 def test_a_policy_is_set_by_role_and_taken_back() -> None:
     model, other = Model(), HOWS["one a token"]
-    assert {module.quantizer for _, module in kept_inputs(model)} == {None}
-    for keep in (BlockKeep(norm=COAT, activation=other), BlockKeep(activation=COAT), BlockKeep()):
-        apply_block_keep(model, keep)
-        assert [module.quantizer for _, module in kept_inputs(model)] == [keep.norm, keep.activation] * 2
+    assert {module.quantizer for _, module in saved_inputs(model)} == {None}
+    for keep in (
+        SavedActivationPolicy(norm=COAT, activation=other),
+        SavedActivationPolicy(activation=COAT),
+        SavedActivationPolicy(),
+    ):
+        apply_saved_activations(model, keep)
+        assert [module.quantizer for _, module in saved_inputs(model)] == [keep.norm, keep.activation] * 2
         assert model.norm.quantizer is None

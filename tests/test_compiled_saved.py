@@ -18,7 +18,7 @@ from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.precision.block_keep import BlockKeep, apply_block_keep
+from lowprec_train.precision.saved_activations import SavedActivationPolicy, apply_saved_activations
 from lowprec_train.recipes import coat, fp8
 from tests.recipes import GPT, LLAMA, MODELS, build, system
 
@@ -66,7 +66,7 @@ def test_an_fp32_stream_loses_no_gradient(family: Mapping[str, Any]) -> None:
     results = []
     for compiled in (True, False):
         model, seeds = build(fp8.recipe(), family, dtype=torch.float32)
-        apply_block_keep(model, BlockKeep(norm=keep, activation=keep))
+        apply_saved_activations(model, SavedActivationPolicy(norm=keep, activation=keep))
         if compiled:
             compile_blocks(model)
         results.append(loss_and_gradients(model, seeds))
@@ -79,8 +79,8 @@ def test_a_handful_of_graphs_at_32_layers() -> None:
     counter = torch._dynamo.testing.CompileCounter()
     model.compile_blocks(backend=counter)
     counts = []
-    for keep in (BlockKeep(), coat.saved_activations(), BlockKeep(), coat.saved_activations()):
-        apply_block_keep(model, keep)
+    for keep in (SavedActivationPolicy(), coat.saved_activations(), SavedActivationPolicy(), coat.saved_activations()):
+        apply_saved_activations(model, keep)
         loss_and_gradients(model, seeds)
         counts.append(counter.frame_count)
     assert counts[0] <= 6 and 1 <= counts[1] - counts[0] <= 2 and counts[1:] == counts[1:2] * 3, counts

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.draws import Gemms, Purpose
+from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized
-from lowprec_train.precision import gemm, passes
+from lowprec_train.precision import gemm, linear_gemms
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe, Reuse, override
 from lowprec_train.recipes import fp4_mixed, fp8_block, mxfp4, mxfp4_fp8, nvfp4
@@ -102,7 +102,7 @@ def test_the_codes_that_fp8_operands_keep(recipe, tile, data):
     np.testing.assert_array_equal(only(saved(linear(recipe, w), x), E4M3, (K, M)), want.values)
 
 
-# --- Keep.OPERAND: rounded in the forward pass, the same as in the backward pass ---
+# --- SavedInput.OPERAND: rounded in the forward pass, the same as in the backward pass ---
 
 STOCHASTIC_B = {"wgrad": {"b": {"rounding": "stochastic"}}}
 OPERANDS: dict[str, LinearRecipe] = {
@@ -111,7 +111,7 @@ OPERANDS: dict[str, LinearRecipe] = {
     "nvfp4, not rotated": nvfp4.recipe(rotation=0),
     "fp8_block": fp8_block.recipe(),
     "fp4_mixed": fp4_mixed.feed_forward(),
-    "mxfp4": override(mxfp4.recipe(), {"keep": "OPERAND"}),
+    "mxfp4": override(mxfp4.recipe(), {"saved_input": "OPERAND"}),
 }
 
 
@@ -120,7 +120,7 @@ OPERANDS: dict[str, LinearRecipe] = {
 def test_an_operand_kept_is_the_operand_made_later(name, fp8, monkeypatch):
     monkeypatch.setattr(gemm, "has_fp8", lambda device: fp8)
     x, w, dy = make(heavy_tails, "BF16", SIZES)
-    kept, later = OPERANDS[name], override(OPERANDS[name], {"keep": "INPUT"})
+    kept, later = OPERANDS[name], override(OPERANDS[name], {"saved_input": "INPUT"})
     assert kept != later
     for ours, theirs in zip(run(linear(kept, w), x, dy, "BF16"), run(linear(later, w), x, dy, "BF16")):
         assert torch.equal(ours, theirs)
@@ -146,8 +146,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def multiplied(recipe: LinearRecipe, x: np.ndarray, w: np.ndarray, dy: np.ndarray, monkeypatch) -> dict[str, tuple]:
     """The operands of each product, by the name of its GEMM."""
     seen: list[tuple] = []
-    original = passes.multiply
-    monkeypatch.setattr(passes, "multiply", lambda a, b, **how: (seen.append((a, b)), original(a, b, **how))[1])
+    original = linear_gemms.multiply
+    watched = lambda a, b, *how, **more: (seen.append((a, b)), original(a, b, *how, **more))[1]  # noqa: E731
+    monkeypatch.setattr(linear_gemms, "multiply", watched)
     run(linear(recipe, w), x, dy, "BF16")
     return dict(zip(("fprop", "dgrad", "wgrad"), seen))
 
@@ -170,13 +171,13 @@ def test_dgrad_multiplies_the_codes_of_fprop(name, monkeypatch):
 def seen_by_observer(recipe: LinearRecipe, w: np.ndarray, x: np.ndarray, dy: np.ndarray) -> list[tuple]:
     events: list[tuple] = []
     layer = linear(recipe, w)
-    layer.observer = lambda *event: events.append(event)
+    layer.observer = lambda how, x, codes: events.append((how.gemm, how.operand, x, codes, how.quantizer, how.outliers))
     run(layer, x, dy, "BF16")
     return events
 
 
 def weights_codes(events: list[tuple]) -> Quantized:
-    (found,) = [e[3] for e in events if e[:2] == (Gemms.FPROP, Purpose.B)]
+    (found,) = [e[3] for e in events if e[:2] == (Gemms.FPROP, Operand.B)]
     return found
 
 
@@ -234,8 +235,8 @@ def test_a_report_is_what_was_rounded_and_how(name):
         noise: tuple = (None, None)
         if quantizer.stochastic:
             origin = draws.token_columns if which is Gemms.WGRAD else draws.token_rows
-            noise = (draws.seed(which, purpose), None if (which, purpose) == (Gemms.DGRAD, Purpose.B) else origin)
-        assert clamp == (RECIPES[name].fprop.outliers if (which, purpose) == (Gemms.FPROP, Purpose.A) else None)
+            noise = (draws.seed(which, purpose), None if (which, purpose) == (Gemms.DGRAD, Operand.B) else origin)
+        assert clamp == (RECIPES[name].fprop.outliers if (which, purpose) == (Gemms.FPROP, Operand.A) else None)
         again = quantizer(matrix, *noise) if clamp is None else clamp(matrix, quantizer, *noise)[0]
         assert same(again.codes, codes.codes) and torch.equal(again.scale, codes.scale)
 
@@ -253,10 +254,10 @@ def test_the_matrix_reported_is_rotated_and_folded():
     x, w, dy = make(outlier_channels, "BF16", SIZES)
     events = {event[:2]: event for event in seen_by_observer(nvfp4.recipe(), w, x, dy)}
     rotated = rotate_float32(x.T, seeds(WGRAD, ROTATION), 16)
-    np.testing.assert_array_equal(events[Gemms.WGRAD, Purpose.B][2].float().numpy(), rotated)
+    np.testing.assert_array_equal(events[Gemms.WGRAD, Operand.B][2].float().numpy(), rotated)
     events = {event[:2]: event for event in seen_by_observer(RECIPES["fp4"], w, x, dy)}
     scale = quantize(bf16(w), "E2M1", (1, -1)).scale
-    np.testing.assert_array_equal(events[Gemms.DGRAD, Purpose.A][2].numpy(), dy.astype(np.float32) * scale.T)
+    np.testing.assert_array_equal(events[Gemms.DGRAD, Operand.A][2].numpy(), dy.astype(np.float32) * scale.T)
 
 
 def test_wgrad_takes_the_kept_codes_of_mxfp4_fp8():
@@ -265,4 +266,4 @@ def test_wgrad_takes_the_kept_codes_of_mxfp4_fp8():
     recipe = override(mxfp4_fp8.recipe(), {"wgrad": {"rotation": None}})
     events = {event[:2]: event for event in seen_by_observer(recipe, w, x, dy)}
     kept = quantize(x, "E4M3", rule="POW2").exact
-    np.testing.assert_array_equal(events[Gemms.WGRAD, Purpose.B][2].double().numpy(), kept.T)
+    np.testing.assert_array_equal(events[Gemms.WGRAD, Operand.B][2].double().numpy(), kept.T)

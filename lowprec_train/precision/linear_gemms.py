@@ -1,0 +1,306 @@
+"""The three GEMMs of one linear layer, as its plan says.
+
+    forward     Y  = X W^T, saves X (or codes of it) and, where dgrad takes fprop's codes, those of W
+    backward    dX = dY W,  dW = f'(dY^T X)
+
+What is decided is in `precision.plan`; here it is done. Codes live between forward and backward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, Shared, both
+from lowprec_train.precision.gemm import Path, accumulate, carrier_of, cast, multiply
+from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
+from lowprec_train.precision.outliers import Residual
+from lowprec_train.precision.saved import SavedOperand, flatten, unflatten
+from lowprec_train.precision.split import Split
+
+Observer = Callable[[OperandPlan, Tensor, Quantized], None]
+"""Told of every operand that is rounded: its plan, the matrix as the quantiser saw it, what came out."""
+
+Factor = Tensor | None
+"""Row scales of one operand that are multiplied into the other, [1, k]."""
+
+
+@dataclass(frozen=True)
+class LinearGemms:
+    """One layer in one pass: its plan, its draws and who watches. draws: None for a recipe that needs none. split:
+    where x, weight and dy are this rank's parts; codes and scales are those of the whole, cut alike.
+    """
+
+    plan: LinearPlan
+    draws: SiteDraws | None = None
+    observer: Observer | None = None
+    split: Split | None = None
+
+    def forward(
+        self, x: Tensor, weight: Tensor, amax: Tensor | None = None, gathered: SavedOperand | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight).
+
+        amax: any tensor whose largest element is max |x|, where the kernel that made x left it. gathered: codes of the
+        weight that others made; the weight is then asked for its dtype only, that of dw.
+        """
+        fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
+        codes_x, residual, saved_x = self._input(x, amax)
+        codes_w, saved_w = self._weight(w) if gathered is None else (gathered.codes(), gathered)
+        saved = flatten(saved_x, saved_w)
+        if fprop.codes_only:
+            return self._product(fprop, x, w, x.dtype), saved
+        a, b = x if codes_x is None else codes_x, w if codes_w is None else codes_w
+        if residual is None:
+            return self._product(fprop, a, b, x.dtype), saved
+        y = self._product(fprop, a, b, torch.float32)
+        return cast(y + accumulate(residual.dense(x.dtype), w), x.dtype), saved
+
+    def backward(
+        self,
+        dy: Tensor,
+        weight: Tensor,
+        saved: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        needs: tuple[bool, bool],
+        amax: Tensor | None = None,
+        into: torch.dtype | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in `into` or the weight's dtype), each where it is needed.
+        amax: of dy, as in `forward`.
+        """
+        plan, into = self.plan, into or weight.dtype
+        x, w = unflatten(saved, plan.saved_x, plan.saved_w)
+        assert x is not None
+        product = torch.float32 if plan.saved_x.residual else into if plan.straight_through else None
+        dx: Tensor | None = None
+        dw: Tensor | None = None
+        if all(needs) and plan.dgrad.a.op is Op.QUANTIZE_BOTH:
+            (b, across), (b_t, down) = self._weight_t(weight, w, dtype), self._input_t(x, dtype)
+            a, a_t = self._both(plan.dgrad.a, plan.wgrad.a.quantizer, dy, amax, across, down)
+            dx, dw = self._product(plan.dgrad, a, b, dtype), self._product(plan.wgrad, a_t, b_t, product)
+        else:
+            shared = all(needs) and plan.wgrad.a.source is Source.DGRAD_CODES
+            codes = self._rounded(plan.dgrad.a, dy) if shared else None
+            dx = self._dgrad(dy, codes, weight, w, dtype) if needs[0] else None
+            dw = self._wgrad(dy, codes, x, dtype, product) if needs[1] else None
+        if dx is not None and self.split is not None and plan.gathers_rows:
+            dx = self.split.group.reduce_scatter(dx)
+        return dx, None if dw is None else self._estimated(dy, dw, weight, x, w, dtype, into)
+
+    # --- forward ---
+
+    def _input(self, x: Tensor, amax: Tensor | None) -> tuple[Quantized | None, Residual | None, SavedOperand]:
+        """Codes of X; what the clamp left over; what backward needs of X."""
+        how, form, later = self.plan.fprop.a, self.plan.saved_x, self.plan.wgrad.b
+        codes = codes_t = residual = None
+        if how.source is Source.ALL_GATHERED:
+            codes = self._gathered_rows(how, x)
+        elif how.op is Op.QUANTIZE_OUTLIERS:
+            codes, residual = self._clamped(how, x)
+        elif how.op is Op.QUANTIZE_BOTH:
+            codes, codes_t = self._both(how, form.quantizer, x, amax)
+        elif how.op is Op.QUANTIZE:
+            codes = self._rounded(how, x)
+        if form.quantizer is None:
+            return codes, residual, SavedOperand(form, (x,))
+        if codes_t is None and later.source is Source.FORWARD:
+            codes_t = self._rounded(later, x.t().contiguous())
+        elif form.transposed and codes_t is None:
+            assert codes is not None
+            codes_t = codes.t()
+        saved = codes_t if form.transposed else codes
+        assert saved is not None
+        return codes, residual, SavedOperand.of(form, saved, residual)
+
+    def _gathered_rows(self, how: OperandPlan, x: Tensor) -> Quantized:
+        """fprop's codes of all ranks' rows, from this rank's rows of x: a byte an element travels, where BF16 takes
+        two, and the bits are those of rounding after the gather.
+        """
+        assert self.split is not None and how.quantizer is not None
+        group, whole = self.split.group, how.quantizer.tile[0] == -1
+        if how.outliers is None:
+            mine = how.quantizer(x, shared=Shared(dim=0, group=group))
+        else:
+            mine, _ = how.outliers(x, how.quantizer, None, None)
+        scale = mine.scale if whole else group.all_gather(mine.scale)
+        return replace(mine, codes=group.all_gather(mine.codes), scale=scale)
+
+    def _weight(self, w: Tensor) -> tuple[Quantized | None, SavedOperand | None]:
+        """Codes of W, where fprop or a later GEMM takes them; what backward needs of them."""
+        how, form = self.plan.fprop.b, self.plan.saved_w
+        if how.quantizer is None:
+            return None, None
+        if how.op is Op.QUANTIZE_BOTH:
+            assert form is not None
+            codes, codes_t = self._both(how, form.quantizer, w)
+            return codes, SavedOperand.of(form, codes_t)
+        codes = self._rounded(how, w)
+        return codes, None if form is None else SavedOperand.of(form, codes)
+
+    # --- backward ---
+
+    def _weight_t(
+        self, weight: Tensor, w: SavedOperand | None, dtype: torch.dtype
+    ) -> tuple[Tensor | Quantized, Factor]:
+        """W^T [k, n] or its codes, and their row scales where dY takes them."""
+        how = self.plan.dgrad.b
+        if how.source is Source.FPROP_CODES:
+            assert w is not None
+            return _without_scale(w.transposed_codes(), self.plan.dgrad.a)
+        if how.op is Op.ROTATE_FOLD:
+            return self._folded(how, cast(weight, dtype)), None
+        return self._operand(how, cast(weight, dtype).t().contiguous()), None
+
+    def _input_t(self, x: SavedOperand, dtype: torch.dtype) -> tuple[Tensor | Quantized, Factor]:
+        """X^T [k, m] or its codes, and their row scales where dY^T takes them."""
+        how, plain = self.plan.wgrad.b, x.form.quantizer is None
+        if how.source is Source.FORWARD:
+            return x.codes(), None
+        if how.source is Source.FPROP_CODES:
+            return _without_scale(x.transposed_codes(), self.plan.wgrad.a)
+        if how.op is Op.ROTATE_FOLD:
+            return self._folded(how, *x.tensors[: 1 if plain else 2]), None
+        matrix = x.tensors[0] if plain else cast(x.codes().dequantize(), dtype)
+        return self._operand(how, matrix.t().contiguous()), None
+
+    def _dgrad(
+        self, dy: Tensor, codes: Quantized | None, weight: Tensor, w: SavedOperand | None, dtype: torch.dtype
+    ) -> Tensor:
+        b, factor = self._weight_t(weight, w, dtype)
+        return self._product(self.plan.dgrad, codes or self._gradient(self.plan.dgrad.a, dy, factor), b, dtype)
+
+    def _wgrad(
+        self, dy: Tensor, codes: Quantized | None, x: SavedOperand, dtype: torch.dtype, product: torch.dtype | None
+    ) -> Tensor:
+        wgrad = self.plan.wgrad
+        if wgrad.path is Path.BF16 and x.form.quantizer is None:  # the very product that nn.Linear's backward makes
+            return cast(dy.t() @ x.tensors[0], product or torch.float32)
+        b, factor = self._input_t(x, dtype)
+        return self._product(wgrad, codes.t() if codes else self._gradient(wgrad.a, dy, factor), b, product)
+
+    def _gradient(self, how: OperandPlan, dy: Tensor, factor: Factor) -> Tensor | Quantized:
+        """dY or dY^T, as its GEMM takes it."""
+        if how.op is Op.ROTATE_FOLD:
+            return self._folded(how, dy)
+        a = dy.t().contiguous() if how.transposed else dy
+        return self._operand(how, a if factor is None else a.float() * factor)
+
+    def _estimated(
+        self,
+        dy: Tensor,
+        dw: Tensor,
+        weight: Tensor,
+        x: SavedOperand,
+        w: SavedOperand | None,
+        dtype: torch.dtype,
+        into: torch.dtype,
+    ) -> Tensor:
+        """The weight's gradient from the product of wgrad: the residual's share, the estimator's slope."""
+        if x.form.residual:
+            rest = x.residual(dw.shape[1]).dense(dtype)
+            dw = dw + accumulate(dy.t().contiguous(), rest.t().contiguous())
+        if not self.plan.straight_through:
+            assert w is not None
+            dw = self.plan.estimator(dw, cast(weight, dtype), w.scale(), into)
+        return cast(dw, into)
+
+    # --- operands ---
+
+    def _product(
+        self, how: GemmPlan, a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype | None
+    ) -> Tensor:
+        return multiply(a, b, how.path, split_accumulation=how.split_accumulation, dtype=dtype)
+
+    def _operand(self, how: OperandPlan, x: Tensor) -> Tensor | Quantized:
+        return x if how.quantizer is None else self._rounded(how, x)
+
+    def _rounded(self, how: OperandPlan, x: Tensor) -> Quantized:
+        """x [m, k], rotated and rounded by an op of its own."""
+        assert how.quantizer is not None
+        x = self._rotated(how, x)
+        codes = how.quantizer(x, *self._noise(how), self._shared(how))
+        self._observe(how, x, codes)
+        return codes
+
+    def _clamped(self, how: OperandPlan, x: Tensor) -> tuple[Quantized, Residual | None]:
+        """x, rotated and rounded without its outliers; the outliers."""
+        assert how.outliers is not None and how.quantizer is not None
+        x, split = self._rotated(how, x), None if how.cut is None else self.split
+        codes, residual = how.outliers(x, how.quantizer, *self._noise(how), split)
+        self._observe(how, x, codes)
+        return codes, residual
+
+    def _both(
+        self,
+        how: OperandPlan,
+        second: Quantizer | None,
+        x: Tensor,
+        amax: Tensor | None = None,
+        across: Factor = None,
+        down: Factor = None,
+    ) -> tuple[Quantized, Quantized]:
+        """x, and its transpose by `second`, each multiplied by its factor and rounded, in one op."""
+        assert how.quantizer is not None and second is not None
+        factors = {"across": across, "down": None if down is None else down.t()}
+        produced, shared = how.operand is Operand.A, self._shared(how)
+        return both(x, how.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
+
+    def _folded(self, how: OperandPlan, x: Tensor, scale: Tensor | None = None) -> Quantized:
+        """One operand, rotated, rounded and folded. x: as it lies, with `scale` the codes of it."""
+        quantizer, rotation = how.quantizer, how.rotation
+        assert quantizer is not None
+        signs, block = (None, 0) if rotation is None else (self._drawn.signs(how.gemm), rotation.block)
+        rule = (
+            quantizer.scale.value,
+            quantizer.range_share,
+            quantizer.span,
+            carrier_of(quantizer.span),
+            quantizer.rounding.name,
+        )
+        kernel = quantizer.kernel("rotate_fold", x.device)
+        codes, row = kernel(x, scale, how.transposed, signs, block, *rule, *self._noise(how))
+        return Quantized(codes, row, span=quantizer.span)
+
+    def _rotated(self, how: OperandPlan, x: Tensor) -> Tensor:
+        return x if how.rotation is None else how.rotation(x, self._drawn.signs(how.gemm))
+
+    def _observe(self, how: OperandPlan, x: Tensor, codes: Quantized) -> None:
+        if self.observer is not None:
+            self.observer(how, x, codes)
+
+    def _noise(self, how: OperandPlan) -> tuple[Tensor | None, Tensor | None]:
+        """Seed and origin of a stochastic operand; (None, None) for one that is rounded to nearest."""
+        if how.quantizer is None or not how.quantizer.stochastic:
+            return None, None
+        draws = self._drawn
+        seed, tokens = draws.seed(how.gemm, how.operand), _token_origin(how, draws)
+        return seed, tokens if self.split is None else self.split.origin(how.gemm, how.operand, tokens, seed.device)
+
+    def _shared(self, how: OperandPlan) -> Shared | None:
+        """What an operand's scales take from other ranks; None for an operand that is not cut."""
+        return None if how.cut is None or self.split is None else Shared(dim=how.cut, group=self.split.group)
+
+    @property
+    def _drawn(self) -> SiteDraws:
+        if self.draws is None:
+            raise ValueError("a stochastic recipe needs draws: forward(x, draws=...), or attach_draws before it")
+        return self.draws
+
+
+def _token_origin(how: OperandPlan, draws: SiteDraws) -> Tensor | None:
+    """Where the operand's tokens lie: rows of X and dY, columns of dY^T and X^T, none in W."""
+    if how.gemm is Gemms.WGRAD:
+        return draws.token_columns
+    return draws.token_rows if how.operand is Operand.A else None
+
+
+def _without_scale(codes: Quantized, other: OperandPlan) -> tuple[Quantized, Factor]:
+    """Codes without the scale [1, k] that the other operand takes."""
+    if not other.scaled:
+        return codes, None
+    return Quantized(codes.codes, torch.ones_like(codes.scale[:, :1])), codes.scale

@@ -1,0 +1,319 @@
+"""Decides what a linear layer does under a recipe, once: the one place where a recipe becomes ops and paths.
+
+    plan = compile_plan(recipe, (n, k), tokens, device, split=split, fused=True)
+
+`precision.linear_gemms` executes a plan; the start-up table, the linter, the estimate and telemetry read it.
+
+A scale that lies along the reduction of a backward GEMM, one per row of W or of X, cannot leave its sum: it is
+multiplied into dY before dY is rounded (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowprec_train.numerics.draws import Gemms, Operand
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, pairs
+from lowprec_train.precision import gemm
+from lowprec_train.precision.estimators import StraightThrough
+from lowprec_train.precision.gemm import Codes, Path
+from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
+from lowprec_train.precision.saved import SavedForm
+from lowprec_train.precision.split import Split
+
+
+def compile_plan(
+    recipe: LinearRecipe,
+    shape: tuple[int, int],
+    tokens: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    split: Split | None = None,
+    fused: bool = True,
+    gathered: bool = False,
+    producer: str = "",
+    consumer: str = "",
+) -> LinearPlan:
+    """The plan of a layer.
+
+    shape: of its weight [n, k], or of this rank's part of it. tokens: rows of X in its GEMMs. dtype: of X. split: what
+    of the layer other ranks hold. fused: False makes every operand by an op of its own, for an observer. gathered: the
+    weight arrives as fprop's codes, and whoever has the weight multiplies by the estimator's slope. producer, consumer:
+    ops that leave the amax of X, and of dY.
+    """
+    arguments = _Compiler(recipe, *shape, tokens, device, dtype, split, fused, gathered, producer, consumer)
+    return arguments.plan()
+
+
+@dataclass(frozen=True)
+class _Compiler:
+    """The arguments of `compile_plan`, and one decision a method."""
+
+    recipe: LinearRecipe
+    n: int
+    k: int
+    tokens: int
+    device: torch.device
+    dtype: torch.dtype
+    split: Split | None
+    fused: bool
+    gathered: bool
+    producer: str
+    consumer: str
+
+    def plan(self) -> LinearPlan:
+        x, w = self.x(), self.w()
+        saved_x = self.saved_x(x)
+        (dy, w_t), (dy_t, x_t) = self.dgrad(), self.wgrad(x, saved_x)
+        if self.pairs_dy(dy, dy_t):
+            dy, dy_t = replace(dy, op=Op.QUANTIZE_BOTH), replace(dy_t, op=Op.QUANTIZE_BOTH)
+        elif self.shares_dy(dy, dy_t):
+            dy_t = replace(dy_t, source=Source.DGRAD_CODES)
+        dim = None if self.split is None else self.split.dim
+        if dim != 0 and x.op is Op.QUANTIZE_BOTH and _whole(x.quantizer, saved_x.quantizer):
+            x = replace(x, amax_from=self.producer)
+        changed = dy.scaled or dy_t.scaled
+        if dim != 1 and dy.op is Op.QUANTIZE_BOTH and _whole(dy.quantizer, dy_t.quantizer) and not changed:
+            dy = replace(dy, amax_from=self.consumer)
+        return LinearPlan(
+            shape=self.whole_shape,
+            fprop=self.gemm(self.recipe.fprop, x, w, (self.tokens, self.n, self.k)),
+            dgrad=self.gemm(self.recipe.dgrad, dy, w_t, (self.tokens, self.k, self.n)),
+            wgrad=self.gemm(self.recipe.wgrad, dy_t, x_t, (self.n, self.k, self.tokens)),
+            saved_x=saved_x,
+            saved_w=self.saved_w(w),
+            estimator=StraightThrough() if self.gathered else self.recipe.estimator,
+        )
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        if self.split is None:
+            return self.n, self.k
+        return (self.split.whole, self.k) if self.split.dim == 0 else (self.n, self.split.whole)
+
+    def operand(self, which: Gemms, operand: Operand, **how) -> OperandPlan:  # type: ignore[no-untyped-def]
+        cut = None if self.split is None else self.split.cut(which, operand)
+        rotation = self.recipe.gemms()[which.name.lower()].rotation if "quantizer" in how else None
+        return OperandPlan(gemm=which, operand=operand, cut=cut, rotation=rotation, **how)
+
+    def gemm(self, how: Gemm, a: OperandPlan, b: OperandPlan, sizes: tuple[int, int, int]) -> GemmPlan:
+        m, n, k = sizes
+        codes_a = self.codes(a, m, k)
+        codes_b = Codes(b.quantizer.format.carrier) if a.scaled and b.quantizer else self.codes(b, n, k)
+        fp8, blocks = gemm.has_fp8(self.device), gemm.has_block_scales(self.device)
+        path = Path.BF16 if how.codes_only else gemm.choose(codes_a, codes_b, n, k, fp8, m=m, blocks=blocks)
+        return GemmPlan(
+            sizes=sizes,
+            a=a,
+            b=b,
+            codes=(codes_a, codes_b),
+            path=path,
+            split_accumulation=how.split_accumulation,
+            codes_only=how.codes_only,
+        )
+
+    def codes(self, operand: OperandPlan, rows: int, columns: int) -> Codes:
+        """What the choice of a path sees of an operand."""
+        quantizer = operand.quantizer
+        if quantizer is None:
+            return Codes(None)
+        if operand.source is Source.FPROP_CODES:
+            return gemm.codes_of(_transposed(quantizer), rows, columns)
+        carried = operand.outliers is not None and operand.outliers.variant == "carrier"
+        return gemm.codes_of(replace(quantizer, span=0) if carried else quantizer, rows, columns)
+
+    # --- fprop, and what it leaves ---
+
+    def x(self) -> OperandPlan:
+        fprop, a = self.recipe.fprop, self.recipe.fprop.a
+        if a is None or (fprop.codes_only and not self.recipe.saves_codes):
+            return self.operand(Gemms.FPROP, Operand.A)
+        source = Source.ALL_GATHERED if self.gathers_rows(a) else Source.FRESH
+        op = Op.QUANTIZE if fprop.outliers is None else Op.QUANTIZE_OUTLIERS
+        if source is Source.FRESH and op is Op.QUANTIZE and self.pairs_x(a):
+            op = Op.QUANTIZE_BOTH
+        return self.operand(
+            Gemms.FPROP, Operand.A, source=source, quantizer=a, op=op, outliers=self.recipe.fprop.outliers
+        )
+
+    def gathers_rows(self, a: Quantizer) -> bool:
+        """True when fprop's codes of X are a byte each, are all that is needed, and are found row by row, up to one
+        scale of everything. An observer has to see the whole X.
+        """
+        fprop = self.recipe.fprop
+        if (
+            not self.fused
+            or self.split is None
+            or self.split.dim != 0
+            or fprop.codes_only
+            or fprop.rotation is not None
+        ):
+            return False
+        by_rows = a.tile == (-1, -1) or a.tile[0] == 1
+        small = a.format.carrier.itemsize == 1 and not a.stochastic and a.scale is not ScaleRule.NVFP4
+        carried = fprop.outliers is None or fprop.outliers.variant == "carrier"
+        return self.recipe.saves_codes and by_rows and small and carried
+
+    def pairs_x(self, a: Quantizer) -> bool:
+        """One op rounds X for fprop and X^T for wgrad. E2M1 codes that are taken again are packed instead."""
+        recipe = self.recipe
+        if recipe.fprop.rotation is not None:
+            return False
+        if recipe.wgrad.b is Reuse.FPROP_CODES:
+            return a.format is not E2M1 and self.pairs(Gemms.FPROP, Operand.A, a, a.transposed())
+        second = recipe.wgrad.b if recipe.saved_input is SavedInput.OPERAND and recipe.wgrad.rotation is None else None
+        return second is not None and self.pairs(Gemms.FPROP, Operand.A, a, second)
+
+    def saved_x(self, x: OperandPlan) -> SavedForm:
+        recipe, a = self.recipe, self.recipe.fprop.a
+        if recipe.saved_input is SavedInput.OPERAND:
+            assert isinstance(recipe.wgrad.b, Quantizer)
+            packed = recipe.wgrad.b.format is E2M1 and x.op is not Op.QUANTIZE_BOTH and self.tokens % 2 == 0
+            return SavedForm(quantizer=recipe.wgrad.b, transposed=True, packed=packed)
+        if not recipe.saves_codes:
+            return SavedForm()
+        assert a is not None
+        clamp = recipe.fprop.outliers
+        packed = a.format is E2M1 and (clamp is None or clamp.variant != "carrier")
+        if recipe.wgrad.b is Reuse.FPROP_CODES and not packed:
+            return SavedForm(quantizer=_transposed(a), transposed=True)
+        residual = clamp is not None and clamp.variant == "residual"
+        return SavedForm(quantizer=a, packed=packed and self.k % 2 == 0, residual=residual)
+
+    def w(self) -> OperandPlan:
+        fprop, b = self.recipe.fprop, self.recipe.fprop.b
+        used = not fprop.codes_only or self.reuses_w or not isinstance(self.recipe.estimator, StraightThrough)
+        if not isinstance(b, Quantizer) or not used:
+            return self.operand(Gemms.FPROP, Operand.B)
+        source = Source.ALL_GATHERED if self.gathered else Source.FRESH
+        pair = self.reuses_w and self.pairs(Gemms.FPROP, Operand.B, b, b.transposed())
+        op = Op.NONE if self.gathered else Op.QUANTIZE_BOTH if pair else Op.QUANTIZE
+        return self.operand(Gemms.FPROP, Operand.B, source=source, quantizer=b, op=op)
+
+    @property
+    def reuses_w(self) -> bool:
+        return self.recipe.dgrad.b is Reuse.FPROP_CODES
+
+    def saved_w(self, w: OperandPlan) -> SavedForm | None:
+        if w.quantizer is None or not self.reuses_w:
+            estimated = w.quantizer is not None and not isinstance(self.recipe.estimator, StraightThrough)
+            return SavedForm(quantizer=w.quantizer, scale_only=True) if estimated else None
+        if w.op is Op.QUANTIZE_BOTH:
+            return SavedForm(quantizer=_transposed(w.quantizer), transposed=True)
+        packed = w.quantizer.format is E2M1 and w.op is Op.QUANTIZE and self.k % 2 == 0
+        return SavedForm(quantizer=w.quantizer, packed=packed)
+
+    # --- the backward GEMMs ---
+
+    def dgrad(self) -> tuple[OperandPlan, OperandPlan]:
+        how, w = self.recipe.dgrad, self.recipe.fprop.b
+        if self.folds(Gemms.DGRAD, how):
+            return self.fresh(Gemms.DGRAD, how, Op.ROTATE_FOLD)
+        a, b = self.fresh(Gemms.DGRAD, how)
+        if not isinstance(how.b, Reuse):
+            return a, b
+        assert isinstance(w, Quantizer)
+        return replace(a, scaled=_row_scales(w, self.n, self.k)), replace(b, source=Source.FPROP_CODES, quantizer=w)
+
+    def wgrad(self, fprop_x: OperandPlan, saved_x: SavedForm) -> tuple[OperandPlan, OperandPlan]:
+        how, x = self.recipe.wgrad, self.recipe.fprop.a
+        if self.folds(Gemms.WGRAD, how) and self.decodes(saved_x):
+            return self.fresh(Gemms.WGRAD, how, Op.ROTATE_FOLD)
+        a, b = self.fresh(Gemms.WGRAD, how)
+        if self.recipe.saved_input is SavedInput.OPERAND:
+            return a, replace(b, source=Source.FORWARD, op=fprop_x.op if fprop_x.op is Op.QUANTIZE_BOTH else b.op)
+        if not isinstance(how.b, Reuse):
+            return a, b
+        assert x is not None
+        return replace(a, scaled=_row_scales(x, self.tokens, self.k)), replace(
+            b, source=Source.FPROP_CODES, quantizer=x
+        )
+
+    def fresh(self, which: Gemms, how: Gemm, op: Op = Op.QUANTIZE) -> tuple[OperandPlan, OperandPlan]:
+        """Both operands, each rounded for this GEMM where it has a quantiser."""
+
+        def of(operand: Operand, quantizer: Quantizer | Reuse | None) -> OperandPlan:
+            if not isinstance(quantizer, Quantizer):
+                return self.operand(which, operand)
+            return self.operand(which, operand, source=Source.FRESH, quantizer=quantizer, op=op)
+
+        return of(Operand.A, how.a), of(Operand.B, how.b)
+
+    def folds(self, which: Gemms, how: Gemm) -> bool:
+        """Both operands go from plain values to folded carriers in one op each."""
+        operands = ((Operand.A, how.a), (Operand.B, how.b))
+        return self.fused and all(
+            isinstance(q, Quantizer) and gemm.folds(q) and not self.crosses(which, operand, q)
+            for operand, q in operands
+        )
+
+    def decodes(self, saved_x: SavedForm) -> bool:
+        """The folding op takes values, or unpacked codes under one scale, which it decodes to BF16."""
+        x = saved_x.quantizer
+        if x is None:
+            return True
+        one = not saved_x.two_level and _one_scale(x, self.tokens, self.k)
+        return one and not (saved_x.transposed or saved_x.packed) and self.dtype == torch.bfloat16
+
+    def pairs_dy(self, a: OperandPlan, a_t: OperandPlan) -> bool:
+        """One op rounds dY for dgrad and dY^T for wgrad."""
+        folded, rotated = a.scaled or a_t.scaled, self.rotates_dy
+        if rotated or a.quantizer is None or a_t.quantizer is None:
+            return False
+        return self.pairs(a.gemm, a.operand, a.quantizer, a_t.quantizer, folded=folded)
+
+    def shares_dy(self, a: OperandPlan, a_t: OperandPlan) -> bool:
+        """dgrad and wgrad see the same codes of dY: one scale, nothing rotated, drawn or multiplied in."""
+        q, changed = a.quantizer, a.scaled or a_t.scaled or self.rotates_dy
+        return q is not None and q == a_t.quantizer and q.tile == (-1, -1) and not q.stochastic and not changed
+
+    @property
+    def rotates_dy(self) -> bool:
+        return self.recipe.dgrad.rotation is not None or self.recipe.wgrad.rotation is not None
+
+    # --- one op for two operands ---
+
+    def pairs(
+        self, which: Gemms, operand: Operand, first: Quantizer, second: Quantizer, *, folded: bool = False
+    ) -> bool:
+        """One op rounds an operand by `first` and its transpose by `second`: no scale depends on what other ranks hold,
+        or one number for everything does. folded: row scales are multiplied in.
+        """
+        if not self.fused or not pairs(first, second):
+            return False
+        crossing = self.crosses(which, operand, first) or self.crosses(which, operand, second, transposed=True)
+        return not crossing or (_whole(first, second) and not folded)
+
+    def crosses(self, which: Gemms, operand: Operand, quantizer: Quantizer, *, transposed: bool = False) -> bool:
+        """A scale depends on what other ranks hold."""
+        cut = None if self.split is None else self.split.cut(which, operand)
+        return cut is not None and quantizer.crosses(1 - cut if transposed else cut)
+
+
+def _whole(*quantizers: Quantizer | None) -> bool:
+    return all(quantizer is not None and quantizer.tile == (-1, -1) for quantizer in quantizers)
+
+
+def _transposed(quantizer: Quantizer) -> Quantizer:
+    """Of codes that are not rounded again: exponents are bounded along the rows that they were made for."""
+    return replace(quantizer.transposed(), span=0)
+
+
+def _scales(quantizer: Quantizer, rows: int, columns: int) -> tuple[int, int]:
+    """Shape of the scale of a matrix."""
+    tall, wide = quantizer.tile
+    return 1 if tall == -1 else rows // tall, 1 if wide == -1 else columns // wide
+
+
+def _one_scale(quantizer: Quantizer, rows: int, columns: int) -> bool:
+    return _scales(quantizer, rows, columns) == (1, 1)
+
+
+def _row_scales(quantizer: Quantizer, rows: int, columns: int) -> bool:
+    """One scale a row, of several rows: it lies along the reduction of the transposed matrix."""
+    return _scales(quantizer, rows, columns) == (rows, 1) != (1, 1)

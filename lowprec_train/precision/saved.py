@@ -1,0 +1,106 @@
+"""What a linear layer saves of X and of W for its backward pass: the form, which its plan knows, and the tensors.
+
+Autograd saves flat tensors. `SavedOperand.tensors` are what it is given, and a form knows how many of them are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.precision.outliers import Residual
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedForm:
+    """quantizer: what made the codes; None for the matrix as it came. transposed: the codes are those of the transposed
+    matrix, as a backward GEMM takes them. packed: two E2M1 codes a byte. residual: with the outliers that were clamped.
+    scale_only: without the codes, for an estimator.
+    """
+
+    quantizer: Quantizer | None = None
+    transposed: bool = False
+    packed: bool = False
+    residual: bool = False
+    scale_only: bool = False
+
+    @property
+    def two_level(self) -> bool:
+        """True for scales that are stored as E4M3 blocks under an FP32 number."""
+        return self.quantizer is not None and self.quantizer.scale is ScaleRule.NVFP4
+
+    @property
+    def count(self) -> int:
+        """Number of tensors."""
+        if self.quantizer is None or self.scale_only:
+            return 1
+        return 2 + self.two_level + 2 * self.residual
+
+    def __str__(self) -> str:
+        if self.quantizer is None:
+            return "as it is"
+        what = "scale" if self.scale_only else "packed codes" if self.packed else "codes"
+        return what + " of the transpose" * self.transposed + ", outliers" * self.residual
+
+
+@dataclass(frozen=True)
+class SavedOperand:
+    """tensors: the matrix; or codes, then the scale or its two levels, then values and columns of a residual."""
+
+    form: SavedForm
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, form: SavedForm, codes: Quantized, residual: Residual | None = None) -> SavedOperand:
+        """Of what `form.quantizer` made."""
+        if form.scale_only:
+            return cls(form, (codes.scale,))
+        stored = torch.ops.lowprec.pack_e2m1(codes.codes) if form.packed else codes.codes
+        levels = (codes.parts["block"], codes.parts["tensor"]) if form.two_level else (codes.scale,)
+        rest = (residual.values, residual.columns) if residual is not None and form.residual else ()
+        return cls(form, (stored, *levels, *rest))
+
+    def codes(self) -> Quantized:
+        """As they were made."""
+        quantizer = self.form.quantizer
+        assert quantizer is not None
+        stored, scale = self.tensors[:2]
+        codes = torch.ops.lowprec.unpack_e2m1(stored) if self.form.packed else stored
+        if not self.form.two_level:
+            return quantizer.wrap(codes, scale)
+        tensor = self.tensors[2]
+        return quantizer.wrap(codes, scale.float() * tensor, {"block": scale, "tensor": tensor})
+
+    def transposed_codes(self) -> Quantized:
+        """Of the transposed matrix."""
+        return self.codes() if self.form.transposed else self.codes().t()
+
+    def scale(self) -> Tensor:
+        """FP32, of the tiles of the matrix as it lies."""
+        if self.form.scale_only:
+            return self.tensors[0]
+        scale = self.codes().scale
+        return scale.t() if self.form.transposed else scale
+
+    def residual(self, k: int) -> Residual:
+        """The outliers of a matrix with k columns."""
+        return Residual(self.tensors[-2], self.tensors[-1], k)
+
+
+def flatten(*saved: SavedOperand | None) -> tuple[Tensor, ...]:
+    """For autograd."""
+    return tuple(tensor for each in saved if each is not None for tensor in each.tensors)
+
+
+def unflatten(tensors: Sequence[Tensor], *forms: SavedForm | None) -> tuple[SavedOperand | None, ...]:
+    """What `flatten` took, by the forms of a plan."""
+    found: list[SavedOperand | None] = []
+    for form in forms:
+        count = 0 if form is None else form.count
+        found.append(None if form is None else SavedOperand(form, tuple(tensors[:count])))
+        tensors = tensors[count:]
+    return tuple(found)
