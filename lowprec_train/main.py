@@ -174,7 +174,6 @@ def train(
     layout = build.layout(options)
     distribution = build.distribution(options, layout, machine.world, device)
     plans = layout.plans(device, shards=distribution.sizes.dp_shard)
-    linears = [describe.effective(phase.recipes, each) for phase, each in zip(layout.phases, plans, strict=True)]
     report = build.lint(options, layout, plans, device)
     self_test(device)
     (resume, _), root = config.parse_resume(options.resume), Path(options.run_root)
@@ -189,11 +188,11 @@ def train(
         facts |= build.facts(options, choice, layout, device, compiled=compiled)
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
         facts["saved"] = describe.saved(layout.model, layout.phases[0].saved_activations, device)
-        facts["schedule"] = describe.later(layout, linears, device)
+        linears, *facts["schedule"] = describe.tables(layout, plans, device)
         facts["processes"] = dataclasses.asdict(distribution.sizes)
         first = build.first_weights(options, directory.path, directory.saved.get("weights_step"))
         facts |= build.begun_with(first, directory.saved)
-        announce(plain, linears[0], facts, choice, directory.path)
+        announce(plain, linears, facts, choice, directory.path)
         for line in report.lines:
             log.warning("warning: %s", line)
 
@@ -213,7 +212,7 @@ def train(
             log.info("resuming after step %d of %d", step, options.steps)
         facts |= build.text_facts(corpus)
         log.info("%s", overview.data(facts, plain))
-        directory.begin(config=plain, recipe=linears[0], facts=facts)
+        directory.begin(config=plain, recipe=linears, facts=facts)
         sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.everyone())
         watch = build.watch(options, directory.path, device, machine.world, hang.begin_step)
         with sinks as listening, build.rows(options, trainer, directory.path) as write_rows, watch as begin_step:

@@ -163,16 +163,18 @@ def effective(recipes: Mapping[str, LinearRecipe], plans: Plans) -> Linears:
     }
 
 
-def later(layout: Layout, linears: Sequence[Linears], device: torch.device) -> list[dict[str, Any]]:
-    """The phases after the first, each with its first step and its linears as from `effective`."""
-    pairs = zip(layout.phases[1:], linears[1:], strict=True)
-    return [
+def tables(layout: Layout, plans: Sequence[Plans], device: torch.device) -> list[dict[str, Any]]:
+    """The linears of the first phase, as from `effective`; then each later phase: its first step, its linears and what
+    it saves.
+    """
+    first, *later = (effective(phase.recipes, each) for phase, each in zip(layout.phases, plans, strict=True))
+    return [first] + [
         {
             "first_step": phase.first_step,
             "linears": table,
             "saved": saved(layout.model, phase.saved_activations, device),
         }
-        for phase, table in pairs
+        for phase, table in zip(layout.phases[1:], later, strict=True)
     ]
 
 
