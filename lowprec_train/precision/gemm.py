@@ -108,14 +108,14 @@ def folds(quantizer: Quantizer) -> bool:
     return mx and 0 < quantizer.span <= FOLD_SPAN["E5M2"]
 
 
-def codes_of(quantizer: Quantizer, rows: int, k: int) -> Codes:
-    """What a quantiser makes of a matrix [rows, k]. Only codes of E2M1 fold."""
+def codes_of(quantizer: Quantizer, rows: int, k: int, *, span: int) -> Codes:
+    """What a quantiser makes of a matrix [rows, k]. span: of the exponents in a row. Only codes of E2M1 fold."""
     tall, wide = (size if each == -1 else each for each, size in zip(quantizer.tile, (rows, k), strict=True))
     dtype = quantizer.format.carrier
     if (tall, wide) == (rows, k):
         return Codes(dtype)
-    if quantizer.span and quantizer.format is E2M1:
-        return Codes(dtype, "block", quantizer.span)
+    if span and quantizer.format is E2M1:
+        return Codes(dtype, "block", span)
     return Codes(dtype, "row") if (tall, wide) == (1, k) else Codes(dtype, "block", tile=(tall, wide))
 
 
