@@ -50,7 +50,7 @@ def test_twelve_steps_watched_every_fourth(launch, recipe):
     per_step = [sum(row["step"] == step for row in rows) for step in (4, 8, 12)]
     assert per_step[0] == per_step[1] == per_step[2] > 20
     assert {row["gemm"] for row in rows if "site" in row} == {"fprop", "dgrad"} | (
-        {"wgrad"} if recipe == "fp4" else {"kept"}
+        {"wgrad"} if recipe == "fp4" else {"saved"}
     )
     assert {row["state"] for row in rows if "state" in row} == {"exp_avg", "exp_avg_sq"}
     numbers = [value for row in rows for value in row.values() if isinstance(value, float)]

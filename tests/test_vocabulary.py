@@ -52,6 +52,21 @@ NAMES = {  # an identifier of Python -> what it is called now
     "kept_inputs": "saved_inputs",
     "hears": "with_grad_amax",
     "heard": "with_grad_amax",
+    "Site": "LayerGroup",
+    "Kept": "SavedBytes",
+    "KeptParts": "SavedParts",
+    "kept_bytes": "saved_bytes",
+    "norm_keep": "quantized_norm",
+    "gated_keep": "quantized_gated_silu",
+    "gelu_keep": "quantized_gelu",
+    "turned": "transposed",
+    "_stored_turned": "transposed",
+    "maxima": "amax",
+    "span": "exponent_span",
+    "SharedScale": "GradCodec",
+    "_send": "pre_all_gather",
+    "_receive": "post_all_gather",
+    "Layout": "FlatLayout",
 }
 DEFINED = {"largest": "amax", "wire": "all_gather_format"}  # where it is a function's name
 MODULES = {

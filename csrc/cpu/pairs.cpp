@@ -1,4 +1,4 @@
-// transpose: codes turned in blocks that fit the first-level cache.
+// transpose: codes transposed in blocks that fit the first-level cache.
 #include "cpu/rows.h"
 
 namespace lowprec {
@@ -14,10 +14,10 @@ LOWPREC_CLONES void turn_block(const Code* in, int64_t rows, int64_t columns, Co
 }
 
 template <typename Code>
-void turn(const Tensor& source, const Tensor& turned) {
+void transpose_blocks(const Tensor& source, const Tensor& transposed) {
   const int64_t rows = source.size(0), columns = source.size(1);
   const Code* in = data_of<Code>(source);
-  Code* out = mutable_data_of<Code>(turned);
+  Code* out = mutable_data_of<Code>(transposed);
   for_rows((columns + SIDE - 1) / SIDE, rows * SIDE, [&](int64_t first, int64_t last) {
     for (int64_t c = first * SIDE; c < std::min(last * SIDE, columns); c += SIDE) {
       for (int64_t r = 0; r < rows; r += SIDE) {
@@ -30,11 +30,11 @@ void turn(const Tensor& source, const Tensor& turned) {
 
 Tensor transpose(const Tensor& codes) {
   const Tensor source = dense(codes);
-  const Tensor turned = empty_like_device(codes, {codes.size(1), codes.size(0)}, codes.scalar_type());
+  const Tensor transposed = empty_like_device(codes, {codes.size(1), codes.size(0)}, codes.scalar_type());
   const size_t bytes = codes.element_size();
   STD_TORCH_CHECK(bytes <= 4, "transpose takes codes of one, two or four bytes");
-  (bytes == 1 ? turn<uint8_t> : bytes == 2 ? turn<uint16_t> : turn<uint32_t>)(source, turned);
-  return turned;
+  (bytes == 1 ? transpose_blocks<uint8_t> : bytes == 2 ? transpose_blocks<uint16_t> : transpose_blocks<uint32_t>)(source, transposed);
+  return transposed;
 }
 
 }  // namespace

@@ -156,20 +156,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::o
   const int64_t rows = x.size(0), columns = x.size(1);
   const Cast cast = cast_of(format, rows, columns, tile, scale_rule, headroom, 0);
   const Cast cast_t = cast_of(format, columns, rows, tile_t, scale_rule, headroom, 0);
-  const Quantized made = empty_for(x, rows, columns, cast), turned = empty_for(x, columns, rows, cast_t);
+  const Quantized made = empty_for(x, rows, columns, cast), made_t = empty_for(x, columns, rows, cast_t);
   const Source source = source_of(x);
   const Factor by_column(across, columns), by_row(down, rows);
   const bool folded = across.has_value() || down.has_value();
-  const bool everything = made.scale.numel() == 1 && turned.scale.numel() == 1 && !folded;
+  const bool everything = made.scale.numel() == 1 && made_t.scale.numel() == 1 && !folded;
   const uint32_t largest = everything && amax.has_value() ? largest_of(*amax) : 0u;
   const uint32_t* known = everything && amax.has_value() ? &largest : nullptr;  // x may be a part of a larger whole
   quantize_matrix(source, rows, columns, by_column.data(), cast, Draws{}, made.codes.mutable_data_ptr(),
                   mutable_data_of<float>(made.scale), known);
   const std::vector<float> flipped = transposed(source, rows, columns, by_row.data());
   const Source source_t{source.owner, reinterpret_cast<const char*>(flipped.data()), Format::FP32, 4};
-  quantize_matrix(source_t, columns, rows, nullptr, cast_t, Draws{}, turned.codes.mutable_data_ptr(),
-                  mutable_data_of<float>(turned.scale), known);
-  return {made.codes, made.scale, turned.codes, turned.scale};
+  quantize_matrix(source_t, columns, rows, nullptr, cast_t, Draws{}, made_t.codes.mutable_data_ptr(),
+                  mutable_data_of<float>(made_t.scale), known);
+  return {made.codes, made.scale, made_t.codes, made_t.scale};
 }
 
 }  // namespace

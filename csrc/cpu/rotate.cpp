@@ -85,10 +85,10 @@ std::tuple<Tensor, Tensor> rotate_fold(const Tensor& x, std::optional<Tensor> sc
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
   Source source = source_of(x);
   const float factor = scale.has_value() ? *data_of<float>(*scale) : 1.0f;
-  std::vector<float> turned;
+  std::vector<float> values_t;
   if (transpose) {
-    turned = transposed(source, columns, rows, nullptr);
-    source = {source.owner, reinterpret_cast<const char*>(turned.data()), Format::FP32, 4};
+    values_t = transposed(source, columns, rows, nullptr);
+    source = {source.owner, reinterpret_cast<const char*>(values_t.data()), Format::FP32, 4};
   }
   uint8_t* out = mutable_data_of<uint8_t>(codes);
   float* out_scale = mutable_data_of<float>(row_scale);

@@ -1,4 +1,4 @@
-// gated_keep, gelu_keep and their derivatives: activations of inputs that are rounded, with the codes saved.
+// quantized_gated_silu, quantized_gelu and their derivatives: activations of inputs that are rounded, with the codes saved.
 //
 // A block takes a row, for the largest magnitude of what it writes; nothing waits for anything until then.
 //
@@ -285,7 +285,7 @@ SavedTensors read_saved(const Tensor& codes, const Tensor& exponents, const Tens
   return {vectorised(codes), dense(exponents)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_keep(const Tensor& given, std::string format_name,
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantized_gated_silu(const Tensor& given, std::string format_name,
                                                                       int64_t group) {
   const Tensor gate_up = vectorised(given);
   const Format format = parse_format(format_name);
@@ -304,12 +304,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> gated_keep(const Tens
         gated_rows<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(gate_up)>>>(to);
       });
     });
-    check_launch("gated_keep");
+    check_launch("quantized_gated_silu");
   }
   return {y, amax, gate.codes, gate.exponents, up.codes, up.exponents};
 }
 
-std::tuple<Tensor, Tensor> gated_keep_backward(const Tensor& given, const Tensor& gate_codes,
+std::tuple<Tensor, Tensor> quantized_gated_silu_backward(const Tensor& given, const Tensor& gate_codes,
                                                const Tensor& gate_exponents, const Tensor& up_codes,
                                                const Tensor& up_exponents, std::string format_name, int64_t group) {
   const Tensor dy = vectorised(given);
@@ -329,11 +329,11 @@ std::tuple<Tensor, Tensor> gated_keep_backward(const Tensor& given, const Tensor
       gated_rows_backward<In, decltype(tag)::value><<<rows, row_threads(of.vectors), 0, stream_of(dy)>>>(of);
     });
   });
-  check_launch("gated_keep_backward");
+  check_launch("quantized_gated_silu_backward");
   return {dgate_up, amax};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> gelu_keep(const Tensor& given, std::string format_name, int64_t group) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantized_gelu(const Tensor& given, std::string format_name, int64_t group) {
   const Tensor x = vectorised(given);
   const Format format = parse_format(format_name);
   const int64_t rows = x.size(0), columns = x.size(1);
@@ -350,12 +350,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> gelu_keep(const Tensor& given, std::s
         gelu_rows<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(x)>>>(to);
       });
     });
-    check_launch("gelu_keep");
+    check_launch("quantized_gelu");
   }
   return {y, amax, saved.codes, saved.exponents};
 }
 
-std::tuple<Tensor, Tensor> gelu_keep_backward(const Tensor& given, const Tensor& codes, const Tensor& exponents,
+std::tuple<Tensor, Tensor> quantized_gelu_backward(const Tensor& given, const Tensor& codes, const Tensor& exponents,
                                               std::string format_name, int64_t group) {
   const Tensor dy = vectorised(given);
   const Format format = parse_format(format_name);
@@ -373,7 +373,7 @@ std::tuple<Tensor, Tensor> gelu_keep_backward(const Tensor& given, const Tensor&
       gelu_rows_backward<In, decltype(tag)::value><<<rows, row_threads(of.vectors), 0, stream_of(dy)>>>(of);
     });
   });
-  check_launch("gelu_keep_backward");
+  check_launch("quantized_gelu_backward");
   return {dx, amax};
 }
 
@@ -381,8 +381,8 @@ std::tuple<Tensor, Tensor> gelu_keep_backward(const Tensor& given, const Tensor&
 }  // namespace lowprec
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
-  m.impl("gated_keep", TORCH_BOX(&lowprec::gated_keep));
-  m.impl("gated_keep_backward", TORCH_BOX(&lowprec::gated_keep_backward));
-  m.impl("gelu_keep", TORCH_BOX(&lowprec::gelu_keep));
-  m.impl("gelu_keep_backward", TORCH_BOX(&lowprec::gelu_keep_backward));
+  m.impl("quantized_gated_silu", TORCH_BOX(&lowprec::quantized_gated_silu));
+  m.impl("quantized_gated_silu_backward", TORCH_BOX(&lowprec::quantized_gated_silu_backward));
+  m.impl("quantized_gelu", TORCH_BOX(&lowprec::quantized_gelu));
+  m.impl("quantized_gelu_backward", TORCH_BOX(&lowprec::quantized_gelu_backward));
 }

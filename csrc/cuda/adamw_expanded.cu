@@ -145,13 +145,13 @@ __device__ __forceinline__ void step_four(float (&w)[4], const float (&g)[4], fl
   }
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
-    const float size = fabsf(m[0]), turned[3] = {next_weight(w[0], m[0], v[0], step.constants, step.rate), m[0], v[0]};
+    const float size = fabsf(m[0]), next[3] = {next_weight(w[0], m[0], v[0], step.constants, step.rate), m[0], v[0]};
     if (size >= TINY) found.low[0] = fminf(found.low[0], size);
     if (v[0] >= TINY) found.low[1] = fminf(found.low[1], v[0]);
     found.tiny |= (size < TINY && size > 0.0f ? 1u : 0u) | (v[0] < TINY && v[0] > 0.0f ? 2u : 0u);
 #pragma unroll
     for (int j = 0; j < 3; ++j) w[j] = w[j + 1], m[j] = m[j + 1], v[j] = v[j + 1];
-    w[3] = turned[0], m[3] = turned[1], v[3] = turned[2];
+    w[3] = next[0], m[3] = next[1], v[3] = next[2];
   }
 }
 

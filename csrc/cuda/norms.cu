@@ -1,4 +1,4 @@
-// norm_keep and its derivative: RMSNorm or LayerNorm of an input that is rounded, with the codes saved.
+// quantized_norm and its derivative: RMSNorm or LayerNorm of an input that is rounded, with the codes saved.
 //
 //   forward    a block a row, held in registers: one read of x; y, codes and exponents are written
 //   backward   a fixed number of blocks, each over many rows, the next row's loads in flight while one is reduced; the
@@ -287,7 +287,7 @@ void check_width(int64_t columns) {
   STD_TORCH_CHECK(columns <= WIDEST, "a norm that saves codes takes at most ", WIDEST, " columns, not ", columns);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm_keep(const Tensor& given, const Tensor& weight_given,
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantized_norm(const Tensor& given, const Tensor& weight_given,
                                                      std::optional<Tensor> bias_given, double eps, bool centered,
                                                      std::string format_name, int64_t group) {
   const Tensor x = vectorised(given), weight = torch::stable::contiguous(weight_given);
@@ -316,7 +316,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_keep(const Tensor& given, const 
       else norm_rows<In, F, 4, 512><<<rows, threads_for(vectors, 4), 0, stream>>>(to);
     });
   });
-  check_launch("norm_keep");
+  check_launch("quantized_norm");
   return {y, amax, codes, exponents};
 }
 
@@ -326,7 +326,7 @@ void launch_backward(const Backward<In>& of, int64_t blocks, int threads, cudaSt
   else norm_rows_backward<In, F, per_thread, false><<<blocks, threads, 0, stream>>>(of);
 }
 
-std::tuple<Tensor, Tensor, Tensor> norm_keep_backward(const Tensor& dy_given, const Tensor& codes_given,
+std::tuple<Tensor, Tensor, Tensor> quantized_norm_backward(const Tensor& dy_given, const Tensor& codes_given,
                                                       const Tensor& exponents_given, const Tensor& weight_given,
                                                       bool biased, double eps, bool centered, std::string format_name,
                                                       int64_t group) {
@@ -365,7 +365,7 @@ std::tuple<Tensor, Tensor, Tensor> norm_keep_backward(const Tensor& dy_given, co
   if (biased) {
     add_rows<<<grid, block, 0, stream>>>(sums + blocks * columns, mutable_data_of<float>(dbias), blocks, columns);
   }
-  check_launch("norm_keep_backward");
+  check_launch("quantized_norm_backward");
   return {dx, dweight, dbias};
 }
 
@@ -373,6 +373,6 @@ std::tuple<Tensor, Tensor, Tensor> norm_keep_backward(const Tensor& dy_given, co
 }  // namespace lowprec
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
-  m.impl("norm_keep", TORCH_BOX(&lowprec::norm_keep));
-  m.impl("norm_keep_backward", TORCH_BOX(&lowprec::norm_keep_backward));
+  m.impl("quantized_norm", TORCH_BOX(&lowprec::quantized_norm));
+  m.impl("quantized_norm_backward", TORCH_BOX(&lowprec::quantized_norm_backward));
 }

@@ -168,7 +168,7 @@ __device__ __forceinline__ TileScale block_scale(const Side& side, float* also, 
 }
 
 // Eight rows of eight one-byte codes, written transposed: chunk `group` of 16 in each of the eight columns.
-__device__ __forceinline__ void turn_block(const uint32_t (&words)[8][2], uint8_t* turned, const Place& at) {
+__device__ __forceinline__ void transpose_block(const uint32_t (&words)[8][2], uint8_t* transposed, const Place& at) {
 #pragma unroll
   for (int w = 0; w < 2; ++w) {
     uint32_t out[4][2];
@@ -185,13 +185,13 @@ __device__ __forceinline__ void turn_block(const uint32_t (&words)[8][2], uint8_
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int column = at.lane_column * 8 + w * 4 + j, chunk = at.group ^ at.lane_column;
-      *reinterpret_cast<uint2*>(turned + column * BLOCK + chunk * 8) = make_uint2(out[j][0], out[j][1]);
+      *reinterpret_cast<uint2*>(transposed + column * BLOCK + chunk * 8) = make_uint2(out[j][0], out[j][1]);
     }
   }
 }
 
 // After a barrier: 128 columns of 128 bytes, 16 bytes a thread.
-__device__ __forceinline__ void write_turned(const uint8_t* turned, uint8_t* codes_t, int64_t rows, int64_t columns) {
+__device__ __forceinline__ void write_transposed(const uint8_t* transposed, uint8_t* codes_t, int64_t rows, int64_t columns) {
   const int quarter = threadIdx.x & 7;
   const int64_t row = static_cast<int64_t>(blockIdx.y) * BLOCK + quarter * 16;
 #pragma unroll
@@ -199,7 +199,7 @@ __device__ __forceinline__ void write_turned(const uint8_t* turned, uint8_t* cod
     const int local = i * 32 + (threadIdx.x >> 3), swizzle = local >> 3;
     const int64_t column = static_cast<int64_t>(blockIdx.x) * BLOCK + local;
     if (column >= columns || row >= rows) continue;
-    uint4 v = *reinterpret_cast<const uint4*>(turned + local * BLOCK + (quarter ^ swizzle >> 1) * 16);
+    uint4 v = *reinterpret_cast<const uint4*>(transposed + local * BLOCK + (quarter ^ swizzle >> 1) * 16);
     if (swizzle & 1) v = make_uint4(v.z, v.w, v.x, v.y);
     *reinterpret_cast<uint4*>(codes_t + column * rows + row) = v;
   }
@@ -220,7 +220,7 @@ template <typename In, Format F, bool same, bool folded>
 __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data, uint8_t* __restrict__ codes,
                                                      uint8_t* __restrict__ codes_t, int64_t rows, int64_t columns, Side a,
                                                      Side b, ScaleRule how) {
-  __shared__ alignas(16) uint8_t turned[BLOCK * BLOCK];
+  __shared__ alignas(16) uint8_t transposed[BLOCK * BLOCK];
   __shared__ uint32_t of_rows[BLOCK], of_columns[BLOCK];
   __shared__ TileScale scale_row[BLOCK], scale_column[BLOCK];
   const Place at;
@@ -294,14 +294,14 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
       words[i][0] = made.words[0], words[i][1] = made.words[1];
     }
   }
-  turn_block(words, turned, at);
+  transpose_block(words, transposed, at);
   __syncthreads();
-  write_turned(turned, codes_t, rows, columns);
+  write_transposed(transposed, codes_t, rows, columns);
 }
 
 __global__ void __launch_bounds__(THREADS) transpose_bytes(const uint8_t* __restrict__ codes, uint8_t* __restrict__ codes_t,
                                                            int64_t rows, int64_t columns) {
-  __shared__ alignas(16) uint8_t turned[BLOCK * BLOCK];
+  __shared__ alignas(16) uint8_t transposed[BLOCK * BLOCK];
   const Place at;
   uint32_t words[8][2];
 #pragma unroll
@@ -310,9 +310,9 @@ __global__ void __launch_bounds__(THREADS) transpose_bytes(const uint8_t* __rest
     if (at.row + i < rows && at.column < columns) v = __ldg(reinterpret_cast<const uint2*>(codes + (at.row + i) * columns + at.column));
     words[i][0] = v.x, words[i][1] = v.y;
   }
-  turn_block(words, turned, at);
+  transpose_block(words, transposed, at);
   __syncthreads();
-  write_turned(turned, codes_t, rows, columns);
+  write_transposed(transposed, codes_t, rows, columns);
 }
 
 __global__ void __launch_bounds__(THREADS) transpose_any(const uint8_t* __restrict__ codes, uint8_t* __restrict__ codes_t,
@@ -325,13 +325,13 @@ __global__ void __launch_bounds__(THREADS) transpose_any(const uint8_t* __restri
 template <typename In>
 __global__ void __launch_bounds__(THREADS) folded_copies(const In* __restrict__ x, const float* __restrict__ across,
                                                          const float* __restrict__ down, float* __restrict__ plain,
-                                                         float* __restrict__ turned, int64_t rows, int64_t columns) {
+                                                         float* __restrict__ transposed, int64_t rows, int64_t columns) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
   if (index >= rows * columns) return;
   const int64_t row = index / columns, column = index % columns;
   const float v = x[index].value();
   plain[index] = across == nullptr ? v : v * across[column];
-  turned[column * rows + row] = down == nullptr ? v : v * down[row];
+  transposed[column * rows + row] = down == nullptr ? v : v * down[row];
 }
 
 using Both = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -399,11 +399,11 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
                       ((by_rows && by_columns) || both_same(r, share_a, share_b));
   if (!blocks) {
     Tensor plain = empty_like_device(x, {rows, columns}, ScalarType::Float);
-    Tensor turned = empty_like_device(x, {columns, rows}, ScalarType::Float);
+    Tensor transposed = empty_like_device(x, {columns, rows}, ScalarType::Float);
     with_input(x, [&](auto in) {
       using In = typename decltype(in)::Type;
       folded_copies<In><<<ceil_div(rows * columns, THREADS), THREADS, 0, stream_of(x)>>>(
-          data_of<In>(x), r.across, r.down, mutable_data_of<float>(plain), mutable_data_of<float>(turned), rows, columns);
+          data_of<In>(x), r.across, r.down, mutable_data_of<float>(plain), mutable_data_of<float>(transposed), rows, columns);
     });
     const bool everything = share_a == Share::ALL && share_b == Share::ALL && r.across == nullptr && r.down == nullptr;
     const auto made = [&](const Tensor& each, const std::vector<int64_t>& tile) {
@@ -411,7 +411,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
       return quantize(each, format_name, tile, rule, headroom, 0, "nearest", std::nullopt, std::nullopt);
     };
     auto [codes, scale] = made(plain, tile_given);
-    auto [codes_t, scale_t] = made(turned, tile_t_given);
+    auto [codes_t, scale_t] = made(transposed, tile_t_given);
     return {codes, scale, codes_t, scale_t};
   }
   Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
@@ -432,9 +432,9 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
 Tensor transpose_codes(const Tensor& given) {
   const Tensor codes = dense(given);
   const int64_t rows = codes.size(0), columns = codes.size(1);
-  Tensor turned = empty_like_device(codes, {columns, rows}, codes.scalar_type());
+  Tensor transposed = empty_like_device(codes, {columns, rows}, codes.scalar_type());
   const uint8_t* in = data_of<uint8_t>(codes);
-  uint8_t* out = mutable_data_of<uint8_t>(turned);
+  uint8_t* out = mutable_data_of<uint8_t>(transposed);
   const cudaStream_t stream = stream_of(codes);
   if (columns % 8 == 0 && rows % 16 == 0 && aligned(in, 8)) {
     transpose_bytes<<<dim3(ceil_div(columns, BLOCK), ceil_div(rows, BLOCK)), THREADS, 0, stream>>>(in, out, rows, columns);
@@ -442,7 +442,7 @@ Tensor transpose_codes(const Tensor& given) {
     transpose_any<<<ceil_div(rows * columns, THREADS), THREADS, 0, stream>>>(in, out, rows, columns);
   }
   check_launch("transpose");
-  return turned;
+  return transposed;
 }
 
 }  // namespace

@@ -32,7 +32,7 @@ Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
 class RMSNorm(QuantizedSavedInput):
     """y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in FP32, returned in x's dtype; never a bias."""
 
-    role, op = "norm", "norm_keep"
+    role, op = "norm", "quantized_norm"
 
     def __init__(self, dim: int, eps: float, bias: bool = False) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class RMSNorm(QuantizedSavedInput):
 class LayerNorm(QuantizedSavedInput):
     """y = (x - mean) / sqrt(var + eps) * weight + bias (arXiv 1607.06450), in FP32, returned in x's dtype."""
 
-    role, op = "norm", "norm_keep"
+    role, op = "norm", "quantized_norm"
 
     def __init__(self, dim: int, eps: float, bias: bool = True) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class SwiGLU(QuantizedSavedInput):
     Interleaved rows let a tensor-parallel shard of the rows hold whole (gate, up) pairs.
     """
 
-    role, op, plain_op = "activation", "gated_keep", "gated_silu"
+    role, op, plain_op = "activation", "quantized_gated_silu", "gated_silu"
     fed_by, feeds = "gate_up", "down"
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:
@@ -96,7 +96,7 @@ class SwiGLU(QuantizedSavedInput):
 class GELU(QuantizedSavedInput):
     """down(gelu(up)) with the tanh form of GELU (arXiv 1606.08415), as GPT-2 and Megatron-LM train."""
 
-    role, op = "activation", "gelu_keep"
+    role, op = "activation", "quantized_gelu"
     fed_by, feeds = "up", "down"
 
     def __init__(self, dim: int, ffn: int, bias: bool) -> None:

@@ -56,14 +56,14 @@ class Quantized:
     parts: what is stored where the scale has levels (NVFP4: `block` in E4M3, `tensor` in FP32, their product is the
     scale of every tile that is not all zero).
     gain: scale / gain is a power of two for MX scales with head-room (4/3 for 3/4), else 1.
-    span: binades that the block exponents of a row lie within, 0 when unbounded.
+    exponent_span: binades that the block exponents of a row lie within, 0 when unbounded.
     """
 
     codes: Tensor
     scale: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
     gain: float = 1.0
-    span: int = 0
+    exponent_span: int = 0
 
     @property
     def granularity(self) -> str:
@@ -105,8 +105,8 @@ class Quantizer:
     rounding: NEAREST, STOCHASTIC (needs a seed; E[dequantize()] = x) or another rule of `ops.rounding`.
     headroom: share of the format's range that amax may take; None takes 3/4 for stochastic E8M0_FLOOR, 16/17 for
     stochastic NVFP4, else 1.
-    span: MX exponents are raised to at least the row's largest minus `span`, before rounding, so that the codes fold
-    into an FP8 carrier (28 for E5M2, 14 for E4M3) and nothing flushes to zero; 0 leaves them alone.
+    exponent_span: MX exponents are raised to at least the row's largest minus this, before rounding, so that the codes
+    fold into an FP8 carrier (28 for E5M2, 14 for E4M3) and nothing flushes to zero; 0 leaves them alone.
 
     Raises ValueError for a format or tile that the rule does not know.
     """
@@ -116,7 +116,7 @@ class Quantizer:
     scale: ScaleRule = ScaleRule.FP32
     rounding: Rounding = NEAREST
     headroom: float | None = None
-    span: int = 0
+    exponent_span: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tile", tuple(self.tile))
@@ -133,10 +133,10 @@ class Quantizer:
                 raise ValueError(f"{value} is in no table: register_format or register_rounding puts it there")
         if self.rounding is not NEAREST and self.format is FP32:
             raise ValueError(f"FP32 is not rounded, so {self.rounding} rounding to it means nothing")
-        if self.span < 0:
-            raise ValueError(f"span counts binades, 0 for no bound, and is not {self.span}")
-        if self.span and self.scale not in POWERS_OF_TWO:
-            raise ValueError(f"span bounds power-of-two block exponents; {self.scale.name} scales have none")
+        if self.exponent_span < 0:
+            raise ValueError(f"exponent_span counts binades, 0 for no bound, and is not {self.exponent_span}")
+        if self.exponent_span and self.scale not in POWERS_OF_TWO:
+            raise ValueError(f"exponent_span bounds power-of-two block exponents; {self.scale.name} scales have none")
         self._pair_with_transposed()
 
     def _pair_with_transposed(self) -> None:
@@ -192,11 +192,11 @@ class Quantizer:
     def _how(self) -> tuple[Any, ...]:
         """Arguments of the ops that round by any scale rule but NVFP4."""
         name, tile, rule = self.format.name, self.tile, self.scale.value
-        return name, tile, rule, self.range_share, self.span, self.rounding.name
+        return name, tile, rule, self.range_share, self.exponent_span, self.rounding.name
 
     def crosses(self, dim: int) -> bool:
         """True when a scale depends on more than one part of a matrix whose dimension `dim` is cut."""
-        levels = self.scale is ScaleRule.NVFP4 or (self.span > 0 and dim == 1)
+        levels = self.scale is ScaleRule.NVFP4 or (self.exponent_span > 0 and dim == 1)
         return self.format.scaled and (self.tile[dim] == -1 or levels)
 
     def _part(self, x: Tensor, seed: Tensor | None, origin: Tensor | None, shared: Shared) -> Quantized:
@@ -225,7 +225,7 @@ class Quantizer:
     def wrap(self, codes: Tensor, scale: Tensor, parts: dict[str, Tensor] | None = None) -> Quantized:
         """Tensors that this quantiser made, as the Quantized that it made of them."""
         gain = 1 / self.range_share if self.scale is ScaleRule.E8M0_FLOOR else 1.0
-        return Quantized(codes, scale, parts or {}, gain, self.span)
+        return Quantized(codes, scale, parts or {}, gain, self.exponent_span)
 
     def transposed(self) -> Quantizer:
         """What makes the same codes of the transposed matrix."""
@@ -256,7 +256,7 @@ def pairs(first: Quantizer, second: Quantizer) -> bool:
     """True when one op rounds a matrix by `first` and its transpose by `second`: to nearest, on the same grid, by the
     same rule.
     """
-    plain = first.rounding is second.rounding is NEAREST and not (first.span or second.span)
+    plain = first.rounding is second.rounding is NEAREST and not (first.exponent_span or second.exponent_span)
     alike = all(getattr(first, name) == getattr(second, name) for name in ("format", "scale", "headroom"))
     return plain and alike and first.format.carrier.itemsize == 1 and first.scale is not ScaleRule.NVFP4
 

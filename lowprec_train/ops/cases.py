@@ -21,7 +21,7 @@ from lowprec_train.ops.philox import random_bits
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
 
 # Ops that promise bits of their codes alone (norms and activations).
-BOUNDED = {f"{producer}_keep{way}" for producer in ("norm", "gated", "gelu") for way in ("", "_backward")}
+BOUNDED = {f"quantized_{op}{way}" for op in ("norm", "gated_silu", "gelu") for way in ("", "_backward")}
 BOUNDED |= {"gated_silu", "gated_silu_backward"}
 EDGES = (0.0, -0.0, 1e-40, -3e-39, 2.0**-126, 0.99999994, 1.0, 1.0000001, -6.0, 5.9999995, 448.0, 65504.0)
 
@@ -122,10 +122,10 @@ def _amax() -> Cases:
 def _quantize_by() -> Cases:
     """The cases of `quantize` as the first half of a matrix whose second half is eight times as large."""
     made: Cases = {}
-    for name, (x, format, tile, rule, headroom, span, *draws) in _quantize().items():
+    for name, (x, format, tile, rule, headroom, exponent_span, *draws) in _quantize().items():
         amax = reference.amax(x, tile) * 8.0
-        tops = amax.amax(1, keepdim=True) * 4.0 if span else None
-        made[name] = (x, amax, tops, format, tile, rule, headroom, span, *draws)
+        tops = amax.amax(1, keepdim=True) * 4.0 if exponent_span else None
+        made[name] = (x, amax, tops, format, tile, rule, headroom, exponent_span, *draws)
     return made
 
 
@@ -300,7 +300,7 @@ def _normal(rows: int, columns: int, seed: int = 41) -> Tensor:
     return x.bfloat16()
 
 
-def _norm_keep() -> Cases:
+def _quantized_norm() -> Cases:
     bias = _normal(1, 128)[0].float()
     return {
         "RMS": _normed(_normal(5, 256), None, centered=False, format="E4M3", group=128),
@@ -317,13 +317,13 @@ def _backward(op: str, kept: slice) -> Cases:
         outputs = library.EAGER[op](*arguments)
         rows, columns = outputs[0].shape
         made[name] = (_normal(rows, columns, seed=43).to(outputs[0].dtype), *outputs[kept])
-        if op == "norm_keep":
+        if op == "quantized_norm":
             made[name] += (arguments[1], arguments[2] is not None)
-        made[name] += arguments[3 if op == "norm_keep" else 1 :]
+        made[name] += arguments[3 if op == "quantized_norm" else 1 :]
     return made
 
 
-def _gated_keep() -> Cases:
+def _quantized_gated_silu() -> Cases:
     return {
         "E4M3": (_normal(5, 512), "E4M3", 128),
         "E2M1": (_normal(6, 192), "E2M1", 32),
@@ -331,7 +331,7 @@ def _gated_keep() -> Cases:
     }
 
 
-def _gelu_keep() -> Cases:
+def _quantized_gelu() -> Cases:
     return {"E4M3": (_normal(5, 256), "E4M3", 128), "E2M1": (_normal(6, 96), "E2M1", 32)}
 
 
@@ -373,13 +373,13 @@ def cases(op: str) -> Cases:
             "rows": (values(5, 36), values(5, 36, seed=8), values(5, 1, seed=9, edges=False).abs(), 5.0, 3.0),
         },
         **{op: partial(_arguments, op) for op in ("adamw", "adamw_squares", "adamw_amax")},
-        "norm_keep": _norm_keep,
-        "norm_keep_backward": lambda: _backward("norm_keep", slice(2, 4)),
+        "quantized_norm": _quantized_norm,
+        "quantized_norm_backward": lambda: _backward("quantized_norm", slice(2, 4)),
         "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},
         "gated_silu_backward": lambda: {"BF16": (values(9, 128, seed=3).bfloat16(), values(9, 256).bfloat16())},
-        "gated_keep": _gated_keep,
-        "gated_keep_backward": lambda: _backward("gated_keep", slice(2, 6)),
-        "gelu_keep": _gelu_keep,
-        "gelu_keep_backward": lambda: _backward("gelu_keep", slice(2, 4)),
+        "quantized_gated_silu": _quantized_gated_silu,
+        "quantized_gated_silu_backward": lambda: _backward("quantized_gated_silu", slice(2, 6)),
+        "quantized_gelu": _quantized_gelu,
+        "quantized_gelu_backward": lambda: _backward("quantized_gelu", slice(2, 4)),
     }
     return made[op]()

@@ -47,14 +47,14 @@ def _on_cuda(name: str, *args: Any) -> Any:
         return _compiled(name, tuple(_key(a) for a in args))(*args)
 
 
-def _quantize(x, format, tile, scale_rule, headroom, span, rounding, seed, origin):  # type: ignore[no-untyped-def]
+def _quantize(x, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin):  # type: ignore[no-untyped-def]
     """Row tiles a slice at a time; the draws of a slice are found by its origin."""
     if tile[0] != 1 or x.device.type != "cpu":
-        return reference.quantize(x, format, tile, scale_rule, headroom, span, rounding, seed, origin)
+        return reference.quantize(x, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin)
     rows, parts = max(1, CHUNK // x.shape[1]), []
     for index, part in enumerate(x.split(rows)):
         first = None if seed is None else torch.tensor([index * rows, 0]) + (0 if origin is None else origin)
-        parts.append(reference.quantize(part, format, tile, scale_rule, headroom, span, rounding, seed, first))
+        parts.append(reference.quantize(part, format, tile, scale_rule, headroom, exponent_span, rounding, seed, first))
     codes, scales = zip(*parts, strict=True)
     return torch.cat(codes), torch.cat(scales)
 
@@ -82,7 +82,7 @@ EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_out
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
 EAGER |= {"rotate_fold": rotated.rotate_fold}
 EAGER |= {"gated_silu": gated.gated_silu, "gated_silu_backward": gated.gated_silu_backward}
-EAGER |= {name: getattr(producers, name) for name in SCHEMAS if "_keep" in name}
+EAGER |= {name: getattr(producers, name) for name in SCHEMAS if name.startswith("quantized_")}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 

@@ -29,8 +29,8 @@ def quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headr
         return codes, scale, codes.t().contiguous(), scale.clone()
     a, b = (x if each is None else x * each for each in (across, down))
     codes, scale = reference.quantize(a, format, tile, *how)
-    turned, scale_t = reference.quantize(b.t().contiguous(), format, tile_t, *how)
-    return codes, scale, turned, scale_t
+    codes_t, scale_t = reference.quantize(b.t().contiguous(), format, tile_t, *how)
+    return codes, scale, codes_t, scale_t
 
 
 def quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]

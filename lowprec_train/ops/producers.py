@@ -77,12 +77,12 @@ WIDEST_NORM = 16384  # columns; a row stays on one multiprocessor
 
 def has_kernel(op: str, width: int, format: str, group: int) -> bool:
     """Whether a compiled kernel takes rows of `width` columns in groups of `group`; the reference takes any."""
-    if op == "norm_keep" and width > WIDEST_NORM:
+    if op == "quantized_norm" and width > WIDEST_NORM:
         return False
     return format in ("E4M3", "E5M2", "E2M1") and group in (16, 32, 64, 128, 256) and width % group == 0
 
 
-def _keep(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _rounded(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """(what is kept: codes and exponents; x^, which they stand for)."""
     codes, scale = reference.quantize(x, format, (1, group), "POW2", 1.0, 0, "nearest", None, None)
     stored = reference.pack_e2m1(codes) if format == "E2M1" else codes
@@ -103,37 +103,37 @@ def _rounded_once(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # --- ops ---
 
 
-def norm_keep(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
+def quantized_norm(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
     """x [m, k], weight and bias [k] FP32 -> y [m, k] in x's dtype, amax [m], codes, exponents [m, k / group]."""
-    codes, exponents, values = _keep(x, format, group)
+    codes, exponents, values = _rounded(x, format, group)
     return *_rounded_once(norm(values, weight, bias, eps, centered), x.dtype), codes, exponents
 
 
-def norm_keep_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
+def quantized_norm_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
     """dx in dy's dtype; dweight and dbias [k] FP32, dbias empty unless `biased`."""
     values = _restore(codes, exponents, format)
     dx, dweight = norm_gradients(dy.float(), values, weight, eps, centered)
     return dx.to(dy.dtype), dweight, over_tokens(dy.float()) if biased else dweight.new_empty(0)
 
 
-def gated_keep(gate_up, format, group):  # type: ignore[no-untyped-def]
+def quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
     """gate_up [m, 2 F] -> y [m, F], amax [m], codes and exponents of gate, codes and exponents of up."""
-    gate, up = (_keep(part, format, group) for part in gate_up.unflatten(1, (-1, 2)).unbind(2))
+    gate, up = (_rounded(part, format, group) for part in gate_up.unflatten(1, (-1, 2)).unbind(2))
     return *_rounded_once(gated_silu(gate[2], up[2]), gate_up.dtype), *gate[:2], *up[:2]
 
 
-def gated_keep_backward(dy, gate, gate_exponents, up, up_exponents, format, group):  # type: ignore[no-untyped-def]
+def quantized_gated_silu_backward(dy, gate, gate_exponents, up, up_exponents, format, group):  # type: ignore[no-untyped-def]
     """The gradient of `gate_up`, [m, 2 F] in dy's dtype, and its amax [m]."""
     values = _restore(gate, gate_exponents, format), _restore(up, up_exponents, format)
     return _rounded_once(torch.stack(gated_silu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
 
 
-def gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
+def quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
     """x [m, k] -> y in x's dtype, amax [m], codes, exponents [m, k / group]."""
-    codes, exponents, values = _keep(x, format, group)
+    codes, exponents, values = _rounded(x, format, group)
     return *_rounded_once(tanh_gelu(values), x.dtype), codes, exponents
 
 
-def gelu_keep_backward(dy, codes, exponents, format, group):  # type: ignore[no-untyped-def]
+def quantized_gelu_backward(dy, codes, exponents, format, group):  # type: ignore[no-untyped-def]
     """dx [m, k] in dy's dtype, and its amax [m]."""
     return _rounded_once(tanh_gelu_gradient(dy.float(), _restore(codes, exponents, format)), dy.dtype)

@@ -68,17 +68,17 @@ def _exponents(amax: Tensor, limit: float, rule: str, headroom: float) -> Tensor
 
 
 def _power_of_two(
-    amax: Tensor, limit: float, rule: str, headroom: float, span: int, tops: Tensor | None = None
+    amax: Tensor, limit: float, rule: str, headroom: float, exponent_span: int, tops: Tensor | None = None
 ) -> Tensor:
     e = _exponents(amax, limit, rule, headroom).clamp(-126, 127)
-    if span:  # a zero block takes the row's floor, so that it never sets the row's largest exponent
+    if exponent_span:  # a zero block takes the row's floor, so that it never sets the row's largest exponent
         largest = e if tops is None else _exponents(tops, limit, rule, headroom).clamp(-126, 127)
-        e = torch.maximum(e, largest.amax(dim=1, keepdim=True) - span)
+        e = torch.maximum(e, largest.amax(dim=1, keepdim=True) - exponent_span)
     return torch.where(amax.isfinite(), exp2_int(e), torch.nan)
 
 
 def tile_scale(
-    amax: Tensor, format: Format, rule: str, headroom: float, span: int, tops: Tensor | None = None
+    amax: Tensor, format: Format, rule: str, headroom: float, exponent_span: int, tops: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(dequantisation multiplier, what x is multiplied by before rounding). Both FP32, shape of `amax`. tops: what the
     span of a row hangs from, where that is not the largest amax of the row.
@@ -88,11 +88,11 @@ def tile_scale(
     if rule == "FP32":
         scale = torch.where(amax == 0, 1.0, divide(amax, format.max * headroom).clamp_min(TINY))
         return scale, divide(torch.ones_like(scale), scale)
-    scale = _power_of_two(amax, format.max, rule, headroom, span, tops)
+    scale = _power_of_two(amax, format.max, rule, headroom, exponent_span, tops)
     inverse = divide(torch.ones_like(scale), scale)
     if rule == "E8M0_FLOOR" and headroom != 1.0:
         scale, inverse = divide(scale, headroom), inverse * headroom
-    return (scale if span else torch.where(amax == 0, 1.0, scale)), inverse
+    return (scale if exponent_span else torch.where(amax == 0, 1.0, scale)), inverse
 
 
 def over(x: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
@@ -123,19 +123,21 @@ def amax(x, tile):  # type: ignore[no-untyped-def]
     return tile_amax(x, tile_shape(x.shape[0], x.shape[1], tile)).float()
 
 
-def quantize(x, format, tile, scale_rule, headroom, span, rounding, seed, origin):  # type: ignore[no-untyped-def]
+def quantize(x, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin):  # type: ignore[no-untyped-def]
     """Codes on the format's grid and one dequantisation multiplier per tile: x ~ codes * scale."""
-    return quantize_by(x, amax(x, tile), None, format, tile, scale_rule, headroom, span, rounding, seed, origin)
+    return quantize_by(
+        x, amax(x, tile), None, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin
+    )
 
 
 def quantize_by(  # type: ignore[no-untyped-def]
-    x, amax, tops, format, tile, scale_rule, headroom, span, rounding, seed, origin
+    x, amax, tops, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin
 ):
     """`quantize` where x is a part of a matrix and tiles reach beyond it: amax holds their largest magnitudes, tops
     [m / rows, 1] those of whole rows, from which a span hangs; None takes them from amax.
     """
     shape, x, format = tile_shape(x.shape[0], x.shape[1], tile), x.float(), parse_format(format)
-    scale, inverse = tile_scale(amax, format, scale_rule, headroom, span, tops)
+    scale, inverse = tile_scale(amax, format, scale_rule, headroom, exponent_span, tops)
     divides = scale_rule == "FP32" and format.scaled  # the inverse of a power of two is exact
     v = over(x, scale, shape) if divides else x * spread(inverse, x.shape, shape)
     return _rounded(v, format, parse_rounding(rounding), seed, origin), scale

@@ -16,7 +16,7 @@ BLOCK = 32  # elements of an MX block
 
 
 def rotate_fold(  # type: ignore[no-untyped-def]
-    x, scale, transposed, signs, rotation, scale_rule, headroom, span, carrier, rounding, seed, origin
+    x, scale, transposed, signs, rotation, scale_rule, headroom, exponent_span, carrier, rounding, seed, origin
 ):
     """x [m, k] (with `scale` [1, 1]: E4M3 codes, decoded to BF16 first) -> carrier codes and a scale per row, of x or
     of its transpose. signs: seed of the rotation's signs; rotation: its block, 0 for none.
@@ -26,5 +26,5 @@ def rotate_fold(  # type: ignore[no-untyped-def]
         x = (reference.to_float(x) * scale).to(torch.bfloat16)
     x = x.t().contiguous() if transposed else x
     x = reference.hadamard(x, signs, rotation) if rotation else x
-    how = (scale_rule, headroom, span, rounding, seed, origin)
+    how = (scale_rule, headroom, exponent_span, rounding, seed, origin)
     return reference.fold(*reference.quantize(x, "E2M1", (1, BLOCK), *how), carrier)

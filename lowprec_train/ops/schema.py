@@ -25,8 +25,8 @@ _ADAMW_STATS = (
 
 SCHEMAS = {
     "quantize": (
-        "(Tensor x, str format, int[2] tile, str scale_rule, float headroom, int span, str rounding, Tensor? seed,"
-        " Tensor? origin) -> (Tensor codes, Tensor scale)"
+        "(Tensor x, str format, int[2] tile, str scale_rule, float headroom, int exponent_span, str rounding,"
+        " Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
     "quantize_nvfp4": (
         "(Tensor x, int[2] tile, float headroom, str rounding, Tensor? seed, Tensor? origin)"
@@ -34,8 +34,8 @@ SCHEMAS = {
     ),
     "amax": "(Tensor x, int[2] tile) -> Tensor",
     "quantize_by": (
-        "(Tensor x, Tensor amax, Tensor? tops, str format, int[2] tile, str scale_rule, float headroom, int span,"
-        " str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
+        "(Tensor x, Tensor amax, Tensor? tops, str format, int[2] tile, str scale_rule, float headroom,"
+        " int exponent_span, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
     "quantize_nvfp4_by": (
         "(Tensor x, Tensor amax, Tensor top, int[2] tile, float headroom, str rounding, Tensor? seed, Tensor? origin)"
@@ -58,7 +58,7 @@ SCHEMAS = {
     "transpose": "(Tensor codes) -> Tensor",
     "rotate_fold": (
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
-        " int span, str carrier, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
+        " int exponent_span, str carrier, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
     "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
     "quantize_expanded": (
@@ -79,24 +79,24 @@ SCHEMAS = {
     ),
     "adamw_squares": _ADAMW_STATS,
     "adamw_amax": _ADAMW_STATS,
-    "norm_keep": (
+    "quantized_norm": (
         "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group)"
         " -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)"
     ),
-    "norm_keep_backward": (
+    "quantized_norm_backward": (
         "(Tensor dy, Tensor codes, Tensor exponents, Tensor weight, bool biased, float eps, bool centered, str format,"
         " int group) -> (Tensor dx, Tensor dweight, Tensor dbias)"
     ),
-    "gated_keep": (
+    "quantized_gated_silu": (
         "(Tensor gate_up, str format, int group) -> (Tensor y, Tensor amax, Tensor gate, Tensor gate_exponents,"
         " Tensor up, Tensor up_exponents)"
     ),
-    "gated_keep_backward": (
+    "quantized_gated_silu_backward": (
         "(Tensor dy, Tensor gate, Tensor gate_exponents, Tensor up, Tensor up_exponents, str format, int group)"
         " -> (Tensor dx, Tensor amax)"
     ),
-    "gelu_keep": "(Tensor x, str format, int group) -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)",
-    "gelu_keep_backward": (
+    "quantized_gelu": "(Tensor x, str format, int group) -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)",
+    "quantized_gelu_backward": (
         "(Tensor dy, Tensor codes, Tensor exponents, str format, int group) -> (Tensor dx, Tensor amax)"
     ),
 }
@@ -141,12 +141,12 @@ def _quantize_nvfp4_by(x, amax, top, tile, *_):  # type: ignore[no-untyped-def]
 
 
 def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
-    turned = x.new_empty((x.shape[1], x.shape[0]), dtype=parse_format(format).carrier)
+    codes_t = x.new_empty((x.shape[1], x.shape[0]), dtype=parse_format(format).carrier)
     return (
         x.new_empty(x.shape, dtype=parse_format(format).carrier),
         _scale_like(x, tile),
-        turned,
-        _scale_like(turned, tile_t),
+        codes_t,
+        _scale_like(codes_t, tile_t),
     )
 
 
@@ -159,7 +159,7 @@ def _transpose(codes):  # type: ignore[no-untyped-def]
 
 
 def _rotate_fold(  # type: ignore[no-untyped-def]
-    x, scale, transposed, signs, rotation, scale_rule, headroom, span, carrier, *_
+    x, scale, transposed, signs, rotation, scale_rule, headroom, exponent_span, carrier, *_
 ):
     rows, columns = x.shape[::-1] if transposed else x.shape
     codes = x.new_empty((rows, columns), dtype=parse_format(carrier).carrier)
@@ -225,7 +225,7 @@ def _row_amax(x):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-def _norm_keep(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
+def _quantized_norm(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), _row_amax(x), *_kept(x, x.shape[1], format, group)
 
 
@@ -242,7 +242,7 @@ def _gated_silu_backward(dy, gate_up):  # type: ignore[no-untyped-def]
     return dy.new_empty(gate_up.shape), _row_amax(dy)
 
 
-def _gated_keep(gate_up, format, group):  # type: ignore[no-untyped-def]
+def _quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
     width = gate_up.shape[1] // 2
     kept = (part for _ in range(2) for part in _kept(gate_up, width, format, group))
     return gate_up.new_empty((gate_up.shape[0], width)), _row_amax(gate_up), *kept
@@ -252,7 +252,7 @@ def _gated_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
     return dy.new_empty((dy.shape[0], 2 * dy.shape[1])), _row_amax(dy)
 
 
-def _gelu_keep(x, format, group):  # type: ignore[no-untyped-def]
+def _quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape), _row_amax(x), *_kept(x, x.shape[1], format, group)
 
 
@@ -286,10 +286,10 @@ FAKES: dict[str, Callable] = {
     "adamw_amax": lambda params, *_: params[0].new_empty((len(params), 3), dtype=torch.float32),
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,
-    "norm_keep": _norm_keep,
-    "norm_keep_backward": _norm_keep_backward,
-    "gated_keep": _gated_keep,
-    "gated_keep_backward": _gated_keep_backward,
-    "gelu_keep": _gelu_keep,
-    "gelu_keep_backward": _gelu_keep_backward,
+    "quantized_norm": _quantized_norm,
+    "quantized_norm_backward": _norm_keep_backward,
+    "quantized_gated_silu": _quantized_gated_silu,
+    "quantized_gated_silu_backward": _gated_keep_backward,
+    "quantized_gelu": _quantized_gelu,
+    "quantized_gelu_backward": _gelu_keep_backward,
 }

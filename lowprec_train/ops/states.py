@@ -1,4 +1,4 @@
-"""COAT's dynamic range expansion (arXiv 2410.19313, section 4): FP8 codes for optimizer moments, whose groups span
+"""COAT's dynamic range expansion (arXiv 2410.19313, section 4): FP8 codes for optimizer moments, whose groups log_range
 fewer binades than the format has.
 
 For a group with largest magnitude A and smallest non-zero one a, in a format of largest value M:
@@ -45,12 +45,12 @@ def quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-de
     present = (magnitude >= TINY) & finite.unsqueeze(2)
     amax = torch.where(finite & (amax >= TINY), amax, 1.0)
     amin = torch.where(present, magnitude, torch.inf).amin(dim=2).minimum(amax)
-    span = _log2_quotient(amax, amin)
-    k = _exponent(span, format)
+    log_range = _log2_quotient(amax, amin)
+    k = _exponent(log_range, format)
     power = k.unsqueeze(2) * _log2_quotient(torch.where(present, magnitude, 1.0), amax.unsqueeze(2))
     codes = torch.where(present, _exp2_times(power, parse_format(format).max), 0.0).copysign(v)
     center = torch.where(amin == amax, amax, square_root(amax) * square_root(amin))
-    scale = divide(_exp2_times(k * span * 0.5, 1.0), parse_format(format).max)
+    scale = divide(_exp2_times(k * log_range * 0.5, 1.0), parse_format(format).max)
     scale, center = (torch.where(finite, each, torch.nan) for each in (scale, center))
     k = torch.where(present.any(dim=2), k, 1.0)
     return encode(_ungrouped(codes, x.shape[1], segments), parse_format(format)), scale, k, center
@@ -87,9 +87,9 @@ def _log2_quotient(a: Tensor, b: Tensor) -> Tensor:
     return (whole_a - whole_b).float() + (part_a - part_b)
 
 
-def _exponent(span: Tensor, format: str) -> Tensor:
+def _exponent(log_range: Tensor, format: str) -> Tensor:
     bound = math.log2(parse_format(format).max ** 2 / 2)
-    steps = divide(torch.full_like(span, STEPS * bound), span.clamp_min(TINY)).floor()
+    steps = divide(torch.full_like(log_range, STEPS * bound), log_range.clamp_min(TINY)).floor()
     return steps.clamp(1.0, STEPS * LARGEST_EXPONENT) * (1 / STEPS)
 
 

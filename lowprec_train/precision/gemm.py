@@ -51,7 +51,7 @@ class Codes:
 
     dtype: torch.dtype | None
     granularity: str = "tensor"
-    span: int = 0
+    exponent_span: int = 0
     tile: tuple[int, int] = (0, 0)
 
     @property
@@ -59,7 +59,7 @@ class Codes:
         """The FP8 format that they enter the tensor core in; None when their blocks do not fold."""
         if self.granularity != "block":
             return "E5M2" if self.dtype is torch.float8_e5m2 else "E4M3"
-        return carrier_of(self.span) if 0 < self.span <= FOLD_SPAN["E5M2"] else None
+        return carrier_of(self.exponent_span) if 0 < self.exponent_span <= FOLD_SPAN["E5M2"] else None
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -97,25 +97,25 @@ def choose(a: Codes, b: Codes, n: int, k: int, fp8: bool, *, m: int = 16, blocks
     return Path.FP8_ROW if "row" in (a.granularity, b.granularity) else Path.FP8_TENSOR
 
 
-def carrier_of(span: int) -> str:
-    """The FP8 format that holds E2M1 codes times the powers of two of `span` binades."""
-    return "E4M3" if span <= FOLD_SPAN["E4M3"] else "E5M2"
+def carrier_of(exponent_span: int) -> str:
+    """The FP8 format that holds E2M1 codes times the powers of two of `exponent_span` binades."""
+    return "E4M3" if exponent_span <= FOLD_SPAN["E4M3"] else "E5M2"
 
 
 def folds(quantizer: Quantizer) -> bool:
     """True when `ops.rotated` makes the quantiser's codes and folds them."""
     mx = quantizer.format is E2M1 and quantizer.tile == (1, BLOCK) and quantizer.scale in POWERS_OF_TWO
-    return mx and 0 < quantizer.span <= FOLD_SPAN["E5M2"]
+    return mx and 0 < quantizer.exponent_span <= FOLD_SPAN["E5M2"]
 
 
-def codes_of(quantizer: Quantizer, rows: int, k: int, *, span: int) -> Codes:
-    """What a quantiser makes of a matrix [rows, k]. span: of the exponents in a row. Only codes of E2M1 fold."""
+def codes_of(quantizer: Quantizer, rows: int, k: int, *, exponent_span: int) -> Codes:
+    """What a quantiser makes of a matrix [rows, k]. exponent_span: binades of a row. Only codes of E2M1 fold."""
     tall, wide = (size if each == -1 else each for each, size in zip(quantizer.tile, (rows, k), strict=True))
     dtype = quantizer.format.carrier
     if (tall, wide) == (rows, k):
         return Codes(dtype)
-    if span and quantizer.format is E2M1:
-        return Codes(dtype, "block", span)
+    if exponent_span and quantizer.format is E2M1:
+        return Codes(dtype, "block", exponent_span)
     return Codes(dtype, "row") if (tall, wide) == (1, k) else Codes(dtype, "block", tile=(tall, wide))
 
 
@@ -145,7 +145,7 @@ def multiply(
 def _folded(x: Quantized) -> Quantized:
     if x.granularity != "block":
         return x
-    return Quantized(*torch.ops.lowprec.fold(x.codes, x.scale, carrier_of(x.span)))
+    return Quantized(*torch.ops.lowprec.fold(x.codes, x.scale, carrier_of(x.exponent_span)))
 
 
 def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtype) -> Tensor:

@@ -258,13 +258,13 @@ class LinearGemms:
         rule = (
             quantizer.scale.value,
             quantizer.range_share,
-            quantizer.span,
-            carrier_of(quantizer.span),
+            quantizer.exponent_span,
+            carrier_of(quantizer.exponent_span),
             quantizer.rounding.name,
         )
         kernel = quantizer.kernel("rotate_fold", x.device)
         codes, row = kernel(x, scale, how.transposed, signs, block, *rule, *self._noise(how))
-        return Quantized(codes, row, span=quantizer.span)
+        return Quantized(codes, row, exponent_span=quantizer.exponent_span)
 
     def _rotated(self, how: OperandPlan, x: Tensor) -> Tensor:
         return x if how.rotation is None else how.rotation(x, self._drawn.signs(how.gemm))

@@ -75,7 +75,11 @@ class OperandPlan:
     def rounding(self) -> str:
         """Format, tile, scale and outliers: "E2M1[1x*] FP32, OCC 0.99 carrier"; "BF16" for what is not rounded."""
         parts = [str(self.quantizer or "BF16")]
-        parts += [f"span {self.quantizer.span}"] if self.quantizer is not None and self.quantizer.span else []
+        parts += (
+            [f"span {self.quantizer.exponent_span}"]
+            if self.quantizer is not None and self.quantizer.exponent_span
+            else []
+        )
         parts += [f"OCC {self.outliers.quantile} {self.outliers.variant}"] if self.outliers is not None else []
         return ", ".join(parts)
 

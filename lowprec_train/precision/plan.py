@@ -123,9 +123,9 @@ class _Compiler:
         if quantizer is None:
             return Codes(None)
         if operand.source is Source.FPROP_CODES:
-            return gemm.codes_of(quantizer.transposed(), rows, columns, span=0)
+            return gemm.codes_of(quantizer.transposed(), rows, columns, exponent_span=0)
         carried = operand.outliers is not None and operand.outliers.variant == "carrier"
-        return gemm.codes_of(quantizer, rows, columns, span=0 if carried else quantizer.span)
+        return gemm.codes_of(quantizer, rows, columns, exponent_span=0 if carried else quantizer.exponent_span)
 
     # --- fprop, and what it leaves ---
 
@@ -301,7 +301,7 @@ def _whole(*quantizers: Quantizer | None) -> bool:
 
 def _transposed(quantizer: Quantizer) -> Quantizer:
     """Of codes that are not rounded again: exponents are bounded along the rows that they were made for."""
-    return replace(quantizer.transposed(), span=0) if quantizer.span else quantizer.transposed()
+    return replace(quantizer.transposed(), exponent_span=0) if quantizer.exponent_span else quantizer.transposed()
 
 
 def _scales(quantizer: Quantizer, rows: int, columns: int) -> tuple[int, int]:

@@ -125,7 +125,7 @@ class QuantizedSavedInput(nn.Module):
     def _has_kernel(self, how: Quantizer, device: torch.device, dtype: torch.dtype) -> bool:
         if self.op not in SERVED.get(device.type, ()):
             return False
-        plain = how.range_share == 1.0 and not how.span and dtype in (torch.bfloat16, torch.float32)
+        plain = how.range_share == 1.0 and not how.exponent_span and dtype in (torch.bfloat16, torch.float32)
         return plain and producers.has_kernel(self.op, self.width, how.format.name, how.tile[1])
 
     def through_codes(self, formula: Formula, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
@@ -200,7 +200,7 @@ def _apply(function: type[torch.autograd.Function], x: Tensor, *arguments: objec
 class _NormThroughCodes(torch.autograd.Function):
     @staticmethod
     def op(x, weight, bias, *how):  # type: ignore[no-untyped-def]
-        return torch.ops.lowprec.norm_keep(x, weight.float(), None if bias is None else bias.float(), *how)
+        return torch.ops.lowprec.quantized_norm(x, weight.float(), None if bias is None else bias.float(), *how)
 
     @staticmethod
     def forward(ctx, x, weight, bias, *how):  # type: ignore[no-untyped-def]
@@ -214,7 +214,7 @@ class _NormThroughCodes(torch.autograd.Function):
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
         weight, *saved = ctx.saved_tensors
         biased = ctx.bias_dtype is not None
-        dx, dweight, dbias = torch.ops.lowprec.norm_keep_backward(
+        dx, dweight, dbias = torch.ops.lowprec.quantized_norm_backward(
             dy.contiguous(), *saved, weight.float(), biased, *ctx.how
         )
         return dx, cast(dweight, weight.dtype), cast(dbias, ctx.bias_dtype) if biased else None, *[None] * len(ctx.how)
@@ -223,7 +223,7 @@ class _NormThroughCodes(torch.autograd.Function):
 class _GatedThroughCodes(torch.autograd.Function):
     @staticmethod
     def op(gate_up, grad_amax, *how):  # type: ignore[no-untyped-def]
-        return torch.ops.lowprec.gated_keep(gate_up, *how)
+        return torch.ops.lowprec.quantized_gated_silu(gate_up, *how)
 
     @staticmethod
     def forward(ctx, gate_up, grad_amax, *how):  # type: ignore[no-untyped-def]
@@ -232,14 +232,14 @@ class _GatedThroughCodes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        dx, amax = torch.ops.lowprec.gated_keep_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
+        dx, amax = torch.ops.lowprec.quantized_gated_silu_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
         return dx, amax if ctx.needs_input_grad[1] else None, None, None
 
 
 class _GELUThroughCodes(torch.autograd.Function):
     @staticmethod
     def op(x, grad_amax, *how):  # type: ignore[no-untyped-def]
-        return torch.ops.lowprec.gelu_keep(x, *how)
+        return torch.ops.lowprec.quantized_gelu(x, *how)
 
     @staticmethod
     def forward(ctx, x, grad_amax, *how):  # type: ignore[no-untyped-def]
@@ -248,7 +248,7 @@ class _GELUThroughCodes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        dx, amax = torch.ops.lowprec.gelu_keep_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
+        dx, amax = torch.ops.lowprec.quantized_gelu_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
         return dx, amax if ctx.needs_input_grad[1] else None, None, None
 
 

@@ -24,8 +24,8 @@ WEIGHT_SPAN = 14  # E4M3 carriers
 def feed_forward(*, block: int = 128, gradient: str = "E5M2") -> LinearRecipe:
     """block: length of a block along fprop's reduction. gradient: format of dY."""
     rule = ScaleRule.E8M0_CEIL
-    x = Quantizer(E2M1, tile=(1, block), scale=rule, span=ACTIVATION_SPAN)
-    w = Quantizer(E2M1, tile=(1, block), scale=rule, span=WEIGHT_SPAN)
+    x = Quantizer(E2M1, tile=(1, block), scale=rule, exponent_span=ACTIVATION_SPAN)
+    w = Quantizer(E2M1, tile=(1, block), scale=rule, exponent_span=WEIGHT_SPAN)
     dy = Quantizer(parse_format(gradient), scale=ScaleRule.POW2)
     backward = Gemm(a=dy, b=Quantizer(E4M3, scale=ScaleRule.POW2), split_accumulation=True)
     return LinearRecipe(

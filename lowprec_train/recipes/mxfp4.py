@@ -23,8 +23,8 @@ OTHER_SPAN = 14  # E4M3 carriers
 def backward(rotation: int = 64, stochastic: bool = True) -> Gemm:
     """One MXFP4 GEMM; rotation 0: no Hadamard transform. Nearest rounding takes the ceil rule (arXiv 2506.08027)."""
     rule, rounding = (ScaleRule.E8M0_FLOOR, STOCHASTIC) if stochastic else (ScaleRule.E8M0_CEIL, NEAREST)
-    a = Quantizer(E2M1, tile=(1, 32), scale=rule, rounding=rounding, span=GRADIENT_SPAN)
-    b = Quantizer(E2M1, tile=(1, 32), scale=rule, rounding=rounding, span=OTHER_SPAN)
+    a = Quantizer(E2M1, tile=(1, 32), scale=rule, rounding=rounding, exponent_span=GRADIENT_SPAN)
+    b = Quantizer(E2M1, tile=(1, 32), scale=rule, rounding=rounding, exponent_span=OTHER_SPAN)
     return Gemm(a=a, b=b, rotation=RandomHadamard(rotation) if rotation else None, split_accumulation=True)
 
 

@@ -35,7 +35,7 @@ from lowprec_train.train import checks, launch
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
-from lowprec_train.train.describe import Choice, Layout, Plans, by_reference, device_name, versions
+from lowprec_train.train.describe import Choice, MetaModel, Plans, by_reference, device_name, versions
 from lowprec_train.train.diagnostics.profiling import Window
 from lowprec_train.train.diagnostics.snapshots import Snapshots, kept_history
 from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
@@ -45,7 +45,7 @@ from lowprec_train.train.launch import ALONE, World, host_group
 from lowprec_train.train.lint import execution as lint_execution
 from lowprec_train.train.lint import recipes as lint_recipes
 from lowprec_train.train.lint import training as lint_training
-from lowprec_train.train.lint.rules import Plan, Report, examine, refuse, sites
+from lowprec_train.train.lint.rules import Report, RunPlan, examine, layer_groups, refuse
 from lowprec_train.train.logging import metrics
 from lowprec_train.train.logging.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.rundir import RunDirectory, comparison
@@ -73,28 +73,28 @@ def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[
     return {p: r if r.is_identity else override(r, override_tree) for p, r in built.items()}
 
 
-def layout(run: RunConfig) -> Layout:
+def layout(run: RunConfig) -> MetaModel:
     """Model and policy on the meta device, checked against each other: costs no memory at any size."""
     model = without_memory(run.model)
     made, tokens = phases(run, model), run.micro_batch * run.data["seq_len"]
     for phase in made:
         checks.linears(model, phase.recipes, tokens=tokens)
         checks.saved_activations(model, phase.saved_activations)
-    return Layout(model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather)
+    return MetaModel(model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather)
 
 
-def lint(run: RunConfig, laid_out: Layout, plans: Sequence[Plans], device: torch.device) -> Report:
-    """The start-up linter's findings; ValueError where one of them is an error. plans: from `Layout.plans`."""
+def lint(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> Report:
+    """The start-up linter's findings; ValueError where one of them is an error. plans: from `MetaModel.plans`."""
     report = examine(plan(run, laid_out, plans, device), LINT_RULES, allow=run.lint_allow)
     refuse(report)
     return report
 
 
-def plan(run: RunConfig, laid_out: Layout, plans: Sequence[Plans], device: torch.device) -> Plan:
+def plan(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> RunPlan:
     """The values that the linter looks at."""
-    return Plan(
+    return RunPlan(
         run=run,
-        sites=sites(laid_out.phases, plans),
+        layer_groups=layer_groups(laid_out.phases, plans),
         codecs=codecs(run),
         decays=rules(run)[0].decays,
         learning_rate=construct(run.optim.schedule, "optim.schedule"),
@@ -134,7 +134,7 @@ def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
     return built
 
 
-def distribution(run: RunConfig, laid_out: Layout, world: World, device: torch.device) -> Distribution:
+def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
     """Cut the laid-out model over the processes; nothing for one of them."""
     return distribute(
         laid_out.model,
@@ -213,7 +213,7 @@ def corpus(run: RunConfig) -> Corpus:
 
 def trainer(
     run: RunConfig,
-    laid_out: Layout,
+    laid_out: MetaModel,
     plans: Sequence[Plans],
     text: Corpus,
     distribution: Distribution,
@@ -222,7 +222,7 @@ def trainer(
     compiled: bool,
     first: Weights | None = None,
 ) -> Trainer:
-    """The trainer of a run at its first step. plans: from `Layout.plans`. first: the first
+    """The trainer of a run at its first step. plans: from `MetaModel.plans`. first: the first
     values of the weights; None: drawn from the seed.
     """
     seq_len, model = run.data["seq_len"], laid_out.model
@@ -356,7 +356,9 @@ def watch(
         yield begin_step
 
 
-def facts(run: RunConfig, choice: Choice, laid_out: Layout, device: torch.device, *, compiled: bool) -> dict[str, Any]:
+def facts(
+    run: RunConfig, choice: Choice, laid_out: MetaModel, device: torch.device, *, compiled: bool
+) -> dict[str, Any]:
     """What run.json says of a run beside its configuration; `text_facts` completes it."""
     model, documents = laid_out.model, bool(run.data.get("document_mask"))
     return {

@@ -94,7 +94,7 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class MetaModel:
     """A model without memory, and what it will compute from which step on. tokens: of a micro-batch. param_all_gather:
     the form in which weights travel (`parallel.all_gather_format`).
     """
@@ -109,9 +109,9 @@ class Layout:
         return [plans(self, phase, device, shards) for phase in self.phases]
 
 
-def plans(layout: Layout, phase: Phase, device: torch.device, shards: int) -> Plans:
+def plans(meta: MetaModel, phase: Phase, device: torch.device, shards: int) -> Plans:
     """What each linear layer will do in a phase."""
-    model, form = layout.model, layout.param_all_gather
+    model, form = meta.model, meta.param_all_gather
     producers, consumers = amax_left(model, phase.saved_activations, device)
     found = {}
     for name, recipe in phase.recipes.items():
@@ -122,7 +122,7 @@ def plans(layout: Layout, phase: Phase, device: torch.device, shards: int) -> Pl
         found[name] = compile_plan(
             recipe,
             linear.part,
-            layout.tokens,
+            meta.tokens,
             device,
             dtype=model.dtype,
             split=linear.split,
@@ -163,18 +163,18 @@ def effective(recipes: Mapping[str, LinearRecipe], plans: Plans) -> Linears:
     }
 
 
-def tables(layout: Layout, plans: Sequence[Plans], device: torch.device) -> list[dict[str, Any]]:
+def tables(meta: MetaModel, plans: Sequence[Plans], device: torch.device) -> list[dict[str, Any]]:
     """The linears of the first phase, as from `effective`; then each later phase: its first step, its linears and what
     it saves.
     """
-    first, *later = (effective(phase.recipes, each) for phase, each in zip(layout.phases, plans, strict=True))
+    first, *later = (effective(phase.recipes, each) for phase, each in zip(meta.phases, plans, strict=True))
     return [first] + [
         {
             "first_step": phase.first_step,
             "linears": table,
-            "saved": saved(layout.model, phase.saved_activations, device),
+            "saved": saved(meta.model, phase.saved_activations, device),
         }
-        for phase, table in zip(layout.phases[1:], later, strict=True)
+        for phase, table in zip(meta.phases[1:], later, strict=True)
     ]
 
 

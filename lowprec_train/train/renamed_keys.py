@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from typing import Any
 
 KEYS: dict[str, str] = {
@@ -29,10 +30,13 @@ VALUES: dict[str, dict[str, str]] = {
     "parallel.param_all_gather": {"master": "fp32", "codes": "quantized"},
     "model": {"from/weights": "from_checkpoint"},
 }
-"""New key -> {old value: new value}."""
+"""New key -> {old value: new value}. `*` as above."""
 
-for _operand in (f"precision.override.{gemm}.{side}" for gemm in ("fprop", "dgrad", "wgrad") for side in "ab"):
-    KEYS[f"{_operand}.stochastic"] = f"{_operand}.rounding"
+for _change, _gemm, _side in product(
+    ("precision.override", "precision.schedule.*.override"), ("fprop", "dgrad", "wgrad"), "ab"
+):
+    _operand = f"{_change}.{_gemm}.{_side}"
+    KEYS |= {f"{_operand}.stochastic": f"{_operand}.rounding", f"{_operand}.span": f"{_operand}.exponent_span"}
     VALUES[f"{_operand}.rounding"] = {"false": "nearest", "true": "stochastic"}
     VALUES[f"{_operand}.rounding"] |= {"False": "nearest", "True": "stochastic"}
 
@@ -49,7 +53,7 @@ def renaming(key: str, value: str | None = None) -> str | None:
     """`keep=3 is now checkpoint_keep=3`; None where neither key nor value was renamed. value: None for a key alone."""
     now = new_key(key) or key
     given = value.strip("'\"") if value is not None else None
-    new_value = VALUES.get(now, {}).get(given, value) if given is not None else None
+    new_value = _new_values(now).get(given, value) if given is not None else None
     if (now, new_value) == (key, value):
         return None
     return f"{_shown(key, value)} is now {_shown(now, new_value)}"
@@ -79,11 +83,18 @@ def refuse(tree: Mapping[Any, Any], source: str = "", advice: str = "") -> None:
 
 def _new_name(key: str) -> str | None:
     for old, new in KEYS.items():
-        pattern = re.escape(old).replace(r"\*", r"(?P<any>[^./]+)").replace(r"\.", "[./]")
-        if found := re.fullmatch(rf"{pattern}(?P<below>[./].*)?", key):
+        if found := re.fullmatch(rf"{_pattern(old)}(?P<below>[./].*)?", key):
             renamed = new.replace("*", found.groupdict().get("any") or "") + (found["below"] or "")
             return renamed.replace(".", "/") if "/" in key else renamed
     return None
+
+
+def _new_values(key: str) -> Mapping[str, str]:
+    return next((values for each, values in VALUES.items() if re.fullmatch(_pattern(each), key)), {})
+
+
+def _pattern(key: str) -> str:
+    return re.escape(key).replace(r"\*", r"(?P<any>[^./]+)").replace(r"\.", "[./]")
 
 
 def _shown(key: str, value: str | None) -> str:

@@ -217,14 +217,14 @@ def source_hash() -> str:
 
 def numbered(ranks: Iterable[int]) -> str:
     """`rank 3`, `ranks 0-2 and 5`."""
-    spans: list[list[int]] = []
+    runs: list[list[int]] = []
     for rank in sorted(ranks):
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
         else:
-            spans.append([rank])
-    names = [str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans]
-    many = sum(map(len, spans)) > 1
+            runs.append([rank])
+    names = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    many = sum(map(len, runs)) > 1
     return f"rank{'s' if many else ''} " + " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 

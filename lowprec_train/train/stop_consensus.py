@@ -74,7 +74,7 @@ class StopConsensus:
         if self._group is None:
             self.learned = max(self.learned, int(stop))
             return self.learned > 0
-        self._receive()
+        self._read_message()
         if self.learned:
             return True
         self._message = _Message([float(stop), step_ms, data_ms, self._waited_ms], self._group)
@@ -99,9 +99,9 @@ class StopConsensus:
 
     def close(self) -> None:
         """Receive what is under way, after the last step, before the group ends."""
-        self._receive()
+        self._read_message()
 
-    def _receive(self) -> None:
+    def _read_message(self) -> None:
         if self._message is None:
             return
         self._newest, self._waited_ms = self._message.read()

@@ -33,7 +33,12 @@ CASES = (
     case("override-headroom-of-two", f"{CHANGE}.dgrad.a.headroom=2", "headroom", "2"),
     case("override-headroom-nan", f"{CHANGE}.dgrad.a.headroom=nan", "headroom", "nan"),
     case("override-headroom-in-words", f"{CHANGE}.dgrad.a.headroom=some", "headroom", "some"),
-    case("override-span-negative", f"{CHANGE}.dgrad.a.scale=POW2 precision.override.dgrad.a.span=-3", "span", "-3"),
+    case(
+        "override-span-negative",
+        f"{CHANGE}.dgrad.a.scale=POW2 precision.override.dgrad.a.exponent_span=-3",
+        "span",
+        "-3",
+    ),
     case("override-estimator-unknown", f"{CHANGE}.estimator=banana", "estimator", "banana"),
     case("override-saved-input-unknown", f"{CHANGE}.saved_input=banana", "saved_input", "banana", "CODES"),
     case("override-codes-only-of-a-backward-gemm", f"{CHANGE}.dgrad.codes_only=true", "codes_only"),

@@ -91,7 +91,7 @@ def linears(recipe: str, shape: Shape) -> Bytes:
 
 
 def weights(recipe: str, model: nn.Module) -> Bytes:
-    """Kept by the weight, not by the token: as it was multiplied."""
+    """SavedBytes by the weight, not by the token: as it was multiplied."""
     count = sum(m.weight.numel() for m in model.modules() if isinstance(m, Linear))
     return Bytes({BF16: 2 * count}) if recipe == "bf16" else Bytes({FP8: count})
 
@@ -119,7 +119,7 @@ def block(one: System) -> Tensor:
     return one.model.blocks[0](x, one.model.position.angles(T), None)
 
 
-def kept(one: System) -> Bytes:
+def saved(one: System) -> Bytes:
     """Bytes that autograd saved of one block, by dtype; scales of whole tensors (four bytes) left out."""
     attach_draws(one.model, one.seeds.at(0, 0))
     block(one).sum().backward()  # compiles
@@ -146,7 +146,7 @@ def test_a_block_keeps_what_its_shapes_say(recipe: str, model: str, compiled: bo
     if compiled:
         first.forward = torch.compile(first.forward, fullgraph=True, backend=PARTITION)
     token = expected(recipe, SHAPES[model], compiled)
-    assert kept(one) == Bytes({dtype: B * T * size for dtype, size in token.items()}) + weights(recipe, first)
+    assert saved(one) == Bytes({dtype: B * T * size for dtype, size in token.items()}) + weights(recipe, first)
 
 
 UNITS = re.compile(r"^\| (BF16|`fp8`|`coat`), (eager|compiled) \| ([\d.]+) \| ([\d.]+) \|$", flags=re.MULTILINE)

@@ -64,7 +64,7 @@ def expected(quantizer: Quantizer, x: np.ndarray) -> oracle.Rounded:
         quantizer.tile,
         quantizer.scale.name,
         share(quantizer),
-        quantizer.span,
+        quantizer.exponent_span,
         bits(*x.shape) if quantizer.stochastic else None,
     )
 
@@ -129,7 +129,7 @@ def test_a_bound_that_fp32_cannot_hold_turns_at_its_fp32_neighbour(format, headr
 def test_every_span(format, rule, stochastic):
     tiles: list[Tile] = [(-1, -1), (1, -1), (1, 16), (1, 32), (16, 16), (3, 5)]
     for span, tile, case in itertools.product((1, 14, 28, 60, 250), tiles, (normal, wide, zeros, extremes, patterns)):
-        quantizer = Quantizer(format, tile, rule, ROUNDING[stochastic], span=span)
+        quantizer = Quantizer(format, tile, rule, ROUNDING[stochastic], exponent_span=span)
         assert_same(quantizer, matrix(case, tile, format, torch.float32), note=case.__name__)
 
 
@@ -179,7 +179,7 @@ def test_non_finite_numbers_stay_in_their_tiles(format, rule, stochastic):
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("rule", POWERS, ids=lambda r: r.name)
 def test_non_finite_numbers_stay_in_their_rows_under_a_span(rule, bad):
-    quantizer = Quantizer(E2M1, (1, 16), rule, span=14)
+    quantizer = Quantizer(E2M1, (1, 16), rule, exponent_span=14)
     x = matrix(normal, (1, 16), E2M1, torch.float32)
     x[3, 40] = bad
     got = run(quantizer, x)

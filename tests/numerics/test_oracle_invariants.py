@@ -33,11 +33,11 @@ def amax(x: np.ndarray, tile: tuple[int, int]) -> np.ndarray:
 # --- W and its transpose ---
 
 
-def assert_transposed(straight: Quantized, turned: Quantized) -> None:
-    assert torch.equal(straight.codes.view(torch.uint8).t(), turned.codes.view(torch.uint8))
-    assert torch.equal(straight.scale.t(), turned.scale)
+def assert_transposed(straight: Quantized, transposed: Quantized) -> None:
+    assert torch.equal(straight.codes.view(torch.uint8).t(), transposed.codes.view(torch.uint8))
+    assert torch.equal(straight.scale.t(), transposed.scale)
     for part in straight.parts:
-        a, b = straight.parts[part].float(), turned.parts[part].float()
+        a, b = straight.parts[part].float(), transposed.parts[part].float()
         assert torch.equal(a.t(), b), part
 
 

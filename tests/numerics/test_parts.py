@@ -61,8 +61,8 @@ def test_a_span_hangs_from_the_whole_row(rule, dim):
     x[:, : COLUMNS // 2] *= 2.0**-20
     x[9, : COLUMNS // 2], x[10] = 0, 0
     for tile in ((1, 32), (1, -1), (16, 16)):
-        assert_parts_are_cut(Quantizer(E2M1, tile, rule, span=14), x, dim)
-        assert_parts_are_cut(Quantizer(E2M1, tile, rule, rounding=STOCHASTIC, span=5), x, dim)
+        assert_parts_are_cut(Quantizer(E2M1, tile, rule, exponent_span=14), x, dim)
+        assert_parts_are_cut(Quantizer(E2M1, tile, rule, rounding=STOCHASTIC, exponent_span=5), x, dim)
 
 
 WIDE = (Quantizer(E4M3, scale=ScaleRule.POW2), Quantizer(E2M1, (1, -1)), Quantizer(E2M1, (-1, 8)))

@@ -54,7 +54,7 @@ def test_codes_and_scales_are_the_oracles(format, rule, stochastic):
 def test_spans_are_the_oracles(rule, span, stochastic):
     bits = oracle.random_bits(SEED, M, K) if stochastic else None
     for name, tile in itertools.product(("normal", "heavy", "sparse", "boundaries"), [(1, 32), (1, 16), (16, 16)]):
-        quantizer = Quantizer(E2M1, tile, rule, ROUNDING[stochastic], span=span)
+        quantizer = Quantizer(E2M1, tile, rule, ROUNDING[stochastic], exponent_span=span)
         x = MATRICES[name](M, K) * np.float32(2) ** (np.arange(K) // 16 * 11)
         got = quantizer(torch.from_numpy(x), seed() if stochastic else None)
         want = oracle.quantize(x, "E2M1", tile, rule.name, quantizer.range_share, span, bits)
@@ -71,7 +71,7 @@ def test_ceil_rules_in_the_top_binade_of_fp32(rule):
 
 def test_large_tensors_have_the_same_bits():
     m, k = 128, 1024
-    quantizer = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, span=14)
+    quantizer = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, exponent_span=14)
     x = heavy(m, k)
     got = quantizer(torch.from_numpy(x), seed(), origin(64, 8))
     bits = oracle.random_bits(SEED, m, k, (64, 8))
@@ -80,8 +80,8 @@ def test_large_tensors_have_the_same_bits():
 
 def test_span_of_rows_at_the_bottom_of_fp32():
     x = tiny(M, K)
-    got = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_CEIL, span=14)(torch.from_numpy(x))
-    assert_equal_bits(got, oracle.quantize(x, "E2M1", (1, 32), "E8M0_CEIL", span=14), E2M1, x, (1, 32))
+    got = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_CEIL, exponent_span=14)(torch.from_numpy(x))
+    assert_equal_bits(got, oracle.quantize(x, "E2M1", (1, 32), "E8M0_CEIL", exponent_span=14), E2M1, x, (1, 32))
 
 
 @pytest.mark.parametrize("format", [BF16, FP32], ids=str)
@@ -159,7 +159,7 @@ def test_non_finite_stays_visible_and_in_its_tile(format, bad):
 def test_non_finite_stays_visible_under_a_span(bad, span):
     x = torch.from_numpy(normal(M, K))
     x[5, 20] = bad
-    got = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, STOCHASTIC, span=span)(x, seed()).dequantize()
+    got = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, STOCHASTIC, exponent_span=span)(x, seed()).dequantize()
     assert not torch.isfinite(got[5, 20])
     assert torch.isfinite(got[torch.arange(M) != 5]).all()
 
@@ -201,7 +201,7 @@ def test_nvfp4_is_for_e2m1_and_span_for_powers_of_two():
     with pytest.raises(ValueError, match="E4M3"):
         Quantizer(E4M3, (1, 16), ScaleRule.NVFP4)
     with pytest.raises(ValueError, match="span"):
-        Quantizer(E2M1, (1, 32), ScaleRule.FP32, span=14)
+        Quantizer(E2M1, (1, 32), ScaleRule.FP32, exponent_span=14)
 
 
 def test_unknown_names():

@@ -102,9 +102,9 @@ def test_nvfp4_scales(matrix, stochastic):
 def test_square_blocks_of_a_transpose(rule):
     w = torch.from_numpy(heavy(M, K))
     quantizer = Quantizer(E2M1, (16, 16), rule)
-    straight, turned = quantizer(w), quantizer(w.t().contiguous())
-    assert np.array_equal(codes(straight).T, codes(turned))
-    assert torch.equal(straight.scale.t(), turned.scale)
+    straight, transposed = quantizer(w), quantizer(w.t().contiguous())
+    assert np.array_equal(codes(straight).T, codes(transposed))
+    assert torch.equal(straight.scale.t(), transposed.scale)
 
 
 def test_nvfp4_blocks_have_no_floor_at_the_smallest_normal():

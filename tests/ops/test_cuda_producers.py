@@ -30,7 +30,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 
 @pytest.fixture(autouse=True)
 def built():
-    missing = {"norm_keep", "norm_keep_backward", "gated_keep", "gelu_keep"} - SERVED["cuda"]
+    missing = {"quantized_norm", "quantized_norm_backward", "quantized_gated_silu", "quantized_gelu"} - SERVED["cuda"]
     if missing:
         pytest.skip(f"no CUDA kernel was built for {sorted(missing)}")
 
@@ -105,7 +105,7 @@ def test_norm(
     x, dy = data(rows, columns, dtype), data(rows, columns, dtype, seed=1)
     weight = 1 + 0.3 * data(1, columns, torch.float32, seed=2)[0]
     bias = data(1, columns, torch.float32, seed=3)[0] if biased else None
-    y, amax, codes, exponents = ops.norm_keep(x, weight, bias, EPS, centered, format, group)
+    y, amax, codes, exponents = ops.quantized_norm(x, weight, bias, EPS, centered, format, group)
     values = check_kept(x, codes, exponents, quantizer(format, group))
     n, rate, size, spread = (part.cuda() for part in norm_parts(values, centered))
     w, b = weight.double(), 0.0 if bias is None else bias.double()
@@ -113,7 +113,7 @@ def test_norm(
     check(y, n * w + b, size * w.abs() * spread + (0.0 if bias is None else b.abs()))
 
     arguments = (dy, codes, exponents, weight, biased, EPS, centered, format, group)
-    dx, dweight, dbias = ops.norm_keep_backward(*arguments)
+    dx, dweight, dbias = ops.quantized_norm_backward(*arguments)
     d, g = dy.double(), dy.double() * w
     inner = g - mean(g) if centered else g
     terms = rate * (g.abs() + mean(g.abs()) * centered + size * mean(g.abs() * size)) * spread
@@ -122,16 +122,18 @@ def test_norm(
     assert dx.dtype is dtype and dweight.dtype is dbias.dtype is torch.float32 and dbias.numel() == columns * biased
     if biased:
         check(dbias, d.sum(0), d.abs().sum(0), COUNT + rows)
-    for a, b in zip(ops.norm_keep_backward(*arguments), (dx, dweight, dbias), strict=True):
+    for a, b in zip(ops.quantized_norm_backward(*arguments), (dx, dweight, dbias), strict=True):
         assert torch.equal(a, b)
 
 
 def test_more_rows_than_blocks() -> None:
     """Blocks of the backward pass go over several rows, the last ones over fewer."""
     x, dy, weight = data(3001, 512, torch.bfloat16), data(3001, 512, torch.bfloat16, seed=1), torch.ones(512).cuda()
-    _, _, *kept = ops.norm_keep(x, weight, None, EPS, False, "E4M3", 16)
-    dx, dweight, _ = ops.norm_keep_backward(dy, *kept, weight, False, EPS, False, "E4M3", 16)
-    part = ops.norm_keep_backward(dy[1500:], *(each[1500:] for each in kept), weight, False, EPS, False, "E4M3", 16)
+    _, _, *kept = ops.quantized_norm(x, weight, None, EPS, False, "E4M3", 16)
+    dx, dweight, _ = ops.quantized_norm_backward(dy, *kept, weight, False, EPS, False, "E4M3", 16)
+    part = ops.quantized_norm_backward(
+        dy[1500:], *(each[1500:] for each in kept), weight, False, EPS, False, "E4M3", 16
+    )
     assert torch.equal(dx[1500:], part[0])
     n, _, size, spread = norm_parts(quantizer("E4M3", 16)(x).dequantize().double(), False)
     check(dweight, (dy.double() * n).sum(0), (dy.double().abs() * size * spread).sum(0), COUNT + 3001)
@@ -152,14 +154,14 @@ def test_gated(format: str, group: int, shape: tuple[int, int], dtype: torch.dty
     rows, columns = shape
     x, dy = data(rows, 2 * columns, dtype), data(rows, columns, dtype, seed=1)
     how = quantizer(format, group)
-    y, amax, *kept = ops.gated_keep(x, format, group)
+    y, amax, *kept = ops.quantized_gated_silu(x, format, group)
     gate, up = (part.contiguous() for part in x.unflatten(1, (-1, 2)).unbind(2))
     gate, up = (check_kept(part, *kept[2 * i : 2 * i + 2], how).cuda() for i, part in enumerate((gate, up)))
     open, shut, count = torch.sigmoid(gate), torch.sigmoid(-gate), sigmoid_count(gate)
     exact = gate * open * up
     assert y.dtype is dtype and torch.equal(amax, y.float().abs().amax(1))
     check(y, exact, exact.abs(), count, (gate * up).abs())
-    dx, amax = ops.gated_keep_backward(dy, *kept, format, group)
+    dx, amax = ops.quantized_gated_silu_backward(dy, *kept, format, group)
     assert dx.dtype is dtype and torch.equal(amax, dx.float().abs().amax(1))
     (dgate, dup), d = dx.unflatten(1, (-1, 2)).unbind(2), dy.double()
     check(
@@ -177,14 +179,14 @@ def test_gated(format: str, group: int, shape: tuple[int, int], dtype: torch.dty
 @pytest.mark.parametrize("format, group", GROUPS)
 def test_gelu(format: str, group: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, dy = data(*shape, dtype), data(*shape, dtype, seed=1)
-    y, amax, *kept = ops.gelu_keep(x, format, group)
+    y, amax, *kept = ops.quantized_gelu(x, format, group)
     values = check_kept(x, *kept, quantizer(format, group)).cuda()
     slope = 2 * math.sqrt(2 / math.pi)
     z = slope * (values + 0.044715 * values**3)
     open, steep = torch.sigmoid(z), torch.sigmoid(z) * torch.sigmoid(-z)
     assert y.dtype is dtype and torch.equal(amax, y.float().abs().amax(1))
     check(y, values * open, values.abs(), sigmoid_count(z))
-    dx, amax = ops.gelu_keep_backward(dy, *kept, format, group)
+    dx, amax = ops.quantized_gelu_backward(dy, *kept, format, group)
     assert dx.dtype is dtype and torch.equal(amax, dx.float().abs().amax(1))
     rise = values * steep * slope * (1 + 3 * 0.044715 * values**2)
     check(
@@ -207,16 +209,16 @@ def test_what_is_not_finite_shows_in_its_token_alone(format: str, bad: float) ->
     x[4, 100] = bad
     dy = torch.ones(6, 512).bfloat16().cuda()
     for centered in (False, True):
-        y, amax, *kept = ops.norm_keep(x, weight, weight, EPS, centered, format, 32)
-        dx, _, _ = ops.norm_keep_backward(dy, *kept, weight, True, EPS, centered, format, 32)
+        y, amax, *kept = ops.quantized_norm(x, weight, weight, EPS, centered, format, 32)
+        dx, _, _ = ops.quantized_norm_backward(dy, *kept, weight, True, EPS, centered, format, 32)
         for tensor in (y, dx, amax[:, None]):
             assert (~tensor.isfinite().all(1)).nonzero().tolist() == [[4]]
         assert kept[1][4, 3] == 255
-    y, amax, *kept = ops.gelu_keep(x, format, 32)
-    dx, heard = ops.gelu_keep_backward(dy, *kept, format, 32)
+    y, amax, *kept = ops.quantized_gelu(x, format, 32)
+    dx, heard = ops.quantized_gelu_backward(dy, *kept, format, 32)
     assert torch.equal(kept[1].eq(255).nonzero().cpu(), torch.tensor([[4, 3]]))
-    both, _, *kept = ops.gated_keep(torch.stack((dy, x), 2).flatten(1), format, 32)
-    dboth, _ = ops.gated_keep_backward(dy, *kept, format, 32)
+    both, _, *kept = ops.quantized_gated_silu(torch.stack((dy, x), 2).flatten(1), format, 32)
+    dboth, _ = ops.quantized_gated_silu_backward(dy, *kept, format, 32)
     for tensor, first in ((y, 96), (dx, 96), (both, 96), (dboth, 192)):
         broken = ~tensor.isfinite()
         assert broken[4].any()
@@ -229,17 +231,17 @@ def test_views_and_other_groups() -> None:
     """Rows that do not begin at 16 bytes are copied first; what no kernel serves is refused, not computed wrongly."""
     whole = torch.randn(9, 256).bfloat16().cuda().flatten()
     x, weight = whole[1 : 1 + 8 * 256].view(8, 256), torch.ones(256).cuda()
-    for found, wanted in zip(ops.gelu_keep(x, "E4M3", 16), ops.gelu_keep(x.clone(), "E4M3", 16), strict=True):
+    for found, wanted in zip(ops.quantized_gelu(x, "E4M3", 16), ops.quantized_gelu(x.clone(), "E4M3", 16), strict=True):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     strided = torch.randn(256, 8).bfloat16().cuda().t()
     arguments = (weight, None, EPS, False, "E4M3", 16)
     for found, wanted in zip(
-        ops.norm_keep(strided, *arguments), ops.norm_keep(strided.clone(), *arguments), strict=True
+        ops.quantized_norm(strided, *arguments), ops.quantized_norm(strided.clone(), *arguments), strict=True
     ):
         assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
     for format, group in (("E4M3", 8), ("E4M3", 48), ("INT8", 16)):
         with pytest.raises(RuntimeError):
-            ops.gelu_keep(torch.ones(4, 240).bfloat16().cuda(), format, group)
+            ops.quantized_gelu(torch.ones(4, 240).bfloat16().cuda(), format, group)
 
 
 LAYERS = {

@@ -32,13 +32,13 @@ HOWS = {
     "E2M1": Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.POW2),
 }
 DTYPES = (torch.float32, torch.bfloat16)
-FUSED = frozenset({"norm_keep", "gated_keep", "gelu_keep"})
+FUSED = frozenset({"quantized_norm", "quantized_gated_silu", "quantized_gelu"})
 
 
 class Layer(QuantizedSavedInput):
     """Any formula, op by op."""
 
-    role, op, width = "norm", "norm_keep", WIDTH
+    role, op, width = "norm", "quantized_norm", WIDTH
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -154,7 +154,7 @@ def test_what_is_kept_is_what_the_quantizer_makes(name: str) -> None:
     format, group = how.format.name, how.tile[1]
     x = randn(ROWS, 2 * WIDTH, seed=3, dtype=torch.bfloat16)
     gate, up = (part.contiguous() for part in pair(x))
-    _, _, *kept = ops.gated_keep(x, format, group)
+    _, _, *kept = ops.quantized_gated_silu(x, format, group)
     for part, codes, exponents in ((gate, *kept[:2]), (up, *kept[2:])):
         wanted = how(part)
         assert codes.dtype is (torch.uint8 if how.format is E2M1 else wanted.codes.dtype)
@@ -162,8 +162,8 @@ def test_what_is_kept_is_what_the_quantizer_makes(name: str) -> None:
         assert torch.equal(codes.view(torch.uint8), wanted.codes.view(torch.uint8))
         assert exponents.dtype is torch.uint8 and torch.equal(2.0 ** (exponents.double() - 127), wanted.scale.double())
         for other in (
-            ops.gelu_keep(part, format, group),
-            ops.norm_keep(part, torch.ones(WIDTH), None, EPS, True, format, group),
+            ops.quantized_gelu(part, format, group),
+            ops.quantized_norm(part, torch.ones(WIDTH), None, EPS, True, format, group),
         ):
             assert torch.equal(other[3], exponents)
 
@@ -184,14 +184,16 @@ def test_shapes_are_those_that_the_schema_says(format: str, biased: bool) -> Non
     x, weight = randn(4, 2 * WIDTH, seed=1, dtype=torch.bfloat16), torch.ones(2 * WIDTH)
     bias = torch.ones(2 * WIDTH) if biased else None
     arguments = (x, weight, bias, EPS, True, format, 32)
-    torch.library.opcheck(ops.norm_keep.default, arguments, test_utils=checks)
-    kept = ops.norm_keep(*arguments)[2:]
-    torch.library.opcheck(ops.norm_keep_backward.default, (x, *kept, weight, biased, *arguments[3:]), test_utils=checks)
-    torch.library.opcheck(ops.gelu_keep.default, (x, format, 32), test_utils=checks)
-    torch.library.opcheck(ops.gelu_keep_backward.default, (x, *kept, format, 32), test_utils=checks)
-    torch.library.opcheck(ops.gated_keep.default, (x, format, 32), test_utils=checks)
-    dy, kept = x[:, :WIDTH].contiguous(), ops.gated_keep(x, format, 32)[2:]
-    torch.library.opcheck(ops.gated_keep_backward.default, (dy, *kept, format, 32), test_utils=checks)
+    torch.library.opcheck(ops.quantized_norm.default, arguments, test_utils=checks)
+    kept = ops.quantized_norm(*arguments)[2:]
+    torch.library.opcheck(
+        ops.quantized_norm_backward.default, (x, *kept, weight, biased, *arguments[3:]), test_utils=checks
+    )
+    torch.library.opcheck(ops.quantized_gelu.default, (x, format, 32), test_utils=checks)
+    torch.library.opcheck(ops.quantized_gelu_backward.default, (x, *kept, format, 32), test_utils=checks)
+    torch.library.opcheck(ops.quantized_gated_silu.default, (x, format, 32), test_utils=checks)
+    dy, kept = x[:, :WIDTH].contiguous(), ops.quantized_gated_silu(x, format, 32)[2:]
+    torch.library.opcheck(ops.quantized_gated_silu_backward.default, (dy, *kept, format, 32), test_utils=checks)
 
 
 # --- which form a layer takes ---
@@ -212,7 +214,7 @@ def test_kernels_take_what_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not layer.fuses(x)
     layer.observer = None
     line = {"scale": ScaleRule.POW2}
-    spanned = Quantizer(E2M1, tile=(1, 16), span=14, **line)
+    spanned = Quantizer(E2M1, tile=(1, 16), exponent_span=14, **line)
     for how in (
         None,
         spanned,
@@ -221,11 +223,11 @@ def test_kernels_take_what_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         layer.quantizer = how
         assert not layer.fuses(x)
-    assert not producers.has_kernel("norm_keep", 32768, "E4M3", 16) and producers.has_kernel(
-        "gelu_keep", 32768, "E4M3", 16
+    assert not producers.has_kernel("quantized_norm", 32768, "E4M3", 16) and producers.has_kernel(
+        "quantized_gelu", 32768, "E4M3", 16
     )
-    assert not producers.has_kernel("gelu_keep", 88, "E4M3", 16) and not producers.has_kernel(
-        "gelu_keep", 96, "INT8", 16
+    assert not producers.has_kernel("quantized_gelu", 88, "E4M3", 16) and not producers.has_kernel(
+        "quantized_gelu", 96, "INT8", 16
     )
 
 

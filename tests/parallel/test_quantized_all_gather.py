@@ -231,8 +231,8 @@ def test_bytes_of_a_part(recipe, shape, shards, sent):
         (Quantizer(E2M1, tile=(16, 16), scale=ScaleRule.NVFP4), 1, True),
         (Quantizer(E2M1, tile=(-1, 16), scale=ScaleRule.NVFP4), None, True),
         (Quantizer(E2M1, tile=(-1, 16), scale=ScaleRule.NVFP4), 1, False),  # columns' first, then the tensor's
-        (Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.E8M0_CEIL, span=14), 1, True),
-        (Quantizer(E2M1, tile=(-1, 32), scale=ScaleRule.E8M0_CEIL, span=14), 1, False),
+        (Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.E8M0_CEIL, exponent_span=14), 1, True),
+        (Quantizer(E2M1, tile=(-1, 32), scale=ScaleRule.E8M0_CEIL, exponent_span=14), 1, False),
     ],
 )
 def test_one_maximum_must_do(how, split, coded):

@@ -46,7 +46,7 @@ def test_quantizer_has_the_bits_of_the_cpu(format, rule, tile, stochastic, dtype
         tile,
         scale=rule,
         rounding=ROUNDING[stochastic],
-        span=14 if tile == (1, 32) and rule is not ScaleRule.FP32 else 0,
+        exponent_span=14 if tile == (1, 32) and rule is not ScaleRule.FP32 else 0,
     )
     seed, origin = torch.tensor(2**40 + 5), torch.tensor([64, 128])
     extra = (seed, origin) if stochastic else ()
@@ -71,7 +71,7 @@ def test_other_ops_have_the_bits_of_the_cpu():
         expected = ops.quantize_nvfp4(x, tile, headroom, rounding, draw, None)
         seen = ops.quantize_nvfp4(x.cuda(), tile, headroom, rounding, None if draw is None else draw.cuda(), None)
         assert all(same(a, b) for a, b in zip(seen, expected, strict=True))
-    block = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, span=14)(x, seed)
+    block = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, exponent_span=14)(x, seed)
     expected = ops.fold(block.codes, block.scale, "E4M3")
     seen = ops.fold(block.codes.cuda(), block.scale.cuda(), "E4M3")
     assert all(same(a, b) for a, b in zip(seen, expected, strict=True))
@@ -114,8 +114,8 @@ def test_folded_mxfp4_multiplies_to_the_bf16_rounding(k):
         torch.randint(-12, 1, (256, k // 32), generator=generator)
     ).repeat_interleave(32, 1)
     b = torch.randn(128, k, generator=generator)
-    wide = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, span=28)
-    other = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, span=14)
+    wide = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, exponent_span=28)
+    other = Quantizer(E2M1, (1, 32), scale=ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC, exponent_span=14)
     qa, qb = wide(a.cuda(), torch.tensor(1).cuda()), other(b.cuda(), torch.tensor(2).cuda())
     expected = exact(qa, qb)
     rounding = error(expected.bfloat16(), expected)

@@ -74,17 +74,17 @@ def test_on_a_gpu(name, tensor_cores):
         (fp8_rowwise.recipe(), (392, 256), ("dequantize",) * 3),
         (fp8_rowwise.recipe(), (384, 264), ("dequantize", "dequantize", "fp8_row")),
         (
-            override(fp4_mixed.feed_forward(), {"fprop": {"b": {"span": 0}}}),
+            override(fp4_mixed.feed_forward(), {"fprop": {"b": {"exponent_span": 0}}}),
             (384, 256),
             ("dequantize",) + ("fp8_tensor",) * 2,
         ),
         (
-            override(fp4_mixed.feed_forward(), {"fprop": {"b": {"span": 20}}}),
+            override(fp4_mixed.feed_forward(), {"fprop": {"b": {"exponent_span": 20}}}),
             (384, 256),
             ("dequantize",) + ("fp8_tensor",) * 2,
         ),
         (
-            override(fp4_mixed.feed_forward(), {"fprop": {"a": {"span": 40}}}),
+            override(fp4_mixed.feed_forward(), {"fprop": {"a": {"exponent_span": 40}}}),
             (384, 256),
             ("dequantize",) + ("fp8_tensor",) * 2,
         ),
@@ -175,8 +175,8 @@ def seen(x: Quantized | torch.Tensor) -> Codes:
     """What the choice depends on, from the tensors of an operand alone."""
     if not isinstance(x, Quantized):
         return Codes(None)
-    if x.span and x.granularity != "tensor":  # folded, or to be folded
-        return Codes(x.codes.dtype, "block", x.span)
+    if x.exponent_span and x.granularity != "tensor":  # folded, or to be folded
+        return Codes(x.codes.dtype, "block", x.exponent_span)
     tile = (x.codes.shape[0] // x.scale.shape[0], x.codes.shape[1] // x.scale.shape[1])
     return Codes(x.codes.dtype, x.granularity, tile=tile if x.granularity == "block" else (0, 0))
 

@@ -28,7 +28,7 @@ def spread_blocks(m: int, blocks: int, step: int) -> np.ndarray:
 
 def quantizer(carrier: str, stochastic: bool = True) -> Quantizer:
     rule = ScaleRule.E8M0_FLOOR if stochastic else ScaleRule.E8M0_CEIL
-    return Quantizer(E2M1, (1, 32), rule, ROUNDING[stochastic], span=SPANS[carrier])
+    return Quantizer(E2M1, (1, 32), rule, ROUNDING[stochastic], exponent_span=SPANS[carrier])
 
 
 def fold(codes: torch.Tensor, scale: torch.Tensor, carrier: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +72,7 @@ def test_exponents_stay_within_the_span(carrier):
     q = quantizer(carrier)(torch.from_numpy(spread_blocks(16, 8, 9)), SEED)
     exponents = oracle.floor_log2(q.scale.numpy())
     reach = exponents.max(1) - exponents.min(1)
-    assert (reach == SPANS[carrier]).all() and q.span == SPANS[carrier]
+    assert (reach == SPANS[carrier]).all() and q.exponent_span == SPANS[carrier]
 
 
 @pytest.mark.parametrize("carrier", SPANS)

@@ -58,10 +58,10 @@ def test_both_is_one_after_the_other(format, tiles, rule):
     across, down = torch.rand(1, 384) + 0.1, torch.rand(256, 1) + 0.1
     first, second = (Quantizer(format, tile=tile, scale=rule) for tile in tiles)
     for a, d in ((None, None), (across, None), (None, down), (across, down)):
-        plain, turned = both(x, first, second, across=a, down=d)
+        plain, transposed = both(x, first, second, across=a, down=d)
         want = first(x.float() if a is None else x.float() * a)
         want_t = second((x.float() if d is None else x.float() * d).t().contiguous())
-        for got, expected in ((plain, want), (turned, want_t)):
+        for got, expected in ((plain, want), (transposed, want_t)):
             assert torch.equal(got.codes.view(torch.uint8), expected.codes.view(torch.uint8))
             assert torch.equal(got.scale, expected.scale)
 
@@ -69,8 +69,10 @@ def test_both_is_one_after_the_other(format, tiles, rule):
 def test_a_turned_quantizer_makes_the_same_codes():
     x = torch.randn(64, 96)
     row = Quantizer(E2M1, tile=(1, -1))
-    codes, turned = both(x, row, row.transposed())
-    assert torch.equal(codes.codes.float().t(), turned.codes.float()) and torch.equal(codes.scale.t(), turned.scale)
+    codes, transposed = both(x, row, row.transposed())
+    assert torch.equal(codes.codes.float().t(), transposed.codes.float()) and torch.equal(
+        codes.scale.t(), transposed.scale
+    )
     assert row.transposed().transposed() == row
 
 
@@ -82,7 +84,7 @@ def test_what_pairs():
         Quantizer(E4M3, tile=(1, -1), scale=ScaleRule.POW2),
         Quantizer(E4M3, tile=(1, -1), rounding=STOCHASTIC),
         Quantizer(E4M3, tile=(1, -1), headroom=0.5),
-        Quantizer(E4M3, tile=(1, 32), scale=ScaleRule.POW2, span=14),
+        Quantizer(E4M3, tile=(1, 32), scale=ScaleRule.POW2, exponent_span=14),
     ):
         assert not pairs(row, other)
     assert not pairs(Quantizer(FP16), Quantizer(FP16))  # two bytes a code

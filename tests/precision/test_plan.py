@@ -79,12 +79,12 @@ def test_when_one_op_rounds_both_orientations_of_a_part(dim):
 
 
 def test_an_amax_that_was_left_is_used_for_one_scale_of_what_is_not_changed_first():
-    ops_around = {"producer": "gated_silu", "consumer": "gated_keep"}
+    ops_around = {"producer": "gated_silu", "consumer": "quantized_gated_silu"}
     for name, recipe in RECIPES.items():
         found = plan(recipe, **ops_around)
         one_scale = name == "fp8"
         assert found.fprop.a.amax_from == ("gated_silu" if one_scale else "")
-        assert found.dgrad.a.amax_from == ("gated_keep" if one_scale or name == "fp4_mixed" else "")
+        assert found.dgrad.a.amax_from == ("quantized_gated_silu" if one_scale or name == "fp4_mixed" else "")
     column, row = (plan(RECIPES["fp8"], dim, **ops_around) for dim in (0, 1))
     assert not column.fprop.a.amax_from and column.dgrad.a.amax_from  # X is this rank's rows
     assert row.fprop.a.amax_from and not row.dgrad.a.amax_from
@@ -110,7 +110,7 @@ def test_only_e2m1_blocks_fold(monkeypatch):
     """A span bounds exponents of any format; codes of more than three bits times 2**-span are no FP8 numbers."""
     monkeypatch.setattr(gemm, "has_fp8", lambda device: True)
     for format, path in ((E2M1, "fp8_folded"), (E4M3, "dequantize")):
-        block = Quantizer(format, (1, 32), ScaleRule.POW2, span=14)
+        block = Quantizer(format, (1, 32), ScaleRule.POW2, exponent_span=14)
         assert plan(LinearRecipe(fprop=Gemm(a=block, b=block))).paths()["fprop"] == path
 
 

@@ -104,7 +104,7 @@ def test_the_published_constants():
     for gemm in (mx.dgrad, mx.wgrad):
         assert gemm.rotation == RandomHadamard(64) and gemm.split_accumulation
         assert (gemm.a.range_share, gemm.b.range_share) == (3 / 4, 3 / 4)
-        assert (gemm.a.span, gemm.b.span) == (28, 14)
+        assert (gemm.a.exponent_span, gemm.b.exponent_span) == (28, 14)
     assert mxfp4.recipe(rotation=0).dgrad.rotation is None
     assert mxfp4.recipe(rotation=128).wgrad.rotation == RandomHadamard(128)
     eight = fp8.recipe()
@@ -113,7 +113,7 @@ def test_the_published_constants():
 
 def test_the_published_constants_of_blocks():
     mixed, nv = fp4_mixed.feed_forward(), nvfp4.recipe()
-    assert (mixed.fprop.a.span, mixed.fprop.b.span) == (28, 14)
+    assert (mixed.fprop.a.exponent_span, mixed.fprop.b.exponent_span) == (28, 14)
     assert nv.wgrad.rotation == RandomHadamard(16) and nv.fprop.rotation is nv.dgrad.rotation is None
     assert nvfp4.recipe(rotation=0).wgrad.rotation is None
     assert nv.dgrad.a.range_share == nv.wgrad.a.range_share == 16 / 17
@@ -352,7 +352,7 @@ def test_wrong_overrides_name_their_place(changes, said):
         ("fp8_block", {"wgrad": {"a": None}}, ("operand",)),
         ("fp8_block", {"fprop": {"b": None}}, ("dgrad",)),
         ("fp8_rowwise", {"saved_input": "CODES", "fprop": {"a": None}}, ("fprop",)),
-        ("fp8_rowwise", {"wgrad": {"a": {"span": 3, "scale": "FP32"}}}, ("wgrad.a", "span")),
+        ("fp8_rowwise", {"wgrad": {"a": {"exponent_span": 3, "scale": "FP32"}}}, ("wgrad.a", "span")),
         ("int8_switchback", {"saved_input": "OPERAND"}, ("operand",)),
         ("int8_switchback", {"estimator": {"k": 5.0}}, ("estimator",)),
         ("fp4_mixed", {"fprop": {"outliers": {"quantile": 0.99}}}, ("outlier", "1x128")),
@@ -370,7 +370,7 @@ def test_overrides_that_contradict_the_recipe(name, changes, said):
     [
         {"wgrad": {"a": {"rounding": "maybe"}}},
         {"wgrad": {"split_accumulation": "maybe"}},
-        {"wgrad": {"a": {"span": "wide"}}},
+        {"wgrad": {"a": {"exponent_span": "wide"}}},
         {"wgrad": {"a": {"tile": [1, 32, 1]}}},
         {"wgrad": {"a": {"tile": "row"}}},
     ],

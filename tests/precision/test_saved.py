@@ -96,7 +96,7 @@ def test_the_codes_that_nvfp4_keeps(data):
 
 @pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("recipe, tile", [(fp8_block.recipe(), (1, 128)), (fp4_mixed.feed_forward(), (-1, -1))])
-def test_the_codes_that_fp8_operands_keep(recipe, tile, data):
+def test_the_codes_that_fp8_operands_save(recipe, tile, data):
     x, w, _ = make(data, "BF16", SIZES)
     want = quantize(x.T, "E4M3", tile, "POW2")
     np.testing.assert_array_equal(only(saved(linear(recipe, w), x), E4M3, (K, M)), want.values)
@@ -184,7 +184,7 @@ def weights_codes(events: list[tuple]) -> Quantized:
 @pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block"])
 def test_square_blocks_serve_a_weight_and_its_transpose(name, data):
-    """A layer of W^T has the codes and scales of a layer of W, turned: dgrad's b is what rounding W^T would give."""
+    """A layer of W^T has the transposed codes and scales of a layer of W: dgrad's b is what rounding W^T would give."""
     x, w, dy = make(data, "BF16", SIZES)
     one = weights_codes(seen_by_observer(RECIPES[name], w, x, dy))
     other = weights_codes(seen_by_observer(RECIPES[name], w.T.copy(), dy, x))

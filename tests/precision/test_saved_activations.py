@@ -27,7 +27,7 @@ HOWS = {
     "E5M2": Quantizer(parse_format("E5M2"), tile=(1, 16), scale=ScaleRule.E8M0_CEIL),
     "INT8": Quantizer(parse_format("INT8"), tile=(1, 16), scale=ScaleRule.POW2),
     "E2M1": Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.POW2),
-    "E2M1, bounded span": Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.E8M0_CEIL, span=14),
+    "E2M1, bounded span": Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.E8M0_CEIL, exponent_span=14),
     "BF16": Quantizer(parse_format("BF16"), tile=(1, 16), scale=ScaleRule.POW2),
 }
 DTYPES = (torch.float32, torch.bfloat16)
@@ -142,7 +142,7 @@ def test_what_is_not_finite_stays_visible(name: str, bad: float, dtype: torch.dt
         broken = ~tensor.isfinite()
         assert broken[3, 20] and broken.any(1).sum() == 1
         broken[:, first : first + how.tile[1]] = False
-        assert how.span or not broken.any()  # a span's floor comes from the whole row
+        assert how.exponent_span or not broken.any()  # a span's floor comes from the whole row
 
 
 def test_the_observer_is_told_of_every_rounding() -> None:

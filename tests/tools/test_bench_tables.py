@@ -49,8 +49,8 @@ def test_every_op_has_a_row():
         ("rotate_fold", "rows", 3 * M * K + 4 * M + 8),
         ("rotate_fold", "columns of E4M3 codes", 3 * M * K + 4 * K + 12),
         ("hadamard", "64", 6 * M * K + 8),
-        ("norm_keep", "E4M3 in 16", 5 * M * K + M * K // 16 + 4 * (M + K)),
-        ("norm_keep_backward", "E4M3 in 16", 5 * M * K + M * K // 16 + 8 * K),
+        ("quantized_norm", "E4M3 in 16", 5 * M * K + M * K // 16 + 4 * (M + K)),
+        ("quantized_norm_backward", "E4M3 in 16", 5 * M * K + M * K // 16 + 8 * K),
     ],
 )
 def test_bytes_that_must_move(op, name, expected):

@@ -9,7 +9,7 @@ import torch
 from lowprec_train.comm.fsdp import encoded
 from lowprec_train.config import choices
 from lowprec_train.tools import cli
-from lowprec_train.tools.estimate.memory import kept_bytes, memory, parameters, states
+from lowprec_train.tools.estimate.memory import memory, parameters, saved_bytes, states
 from lowprec_train.tools.estimate.report import flops
 from lowprec_train.tools.estimate.subject import Subject, Weight
 from lowprec_train.tools.estimate.traffic import traffic
@@ -28,8 +28,8 @@ def subject(*overrides, gpus=None):
     return Subject(run=composed("model=llama_tiny", *TINY, *overrides), gpus=gpus)
 
 
-def kept(one):
-    return kept_bytes(one, one.run.model.recompute)
+def saved(one):
+    return saved_bytes(one, one.run.model.recompute)
 
 
 def needed(*overrides):
@@ -54,30 +54,30 @@ def test_blocks_keep_what_their_shapes_say(recipe, model, compiled):
     """The very numbers of tests/model/test_saved_bytes.py, without memory; and the weights as they were multiplied."""
     how = "auto" if compiled else "'off'"
     one = subject(f"+recipe={recipe}", *f"model={model}".split(), f"compile={how}")
-    first, second = kept(one).blocks
+    first, second = saved(one).blocks
     assert first == second and first.token == expected(recipe, SHAPES[model], compiled).total()
     weights = sum(w.shape[0] * w.shape[1] for w in one.weights if w.unit == "blocks.0" and w.matrix)
     assert first.fixed == pytest.approx(weights * (2 if recipe == "bf16" else 1), abs=64)  # scales of whole tensors
 
 
 def test_recomputed_blocks_keep_their_input_or_what_is_dear():
-    found = {how: kept(subject("+recipe=fp8", f"model.recompute={how}")) for how in ("none", "selective", "full")}
+    found = {how: saved(subject("+recipe=fp8", f"model.recompute={how}")) for how in ("none", "selective", "full")}
     full, selective, none = (found[how].blocks[0] for how in ("full", "selective", "none"))
     assert (full.token, full.fixed) == (2 * 128, 0) and full.token < selective.token < none.token
     assert len({parts.rest for parts in found.values()}) == 1
     with pytest.raises(ValueError, match="selective is counted for compiled runs only"):
-        kept(subject("model.recompute=selective", "compile='off'"))
+        saved(subject("model.recompute=selective", "compile='off'"))
 
 
 def test_the_rest_is_tokens_norm_and_logits():
     """Token and target numbers, the last norm's input and rate, its output for the head, logits and their sums."""
-    rest = kept(subject(*BF16_ADAMW, "model.vocab_size=320")).rest
+    rest = saved(subject(*BF16_ADAMW, "model.vocab_size=320")).rest
     assert rest.token == 8 + 2 * 128 + 4 + 2 * 128 + 2 * 320 + 4 and rest.fixed == 0
 
 
 def test_blocks_of_other_recipes_keep_other_bytes():
     one = subject("+recipe=nvfp4", "model.layers=4", "compile='off'")
-    found = kept(one)
+    found = saved(one)
     assert len(found.blocks) == 4 and len(set(one.kinds())) == len(set(found.blocks))
 
 
@@ -194,7 +194,7 @@ def test_weights_travel_as_they_are_asked_to(gather, sent_size, kept_size):
     (one, two), (_, three) = (sent(*overrides) for overrides in layers)
     block = sum(w.shape[0] * w.shape[1] for w in one.weights if w.unit == "blocks.0" and w.matrix)
     assert three["parameters gathered"] - two["parameters gathered"] == 2 * 0.75 * sent_size * block
-    assert kept(one).blocks[0].fixed == pytest.approx(kept_size * block, abs=64)
+    assert saved(one).blocks[0].fixed == pytest.approx(kept_size * block, abs=64)
 
 
 def test_summing_each_micro_batch_sends_as_often():
@@ -217,12 +217,12 @@ def test_tensor_parallel_ranks_send_rows_four_times_a_block():
     for what in ("gather", "scatter"):
         name = f"tensor parallel, {what}"
         assert three[name] - two[name] == 4 * rows
-    assert "tensor parallel, maxima" in sent(*tp, "+recipe=fp8")[1]
+    assert "tensor parallel, amax" in sent(*tp, "+recipe=fp8")[1]
 
 
 def test_tensor_parallel_parts_keep_less():
     """Of norms and of the stream their rows, of the layers between their channels; inputs that were gathered, whole."""
-    whole, half = (kept(subject("compile='off'", "+recipe=fp8", f"parallel.tp={tp}")).blocks[0] for tp in (1, 2))
+    whole, half = (saved(subject("compile='off'", "+recipe=fp8", f"parallel.tp={tp}")).blocks[0] for tp in (1, 2))
     assert 0.5 * whole.token <= half.token < whole.token and half.fixed == pytest.approx(whole.fixed / 2, abs=64)
 
 

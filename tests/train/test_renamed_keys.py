@@ -7,6 +7,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from lowprec_train import config
+from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.tools import cli
 from lowprec_train.train import rundir
@@ -29,6 +30,11 @@ OLD = {  # a setting -> what it is called now
     "precision.keep.group=32": "precision.saved_activations.group=32",
     "precision/keep=coat": "precision/saved_activations=coat",
     "precision.override.keep=CODES": "precision.override.saved_input=CODES",
+    "precision.override.fprop.b.span=14": "precision.override.fprop.b.exponent_span=14",
+    "precision.schedule.late.override.dgrad.a.span=14": "precision.schedule.late.override.dgrad.a.exponent_span=14",
+    "precision.schedule.late.override.dgrad.a.stochastic=true": (
+        "precision.schedule.late.override.dgrad.a.rounding=stochastic"
+    ),
     "model=from/weights": "model=from_checkpoint",
     "parallel.grad_reduce=last": "parallel.grad_reduce=last_microbatch",
     "parallel.grad_reduce='each'": "parallel.grad_reduce=every_microbatch",
@@ -130,15 +136,14 @@ def test_a_model_of_an_earlier_version_is_not_evaluated(tmp_path, monkeypatch):
 def test_the_new_names_are_keys():
     """Of the schema, or of a shipped node; and no old name is one."""
     config.register()
-    changes = [f"{key}=nearest" for key in KEYS.values() if key.startswith("precision.override.")]  # empty as shipped
-    asked = composed("comm=fp8", "precision/schedule=bf16_end", *changes)
+    asked = composed("comm=fp8", "precision/schedule=bf16_end")
     run = OmegaConf.create(vars(asked), flags={"allow_objects": True})
     for old, new in KEYS.items():
         key, was = (each.replace("*", "end") for each in (new, old))
         parent, _, name = key.rpartition(".")
-        if parent.endswith("override"):  # an open tree, whose keys are a recipe's
-            recipe = {field.name for field in fields(LinearRecipe)}
-            assert name in recipe and was.rpartition(".")[2] not in recipe
+        if ".override" in parent:  # an open tree, whose keys are a recipe's or a quantiser's
+            known = {field.name for field in fields(LinearRecipe if parent.endswith("override") else Quantizer)}
+            assert name in known and was.rpartition(".")[2] not in known
             continue
         assert OmegaConf.select(run, key) is not None and new_key(new) is None
         assert OmegaConf.select(run, was) is None

@@ -63,10 +63,10 @@ def _seed(device: torch.device) -> Tensor:
     return torch.full((), SEED, dtype=torch.int64, device=device)
 
 
-def _quantize(format: str, tile: tuple[int, int], rule: str, headroom: float = 1.0, span: int = 0) -> Callable:
+def _quantize(format: str, tile: tuple[int, int], rule: str, headroom: float = 1.0, exponent_span: int = 0) -> Callable:
     def call(x: Tensor, seed: Tensor | None = None) -> Any:
         rounding = "nearest" if seed is None else "stochastic"
-        return ops.quantize(x, format, tile, rule, headroom, span, rounding, seed, None)
+        return ops.quantize(x, format, tile, rule, headroom, exponent_span, rounding, seed, None)
 
     return call
 
@@ -197,8 +197,8 @@ def _pairs() -> Iterator[Case]:
     yield Case(name="row", op="quantize_both", inputs=_values(), call=rows, passes=2, shapes=everywhere)
     rows = _both("E5M2", row, row, "FP32")
     yield Case(name="row E5M2, folds", op="quantize_both", inputs=_with_folds, call=rows, passes=2)
-    turned = _both("E2M1", row, (-1, 1), "FP32")
-    yield Case(name="row E2M1, turned", op="quantize_both", inputs=_values(), call=turned, shapes=WEIGHTS)
+    transposed = _both("E2M1", row, (-1, 1), "FP32")
+    yield Case(name="row E2M1, transposed", op="quantize_both", inputs=_values(), call=transposed, shapes=WEIGHTS)
     lines = _both("E4M3", line, line, "POW2")
     yield Case(name="1x128", op="quantize_both", inputs=_values(), call=lines)
     square = _both("E4M3", (BLOCK, BLOCK), (BLOCK, BLOCK), "POW2")
@@ -233,10 +233,10 @@ def _methods() -> Iterator[Case]:
     yield Case(name="64", op="hadamard", inputs=_with_seed, call=_hadamard)
     everywhere = ACTIVATIONS + WEIGHTS
     yield Case(name="rows", op="rotate_fold", inputs=_with_seed, call=_rotate_fold(False, False), shapes=everywhere)
-    turned = _rotate_fold(True, False)
-    yield Case(name="columns", op="rotate_fold", inputs=_with_seed, call=turned, passes=2, shapes=everywhere)
-    turned = _rotate_fold(True, True)
-    yield Case(name="columns of E4M3 codes", op="rotate_fold", inputs=_coded, call=turned, passes=2)
+    transposed = _rotate_fold(True, False)
+    yield Case(name="columns", op="rotate_fold", inputs=_with_seed, call=transposed, passes=2, shapes=everywhere)
+    transposed = _rotate_fold(True, True)
+    yield Case(name="columns of E4M3 codes", op="rotate_fold", inputs=_coded, call=transposed, passes=2)
     expanded = ("E4M3", GROUP, SEGMENTS)
     yield Case(
         name="E4M3",
@@ -258,9 +258,9 @@ def _kept(op: str, *of_matrix: int) -> Callable[[int, int, torch.device], Inputs
     """Inputs of a backward op: dy, and the outputs of its forward op at the places `of_matrix`."""
 
     def made(m: int, k: int, device: torch.device) -> Inputs:
-        doubled = 2 * k if op == "gated_keep" else k
+        doubled = 2 * k if op == "quantized_gated_silu" else k
         x = torch.randn(m, doubled, device=device, dtype=torch.bfloat16)
-        weight = (torch.ones(k, device=device), None, EPS, False) if op == "norm_keep" else ()
+        weight = (torch.ones(k, device=device), None, EPS, False) if op == "quantized_norm" else ()
         outputs = getattr(ops, op)(x, *weight, *KEPT)
         return torch.randn_like(outputs[0]), *(outputs[place] for place in of_matrix), *weight[:1]
 
@@ -290,30 +290,38 @@ def _producers() -> Iterator[Case]:
     )
 
     def norm(x: Tensor, weight: Tensor) -> Any:
-        return ops.norm_keep(x, weight, None, EPS, False, *KEPT)
+        return ops.quantized_norm(x, weight, None, EPS, False, *KEPT)
 
     def norm_backward(dy: Tensor, codes: Tensor, exponents: Tensor, weight: Tensor) -> Any:
-        return ops.norm_keep_backward(dy, codes, exponents, weight, False, EPS, False, *KEPT)
+        return ops.quantized_norm_backward(dy, codes, exponents, weight, False, EPS, False, *KEPT)
 
-    yield Case(name=name, op="norm_keep", inputs=_weighted, call=norm, shapes=hidden)
-    made = _kept("norm_keep", 2, 3)
-    yield Case(name=name, op="norm_keep_backward", inputs=made, call=norm_backward, shapes=hidden)
-    yield Case(name=name, op="gated_keep", inputs=_values(), call=lambda x: ops.gated_keep(x, *KEPT), shapes=gate_up)
-    made = _kept("gated_keep", 2, 3, 4, 5)
+    yield Case(name=name, op="quantized_norm", inputs=_weighted, call=norm, shapes=hidden)
+    made = _kept("quantized_norm", 2, 3)
+    yield Case(name=name, op="quantized_norm_backward", inputs=made, call=norm_backward, shapes=hidden)
     yield Case(
         name=name,
-        op="gated_keep_backward",
+        op="quantized_gated_silu",
+        inputs=_values(),
+        call=lambda x: ops.quantized_gated_silu(x, *KEPT),
+        shapes=gate_up,
+    )
+    made = _kept("quantized_gated_silu", 2, 3, 4, 5)
+    yield Case(
+        name=name,
+        op="quantized_gated_silu_backward",
         inputs=made,
-        call=lambda *a: ops.gated_keep_backward(*a, *KEPT),
+        call=lambda *a: ops.quantized_gated_silu_backward(*a, *KEPT),
         shapes=ffn,
     )
-    yield Case(name=name, op="gelu_keep", inputs=_values(), call=lambda x: ops.gelu_keep(x, *KEPT), shapes=ffn)
-    made = _kept("gelu_keep", 2, 3)
+    yield Case(
+        name=name, op="quantized_gelu", inputs=_values(), call=lambda x: ops.quantized_gelu(x, *KEPT), shapes=ffn
+    )
+    made = _kept("quantized_gelu", 2, 3)
     yield Case(
         name=name,
-        op="gelu_keep_backward",
+        op="quantized_gelu_backward",
         inputs=made,
-        call=lambda *a: ops.gelu_keep_backward(*a, *KEPT),
+        call=lambda *a: ops.quantized_gelu_backward(*a, *KEPT),
         shapes=ffn,
     )
 

@@ -83,9 +83,11 @@ def _rows(side: int, k: int, device: torch.device) -> Operands:
 def _folded(side: int, k: int, device: torch.device) -> Operands:
     """Folded codes; raises ArithmeticError should folding change a value."""
     made = []
-    for span, carrier in zip(SPANS, ("E5M2", "E4M3"), strict=True):
+    for exponent_span, carrier in zip(SPANS, ("E5M2", "E4M3"), strict=True):
         powers = torch.randint(-BINADES, 1, (side, k // 32), device=device).float().exp2().repeat_interleave(32, 1)
-        quantizer = Quantizer(E2M1, tile=(1, 32), scale=ScaleRule.E8M0_FLOOR, headroom=0.75, span=span)
+        quantizer = Quantizer(
+            E2M1, tile=(1, 32), scale=ScaleRule.E8M0_FLOOR, headroom=0.75, exponent_span=exponent_span
+        )
         blocks = quantizer(torch.randn(side, k, device=device) * powers)
         folded = Quantized(*torch.ops.lowprec.fold(blocks.codes, blocks.scale, carrier))
         if not torch.equal(folded.dequantize(), blocks.dequantize()):

@@ -75,10 +75,10 @@ def _scaled(
         right = Quantizer(E4M3, tile=tile_b, scale=ScaleRule.POW2)(b)
         scale_a, scale_b = LAYOUTS[tile_a](left.scale), LAYOUTS[tile_b](right.scale)
         scale_b = scale_b.t() if tile_b == ROW else scale_b
-        turned = right.codes.t()
+        transposed = right.codes.t()
         how: Mapping[str, Any] = {"output_dtype": torch.bfloat16, "use_fast_accum": fast}
         types = (_type(tile_a), _type(tile_b))
-        return lambda: F.scaled_mm(left.codes, turned, scale_a, types[0], scale_b, types[1], **how)
+        return lambda: F.scaled_mm(left.codes, transposed, scale_a, types[0], scale_b, types[1], **how)
 
     return make
 

@@ -151,9 +151,9 @@ def with_torch_linears(work: Work) -> Built:
 
 
 class TorchLinear(nn.Linear):
-    """torch.nn.Linear where the trainer's own is called: maxima and draws go in unused, and no maxima come out."""
+    """torch.nn.Linear where the trainer's own is called: amax and draws go in unused, and no amax comes out."""
 
-    def forward(self, x: Tensor, maxima: Tensor | None = None, draws: Draws | None = None) -> Tensor:
+    def forward(self, x: Tensor, amax: Tensor | None = None, draws: Draws | None = None) -> Tensor:
         return super().forward(x)
 
     def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, None]:

@@ -18,7 +18,7 @@ import numpy as np
 from lowprec_train.tools.compare.runs import Array
 
 FILE = "telemetry.jsonl"
-GEMMS = ("fprop", "dgrad", "wgrad", "kept")
+GEMMS = ("fprop", "dgrad", "wgrad", "saved")
 LABELS = {
     "sqnr_db": "SQNR, dB",
     "underflow_pct": "underflow, %",

@@ -1,10 +1,10 @@
 """Bytes on one GPU, and the moment of a step at which they are most.
 
 What stands: parameters, optimizer states, and gradients between micro-batches. What comes and goes: weights gathered
-for a block, what autograd keeps (`kept.py`), gradients on their way to their owners. A backward pass frees what a block
-kept and makes its gradients, so the sum is followed from the loss back to the first block:
+for a block, what autograd saves (`saved.py`), gradients on their way to their owners. A backward pass frees what a
+block saved and makes its gradients, so the sum is followed from the loss back to the first block:
 
-    at block i:   standing + kept by blocks 0..i + gradients so far + what block i works with
+    at block i:   standing + saved by blocks 0..i + gradients so far + what block i works with
 
 Not counted: CUDA's context, NCCL's buffers, the libraries' workspaces (together 1 to 2 GiB), fragmentation, batches.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lowprec_train.comm.collectives import reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.tools.estimate import traffic
-from lowprec_train.tools.estimate.saved import Counter, Kept, KeptParts
+from lowprec_train.tools.estimate.saved import Counter, SavedBytes, SavedParts
 from lowprec_train.tools.estimate.subject import Subject, Weight
 
 FP32, BF16 = 4, 2
@@ -41,25 +41,25 @@ def counter(subject: Subject, recompute: str) -> Counter:
     )
 
 
-def kept_bytes(subject: Subject, recompute: str) -> KeptParts:
+def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
     """What autograd keeps of a micro-batch under a choice of what is recomputed. `full` keeps a block's input alone, by
     definition: its blocks need no count.
     """
     kinds = subject.kinds()
     if recompute == "full":
-        stream = Kept(token=BF16 * subject.run.model.dim / subject.sizes.tp, fixed=0)
-        return KeptParts(rest=counter(subject, "none").rest(), blocks=(stream,) * len(kinds))
+        stream = SavedBytes(token=BF16 * subject.run.model.dim / subject.sizes.tp, fixed=0)
+        return SavedParts(rest=counter(subject, "none").rest(), blocks=(stream,) * len(kinds))
     counts = counter(subject, recompute)
     blocks = {kind: counts.block(kind) for kind in dict.fromkeys(kinds)}
-    return KeptParts(rest=counts.rest(), blocks=tuple(blocks[kind] for kind in kinds))
+    return SavedParts(rest=counts.rest(), blocks=tuple(blocks[kind] for kind in kinds))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """moments: label -> bytes by what they are for, from the loss on backwards. kept: as counted."""
+    """moments: label -> bytes by what they are for, from the loss on backwards. saved: as counted."""
 
     moments: dict[str, Moment]
-    kept: KeptParts
+    saved: SavedParts
 
     @property
     def peak(self) -> tuple[str, Moment]:
@@ -72,20 +72,20 @@ class Memory:
         return sum(self.peak[1].values())
 
 
-Count = Callable[[Subject, str], KeptParts]
+Count = Callable[[Subject, str], SavedParts]
 """What autograd keeps under a choice of what is recomputed; where many layouts are compared, from a table."""
 
 
-def memory(subject: Subject, reduction: Reduction, count: Count = kept_bytes) -> Memory:
+def memory(subject: Subject, reduction: Reduction, count: Count = saved_bytes) -> Memory:
     """Of one GPU, rank 0: it has the largest parts."""
     chosen = subject.run.model.recompute
-    kept = count(subject, chosen)
-    again = kept if chosen == "none" else count(subject, "none")
+    saved = count(subject, chosen)
+    again = saved if chosen == "none" else count(subject, "none")
     standing = {"parameters": parameters(subject), "optimizer states": states(subject)}
     moments: dict[str, Moment] = {}
-    for label, changing in _backward(subject, reduction, kept, again):
+    for label, changing in _backward(subject, reduction, saved, again):
         moments[label] = standing | changing
-    return Memory(moments=moments, kept=kept)
+    return Memory(moments=moments, saved=saved)
 
 
 def parameters(subject: Subject) -> int:
@@ -106,20 +106,20 @@ def states(subject: Subject) -> int:
 
 
 def _backward(
-    subject: Subject, reduction: Reduction, kept: KeptParts, again: KeptParts
+    subject: Subject, reduction: Reduction, saved: SavedParts, again: SavedParts
 ) -> Iterator[tuple[str, Moment]]:
     """From the loss to the first block: what stands and what does not."""
     tokens, tp = subject.tokens, subject.sizes.tp
     units = traffic.units(subject.weights)
     grads = Gradients(subject, reduction)
-    layers = len(kept.blocks)
+    layers = len(saved.blocks)
     head = units.get("head", ())
     yield (
         "loss",
         {
             "gradients": grads.standing + grads.made(head),
-            "kept by blocks": sum(block.of(tokens) for block in kept.blocks),
-            "embedding, head and logits": kept.rest.of(tokens),
+            "saved by blocks": sum(block.of(tokens) for block in saved.blocks),
+            "embedding, head and logits": saved.rest.of(tokens),
             "weights gathered": gathered(subject, last_block=layers - 1),
             "at work": BF16 * tokens * subject.run.model.dim // tp + grads.flying(head),
         },
@@ -128,13 +128,13 @@ def _backward(
     for index in reversed(range(layers)):
         here = units[f"blocks.{index}"]
         done += here
-        recomputed = again.blocks[index].of(tokens) - kept.blocks[index].of(tokens)
+        recomputed = again.blocks[index].of(tokens) - saved.blocks[index].of(tokens)
         largest = max(sum(w.part(tp)) for w in here if w.matrix)
         yield (
             f"block {index}",
             {
                 "gradients": grads.standing + grads.made(done),
-                "kept by blocks": sum(block.of(tokens) for block in kept.blocks[: index + 1]) + recomputed,
+                "saved by blocks": sum(block.of(tokens) for block in saved.blocks[: index + 1]) + recomputed,
                 "weights gathered": gathered(subject, last_block=index),
                 "at work": BF16 * tokens * largest + grads.flying(here),
             },

@@ -41,27 +41,27 @@ def _(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MetaGroup:
-    """sent: bytes that this rank has sent, of activations and, under "maxima", of all-reduces."""
+    """sent: bytes that this rank has sent, of activations and, under "amax", of all-reduces."""
 
     size: int
     rank: int = 0
-    sent: dict[str, int] = field(default_factory=lambda: {"gather": 0, "scatter": 0, "maxima": 0}, compare=False)
+    sent: dict[str, int] = field(default_factory=lambda: {"gather": 0, "scatter": 0, "amax": 0}, compare=False)
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         return self.all_reduce_sum(nan_as_infinity(x))
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        self._send("maxima", 2 * (self.size - 1) * x.numel() * x.element_size() // self.size)
+        self._count("amax", 2 * (self.size - 1) * x.numel() * x.element_size() // self.size)
         return x.detach().clone()
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        self._send("gather", (self.size - 1) * x.numel() * x.element_size())
+        self._count("gather", (self.size - 1) * x.numel() * x.element_size())
         return torch.ops.lowprec_estimate.gathered(x.detach(), self.size, dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        self._send("scatter", (self.size - 1) * x.numel() * x.element_size() // self.size)
+        self._count("scatter", (self.size - 1) * x.numel() * x.element_size() // self.size)
         return torch.ops.lowprec_estimate.scattered(x.detach(), self.size)
 
-    def _send(self, what: str, size: int) -> None:
+    def _count(self, what: str, size: int) -> None:
         if not torch.compiler.is_compiling():
             self.sent[what] += size

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.config import RunConfig
-from lowprec_train.tools.estimate.memory import Count, kept_bytes, memory
+from lowprec_train.tools.estimate.memory import Count, memory, saved_bytes
 from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import traffic
 from lowprec_train.train import build
@@ -18,7 +18,7 @@ GIB, GB = 2**30, 1e9
 Estimate = dict[str, Any]
 
 
-def estimate(run: RunConfig, gpus: int | None = None, count: Count = kept_bytes) -> Estimate:
+def estimate(run: RunConfig, gpus: int | None = None, count: Count = saved_bytes) -> Estimate:
     """All that can be known before a GPU is touched. Raises ValueError for a configuration that cannot run."""
     subject = Subject(run=run, gpus=gpus)
     reduction: Reduction = build.construct(run.comm, "comm")
@@ -41,7 +41,7 @@ def estimate(run: RunConfig, gpus: int | None = None, count: Count = kept_bytes)
         "tokens_per_step": step_tokens,
         "memory": {"at": moment, **peak, "total": needed.bytes},
         "moments": needed.moments,
-        "kept_per_token": needed.kept.total(subject.tokens) / subject.tokens,
+        "saved_per_token": needed.saved.total(subject.tokens) / subject.tokens,
         "traffic": sent | {"total": sum(sent.values())},
         "flops_per_token": flops(subject),
     }

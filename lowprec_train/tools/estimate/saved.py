@@ -2,7 +2,7 @@
 
 Blocks of a kind keep the same, so a model without blocks and one with a single block tell all:
 
-    kept(model) = rest + sum over blocks of kept(block)
+    saved(model) = rest + sum over blocks of saved(block)
 
 Each storage is counted once however many nodes saved a view of it, and parameters, buffers and draws are not counted:
 they are there anyway. Compiled means torch.compile with the backend that cuts forward from backward as Inductor does
@@ -29,7 +29,7 @@ PARTITION = "aot_eager_decomp_partition"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class SavedBytes:
     """token: bytes a token of this process's micro-batch. fixed: bytes whatever the tokens."""
 
     token: float
@@ -41,11 +41,11 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptParts:
+class SavedParts:
     """rest: embedding, last norm, head with its logits, loss. blocks: one each, in order."""
 
-    rest: Kept
-    blocks: tuple[Kept, ...]
+    rest: SavedBytes
+    blocks: tuple[SavedBytes, ...]
 
     def total(self, tokens: int) -> int:
         """Bytes at the end of a forward pass."""
@@ -65,20 +65,20 @@ class Counter:
     compiled: bool
     documents: bool = False
 
-    def rest(self) -> Kept:
+    def rest(self) -> SavedBytes:
         """All but the blocks."""
-        return self._kept(lambda size: self._saved(None, size, compiled=self.compiled))
+        return self._saved_bytes(lambda size: self._saved(None, size, compiled=self.compiled))
 
-    def block(self, index: int) -> Kept:
+    def block(self, index: int) -> SavedBytes:
         """One block: the difference that it makes to the rest, which is eager here, since that costs nothing."""
-        return self._kept(
+        return self._saved_bytes(
             lambda size: self._saved(index, size, compiled=False) - self._saved(None, size, compiled=False)
         )
 
-    def _kept(self, count: Callable[[int], int]) -> Kept:
+    def _saved_bytes(self, count: Callable[[int], int]) -> SavedBytes:
         small, large = count(self.batch), count(2 * self.batch)
         token = (large - small) / (self.batch * self.seq_len)
-        return Kept(token=token, fixed=small - token * self.batch * self.seq_len)
+        return SavedBytes(token=token, fixed=small - token * self.batch * self.seq_len)
 
     def _saved(self, block: int | None, batch: int, *, compiled: bool) -> int:
         model = only(self.make(), block)

@@ -26,7 +26,7 @@ from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.meta_group import MetaGroup
 from lowprec_train.train import build, checks
-from lowprec_train.train.describe import Layout
+from lowprec_train.train.describe import MetaModel
 
 META = torch.device("meta")
 DTYPES = {4: torch.float32, 2: torch.bfloat16}  # of parameters, by bytes
@@ -109,7 +109,7 @@ class Subject:
         return build.codecs(self.run)
 
     @cached_property
-    def laid_out(self) -> Layout:
+    def laid_out(self) -> MetaModel:
         """The whole model."""
         return build.layout(self.run)
 

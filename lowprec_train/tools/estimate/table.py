@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_train.config import choices
-from lowprec_train.tools.estimate.memory import counter, kept_bytes, parameters, states
+from lowprec_train.tools.estimate.memory import counter, parameters, saved_bytes, states
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
-from lowprec_train.tools.estimate.saved import KeptParts
+from lowprec_train.tools.estimate.saved import SavedParts
 from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.tools.markdown import number, table
 from lowprec_train.train.compose import composed
@@ -36,8 +36,8 @@ def markdown(overrides: Sequence[str] = ()) -> str:
 
 def _recipes(overrides: Sequence[str]) -> list[str]:
     """Bytes a parameter of a model that one GPU holds, and bytes a token and block."""
-    stored, kept = ("weights", "gradients", "states"), ("kept of weights", "kept a token")
-    header = ("recipe", *stored, *kept)
+    stored, saved = ("weights", "gradients", "states"), ("saved of weights", "saved a token")
+    header = ("recipe", *stored, *saved)
     return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe")))
 
 
@@ -52,7 +52,7 @@ def _of_recipe(recipe: str, overrides: Sequence[str]) -> list[object]:
 
 
 def _layouts(overrides: Sequence[str]) -> list[str]:
-    gib, gb = ("standing", "gathered", "kept", "largest sum"), ("weights", "gradients", "tensor parallel")
+    gib, gb = ("standing", "gathered", "saved", "largest sum"), ("weights", "gradients", "tensor parallel")
     header, rows = ("layout", "recipe", *gib, *gb, "a token"), []
     for layout, axes in LAYOUTS.items():
         for recipe in RECIPES:
@@ -61,15 +61,15 @@ def _layouts(overrides: Sequence[str]) -> list[str]:
     return table(header, rows)
 
 
-_SEEN: dict[tuple[object, ...], KeptParts] = {}
+_SEEN: dict[tuple[object, ...], SavedParts] = {}
 
 
-def _remembered(subject: Subject, recompute: str) -> KeptParts:
+def _remembered(subject: Subject, recompute: str) -> SavedParts:
     """Layouts with the same tensor-parallel parts and dtypes keep the same."""
     sizes = tuple(subject.gathered_bytes(weight) for weight in subject.weights)
     key = (subject.run.precision.name, subject.sizes.tp, recompute, sizes)
     if key not in _SEEN:
-        _SEEN[key] = kept_bytes(subject, recompute)
+        _SEEN[key] = saved_bytes(subject, recompute)
     return _SEEN[key]
 
 
@@ -77,8 +77,8 @@ def _of_layout(found: Estimate) -> list[str]:
     """GiB of a GPU, GB that it sends in a step, kB a token of its own."""
     memory, sent = found["memory"], found["traffic"]
     standing = sum(memory[what] for what in ("parameters", "optimizer states", "gradients"))
-    kept = memory["kept by blocks"] + memory.get("embedding, head and logits", 0)
-    gib = (standing, memory["weights gathered"], kept, memory["total"])
+    saved = memory["saved by blocks"] + memory.get("embedding, head and logits", 0)
+    gib = (standing, memory["weights gathered"], saved, memory["total"])
     gb = (sum(size for what, size in sent.items() if what.startswith(kind)) for kind in KINDS)
     tokens = found["micro_batch_tokens"] * found["micro_batches"]
     return [

@@ -6,7 +6,7 @@
     nonfinite_pct       x or x^ is NaN or infinite
     scale_spread        log2(largest / smallest s) over the tiles that are not zero
     outlier_pct         x outside of its row's clamp
-    clamped_blocks_pct  blocks whose exponent was raised to their row's floor (a quantiser's `span`)
+    clamped_blocks_pct  blocks whose exponent was raised to their row's floor (a quantiser's `exponent_span`)
     stalled_pct         a stored value does not move towards the wanted one: the update is lost (arXiv 2603.16731)
 
 Percentages are of all elements, or of all blocks. A figure that has no number is not finite: SQNR of an exact rounding
@@ -114,7 +114,7 @@ def _scales(amax: Tensor, scale: Tensor) -> Figures:
 
 def _clamped_blocks(amax: Tensor, scale: Tensor, how: Quantizer) -> Tensor:
     """Share of non-zero blocks that the span gave a larger scale than their own rule; zero blocks lose nothing."""
-    if not how.span:
+    if not how.exponent_span:
         return _missing(amax)
     own, _ = tile_scale(amax, how.format, how.scale.value, how.range_share, 0)
     return _percent((amax > 0) & (own < scale))

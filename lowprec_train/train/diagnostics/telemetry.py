@@ -11,7 +11,7 @@ Training meets neither, so losses are the same bits with telemetry and without. 
 metrics and read one step later.
 
 One row is one rounding: `{"step", "site", "gemm", "operand", "what", figures}` for an operand of a GEMM, the same with
-gemm "kept" for the inputs of a norm or an activation (operand a, and b for the second one), and `{"step", "parameter",
+gemm "saved" for the inputs of a norm or an activation (operand a, and b for the second one), and `{"step", "parameter",
 "state", "what", figures}` for the optimizer. `roundings` defines the figures; what is not a finite number is null.
 Under recompute the first of two equal roundings counts.
 """
@@ -40,7 +40,7 @@ from lowprec_train.train.logging.metrics import AsyncHostCopy
 
 Row = dict[str, Any]
 
-KEPT_OPERANDS = "ab"
+SAVED_OPERANDS = "ab"
 
 STORED = {format.carrier: format.name for format in FORMATS.values() if format.native}
 
@@ -70,11 +70,11 @@ class Record:
         labels = {"site": site, "gemm": plan.gemm.name.lower(), "operand": plan.operand.name.lower()}
         self._add(labels | {"what": plan.rounding}, x, rounded, plan.quantizer, plan.outliers)
 
-    def kept(self, site: str, x: Tensor, rounded: Quantized, how: Quantizer) -> None:
+    def saved(self, site: str, x: Tensor, rounded: Quantized, how: Quantizer) -> None:
         """An observer of `QuantizedSavedInput`, given its site: it meets a module's inputs in turn, in forward only."""
         if not self.forward_over:
-            known = sum((site, "kept", operand) in self.rows for operand in KEPT_OPERANDS)
-            labels = {"site": site, "gemm": "kept", "operand": KEPT_OPERANDS[known], "what": str(how)}
+            known = sum((site, "saved", operand) in self.rows for operand in SAVED_OPERANDS)
+            labels = {"site": site, "gemm": "saved", "operand": SAVED_OPERANDS[known], "what": str(how)}
             self._add(labels, x, rounded, how)
 
     def state(self, parameter: nn.Parameter, state: str, before: Tensor, wanted: Tensor, after: Tensor) -> None:
@@ -140,7 +140,7 @@ class Telemetry:
         for name, linear in linears.items():
             linear.observer = partial(record.operand, name)
         for name, module in keeping.items():
-            module.observer = partial(record.kept, name)
+            module.observer = partial(record.saved, name)
         try:
             yield
         finally:

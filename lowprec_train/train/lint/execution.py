@@ -12,21 +12,21 @@ from lowprec_train.precision.gemm import Path
 from lowprec_train.precision.linear_plan import GemmPlan
 from lowprec_train.precision.recipe import Gemm
 from lowprec_train.train.lint.recipes import gemms, operands
-from lowprec_train.train.lint.rules import Fault, Operand, Plan, Rule, Severity, Site
+from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, Rule, RunPlan, Severity
 
 SMALL, LARGE = 1024, 4096
 ALIGNMENT = 16  # of FP8 GEMMs in cuBLASLt
 ROWS = ((1, -1), (-1, -1))  # tiles whose scale leaves the sum
 
 
-def on_gpu(find: Callable[[Plan], Iterable[Fault]]) -> Callable[[Plan], Iterable[Fault]]:
+def on_gpu(find: Callable[[RunPlan], Iterable[Fault]]) -> Callable[[RunPlan], Iterable[Fault]]:
     """A rule that holds on a CUDA device only."""
     return lambda plan: find(plan) if plan.on_gpu else ()
 
 
-def _slow(site: Site, name: str) -> GemmPlan | None:
+def _slow(group: LayerGroup, name: str) -> GemmPlan | None:
     """A GEMM whose operands both have FP8 carriers, and which runs in BF16 all the same; None for others."""
-    gemm = site.plan.gemms()[name]
+    gemm = group.plan.gemms()[name]
     carried = all(codes.dtype in FP8 for codes in gemm.codes)
     return gemm if carried and gemm.path is Path.DEQUANTIZE else None
 
@@ -35,37 +35,37 @@ def _pair(gemm: Gemm) -> str:
     return f"{gemm.a} x {gemm.b}"
 
 
-def e5m2_pair(site: Site, name: str, gemm: Gemm) -> str:
-    slow = _slow(site, name)
+def e5m2_pair(group: LayerGroup, name: str, gemm: Gemm) -> str:
+    slow = _slow(group, name)
     return _pair(gemm) if slow and all(codes.carrier == "E5M2" for codes in slow.codes) else ""
 
 
-def unfolded_blocks(site: Site, name: str, gemm: Gemm) -> str:
-    slow = _slow(site, name)
+def unfolded_blocks(group: LayerGroup, name: str, gemm: Gemm) -> str:
+    slow = _slow(group, name)
     return _pair(gemm) if slow and any(codes.carrier is None for codes in slow.codes) else ""
 
 
-def unaligned(site: Site, name: str, gemm: Gemm) -> str:
-    slow = _slow(site, name)
+def unaligned(group: LayerGroup, name: str, gemm: Gemm) -> str:
+    slow = _slow(group, name)
     return f"sizes (m, n, k) of {slow.sizes}" if slow and any(size % ALIGNMENT for size in slow.sizes[1:]) else ""
 
 
-def fast_backward(site: Site, name: str, gemm: Gemm) -> str:
-    fast = name != "fprop" and site.plan.peaks()[name] == "fp8" and not gemm.split_accumulation
+def fast_backward(group: LayerGroup, name: str, gemm: Gemm) -> str:
+    fast = name != "fprop" and group.plan.peaks()[name] == "fp8" and not gemm.split_accumulation
     return f"{_pair(gemm)} without split accumulation" if fast else ""
 
 
-def twice_rounded(operand: Operand) -> bool:
+def twice_rounded(operand: RoundedOperand) -> bool:
     """Values of blocks with FP32 scales are no BF16 values."""
     q = operand.quantizer
     return q.format.scaled and q.scale is ScaleRule.FP32 and q.tile not in ROWS
 
 
-def small_gemm(plan: Plan) -> Iterator[Fault]:
-    for site in plan.sites:
-        low, high = sorted(site.plan.shape)
-        if low <= SMALL and high <= LARGE and "fp8" in site.plan.peaks().values():
-            yield Fault(what="x".join(map(str, site.plan.shape)), where=site.layers)
+def small_gemm(plan: RunPlan) -> Iterator[Fault]:
+    for group in plan.layer_groups:
+        low, high = sorted(group.plan.shape)
+        if low <= SMALL and high <= LARGE and "fp8" in group.plan.peaks().values():
+            yield Fault(what="x".join(map(str, group.plan.shape)), where=group.layers)
 
 
 WARNING = Severity.WARNING
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
         find=on_gpu(gemms(unfolded_blocks)),
         why="these block scales do not fold into FP8 carriers, so this GEMM is exact and runs at BF16 speed "
         "(docs/numerics.md, Execution)",
-        instead="power-of-two blocks of E2M1 with span=28 on one side and 14 on the other, or row scales",
+        instead="power-of-two blocks of E2M1 with exponent_span=28 on one side and 14 on the other, or row scales",
     ),
     Rule(
         name="unaligned-fp8",

@@ -11,22 +11,22 @@ from lowprec_train.numerics.formats import E2M1, E5M2, INT8
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator
 from lowprec_train.precision.recipe import Gemm
-from lowprec_train.train.lint.rules import Fault, Operand, Plan, Rule, Severity, Site
+from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, Rule, RunPlan, Severity
 
 
-def operands(wrong: Callable[[Operand], bool]) -> Callable[[Plan], Iterable[Fault]]:
+def operands(wrong: Callable[[RoundedOperand], bool]) -> Callable[[RunPlan], Iterable[Fault]]:
     """A rule about one operand at a time."""
     return lambda plan: (operand.fault for operand in plan.operands() if wrong(operand))
 
 
-def gemms(wrong: Callable[[Site, str, Gemm], str]) -> Callable[[Plan], Iterable[Fault]]:
+def gemms(wrong: Callable[[LayerGroup, str, Gemm], str]) -> Callable[[RunPlan], Iterable[Fault]]:
     """A rule about one GEMM at a time; `wrong` says what is, or nothing."""
 
-    def find(plan: Plan) -> Iterator[Fault]:
-        for site, name, gemm in plan.gemms():
-            what = wrong(site, name, gemm)
+    def find(plan: RunPlan) -> Iterator[Fault]:
+        for group, name, gemm in plan.gemms():
+            what = wrong(group, name, gemm)
             if what:
-                yield Fault(what=f"{name} = {what}", where=site.layers)
+                yield Fault(what=f"{name} = {what}", where=group.layers)
 
     return find
 
@@ -34,68 +34,68 @@ def gemms(wrong: Callable[[Site, str, Gemm], str]) -> Callable[[Plan], Iterable[
 # --- accuracy: an operand ------------------------------------------------------------------------------------------
 
 
-def floor_clips(operand: Operand) -> bool:
+def floor_clips(operand: RoundedOperand) -> bool:
     """Under the floor rule amax / s lies in [2^e, 2^(e+1)), and the format ends before that."""
     q = operand.quantizer
     binade = 2.0 ** (math.floor(math.log2(q.format.max)) + 1)
     return q.scale is ScaleRule.E8M0_FLOOR and q.range_share > q.format.max / binade
 
 
-def ceil_headroom(operand: Operand) -> bool:
+def ceil_headroom(operand: RoundedOperand) -> bool:
     q = operand.quantizer
     return q.format is E2M1 and q.scale in (ScaleRule.E8M0_CEIL, ScaleRule.POW2) and q.range_share < 1
 
 
-def scale_per_step(operand: Operand) -> bool:
+def scale_per_step(operand: RoundedOperand) -> bool:
     """One element along k a tile, while the tile is longer the other way."""
     rows, columns = operand.quantizer.tile
     return columns == 1 and rows != 1
 
 
-def stochastic_forward(operand: Operand) -> bool:
+def stochastic_forward(operand: RoundedOperand) -> bool:
     return operand.gemm == "fprop" and operand.quantizer.stochastic
 
 
-def nearest_gradient(operand: Operand) -> bool:
+def nearest_gradient(operand: RoundedOperand) -> bool:
     backward = operand.gemm in ("dgrad", "wgrad") and operand.side == "a"
     return backward and operand.quantizer.format is E2M1 and not operand.quantizer.stochastic
 
 
-def unclamped_token(operand: Operand) -> bool:
+def unclamped_token(operand: RoundedOperand) -> bool:
     activation = operand.gemm == "fprop" and operand.side == "a" and operand.quantizer.format is E2M1
     whole = operand.quantizer.tile[1] == -1
-    return activation and whole and operand.site.recipe.fprop.outliers is None
+    return activation and whole and operand.group.recipe.fprop.outliers is None
 
 
-def e5m2_forward(operand: Operand) -> bool:
+def e5m2_forward(operand: RoundedOperand) -> bool:
     return operand.gemm == "fprop" and operand.quantizer.format is E5M2
 
 
-def int8_wgrad(operand: Operand) -> bool:
+def int8_wgrad(operand: RoundedOperand) -> bool:
     return operand.gemm == "wgrad" and operand.quantizer.format is INT8
 
 
-def uneven_tensor_scale(operand: Operand) -> bool:
+def uneven_tensor_scale(operand: RoundedOperand) -> bool:
     """An FP32 scale of a whole tensor of tokens: weights are the same however the tokens are cut."""
     q, tokens = operand.quantizer, operand.side == "a" or operand.gemm == "wgrad"
     return tokens and q.format.scaled and q.tile == (-1, -1) and q.scale is ScaleRule.FP32
 
 
-def head(operand: Operand) -> bool:
-    return not operand.site.in_blocks
+def head(operand: RoundedOperand) -> bool:
+    return not operand.group.in_blocks
 
 
 # --- accuracy: a GEMM, a layer -------------------------------------------------------------------------------------
 
 
-def idle_clamp(site: Site, name: str, gemm: Gemm) -> str:
+def idle_clamp(group: LayerGroup, name: str, gemm: Gemm) -> str:
     clamp = gemm.outliers
-    channels = site.plan.shape[1]
+    channels = group.plan.shape[1]
     idle = clamp is not None and clamp.quantile < 1 and clamp.clipped(channels) == 0
     return f"OCC {clamp.quantile} of {channels} channels clamps none" if clamp is not None and idle else ""
 
 
-def short_rotation(site: Site, name: str, gemm: Gemm) -> str:
+def short_rotation(group: LayerGroup, name: str, gemm: Gemm) -> str:
     """The rotation mixes fewer elements than share a scale."""
     blocks = [q.tile[1] for q in (gemm.a, gemm.b) if isinstance(q, Quantizer) and q.tile[1] != -1]
     if gemm.rotation is None or all(gemm.rotation.block % block == 0 for block in blocks):
@@ -103,21 +103,21 @@ def short_rotation(site: Site, name: str, gemm: Gemm) -> str:
     return f"a rotation of {gemm.rotation.block} over scale blocks of {max(blocks)}"
 
 
-def dge_scale(plan: Plan) -> Iterator[Fault]:
-    for site in plan.sites:
-        weight = site.recipe.fprop.b
-        if not isinstance(site.recipe.estimator, DifferentiableEstimator) or not isinstance(weight, Quantizer):
+def dge_scale(plan: RunPlan) -> Iterator[Fault]:
+    for group in plan.layer_groups:
+        weight = group.recipe.fprop.b
+        if not isinstance(group.recipe.estimator, DifferentiableEstimator) or not isinstance(weight, Quantizer):
             continue
         if weight.scale is not ScaleRule.FP32 or weight.tile == (-1, -1):
-            yield Fault(what=f"DGE on W = {weight}", where=site.layers)
+            yield Fault(what=f"DGE on W = {weight}", where=group.layers)
 
 
-def four_bit_end(plan: Plan) -> Iterator[Fault]:
+def four_bit_end(plan: RunPlan) -> Iterator[Fault]:
     """All three GEMMs in E2M1 in the last block."""
-    for site in plan.sites:
-        forward, *backward = (gemm.a for gemm in site.recipe.gemms().values())
-        if site.last and all(q is not None and q.format is E2M1 for q in (forward, *backward)):
-            yield Fault(what="fprop, dgrad and wgrad of the last block in E2M1", where=site.layers)
+    for group in plan.layer_groups:
+        forward, *backward = (gemm.a for gemm in group.recipe.gemms().values())
+        if group.last and all(q is not None and q.format is E2M1 for q in (forward, *backward)):
+            yield Fault(what="fprop, dgrad and wgrad of the last block in E2M1", where=group.layers)
 
 
 ERROR, WARNING = Severity.ERROR, Severity.WARNING
@@ -143,7 +143,7 @@ RULES: tuple[Rule, ...] = (
         severity=ERROR,
         find=operands(scale_per_step),
         why="tiles are (rows, k): a scale for every step along the reduction cannot leave the sum, so the tile is "
-        "turned round (arXiv 2310.10537 scales along the reduction)",
+        "transposed (arXiv 2310.10537 scales along the reduction)",
         instead="the tile's two numbers exchanged",
     ),
     Rule(

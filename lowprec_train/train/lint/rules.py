@@ -33,7 +33,7 @@ class Severity(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class LayerGroup:
     """Linears that compute alike: `blocks.*.mlp.down`, their recipe and plan. last: one is in the last block."""
 
     layers: str
@@ -48,10 +48,10 @@ class Site:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Operand:
+class RoundedOperand:
     """One quantised side of one GEMM. side: `a` (X, dY, dY^T) or `b` (W, W^T, X^T)."""
 
-    site: Site
+    group: LayerGroup
     gemm: str
     side: str
     quantizer: Quantizer
@@ -59,11 +59,11 @@ class Operand:
     @property
     def fault(self) -> "Fault":
         """This operand as what a rule found."""
-        return Fault(what=f"{self.gemm}.{self.side} = {self.quantizer}", where=self.site.layers)
+        return Fault(what=f"{self.gemm}.{self.side} = {self.quantizer}", where=self.group.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RunPlan:
     """What a run is about to do, as values.
 
     codecs: of moments and master weights. decays: of the
@@ -71,23 +71,23 @@ class Plan:
     """
 
     run: RunConfig
-    sites: tuple[Site, ...]
+    layer_groups: tuple[LayerGroup, ...]
     codecs: Codecs
     decays: Mapping[str, float]
     learning_rate: Schedule
     on_gpu: bool = False
 
-    def gemms(self) -> Iterator[tuple[Site, str, Gemm]]:
+    def gemms(self) -> Iterator[tuple[LayerGroup, str, Gemm]]:
         """Every GEMM that quantises something."""
-        return ((s, name, g) for s in self.sites for name, g in s.recipe.gemms().items() if not g.is_identity)
+        return ((s, name, g) for s in self.layer_groups for name, g in s.recipe.gemms().items() if not g.is_identity)
 
-    def operands(self) -> Iterator[Operand]:
+    def operands(self) -> Iterator[RoundedOperand]:
         """Every operand that is rounded; fprop's codes in a backward GEMM were counted in fprop."""
-        for site, name, gemm in self.gemms():
+        for group, name, gemm in self.gemms():
             for side in ("a", "b"):
                 quantizer = getattr(gemm, side)
                 if isinstance(quantizer, Quantizer):
-                    yield Operand(site=site, gemm=name, side=side, quantizer=quantizer)
+                    yield RoundedOperand(group=group, gemm=name, side=side, quantizer=quantizer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +104,7 @@ class Rule:
 
     name: str
     severity: Severity
-    find: Callable[[Plan], Iterable[Fault]]
+    find: Callable[[RunPlan], Iterable[Fault]]
     why: str
     instead: str
 
@@ -152,16 +152,16 @@ class Report:
         return [asdict(f) | {"severity": f.severity.value} for f in self.findings]
 
 
-def sites(phases: Sequence[Phase], plans: Sequence[Plans]) -> tuple[Site, ...]:
+def layer_groups(phases: Sequence[Phase], plans: Sequence[Plans]) -> tuple[LayerGroup, ...]:
     """The linears of all phases, those that compute alike as one. plans: of each phase, by name."""
-    groups: dict[tuple[Any, ...], list[Site]] = {}
+    groups: dict[tuple[Any, ...], list[LayerGroup]] = {}
     for phase, table in zip(phases, plans, strict=True):
         names = list(phase.recipes)
         for name, recipe in phase.recipes.items():
             label = re.sub(INDEX, ".*.", name)
-            site = Site(layers=label, recipe=recipe, plan=table[name], last=_is_last(name, names))
-            groups.setdefault((label, recipe, table[name].shape), []).append(site)
-    return tuple(replace(alike[0], last=any(site.last for site in alike)) for alike in groups.values())
+            group = LayerGroup(layers=label, recipe=recipe, plan=table[name], last=_is_last(name, names))
+            groups.setdefault((label, recipe, table[name].shape), []).append(group)
+    return tuple(replace(alike[0], last=any(group.last for group in alike)) for alike in groups.values())
 
 
 def _is_last(name: str, names: Sequence[str]) -> bool:
@@ -170,7 +170,7 @@ def _is_last(name: str, names: Sequence[str]) -> bool:
     return bool(numbered) and name.startswith(numbered[-1])
 
 
-def examine(plan: Plan, rules: Sequence[Rule], allow: Sequence[str] = ()) -> Report:
+def examine(plan: RunPlan, rules: Sequence[Rule], allow: Sequence[str] = ()) -> Report:
     """Every rule over the plan. allow: names of rules that are waived. ValueError for a name that is no rule."""
     known = [rule.name for rule in rules]
     for name in allow:

@@ -11,7 +11,7 @@ import torch
 
 from lowprec_train.numerics.formats import parse_format
 from lowprec_train.ops.codecs import StateCodec
-from lowprec_train.train.lint.rules import Fault, Plan, Rule, Severity
+from lowprec_train.train.lint.rules import Fault, Rule, RunPlan, Severity
 
 EXPANSION = (1.9, 7.0)
 """Exponents that range expansion takes for groups of first and second moments (medians; arXiv 2410.19313)."""
@@ -48,13 +48,13 @@ def typical_update(beta1: float) -> float:
     return math.sqrt((1 - beta1) / (1 + beta1))
 
 
-def fp8_second_moment(plan: Plan) -> Iterator[Fault]:
+def fp8_second_moment(plan: RunPlan) -> Iterator[Fault]:
     second = plan.codecs.moments[1]
     if second.one_scale and second.format in ("E4M3", "E5M2"):
         yield Fault(what=f"optim.second_moment = {second.format} with one scale for the tensor")
 
 
-def stalled_moments(plan: Plan) -> Iterator[Fault]:
+def stalled_moments(plan: RunPlan) -> Iterator[Fault]:
     first, second = plan.codecs.moments
     optim = plan.run.optim
     averages = [("beta1", optim.beta1, first, EXPANSION[0]), ("beta2", optim.beta2, second, EXPANSION[1])]
@@ -68,7 +68,7 @@ def stalled_moments(plan: Plan) -> Iterator[Fault]:
             yield Fault(what=f"{name}={beta} with {codec}, which may not show changes below {least:.2g}")
 
 
-def lost_updates(plan: Plan) -> Iterator[Fault]:
+def lost_updates(plan: RunPlan) -> Iterator[Fault]:
     """An Adam step changes a weight by the learning rate at most, and one with noisy gradients by much less."""
     master = plan.codecs.master
     if master.stochastic or master.exact:
@@ -82,7 +82,7 @@ def lost_updates(plan: Plan) -> Iterator[Fault]:
         yield Fault(what=f"{rate} with {master}: updates of {typical_update(beta1):.2g} of it (beta1={beta1}) stall")
 
 
-def two_clips(plan: Plan) -> Iterator[Fault]:
+def two_clips(plan: RunPlan) -> Iterator[Fault]:
     if plan.run.optim.clip_updates and plan.run.max_grad_norm > 0:
         yield Fault(what=f"optim.clip_updates=true with max_grad_norm={plan.run.max_grad_norm}")
 

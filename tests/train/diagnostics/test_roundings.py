@@ -14,9 +14,15 @@ from tests import oracle
 from tests.numerics.quantized import ROUNDING, SCALED, TILES, rules, seed
 
 QUANTIZERS = [Quantizer(f, tile, rule) for f in SCALED for tile in TILES for rule in rules(f)]
-QUANTIZERS += [Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, STOCHASTIC, span=span) for span in (0, 6, 14, 28)]
-QUANTIZERS += [Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, STOCHASTIC), Quantizer(BF16), Quantizer(E5M2, (1, 16), span=0)]
-QUANTIZERS += [Quantizer(E4M3, (1, 8), rule, span=4) for rule in (ScaleRule.POW2, ScaleRule.E8M0_CEIL)]
+QUANTIZERS += [
+    Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, STOCHASTIC, exponent_span=span) for span in (0, 6, 14, 28)
+]
+QUANTIZERS += [
+    Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, STOCHASTIC),
+    Quantizer(BF16),
+    Quantizer(E5M2, (1, 16), exponent_span=0),
+]
+QUANTIZERS += [Quantizer(E4M3, (1, 8), rule, exponent_span=4) for rule in (ScaleRule.POW2, ScaleRule.E8M0_CEIL)]
 NAN = float("nan")
 
 
@@ -52,7 +58,7 @@ def expected(x, q, how, *, wanted=None, body=None, top=None):
         "outlier_pct": NAN,
         "clamped_blocks_pct": NAN,
     }
-    if how.span:
+    if how.exponent_span:
         own = oracle.tile_scales(amax, how.format.name, how.scale.value, how.range_share)
         figures["clamped_blocks_pct"] = percent((amax > 0) & (scale > own * 1.001))
     return figures
@@ -65,7 +71,7 @@ def assert_figures(got, want):
         np.testing.assert_allclose(float(got[name]), value, rtol=2e-5, atol=1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("how", QUANTIZERS, ids=lambda how: f"{how}{how.span or ''}")
+@pytest.mark.parametrize("how", QUANTIZERS, ids=lambda how: f"{how}{how.exponent_span or ''}")
 def test_against_numpy(how):
     x = data()
     q = how(torch.from_numpy(x), seed() if how.stochastic else None)
@@ -148,7 +154,7 @@ def test_saturation_of_floored_scales():
 @pytest.mark.parametrize("rule", [ScaleRule.E8M0_FLOOR, ScaleRule.E8M0_CEIL, ScaleRule.POW2], ids=str)
 def test_clamped_blocks_by_construction(rule):
     """Blocks 0, 3, 4, 5 and 20 binades down, and a zero one: a span of 4 raises two of twelve in all."""
-    how = Quantizer(E2M1, (1, 4), rule, span=4)
+    how = Quantizer(E2M1, (1, 4), rule, exponent_span=4)
     row = np.repeat(np.ldexp(5.0, [0, -3, -4, -5, -20, 0]), 4)
     row[20:] = 0
     x = torch.from_numpy(np.stack([row, np.tile(row[:4], 6)]).astype(np.float32))

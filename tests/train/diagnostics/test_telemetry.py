@@ -209,7 +209,7 @@ def expected_operands(recipe):
 def test_every_rounding_of_every_layer_has_a_row(recipe, model):
     trainer = make(recipe, 1, family=model, steps=1)
     _, rows = fit(trainer)
-    seen = {(r["site"], r["gemm"], r["operand"]): r for r in rows if "site" in r and r["gemm"] != "kept"}
+    seen = {(r["site"], r["gemm"], r["operand"]): r for r in rows if "site" in r and r["gemm"] != "saved"}
     linears = {name: m for name, m in trainer.model.named_modules() if isinstance(m, Linear)}
     wanted = {(name, *pair) for name, linear in linears.items() for pair in expected_operands(linear.recipe)}
     shared = {key for key in wanted - set(seen) if key[1:] == ("wgrad", "a")}  # dY's codes of dgrad serve wgrad too
@@ -223,7 +223,7 @@ def test_every_rounding_of_every_layer_has_a_row(recipe, model):
 def test_kept_inputs_and_states_have_rows_too():
     trainer = make("coat", 1, steps=1)
     _, rows = fit(trainer)
-    kept = [(row["site"], row["operand"]) for row in rows if row.get("gemm") == "kept"]
+    kept = [(row["site"], row["operand"]) for row in rows if row.get("gemm") == "saved"]
     blocks = [("attention_norm", "a"), ("mlp_norm", "a"), ("mlp", "a"), ("mlp", "b")]
     assert sorted(kept) == sorted((f"blocks.{i}.{name}", side) for i in range(2) for name, side in blocks)
     matrices = {name for name, p in trainer.model.named_parameters() if p.ndim == 2}

@@ -38,7 +38,7 @@ CASES = {
 }  # fmt: skip
 CASES_ON_GPU = {
     "e5m2-pair": ("+recipe=fp8", f"{OVER}fprop.b.format=E5M2"),
-    "unfolded-blocks": ("+recipe=mxfp4", f"{OVER}dgrad.b.span=0"),
+    "unfolded-blocks": ("+recipe=mxfp4", f"{OVER}dgrad.b.exponent_span=0"),
     "unaligned-fp8": ("+recipe=fp8", "data.seq_len=264", "micro_batch=1", "tokens_per_step=264"),
     "fast-backward": ("+recipe=fp8", f"{OVER}wgrad.split_accumulation=false"),
     "twice-rounded": ("+recipe=fp8_block", f"{OVER}fprop.a.scale=FP32"),
