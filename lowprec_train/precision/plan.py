@@ -11,6 +11,7 @@ multiplied into dY before dY is rounded (docs/numerics.md).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -48,6 +49,10 @@ def compile_plan(
     """
     arguments = _Compiler(recipe, *shape, tokens, device, dtype, split, fused, gathered, producer, consumer)
     return arguments.plan()
+
+
+shared_plan = lru_cache(maxsize=1024)(compile_plan)
+"""The same, made once for the same arguments, the newest of them."""
 
 
 @dataclass(frozen=True)

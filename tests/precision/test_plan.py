@@ -9,10 +9,12 @@ from lowprec_train.numerics.draws import Operand
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision import gemm
+from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.linear_plan import LinearPlan, Op, Source
 from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, override
 from lowprec_train.precision.split import Split
+from lowprec_train.recipes import fp8
 from tests.recipes import RECIPES
 
 CPU, N, K, TOKENS = torch.device("cpu"), 256, 384, 512
@@ -128,3 +130,12 @@ def test_what_the_table_says():
     assert list(told["dgrad"]) == ["dY", "W^T"]
     assert plan(RECIPES["fp8"], 0).describe()["fprop"]["X"].startswith("all-gathered codes, quantize")
     assert [o.operand for o in plan(RECIPES["bf16"]).operands()] == [Operand.A, Operand.B] * 3
+
+
+def test_layers_that_are_alike_share_a_plan():
+    one, two = (Linear(64, 32, bias=False) for _ in range(2))
+    one.recipe, two.recipe = RECIPES["fp8"], fp8.recipe()
+    plans = [each.plan(tokens, torch.bfloat16, CPU) for each in (one, two) for tokens in (48, 64, 48)]
+    assert len({id(plan) for plan in plans}) == 2
+    two.recipe = RECIPES["fp4"]
+    assert two.plan(48, torch.bfloat16, CPU) is not one.plan(48, torch.bfloat16, CPU)
