@@ -43,7 +43,11 @@ class AppendingWriter:
         self._lock = _locked(self._directory)
         try:
             state = self._read_state()
-            _check_free(prefix, whole=state["whole"])
+            for ending in () if state["whole"] else ("bin", "idx"):  # whole: a writer may have died between two names
+                if Path(f"{prefix}.{ending}").exists():
+                    raise ValueError(
+                        f"{prefix}.{ending} exists, without a manifest of this command; choose another place"
+                    )
         except ValueError:
             self._lock.close()
             raise
@@ -118,10 +122,6 @@ class AppendingWriter:
             os.replace(bin_, f"{self._prefix}.bin")
         os.replace(idx, f"{self._prefix}.idx")
 
-    def discard(self) -> None:
-        """Remove the unfinished directory, once the dataset needs it no more."""
-        forget(self._prefix)
-
     def _read_state(self) -> dict[str, Any]:
         path = self._directory / "state.json"
         if not path.exists():
@@ -146,13 +146,6 @@ def unfinished(prefix: Path) -> Path:
 def forget(prefix: Path) -> None:
     """Remove what is left of the work on a dataset that is whole."""
     shutil.rmtree(unfinished(prefix), ignore_errors=True)
-
-
-def _check_free(prefix: Path, *, whole: bool) -> None:
-    """No file of the final name but those of a writer that died while it gave names."""
-    for ending in ("bin", "idx"):
-        if Path(f"{prefix}.{ending}").exists() and not whole:
-            raise ValueError(f"{prefix}.{ending} exists, without a manifest of this command; choose another place")
 
 
 def _locked(directory: Path) -> IO[bytes]:

@@ -61,14 +61,14 @@ def indexed(
     )
     for prefix in (*training.blend.prefixes, *held_out.blend.prefixes):
         IndexedDataset(prefix)  # a file that is absent or garbled is told before what its manifest does not say
-    made_by = _tokenizer({*training.blend.prefixes, *held_out.blend.prefixes}, vocab_size)
+    size, tokenizer = _tokenizer({*training.blend.prefixes, *held_out.blend.prefixes}, vocab_size)
 
     def dataset(part: _Part, seed: int) -> Dataset:
         return Dataset(
             streams=tuple(part.stream(prefix) for prefix in part.blend.prefixes),
             order=part.blend.order,
             seq_len=seq_len,
-            vocab_size=made_by.vocab_size,
+            vocab_size=size,
             seed=seed,
             document_mask=document_mask,
         )
@@ -77,22 +77,14 @@ def indexed(
         train=dataset(training, seed),
         valid=dataset(held_out, VALID_SEED),
         hash=hashlib.sha256(training.digest() + held_out.digest()).hexdigest(),
-        vocab_size=made_by.vocab_size,
+        vocab_size=size,
         name=name,
-        tokenizer=made_by.path,
+        tokenizer=tokenizer,
     )
 
 
-@dataclass(frozen=True)
-class _MadeBy:
-    """Size of the vocabulary, and the tokenizer's file where a manifest names it."""
-
-    vocab_size: int
-    path: Path | None
-
-
-def _tokenizer(prefixes: Iterable[str], vocab_size: int | None) -> _MadeBy:
-    """The one tokenizer of all these datasets."""
+def _tokenizer(prefixes: Iterable[str], vocab_size: int | None) -> tuple[int, Path | None]:
+    """The one tokenizer of all these datasets: its size, and its file where a manifest names it."""
     manifests = {prefix: Manifest.read(prefix) for prefix in sorted(prefixes)}
     known = {prefix: manifest for prefix, manifest in manifests.items() if manifest}
     if len({manifest.tokenizer["sha256"] for manifest in known.values()}) > 1:
@@ -103,12 +95,12 @@ def _tokenizer(prefixes: Iterable[str], vocab_size: int | None) -> _MadeBy:
         raise ValueError(f"data.vocab_size must be given: {unknown} have no .manifest.json that says it")
     if not known:
         assert vocab_size is not None
-        return _MadeBy(vocab_size, None)
+        return vocab_size, None
     prefix, manifest = next(iter(known.items()))
     size = int(manifest.tokenizer["vocab_size"])
     if vocab_size is not None:
         check_vocabulary(tokenizer=size, vocab_size=vocab_size, name=prefix)
-    return _MadeBy(vocab_size or size, manifest.tokenizer_path(prefix))
+    return vocab_size or size, manifest.tokenizer_path(prefix)
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ class PythonSources:
         return _digest(self._contents())
 
     def _tell_skipped(self, path: str) -> None:
-        """Once for each file, however often the sources are read."""
+        """Warn once for each file, however often the sources are read."""
         if path not in self._skipped:
             _log.warning("warning: %s: skipped, for it is not UTF-8", self._root / path)
             self._skipped.add(path)

@@ -22,7 +22,7 @@ _CONFIG = "tokenizer_config.json"
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` (its text), and what `tokenizer_config.json` says. `eod` names the token that ends documents.
+    """A tokenizer from the text of a `tokenizer.json` and its `tokenizer_config.json`. `eod`: what ends a document.
 
     Raises:
         ValueError: not such a file, no token of this name, or none named and none or several found that could be meant.
@@ -65,7 +65,7 @@ class HuggingFaceTokenizer:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of `tokenizers`."""
+        """The version of the library `tokenizers`."""
         import tokenizers
 
         return {"tokenizers": tokenizers.__version__}

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -92,15 +91,6 @@ def _check_contiguous(source: IndexedDataset, sequences: range, at_once: int = 1
             )
 
 
-class Order(Protocol):
-    """Deals the places of a run to streams."""
-
-    @property
-    def shares(self) -> tuple[float, ...]: ...
-
-    def __call__(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]: ...
-
-
 class Dataset:
     """Endless batches of `seq_len` tokens from one stream, or from several in the proportions of `order`.
 
@@ -115,7 +105,7 @@ class Dataset:
         seq_len: int,
         vocab_size: int,
         seed: int,
-        order: Order | None = None,
+        order: Blend | None = None,
         document_mask: bool = False,
     ) -> None:
         if seq_len < 1:

@@ -63,7 +63,7 @@ class Manifest:
         return found
 
     def write(self, prefix: Path) -> None:
-        """Write it whole, on disk when this returns."""
+        """Write the manifest whole or not at all; it is on disk when this returns."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
         write_whole(manifest_path(prefix), text.encode())
 
@@ -91,7 +91,7 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Of a file."""
+    """SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

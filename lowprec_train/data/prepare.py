@@ -174,6 +174,5 @@ def _hash(directory: Path) -> str:
     digest = hashlib.sha256()
     for split in ("train", "valid"):
         with open(f"{_prefix(directory, split)}.bin", "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(file, lambda: digest)
     return digest.hexdigest()

@@ -39,7 +39,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Bytes of text, about."""
+        """Number of bytes of text, approximately."""
         if isinstance(self.content, bytes):
             return len(self.content)
         return sum(len(text) for text in self.content if isinstance(text, str))
@@ -90,7 +90,7 @@ def _document(name: str, record: Any, field: str, place: str) -> Document | Bad:
 
 
 def _shown(value: Any) -> str:
-    """Its type, and as JSON has it, cut off where it is long."""
+    """The type of a value and the first 40 characters of its JSON."""
     written = json.dumps(value, default=repr)
     return f"{type(value).__name__} {written if len(written) <= 40 else written[:37] + '...'}"
 

@@ -67,7 +67,7 @@ class SentencePieceTokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The model alone says everything."""
+        """The model's file: it needs no other."""
         return {self.file_name: self.content}
 
     @property
@@ -120,7 +120,7 @@ class SentencePieceTokenizer:
 
 
 def _why(error: Exception) -> str:
-    """What SentencePiece's message says between places in its own source."""
+    """The limit that SentencePiece's message names, as a clause; empty for another message."""
     if most := re.search(r"value <= (\d+)", str(error)):
         return f": it has text for at most {most[1]}"
     if least := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):

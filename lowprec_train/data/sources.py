@@ -51,7 +51,7 @@ class Source:
 
     @property
     def path(self) -> str:
-        """For messages: the file, or the name that its parts share."""
+        """The name for messages: the file, or the name that its parts share."""
         return str(self.paths[0] if len(self.paths) == 1 else self.whole)
 
     @property
@@ -61,16 +61,13 @@ class Source:
 
     @property
     def size(self) -> int:
-        """Stored bytes."""
+        """Bytes of all parts as stored, packed or not."""
         return sum(path.stat().st_size for path in self.paths)
 
     def sha256(self) -> str:
-        """Of the stored bytes, parts end to end."""
-        digest = hashlib.sha256()
+        """SHA-256 of the stored bytes, parts end to end."""
         with _Parts(self.paths) as file:
-            while block := file.read(_BUFFER):
-                digest.update(block)
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def check(self, field: str) -> None:
         """Raises ValueError when this kind of file needs a package that is missing, or lacks the column `field`."""
@@ -237,7 +234,7 @@ def _lines(stream: IO[bytes], size: int) -> bytes:
 
 
 def _whole(stream: IO[bytes], place: Place) -> bytes:
-    """All of a file, once."""
+    """The content of a file at the first call, then nothing."""
     return b"" if place.offset else stream.read()
 
 

@@ -31,7 +31,7 @@ _COMMIT_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Of what was done: `read` bytes of the stored input, and what the manifest counts."""
+    """Of what was done: `read` bytes of the stored input from its beginning, and what the manifest counts."""
 
     read: int = 0
     documents: int = 0
@@ -39,6 +39,10 @@ class Counts:
     text_bytes: int = 0
     empty: int = 0
     bad: int = 0
+
+    def __add__(self, later: Counts) -> Counts:
+        total = {what: count + getattr(later, what) for what, count in vars(self).items()}
+        return Counts(**total | {"read": later.read})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +67,7 @@ class Job:
 
     @property
     def size(self) -> int:
-        """Stored bytes of all inputs."""
+        """Bytes of all inputs as stored."""
         return sum(source.size for source in self.inputs)
 
 
@@ -98,43 +102,34 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
         writer.finish({"counts": vars(counts)})
         manifest = _manifest(job, counts, inputs, prefix)
         manifest.write(prefix)
-        writer.discard()
+        forget(prefix)
     return manifest
 
 
 def _append_all(job: Job, tokenizer: Path, writer: AppendingWriter, report: Callable[[Counts], None]) -> Counts:
     counts = Counts(**writer.remembered.get("counts", {}))
-    start = Position(**writer.remembered.get("position", {}))
     report(counts)
     committed = time.monotonic()
-    for done in in_order(_encode, _chunks(job, str(tokenizer), start), job.workers):
+    for done in in_order(_encode, _chunks(job, str(tokenizer), writer.remembered.get("position", {})), job.workers):
         writer.append(done.tokens, done.lengths)
-        counts = done.added_to(counts)
+        counts += done.counts
         report(counts)
         if time.monotonic() - committed >= _COMMIT_SECONDS:
-            writer.commit({"counts": vars(counts), "position": vars(done.position)})
+            writer.commit({"counts": vars(counts), "position": done.position})
             committed = time.monotonic()
     return counts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Position:
-    """How far a list of sources was read: which, and the place in it."""
-
-    source: int = 0
-    offset: int = 0
-    records: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A worker's task: segments that follow each other. `position`, `read`: where the input was after them.
+    """A worker's task: segments that follow each other.
 
-    tokenizer, digest: the file, and what it holds.
+    position: where the input was after them, the number of the source and the `Place` in it. read: stored bytes of all
+    sources up to there. tokenizer, digest: the file, and what it holds.
     """
 
     segments: tuple[Segment, ...]
-    position: Position
+    position: dict[str, int]
     read: int
     tokenizer: str
     digest: str
@@ -144,32 +139,19 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A chunk as tokens, in the dataset's dtype, and the lengths of its documents, int32."""
+    """A chunk as tokens, in the dataset's dtype, and the lengths of its documents, int32. counts: of it alone."""
 
     tokens: bytes
     lengths: np.ndarray
-    text_bytes: int
-    empty: int
-    bad: int
-    position: Position
-    read: int
-
-    def added_to(self, counts: Counts) -> Counts:
-        return Counts(
-            read=self.read,
-            documents=counts.documents + len(self.lengths),
-            tokens=counts.tokens + int(self.lengths.sum(dtype=np.int64)),
-            text_bytes=counts.text_bytes + self.text_bytes,
-            empty=counts.empty + self.empty,
-            bad=counts.bad + self.bad,
-        )
+    counts: Counts
+    position: dict[str, int]
 
 
-def _chunks(job: Job, tokenizer: str, start: Position) -> Iterator[Chunk]:
+def _chunks(job: Job, tokenizer: str, start: Mapping[str, int]) -> Iterator[Chunk]:
     """The rest of the input, cut into chunks of about `job.chunk` bytes."""
     segments: list[Segment] = []
     size, digest = 0, job.tokenizer.digest
-    for segment, position, read in _segments(job, start):
+    for segment, position, read in _segments(job, **start):
         segments.append(segment)
         size += segment.size
         last = Chunk(
@@ -188,13 +170,17 @@ def _chunks(job: Job, tokenizer: str, start: Position) -> Iterator[Chunk]:
         yield last
 
 
-def _segments(job: Job, start: Position) -> Iterator[tuple[Segment, Position, int]]:
-    before = sum(source.size for source in job.inputs[: start.source])
-    for number, source in enumerate(job.inputs[start.source :], start.source):
-        place = Place(offset=start.offset, records=start.records) if number == start.source else Place()
-        for segment, after, read in source.segments(job.field, place, job.chunk):
-            yield segment, Position(source=number, offset=after.offset, records=after.records), before + read
-        before += source.size
+def _segments(
+    job: Job, *, source: int = 0, offset: int = 0, records: int = 0
+) -> Iterator[tuple[Segment, dict[str, int], int]]:
+    """The input from a place in one source on: segments, the position after each, and the bytes read by then."""
+    before = sum(each.size for each in job.inputs[:source])
+    place = Place(offset=offset, records=records)
+    for number, each in enumerate(job.inputs[source:], source):
+        for segment, after, read in each.segments(job.field, place, job.chunk):
+            yield segment, {"source": number, **vars(after)}, before + read
+        before += each.size
+        place = Place()
 
 
 def _encode(chunk: Chunk) -> Encoded:
@@ -208,11 +194,15 @@ def _encode(chunk: Chunk) -> Encoded:
     return Encoded(
         tokens=b"".join(part.tobytes() for part in parts),
         lengths=np.array([len(part) for part in parts], np.int32),
-        text_bytes=sum(len(text.encode()) for text in texts),
-        empty=empty,
-        bad=bad,
+        counts=Counts(
+            read=chunk.read,
+            documents=len(parts),
+            tokens=sum(map(len, parts)),
+            text_bytes=sum(len(text.encode()) for text in texts),
+            empty=empty,
+            bad=bad,
+        ),
         position=chunk.position,
-        read=chunk.read,
     )
 
 
@@ -280,12 +270,9 @@ def _manifest(job: Job, counts: Counts, inputs: list[dict[str, Any]], prefix: Pa
     from lowprec_train import __version__
 
     tokenizer = job.tokenizer
+    counted = {what: count for what, count in vars(counts).items() if what != "read"}
     return Manifest(
-        documents=counts.documents,
-        tokens=counts.tokens,
-        text_bytes=counts.text_bytes,
-        empty=counts.empty,
-        bad=counts.bad,
+        **counted,
         dtype=str(token_dtype(tokenizer.vocab_size)),
         field=job.field,
         tokenizer={

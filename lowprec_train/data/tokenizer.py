@@ -39,12 +39,12 @@ class Tokenizer(Protocol):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what decides the ids, but for `versions`."""
+        """SHA-256 of everything that decides the ids, except `versions`."""
         ...
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of the library that computes the ids, by its name."""
+        """Version of the library that computes the ids, by the name of the library."""
         ...
 
     def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
