@@ -46,7 +46,7 @@ class Family:
     from_config: Callable[[Json], dict[str, Any]]
 
     def theirs(self, name: str) -> tuple[str, ...]:
-        """Their names of our parameter."""
+        """The names that they give to our parameter."""
         module, _, kind = name.rpartition(".")
         if module in self.outer:
             return (f"{self.outer[module]}.{kind}",)
@@ -54,7 +54,7 @@ class Family:
         return tuple(f"{self.block.format(number)}.{each}.{kind}" for each in self.inner[inside])
 
     def layout(self, name: str, model: ModelConfig) -> Rows:
-        """How our parameter lies in theirs."""
+        """The layout of our parameter in their tensors."""
         module = name.rpartition(".")[0]
         return Same() if module in self.outer else self.rows(_in_block(module)[1], model)
 

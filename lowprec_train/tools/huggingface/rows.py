@@ -19,20 +19,20 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """One layout."""
+    """How one of our tensors is laid out in theirs."""
 
     def split(self, ours: Tensor) -> list[Tensor]:
-        """Their tensors."""
+        """Split our tensor into theirs."""
         ...
 
     def join(self, theirs: Sequence[Tensor]) -> Tensor:
-        """Our tensor of theirs."""
+        """Join their tensors into ours."""
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """As it is."""
+    """The same tensor on both sides."""
 
     def split(self, ours: Tensor) -> list[Tensor]:
         return [ours]

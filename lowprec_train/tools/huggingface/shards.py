@@ -23,7 +23,7 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """A tensor to come."""
+    """Name, shape and dtype of a tensor that will be written."""
 
     name: str
     shape: torch.Size
@@ -31,7 +31,7 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from lowprec_train.config import read_json
 from lowprec_train.data.endings import NoEnding
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
-from lowprec_train.data.tokenizer import Tokenizer, load
+from lowprec_train.data.tokenizer import load
 from lowprec_train.tools.huggingface import from_sentencepiece
 from lowprec_train.train.weights import tokenizer_of
 
@@ -47,7 +47,12 @@ def of_model(directory: Path, asked: Path | None, *, max_length: int) -> tuple[d
     path = found(directory, asked)
     if path is None:
         return {}, None
-    return (copied(path), ending(path)) if path == directory else exported(path, max_length=max_length)
+    if path != directory:
+        return exported(path, max_length=max_length)
+    try:
+        return copied(path), load(path).eod
+    except NoEnding:
+        return copied(path), None
 
 
 def exported(path: Path, *, max_length: int) -> tuple[dict[str, bytes], int]:
@@ -64,7 +69,14 @@ def exported(path: Path, *, max_length: int) -> tuple[dict[str, bytes], int]:
         files = dict(tokenizer.files)
         files["tokenizer.json"] = without_additions(files["tokenizer.json"])
         config = json.loads(files[CONFIG]) | AS_TRAINED
-    files[CONFIG] = _json(_defaults(max_length) | config)
+    about = {
+        "tokenizer_class": CLASS,
+        "model_max_length": max_length,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,
+    }
+    files[CONFIG] = _json(about | config)
     return files, tokenizer.eod
 
 
@@ -86,27 +98,6 @@ def copied(directory: Path) -> dict[str, bytes]:
         if file.suffix == ".json":
             read_json(file)
     return {name: file.read_bytes() for name, file in files.items()}
-
-
-def ending(path: Path) -> int | None:
-    """The id of the token that ends a document, None where the tokenizer names none. Raises ValueError for a tokenizer
-    that cannot be read.
-    """
-    try:
-        tokenizer: Tokenizer = load(path)
-    except NoEnding:
-        return None
-    return tokenizer.eod
-
-
-def _defaults(max_length: int) -> dict[str, Any]:
-    return {
-        "tokenizer_class": CLASS,
-        "model_max_length": max_length,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "clean_up_tokenization_spaces": False,
-        "split_special_tokens": True,
-    }
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -10,9 +10,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 
@@ -23,10 +23,12 @@ from torch import Tensor
 from lowprec_train.config import MODEL_FILE, ModelConfig, read_json
 from lowprec_train.tools.huggingface import shards
 from lowprec_train.tools.huggingface.families import SPECIAL_IDS, Family, Json, family_named, family_of
+from lowprec_train.tools.huggingface.rows import Rows
 from lowprec_train.tools.huggingface.shards import TensorSpec
 from lowprec_train.train.weights import Weights, read_tensor, shapes, stored, weight_files
 
 IDS_FILE = "token_ids.json"  # of an imported directory
+DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 # Tensors of older files that are not weights: causal masks and tables of angles.
 NOT_WEIGHTS = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
@@ -52,9 +54,9 @@ def whole(out: Path) -> Iterator[Path]:
         raise
 
 
-def one_dtype(weights: Weights) -> torch.dtype:
-    """The narrowest dtype that holds every tensor of a model exactly."""
-    return reduce(torch.promote_types, (weights.dtype(name) for name in weights.names()))
+def narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The narrowest dtype that holds numbers of all of these exactly."""
+    return reduce(torch.promote_types, dtypes)
 
 
 def export(
@@ -72,7 +74,7 @@ def export(
     Raises ValueError for a model that has no form there, and when `out` is in use.
     """
     family, model = family_of(weights.model), weights.model
-    dtype = dtype or one_dtype(weights)
+    dtype = dtype or narrowest(map(weights.dtype, weights.names()))
     layouts = {name: family.layout(name, model) for name in weights.names()}
 
     def taken_apart(name: str, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -81,12 +83,10 @@ def export(
     apart = [each for name in layouts for each in taken_apart(name, torch.empty(weights.shape(name), device="meta"))]
     slots = [TensorSpec(name=name, shape=part.shape, dtype=dtype) for name, part in apart]
     tensors = (each for name in layouts for each in taken_apart(name, weights.read(name)))
+    config = family.config(model, dtype=dtype, ids=ids)
     with whole(out) as directory:
         shards.write(directory, slots, tensors, max_bytes)
-        for file, content in tokenizer.items():
-            (directory / file).write_bytes(content)
-        config = family.config(model, dtype=dtype, ids=ids)
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        _write_files(directory, {**tokenizer, "config.json": _json(config)})
     return dtype
 
 
@@ -97,18 +97,25 @@ def import_(source: Path, out: Path, *, name: str, max_bytes: int, tokenizer: Ma
     has no use for or that are absent, and when `out` is in use.
     """
     config = read_config(source)
-    family, model = described(config, name)
-    sources = Sources(source, family, model)
+    family = family_named(config)
+    model = family.model(config, name)
+    tensors = imported_tensors(source, family, model)
+    ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
+    sizes = OmegaConf.to_yaml(OmegaConf.create(asdict(model)))
     with whole(out) as directory:
-        shards.write(
-            directory, sources.slots, ((slot.name, sources.read(slot.name)) for slot in sources.slots), max_bytes
-        )
-        for file, content in tokenizer.items():
-            (directory / file).write_bytes(content)
-        OmegaConf.save(OmegaConf.create(asdict(model)), directory / MODEL_FILE)
-        ids = {key: config[key] for key in SPECIAL_IDS if config.get(key) is not None}
-        (directory / IDS_FILE).write_text(json.dumps(ids, indent=2) + "\n")
+        slots = [each.spec for each in tensors]
+        shards.write(directory, slots, ((each.spec.name, each.read()) for each in tensors), max_bytes)
+        _write_files(directory, {**tokenizer, MODEL_FILE: sizes.encode(), IDS_FILE: _json(ids)})
     return model
+
+
+def _write_files(directory: Path, contents: Mapping[str, bytes]) -> None:
+    for file, content in contents.items():
+        (directory / file).write_bytes(content)
+
+
+def _json(content: Json) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
 
 
 def special_ids(directory: Path) -> Json:
@@ -129,69 +136,54 @@ def read_config(source: Path) -> Json:
     return config
 
 
-def described(config: Json, name: str) -> tuple[Family, ModelConfig]:
-    """Family and sizes of a config.json. Raises ValueError as `import_`."""
-    family = family_named(config)
-    return family, family.model(config, name)
+@dataclass(frozen=True, kw_only=True)
+class ImportedTensor:
+    """A tensor of ours that is made of tensors in a directory's files. parts: their names there."""
+
+    spec: TensorSpec
+    layout: Rows
+    parts: Mapping[str, Path]
+
+    def read(self) -> Tensor:
+        return self.layout.join([read_tensor(file, name) for name, file in self.parts.items()])
 
 
-class Sources:
+def imported_tensors(source: Path, family: Family, model: ModelConfig) -> list[ImportedTensor]:
     """Our tensors as they can be made of a directory's files. Raises ValueError unless the two fit exactly."""
-
-    def __init__(self, source: Path, family: Family, model: ModelConfig) -> None:
-        files = weight_files(source)
-        self._stored = {_full(name, family): name for name in files}
-        self._files = {full: files[name] for full, name in self._stored.items()}
-        forms = stored(files)
-        self._layouts = {name: family.layout(name, model) for name in shapes(model)}
-        self._theirs = {name: family.theirs(name) for name in self._layouts}
-        self._complete(source, model)
-        there = {name: [forms[self._stored[each]] for each in theirs] for name, theirs in self._theirs.items()}
-        wrong = [name for name, each in there.items() if not all(_kept(dtype) for _, dtype in each)]
-        if wrong:
-            parts = ", ".join(f"{part} {dtype}" for part, (_, dtype) in zip(self._theirs[wrong[0]], there[wrong[0]]))
-            raise ValueError(f"{source}: {parts}: weights must be BF16, FP16 or FP32")
-        self.slots = [
-            TensorSpec(name=name, shape=self._joined(name, [shape for shape, _ in each]), dtype=_widest(each))
-            for name, each in there.items()
-        ]
-        unfit = [slot for slot in self.slots if slot.shape != shapes(model)[slot.name]]
-        if unfit:
-            raise ValueError(
-                f"{source}: {', '.join(self._theirs[unfit[0].name])} make a tensor {tuple(unfit[0].shape)}, and "
-                f"config.json a model with {tuple(shapes(model)[unfit[0].name])}"
-            )
-
-    def read(self, name: str) -> Tensor:
-        """One tensor of ours."""
-        parts = [read_tensor(self._files[each], self._stored[each]) for each in self._theirs[name]]
-        return self._layouts[name].join(parts)
-
-    def _joined(self, name: str, theirs: Sequence[torch.Size]) -> torch.Size:
+    files, wanted = weight_files(source), shapes(model)
+    forms, stored_as = stored(files), {_full(name, family): name for name in files}
+    _check_names(source, stored_as.keys(), {each for name in wanted for each in family.theirs(name)}, tied=model.tied)
+    found = []
+    for name, shape in wanted.items():
+        theirs, layout = family.theirs(name), family.layout(name, model)
+        parts = {stored_as[each]: files[stored_as[each]] for each in theirs}
+        dtypes = {each: forms[part][1] for each, part in zip(theirs, parts)}
+        if not DTYPES.issuperset(dtypes.values()):
+            told = ", ".join(f"{each} {dtype}" for each, dtype in dtypes.items())
+            raise ValueError(f"{source}: {told}: weights must be BF16, FP16 or FP32")
+        sizes = [forms[part][0] for part in parts]
         try:
-            return self._layouts[name].join([torch.empty(shape, device="meta") for shape in theirs]).shape
+            made = layout.join([torch.empty(size, device="meta") for size in sizes]).shape
         except RuntimeError as error:
-            raise ValueError(f"{', '.join(self._theirs[name])} of {list(map(tuple, theirs))} do not fit") from error
+            raise ValueError(f"{', '.join(theirs)} of {list(map(tuple, sizes))} do not fit") from error
+        if made != shape:
+            raise ValueError(
+                f"{source}: {', '.join(theirs)} make a tensor {tuple(made)}, and config.json a model with "
+                f"{tuple(shape)}"
+            )
+        spec = TensorSpec(name=name, shape=shape, dtype=narrowest(dtypes.values()))
+        found.append(ImportedTensor(spec=spec, layout=layout, parts=parts))
+    return found
 
-    def _complete(self, source: Path, model: ModelConfig) -> None:
-        wanted = {each for theirs in self._theirs.values() for each in theirs}
-        useless = {"lm_head.weight"} if model.tied else set()
-        absent = sorted(wanted - set(self._files))
-        more = [name for name in sorted(set(self._files) - wanted - useless) if not NOT_WEIGHTS.fullmatch(name)]
-        for what, names in (("has no", absent), ("has more than the model that config.json describes:", more)):
-            if names:
-                raise ValueError(f"{source} {what} {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}")
+
+def _check_names(source: Path, there: Set[str], wanted: Set[str], *, tied: bool) -> None:
+    absent, useless = sorted(wanted - there), {"lm_head.weight"} if tied else set()
+    more = [name for name in sorted(there - wanted - useless) if not NOT_WEIGHTS.fullmatch(name)]
+    for what, names in (("has no", absent), ("has more than the model that config.json describes:", more)):
+        if names:
+            raise ValueError(f"{source} {what} {', '.join(names[:6])}{' ...' if len(names) > 6 else ''}")
 
 
 def _full(name: str, family: Family) -> str:
     """A tensor's name in the model with a head: files of the bare model leave the first part out."""
     return name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name
-
-
-def _kept(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize >= 2
-
-
-def _widest(parts: Sequence[tuple[torch.Size, torch.dtype]]) -> torch.dtype:
-    """The narrowest dtype that holds every part exactly."""
-    return reduce(torch.promote_types, (dtype for _, dtype in parts))
