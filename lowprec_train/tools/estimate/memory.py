@@ -12,7 +12,7 @@ Not counted: CUDA's context, NCCL's buffers, the libraries' workspaces (together
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lowprec_train.comm.collectives import reduce_scatter_bytes
@@ -26,30 +26,27 @@ BLOCKS_GATHERED = 3  # the one that computes, the next one, and the buffer that 
 Moment = dict[str, int]
 
 
-def counter(subject: Subject, recompute: str) -> Counter:
-    """Of what autograd keeps of a micro-batch. Raises ValueError for a selection of what is recomputed in an eager run,
-    which autograd's hooks do not see.
-    """
-    if recompute == "selective" and not subject.compiled:
-        raise ValueError("model.recompute=selective is counted for compiled runs only; compile=off was asked for")
-    return Counter(
-        make=lambda: subject.model(recompute),
-        batch=subject.run.micro_batch,
-        seq_len=subject.seq_len,
-        compiled=subject.compiled,
-        documents=bool(subject.run.data.get("document_mask")),
-    )
+_COUNTED: dict[tuple[object, ...], SavedParts] = {}
 
 
 def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
-    """What autograd keeps of a micro-batch under a choice of what is recomputed. `full` keeps a block's input alone, by
-    definition: its blocks need no count.
+    """What autograd keeps of a micro-batch under a choice of what is recomputed, counted once for all layouts with the
+    same tensor-parallel parts. `full` keeps a block's input alone, by definition: its blocks need no count.
     """
+    run, sizes = subject.run, tuple(subject.gathered_bytes(weight) for weight in subject.weights)
+    computed = repr((run.model, run.precision, run.data, run.micro_batch, run.compile))
+    key = (computed, subject.sizes.tp, recompute, sizes)
+    if key not in _COUNTED:
+        _COUNTED[key] = _count(subject, recompute)
+    return _COUNTED[key]
+
+
+def _count(subject: Subject, recompute: str) -> SavedParts:
     kinds = subject.kinds()
     if recompute == "full":
         stream = SavedBytes(token=BF16 * subject.run.model.dim / subject.sizes.tp, fixed=0)
-        return SavedParts(rest=counter(subject, "none").rest(), blocks=(stream,) * len(kinds))
-    counts = counter(subject, recompute)
+        return SavedParts(rest=Counter(subject, "none").rest(), blocks=(stream,) * len(kinds))
+    counts = Counter(subject, recompute)
     blocks = {kind: counts.block(kind) for kind in dict.fromkeys(kinds)}
     return SavedParts(rest=counts.rest(), blocks=tuple(blocks[kind] for kind in kinds))
 
@@ -68,33 +65,26 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """At the peak."""
+        """Bytes at the peak."""
         return sum(self.peak[1].values())
 
 
-Count = Callable[[Subject, str], SavedParts]
-"""What autograd keeps under a choice of what is recomputed; where many layouts are compared, from a table."""
-
-
-def memory(subject: Subject, reduction: Reduction, count: Count = saved_bytes) -> Memory:
-    """Of one GPU, rank 0: it has the largest parts."""
+def memory(subject: Subject, reduction: Reduction) -> Memory:
+    """The memory of rank 0, which has the largest parts."""
     chosen = subject.run.model.recompute
-    saved = count(subject, chosen)
-    again = saved if chosen == "none" else count(subject, "none")
+    saved, again = saved_bytes(subject, chosen), saved_bytes(subject, "none")
     standing = {"parameters": parameters(subject), "optimizer states": states(subject)}
-    moments: dict[str, Moment] = {}
-    for label, changing in _backward(subject, reduction, saved, again):
-        moments[label] = standing | changing
+    moments = {label: standing | changing for label, changing in _backward(subject, reduction, saved, again)}
     return Memory(moments=moments, saved=saved)
 
 
 def parameters(subject: Subject) -> int:
-    """This rank's parts, in the dtypes of the optimizer's masters."""
+    """Bytes of this rank's parameters, in the dtypes of the optimizer's masters."""
     return sum(math.prod(w.mine(subject.sizes)) * subject.stored_size(w) for w in subject.weights)
 
 
 def states(subject: Subject) -> int:
-    """Moments and master weights as the codecs store them."""
+    """Bytes of moments and master weights as the codecs store them."""
 
     def of(weight: Weight) -> int:
         codecs, mine = subject.codecs_of(weight), weight.mine(subject.sizes)
@@ -108,7 +98,7 @@ def states(subject: Subject) -> int:
 def _backward(
     subject: Subject, reduction: Reduction, saved: SavedParts, again: SavedParts
 ) -> Iterator[tuple[str, Moment]]:
-    """From the loss to the first block: what stands and what does not."""
+    """Bytes at each moment of the backward pass, from the loss to the first block."""
     tokens, tp = subject.tokens, subject.sizes.tp
     units = traffic.units(subject.weights)
     grads = Gradients(subject, reduction)
@@ -142,7 +132,7 @@ def _backward(
 
 
 def gathered(subject: Subject, *, last_block: int) -> int:
-    """Weights of other ranks that are here while `last_block` computes."""
+    """Bytes of weights gathered from other ranks while `last_block` computes."""
     if subject.sizes.dp_shard == 1:
         return 0
     units = traffic.units([w for w in subject.weights if w.matrix])
@@ -169,7 +159,7 @@ class Gradients:
         self.standing = whole if several else 0
 
     def made(self, weights: Sequence[Weight]) -> int:
-        """Beyond `standing`, once the backward pass has been through these."""
+        """Bytes beyond `standing` once the backward pass has computed the gradients of these weights."""
         return 0 if self.standing else self._parts(weights)
 
     def flying(self, weights: Sequence[Weight]) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.config import RunConfig
-from lowprec_train.tools.estimate.memory import Count, memory, saved_bytes
+from lowprec_train.tools.estimate.memory import memory
 from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import traffic
 from lowprec_train.train import build
@@ -18,11 +18,11 @@ GIB, GB = 2**30, 1e9
 Estimate = dict[str, Any]
 
 
-def estimate(run: RunConfig, gpus: int | None = None, count: Count = saved_bytes) -> Estimate:
+def estimate(run: RunConfig, gpus: int | None = None) -> Estimate:
     """All that can be known before a GPU is touched. Raises ValueError for a configuration that cannot run."""
     subject = Subject(run=run, gpus=gpus)
     reduction: Reduction = build.construct(run.comm, "comm")
-    needed, sent = memory(subject, reduction, count), traffic(subject, reduction)
+    needed, sent = memory(subject, reduction), traffic(subject, reduction)
     moment, peak = needed.peak
     total = sum(p.numel() for p in subject.laid_out.model.parameters())
     step_tokens = subject.tokens * subject.micro_batches * subject.sizes.dp
@@ -58,7 +58,7 @@ def flops(subject: Subject) -> dict[str, float]:
 
 
 def text(found: Estimate) -> str:
-    """For a terminal."""
+    """The estimate as lines of text."""
     sizes = found["sizes"]
     axes = ", ".join(f"{axis} {sizes[axis]}" for axis in ("dp_replicate", "dp_shard", "tp"))
     lines = [

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision.linear import Linear
+from lowprec_train.tools.estimate.subject import Subject
 
 PARTITION = "aot_eager_decomp_partition"
 
@@ -52,22 +53,23 @@ class SavedParts:
         return self.rest.of(tokens) + sum(block.of(tokens) for block in self.blocks)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Counter:
-    """Counts what models keep that `make` builds on the meta device: with recipes, draws, and weights as they arrive.
+    """Counts what autograd keeps of a micro-batch of a subject under a choice of what is recomputed.
 
-    batch: sequences of a micro-batch. documents: whether attention stays within documents.
+    Raises ValueError for a selection of what is recomputed in an eager run, which autograd's hooks do not see.
     """
 
-    make: Callable[[], Transformer]
-    batch: int
-    seq_len: int
-    compiled: bool
-    documents: bool = False
+    subject: Subject
+    recompute: str
+
+    def __post_init__(self) -> None:
+        if self.recompute == "selective" and not self.subject.compiled:
+            raise ValueError("model.recompute=selective is counted for compiled runs only; compile=off was asked for")
 
     def rest(self) -> SavedBytes:
-        """All but the blocks."""
-        return self._saved_bytes(lambda size: self._saved(None, size, compiled=self.compiled))
+        """Bytes that everything except the blocks saves."""
+        return self._saved_bytes(lambda size: self._saved(None, size, compiled=self.subject.compiled))
 
     def block(self, index: int) -> SavedBytes:
         """One block: the difference that it makes to the rest, which is eager here, since that costs nothing."""
@@ -76,16 +78,29 @@ class Counter:
         )
 
     def _saved_bytes(self, count: Callable[[int], int]) -> SavedBytes:
-        small, large = count(self.batch), count(2 * self.batch)
-        token = (large - small) / (self.batch * self.seq_len)
-        return SavedBytes(token=token, fixed=small - token * self.batch * self.seq_len)
+        batch, tokens = self.subject.run.micro_batch, self.subject.tokens
+        small, large = count(batch), count(2 * batch)
+        token = (large - small) / tokens
+        return SavedBytes(token=token, fixed=small - token * tokens)
 
     def _saved(self, block: int | None, batch: int, *, compiled: bool) -> int:
-        model = only(self.make(), block)
-        if self.compiled and (compiled or block is not None):
+        """Bytes that a forward pass and its loss leave for the backward pass. compiled: the rest is."""
+        model = only(self.subject.model(self.recompute), block)
+        if self.subject.compiled and (compiled or block is not None):
             torch.compiler.reset()  # torch keeps few graphs of one code
             _compile(model, rest=compiled)
-        return saved_bytes(model, batch, self.seq_len, documents=self.documents)
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = self.subject.loss(model, batch)
+        there = {_identity(tensor) for tensor in _owned(model)}
+        sizes = {_identity(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
+        assert loss.requires_grad
+        return sum(size for storage, size in sizes.items() if storage not in there)
 
 
 def _compile(model: Transformer, *, rest: bool) -> None:
@@ -102,35 +117,18 @@ def only(model: Transformer, block: int | None) -> Transformer:
     return model
 
 
-def saved_bytes(model: Transformer, batch: int, seq_len: int, *, documents: bool = False) -> int:
-    """Bytes that a forward pass and its loss leave for the backward pass."""
-    tokens = torch.empty(batch, seq_len, dtype=torch.int64, device="meta")
-    saved: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model.loss(tokens, tokens, 1.0, tokens if documents else None)
-    there = {_identity(tensor) for tensor in _owned(model)}
-    sizes = {_identity(tensor): tensor.untyped_storage().nbytes() for tensor in saved}
-    assert loss.requires_grad
-    return sum(size for storage, size in sizes.items() if storage not in there)
-
-
 def _owned(model: nn.Module) -> list[Tensor]:
     """What lives anyway, or is counted elsewhere: parameters, buffers, seeds, weights that other ranks sent."""
     owned = [*model.parameters(), *model.buffers()]
     for linear in (module for module in model.modules() if isinstance(module, Linear)):
-        owned += (
-            [] if linear.draws is None else [linear.draws.seeds, linear.draws.token_rows, linear.draws.token_columns]
-        )
-        owned += [] if linear.gathered is None else [linear.gathered.leaf, *linear.gathered.tensors]
+        if linear.draws is not None:
+            owned += [linear.draws.seeds, linear.draws.token_rows, linear.draws.token_columns]
+        if linear.gathered is not None:
+            owned += [linear.gathered.leaf, *linear.gathered.tensors]
     return owned
 
 
 def _identity(tensor: Tensor) -> int:
-    """Of the storage: a tensor without memory has no address."""
+    """Identity of a tensor's storage: a tensor without memory has no address."""
     identity: int = StorageWeakRef(tensor.untyped_storage()).cdata
     return identity

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowprec_train.config import Compile, RunConfig
 from lowprec_train.model.transformer import Transformer
@@ -92,12 +92,12 @@ class Subject:
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch."""
+        """Tokens of a micro-batch."""
         return self.run.micro_batch * self.seq_len
 
     @property
     def micro_batches(self) -> int:
-        """Of a step, on each rank."""
+        """Micro-batches of a step on each rank."""
         return max(1, -(-self.run.tokens_per_step // (self.tokens * self.sizes.dp)))
 
     @property
@@ -105,12 +105,12 @@ class Subject:
         return self.run.compile is not Compile.off
 
     @cached_property
-    def codecs(self) -> Codecs:
+    def _codecs(self) -> Codecs:
         return build.codecs(self.run)
 
     @cached_property
     def laid_out(self) -> MetaModel:
-        """The whole model."""
+        """The whole model on the meta device, with its recipes."""
         return build.layout(self.run)
 
     def model(self, recompute: str | None = None) -> Transformer:
@@ -129,6 +129,11 @@ class Subject:
                 linear.gathered = arrived(linear, way)
         return made
 
+    def loss(self, model: Transformer, batch: int) -> Tensor:
+        """The forward pass and its loss on `batch` sequences without memory."""
+        tokens = torch.empty(batch, self.seq_len, dtype=torch.int64, device=META)
+        return model.loss(tokens, tokens, 1.0, tokens if self.run.data.get("document_mask") else None)
+
     @cached_property
     def weights(self) -> tuple[Weight, ...]:
         """All parameters, in the model's order."""
@@ -145,7 +150,7 @@ class Subject:
         rule, adamw = build.rules(self.run)
         inside = weight.matrix and not weight.indexed and weight.unit != "head"
         taken = adamw if rule.hidden_matrices_only and not inside else rule
-        return self.codecs.of(taken, matrix=weight.matrix, indexed=weight.indexed)
+        return self._codecs.of(taken, matrix=weight.matrix, indexed=weight.indexed)
 
     def stored_size(self, weight: Weight) -> int:
         """Bytes of an element of the parameter, and of its gradient."""
@@ -174,7 +179,8 @@ class Subject:
         return self.sizes.dp_shard * way.bytes + (elements if way.packed else 0)
 
     def _cut(self, recompute: str | None) -> tuple[Transformer, dict[str, int]]:
-        laid_out = build.layout(self._with(recompute))
+        chosen = self.run.model.recompute if recompute is None else recompute
+        laid_out = build.layout(replace(self.run, model=replace(self.run.model, recompute=chosen)))
         model, cuts = laid_out.model, {}
         if self.sizes.tp > 1:
             recipes = [phase.recipes for phase in laid_out.phases]
@@ -183,11 +189,6 @@ class Subject:
         PrecisionSchedule(laid_out.phases).begin(model, 0)
         policy.attach_draws(model, SeedTable(0, policy.count_linears(model), META).at(0, 0))
         return model, cuts
-
-    def _with(self, recompute: str | None) -> RunConfig:
-        if recompute is None:
-            return self.run
-        return replace(self.run, model=replace(self.run.model, recompute=recompute))
 
     def kinds(self) -> list[int]:
         """For each block, the first one that computes and saves as it does."""

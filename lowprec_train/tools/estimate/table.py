@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_train.config import choices
-from lowprec_train.tools.estimate.memory import counter, parameters, saved_bytes, states
+from lowprec_train.tools.estimate.memory import parameters, states
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
-from lowprec_train.tools.estimate.saved import SavedParts
+from lowprec_train.tools.estimate.saved import Counter
 from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.tools.markdown import number, table
 from lowprec_train.train.compose import composed
@@ -43,7 +43,7 @@ def _recipes(overrides: Sequence[str]) -> list[str]:
 
 def _of_recipe(recipe: str, overrides: Sequence[str]) -> list[object]:
     subject = Subject(run=composed(f"+recipe={recipe}", *WORK, *overrides, "parallel.dp_shard=1"))
-    block = counter(subject, "none").block(0)
+    block = Counter(subject, "none").block(0)
     model = subject.laid_out.model
     count, of_block = (sum(p.numel() for p in each.parameters()) for each in (model, model.blocks[0]))
     stored = parameters(subject) / count  # a gradient has its parameter's dtype
@@ -56,21 +56,9 @@ def _layouts(overrides: Sequence[str]) -> list[str]:
     header, rows = ("layout", "recipe", *gib, *gb, "a token"), []
     for layout, axes in LAYOUTS.items():
         for recipe in RECIPES:
-            found = estimate(composed(f"+recipe={recipe}", *WORK, *overrides, *axes), count=_remembered)
+            found = estimate(composed(f"+recipe={recipe}", *WORK, *overrides, *axes))
             rows.append([layout, f"`{recipe}`", *_of_layout(found)])
     return table(header, rows)
-
-
-_SEEN: dict[tuple[object, ...], SavedParts] = {}
-
-
-def _remembered(subject: Subject, recompute: str) -> SavedParts:
-    """Layouts with the same tensor-parallel parts and dtypes keep the same."""
-    sizes = tuple(subject.gathered_bytes(weight) for weight in subject.weights)
-    key = (subject.run.precision.name, subject.sizes.tp, recompute, sizes)
-    if key not in _SEEN:
-        _SEEN[key] = saved_bytes(subject, recompute)
-    return _SEEN[key]
 
 
 def _of_layout(found: Estimate) -> list[str]:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
-
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction
@@ -23,7 +21,7 @@ from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.tools.estimate.saved import only
-from lowprec_train.tools.estimate.subject import META, Subject, Weight
+from lowprec_train.tools.estimate.subject import Subject, Weight
 
 Bytes = dict[str, int]
 
@@ -95,7 +93,6 @@ def activations(subject: Subject) -> Bytes:
 def _sent(subject: Subject, block: int | None) -> Bytes:
     """By the model with one block, or none, in a micro-batch: forward and backward pass, op by op."""
     model = only(subject.model(), block)
-    tokens = torch.empty(subject.run.micro_batch, subject.seq_len, dtype=torch.int64, device=META)
     before = dict(subject.group.sent)
-    model.loss(tokens, tokens, 1.0, tokens if subject.run.data.get("document_mask") else None).backward()
+    subject.loss(model, subject.run.micro_batch).backward()
     return {what: size - before[what] for what, size in subject.group.sent.items()}
