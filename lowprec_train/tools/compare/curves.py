@@ -163,6 +163,11 @@ def at_common_tokens(run: tuple[Array, Array], baseline: tuple[Array, Array]) ->
     return tokens, np.where(x[nearest] == tokens, y[nearest], np.interp(tokens, x, y)), reference
 
 
+def evenly(count: int, most: int) -> Array:
+    """At most `most` of the indices below `count`, evenly spaced from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, min(most, count)).round().astype(int))
+
+
 def first_at_most(values: Array, target: float) -> int | None:
     """Index of the first value that is at most `target`."""
     hits = np.flatnonzero(values <= target)

@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lowprec_train.tools.compare.curves import evenly
 from lowprec_train.tools.compare.plot import QUIET, STYLE, shortened
 from lowprec_train.tools.compare.runs import Run
 from lowprec_train.tools.compare.telemetry import FILE, LABELS, Map, maps, read_rows
@@ -110,7 +111,7 @@ def draw_map(ax: Axes, each: Map, colours: Any, limits: tuple[float, float]) -> 
     image = ax.imshow(each.values, cmap=colours, vmin=limits[0], vmax=limits[1], aspect="auto", interpolation="nearest")
     every = -(-len(each.layers) // TICKS)
     ax.set_yticks(range(0, len(each.layers), every), [shortened(name) for name in each.layers[::every]], fontsize=7.5)
-    few = np.unique(np.linspace(0, len(each.steps) - 1, min(6, len(each.steps))).round().astype(int))
+    few = evenly(len(each.steps), 6)
     ax.set_xticks(few, [f"{each.steps[i]:,}" for i in few])
     ax.set(title=each.name, xlabel="step")
     ax.tick_params(length=0, colors=QUIET)

@@ -6,7 +6,7 @@ per token, so the time to the same loss stands beside it: the worse of the two f
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,7 +220,7 @@ def gap_curve(run: Run, baseline: Run, window: int) -> Curve:
     """The gap along the run; the last point is always there."""
     steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
     smoothed = curves.smooth(values - reference, window)
-    keep = np.unique(np.linspace(0, len(steps) - 1, min(CURVE_POINTS, len(steps))).round().astype(int))
+    keep = curves.evenly(len(steps), CURVE_POINTS)
     return Curve(steps=steps[keep].tolist(), gap=(values - reference)[keep].tolist(), smoothed=smoothed[keep].tolist())
 
 
@@ -315,8 +315,8 @@ def same(a: Any, b: Any) -> bool:
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
-def changes_training(key: str, launch_facts: Mapping[str, str] = LAUNCH_FACTS) -> bool:
+def changes_training(key: str) -> bool:
     """Whether a differing key, beside precision and communication, makes the comparison one of more than precision."""
     if key.split(".")[0] in ("precision", "comm"):
         return False
-    return not any(key == fact or key.startswith(f"{fact}.") for fact in launch_facts)
+    return not any(key == fact or key.startswith(f"{fact}.") for fact in LAUNCH_FACTS)

@@ -8,6 +8,7 @@ the top.
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from lowprec_train.tools.compare.runs import TOKENS, VALID, Array, Run, Series
 
 DASHES = ((0, (6, 1.4)), (0, (2.2, 1.2)), (0, (6, 1.4, 1.4, 1.4)), (0, (1, 1)))
 MARKERS = "osD^vP"
-BASELINE = {"color": colours.BASELINE[0], "linestyle": "-", "marker": "o"}
 INK, QUIET, GATE, FAINT = "#3c4043", "#80868b", "#b3261e", 0.16
 DIVERGED = 1.0  # nats: a run further away than this leaves the axes instead of flattening the others
 STYLE: dict[Any, Any] = {
@@ -49,11 +49,14 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One run as the figure sees it: where its points lie and how it looks."""
+    """One run as the figure sees it: where its points lie and how it looks.
+
+    place: its number among the runs that are no baseline, which decides its colour, dashes and marker; None: baseline.
+    """
 
     run: Run
     report: RunReport
-    look: dict[str, Any]
+    place: int | None
     scale: float
     over_tokens: bool
     window: int
@@ -68,8 +71,16 @@ class Subject:
         return self.x(series.steps), curves.drawn(series.values, self.window)
 
     @property
+    def colour(self) -> str:
+        return colours.BASELINE[0] if self.place is None else colours.of_run(self.place)[0]
+
+    @property
     def line(self) -> dict[str, Any]:
-        return {key: self.look[key] for key in ("color", "linestyle")}
+        return {"color": self.colour, "linestyle": "-" if self.place is None else DASHES[self.place % len(DASHES)]}
+
+    @property
+    def marker(self) -> dict[str, Any]:
+        return {"color": self.colour, "marker": MARKERS[0 if self.place is None else (self.place + 1) % len(MARKERS)]}
 
 
 def save(comparison: Comparison, runs: Sequence[Run], target: Path) -> None:
@@ -119,12 +130,12 @@ def subjects_of(comparison: Comparison, runs: Sequence[Run]) -> tuple[list[Subje
     over_tokens = all(len(run.series(TOKENS).steps) for run in runs)
     most = max(run.series(TOKENS).values[-1] for run in runs) if over_tokens else 0
     scale, unit = next(((s, u) for s, u in ((1e9, "billion"), (1e6, "million")) if most >= s), (1e3, "thousand"))
-    others = iter(range(len(runs)))
+    others = count()
     subjects = [
         Subject(
             run=run,
             report=report,
-            look=BASELINE if run.label == comparison.baseline else look(next(others)),
+            place=None if run.label == comparison.baseline else next(others),
             scale=scale,
             over_tokens=over_tokens,
             window=comparison.window,
@@ -139,20 +150,13 @@ def shortened(label: str) -> str:
     return label if len(label) <= 24 else "…" + label[-23:]
 
 
-def look(i: int) -> dict[str, Any]:
-    return {
-        "color": colours.of_run(i)[0],
-        "linestyle": DASHES[i % len(DASHES)],
-        "marker": MARKERS[(i + 1) % len(MARKERS)],
-    }
-
-
 def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
     """All losses, the held-out ones as markers, and the unigram entropy as the line that a working network crosses."""
     for subject in reversed(subjects):
-        draw_loss(ax, subject, label=f"{shortened(subject.run.label)}  {spread(subject.report.final_loss)}")
+        label = f"{shortened(subject.run.label)}  {spread(subject.report.final_loss)}"
+        draw_series(ax, subject, subject.run.loss, label=label)
         valid = subject.run.series(VALID)
-        ax.plot(subject.x(valid.steps), valid.values, ls="", mfc="white", ms=4.5, **marker(subject))
+        ax.plot(subject.x(valid.steps), valid.values, ls="", mfc="white", ms=4.5, **subject.marker)
         draw_nonfinite(ax, subject)
     limit_losses(ax, comparison, subjects)
     if comparison.unigram_entropy is not None and comparison.unigram_entropy < ax.get_ylim()[1]:
@@ -167,24 +171,18 @@ def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -
             fontsize=8,
             color=QUIET,
         )
-    handles, names = ax.get_legend_handles_labels()
     heading = f"mean of the last {comparison.window} steps ± 95 %"
-    legend = ax.legend(
-        handles[::-1], names[::-1], loc="upper right", title=heading, alignment="left", title_fontsize=8.5
-    )
+    legend = ax.legend(reverse=True, loc="upper right", title=heading, alignment="left", title_fontsize=8.5)
     legend.set(zorder=5)
     ax.set(title="Training loss (markers: held-out)", ylabel="nats per token")
 
 
-def draw_loss(ax: Axes, subject: Subject, **options: Any) -> None:
-    """A faint raw curve under its running mean."""
-    loss = subject.run.loss
-    ax.plot(subject.x(loss.steps), loss.values, color=subject.look["color"], lw=0.7, alpha=FAINT)
-    ax.plot(*subject.smoothed(loss), lw=1.7, **subject.line, **options)
-
-
-def marker(subject: Subject) -> dict[str, Any]:
-    return {"color": subject.look["color"], "marker": subject.look["marker"]}
+def draw_series(ax: Axes, subject: Subject, series: Series, **options: Any) -> Array:
+    """A faint raw curve under its running mean, which is returned."""
+    x, smoothed = subject.smoothed(series)
+    ax.plot(x, series.values, color=subject.colour, lw=0.7, alpha=FAINT)
+    ax.plot(x, smoothed, lw=1.7, **subject.line, **options)
+    return smoothed
 
 
 def draw_nonfinite(ax: Axes, subject: Subject) -> None:
@@ -192,7 +190,7 @@ def draw_nonfinite(ax: Axes, subject: Subject) -> None:
     loss = subject.run.loss
     x = subject.x(loss.steps[~np.isfinite(loss.values)])
     top = ax.get_xaxis_transform()
-    ax.plot(x, np.full(len(x), 0.97), ls="", marker="x", mew=1.6, color=subject.look["color"], transform=top, zorder=6)
+    ax.plot(x, np.full(len(x), 0.97), ls="", marker="x", mew=1.6, color=subject.colour, transform=top, zorder=6)
 
 
 def limit_losses(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
@@ -238,8 +236,8 @@ def draw_ends(ax: Axes, subjects: Sequence[Subject]) -> None:
 def draw_interval(ax: Axes, x: float, interval: curves.Interval, subject: Subject) -> None:
     """A mean with its 95 % interval."""
     if interval.low is not None and interval.high is not None:
-        ax.plot([x, x], [interval.low, interval.high], color=subject.look["color"], lw=1.4, alpha=0.6)
-    ax.plot([x], [interval.mean], ls="", ms=5, **marker(subject))
+        ax.plot([x, x], [interval.low, interval.high], color=subject.colour, lw=1.4, alpha=0.6)
+    ax.plot([x], [interval.mean], ls="", ms=5, **subject.marker)
 
 
 def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
@@ -249,10 +247,8 @@ def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> 
     for subject in subjects:
         if subject is base:
             continue
-        gap = difference(subject.run, base.run)
-        x, smoothed = subject.smoothed(gap)
-        ax.plot(subject.x(gap.steps), gap.values, color=subject.look["color"], lw=0.6, alpha=FAINT)
-        ax.plot(x, smoothed, lw=1.7, **subject.line)
+        steps, values, reference = curves.at_common_steps(subject.run.loss, base.run.loss)
+        smoothed = draw_series(ax, subject, Series(steps=steps, values=values - reference))
         settled = np.append(smoothed[len(smoothed) // 10 :], final_gaps(subject.report))
         reaches.append(float(np.abs(finite(settled)).max(initial=1e-3)))
     draw_zero_and_gate(ax, comparison)
@@ -261,11 +257,6 @@ def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> 
         reach = max(reach, min(1.12 * comparison.max_gap, 5 * reach))
     ax.set_ylim(-reach, reach)
     ax.set(title=f"Gap to {shortened(base.run.label)} at matched steps", ylabel="nats per token")
-
-
-def difference(run: Run, baseline: Run) -> Series:
-    steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
-    return Series(steps=steps, values=values - reference)
 
 
 def final_gaps(report: RunReport) -> list[float]:
@@ -278,7 +269,7 @@ def final_gaps(report: RunReport) -> list[float]:
 
 def draw_zero_and_gate(ax: Axes, comparison: Comparison) -> None:
     """The baseline, and the gate's two sides."""
-    ax.axhline(0, color=BASELINE["color"], lw=1.2)
+    ax.axhline(0, color=colours.BASELINE[0], lw=1.2)
     for side in (-1, 1) if comparison.max_gap is not None else ():
         ax.axhline(side * (comparison.max_gap or 0), color=GATE, lw=1.2, ls=(0, (4, 3)))
 
@@ -299,7 +290,7 @@ def draw_final_gaps(
                 text, (place, 0.02), xycoords=where, ha="center", fontsize=8.5, color=INK, rotation=90 * crowded
             )
         if held and held.gap is not None:
-            ax.plot([place + 0.12], [held.gap], ls="", ms=5.5, mfc="white", **marker(subject))
+            ax.plot([place + 0.12], [held.gap], ls="", ms=5.5, mfc="white", **subject.marker)
     names = [shortened(subject.run.label) for subject in others]
     ax.set_xticks(range(len(others)), names)
     if sum(map(len, names)) > 32:

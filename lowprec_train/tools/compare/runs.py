@@ -6,7 +6,7 @@ the first one, metric by metric. NaN and infinity (a `null` is read as NaN) stay
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+
+from lowprec_train.config import read_json, read_yaml
+from lowprec_train.train.identity import flatten
 
 LOSS = "train/loss"
 VALID = "valid/loss"
@@ -96,11 +97,8 @@ def read_info(path: Path) -> dict[str, Any]:
     source = path / "run.json"
     if not source.is_file():
         raise ValueError(f"not a run directory (no run.json): {path}")
-    try:
-        info = json.loads(source.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{source} is not JSON: {error}") from None
-    if not isinstance(info, dict) or not info.get("corpus_hash"):
+    info = read_json(source)
+    if not info.get("corpus_hash"):
         raise ValueError(f"{source} has no corpus_hash, so nothing says that the runs saw the same data")
     return info
 
@@ -127,23 +125,11 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """The resolved configuration as one level of dotted keys; lists are values."""
+    """The configuration of a run as one level of dotted keys; lists are values, an empty dictionary has no key."""
     if not source.is_file():
         raise ValueError(f"not a run directory (no config.yaml): {source.parent}")
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(source), resolve=False)
-    except (YAMLError, OmegaConfBaseException, ValueError) as error:
-        raise ValueError(f"{source} is not YAML: {str(error).splitlines()[0]}") from None
-    return dict(flatten(tree))
-
-
-def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested dictionaries with their dotted keys; an empty dictionary has none."""
-    if not isinstance(tree, dict):
-        yield prefix, tree
-        return
-    for key, value in tree.items():
-        yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    tree: Any = OmegaConf.to_container(read_yaml(source))
+    return {key: value for key, value in flatten(tree).items() if value != {}}
 
 
 def read_metrics(source: Path) -> tuple[dict[str, Series], list[str]]:

@@ -19,10 +19,10 @@ import matplotlib
 import numpy as np
 
 from lowprec_train.tools.compare import heatmap
-from lowprec_train.tools.compare.curves import Interval
+from lowprec_train.tools.compare.curves import Interval, at_common_steps
 from lowprec_train.tools.compare.heatmap import LIGHT_IS_HIGH
 from lowprec_train.tools.compare.measure import RATE, Comparison, RunReport
-from lowprec_train.tools.compare.plot import BASELINE, DASHES, Subject, subjects_of
+from lowprec_train.tools.compare.plot import DASHES, subjects_of
 from lowprec_train.tools.compare.runs import LOSS, TOKENS, VALID, Array, Run, Series
 from lowprec_train.tools.compare.telemetry import FILE, LABELS, Map, maps, read_rows
 
@@ -51,19 +51,19 @@ def of_comparison(comparison: Comparison, runs: Sequence[Run], figure: str) -> d
         "runs": [
             of_run(run, report, pooled(run.loss, every, union), metric_points)
             | {"matched": matched(run.loss, runs[baseline].loss, every, union) if every > 1 else None}
-            | look(subject, sum(each.look is not BASELINE for each in subjects[:place]))
-            for place, (run, report, subject) in enumerate(zip(runs, comparison.runs, subjects))
+            | look(subject.place)
+            for run, report, subject in zip(runs, comparison.runs, subjects)
         ],
         "telemetry": of_telemetry(runs, figure),
     }
 
 
-def look(subject: Subject, others_before: int) -> dict[str, Any]:
-    """Which colour, dashes and marker a run has in curves.png: `place` counts the runs that are no baseline."""
-    if subject.look is BASELINE:
-        return {"place": None, "dash": None}
-    dash = DASHES[others_before % len(DASHES)][1]
-    return {"place": others_before, "dash": " ".join(f"{LINE_WIDTH * length:.1f}" for length in dash)}
+def look(place: int | None) -> dict[str, Any]:
+    """Which colour and dashes a run has in curves.png. place: as of `plot.Subject`."""
+    dash = (
+        None if place is None else " ".join(f"{LINE_WIDTH * length:.1f}" for length in DASHES[place % len(DASHES)][1])
+    )
+    return {"place": place, "dash": dash}
 
 
 def of_run(run: Run, report: RunReport, loss: Series, metric_points: int) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def matched(loss: Series, base: Series, every: int, union: Array) -> dict[str, A
     """The gap at the steps that both have, pooled as a loss is: points of two pooled losses are means over steps that
     only one of them may have, and stand where its own steps end.
     """
-    steps, here, there = np.intersect1d(loss.steps, base.steps, return_indices=True)
+    steps, values, reference = at_common_steps(loss, base)
     with np.errstate(invalid="ignore"):  # between infinities there is no difference
-        gap = pooled(Series(steps=steps, values=loss.values[here] - base.values[there]), every, union)
+        gap = pooled(Series(steps=steps, values=values - reference), every, union)
     return {"steps": knots(gap.steps), "values": packed(gap.values)}
 
 
