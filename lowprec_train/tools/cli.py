@@ -1,8 +1,9 @@
 """The `lowprec` command: one word per job, `lowprec compare RUN RUN ...`.
 
-A subcommand is a module with `register(subparsers)`, which adds a parser whose default `run` takes the parsed arguments
-and returns the exit status. Statuses are the same for all: 0 done, 1 the answer is no (a gate that fails), 2 bad input,
-said in one line; `train` has those of train.py, 1 for every failure. Nothing here imports torch before it is needed.
+A subcommand is a module with its texts (HELP, DESCRIPTION, EPILOG), `add_options(parser)`, which adds its options, and
+`run(arguments)`, which returns the exit status; PARSER, where it is there, has other settings of its parser. Statuses
+are the same for all: 0 done, 1 the answer is no (a gate that fails), 2 bad input, said in one line; `train` has those
+of train.py, 1 for every failure. Nothing here imports torch before it is needed.
 """
 
 import argparse
@@ -20,19 +21,19 @@ from lowprec_train.tools.compare import command as compare
 from lowprec_train.tools.estimate import command as estimate
 from lowprec_train.tools.evaluate import command as evaluate
 
-COMMANDS = (
-    train,
-    compare,
-    bench,
-    estimate,
-    train_tokenizer,
-    prepare_data,
-    inspect_data,
-    export_hf,
-    import_hf,
-    evaluate,
-    generate,
-)
+COMMANDS: dict[str, Any] = {
+    "train": train,
+    "compare": compare,
+    "bench": bench,
+    "estimate": estimate,
+    "train-tokenizer": train_tokenizer,
+    "prepare-data": prepare_data,
+    "inspect-data": inspect_data,
+    "export-hf": export_hf,
+    "import-hf": import_hf,
+    "evaluate": evaluate,
+    "generate": generate,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Options of one subcommand. What `train` does not know is for Hydra, in order, as `overrides`."""
+    """Parse the options of one subcommand. `train` passes what it does not know to Hydra, in order, as `overrides`."""
     parsed, rest = parser().parse_known_args(arguments)
     if parsed.command == "train":
         parsed.overrides = rest
@@ -54,7 +55,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """Says a wrong option in two lines, without the usage of all others."""
+    """A parser that reports a wrong option in two lines, without the usage of all others."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         self.options: list[str] = []
@@ -65,8 +66,8 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """What is not known is an error here, where the options of this very command are; but not to one with the
-        default `open`, which leaves it to others.
+        """Refuse an unknown argument here, where the options of this command are known. A parser with the default
+        `open` returns it instead.
         """
         if self.get_default("open"):
             return super().parse_known_args(args, namespace)
@@ -88,12 +89,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The whole command line, as a value: documentation and tests read it too."""
+    """The parser of the whole command line; documentation and tests read it too."""
     top = Parser(prog="lowprec", description="Low-precision pretraining: runs, and the tools around them.")
     top.add_argument("--version", action="version", version=version())
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        command.register(subparsers)
+    for name, command in COMMANDS.items():
+        texts = {"help": command.HELP, "description": command.DESCRIPTION, "epilog": command.EPILOG}
+        settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, **getattr(command, "PARSER", {})}
+        each = subparsers.add_parser(name, **texts, **settings)
+        each.set_defaults(run=command.run)
+        command.add_options(each)
     return top
 
 

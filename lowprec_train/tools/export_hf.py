@@ -3,8 +3,11 @@
 import argparse
 from pathlib import Path
 
+from lowprec_train.tools import options
+
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
+HELP = "a run's model as a directory that transformers opens"
 DESCRIPTION = """\
 Write a run's model as a directory that Hugging Face's transformers opens: config.json, safetensors and the tokenizer.
 Reads the checkpoint of any parallel layout, one tensor at a time, without a GPU and without transformers.
@@ -24,23 +27,12 @@ examples:
 """
 
 
-def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `export-hf` to the command line."""
-    parser = subparsers.add_parser(
-        "export-hf",
-        help="a run's model as a directory that transformers opens",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN", type=Path, help="run directory, or one that import-hf made")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="directory to make")
-    parser.add_argument("--step", metavar="N", type=int, help="checkpoint to take (default: the newest)")
+    options.weights_directory(parser)
+    options.step(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of all tensors (default: the narrowest that holds the checkpoint's exactly)"
-    )
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", default="2GB", help="of one file, and of memory (default: %(default)s)"
     )
     parser.add_argument(
         "--tokenizer",
@@ -48,11 +40,10 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=Path,
         help="SentencePiece model or tokenizer.json, or 'none' (default: that of the run's data)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Open, write, say. Raises ValueError or OSError for bad input."""
+    """Export a model and print what was written. Raises ValueError or OSError for bad input."""
     import torch
 
     from lowprec_train.config import run_and_step

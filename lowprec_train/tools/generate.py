@@ -6,8 +6,10 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 
+from lowprec_train.tools import options
+
+HELP = "text that a trained model writes after a prompt"
 DESCRIPTION = """\
 Let a trained model continue a prompt, under the recipe that it trained with or any other. The prompt is read in one
 pass; each token after it costs one pass over one token, whatever came before. The text goes to stdout as it comes, its
@@ -27,19 +29,8 @@ examples:
 """
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `generate` to the command line."""
-    parser = subparsers.add_parser(
-        "generate",
-        help="text that a trained model writes after a prompt",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "model", metavar="RUN", type=Path, help="run directory, a checkpoint of one, or what import-hf made"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    options.trained_model(parser)
     parser.add_argument("--prompt", default="", help="text to continue (default: none, a new document)")
     parser.add_argument(
         "--max-tokens", metavar="N", type=int, help="at most (default: 128, or what the model has room for)"
@@ -54,14 +45,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--recipe", metavar="NAME", default="run", help="to compute with: run, fp32, or a recipe (default: run)"
     )
-    parser.add_argument("--step", metavar="N", type=int, help="checkpoint to take (default: the newest)")
-    parser.add_argument("--start", metavar="TOKEN", default="eod", help="before the prompt: eod, an id, or none")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="default: that of the run's data")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the prompt and what follows it. Raises ValueError for bad input."""
+    """Print the prompt and the text that the model adds. Raises ValueError for bad input."""
     from lowprec_train.model.generation import Sampling, check_length, generate
     from lowprec_train.tools.evaluate import evaluation
     from lowprec_train.train import checks
@@ -85,14 +72,19 @@ def run(arguments: argparse.Namespace) -> int:
         )
     room = min(128, sizes.max_seq_len - len(prompt)) if arguments.max_tokens is None else arguments.max_tokens
     check_length(len(prompt), room, sizes.max_seq_len)
-    model = evaluation.precision(trained, arguments.recipe).model(trained, device)
+    model = trained.model(arguments.recipe, device=device)
     print(arguments.prompt, end="", flush=True)
-    clock = Clock()
-    tokens = generate(model, prompt, max_tokens=room, sampling=sampling, stop=tokenizer.eod)
-    for piece in pieces(clock.watch(tokens), tokenizer.decode, written):
+    times = [time.perf_counter()]
+
+    def timed() -> Iterator[int]:
+        for token in generate(model, prompt, max_tokens=room, sampling=sampling, stop=tokenizer.eod):
+            times.append(time.perf_counter())
+            yield token
+
+    for piece in pieces(timed(), tokenizer.decode, written):
         print(piece, end="", flush=True)
     print()
-    print(clock.told(len(prompt)), file=sys.stderr)
+    print(rate(len(prompt), times), file=sys.stderr)
     return 0
 
 
@@ -111,23 +103,10 @@ def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str], prompt
     yield decode(ids)[len(told) :]
 
 
-class Clock:
-    """When tokens came."""
-
-    def __init__(self) -> None:
-        self.times = [time.perf_counter()]
-
-    def watch(self, tokens: Iterable[int]) -> Iterator[int]:
-        """The tokens; remembers when."""
-        for token in tokens:
-            self.times.append(time.perf_counter())
-            yield token
-
-    def told(self, prompt: int) -> str:
-        """The time to the first token, and the rate after it."""
-        count = len(self.times) - 1
-        if not count:
-            return f"{prompt} tokens read; the model closes the document at once"
-        first, rest = self.times[1] - self.times[0], self.times[-1] - self.times[1]
-        rate = f", then {(count - 1) / rest:.1f} tokens/s" if count > 1 else ""
-        return f"{prompt} tokens read, the first of {count} after {first:.2f} s{rate}"
+def rate(prompt: int, times: Sequence[float]) -> str:
+    """The time to the first token and the rate after it, in a sentence. times: of the start and of each token, s."""
+    count = len(times) - 1
+    if not count:
+        return f"{prompt} tokens read; the model closes the document at once"
+    after = f", then {(count - 1) / (times[-1] - times[1]):.1f} tokens/s" if count > 1 else ""
+    return f"{prompt} tokens read, the first of {count} after {times[1] - times[0]:.2f} s{after}"

@@ -4,6 +4,9 @@ import argparse
 import re
 from pathlib import Path
 
+from lowprec_train.tools import options
+
+HELP = "a model of transformers as the first weights of a run"
 DESCRIPTION = """\
 Turn a LLaMA or GPT-2 model of Hugging Face's transformers into a directory that runs, evaluation and export read:
 model.yaml, safetensors in this project's names and layout, and the tokenizer's files. Reads one tensor at a time.
@@ -23,28 +26,16 @@ examples:
 """
 
 
-def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `import-hf` to the command line."""
-    parser = subparsers.add_parser(
-        "import-hf",
-        help="a model of transformers as the first weights of a run",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="DIR", type=Path, help="directory with config.json and safetensors")
-    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="directory to make")
+    options.weights_directory(parser)
     parser.add_argument(
         "--name", metavar="NAME", help="name of the model, part of the names of its runs (default: that of --out)"
     )
-    parser.add_argument(
-        "--max-shard-size", metavar="SIZE", default="2GB", help="of one file, and of memory (default: %(default)s)"
-    )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check, write, say. Raises ValueError or OSError for bad input."""
+    """Import a model and print its sizes. Raises ValueError or OSError for bad input."""
     from lowprec_train.tools.huggingface import shards, tokenizer, transfer
     from lowprec_train.train.packages import needs_package
     from lowprec_train.train.rundir import NAME

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lowprec_train.data.manifest import Manifest
     from lowprec_train.data.tokenizer import Tokenizer
 
+HELP = "documents, lengths and decoded samples of a tokenised dataset"
 DESCRIPTION = """\
 Show a dataset in Megatron's layout, this project's or another's: documents, tokens, lengths, and samples decoded.
 """
@@ -33,22 +34,13 @@ examples:
 _AT_ONCE = 1 << 24  # tokens
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `inspect-data` to the command line."""
-    parser = subparsers.add_parser(
-        "inspect-data",
-        help="documents, lengths and decoded samples of a tokenised dataset",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefix", metavar="PREFIX", type=Path, help="the dataset, without .bin and .idx")
     parser.add_argument("--samples", metavar="N", type=int, default=3, help="evenly spaced documents to show")
     parser.add_argument("--document", metavar="I", type=int, action="append", help="show this one, counted from 0")
     parser.add_argument("--characters", metavar="N", type=int, default=300, help="shown of a document")
     parser.add_argument("--tokenizer", metavar="FILE", help="where there is no manifest")
     parser.add_argument("--check", action="store_true", help="read all tokens, and compare hashes with a manifest")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

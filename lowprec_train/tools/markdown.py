@@ -12,5 +12,5 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """With thousands separated; empty for None."""
+    """A number with separated thousands; empty for None."""
     return "" if value is None else f"{value:,.{digits}f}"

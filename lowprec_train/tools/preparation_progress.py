@@ -24,14 +24,22 @@ def shown(
 ) -> Iterator[Callable[[Counts], None]]:
     """A function that shows counts as they come; `size`: stored bytes of the whole input."""
     console = console or Console(soft_wrap=True)
-    if console.is_terminal:
-        with _bar(console) as bar:
-            task = bar.add_task("tokenising", total=size, numbers="")
-            pace = _Pace(clock)
-            yield lambda counts: bar.update(task, completed=counts.read, numbers=pace.of(counts))
-    else:
-        lines = _Lines(size, console, clock)
-        yield lines.report
+    pace, told = _Pace(clock), clock()
+
+    def line(counts: Counts) -> None:
+        nonlocal told
+        numbers = pace.of(counts)
+        if clock() >= told + _LINE_SECONDS:
+            told = clock()
+            console.print(f"{100 * counts.read / max(1, size):3.0f} %  {numbers}", highlight=False)
+
+    if not console.is_terminal:
+        yield line
+        return
+    columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"))
+    with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
+        task = bar.add_task("tokenising", total=size, numbers="")
+        yield lambda counts: bar.update(task, completed=counts.read, numbers=pace.of(counts))
 
 
 class _Pace:
@@ -47,31 +55,5 @@ class _Pace:
             self._first, self._began = counts, self._clock()
         seconds = max(self._clock() - self._began, 1e-3)
         megabytes = (counts.text_bytes - self._first.text_bytes) / 1e6 / seconds
-        tokens = (counts.tokens - self._first.tokens) / seconds
-        return (
-            f"{counts.documents:,} documents  {counts.tokens:,} tokens  {megabytes:.1f} MB/s  {tokens / 1e6:.2f} Mtok/s"
-        )
-
-
-class _Lines:
-    def __init__(self, size: int, console: Console, clock: Clock) -> None:
-        self._size, self._console, self._clock, self._pace = size, console, clock, _Pace(clock)
-        self._next = clock() + _LINE_SECONDS
-
-    def report(self, counts: Counts) -> None:
-        numbers = self._pace.of(counts)
-        if self._clock() >= self._next:
-            self._next = self._clock() + _LINE_SECONDS
-            percent = 100 * counts.read / max(1, self._size)
-            self._console.print(f"{percent:3.0f} %  {numbers}", highlight=False)
-
-
-def _bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        console=console,
-    )
+        tokens = (counts.tokens - self._first.tokens) / 1e6 / seconds
+        return f"{counts.documents:,} documents  {counts.tokens:,} tokens  {megabytes:.1f} MB/s  {tokens:.2f} Mtok/s"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowprec_train.data.manifest import Manifest
 
+HELP = "text files to a tokenised dataset, restartable"
 DESCRIPTION = """\
 Tokenise text into PREFIX.bin and PREFIX.idx, which `data=indexed data.train=PREFIX` trains on and Megatron reads too.
 Reads .txt (a document a file), .jsonl (a document a line) and .parquet (a document a row), the first two also as .gz
@@ -35,15 +36,7 @@ examples:
 """
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `prepare-data` to the command line."""
-    parser = subparsers.add_parser(
-        "prepare-data",
-        help="text files to a tokenised dataset, restartable",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="file, part of a file, or directory")
     parser.add_argument(
         "--tokenizer", metavar="FILE", required=True, help="SentencePiece model or tokenizer.json, or their directory"
@@ -57,11 +50,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--workers", metavar="N", type=int, help="processes that tokenise; 0: none but this (default: one a core)"
     )
     parser.add_argument("--skip-bad", action="store_true", help="leave out records without text instead of stopping")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prepare, show how it goes, say what there is. Raises ValueError or OSError for bad input."""
+    """Prepare a dataset with a progress display and print a summary. Raises ValueError or OSError for bad input."""
     from lowprec_train.data import sources, tokenising
     from lowprec_train.data.tokenizer import load
     from lowprec_train.tools.preparation_progress import shown
@@ -88,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def summary(manifest: Manifest, prefix: Path, seconds: float) -> str:
-    """What was made, in one sentence a line."""
+    """Two lines about the dataset: its sizes, and how to train on it."""
     left_out = f"; left out: {manifest.empty:,} empty, {manifest.bad:,} bad" if manifest.empty or manifest.bad else ""
     bytes_a_token = manifest.text_bytes / max(1, manifest.tokens)
     size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({bytes_a_token:.2f} bytes a token)"

@@ -9,23 +9,25 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from lowprec_train.train import signals
 
+HELP = "train, or continue, a run"
+DESCRIPTION = """\
+Train, or continue, the run that the overrides describe. Ctrl-C saves and ends;
+again aborts.
+"""
+EPILOG = None
+PARSER = {
+    "usage": "lowprec train [--gpus N | --nproc N] [KEY=VALUE ...] [Hydra's options]",
+    "add_help": False,
+    "allow_abbrev": False,
+}
 HELP_FLAGS = {"--help", "-h"}
 
 
-def register(subparsers: Any) -> None:
-    """Add `train`, which leaves what it does not know in `parsed.overrides` (see `cli.parse`)."""
-    parser = subparsers.add_parser(
-        "train",
-        help="train, or continue, a run",
-        description="Train, or continue, the run that the overrides describe. Ctrl-C saves and ends; again aborts.",
-        usage="lowprec train [--gpus N | --nproc N] [KEY=VALUE ...] [Hydra's options]",
-        add_help=False,
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add those of `train`. What it does not know it leaves in `parsed.overrides` (see `cli.parse`)."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--gpus", metavar="N", help="train on N GPUs of this machine, a process each; or `all` (default: one process)"
@@ -33,7 +35,7 @@ def register(subparsers: Any) -> None:
     where.add_argument(
         "--nproc", metavar="N", type=int, help="train with N processes on the CPU, e.g. to try a layout (gloo)"
     )
-    parser.set_defaults(run=run, parser=parser, open=True)
+    parser.set_defaults(parser=parser, open=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 from itertools import islice
 from pathlib import Path
 
+HELP = "learn a SentencePiece model from text files"
 DESCRIPTION = """\
 Learn a SentencePiece byte-pair encoding from text: any text encodes and decodes without loss, digits are single pieces,
 newlines are kept, and bytes stand in for rare characters. Takes what `lowprec prepare-data` takes.
@@ -24,15 +25,7 @@ examples:
 _TRIED = 200  # documents that the compression is measured on
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `train-tokenizer` to the command line."""
-    parser = subparsers.add_parser(
-        "train-tokenizer",
-        help="learn a SentencePiece model from text files",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="file, part of a file, or directory")
     parser.add_argument("--vocab-size", metavar="N", type=int, required=True, help="pieces; 256 of them are bytes")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the model goes")
@@ -45,11 +38,10 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="learnt from; 16 million take some seconds (default: %(default)s)",
     )
     parser.add_argument("--skip-bad", action="store_true", help="leave out records without text instead of stopping")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Learn, write, say how well it compresses. Raises ValueError or OSError for bad input."""
+    """Learn a tokenizer, write it and print how well it compresses. Raises ValueError or OSError for bad input."""
     from lowprec_train.data.appending import write_whole
     from lowprec_train.data.documents import TextFiles
     from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer

@@ -16,7 +16,7 @@ from lowprec_train.data.manifest import Manifest
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
-from lowprec_train.tools.evaluate.perplexity import Cutting, Extent, Measured, difference, measure, score
+from lowprec_train.tools.evaluate.perplexity import Cutting, Measured, difference, measure, score
 from lowprec_train.tools.evaluate.progress import shown
 from lowprec_train.tools.evaluate.texts import Encoded, open_text
 from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length
@@ -145,11 +145,11 @@ def test_recipes_are_compared_on_the_same_text(made, evaluate):
 def test_the_batch_does_not_count(made, exact):
     source = open_text(made.raw, field="text", tokenizer=made.tokenizer)
     one, many = (measure(exact, source, Cutting(seq_len=32, stride=16, batch=n, start=1)) for n in (1, 16))
-    assert one.extent == many.extent and one.extent.windows == len(one.nll)
+    assert (one.documents, one.bytes, one.tokens) == (many.documents, many.bytes, many.tokens)
     np.testing.assert_allclose(one.nll, many.nll, rtol=1e-5)
     few = measure(exact, source, Cutting(seq_len=32, stride=16, batch=4, start=1, documents=3))
-    assert few.extent.documents == 3
-    np.testing.assert_allclose(few.nll, one.nll[: few.extent.windows], rtol=1e-5)
+    assert few.documents == 3
+    np.testing.assert_allclose(few.nll, one.nll[: len(few.nll)], rtol=1e-5)
 
 
 def test_a_limit_counts_the_documents_that_a_prepared_set_has(made, evaluate, tmp_path):
@@ -173,13 +173,13 @@ def test_the_likeliest_continuation_is_called_greedy(exact):
 
 
 def test_differences_of_the_same_windows_are_known_better_than_either():
-    extent = Extent(documents=1, bytes=None, tokens=40, windows=4)
+    about = {"documents": 1, "bytes": None, "tokens": 40, "seconds": 1.0}
     hard = np.array([10.0, 90.0, 40.0, 200.0])
-    a, b = (Measured(extent=extent, nll=nll, seconds=1.0) for nll in (hard + [1.0, 3.0, 1.0, 3.0], hard))
+    a, b = (Measured(nll=nll, **about) for nll in (hard + [1.0, 3.0, 1.0, 3.0], hard))
     found = difference(a, b)
     assert found.nats == pytest.approx(8 / 40)
     assert found.standard_error == pytest.approx(math.sqrt(4) * np.std([1, 3, 1, 3], ddof=1) / 40)
-    single = Measured(extent=extent, nll=np.array([3.0]), seconds=1.0)
+    single = Measured(nll=np.array([3.0]), **about)
     assert difference(single, single).standard_error is None and a.bits_per_byte is None
 
 
@@ -198,7 +198,7 @@ def test_progress_is_for_terminals(exact, made):
     screen, file = io.StringIO(), io.StringIO()
     for console in (Console(file=screen, force_terminal=True, width=80), Console(file=file)):
         with shown("bf16", console) as told:
-            tokens = measure(exact, source, Cutting(seq_len=64, stride=64, batch=4, start=1), told).extent.tokens
+            tokens = measure(exact, source, Cutting(seq_len=64, stride=64, batch=4, start=1), told).tokens
     assert f"bf16: {tokens:,} tokens" in screen.getvalue() and file.getvalue() == ""
 
 

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+HELP = "time of kernels, GEMMs and training steps on a GPU"
 DESCRIPTION = """\
 Measure on one GPU, or between several, and write JSON and a Markdown table made from it. Compare figures of one run
 only: GPUs of one kind differ, and so does one GPU from hour to hour.
@@ -36,17 +37,7 @@ OUT = Path("bench")
 COMM_MINUTES = 5.0  # that a collective may hang
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `bench` to the command line."""
-    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = subparsers.add_parser(
-        "bench",
-        help="time of kernels, GEMMs and training steps on a GPU",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        **style,
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
     kernels = kinds.add_parser("kernels", help="every op and the optimizers, beside a device copy")
     kernels.add_argument("--only", metavar="PATTERN", default="*", help="shell pattern, or part, of 'op case'")

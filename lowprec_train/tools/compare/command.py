@@ -9,6 +9,7 @@ from lowprec_train.tools.compare import measure, report
 from lowprec_train.tools.compare.runs import read_runs
 from lowprec_train.tools.compare.telemetry import LABELS
 
+HELP = "loss gap, speed and memory of runs against a baseline"
 DESCRIPTION = """\
 Compare training runs on the same data: loss gap to a baseline at matched steps and tokens, held-out loss, spikes,
 speed, memory and what differs between their configurations. Reads run directories, finished or still growing;
@@ -33,15 +34,7 @@ examples:
 """
 
 
-def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `compare` to the command line."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="loss gap, speed and memory of runs against a baseline",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory; two or more")
     parser.add_argument(
         "--baseline", metavar="NAME", help="run to measure against, by name or directory (default: the first bf16 run)"
@@ -71,7 +64,6 @@ def register(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--html", action="store_true", help="also write report.html: one page to open in a browser, no network needed"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

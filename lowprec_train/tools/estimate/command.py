@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
+HELP = "memory and traffic of a run, before there is a GPU"
 DESCRIPTION = """\
 What a run needs of each GPU and of the network, from its configuration alone: no GPU is touched and no memory taken.
 Takes the overrides that train.py takes. Memory is at the moment of a step when it is most; CUDA's context, NCCL's
@@ -19,17 +19,7 @@ examples:
 """
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `estimate` to the command line."""
-    style: dict[str, Any] = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = subparsers.add_parser(
-        "estimate",
-        help="memory and traffic of a run, before there is a GPU",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        **style,
-    )
-    parser.set_defaults(run=run)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the configuration, as for train.py")
     parser.add_argument("--gpus", type=int, help="processes; a dp_shard of -1 takes what the other axes leave")
     form = parser.add_mutually_exclusive_group()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
+from lowprec_train.tools import options
+
+HELP = "perplexity, bits per byte and tasks of a trained model, under its recipe and in BF16"
 DESCRIPTION = """\
 How good a trained model is, under the recipe that it trained with and in BF16: perplexity and bits per byte of any
 text, and tasks of lm-evaluation-harness. The difference between the two is what the recipe costs in use.
@@ -31,20 +32,8 @@ examples:
 """
 
 
-def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `evaluate` to the command line."""
-    parser = subparsers.add_parser(
-        "evaluate",
-        help="perplexity, bits per byte and tasks of a trained model, under its recipe and in BF16",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    parser.add_argument(
-        "model", metavar="RUN", type=Path, help="run directory, a checkpoint of one, or what import-hf made"
-    )
-    parser.add_argument("--step", metavar="N", type=int, help="checkpoint to take (default: the newest)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    options.trained_model(parser)
     parser.add_argument(
         "--data", metavar="PATH", type=Path, help="file or directory of text, or prefix of a prepared set"
     )
@@ -66,28 +55,19 @@ def register(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--batch", metavar="N", type=int, default=8, help="windows computed together (default: %(default)s)"
     )
-    parser.add_argument(
-        "--start",
-        metavar="TOKEN",
-        default="eod",
-        help="before each document: eod, an id, or none (default: %(default)s)",
-    )
     parser.add_argument("--limit", metavar="N", type=int, help="documents, of the text and of each task (default: all)")
     parser.add_argument("--field", default="text", help="of .jsonl lines and .parquet rows (default: %(default)s)")
-    parser.add_argument("--tokenizer", metavar="FILE", type=Path, help="default: that of the run's data")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the results as JSON, too")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate, print, write. Raises ValueError or OSError for bad input."""
+    """Evaluate a model; print the results and write them as JSON. Raises ValueError or OSError for bad input."""
     from lowprec_train.tools.evaluate import report
-    from lowprec_train.tools.evaluate.evaluation import Evaluation, Request
+    from lowprec_train.tools.evaluate.evaluation import Evaluation
 
     if arguments.out:
         _check_writable(arguments.out)
-    asked = Request(**{each.name: getattr(arguments, each.name) for each in fields(Request)})
-    found: dict[str, Any] = Evaluation.of(asked).results()
+    found = Evaluation.of(arguments).results()
     print(report.text(found))
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -5,7 +5,7 @@ Recipes that compute the same forward pass (MXFP4 trains with a forward pass in 
 
 from __future__ import annotations
 
-import importlib
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,6 @@ from omegaconf import OmegaConf
 
 from lowprec_train.config import read_yaml
 from lowprec_train.data.tokenizer import Tokenizer, check_vocabulary, load
-from lowprec_train.model.transformer import Transformer
-from lowprec_train.precision.schedule import Phase
 from lowprec_train.tools.evaluate import progress, texts, windows
 from lowprec_train.tools.evaluate.perplexity import Cutting, Measured, difference, measure
 from lowprec_train.tools.huggingface import tokenizer as tokenizers
@@ -27,48 +25,14 @@ from lowprec_train.train.trained import Trained, dtype_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
-    """One way to compute. asked: as on the command line; name: of the recipe itself."""
-
-    asked: str
-    name: str
-    forward: Phase
-    dtype: torch.dtype
-
-    def alike(self, other: Precision) -> bool:
-        """Whether the forward passes are the same."""
-        return self.forward == other.forward and self.dtype == other.dtype
-
-    def model(self, trained: Trained, device: torch.device) -> Transformer:
-        """The model that computes so."""
-        return trained.model(self.asked, device=device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is asked for. Values and their meaning: the options of `lowprec evaluate`; None: its default."""
-
-    model: Path
-    recipes: Sequence[str]
-    step: int | None = None
-    data: Path | None = None
-    tasks: Sequence[Path] = ()
-    seq_len: int | None = None
-    stride: int | None = None
-    batch: int = 8
-    start: str = "eod"
-    limit: int | None = None
-    field: str = "text"
-    tokenizer: Path | None = None
-    device: str = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is evaluated, checked before any weight is read."""
+    """What is evaluated, checked before any weight is read.
+
+    computed_as: each recipe of the command line -> the first of them that computes the same forward pass.
+    """
 
     trained: Trained
-    precisions: Sequence[Precision]
+    computed_as: dict[str, str]
     source: texts.Source | None
     cutting: Cutting
     tasks: Sequence[Path]
@@ -76,8 +40,8 @@ class Evaluation:
     device: torch.device
 
     @classmethod
-    def of(cls, asked: Request) -> Evaluation:
-        """Raises ValueError for what cannot be evaluated."""
+    def of(cls, asked: argparse.Namespace) -> Evaluation:
+        """asked: the options of `lowprec evaluate`. Raises ValueError for what cannot be evaluated."""
         if asked.data is None and not asked.tasks:
             raise ValueError("nothing to evaluate on: --data PATH, --tasks FILE or both")
         if asked.limit is not None and asked.limit < 1:
@@ -89,16 +53,18 @@ class Evaluation:
             needs_package("lm_eval", extra="eval", what="--tasks")
         trained = Trained(asked.model, asked.step)
         tokenizer = tokenizer_of(trained, asked.tokenizer)
-        if asked.tasks and tokenizer is None:
-            raise ValueError(f"{asked.model} has no tokenizer to read tasks with: name it with --tokenizer")
         if asked.tasks:
-            _harness().check(asked.tasks)
-        source = asked.data and texts.open_text(asked.data, field=asked.field, tokenizer=tokenizer)
+            if tokenizer is None:
+                raise ValueError(f"{asked.model} has no tokenizer to read tasks with: name it with --tokenizer")
+            from lowprec_train.tools.evaluate import harness
+
+            harness.check(asked.tasks)
+        source = None if asked.data is None else texts.open_text(asked.data, field=asked.field, tokenizer=tokenizer)
         tokenizer = tokenizer or (source.tokenizer if source else None)
         return cls(
             trained=trained,
-            precisions=[precision(trained, recipe) for recipe in dict.fromkeys(asked.recipes)],
-            source=source or None,
+            computed_as=_computed_as(trained, asked.recipes),
+            source=source,
             cutting=_cutting(trained, asked, tokenizer),
             tasks=asked.tasks,
             tokenizer=tokenizer,
@@ -106,41 +72,12 @@ class Evaluation:
         )
 
     def results(self) -> dict[str, Any]:
-        """Everything measured, as JSON holds it."""
+        """All results, as values that JSON can hold."""
         measured: dict[str, Measured] = {}
         tasks: dict[str, Any] = {}
-        for each in self.precisions:
-            if self._computed(each) is each:
-                self._compute(each, measured, tasks)
-        once = {each.asked: self._computed(each).asked for each in self.precisions}
-        found = self._subject() | {"recipes": {each.asked: each.name for each in self.precisions}, "computed_as": once}
-        if measured:
-            found["text"] = self._text(measured, once)
-        if tasks:
-            found["tasks"] = {asked: tasks[how] for asked, how in once.items()}
-        return found
-
-    def _compute(self, precision: Precision, measured: dict[str, Measured], tasks: dict[str, Any]) -> None:
-        """Adds what one model gives, which is gone before the next is read."""
-        model = precision.model(self.trained, self.device)
-        if self.tasks:  # first: the harness may find late that a task does not fit its data
-            tasks[precision.asked] = self._tasks(model)
-        if self.source is not None:
-            with progress.shown(precision.asked) as told:
-                measured[precision.asked] = measure(model, self.source, self.cutting, told)
-
-    def _computed(self, precision: Precision) -> Precision:
-        """The first that computes as this one does."""
-        return next(each for each in self.precisions if each.alike(precision))
-
-    def _tasks(self, model: Transformer) -> dict[str, Any]:
-        harness = _harness()
-        answering = harness.Answering(model, self.tokenizer, self.cutting.batch)
-        found: dict[str, Any] = harness.run_tasks(answering, self.tasks, self.cutting.documents)
-        return found
-
-    def _subject(self) -> dict[str, Any]:
-        return {
+        for recipe in dict.fromkeys(self.computed_as.values()):
+            self._compute(recipe, measured, tasks)
+        found = {
             "model": str(self.trained.directory),
             "step": self.trained.step,
             "name": self.trained.weights.model.name,
@@ -149,32 +86,48 @@ class Evaluation:
             "stride": self.cutting.stride,
             "batch": self.cutting.batch,
             "start": self.cutting.start,
+            "recipes": {recipe: self.trained.recipe_name(recipe) for recipe in self.computed_as},
+            "computed_as": self.computed_as,
         }
+        if self.source is not None:
+            found["text"] = {"data": self.source.name, **self._text(measured)}
+        if tasks:
+            found["tasks"] = {recipe: tasks[how] for recipe, how in self.computed_as.items()}
+        return found
 
-    def _text(self, measured: dict[str, Measured], once: dict[str, str]) -> dict[str, Any]:
-        extent = next(iter(measured.values())).extent
-        assert self.source is not None
-        results = {asked: _figures(measured[how]) for asked, how in once.items()}
-        last = measured[once[self.precisions[-1].asked]]
-        against = {asked: vars(difference(measured[how], last)) for asked, how in list(once.items())[:-1]}
+    def _compute(self, recipe: str, measured: dict[str, Measured], tasks: dict[str, Any]) -> None:
+        """Add the results of one model, which is freed before the next one is read."""
+        model = self.trained.model(recipe, device=self.device)
+        if self.tasks:  # first: the harness may find late that a task does not fit its data
+            from lowprec_train.tools.evaluate import harness
+
+            assert self.tokenizer is not None
+            answering = harness.Answering(model, self.tokenizer, self.cutting.batch)
+            tasks[recipe] = harness.run_tasks(answering, self.tasks, self.cutting.documents)
+        if self.source is not None:
+            with progress.shown(recipe) as told:
+                measured[recipe] = measure(model, self.source, self.cutting, told)
+
+    def _text(self, measured: dict[str, Measured]) -> dict[str, Any]:
+        of = {recipe: measured[how] for recipe, how in self.computed_as.items()}
+        *others, last = of
         return {
-            "data": self.source.name,
-            **vars(extent),
-            "results": results,
-            "differences": {"to": self.precisions[-1].asked, "of": against},
+            "documents": of[last].documents,
+            "bytes": of[last].bytes,
+            "tokens": of[last].tokens,
+            "windows": len(of[last].nll),
+            "results": {recipe: each.figures() for recipe, each in of.items()},
+            "differences": {
+                "to": last,
+                "of": {recipe: vars(difference(of[recipe], of[last])) for recipe in others},
+            },
         }
 
 
-def _harness() -> Any:
-    """The module that needs lm_eval, whose import takes seconds."""
-    return importlib.import_module("lowprec_train.tools.evaluate.harness")
-
-
-def precision(trained: Trained, asked: str) -> Precision:
+def _computed_as(trained: Trained, recipes: Sequence[str]) -> dict[str, str]:
     """Raises ValueError for an unknown recipe, and for one that does not fit the model."""
-    return Precision(
-        asked=asked, name=trained.recipe_name(asked), forward=trained.forward(asked), dtype=dtype_of(asked)
-    )
+    passes = {recipe: (trained.forward(recipe), dtype_of(recipe)) for recipe in recipes}
+    return {recipe: next(first for first in passes if passes[first] == passes[recipe]) for recipe in passes}
 
 
 def tokenizer_of(trained: Trained, asked: Path | None) -> Tokenizer | None:
@@ -198,7 +151,7 @@ def start_token(asked: str, tokenizer: Tokenizer | None, vocab_size: int) -> int
     return int(asked)
 
 
-def _cutting(trained: Trained, asked: Request, tokenizer: Tokenizer | None) -> Cutting:
+def _cutting(trained: Trained, asked: argparse.Namespace, tokenizer: Tokenizer | None) -> Cutting:
     model = trained.weights.model
     seq_len = (_trained_length(trained) or model.max_seq_len) if asked.seq_len is None else asked.seq_len
     stride = seq_len if asked.stride is None else asked.stride
@@ -208,15 +161,6 @@ def _cutting(trained: Trained, asked: Request, tokenizer: Tokenizer | None) -> C
 
 
 def _trained_length(trained: Trained) -> int | None:
-    """Tokens of a sequence of the run."""
+    """Sequence length that the run trained with; None for an imported model."""
     saved = trained.directory / "config.yaml"
     return OmegaConf.select(read_yaml(saved), "data.seq_len") if saved.is_file() else None
-
-
-def _figures(measured: Measured) -> dict[str, Any]:
-    return {
-        "loss": measured.loss,
-        "perplexity": measured.perplexity,
-        "bits_per_byte": measured.bits_per_byte,
-        "tokens_per_second": measured.extent.tokens / measured.seconds,
-    }

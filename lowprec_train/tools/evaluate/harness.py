@@ -27,8 +27,8 @@ from lm_eval.utils import get_rolling_token_windows
 from lowprec_train.data.tokenizer import Tokenizer
 from lowprec_train.model.generation import Sampling, generate
 from lowprec_train.model.transformer import Transformer
-from lowprec_train.tools.evaluate.perplexity import score
-from lowprec_train.tools.evaluate.windows import Window, of_equal_length
+from lowprec_train.tools.evaluate.perplexity import score_all
+from lowprec_train.tools.evaluate.windows import Window
 
 LONGEST_ANSWER = 256  # tokens, where a task does not say
 # Modules that hold the switch HF_..._OFFLINE of a library, read when it is used.
@@ -81,12 +81,7 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return self._scored([_window([*a, *b], len(b), self.max_length) for _, a, b in requests])
 
     def _scored(self, windows: Iterable[Window]) -> list[tuple[float, bool]]:
-        found: dict[int, tuple[float, bool]] = {}
-        for group in of_equal_length(enumerate(windows), self.batch, lambda item: item[1].inputs):
-            numbers, together = zip(*group, strict=True)
-            answers = ((-each.nll, each.greedy) for each in score(self.model, together))
-            found |= zip(numbers, answers, strict=True)
-        return [found[number] for number in range(len(found))]
+        return [(-each.nll, each.greedy) for each in score_all(self.model, windows, self.batch)]
 
     def _answer(self, context: str, asked: dict[str, Any]) -> str:
         stops = [asked["until"]] if isinstance(asked.get("until"), str) else list(asked.get("until") or [])
@@ -143,7 +138,7 @@ def check(files: Sequence[Path]) -> TaskManager:
 
 
 def _told(error: Exception) -> str:
-    """In one line; the message of a KeyError is the key alone."""
+    """An error in one line, with its type: the message of a KeyError is the key alone."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -158,6 +153,6 @@ def _window(tokens: list[int], scored: int, longest: int) -> Window:
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """Up to the first of the stopping strings."""
+    """The text up to the first of the stopping strings."""
     places = [text.index(stop) for stop in stops if stop and stop in text]
     return text[: min(places)] if places else text

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lowprec_train.model.loss import IGNORED
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.tools.evaluate.texts import Encoded, Source
-from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length, stacked
+from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Scored:
 @torch.inference_mode()
 def score(model: Transformer, windows: Sequence[Window]) -> list[Scored]:
     """Losses of windows of equal length, computed together. ValueError where they are not finite."""
-    tokens = torch.from_numpy(stacked(windows)).to(model.embedding.weight.device)
+    tokens = torch.from_numpy(np.stack([window.tokens for window in windows])).to(model.embedding.weight.device)
     targets = tokens[:, 1:].clone()
     for row, window in enumerate(windows):
         targets[row, : window.inputs - window.scored] = IGNORED
@@ -48,6 +48,21 @@ def score(model: Transformer, windows: Sequence[Window]) -> list[Scored]:
         raise ValueError("the model's losses are not finite: its weights overflow under this recipe")
     likeliest = ((logits.argmax(dim=-1) == targets) | (targets == IGNORED)).all(dim=1).tolist()
     return [Scored(*each) for each in zip(sums, likeliest, strict=True)]
+
+
+def score_all(
+    model: Transformer, windows: Iterable[Window], batch: int, told: Callable[[int], None] = lambda tokens: None
+) -> list[Scored]:
+    """Losses of windows, in their order; at most `batch` of equal length are computed together.
+
+    told: is given the number of tokens that were predicted since its last call.
+    """
+    found: dict[int, Scored] = {}
+    for group in of_equal_length(enumerate(windows), batch, lambda item: item[1].inputs):
+        numbers, together = zip(*group, strict=True)
+        found |= zip(numbers, score(model, together), strict=True)
+        told(sum(window.scored for window in together))
+    return [found[number] for number in range(len(found))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +77,10 @@ class Cutting:
     start: int | None
     documents: int | None = None
 
-    def prefixed(self, document: Encoded) -> NDArray[np.int64]:
-        return document.ids if self.start is None else np.concatenate([[self.start], document.ids])
-
     def windows(self, document: Encoded) -> list[Window]:
-        return list(cut(self.prefixed(document), self.seq_len, self.stride))
+        """Windows of one document."""
+        ids = document.ids if self.start is None else np.concatenate([[self.start], document.ids])
+        return list(cut(ids, self.seq_len, self.stride))
 
     def taken(self, source: Source, vocab_size: int) -> Iterator[Encoded]:
         """The documents to evaluate. Raises ValueError at an id that the model has no row for."""
@@ -79,27 +93,22 @@ class Cutting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extent:
-    """What was predicted: documents with anything to predict, their bytes of text (None: unknown), tokens, windows."""
+class Measured:
+    """The losses of a text. documents: those with anything to predict. bytes: of their text; None: unknown.
+
+    tokens: predicted. nll: nats of each window, in the order of the text. seconds: of computing.
+    """
 
     documents: int
     bytes: int | None
     tokens: int
-    windows: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The losses of a text. nll: nats of each window, in the order of the text; seconds: of computing."""
-
-    extent: Extent
     nll: NDArray[np.float64]
     seconds: float
 
     @property
     def loss(self) -> float:
         """Nats a token."""
-        return float(self.nll.sum()) / self.extent.tokens
+        return float(self.nll.sum()) / self.tokens
 
     @property
     def perplexity(self) -> float:
@@ -107,46 +116,39 @@ class Measured:
 
     @property
     def bits_per_byte(self) -> float | None:
-        return float(self.nll.sum()) / (math.log(2) * self.extent.bytes) if self.extent.bytes else None
+        return float(self.nll.sum()) / (math.log(2) * self.bytes) if self.bytes else None
+
+    def figures(self) -> dict[str, float | None]:
+        """Results by name, for JSON."""
+        return {
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "tokens_per_second": self.tokens / self.seconds,
+        }
 
 
 def measure(
     model: Transformer, source: Source, how: Cutting, told: Callable[[int], None] = lambda tokens: None
 ) -> Measured:
-    """The losses of all documents. told: is given the tokens predicted so far.
+    """The losses of all documents. told: as in `score_all`. Raises ValueError for a text with nothing to predict."""
+    documents, tokens = 0, 0
+    size: int | None = 0
 
-    Raises ValueError for a text without anything to predict.
-    """
-    counted = _Counted(how, how.taken(source, model.vocab_size))
-    nll: dict[int, float] = {}
-    began, tokens = time.perf_counter(), 0
-    for group in of_equal_length(enumerate(counted), how.batch, lambda item: item[1].inputs):
-        numbers, windows = zip(*group, strict=True)
-        nll |= zip(numbers, (each.nll for each in score(model, windows)), strict=True)
-        tokens += sum(window.scored for window in windows)
-        told(tokens)
-    if not nll:
+    def windows() -> Iterator[Window]:
+        nonlocal documents, size, tokens
+        for document in how.taken(source, model.vocab_size):
+            if found := how.windows(document):
+                documents += 1
+                size = None if size is None or document.bytes is None else size + document.bytes
+                tokens += sum(window.scored for window in found)
+                yield from found
+
+    began = time.perf_counter()
+    nll = np.array([each.nll for each in score_all(model, windows(), how.batch, told)])
+    if not len(nll):
         raise ValueError(f"{source.name}: no text, nothing to predict")
-    extent = Extent(documents=counted.documents, bytes=counted.bytes, tokens=tokens, windows=len(nll))
-    ordered = np.array([nll[number] for number in range(len(nll))])
-    return Measured(extent=extent, nll=ordered, seconds=time.perf_counter() - began)
-
-
-class _Counted:
-    """Windows of documents, and what has gone by."""
-
-    def __init__(self, how: Cutting, documents: Iterable[Encoded]) -> None:
-        self._how, self._given = how, documents
-        self.documents = 0
-        self.bytes: int | None = 0
-
-    def __iter__(self) -> Iterator[Window]:
-        for document in self._given:
-            windows = self._how.windows(document)
-            if windows:
-                self.documents += 1
-                self.bytes = None if self.bytes is None or document.bytes is None else self.bytes + document.bytes
-            yield from windows
+    return Measured(documents=documents, bytes=size, tokens=tokens, nll=nll, seconds=time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class Difference:
 
 
 def difference(of: Measured, to: Measured) -> Difference:
-    """of - to."""
-    each, tokens = of.nll - to.nll, of.extent.tokens
+    """The difference of - to."""
+    each, tokens = of.nll - to.nll, of.tokens
     error = math.sqrt(len(each)) * float(each.std(ddof=1)) / tokens if len(each) > 1 else None
     return Difference(float(each.sum()) / tokens, error)

@@ -73,7 +73,7 @@ def _label(found: Mapping[str, Any], asked: str) -> str:
 
 
 def table(rows: Rows) -> str:
-    """Columns as wide as they must be, the first to the left."""
+    """A table of aligned columns: the first to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) if not i else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))

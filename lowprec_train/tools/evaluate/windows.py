@@ -12,7 +12,7 @@ padded: those that are computed together have equal lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,8 +62,3 @@ def check(*, seq_len: int, stride: int, batch: int, max_seq_len: int) -> None:
         raise ValueError(f"a stride of {stride} must be at least 1, and at most the window's {seq_len} tokens")
     if batch < 1:
         raise ValueError(f"a batch of {batch} windows must be at least 1")
-
-
-def stacked(windows: Sequence[Window]) -> NDArray[np.int64]:
-    """[B, T + 1] of windows of equal length."""
-    return np.stack([window.tokens for window in windows])
