@@ -1,6 +1,6 @@
 // SwiGLU without saved codes: y = silu(gate) up from rows whose columns alternate gate, up, and its gradient; each in one
 // pass that also leaves the largest |y| (or |gradient|) of every row, so that a per-tensor quantiser behind it needs no
-// pass of its own for its maximum (ops/producers.py).
+// pass of its own for its maximum (ops/activations.py).
 #include <cuda_bf16.h>
 
 #include "cuda/vectors.h"

@@ -1,4 +1,4 @@
-// SiLU and tanh-GELU with their derivatives, FP32 (ops/producers.py). Both are x times a sigmoid:
+// SiLU and tanh-GELU with their derivatives, FP32 (ops/activations.py). Both are x times a sigmoid:
 //
 //     silu(x) = x s(x)        gelu(x) = x (1 + tanh u) / 2 = x s(2 u)        s(z) = 1 / (1 + 2^(-z log2 e))
 //

@@ -1,4 +1,4 @@
-// The scale of a group whose codes are saved (ops/producers.py): a power of two that never saturates, its reciprocal,
+// The scale of a group whose codes are saved (ops/activations.py): a power of two that never saturates, its reciprocal,
 // and the byte that is stored, its biased exponent. numerics/scale.h says the same for any rule, by a division.
 #pragma once
 

@@ -1,39 +1,156 @@
-"""SwiGLU's product between its two linears, as one op forward and one backward, which leave the amax of their results
-to the quantisers of these linears: `down` takes them with its input, `gate_up` with its gradient
-(`precision.linear.Linear.with_grad_amax`).
+"""Norms and activations: formulas with their derivatives, and layers' functions that one op computes.
+
+A layer that saves its input as it is leaves the derivative to autograd; one that saves codes has to say it. The
+expressions are those of `ops.activations`, where they also are the meaning of the fused ops.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.ops import activations as ops
+from lowprec_train.precision.gemm import cast
 
-def gated_silu(gate_up: Tensor, grad_amax: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """gate_up [..., 2 F], whose columns alternate gate, up -> (silu(gate) up [..., F], amax FP32, one a row).
+Tensors = tuple[Tensor, ...]
 
-    grad_amax: of the linear that made `gate_up`; its gradient will be the amax of gate_up's gradient.
+WithAmax = tuple[Tensor, Tensor]
+"""What a layer computes [..., width], and the largest magnitude of each of its rows, a vector in FP32: all that a
+linear's quantiser of a whole tensor has to know first."""
+
+# --- formulas, FP32: `precision.saved_activations.Formula` ---
+
+
+@dataclass(frozen=True)
+class RMS:
+    """y = n w with n = x / sqrt(mean(x^2) + eps) (arXiv 1910.07467)."""
+
+    eps: float
+
+    def forward(self, inputs: Tensors, parameters: Tensors) -> Tensor:
+        return ops.norm(inputs[0], parameters[0], None, self.eps, False)
+
+    def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
+        return ops.norm_gradients(dy, inputs[0], parameters[0], self.eps, False)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """y = n w (+ b) with n = (x - mean) / sqrt(var + eps) (arXiv 1607.06450)."""
+
+    eps: float
+
+    def forward(self, inputs: Tensors, parameters: Tensors) -> Tensor:
+        bias = parameters[1] if len(parameters) > 1 else None
+        return ops.norm(inputs[0], parameters[0], bias, self.eps, True)
+
+    def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
+        gradients = ops.norm_gradients(dy, inputs[0], parameters[0], self.eps, True)
+        return gradients if len(parameters) == 1 else (*gradients, ops.over_tokens(dy))
+
+
+@dataclass(frozen=True)
+class GatedSiLU:
+    """y = silu(gate) up (arXiv 2002.05202)."""
+
+    def forward(self, inputs: Tensors, parameters: Tensors) -> Tensor:
+        return ops.swiglu(*inputs)
+
+    def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
+        return ops.swiglu_gradients(dy, *inputs)
+
+
+@dataclass(frozen=True)
+class TanhGELU:
+    """y = x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3) (arXiv 1606.08415)."""
+
+    def forward(self, inputs: Tensors, parameters: Tensors) -> Tensor:
+        return ops.tanh_gelu(inputs[0])
+
+    def backward(self, dy: Tensor, inputs: Tensors, parameters: Tensors) -> Tensors:
+        return (ops.tanh_gelu_gradient(dy, inputs[0]),)
+
+
+# --- one op forward and one backward ---
+
+
+def gated_silu(gate_up: Tensor, grad_amax: Tensor | None = None) -> WithAmax:
+    """silu(gate) up [..., F] of gate_up [..., 2 F], whose columns alternate gate, up.
+
+    grad_amax: of the linear that made `gate_up` (`precision.linear.Linear.with_grad_amax`), None where it has none; its
+    gradient will be the amax of gate_up's gradient.
     """
-    rows = gate_up.flatten(end_dim=-2)
+    return _activation("gated_silu", gate_up, grad_amax)
+
+
+def quantized_gated_silu(gate_up: Tensor, grad_amax: Tensor | None, how: Quantizer) -> WithAmax:
+    """silu(Q(gate)) Q(up), codes of both saved; arguments as of `gated_silu`."""
+    return _activation("quantized_gated_silu", gate_up, grad_amax, how.format.name, how.tile[1])
+
+
+def quantized_gelu(x: Tensor, grad_amax: Tensor | None, how: Quantizer) -> WithAmax:
+    """Tanh-GELU of Q(x) [..., width], codes of x saved; grad_amax as of `gated_silu`."""
+    return _activation("quantized_gelu", x, grad_amax, how.format.name, how.tile[1])
+
+
+def quantized_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, how: Quantizer
+) -> WithAmax:
+    """RMSNorm or LayerNorm of Q(x) [..., width], codes of x saved."""
+    rows, arguments = x.flatten(end_dim=-2), (weight, bias, eps, centered, how.format.name, how.tile[1])
+    y, amax, *_ = _QuantizedNorm.apply(rows, *arguments) if torch.is_grad_enabled() else _norm(rows, *arguments)
+    return y.unflatten(0, x.shape[:-1]), amax
+
+
+def _activation(op: str, x: Tensor, grad_amax: Tensor | None, *how: str | int) -> WithAmax:
+    """Matrices inside, so that what a Function returns is no view of a value in it."""
+    rows = x.flatten(end_dim=-2)
     if torch.is_grad_enabled():
-        y, amax = _GatedSiLU.apply(rows, grad_amax)
+        y, amax = _Activation.apply(op, rows, grad_amax, *how)
     else:  # a compiled Function without gradients loses its context
-        y, amax = torch.ops.lowprec.gated_silu(rows)
-    return y.unflatten(0, gate_up.shape[:-1]), amax
+        y, amax, *_ = getattr(torch.ops.lowprec, op)(rows, *how)
+    return y.unflatten(0, x.shape[:-1]), amax
 
 
-class _GatedSiLU(torch.autograd.Function):
-    """gate_up [m, 2 F], grad_amax [m] -> y [m, F], amax [m]; keeps gate_up alone."""
+class _Activation(torch.autograd.Function):
+    """x [m, k], grad_amax [m] -> y [m, width], amax [m]. Saves what the op returns besides, or else x."""
 
     @staticmethod
-    def forward(ctx, gate_up, grad_amax):  # type: ignore[no-untyped-def]
-        ctx.save_for_backward(gate_up)
-        y, amax = torch.ops.lowprec.gated_silu(gate_up)
+    def forward(ctx, op, x, grad_amax, *how):  # type: ignore[no-untyped-def]
+        y, amax, *saved = getattr(torch.ops.lowprec, op)(x, *how)
+        ctx.op, ctx.how = op, how
+        ctx.save_for_backward(*(saved or (x,)))
         ctx.mark_non_differentiable(amax)
         return y, amax
 
     @staticmethod
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        (gate_up,) = ctx.saved_tensors
-        gradient, amax = torch.ops.lowprec.gated_silu_backward(dy.contiguous(), gate_up)
-        return gradient, amax if ctx.needs_input_grad[1] else None
+        op = getattr(torch.ops.lowprec, f"{ctx.op}_backward")
+        dx, amax = op(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
+        return None, dx, amax if ctx.needs_input_grad[2] else None, *[None] * len(ctx.how)
+
+
+class _QuantizedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, *how):  # type: ignore[no-untyped-def]
+        y, amax, *saved = _norm(x, weight, bias, *how)
+        ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, *saved)
+        ctx.mark_non_differentiable(amax)
+        return y, amax
+
+    @staticmethod
+    def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
+        weight, *saved = ctx.saved_tensors
+        biased = ctx.bias_dtype is not None
+        dx, dweight, dbias = torch.ops.lowprec.quantized_norm_backward(
+            dy.contiguous(), *saved, weight.float(), biased, *ctx.how
+        )
+        return dx, cast(dweight, weight.dtype), cast(dbias, ctx.bias_dtype) if biased else None, *[None] * len(ctx.how)
+
+
+def _norm(x, weight, bias, *how):  # type: ignore[no-untyped-def]
+    return torch.ops.lowprec.quantized_norm(x, weight.float(), None if bias is None else bias.float(), *how)

@@ -15,16 +15,19 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec_train.model.activations import gated_silu
-from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
+from lowprec_train.model.activations import (
+    RMS,
+    GatedSiLU,
+    Normal,
+    TanhGELU,
+    gated_silu,
+    quantized_gated_silu,
+    quantized_gelu,
+    quantized_norm,
+)
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
-from lowprec_train.precision.saved_activations import (
-    QuantizedSavedInput,
-    gated_through_codes,
-    gelu_through_codes,
-    norm_through_codes,
-)
+from lowprec_train.precision.saved_activations import QuantizedSavedInput
 
 Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
 
@@ -42,7 +45,7 @@ class RMSNorm(QuantizedSavedInput):
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.quantizer is not None:
             if self.fuses(x_BTD):
-                return norm_through_codes(x_BTD, self.weight, None, self.eps, False, self.quantizer)[0]
+                return quantized_norm(x_BTD, self.weight, None, self.eps, False, self.quantizer)[0]
             return self.through_codes(RMS(self.eps), (x_BTD,), (self.weight,))
         return F.rms_norm(x_BTD.float(), self.weight.shape, self.weight, self.eps).to(x_BTD.dtype)
 
@@ -61,7 +64,7 @@ class LayerNorm(QuantizedSavedInput):
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.quantizer is not None:
             if self.fuses(x_BTD):
-                return norm_through_codes(x_BTD, self.weight, self.bias, self.eps, True, self.quantizer)[0]
+                return quantized_norm(x_BTD, self.weight, self.bias, self.eps, True, self.quantizer)[0]
             parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
             return self.through_codes(Normal(self.eps), (x_BTD,), parameters)
         return F.layer_norm(x_BTD.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x_BTD.dtype)
@@ -87,7 +90,7 @@ class SwiGLU(QuantizedSavedInput):
             return self.down(*gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws)), draws=draws)
         if self.fuses(x_BTD):
             return self.down(
-                *gated_through_codes(*self.gate_up.with_grad_amax(x_BTD, draws), self.quantizer), draws=draws
+                *quantized_gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws), self.quantizer), draws=draws
             )
         gate_BTF, up_BTF = self.gate_up(x_BTD, draws=draws).unflatten(-1, (-1, 2)).unbind(-1)
         return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()), draws=draws)
@@ -108,7 +111,7 @@ class GELU(QuantizedSavedInput):
     def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
         if self.fuses(x_BTD):
             assert self.quantizer is not None
-            return self.down(*gelu_through_codes(*self.up.with_grad_amax(x_BTD, draws), self.quantizer), draws=draws)
+            return self.down(*quantized_gelu(*self.up.with_grad_amax(x_BTD, draws), self.quantizer), draws=draws)
         up_BTF = self.up(x_BTD, draws=draws)
         if self.quantizer is not None:
             return self.down(self.through_codes(TanhGELU(), (up_BTF,), ()), draws=draws)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import adamw, gated, kernels, pairs, producers, reference, rotated, states, tensor_cores
+from lowprec_train.ops import activations, adamw, kernels, pairs, reference, rotated, states, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
@@ -81,8 +81,7 @@ EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequanti
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
 EAGER |= {"rotate_fold": rotated.rotate_fold}
-EAGER |= {"gated_silu": gated.gated_silu, "gated_silu_backward": gated.gated_silu_backward}
-EAGER |= {name: getattr(producers, name) for name in SCHEMAS if name.startswith("quantized_")}
+EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 

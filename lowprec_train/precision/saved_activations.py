@@ -10,7 +10,7 @@ the codes; COAT keeps silu as well. The residual stream itself stays in BF16. Ro
 first computed are the same bits.
 
 There are two forms: any function of rounded inputs, op by op (`through_codes`), and norms and activations in one kernel
-(`norm_through_codes` and the like, ops/producers.py), which a layer takes where a kernel serves it and nobody watches.
+(`model.activations`), which a layer takes where a kernel serves it and nobody watches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from lowprec_train.numerics.formats import E2M1, NEAREST
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
-from lowprec_train.ops import producers
+from lowprec_train.ops import activations
 from lowprec_train.ops.library import SERVED
 from lowprec_train.precision.gemm import cast
 
@@ -126,7 +126,7 @@ class QuantizedSavedInput(nn.Module):
         if self.op not in SERVED.get(device.type, ()):
             return False
         plain = how.range_share == 1.0 and not how.exponent_span and dtype in (torch.bfloat16, torch.float32)
-        return plain and producers.has_kernel(self.op, self.width, how.format.name, how.tile[1])
+        return plain and activations.has_kernel(self.op, self.width, how.format.name, how.tile[1])
 
     def through_codes(self, formula: Formula, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
         """formula of the rounded inputs [..., width], in their dtype, saving codes alone."""
@@ -157,109 +157,6 @@ class _ThroughCodes(torch.autograd.Function):
         gradients = ctx.formula.backward(dy.float(), inputs, parameters)
         dtypes = [ctx.dtype] * ctx.count + [parameter.dtype for parameter in parameters]
         return None, None, None, None, *(cast(g, d) for g, d in zip(gradients, dtypes, strict=True))
-
-
-# --- in one kernel ---
-
-Produced = tuple[Tensor, Tensor]
-"""What a layer computes [..., width], and the largest magnitude of each of its rows, a vector in FP32: all that a
-linear's quantiser of a whole tensor has to know first."""
-
-
-def norm_through_codes(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, how: Quantizer
-) -> Produced:
-    """RMSNorm or LayerNorm of Q(x) [..., width], codes of x saved."""
-    return _apply(_NormThroughCodes, x, weight, bias, eps, centered, how.format.name, how.tile[1])
-
-
-def gated_through_codes(gate_up: Tensor, grad_amax: Tensor | None, how: Quantizer) -> Produced:
-    """silu(Q(gate)) Q(up) of columns that alternate gate, up [..., 2 width].
-
-    grad_amax: of the linear that made `gate_up` (`precision.linear.Linear.with_grad_amax`), None where it has none; its
-    gradient will be the amax of gate_up's gradient.
-    """
-    return _apply(_GatedThroughCodes, gate_up, grad_amax, how.format.name, how.tile[1])
-
-
-def gelu_through_codes(x: Tensor, grad_amax: Tensor | None, how: Quantizer) -> Produced:
-    """Tanh-GELU of Q(x) [..., width]; grad_amax as above."""
-    return _apply(_GELUThroughCodes, x, grad_amax, how.format.name, how.tile[1])
-
-
-def _apply(function: type[torch.autograd.Function], x: Tensor, *arguments: object) -> Produced:
-    """Matrices inside, so that what a Function returns is no view of a value in it."""
-    rows = x.flatten(end_dim=-2)
-    if torch.is_grad_enabled():
-        y, amax = function.apply(rows, *arguments)
-    else:  # as in `through_codes`
-        y, amax, *_ = function.op(rows, *arguments)  # type: ignore[attr-defined]
-    return y.unflatten(0, x.shape[:-1]), amax
-
-
-class _NormThroughCodes(torch.autograd.Function):
-    @staticmethod
-    def op(x, weight, bias, *how):  # type: ignore[no-untyped-def]
-        return torch.ops.lowprec.quantized_norm(x, weight.float(), None if bias is None else bias.float(), *how)
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, *how):  # type: ignore[no-untyped-def]
-        y, amax, *saved = _NormThroughCodes.op(x, weight, bias, *how)
-        ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, *saved)
-        ctx.mark_non_differentiable(amax)
-        return y, amax
-
-    @staticmethod
-    def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        weight, *saved = ctx.saved_tensors
-        biased = ctx.bias_dtype is not None
-        dx, dweight, dbias = torch.ops.lowprec.quantized_norm_backward(
-            dy.contiguous(), *saved, weight.float(), biased, *ctx.how
-        )
-        return dx, cast(dweight, weight.dtype), cast(dbias, ctx.bias_dtype) if biased else None, *[None] * len(ctx.how)
-
-
-class _GatedThroughCodes(torch.autograd.Function):
-    @staticmethod
-    def op(gate_up, grad_amax, *how):  # type: ignore[no-untyped-def]
-        return torch.ops.lowprec.quantized_gated_silu(gate_up, *how)
-
-    @staticmethod
-    def forward(ctx, gate_up, grad_amax, *how):  # type: ignore[no-untyped-def]
-        y, amax, *saved = _GatedThroughCodes.op(gate_up, grad_amax, *how)
-        return _save_for_backward(ctx, y, amax, saved, how)
-
-    @staticmethod
-    def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        dx, amax = torch.ops.lowprec.quantized_gated_silu_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
-        return dx, amax if ctx.needs_input_grad[1] else None, None, None
-
-
-class _GELUThroughCodes(torch.autograd.Function):
-    @staticmethod
-    def op(x, grad_amax, *how):  # type: ignore[no-untyped-def]
-        return torch.ops.lowprec.quantized_gelu(x, *how)
-
-    @staticmethod
-    def forward(ctx, x, grad_amax, *how):  # type: ignore[no-untyped-def]
-        y, amax, *saved = _GELUThroughCodes.op(x, grad_amax, *how)
-        return _save_for_backward(ctx, y, amax, saved, how)
-
-    @staticmethod
-    def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        dx, amax = torch.ops.lowprec.quantized_gelu_backward(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
-        return dx, amax if ctx.needs_input_grad[1] else None, None, None
-
-
-def _save_for_backward(ctx, y, amax, saved, how):  # type: ignore[no-untyped-def]
-    ctx.how = how
-    ctx.save_for_backward(*saved)
-    ctx.mark_non_differentiable(amax)
-    return y, amax
-
-
-# --- op by op ---
 
 
 def _rounded(

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
+from lowprec_train.model.activations import RMS, GatedSiLU, Normal, TanhGELU
 from lowprec_train.precision.saved_activations import Formula
 
 EPS, U, COUNT = 1e-5, 2.0**-24, 32

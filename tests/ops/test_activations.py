@@ -1,4 +1,4 @@
-"""Ops that round their input, compute and keep its codes: the numbers of rounding, computing and keeping one by one, as
+"""Ops that round their input, compute and save its codes: the numbers of rounding, computing and saving one by one, as
 values, as gradients, in a compiled graph and in a model.
 """
 
@@ -11,17 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowprec_train.model.formulas import RMS, GatedSiLU, Normal, TanhGELU
+from lowprec_train.model.activations import (
+    RMS,
+    GatedSiLU,
+    Normal,
+    TanhGELU,
+    quantized_gated_silu,
+    quantized_gelu,
+    quantized_norm,
+)
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.ops import producers
+from lowprec_train.ops import activations
 from lowprec_train.precision import saved_activations
-from lowprec_train.precision.saved_activations import (
-    QuantizedSavedInput,
-    gated_through_codes,
-    gelu_through_codes,
-    norm_through_codes,
-)
+from lowprec_train.precision.saved_activations import QuantizedSavedInput
 from tests.recipes import MODELS, system
 
 ops = torch.ops.lowprec
@@ -71,7 +74,7 @@ CASES: dict[str, tuple[int, int, Both]] = {  # columns of the input, parameters
         1,
         1,
         (
-            lambda x, how, w: norm_through_codes(x, w, None, EPS, False, how),
+            lambda x, how, w: quantized_norm(x, w, None, EPS, False, how),
             lambda x, how, w: step_by_step(RMS(EPS), (x,), (w,), how),
         ),
     ),
@@ -79,7 +82,7 @@ CASES: dict[str, tuple[int, int, Both]] = {  # columns of the input, parameters
         1,
         1,
         (
-            lambda x, how, w: norm_through_codes(x, w, None, EPS, True, how),
+            lambda x, how, w: quantized_norm(x, w, None, EPS, True, how),
             lambda x, how, w: step_by_step(Normal(EPS), (x,), (w,), how),
         ),
     ),
@@ -87,7 +90,7 @@ CASES: dict[str, tuple[int, int, Both]] = {  # columns of the input, parameters
         1,
         2,
         (
-            lambda x, how, w, b: norm_through_codes(x, w, b, EPS, True, how),
+            lambda x, how, w, b: quantized_norm(x, w, b, EPS, True, how),
             lambda x, how, w, b: step_by_step(Normal(EPS), (x,), (w, b), how),
         ),
     ),
@@ -95,7 +98,7 @@ CASES: dict[str, tuple[int, int, Both]] = {  # columns of the input, parameters
         2,
         0,
         (
-            lambda x, how: gated_through_codes(x, None, how),
+            lambda x, how: quantized_gated_silu(x, None, how),
             lambda x, how: step_by_step(GatedSiLU(), pair(x), (), how),
         ),
     ),
@@ -103,7 +106,7 @@ CASES: dict[str, tuple[int, int, Both]] = {  # columns of the input, parameters
         1,
         0,
         (
-            lambda x, how: gelu_through_codes(x, None, how),
+            lambda x, how: quantized_gelu(x, None, how),
             lambda x, how: step_by_step(TanhGELU(), (x,), (), how),
         ),
     ),
@@ -149,13 +152,13 @@ def test_compiled_has_the_bits_of_eager(case: str) -> None:
 
 
 @pytest.mark.parametrize("name", HOWS)
-def test_what_is_kept_is_what_the_quantizer_makes(name: str) -> None:
+def test_what_is_saved_is_what_the_quantizer_makes(name: str) -> None:
     how = HOWS[name]
     format, group = how.format.name, how.tile[1]
     x = randn(ROWS, 2 * WIDTH, seed=3, dtype=torch.bfloat16)
     gate, up = (part.contiguous() for part in pair(x))
-    _, _, *kept = ops.quantized_gated_silu(x, format, group)
-    for part, codes, exponents in ((gate, *kept[:2]), (up, *kept[2:])):
+    _, _, *saved = ops.quantized_gated_silu(x, format, group)
+    for part, codes, exponents in ((gate, *saved[:2]), (up, *saved[2:])):
         wanted = how(part)
         assert codes.dtype is (torch.uint8 if how.format is E2M1 else wanted.codes.dtype)
         codes = ops.unpack_e2m1(codes) if how.format is E2M1 else codes
@@ -169,7 +172,7 @@ def test_what_is_kept_is_what_the_quantizer_makes(name: str) -> None:
 
 
 def test_the_amax_of_the_gradient_comes_back() -> None:
-    for function, times in ((gated_through_codes, 2), (gelu_through_codes, 1)):
+    for function, times in ((quantized_gated_silu, 2), (quantized_gelu, 1)):
         x = randn(2, ROWS, times * WIDTH, seed=1, dtype=torch.bfloat16).requires_grad_()
         grad_amax = torch.zeros(2 * ROWS, requires_grad=True)
         y, _ = function(x, grad_amax, HOWS["coat"])
@@ -185,15 +188,15 @@ def test_shapes_are_those_that_the_schema_says(format: str, biased: bool) -> Non
     bias = torch.ones(2 * WIDTH) if biased else None
     arguments = (x, weight, bias, EPS, True, format, 32)
     torch.library.opcheck(ops.quantized_norm.default, arguments, test_utils=checks)
-    kept = ops.quantized_norm(*arguments)[2:]
+    saved = ops.quantized_norm(*arguments)[2:]
     torch.library.opcheck(
-        ops.quantized_norm_backward.default, (x, *kept, weight, biased, *arguments[3:]), test_utils=checks
+        ops.quantized_norm_backward.default, (x, *saved, weight, biased, *arguments[3:]), test_utils=checks
     )
     torch.library.opcheck(ops.quantized_gelu.default, (x, format, 32), test_utils=checks)
-    torch.library.opcheck(ops.quantized_gelu_backward.default, (x, *kept, format, 32), test_utils=checks)
+    torch.library.opcheck(ops.quantized_gelu_backward.default, (x, *saved, format, 32), test_utils=checks)
     torch.library.opcheck(ops.quantized_gated_silu.default, (x, format, 32), test_utils=checks)
-    dy, kept = x[:, :WIDTH].contiguous(), ops.quantized_gated_silu(x, format, 32)[2:]
-    torch.library.opcheck(ops.quantized_gated_silu_backward.default, (dy, *kept, format, 32), test_utils=checks)
+    dy, saved = x[:, :WIDTH].contiguous(), ops.quantized_gated_silu(x, format, 32)[2:]
+    torch.library.opcheck(ops.quantized_gated_silu_backward.default, (dy, *saved, format, 32), test_utils=checks)
 
 
 # --- which form a layer takes ---
@@ -223,10 +226,10 @@ def test_kernels_take_what_they_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         layer.quantizer = how
         assert not layer.fuses(x)
-    assert not producers.has_kernel("quantized_norm", 32768, "E4M3", 16) and producers.has_kernel(
+    assert not activations.has_kernel("quantized_norm", 32768, "E4M3", 16) and activations.has_kernel(
         "quantized_gelu", 32768, "E4M3", 16
     )
-    assert not producers.has_kernel("quantized_gelu", 88, "E4M3", 16) and not producers.has_kernel(
+    assert not activations.has_kernel("quantized_gelu", 88, "E4M3", 16) and not activations.has_kernel(
         "quantized_gelu", 96, "INT8", 16
     )
 

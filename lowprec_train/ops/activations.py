@@ -1,16 +1,20 @@
-"""Norms and activations that round their input and keep the codes, in one pass (COAT, arXiv 2410.19313, section 5).
+"""Norms and activations, their derivatives, and the ops that compute them in one pass.
+
+    norm         y = n weight + bias;  n = (x - mean) / sqrt(var + eps), or without centring x / sqrt(mean(x^2) + eps)
+    gated_silu   y = silu(gate) up (SwiGLU, arXiv 2002.05202); the columns of `gate_up` alternate gate, up
+    gelu         y = x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3)
+
+What goes on to a linear, y or an activation's dx, comes with `amax`, the largest magnitude of each row: the quantiser
+of a whole tensor there (`quantize_both`) then needs no pass of its own for it. All in FP32, rounded once to the
+stream's dtype.
+
+The `quantized_` ops round their input and save its codes (COAT, arXiv 2410.19313, section 5):
 
     forward     x^ = Q(x) in groups along a row,  y = f(x^)        one read of x; y, codes and exponents are written
     backward    dx = f'(x^) dy, x^ from the codes                  one read of dy and of the codes
 
-Scales are powers of two that never saturate (POW2 and E8M0_CEIL agree), kept as biased exponents of one byte; two E2M1
-codes share a byte. What goes on to a linear, y or an activation's dx, comes with `amax`, the largest magnitude of
-each row: the quantiser of a whole tensor there (`quantize_both`) then needs no pass of its own for its maximum.
-Statistics and derivatives are computed again from the codes. All in FP32, rounded once to the stream's dtype.
-
-    norm    n = (x^ - mean) / sqrt(var + eps), or without centring n = x^ / sqrt(mean(x^2) + eps);  y = n weight + bias
-    gated   y = silu(gate) up; the columns of `gate_up` alternate gate, up
-    gelu    y = x^ (1 + tanh u) / 2 with u = sqrt(2 / pi) (x^ + 0.044715 x^^3)
+Scales are powers of two that never saturate (POW2 and E8M0_CEIL agree), stored as biased exponents of one byte; two
+E2M1 codes share a byte. Statistics and derivatives are computed again from the codes.
 """
 
 from __future__ import annotations
@@ -45,11 +49,11 @@ def norm_gradients(dy: Tensor, x: Tensor, weight: Tensor, eps: float, centered: 
     return dx, over_tokens(dy * n)
 
 
-def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def gated_silu_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def swiglu_gradients(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     sigma = torch.sigmoid(gate)
     return dy * up * (sigma * (1 + gate * (1 - sigma))), dy * (gate * sigma)
 
@@ -69,7 +73,7 @@ def over_tokens(each: Tensor) -> Tensor:
     return each.flatten(end_dim=-2).sum(0)
 
 
-# --- kept codes ---
+# --- saved codes ---
 
 
 WIDEST_NORM = 16384  # columns; a row stays on one multiprocessor
@@ -83,7 +87,7 @@ def has_kernel(op: str, width: int, format: str, group: int) -> bool:
 
 
 def _rounded(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(what is kept: codes and exponents; x^, which they stand for)."""
+    """(codes and exponents, which are saved; x^, which they stand for)."""
     codes, scale = reference.quantize(x, format, (1, group), "POW2", 1.0, 0, "nearest", None, None)
     stored = reference.pack_e2m1(codes) if format == "E2M1" else codes
     return stored, (scale.view(torch.int32) >> 23).to(torch.uint8), reference.dequantize(codes, scale)
@@ -103,6 +107,17 @@ def _rounded_once(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 # --- ops ---
 
 
+def gated_silu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """gate_up [m, 2 F] -> y [m, F] in its dtype, amax FP32 [m]."""
+    return _rounded_once(swiglu(*gate_up.float().unflatten(1, (-1, 2)).unbind(2)), gate_up.dtype)
+
+
+def gated_silu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """dy [m, F] -> the gradient of `gate_up` [m, 2 F] in dy's dtype, amax FP32 [m]."""
+    gradients = swiglu_gradients(dy.float(), *gate_up.float().unflatten(1, (-1, 2)).unbind(2))
+    return _rounded_once(torch.stack(gradients, dim=2).flatten(1), dy.dtype)
+
+
 def quantized_norm(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
     """x [m, k], weight and bias [k] FP32 -> y [m, k] in x's dtype, amax [m], codes, exponents [m, k / group]."""
     codes, exponents, values = _rounded(x, format, group)
@@ -119,13 +134,13 @@ def quantized_norm_backward(dy, codes, exponents, weight, biased, eps, centered,
 def quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
     """gate_up [m, 2 F] -> y [m, F], amax [m], codes and exponents of gate, codes and exponents of up."""
     gate, up = (_rounded(part, format, group) for part in gate_up.unflatten(1, (-1, 2)).unbind(2))
-    return *_rounded_once(gated_silu(gate[2], up[2]), gate_up.dtype), *gate[:2], *up[:2]
+    return *_rounded_once(swiglu(gate[2], up[2]), gate_up.dtype), *gate[:2], *up[:2]
 
 
 def quantized_gated_silu_backward(dy, gate, gate_exponents, up, up_exponents, format, group):  # type: ignore[no-untyped-def]
     """The gradient of `gate_up`, [m, 2 F] in dy's dtype, and its amax [m]."""
     values = _restore(gate, gate_exponents, format), _restore(up, up_exponents, format)
-    return _rounded_once(torch.stack(gated_silu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
+    return _rounded_once(torch.stack(swiglu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
 
 
 def quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
