@@ -7,7 +7,9 @@ activations, optimizer codecs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,7 +97,13 @@ TINY += ("micro_batch=16", "tokens_per_step=1024", "steps=150")
 
 
 def composed(*overrides: str) -> config.RunConfig:
-    """The run that a command line describes; works inside and outside of another Hydra context."""
+    """The run that a command line describes, a value of the caller's own: each command line is composed once."""
+    return deepcopy(_composed(overrides))
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> config.RunConfig:
+    """Works inside and outside of another Hydra context."""
     config.register()
     if GlobalHydra.instance().is_initialized():
         return _typed(overrides)
