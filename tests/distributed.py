@@ -1,7 +1,7 @@
 """Tests over processes: one function on every rank of a layout.
 
-Ranks are forked from a server that has imported torch and the package once, so that a launch costs no import. What they
-return is sent back by torch.save; what they print goes to a file, and into the error of a launch that fails.
+Ranks are forked from the server of tests/launches.py. What they return is sent back by torch.save; what they print goes
+to a file, and into the error of a launch that fails.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from lowprec_train.parallel.mesh import Sizes
+from tests.launches import fork_server, redirect
 
-LOADED = ["torch.distributed.fsdp", "lowprec_train.train.build", "lowprec_train.train.checkpoint", "tests.recipes"]
 GRACE = 10.0  # seconds that the other ranks have to end once one has failed
 TAIL = 6000  # characters of a rank's output in an error
 
@@ -76,19 +74,6 @@ def run_until_exit(
         return codes, launch.values
 
 
-@cache
-def _server() -> BaseContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LOADED)
-    with pytest.MonkeyPatch.context() as patch:  # the server's environment, which its children inherit
-        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[1]))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        process = context.Process(target=print)
-        process.start()
-        process.join()
-    return context
-
-
 class _Launch:
     """The processes of one launch. failure: what went wrong first; empty as long as nothing has."""
 
@@ -101,7 +86,7 @@ class _Launch:
         for rank in range(size):
             receiver, sender = multiprocessing.Pipe(duplex=False)
             given = (rank, size, backend, str(directory), sender, fn, arguments)
-            self.processes.append(_server().Process(target=_rank, args=given, daemon=True))
+            self.processes.append(fork_server().Process(target=_rank, args=given, daemon=True))
             self.processes[-1].start()
             sender.close()
             self._pipes[receiver] = rank
@@ -154,23 +139,21 @@ def _rank(
     arguments: tuple,
 ) -> None:
     """Entry of a process. It ends without Python's own end, which may wait for a group that has broken."""
-    with Path(directory, f"output-{rank}").open("w", buffering=1) as output:
-        sys.stdout = sys.stderr = output
-        for descriptor in (1, 2):
-            os.dup2(output.fileno(), descriptor)
-        torch.set_num_threads(1)
-        error, buffer = "", io.BytesIO()
-        try:
-            if backend is not None:
-                _join(rank, size, backend, f"file://{directory}/store")
-            torch.save(fn(rank, *arguments), buffer)
-            if backend is not None:
-                dist.destroy_process_group()
-        except BaseException:
-            error = traceback.format_exc()
-        pipe.send((error, buffer.getvalue()))
-        pipe.close()
-        os._exit(1 if error else 0)
+    redirect(Path(directory, f"output-{rank}"))
+    torch.set_num_threads(1)
+    error, buffer = "", io.BytesIO()
+    try:
+        if backend is not None:
+            _join(rank, size, backend, f"file://{directory}/store")
+        torch.save(fn(rank, *arguments), buffer)
+        if backend is not None:
+            dist.destroy_process_group()
+    except BaseException:
+        error = traceback.format_exc()
+    pipe.send((error, buffer.getvalue()))
+    pipe.close()
+    sys.stdout.flush()
+    os._exit(1 if error else 0)
 
 
 def _join(rank: int, size: int, backend: str, store: str) -> None:

@@ -6,20 +6,18 @@ is the moment that was meant; else it goes on, and the next such moment is waite
 """
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from tests.launches import Training
 from tests.recipes import MODELS, SYSTEMS
 
-ROOT = Path(__file__).resolve().parents[1]
 STEPS, INTERVAL = 30, 3
 NOUNS = ("loss", "scale", "tile", "token", "block", "codes", "draws", "layer", "model", "train", "valid")
 TIMINGS = ("time/", "perf/", "mem/")
@@ -40,20 +38,11 @@ def overrides(tmp_path_factory):
     )
 
 
-def start(output, *arguments):
-    """The process of a launch; its output goes to a file, which nobody has to read for it to go on."""
-    outside = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "WORLD", "RANK"))}
-    environment = {**outside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "lowprec_train.main", *arguments]
-    with output.open("w") as file:
-        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
-
-
 def undisturbed(command, root):
     """Run directory of a launch that nobody kills: a run's name does not depend on where it runs."""
     root.mkdir()
-    output = root / "output"
-    assert start(output, *command, f"run_root={root / 'runs'}").wait(300) == 0, output.read_text()
+    process = Training(root / "output", *command, f"run_root={root / 'runs'}")
+    assert process.wait(300) == 0, process.output.read_text()
     (run,) = (root / "runs").iterdir()
     return run
 
@@ -83,19 +72,16 @@ def in_save(run):
     return newest if newest > latest(run) else 0
 
 
-def kill_at(moment, process, output, chance):
+def kill_at(moment, process, chance):
     """SIGKILL while `moment()` holds, a random delay after it has begun."""
     deadline = time.monotonic() + 120
-    early = "ended before it could be killed"
     try:
         while True:
-            assert process.poll() is None, f"{early}:\n{output.read_text()}"
-            assert time.monotonic() < deadline, output.read_text()
+            assert process.poll() is None, f"ended before it could be killed:\n{process.output.read_text()}"
+            assert time.monotonic() < deadline, process.output.read_text()
             if moment():
                 time.sleep(chance.uniform(0, 0.02))
-                process.send_signal(signal.SIGSTOP)
-                _, status = os.waitpid(process.pid, os.WUNTRACED)
-                assert os.WIFSTOPPED(status), f"{early}:\n{output.read_text()}"
+                freeze(process)
                 if moment():
                     break
                 process.send_signal(signal.SIGCONT)
@@ -105,11 +91,24 @@ def kill_at(moment, process, output, chance):
     assert process.wait(60) == -signal.SIGKILL
 
 
+def freeze(process):
+    """SIGSTOP; returns when none of its threads runs."""
+    process.send_signal(signal.SIGSTOP)
+    while process.poll() is None and set(states(process.pid)) != {"T"}:
+        time.sleep(0.001)
+
+
+def states(pid):
+    """Of a process's threads: T where they are stopped."""
+    with suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            yield (thread / "stat").read_text().rpartition(")")[2].split()[0]
+
+
 def killed_in_a_save(run, command, chance):
     """Step of the checkpoint that was cut short, which is not the first."""
     first = chance.randrange(2 * INTERVAL, STEPS // 2, INTERVAL)
-    output = run.parent / "in_a_save"
-    kill_at(lambda: in_save(run) >= first, start(output, *command), output, chance)
+    kill_at(lambda: in_save(run) >= first, Training(run.parent / "in_a_save", *command), chance)
     cut = in_save(run)
     assert cut in range(first, STEPS, INTERVAL) and 0 < latest(run) < cut
     return cut
@@ -118,9 +117,9 @@ def killed_in_a_save(run, command, chance):
 def killed_at_a_step(run, command, chance):
     """Number of steps that were done: a few more than at the last kill."""
     resumed, target = latest(run), logged(run) + chance.randint(1, 4)
-    output = run.parent / "at_a_step"
-    kill_at(lambda: logged(run) >= target, start(output, *command), output, chance)
-    assert f"resuming after step {resumed} of {STEPS}" in output.read_text()
+    process = Training(run.parent / "at_a_step", *command)
+    kill_at(lambda: logged(run) >= target, process, chance)
+    assert f"resuming after step {resumed} of {STEPS}" in process.output.read_text()
     return logged(run)
 
 
@@ -131,7 +130,7 @@ def by_day_or_night():
         yield pytest.param(recipe, model, marks=[] if day else pytest.mark.nightly)
 
 
-@pytest.mark.parametrize(("recipe", "model"), by_day_or_night())
+@pytest.mark.parametrize(("recipe", "model"), list(by_day_or_night()))
 def test_kills_leave_every_number_alone(recipe, model, overrides, tmp_path):
     chance = random.Random(f"{recipe} {model}")
     launch = (f"+recipe={recipe}", f"model={model}", *overrides)
@@ -143,9 +142,9 @@ def test_kills_leave_every_number_alone(recipe, model, overrides, tmp_path):
     assert 0 < resumed <= done < STEPS and cut <= done
     assert not (run / "DONE").exists() and not (run / "PREEMPTED").exists()
 
-    output = tmp_path / "rest"
-    assert start(output, *command).wait(120) == 0, output.read_text()
-    assert f"resuming after step {resumed} of {STEPS}" in output.read_text()
+    rest = Training(tmp_path / "rest", *command)
+    assert rest.wait(120) == 0, rest.output.read_text()
+    assert f"resuming after step {resumed} of {STEPS}" in rest.output.read_text()
     assert json.loads((run / "DONE").read_text())["step"] == STEPS == latest(run)
     assert not list((run / "checkpoints").glob(".tmp*"))
 

@@ -1,16 +1,15 @@
 """A run that is told to stop, or killed, ends with the losses of one that was left alone."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.launches import ROOT, Training, environment
+
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 STEPS = 100
 WORDS = (
@@ -45,11 +44,6 @@ def arguments(tmp_path_factory):
     )
 
 
-def environment(**extra):
-    outside = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "WORLD", "RANK"))}
-    return {**outside, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **extra}
-
-
 def start(command, **extra):
     return subprocess.Popen(
         [str(part) for part in command],
@@ -77,8 +71,8 @@ def wait_for_steps(run, count, process):
 @pytest.fixture(scope="module")
 def undisturbed(arguments, tmp_path_factory):
     root = tmp_path_factory.mktemp("undisturbed")
-    process = start((sys.executable, ROOT / "train.py", *arguments, f"run_root={root}"))
-    assert process.wait(120) == 0, process.communicate()
+    process = Training(root / "output", *arguments, f"run_root={root}")
+    assert process.wait(120) == 0, process.output.read_text()
     reference = losses(root / "run")
     assert len(reference) == STEPS and reference[-1] < reference[0] - 0.3
     return reference
@@ -105,15 +99,14 @@ def test_signals_and_a_kill_leave_the_losses_alone(arguments, undisturbed, tmp_p
     handed_on = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     second = stop(run, start((*TORCHRUN, "1", handed_on, *train)), signal.SIGUSR1, first + 2)
 
-    process = start((sys.executable, *train))
+    process = Training(tmp_path / "killed", *train[1:])
     wait_for_steps(run, second + 12, process)
     process.kill()
-    out, _ = process.communicate()
-    assert f"resuming after step {second} of {STEPS}" in out
+    process.wait(60)
+    assert f"resuming after step {second} of {STEPS}" in process.output.read_text()
     assert not (run / "DONE").exists() and not (run / "PREEMPTED").exists()
 
-    process = start((sys.executable, *train))
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0 and "resuming after step" in out, err
+    process = Training(tmp_path / "rest", *train[1:])
+    assert process.wait(120) == 0 and "resuming after step" in process.output.read_text(), process.output.read_text()
     assert json.loads((run / "DONE").read_text())["step"] == STEPS
     assert losses(run) == undisturbed

@@ -81,7 +81,7 @@ def test_large_tensors_have_the_same_bits():
 def test_span_of_rows_at_the_bottom_of_fp32():
     x = tiny(M, K)
     got = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_CEIL, exponent_span=14)(torch.from_numpy(x))
-    assert_equal_bits(got, oracle.quantize(x, "E2M1", (1, 32), "E8M0_CEIL", exponent_span=14), E2M1, x, (1, 32))
+    assert_equal_bits(got, oracle.quantize(x, "E2M1", (1, 32), "E8M0_CEIL", span=14), E2M1, x, (1, 32))
 
 
 @pytest.mark.parametrize("format", [BF16, FP32], ids=str)

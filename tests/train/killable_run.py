@@ -1,9 +1,7 @@
 """A run for a process of its own, to be killed or starved of disk: resumed if its directory holds a checkpoint, with
 two skipped steps."""
 
-import os
 import resource
-import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ import torch
 
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.logging.sinks import JsonlSink, RunFacts
+from tests.launches import redirect
 from tests.train.standins import make_trainer
 
 torch.compiler.reset()  # loads now, before the fork, what torch would load at the first step
@@ -66,7 +65,5 @@ def run(directory, *, keep=2, pause=0.0, step_pause=0.0, limit=0, limit_from=0, 
 
 def launch(directory, output, options):
     """Entry of the process: its output goes to a file."""
-    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(descriptor, sys.stdout.fileno())
-    os.dup2(descriptor, sys.stderr.fileno())
+    redirect(output)
     run(Path(directory), **options)

@@ -1,18 +1,17 @@
 """Checkpoints: bit-exact resume, kills, a full disk, another model."""
 
 import errno
-import multiprocessing
 import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError
 from lowprec_train.train.logging.sinks import read_lines
+from tests.launches import fork_server
 from tests.train.killable_run import launch
 from tests.train.standins import Lines, bits, make_trainer, same
 
@@ -297,25 +296,11 @@ def fail_without_space(descriptor):
 # --- processes ---
 
 
-@pytest.fixture(scope="module")
-def processes():
-    """Forked from a server that has loaded torch already, so that a launch takes a tenth of a second."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.train.killable_run"])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).resolve().parents[2]))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        process = context.Process(target=print)
-        process.start()
-        process.join()
-    return context
-
-
-def run(processes, directory, *, kill_after=None, **options):
+def run(directory, *, kill_after=None, **options):
     """(exit code, output) of a run that is killed so many seconds after it said from where it goes on."""
     output = directory / "output"
     output.unlink(missing_ok=True)
-    process = processes.Process(target=launch, args=(str(directory), str(output), options))
+    process = fork_server().Process(target=launch, args=(str(directory), str(output), options))
     process.start()
     while kill_after is not None and process.is_alive() and not (output.exists() and output.stat().st_size):
         time.sleep(0.005)
@@ -332,9 +317,9 @@ def rows(directory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, processes):
+def uninterrupted(tmp_path_factory):
     directory = tmp_path_factory.mktemp("uninterrupted")
-    code, output = run(processes, directory)
+    code, output = run(directory)
     assert code == 0, output
     assert len(rows(directory)) == 30 and "nan" in rows(directory)[4]
     return rows(directory)
@@ -342,33 +327,29 @@ def uninterrupted(tmp_path_factory, processes):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("limit", [300, 4000, 20_000])
-def test_full_disk_is_one_error_and_the_previous_checkpoint_survives(
-    tmp_path, processes, uninterrupted, limit, asynchronous
-):
+def test_full_disk_is_one_error_and_the_previous_checkpoint_survives(tmp_path, uninterrupted, limit, asynchronous):
     """A file-size limit that strikes at the first bytes, at the metadata, in the middle of the tensors (there beneath
     an error of torch's own)."""
-    code, output = run(
-        processes, tmp_path, limit=limit, limit_from=9, keep=1, asynchronous=asynchronous, step_pause=0.02
-    )
+    code, output = run(tmp_path, limit=limit, limit_from=9, keep=1, asynchronous=asynchronous, step_pause=0.02)
     assert code == 1
     message = output[output.rindex("CheckpointError: ") :]
     assert "checkpoint of step 9 could not be written" in message and "File too large" in message
     assert f"{tmp_path}/checkpoints/step-6 is intact." in message and "resumes" in message
-    code, output = run(processes, tmp_path, keep=1)
+    code, output = run(tmp_path, keep=1)
     assert code == 0 and output.split()[:2] == ["resumed", "6"], output
     assert rows(tmp_path) == uninterrupted
 
 
-def test_sigkill_at_any_time_resumes_bit_for_bit(tmp_path, processes, uninterrupted):
+def test_sigkill_at_any_time_resumes_bit_for_bit(tmp_path, uninterrupted):
     """Killed again and again, mostly inside a save that is drawn out over its three stages, until a launch gets
     through."""
     resumed, codes = [], []
     for attempt in range(16):
-        code, output = run(processes, tmp_path, kill_after=0.01 + 0.03 * attempt, pause=0.03, step_pause=0.01)
+        code, output = run(tmp_path, kill_after=0.01 + 0.03 * attempt, pause=0.03, step_pause=0.01)
         codes.append(code)
         resumed += [int(step) for step in re.findall(r"^resumed (\d+)$", output, re.MULTILINE)]
     assert -signal.SIGKILL in codes and resumed == sorted(resumed) and resumed[-1] > 0, (codes, resumed)
-    code, output = run(processes, tmp_path)
+    code, output = run(tmp_path)
     assert code == 0 and output.split()[-1] == "done", output
     assert rows(tmp_path) == uninterrupted
     assert not list((tmp_path / "checkpoints").glob(".tmp*"))
