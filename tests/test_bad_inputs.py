@@ -19,7 +19,9 @@ DAILY = [*settings.NAMES, *settings.TYPES]
 NIGHTLY = [*settings.NUMBERS, *settings.FITTING, *recipes.CASES, *runs.CASES, *text.CASES, *models.CASES, *tools.CASES]
 CASES = [*DAILY, *NIGHTLY]
 GROUPS = (settings.NAMES, settings.TYPES, settings.NUMBERS, settings.FITTING, recipes.CASES, runs.CASES, text.CASES)
-SAMPLE = [group[0] for group in (*GROUPS, models.CASES, tools.CASES)]  # one of each kind, in processes by day
+SAMPLE = [group[0] for group in (*GROUPS, models.CASES, tools.CASES)]  # one of each kind, by day
+STARTED = [settings.NUMBERS[0], runs.CASES[0], tools.CASES[0]]  # in processes of their own by day
+FORKED = [*DAILY, *(case for case in SAMPLE if case not in DAILY)]
 PROGRAMS = {"train": (ROOT / "train.py",), "lowprec": ("-m", "lowprec_train.tools.cli")}
 LINES = 6
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "HYDRA_FULL_ERROR")
@@ -118,13 +120,13 @@ def answers(case, way, prepared, place, ask):
     return [*faults, done["err"]] if faults else []
 
 
-@pytest.mark.parametrize(("case", "way"), [*with_ways(DAILY, NIGHTLY)])
+@pytest.mark.parametrize(("case", "way"), list(with_ways(FORKED, [case for case in CASES if case not in FORKED])))
 def test_one_error_that_holds_the_value(case, way, server, prepared, tmp_path):
     faults = answers(case, way, prepared, tmp_path / "place", server)
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize(("case", "way"), [*with_ways(SAMPLE, [each for each in CASES if each not in SAMPLE])])
+@pytest.mark.parametrize(("case", "way"), list(with_ways(STARTED, [case for case in CASES if case not in STARTED])))
 def test_one_error_of_a_process(case, way, prepared, tmp_path):
     faults = answers(case, way, prepared, tmp_path / "place", in_process)
     assert not faults, "\n".join(faults)

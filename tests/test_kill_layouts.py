@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.launches import ROOT, environment
 from tests.test_kill import in_save, latest, logged, numbers, overrides
-from tests.test_main_interruption import environment
 
 __all__ = ["overrides"]
-ROOT = Path(__file__).resolve().parents[1]
 STEPS, KILLS = 40, 4
 LAYOUTS = {
     "one process": (1, ()),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_main_interruption import ROOT, STEPS, TORCHRUN, arguments, losses, start, stop, wait_for_steps
+from tests.launches import ROOT, Training
+from tests.test_main_interruption import STEPS, TORCHRUN, arguments, losses, start, stop, wait_for_steps
 
 __all__ = ["arguments"]
 EXACT = ("comm=fp32", "max_grad_norm=0", "tokens_per_step=128")  # what is left is the same sums in the same order
@@ -23,9 +24,8 @@ def train(arguments):
 def alone(train, tmp_path_factory):
     """The losses of one process with two micro-batches a step."""
     root = tmp_path_factory.mktemp("alone")
-    process = start((*TORCHRUN, "1", *train, f"run_root={root}"))
-    _, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err
+    process = Training(root / "output", *train[1:], f"run_root={root}")
+    assert process.wait(180) == 0, process.output.read_text()
     return losses(root / "run")
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_main_interruption import ROOT, TORCHRUN, arguments, start, wait_for_steps
+from tests.launches import ROOT
+from tests.test_main_interruption import TORCHRUN, arguments, start, wait_for_steps
 from tests.test_main_parallel import workers
 
 __all__ = ["arguments"]
@@ -43,7 +44,9 @@ def errors(err):
             ("Value 'none' of type 'str' could not be converted to Integer", "(rank 0 only)"),
             marks=pytest.mark.nightly,
         ),
-        (("model.nosuch=3",), ("Could not override 'model.nosuch' by model.nosuch=3",)),
+        pytest.param(
+            ("model.nosuch=3",), ("Could not override 'model.nosuch' by model.nosuch=3",), marks=pytest.mark.nightly
+        ),
     ],
 )
 def test_ranks_that_differ(arguments, tmp_path, words, said):

@@ -7,7 +7,8 @@ import time
 import pytest
 
 from lowprec_train.train.logging import wandb_files
-from tests.test_kill import logged, start
+from tests.launches import Training
+from tests.test_kill import logged
 
 STEPS = 200
 STOPS = ((29, signal.SIGTERM), (75, signal.SIGTERM), (120, signal.SIGKILL))
@@ -28,13 +29,14 @@ def test_interruptions_leave_every_step_once(tmp_path):
         *(f"steps={STEPS}", "checkpoint_interval=40", "eval_interval=200", "eval_batches=1"),
     )
     for number, (stop, how) in enumerate(STOPS):
-        process = start(tmp_path / f"output-{number}", *command)
+        process = Training(tmp_path / f"output-{number}", *command)
         while logged(run) < stop and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(how)
-        assert process.wait(120) == (-how if how == signal.SIGKILL else 0), process.args
+        assert process.wait(120) == (-how if how == signal.SIGKILL else 0), process.output.read_text()
         assert stop <= logged(run) < STEPS
-    assert start(tmp_path / "output", *command).wait(300) == 0, (tmp_path / "output").read_text()
+    last = Training(tmp_path / "output", *command)
+    assert last.wait(300) == 0, last.output.read_text()
     files = wandb_files.files(run)
     assert len(files) >= len(STOPS) and len({wandb_files.run_id(file) for file in files}) == 1
     points = [point for file in files for point in wandb_files.history(file)]

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.copy_task import batches, step
 from tests.recipes import System, system
 
-STEPS, SWITCH = 20, 18
-LENGTH = f"steps={STEPS}"
+STEPS, SWITCH = 8, 5
+LENGTH = (f"steps={STEPS}", f"precision.schedule.end.at={SWITCH / STEPS}")
 
 
 def everything(one: System) -> dict[str, Tensor]:
@@ -38,7 +38,7 @@ OPTIMIZERS = ("adamw", "adamw_fp8lm", "adamw_coat")
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_switch_leaves_every_bit_of_the_state(optim):
-    mixed = system("fp4_mixed", "llama_tiny", LENGTH, f"optim={optim}")
+    mixed = system("fp4_mixed", "llama_tiny", *LENGTH, f"optim={optim}")
     trained(mixed, 0, SWITCH)
     before = everything(mixed)
     assert not mixed.model.blocks[0].mlp.down.recipe.is_identity
@@ -50,12 +50,12 @@ def test_the_switch_leaves_every_bit_of_the_state(optim):
 @pytest.mark.parametrize("optim", OPTIMIZERS)
 def test_the_run_goes_on_as_bf16_from_the_same_state(optim):
     """Up to the switch it is the run without a schedule; from there on it is a BF16 run that was handed its state."""
-    mixed = system("fp4_mixed", "llama_tiny", LENGTH, f"optim={optim}")
-    plain = system("fp4_mixed", "llama_tiny", LENGTH, f"optim={optim}", "precision/schedule=none")
+    mixed = system("fp4_mixed", "llama_tiny", *LENGTH, f"optim={optim}")
+    plain = system("fp4_mixed", "llama_tiny", f"steps={STEPS}", f"optim={optim}", "precision/schedule=none")
     assert trained(mixed, 0, SWITCH) == trained(plain, 0, SWITCH)
     assert same(everything(mixed), everything(plain))
 
-    other = system("bf16", "llama_tiny", LENGTH, f"optim={optim}", seed=5)
+    other = system("bf16", "llama_tiny", f"steps={STEPS}", f"optim={optim}", seed=5)
     hand_over(plain, other)
     after, unswitched = trained(mixed, SWITCH, STEPS), trained(plain, SWITCH, STEPS)
     assert after == trained(other, SWITCH, STEPS)
@@ -75,7 +75,7 @@ def hand_over(source: System, target: System) -> None:
 def test_the_switch_costs_a_bounded_number_of_graphs():
     """Eight blocks share their graphs before and after; only the first switched step compiles."""
     torch._dynamo.reset()
-    mixed = system("fp4_mixed", "llama_tiny", LENGTH, "model.layers=8")
+    mixed = system("fp4_mixed", "llama_tiny", *LENGTH, "model.layers=8")
     counter = torch._dynamo.testing.CompileCounter()
     mixed.model.compile_blocks(backend=counter)
     trained(mixed, 0, 2)

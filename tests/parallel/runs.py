@@ -22,7 +22,7 @@ from tests.recipes import SYSTEMS, composed
 from tests.train.standins import Corpus, Sequences
 
 CPU = torch.device("cpu")
-STEPS, SEQ, MICRO, VOCAB = 5, 64, 2, 64
+STEPS, SEQ, MICRO, VOCAB = 3, 64, 2, 64
 LAYOUTS = {
     "dp2": Sizes(dp_shard=2),
     "tp2": Sizes(tp=2),

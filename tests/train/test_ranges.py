@@ -60,7 +60,7 @@ def test_every_number_has_a_range():
     assert set(numbers(RunConfig)) == set(RANGES) | set(NO_RANGE)
 
 
-@pytest.mark.parametrize(("key", "value"), outside())
+@pytest.mark.parametrize(("key", "value"), list(outside()))
 def test_outside(run, key, value):
     with pytest.raises(ValueError) as error:
         ranges.check(changed(run, key, value))

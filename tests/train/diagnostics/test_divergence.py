@@ -17,7 +17,7 @@ from tests.train.standins import bits, make_trainer, same
 MOMENTS = [(plain(), plain()), (scaled("E4M3"), scaled("FP16")), (expanded(), expanded()), (plain("BF16"),) * 2]
 
 
-@pytest.mark.parametrize(("moments", "master"), itertools.product(MOMENTS, MASTER_CODECS), ids=str)
+@pytest.mark.parametrize(("moments", "master"), list(itertools.product(MOMENTS, MASTER_CODECS)), ids=str)
 @pytest.mark.parametrize("clip_updates", [False, True])
 def test_an_update_of_a_usable_gradient_is_finite(moments, master, clip_updates):
     """Rows without a gradient, a denormal one, the largest that is used; the smallest eps; then nothing for a while."""
