@@ -11,18 +11,16 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.config import RunConfig
 from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.mesh import Sizes
-from lowprec_train.train import build
 from lowprec_train.train.launch import World
 from tests.distributed import run_distributed
 from tests.groups import Recorded
-from tests.parallel.runs import LAYOUTS, MICRO, SEQ, VOCAB, Walks
+from tests.parallel.runs import LAYOUTS, MICRO, SEQ, VOCAB, built
 from tests.recipes import SYSTEMS, composed
-from tests.train.standins import Corpus
 
 STEPS = 3
-CPU = torch.device("cpu")
 TINY = ("model=llama_tiny", "model.layers=2", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}", "eval_batches=2")
 TINY += (f"micro_batch={MICRO}", f"steps={STEPS}", f"model.vocab_size={VOCAB}", "comm=fp32", "max_grad_norm=0")
 LATER = "precision.schedule.end.at=0.67"  # before the last step
@@ -45,7 +43,19 @@ CASES |= VARIANTS
 CASES |= {"compiled": ("+recipe=fp8",), "compiled fp4": ("+recipe=fp4",)}
 ESTIMATED = ("fp4", "each fp4", "compiled fp4")  # codes go with a slope that is applied to the sum
 PARTS = ("fp8", "fp4", "nvfp4")
-NIGHT = ("residual", "fp8 gpt", "int8 gpt", "each fp4", "full", "selective", "replicated", "compiled", "compiled fp4")
+NIGHT = (
+    "mxfp4_fp8",
+    "fp8_lm",
+    "residual",
+    "fp8 gpt",
+    "int8 gpt",
+    "each fp4",
+    "full",
+    "selective",
+    "replicated",
+    "compiled",
+    "compiled fp4",
+)
 AT = {"dp2": tuple(case for case in CASES if case not in NIGHT), "dp2-tp2": PARTS, "dp2 night": NIGHT}
 
 
@@ -64,20 +74,18 @@ class Spy:
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-def built(run, world):
-    """The trainer of a run on the text of `Walks`, as `train.build` puts it together."""
-    laid_out = build.layout(run)
-    distribution = build.distribution(run, laid_out, world, CPU)
-    plans = laid_out.plans(CPU)
-    return build.trainer(run, laid_out, plans, Corpus(Walks(), Walks()), distribution, CPU, compiled=False)
-
-
-def trained(case: str, gather: str, sizes: Sizes, world: World) -> dict:
-    """STEPS steps of two micro-batches, an evaluation after each but the first."""
+def described(case: str, gather: str, sizes: Sizes) -> RunConfig:
+    """Of a case and the form in which its weights are gathered."""
+    sizes = Sizes(dp_replicate=2) if case == "replicated" else sizes
     grid = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp, "param_all_gather": gather}
     layout = [f"parallel.{key}={value}" for key, value in grid.items()]
     tokens = f"tokens_per_step={2 * MICRO * SEQ * sizes.dp}"
-    trainer = built(composed(*TINY, *CASES[case], tokens, *layout), world)
+    return composed(*TINY, *CASES[case], tokens, *layout)
+
+
+def trained(case: str, run: RunConfig, world: World) -> dict:
+    """STEPS steps of two micro-batches, an evaluation after each but the first."""
+    trainer = built(run, world, torch.bfloat16)
     if case.startswith("compiled"):
         torch.compiler.reset()
         torch._dynamo.utils.counters.clear()
@@ -132,16 +140,13 @@ def sizes_of(layout: str) -> Sizes:
     return LAYOUTS[layout.removesuffix(" night")]
 
 
-def work(rank: int, layout: str) -> dict[tuple[str, str], dict]:
-    sizes = sizes_of(layout)
-    world = World(rank, sizes.processes, rank)
-    return {
-        (case, form): trained(case, form, Sizes(dp_replicate=2) if case == "replicated" else sizes, world)
-        for case in AT[layout]
-        for form in PARAM_ALL_GATHER
-    }
+def work(rank: int, runs: dict[tuple[str, str], RunConfig], processes: int) -> dict[tuple[str, str], dict]:
+    world = World(rank, processes, rank)
+    return {(case, form): trained(case, run, world) for (case, form), run in runs.items()}
 
 
 def launched(layout: str) -> list[dict[tuple[str, str], dict]]:
     """What each rank saw."""
-    return run_distributed(work, sizes_of(layout), layout, timeout=900)
+    sizes = sizes_of(layout)
+    runs = {(case, form): described(case, form, sizes) for case in AT[layout] for form in PARAM_ALL_GATHER}
+    return run_distributed(work, sizes, runs, sizes.processes, timeout=900)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from lowprec_train.train.checkpoint import Checkpointer, ModelState, OptimizerSt
 from tests.distributed import run_distributed
 from tests.recipes import composed
 
+Runs = dict[str, RunConfig]  # of every case
 STEP = 7
 CASES = {name: (f"optim={name}",) for name in config.choices("optim")}
 CASES["muon e4m3"] = ("optim=muon", "optim/moment@optim.first_moment=e4m3")
@@ -97,6 +97,7 @@ class Scalars:
 class Whole:
     """A model and its optimizer on one process."""
 
+    run: RunConfig
     net: Net
     optimizer: CodedOptimizer
     scalars: Scalars
@@ -136,24 +137,18 @@ class Cut:
         }
 
 
-@cache
-def run_of(case: str) -> RunConfig:
-    """The configuration of a case."""
-    return composed(*CASES[case])
-
-
-def whole(case: str, *, steps: int = 2) -> Whole:
+def whole(run: RunConfig, *, steps: int = 2) -> Whole:
     """A model after `steps` updates; with 0 of them, of other first weights too."""
     torch.manual_seed(steps)
     net = Net()
-    groups = parameter_groups(net, 0.1, *build.rules(run_of(case)))
-    optimizer = CodedOptimizer(groups, codecs=build.codecs(run_of(case)), lr=0.1, seed=5)
+    groups = parameter_groups(net, 0.1, *build.rules(run))
+    optimizer = CodedOptimizer(groups, codecs=build.codecs(run), lr=0.1, seed=5)
     for _ in range(steps):
         for parameter in net.parameters():
             magnitudes = torch.logspace(-3, 1, parameter.numel())[torch.randperm(parameter.numel())]
             parameter.grad = (torch.randn(parameter.shape) * magnitudes.view(parameter.shape)).float()
         optimizer.step()
-    return Whole(net, optimizer, Scalars(STEP, "of rank 0", 9) if steps else Scalars(0, "", 0))
+    return Whole(run, net, optimizer, Scalars(STEP, "of rank 0", 9) if steps else Scalars(0, "", 0))
 
 
 def is_cut(case: str, key: str) -> bool:
@@ -254,13 +249,13 @@ def _wrong_scalars(scalars: Scalars) -> list[str]:
     return [] if found == (STEP, "of rank 0", 9) else [str(found)]
 
 
-def alone(directory: Path) -> dict[str, list[str]]:
+def alone(directory: Path, runs: Runs) -> dict[str, list[str]]:
     """One process, its whole model and a true AdamW: reads what the layouts wrote."""
     results = {}
-    for case in CASES:
-        full = whole(case)
+    for case, run in runs.items():
+        full = whole(run)
         for writer in READS["alone"]:
-            read = whole(case, steps=0)
+            read = whole(run, steps=0)
             keeper(directory, case, writer).load(read.parts)
             held, wanted = (
                 {k: v for n in ("model", "optimizer") for k, v in w.parts[n].state_dict().items()} for w in (read, full)
@@ -274,9 +269,8 @@ def keeper(directory: Path, case: str, writer: str, group: dist.ProcessGroup | N
     return Checkpointer(directory / case / writer, interval=1, keep=1, process_group=group)
 
 
-def refused(mesh: Mesh, directory: Path, group: dist.ProcessGroup) -> str:
+def refused(mesh: Mesh, directory: Path, group: dist.ProcessGroup, full: Whole) -> str:
     """What a model of another shape is told."""
-    full = whole("adamw")
     other = cut(mesh, "adamw", full, filled=False)
     placed = other.placements.parameters | {"norm.weight": Placed(shape=(17,), tp=None, sharded=False)}
     other.model.norm.weight = nn.Parameter(torch.zeros(17))
@@ -294,12 +288,12 @@ def otherwise_made(mesh: Mesh, case: str, full: Whole) -> list[str]:
     parts = cut(mesh, case, full, filled=True)
     named = {name: _unrounded(parameter) for name, parameter in parts.model.named_parameters()}
     shards = {parameter: parts.placements.shard(name, _group(mesh, name)) for name, parameter in named.items()}
-    rule, others = build.rules(run_of(case))
+    rule, others = build.rules(full.run)
     inside = [name for name in named if rule.hidden_matrices_only and is_matrix(name) and name != "embedding.weight"]
     left = [name for name in named if name not in inside]
     groups = [{"params": [named[name] for name in inside], "rule": rule}] if inside else []
     groups += [{"params": [named[name] for name in left], "indexed": [left.index("embedding.weight")], "rule": others}]
-    optimizer = CodedOptimizer(groups, codecs=build.codecs(run_of(case)), shards=shards, seed=5)
+    optimizer = CodedOptimizer(groups, codecs=build.codecs(full.run), shards=shards, seed=5)
     _, states = expected(mesh, case, full)
     return [
         f"{name}: {forms(made)} for {forms(states[name])}"
@@ -350,11 +344,11 @@ def _local(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
-def work(rank: int, directory: Path, layout: str) -> dict[str, list[str] | str]:
+def work(rank: int, directory: Path, layout: str, runs: Runs) -> dict[str, list[str] | str]:
     mesh, group = Mesh(LAYOUTS[layout], "cpu"), dist.new_group(backend="gloo")
     results: dict[str, list[str] | str] = {}
-    for case in CASES:
-        full = whole(case)
+    for case, run in runs.items():
+        full = whole(run)
         results[f"made of {case}"] = otherwise_made(mesh, case, full)
         for writer in READS[layout]:
             read = cut(mesh, case, full, filled=False)
@@ -364,7 +358,7 @@ def work(rank: int, directory: Path, layout: str) -> dict[str, list[str] | str]:
             saver = keeper(directory, case, layout, group)
             saver.save(cut(mesh, case, full, filled=True).parts, STEP, wait=True)
     if layout == "4x1":
-        results["refused"] = refused(mesh, directory, group)
+        results["refused"] = refused(mesh, directory, group, whole(runs["adamw"]))
     if layout == "2x1":
         results["after a forward pass"] = after_a_forward_pass(mesh)
     return results
@@ -372,7 +366,8 @@ def work(rank: int, directory: Path, layout: str) -> dict[str, list[str] | str]:
 
 def launched(directory: Path) -> dict[str, list[dict[str, list[str] | str]]]:
     """What each rank of each layout found."""
-    for case in CASES:
-        keeper(directory, case, "alone").save(whole(case).parts, STEP, wait=True)
-    found = {layout: run_distributed(work, sizes, directory, layout) for layout, sizes in LAYOUTS.items()}
-    return found | {"alone": [alone(directory)]}
+    runs = {case: composed(*overrides) for case, overrides in CASES.items()}
+    for case, run in runs.items():
+        keeper(directory, case, "alone").save(whole(run).parts, STEP, wait=True)
+    found = {layout: run_distributed(work, sizes, directory, layout, runs) for layout, sizes in LAYOUTS.items()}
+    return found | {"alone": [alone(directory, runs)]}

@@ -1,11 +1,12 @@
 """Short runs of every recipe at one layout of processes: started once a layout, with all recipes looped inside.
 
 Each rank returns {system: {"loss": [...], "norm": [...]}}.
-The reference is one process with accumulation = dp and the same micro-batches: `trained(system, LAYOUTS[...])` called
-without a process group.
+The reference is one process with accumulation = dp and the same micro-batches: `trained(described(system, sizes))`.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -69,31 +70,37 @@ class Walks:
         return Sequences(block[:, :-1].contiguous(), targets)
 
 
-def trained(
-    case: str, sizes: Sizes, world: World = ALONE, *, accumulation: int = 1, steps: int = STEPS
-) -> dict[str, list[float]]:
-    """A run of some steps; every process of the group calls it. sizes: of the layout, also for the reference."""
-    trainer = prepared(case, sizes, world, accumulation=accumulation, steps=steps)
+@dataclass(frozen=True)
+class Job:
+    """A run, and the dtype between its layers. Composed before processes are started, which do not compose it again."""
+
+    run: RunConfig
+    stream: torch.dtype
+
+
+def described(case: str, sizes: Sizes, *, split: bool = False, accumulation: int = 1, steps: int = STEPS) -> Job:
+    """A case at a layout (`split`), or in the one process that it is compared with."""
+    tokens = MICRO * SEQ * sizes.dp * accumulation
+    layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
+    grid = [f"parallel.{key}={value}" for key, value in layout.items()] if split else []
+    run = composed(*CASES[case], *TINY, f"tokens_per_step={tokens}", f"steps={steps}", *grid)
+    return Job(run, torch.float32 if sizes.tp > 1 and case != "in bf16" else torch.bfloat16)
+
+
+def trained(job: Job, world: World = ALONE) -> dict[str, list[float]]:
+    """What all steps of a run compute; every process of the group calls it."""
+    trainer = built(job.run, world, job.stream)
     losses, norms = [], []
-    for _ in range(steps):
+    for _ in range(job.run.steps):
         metrics = trainer.step()
         losses.append(float(metrics["train/loss"]))
         norms.append(float(metrics["train/grad_norm"]))
     return {"loss": losses, "norm": norms, "valid": [trainer.evaluate()["valid/loss"]]}
 
 
-def prepared(case: str, sizes: Sizes, world: World, *, accumulation: int, steps: int) -> Trainer:
-    """The trainer of a run at a layout, or of the one process that it is compared with."""
-    tokens = MICRO * SEQ * sizes.dp * accumulation
-    layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
-    grid = [f"parallel.{key}={value}" for key, value in layout.items()] if world.processes > 1 else []
-    run = composed(*CASES[case], *TINY, f"tokens_per_step={tokens}", f"steps={steps}", *grid)
-    return built(run, world, torch.float32 if sizes.tp > 1 and case != "in bf16" else torch.bfloat16)
-
-
-def noises(case: str, sizes: Sizes, world: World = ALONE) -> list[torch.Tensor]:
+def noises(job: Job, world: World = ALONE) -> list[torch.Tensor]:
     """What rounding does to a weight in each micro-batch of a step, one tensor for each that this process takes."""
-    trainer, found = prepared(case, sizes, world, accumulation=2, steps=1), []
+    trainer, found = built(job.run, world, job.stream), []
     at = trainer.seeds.at
 
     def watched(step: int, first_token: int) -> Draws:
@@ -116,14 +123,15 @@ def built(run: RunConfig, world: World, stream: torch.dtype) -> Trainer:
     return build.trainer(run, laid_out, plans, text, distribution, CPU, compiled=False)
 
 
-def work(rank: int, layout: str, steps: int) -> dict[str, dict[str, list[float]]]:
-    sizes = LAYOUTS[layout]
-    world = World(rank, sizes.processes, rank)
-    results = {case: trained(case, sizes, world, steps=steps) for case in cases_of(layout)}
-    results["fp8, accumulation 2"] = trained("fp8", sizes, world, accumulation=2, steps=steps)
-    return results | {"noise": noises("mxfp4", sizes, world)}
+def work(rank: int, jobs: dict[str, Job], noise: Job, processes: int) -> dict[str, dict[str, list[float]]]:
+    world = World(rank, processes, rank)
+    return {case: trained(job, world) for case, job in jobs.items()} | {"noise": noises(noise, world)}
 
 
 def launched(layout: str, steps: int = STEPS) -> list[dict[str, dict[str, list[float]]]]:
     """What each rank returned."""
-    return run_distributed(work, LAYOUTS[layout], layout, steps, timeout=240 * steps)
+    sizes = LAYOUTS[layout]
+    jobs = {case: described(case, sizes, split=True, steps=steps) for case in cases_of(layout)}
+    jobs["fp8, accumulation 2"] = described("fp8", sizes, split=True, accumulation=2, steps=steps)
+    noise = described("mxfp4", sizes, split=True, accumulation=2, steps=1)
+    return run_distributed(work, sizes, jobs, noise, sizes.processes, timeout=240 * steps)

@@ -9,7 +9,7 @@ all, but where it tips a rounding. In BF16 partial sums are rounded too.
 import pytest
 import torch
 
-from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, launched, noises, trained
+from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, described, launched, noises, trained
 from tests.precision.noise import standard_score
 
 # Relative bounds of a step's loss.
@@ -35,7 +35,7 @@ def references():
     def reference(case, sizes, **options):
         key = (case, sizes.dp, sizes.tp > 1, *options.items())
         if key not in known:
-            known[key] = trained(case, sizes, **options)
+            known[key] = trained(described(case, sizes, **options))
         return known[key]
 
     return reference
@@ -74,7 +74,7 @@ def test_accumulation(name, ranks_at, references):
 def test_the_noise_of_weights_is_another_on_each_data_parallel_rank_and_in_each_micro_batch(name, ranks_at):
     """And that of micro-batch i * dp + d of one process on all tp ranks of data-parallel rank d."""
     sizes, ranks = LAYOUTS[name], ranks_at(name)
-    alone = noises("mxfp4", sizes)
+    alone = noises(described("mxfp4", sizes, accumulation=2, steps=1))
     assert len(alone) == 2 * sizes.dp
     for rank, each in enumerate(ranks):
         expected = alone[rank // sizes.tp :: sizes.dp]
@@ -90,6 +90,6 @@ def test_twenty_steps(name, tmp_path):
     """What is exact stays exact; what is tipped leads to other codes, which lead to others."""
     found = launched(name, steps=20)[0]
     for case in cases_of(name):
-        expected = trained(case, LAYOUTS[name], steps=20)["loss"]
+        expected = trained(described(case, LAYOUTS[name], steps=20))["loss"]
         assert len(expected) == 20
         assert found[case]["loss"] == pytest.approx(expected, rel=10 * bound(case, name), abs=0.0), case
