@@ -22,7 +22,7 @@ STEPS, INTERVAL = 30, 3
 NOUNS = ("loss", "scale", "tile", "token", "block", "codes", "draws", "layer", "model", "train", "valid")
 DAILY = {
     "bf16": "llama_tiny",
-    "fp4": "gpt_tiny",  # moments of 3 bytes
+    "fp4": "gpt_tiny",  # moments in FP8 and FP16
     "fp8_lm": "llama_tiny",  # one scale a tensor
     "coat": "gpt_tiny",  # scales of groups, and a range that is expanded
     "mxfp4": "llama_tiny",  # draws that depend on the position

@@ -17,13 +17,12 @@ from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train.launch import World
 from tests.distributed import run_distributed
 from tests.groups import Recorded
-from tests.parallel.runs import LAYOUTS, MICRO, SEQ, VOCAB, built
+from tests.parallel.runs import LATER, LAYOUTS, MICRO, SEQ, VOCAB, built
 from tests.recipes import SYSTEMS, composed
 
 STEPS = 3
 TINY = ("model=llama_tiny", "model.layers=2", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}", "eval_batches=2")
 TINY += (f"micro_batch={MICRO}", f"steps={STEPS}", f"model.vocab_size={VOCAB}", "comm=fp32", "max_grad_norm=0")
-LATER = "precision.schedule.end.at=0.67"  # before the last step
 CASES = {name: (f"+recipe={name}", *([LATER] if name == "fp4_mixed" else [])) for name in SYSTEMS}
 VARIANTS = {
     "straight": ("+recipe=fp4", "precision.override.estimator=null"),

@@ -33,8 +33,10 @@ LAYOUTS = {
 TINY = ("model.layers=2", f"model.vocab_size={VOCAB}", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}")
 TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 SPLIT = ("model.dim=256", "model.heads=8", "model.kv_heads=4", "model.ffn=768")  # over up to four tensor-parallel ranks
+LATER = "precision.schedule.end.at=0.67"  # before the last of three steps
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
+CASES["fp4_mixed"] += (LATER,)
 EVERYWHERE = tuple(CASES)
 CASES |= {
     "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
