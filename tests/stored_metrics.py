@@ -17,17 +17,15 @@ import argparse
 import hashlib
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from lowprec_train.ops import library
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train.launch import ALONE, World
+from tests.distributed import run_distributed
 from tests.parallel.runs import MICRO, SEQ, SPLIT, TINY, built
 from tests.recipes import MODELS, SYSTEMS, composed
 
@@ -55,15 +53,11 @@ def trained(recipe: str, model: str, sizes: Sizes, world: World = ALONE) -> dict
     return {"steps": steps, "valid": trainer.evaluate(), "parameters": digest.hexdigest()}
 
 
-def work(rank: int, directory: str, layout: str, names: list[tuple[str, str]]) -> None:
+def work(rank: int, layout: str, names: list[tuple[str, str]]) -> Runs:
     """One process of a layout, all runs one after another."""
-    torch.set_num_threads(1)
-    sizes, store = LAYOUTS[layout], f"file://{directory}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=sizes.processes)
+    sizes = LAYOUTS[layout]
     world = World(rank, sizes.processes, rank)
-    runs = {f"{recipe} {model}": trained(recipe, model, sizes, world) for recipe, model in names}
-    (Path(directory) / f"rank-{rank}.json").write_text(json.dumps(runs))
-    dist.destroy_process_group()
+    return {f"{recipe} {model}": trained(recipe, model, sizes, world) for recipe, model in names}
 
 
 def measured(layouts: list[str], names: list[tuple[str, str]]) -> Runs:
@@ -71,15 +65,11 @@ def measured(layouts: list[str], names: list[tuple[str, str]]) -> Runs:
     torch.set_num_threads(1)
     found: Runs = {}
     for layout in layouts:
-        processes = LAYOUTS[layout].processes
-        if processes == 1:
+        if LAYOUTS[layout].processes == 1:
             found |= {f"{layout} {recipe} {model}": trained(recipe, model, Sizes()) for recipe, model in names}
             continue
-        with tempfile.TemporaryDirectory() as directory:
-            mp.start_processes(work, args=(directory, layout, names), nprocs=processes, start_method="spawn")
-            for rank in range(processes):
-                runs = json.loads((Path(directory) / f"rank-{rank}.json").read_text())
-                found |= {f"{layout} {name} rank {rank}": run for name, run in runs.items()}
+        for rank, runs in enumerate(run_distributed(work, LAYOUTS[layout], layout, names, timeout=7200)):
+            found |= {f"{layout} {name} rank {rank}": run for name, run in runs.items()}
     return found
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.bad_inputs import models, recipes, runs, settings, text, tools, workplace
+from tests.launches import ROOT, Command
 
-ROOT = Path(__file__).parent.parent
 DAILY = [*settings.NAMES, *settings.TYPES]
 NIGHTLY = [*settings.NUMBERS, *settings.FITTING, *recipes.CASES, *runs.CASES, *text.CASES, *models.CASES, *tools.CASES]
 CASES = [*DAILY, *NIGHTLY]
@@ -24,6 +24,7 @@ STARTED = [settings.NUMBERS[0], runs.CASES[0], tools.CASES[0]]  # in processes o
 FORKED = [*DAILY, *(case for case in SAMPLE if case not in DAILY)]
 PROGRAMS = {"train": (ROOT / "train.py",), "lowprec": ("-m", "lowprec_train.tools.cli")}
 LINES = 6
+LIMIT = 240  # seconds of a command
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "WANDB_MODE", "HYDRA_FULL_ERROR")
 
 
@@ -32,34 +33,24 @@ def environment():
     return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="session")
-def server():
-    """A function of (arguments, directory, environment) that returns the status and what was written."""
-    command = [sys.executable, "-m", "tests.bad_inputs.server"]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-
-    def ask(arguments, directory, **more):
-        asked = {"arguments": arguments, "directory": str(directory), "environment": more}
-        process.stdin.write(json.dumps(asked) + "\n")
-        process.stdin.flush()
-        return json.loads(process.stdout.readline())
-
-    yield ask
-    process.stdin.close()
-    process.wait()
+def forked(arguments, directory, **more):
+    """The status of a command and what it wrote, run in a process that costs no imports."""
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        place = {"directory": directory, "values": {**environment(), **more}}
+        status = Command(*arguments, output=output, errors=errors, **place).wait(LIMIT)
+        return {"status": status, "out": output.read_text(), "err": errors.read_text()}
 
 
 @pytest.fixture(scope="session")
-def prepared(server, once, tmp_path_factory):
+def prepared(once, tmp_path_factory):
     """The workplace, made by one of pytest's workers. It stays where it was made: runs name their tokenizer's file."""
 
     def make():
         directory = tmp_path_factory.mktemp("bad-inputs")
         workplace.write_text(directory)
         for command in workplace.COMMANDS:
-            done = server(command, directory)
+            done = forked(command, directory)
             assert done["status"] == 0, (command, done)
         return directory
 
@@ -83,11 +74,13 @@ def judge(case, done):
 
 
 def in_process(arguments, directory, **more):
-    """As `server`, in a process of its own, as a user starts it."""
+    """As `forked`, in a process of its own, as a user starts it."""
     entry, *rest = arguments
     command = [sys.executable, *PROGRAMS[entry], *rest]
     held = {**environment(), "PYTHONPATH": str(ROOT), **more}
-    ran = subprocess.run(list(map(str, command)), cwd=directory, env=held, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(
+        list(map(str, command)), cwd=directory, env=held, capture_output=True, text=True, timeout=LIMIT
+    )
     return {"status": ran.returncode, "out": ran.stdout, "err": ran.stderr}
 
 
@@ -121,8 +114,8 @@ def answers(case, way, prepared, place, ask):
 
 
 @pytest.mark.parametrize(("case", "way"), list(with_ways(FORKED, [case for case in CASES if case not in FORKED])))
-def test_one_error_that_holds_the_value(case, way, server, prepared, tmp_path):
-    faults = answers(case, way, prepared, tmp_path / "place", server)
+def test_one_error_that_holds_the_value(case, way, prepared, tmp_path):
+    faults = answers(case, way, prepared, tmp_path / "place", forked)
     assert not faults, "\n".join(faults)
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import Training
+from tests.launches import training, write_modules
 from tests.recipes import MODELS, SYSTEMS
 
 STEPS, INTERVAL = 30, 3
-NOUNS = ("loss", "scale", "tile", "token", "block", "codes", "draws", "layer", "model", "train", "valid")
 DAILY = {
     "bf16": "llama_tiny",
     "fp4": "gpt_tiny",  # moments in FP8 and FP16
@@ -34,9 +33,7 @@ TIMINGS = ("time/", "perf/", "mem/")
 def overrides(tmp_path_factory):
     """A run of a second on a corpus of its own, which saves every few steps."""
     root = tmp_path_factory.mktemp("sources")
-    for number in range(40):
-        text = "\n".join(f"def {NOUNS[i * number % 11]}_{i}(x): return x * {i * 7 + number}" for i in range(40))
-        (root / f"module_{number}.py").write_text(text)
+    write_modules(root)
     return (
         *("model.layers=2", "model.ffn=128", "model.heads=2", "model.kv_heads=2", "model.max_seq_len=128"),
         *("model.vocab_size=320", "data.vocab_size=320", f"+data.root={root}", f"data.cache={root.parent / 'cache'}"),
@@ -48,7 +45,7 @@ def overrides(tmp_path_factory):
 def undisturbed(command, root):
     """Run directory of a launch that nobody kills: a run's name does not depend on where it runs."""
     root.mkdir()
-    process = Training(root / "output", *command, f"run_root={root / 'runs'}")
+    process = training(root / "output", *command, f"run_root={root / 'runs'}")
     assert process.wait(300) == 0, process.output.read_text()
     (run,) = (root / "runs").iterdir()
     return run
@@ -115,7 +112,7 @@ def states(pid):
 def killed_in_a_save(run, command, chance):
     """Step of the checkpoint that was cut short, which is not the first."""
     first = chance.randrange(2 * INTERVAL, STEPS // 2, INTERVAL)
-    kill_at(lambda: in_save(run) >= first, Training(run.parent / "in_a_save", *command), chance)
+    kill_at(lambda: in_save(run) >= first, training(run.parent / "in_a_save", *command), chance)
     cut = in_save(run)
     assert cut in range(first, STEPS, INTERVAL) and 0 < latest(run) < cut
     return cut
@@ -124,7 +121,7 @@ def killed_in_a_save(run, command, chance):
 def killed_at_a_step(run, command, chance):
     """Number of steps that were done: a few more than at the last kill."""
     resumed, target = latest(run), logged(run) + chance.randint(1, 4)
-    process = Training(run.parent / "at_a_step", *command)
+    process = training(run.parent / "at_a_step", *command)
     kill_at(lambda: logged(run) >= target, process, chance)
     assert f"resuming after step {resumed} of {STEPS}" in process.output.read_text()
     return logged(run)
@@ -148,7 +145,7 @@ def test_kills_leave_every_number_alone(recipe, model, overrides, tmp_path):
     assert 0 < resumed <= done < STEPS and cut <= done
     assert not (run / "DONE").exists() and not (run / "PREEMPTED").exists()
 
-    rest = Training(tmp_path / "rest", *command)
+    rest = training(tmp_path / "rest", *command)
     assert rest.wait(120) == 0, rest.output.read_text()
     assert f"resuming after step {resumed} of {STEPS}" in rest.output.read_text()
     assert json.loads((run / "DONE").read_text())["step"] == STEPS == latest(run)

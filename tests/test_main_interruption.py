@@ -8,34 +8,17 @@ import time
 
 import pytest
 
-from tests.launches import ROOT, Training, environment
+from tests.launches import ROOT, environment, training, write_modules
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 STEPS = 100
-WORDS = (
-    "loss",
-    "scale",
-    "tile",
-    "token",
-    "block",
-    "codes",
-    "draws",
-    "layer",
-    "model",
-    "train",
-    "valid",
-    "epoch",
-    "batch",
-)
 
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory):
     """Overrides of a run that takes a few seconds, on a corpus of its own."""
     root = tmp_path_factory.mktemp("sources")
-    for number in range(40):
-        text = "\n".join(f"def {WORDS[i * number % 13]}_{i}(x): return x * {i * 7 + number}" for i in range(40))
-        (root / f"module_{number}.py").write_text(text)
+    write_modules(root)
     return (
         *("+recipe=mxfp4", "model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2"),
         *("model.vocab_size=320", "data.vocab_size=320", f"+data.root={root}", f"data.cache={root.parent / 'cache'}"),
@@ -71,7 +54,7 @@ def wait_for_steps(run, count, process):
 @pytest.fixture(scope="module")
 def undisturbed(arguments, tmp_path_factory):
     root = tmp_path_factory.mktemp("undisturbed")
-    process = Training(root / "output", *arguments, f"run_root={root}")
+    process = training(root / "output", *arguments, f"run_root={root}")
     assert process.wait(120) == 0, process.output.read_text()
     reference = losses(root / "run")
     assert len(reference) == STEPS and reference[-1] < reference[0] - 0.3
@@ -99,14 +82,14 @@ def test_signals_and_a_kill_leave_the_losses_alone(arguments, undisturbed, tmp_p
     handed_on = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
     second = stop(run, start((*TORCHRUN, "1", handed_on, *train)), signal.SIGUSR1, first + 2)
 
-    process = Training(tmp_path / "killed", *train[1:])
+    process = training(tmp_path / "killed", *train[1:])
     wait_for_steps(run, second + 12, process)
     process.kill()
     process.wait(60)
     assert f"resuming after step {second} of {STEPS}" in process.output.read_text()
     assert not (run / "DONE").exists() and not (run / "PREEMPTED").exists()
 
-    process = Training(tmp_path / "rest", *train[1:])
+    process = training(tmp_path / "rest", *train[1:])
     assert process.wait(120) == 0 and "resuming after step" in process.output.read_text(), process.output.read_text()
     assert json.loads((run / "DONE").read_text())["step"] == STEPS
     assert losses(run) == undisturbed

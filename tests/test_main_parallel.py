@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launches import ROOT, Training
+from tests.launches import ROOT, training
 from tests.test_main_interruption import STEPS, TORCHRUN, arguments, losses, start, stop, wait_for_steps
 
 __all__ = ["arguments"]
@@ -24,7 +24,7 @@ def train(arguments):
 def alone(train, tmp_path_factory):
     """The losses of one process with two micro-batches a step."""
     root = tmp_path_factory.mktemp("alone")
-    process = Training(root / "output", *train[1:], f"run_root={root}")
+    process = training(root / "output", *train[1:], f"run_root={root}")
     assert process.wait(180) == 0, process.output.read_text()
     return losses(root / "run")
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lowprec_train.train.logging import wandb_files
-from tests.launches import Training
+from tests.launches import training, write_modules
 from tests.test_kill import logged
 
 STEPS = 200
@@ -18,10 +18,7 @@ STOPS = ((29, signal.SIGTERM), (75, signal.SIGTERM), (120, signal.SIGKILL))
 def test_interruptions_leave_every_step_once(tmp_path):
     """Stopped as soon as steps 29 and 75 are logged, killed at 120, which takes what W&B had not written yet."""
     sources, run = tmp_path / "sources", tmp_path / "runs" / "r"
-    sources.mkdir()
-    for number in range(40):
-        lines = [f"def scale_{i}(x): return x * {i * number} + 'block {number}'" for i in range(40)]
-        (sources / f"module_{number}.py").write_text("\n".join(lines))
+    write_modules(sources)
     command = (
         *("+recipe=fp4", "name=r", f"run_root={run.parent}", "logger=wandb", "logger.wandb.mode=offline"),
         *("model.layers=1", "model.vocab_size=320", "model.max_seq_len=64", "data.vocab_size=320", "data.seq_len=64"),
@@ -29,13 +26,13 @@ def test_interruptions_leave_every_step_once(tmp_path):
         *(f"steps={STEPS}", "checkpoint_interval=40", "eval_interval=200", "eval_batches=1"),
     )
     for number, (stop, how) in enumerate(STOPS):
-        process = Training(tmp_path / f"output-{number}", *command)
+        process = training(tmp_path / f"output-{number}", *command)
         while logged(run) < stop and process.poll() is None:
             time.sleep(0.002)
         process.send_signal(how)
         assert process.wait(120) == (-how if how == signal.SIGKILL else 0), process.output.read_text()
         assert stop <= logged(run) < STEPS
-    last = Training(tmp_path / "output", *command)
+    last = training(tmp_path / "output", *command)
     assert last.wait(300) == 0, last.output.read_text()
     files = wandb_files.files(run)
     assert len(files) >= len(STOPS) and len({wandb_files.run_id(file) for file in files}) == 1

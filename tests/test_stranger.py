@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lowprec_train.ops import kernels
-from tests.launches import Training
+from tests.launches import training
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -114,7 +114,7 @@ def test_a_new_model_variant_is_one_file_and_one_yaml(tmp_path):
     ],
 )
 def test_a_class_that_is_not_there_is_one_error(setting, says, tmp_path):
-    process = Training(tmp_path / "output", "+recipe=bf16", setting, "steps=1")
+    process = training(tmp_path / "output", "+recipe=bf16", setting, "steps=1")
     assert process.wait(60) == 1
     said = process.output.read_text()
     assert says in said and "Traceback" not in said

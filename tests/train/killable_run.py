@@ -65,5 +65,5 @@ def run(directory, *, keep=2, pause=0.0, step_pause=0.0, limit=0, limit_from=0, 
 
 def launch(directory, output, options):
     """Entry of the process: its output goes to a file."""
-    redirect(output)
+    redirect(Path(output))
     run(Path(directory), **options)
