@@ -294,7 +294,7 @@ def test_training_is_preempted_requeued_and_done(tmp_path, arguments):
     cluster = Cluster(tmp_path, TORCHRUN)
     (tmp_path / "train.py").unlink()
     (tmp_path / "train.py").symlink_to(ROOT / "train.py")
-    words = (*arguments, "name=run", "run_root=runs", "tokens_per_step=1024", f"steps={STEPS}")
+    words = (*arguments, "name=run", "run_root=runs", "tokens_per_step=512", f"steps={STEPS}")
     process = cluster.start(*words)
     cluster.wait_for("runs/run/metrics.jsonl", 3, process)
     status, out = cluster.stop(process, signal.SIGUSR1)
