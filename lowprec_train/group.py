@@ -90,33 +90,25 @@ def sum_in_order(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
 
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     """x [m, k] -> [size m, k] in rank order, differentiable: backward is a `reduce_scatter` of the gradient."""
-    rows: Tensor = _AllGatherRows.apply(x, group)
+    rows: Tensor = _Rows.apply(x, group, True)
     return rows
 
 
 def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
     """x [size m, k] -> [m, k], the sum of this rank's rows, differentiable: backward is an `all_gather`."""
-    rows: Tensor = _ReduceScatterRows.apply(x, group)
+    rows: Tensor = _Rows.apply(x, group, False)
     return rows
 
 
-class _AllGatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.all_gather(x)
+class _Rows(torch.autograd.Function):
+    """Each of the two collectives is the other's backward."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.reduce_scatter(gradients[0]), None
-
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.reduce_scatter(x)
+    def forward(ctx: Any, x: Tensor, group: Group, gather: bool) -> Tensor:
+        ctx.group, ctx.gather = group, gather
+        return group.all_gather(x) if gather else group.reduce_scatter(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.all_gather(gradients[0]), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        return ctx.group.reduce_scatter(gradient) if ctx.gather else ctx.group.all_gather(gradient), None, None

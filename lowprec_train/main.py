@@ -130,76 +130,99 @@ def run(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> None:
     world = meeting.world
     if not world.leads:
         logging.getLogger().setLevel(logging.ERROR)
-    asked, machine = rendezvous.agreed(meeting, lambda: checked(cfg, world), lambda made: facts_of_launch(*made))
-    options, plain, choice = asked
-    directory = (Path(options.run_root) / name_of(options, plain, choice) / "hang").absolute()
+    job = rendezvous.agreed(meeting, lambda: checked(cfg, world), facts_of_launch)
+    directory = (job.root / job.name() / "hang").absolute()
     flight.switch_on(directory / "rank_")
-    minutes, device = options.parallel.timeout_minutes, machine.device
+    minutes, device = job.options.parallel.timeout_minutes, job.device
     watch = Watch(meeting, minutes, directory, on_gpu=device.type == "cuda")
     with watch.watching(), launch.joined(world, device, minutes, meeting.store), out_of_memory.told(device):
-        train(options, plain, choice, stop, machine, watch)
+        train(job, stop, watch)
 
 
-def checked(cfg: DictConfig, world: World) -> "tuple[Asked, Machine]":
-    """What is asked of this rank, and what it has to compute it with."""
-    asked = read(cfg)
-    device, compiled = checks.configuration(asked[0], world)
-    checks.nodes(asked[0])
-    return asked, Machine(world, device, compiled)
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is asked of this process, and what it has to compute it with.
 
+    plain: the resolved configuration as plain values.
+    """
 
-def facts_of_launch(asked: "Asked", machine: "Machine") -> dict[str, Any]:
-    """What all ranks must have alike: every key of the configuration, and the code that runs."""
-    facts = identity.flatten(asked[1]) | describe.versions() | {"source": rendezvous.source_hash()}
-    return facts | {"kind of device": machine.device.type, "compiled": machine.compiled}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What a run has to compute with."""
-
+    options: RunConfig
+    plain: dict[str, Any]
+    choice: Choice
     world: World
     device: torch.device
     compiled: bool
 
+    @property
+    def resume(self) -> Resume:
+        return config.parse_resume(self.options.resume)[0]
 
-Asked = tuple[RunConfig, dict[str, Any], Choice]
+    @property
+    def root(self) -> Path:
+        return Path(self.options.run_root)
+
+    def name(self) -> str:
+        """The run's name: the one that was given, or that of the configuration."""
+        found = self.options.name
+        return identity.found_name(self.root, self.plain, self.choice.recipe, self.resume) if found is None else found
 
 
-def train(
-    options: RunConfig, plain: dict[str, Any], choice: Choice, stop: StopRequest, machine: Machine, hang: Watch
-) -> None:
+def checked(cfg: DictConfig, world: World) -> Job:
+    """The composed configuration, checked. ValueError for mistakes."""
+    made = HydraConfig.get()
+    command_line.refuse_unknown(cfg)
+    overrides = list(made.overrides.task)
+    command_line.refuse_flags(overrides)
+    try:
+        options = OmegaConf.to_object(cfg)
+        plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(command_line.one_line(error, overrides)) from error
+    assert isinstance(options, RunConfig) and isinstance(plain, dict)
+    device, compiled = checks.configuration(options, world)
+    checks.nodes(options)
+    choice = Choice.of(options.precision, made.runtime.choices, overrides)
+    values = {str(key): value for key, value in plain.items()}
+    return Job(options=options, plain=values, choice=choice, world=world, device=device, compiled=compiled)
+
+
+def facts_of_launch(job: Job) -> dict[str, Any]:
+    """What all ranks must have alike: every key of the configuration, and the code that runs."""
+    facts = identity.flatten(job.plain) | describe.versions() | {"source": rendezvous.source_hash()}
+    return facts | {"kind of device": job.device.type, "compiled": job.compiled}
+
+
+def train(job: Job, stop: StopRequest, hang: Watch) -> None:
     """One run on processes that have found each other."""
-    device, compiled = machine.device, machine.compiled
+    options, plain, device, compiled = job.options, job.plain, job.device, job.compiled
     layout = build.layout(options)
-    distribution = build.distribution(options, layout, machine.world, device)
+    distribution = build.distribution(options, layout, job.world, device)
     plans = layout.plans(device, shards=distribution.sizes.dp_shard)
     report = build.lint(options, layout, plans, device)
     self_test(device)
-    (resume, _), root = config.parse_resume(options.resume), Path(options.run_root)
-    name = launch.first(lambda: name_of(options, plain, choice))
-    with rundir.shared(root, name, plain, resume) as directory, failure.abort_explained(directory.path, stop):
+    name = launch.first(job.name)
+    with rundir.shared(job.root, name, plain, job.resume) as directory, failure.abort_explained(directory.path, stop):
         way = launch.first(lambda: continuation.plan(directory, options, plain))
         for line in way.told:
             log.info("%s", line)
         if way.done:
             return
         facts: dict[str, Any] = {"name": name, **identity.facts(plain), **way.facts}
-        facts |= build.facts(options, choice, layout, device, compiled=compiled)
+        facts |= build.facts(options, job.choice, layout, device, compiled=compiled)
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
         facts["saved"] = describe.saved(layout.model, layout.phases[0].saved_activations, device)
         linears, *facts["schedule"] = describe.tables(layout, plans, device)
         facts["processes"] = dataclasses.asdict(distribution.sizes)
         first = build.first_weights(options, directory.path, directory.saved.get("weights_step"))
         facts |= build.begun_with(first, directory.saved)
-        announce(plain, linears, facts, choice, directory.path)
+        announce(plain, linears, facts, job.choice, directory.path)
         for line in report.lines:
             log.warning("warning: %s", line)
 
         corpus = launch.after_first(lambda: build.corpus(options))
         checks.corpus(name, directory.saved.get("corpus_hash"), corpus.hash)
-        if options.name is None and not directory.resumed and resume is Resume.auto:
-            launch.first(lambda: identity.refuse_twin(root, name, plain, corpus.hash))
+        if options.name is None and not directory.resumed and job.resume is Resume.auto:
+            launch.first(lambda: identity.refuse_twin(job.root, name, plain, corpus.hash))
         if first and (strange := other_tokenizer(first, corpus.tokenizer)):
             log.warning("warning: %s", strange)
         trainer = build.trainer(options, layout, plans, corpus, distribution, device, compiled=compiled, first=first)
@@ -214,7 +237,7 @@ def train(
         log.info("%s", overview.data(facts, plain))
         directory.begin(config=plain, recipe=linears, facts=facts)
         sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.everyone())
-        watch = build.watch(options, directory.path, device, machine.world, hang.begin_step)
+        watch = build.watch(options, directory.path, device, job.world, hang.begin_step)
         with sinks as listening, build.rows(options, trainer, directory.path) as write_rows, watch as begin_step:
             outcome = trainer.fit(
                 sinks=listening,
@@ -227,31 +250,6 @@ def train(
             asked = signal.Signals(consensus.learned).name if outcome == "preempted" else None
             directory.end(outcome, step=trainer.steps_done, signal=asked)  # before sinks close: an upload may take long
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
-
-
-def name_of(options: RunConfig, plain: dict[str, Any], choice: Choice) -> str:
-    """The run's name: the one that was given, or that of the configuration."""
-    resume, _ = config.parse_resume(options.resume)
-    if options.name is not None:
-        return options.name
-    return identity.found_name(Path(options.run_root), plain, choice.recipe, resume)
-
-
-def read(cfg: DictConfig) -> Asked:
-    """The composed configuration as typed and as plain values, and the choice of recipe. ValueError for mistakes."""
-    made = HydraConfig.get()
-    command_line.refuse_unknown(cfg)
-    overrides = OmegaConf.to_container(made.overrides.task, resolve=False)
-    assert isinstance(overrides, list)
-    command_line.refuse_flags(overrides)
-    try:
-        options = OmegaConf.to_object(cfg)
-        plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(command_line.one_line(error, overrides)) from error
-    assert isinstance(options, RunConfig) and isinstance(plain, dict)
-    choice = Choice.of(options.precision, made.runtime.choices, made.overrides.task)
-    return options, {str(key): value for key, value in plain.items()}, choice
 
 
 def announce(

@@ -41,26 +41,27 @@ from lowprec_train.train.diagnostics.snapshots import Snapshots, kept_history
 from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
 from lowprec_train.train.distribute import Distribution, distribute
 from lowprec_train.train.heap import HeapTrim
+from lowprec_train.train.identity import comparison
 from lowprec_train.train.launch import ALONE, World, host_group
 from lowprec_train.train.lint import execution as lint_execution
 from lowprec_train.train.lint import recipes as lint_recipes
 from lowprec_train.train.lint import training as lint_training
-from lowprec_train.train.lint.rules import Report, RunPlan, examine, layer_groups, refuse
+from lowprec_train.train.lint.rules import Report, RunPlan, examine, layer_groups, refuse, rules_of
 from lowprec_train.train.logging import metrics
 from lowprec_train.train.logging.sinks import JsonlSink, RunFacts, Sink, StepLines
-from lowprec_train.train.rundir import RunDirectory, comparison
+from lowprec_train.train.rundir import RunDirectory
 from lowprec_train.train.trainer import Trainer, TrainingOptions
 from lowprec_train.train.weights import (
     RunWeights,
     Weights,
     check_sizes,
     fill_from,
-    open_together,
+    open_weights,
     tokenizer_facts,
     without_memory,
 )
 
-LINT_RULES = (*lint_recipes.RULES, *lint_execution.RULES, *lint_training.RULES)
+LINT_RULES = rules_of(lint_recipes, lint_execution, lint_training)
 TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "max_grad_norm", "max_nonfinite_steps")
 TRAINER_KEYS += ("seed", "eval_interval", "eval_batches", "log_interval")
 
@@ -130,8 +131,7 @@ def _later(run: RunConfig, model: Transformer, before: Phase, later: PhaseConfig
 
 def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
     """What norms and activations save; an empty node: their inputs."""
-    built: SavedActivationPolicy = construct(node, "precision.saved_activations") if node else SavedActivationPolicy()
-    return built
+    return construct(node, "precision.saved_activations") if node else SavedActivationPolicy()
 
 
 def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
@@ -169,8 +169,7 @@ def first_weights(run: RunConfig, directory: Path, begun: int | None = None) -> 
     if run.weights is None or launch.first(lambda: steps(directory / "checkpoints")):
         return None
     path, named = run_and_step(Path(run.weights).expanduser())
-    step = begun if named is None else named
-    opened = open_together(path, step)
+    opened = open_weights(path, begun if named is None else named)
     check_sizes(run.model, opened)
     return opened
 
@@ -184,9 +183,8 @@ def begun_with(opened: Weights | None, saved: Mapping[str, Any]) -> dict[str, An
 
 def codecs(run: RunConfig) -> Codecs:
     """What stores the optimizer's moments and the master weights."""
-    first, second, master = (
-        construct(getattr(run.optim, part), f"optim.{part}") for part in ("first_moment", "second_moment", "master")
-    )
+    parts = ("first_moment", "second_moment", "master")
+    first, second, master = (construct(getattr(run.optim, part), f"optim.{part}") for part in parts)
     return Codecs(moments=(first, second), master=master)
 
 
@@ -229,8 +227,7 @@ def trainer(
     seeds = weights(model, device, run.seed, fill_from(first, distribution.fill) if first else distribution.fill)
     shards = distribution.shards(model)
     updates = optimizer(run, model, shards)
-    sizes = {"tokens_per_step": run.tokens_per_step, "seq_len": seq_len, "gpus": distribution.sizes.processes}
-    rates = [throughput(model, each, device, **sizes) for each in plans]
+    rates = [throughput(run, model, each, device, distribution.sizes.processes) for each in plans]
     later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))
     precision = PrecisionSchedule(laid_out.phases)
     precision.begin(model, 0)
@@ -259,15 +256,15 @@ def trainer(
 
 
 def throughput(
-    model: Transformer, plans: Plans, device: torch.device, *, tokens_per_step: int, seq_len: int, gpus: int = 1
+    run: RunConfig, model: Transformer, plans: Plans, device: torch.device, gpus: int = 1
 ) -> metrics.Throughput:
     """Rates of the run's steps, each GEMM measured against the peak of the path that it takes."""
     return metrics.throughput(
         model,
         device=device,
-        tokens_per_step=tokens_per_step,
+        tokens_per_step=run.tokens_per_step,
         kinds={name: each.peaks() for name, each in plans.items()},
-        attention_flops=model.attention_flops_per_token(seq_len),
+        attention_flops=model.attention_flops_per_token(run.data["seq_len"]),
         gpus=gpus,
     )
 
@@ -303,14 +300,10 @@ def sinks(run: RunConfig, about: Trainer, directory: RunDirectory, plain: Mappin
         comparison=comparison(plain),
         remembered=about.remembered,
     )
+    makers: list[Callable[..., Sink]] = [JsonlSink]
+    makers += [partial(construct, node, f"logger.{name}") for name, node in run.logger.items()]
     with ExitStack() as stack:
-        named = (partial(construct, node, f"logger.{name}") for name, node in run.logger.items())
-        makers: list[Callable[..., Sink]] = [JsonlSink, *named]
-        opened: list[Sink] = []
-        for make in makers:
-            opened.append(make(run=facts))
-            stack.callback(opened[-1].close)
-        yield opened
+        yield [stack.enter_context(closing(make(run=facts))) for make in makers]
 
 
 @contextmanager
@@ -320,11 +313,8 @@ def rows(run: RunConfig, about: Trainer, directory: Path) -> Iterator[Callable[[
     if not (run.telemetry_interval or path.exists()):
         yield lambda rows: None
         return
-    lines = StepLines(path, resumed_step=about.steps_done)
-    try:
+    with closing(StepLines(path, resumed_step=about.steps_done)) as lines:
         yield lines.write
-    finally:
-        lines.close()
 
 
 @contextmanager
@@ -339,18 +329,16 @@ def watch(
         directory=directory / "profile",
         device=device,
         rank=world.rank,
-        shapes=asked.shapes,
-        stacks=asked.stacks,
-        memory=asked.memory,
+        record_shapes=asked.shapes,
+        with_stack=asked.stacks,
+        profile_memory=asked.memory,
     )
     snapshots = Snapshots(directory, device, rank=world.rank, asked=chosen)
-    before: tuple[Callable[[int], None], ...] = (HeapTrim(device), *others)
+    watchers: list[Callable[[int], None]] = [HeapTrim(device), *others, window.begin_step, snapshots.begin_step]
 
     def begin_step(step: int) -> None:
-        for each in before:
+        for each in watchers:
             each(step)
-        window.begin_step(step)
-        snapshots.begin_step(step)
 
     with kept_history(asked.allocations), closing(window), snapshots.of_failures():
         yield begin_step

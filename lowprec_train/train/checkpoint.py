@@ -42,9 +42,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from lowprec_train.train import checkpoint_folder as folder
-from lowprec_train.train.checkpoint_keys import same_keys
+from lowprec_train.train.checkpoint_keys import read_metadata, same_keys
 from lowprec_train.train.diagnostics import finite
-from lowprec_train.train.digests import METADATA, CheckpointError, Digest, Manifest, verify_together
+from lowprec_train.train.digests import METADATA, CheckpointError, Digest, Manifest, verify
 from lowprec_train.train.launch import first
 from lowprec_train.train.states import ModelState, OptimizerState
 
@@ -222,8 +222,8 @@ class Checkpointer:
 
     def _load(self, state: Parts, step: int, optional: Collection[str]) -> None:
         """Fill `state` from one checkpoint, if it is whole and finite."""
-        path, flat = self._path(step), _flatten(state)
-        verify_together(path, self._group, whole=self._bytes)
+        path, flat = folder.path_of(self._directory, step), _flatten(state)
+        verify(path, self._group, whole=self._bytes)
         names = first(lambda: self._verify(path, flat, list(state), optional), self._group)
         flat = {key: value for key, value in flat.items() if key.split(".", 1)[0] in names}
         try:
@@ -267,9 +267,6 @@ class Checkpointer:
         """Steps of the checkpoints on disk, ascending."""
         return folder.steps(self._directory)
 
-    def _path(self, step: int) -> Path:
-        return folder.path_of(self._directory, step)
-
     def _prepare(self) -> None:
         try:
             folder.prepare(self._directory)
@@ -280,13 +277,8 @@ class Checkpointer:
         partial = self._directory / f".tmp-step-{step}"
         writer = Writer(partial, sync_files=True)
         try:
-            dcp.save(
-                flat,
-                storage_writer=writer,
-                planner=_Planner(),
-                process_group=self._group,
-                no_dist=not dist.is_initialized(),
-            )
+            alone = not dist.is_initialized()
+            dcp.save(flat, storage_writer=writer, planner=_Planner(), process_group=self._group, no_dist=alone)
 
             def publish() -> None:
                 Manifest(partial, step, writer.digests).write()
@@ -294,7 +286,7 @@ class Checkpointer:
 
             first(publish, self._group)
         except (Exception, CheckpointException) as error:
-            if _is_coordinator():
+            if not dist.is_initialized() or dist.get_rank() == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(self._complaint(step, error)) from error
 
@@ -313,18 +305,18 @@ class Checkpointer:
         full = isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
         advice = "\nMake room or raise the limit, then start the run again: it resumes." if full else ""
         latest = self.latest()
-        intact = f"{self._path(latest)} is intact" if latest is not None else "there is no earlier checkpoint"
+        intact = (
+            f"{folder.path_of(self._directory, latest)} is intact"
+            if latest is not None
+            else "there is no earlier checkpoint"
+        )
         where = f"checkpoint of step {step} could not be written to {self._directory}"
         return f"{where}: {_cause(error)}; {intact}.{advice}"
 
     def _verify(self, path: Path, flat: Mapping[str, Any], names: list[str], optional: Collection[str]) -> list[str]:
         """Names of the parts to load. Raises where the checkpoint is another model's."""
-        try:
-            metadata = dcp.FileSystemReader(path).read_metadata()
-            saved = metadata.state_dict_metadata
-        except Exception as error:  # unpickling garbage raises anything
-            raise CheckpointError(f"checkpoint {path} is damaged: {METADATA} cannot be read: {error}") from error
-        there = {key.split(".", 1)[0] for key in saved}
+        metadata = read_metadata(dcp.FileSystemReader(path))
+        there = {key.split(".", 1)[0] for key in metadata.state_dict_metadata}
         names = [name for name in names if name in there or name not in optional]
         same_keys({k: v for k, v in flat.items() if k.split(".", 1)[0] in names}, metadata, parts=names, path=path)
         return names
@@ -351,7 +343,3 @@ def _cause(error: BaseException) -> str:
     met = sorted(error.failures) if isinstance(error, CheckpointException) and dist.is_initialized() else []
     root = _root(error)
     return f"{f'rank {met[0]}: ' if met else ''}{(str(root) or type(root).__name__).splitlines()[0]}"
-
-
-def _is_coordinator() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0

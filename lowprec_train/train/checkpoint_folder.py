@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from lowprec_train.train.digests import CheckpointError, write_synced
@@ -100,20 +100,15 @@ def point_to(directory: Path, step: int) -> None:
 
 def set_aside(directory: Path, step: int) -> Path:
     """Move a damaged checkpoint out of the way of loads, saves and removals; where to."""
-    for name in _names(f"damaged-step-{step}"):
-        if not (aside := directory / name).exists():
-            path_of(directory, step).rename(aside)
-            sync(directory)
-            return aside
-    raise AssertionError
+    kept = directory / f"damaged-step-{step}"
+    kept = path_of(directory, step).rename(aside(kept) if kept.exists() else kept)
+    sync(directory)
+    return kept
 
 
-def _names(name: str) -> Iterator[str]:
-    yield name
-    number = 0
-    while True:
-        number += 1
-        yield f"{name}.{number}"
+def aside(path: Path) -> Path:
+    """The first of `<name>.1`, `<name>.2`, ... that does not exist."""
+    return next(free for number in count(1) if not (free := path.with_name(f"{path.name}.{number}")).exists())
 
 
 def prepare(directory: Path) -> None:

@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from lowprec_train.train.digests import METADATA, CheckpointError
+
+
+def read_metadata(reader: FileSystemReader) -> Metadata:
+    """The keys of a checkpoint. Raises CheckpointError where they cannot be read."""
+    try:
+        return reader.read_metadata()
+    except Exception as error:  # unpickling garbage raises anything
+        raise CheckpointError(f"checkpoint {reader.path} is damaged: {METADATA} cannot be read: {error}") from error
 
 
 def same_keys(flat: Mapping[str, Any], metadata: Metadata, *, parts: list[str], path: Path) -> None:

@@ -23,11 +23,12 @@ from lowprec_train.config import Resume, RunConfig, parse_resume
 from lowprec_train.optim.schedule import Schedule
 from lowprec_train.precision.schedule import first_step
 from lowprec_train.train import checkpoint_folder as folder
-from lowprec_train.train.build import construct
+from lowprec_train.train.checkpoint_folder import aside
+from lowprec_train.train.construct import construct
 from lowprec_train.train.digests import CheckpointError
 from lowprec_train.train.identity import family, longer, runs
 from lowprec_train.train.logging.sinks import read_lines
-from lowprec_train.train.rundir import ENDED, RESTORE, RunDirectory, aside
+from lowprec_train.train.rundir import ENDED, RESTORE, RunDirectory
 
 log = logging.getLogger(__name__)
 
@@ -130,21 +131,15 @@ def _extended(directory: RunDirectory, run: RunConfig, step: int, *, went_back: 
         raise ValueError(f"resume={run.resume} steps={run.steps}: step-{step} leaves no step to take")
     if went_back is None and run.steps <= before:
         raise ValueError(f"resume=extend steps={run.steps}: the run has {before} steps already")
-    told = f"run {directory.path}, of {before} steps, goes on after step {step} towards step {run.steps}"
-    rates = f"learning rate {_rates(directory.config, run, step)}"
-    phases = _moved_phases(run, before)
-    lines = [told, rates, *([phases] if phases else [])]
-    return Continuation(
-        step=step,
-        leaves=True,
-        told=tuple(lines),
-        facts={"history": [*history, "; ".join(lines)], "went_back_to": went_back},
-    )
+    lines = [f"run {directory.path}, of {before} steps, goes on after step {step} towards step {run.steps}"]
+    lines += [f"learning rate {_rates(directory.config, run, step)}", *_moved_phases(run, before)]
+    facts = {"history": [*history, "; ".join(lines)], "went_back_to": went_back}
+    return Continuation(step=step, leaves=True, told=tuple(lines), facts=facts)
 
 
 def _common(saved: Mapping[str, Any], run: RunConfig, there: Sequence[int]) -> int:
     """The newest checkpoint at which the learning rates before and after are those of both lengths, else the newest."""
-    old, new, reached = _schedule(saved), _construct(run.optim.schedule), _phases_reached(saved)
+    old, new, reached = construct(saved["optim"]["schedule"]), construct(run.optim.schedule), _phases_reached(saved)
     common = [step for step in there if 0 < step <= reached and step < run.steps and _agree(old, new, step)]
     if not there:
         raise ValueError("resume=extend: the run has no checkpoint")
@@ -155,33 +150,24 @@ def _agree(old: Schedule, new: Schedule, step: int) -> bool:
     return all(math.isclose(old(i), new(i), rel_tol=1e-9) for i in range(max(0, step - ALIKE), step))
 
 
-def _schedule(saved: Mapping[str, Any]) -> Schedule:
-    return _construct(saved["optim"]["schedule"])
-
-
-def _construct(node: Mapping[str, Any]) -> Schedule:
-    schedule: Schedule = construct(node)
-    return schedule
-
-
 def _phases_reached(saved: Mapping[str, Any]) -> float:
     """The step at which the run as it was changes its precision for the first time."""
     phases = saved.get("precision", {}).get("schedule", {}).values()
     return min((first_step(phase["at"], saved["steps"]) for phase in phases), default=math.inf)
 
 
-def _moved_phases(run: RunConfig, before: int) -> str:
-    """The phases of precision that begin later now, or earlier."""
+def _moved_phases(run: RunConfig, before: int) -> list[str]:
+    """A line about the phases of precision, which begin later now, or earlier; none without phases."""
     moved = [
         f"{name} from step {first_step(phase.at, run.steps)} on, not {first_step(phase.at, before)}"
         for name, phase in run.precision.schedule.items()
     ]
-    return f"precision: {', '.join(moved)}" if moved else ""
+    return [f"precision: {', '.join(moved)}"] if moved else []
 
 
 def _rates(saved: Mapping[str, Any], run: RunConfig, step: int) -> str:
     """Of the last update that was done, the next, one half-way and the last."""
-    old, new = _schedule(saved), _construct(run.optim.schedule)
+    old, new = construct(saved["optim"]["schedule"]), construct(run.optim.schedule)
     half = (step + run.steps) // 2
     then = [f"{new(update - 1):.3g} at step {update}" for update in (step + 1, half, run.steps)]
     return f"{old(step - 1):.3g} at step {step}, then {', '.join(dict.fromkeys(then))}"

@@ -134,38 +134,21 @@ def _check_size(directory: Path, name: str, size: int) -> None:
         raise CheckpointError(f"checkpoint {directory} is incomplete: {name} has {found} of {size} bytes")
 
 
-def verify(directory: Path, *, whole: bool = True) -> None:
-    """Compare a checkpoint with its manifest: sizes and, if `whole`, bytes.
+def verify(directory: Path, group: dist.ProcessGroup | None = None, *, whole: bool = True) -> None:
+    """Compare a checkpoint with its manifest: sizes and, if `whole`, bytes. All ranks call it and share the reading.
+
+    group: of all ranks.
 
     Raises:
-        CheckpointError: a file is missing, or not as it was written; names the file.
+        CheckpointError: a file is missing, or not as it was written; names the file. The same on all ranks.
     """
-    manifest = read(directory)
-    if whole:
-        _say_unhashed(manifest)
-        _refuse(directory, manifest.damage())
-
-
-def verify_together(directory: Path, group: dist.ProcessGroup | None = None, *, whole: bool = True) -> None:
-    """`verify` by all ranks, which share the reading; the same error on all. group: of all ranks."""
     manifest = first(lambda: read(directory), group)
     if not whole:
         return
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if rank == 0:
-        _say_unhashed(manifest)
-    _refuse(directory, next(filter(None, every(lambda: manifest.damage(rank, ranks), group)), ""))
-
-
-def _say_unhashed(manifest: Manifest) -> None:
-    if not manifest.hashed:
-        log.warning(
-            "warning: checkpoint %s was written without checksums: its bytes cannot be verified", manifest.directory
-        )
-
-
-def _refuse(directory: Path, damage: str) -> None:
-    if damage:
+    if rank == 0 and not manifest.hashed:
+        log.warning("warning: checkpoint %s was written without checksums: its bytes cannot be verified", directory)
+    for damage in filter(None, every(lambda: manifest.damage(rank, ranks), group)):
         raise CheckpointError(f"checkpoint {directory} is damaged: {damage}")
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume
+from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume, read_json
 from lowprec_train.train.logging.sinks import RECIPE_GROUPS
 
 
@@ -137,8 +137,8 @@ def runs(root: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for file in sorted(root.glob("*/run.json")):
         with suppress(OSError, ValueError):
-            told = json.loads(file.read_text())
-            if isinstance(told, dict) and told.get("name") == file.parent.name:
+            told = read_json(file)
+            if told.get("name") == file.parent.name:
                 found[file.parent.name] = told
     return found
 

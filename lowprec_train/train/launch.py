@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -64,11 +64,8 @@ def end_with_launcher(seconds: float = 1.0) -> None:
             time.sleep(seconds)
         if os.environ.get("LOCAL_RANK") == "0":
             with suppress(OSError):  # the launcher may have read what is written here
-                print(
-                    f"error: {name}, process {launcher}, has ended, and its ranks with it",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                text = f"error: {name}, process {launcher}, has ended, and its ranks with it"
+                print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
     threading.Thread(target=look, daemon=True, name="launcher").start()
@@ -107,13 +104,10 @@ def attempt(store: dist.Store, world: World, timeout: timedelta) -> str:
     Every process says a token that was never used before, rank 0 answers each with the name of this attempt, and keys
     that begin with that name are new.
     """
-    return _named(store, world.processes, timeout) if world.leads else _told(store, world.rank)
-
-
-def _told(store: dist.Store, rank: int) -> str:
-    """The name of the attempt, as rank 0 answers it."""
+    if world.leads:
+        return _named(store, world.processes, timeout)
     token = secrets.token_hex(8)
-    store.set(f"token/{rank}", token)
+    store.set(f"token/{world.rank}", token)
     name: str = store.get(f"answer/{token}").decode()
     store.add(f"heard/{name}", 1)
     return name
@@ -157,17 +151,9 @@ def first(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """
     if not dist.is_initialized():
         return make()
-    told: list[tuple[T | None, Exception | None]] = [(None, None)]
-    if dist.get_rank() == 0:
-        try:
-            told = [(make(), None)]
-        except Exception as mistake:
-            told = [(None, mistake)]
+    told = [_outcome(make) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told, src=0, group=group)
-    result, error = told[0]
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    return _results(told)[0]
 
 
 def every(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
@@ -177,15 +163,24 @@ def every(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
     """
     if not dist.is_initialized():
         return [make()]
-    told: list[tuple[T | None, Exception | None]] = [(None, None)] * dist.get_world_size()
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, _outcome(make), group=group)
+    return _results(told)
+
+
+def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """What it returns, or its exception."""
     try:
-        mine: tuple[T | None, Exception | None] = (make(), None)
+        return make(), None
     except Exception as mistake:
-        mine = (None, mistake)
-    dist.all_gather_object(told, mine, group=group)
-    for error in [error for _, error in told if error is not None]:
+        return None, mistake
+
+
+def _results(told: list[Any]) -> list[Any]:
+    """Of outcomes; raises the first exception."""
+    for error in (error for _, error in told if error is not None):
         raise error
-    return [made for made, _ in told]  # type: ignore[misc]
+    return [made for made, _ in told]
 
 
 def after_first(make: Callable[[], T]) -> T:

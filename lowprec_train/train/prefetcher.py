@@ -6,31 +6,16 @@ no loader state to save.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-IGNORED = -100
+from lowprec_train.data.loader import Dataset
 
-
-class Batch(Protocol):
-    """Tokens and targets, int64 [count, seq], -100 where nothing is to be predicted; document ids or None."""
-
-    @property
-    def tokens(self) -> Tensor: ...
-    @property
-    def targets(self) -> Tensor: ...
-    @property
-    def documents(self) -> Tensor | None: ...
-
-
-class Dataset(Protocol):
-    """Sequences first .. first + count of the `per_step` sequences of global step `step`."""
-
-    def batch(self, step: int, first: int, count: int, per_step: int) -> Batch: ...
+IGNORED = -100  # as a target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,49 +42,33 @@ class StepBatch:
     targets: Tensor
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which micro-batches of a step are one process's: number i * count + index, for i = 0, 1, ..."""
-
-    index: int = 0
-    count: int = 1
-
-
-ALL = Share()
-
-
 def load_step(
-    dataset: Dataset, *, step: int, per_step: int, micro_batch: int, pinned: bool, share: Share = ALL
+    dataset: Dataset, step: int, *, per_step: int, micro_batch: int, pinned: bool, index: int = 0, count: int = 1
 ) -> StepBatch:
-    """This process's share of the `per_step` sequences of step `step`, as micro-batches of `micro_batch` sequences.
+    """One process's share of the `per_step` sequences of a step, as micro-batches of `micro_batch` sequences.
 
-    Every process gets equally many: where they run out, one repeats the step's first sequences without targets.
+    index, count: process `index` of `count` takes micro-batches number i * count + index, for i = 0, 1, ... Every
+    process gets equally many: where they run out, one repeats the step's first sequences without targets.
     """
     micro = []
-    for turn in range(0, per_step, share.count * micro_batch):
-        first = turn + share.index * micro_batch
+    for turn in range(0, per_step, count * micro_batch):
+        first = turn + index * micro_batch
         batch = dataset.batch(step, first if first < per_step else 0, micro_batch, per_step)
         targets = batch.targets if first < per_step else torch.full_like(batch.targets, IGNORED)
-        parts = (batch.tokens, targets, batch.documents)
-        tokens, targets, documents = (_pin(part) if pinned else part for part in parts)  # type: ignore[assignment]
-        assert tokens is not None and targets is not None
+        tokens, documents = batch.tokens, batch.documents
+        if pinned:
+            tokens, targets = tokens.pin_memory(), targets.pin_memory()
+            documents = None if documents is None else documents.pin_memory()
         micro.append(MicroBatch(first=first, tokens=tokens, targets=targets, documents=documents))
-    count = sum(int((batch.targets != IGNORED).sum()) for batch in micro)
-    return StepBatch(micro=tuple(micro), targets=torch.tensor(float(count)))
-
-
-def _pin(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.pin_memory()
+    wanted = sum(int((batch.targets != IGNORED).sum()) for batch in micro)
+    return StepBatch(micro=tuple(micro), targets=torch.tensor(float(wanted)))
 
 
 class Prefetcher:
-    """Hands out the batches of steps 0 .. steps - 1, the next one always loading."""
+    """Hands out the batches of steps 0 .. steps - 1, the next one always loading. load: the batch of a step."""
 
-    def __init__(
-        self, dataset: Dataset, *, steps: int, per_step: int, micro_batch: int, pinned: bool, share: Share = ALL
-    ) -> None:
-        self._dataset, self._steps, self._share = dataset, steps, share
-        self._per_step, self._micro_batch, self._pinned = per_step, micro_batch, pinned
+    def __init__(self, load: Callable[[int], StepBatch], *, steps: int) -> None:
+        self._load, self._steps = load, steps
         self._thread = ThreadPoolExecutor(1, "feed")
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
@@ -110,13 +79,3 @@ class Prefetcher:
         batch = self._ahead[1].result()
         self._ahead = (step + 1, self._thread.submit(self._load, step + 1)) if step + 1 < self._steps else None
         return batch
-
-    def _load(self, step: int) -> StepBatch:
-        return load_step(
-            self._dataset,
-            step=step,
-            per_step=self._per_step,
-            micro_batch=self._micro_batch,
-            pinned=self._pinned,
-            share=self._share,
-        )

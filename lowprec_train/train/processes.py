@@ -18,8 +18,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed import TCPStore
 
@@ -39,7 +41,7 @@ class Rank:
     """A process of the run. folder: of its own, for what it prints and reports."""
 
     number: int
-    process: "subprocess.Popen[bytes]"
+    process: subprocess.Popen[Any]
     folder: Path
 
     @property
@@ -98,13 +100,11 @@ def _start(number: int, count: int, port: int, arguments: Sequence[str], folder:
         "LOWPREC_LAUNCHER": str(os.getpid()),
     }
     command = [sys.executable, "-P", "-m", "lowprec_train.tools.cli", "train", *arguments]
+    start = partial(subprocess.Popen, command, env=environment, start_new_session=True)
     if number == 0:
-        return Rank(0, subprocess.Popen(command, env=environment, start_new_session=True), own)
+        return Rank(0, start(), own)
     with (own / "output").open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, start_new_session=True, stdout=output, stderr=subprocess.STDOUT
-        )
-    return Rank(number, process, own)
+        return Rank(number, start(stdout=output, stderr=subprocess.STDOUT), own)
 
 
 @contextmanager
@@ -118,24 +118,17 @@ def _passed_on(ranks: Sequence[Rank]) -> Iterator[list[float]]:
         for rank in ranks:
             rank.process.send_signal(number)
 
-    before = {number: signal.signal(number, hand_on) for number in signals.HANDLED}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.HANDLED)
-    try:
+    with signals.handled(hand_on):
         yield interrupts
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _wait(ranks: Sequence[Rank], interrupts: Sequence[float]) -> int:
     """Until all have ended, or one has failed, or they were interrupted twice."""
-    while any(rank.status is None for rank in ranks):
+    while any(rank.status is None for rank in ranks) and not any(rank.failed for rank in ranks):
         if len(interrupts) > 1:
-            return _aborted(ranks, interrupts)
-        if any(rank.failed for rank in ranks):
             break
         time.sleep(POLL)
-    if not any(rank.failed for rank in ranks):
+    if all(rank.status == 0 for rank in ranks):
         return 0
     if len(interrupts) > 1:
         return _aborted(ranks, interrupts)
@@ -188,17 +181,14 @@ def cause(ranks: Sequence[Rank]) -> str:
     first = min(ranks, key=Rank.reported_at)
     if text := first.report():
         shared = PLACE.sub("error:", text)
-        return shared if any(rank is not first and _same(rank, shared) for rank in ranks) else text
+        others = [PLACE.sub("error:", rank.report() or "") for rank in ranks if rank is not first]
+        return shared if shared in others else text
     killed = sorted((rank for rank in lost if (rank.status or 0) < 0), key=lambda rank: rank.status == -signal.SIGABRT)
     if killed:
         return _killed(killed[0])
     if any(rank.number == 0 for rank in lost):
         return ""
     return "\n".join([f"error: rank {lost[0].number} ended with status {lost[0].status}", *lost[0].printed()])
-
-
-def _same(rank: Rank, text: str) -> bool:
-    return PLACE.sub("error:", rank.report() or "") == text
 
 
 def _killed(rank: Rank) -> str:

@@ -24,12 +24,10 @@ from yaml import YAMLError
 from lowprec_train.config import Resume
 from lowprec_train.data.appending import write_whole
 from lowprec_train.train import renamed_keys
-from lowprec_train.train.checkpoint_folder import steps, sync
+from lowprec_train.train.checkpoint_folder import aside, steps, sync
 from lowprec_train.train.digests import CheckpointError
-from lowprec_train.train.identity import comparison, default_name, differences, digest, longer
+from lowprec_train.train.identity import differences, longer
 from lowprec_train.train.launch import first
-
-__all__ = ["RunDirectory", "aside", "claim", "comparison", "default_name", "differences", "digest", "shared"]
 
 log = logging.getLogger(__name__)
 
@@ -93,11 +91,8 @@ class RunDirectory:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `name` (.yaml, else JSON) whole or not at all; it is on disk when this returns."""
-        text = (
-            OmegaConf.to_yaml(OmegaConf.create(dict(content)))
-            if name.endswith(".yaml")
-            else json.dumps(content, indent=2)
-        )
+        as_yaml = name.endswith(".yaml")
+        text = OmegaConf.to_yaml(OmegaConf.create(dict(content))) if as_yaml else json.dumps(content, indent=2)
         write_whole(self.path / name, f"{text}\n".encode())
         sync(self.path)
 
@@ -222,14 +217,6 @@ def _same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], resume: 
         f"Choose another name=..., or resume=never to move the earlier run to {aside(path).name} and start afresh"
         f"{further}."
     )
-
-
-def aside(path: Path) -> Path:
-    """The first of `<name>.1`, `<name>.2`, ... that does not exist."""
-    number = 1
-    while (free := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return free
 
 
 def _lock(path: Path) -> IO[str]:

@@ -8,7 +8,7 @@ give signals to the ranks without it (docs/slurm.md).
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -53,13 +53,20 @@ def listen() -> Iterator[StopRequest]:
     Signals that came while they were `blocked`, here or in the process that started this one, come now.
     """
     request = StopRequest()
-    before = {number: signal.signal(number, request.handle) for number in HANDLED}
+    with handled(request.handle):
+        yield request
+
+
+@contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Give the signals to `handler` within a `with` block, those that were `blocked` too."""
+    before = {number: signal.signal(number, handler) for number in HANDLED}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     try:
-        yield request
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager

@@ -19,12 +19,14 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
+from lowprec_train.data.corpus import Corpus
 from lowprec_train.numerics.draws import Draws, SeedTable
 from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.optimizer import CodedOptimizer
@@ -38,24 +40,13 @@ from lowprec_train.train.diagnostics.divergence import Skips, TrainingDiverged, 
 from lowprec_train.train.diagnostics.telemetry import Record, Row, Telemetry, aggregates
 from lowprec_train.train.logging.metrics import DeferredMetrics, Instant, Throughput, memory
 from lowprec_train.train.logging.sinks import Sink
-from lowprec_train.train.prefetcher import Dataset, MicroBatch, Prefetcher, Share, load_step
+from lowprec_train.train.prefetcher import MicroBatch, Prefetcher, load_step
 from lowprec_train.train.stop_consensus import StopConsensus
-
-__all__ = ["EVALUATION_STEP", "Corpus", "Trainer", "TrainingDiverged", "TrainingOptions"]
 
 EVALUATION_STEP = 1 << 32
 """Step number that the draws of an evaluation are made from: no training step reaches it."""
 
 _IN_ROW = "train/skipped_in_row"
-
-
-class Corpus(Protocol):
-    """A training and a validation split."""
-
-    @property
-    def train(self) -> Dataset: ...
-    @property
-    def valid(self) -> Dataset: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +112,7 @@ class Trainer:
         data_parallel: DataParallelContext | None = None,
     ) -> None:
         self.options, self.model, self.optimizer, self.schedule = options, model, optimizer, schedule
-        self.seeds, self.device = seeds, next(model.parameters()).device
+        self.corpus, self.seeds, self.device = corpus, seeds, next(model.parameters()).device
         self.throughput = options.throughput or Throughput(tokens_per_step=options.tokens_per_step)
         self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
         self.placements, self.shards = placements, shards
@@ -131,15 +122,16 @@ class Trainer:
         self._last_loss: float | None = None  # of validation, in this launch
         self.remembered: dict[str, str] = {}
         self._loss = cast("Callable[..., Tensor]", model.loss)
-        self._valid, self._share = corpus.valid, Share(self.data_parallel.index, self.data_parallel.count)
-        self._prefetcher = Prefetcher(
-            corpus.train,
-            steps=options.steps,
-            per_step=options.tokens_per_step // options.seq_len,
+        load = partial(
+            load_step,
             micro_batch=options.micro_batch,
             pinned=self.device.type == "cuda",
-            share=self._share,
+            index=self.data_parallel.index,
+            count=self.data_parallel.count,
         )
+        per_step = options.tokens_per_step // options.seq_len
+        self._prefetcher = Prefetcher(partial(load, corpus.train, per_step=per_step), steps=options.steps)
+        self._load_valid = partial(load, corpus.valid, 0, per_step=options.eval_batches * options.micro_batch)
         self._skips = Skips(self.device, len(list(model.parameters())))
         self._skipped, self._skipped_in_row = self._skips.total, self._skips.in_row
 
@@ -209,9 +201,9 @@ class Trainer:
         for micro in batch.micro:
             self.data_parallel.begin_backward(last=micro is batch.micro[-1])
             part, draws = micro.to(self.device), self._draws(self.steps_done, micro.first)
-            partial = self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
-            partial.backward()
-            loss += partial.detach()
+            loss_part = self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
+            loss_part.backward()
+            loss += loss_part.detach()
         self.data_parallel.end_backward()
         loss, lr = self.data_parallel.total(loss), self.schedule(self.steps_done)
         norm = self._update(loss, lr, record)
@@ -232,14 +224,7 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
         """Mean loss per target token over fixed validation batches, whose draws are their own."""
-        batch = load_step(
-            self._valid,
-            step=0,
-            per_step=self.options.eval_batches * self.options.micro_batch,
-            micro_batch=self.options.micro_batch,
-            pinned=self.device.type == "cuda",
-            share=self._share,
-        )
+        batch = self._load_valid()
         one = torch.ones((), device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()

@@ -14,10 +14,12 @@ gate and up alternating).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,8 +34,9 @@ from lowprec_train.data.tokenizer import load
 from lowprec_train.model.transformer import Architecture, Fill, Transformer, fill_whole
 from lowprec_train.train import digests
 from lowprec_train.train.checkpoint_folder import latest, listed, path_of, steps
+from lowprec_train.train.checkpoint_keys import read_metadata
 from lowprec_train.train.diagnostics import finite
-from lowprec_train.train.digests import METADATA, CheckpointError
+from lowprec_train.train.digests import CheckpointError
 from lowprec_train.train.launch import first
 from lowprec_train.train.packages import needs_package
 from lowprec_train.train.rundir import read_object
@@ -41,74 +44,63 @@ from lowprec_train.train.rundir import read_object
 INDEX_FILE = "model.safetensors.index.json"
 PROBE = "In 2024 the naïve fox,\n    def jump(over): return 'lazy dogs'  # 3.14\n"
 NOT_SIZES = {"name", "recompute"}
+Form = tuple[torch.Size, torch.dtype]
 
 
-class Weights(Protocol):
-    """Named whole tensors of a model, read one at a time."""
+class Weights(ABC):
+    """Named whole tensors of a model, read one at a time.
 
-    model: ModelConfig
-    path: Path  # the directory
+    model: its sizes. path: the directory. source: where the tensors come from, for people. tensors: name -> form of
+    what is stored, in `place`. Raises ValueError where that is not the model.
+    """
 
-    @property
-    def source(self) -> str:
-        """Where they come from, for people."""
-        ...
+    def __init__(self, model: ModelConfig, path: Path, source: str, tensors: Mapping[str, Form], place: Path) -> None:
+        self.model, self.path, self.source = model, path, source
+        self._shapes, self._tensors = shapes(model), tensors
+        _same_shapes(place, self._shapes, {name: shape for name, (shape, _) in tensors.items()})
 
     def names(self) -> list[str]:
         """Fully qualified names of all parameters, in the model's order."""
-        ...
-
-    def shape(self, name: str) -> torch.Size: ...
-
-    def dtype(self, name: str) -> torch.dtype:
-        """As stored: FP32, or BF16 where the run kept reduced masters of a matrix."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, as stored. Raises ValueError when it cannot be read or is not finite."""
-        ...
-
-
-class RunWeights:
-    """The model in one checkpoint of a run, whatever the layout of processes that saved it.
-
-    verify: compare its bytes with its manifest (train/digests.py), unless the run says checkpoint_verify=false.
-
-    Raises ValueError for a directory without a usable checkpoint, for one that is damaged (another is for the caller to
-    choose: none is taken in its place), and for one of another model than config.yaml says.
-    """
-
-    def __init__(self, path: Path, step: int | None = None, *, verify: bool = True) -> None:
-        self.model, self.path = model_of(path), path
-        try:
-            self.step = newest(path) if step is None else step
-            directory = path_of(path / "checkpoints", self.step)
-            try:
-                digests.verify(directory, whole=verify and verifies(path))
-                self._reader = _Reader(directory)
-                saved = self._reader.read_metadata().state_dict_metadata
-            except CheckpointError as error:
-                raise ValueError(f"{error}; {listed(directory.parent)}") from error
-            except Exception as error:  # unpickling garbage raises anything
-                raise ValueError(f"checkpoint {directory} is damaged: {METADATA} cannot be read: {error}") from error
-        except CheckpointError as error:
-            raise ValueError(str(error)) from error
-        self._shapes = shapes(self.model)
-        self._saved = {name: saved.get(f"model.{name}") for name in self._shapes}
-        _same_shapes(directory, self._shapes, {k: v.size for k, v in self._tensors().items()})
-
-    @property
-    def source(self) -> str:
-        return f"{self.path}, step {self.step}"
-
-    def names(self) -> list[str]:
         return list(self._shapes)
 
     def shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._tensors()[name].properties.dtype
+        """As stored: FP32, or BF16 where the run kept reduced masters of a matrix."""
+        return self._tensors[name][1]
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """The whole tensor on the CPU, as stored. Raises ValueError when it cannot be read or is not finite."""
+
+
+class RunWeights(Weights):
+    """The model in one checkpoint of a run, whatever the layout of processes that saved it. All ranks make it.
+
+    step: None: the one that `latest` names, as rank 0 sees it. Its bytes are compared with its manifest
+    (train/digests.py), unless the run says checkpoint_verify=false.
+
+    Raises ValueError for a directory without a usable checkpoint, for one that is damaged (another is for the caller to
+    choose: none is taken in its place), and for one of another model than config.yaml says.
+    """
+
+    def __init__(self, path: Path, step: int | None = None) -> None:
+        model, checkpoints = model_of(path), path / "checkpoints"
+        self.step = first(lambda: newest(path)) if step is None else step
+        directory = path_of(checkpoints, self.step)
+        try:
+            digests.verify(directory, whole=verifies(path))
+            self._reader = _Reader(directory)
+            saved = read_metadata(self._reader).state_dict_metadata
+        except CheckpointError as error:
+            raise _refused(error, checkpoints) from error
+        tensors = {
+            key.removeprefix("model."): (each.size, each.properties.dtype)
+            for key, each in saved.items()
+            if key.startswith("model.") and isinstance(each, TensorStorageMetadata)
+        }
+        super().__init__(model, path, f"{path}, step {self.step}", tensors, directory)
 
     def read(self, name: str) -> Tensor:
         key = f"model.{name}"
@@ -118,9 +110,6 @@ class RunWeights:
         except (OSError, dcp.CheckpointException) as error:
             raise ValueError(f"cannot read {name} from {self._reader.path}: {error}") from error
         return finite.check(name, whole[key], self._reader.path)
-
-    def _tensors(self) -> dict[str, TensorStorageMetadata]:
-        return {name: saved for name, saved in self._saved.items() if isinstance(saved, TensorStorageMetadata)}
 
 
 def newest(path: Path) -> int:
@@ -132,12 +121,19 @@ def newest(path: Path) -> int:
     try:
         found, there = latest(directory), steps(directory)
     except CheckpointError as error:
-        raise ValueError(f"{error}; {listed(directory)}") from error
+        raise _refused(error, directory) from error
     if found is None and there:
         raise ValueError(f"{directory / 'latest'} is missing; name one, {directory}/step-N; {listed(directory)}")
     if found is None:
         raise ValueError(f"{path} has no checkpoint yet (no checkpoints/latest)")
     return found
+
+
+def _refused(error: CheckpointError, directory: Path) -> ValueError:
+    """The error, with the checkpoints there are where they can be listed."""
+    with suppress(CheckpointError):
+        return ValueError(f"{error}; {listed(directory)}")
+    return ValueError(str(error))
 
 
 def verifies(path: Path) -> bool:
@@ -155,7 +151,7 @@ class _Reader(dcp.FileSystemReader):
         return self.known
 
 
-class ImportedWeights:
+class ImportedWeights(Weights):
     """The model in a directory that `lowprec import-hf` wrote.
 
     Raises ValueError for a directory whose files are absent, unreadable or of another model than model.yaml says.
@@ -163,64 +159,32 @@ class ImportedWeights:
 
     def __init__(self, path: Path) -> None:
         needs_package("safetensors", extra="hf", what=f"reading {path}")
-        self.model, self.path = model_of(path), path
-        self._files = weight_files(path)
-        self._shapes = shapes(self.model)
-        forms = stored(self._files)
-        _same_shapes(path, self._shapes, {name: shape for name, (shape, _) in forms.items()})
-        self._dtypes = {name: dtype for name, (_, dtype) in forms.items()}
-
-    @property
-    def source(self) -> str:
-        return str(self.path)
-
-    def names(self) -> list[str]:
-        return list(self._shapes)
-
-    def shape(self, name: str) -> torch.Size:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._dtypes[name]
+        model, self._files = model_of(path), weight_files(path)
+        super().__init__(model, path, str(path), stored(self._files), path)
 
     def read(self, name: str) -> Tensor:
         return read_tensor(self._files[name], name)
 
 
-def open_weights(path: Path, step: int | None = None, *, verify: bool = True) -> Weights:
+def open_weights(path: Path, step: int | None = None) -> Weights:
     """Weights of a run directory, at checkpoint `step` or else at the one that `latest` names, or of an imported one.
 
-    path: `<run>/checkpoints/step-N` names a step too. Changes nothing in the directory. verify: as in
-    `RunWeights`. Raises ValueError for anything else, for a checkpoint that is absent, incomplete or damaged, and where
-    a package is missing to read the files.
+    path: `<run>/checkpoints/step-N` names a step too. Of many ranks all call it. Changes nothing in the directory.
+    Raises ValueError for anything else, for a checkpoint that is absent, incomplete or damaged, and where a package is
+    missing to read the files.
     """
     directory, named = run_and_step(path)
     if (directory / "config.yaml").is_file():
-        return RunWeights(directory, named if step is None else step, verify=verify)
+        return RunWeights(directory, named if step is None else step)
     if step is not None:
         raise ValueError(f"step {step} was asked for, but {path} is not a run directory (no config.yaml)")
     return ImportedWeights(path)
 
 
-def open_together(path: Path, step: int | None = None) -> Weights:
-    """`open_weights` by all ranks, which share the reading that verifies a checkpoint, and agree on its step."""
-    if not (path / "config.yaml").is_file():
-        return open_weights(path, step)
-    step = first(lambda: newest(path)) if step is None else step
-    try:
-        digests.verify_together(path_of(path / "checkpoints", step), whole=verifies(path))
-    except CheckpointError as error:
-        raise ValueError(f"{error}; {listed(path / 'checkpoints')}") from error
-    return open_weights(path, step, verify=False)
-
-
 def tokenizer_facts(path: Path | None) -> dict[str, str | None]:
     """What run.json says of a run's tokenizer: where it lies, and its SHA-256, which `tokenizer_of` compares."""
-    there = path is not None and path.is_file()
-    return {
-        "tokenizer": str(path.resolve()) if path else None,
-        "tokenizer_sha256": sha256(path) if path and there else None,
-    }
+    sha = sha256(path) if path and path.is_file() else None
+    return {"tokenizer": str(path.resolve()) if path else None, "tokenizer_sha256": sha}
 
 
 def tokenizer_of(directory: Path) -> Path | None:
@@ -280,9 +244,9 @@ def check_sizes(asked: ModelConfig, weights: Weights) -> None:
     Rotary positions are computed, so max_seq_len may differ where there are no learned ones.
     """
     free = NOT_SIZES | ({"max_seq_len"} if asked.positions == "rotary" else set())
-    pairs = [(key, getattr(weights.model, key), getattr(asked, key)) for key in (f.name for f in fields(asked))]
+    keys = [each.name for each in fields(asked) if each.name not in free]
+    pairs = [(key, getattr(weights.model, key), getattr(asked, key)) for key in keys]
     differing = [f"  model.{key}: weights {there}, run {here}" for key, there, here in pairs if there != here]
-    differing = [line for line in differing if line.split(".")[1].split(":")[0] not in free]
     if differing:
         lines = "\n".join(differing)
         raise ValueError(f"the run's model is not that of weights=...; model=from_checkpoint takes its sizes:\n{lines}")
@@ -318,20 +282,15 @@ def weight_files(path: Path) -> dict[str, Path]:
         raise ValueError(f"{path} has no readable weights (model.safetensors or {INDEX_FILE}): {error}") from error
 
 
-def stored(files: Mapping[str, Path]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of every tensor, from the headers of their files. Raises ValueError when one cannot be read."""
-    from safetensors import SafetensorError, safe_open
-
-    forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
+def stored(files: Mapping[str, Path]) -> dict[str, Form]:
+    """The form of every tensor, from the headers of their files. Raises ValueError when one cannot be read."""
+    forms: dict[str, Form] = {}
     for path in sorted(set(files.values())):
-        try:
-            with safe_open(path, framework="pt") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-                for name, each in slices.items():
-                    shape = torch.Size(each.get_shape())
-                    forms[name] = shape, (each[:0] if shape else file.get_tensor(name)).dtype
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
+        with _opened(path, str(path)) as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            for name, each in slices.items():
+                shape = torch.Size(each.get_shape())
+                forms[name] = shape, (each[:0] if shape else file.get_tensor(name)).dtype
     return forms
 
 
@@ -339,13 +298,19 @@ def read_tensor(file: Path, name: str) -> Tensor:
     """One whole tensor, in pages of its file that stay mapped as long as it lives. Raises ValueError if unreadable, or
     not finite.
     """
+    with _opened(file, f"{name} from {file}") as opened:
+        return finite.check(name, opened.get_tensor(name), file)
+
+
+@contextmanager
+def _opened(file: Path, what: str) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="pt") as opened:
-            return finite.check(name, opened.get_tensor(name), file)
+            yield opened
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read {name} from {file}: {error}") from error
+        raise ValueError(f"cannot read {what}: {error}") from error
 
 
 def _same_shapes(path: Path, wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:

@@ -112,7 +112,7 @@ def test_what_a_kernel_beside_a_layer_leaves_is_told():
 def test_rates_count_every_gemm():
     laid_out = build.layout(composed("+recipe=fp8"))
     (plans,) = laid_out.plans(CPU)
-    rates = build.throughput(laid_out.model, plans, CPU, tokens_per_step=1024, seq_len=256)
+    rates = build.throughput(composed("+recipe=fp8", "data.seq_len=256"), laid_out.model, plans, CPU)
     weights = sum(torch.Size(plan.shape).numel() for plan in plans.values())
     attention = 3 * 3 * 2 * (2 * 64) * 128
     assert sum(rates.flops_per_token.values()) == 6 * weights + attention

@@ -48,7 +48,7 @@ def begun(tmp_path):
      ("data.cache", "/c"), ("precision.deviations", []), ("device", "cuda")],
 )  # fmt: skip
 def test_launch_facts_keep_the_name(key, value):
-    assert rundir.default_name(changed(key, value), "fp4") == rundir.default_name(CONFIG, "fp4")
+    assert identity.default_name(changed(key, value), "fp4") == identity.default_name(CONFIG, "fp4")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_launch_facts_keep_the_name(key, value):
      ("precision.override", {"dgrad": {"a": {"format": "E4M3"}}})],
 )  # fmt: skip
 def test_training_keys_change_the_name(key, value):
-    assert rundir.digest(changed(key, value)) != rundir.digest(CONFIG)
+    assert identity.digest(changed(key, value)) != identity.digest(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -66,16 +66,16 @@ def test_training_keys_change_the_name(key, value):
 def test_a_place_counts_by_its_last_part(places):
     """And is no difference to a saved configuration: the corpus hash is compared."""
     named = [changed("data.train", place) for place in places]
-    assert len({rundir.digest(config) for config in named}) == 1 != rundir.digest(CONFIG)
-    assert rundir.digest(changed("data.train", "other")) != rundir.digest(named[0])
-    assert rundir.differences(changed("data.train", "other"), named[0]) == []
+    assert len({identity.digest(config) for config in named}) == 1 != identity.digest(CONFIG)
+    assert identity.digest(changed("data.train", "other")) != identity.digest(named[0])
+    assert identity.differences(changed("data.train", "other"), named[0]) == []
 
 
 def test_first_weights_may_be_spelled_otherwise(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     spelled = ["runs/a", "./runs/a", "runs/b/../a", str(tmp_path / "runs" / "a")]
-    assert len({rundir.digest(changed("weights", path)) for path in spelled}) == 1
-    assert rundir.differences(changed("weights", "/elsewhere/a"), changed("weights", "runs/a"))
+    assert len({identity.digest(changed("weights", path)) for path in spelled}) == 1
+    assert identity.differences(changed("weights", "/elsewhere/a"), changed("weights", "runs/a"))
 
 
 def test_length_alone():
@@ -111,7 +111,7 @@ def record(monkeypatch, events):
 
 
 def test_the_default_name_is_readable():
-    name = rundir.default_name(CONFIG, "fp4")
+    name = identity.default_name(CONFIG, "fp4")
     assert name.startswith("tiny-fp4-") and len(name) == len("tiny-fp4-") + 8
 
 
@@ -143,7 +143,7 @@ def test_another_configuration_is_refused_with_both_values(begun):
 
 def test_a_key_on_one_side_only_is_a_difference():
     now = changed("optim.schedule", {"end": 1})
-    lines = rundir.differences(CONFIG, now)
+    lines = identity.differences(CONFIG, now)
     assert lines == ["optim.schedule.end: saved (absent), now 1", "optim.schedule._target_: saved 'a.B', now (absent)"]
 
 

@@ -86,7 +86,7 @@ def test_every_micro_batch_has_draws_and_evaluation_has_its_own():
 def test_batches_are_asked_for_once_and_in_order():
     trainer = make_trainer(steps=3)
     fit(trainer)
-    assert trainer._prefetcher._dataset.asked == [(step, first, 4, 8) for step in range(3) for first in (0, 4)]
+    assert trainer.corpus.train.asked == [(step, first, 4, 8) for step in range(3) for first in (0, 4)]
 
 
 def test_evaluation_is_the_mean_token_loss_and_disturbs_nothing():
@@ -95,7 +95,7 @@ def test_evaluation_is_the_mean_token_loss_and_disturbs_nothing():
     before = bits(trainer)
     first, second = trainer.evaluate(), trainer.evaluate()
     assert first == second and same(before, bits(trainer)) and trainer.model.training
-    batch = trainer._valid.batch(0, 0, 8, 8)
+    batch = trainer.corpus.valid.batch(0, 0, 8, 8)
     losses = []
     for begin in (0, 4):
         draws = trainer.seeds.at(EVALUATION_STEP, begin * SEQ)

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.train.launch import every
+
 Found = dict[str, tuple[int, int]]
 """Name of a tensor -> its elements that are NaN or infinite, and all of its elements."""
 
@@ -30,7 +32,8 @@ def found(tensors: Mapping[str, Any]) -> Found:
     if not floats:
         return {}
     finite = [_all_finite(each) for each in floats.values()]
-    flags = torch.cat([torch.stack([flag for flag in finite if flag.device == on]).cpu() for on in _devices(finite)])
+    devices = {flag.device for flag in finite}
+    flags = torch.cat([torch.stack([flag for flag in finite if flag.device == on]).cpu() for on in devices])
     if bool(flags.all()):
         return {}
     return {name: (bad, each.numel()) for name, each in floats.items() if (bad := count(each))}
@@ -38,11 +41,7 @@ def found(tensors: Mapping[str, Any]) -> Found:
 
 def found_anywhere(tensors: Mapping[str, Any], group: dist.ProcessGroup | None) -> Found:
     """`found`, added up over the processes of a group, the same on each; all of them ask, with tensors of one name."""
-    mine = found(tensors)
-    if not dist.is_initialized():
-        return mine
-    everyone: list[Found] = [{} for _ in range(dist.get_world_size(group))]
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = every(lambda: found(tensors), group)
     names = sorted({name for each in everyone for name in each})
     pairs = {name: [each[name] for each in everyone if name in each] for name in names}
     return {name: (sum(bad for bad, _ in those), sum(size for _, size in those)) for name, those in pairs.items()}
@@ -77,10 +76,6 @@ def _all_finite(x: Tensor) -> Tensor:
         return (x.detach().view(torch.uint8) & 0x7F).amax() < NOT_FINITE[x.dtype]
     low, high = torch.aminmax(x.detach())
     return low.isfinite() & high.isfinite()
-
-
-def _devices(tensors: list[Tensor]) -> list[torch.device]:
-    return list(dict.fromkeys(each.device for each in tensors))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -96,14 +96,18 @@ def _parent(process: int) -> int | None:
         return None
 
 
-def of_peers(error: BaseException | None) -> bool:
+def chain(error: BaseException | None) -> list[BaseException]:
+    """An error, what it came from, and so on."""
+    return [] if error is None else [error, *chain(error.__cause__ or error.__context__)]
+
+
+def of_peers(error: BaseException) -> bool:
     """Whether an error is that of a collective whose other ranks did not come."""
-    while error is not None:
-        network = isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError)
-        if network or (isinstance(error, RuntimeError) and BROKEN.search(str(error))):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    network = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+    return any(
+        isinstance(each, network) or (isinstance(each, RuntimeError) and BROKEN.search(str(each)))
+        for each in chain(error)
+    )
 
 
 def doing(lines: Lines) -> tuple[str, bool]:
@@ -120,16 +124,16 @@ def doing(lines: Lines) -> tuple[str, bool]:
 
 
 def of_frame(frame: FrameType | None) -> Lines:
-    return [(line.filename, line.name) for line in reversed(traceback.extract_stack(frame))] if frame else []
+    return _lines(traceback.extract_stack(frame)) if frame else []
 
 
-def of_error(error: BaseException | None) -> Lines:
+def of_error(error: BaseException) -> Lines:
     """Of the innermost error of a chain that has lines of its own: where the collective failed."""
-    lines: Lines = []
-    while error is not None:
-        lines = [(line.filename, line.name) for line in reversed(traceback.extract_tb(error.__traceback__))] + lines
-        error = error.__cause__ or error.__context__
-    return lines
+    return [line for each in reversed(chain(error)) for line in _lines(traceback.extract_tb(each.__traceback__))]
+
+
+def _lines(stack: traceback.StackSummary) -> Lines:
+    return [(line.filename, line.name) for line in reversed(stack)]
 
 
 class Watch:

@@ -49,31 +49,32 @@ class KernelTime:
 
 def kernel_times(events: Iterable[Any], *, on_gpu: bool) -> list[KernelTime]:
     """The kernels among the events of a `torch.profiler.profile`, the longest first; on a CPU its operations."""
+    asked = (e for e in events if not (e.is_user_annotation or SPANS.search(e.name)))
+    asked = (e for e in asked if str(e.device_type).endswith("CUDA") is on_gpu)
+    times = ((e.name, e.time_range.elapsed_us() if on_gpu else e.self_cpu_time_total) for e in asked)
+    return _summed(KernelTime(name=name, calls=1, ms=us / 1e3) for name, us in times)
+
+
+def _summed(kernels: Iterable[KernelTime]) -> list[KernelTime]:
+    """Those of one name together, the longest first."""
     found: dict[str, KernelTime] = {}
-    for event in events:
-        if event.is_user_annotation or SPANS.search(event.name):
-            continue
-        if str(event.device_type).endswith("CUDA") is on_gpu:
-            us = event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
-            before = found.get(event.name, KernelTime(name=event.name, calls=0, ms=0.0))
-            found[event.name] = replace(before, calls=before.calls + 1, ms=before.ms + us / 1e3)
+    for each in kernels:
+        before = found.get(each.name, replace(each, calls=0, ms=0.0))
+        found[each.name] = replace(before, calls=before.calls + each.calls, ms=before.ms + each.ms)
     return sorted(found.values(), key=lambda kernel: -kernel.ms)
 
 
 def table(kernels: Sequence[KernelTime], *, steps: int) -> str:
     """Classes, then kernels, each with its share, milliseconds and calls a step."""
     total = sum(kernel.ms for kernel in kernels) or 1.0
-    classes: dict[str, KernelTime] = {}
-    for kernel in kernels:
-        before = classes.get(kernel.kind, KernelTime(name=kernel.kind, calls=0, ms=0.0))
-        classes[kernel.kind] = replace(before, calls=before.calls + kernel.calls, ms=before.ms + kernel.ms)
 
-    def lines(rows: Iterable[KernelTime]) -> list[str]:
-        ordered = sorted(rows, key=lambda row: -row.ms)
-        return [f"{row.ms / total:7.1%} {row.ms / steps:10.3f} {row.calls / steps:8.1f}  {row.name}" for row in ordered]
+    def lines(kernels: Iterable[KernelTime]) -> list[str]:
+        rows = _summed(kernels)
+        return [f"{row.ms / total:7.1%} {row.ms / steps:10.3f} {row.calls / steps:8.1f}  {row.name}" for row in rows]
 
+    classes = (replace(kernel, name=kernel.kind) for kernel in kernels)
     head = f"{'share':>7} {'ms/step':>10} {'calls':>8}  "
     return "\n".join(
-        [f"{total / steps:.3f} ms a step over {steps} steps", "", f"{head}class", *lines(classes.values()), ""]
+        [f"{total / steps:.3f} ms a step over {steps} steps", "", f"{head}class", *lines(classes), ""]
         + [f"{head}kernel", *lines(kernels), ""]
     )

@@ -10,11 +10,12 @@ more slowly. Outside of the window there is no profiler: a step costs one compar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity
+from torch.profiler import ProfilerActivity
 
 from lowprec_train.train.diagnostics.kernel_times import kernel_times, table
 
@@ -28,25 +29,15 @@ class Window:
         first, steps: the window; 0 steps: none. A launch that begins after `first` has none either, and says so.
         directory: takes the files; made when there are some.
         rank: of this process, for the files' names.
-        shapes, stacks, memory: record operands' shapes, Python stacks, allocations of tensors too.
+        record: what to record beside times, e.g. `record_shapes=True`, as arguments of `torch.profiler.profile`.
     """
 
     def __init__(
-        self,
-        *,
-        first: int,
-        steps: int,
-        directory: Path,
-        device: torch.device,
-        rank: int = 0,
-        shapes: bool = False,
-        stacks: bool = False,
-        memory: bool = False,
+        self, *, first: int, steps: int, directory: Path, device: torch.device, rank: int = 0, **record: Any
     ) -> None:
         self._first, self._last = first, first + steps - 1
         self._stem = directory / f"steps-{first}-{self._last}.rank-{rank}"
-        self._device = device
-        self._shapes, self._stacks, self._memory = shapes, stacks, memory
+        self._device, self._record = device, record
         self._profiler: torch.profiler.profile | None = None
         self._seen = 0
         self._begun = steps < 1  # also: there is nothing to begin
@@ -70,28 +61,17 @@ class Window:
         if step > self._first:
             log.warning("profile.first=%d is before step %d, the first of this launch: no profile", self._first, step)
             return
-        on_gpu = self._device.type == "cuda"
+        on_gpu, steps = self._device.type == "cuda", self._last - self._first + 1
+        with warnings.catch_warnings(action="ignore"):  # that a window from the first step on has no warm-up
+            schedule = torch.profiler.schedule(wait=0, warmup=self._first - step, active=steps, repeat=1)
         self._profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-            schedule=self._schedule(self._first - step),
+            schedule=schedule,
             on_trace_ready=self._write,
-            record_shapes=self._shapes,
-            with_stack=self._stacks,
-            profile_memory=self._memory,
             acc_events=True,  # there is one cycle; without it torch 2.11 warns
+            **self._record,
         )
         self._profiler.start()
-
-    def _schedule(self, warmup: int) -> Callable[[int], ProfilerAction]:
-        steps = self._last - self._first + 1
-
-        def action(done: int) -> ProfilerAction:
-            if done < warmup:
-                return ProfilerAction.WARMUP
-            last = warmup + steps - 1
-            return ProfilerAction.RECORD if done < last else ProfilerAction.RECORD_AND_SAVE
-
-        return action
 
     def _go_on(self, step: int) -> None:
         assert self._profiler is not None

@@ -59,11 +59,9 @@ class Snapshots:
         self, run: Path, device: torch.device, *, rank: int = 0, asked: bool = True, patience: float = 2.0
     ) -> None:
         self._run, self._device, self._rank, self._patience = run, device, rank, patience
-        self._request = run / REQUEST
+        self._request, self._warned = run / REQUEST, False
         self._answered: int | None = None
-        self._warned = False
-        if asked:
-            self._answered = self._newest()
+        self._answered = self._newest() if asked else None
         self._asked, self._next, self._step = asked, time.monotonic() + patience, 0
 
     def begin_step(self, step: int) -> None:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from torch import Tensor, nn
 from lowprec_train.numerics.quantizer import Quantized, Quantizer
 from lowprec_train.ops.formats import FORMATS
 from lowprec_train.optim.optimizer import CodedOptimizer
-from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.linear_plan import OperandPlan
 from lowprec_train.precision.outliers import OutlierClamp
+from lowprec_train.precision.policy import named_linears
 from lowprec_train.precision.saved_activations import saved_inputs
 from lowprec_train.train.diagnostics import roundings
 from lowprec_train.train.diagnostics.roundings import Figures
@@ -49,11 +50,7 @@ OPERAND_SERIES = (
     *(("saturated_pct", "max"), ("clamped_blocks_pct", "max"), ("nonfinite_pct", "max")),
 )
 STATE_SERIES = (("sqnr_db", "mean"), ("sqnr_db", "min"), ("underflow_pct", "mean"), ("stalled_pct", "mean"))
-REDUCE: dict[str, Callable[[Sequence[float]], float]] = {
-    "min": min,
-    "max": max,
-    "mean": lambda values: math.fsum(values) / len(values),
-}
+REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "max": max, "mean": fmean}
 
 
 class Record:
@@ -135,18 +132,14 @@ class Telemetry:
 
     @contextmanager
     def _watched(self, record: Record) -> Iterator[None]:
-        linears = {name: m for name, m in self.model.named_modules() if isinstance(m, Linear)}
-        keeping = dict(saved_inputs(self.model))
-        for name, linear in linears.items():
-            linear.observer = partial(record.operand, name)
-        for name, module in keeping.items():
-            module.observer = partial(record.saved, name)
+        observers: dict[Any, Any] = {module: partial(record.saved, name) for name, module in saved_inputs(self.model)}
+        observers |= {linear: partial(record.operand, name) for name, linear in named_linears(self.model)}
+        for module, observer in observers.items():
+            module.observer = observer
         try:
             yield
         finally:
-            for linear in linears.values():
-                linear.observer = None
-            for module in keeping.values():
+            for module in observers:
                 module.observer = None
 
     def _stored(self, parameter: nn.Parameter, state: str) -> str:

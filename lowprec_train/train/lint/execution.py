@@ -4,24 +4,18 @@ They read each layer's plan (`precision.plan`), which names the path of every GE
 nothing on a CPU. `small-gemm` follows the filter of torchao for H100s: one side up to SMALL and none over LARGE.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from lowprec_train.numerics.quantizer import ScaleRule
 from lowprec_train.ops.reference import FP8
 from lowprec_train.precision.gemm import Path
 from lowprec_train.precision.linear_plan import GemmPlan
 from lowprec_train.precision.recipe import Gemm
-from lowprec_train.train.lint.recipes import gemms, operands
-from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, Rule, RunPlan, Severity
+from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, RunPlan, gemms, operands, rule
 
 SMALL, LARGE = 1024, 4096
 ALIGNMENT = 16  # of FP8 GEMMs in cuBLASLt
 ROWS = ((1, -1), (-1, -1))  # tiles whose scale leaves the sum
-
-
-def on_gpu(find: Callable[[RunPlan], Iterable[Fault]]) -> Callable[[RunPlan], Iterable[Fault]]:
-    """A rule that holds on a CUDA device only."""
-    return lambda plan: find(plan) if plan.on_gpu else ()
 
 
 def _slow(group: LayerGroup, name: str) -> GemmPlan | None:
@@ -35,84 +29,72 @@ def _pair(gemm: Gemm) -> str:
     return f"{gemm.a} x {gemm.b}"
 
 
+@rule(
+    on_gpu=True,
+    why="cuBLASLt multiplies no two E5M2 matrices (pytorch/pytorch#132005), so this GEMM runs at BF16 speed",
+    instead="E4M3 for one side, or a span of at most 14 for one blocked side",
+)
+@gemms
 def e5m2_pair(group: LayerGroup, name: str, gemm: Gemm) -> str:
     slow = _slow(group, name)
     return _pair(gemm) if slow and all(codes.carrier == "E5M2" for codes in slow.codes) else ""
 
 
+@rule(
+    on_gpu=True,
+    why="these block scales do not fold into FP8 carriers, so this GEMM is exact and runs at BF16 speed "
+    "(docs/numerics.md, Execution)",
+    instead="power-of-two blocks of E2M1 with exponent_span=28 on one side and 14 on the other, or row scales",
+)
+@gemms
 def unfolded_blocks(group: LayerGroup, name: str, gemm: Gemm) -> str:
     slow = _slow(group, name)
     return _pair(gemm) if slow and any(codes.carrier is None for codes in slow.codes) else ""
 
 
-def unaligned(group: LayerGroup, name: str, gemm: Gemm) -> str:
+@rule(
+    on_gpu=True,
+    why=f"FP8 tensor cores take multiples of {ALIGNMENT} (pytorch/pytorch#106844): this GEMM runs at BF16 speed",
+    instead=f"sizes, and tokens of a micro-batch, that are multiples of {ALIGNMENT}",
+)
+@gemms
+def unaligned_fp8(group: LayerGroup, name: str, gemm: Gemm) -> str:
     slow = _slow(group, name)
     return f"sizes (m, n, k) of {slow.sizes}" if slow and any(size % ALIGNMENT for size in slow.sizes[1:]) else ""
 
 
+@rule(
+    on_gpu=True,
+    why="partial sums of about 14 bits cost accuracy in backward GEMMs (NVIDIA/TransformerEngine#1278)",
+    instead="split_accumulation=true for dgrad and wgrad",
+)
+@gemms
 def fast_backward(group: LayerGroup, name: str, gemm: Gemm) -> str:
     fast = name != "fprop" and group.plan.peaks()[name] == "fp8" and not gemm.split_accumulation
     return f"{_pair(gemm)} without split accumulation" if fast else ""
 
 
+@rule(
+    on_gpu=True,
+    why="code times an FP32 block scale is no BF16 value: a GPU rounds the operand a second time, a CPU does not "
+    "(docs/numerics.md, Execution)",
+    instead="scale=POW2 or E8M0_CEIL",
+)
+@operands
 def twice_rounded(operand: RoundedOperand) -> bool:
     """Values of blocks with FP32 scales are no BF16 values."""
     q = operand.quantizer
     return q.format.scaled and q.scale is ScaleRule.FP32 and q.tile not in ROWS
 
 
+@rule(
+    on_gpu=True,
+    why="at this size FP8 costs more in rounding than the GEMM gains (NVIDIA/TransformerEngine#445; pytorch/ao's "
+    f"filter: a side up to {SMALL}, the other up to {LARGE})",
+    instead="+recipe=bf16 for speed; numerics are as good as at any size",
+)
 def small_gemm(plan: RunPlan) -> Iterator[Fault]:
     for group in plan.layer_groups:
         low, high = sorted(group.plan.shape)
         if low <= SMALL and high <= LARGE and "fp8" in group.plan.peaks().values():
             yield Fault(what="x".join(map(str, group.plan.shape)), where=group.layers)
-
-
-WARNING = Severity.WARNING
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="e5m2-pair",
-        severity=WARNING,
-        find=on_gpu(gemms(e5m2_pair)),
-        why="cuBLASLt multiplies no two E5M2 matrices (pytorch/pytorch#132005), so this GEMM runs at BF16 speed",
-        instead="E4M3 for one side, or a span of at most 14 for one blocked side",
-    ),
-    Rule(
-        name="unfolded-blocks",
-        severity=WARNING,
-        find=on_gpu(gemms(unfolded_blocks)),
-        why="these block scales do not fold into FP8 carriers, so this GEMM is exact and runs at BF16 speed "
-        "(docs/numerics.md, Execution)",
-        instead="power-of-two blocks of E2M1 with exponent_span=28 on one side and 14 on the other, or row scales",
-    ),
-    Rule(
-        name="unaligned-fp8",
-        severity=WARNING,
-        find=on_gpu(gemms(unaligned)),
-        why=f"FP8 tensor cores take multiples of {ALIGNMENT} (pytorch/pytorch#106844): this GEMM runs at BF16 speed",
-        instead=f"sizes, and tokens of a micro-batch, that are multiples of {ALIGNMENT}",
-    ),
-    Rule(
-        name="fast-backward",
-        severity=WARNING,
-        find=on_gpu(gemms(fast_backward)),
-        why="partial sums of about 14 bits cost accuracy in backward GEMMs (NVIDIA/TransformerEngine#1278)",
-        instead="split_accumulation=true for dgrad and wgrad",
-    ),
-    Rule(
-        name="twice-rounded",
-        severity=WARNING,
-        find=on_gpu(operands(twice_rounded)),
-        why="code times an FP32 block scale is no BF16 value: a GPU rounds the operand a second time, a CPU does not "
-        "(docs/numerics.md, Execution)",
-        instead="scale=POW2 or E8M0_CEIL",
-    ),
-    Rule(
-        name="small-gemm",
-        severity=WARNING,
-        find=on_gpu(small_gemm),
-        why="at this size FP8 costs more in rounding than the GEMM gains (NVIDIA/TransformerEngine#445; pytorch/ao's "
-        f"filter: a side up to {SMALL}, the other up to {LARGE})",
-        instead="+recipe=bf16 for speed; numerics are as good as at any size",
-    ),
-)

@@ -1,39 +1,25 @@
 """The linter's rules for linear layers: formats, scales, rounding and rotations that do not fit together.
 
-Each rule is a small function from a plan to the operands at fault, and a row of RULES with the reason. They are about
-accuracy and hold on any machine.
+They are about accuracy and hold on any machine.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from lowprec_train.numerics.formats import E2M1, E5M2, INT8
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator
 from lowprec_train.precision.recipe import Gemm
-from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, Rule, RunPlan, Severity
+from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, RunPlan, Severity, gemms, operands, rule
 
 
-def operands(wrong: Callable[[RoundedOperand], bool]) -> Callable[[RunPlan], Iterable[Fault]]:
-    """A rule about one operand at a time."""
-    return lambda plan: (operand.fault for operand in plan.operands() if wrong(operand))
-
-
-def gemms(wrong: Callable[[LayerGroup, str, Gemm], str]) -> Callable[[RunPlan], Iterable[Fault]]:
-    """A rule about one GEMM at a time; `wrong` says what is, or nothing."""
-
-    def find(plan: RunPlan) -> Iterator[Fault]:
-        for group, name, gemm in plan.gemms():
-            what = wrong(group, name, gemm)
-            if what:
-                yield Fault(what=f"{name} = {what}", where=group.layers)
-
-    return find
-
-
-# --- accuracy: an operand ------------------------------------------------------------------------------------------
-
-
+@rule(
+    severity=Severity.ERROR,
+    why="values between the format's largest and the next power of two are clipped, which is a bias: 2.60 against "
+    "2.49 in the loss of a 345M model (arXiv 2502.20586, table 2, without rotation)",
+    instead="scale=E8M0_CEIL, or headroom=0.75 for E2M1, with stochastic rounding where gradients are",
+)
+@operands
 def floor_clips(operand: RoundedOperand) -> bool:
     """Under the floor rule amax / s lies in [2^e, 2^(e+1)), and the format ends before that."""
     q = operand.quantizer
@@ -41,53 +27,70 @@ def floor_clips(operand: RoundedOperand) -> bool:
     return q.scale is ScaleRule.E8M0_FLOOR and q.range_share > q.format.max / binade
 
 
+@rule(
+    severity=Severity.ERROR,
+    why="the ceil rule clips nothing, so head-room only throws away codes (arXiv 2506.08027 rounds up, arXiv "
+    "2502.20586 takes 3/4 under floor: one of the two)",
+    instead="headroom=null",
+)
+@operands
 def ceil_headroom(operand: RoundedOperand) -> bool:
     q = operand.quantizer
     return q.format is E2M1 and q.scale in (ScaleRule.E8M0_CEIL, ScaleRule.POW2) and q.range_share < 1
 
 
+@rule(
+    severity=Severity.ERROR,
+    why="tiles are (rows, k): a scale for every step along the reduction cannot leave the sum, so the tile is "
+    "transposed (arXiv 2310.10537 scales along the reduction)",
+    instead="the tile's two numbers exchanged",
+)
+@operands
 def scale_per_step(operand: RoundedOperand) -> bool:
     """One element along k a tile, while the tile is longer the other way."""
     rows, columns = operand.quantizer.tile
     return columns == 1 and rows != 1
 
 
+@rule(
+    why="stochastic rounding adds variance where nothing averages it out: worse than nearest in a forward pass "
+    "(arXiv 2509.25149)",
+    instead="precision.override.fprop.a.rounding=nearest (or b)",
+)
+@operands
 def stochastic_forward(operand: RoundedOperand) -> bool:
     return operand.gemm == "fprop" and operand.quantizer.stochastic
 
 
+@rule(
+    why="nearest rounding of four-bit gradients is biased, and the bias adds up over steps (arXiv 2502.20586, "
+    "perplexity 10.02 against 9.90 at 1.3B)",
+    instead="rounding=stochastic under E8M0_FLOOR or NVFP4",
+)
+@operands
 def nearest_gradient(operand: RoundedOperand) -> bool:
     backward = operand.gemm in ("dgrad", "wgrad") and operand.side == "a"
     return backward and operand.quantizer.format is E2M1 and not operand.quantizer.stochastic
 
 
-def unclamped_token(operand: RoundedOperand) -> bool:
+@rule(
+    why="one scale for a whole token follows its outliers and rounds the rest to zero: four-bit activations "
+    "diverged without clamping (arXiv 2501.17116, W8A4)",
+    instead="OCC (precision.override.fprop.outliers.quantile=0.99), or blocks of 16 or 32",
+)
+@operands
+def unclamped_tokens(operand: RoundedOperand) -> bool:
     activation = operand.gemm == "fprop" and operand.side == "a" and operand.quantizer.format is E2M1
     whole = operand.quantizer.tile[1] == -1
     return activation and whole and operand.group.recipe.fprop.outliers is None
 
 
-def e5m2_forward(operand: RoundedOperand) -> bool:
-    return operand.gemm == "fprop" and operand.quantizer.format is E5M2
-
-
-def int8_wgrad(operand: RoundedOperand) -> bool:
-    return operand.gemm == "wgrad" and operand.quantizer.format is INT8
-
-
-def uneven_tensor_scale(operand: RoundedOperand) -> bool:
-    """An FP32 scale of a whole tensor of tokens: weights are the same however the tokens are cut."""
-    q, tokens = operand.quantizer, operand.side == "a" or operand.gemm == "wgrad"
-    return tokens and q.format.scaled and q.tile == (-1, -1) and q.scale is ScaleRule.FP32
-
-
-def head(operand: RoundedOperand) -> bool:
-    return not operand.group.in_blocks
-
-
-# --- accuracy: a GEMM, a layer -------------------------------------------------------------------------------------
-
-
+@rule(
+    why="the quantile leaves no value of a row outside, so outlier clamping does nothing (arXiv 2501.17116 works "
+    "on rows of 2048 and more)",
+    instead="a smaller quantile, or none",
+)
+@gemms
 def idle_clamp(group: LayerGroup, name: str, gemm: Gemm) -> str:
     clamp = gemm.outliers
     channels = group.plan.shape[1]
@@ -95,14 +98,52 @@ def idle_clamp(group: LayerGroup, name: str, gemm: Gemm) -> str:
     return f"OCC {clamp.quantile} of {channels} channels clamps none" if clamp is not None and idle else ""
 
 
-def short_rotation(group: LayerGroup, name: str, gemm: Gemm) -> str:
-    """The rotation mixes fewer elements than share a scale."""
-    blocks = [q.tile[1] for q in (gemm.a, gemm.b) if isinstance(q, Quantizer) and q.tile[1] != -1]
-    if gemm.rotation is None or all(gemm.rotation.block % block == 0 for block in blocks):
-        return ""
-    return f"a rotation of {gemm.rotation.block} over scale blocks of {max(blocks)}"
+@rule(
+    why="E5M2 has two mantissa bits; weights and activations want the third, gradients range (arXiv 2209.05433)",
+    instead="format=E4M3",
+)
+@operands
+def e5m2_forward(operand: RoundedOperand) -> bool:
+    return operand.gemm == "fprop" and operand.quantizer.format is E5M2
 
 
+@rule(
+    why="the noise of int8 grows with the length of the reduction, which runs over all tokens in wgrad (arXiv "
+    "2304.13013, section 2)",
+    instead="precision.override.wgrad.a=null and b=null",
+)
+@operands
+def int8_wgrad(operand: RoundedOperand) -> bool:
+    return operand.gemm == "wgrad" and operand.quantizer.format is INT8
+
+
+@rule(
+    why="an FP32 scale of all tokens changes every code when the batch is cut differently: dW moved by 4e-2 "
+    "between layouts (docs/decisions/0001-current-scaling.md)",
+    instead="scale=POW2, or a row per scale",
+)
+@operands
+def fp32_tensor_scale(operand: RoundedOperand) -> bool:
+    """An FP32 scale of a whole tensor of tokens: weights are the same however the tokens are cut."""
+    q, tokens = operand.quantizer, operand.side == "a" or operand.gemm == "wgrad"
+    return tokens and q.format.scaled and q.tile == (-1, -1) and q.scale is ScaleRule.FP32
+
+
+@rule(
+    why="training in eight bits degraded with the language-model head among them (arXiv 2405.18710), and published "
+    "four-bit systems leave it out (arXiv 2509.25149)",
+    instead="head: {_target_: lowprec_train.recipes.bf16.recipe} in the policy",
+)
+@operands
+def quantised_head(operand: RoundedOperand) -> bool:
+    return not operand.group.in_blocks
+
+
+@rule(
+    why="the estimator's slope is that of absmax scales per channel; other scales leave up to half of the grid "
+    "unused, and its slopes with it (arXiv 2501.17116, section 3.1)",
+    instead="scale=FP32 with tile=[1,-1] for fprop.b, or estimator=null",
+)
 def dge_scale(plan: RunPlan) -> Iterator[Fault]:
     for group in plan.layer_groups:
         weight = group.recipe.fprop.b
@@ -112,124 +153,27 @@ def dge_scale(plan: RunPlan) -> Iterator[Fault]:
             yield Fault(what=f"DGE on W = {weight}", where=group.layers)
 
 
+@rule(
+    why="an outlier is spread over less than its scale block, or unevenly over several (arXiv 2502.20586 rotates "
+    "64 over blocks of 32, arXiv 2509.25149 16 over 16)",
+    instead="a rotation that is a multiple of the scale block",
+)
+@gemms
+def short_rotation(group: LayerGroup, name: str, gemm: Gemm) -> str:
+    """The rotation mixes fewer elements than share a scale."""
+    blocks = [q.tile[1] for q in (gemm.a, gemm.b) if isinstance(q, Quantizer) and q.tile[1] != -1]
+    if gemm.rotation is None or all(gemm.rotation.block % block == 0 for block in blocks):
+        return ""
+    return f"a rotation of {gemm.rotation.block} over scale blocks of {max(blocks)}"
+
+
+@rule(
+    why="all GEMMs in four bits to the last block diverged; the last blocks stay in BF16 (arXiv 2509.25149)",
+    instead='"blocks[85%:].*": {_target_: lowprec_train.recipes.bf16.recipe} first in the policy',
+)
 def four_bit_end(plan: RunPlan) -> Iterator[Fault]:
     """All three GEMMs in E2M1 in the last block."""
     for group in plan.layer_groups:
         forward, *backward = (gemm.a for gemm in group.recipe.gemms().values())
         if group.last and all(q is not None and q.format is E2M1 for q in (forward, *backward)):
             yield Fault(what="fprop, dgrad and wgrad of the last block in E2M1", where=group.layers)
-
-
-ERROR, WARNING = Severity.ERROR, Severity.WARNING
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="floor-clips",
-        severity=ERROR,
-        find=operands(floor_clips),
-        why="values between the format's largest and the next power of two are clipped, which is a bias: 2.60 against "
-        "2.49 in the loss of a 345M model (arXiv 2502.20586, table 2, without rotation)",
-        instead="scale=E8M0_CEIL, or headroom=0.75 for E2M1, with stochastic rounding where gradients are",
-    ),
-    Rule(
-        name="ceil-headroom",
-        severity=ERROR,
-        find=operands(ceil_headroom),
-        why="the ceil rule clips nothing, so head-room only throws away codes (arXiv 2506.08027 rounds up, arXiv "
-        "2502.20586 takes 3/4 under floor: one of the two)",
-        instead="headroom=null",
-    ),
-    Rule(
-        name="scale-per-step",
-        severity=ERROR,
-        find=operands(scale_per_step),
-        why="tiles are (rows, k): a scale for every step along the reduction cannot leave the sum, so the tile is "
-        "transposed (arXiv 2310.10537 scales along the reduction)",
-        instead="the tile's two numbers exchanged",
-    ),
-    Rule(
-        name="stochastic-forward",
-        severity=WARNING,
-        find=operands(stochastic_forward),
-        why="stochastic rounding adds variance where nothing averages it out: worse than nearest in a forward pass "
-        "(arXiv 2509.25149)",
-        instead="precision.override.fprop.a.rounding=nearest (or b)",
-    ),
-    Rule(
-        name="nearest-gradient",
-        severity=WARNING,
-        find=operands(nearest_gradient),
-        why="nearest rounding of four-bit gradients is biased, and the bias adds up over steps (arXiv 2502.20586, "
-        "perplexity 10.02 against 9.90 at 1.3B)",
-        instead="rounding=stochastic under E8M0_FLOOR or NVFP4",
-    ),
-    Rule(
-        name="unclamped-tokens",
-        severity=WARNING,
-        find=operands(unclamped_token),
-        why="one scale for a whole token follows its outliers and rounds the rest to zero: four-bit activations "
-        "diverged without clamping (arXiv 2501.17116, W8A4)",
-        instead="OCC (precision.override.fprop.outliers.quantile=0.99), or blocks of 16 or 32",
-    ),
-    Rule(
-        name="idle-clamp",
-        severity=WARNING,
-        find=gemms(idle_clamp),
-        why="the quantile leaves no value of a row outside, so outlier clamping does nothing (arXiv 2501.17116 works "
-        "on rows of 2048 and more)",
-        instead="a smaller quantile, or none",
-    ),
-    Rule(
-        name="e5m2-forward",
-        severity=WARNING,
-        find=operands(e5m2_forward),
-        why="E5M2 has two mantissa bits; weights and activations want the third, gradients range (arXiv 2209.05433)",
-        instead="format=E4M3",
-    ),
-    Rule(
-        name="int8-wgrad",
-        severity=WARNING,
-        find=operands(int8_wgrad),
-        why="the noise of int8 grows with the length of the reduction, which runs over all tokens in wgrad (arXiv "
-        "2304.13013, section 2)",
-        instead="precision.override.wgrad.a=null and b=null",
-    ),
-    Rule(
-        name="fp32-tensor-scale",
-        severity=WARNING,
-        find=operands(uneven_tensor_scale),
-        why="an FP32 scale of all tokens changes every code when the batch is cut differently: dW moved by 4e-2 "
-        "between layouts (docs/decisions/0001-current-scaling.md)",
-        instead="scale=POW2, or a row per scale",
-    ),
-    Rule(
-        name="quantised-head",
-        severity=WARNING,
-        find=operands(head),
-        why="training in eight bits degraded with the language-model head among them (arXiv 2405.18710), and published "
-        "four-bit systems leave it out (arXiv 2509.25149)",
-        instead="head: {_target_: lowprec_train.recipes.bf16.recipe} in the policy",
-    ),
-    Rule(
-        name="dge-scale",
-        severity=WARNING,
-        find=dge_scale,
-        why="the estimator's slope is that of absmax scales per channel; other scales leave up to half of the grid "
-        "unused, and its slopes with it (arXiv 2501.17116, section 3.1)",
-        instead="scale=FP32 with tile=[1,-1] for fprop.b, or estimator=null",
-    ),
-    Rule(
-        name="short-rotation",
-        severity=WARNING,
-        find=gemms(short_rotation),
-        why="an outlier is spread over less than its scale block, or unevenly over several (arXiv 2502.20586 rotates "
-        "64 over blocks of 32, arXiv 2509.25149 16 over 16)",
-        instead="a rotation that is a multiple of the scale block",
-    ),
-    Rule(
-        name="four-bit-end",
-        severity=WARNING,
-        find=four_bit_end,
-        why="all GEMMs in four bits to the last block diverged; the last blocks stay in BF16 (arXiv 2509.25149)",
-        instead='"blocks[85%:].*": {_target_: lowprec_train.recipes.bf16.recipe} first in the policy',
-    ),
-)

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from functools import wraps
+from types import ModuleType
 from typing import Any
 
 from lowprec_train.config import RunConfig
@@ -98,15 +100,59 @@ class Fault:
     where: str = ""
 
 
+Find = Callable[[RunPlan], Iterable[Fault]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One combination known to go wrong. why: with its source, an arXiv id or owner/repo#N. instead: a way out."""
+    """One combination known to go wrong. why: with its source, an arXiv id or owner/repo#N. instead: a way out. on_gpu:
+    holds on a CUDA device only.
+    """
 
     name: str
     severity: Severity
-    find: Callable[[RunPlan], Iterable[Fault]]
+    find: Find
     why: str
     instead: str
+    on_gpu: bool
+
+
+def rule(
+    *, why: str, instead: str, severity: Severity = Severity.WARNING, on_gpu: bool = False
+) -> Callable[[Find], Rule]:
+    """Make a rule, of the function's name, out of a function that finds the faults of a run."""
+
+    def made(find: Find) -> Rule:
+        name = find.__name__.replace("_", "-")
+        return Rule(name=name, severity=severity, find=find, why=why, instead=instead, on_gpu=on_gpu)
+
+    return made
+
+
+def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
+    """The rules that modules define, in the order of their lines."""
+    return tuple(each for module in modules for each in vars(module).values() if isinstance(each, Rule))
+
+
+def operands(wrong: Callable[[RoundedOperand], bool]) -> Find:
+    """The faults of a run whose operands `wrong` looks at one at a time."""
+
+    @wraps(wrong)
+    def find(plan: RunPlan) -> Iterator[Fault]:
+        return (operand.fault for operand in plan.operands() if wrong(operand))
+
+    return find
+
+
+def gemms(wrong: Callable[[LayerGroup, str, Gemm], str]) -> Find:
+    """The faults of a run whose GEMMs `wrong` looks at one at a time; it says what is wrong, or nothing."""
+
+    @wraps(wrong)
+    def find(plan: RunPlan) -> Iterator[Fault]:
+        found = ((group, name, wrong(group, name, gemm)) for group, name, gemm in plan.gemms())
+        return (Fault(what=f"{name} = {what}", where=group.layers) for group, name, what in found if what)
+
+    return find
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,16 +222,16 @@ def examine(plan: RunPlan, rules: Sequence[Rule], allow: Sequence[str] = ()) -> 
     for name in allow:
         if name not in known:
             raise ValueError(f"lint_allow: {name!r} is no rule; rules are {', '.join(known)}")
-    found = (_finding(rule, list(rule.find(plan)), waived=rule.name in allow) for rule in rules)
+    found = (_finding(rule, plan, waived=rule.name in allow) for rule in rules if plan.on_gpu or not rule.on_gpu)
     return Report(tuple(finding for finding in found if finding is not None))
 
 
-def _finding(rule: Rule, faults: Sequence[Fault], *, waived: bool) -> Finding | None:
-    if not faults:
-        return None
+def _finding(rule: Rule, plan: RunPlan, *, waived: bool) -> Finding | None:
     places: dict[str, list[str]] = {}
-    for fault in dict.fromkeys(faults):
+    for fault in dict.fromkeys(rule.find(plan)):
         places.setdefault(fault.what, []).append(fault.where)
+    if not places:
+        return None
     what = "; ".join(f"{text} in {', '.join(where)}" if any(where) else text for text, where in places.items())
     return Finding(rule=rule.name, severity=rule.severity, what=what, why=rule.why, instead=rule.instead, waived=waived)
 

@@ -11,7 +11,7 @@ import torch
 
 from lowprec_train.numerics.formats import parse_format
 from lowprec_train.ops.codecs import StateCodec
-from lowprec_train.train.lint.rules import Fault, Rule, RunPlan, Severity
+from lowprec_train.train.lint.rules import Fault, RunPlan, Severity, rule
 
 EXPANSION = (1.9, 7.0)
 """Exponents that range expansion takes for groups of first and second moments (medians; arXiv 2410.19313)."""
@@ -48,12 +48,21 @@ def typical_update(beta1: float) -> float:
     return math.sqrt((1 - beta1) / (1 + beta1))
 
 
+@rule(
+    severity=Severity.ERROR,
+    why="small second moments flush to zero and their updates explode: training diverges (arXiv 2310.18313, figure 8)",
+    instead="optim/moment@optim.second_moment=fp16, or e4m3_expanded",
+)
 def fp8_second_moment(plan: RunPlan) -> Iterator[Fault]:
     second = plan.codecs.moments[1]
     if second.one_scale and second.format in ("E4M3", "E5M2"):
         yield Fault(what=f"optim.second_moment = {second.format} with one scale for the tensor")
 
 
+@rule(
+    why="a moving average that changes by less than half a step of its format stays where it is (arXiv 2603.16731)",
+    instead="a smaller beta, or a finer format",
+)
 def stalled_moments(plan: RunPlan) -> Iterator[Fault]:
     first, second = plan.codecs.moments
     optim = plan.run.optim
@@ -68,6 +77,11 @@ def stalled_moments(plan: RunPlan) -> Iterator[Fault]:
             yield Fault(what=f"{name}={beta} with {codec}, which may not show changes below {least:.2g}")
 
 
+@rule(
+    why=f"rounding to nearest drops updates below 2^-12 of a weight, and weights are about {WEIGHT}: on a "
+    "quadratic at such a rate the loss ends 92 % above FP32's, 7 % with stochastic rounding (arXiv 2010.06192)",
+    instead="optim/master=fp16, which rounds stochastically, or fp32",
+)
 def lost_updates(plan: RunPlan) -> Iterator[Fault]:
     """An Adam step changes a weight by the learning rate at most, and one with noisy gradients by much less."""
     master = plan.codecs.master
@@ -82,40 +96,10 @@ def lost_updates(plan: RunPlan) -> Iterator[Fault]:
         yield Fault(what=f"{rate} with {master}: updates of {typical_update(beta1):.2g} of it (beta1={beta1}) stall")
 
 
+@rule(
+    why="update clipping takes the place of gradient clipping; together they damp a spike twice (arXiv 2304.13013)",
+    instead="max_grad_norm=0",
+)
 def two_clips(plan: RunPlan) -> Iterator[Fault]:
     if plan.run.optim.clip_updates and plan.run.max_grad_norm > 0:
         yield Fault(what=f"optim.clip_updates=true with max_grad_norm={plan.run.max_grad_norm}")
-
-
-RULES: tuple[Rule, ...] = (
-    Rule(
-        name="fp8-second-moment",
-        severity=Severity.ERROR,
-        find=fp8_second_moment,
-        why="small second moments flush to zero and their updates explode: training diverges (arXiv 2310.18313, "
-        "figure 8)",
-        instead="optim/moment@optim.second_moment=fp16, or e4m3_expanded",
-    ),
-    Rule(
-        name="stalled-moments",
-        severity=Severity.WARNING,
-        find=stalled_moments,
-        why="a moving average that changes by less than half a step of its format stays where it is (arXiv 2603.16731)",
-        instead="a smaller beta, or a finer format",
-    ),
-    Rule(
-        name="lost-updates",
-        severity=Severity.WARNING,
-        find=lost_updates,
-        why=f"rounding to nearest drops updates below 2^-12 of a weight, and weights are about {WEIGHT}: on a "
-        "quadratic at such a rate the loss ends 92 % above FP32's, 7 % with stochastic rounding (arXiv 2010.06192)",
-        instead="optim/master=fp16, which rounds stochastically, or fp32",
-    ),
-    Rule(
-        name="two-clips",
-        severity=Severity.WARNING,
-        find=two_clips,
-        why="update clipping takes the place of gradient clipping; together they damp a spike twice (arXiv 2304.13013)",
-        instead="max_grad_norm=0",
-    ),
-)

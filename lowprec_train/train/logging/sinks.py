@@ -74,7 +74,8 @@ class StepLines:
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         if path.exists():
-            _drop_lines_after(path, resumed_step)
+            kept = [line for line in read_lines(path) if line["step"] <= resumed_step]
+            write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._path = path
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
@@ -95,18 +96,15 @@ class StepLines:
         self._file.close()
 
 
-class JsonlSink:
+class JsonlSink(StepLines):
     """Appends to `metrics.jsonl`, a line at a time."""
 
     def __init__(self, *, run: RunFacts) -> None:
-        self._lines = StepLines(run.directory / "metrics.jsonl", resumed_step=run.resumed_step)
+        super().__init__(run.directory / "metrics.jsonl", resumed_step=run.resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write one line; OSError when it cannot be written."""
-        self._lines.write([{"step": step, **metrics}])
-
-    def close(self) -> None:
-        self._lines.close()
+        self.write([{"step": step, **metrics}])
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -123,11 +121,6 @@ def _read(line: bytes, path: Path, number: int) -> dict[str, Any]:
     if not isinstance(read, dict) or not isinstance(read.get("step"), int):
         raise ValueError(f"{path}, line {number}: {line[:80]!r} is no object with a step; {_SPOILED}")
     return read
-
-
-def _drop_lines_after(path: Path, step: int) -> None:
-    kept = [line for line in read_lines(path) if line["step"] <= step]
-    write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
 
 
 class ConsoleSink:

@@ -34,7 +34,7 @@ def trace(path):
 @pytest.mark.parametrize("device", ["cpu", GPU])
 def test_a_window_is_traced_and_the_run_is_the_same(device, tmp_path):
     plain, watched = make_trainer(steps=6, device=device), make_trainer(steps=6, device=device)
-    window = Window(first=3, steps=2, directory=tmp_path / "profile", device=torch.device(device), shapes=True)
+    window = Window(first=3, steps=2, directory=tmp_path / "profile", device=torch.device(device), record_shapes=True)
     assert fit(plain) == fit(watched, window.begin_step) and same(bits(plain), bits(watched))
     window.close()
     assert {path.name for path in (tmp_path / "profile").iterdir()} == {
