@@ -58,18 +58,12 @@ of the default name they decide by the last part of their paths.
 
 
 class Resume(Enum):
-    """What a launch does with an earlier run of its name: `resume=` auto, never, extend or step-N.
+    """What a launch does with an earlier run of its name: `resume=` auto, never, extend or step-N."""
 
-    auto    continues it
-    never   moves it aside to `<name>.1`, `.2`, ... and starts afresh
-    extend  continues it with more steps
-    step    goes back to one of its checkpoints; maybe with other steps
-    """
-
-    auto = "auto"
-    never = "never"
-    extend = "extend"
-    step = "step-N"
+    auto = "auto"  # continues it
+    never = "never"  # moves it aside to `<name>.1`, `.2`, ... and starts afresh
+    extend = "extend"  # continues it with more steps
+    step = "step-N"  # goes back to one of its checkpoints; maybe with other steps
 
 
 def parse_resume(text: str) -> tuple[Resume, int | None]:
@@ -114,15 +108,10 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class PhaseConfig:
-    """A later part of the run under a policy of its own.
+    """A later part of the run under a policy of its own; policy and saved_activations as in `PrecisionConfig`."""
 
-    at: fraction of the run's steps after which it begins, in (0, 1).
-    forward_only: only the forward GEMMs change; backward GEMMs and saved activations stay.
-    policy, saved_activations: as in `precision`.
-    """
-
-    at: float = MISSING
-    forward_only: bool = False
+    at: float = MISSING  # fraction of the run's steps after which it begins, in (0, 1)
+    forward_only: bool = False  # only the forward GEMMs change; backward GEMMs and saved activations stay
     policy: dict[str, Any] = field(default_factory=dict)
     saved_activations: dict[str, Any] = field(default_factory=dict)
 
@@ -133,17 +122,15 @@ class PrecisionConfig:
 
     policy: pattern over module names -> `_target_` of a recipe and its options; first match wins.
     saved_activations: `_target_` of what norms and activation functions save for the backward pass; empty: inputs.
-    schedule: later phases of the run, by name.
     override: changes to every recipe of the policies that quantises, e.g. `{dgrad: {a: {format: E4M3}}}`.
-    deviations: parts of the published scheme that are not built yet.
     """
 
     name: str = MISSING
     policy: dict[str, Any] = field(default_factory=dict)
     saved_activations: dict[str, Any] = field(default_factory=dict)
-    schedule: dict[str, PhaseConfig] = field(default_factory=dict)
+    schedule: dict[str, PhaseConfig] = field(default_factory=dict)  # later phases of the run, by name
     override: dict[str, Any] = field(default_factory=dict)
-    deviations: list[str] = field(default_factory=list)
+    deviations: list[str] = field(default_factory=list)  # parts of the published scheme that are not built yet
 
 
 @dataclass(kw_only=True)
@@ -283,14 +270,14 @@ def model_of(path: Path) -> ModelConfig:
     Raises ValueError for another directory, and when the file that should say it does not describe a model.
     """
     directory, _ = run_and_step(path)
-    run, imported = directory / "config.yaml", directory / MODEL_FILE
-    if not (run.is_file() or imported.is_file()):
+    source = directory / "config.yaml"
+    of_run = source.is_file()
+    if not of_run and not (source := directory / MODEL_FILE).is_file():
         raise ValueError(f"{path} is neither a run (no config.yaml) nor an imported model (no {MODEL_FILE})")
     try:
-        sizes = read_yaml(run).model if run.is_file() else read_yaml(imported)
+        sizes = read_yaml(source).model if of_run else read_yaml(source)
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes))
     except (OmegaConfBaseException, AttributeError, ValueError) as error:
-        source = run if run.is_file() else imported
         raise ValueError(f"{source} does not describe a model: {str(error).splitlines()[0]}") from error
     assert isinstance(model, ModelConfig)
     return model

@@ -139,7 +139,7 @@ class Checkpointer:
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self._executor = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._save: Future[None] | None = None
-        first(self._prepare, self._group)
+        first(lambda: folder.prepare(self._directory), self._group)
 
     def due(self, step: int) -> bool:
         """Whether `step` is one to save at."""
@@ -199,7 +199,7 @@ class Checkpointer:
             CheckpointError: none that could be taken is whole. Nothing on disk has been changed.
         """
         self.finish()
-        found, wrong = first(lambda: self._to_load(step), self._group)
+        found, wrong = first(lambda: folder.to_load(self._directory, step), self._group)
         damaged: dict[int, CheckpointError] = {}
         for each in found:
             try:
@@ -209,16 +209,15 @@ class Checkpointer:
                 continue
             first(lambda: self._settle(each, wrong, damaged), self._group)  # noqa: B023
             return each
-        if damaged:
-            raise self._none_is_whole(damaged, asked=step is not None)
-        return None
-
-    def _to_load(self, step: int | None) -> tuple[list[int], str]:
-        if step is None:
-            return folder.to_load(self._directory)
-        if step not in self.steps():
-            raise CheckpointError(f"{self._directory} has no step-{step}; {folder.listed(self._directory)}")
-        return [step], ""
+        if not damaged:
+            return None
+        causes = "\n".join(str(error) for error in list(damaged.values())[:4])
+        if step is not None:
+            raise CheckpointError(f"{causes}; {folder.listed(self._directory)}")
+        raise CheckpointError(
+            f"{causes}\nNo checkpoint in {self._directory} is whole, and nothing was changed. Restore one, or "
+            "resume=never moves the run aside and starts afresh."
+        )
 
     def _load(self, state: Parts, step: int, optional: Collection[str]) -> None:
         """Fill `state` from one checkpoint, if it is whole and finite."""
@@ -246,32 +245,13 @@ class Checkpointer:
         moved = [f"{error}; kept as {folder.set_aside(self._directory, s).name}" for s, error in damaged.items()]
         log.warning("warning: %s; going on from step-%d", "; ".join([*filter(None, [wrong]), *moved]), step)
 
-    def _none_is_whole(self, damaged: Mapping[int, CheckpointError], *, asked: bool) -> CheckpointError:
-        causes = "\n".join(str(error) for error in list(damaged.values())[:4])
-        if asked:
-            return CheckpointError(f"{causes}; {folder.listed(self._directory)}")
-        return CheckpointError(
-            f"{causes}\nNo checkpoint in {self._directory} is whole, and nothing was changed. Restore one, or "
-            "resume=never moves the run aside and starts afresh."
-        )
-
     def latest(self) -> int | None:
-        """Step that `latest` names; None when there is no such file.
-
-        Raises:
-            CheckpointError: the file holds something else.
-        """
+        """As `checkpoint_folder.latest`."""
         return folder.latest(self._directory)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints on disk, ascending."""
         return folder.steps(self._directory)
-
-    def _prepare(self) -> None:
-        try:
-            folder.prepare(self._directory)
-        except OSError as error:
-            raise CheckpointError(f"cannot keep checkpoints in {self._directory}: {error}") from error
 
     def _write(self, flat: dict[str, Any], step: int) -> None:
         partial = self._directory / f".tmp-step-{step}"

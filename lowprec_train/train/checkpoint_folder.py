@@ -16,7 +16,8 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from lowprec_train.train.digests import CheckpointError, write_synced
+from lowprec_train.data.appending import write_whole
+from lowprec_train.train.digests import CheckpointError
 
 POINTER = "latest"
 
@@ -65,14 +66,19 @@ def listed(directory: Path) -> str:
     return f"checkpoints there: {steps(directory)}"
 
 
-def to_load(directory: Path) -> tuple[list[int], str]:
-    """The steps to try, best first: the one that `latest` names, then the newest. Second: what is wrong with `latest`,
-    "" if nothing is. A launch that dies before it points leaves one newer checkpoint, and no more.
+def to_load(directory: Path, asked: int | None = None) -> tuple[list[int], str]:
+    """The steps to try, best first: `asked` alone, else the one that `latest` names, then the newest. Second: what is
+    wrong with `latest`, "" if nothing is. A launch that dies before it points leaves one newer checkpoint, and no more.
 
     Raises:
-        CheckpointError: `latest` names a checkpoint, or nothing that could be one, and there is none at all.
+        CheckpointError: `asked` is not there; or `latest` names a checkpoint, or nothing that could be one, and there
+            is none at all.
     """
     there = steps(directory)[::-1]
+    if asked is not None and asked not in there:
+        raise CheckpointError(f"{directory} has no step-{asked}; {listed(directory)}")
+    if asked is not None:
+        return [asked], ""
     try:
         named = latest(directory)
     except CheckpointError as error:
@@ -93,8 +99,7 @@ def to_load(directory: Path) -> tuple[list[int], str]:
 
 def point_to(directory: Path, step: int) -> None:
     """Let `latest` name a checkpoint that is on disk."""
-    write_synced(directory / ".tmp-latest", f"step-{step}\n")
-    os.replace(directory / ".tmp-latest", directory / POINTER)
+    write_whole(directory / POINTER, f"step-{step}\n".encode())
     sync(directory)
 
 
@@ -112,15 +117,18 @@ def aside(path: Path) -> Path:
 
 
 def prepare(directory: Path) -> None:
-    """Make the folder; finish or undo what a launch that died has left. OSError when it cannot be."""
-    directory.mkdir(parents=True, exist_ok=True)
-    sync(directory.parent)
-    for replaced in directory.glob(".tmp-old-step-*"):
-        final = directory / replaced.name.removeprefix(".tmp-old-")
-        if not final.exists():  # died between the two renames of a replacement
-            replaced.rename(final)
-    for leftover in directory.glob(".tmp-*"):
-        remove(leftover)
+    """Make the folder; finish or undo what a launch that died has left. CheckpointError when it cannot be."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        sync(directory.parent)
+        for replaced in directory.glob(".tmp-old-step-*"):
+            final = directory / replaced.name.removeprefix(".tmp-old-")
+            if not final.exists():  # died between the two renames of a replacement
+                replaced.rename(final)
+        for leftover in (*directory.glob(".tmp-*"), *directory.glob(f"{POINTER}.*")):
+            remove(leftover)
+    except OSError as error:
+        raise CheckpointError(f"cannot keep checkpoints in {directory}: {error}") from error
 
 
 def publish(directory: Path, partial: Path, step: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -38,19 +39,20 @@ def explained(error: BaseException, arguments: Sequence[str]) -> str:
     for setting in given:
         if fault := setting.unreadable() or setting.misplaced():
             return fault
-        if OverridesParser.create().parse_override(setting.argument).is_sweep_override():
+        if setting.parsed().is_sweep_override():
             if alone:
-                return _sweep(setting, setting.argument, error)
+                return _sweep(setting, setting.key, error)
         elif fault := setting.no_choice():
             return fault
     if told := renamed_keys.refusal([_renaming_in_file(error)]):
         return told
     if isinstance(error, MissingConfigException):
         return _missing(error, given)
-    text = str(error)
     for pattern, say in _FAULTS:
-        if match := re.search(pattern, text):
-            return say(_of(given, match["what"]), match["what"], error)
+        if match := re.search(pattern, str(error)):
+            what = match["what"]
+            typed = next((each for each in reversed(given) if what in (each.key, each.group)), Setting.of(what))
+            return say(typed, what, error)
     return one_line(error, arguments)
 
 
@@ -89,8 +91,8 @@ def refuse_unknown(run: DictConfig) -> None:
 def refuse_flags(overrides: Iterable[str]) -> None:
     """ValueError for a number other than 0 and 1 where true or false is asked for: OmegaConf takes any for true."""
     for override in overrides:
-        setting = Setting(override)
-        value = OverridesParser.create().parse_override(override).value()
+        setting = Setting.of(override)
+        value = setting.parsed().value()
         if _type(setting.key) is bool and type(value) in (int, float) and value not in (0, 1):
             raise ValueError(f"{override}: {setting.value} is neither true nor false")
 
@@ -114,28 +116,29 @@ def groups() -> list[str]:
     return sorted({path.parent.relative_to(root).as_posix() for path in root.glob("*/**/*.yaml")})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """One argument of the command line: `key=value`, with a sign before it or none."""
 
     argument: str
+    sign: str
+    key: str
+    value: str
 
-    @property
-    def key(self) -> str:
-        return self.argument.lstrip("+~").partition("=")[0]
-
-    @property
-    def value(self) -> str:
-        return self.argument.partition("=")[2]
-
-    @property
-    def sign(self) -> str:
-        return self.argument[: len(self.argument) - len(self.argument.lstrip("+~"))]
+    @classmethod
+    def of(cls, argument: str) -> Setting:
+        signed, _, value = argument.partition("=")
+        key = signed.lstrip("+~")
+        return cls(argument=argument, sign=signed.removesuffix(key), key=key, value=value)
 
     @property
     def group(self) -> str:
         """The group that it chooses from, if any: `optim/moment@optim.first_moment` is of optim/moment."""
         return self.key.partition("@")[0]
+
+    def parsed(self) -> Override:
+        """As Hydra reads it."""
+        return OverridesParser.create().parse_override(self.argument)
 
     def renaming(self) -> str | None:
         """What it is called now, if its key or value was renamed."""
@@ -150,7 +153,7 @@ class Setting:
         if not self.key:
             return f"{shown} has no key; write key=value"
         try:
-            OverridesParser.create().parse_override(self.argument)
+            self.parsed()
         except Exception as error:
             reason = _first(error).removeprefix("LexerNoViableAltException: ")
             return (
@@ -169,14 +172,14 @@ class Setting:
         """A group given what can be no name of a file."""
         if self.group not in groups() or self.sign == "~":
             return None
-        value = OverridesParser.create().parse_override(self.argument).value()
+        value = self.parsed().value()
         return None if isinstance(value, str | list) and value else _no_choice(self, self.value)
 
 
 def settings(arguments: Sequence[str]) -> list[Setting]:
     """Arguments without Hydra's options and the values of those."""
-    before = ("", *arguments)
-    return [Setting(a) for a, option in zip(arguments, before) if not a.startswith("-") and option not in _WITH_VALUE]
+    after = [each for each, before in zip(arguments, ("", *arguments)) if before not in _WITH_VALUE]
+    return [Setting.of(each) for each in after if not each.startswith("-")]
 
 
 def _renaming_in_file(error: BaseException) -> str | None:
@@ -208,29 +211,26 @@ def _missing(error: MissingConfigException, given: Sequence[Setting]) -> str:
     )
 
 
-def _no_key(setting: Setting | None, key: str, error: BaseException) -> str:
-    said, value = (setting.argument, setting.value) if setting else (key, "")
-    return f"Could not override {key!r} by {said}: there is no such key{_meant(key, value, _keys())}"
+def _no_key(typed: Setting, key: str, error: BaseException) -> str:
+    return f"Could not override {key!r} by {typed.argument}: there is no such key{_meant(key, typed.value, _keys())}"
 
 
-def _wrong_value(setting: Setting | None, argument: str, error: BaseException) -> str:
+def _wrong_value(typed: Setting, argument: str, error: BaseException) -> str:
     return f"{argument}: {_first(error.__cause__ or error)}"
 
 
-def _no_plus(setting: Setting | None, key: str, error: BaseException) -> str:
-    said = setting.argument if setting else key
-    return f"{said}: {key} is there already; without the plus: {said.lstrip('+')}"
+def _no_plus(typed: Setting, key: str, error: BaseException) -> str:
+    return f"{typed.argument}: {key} is there already; without the plus: {typed.argument.lstrip('+')}"
 
 
-def _twice(setting: Setting | None, key: str, error: BaseException) -> str:
-    said = setting.argument if setting else key
-    rest = "once is enough" if key in ADDED else f"without the plus: {said.lstrip('+')}"
-    return f"{said}: {key} is chosen already; {rest}"
+def _twice(typed: Setting, key: str, error: BaseException) -> str:
+    rest = "once is enough" if key in ADDED else f"without the plus: {typed.argument.lstrip('+')}"
+    return f"{typed.argument}: {key} is chosen already; {rest}"
 
 
-def _sweep(setting: Setting | None, argument: str, error: BaseException) -> str:
-    key, _, value = argument.partition("=")
-    return f"{argument}: several values are a sweep, with --multirun; for a value with a comma: '{key}=\"{value}\"'"
+def _sweep(typed: Setting, argument: str, error: BaseException) -> str:
+    quoted = f"'{typed.argument.partition('=')[0]}=\"{typed.value}\"'"
+    return f"{typed.argument}: several values are a sweep, with --multirun; for a value with a comma: {quoted}"
 
 
 _FAULTS = (
@@ -244,10 +244,6 @@ _FAULTS = (
     (r"Sweep parameters '(?P<what>[^']+)'", _sweep),
     (r"Error merging override (?P<what>.+)", _wrong_value),
 )
-
-
-def _of(given: Sequence[Setting], key: str) -> Setting | None:
-    return next((each for each in reversed(given) if key in (each.key, each.group)), None)
 
 
 def _first(error: BaseException) -> str:

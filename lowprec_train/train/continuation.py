@@ -38,19 +38,14 @@ LINES = ("metrics.jsonl", "telemetry.jsonl")
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """What a launch is to do.
+    """What a launch is to do."""
 
-    step: of the checkpoint to load; None: the newest, or none in a new run. leaves: whether it leaves the run's newest
-    state. done: there is nothing to do. told: lines that say so. facts: of it, for run.json. logged: the last step of
-    which metrics.jsonl has a line.
-    """
-
-    step: int | None = None
-    leaves: bool = False
-    done: bool = False
-    told: tuple[str, ...] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    logged: int = 0
+    step: int | None = None  # of the checkpoint to load; None: the newest, or none in a new run
+    leaves: bool = False  # whether it leaves the run's newest state
+    done: bool = False  # there is nothing to do
+    told: tuple[str, ...] = ()  # lines that say so
+    facts: Mapping[str, Any] = field(default_factory=dict)  # for run.json
+    logged: int = 0  # the last step of which metrics.jsonl has a line
 
 
 def plan(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -> Continuation:

@@ -113,7 +113,7 @@ def attempt(store: dist.Store, world: World, timeout: timedelta) -> str:
     return name
 
 
-def _named(store: dist.Store, processes: int, timeout: timedelta = timedelta(minutes=10)) -> str:
+def _named(store: dist.Store, processes: int, timeout: timedelta) -> str:
     """A new name of the attempt, once all others have heard it. Tokens of dead processes are answered too."""
     until = time.monotonic() + timeout.total_seconds()
     name = secrets.token_hex(8)

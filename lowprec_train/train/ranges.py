@@ -20,16 +20,14 @@ from lowprec_train.ops.adamw import EPS
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers from `low` to `high`. above: without `low` itself. below: without `high` itself. or_zero: zero too, and
-    what it means. whole: integers only.
-    """
+    """Numbers from `low` to `high`."""
 
     low: float
     high: float = math.inf
-    above: bool = False
-    below: bool = False
-    or_zero: str = ""
-    whole: bool = False
+    above: bool = False  # without `low` itself
+    below: bool = False  # without `high` itself
+    or_zero: str = ""  # zero too, and what it means
+    whole: bool = False  # integers only
 
     def holds(self, value: Any) -> bool:
         """Whether a value is one of these numbers."""

@@ -48,12 +48,8 @@ class _Message:
 class StopConsensus:
     """Makes any rank's request to stop the decision of all, at the same step.
 
-    Args:
-        group: a group of all ranks that takes host tensors, used by no other thread; None: this process is alone, and
-            decides at once.
-
-    Attributes:
-        learned: the largest request of any rank that has arrived: 0 for none, else True or a signal's number.
+    group: of all ranks, takes host tensors, used by no other thread; None: this process is alone, and decides at once.
+    learned: the largest request of any rank that has arrived: 0 for none, else True or a signal's number.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -66,10 +62,8 @@ class StopConsensus:
     def agree(self, stop: int, *, step_ms: float = 0.0, data_ms: float = 0.0) -> bool:
         """Whether to stop now: the same answer on all ranks. All ranks call it once after every step.
 
-        Args:
-            stop: this rank's request: False or 0, else True or the number of the signal that asks for it.
-            step_ms: time of the newest step that this rank knows the time of.
-            data_ms: time that this rank waited for that step's data.
+        stop: this rank's request: False or 0, else True or the number of the signal that asks for it.
+        step_ms, data_ms: times of the newest step that this rank knows: of all of it, and of waiting for its data.
         """
         if self._group is None:
             self.learned = max(self.learned, int(stop))

@@ -51,32 +51,19 @@ _IN_ROW = "train/skipped_in_row"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """The numbers of a training loop. `train.checks` says which are allowed, before anything is built.
-
-    steps: length of the run.
-    tokens_per_step: tokens of a global step, a multiple of micro_batch * seq_len: the rest is accumulation.
-    micro_batch: sequences of one forward and backward.
-    seq_len: tokens of a sequence.
-    max_grad_norm: largest global gradient norm; 0 for no clipping.
-    max_nonfinite_steps: non-finite steps in a row after which the run saves and stops.
-    seed: the run's seed; a checkpoint of another one is refused.
-    eval_interval: steps between evaluations; there is one at the end too.
-    eval_batches: micro-batches of the validation split in an evaluation.
-    log_interval: steps between logged lines; evaluations, observed steps and the last one are always logged.
-    throughput: turns the time of a step into rates; tokens per second alone if left out.
-    """
+    """The numbers of a training loop. `train.checks` says which are allowed, before anything is built."""
 
     steps: int
-    tokens_per_step: int
-    micro_batch: int
+    tokens_per_step: int  # of all processes, a multiple of micro_batch * seq_len: the rest is accumulation
+    micro_batch: int  # sequences of one forward and backward
     seq_len: int
-    max_grad_norm: float
-    max_nonfinite_steps: int
-    seed: int
-    eval_interval: int
-    eval_batches: int
-    log_interval: int = 1
-    throughput: Throughput | None = None
+    max_grad_norm: float  # 0: no clipping
+    max_nonfinite_steps: int  # in a row, after which the run saves and stops
+    seed: int  # a checkpoint of another one is refused
+    eval_interval: int  # there is an evaluation at the end too
+    eval_batches: int  # micro-batches of the validation split
+    log_interval: int = 1  # evaluations, observed steps and the last one are always logged
+    throughput: Throughput | None = None  # None: tokens per second alone
 
 
 class Trainer:

@@ -1,6 +1,7 @@
 """How processes meet: a store that outlives restarts, and what one process decides for all."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from lowprec_train.train import launch
 def meet(store, processes):
     """The names that the processes of one attempt agree on."""
     with ThreadPoolExecutor(processes) as threads:
-        others = [threads.submit(launch._told, store, rank) for rank in range(1, processes)]
-        first = threads.submit(launch._named, store, processes)
-        return {each.result(timeout=60) for each in (first, *others)}
+        worlds = [launch.World(rank, processes) for rank in range(processes)]
+        names = [threads.submit(launch.attempt, store, world, timedelta(minutes=10)) for world in worlds]
+        return {each.result(timeout=60) for each in names}
 
 
 def test_each_attempt_has_a_name_of_its_own():

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,7 +58,9 @@ PLACES: tuple[tuple[str, str, str], ...] = (
 BROKEN = re.compile(
     r"/gloo/|Timed out waiting \d+ms|Connection (closed|reset) by peer|NCCL (error|communicator|time)|nccl\w+Error"
 )
+PATIENCE = 4.0  # seconds in which the others say where they are, once one has failed
 Lines = list[tuple[str, str]]  # (file, function), innermost first
+Said = Mapping[int, Mapping[str, Any]]  # rank -> its "step", "what" it does and whether it "waits"
 
 
 @dataclass(frozen=True)
@@ -150,10 +153,8 @@ class Watch:
         self._ranks, self._rank, self._directory, self._on_gpu = ranks, ranks.world.rank, directory, on_gpu
         self._minutes, self._seconds = minutes, 60 * minutes
         self._patience = min(self._seconds / 4, 15.0)
-        self._main, self._lock = threading.main_thread().ident, threading.Lock()
+        self._main, self._said = threading.main_thread().ident, ""
         self._step, self._since = 0, time.monotonic()
-        self._store: dist.Store | None = None
-        self._said = ""
         self._recorded = self._explaining = False
 
     def begin_step(self, step: int) -> None:
@@ -194,15 +195,13 @@ class Watch:
         asking.start()
         self._record()
         asking.join(2 * PATIENCE + 1)
-        alone = (
-            f"{at(self._step)}: {what}: {how}, and the store of the launch, which torchrun or rank 0 keeps, is silent"
-        )
-        return answer[0] if answer else PeerLost(self._with_records(alone))
+        silent = "the store of the launch, which torchrun or rank 0 keeps, is silent"
+        return answer[0] if answer else PeerLost(self._with_records(f"{at(self._step)}: {what}: {how}, and {silent}"))
 
     def _ask(self, what: str, how: str, answer: list[PeerLost]) -> None:
         """Say where this rank is; the first rank that asks says what follows from all that the others said."""
         with suppress(dist.DistError):
-            store = self._connected()
+            store = self._store
             self._say(what, waits=True)
             store.set("hung", "1")
             if store.add("asked", 1) > 1:
@@ -223,7 +222,7 @@ class Watch:
 
     def _gathered(self, places: Mapping[int, Place]) -> dict[int, dict[str, Any]]:
         """What the ranks have said, once all wait for this step's collectives or a few seconds have passed."""
-        until, store = time.monotonic() + PATIENCE, self._connected()
+        until, store = time.monotonic() + PATIENCE, self._store
         while True:
             keys = {rank: f"said/{rank}" for rank in places if store.check([f"said/{rank}"])}
             said = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
@@ -233,7 +232,7 @@ class Watch:
 
     def _places(self) -> dict[int, Place]:
         ranks = range(self._ranks.world.processes)
-        return {rank: Place(**json.loads(self._connected().get(f"place/{rank}"))) for rank in ranks}
+        return {rank: Place(**json.loads(self._store.get(f"place/{rank}"))) for rank in ranks}
 
     def _look(self, ended: threading.Event) -> None:
         with suppress(dist.DistError):  # the launcher, and the store with it, has ended
@@ -243,7 +242,7 @@ class Watch:
                     continue
                 what, waits = doing(of_frame(sys._current_frames().get(self._main or 0)))
                 self._say(what, waits=waits)
-                if self._connected().check(["hung"]):
+                if self._store.check(["hung"]):
                     self._record()
                 if self._on_gpu and quiet > 0.9 * self._seconds and self._tell_of_gpu():
                     return
@@ -264,14 +263,13 @@ class Watch:
     def _say(self, what: str, *, waits: bool) -> None:
         said = json.dumps({"step": self._step, "what": what, "waits": waits})
         if said != self._said:
-            self._connected().set(f"said/{self._rank}", said)
+            self._store.set(f"said/{self._rank}", said)
             self._said = said
 
-    def _connected(self) -> dist.Store:
+    @cached_property
+    def _store(self) -> dist.Store:
         """A connection of this class's own, made when it is first needed."""
-        with self._lock:
-            self._store = self._store or self._ranks.again()
-            return self._store
+        return self._ranks.again()
 
     def _record(self) -> None:
         """Stacks of all threads to `rank-N.txt`, the flight recorder to `rank_N`, as torch's own tool expects it."""
@@ -285,12 +283,6 @@ class Watch:
             faulthandler.dump_traceback(file, all_threads=True)
         if content := flight.recording():
             (self._directory / f"rank_{self._rank}").write_bytes(content)
-
-
-PATIENCE = 4.0  # seconds in which the others say where they are, once one has failed
-
-
-Said = Mapping[int, Mapping[str, Any]]
 
 
 def missing(said: Said, step: int, places: Mapping[int, Place]) -> list[int]:

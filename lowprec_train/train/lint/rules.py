@@ -66,17 +66,13 @@ class RoundedOperand:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What a run is about to do, as values.
-
-    codecs: of moments and master weights. decays: of the
-        optimizer's moments. learning_rate: of a 0-based step. on_gpu: on a CUDA device.
-    """
+    """What a run is about to do, as values."""
 
     run: RunConfig
     layer_groups: tuple[LayerGroup, ...]
-    codecs: Codecs
-    decays: Mapping[str, float]
-    learning_rate: Schedule
+    codecs: Codecs  # of moments and master weights
+    decays: Mapping[str, float]  # of the optimizer's moments
+    learning_rate: Schedule  # of a 0-based step
     on_gpu: bool = False
 
     def gemms(self) -> Iterator[tuple[LayerGroup, str, Gemm]]:
@@ -105,16 +101,14 @@ Find = Callable[[RunPlan], Iterable[Fault]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One combination known to go wrong. why: with its source, an arXiv id or owner/repo#N. instead: a way out. on_gpu:
-    holds on a CUDA device only.
-    """
+    """One combination known to go wrong."""
 
     name: str
     severity: Severity
     find: Find
-    why: str
-    instead: str
-    on_gpu: bool
+    why: str  # with its source, an arXiv id or owner/repo#N
+    instead: str  # a way out
+    on_gpu: bool  # holds on a CUDA device only
 
 
 def rule(

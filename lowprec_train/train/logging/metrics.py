@@ -63,13 +63,10 @@ def flops_per_token(
 ) -> dict[str, float]:
     """Training FLOPs a token, forward and backward, per precision kind.
 
-    Args:
-        model: its modules with `in_features` and `out_features` are the linear layers.
-        kinds: {module name: {"fprop": kind, "dgrad": kind, "wgrad": kind}}; what is not named computes in "bf16".
-        attention_flops: of the attention GEMMs, forward and backward, a token; counted as "bf16".
+    kinds: {module name: {"fprop": kind, "dgrad": kind, "wgrad": kind}}; what is not named computes in "bf16".
+    attention_flops: of the attention GEMMs, forward and backward, a token; counted as "bf16".
 
-    Raises:
-        ValueError: `kinds` names a module that is no linear layer.
+    Raises ValueError where `kinds` names a module that is no linear layer.
     """
     linears = {name: module for name, module in model.named_modules() if hasattr(module, "in_features")}
     unknown = sorted(set(kinds) - set(linears))
@@ -87,17 +84,12 @@ def flops_per_token(
 class Throughput:
     """Turns the time of a step into rates.
 
-    Args:
-        tokens_per_step: tokens of a global step.
-        flops_per_token: as from `flops_per_token`; empty: no FLOP metrics.
-        peaks: FLOP/s per kind as from `peak_flops`.
-        gpus: devices that share a step.
-        later: (0-based first step, rates from there on) of phases in which GEMMs compute in other precisions.
+    later: (0-based first step, rates from there on) of phases in which GEMMs compute in other precisions.
     """
 
-    tokens_per_step: int
-    flops_per_token: Mapping[str, float] = field(default_factory=dict)
-    peaks: Mapping[str, float] = field(default_factory=dict)
+    tokens_per_step: int  # of all GPUs
+    flops_per_token: Mapping[str, float] = field(default_factory=dict)  # by kind; empty: no FLOP metrics
+    peaks: Mapping[str, float] = field(default_factory=dict)  # FLOP/s by kind
     gpus: int = 1
     later: tuple[tuple[int, Throughput], ...] = ()
 
@@ -141,12 +133,8 @@ def throughput(
     )
     if rates._without_peak():
         without = ", ".join(rates._without_peak())
-        log.info(
-            "no peak of %s on %r is known: perf/sol%s left out",
-            without,
-            name,
-            "" if rates.peaks else " and perf/mfu_bf16peak",
-        )
+        also = "" if rates.peaks else " and perf/mfu_bf16peak"
+        log.info("no peak of %s on %r is known: perf/sol%s left out", without, name, also)
     return rates
 
 
@@ -154,10 +142,8 @@ def memory(device: torch.device) -> dict[str, float]:
     """Peak memory so far in GiB: allocated by torch on a GPU, resident on a CPU. Reading it waits for nothing."""
     if device.type != "cuda":
         unit = 1 if sys.platform == "darwin" else 1024
-        return {
-            "mem/peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB,
-            "mem/alloc_retries": 0.0,
-        }
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"mem/peak_gib": resident / GIB, "mem/alloc_retries": 0.0}
     retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
     return {"mem/peak_gib": torch.cuda.max_memory_allocated(device) / GIB, "mem/alloc_retries": float(retries)}
 
@@ -202,9 +188,7 @@ class AsyncHostCopy:
 class DeferredMetrics:
     """The metrics of one step, copied to the host asynchronously; reading them a step later keeps the device busy.
 
-    Args:
-        metrics: floats, and 0-dim tensors of `device`.
-        begin: the end of the step before, or the start of this one.
+    metrics: floats, and 0-dim tensors of `device`. begin: the end of the step before, or the start of this one.
     """
 
     def __init__(self, step: int, metrics: Mapping[str, Tensor | float], begin: Instant, device: torch.device) -> None:

@@ -42,25 +42,16 @@ class Sink(Protocol):
 class RunFacts:
     """What sinks may know of the run they belong to.
 
-    Args:
-        name: the run's name.
-        directory: the run directory, existing.
-        steps: length of the run in steps.
-        resumed_step: steps already done when this process started; 0 for a fresh run.
-        config: the resolved configuration, plain values.
-        recipe: name of the recipe.
-        comparison: name that the run shares with those that it can be compared with.
-        remembered: strings that the checkpoint carries from launch to launch (`Trainer.remembered`); a sink may add
-            its own.
+    remembered: strings that the checkpoint carries from launch to launch (`Trainer.remembered`); sinks may add some.
     """
 
     name: str
-    directory: Path
-    steps: int
-    resumed_step: int = 0
-    config: Mapping[str, Any] = field(default_factory=dict)
+    directory: Path  # of the run, existing
+    steps: int  # of the whole run
+    resumed_step: int = 0  # steps done when this process started
+    config: Mapping[str, Any] = field(default_factory=dict)  # resolved, plain values
     recipe: str = ""
-    comparison: str | None = None
+    comparison: str | None = None  # name that the run shares with those that it can be compared with
     remembered: dict[str, str] = field(default_factory=dict)
 
     def recipe_text(self) -> str:
@@ -80,11 +71,7 @@ class StepLines:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines.
-
-        Raises:
-            OSError: one cannot be written, with the path.
-        """
+        """Append lines. OSError, with the path, when one cannot be written."""
         for line in lines:
             try:
                 self._file.write(json.dumps(line) + "\n")
