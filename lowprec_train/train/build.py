@@ -80,7 +80,7 @@ def layout(run: RunConfig) -> MetaModel:
     made, tokens = phases(run, model), run.micro_batch * run.data["seq_len"]
     for phase in made:
         checks.linears(model, phase.recipes, tokens=tokens)
-        checks.saved_activations(model, phase.saved_activations)
+        phase.saved_activations.check(model)
     return MetaModel(model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather)
 
 

@@ -18,7 +18,6 @@ from lowprec_train.parallel.data import GRAD_REDUCE
 from lowprec_train.parallel.mesh import Sizes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.recipe import LinearRecipe
-from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.train import ranges
 from lowprec_train.train.construct import checked
 from lowprec_train.train.launch import ALONE, World
@@ -168,11 +167,6 @@ def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int
         recipes.check(
             recipe, name=name, in_features=linear.in_features, out_features=linear.out_features, tokens=tokens
         )
-
-
-def saved_activations(model: nn.Module, policy: SavedActivationPolicy) -> None:
-    """The groups in which norms and activations save their inputs divide the model's sizes."""
-    policy.check(model)
 
 
 def corpus(name: str, saved: str | None, now: str) -> None:

@@ -94,7 +94,7 @@ class Trained:
             saved_activations=last.saved_activations,
         )
         checks.linears(model, phase.recipes, tokens=1)
-        checks.saved_activations(model, phase.saved_activations)
+        phase.saved_activations.check(model)
         return phase
 
     def _laid_out(self, dtype: torch.dtype) -> Transformer:

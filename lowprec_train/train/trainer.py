@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.data.corpus import Corpus
-from lowprec_train.numerics.draws import Draws, SeedTable
+from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.optim.schedule import Schedule
@@ -108,7 +108,6 @@ class Trainer:
         self._times = {"step_ms": 0.0, "data_ms": 0.0}  # of the newest step whose time is known
         self._last_loss: float | None = None  # of validation, in this launch
         self.remembered: dict[str, str] = {}
-        self._loss = cast("Callable[..., Tensor]", model.loss)
         load = partial(
             load_step,
             micro_batch=options.micro_batch,
@@ -169,9 +168,8 @@ class Trainer:
             if stop:
                 return "preempted"
         consensus.close()
-        self._skips.judge(
-            self.options.steps, self.options.max_nonfinite_steps, self._last_loss or self.evaluate()["valid/loss"]
-        )
+        loss = self._last_loss or self.evaluate()["valid/loss"]
+        self._skips.judge(self.options.steps, self.options.max_nonfinite_steps, loss)
         return "done"
 
     def step(self) -> dict[str, Tensor | float]:
@@ -183,12 +181,13 @@ class Trainer:
         batch = self._prefetcher.take(self.steps_done)
         data_ms = (time.perf_counter() - begin) * 1e3
         normalizer = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
-        record = self._probe(batch.micro[0], normalizer)
+        record: Record | None = None
+        if self.telemetry.due(self.steps_done + 1):
+            record = self.telemetry.probe(lambda: self._loss(batch.micro[0], normalizer, self.steps_done))
         loss = torch.zeros((), device=self.device)
         for micro in batch.micro:
             self.data_parallel.begin_backward(last=micro is batch.micro[-1])
-            part, draws = micro.to(self.device), self._draws(self.steps_done, micro.first)
-            loss_part = self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
+            loss_part = self._loss(micro, normalizer, self.steps_done)
             loss_part.backward()
             loss += loss_part.detach()
         self.data_parallel.end_backward()
@@ -217,8 +216,7 @@ class Trainer:
         self.model.eval()
         self.data_parallel.prepare()
         for micro in batch.micro:
-            part, draws = micro.to(self.device), self._draws(EVALUATION_STEP, micro.first)
-            total += self._loss(part.tokens, part.targets, one, part.documents, draws).double()
+            total += self._loss(micro, one, EVALUATION_STEP).double()
         self.model.train()
         targets = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
         return {"valid/loss": float(self.data_parallel.total(total)) / float(targets)}
@@ -259,12 +257,10 @@ class Trainer:
         self.remembered.clear()
         self.remembered.update(json.loads(state_dict["remembered"]))
 
-    def _probe(self, micro: MicroBatch, normalizer: Tensor) -> Record | None:
-        """Where telemetry is due, what the step's first micro-batch is rounded to."""
-        if not self.telemetry.due(self.steps_done + 1):
-            return None
-        part, draws = micro.to(self.device), self._draws(self.steps_done, micro.first)
-        return self.telemetry.probe(lambda: self._loss(part.tokens, part.targets, normalizer, part.documents, draws))
+    def _loss(self, micro: MicroBatch, normalizer: Tensor, step: int) -> Tensor:
+        part = micro.to(self.device)
+        draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
+        return cast(Any, self.model).loss(part.tokens, part.targets, normalizer, part.documents, draws)
 
     def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
@@ -272,15 +268,11 @@ class Trainer:
         scale = ((norm + 1e-6) / (self.options.max_grad_norm or float("inf"))).clamp(min=1.0)
         taken = usable(loss, norm, scale)
         self.optimizer.set_lr(lr)
-        self.optimizer.step(
-            grad_scale=scale, found_inf=(~taken).float(), observer=None if record is None else record.state
-        )
+        observer = None if record is None else record.state
+        self.optimizer.step(grad_scale=scale, found_inf=(~taken).float(), observer=observer)
         self.optimizer.zero_grad(set_to_none=True)
         self._skips.count(taken, torch.stack(squares))
         return norm
-
-    def _draws(self, step: int, first_sequence: int) -> Draws | None:
-        return None if self.seeds is None else self.seeds.at(step, first_sequence * self.options.seq_len)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)
@@ -298,11 +290,8 @@ class Trainer:
         """Read a step's numbers, stop a run that has diverged, evaluate where due, and log."""
         metrics, seconds = late.read()
         in_row = int(metrics.pop(_IN_ROW))
-        metrics |= {
-            "time/step_ms": seconds * 1e3,
-            **self.throughput.of_step(late.step - 1)(seconds),
-            **memory(self.device),
-        }
+        metrics["time/step_ms"] = seconds * 1e3
+        metrics |= self.throughput.of_step(late.step - 1)(seconds) | memory(self.device)
         self._times = {"step_ms": metrics["time/step_ms"], "data_ms": metrics["time/data_ms"]}
         if rows := self.telemetry.read(late.step):
             write_rows(rows)
@@ -321,16 +310,11 @@ class Trainer:
             self._save(checkpointer, wait=True)
         except CheckpointError as failure:
             unsaved = str(failure)
+        loss, grad_norm, lr = (metrics[f"train/{name}"] for name in ("loss", "grad_norm", "lr"))
+        names = [name for name, _ in self.model.named_parameters()]
+        bad = self._skips.gradients(names, self.data_parallel.total)
         raise TrainingDiverged(
-            step=step,
-            loss=metrics["train/loss"],
-            grad_norm=metrics["train/grad_norm"],
-            skipped=in_row,
-            lr=metrics["train/lr"],
-            gradients=self._skips.gradients(
-                [name for name, _ in self.model.named_parameters()], self.data_parallel.total
-            ),
-            unsaved=unsaved,
+            step=step, loss=loss, grad_norm=grad_norm, skipped=in_row, lr=lr, gradients=bad, unsaved=unsaved
         )
 
     def _save(self, checkpointer: Checkpointer | None, *, wait: bool) -> None:

@@ -49,11 +49,7 @@ def of_operand(x: Tensor, rounded: Quantized, how: Quantizer, clamp: OutlierClam
     got, tile = dequantize(rounded.codes, rounded.scale), _tile(rounded)
     largest = rounded.scale * ((E4M3 if carrier else how.format).max * ROUNDING_OF_SCALES)
     return {
-        "sqnr_db": sqnr_db(wanted, got),
-        "underflow_pct": _percent((wanted != 0) & (got == 0)),
-        "saturated_pct": _percent(wanted.isfinite() & (wanted.abs() > spread(largest, x.shape, tile))),
-        "nonfinite_pct": _percent(~(x.isfinite() & got.isfinite())),
-        "amax": x.abs().amax(),
+        **_errors(x, wanted, got, wanted.abs() > spread(largest, x.shape, tile)),
         **_scales(tile_amax(body, tile), rounded.scale),
         "outlier_pct": _missing(x) if clamp is None else _percent(outliers),
         "clamped_blocks_pct": _clamped_blocks(tile_amax(body, tile), rounded.scale, how),
@@ -72,13 +68,21 @@ def of_state(before: Tensor, wanted: Tensor, after: Tensor) -> Figures:
     eighth above everything that was stored. The codecs of `optim` choose scales that clip nothing.
     """
     top = after.abs().amax() * CLIPPED
+    stalled = (wanted > before) & (after <= before) | (wanted < before) & (after >= before)
     return {
-        "sqnr_db": sqnr_db(wanted, after),
-        "underflow_pct": _percent((wanted != 0) & (after == 0)),
-        "saturated_pct": _percent(wanted.isfinite() & (after != 0) & (wanted.abs() > top)),
-        "nonfinite_pct": _percent(~(wanted.isfinite() & after.isfinite())),
-        "amax": wanted.abs().amax(),
-        "stalled_pct": _percent((wanted > before) & (after <= before) | (wanted < before) & (after >= before)),
+        **_errors(wanted, wanted, after, (after != 0) & (wanted.abs() > top)),
+        "stalled_pct": _percent(stalled),
+    }
+
+
+def _errors(x: Tensor, wanted: Tensor, got: Tensor, clipped: Tensor) -> Figures:
+    """Of `got` against `wanted`, which is x or what a clamp leaves of it."""
+    return {
+        "sqnr_db": sqnr_db(wanted, got),
+        "underflow_pct": _percent((wanted != 0) & (got == 0)),
+        "saturated_pct": _percent(wanted.isfinite() & clipped),
+        "nonfinite_pct": _percent(~(x.isfinite() & got.isfinite())),
+        "amax": x.abs().amax(),
     }
 
 

@@ -1,8 +1,4 @@
-"""The messages of a run at its start, about ten lines. The run directory has the rest; verbose=true prints it too.
-
-config.yaml   every key, resolved recipe.json   how each linear layer computes, and by which path run.json      what the
-machine, the kernels and the data are
-"""
+"""The messages of a run at its start, about ten lines. The run directory has the rest; verbose=true prints it too."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,15 +12,15 @@ from lowprec_train.train.describe import Linears
 
 def short(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any], directory: str) -> list[str]:
     """The lines before data is read, widest facts first. plain: the configuration; linears: as `describe.effective`."""
-    lines = [describe.first_line(facts), f"  layout     {_layout(plain, facts)}"]
-    lines += [f"  GEMMs      {paths(linears)}"]
-    lines += [
-        f"             {paths(phase['linears'])} from step {phase['first_step']} on" for phase in facts["schedule"]
-    ]
-    lines += [f"  saves      {saved(facts['saved'])}", f"  kernels    {kernels(facts['kernels'])}"]
-    lines += [f"  optimizer  {_optimizer(plain['optim'])}; gradients in {plain['comm'].get('format', 'FP32')}"]
+    later = [f"{paths(phase['linears'])} from step {phase['first_step']} on" for phase in facts["schedule"]]
     return [
-        *lines,
+        describe.first_line(facts),
+        f"  layout     {_layout(plain, facts)}",
+        f"  GEMMs      {paths(linears)}",
+        *(f"             {each}" for each in later),
+        f"  saves      {saved(facts['saved'])}",
+        f"  kernels    {kernels(facts['kernels'])}",
+        f"  optimizer  {_optimizer(plain['optim'])}; gradients in {plain['comm'].get('format', 'FP32')}",
         f"  saved in   {directory}: config.yaml (every key), recipe.json (each layer), run.json, checkpoints",
     ]
 
