@@ -114,9 +114,7 @@ class Checkpointer:
         kept: steps that are due beside the interval, and whose checkpoints stay beside the newest.
         process_group: a gloo group of all ranks, used for nothing else: a save goes on beside the training step.
 
-    Raises:
-        ValueError: interval or keep below 1.
-        CheckpointError: the directory cannot be made.
+    Raises ValueError for an interval or keep below 1, CheckpointError where the directory cannot be made.
     """
 
     def __init__(
@@ -150,9 +148,8 @@ class Checkpointer:
 
         only_finite: refuse tensors that hold NaN or infinity, wherever they lie.
 
-        Raises:
-            CheckpointError: this save, or an earlier one in the background, failed, or a tensor was refused. The
-                checkpoint that `latest` names is intact.
+        Raises CheckpointError where this save, or an earlier one in the background, failed, or a tensor was refused.
+        The checkpoint that `latest` names is intact.
         """
         self.finish()
         flat = _flatten(state)

@@ -28,10 +28,8 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def latest(directory: Path) -> int | None:
-    """Step that `latest` names in a folder of checkpoints; None when there is no such file.
-
-    Raises:
-        CheckpointError: the file holds something else, or cannot be read.
+    """Step that `latest` names in a folder of checkpoints; None when there is no such file. CheckpointError when the
+    file holds something else, or cannot be read.
     """
     pointer = directory / POINTER
     try:
@@ -47,10 +45,8 @@ def latest(directory: Path) -> int | None:
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending; none where there is no folder.
-
-    Raises:
-        CheckpointError: the folder cannot be read.
+    """Steps of the checkpoints in a folder, ascending; none where there is no folder. CheckpointError when it cannot be
+    read.
     """
     try:
         names = os.listdir(directory)
@@ -70,9 +66,7 @@ def to_load(directory: Path, asked: int | None = None) -> tuple[list[int], str]:
     """The steps to try, best first: `asked` alone, else the one that `latest` names, then the newest. Second: what is
     wrong with `latest`, "" if nothing is. A launch that dies before it points leaves one newer checkpoint, and no more.
 
-    Raises:
-        CheckpointError: `asked` is not there; or `latest` names a checkpoint, or nothing that could be one, and there
-            is none at all.
+    Raises CheckpointError where `asked` is not there, and where `latest` has a content and there is no checkpoint.
     """
     there = steps(directory)[::-1]
     if asked is not None and asked not in there:

@@ -51,18 +51,17 @@ class Continuation:
 def plan(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -> Continuation:
     """What a launch of `run` does with the run in a directory; reads it and changes nothing. plain: `run`, resolved.
 
-    Raises:
-        ValueError: a checkpoint was asked for that is not there, or leaves no step to take; or the run has trained, and
-            none of its checkpoints is found; or a file that would be gone on with cannot be read.
-        CheckpointError: the checkpoints cannot be read.
+    Raises ValueError where a checkpoint was asked for that is not there, or leaves no step to take; where the run has
+    trained, and none of its checkpoints is found; and for a file that would be gone on with and cannot be read.
+    CheckpointError: the checkpoints cannot be read.
     """
     if not directory.resumed:
         return _new(directory, run, plain)
     way = _onward(directory, run, plain)
     if way.done:
         return way
-    logged = {name: _last_step(directory.path / name) for name in LINES}
-    return replace(way, logged=logged[LINES[0]])
+    logged, _ = (_last_step(directory.path / name) for name in LINES)
+    return replace(way, logged=logged)
 
 
 def _onward(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -> Continuation:

@@ -94,10 +94,8 @@ class Manifest:
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of a checkpoint, all of whose files are there and as long as when they were written.
-
-    Raises:
-        CheckpointError: it is not so; names the file.
+    """The manifest of a checkpoint, all of whose files are there and as long as when they were written; else
+    CheckpointError, which names the file.
     """
     try:
         told = json.loads((directory / FILE).read_bytes())
@@ -137,12 +135,8 @@ def _check_size(directory: Path, name: str, size: int) -> None:
 
 
 def verify(directory: Path, group: dist.ProcessGroup | None = None, *, whole: bool = True) -> None:
-    """Compare a checkpoint with its manifest: sizes and, if `whole`, bytes. All ranks call it and share the reading.
-
-    group: of all ranks.
-
-    Raises:
-        CheckpointError: a file is missing, or not as it was written; names the file. The same on all ranks.
+    """Compare a checkpoint with its manifest: sizes and, if `whole`, bytes. All ranks, those of `group`, call it and
+    share the reading. CheckpointError on all where a file is missing, or not as it was written; names the file.
     """
     manifest = first(lambda: read(directory), group)
     if not whole:

@@ -70,10 +70,8 @@ class Trainer:
     """Trains `model` on `corpus`.
 
     Args:
-        options: the numbers of the loop.
         model: has `loss(tokens, targets, normalizer, documents, draws) -> 0-dim FP32 tensor`, the sum of the token
             losses / normalizer, which is handed over as a 0-dim FP32 tensor on the model's device; FP32 parameters.
-        optimizer: over the model's parameters.
         schedule: 0-based step -> learning rate.
         corpus: its batches are pure functions of the step.
         seeds: what the draws of each micro-batch come from; None for a model that takes none.
@@ -139,10 +137,8 @@ class Trainer:
 
         Raises:
             TrainingDiverged: after a checkpoint of the last good state.
-            NothingTrained: the end was reached, and the validation loss is not finite, or most steps were skipped, or
-                as many of the last as end a run.
-            CheckpointError: a save failed, also one in the background; or weights or states are not finite, and nothing
-                was saved.
+            NothingTrained: at the end, as `Skips.judge` says.
+            CheckpointError: a save failed, also one in the background, or was refused: something is not finite.
         """
         late: DeferredMetrics | None = None
         consensus = consensus or StopConsensus()
@@ -242,10 +238,8 @@ class Trainer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after `state_dict["step"]` steps.
-
-        Raises:
-            ValueError: the state is of a run with another seed or step size, whose data order is another.
+        """Continue after `state_dict["step"]` steps. ValueError where that run has another seed or step size, and so
+        another data order.
         """
         for name in ("seed", "tokens_per_step"):
             found, expected = state_dict[name], getattr(self.options, name)

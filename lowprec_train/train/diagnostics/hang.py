@@ -142,11 +142,8 @@ def _lines(stack: traceback.StackSummary) -> Lines:
 class Watch:
     """Knows what this rank does, and tells the others when it has long been at it.
 
-    Args:
-        ranks: of the launch.
-        minutes: `parallel.timeout_minutes`.
-        directory: where a rank leaves what it last did; made when there is something to leave.
-        on_gpu: whether the device runs collectives, which the host does not wait for.
+    minutes: `parallel.timeout_minutes`. directory: where a rank leaves what it last did; made when there is something
+    to leave. on_gpu: whether the device runs collectives, which the host does not wait for.
     """
 
     def __init__(self, ranks: Rendezvous, minutes: float, directory: Path, *, on_gpu: bool) -> None:

@@ -25,11 +25,8 @@ log = logging.getLogger(__name__)
 class Window:
     """Profiles the steps first, ..., first + steps - 1 of a run, counted from 1.
 
-    Args:
-        first, steps: the window; 0 steps: none. A launch that begins after `first` has none either, and says so.
-        directory: takes the files; made when there are some.
-        rank: of this process, for the files' names.
-        record: what to record beside times, e.g. `record_shapes=True`, as arguments of `torch.profiler.profile`.
+    0 steps: none. A launch that begins after `first` has none either, and says so. directory: takes the files; made
+    when there are some. record: what to record beside times, as arguments of `torch.profiler.profile`.
     """
 
     def __init__(

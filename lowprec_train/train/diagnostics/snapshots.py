@@ -48,11 +48,7 @@ def save(path: Path) -> None:
 class Snapshots:
     """Snapshots of one process of a run.
 
-    Args:
-        run: the run directory.
-        rank: of this process, for the files' names.
-        asked: whether this process answers requests.
-        patience: seconds between two looks for a request.
+    run: the run directory. asked: whether this process answers requests. patience: seconds between two looks for one.
     """
 
     def __init__(

@@ -14,11 +14,7 @@ from lowprec_train.train.packages import missing
 
 
 class TensorBoardSink:
-    """Writes event files that TensorBoard reads, also while the run goes on.
-
-    Raises:
-        ValueError: the tensorboard package is missing.
-    """
+    """Writes event files that TensorBoard reads, also while the run goes on. ValueError without its package."""
 
     def __init__(self, *, run: RunFacts) -> None:
         try:

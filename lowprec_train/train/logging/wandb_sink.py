@@ -33,14 +33,10 @@ TOKENS = "data/tokens"
 class WandbSink:
     """Logs to W&B, with tokens as the axis. wandb's environment variables are wandb's own and are honoured by it.
 
-    Args:
-        project, entity, tags: as in `wandb.init`.
-        group: of the runs that are compared; None: `run.comparison`.
-        job_type: None: the recipe.
-        mode: "online", "offline", "disabled"; None leaves it to W&B: WANDB_MODE, else online.
+    project, entity, tags: as in `wandb.init`. group: of the runs that are compared; None: `run.comparison`. job_type:
+    None: the recipe. mode: "online", "offline", "disabled"; None leaves it to W&B: WANDB_MODE, else online.
 
-    Raises:
-        ValueError: the wandb package is missing, or W&B cannot be reached under this mode.
+    Raises ValueError where the wandb package is missing, or W&B cannot be reached under this mode.
     """
 
     def __init__(
@@ -97,9 +93,8 @@ class WandbSink:
 
     def close(self) -> None:
         """Send what is left. Within the handling of an error the run is marked as failed."""
-        failed = int(sys.exc_info()[0] is not None)
         with self._spared():
-            self._run.finish(exit_code=failed)
+            self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
     @contextmanager
     def _spared(self) -> Iterator[None]:
