@@ -16,7 +16,7 @@ import traceback
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import hydra
 import torch
@@ -41,6 +41,7 @@ from lowprec_train.train import (
     signals,
 )
 from lowprec_train.train.checkpoint import CheckpointError
+from lowprec_train.train.compose import typed
 from lowprec_train.train.describe import Choice
 from lowprec_train.train.diagnostics import failure, flight, out_of_memory
 from lowprec_train.train.diagnostics.divergence import NothingTrained, TrainingDiverged
@@ -170,20 +171,13 @@ class Job:
 def checked(cfg: DictConfig, world: World) -> Job:
     """The composed configuration, checked. ValueError for mistakes."""
     made = HydraConfig.get()
-    command_line.refuse_unknown(cfg)
     overrides = list(made.overrides.task)
-    command_line.refuse_flags(overrides)
-    try:
-        options = OmegaConf.to_object(cfg)
-        plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-    except OmegaConfBaseException as error:
-        raise ValueError(command_line.one_line(error, overrides)) from error
-    assert isinstance(options, RunConfig) and isinstance(plain, dict)
+    options = typed(cfg, overrides)
+    plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     device, compiled = checks.configuration(options, world)
     checks.nodes(options)
     choice = Choice.of(options.precision, made.runtime.choices, overrides)
-    values = {str(key): value for key, value in plain.items()}
-    return Job(options=options, plain=values, choice=choice, world=world, device=device, compiled=compiled)
+    return Job(options=options, plain=plain, choice=choice, world=world, device=device, compiled=compiled)
 
 
 def facts_of_launch(job: Job) -> dict[str, Any]:

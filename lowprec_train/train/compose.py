@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lowprec_train import config
 from lowprec_train.config import RunConfig
-from lowprec_train.train.command_line import explained, one_line, refuse_unknown
+from lowprec_train.train.command_line import explained, one_line, refuse_flags, refuse_unknown
 
 
 def composed(*overrides: str) -> RunConfig:
@@ -19,9 +21,15 @@ def composed(*overrides: str) -> RunConfig:
             made = compose("train", overrides=list(overrides))
     except Exception as error:
         raise ValueError(explained(error, overrides)) from error
-    refuse_unknown(made)
+    return typed(made, overrides)
+
+
+def typed(composed: DictConfig, overrides: Sequence[str]) -> RunConfig:
+    """What Hydra has composed of overrides, as the types of `config`. ValueError for what they do not hold."""
+    refuse_unknown(composed)
+    refuse_flags(overrides)
     try:
-        run = OmegaConf.to_object(made)
+        run = OmegaConf.to_object(composed)
     except OmegaConfBaseException as error:
         raise ValueError(one_line(error, overrides)) from error
     assert isinstance(run, RunConfig)

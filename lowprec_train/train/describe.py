@@ -95,42 +95,38 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class MetaModel:
-    """A model without memory, and what it will compute from which step on. tokens: of a micro-batch. param_all_gather:
-    the form in which weights travel (`parallel.all_gather_format`).
-    """
+    """A model without memory, and what it will compute from which step on."""
 
     model: Transformer
     phases: tuple[Phase, ...]
-    tokens: int
-    param_all_gather: str
+    tokens: int  # of a micro-batch
+    param_all_gather: str  # the form in which weights travel (`parallel.all_gather_format`)
 
     def plans(self, device: torch.device, *, shards: int = 1) -> list[Plans]:
         """What each linear layer will do in each phase. shards: parts that each weight is in, along its rows."""
-        return [plans(self, phase, device, shards) for phase in self.phases]
+        return [self._plans(phase, device, shards) for phase in self.phases]
 
-
-def plans(meta: MetaModel, phase: Phase, device: torch.device, shards: int) -> Plans:
-    """What each linear layer will do in a phase."""
-    model, form = meta.model, meta.param_all_gather
-    producers, consumers = amax_left(model, phase.saved_activations, device)
-    found = {}
-    for name, recipe in phase.recipes.items():
-        linear = model.get_submodule(name)
-        assert isinstance(linear, Linear)
-        cut = None if linear.split is None else linear.split.dim
-        travels = all_gather_format(recipe, linear.part, shards=shards, param_all_gather=form, split=cut)
-        found[name] = compile_plan(
-            recipe,
-            linear.part,
-            meta.tokens,
-            device,
-            dtype=model.dtype,
-            split=linear.split,
-            gathered=travels.quantizer is not None,
-            producer=producers.get(name, ""),
-            consumer=consumers.get(name, "") if linear.bias is None else "",
-        )
-    return found
+    def _plans(self, phase: Phase, device: torch.device, shards: int) -> Plans:
+        model, form = self.model, self.param_all_gather
+        producers, consumers = amax_left(model, phase.saved_activations, device)
+        found = {}
+        for name, recipe in phase.recipes.items():
+            linear = model.get_submodule(name)
+            assert isinstance(linear, Linear)
+            cut = None if linear.split is None else linear.split.dim
+            travels = all_gather_format(recipe, linear.part, shards=shards, param_all_gather=form, split=cut)
+            found[name] = compile_plan(
+                recipe,
+                linear.part,
+                self.tokens,
+                device,
+                dtype=model.dtype,
+                split=linear.split,
+                gathered=travels.quantizer is not None,
+                producer=producers.get(name, ""),
+                consumer=consumers.get(name, "") if linear.bias is None else "",
+            )
+        return found
 
 
 def amax_left(
@@ -168,14 +164,11 @@ def tables(meta: MetaModel, plans: Sequence[Plans], device: torch.device) -> lis
     it saves.
     """
     first, *later = (effective(phase.recipes, each) for phase, each in zip(meta.phases, plans, strict=True))
-    return [first] + [
-        {
-            "first_step": phase.first_step,
-            "linears": table,
-            "saved": saved(meta.model, phase.saved_activations, device),
-        }
-        for phase, table in zip(meta.phases[1:], later, strict=True)
-    ]
+    tables = [first]
+    for phase, table in zip(meta.phases[1:], later, strict=True):
+        told = saved(meta.model, phase.saved_activations, device)
+        tables.append({"first_step": phase.first_step, "linears": table, "saved": told})
+    return tables
 
 
 def saved(model: Transformer, policy: SavedActivationPolicy, device: torch.device) -> dict[str, str]:

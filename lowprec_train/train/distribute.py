@@ -68,17 +68,13 @@ class Distribution:
         shards = self.mesh.group("dp_shard")
         reducer = fsdp.attach(model, reduction=reduction, shard_group=shards, replica_group=replicas)
         partial = tensor.summed_over_tp(model) if self.sizes.tp > 1 else ()
-        all_gather = None if self.sizes.dp == 1 else self._all_gather(model, param_all_gather)
+        all_gather, parts = None, self.mesh.group("tp") if self.sizes.tp > 1 else None
+        if self.sizes.dp > 1:
+            all_gather = QuantizedAllGather.of(
+                model, param_all_gather=param_all_gather, dtype=model.dtype, shards=shards, parts=parts
+            )
         return data.DataParallel(
             model, self.mesh, reducer, grad_reduce=grad_reduce, partial=partial, all_gather=all_gather
-        )
-
-    def _all_gather(self, model: Transformer, param_all_gather: str) -> QuantizedAllGather | None:
-        assert self.mesh is not None
-        parts = self.mesh.group("tp") if self.sizes.tp > 1 else None
-        shards = self.mesh.group("dp_shard")
-        return QuantizedAllGather.of(
-            model, param_all_gather=param_all_gather, dtype=model.dtype, shards=shards, parts=parts
         )
 
     def _group(self, placed: Placed) -> Group | None:

@@ -90,7 +90,8 @@ class RunWeights(Weights):
         self.step = first(lambda: newest(path)) if step is None else step
         directory = path_of(checkpoints, self.step)
         try:
-            digests.verify(directory, whole=verifies(path))
+            verify = OmegaConf.select(read_yaml(path / "config.yaml"), "checkpoint_verify", default=True)
+            digests.verify(directory, whole=bool(verify))
             self._reader = _Reader(directory)
             saved = read_metadata(self._reader).state_dict_metadata
         except CheckpointError as error:
@@ -134,11 +135,6 @@ def _refused(error: CheckpointError, directory: Path) -> ValueError:
     with suppress(CheckpointError):
         return ValueError(f"{error}; {listed(directory)}")
     return ValueError(str(error))
-
-
-def verifies(path: Path) -> bool:
-    """Whether the checkpoints of a run are compared with their manifests: what it was last started with."""
-    return bool(OmegaConf.select(read_yaml(path / "config.yaml"), "checkpoint_verify", default=True))
 
 
 class _Reader(dcp.FileSystemReader):

@@ -10,15 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lowprec_train.train.signals import StopRequest
-
-
-def collected() -> bool:
-    """Whether the launcher prints what processes report, so that they print nothing themselves."""
-    return os.environ.get("LOWPREC_LAUNCHER") is not None
 
 
 def report(text: str, *, printed: bool = True) -> None:
@@ -31,18 +26,15 @@ def report(text: str, *, printed: bool = True) -> None:
         details = {"py_callstack": text, "timestamp": str(int(time.time()))}
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": text, "extraInfo": details}}, file)
-    if printed and not (path and collected()):
+    if printed and not (path and "LOWPREC_LAUNCHER" in os.environ):
         print(text, file=sys.stderr, flush=True)
 
 
 def reported(path: str) -> str | None:
     """What a process reported in its file; None for a process that ended without a word."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text: str = json.load(file)["message"]["message"]
-    except (OSError, ValueError):  # no file, or one that was cut short with its process
-        return None
-    return text
+    with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
+        return json.load(file)["message"]["message"]
+    return None  # no file, or one that was cut short with its process
 
 
 @contextmanager

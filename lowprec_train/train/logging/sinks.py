@@ -121,7 +121,10 @@ class ConsoleSink:
         self._begun: tuple[int, float] | None = None  # first logged step, and when
         self._bar: Progress | None = None
         if self._console.is_terminal:
-            self._bar = _progress_bar(self._console)
+            text = "{task.completed:.0f}/{task.total:.0f}  {task.fields[numbers]}"
+            numbers = TextColumn(text, table_column=Column(no_wrap=True))
+            columns = (BarColumn(bar_width=None), numbers, TimeRemainingColumn(), TextColumn("left"))
+            self._bar = Progress(*columns, console=self._console, expand=True)
             self._task = self._bar.add_task("", total=run.steps, completed=run.resumed_step, numbers="")
             self._bar.start()
 
@@ -152,12 +155,6 @@ class ConsoleSink:
             return ""
         seconds = (time.monotonic() - when) / (step - first) * (self._run.steps - step)
         return f"  {timedelta(seconds=round(seconds))} left"
-
-
-def _progress_bar(console: Console) -> Progress:
-    text = "{task.completed:.0f}/{task.total:.0f}  {task.fields[numbers]}"
-    columns = (BarColumn(bar_width=None), TextColumn(text, table_column=Column(no_wrap=True)))
-    return Progress(*columns, TimeRemainingColumn(), TextColumn("left"), console=console, expand=True)
 
 
 _SHOWN = {
