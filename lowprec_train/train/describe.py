@@ -164,7 +164,7 @@ def tables(meta: MetaModel, plans: Sequence[Plans], device: torch.device) -> lis
     it saves.
     """
     first, *later = (effective(phase.recipes, each) for phase, each in zip(meta.phases, plans, strict=True))
-    tables = [first]
+    tables: list[dict[str, Any]] = [first]
     for phase, table in zip(meta.phases[1:], later, strict=True):
         told = saved(meta.model, phase.saved_activations, device)
         tables.append({"first_step": phase.first_step, "linears": table, "saved": told})
