@@ -1,10 +1,5 @@
 """The ranks that share a tensor, as all code above sees them: four collectives.
 
-    all_reduce_max     [...]          -> [...]            elementwise maximum
-    all_reduce_sum     [...]          -> [...]            elementwise sum
-    all_gather         [m, ...]       -> [size m, ...]    the ranks' tensors side by side
-    reduce_scatter     [size m, ...]  -> [m, ...]         the sum over ranks of this rank's rows
-
 Sums are added in rank order, in FP32 or wider: the same bits on every rank, with any library and any algorithm. Groups
 are process groups (`comm.process_group`), one process (`SINGLE`), or shapes without processes (`tools.estimate`).
 """
@@ -42,7 +37,7 @@ class Group(Protocol):
         ...
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """x of every rank, concatenated along `dim` in rank order."""
+        """x [m, ...] of every rank, concatenated along `dim` in rank order: [size m, ...]."""
         ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

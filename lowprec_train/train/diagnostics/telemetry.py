@@ -127,8 +127,8 @@ class Telemetry:
         if step not in self._sent:
             return []
         rows, arriving = self._sent.pop(step)
-        numbers = iter(arriving.read())
-        return [{"step": step, **labels} | {name: _finite(next(numbers)) for name in each} for labels, each in rows]
+        numbers = (number if math.isfinite(number) else None for number in arriving.read())
+        return [{"step": step, **labels} | {name: next(numbers) for name in each} for labels, each in rows]
 
     @contextmanager
     def _watched(self, record: Record) -> Iterator[None]:
@@ -175,7 +175,3 @@ def aggregates(rows: Sequence[Row]) -> dict[str, float]:
             if values:
                 found[f"{prefix}{figure}{suffix}"] = REDUCE[reduction](values)
     return found
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
