@@ -171,7 +171,7 @@ class Job:
 def checked(cfg: DictConfig, world: World) -> Job:
     """The composed configuration, checked. ValueError for mistakes."""
     made = HydraConfig.get()
-    overrides = list(made.overrides.task)
+    overrides = cast(list[str], OmegaConf.to_container(made.overrides.task, resolve=False))
     options = typed(cfg, overrides)
     plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     device, compiled = checks.configuration(options, world)
