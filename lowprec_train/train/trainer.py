@@ -97,6 +97,7 @@ class Trainer:
         data_parallel: DataParallelContext | None = None,
     ) -> None:
         self.options, self.model, self.optimizer, self.schedule = options, model, optimizer, schedule
+        self._loss = cast("Callable[..., Tensor]", model.loss)
         self.corpus, self.seeds, self.device = corpus, seeds, next(model.parameters()).device
         self.throughput = options.throughput or Throughput(tokens_per_step=options.tokens_per_step)
         self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
@@ -179,11 +180,11 @@ class Trainer:
         normalizer = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
         record: Record | None = None
         if self.telemetry.due(self.steps_done + 1):
-            record = self.telemetry.probe(lambda: self._loss(batch.micro[0], normalizer, self.steps_done))
+            record = self.telemetry.probe(lambda: self._micro_loss(batch.micro[0], normalizer, self.steps_done))
         loss = torch.zeros((), device=self.device)
         for micro in batch.micro:
             self.data_parallel.begin_backward(last=micro is batch.micro[-1])
-            loss_part = self._loss(micro, normalizer, self.steps_done)
+            loss_part = self._micro_loss(micro, normalizer, self.steps_done)
             loss_part.backward()
             loss += loss_part.detach()
         self.data_parallel.end_backward()
@@ -212,7 +213,7 @@ class Trainer:
         self.model.eval()
         self.data_parallel.prepare()
         for micro in batch.micro:
-            total += self._loss(micro, one, EVALUATION_STEP).double()
+            total += self._micro_loss(micro, one, EVALUATION_STEP).double()
         self.model.train()
         targets = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
         return {"valid/loss": float(self.data_parallel.total(total)) / float(targets)}
@@ -251,10 +252,10 @@ class Trainer:
         self.remembered.clear()
         self.remembered.update(json.loads(state_dict["remembered"]))
 
-    def _loss(self, micro: MicroBatch, normalizer: Tensor, step: int) -> Tensor:
+    def _micro_loss(self, micro: MicroBatch, normalizer: Tensor, step: int) -> Tensor:
         part = micro.to(self.device)
         draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
-        return cast(Any, self.model).loss(part.tokens, part.targets, normalizer, part.documents, draws)
+        return self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
 
     def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
