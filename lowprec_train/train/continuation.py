@@ -80,7 +80,9 @@ def _onward(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -
         told = f"run {directory.path} goes back to step {asked}"
         return Continuation(step=asked, leaves=True, told=(told,), facts=facts | {"history": [*history, told]})
     if directory.done:
-        return Continuation(done=True, told=(f"run {directory.path} is done: {ended}", _after_the_end(run, resume)))
+        extend = "" if resume is Resume.extend else "with resume=extend "
+        more = f"a larger steps=... than {run.steps} {extend}goes on; resume=never, or another name=..., trains again"
+        return Continuation(done=True, told=(f"run {directory.path} is done: {ended}", more))
     told = f"an earlier launch went back to step {asked}: the run goes on from its newest checkpoint"
     began = not there and _has_begun_again(directory, stopped)
     return Continuation(leaves=began, told=(told,) if again else (), facts=facts)
@@ -112,11 +114,6 @@ def _new(directory: RunDirectory, run: RunConfig, plain: Mapping[str, Any]) -> C
     ]
     hint = f"this run in a shorter form is {', '.join(shorter)} in {root}; resume=extend goes on with it instead"
     return Continuation(told=(hint,) if shorter else ())
-
-
-def _after_the_end(run: RunConfig, resume: Resume) -> str:
-    more = f"a larger steps=... than {run.steps} " + ("" if resume is Resume.extend else "with resume=extend ")
-    return f"{more}goes on; resume=never, or another name=..., trains again"
 
 
 def _extended(directory: RunDirectory, run: RunConfig, step: int, *, went_back: int | None) -> Continuation:

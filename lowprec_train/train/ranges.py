@@ -67,6 +67,8 @@ RANGES: dict[str, Range] = {
     "optim.beta2": Range(0, 1, below=True),
     "optim.eps": Range(*EPS),
     "optim.weight_decay": Range(0, 1e6),
+    **dict.fromkeys(("profile.steps", "profile.allocations"), Range(0)),
+    "profile.first": COUNT,
     "parallel.timeout_minutes": Range(0, 1e6, above=True, below=True),
 }
 WHOLE, SHARE = Range(1, whole=True), Range(0, 1)

@@ -57,12 +57,7 @@ class RunDirectory:
     """
 
     def __init__(
-        self,
-        path: Path,
-        lock: IO[str] | None,
-        config: Mapping[str, Any] | None = None,
-        *,
-        earlier: Path | None = None,
+        self, path: Path, lock: IO[str] | None, config: Mapping[str, Any] | None = None, earlier: Path | None = None
     ) -> None:
         """config: that the run was last started with; None: it is a new one. earlier: where the run was moved to that
         had this name.
@@ -116,7 +111,9 @@ class RunDirectory:
         if outcome == "preempted":
             self.write("PREEMPTED", {"step": step, "signal": signal})
         else:
-            self.write("DONE", {"step": step, **_last_losses(self.path / "metrics.jsonl")})
+            lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+            losses = {name: line[name] for line in lines for name in ("train/loss", "valid/loss") if name in line}
+            self.write("DONE", {"step": step, **losses})
 
     def release(self) -> None:
         """Give the claim up; a directory in which no run began goes with it, and the run that made room comes back."""
@@ -129,14 +126,6 @@ class RunDirectory:
                 self.path.rmdir()
                 if self._earlier is not None:
                     self._earlier.rename(self.path)
-
-
-def _last_losses(metrics: Path) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for line in metrics.read_text().splitlines():
-        values = json.loads(line)
-        found |= {name: values[name] for name in ("train/loss", "valid/loss") if name in values}
-    return found
 
 
 def claim(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> RunDirectory:

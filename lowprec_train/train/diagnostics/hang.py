@@ -93,10 +93,9 @@ class PeerLost(RuntimeError):
 
 def _parent(process: int) -> int | None:
     """Process id of a process's parent, where this machine tells."""
-    try:
+    with suppress(OSError, ValueError):
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def chain(error: BaseException | None) -> list[BaseException]:

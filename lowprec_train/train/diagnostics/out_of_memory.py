@@ -52,22 +52,13 @@ def explained(error: BaseException, device: torch.device) -> str:
     """The line: sizes, the notes of the error (`Snapshots` adds some), advice."""
     asked = ASKED.search(str(error))
     device = torch.device("cpu") if of_host(error) else device
-    parts = [
-        " ".join(["out of memory on", _name(device), *(note for note in _notes(error) if note.startswith("in step"))])
-        + (f": {asked[1]} asked for" if asked else ""),
-        *_held(device, float(asked[2]) * UNITS.get(asked[3], 1) if asked else 0.0),
-        ADVICE,
-        *(note for note in _notes(error) if not note.startswith("in step")),
-    ]
-    return ". ".join(parts)
-
-
-def _notes(error: BaseException) -> list[str]:
-    return getattr(error, "__notes__", [])
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
+    notes: list[str] = getattr(error, "__notes__", [])
+    step = [note for note in notes if note.startswith("in step")]
+    size = f": {asked[1]} asked for" if asked else ""
+    held = _held(device, float(asked[2]) * UNITS.get(asked[3], 1) if asked else 0.0)
+    others = [note for note in notes if note not in step]
+    return ". ".join([" ".join(["out of memory on", name, *step]) + size, *held, ADVICE, *others])
 
 
 def _held(device: torch.device, asked: float) -> list[str]:

@@ -54,8 +54,9 @@ class WandbSink:
             import wandb
         except ImportError as error:
             raise missing("wandb", extra="wandb", what="logger=wandb", error=error) from error
-        identity = run.remembered.get(REMEMBERED) or _left_behind(run.directory)
-        for file in wandb_files.files(run.directory):
+        begun = wandb_files.files(run.directory)
+        identity = run.remembered.get(REMEMBERED) or (wandb_files.run_id(begun[-1]) if begun else None)
+        for file in begun:
             wandb_files.mend(file)
         try:
             self._run: Any = wandb.init(
@@ -81,7 +82,8 @@ class WandbSink:
             self._run.define_metric(TOKENS)
             self._run.define_metric("*", step_metric=TOKENS)
             self._save_recipe(run)
-            self._last = self._last_step(run)
+            on_server = max(0, self._run.starting_step - 1)
+            self._last = wandb_files.last_step(run.directory, self._run.id) if self._run.offline else on_server
         self._fill_in(run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -107,11 +109,6 @@ class WandbSink:
                 log.warning("W&B: %s; this launch goes on without it, and metrics.jsonl has every step", told)
             self._gone = True
 
-    def _last_step(self, run: RunFacts) -> int:
-        if self._run.offline:
-            return wandb_files.last_step(run.directory, self._run.id)
-        return max(0, self._run.starting_step - 1)
-
     def _fill_in(self, run: RunFacts) -> None:
         taken = run.directory / "metrics.jsonl"
         for line in read_lines(taken) if taken.exists() else ():
@@ -129,9 +126,3 @@ class WandbSink:
         for name, text in texts.items():
             (files / name).write_text(text, encoding="utf-8")
             self._run.save(str(files / name), base_path=str(files), policy="now")
-
-
-def _left_behind(directory: Path) -> str | None:
-    """The id of the latest W&B run that a launch of this run began."""
-    begun = wandb_files.files(directory)
-    return wandb_files.run_id(begun[-1]) if begun else None
