@@ -14,7 +14,6 @@ from lowprec_train.train.ranges import NODES, RANGES
 
 NO_RANGE = {  # key -> who says what is wrong with it
     "seed": "any number is one",
-    **{f"profile.{key}": "train.checks" for key in ("first", "steps", "allocations")},
     **{f"parallel.{key}": "parallel.mesh" for key in ("dp_replicate", "dp_shard", "tp")},
 }
 
