@@ -27,15 +27,14 @@ import shutil
 import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
@@ -45,7 +44,7 @@ from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train.checkpoint_keys import read_metadata, same_keys
 from lowprec_train.train.diagnostics import finite
 from lowprec_train.train.digests import METADATA, CheckpointError, Digest, Manifest, verify
-from lowprec_train.train.launch import first
+from lowprec_train.train.launch import every, first
 from lowprec_train.train.states import ModelState, OptimizerState
 
 __all__ = ["CheckpointError", "Checkpointer", "ModelState", "OptimizerState"]
@@ -57,36 +56,20 @@ Parts = Mapping[str, Stateful]
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-@dataclass(frozen=True)
-class _Written(WriteResult):
-    """What a rank tells rank 0 of something that it wrote, with the digests of all its files."""
-
-    digests: Mapping[str, Digest]
-
-
 class Writer(dcp.FileSystemWriter):
     """Raises the cause of a failed write, not what torch has made of it: to the other processes an exception travels
-    without those that it came from. digests: on rank 0, of all files, once they are written.
+    without those that it came from. names: of the files that this process has written.
     """
 
-    digests: dict[str, Digest]
+    names: frozenset[str] = frozenset()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         try:
-            results = super().write_data(plan, planner).wait()
-            names = sorted({result.storage_data.relative_path for result in results})
-            own = {name: Digest.of(Path(self.path) / name) for name in names}
+            written = super().write_data(plan, planner)
+            self.names = frozenset(each.storage_data.relative_path for each in written.wait())
         except Exception as error:
             raise _root(error) from None
-        told: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
-        told.set_result([_Written(each.index, each.size_in_bytes, each.storage_data, own) for each in results])
-        return told
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        self.digests = {METADATA: Digest.of(Path(self.path) / METADATA)}
-        for of_rank in filter(None, results):
-            self.digests |= cast(_Written, of_rank[0]).digests
+        return written
 
 
 class _Planner(DefaultSavePlanner):
@@ -256,9 +239,13 @@ class Checkpointer:
         try:
             alone = not dist.is_initialized()
             dcp.save(flat, storage_writer=writer, planner=_Planner(), process_group=self._group, no_dist=alone)
+            digests = every(lambda: {name: Digest.of(partial / name) for name in writer.names}, self._group)
 
             def publish() -> None:
-                Manifest(partial, step, writer.digests).write()
+                files = {METADATA: Digest.of(partial / METADATA)}
+                for of_rank in digests:
+                    files |= of_rank
+                Manifest(partial, step, files).write()
                 self._publish(partial, step)
 
             first(publish, self._group)
