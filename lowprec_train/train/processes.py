@@ -146,9 +146,8 @@ def _wait(ranks: Sequence[Rank], interrupts: Sequence[float]) -> int:
 def _aborted(ranks: Sequence[Rank], interrupts: Sequence[float]) -> int:
     """After a second interrupt: what rank 0 says of it. A third one waits no longer."""
     deadline = interrupts[1] + PATIENCE
-    while len(interrupts) < 3 and not _ended(ranks, min(deadline, time.monotonic() + POLL)):
-        if time.monotonic() >= deadline:
-            break
+    while len(interrupts) < 3 and time.monotonic() < deadline and not _ended(ranks, time.monotonic() + POLL):
+        pass
     _kill(ranks)
     print(ranks[0].report() or "aborted by a second interrupt; the last checkpoint stands", file=sys.stderr)
     return 1

@@ -87,7 +87,8 @@ class Trained:
 
     def _made(self, recipe: str) -> Phase:
         model, run = self._laid_out(torch.bfloat16), self._precision(recipe)
-        last = [each for each in build.phases(run, model) if each.first_step <= self._last_step(recipe)][-1]
+        step = max(0, (self.step or 0) - 1) if recipe == OF_RUN else 0  # the last, 0-based, that the run has done
+        last = [each for each in build.phases(run, model) if each.first_step <= step][-1]
         phase = Phase(
             first_step=0,
             recipes={name: forward_part(each) for name, each in last.recipes.items()},
@@ -116,10 +117,6 @@ class Trained:
             asked = f"; did you mean {guess}?" if guess else ""
             raise ValueError(f"recipe {name!r} is none of {', '.join(known)}{asked}")
         return composed(f"+recipe={name}")
-
-    def _last_step(self, recipe: str) -> int:
-        """The 0-based step whose recipes are asked for: of the run the last that it has done, else the first."""
-        return max(0, (self.step or 0) - 1) if recipe == OF_RUN else 0
 
 
 def trained_model(

@@ -131,21 +131,18 @@ class ConsoleSink:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar; print evaluations, and without a bar every n-th step."""
         self._begun = self._begun or (step, time.monotonic())
-        evaluated = "valid/loss" in metrics
+        due = "valid/loss" in metrics
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=_numbers(metrics, _ON_BAR))
-            if evaluated:
-                self._console.print(self._line(step, metrics), highlight=False)
-        elif evaluated or step % self._every == 0 or step == self._run.steps:
-            self._console.print(self._line(step, metrics), highlight=False)
+        elif step % self._every == 0 or step == self._run.steps:
+            due = True
+        if due:
+            line = f"{self._run.name}  step {step}/{self._run.steps}  {_numbers(metrics, _SHOWN)}"
+            self._console.print(line + ("" if self._bar is not None else self._left(step)), highlight=False)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        line = f"{self._run.name}  step {step}/{self._run.steps}  {_numbers(metrics, _SHOWN)}"
-        return line if self._bar is not None else line + self._left(step)
 
     def _left(self, step: int) -> str:
         """Time left at the pace of the steps so far; nothing where there is no pace, or nothing to do."""
