@@ -7,7 +7,7 @@ only then given memory.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -62,8 +62,6 @@ from lowprec_train.train.weights import (
 )
 
 LINT_RULES = rules_of(lint_recipes, lint_execution, lint_training)
-TRAINER_KEYS: tuple[str, ...] = ("steps", "tokens_per_step", "micro_batch", "max_grad_norm", "max_nonfinite_steps")
-TRAINER_KEYS += ("seed", "eval_interval", "eval_batches", "log_interval")
 
 
 def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[str, LinearRecipe]:
@@ -234,7 +232,7 @@ def trainer(
     if compiled:
         torch.compiler.reset()  # a sweep's earlier jobs leave graphs of the same code, and torch keeps only a few
         model.compile_blocks()
-    numbers = {key: getattr(run, key) for key in TRAINER_KEYS}
+    numbers = {each.name: getattr(run, each.name) for each in fields(TrainingOptions) if hasattr(run, each.name)}
     return Trainer(
         TrainingOptions(seq_len=seq_len, throughput=replace(rates[0], later=later), **numbers),
         model=model,

@@ -144,12 +144,10 @@ def compiles(choice: Compile, on: torch.device) -> bool:
 
 def nodes(run: RunConfig) -> None:
     """The open nodes of a configuration against what they name, before anything is built: ValueError as `construct`."""
-    asked = run.optim
-    parts = {"data": run.data, "comm": run.comm, "optim.schedule": asked.schedule, "optim.master": asked.master}
-    parts |= {"optim.first_moment": asked.first_moment, "optim.second_moment": asked.second_moment}
-    parts |= {"optim.rule": asked.rule} if asked.rule else {}
-    for key, node in parts.items():
-        checked(node, key)
+    checked(run.data, "data")
+    checked(run.comm, "comm")
+    for part in ("schedule", "master", "first_moment", "second_moment", *(["rule"] if run.optim.rule else [])):
+        checked(getattr(run.optim, part), f"optim.{part}")
     for name, node in run.logger.items():
         checked(node, f"logger.{name}", ("run",))
 
