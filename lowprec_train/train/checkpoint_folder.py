@@ -16,8 +16,7 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from lowprec_train.data.appending import write_whole
-from lowprec_train.train.digests import CheckpointError
+from lowprec_train.train.digests import CheckpointError, write_synced
 
 POINTER = "latest"
 
@@ -93,7 +92,8 @@ def to_load(directory: Path, asked: int | None = None) -> tuple[list[int], str]:
 
 def point_to(directory: Path, step: int) -> None:
     """Let `latest` name a checkpoint that is on disk."""
-    write_whole(directory / POINTER, f"step-{step}\n".encode())
+    write_synced(directory / ".tmp-latest", f"step-{step}\n")
+    os.replace(directory / ".tmp-latest", directory / POINTER)
     sync(directory)
 
 
@@ -119,7 +119,7 @@ def prepare(directory: Path) -> None:
             final = directory / replaced.name.removeprefix(".tmp-old-")
             if not final.exists():  # died between the two renames of a replacement
                 replaced.rename(final)
-        for leftover in (*directory.glob(".tmp-*"), *directory.glob(f"{POINTER}.*")):
+        for leftover in directory.glob(".tmp-*"):
             remove(leftover)
     except OSError as error:
         raise CheckpointError(f"cannot keep checkpoints in {directory}: {error}") from error
