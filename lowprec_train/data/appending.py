@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from lowprec_train.data.indexed import write_index
+from lowprec_train.data.indexed import to_disk, write_index
 
 
 class AppendingWriter:
@@ -33,6 +33,7 @@ class AppendingWriter:
     Raises:
         ValueError: another process writes it, it was begun with another identity, or finished files lie there that
             nobody knows.
+        OSError: of each method that writes: the disk is full or fails; names the place.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], identity: Mapping[str, Any]) -> None:
@@ -73,11 +74,7 @@ class AppendingWriter:
             self._lock.close()
 
     def append(self, tokens: bytes, lengths: np.ndarray) -> None:
-        """Documents of these lengths (int32, in tokens), one after the other, in the dataset's dtype.
-
-        Raises:
-            OSError: they cannot be written, with the place.
-        """
+        """Add documents of these lengths (int32, in tokens), one after the other, in the dataset's dtype."""
         assert len(tokens) == int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
         with named(self._directory):
             self._bin.write(tokens)
@@ -86,15 +83,10 @@ class AppendingWriter:
         self.documents += len(lengths)
 
     def commit(self, remembered: Mapping[str, Any], *, whole: bool = False) -> None:
-        """From here on, what was appended and this survive whatever happens to the process.
-
-        Raises:
-            OSError: it cannot be written, with the place.
-        """
+        """From here on, what was appended and this survive whatever happens to the process."""
         with named(self._directory):
             for file in (self._bin, self._lengths):
-                file.flush()
-                os.fsync(file.fileno())
+                to_disk(file)
         state = {
             "identity": self._identity,
             "documents": self.documents,
@@ -105,19 +97,13 @@ class AppendingWriter:
         write_whole(self._directory / "state.json", json.dumps(state, indent=1).encode())
 
     def finish(self, remembered: Mapping[str, Any]) -> None:
-        """Give .bin and .idx their names. Killed on the way, the next writer is `whole` and does the rest of it.
-
-        Raises:
-            OSError: they cannot be written, with the place.
-        """
+        """Give .bin and .idx their names. Killed on the way, the next writer is `whole` and does the rest of it."""
         if not self.whole:
             self.commit(remembered, whole=True)
         bin_, idx = self._directory / "bin", self._directory / "idx"
         lengths = np.fromfile(self._directory / "lengths", "<i4")
         with named(idx), open(idx, "wb") as file:
             write_index(file, self._dtype, lengths, np.arange(len(lengths) + 1))
-            file.flush()
-            os.fsync(file.fileno())
         if bin_.exists():
             os.replace(bin_, f"{self._prefix}.bin")
         os.replace(idx, f"{self._prefix}.idx")
@@ -177,8 +163,7 @@ def write_whole(path: Path, content: bytes, *, shared: bool = False) -> None:
     with named(path):
         with open(partial, "wb") as file:
             file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+            to_disk(file)
         os.replace(partial, path)
 
 

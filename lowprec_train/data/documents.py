@@ -60,18 +60,14 @@ class PythonSources:
             try:
                 text = content.decode()
             except UnicodeDecodeError:
-                self._tell_skipped(path)
+                if path not in self._skipped:  # told once, however often the sources are read
+                    _log.warning("warning: %s: skipped, for it is not UTF-8", self._root / path)
+                self._skipped.add(path)
                 continue
             yield Document(path, text)
 
     def digest(self) -> str:
         return _digest(self._contents())
-
-    def _tell_skipped(self, path: str) -> None:
-        """Warn once for each file, however often the sources are read."""
-        if path not in self._skipped:
-            _log.warning("warning: %s: skipped, for it is not UTF-8", self._root / path)
-            self._skipped.add(path)
 
     def _find(self) -> Iterator[Path]:
         for directory, inside, files in os.walk(self._root):

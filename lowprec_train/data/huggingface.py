@@ -22,7 +22,7 @@ _CONFIG = "tokenizer_config.json"
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer from the text of a `tokenizer.json` and its `tokenizer_config.json`. `eod`: what ends a document.
+    """A `Tokenizer` from the text of a `tokenizer.json` and its `tokenizer_config.json`. `eod`: what ends a document.
 
     Raises:
         ValueError: not such a file, no token of this name, or none named and none or several found that could be meant.
@@ -65,13 +65,11 @@ class HuggingFaceTokenizer:
 
     @property
     def versions(self) -> dict[str, str]:
-        """The version of the library `tokenizers`."""
         import tokenizers
 
         return {"tokenizers": tokenizers.__version__}
 
     def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
-        """Token ids of each text, without special tokens; on all cores, or with `parallel` False on one."""
         if parallel:
             encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         else:

@@ -138,9 +138,14 @@ class IndexedWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._close(self._file)
+            with self._file:
+                to_disk(self._file)
             if kind is None:
-                self._commit()
+                with open(_unfinished(self._idx), "wb") as file:
+                    write_index(file, self.dtype, np.asarray(self._lengths, "<i4"), np.asarray(self._documents, "<i8"))
+                self._idx.unlink(missing_ok=True)  # an old index must never be read with the new tokens
+                for path in (self._bin, self._idx):
+                    os.replace(_unfinished(path), path)
         finally:
             _unfinished(self._bin).unlink(missing_ok=True)
             _unfinished(self._idx).unlink(missing_ok=True)
@@ -153,28 +158,21 @@ class IndexedWriter:
                 raise ValueError(f"{self._bin}: token {bad} does not fit {self.dtype} ({limits.min}..{limits.max})")
         return tokens.astype(self.dtype)
 
-    def _commit(self) -> None:
-        with open(_unfinished(self._idx), "wb") as file:
-            write_index(file, self.dtype, np.asarray(self._lengths, "<i4"), np.asarray(self._documents, "<i8"))
-            self._close(file)
-        self._idx.unlink(missing_ok=True)  # an old index must never be read with the new tokens
-        os.replace(_unfinished(self._bin), self._bin)
-        os.replace(_unfinished(self._idx), self._idx)
-
-    @staticmethod
-    def _close(file: IO[bytes]) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-
 
 def write_index(file: IO[bytes], dtype: np.dtype[Any], lengths: np.ndarray, documents: np.ndarray) -> None:
-    """An .idx: sequences of these lengths (int32 [S], in tokens) end to end, document bounds int64 [D]."""
+    """Write an .idx: sequences of these lengths (int32 [S], in tokens) end to end, document bounds int64 [D]."""
     sizes = lengths.astype("<i8") * dtype.itemsize
     file.write(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(documents)))
     file.write(lengths.astype("<i4").tobytes())
     file.write((np.cumsum(sizes) - sizes).astype("<i8").tobytes())
     file.write(documents.astype("<i8").tobytes())
+    to_disk(file)
+
+
+def to_disk(file: IO[bytes]) -> None:
+    """Return when all that was written is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _unfinished(path: Path) -> Path:
@@ -216,14 +214,14 @@ def _check_documents(path: Path, documents: np.ndarray, count: int) -> None:
     if not len(documents) or documents[0] != 0 or documents[-1] != count:
         ends = [int(bound) for bound in documents[[0, -1]]] if len(documents) else []
         raise ValueError(f"{path}: document bounds {ends} must begin with 0 and end with the {count} sequences")
-    for part in _parts(len(documents) - 1):
+    for part in parts(len(documents) - 1):
         steps = documents[part.start + 1 : part.stop + 1] - documents[part]
         if (steps < 0).any():
             raise ValueError(f"{path}: document {part.start + int(steps.argmin())} has {steps.min()} sequences")
 
 
 def _check_sequences(idx: Path, bin_: Path, dataset: IndexedDataset, size: int) -> None:
-    for part in _parts(len(dataset)):
+    for part in parts(len(dataset)):
         lengths, offsets = dataset.lengths[part], dataset.offsets[part]
         if (lengths < 0).any():
             raise ValueError(f"{idx}: sequence {part.start + int(lengths.argmin())} has {lengths.min()} tokens")
@@ -236,6 +234,7 @@ def _check_sequences(idx: Path, bin_: Path, dataset: IndexedDataset, size: int) 
             raise ValueError(f"{bin_}: truncated: {size} bytes, its index reaches to byte {end}")
 
 
-def _parts(count: int) -> Iterator[slice]:
+def parts(count: int) -> Iterator[slice]:
+    """Slices that cover `count` sequences, as many in each as are checked at once."""
     for start in range(0, count, _CHECKED_AT_ONCE):
         yield slice(start, min(count, start + _CHECKED_AT_ONCE))

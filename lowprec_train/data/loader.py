@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowprec_train.data.indexed import IndexedDataset
+from lowprec_train.data.indexed import IndexedDataset, parts
 from lowprec_train.data.order import Blend, permute, shuffle_key
 
 _COUNTED_AT_ONCE = 1 << 22  # tokens
@@ -78,9 +78,9 @@ class Stream:
         return self._source.boundary(int(self._source.documents[document]))
 
 
-def _check_contiguous(source: IndexedDataset, sequences: range, at_once: int = 1 << 20) -> None:
-    for start in range(sequences.start, sequences.stop - 1, at_once):
-        stop = min(sequences.stop - 1, start + at_once)
+def _check_contiguous(source: IndexedDataset, sequences: range) -> None:
+    for part in parts(len(sequences) - 1):
+        start, stop = sequences.start + part.start, sequences.start + part.stop
         ends = source.offsets[start:stop] + source.lengths[start:stop].astype(np.int64) * source.dtype.itemsize
         apart = np.flatnonzero(ends != source.offsets[start + 1 : stop + 1])
         if apart.size:

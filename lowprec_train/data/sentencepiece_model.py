@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model; its end-of-sequence piece closes a document (`eod`, where given, must be that piece).
+    """A SentencePiece `Tokenizer`; its end-of-sequence piece closes a document (`eod`, where given, must be that piece).
 
     Raises:
         ValueError: the bytes are not a SentencePiece model, or it has no end-of-sequence piece, or another.
@@ -67,12 +67,10 @@ class SentencePieceTokenizer:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The model's file: it needs no other."""
         return {self.file_name: self.content}
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the model."""
         return hashlib.sha256(self.content).hexdigest()
 
     @classmethod
@@ -110,7 +108,6 @@ class SentencePieceTokenizer:
         return cls(model.getvalue(), name)
 
     def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
-        """Token ids of each text, without an end-of-document token; on all cores, or with `parallel` False on one."""
         ids: list[list[int]] = self._processor.encode(texts, num_threads=-1 if parallel else 1)
         return ids
 

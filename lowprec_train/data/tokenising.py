@@ -94,7 +94,7 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
     with AppendingWriter(prefix, token_dtype(job.tokenizer.vocab_size), identity) as writer:
         counts = Counts(**writer.remembered.get("counts", {}))
         if not writer.whole:
-            counts = _append_all(job, tokenizer, writer, report)
+            counts = _append_all(job, tokenizer, writer, counts, report)
         if not counts.documents:
             raise ValueError(f"no document with text in {', '.join(source.path for source in job.inputs)}")
         inputs = [{"name": source.name, "bytes": source.size, "sha256": source.sha256()} for source in job.inputs]
@@ -106,8 +106,10 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
     return manifest
 
 
-def _append_all(job: Job, tokenizer: Path, writer: AppendingWriter, report: Callable[[Counts], None]) -> Counts:
-    counts = Counts(**writer.remembered.get("counts", {}))
+def _append_all(
+    job: Job, tokenizer: Path, writer: AppendingWriter, counts: Counts, report: Callable[[Counts], None]
+) -> Counts:
+    """Append the rest of the input to what an earlier writer left; returns the counts of all of it."""
     report(counts)
     committed = time.monotonic()
     for done in in_order(_encode, _chunks(job, str(tokenizer), writer.remembered.get("position", {})), job.workers):

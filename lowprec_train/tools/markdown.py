@@ -1,4 +1,4 @@
-"""Tables in Markdown."""
+"""Tables as text: in Markdown, and in aligned columns."""
 
 from __future__ import annotations
 
@@ -14,3 +14,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
 def number(value: float | None, digits: int = 2) -> str:
     """A number with separated thousands; empty for None."""
     return "" if value is None else f"{value:,.{digits}f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], least: int = 0) -> list[list[str]]:
+    """The same cells, padded to the widths of their columns: the first column to the left, the others to the right.
+
+    least: characters of the narrowest column.
+    """
+    widths = [max(least, *map(len, column)) for column in zip(*rows, strict=True)]
+    return [[row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))] for row in rows]

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lowprec_train.tools.compare.curves import evenly
-from lowprec_train.tools.compare.plot import QUIET, STYLE, shortened
+from lowprec_train.tools.compare.plot import QUIET, png, shortened
 from lowprec_train.tools.compare.runs import Run
 from lowprec_train.tools.compare.telemetry import FILE, LABELS, Map, maps, read_rows
 
@@ -77,11 +77,8 @@ def paint(found: Sequence[Map], figure: str, limits: Limits, *, title: str, targ
     kinds = ([m for m in found if group(m) == OPERANDS], [m for m in found if group(m) != OPERANDS])
     rows = [kind[i : i + 2] for kind in kinds for i in range(0, len(kind), 2)]
     heights = [1.1 + 0.17 * min(TICKS, max(len(each.layers) for each in row)) for row in rows]
-    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        picture = Figure(figsize=(11, 0.9 + sum(heights)), layout="constrained")
+    with png(target, 0.9 + sum(heights), title, {"axes.grid": False}) as picture:
         draw(picture, rows, heights, figure, limits)
-        picture.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color="#202124")
-        picture.savefig(target, dpi=160, format="png", facecolor="white")
 
 
 def draw(

@@ -159,10 +159,11 @@ def default_window(runs: Sequence[Run]) -> int:
 
 def report(run: Run, baseline: Run | None, window: int) -> RunReport:
     """Measure one run; `baseline` is None for the baseline itself."""
-    loss, tokens, rate, memory = run.loss, run.series(TOKENS), run.series(RATE), run.series(MEMORY)
-    skipped = run.series(SKIPPED).values
+    loss = run.loss
+    tokens, rate, memory, skipped = (run.series(metric).values for metric in (TOKENS, RATE, MEMORY, SKIPPED))
     final = curves.interval(loss.values[-window:])
     validation = measure_validation(run, baseline)
+    at_steps, along = gap_at_steps(run, baseline, window) if baseline else (None, None)
     return RunReport(
         name=run.label,
         path=str(run.path),
@@ -170,19 +171,19 @@ def report(run: Run, baseline: Run | None, window: int) -> RunReport:
         model=run.model,
         status=run.status,
         last_step=int(loss.steps[-1]),
-        last_tokens=int(tokens.values[-1]) if len(tokens.values) else None,
+        last_tokens=int(tokens[-1]) if len(tokens) else None,
         final_loss=final,
         validation=validation,
         below_unigram=below_unigram(run, final, validation),
-        gap_steps=gap_at_steps(run, baseline, window) if baseline else None,
+        gap_steps=at_steps,
         gap_tokens=gap_at_tokens(run, baseline, window) if baseline else None,
-        gap_curve=gap_curve(run, baseline, window) if baseline else None,
+        gap_curve=along,
         spikes=curves.spikes(loss),
         nonfinite_steps=[int(step) for step in loss.steps[~np.isfinite(loss.values)]],
         skipped_steps=int(np.max(skipped)) if len(skipped) else None,
-        tokens_per_second=float(np.median(rate.values)) if len(rate.values) else None,
+        tokens_per_second=float(np.median(rate)) if len(rate) else None,
         speed=measure_speed(run, baseline, window) if baseline else None,
-        peak_memory_gib=float(np.max(memory.values)) if len(memory.values) else None,
+        peak_memory_gib=float(np.max(memory)) if len(memory) else None,
         device=run.device,
         overrides=list(run.overrides),
         deviations=list(run.deviations),
@@ -190,15 +191,18 @@ def report(run: Run, baseline: Run | None, window: int) -> RunReport:
     )
 
 
-def gap_at_steps(run: Run, baseline: Run, window: int) -> Gap:
-    """The gap over the last `window` common steps. Raises ValueError when there is none."""
+def gap_at_steps(run: Run, baseline: Run, window: int) -> tuple[Gap, Curve]:
+    """The gap over the last `window` common steps, and along the run. Raises ValueError when there is none."""
     steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
     if not len(steps):
         raise ValueError(
             f"{run.label} and {baseline.label} have no common steps: "
             f"{run.loss.steps[0]} to {run.loss.steps[-1]} against {baseline.loss.steps[0]} to {baseline.loss.steps[-1]}"
         )
-    return gap(steps[-window:], values[-window:], reference[-window:])
+    apart, keep = values - reference, curves.evenly(len(steps), CURVE_POINTS)
+    smoothed = curves.smooth(apart, window)
+    along = Curve(steps=steps[keep].tolist(), gap=apart[keep].tolist(), smoothed=smoothed[keep].tolist())
+    return gap(steps[-window:], values[-window:], reference[-window:]), along
 
 
 def gap_at_tokens(run: Run, baseline: Run, window: int) -> Gap | None:
@@ -214,14 +218,6 @@ def gap(x: Array, values: Array, reference: Array) -> Gap:
     """Mean of values - reference over all points given."""
     nats = curves.interval(values - reference)
     return Gap(nats=nats, percent=100 * nats.mean / float(np.mean(reference)), first=int(x[0]), last=int(x[-1]))
-
-
-def gap_curve(run: Run, baseline: Run, window: int) -> Curve:
-    """The gap along the run; the last point is always there."""
-    steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
-    smoothed = curves.smooth(values - reference, window)
-    keep = curves.evenly(len(steps), CURVE_POINTS)
-    return Curve(steps=steps[keep].tolist(), gap=(values - reference)[keep].tolist(), smoothed=smoothed[keep].tolist())
 
 
 def loss_over_tokens(run: Run) -> tuple[Array, Array]:

@@ -6,7 +6,8 @@ the top.
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -86,16 +87,23 @@ class Subject:
 def save(comparison: Comparison, runs: Sequence[Run], target: Path) -> None:
     """Draw `comparison` of `runs` (in its order) into a PNG file, 1760 pixels wide."""
     notes = deviations(comparison)
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 7.4 + 0.17 * len(notes)), layout="constrained")
+    with png(target, 7.4 + 0.17 * len(notes), title(comparison)) as figure:
         draw(figure, comparison, runs, notes)
+
+
+@contextmanager
+def png(target: Path, height: float, heading: str, style: Mapping[str, Any] | None = None) -> Iterator[Figure]:
+    """An empty figure, 11 by `height` inches, that is written to a PNG file of 160 pixels an inch once it is drawn."""
+    with matplotlib.rc_context(STYLE | dict(style or {})):
+        figure = Figure(figsize=(11, height), layout="constrained")
+        figure.suptitle(heading, x=0.012, ha="left", fontsize=13, fontweight="bold", color="#202124")
+        yield figure
         figure.savefig(target, dpi=160, format="png", facecolor="white")
 
 
 def draw(figure: Figure, comparison: Comparison, runs: Sequence[Run], notes: Sequence[str]) -> None:
     """Lay out the four panels and fill them."""
     subjects, label = subjects_of(comparison, runs)
-    figure.suptitle(title(comparison), x=0.012, ha="left", fontsize=13, fontweight="bold", color="#202124")
     axes = figure.subplots(2, 2, width_ratios=(2.4, 1))
     draw_curves(axes[0, 0], comparison, subjects)
     draw_ends(axes[0, 1], subjects)

@@ -15,6 +15,7 @@ from lowprec_train import __version__
 from lowprec_train.tools.compare import curves
 from lowprec_train.tools.compare.curves import Interval
 from lowprec_train.tools.compare.measure import Comparison, RunReport, gaps
+from lowprec_train.tools.markdown import aligned
 
 NONE = "-"
 
@@ -154,11 +155,9 @@ def counted(steps: Sequence[int]) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table that is aligned as plain text too: the first column to the left, the others to the right."""
-    lines = [list(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(header))]
-    lines.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
-    padded = [[line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:]))] for line in lines]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
+    names, *cells = aligned([header, *([cell.replace("|", "\\|") for cell in row] for row in rows)], least=3)
+    rule = ["-" * len(names[0]), *("-" * (len(name) - 1) + ":" for name in names[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (names, rule, *cells))
 
 
 def footnotes(runs: Iterable[RunReport]) -> dict[str, int]:

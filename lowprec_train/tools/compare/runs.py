@@ -138,7 +138,7 @@ def read_metrics(source: Path) -> tuple[dict[str, Series], list[str]]:
         raise ValueError(f"no metrics (no metrics.jsonl): {source.parent}")
     rows: dict[int, dict[str, float]] = {}
     broken, repeated = [], 0
-    for number, line in enumerate(source.read_bytes().decode("utf-8", errors="replace").split("\n"), start=1):
+    for number, line in enumerate(read_lines(source), start=1):
         if not line.strip():
             continue
         record = parse(line)
@@ -157,6 +157,11 @@ def read_metrics(source: Path) -> tuple[dict[str, Series], list[str]]:
     if repeated:
         notes.append(f"{repeated} steps were logged again after a resume; the last values are used")
     return columns(rows), notes
+
+
+def read_lines(source: Path) -> list[str]:
+    """The lines of a file that its writer may have left in the middle of one, or of a character."""
+    return source.read_bytes().decode("utf-8", errors="replace").split("\n")
 
 
 def parse(line: str) -> tuple[int, dict[str, float]] | None:

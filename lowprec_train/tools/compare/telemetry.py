@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec_train.tools.compare.runs import Array
+from lowprec_train.tools.compare.runs import Array, read_lines
 
 FILE = "telemetry.jsonl"
 GEMMS = ("fprop", "dgrad", "wgrad", "saved")
@@ -47,8 +47,7 @@ class Map:
 
 def read_rows(source: Path) -> list[dict[str, Any]]:
     """The whole lines of a telemetry.jsonl; none where there is no such file."""
-    lines = source.read_bytes().decode("utf-8", errors="replace").split("\n") if source.is_file() else []
-    return [row for row in map(parse, lines) if row is not None]
+    return [row for row in map(parse, read_lines(source)) if row] if source.is_file() else []
 
 
 def parse(line: str) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-Rows = Sequence[Sequence[str]]
+from lowprec_train.tools.markdown import aligned
 
 
 def text(found: Mapping[str, Any]) -> str:
@@ -43,7 +43,7 @@ def _perplexity(found: Mapping[str, Any]) -> str:
         f"{_label(found, asked)} - {_label(found, to)}: {each['nats']:+.5f}{_error(each['standard_error'])} nats/token"
         for asked, each in about["differences"]["of"].items()
     ]
-    return "\n".join([*head, "", table(rows), *([""] if lines else []), *lines])
+    return "\n".join([*head, "", _table(rows), *([""] if lines else []), *lines])
 
 
 def _error(standard_error: float | None) -> str:
@@ -58,7 +58,7 @@ def _tasks(found: Mapping[str, Any]) -> str:
             error = key.replace(",", "_stderr,", 1)
             cells = [_value(each[task][key], each[task].get(error)) for each in every]
             rows.append([task, key.removesuffix(",none"), *cells])
-    return table(rows)
+    return _table(rows)
 
 
 def _value(value: Any, error: Any) -> str:
@@ -72,10 +72,5 @@ def _label(found: Mapping[str, Any], asked: str) -> str:
     return asked if name == asked else f"{asked} ({name})"
 
 
-def table(rows: Rows) -> str:
-    """A table of aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) if not i else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths)))
-        for row in rows
-    ).rstrip()
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join("  ".join(cells) for cells in aligned(rows))

@@ -151,7 +151,8 @@ class ImportedTensor:
 def imported_tensors(source: Path, family: Family, model: ModelConfig) -> list[ImportedTensor]:
     """Our tensors as they can be made of a directory's files. Raises ValueError unless the two fit exactly."""
     files, wanted = weight_files(source), shapes(model)
-    forms, stored_as = stored(files), {_full(name, family): name for name in files}
+    forms = stored(files)
+    stored_as = {_full(name, family): name for name in files if name in forms}
     _check_names(source, stored_as.keys(), {each for name in wanted for each in family.theirs(name)}, tied=model.tied)
     found = []
     for name, shape in wanted.items():
