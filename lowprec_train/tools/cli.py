@@ -57,13 +57,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 class Parser(argparse.ArgumentParser):
     """A parser that reports a wrong option in two lines, without the usage of all others."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        self.options: list[str] = []
-        super().__init__(*arguments, **settings)
-
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:  # type: ignore[override]
-        self.options += [name for name in names if name.startswith("--")]
-        return super().add_argument(*names, **settings)
+    @property
+    def options(self) -> list[str]:
+        """Names of all options, those of groups included."""
+        return [name for name in self._option_string_actions if name.startswith("--")]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse an unknown argument here, where the options of this command are known. A parser with the default

@@ -253,6 +253,12 @@ def test_json_has_every_moment(capsys):
     assert sum(numbers) == found["memory"]["total"] == max(sum(each.values()) for each in found["moments"].values())
 
 
+def test_an_option_of_a_group_may_come_first(capsys):
+    """`lowprec estimate --json`: the parser knows the options of its groups, too."""
+    assert cli.main(["estimate", "--json", "--gpus", "0"]) == 2
+    assert "--gpus 0 must be at least 1" in capsys.readouterr().err
+
+
 def test_text_is_for_people(capsys):
     assert cli.main(["estimate", "+recipe=fp4", "model=llama_tiny", "compile='off'", *TINY, "parallel.dp_shard=2"]) == 0
     out = capsys.readouterr().out
