@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `Tokenizer`; its end-of-sequence piece closes a document (`eod`, where given, must be that piece).
+    """A SentencePiece `Tokenizer`; its end-of-sequence piece closes documents (`eod`, where given, must be that piece).
 
     Raises:
         ValueError: the bytes are not a SentencePiece model, or it has no end-of-sequence piece, or another.

@@ -1,4 +1,4 @@
-"""Options that several commands have, each described once."""
+"""Options that several commands have, and values of options, each described once."""
 
 import argparse
 from pathlib import Path
@@ -28,3 +28,10 @@ def weights_directory(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-shard-size", metavar="SIZE", default="2GB", help="of one file, and of memory (default: %(default)s)"
     )
+
+
+def positive(text: str) -> int:
+    """A count of at least one."""
+    if text.isdecimal() and int(text) > 0:
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")

@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lowprec_train.tools.options import positive
+
 HELP = "time of kernels, GEMMs and training steps on a GPU"
 DESCRIPTION = """\
 Measure on one GPU, or between several, and write JSON and a Markdown table made from it. Compare figures of one run
@@ -89,13 +91,6 @@ def _step_options(step: argparse.ArgumentParser) -> None:
         "--profile", metavar="NAME", action="append", default=[], help="part of a name; 'all' for everyone"
     )
     step.add_argument("--dry-run", action="store_true", help="build on the meta device; needs no GPU, writes nothing")
-
-
-def positive(text: str) -> int:
-    """A count of at least one."""
-    if text.isdecimal() and int(text) > 0:
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
 
 
 def names(text: str) -> list[str]:

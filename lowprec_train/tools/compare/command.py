@@ -5,6 +5,7 @@ import math
 from contextlib import suppress
 from pathlib import Path
 
+from lowprec_train.tools import options
 from lowprec_train.tools.compare import measure, report
 from lowprec_train.tools.compare.runs import read_runs
 from lowprec_train.tools.compare.telemetry import LABELS
@@ -51,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--smooth",
         metavar="N",
-        type=positive,
+        type=options.positive,
         help="logged steps in a smoothed point and in the final mean (default: a tenth of the run, within 30 and 200)",
     )
     parser.add_argument(
@@ -101,11 +102,3 @@ def nats(text: str) -> float:
         if math.isfinite(value := float(text)) and value >= 0:
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a number of nats, 0 or more")
-
-
-def positive(text: str) -> int:
-    """A count of at least one."""
-    with suppress(ValueError):
-        if (value := int(text)) > 0:
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
