@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.train.diagnostics import kernel_times, out_of_memory, snapshots
 from lowprec_train.train.diagnostics.kernel_times import KernelTime
 from lowprec_train.train.diagnostics.out_of_memory import OutOfMemory
 from lowprec_train.train.diagnostics.profiling import Window
 from lowprec_train.train.diagnostics.snapshots import Snapshots
-from tests.train.standins import Lines, bits, make_trainer, same
+from tests.train.standins import Lines, Model, bits, make_trainer, same
 
 CPU = torch.device("cpu")
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -174,15 +175,16 @@ def test_a_request_that_cannot_be_looked_for_is_warned_of_once(tmp_path, saved, 
 
 def run_out(asked):
     """A trainer whose third step asks for too much."""
-    trainer = make_trainer(steps=5)
-    loss = trainer.model.loss
+    model = Model()
+    loss = model.loss
 
     def greedy(*arguments):
         if trainer.steps_done == 2:
             asked()
         return loss(*arguments)
 
-    trainer._loss = greedy
+    model.loss = greedy
+    trainer = make_trainer(steps=5, model=model, optimizer=CodedOptimizer(parameter_groups(model, 0.1)))
     return trainer
 
 
