@@ -20,6 +20,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 MAX_FILE_LINES = 400
+MAX_KERNEL_LINES = 120
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 12
 OP_SCHEMAS = ("lowprec_train/ops/",)
@@ -102,6 +103,17 @@ def test_function_lengths():
     longest = sorted(lengths.items(), key=lambda item: -item[1])
     assert ordered[int(0.9 * len(ordered))] <= P90_FUNCTION_LINES, longest[:10]
     assert statistics.median(ordered) <= MEDIAN_FUNCTION_LINES
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "csrc").rglob("*.[ch]*")), ids=relative)
+def test_kernel_lengths(path):
+    """Of C++ and CUDA: a function begins at the first column and ends with a brace there."""
+    begun = 0
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line == "}":
+            assert number - begun < MAX_KERNEL_LINES, f"{relative(path)}:{begun} has {number - begun + 1} lines"
+        if line[:1].isalpha() or line[:1] == "_":
+            begun = number
 
 
 def imports() -> dict[str, set[str]]:
