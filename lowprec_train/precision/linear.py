@@ -18,10 +18,12 @@ from lowprec_train.numerics.draws import Draws, SeedTable, SiteDraws
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.linear_gemms import LinearGemms, Observer
 from lowprec_train.precision.linear_plan import LinearPlan
-from lowprec_train.precision.plan import compile_plan, shared_plan
+from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.saved import SavedOperand
 from lowprec_train.precision.split import Split
+
+PLANS = 32  # that a layer holds: texts of every length are evaluated, one after the other
 
 
 class Linear(nn.Linear):
@@ -56,6 +58,7 @@ class Linear(nn.Linear):
     @recipe.setter
     def recipe(self, recipe: LinearRecipe) -> None:
         self._recipe = recipe
+        self._plans: dict[tuple[object, ...], LinearPlan] = {}
         if recipe.draws and self.draws is None and self.site is None and not self.weight.is_meta:
             self.draws = SeedTable(0, 1, self.weight.device).at(0, 0).site(0)
 
@@ -67,12 +70,23 @@ class Linear(nn.Linear):
         return n, cut.part if cut is not None and cut.dim == 1 else self.in_features
 
     def plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
-        """What this layer does with so many rows of x in its GEMMs. Layers that are alike share it; in a region that is
-        being traced it is made anew, for to look into a table there would be a side effect.
+        """What this layer does with so many rows of x in its GEMMs; made once under a recipe; the last few are held.
+
+        In a compiled region it is made while the region is traced: a table that is filled there would be a side effect.
         """
         fused, coded = self.observer is None, self.gathered is not None and self.gathered.coded
-        made = compile_plan if torch.compiler.is_compiling() else shared_plan
-        return made(self.recipe, self.part, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded)
+        key = (tokens, dtype, device, fused, coded, self.split is None)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and key in self._plans:
+            return self._plans[key]
+        made = compile_plan(
+            self.recipe, self.part, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
+        )
+        if not compiling:
+            if len(self._plans) == PLANS:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = made
+        return made
 
     def forward(
         self, x: Tensor, amax: Tensor | None = None, *, with_grad_amax: bool = False, draws: Draws | None = None

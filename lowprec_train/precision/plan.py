@@ -11,7 +11,6 @@ multiplied into dY before dY is rounded (docs/numerics.md).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
@@ -49,10 +48,6 @@ def compile_plan(
     """
     arguments = _Compiler(recipe, *shape, tokens, device, dtype, split, fused, gathered, producer, consumer)
     return arguments.plan()
-
-
-shared_plan = lru_cache(maxsize=1024)(compile_plan)
-"""The same, made once for the same arguments, the newest of them."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ from lowprec_train.numerics.draws import Operand
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision import gemm
-from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.linear import PLANS, Linear
 from lowprec_train.precision.linear_plan import LinearPlan, Op, Source
 from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, override
 from lowprec_train.precision.split import Split
-from lowprec_train.recipes import fp8
 from tests.recipes import RECIPES
 
 CPU, N, K, TOKENS = torch.device("cpu"), 256, 384, 512
@@ -132,10 +131,12 @@ def test_what_the_table_says():
     assert [o.operand for o in plan(RECIPES["bf16"]).operands()] == [Operand.A, Operand.B] * 3
 
 
-def test_layers_that_are_alike_share_a_plan():
-    one, two = (Linear(64, 32, bias=False) for _ in range(2))
-    one.recipe, two.recipe = RECIPES["fp8"], fp8.recipe()
-    plans = [each.plan(tokens, torch.bfloat16, CPU) for each in (one, two) for tokens in (48, 64, 48)]
-    assert len({id(plan) for plan in plans}) == 2
-    two.recipe = RECIPES["fp4"]
-    assert two.plan(48, torch.bfloat16, CPU) is not one.plan(48, torch.bfloat16, CPU)
+def test_a_layer_holds_its_last_plans():
+    layer = Linear(64, 32, bias=False)
+    layer.recipe = RECIPES["fp8"]
+    first, *others = (layer.plan(tokens, torch.bfloat16, CPU) for tokens in range(1, PLANS + 1))
+    assert layer.plan(1, torch.bfloat16, CPU) is first
+    layer.plan(PLANS + 1, torch.bfloat16, CPU)
+    assert layer.plan(2, torch.bfloat16, CPU) is others[0] and layer.plan(1, torch.bfloat16, CPU) is not first
+    layer.recipe = RECIPES["fp4"]
+    assert layer.plan(2, torch.bfloat16, CPU).fprop != others[0].fprop
