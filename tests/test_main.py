@@ -11,25 +11,11 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lowprec_train import config, main
 from lowprec_train.precision.linear import Linear
+from tests.launches import write_modules
 
 SMALL = (
     *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=384"),
     *("data.vocab_size=384", "data.seq_len=64", "micro_batch=2", "tokens_per_step=256", "steps=3", "eval_batches=1"),
-)
-WORDS = (
-    "loss",
-    "scale",
-    "tile",
-    "token",
-    "block",
-    "codes",
-    "draws",
-    "layer",
-    "model",
-    "train",
-    "valid",
-    "epoch",
-    "batch",
 )
 
 
@@ -37,12 +23,7 @@ WORDS = (
 def sources(tmp_path_factory):
     """A small corpus: Python files that a tokenizer of 384 pieces can be learnt from."""
     root = tmp_path_factory.mktemp("sources")
-    for number in range(40):
-        lines = [
-            f"def {WORDS[i * number % 13]}_{i}(x): return x * {i * 7 + number} + {WORDS[(i + number) % 13]!r}"
-            for i in range(40)
-        ]
-        (root / f"module_{number}.py").write_text("\n".join(lines))
+    write_modules(root)
     return root
 
 
