@@ -1,4 +1,4 @@
-"""What a linear of fp8_rowwise, fp8_block, fp4_mixed, nvfp4 and int8_switchback should return, in FP64.
+"""What a linear of fp8_rowwise, fp8_block, mxfp8, fp4_mixed, nvfp4 and int8_switchback should return, in FP64.
 
 Written from the equations that open each recipe's file and the papers they name, with the numbers of tests/oracle.py: a
 GEMM a @ b^T rounds each operand along its own k, unless it says that it takes fprop's codes. Nothing here may import
@@ -42,6 +42,16 @@ def linear_fp8_block(x: np.ndarray, w: np.ndarray, dy: np.ndarray, block: int = 
 
     qw = quantize(plain(w, format), "E4M3", (block, block), "POW2").exact
     return Passes(gemm(line(x), qw), gemm(line(dy), qw.T), gemm(line(dy.T), line(x.T)))
+
+
+def linear_mxfp8(x: np.ndarray, w: np.ndarray, dy: np.ndarray, gradient: str = "E4M3", format: str = "BF16") -> Passes:
+    """Blocks of 32 along each GEMM's k, W along both of its dimensions, exponents rounded up."""
+    w = plain(w, format)
+
+    def line(matrix: np.ndarray, name: str = "E4M3") -> np.ndarray:
+        return quantize(matrix, name, (1, 32), "E8M0_CEIL").exact
+
+    return Passes(gemm(line(x), line(w)), gemm(line(dy, gradient), line(w.T)), gemm(line(dy.T, gradient), line(x.T)))
 
 
 def linear_fp4_mixed(

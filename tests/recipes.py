@@ -34,6 +34,7 @@ from lowprec_train.recipes import (
     int8_switchback,
     mxfp4,
     mxfp4_fp8,
+    mxfp8,
     nvfp4,
 )
 from lowprec_train.train import build as parts
@@ -43,6 +44,7 @@ RECIPES: dict[str, LinearRecipe] = {
     "fp8": fp8.recipe(),
     "fp8_rowwise": fp8_rowwise.recipe(),
     "fp8_block": fp8_block.recipe(),
+    "mxfp8": mxfp8.recipe(),
     "fp4": fp4.recipe(),
     "fp4_residual": fp4.recipe(outliers="residual"),
     "fp4_unclamped": fp4.recipe(alpha=1.0),

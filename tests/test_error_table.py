@@ -32,6 +32,7 @@ KNOWN = {
     ("fp8", "dw"): decibel(E5M2, E4M3),
     ("fp8_rowwise", "dw"): decibel(E4M3, E4M3),
     ("fp8_block", "dx"): decibel(E4M3, E4M3),
+    ("mxfp8", "dx"): decibel(E4M3, E4M3),
     ("mxfp4", "y"): decibel(BF16),
     ("mxfp4", "dx"): decibel(MX_STOCHASTIC, MX_STOCHASTIC),
     ("mxfp4", "dw"): decibel(MX_STOCHASTIC, MX_STOCHASTIC),

@@ -25,6 +25,7 @@ ON_A_GPU = {
     "fp8": ("fp8_tensor", "fp8_tensor", "fp8_tensor"),
     "fp8_rowwise": ("fp8_row", "fp8_row", "fp8_row"),
     "fp8_block": ("dequantize", "dequantize", "dequantize"),
+    "mxfp8": ("dequantize", "dequantize", "dequantize"),
     "fp4": ("fp8_row", "fp8_row", "fp8_row"),
     "fp4_residual": ("fp8_row", "fp8_row", "fp8_row"),
     "fp4_unclamped": ("fp8_row", "fp8_row", "fp8_row"),

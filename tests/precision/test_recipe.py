@@ -22,13 +22,14 @@ from lowprec_train.recipes import (
     int8_switchback,
     mxfp4,
     mxfp4_fp8,
+    mxfp8,
     nvfp4,
 )
 
 TENSOR, ROW, MX = (-1, -1), (1, -1), (1, 32)
 CODES = Reuse.FPROP_CODES
 ROTATED = Gemm(a=Quantizer(E4M3), b=Quantizer(E4M3), rotation=RandomHadamard(16))
-PLAIN = (bf16, fp8, fp8_rowwise, fp8_block, fp4, mxfp4, mxfp4_fp8, nvfp4, int8_switchback)
+PLAIN = (bf16, fp8, fp8_rowwise, fp8_block, mxfp8, fp4, mxfp4, mxfp4_fp8, nvfp4, int8_switchback)
 ALL = {m.__name__.rsplit(".", 1)[1]: m.recipe for m in PLAIN} | {"fp4_mixed": fp4_mixed.feed_forward}
 
 
@@ -46,6 +47,7 @@ E4M3_ROW = (E4M3, ROW, ScaleRule.POW2, False)
 E5M2_POW2_ROW = (E5M2, ROW, ScaleRule.POW2, False)
 LINE = (E4M3, (1, 128), ScaleRule.POW2, False)
 SQUARE = (E4M3, (128, 128), ScaleRule.POW2, False)
+MX_E4M3, MX_E5M2 = ((format, MX, ScaleRule.E8M0_CEIL, False) for format in (E4M3, E5M2))
 E2M1_LINE = (E2M1, (1, 128), ScaleRule.E8M0_CEIL, False)
 NV_LINE = (E2M1, (1, 16), ScaleRule.NVFP4, False)
 NV_SQUARE = (E2M1, (16, 16), ScaleRule.NVFP4, False)
@@ -70,6 +72,14 @@ INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, Scale
             (E5M2_POW2_ROW, E4M3_ROW),
             (E5M2_POW2_ROW, E4M3_ROW),
             SavedInput.INPUT,
+        ),
+        (mxfp8.recipe(), (MX_E4M3,) * 2, (MX_E4M3,) * 2, (MX_E4M3,) * 2, SavedInput.OPERAND),
+        (
+            mxfp8.recipe(gradient="E5M2"),
+            (MX_E4M3,) * 2,
+            (MX_E5M2, MX_E4M3),
+            (MX_E5M2, MX_E4M3),
+            SavedInput.OPERAND,
         ),
         (fp8_block.recipe(), (LINE, SQUARE), (LINE, CODES), (LINE, LINE), SavedInput.OPERAND),
         (
@@ -185,6 +195,7 @@ def test_recipes_are_values(name):
         (lambda: fp8_rowwise.recipe(gradient="E3M4"), "E3M4"),
         (lambda: fp4_mixed.feed_forward(gradient="E3M4"), "E3M4"),
         (lambda: fp4.recipe(gradient="E3M4"), "E3M4"),
+        (lambda: mxfp8.recipe(gradient="E3M4"), "E3M4"),
         (lambda: fp8.recipe(gradient="E3M4"), "E3M4"),
         (lambda: fp4.recipe(outliers="sparse"), "sparse"),
         (lambda: fp4.recipe(alpha=0.4), "0.4"),
@@ -209,6 +220,9 @@ def test_what_cannot_be_written_down(build, names):
         (mxfp4.recipe(), (96, 64, 96), ("wgrad", "64", "96")),
         (mxfp4.recipe(rotation=0), (96, 48, 64), ("dgrad", "32", "48")),
         (mxfp4_fp8.recipe(), (96, 64, 32), ("wgrad", "64", "32")),
+        (mxfp8.recipe(), (48, 64, 64), ("fprop", "32", "48")),
+        (mxfp8.recipe(), (64, 48, 64), ("dgrad", "32", "48")),
+        (mxfp8.recipe(), (64, 64, 48), ("wgrad", "32", "48")),
         (fp8_block.recipe(), (192, 128, 128), ("fprop", "128", "192")),
         (fp8_block.recipe(), (128, 192, 128), ("fprop", "128", "192")),
         (fp8_block.recipe(), (128, 128, 192), ("wgrad", "128", "192")),

@@ -1,4 +1,4 @@
-"""fp8_rowwise, fp8_block, fp4_mixed, nvfp4 and int8_switchback against their FP64 emulation: y, dX and dW.
+"""fp8_rowwise, fp8_block, mxfp8, fp4_mixed, nvfp4 and int8_switchback against their FP64 emulation: y, dX and dW.
 
 The bounds are those of tests/precision/layers.py. `on_tensor_cores` runs the choice of a GPU on this machine: the ops
 are the same, the folding and the epilogues are those of the FP8 paths.
@@ -16,7 +16,7 @@ import torch
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe, override
-from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, nvfp4
+from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, mxfp8, nvfp4
 from tests.oracle import rotate_float32
 from tests.oracle_linear import ROTATION, WGRAD, Passes, linear_plain
 from tests.oracle_recipes import (
@@ -25,6 +25,7 @@ from tests.oracle_recipes import (
     linear_fp8_block,
     linear_fp8_rowwise,
     linear_int8_switchback,
+    linear_mxfp8,
     linear_nvfp4,
 )
 from tests.precision.layers import (
@@ -55,6 +56,7 @@ Emulation = Callable[..., Passes]
 NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "fp8_rowwise": (fp8_rowwise.recipe, linear_fp8_rowwise),
     "fp8_block": (fp8_block.recipe, linear_fp8_block),
+    "mxfp8": (mxfp8.recipe, linear_mxfp8),
     "fp4_mixed": (fp4_mixed.feed_forward, linear_fp4_mixed),
     "nvfp4": (nvfp4.recipe, lambda x, w, dy, **options: linear_nvfp4(x, w, dy, NVFP4, **options)),
     "int8_switchback": (int8_switchback.recipe, linear_int8_switchback),
@@ -83,7 +85,7 @@ def test_against_the_oracle(name, data, sizes, format):
 
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "fp4_mixed", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "mxfp8", "fp4_mixed", "nvfp4"])
 def test_the_paths_of_a_gpu(name, data, sizes, on_tensor_cores):
     """FP8 carriers, folded blocks and epilogue scales multiply the same numbers as the dequantised product."""
     compare(name, data, "BF16", sizes)
@@ -92,6 +94,7 @@ def test_the_paths_of_a_gpu(name, data, sizes, on_tensor_cores):
 OPTIONS = [
     (fp8_rowwise.recipe(gradient="E5M2"), lambda *a: linear_fp8_rowwise(*a, "E5M2", "FP32")),
     (fp8_block.recipe(block=32), lambda *a: linear_fp8_block(*a, 32, "FP32")),
+    (mxfp8.recipe(gradient="E5M2"), lambda *a: linear_mxfp8(*a, "E5M2", "FP32")),
     (fp4_mixed.feed_forward(block=32), lambda *a: linear_fp4_mixed(*a, 32, format="FP32")),
     (fp4_mixed.feed_forward(gradient="E4M3"), lambda *a: linear_fp4_mixed(*a, gradient="E4M3", format="FP32")),
     (nvfp4.recipe(stochastic=False), lambda *a: linear_nvfp4(*a, replace(NVFP4, stochastic=False), "FP32")),
@@ -172,6 +175,7 @@ def test_nothing_makes_nothing(name):
 COSINES = {  # y, dX, dW: well above a dead or transposed GEMM (0), below what the formats give
     "fp8_rowwise": (0.998, 0.998, 0.998),
     "fp8_block": (0.998, 0.998, 0.998),
+    "mxfp8": (0.998, 0.998, 0.998),
     "fp4_mixed": (0.98, 0.997, 0.997),
     "nvfp4": (0.985, 0.98, 0.98),
     "int8_switchback": (0.9995, 0.9995, 0.99999),
@@ -219,7 +223,7 @@ def test_nvfp4_draws_in_the_backward_pass_only(other):
     assert torch.equal(a[0], c[0]) and not torch.equal(a[1], c[1]) and not torch.equal(a[2], c[2])
 
 
-@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "fp4_mixed", "int8_switchback"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "mxfp8", "fp4_mixed", "int8_switchback"])
 def test_the_others_draw_nothing(name):
     recipe = NEW[name][0]()
     assert not recipe.draws

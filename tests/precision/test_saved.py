@@ -16,7 +16,7 @@ from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision import gemm, linear_gemms
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe, Reuse, override
-from lowprec_train.recipes import fp4_mixed, fp8_block, mxfp4, mxfp4_fp8, nvfp4
+from lowprec_train.recipes import fp4_mixed, fp8_block, mxfp4, mxfp4_fp8, mxfp8, nvfp4
 from tests.oracle import TABLES, bf16, quantize, random_bits, rotate_float32, tiles
 from tests.oracle_linear import ROTATION, WGRAD, B
 from tests.oracle_recipes import unpacked
@@ -33,6 +33,7 @@ BYTES: dict[str, dict[torch.dtype, int]] = {
     "fp8": {E4M3: M * K + N * K, F32: 4 + 4},
     "fp8_rowwise": {BF16: 2 * M * K},
     "fp8_block": {E4M3: M * K + N * K, F32: 4 * K * (M // 128) + 4 * (N // 128) * (K // 128)},
+    "mxfp8": {E4M3: M * K, F32: 4 * K * (M // 32)},
     "fp4": {E4M3: M * K + N * K, F32: 4 * M + 4 * N},
     "fp4_residual": {U8: M * K // 2, E4M3: N * K, F32: 4 * M + 4 * N + 4 * M * 2 * CLIPPED},
     "fp4_unclamped": {U8: M * K // 2, E4M3: N * K, F32: 4 * M + 4 * N},
@@ -111,6 +112,7 @@ OPERANDS: dict[str, LinearRecipe] = {
     "nvfp4, not rotated": nvfp4.recipe(rotation=0),
     "fp8_block": fp8_block.recipe(),
     "fp4_mixed": fp4_mixed.feed_forward(),
+    "mxfp8": mxfp8.recipe(),
     "mxfp4": override(mxfp4.recipe(), {"saved_input": "OPERAND"}),
 }
 
@@ -208,6 +210,7 @@ EVENTS: dict[str, list[str]] = {
     "fp8": [*FORWARD, "DGRAD A"],  # one rounding of dY serves both GEMMs
     "fp8_rowwise": [*FORWARD, "DGRAD A", "DGRAD B", "WGRAD A", "WGRAD B"],
     "fp8_block": [*FORWARD, "WGRAD B", "DGRAD A", "WGRAD A"],
+    "mxfp8": [*FORWARD, "WGRAD B", "DGRAD A", "DGRAD B", "WGRAD A"],
     "fp4": [*FORWARD, "DGRAD A", "WGRAD A"],
     "fp4_residual": [*FORWARD, "DGRAD A", "WGRAD A"],
     "fp4_unclamped": [*FORWARD, "DGRAD A", "WGRAD A"],

@@ -31,6 +31,7 @@ from tests.oracle_recipes import (
     linear_fp8_block,
     linear_fp8_rowwise,
     linear_int8_switchback,
+    linear_mxfp8,
     linear_nvfp4,
 )
 from tests.precision.layers import (
@@ -61,6 +62,7 @@ ORACLE = {
     "fp8": linear_fp8,
     "fp8_rowwise": linear_fp8_rowwise,
     "fp8_block": linear_fp8_block,
+    "mxfp8": linear_mxfp8,
     "fp4": linear_fp4,
     "fp4_residual": lambda *data, format: linear_fp4(*data, variant="residual", format=format),
     "fp4_unclamped": lambda *data, format: linear_fp4(*data, alpha=1.0, format=format),
