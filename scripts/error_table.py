@@ -79,6 +79,8 @@ CASES: dict[str, Case] = {
     "mxfp4_fp8": Case("mxfp4_fp8", "mxfp4_fp8.recipe", {}),
     "nvfp4": Case("nvfp4", "nvfp4.recipe", {}),
     "nvfp4, nearest": Case("nvfp4", "nvfp4.recipe", {"stochastic": False}),
+    "nvfp4, W in 1x16": Case("nvfp4", "nvfp4.recipe", {"square": False}),
+    "nvfp4, X row-scaled": Case("nvfp4", "nvfp4.recipe", {"row_scaled": True}),
     "int8_switchback": Case("int8_switchback", "int8_switchback.recipe", {}),
 }
 ALSO = {"fp8_lm": ["fp8"], "coat": ["fp8"], "fp4_mixed": ["fp4_mixed", "fp8"]}

@@ -140,21 +140,24 @@ def tile_scales(amax: np.ndarray, format: str, rule: str, headroom: float = 1.0,
     return scale.astype(F32)
 
 
-def nvfp4_scales(amax: np.ndarray, headroom: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(effective scale float32, block scales as E4M3 values, tensor scale float32)
+def nvfp4_scales(
+    amax: np.ndarray, headroom: float, outer: tuple[int, int] = (-1, -1)
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(effective scale float32, block scales as E4M3 values, tensor scale float32, one for each outer tile)
 
     In the order of arXiv 2509.25149: a block's own scale A / (6 h) first, in FP32, and of that the share of the
     tensor's. One quotient A / (6 h t) would fall on the other side of an E4M3 tie now and then. With head-room no block
     clips: where its scale was rounded down so far that A / s > 6, which takes a subnormal, the next one is taken."""
-    tensor = np.maximum(F32(amax.max() / (6 * 448)), F32(2.0**-117))
+    most = amax.max(axis=tuple(axis for axis in (0, 1) if outer[axis] == -1), keepdims=True)
+    tensor = np.maximum((most / (6 * 448)).astype(F32), F32(2.0**-117))
     own = (amax / (6 * headroom)).astype(F32)
-    share = (own / F64(tensor)).astype(F32)
+    share = (own / tensor.astype(F64)).astype(F32)
     block = to_grid(np.maximum(share, 2.0**-9), "E4M3")
     if headroom < 1:
-        clips = (scaled(amax, (block * F64(tensor)).astype(F32)) > 6) & (block < 448)
+        clips = (scaled(amax, (block * tensor.astype(F64)).astype(F32)) > 6) & (block < 448)
         place = np.searchsorted(TABLES["E4M3"], np.where(clips, block, 0.0))
         block = np.where(clips, TABLES["E4M3"][place + 1], block)
-    return np.where(amax == 0, F32(1), (block * F64(tensor)).astype(F32)), block, tensor
+    return np.where(amax == 0, F32(1), (block * tensor.astype(F64)).astype(F32)), block, tensor
 
 
 @dataclass(frozen=True)
@@ -193,12 +196,13 @@ def quantize(
     headroom: float = 1.0,
     span: int = 0,
     bits: np.ndarray | None = None,
+    outer: tuple[int, int] = (-1, -1),
 ) -> Rounded:
     """The quantiser; x finite."""
     x = np.asarray(x, F32)
     amax = np.abs(tiles(x, tile)).max(axis=(1, 3)).astype(F64)
     if rule == "NVFP4":
-        scale = nvfp4_scales(amax, headroom)[0]
+        scale = nvfp4_scales(amax, headroom, outer)[0]
     else:
         scale = tile_scales(amax, format, rule, headroom, span)
     return Rounded(to_grid(scaled(x, scale, headroom if rule == "E8M0_FLOOR" else 1.0), format, bits), scale)

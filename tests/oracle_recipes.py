@@ -79,15 +79,26 @@ def linear_fp4_mixed(
 @dataclass(frozen=True)
 class NV:
     """NVFP4: seeds by (gemm, purpose), the micro-batch's first token, wgrad's Hadamard block (0: none), and whether dY
-    is rounded stochastically, under 17/16 of head-room then."""
+    is rounded stochastically, under 17/16 of head-room then. square: W in 16x16; row_scaled: an FP32 scale a row of
+    X."""
 
     seeds: Seeds
     first_token: int = 0
     rotation: int = 16
     stochastic: bool = True
+    square: bool = True
+    row_scaled: bool = False
 
-    def nearest(self, x: np.ndarray, tile: tuple[int, int] = (1, 16)) -> np.ndarray:
-        return quantize(x, "E2M1", tile, "NVFP4").exact
+    def nearest(self, x: np.ndarray, tile: tuple[int, int] = (1, 16), outer: tuple[int, int] = (-1, -1)) -> np.ndarray:
+        return quantize(x, "E2M1", tile, "NVFP4", outer=outer).exact
+
+    def activation(self, x: np.ndarray) -> np.ndarray:
+        """fprop's X."""
+        return self.nearest(x, outer=(1, -1) if self.row_scaled else (-1, -1))
+
+    def weight(self, w: np.ndarray) -> np.ndarray:
+        """W along the columns, as fprop and, transposed, dgrad take it."""
+        return self.nearest(w, (16, 16) if self.square else (1, 16))
 
     def gradient(self, dy: np.ndarray, which: int, origin: tuple[int, int]) -> np.ndarray:
         if not self.stochastic:
@@ -105,10 +116,10 @@ class NV:
 
 
 def linear_nvfp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, nv: NV, format: str = "BF16") -> Passes:
-    qw = nv.nearest(plain(w, format), (16, 16))
+    w = plain(w, format)
     by_token = nv.gradient(dy, DGRAD, (nv.first_token, 0))
     by_channel = nv.gradient(nv.rotated(dy.T), WGRAD, (0, nv.first_token))
-    return Passes(gemm(nv.nearest(x), qw), gemm(by_token, qw.T), gemm(by_channel, nv.kept(x)))
+    return Passes(gemm(nv.activation(x), nv.weight(w)), gemm(by_token, nv.weight(w.T)), gemm(by_channel, nv.kept(x)))
 
 
 def linear_int8_switchback(x: np.ndarray, w: np.ndarray, dy: np.ndarray, format: str = "BF16") -> Passes:

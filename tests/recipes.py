@@ -52,6 +52,7 @@ RECIPES: dict[str, LinearRecipe] = {
     "mxfp4": mxfp4.recipe(),
     "mxfp4_fp8": mxfp4_fp8.recipe(),
     "nvfp4": nvfp4.recipe(),
+    "nvfp4_lines": nvfp4.recipe(square=False, row_scaled=True),
     "int8_switchback": int8_switchback.recipe(),
 }
 SYSTEMS = config.choices("recipe")

@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lowprec_train import config
+from lowprec_train.recipes import bf16, fp8, nvfp4
 from lowprec_train.train import build, checks
 
 RECIPES, MODELS, DATA = (config.choices(group) for group in ("recipe", "model", "data"))
@@ -107,6 +108,15 @@ def test_phases_are_a_choice_of_any_recipe():
     assert [phase.first_step for phase in build.layout(moved).phases] == [0, 50]
     with pytest.raises(ValueError, match=r"precision.schedule.end: .*1.5"):
         build.layout(composed("+recipe=fp4_mixed", "precision.schedule.end.at=1.5"))
+
+
+@pytest.mark.parametrize(("choice", "kind"), [("none", "nvfp4"), ("attention_bf16", "bf16"), ("attention_fp8", "fp8")])
+def test_attention_may_be_left_out(choice, kind):
+    recipes = build.layout(composed("+recipe=nvfp4", "model.layers=10", f"precision/exempt={choice}")).phases[0].recipes
+    how = {"nvfp4": nvfp4.recipe(), "bf16": bf16.recipe(), "fp8": fp8.recipe()}
+    for name, recipe in recipes.items():
+        last = name.startswith(("blocks.8.", "blocks.9.", "head"))
+        assert recipe == (how["bf16"] if last else how[kind] if "attention" in name else how["nvfp4"]), name
 
 
 def test_two_phases_follow_each_other():

@@ -30,7 +30,7 @@ class ScaleRule(Enum):
     POW2        2**ceil(log2(amax / M)): never saturates, and layouts agree on it
     E8M0_FLOOR  2**(floor(log2 amax) - e_M), OCP MX v1.0: values beyond M saturate unless `headroom` is 3/4
     E8M0_CEIL   2**ceil(log2(amax / M)), arXiv 2506.08027: never saturates
-    NVFP4       amax / M rounded to E4M3 under an FP32 tensor scale, arXiv 2509.25149; E2M1 only
+    NVFP4       amax / M rounded to E4M3 under an FP32 scale of the outer tile, arXiv 2509.25149; E2M1 only
     """
 
     FP32 = "FP32"
@@ -44,6 +44,7 @@ STOCHASTIC_HEADROOM = {
     ScaleRule.E8M0_FLOOR: 3 / 4,
     ScaleRule.NVFP4: 16 / 17,
 }  # without it rounding up would saturate: bias
+WHOLE, ROW = (-1, -1), (1, -1)
 POWERS_OF_TWO = (ScaleRule.POW2, ScaleRule.E8M0_FLOOR, ScaleRule.E8M0_CEIL)
 
 
@@ -54,7 +55,7 @@ class Quantized:
 
     codes: [m, k] in the format's carrier. scale: FP32 [m / rows, k / columns], the effective dequantisation multiplier.
     parts: what is stored where the scale has levels (NVFP4: `block` in E4M3, `tensor` in FP32, their product is the
-    scale of every tile that is not all zero).
+    scale of every tile that is not all zero; `tensor` is [1, 1], or [m, 1] under an outer scale per row).
     gain: scale / gain is a power of two for MX scales with head-room (4/3 for 3/4), else 1.
     exponent_span: binades that the block exponents of a row lie within, 0 when unbounded.
     """
@@ -107,6 +108,8 @@ class Quantizer:
     stochastic NVFP4, else 1.
     exponent_span: MX exponents are raised to at least the row's largest minus this, before rounding, so that the codes
     fold into an FP8 carrier (28 for E5M2, 14 for E4M3) and nothing flushes to zero; 0 leaves them alone.
+    outer: of NVFP4, what has one FP32 scale: the whole matrix, or each row, (1, -1), as TransformerEngine's
+    `row_scaled_activation`.
 
     Raises ValueError for a format or tile that the rule does not know.
     """
@@ -117,13 +120,20 @@ class Quantizer:
     rounding: Rounding = NEAREST
     headroom: float | None = None
     exponent_span: int = 0
+    outer: tuple[int, int] = WHOLE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tile", tuple(self.tile))
+        object.__setattr__(self, "outer", tuple(self.outer))
         if len(self.tile) != 2 or any(n != -1 and n < 1 for n in self.tile):
             raise ValueError(f"a tile is (rows, columns), each positive or -1, not {self.tile}")
         if self.scale is ScaleRule.NVFP4 and self.format is not E2M1:
             raise ValueError(f"NVFP4 scales belong to E2M1, not {self.format}")
+        if self.outer != WHOLE and (self.outer != ROW or self.tile[0] != 1 or self.scale is not ScaleRule.NVFP4):
+            raise ValueError(
+                f"outer is (-1, -1), or (1, -1) for NVFP4 tiles within a row; it is {self.outer} for {self.scale.name} "
+                f"scales of {self.tile}"
+            )
         if self.headroom is not None and not 0 < self.headroom <= 1:
             raise ValueError(f"headroom is a share of the range in (0, 1], not {self.headroom}")
         if not isinstance(self.rounding, Rounding):
@@ -142,9 +152,10 @@ class Quantizer:
     def _pair_with_transposed(self) -> None:
         """Make the transposed quantiser here: torch 2.11 does not trace the making of one inside a graph."""
         transposed = self
-        if self.tile[0] != self.tile[1]:
+        if self.tile[0] != self.tile[1] or self.outer != WHOLE:
             transposed = object.__new__(Quantizer)
-            transposed.__dict__.update(self.__dict__, tile=self.tile[::-1], _transposed=self)
+            reverse = {"tile": self.tile[::-1], "outer": self.outer[::-1]}
+            transposed.__dict__.update(self.__dict__, **reverse, _transposed=self)
         self.__dict__["_transposed"] = transposed
 
     @property
@@ -172,6 +183,9 @@ class Quantizer:
         self._check_call(x, seed)
         if shared is not None and self.crosses(shared.dim):
             return self._part(x, seed, origin, shared)
+        if self.outer != WHOLE:
+            amax = torch.ops.lowprec.amax(x, self.tile)
+            return self._under(x, amax, self._outer_amax(amax), seed, origin)
         if self.scale is ScaleRule.NVFP4:
             how = (self.tile, self.range_share, self.rounding.name)
             codes, scale, block, tensor = self.kernel("quantize_nvfp4", x.device)(x, *how, seed, origin)
@@ -185,6 +199,8 @@ class Quantizer:
 
     def on_reference(self, device: torch.device) -> bool:
         """True where a device has a compiled kernel for this scale rule, which does not know the format or rounding."""
+        if self.outer != WHOLE:
+            return library.lacks("quantize_nvfp4_by", "quantize_nvfp4", device)
         op = "quantize_nvfp4" if self.scale is ScaleRule.NVFP4 else "quantize"
         return not library.knows(op, device, self.format.name, self.rounding.name)
 
@@ -196,21 +212,30 @@ class Quantizer:
 
     def crosses(self, dim: int) -> bool:
         """True when a scale depends on more than one part of a matrix whose dimension `dim` is cut."""
-        levels = self.scale is ScaleRule.NVFP4 or (self.exponent_span > 0 and dim == 1)
+        nvfp4 = self.scale is ScaleRule.NVFP4 and self.outer[dim] == -1
+        levels = nvfp4 or (self.exponent_span > 0 and dim == 1)
         return self.format.scaled and (self.tile[dim] == -1 or levels)
 
     def _part(self, x: Tensor, seed: Tensor | None, origin: Tensor | None, shared: Shared) -> Quantized:
-        amax, share = torch.ops.lowprec.amax(x, self.tile), self.range_share
+        amax = torch.ops.lowprec.amax(x, self.tile)
         top = shared.global_amax(self._above_tiles(amax, shared.dim))
         spans = self.tile[shared.dim] == -1  # then the parts' tiles are the whole's, with one maximum
         amax = top if spans else amax
         if self.scale is ScaleRule.NVFP4:
-            by, top = self.kernel("quantize_nvfp4_by", x.device), top.amax().reshape(1, 1)
-            codes, scale, block, tensor = by(x, amax, top, self.tile, share, self.rounding.name, seed, origin)
-            return self.wrap(codes, scale, {"block": block, "tensor": tensor})
+            return self._under(x, amax, self._outer_amax(top), seed, origin)
         tops = None if spans else top
         codes, scale = self.kernel("quantize_by", x.device)(x, amax, tops, *self._how, seed, origin)
         return self.wrap(codes, scale)
+
+    def _under(self, x: Tensor, amax: Tensor, top: Tensor, seed: Tensor | None, origin: Tensor | None) -> Quantized:
+        """NVFP4 codes of x under outer scales that follow from `top`."""
+        by, how = self.kernel("quantize_nvfp4_by", x.device), (self.tile, self.range_share, self.rounding.name)
+        codes, scale, block, tensor = by(x, amax, top, *how, seed, origin)
+        return self.wrap(codes, scale, {"block": block, "tensor": tensor})
+
+    def _outer_amax(self, amax: Tensor) -> Tensor:
+        """Maxima of outer tiles, from those of tiles or of parts of outer tiles."""
+        return amax.amax(dim=[dim for dim in (0, 1) if self.outer[dim] == -1], keepdim=True)
 
     def local_amax(self, x: Tensor, dim: int) -> Tensor:
         """What this part of a matrix that is cut along `dim` gives to the maximum over all parts, where `crosses`."""
@@ -220,7 +245,7 @@ class Quantizer:
         """Maxima of tiles that lie on several ranks, or of what tiles have one number for: the matrix or a row."""
         if self.tile[dim] == -1:
             return amax
-        return amax.amax().reshape(1, 1) if self.scale is ScaleRule.NVFP4 else amax.amax(dim=1, keepdim=True)
+        return self._outer_amax(amax) if self.scale is ScaleRule.NVFP4 else amax.amax(dim=1, keepdim=True)
 
     def wrap(self, codes: Tensor, scale: Tensor, parts: dict[str, Tensor] | None = None) -> Quantized:
         """Tensors that this quantiser made, as the Quantized that it made of them."""
@@ -243,6 +268,7 @@ class Quantizer:
     def __str__(self) -> str:
         tile = "x".join("*" if n == -1 else str(n) for n in self.tile)
         rule = "" if self.format in (BF16, FP16, FP32) else f" {self.scale.name}"
+        rule += "" if self.outer == WHOLE else " a row"
         return f"{self.format.name}[{tile}]{rule}{self._rounding}"
 
     @property

@@ -120,6 +120,12 @@ def knows(op: str, device: torch.device, *names: str) -> bool:
     return all(name in KNOWN[device.type] for name in names)
 
 
+def lacks(op: str, fused: str, device: torch.device) -> bool:
+    """Whether a device has a compiled kernel of `fused` but none of `op`, which is a part of it."""
+    served = SERVED.get(device.type, ())
+    return fused in served and op not in served
+
+
 def kernel(op: str, device: torch.device, *names: str) -> Callable[..., Any]:
     """The op, or its reference where the device's compiled kernel does not know one of the formats and roundings."""
     found = getattr(torch.ops.lowprec, op)

@@ -150,7 +150,9 @@ def quantize_nvfp4(x, tile, headroom, rounding, seed, origin):  # type: ignore[n
 
 
 def quantize_nvfp4_by(x, amax, top, tile, headroom, rounding, seed, origin):  # type: ignore[no-untyped-def]
-    """`quantize_nvfp4` where x is a part of a matrix: amax of the tiles, top [1, 1] of the whole matrix."""
+    """`quantize_nvfp4` where x is a part of a matrix: amax of the tiles, top of the whole matrix [1, 1], of its
+    rows [m, 1] or of its columns [1, k].
+    """
     shape, x = tile_shape(x.shape[0], x.shape[1], tile), x.float()
     tensor_scale = divide(top, 6.0 * 448.0).clamp_min(TINY * 2.0**9)
     wanted = divide(divide(amax, 6.0 * headroom), tensor_scale.double())

@@ -137,7 +137,8 @@ def _quantize_by(x, amax, tops, format, tile, *_):  # type: ignore[no-untyped-de
 
 
 def _quantize_nvfp4_by(x, amax, top, tile, *_):  # type: ignore[no-untyped-def]
-    return _quantize_nvfp4(x, tile)
+    codes, scale, stored, _ = _quantize_nvfp4(x, tile)
+    return codes, scale, stored, torch.empty_like(top)
 
 
 def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]

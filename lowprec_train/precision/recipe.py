@@ -116,6 +116,11 @@ class LinearRecipe:
         reused = Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b) or self.saved_input is SavedInput.CODES
         if self.fprop.rotation is not None and reused:
             raise ValueError("fprop's codes are rotated along its own k, so a backward GEMM cannot reuse them")
+        for how, codes in ((self.dgrad, self.fprop.b), (self.wgrad, self.fprop.a)):
+            if how.b is Reuse.FPROP_CODES and isinstance(codes, Quantizer) and codes.outer != (-1, -1):
+                raise ValueError(
+                    f"the outer scales of {codes} lie along a backward reduction: no GEMM reuses its codes"
+                )
         if self.saved_input is SavedInput.OPERAND and (not isinstance(self.wgrad.b, Quantizer) or self.wgrad.a is None):
             raise ValueError(f"saved_input=operand needs a quantiser on both operands of wgrad, not {self.wgrad}")
         if self.dgrad.codes_only or self.wgrad.codes_only:
@@ -217,7 +222,7 @@ def _parsed(old: Any, change: Any, key: str, path: str) -> Any:
         if str(change).upper() not in members:
             raise ValueError(f"{path}: {change!r} is none of {', '.join(members)}")
         return members[str(change).upper()]
-    if key == "tile":
+    if key in ("tile", "outer"):
         return tuple(change)
     if key == "estimator" and change is None:
         return StraightThrough()

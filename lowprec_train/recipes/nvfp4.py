@@ -6,11 +6,14 @@
 
 A block's scale is E4M3 under one FP32 scale of the tensor. Stochastic rounding takes 17/16 of head-room, without which
 a block scale that was rounded down clips its maximum (IST-DASLab's Quartet II). Signs are drawn for every GEMM; the
-paper keeps one vector for all of training. X^T H is rounded in the forward pass and kept, two codes a byte. The paper
-leaves the last blocks in BF16: the precision bundle's policy.
+paper keeps one vector for all of training. X^T H is rounded in the forward pass and kept, two codes a byte. Squares of
+W cost loss in the forward pass (Quartet II's published runs, arXiv 2601.22813) and spare a rounding. The paper leaves
+the last blocks in BF16: the precision bundle's policy.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from lowprec_train.numerics.formats import E2M1, NEAREST, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
@@ -18,14 +21,19 @@ from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 
 
-def recipe(*, rotation: int = 16, stochastic: bool = True) -> LinearRecipe:
-    """rotation: Hadamard block of wgrad, 0 for none. stochastic: False rounds dY to nearest."""
+def recipe(
+    *, rotation: int = 16, stochastic: bool = True, square: bool = True, row_scaled: bool = False
+) -> LinearRecipe:
+    """rotation: Hadamard block of wgrad, 0 for none. stochastic: False rounds dY to nearest. square: False rounds W in
+    1x16 along each GEMM's reduction. row_scaled: True gives each row of fprop's X an FP32 scale of its own.
+    """
     line = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4)
-    square = Quantizer(E2M1, tile=(16, 16), scale=ScaleRule.NVFP4)
+    x = replace(line, outer=(1, -1)) if row_scaled else line
+    w = Quantizer(E2M1, tile=(16, 16), scale=ScaleRule.NVFP4) if square else line
     dy = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4, rounding=STOCHASTIC if stochastic else NEAREST)
     return LinearRecipe(
-        fprop=Gemm(a=line, b=square),
-        dgrad=Gemm(a=dy, b=Reuse.FPROP_CODES),
+        fprop=Gemm(a=x, b=w),
+        dgrad=Gemm(a=dy, b=Reuse.FPROP_CODES if square else line),
         wgrad=Gemm(a=dy, b=line, rotation=RandomHadamard(rotation) if rotation else None),
         saved_input=SavedInput.OPERAND,
     )

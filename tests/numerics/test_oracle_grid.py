@@ -66,6 +66,7 @@ def expected(quantizer: Quantizer, x: np.ndarray) -> oracle.Rounded:
         share(quantizer),
         quantizer.exponent_span,
         bits(*x.shape) if quantizer.stochastic else None,
+        quantizer.outer,
     )
 
 
@@ -78,15 +79,25 @@ def assert_same(quantizer: Quantizer, x: np.ndarray, dtype: torch.dtype = torch.
     np.testing.assert_array_equal(codes(got).view(np.uint8), expect.view(np.uint8), err_msg=note)
     if quantizer.scale is ScaleRule.NVFP4:
         amax = np.abs(oracle.tiles(x, quantizer.tile)).max(axis=(1, 3)).astype(F64)
-        _, block, tensor = oracle.nvfp4_scales(amax, share(quantizer))
+        _, block, tensor = oracle.nvfp4_scales(amax, share(quantizer), quantizer.outer)
         np.testing.assert_array_equal(got.parts["block"].double().numpy(), block, err_msg=note)
-        assert got.parts["tensor"].item() == tensor, note
+        np.testing.assert_array_equal(got.parts["tensor"].numpy(), tensor, err_msg=note)
     with np.errstate(over="ignore"):
         product = want.exact.astype(F32)
     np.testing.assert_array_equal(got.dequantize().numpy(), product, err_msg=note)
 
 
 # --- the whole product ---
+
+
+@rounding
+def test_nvfp4_under_a_scale_of_each_row(stochastic):
+    """And of each column of the transpose, which has the same codes."""
+    for (tile, case), dtype in itertools.product(itertools.product(((1, 16), (1, 1), (1, -1)), CASES), DTYPES):
+        how = Quantizer(E2M1, tile, ScaleRule.NVFP4, ROUNDING[stochastic], outer=(1, -1))
+        x = matrix(case, tile, E2M1, dtype)
+        assert_same(how, x, dtype, case.__name__)
+        assert_same(how.transposed(), np.ascontiguousarray(x.T), dtype, case.__name__)
 
 
 @rounding

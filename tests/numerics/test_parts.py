@@ -55,6 +55,17 @@ def test_parts_are_the_whole_cut(format, matrix, dim):
 
 
 @pytest.mark.parametrize("dim", [0, 1])
+def test_rows_of_a_part_have_the_scales_of_whole_rows(dim):
+    x = torch.from_numpy(heavy(ROWS, COLUMNS)).float()
+    x[5], x[:, 70:72] = 0, 0
+    for tile in ((1, 16), (1, -1)):
+        for stochastic in (False, True):
+            how = Quantizer(E2M1, tile, ScaleRule.NVFP4, ROUNDING[stochastic], outer=(1, -1))
+            assert_parts_are_cut(how, x, dim)
+            assert how.crosses(0) is False and how.crosses(1)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("rule", POWERS)
 def test_a_span_hangs_from_the_whole_row(rule, dim):
     x = torch.from_numpy(heavy(ROWS, COLUMNS)).float()

@@ -200,6 +200,11 @@ def test_only_matrices_are_quantised(shape):
 def test_nvfp4_is_for_e2m1_and_span_for_powers_of_two():
     with pytest.raises(ValueError, match="E4M3"):
         Quantizer(E4M3, (1, 16), ScaleRule.NVFP4)
+    for wrong in (((16, 16), ScaleRule.NVFP4), ((1, 16), ScaleRule.FP32)):
+        with pytest.raises(ValueError, match="outer"):
+            Quantizer(E2M1, *wrong, outer=(1, -1))
+    with pytest.raises(ValueError, match="128"):
+        Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, outer=(1, 128))
     with pytest.raises(ValueError, match="span"):
         Quantizer(E2M1, (1, 32), ScaleRule.FP32, exponent_span=14)
 

@@ -32,6 +32,7 @@ ON_A_GPU = {
     "fp4_mixed": ("fp8_folded", "fp8_tensor", "fp8_tensor"),
     "mxfp4": ("bf16", "fp8_folded", "fp8_folded"),
     "mxfp4_fp8": ("fp8_tensor", "fp8_folded", "fp8_folded"),
+    "nvfp4_lines": ("dequantize", "dequantize", "dequantize"),
     "nvfp4": ("dequantize", "dequantize", "dequantize"),
     "int8_switchback": ("int8", "int8", "bf16"),
 }

@@ -97,6 +97,7 @@ INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, Scale
             (NV_LINE, NV_LINE),
             SavedInput.OPERAND,
         ),
+        (nvfp4.recipe(square=False), (NV_LINE, NV_LINE), (NV_SR, NV_LINE), (NV_SR, NV_LINE), SavedInput.OPERAND),
         (int8_switchback.recipe(), (INT8_ROW, INT8_TENSOR), (INT8_ROW, CODES), (None, None), SavedInput.INPUT),
     ],
 )
@@ -126,6 +127,7 @@ def test_the_published_constants_of_blocks():
     assert (mixed.fprop.a.exponent_span, mixed.fprop.b.exponent_span) == (28, 14)
     assert nv.wgrad.rotation == RandomHadamard(16) and nv.fprop.rotation is nv.dgrad.rotation is None
     assert nvfp4.recipe(rotation=0).wgrad.rotation is None
+    assert nvfp4.recipe(row_scaled=True) == override(nv, {"fprop": {"a": {"outer": [1, -1]}}})
     assert nv.dgrad.a.range_share == nv.wgrad.a.range_share == 16 / 17
     assert nv.fprop.a.range_share == nv.fprop.b.range_share == nv.wgrad.b.range_share == 1
     assert nvfp4.recipe(stochastic=False).dgrad.a.range_share == 1
@@ -190,6 +192,8 @@ def test_recipes_are_values(name):
         (lambda: replace(ROTATED, a=Quantizer(E2M1, (1, -1)), outliers=OutlierClamp(variant="residual")), "residual"),
         (lambda: Gemm(a=Quantizer(E2M1, ROW, rounding=STOCHASTIC), outliers=OutlierClamp()), "stochastic"),
         (lambda: nvfp4.recipe(rotation=24), "24"),
+        (lambda: override(nvfp4.recipe(), {"fprop": {"b": {"tile": [1, 16], "outer": [1, -1]}}}), "reuses"),
+        (lambda: override(nvfp4.recipe(), {"fprop": {"b": {"outer": [1, -1]}}}), "outer"),
         (lambda: fp8_block.recipe(block=0), "0"),
         (lambda: fp4_mixed.feed_forward(block=-3), "-3"),
         (lambda: fp8_rowwise.recipe(gradient="E3M4"), "E3M4"),

@@ -99,6 +99,8 @@ OPTIONS = [
     (fp4_mixed.feed_forward(gradient="E4M3"), lambda *a: linear_fp4_mixed(*a, gradient="E4M3", format="FP32")),
     (nvfp4.recipe(stochastic=False), lambda *a: linear_nvfp4(*a, replace(NVFP4, stochastic=False), "FP32")),
     (nvfp4.recipe(rotation=0), lambda *a: linear_nvfp4(*a, replace(NVFP4, rotation=0), "FP32")),
+    (nvfp4.recipe(square=False), lambda *a: linear_nvfp4(*a, replace(NVFP4, square=False), "FP32")),
+    (nvfp4.recipe(row_scaled=True), lambda *a: linear_nvfp4(*a, replace(NVFP4, row_scaled=True), "FP32")),
     (nvfp4.recipe(rotation=64), lambda *a: linear_nvfp4(*a, replace(NVFP4, rotation=64), "FP32")),
 ]
 

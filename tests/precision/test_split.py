@@ -70,6 +70,9 @@ ORACLE = {
     "mxfp4": lambda *data, format: linear_mxfp4(*data, MX(seeds, FIRST_TOKEN), format=format),
     "mxfp4_fp8": lambda *data, format: linear_mxfp4_fp8(*data, MX(seeds, FIRST_TOKEN), format=format),
     "nvfp4": lambda *data, format: linear_nvfp4(*data, NV(seeds, FIRST_TOKEN), format=format),
+    "nvfp4_lines": lambda *data, format: linear_nvfp4(
+        *data, NV(seeds, FIRST_TOKEN, square=False, row_scaled=True), format=format
+    ),
     "int8_switchback": linear_int8_switchback,
 }
 
