@@ -52,7 +52,7 @@ from lowprec_train.train.logging import overview
 from lowprec_train.train.rendezvous import PATIENCE, Refusal, Rendezvous
 from lowprec_train.train.signals import StopRequest
 from lowprec_train.train.stop_consensus import StopConsensus
-from lowprec_train.train.weights import other_tokenizer
+from lowprec_train.train.weights import fill_from, other_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,8 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
             launch.first(lambda: identity.refuse_twin(job.root, name, plain, corpus.hash))
         if first and (strange := other_tokenizer(first, corpus.tokenizer)):
             log.warning("warning: %s", strange)
-        trainer = build.trainer(options, layout, plans, corpus, distribution, device, compiled=compiled, first=first)
+        fill = fill_from(first, distribution.fill) if first else None
+        trainer = build.trainer(options, layout, plans, corpus, distribution, device, compiled=compiled, fill=fill)
         facts["gathered"] = trainer.data_parallel.all_gather_formats()
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:

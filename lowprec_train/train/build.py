@@ -55,7 +55,6 @@ from lowprec_train.train.weights import (
     RunWeights,
     Weights,
     check_sizes,
-    fill_from,
     open_weights,
     tokenizer_facts,
     without_memory,
@@ -216,13 +215,13 @@ def trainer(
     device: torch.device,
     *,
     compiled: bool,
-    first: Weights | None = None,
+    fill: Fill | None = None,
 ) -> Trainer:
-    """The trainer of a run at its first step. plans: from `MetaModel.plans`. first: the first
-    values of the weights; None: drawn from the seed.
+    """The trainer of a run at its first step. plans: from `MetaModel.plans`. fill: sets the first values of this
+    process's parts of the parameters; None: they are drawn from the seed.
     """
     seq_len, model = run.data["seq_len"], laid_out.model
-    seeds = weights(model, device, run.seed, fill_from(first, distribution.fill) if first else distribution.fill)
+    seeds = weights(model, device, run.seed, fill or distribution.fill)
     shards = distribution.shards(model)
     updates = optimizer(run, model, shards)
     rates = [throughput(run, model, each, device, distribution.sizes.processes) for each in plans]

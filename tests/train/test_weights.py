@@ -198,7 +198,8 @@ def trainer_of(*overrides, first=None):
     laid_out = build.layout(run)
     plans = laid_out.plans(CPU)
     text = Corpus(Walks(), Walks())
-    return build.trainer(run, laid_out, plans, text, Distribution(), CPU, compiled=False, first=first)
+    fill = first and fill_from(first)
+    return build.trainer(run, laid_out, plans, text, Distribution(), CPU, compiled=False, fill=fill)
 
 
 def loss_of_first_step(logits_of):

@@ -15,7 +15,7 @@ from lowprec_train.train import build
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError
 from lowprec_train.train.launch import World
 from lowprec_train.train.trainer import Trainer
-from lowprec_train.train.weights import check_sizes, open_weights
+from lowprec_train.train.weights import check_sizes, fill_from, open_weights
 from tests.parallel.runs import MICRO, SEQ, TINY, Walks
 from tests.recipes import composed
 from tests.train.standins import Corpus
@@ -41,7 +41,8 @@ def work(rank: int, start: Path, directory: Path) -> tuple[dict[str, dict[str, t
     distribution = build.distribution(run, laid_out, World(rank, SIZES.processes, rank), CPU)
     plans = laid_out.plans(CPU)
     text = Corpus(Walks(), Walks())
-    trainer = build.trainer(run, laid_out, plans, text, distribution, CPU, compiled=False, first=first)
+    fill = fill_from(first, distribution.fill)
+    trainer = build.trainer(run, laid_out, plans, text, distribution, CPU, compiled=False, fill=fill)
     before = whole(trainer)
     trainer.step()
     after, path = whole(trainer), directory / "run"

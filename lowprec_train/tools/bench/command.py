@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,8 @@ examples:
   lowprec bench step --recipes fp8 --peers te:Delayed --apart --rounds 24
   lowprec bench step --model dim=4096,heads=32,ffn=11008,layers=8 --parameters fp32 --peers plain,linear --dry-run
   torchrun --nproc-per-node 8 -m lowprec_train.tools.cli bench comm
+  torchrun --nproc-per-node 4 -m lowprec_train.tools.cli bench parallel --peers plain,torchao \
+      --arm bf16 --arm fp8 --arm 'fp8 comm=fp8 parallel.param_all_gather=quantized' --arm 'fp8 parallel.tp=2'
   lowprec bench report results/gemm.json
 """
 MODEL, BATCH, SEQ_LEN = "llama_7b_8layers", 8, 2048
@@ -52,7 +55,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     comm.add_argument("--model", default="llama_7b", help="whose block's gradients are summed (default: %(default)s)")
     comm.add_argument("--rounds", type=positive, default=20, metavar="N", help="calls of each (default: %(default)s)")
     comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: over gloo")
-    for each in (kernels, gemm, linear, kinds.choices["step"], comm):
+    _parallel_options(kinds.add_parser("parallel", help="training steps on several GPUs, under torchrun"))
+    for each in (kernels, gemm, linear, kinds.choices["step"], comm, kinds.choices["parallel"]):
         each.add_argument("--out", metavar="DIR", type=Path, default=OUT, help="default: %(default)s")
     report = kinds.add_parser("report", help="the table of a JSON file")
     report.add_argument("file", metavar="FILE.json", type=Path)
@@ -93,6 +97,30 @@ def _step_options(step: argparse.ArgumentParser) -> None:
     step.add_argument("--dry-run", action="store_true", help="build on the meta device; needs no GPU, writes nothing")
 
 
+def _parallel_options(parallel: argparse.ArgumentParser) -> None:
+    parallel.add_argument("--model", default=MODEL, help="a configuration, or sizes as of step (default: %(default)s)")
+    parallel.add_argument(
+        "--batch", type=positive, default=4, help="sequences of a micro-batch, a GPU (default: %(default)s)"
+    )
+    parallel.add_argument("--seq-len", type=positive, default=SEQ_LEN, help="default: %(default)s")
+    parallel.add_argument("--micro-batches", type=positive, default=1, metavar="N", help="of a step (default: 1)")
+    parallel.add_argument(
+        "--arm",
+        metavar="'RECIPE OVERRIDE ...'",
+        action="append",
+        default=[],
+        help="a run; with the word alone each GPU trains by itself, which is the recipe's limit",
+    )
+    parallel.add_argument("--peers", type=names, default="plain", help="plain, torchao, torchao-rowwise, or none")
+    parallel.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: over gloo")
+    parallel.add_argument("--eager", action="store_true", help="compile nothing")
+    parallel.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants of a group (default: 4)")
+    parallel.add_argument("--resident", type=positive, metavar="N", help="models in memory (default: as many as fit)")
+    parallel.add_argument("--warm-up", type=positive, default=4, metavar="N")
+    parallel.add_argument("--rounds", type=positive, default=8, metavar="N")
+    parallel.add_argument("--no-profile", action="store_true", help="times and memory alone")
+
+
 def names(text: str) -> list[str]:
     """A list by commas; `none` and nothing are an empty one."""
     return [] if text in ("", "none") else text.split(",")
@@ -100,7 +128,8 @@ def names(text: str) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write."""
-    commands = {"kernels": _kernels, "gemm": _gemm, "linear": _linear, "step": _step, "comm": _comm, "report": _report}
+    commands = {"kernels": _kernels, "gemm": _gemm, "linear": _linear, "step": _step, "report": _report}
+    commands |= {"comm": _comm, "parallel": _parallel}
     return commands[arguments.bench](arguments)
 
 
@@ -158,9 +187,34 @@ def _step(arguments: argparse.Namespace) -> int:
 
 
 def _comm(arguments: argparse.Namespace) -> int:
+    from lowprec_train.tools.bench import comm
+
+    with _ranks(arguments) as (world, device):
+        result = comm.measure(device, comm.layer(arguments.model), rounds=arguments.rounds)
+        return _finish(arguments, device, f"comm_{world.processes}", result) if world.leads else 0
+
+
+def _parallel(arguments: argparse.Namespace) -> int:
+    from lowprec_train.tools.bench import configuration, parallel
+    from lowprec_train.tools.bench.contestant import Work
+    from lowprec_train.train import launch
+
+    found = parallel.contestants(arguments.arm, arguments.peers, launch.world())
+    name = f"parallel_{configuration.model_name(arguments.model)}_{launch.world().processes}"
+    with _ranks(arguments) as (world, device):
+        given = {each: getattr(arguments, each) for each in ("model", "batch", "seq_len", "micro_batches")}
+        work = Work(**given, device=device, compiled=not arguments.eager, parameters="fp32")
+        how = {"largest": arguments.groups, "resident": arguments.resident, "rounds": arguments.rounds}
+        how |= {"profiled": [] if arguments.no_profile else [""], "say": _say if world.leads else lambda line: None}
+        result = parallel.measure(found, work, world, warm_up=arguments.warm_up, **how)
+        return _finish(arguments, device, name, result) if world.leads else 0
+
+
+@contextmanager
+def _ranks(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
+    """(world, device) within the process group of all ranks. ValueError for one process."""
     import torch
 
-    from lowprec_train.tools.bench import comm
     from lowprec_train.train import checks, launch, rendezvous
 
     world = launch.world()
@@ -172,8 +226,7 @@ def _comm(arguments: argparse.Namespace) -> int:
         torch.cuda.set_device(device)
     started = rendezvous.met(world, timedelta(minutes=COMM_MINUTES))
     with started as meeting, launch.joined(world, device, COMM_MINUTES, meeting.store):
-        result = comm.measure(device, comm.layer(arguments.model), rounds=arguments.rounds)
-        return _finish(arguments, device, f"comm_{world.processes}", result) if world.leads else 0
+        yield world, device
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ the device that the work names, the meta device among them, where a mistake cost
 from __future__ import annotations
 
 import importlib.util
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,7 @@ class Work:
 
     model: name of a configuration, or sizes (`configuration.model_overrides`). parameters: "bf16" or "fp32", of
     matrices. clip: largest norm of the gradient, 0 for no clipping. overrides: for the trainer's own models.
+    micro_batches: of `batch` sequences, in a step.
     """
 
     model: str
@@ -40,12 +42,13 @@ class Work:
     parameters: str = "bf16"
     clip: float = 0.0
     seed: int = 0
+    micro_batches: int = 1
     overrides: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int:
         """Of one step."""
-        return self.batch * self.seq_len
+        return self.batch * self.seq_len * self.micro_batches
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,7 +57,7 @@ class Work:
 
     @property
     def hydra(self) -> list[str]:
-        """Overrides of `train.yaml`: one micro-batch a step."""
+        """Overrides of `train.yaml`."""
         shape = [f"micro_batch={self.batch}", f"data.seq_len={self.seq_len}", f"tokens_per_step={self.tokens}"]
         return [
             *model_overrides(self.model),
@@ -104,14 +107,12 @@ def fused_adamw(work: Work, module: nn.Module) -> Update:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contestant:
-    """baseline: BF16 throughout. needs: a package that may be missing. apart: lives in a process of its own, and is
-    picklable then.
+class Entrant(ABC):
+    """Who takes turns. baseline: BF16 throughout. needs: a package that may be missing. apart: lives in a process of
+    its own, and is picklable then.
     """
 
     name: str
-    build: Callable[[Work], Built]
-    update: Callable[[Work, nn.Module], Update] = fused_adamw
     baseline: bool = False
     needs: str | None = None
     apart: bool = False
@@ -123,8 +124,19 @@ class Contestant:
             return None
         return f"{self.needs} is not installed"
 
+    @abstractmethod
     def stepper(self, work: Work) -> Step:
-        """One forward, backward and update."""
+        """A training step of it: forward, backward and update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant(Entrant):
+    """One that trains a model on one device."""
+
+    build: Callable[[Work], Built]
+    update: Callable[[Work, nn.Module], Update] = fused_adamw
+
+    def stepper(self, work: Work) -> Step:
         built = self.build(work)
         update = self.update(work, built.module)
         tokens = work.batch_of_tokens

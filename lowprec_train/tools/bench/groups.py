@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lowprec_train.tools.bench.contestant import Contestant, Work
+from lowprec_train.tools.bench.contestant import Entrant, Work
 
 LARGEST = 4
 STATE_BYTES = {"bf16": 6, "fp32": 12}  # a parameter and its two moments
@@ -45,7 +45,7 @@ def count(sizes: Mapping[str, int]) -> int:
     return 2 * sizes["vocab_size"] * sizes["dim"] + sizes["layers"] * block
 
 
-def plan(contestants: Sequence[Contestant], largest: int = LARGEST) -> list[list[Contestant]]:
+def plan(contestants: Sequence[Entrant], largest: int = LARGEST) -> list[list[Entrant]]:
     """Groups of at most `largest`, the first contestant in each; it is the BF16 baseline.
 
     Raises ValueError where it is none, and for groups that hold no other.

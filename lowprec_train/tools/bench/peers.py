@@ -66,9 +66,18 @@ class Plain(nn.Module):
         self.blocks = nn.ModuleList(PlainBlock(dim, heads, ffn) for _ in range(layers))
         self.tail = Tail(dim, vocab_size)
         half = dim // heads // 2
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", torch.empty(seq_len, half))
+        self.register_buffer("sin", torch.empty(seq_len, half))
+        self.reset_angles()
+
+    def reset_angles(self) -> None:
+        """Fill the rotary tables: needed after `to_empty`."""
+        seq_len, half = self.cos.shape
         angles = torch.outer(torch.arange(seq_len), THETA ** (-torch.arange(half) / half))
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens).bfloat16()

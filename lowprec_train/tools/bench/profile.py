@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowprec_train.tools.bench import timeline
 from lowprec_train.tools.bench.contestant import Step
 from lowprec_train.train.diagnostics.kernel_times import kernel_class, kernel_times
 
@@ -16,7 +17,9 @@ LONGEST = 12  # kernels listed by name
 
 
 def profile(step: Step, device: torch.device) -> dict[str, Any]:
-    """Milliseconds a step by class, and the kernels that take longest. Without a GPU there are none."""
+    """Milliseconds a step by class, the kernels that take longest, and what the GPU waits for (`timeline.exposure`).
+    Without a GPU there are none.
+    """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -25,8 +28,9 @@ def profile(step: Step, device: torch.device) -> dict[str, Any]:
             step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    kernels = kernel_times(watched.events() or [], on_gpu=True)
-    return summary({kernel.name: kernel.ms / STEPS for kernel in kernels})
+    events = watched.events() or []
+    times = {kernel.name: kernel.ms / STEPS for kernel in kernel_times(events, on_gpu=True)}
+    return summary(times) | timeline.exposure(timeline.kernels(events), STEPS)
 
 
 def summary(times: Mapping[str, float]) -> dict[str, Any]:

@@ -99,7 +99,14 @@ def step(result: Result) -> list[str]:
     attention = {row["attention"]: row["name"] for row in reversed(result["rows"]) if row.get("attention")}
     if attention:
         lines += ["", *(f"- attention of {name}: `{kernel}`" for kernel, name in reversed(attention.items()))]
+    return lines + _profiles(result)
+
+
+def _profiles(result: Result) -> list[str]:
+    lines: list[str] = []
     for name, watched in result["profiles"].items():
+        if not watched["longest"]:
+            continue
         lines += ["", f"{name}: {number(watched['total_ms'], 1)} ms of kernels a step", ""]
         lines += table(("class", "ms", "share"), _classes(watched))
         longest = ([each["kernel"], each["class"], number(each["ms"])] for each in watched["longest"])
@@ -150,10 +157,35 @@ def _reduction(row: Mapping[str, Any]) -> list[object]:
     return [*about, ms, sent, gbs, number(row.get("of_library"), 2), number(row["sqnr_db"], 1) or "exact"]
 
 
+def parallel(result: Result) -> list[str]:
+    """One row a contestant, the baseline once a group; then profiles."""
+    sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
+    lines = [
+        f"{result['gpus']} GPUs; {sizes}; {result['tokens_per_step']:,} tokens a GPU and step. Contestants took turns "
+        "within a group; medians of the slowest rank. Exposed: communication beside which no kernel runs; idle: no "
+        "kernel runs; both in a profile of rank 0. Limit: the same work without communication.",
+        "",
+    ]
+    header = ["run", "group", "ms", "tokens/s/GPU", "x BF16 beside it", "of its limit", "exposed ms", "idle ms"]
+    header += ["peak GiB", "estimated", "GB sent", "loss"]
+    return lines + table(header, (_sharded(row) for row in result["rows"])) + _profiles(result)
+
+
+def _sharded(row: Mapping[str, Any]) -> list[object]:
+    if "ms" not in row:
+        return [row["name"], row.get("group", ""), row.get("error", ""), *[""] * 9]
+    rates = [number(row["ms"], 1), number(row["tokens_per_s"], 0)]
+    rates += [number(row.get(name), 3) for name in ("of_group", "of_limit")]
+    rest = [number(row.get(name), 1) for name in ("exposed_ms", "idle_ms", "peak_gib", "estimated_gib")]
+    loss = " to ".join(f"{value:.2f}" for value in row["loss"])
+    return [row["name"], row["group"], *rates, *rest, number(row.get("sent_gb"), 2), loss]
+
+
 TABLES: dict[str, Callable[[Result], list[str]]] = {
     "kernels": kernels,
     "gemm": gemm,
     "linear": linear,
     "step": step,
     "comm": comm,
+    "parallel": parallel,
 }

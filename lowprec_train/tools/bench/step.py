@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from lowprec_train.tools.bench import groups
-from lowprec_train.tools.bench.contestant import Contestant, Work
+from lowprec_train.tools.bench import groups, turns
+from lowprec_train.tools.bench.contestant import Contestant, Entrant, Work
 from lowprec_train.tools.bench.result import cause
-from lowprec_train.tools.bench.turns import Apart, Here, Turns, told
+from lowprec_train.tools.bench.turns import Ready, Turns, told
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -28,7 +28,7 @@ MEMORY_SHARE = 0.9  # of the device's; the rest is for fragments and libraries
 
 
 def measure(
-    contestants: Sequence[Contestant],
+    contestants: Sequence[Entrant],
     work: Work,
     *,
     largest: int = groups.LARGEST,
@@ -36,11 +36,12 @@ def measure(
     warm_up: int = 4,
     rounds: int = 8,
     profiled: Sequence[str] = (),
+    ready: Ready = turns.ready,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
     """`rows` in order, one a contestant and group; `profiles` by name. profiled: parts of names; "" is everyone.
 
-    resident: models that may live together; None asks the device's memory.
+    resident: models that may live together; None asks the device's memory. ready: makes a contestant that takes turns.
     """
     if resident is None:
         resident = fitting(work)
@@ -50,7 +51,7 @@ def measure(
     for index, group in enumerate(groups.plan(present, max(2, min(largest, resident)))):
         batches = [group] if resident > 1 else [[each] for each in group]
         for batch in batches:
-            measured, looked_at = _together(batch, work, warm_up, rounds, profiled, say)
+            measured, looked_at = _together(batch, work, warm_up, rounds, profiled, ready, say)
             rows += [{"group": index} | row for row in measured]
             profiles = looked_at | profiles
     rows += [
@@ -69,16 +70,22 @@ def fitting(work: Work) -> int:
 
 
 def _together(
-    group: Sequence[Contestant], work: Work, warm_up: int, rounds: int, profiled: Sequence[str], say: Say
+    group: Sequence[Entrant],
+    work: Work,
+    warm_up: int,
+    rounds: int,
+    profiled: Sequence[str],
+    ready: Ready,
+    say: Say,
 ) -> tuple[list[Row], dict[str, Any]]:
     """Rows of one group whose models live together, and the profiles that were asked for."""
     rows: dict[str, Row] = {each.name: {"name": each.name, "baseline": each.baseline} for each in group}
-    ready: dict[str, Turns] = {}
+    taking: dict[str, Turns] = {}
     for contestant in group:
         row, begin = rows[contestant.name], time.perf_counter()
         try:
-            ready[contestant.name] = (Apart if contestant.apart else Here)(contestant, work, warm_up - 1)
-            row |= ready[contestant.name].facts
+            taking[contestant.name] = ready(contestant, work, warm_up - 1)
+            row |= taking[contestant.name].facts
         except Exception as error:
             row["error"] = told(error)
             say(traceback.format_exc())
@@ -86,15 +93,15 @@ def _together(
         say(f"{contestant.name}: {row.get('error', 'ready')} after {row['ready_s']:.0f} s")
         _collect(work)
     try:
-        times = _rounds(ready, rows, rounds)
+        times = _rounds(taking, rows, rounds)
         for name, each in times.items():
             rows[name] |= {"ms": statistics.median(each), "times_ms": each}
-        wanted = [name for name in ready if any(part in name for part in profiled)]
-        profiles = {name: ready[name].profile() for name in wanted}
+        wanted = [name for name in taking if any(part in name for part in profiled)]
+        profiles = {name: taking[name].profile() for name in wanted}
     finally:
-        for turns in ready.values():
-            turns.close()
-    ready.clear()
+        for each_turns in taking.values():
+            each_turns.close()
+    taking.clear()
     torch.compiler.reset()
     _collect(work)
     return list(rows.values()), profiles

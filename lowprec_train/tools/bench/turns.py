@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from lowprec_train.tools.bench import profile
-from lowprec_train.tools.bench.contestant import Contestant, Work
+from lowprec_train.tools.bench.contestant import Entrant, Work
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Interval
 
@@ -47,10 +48,13 @@ class Turns(Protocol):
         ...
 
 
+Ready = Callable[[Entrant, Work, int], Turns]  # a contestant that has been built and warmed up by so many steps
+
+
 class Here:
     """In this process. Building warms up, and tells its first and last loss and its own memory."""
 
-    def __init__(self, contestant: Contestant, work: Work, warm_up: int) -> None:
+    def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         on_gpu = work.device.type == "cuda"
         before = torch.cuda.memory_allocated(work.device) if on_gpu else 0
         self._device, self._step = work.device, contestant.stepper(work)
@@ -86,7 +90,7 @@ class Here:
 class Apart:
     """In a child process. Raises ChildError with the child's error, or with its exit code where it died."""
 
-    def __init__(self, contestant: Contestant, work: Work, warm_up: int) -> None:
+    def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         given = (
@@ -141,7 +145,7 @@ class Apart:
         return f"its process ended with exit code {self._process.exitcode}"
 
 
-def serve(pipe: Connection, contestant: Contestant, work: Work, warm_up: int) -> None:
+def serve(pipe: Connection, contestant: Entrant, work: Work, warm_up: int) -> None:
     """The child: gets ready, then answers until the parent closes the pipe, or is gone. Answers are (error, value)."""
     with suppress(EOFError, OSError):
         here: Turns | None = None
@@ -155,6 +159,11 @@ def serve(pipe: Connection, contestant: Contestant, work: Work, warm_up: int) ->
                 value, error = None, cause(caught)
             pipe.send((error, value))
             asked = pipe.recv()
+
+
+def ready(contestant: Entrant, work: Work, warm_up: int) -> Turns:
+    """In the process that it asks for."""
+    return (Apart if contestant.apart else Here)(contestant, work, warm_up)
 
 
 def told(error: Exception) -> str:

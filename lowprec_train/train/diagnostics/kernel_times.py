@@ -49,10 +49,15 @@ class KernelTime:
 
 def kernel_times(events: Iterable[Any], *, on_gpu: bool) -> list[KernelTime]:
     """The kernels among the events of a `torch.profiler.profile`, the longest first; on a CPU its operations."""
-    asked = (e for e in events if not (e.is_user_annotation or SPANS.search(e.name)))
-    asked = (e for e in asked if str(e.device_type).endswith("CUDA") is on_gpu)
+    asked = (each for each in events if is_kernel(each, on_gpu=on_gpu))
     times = ((e.name, e.time_range.elapsed_us() if on_gpu else e.self_cpu_time_total) for e in asked)
     return _summed(KernelTime(name=name, calls=1, ms=us / 1e3) for name, us in times)
+
+
+def is_kernel(event: Any, *, on_gpu: bool) -> bool:
+    """Whether an event of a profile is work of the GPU, or of the CPU, and not a span that holds work."""
+    holds_work = event.is_user_annotation or SPANS.search(event.name)
+    return not holds_work and str(event.device_type).endswith("CUDA") is on_gpu
 
 
 def _summed(kernels: Iterable[KernelTime]) -> list[KernelTime]:

@@ -1,0 +1,238 @@
+"""Contestants of `lowprec bench parallel`: runs of the trainer, and FSDP2 of plain PyTorch and of torchao.
+
+    fp8                                            as `train.py +recipe=fp8` would train, the recipe's comm and optim
+    fp8 comm=bf16 parallel.param_all_gather=bf16   with overrides
+    fp8 alone                                      on every GPU a model of its own, whose ranks send nothing
+
+All of them take FP32 parameters, BF16 where they compute what a recipe does not round, and as many sequences a GPU:
+under tensor parallelism of 2 a micro-batch holds twice as many. A step of ours is the trainer's: data, the norm of the
+gradient and the optimizer among it. Peers are at their best: blocks compiled one by one, torch's fused AdamW, no norm
+of the gradient, torchao with FP8 all-gather and one computation of all scales a step.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from lowprec_train.config import RunConfig, choices
+from lowprec_train.data.corpus import Corpus
+from lowprec_train.data.loader import Batch, Dataset
+from lowprec_train.model.transformer import Fill
+from lowprec_train.tools.bench.contestant import Entrant, Step, Work, fused_adamw
+from lowprec_train.tools.bench.peers import Plain
+from lowprec_train.train import build
+from lowprec_train.train.compose import composed
+from lowprec_train.train.distribute import Distribution
+from lowprec_train.train.launch import ALONE, World
+
+BASELINE = "bf16"
+NO_END = 1 << 20  # steps of a run that is not trained to its end
+STD = 0.02  # of first weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharded(Entrant):
+    """make: this rank's part of a training step. facts: of its row, known before it is built."""
+
+    make: Callable[[Work], Step]
+    facts: Callable[[Work], dict[str, Any]] = lambda work: {}
+
+    def stepper(self, work: Work) -> Step:
+        return self.make(work)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """A run of the trainer. overrides: of `train.py`. alone: each rank trains a model of its own."""
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    alone: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Arm:
+        """Raises ValueError for an unknown recipe and for words that are no overrides."""
+        recipe, *words = text.split() or [""]
+        if recipe not in choices("recipe"):
+            raise ValueError(f"no recipe {recipe!r}; there are {', '.join(choices('recipe'))}")
+        alone, overrides = "alone" in words, tuple(word for word in words if word != "alone")
+        if strange := [word for word in overrides if "=" not in word]:
+            raise ValueError(f"{text!r}: {strange[0]!r} is neither an override, as in tp=2, nor alone")
+        return cls(recipe=recipe, overrides=overrides, alone=alone)
+
+    def __str__(self) -> str:
+        return " ".join([self.recipe, *self.overrides, *(["alone"] if self.alone else [])])
+
+    def contestant(self, world: World) -> Sharded:
+        """Its name is the text that it is parsed from."""
+        there = ALONE if self.alone else world
+        facts = partial(self.facts, processes=there.processes)
+        return Sharded(
+            name=str(self), make=partial(self.step, world=there), baseline=self.recipe == BASELINE, facts=facts
+        )
+
+    def run(self, work: Work, processes: int) -> RunConfig:
+        """The configuration of its run on so many processes. Raises ValueError for what does not compose."""
+        run = composed(*work.hydra, f"+recipe={self.recipe}", *self.overrides)
+        batch = work.batch * run.parallel.tp
+        return replace(run, micro_batch=batch, tokens_per_step=work.tokens * processes, steps=NO_END)
+
+    def facts(self, work: Work, processes: int) -> dict[str, Any]:
+        """What `lowprec estimate` says of it: GiB at the peak, and GB that a GPU sends in a step."""
+        from lowprec_train.tools.estimate.report import GB, GIB, estimate
+
+        found = estimate(self.run(work, processes), processes)
+        return {"estimated_gib": found["memory"]["total"] / GIB, "sent_gb": found["traffic"]["total"] / GB}
+
+    def step(self, work: Work, world: World) -> Step:
+        """The trainer's step on this rank."""
+        run, device = self.run(work, world.processes), work.device
+        laid_out = build.layout(run)
+        distribution = build.distribution(run, laid_out, world, device)
+        plans = laid_out.plans(device, shards=distribution.sizes.dp_shard)
+        text = random_corpus(work, run.tokens_per_step // work.seq_len)
+        fill = drawn(distribution, work.seed)
+        made = build.trainer(run, laid_out, plans, text, distribution, device, compiled=work.compiled, fill=fill)
+
+        def step() -> Tensor:
+            loss = made.step()["train/loss"]
+            assert isinstance(loss, Tensor)
+            return loss
+
+        return step
+
+
+class RandomTokens(Dataset):
+    """The same sequences in every step. tokens: int64 [sequences of a step, seq_len]."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+
+    def batch(self, step: int, first: int, count: int, per_step: int) -> Batch:
+        tokens = self._tokens[first : first + count]
+        return Batch(tokens=tokens, targets=tokens.roll(-1, 1), documents=None)
+
+
+def random_corpus(work: Work, sequences: int) -> Corpus:
+    """Uniform tokens. sequences: of a step."""
+    generator, words = torch.Generator().manual_seed(work.seed), work.sizes["vocab_size"]
+    tokens = RandomTokens(torch.randint(words, (sequences, work.seq_len), generator=generator))
+    return Corpus(train=tokens, valid=tokens, hash="", vocab_size=words, name="random tokens")
+
+
+def drawn(distribution: Distribution, seed: int) -> Fill:
+    """Matrices are drawn where they lie, each rank's part by itself: the trainer's own first values, which are the same
+    for every layout, take the host half a minute at 7B.
+    """
+
+    @torch.no_grad()
+    def fill(name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:
+        if parameter.ndim < 2:
+            distribution.fill(name, parameter, first_value)
+        else:
+            draw(name, parameter, seed)
+
+    return fill
+
+
+@torch.no_grad()
+def draw(name: str, parameter: Tensor, seed: int) -> None:
+    """Normal values in this rank's part of a matrix."""
+    mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    seed = zlib.crc32(f"{seed} {rank} {name}".encode())
+    mine.normal_(0.0, STD, generator=torch.Generator(mine.device).manual_seed(seed))
+
+
+def fsdp2(work: Work, *, float8: str | None = None) -> Step:
+    """Plain PyTorch under `fully_shard`, ZeRO-3, gradients reduced in FP32. float8: a recipe of torchao."""
+    with torch.device("meta"):
+        model = Plain(**work.sizes, seq_len=work.seq_len)
+    if float8:
+        _to_float8(model, float8)
+    mesh = init_device_mesh(work.device.type, (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for index, block in enumerate(model.blocks):
+        unit = cast(nn.Module, torch.compile(block)) if work.compiled else block
+        model.blocks[index] = unit
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    if work.compiled:
+        model.tail.compile()
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model.to_empty(device=work.device)
+    _first_values(model, work.seed)
+    update = fused_adamw(work, model)
+    generator = torch.Generator().manual_seed(work.seed + 1 + torch.distributed.get_rank())
+    shape = (work.micro_batches, work.batch, work.seq_len)
+    tokens = torch.randint(work.sizes["vocab_size"], shape, generator=generator).to(work.device)
+
+    def step() -> Tensor:
+        total = torch.zeros((), device=work.device)
+        for index, each in enumerate(tokens):
+            model.set_requires_gradient_sync(index == len(tokens) - 1)  # type: ignore[operator]
+            loss = model(each, each.roll(-1, 1)) / len(tokens)
+            loss.backward()
+            total += loss.detach()
+        update()
+        if float8 == TENSORWISE:
+            _precompute_scales(model)
+        return total
+
+    return step
+
+
+TENSORWISE = "tensorwise"
+
+
+def _to_float8(model: Plain, recipe: str) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    if recipe == TENSORWISE:
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "head" not in name)
+
+
+def _precompute_scales(model: nn.Module) -> None:
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+@torch.no_grad()
+def _first_values(model: Plain, seed: int) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            draw(name, parameter, seed)
+        else:
+            parameter.fill_(1.0)
+    model.reset_angles()
+
+
+def peers(texts: Iterable[str]) -> list[Sharded]:
+    """By name. Raises ValueError where there is none."""
+    found = []
+    for text in texts:
+        if text not in PEERS:
+            raise ValueError(f"no peer {text!r}; there are {', '.join(PEERS)}")
+        found.append(PEERS[text])
+    return found
+
+
+PEERS = {
+    "plain": Sharded(name="plain FSDP2 bf16", make=fsdp2, baseline=True),
+    "torchao": Sharded(
+        name="torchao tensorwise, FP8 all-gather", make=partial(fsdp2, float8=TENSORWISE), needs="torchao"
+    ),
+    "torchao-rowwise": Sharded(name="torchao rowwise", make=partial(fsdp2, float8="rowwise"), needs="torchao"),
+}

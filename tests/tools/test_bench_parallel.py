@@ -1,0 +1,118 @@
+"""`lowprec bench parallel` on two processes over gloo, and the arithmetic of its timeline."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowprec_train.tools import cli
+from lowprec_train.tools.bench import parallel, sharded, timeline
+from lowprec_train.tools.bench.contestant import Work
+from lowprec_train.tools.bench.timeline import Kernel
+from lowprec_train.train.launch import World
+from tests.distributed import free_port, run_distributed
+from tests.tools.parallel_ranks import ARMS, BROKEN, RANKS, SIZES, work
+
+PLAIN = "plain FSDP2 bf16"
+WORK = Work(model=SIZES, batch=2, seq_len=32, micro_batches=2, device=torch.device("cpu"), compiled=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(result, what was printed)"""
+    directory = tmp_path_factory.mktemp("bench")
+    printed = "".join(run_distributed(work, RANKS, str(directory), free_port(), backend=None, timeout=300))
+    (file,) = directory.glob("parallel_*_2.json")
+    return json.loads(file.read_text()), printed
+
+
+def rows(measured):
+    return {row["name"]: row for row in measured[0]["rows"]}
+
+
+def test_every_arm_has_a_row_and_the_baseline_is_plain(measured):
+    result = measured[0]
+    assert list(rows(measured)) == [PLAIN, *ARMS, BROKEN]
+    assert (result["gpus"], result["tokens_per_step"]) == (2, 2 * 32 * 2)
+    for name in (PLAIN, *ARMS):
+        row = rows(measured)[name]
+        assert len(row["times_ms"]) == 2 and row["tokens_per_s"] == 128 / row["ms"] * 1e3
+        assert row["of_group"] == rows(measured)[PLAIN]["ms"] / row["ms"]
+
+
+def test_every_arm_learns_its_batch(measured):
+    """The same tokens in each step: ln 128 = 4.85 falls."""
+    for name in (PLAIN, *ARMS):
+        first, last = rows(measured)[name]["loss"]
+        assert last < first < 5.2, name
+
+
+def test_an_arm_that_cannot_be_built_is_a_row(measured):
+    assert "out 200" in rows(measured)[BROKEN]["error"]
+    assert f"| {BROKEN} | 0 | {rows(measured)[BROKEN]['error']} |" in measured[1]
+
+
+def test_bytes_and_memory_are_those_of_the_estimate(measured):
+    """A rank of two sends a BF16 or E4M3 half of every matrix to the other, and takes part alone in nothing."""
+    found = rows(measured)
+    assert found["fp8 alone"]["sent_gb"] == 0
+    assert found[ARMS[1]]["sent_gb"] < 0.7 * found["bf16"]["sent_gb"]
+    assert all(found[name]["estimated_gib"] > 0 for name in ARMS)
+
+
+def test_rank_0_tells(measured):
+    assert measured[1].count("2 GPUs; vocab_size 128") == 1
+
+
+def test_tensor_parallel_parts_take_as_many_tokens_a_gpu():
+    run = sharded.Arm.parse("fp8 parallel.tp=2").run(WORK, 4)
+    assert (run.micro_batch, run.tokens_per_step) == (4, 4 * WORK.tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("fp5", "no recipe 'fp5'"), ("", "no recipe ''"), ("fp8 lonely", "'lonely' is neither an override")],
+)
+def test_bad_arms_are_refused(text, said):
+    with pytest.raises(ValueError, match=said):
+        sharded.Arm.parse(text)
+
+
+def test_unknown_peers_are_refused():
+    with pytest.raises(ValueError, match="no peer 'megatron'; there are plain, torchao, torchao-rowwise"):
+        parallel.contestants(["fp8"], ["megatron"], World(processes=2))
+
+
+def test_without_peers_the_baseline_is_our_bf16():
+    names = [each.name for each in parallel.contestants(["fp8", "fp8 alone"], [], World(processes=2))]
+    assert names == ["bf16", "fp8", "fp8 alone"]
+
+
+def test_one_process_is_refused(capsys):
+    assert cli.main(["bench", "parallel", "--device", "cpu", "--arm", "fp8"]) == 2
+    assert "start it by torchrun" in capsys.readouterr().err
+
+
+def test_exposed_and_idle_are_lengths_of_unions():
+    """us:  gemm 0-10, 5-12   nccl 8-20   nothing 20-25   gemm 25-30   nccl 30-31"""
+    calls = [("gemm", 0, 10), ("gemm", 5, 12), ("ncclKernel", 8, 20), ("gemm", 25, 30), ("ncclKernel", 30, 31)]
+    found = timeline.exposure([Kernel(name=name, begin=b, end=e) for name, b, e in calls], steps=1)
+    assert found == pytest.approx({"duration_ms": 0.031, "exposed_ms": 0.009, "idle_ms": 0.005})
+    assert timeline.exposure([], 2) == {}
+
+
+def test_kernels_are_the_gpus():
+    def event(name, device, annotation=False):
+        times = SimpleNamespace(start=1.0, end=3.0)
+        return SimpleNamespace(name=name, device_type=device, is_user_annotation=annotation, time_range=times)
+
+    events = [event("gemm", "DeviceType.CUDA"), event("aten::mm", "DeviceType.CPU")]
+    events += [event("step", "DeviceType.CUDA", annotation=True), event("ProfilerStep#2", "DeviceType.CUDA")]
+    assert timeline.kernels(events) == [Kernel(name="gemm", begin=1.0, end=3.0)]
+
+
+def test_a_limit_leaves_out_the_updates_of_other_ranks():
+    row, profiles = {"name": "fp8 alone", "ms": 100.0}, {"fp8 alone": {"ms": {"optimizer": 20.0, "gemm": 70.0}}}
+    assert parallel.limit(row, profiles, 4) == 85.0
+    assert parallel.limit({"name": "fp8", "ms": 100.0}, profiles, 4) is None
