@@ -2,8 +2,8 @@
 
 Hydra composes `configs/train.yaml` with the command line (`--help` lists the groups), once, or once per job under
 `--multirun`. A configuration error is one line on stderr and exit status 1; `debug=true` adds the trace
-(HYDRA_FULL_ERROR=1 for errors of Hydra's own). How a launch ended is a file in the run directory, DONE or PREEMPTED:
-under torchrun the exit status is the agent's.
+(HYDRA_FULL_ERROR=1 for errors of Hydra's own). How a launch ended is a file in the run directory, DONE, PREEMPTED
+or DIVERGED: under torchrun the exit status is the agent's.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,8 +52,10 @@ from lowprec_train.train.diagnostics.out_of_memory import OutOfMemory
 from lowprec_train.train.launch import World
 from lowprec_train.train.logging import overview
 from lowprec_train.train.rendezvous import PATIENCE, Refusal, Rendezvous
+from lowprec_train.train.rundir import RunDirectory
 from lowprec_train.train.signals import StopRequest
 from lowprec_train.train.stop_consensus import StopConsensus
+from lowprec_train.train.trainer import Trainer
 from lowprec_train.train.weights import fill_from, other_tokenizer
 
 log = logging.getLogger(__name__)
@@ -233,7 +237,8 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         directory.begin(config=plain, recipe=linears, facts=facts)
         sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.everyone())
         watch = build.watch(options, directory.path, device, job.world, hang.begin_step)
-        with sinks as listening, build.rows(options, trainer, directory.path) as write_rows, watch as begin_step:
+        rows, marked = build.rows(options, trainer, directory.path), divergence_marked(directory, trainer)
+        with sinks as listening, rows as write_rows, watch as begin_step, marked:
             outcome = trainer.fit(
                 sinks=listening,
                 checkpointer=checkpointer,
@@ -245,6 +250,16 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
             asked = signal.Signals(consensus.learned).name if outcome == "preempted" else None
             directory.end(outcome, step=trainer.steps_done, signal=asked)  # before sinks close: an upload may take long
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
+
+
+@contextmanager
+def divergence_marked(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
+    """Leave DIVERGED in the run's directory where training ends so: a result, unlike a crash."""
+    try:
+        yield
+    except (TrainingDiverged, NothingTrained):
+        directory.end("diverged", step=trainer.steps_done, signal=None)
+        raise
 
 
 def announce(

@@ -20,10 +20,12 @@ from lowprec_train.tools.bench import command as bench
 from lowprec_train.tools.compare import command as compare
 from lowprec_train.tools.estimate import command as estimate
 from lowprec_train.tools.evaluate import command as evaluate
+from lowprec_train.tools.study import command as study
 
 COMMANDS: dict[str, Any] = {
     "train": train,
     "compare": compare,
+    "study": study,
     "bench": bench,
     "estimate": estimate,
     "train-tokenizer": train_tokenizer,

@@ -225,7 +225,7 @@ def _moved(run: Path, later: Sequence[int]) -> Path:
     """A run directory with copies of a run's files and with those of its checkpoints."""
     kept = aside(run)
     (kept / "checkpoints").mkdir(parents=True)
-    for name in ("run.json", "recipe.json", *LINES, "DONE", "PREEMPTED", "config.yaml"):
+    for name in ("run.json", "recipe.json", *LINES, "DONE", "PREEMPTED", "DIVERGED", "config.yaml"):
         if (run / name).exists():
             shutil.copy2(run / name, kept / name)
     for each in later[::-1]:

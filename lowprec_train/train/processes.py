@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -105,6 +105,28 @@ def _start(number: int, count: int, port: int, arguments: Sequence[str], folder:
         return Rank(0, start(), own)
     with (own / "output").open("wb") as output:
         return Rank(number, start(stdout=output, stderr=subprocess.STDOUT), own)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that torch sees here, as CUDA_VISIBLE_DEVICES names them."""
+    import torch
+
+    named = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    return (named or list(map(str, range(torch.cuda.device_count()))))[: torch.cuda.device_count()]
+
+
+def background(
+    module: str, arguments: Sequence[str], output: Path, *, values: Mapping[str, str], defaults: Mapping[str, str]
+) -> subprocess.Popen[Any]:
+    """A module of the package as a process of a session of its own, which ends when this one has ended.
+
+    output: file to which all is appended that it prints. values: of its environment, beside those of this process;
+    defaults: where this one has none.
+    """
+    command = [sys.executable, "-P", "-m", module, *arguments]
+    environment = {**defaults, **os.environ, "LOWPREC_LAUNCHER": str(os.getpid()), **values}
+    with output.open("ab") as file:
+        return subprocess.Popen(command, env=environment, start_new_session=True, stdout=file, stderr=file)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     config.yaml    resolved configuration            metrics.jsonl   one line a step
     recipe.json    what every linear layer computes  checkpoints/    step-N, latest
     run.json       identity, corpus, deviations      telemetry.jsonl  a line a rounding, where it was watched
-    DONE | PREEMPTED   how the last launch ended (JSON)
+    DONE | PREEMPTED | DIVERGED   how the last launch ended (JSON)
 
 train/identity.py defines the identity of a run. Nothing here deletes a run: `resume=never` renames it.
 """
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 RESTORE = "restore it, or resume=never moves the run aside and starts afresh"
 ENDED = "it only says how the last launch ended: remove it, and the run goes on from its last checkpoint"
-_UNREADABLE = {"DONE": ENDED, "PREEMPTED": ENDED}
+_UNREADABLE = {"DONE": ENDED, "PREEMPTED": ENDED, "DIVERGED": ENDED}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
@@ -96,20 +96,25 @@ class RunDirectory:
         return read_object(self.path / name, advice=_UNREADABLE.get(name, RESTORE))
 
     def begin(self, *, config: Mapping[str, Any], recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """The run goes on, an earlier PREEMPTED no longer holds. With config.yaml, written last, the run exists."""
+        """The run goes on, an earlier PREEMPTED or DIVERGED no longer holds. With config.yaml, written last, the run
+        exists.
+        """
         if not self.held:
             return
         self.write("recipe.json", recipe)
         self.write("run.json", facts)
         self.write("config.yaml", config)
-        (self.path / "PREEMPTED").unlink(missing_ok=True)
+        for mark in ("PREEMPTED", "DIVERGED"):
+            (self.path / mark).unlink(missing_ok=True)
 
     def end(self, outcome: str, *, step: int, signal: str | None) -> None:
-        """Say how the launch ended: DONE with the last losses, or PREEMPTED with the signal."""
+        """Say how the launch ended: DONE with the last losses, PREEMPTED with the signal, or DIVERGED."""
         if not self.held:
             return
         if outcome == "preempted":
             self.write("PREEMPTED", {"step": step, "signal": signal})
+        elif outcome == "diverged":
+            self.write("DIVERGED", {"step": step})
         else:
             lines = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
             losses = {name: line[name] for line in lines for name in ("train/loss", "valid/loss") if name in line}
@@ -156,7 +161,7 @@ def _remains(path: Path) -> str:
     """What a directory has that a run has made; "" for none."""
     with suppress(CheckpointError):
         found = [f"checkpoints ({', '.join(map(str, there))})"] if (there := steps(path / "checkpoints")) else []
-        found += [name for name in ("metrics.jsonl", "DONE", "PREEMPTED") if (path / name).exists()]
+        found += [name for name in ("metrics.jsonl", "DONE", "PREEMPTED", "DIVERGED") if (path / name).exists()]
         return " and ".join(found)
     return "checkpoints that cannot be read"
 

@@ -119,7 +119,9 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
         device=str(info["device"]) if info.get("device") else None,
         config=read_config(path / "config.yaml"),
         metrics=metrics,
-        status=next((mark.lower() for mark in ("DONE", "PREEMPTED") if (path / mark).exists()), "unfinished"),
+        status=next(
+            (mark.lower() for mark in ("DIVERGED", "DONE", "PREEMPTED") if (path / mark).exists()), "unfinished"
+        ),
         notes=tuple(notes),
     )
 

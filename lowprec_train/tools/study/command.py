@@ -1,0 +1,184 @@
+"""`lowprec study`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowprec_train.tools.options import positive
+
+if TYPE_CHECKING:
+    from lowprec_train.tools.study.definition import Study
+    from lowprec_train.tools.study.plan import StudyRun
+
+HELP = "train recipes on several seeds and estimate their loss gaps"
+DESCRIPTION = """\
+A study trains arms (recipes and overrides) on several seeds, a run a GPU, and estimates the gaps of their losses to a
+baseline with intervals that hold for other seeds. STUDY is a YAML file or the name of a shipped one (docs/study.md).
+"""
+EPILOG = """\
+`run` goes on with what an earlier call has left in the folder of the study, on any machine. With --minutes it asks the
+running ones to save when the time is over, says what is left, and ends.
+
+exit status:
+  0  done, or the time was over; what is left is said
+  1  a run has failed
+  2  bad input: no such study, recipe or key, a seed with two purposes
+
+examples:
+  lowprec study list short_33m
+  lowprec study run short_33m --per-gpu 2 --minutes 9 --set data=indexed data.train=data/mix data.split=[9,1]
+  lowprec study run tiny --nproc 2
+  lowprec study list main_130m --slurm | sh
+"""
+WHOLE_MACHINE = "all"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    kinds = parser.add_subparsers(dest="study", metavar="WHAT", required=True)
+    run_ = kinds.add_parser("run", help="train what is left of a study on this machine")
+    where = run_.add_mutually_exclusive_group()
+    where.add_argument("--gpus", metavar="N", default=WHOLE_MACHINE, help="GPUs, or `all` (default: all)")
+    where.add_argument("--nproc", metavar="N", type=positive, help="so many runs at once on the CPU")
+    run_.add_argument("--per-gpu", metavar="N", type=positive, default=1, help="runs at once on a GPU (default: 1)")
+    run_.add_argument("--minutes", metavar="M", type=minutes, help="after which running ones save and the command ends")
+    list_ = kinds.add_parser("list", help="the runs of a study and how far each is")
+    list_.add_argument("--task", metavar="I", type=int, help="print the overrides of run number I, from 0, a line each")
+    list_.add_argument("--slurm", action="store_true", help="print the command that trains all runs as a job array")
+    for each in (run_, list_):
+        each.add_argument("file", metavar="STUDY", type=Path, help="YAML file, or the name of a shipped study")
+        each.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs (default: runs/study/NAME)")
+        each.add_argument("--arms", metavar="ARM", nargs="+", help="only these arms")
+        each.add_argument("--purpose", choices=("gate", "sweep", "estimate"), help="only runs for this")
+        each.add_argument("--set", metavar="KEY=VALUE", nargs="+", default=[], help="overrides of all runs")
+    evaluate = kinds.add_parser("evaluate", help="final losses of runs that are done, where they are not known")
+    evaluate.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
+    evaluate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, list or evaluate. Raises ValueError for bad input."""
+    return {"run": _run, "list": _list, "evaluate": _evaluate}[arguments.study](arguments)
+
+
+def minutes(text: str) -> float:
+    """A time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if 0 < value < float("inf"):
+        return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from lowprec_train.tools.study import plan, progress, running
+    from lowprec_train.train.launch import world
+
+    if world().processes > 1:
+        raise ValueError(f"WORLD_SIZE={world().processes}: a study starts its runs itself; start it without a launcher")
+    study, planned, out = _planned(arguments)
+    workers = _workers(arguments)
+    plan.check(study, planned)
+    _remember(study, out)
+    runner = running.Runner(
+        planned, out, workers, minutes=arguments.minutes, keep_checkpoints=study.keep_checkpoints, say=_say
+    )
+    failed = runner.run()
+    for name, text in failed.items():
+        _say(f"{name} failed:\n{text}")
+    for line in progress.summary(planned, out):
+        _say(line)
+    return int(bool(failed))
+
+
+def _workers(arguments: argparse.Namespace) -> list[Any]:
+    from lowprec_train.tools import train
+    from lowprec_train.tools.study import running
+    from lowprec_train.train.processes import visible_gpus
+
+    if arguments.nproc:
+        return running.cpu_workers(arguments.nproc)
+    count = train.gpus(arguments.gpus)
+    return running.gpu_workers(visible_gpus()[:count], arguments.per_gpu)
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from lowprec_train.tools.study import progress
+
+    study, planned, out = _planned(arguments)
+    if arguments.task is not None:
+        if not 0 <= arguments.task < len(planned):
+            raise ValueError(f"--task {arguments.task}: study {study.name} has runs 0 to {len(planned) - 1}")
+        print(*planned[arguments.task].command(out), sep="\n")
+    elif arguments.slurm:
+        print(_array(arguments, planned))
+    else:
+        found = progress.states(planned, out)
+        width = max(len(run.name) for run in planned)
+        for run in planned:
+            print(f"{run.name:{width}}  {run.purpose:8}  {found[run.name].value}")
+        print(*progress.summary(planned, out), sep="\n")
+    return 0
+
+
+def _array(arguments: argparse.Namespace, planned: list[StudyRun]) -> str:
+    """The command that submits a job array. ValueError for forks, which wait for each other."""
+    forked = [run.name for run in planned if run.trunk]
+    if forked:
+        raise ValueError(f"--slurm: {forked[0]} forks from another run of this study, and jobs of an array do not wait")
+    words = ["sbatch", f"--array=0-{len(planned) - 1}", "scripts/slurm/study.sbatch", str(arguments.file)]
+    for option in ("out", "purpose"):
+        words += [f"--{option}", str(value)] if (value := getattr(arguments, option)) else []
+    for option in ("arms", "set"):
+        words += [f"--{option}", *value] if (value := getattr(arguments, option)) else []
+    return shlex.join(words)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from lowprec_train.tools.study.evaluation import evaluated
+
+    for each in arguments.runs:
+        losses = evaluated(each, device=arguments.device)["loss"]
+        print(f"{each}: {', '.join(f'{forward} {loss:.5f}' for forward, loss in losses.items())}")
+    return 0
+
+
+def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path]:
+    """The study, the runs of it that were asked for, and their folder."""
+    from lowprec_train.tools.study import definition, plan
+
+    study = definition.load(definition.find(arguments.file)).with_overrides(arguments.set)
+    for arm in arguments.arms or ():
+        if arm not in study.arms:
+            raise ValueError(f"--arms {arm}: study {study.name} has {', '.join(study.arms)}")
+    everything = [each for each in plan.runs(study) if arguments.purpose in (None, each.purpose)]
+    chosen = [each for each in everything if not arguments.arms or each.arm in arguments.arms]
+    trunks = {each.trunk for each in chosen}
+    wanted = [each for each in everything if each in chosen or each.name in trunks]
+    if not wanted:
+        raise ValueError(f"study {study.name} has no run for --arms {arguments.arms} and --purpose {arguments.purpose}")
+    return study, wanted, arguments.out or Path("runs") / "study" / study.name
+
+
+def _remember(study: Study, out: Path) -> None:
+    """Keep each seed's purpose in the folder: it may not change once runs are there. ValueError where it has."""
+    from lowprec_train.data.appending import write_whole
+    from lowprec_train.train.rundir import read_object
+
+    file = out / "seeds.json"
+    before = read_object(file)
+    for seed, purpose in study.seeds.items():
+        if before.get(str(seed), purpose) != purpose:
+            raise ValueError(f"seed {seed} was a {before[str(seed)]} seed in {out}, and is now to be a {purpose} seed")
+    out.mkdir(parents=True, exist_ok=True)
+    kept = before | {str(seed): purpose for seed, purpose in study.seeds.items()}
+    write_whole(file, f"{json.dumps(kept, indent=2)}\n".encode())
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,95 @@
+"""The losses by which a finished run is judged, on every sample of the validation split.
+
+    run    with the run's own forward pass
+    bf16   of the same weights, with a forward pass in BF16: "in the weights"
+
+run - bf16 is the rounding of the forward pass that still goes on; bf16 - (a BF16 run's loss) is what training has lost.
+Samples are those of training, seq_len tokens one after another and each once, in micro-batches of the run's own size.
+The result is evaluation.json of the run's directory, and is computed once for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from lowprec_train.config import read_yaml
+from lowprec_train.data.appending import write_whole
+from lowprec_train.data.corpus import Corpus
+from lowprec_train.data.loader import Batch, Dataset
+from lowprec_train.model.transformer import Transformer
+from lowprec_train.train import checks
+from lowprec_train.train.construct import construct
+from lowprec_train.train.rundir import read_object
+from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained, dtype_of
+
+FILE = "evaluation.json"
+FORWARDS = (OF_RUN, UNQUANTISED)
+
+
+def read(run: Path) -> dict[str, Any]:
+    """What a run's evaluation.json has; empty where it was not evaluated, or has trained on since."""
+    found = read_object(run / FILE, advice="remove it, and the run is evaluated again")
+    ended = read_object(run / "DONE")
+    return found if found.get("step") == ended.get("step") is not None else {}
+
+
+def evaluated(run: Path, *, device: str = "auto") -> dict[str, Any]:
+    """The losses of a finished run, computed where they are not known. ValueError where they cannot be."""
+    if found := read(run):
+        return found
+    ended = read_object(run / "DONE")
+    if not ended:
+        raise ValueError(f"{run} is not done: no DONE")
+    tree: Any = OmegaConf.to_container(read_yaml(run / "config.yaml"))
+    text: Corpus = construct(tree["data"], "data")
+    checks.corpus(run.name, read_object(run / "run.json").get("corpus_hash"), text.hash)
+    trained, on = Trained(run, ended["step"]), checks.device(device)
+    losses: dict[str, float] = {}
+    for forward in FORWARDS:
+        alike = [each for each in losses if computes_alike(trained, each, forward)]
+        losses[forward] = losses[alike[0]] if alike else loss(trained, forward, text.valid, tree["micro_batch"], on)
+    found = {
+        "step": ended["step"],
+        "corpus_hash": text.hash,
+        "tokens": text.valid.seq_len * sum(each.samples(text.valid.seq_len) for each in text.valid.streams),
+        "device": str(on),
+        "loss": losses,
+    }
+    write_whole(run / FILE, f"{json.dumps(found, indent=2)}\n".encode())
+    return found
+
+
+def computes_alike(trained: Trained, one: str, other: str) -> bool:
+    return (trained.forward(one), dtype_of(one)) == (trained.forward(other), dtype_of(other))
+
+
+@torch.inference_mode()
+def loss(trained: Trained, forward: str, dataset: Dataset, micro_batch: int, device: torch.device) -> float:
+    """Mean loss in nats a token over all samples; not finite where the model's is not."""
+    model: Transformer = trained.model(forward, device=device)
+    total, targets = torch.zeros((), dtype=torch.float64, device=device), 0
+    for batch in samples(dataset, micro_batch):
+        documents = None if batch.documents is None else batch.documents.to(device)
+        total += model.loss(batch.tokens.to(device), batch.targets.to(device), 1.0, documents).double()
+        targets += batch.targets.numel()
+    return float(total) / targets
+
+
+def samples(dataset: Dataset, count: int) -> Iterator[Batch]:
+    """Every sample of every stream once, `count` together and the last ones of a stream fewer."""
+    for stream in dataset.streams:
+        alone = Dataset(
+            streams=(stream,),
+            seq_len=dataset.seq_len,
+            vocab_size=dataset.vocab_size,
+            seed=dataset.seed,
+            document_mask=dataset.document_mask,
+        )
+        size = stream.samples(dataset.seq_len)
+        yield from (alone.batch(0, first, min(count, size - first), size) for first in range(0, size, count))

@@ -1,0 +1,177 @@
+"""The runs of a study, in the order in which they are trained: block after block, seed after seed.
+
+All arms of a seed come before the next seed, so a study that ends early has whole blocks, and a comparison of fewer
+seeds. A run's name says its arm, its setting and its seed, and its directory follows from the name: the same command on
+another machine, or another day, finds what is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from lowprec_train.config import RunConfig
+from lowprec_train.tools.study.definition import Arm, Block, Fork, Study
+from lowprec_train.train import build, checks
+from lowprec_train.train.compose import composed
+from lowprec_train.train.identity import flatten
+
+OF_STATE: tuple[str, ...] = ("model.", "data.", "tokens_per_step", "optim.rule")  # keys of what a checkpoint holds
+OF_STATE += ("optim.first_moment.", "optim.second_moment.", "optim.master.")
+KEPT = 1000  # checkpoints of a trunk: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRun:
+    """One run. setting: the value of each axis. repeat: another run has its arm, setting and seed.
+
+    fork, trunk: it begins with the state of the run `trunk`; of a trunk itself `trunk` is None.
+    """
+
+    name: str
+    arm: str
+    seed: int
+    purpose: str
+    setting: tuple[tuple[str, Any], ...]
+    overrides: tuple[str, ...]
+    repeat: bool = False
+    fork: Fork | None = None
+    trunk: str | None = None
+
+    @property
+    def cell(self) -> str:
+        """What all runs of one comparison share: the setting, and where they begin."""
+        parts = [f"{key}={written(value)}" for key, value in self.setting]
+        return ", ".join(parts + ([f"from step {self.fork.step} of {self.fork.arm}"] if self.fork else []))
+
+    def command(self, out: Path) -> list[str]:
+        """Overrides of `lowprec train` that train it."""
+        return [*self.overrides, f"seed={self.seed}", f"name={self.name}", f"run_root={out}"]
+
+
+def runs(study: Study) -> list[StudyRun]:
+    """All runs in order, each once."""
+    found: dict[str, StudyRun] = {}
+    for block in study.blocks:
+        for run in _of_block(study, block):
+            found.setdefault(run.name, run)
+    return list(found.values())
+
+
+def _of_block(study: Study, block: Block) -> Iterator[StudyRun]:
+    for seed in block.seeds:
+        for values in product(*block.axes.values()):
+            setting = tuple(zip(block.axes, values, strict=True))
+            each = [_run(study, study.arms[arm], block, seed, setting) for arm in block.arms]
+            if block.fork:
+                yield (trunk := _trunk(_run(study, study.arms[block.fork.arm], block, seed, setting), block))
+                each = [_forked(run, block.fork, trunk) for run in each]
+            yield from each
+            yield from (replace(run, name=f"{run.name}-again", repeat=True) for run in each if run.arm in block.again)
+
+
+def _trunk(run: StudyRun, block: Block) -> StudyRun:
+    """The run that others fork from. It goes on to the end by itself: the repeat of its own fork."""
+    assert block.fork
+    saves = (f"checkpoint_interval={block.fork.step}", f"checkpoint_keep={KEPT}")
+    name = run.name.removesuffix(f"-s{run.seed}") + f"-trunk{block.fork.step}-s{run.seed}"
+    overrides = _last(*run.overrides, *saves)
+    return replace(run, name=name, overrides=overrides, fork=block.fork, repeat=run.arm in block.arms)
+
+
+def _forked(run: StudyRun, fork: Fork, trunk: StudyRun) -> StudyRun:
+    name = run.name.removesuffix(f"-s{run.seed}") + f"-from{fork.step}-s{run.seed}"
+    return replace(run, name=name, fork=fork, trunk=trunk.name)
+
+
+def _run(study: Study, arm: Arm, block: Block, seed: int, setting: tuple[tuple[str, Any], ...]) -> StudyRun:
+    axes = [f"{key}={written(value)}" for key, value in setting]
+    label = "".join(f"-{key.rpartition('.')[2]}_{written(value)}" for key, value in setting)
+    return StudyRun(
+        name=f"{arm.name}{label}-s{seed}",
+        arm=arm.name,
+        seed=seed,
+        purpose=block.purpose,
+        setting=setting,
+        overrides=_last(f"+recipe={arm.recipe}", *study.overrides, *arm.overrides, *axes),
+    )
+
+
+def written(value: Any) -> str:
+    """A value as an override has it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _last(*overrides: str) -> tuple[str, ...]:
+    """Without those that a later one of the same key replaces."""
+    kept = {text.partition("=")[0].lstrip("+~"): text for text in overrides}
+    return tuple(text for text in overrides if kept[text.partition("=")[0].lstrip("+~")] == text)
+
+
+def check(study: Study, planned: Sequence[StudyRun]) -> dict[str, RunConfig]:
+    """Compose and check every arm under every setting, before anything is trained: by name, of one run of each.
+
+    ValueError names the arm, and what `train.py` would say.
+    """
+    first: dict[tuple[str, str, bool], str] = {}
+    configured: dict[str, RunConfig] = {}
+    named = {run.name: run for run in planned}
+    laid_out: set[str] = set()
+    for run in planned:
+        if first.setdefault((run.arm, run.cell, run.trunk is None), run.name) != run.name:
+            continue
+        try:
+            made = configured[run.name] = configuration(run)
+            _check_layout(made, laid_out)
+            if run.fork:
+                _check_fork(run, made, named)
+        except ValueError as error:
+            where = f" ({run.cell})" if run.cell else ""
+            raise ValueError(f"study {study.name}, arm {run.arm}{where}: {error}") from None
+    return configured
+
+
+def configuration(run: StudyRun, out: Path = Path("runs")) -> RunConfig:
+    """What `lowprec train` makes of a run's overrides. ValueError where it would refuse them."""
+    made = composed(*run.command(out))
+    if made.data.get("seed", run.seed) != run.seed:
+        raise ValueError(f"data.seed={made.data['seed']} does not follow seed: a block varies all draws together")
+    checks.configuration(made)
+    checks.nodes(made)
+    return made
+
+
+def _check_layout(made: RunConfig, laid_out: set[str]) -> None:
+    """Tiles against shapes, once for arms that differ in numbers alone."""
+    parts = (made.model, made.precision, made.micro_batch, made.data["seq_len"], made.parallel, made.steps)
+    shape = repr(parts)
+    if shape not in laid_out:
+        build.layout(made)
+        laid_out.add(shape)
+
+
+def _check_fork(run: StudyRun, made: RunConfig, named: Mapping[str, StudyRun]) -> None:
+    """The state of the trunk must be a state of this run."""
+    assert run.fork
+    if run.fork.step >= made.steps:
+        raise ValueError(f"fork.step: {run.fork.step} leaves none of {made.steps} steps to take")
+    if run.trunk is None:
+        return
+    own, other = (flatten(plain(each)) for each in (made, configuration(named[run.trunk])))
+    for key in (key for key in {**own, **other} if key.startswith(OF_STATE)):
+        if own.get(key) != other.get(key):
+            raise ValueError(
+                f"{key}={own.get(key)}, and {run.fork.arm}, whose state it is to go on with, has {other.get(key)}"
+            )
+
+
+def plain(made: RunConfig) -> dict[str, Any]:
+    """A configuration as config.yaml of a run directory has it."""
+    tree = OmegaConf.to_container(OmegaConf.structured(made), resolve=True, enum_to_str=True)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}

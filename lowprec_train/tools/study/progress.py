@@ -1,0 +1,58 @@
+"""How far each run of a study is, read from its directory: what another launch, or another machine, has left counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+
+from lowprec_train.tools.study import evaluation
+from lowprec_train.tools.study.plan import StudyRun
+
+
+class State(Enum):
+    """Of a run. A diverged one is finished: it is a result, and is not trained again."""
+
+    new = "not begun"
+    begun = "begun"
+    trained = "trained, not evaluated"
+    diverged = "diverged"
+    done = "done"
+
+    @property
+    def finished(self) -> bool:
+        return self in (State.done, State.diverged)
+
+
+def state(run: Path) -> State:
+    """ValueError for a file of the run that cannot be read."""
+    if (run / "DIVERGED").exists():
+        return State.diverged
+    if (run / "DONE").exists():
+        return State.done if evaluation.read(run) else State.trained
+    return State.begun if (run / "config.yaml").exists() else State.new
+
+
+def states(planned: Sequence[StudyRun], out: Path) -> dict[str, State]:
+    """By name."""
+    return {run.name: state(out / run.name) for run in planned}
+
+
+def summary(planned: Sequence[StudyRun], out: Path) -> list[str]:
+    """What is finished and what is left, for people."""
+    found = states(planned, out)
+    counts = [f"{list(found.values()).count(each)} {each.value}" for each in reversed(State) if each in found.values()]
+    lines = [f"{len(planned)} runs in {out}: {', '.join(counts)}"]
+    left = [name for name, each in found.items() if not each.finished]
+    if left:
+        lines.append(f"left: {', '.join(left[:8])}{f' and {len(left) - 8} more' if len(left) > 8 else ''}")
+    for purpose in dict.fromkeys(run.purpose for run in planned):
+        whole = whole_seeds([run for run in planned if run.purpose == purpose], found)
+        lines.append(f"whole blocks, {purpose}: seeds {', '.join(map(str, whole)) or '(none)'}")
+    return lines
+
+
+def whole_seeds(planned: Sequence[StudyRun], found: dict[str, State]) -> list[int]:
+    """Seeds of which every run is finished."""
+    seeds = dict.fromkeys(run.seed for run in planned)
+    return [seed for seed in seeds if all(found[run.name].finished for run in planned if run.seed == seed)]

@@ -1,0 +1,138 @@
+"""STUDY.yaml: what is read, and the one error that names what is wrong in it."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lowprec_train.tools import cli
+from lowprec_train.tools.study import definition, plan
+
+GOOD = {
+    "name": "small",
+    "baseline": "bf16",
+    "overrides": ["steps=10", "optim=adamw"],
+    "arms": {"bf16": None, "own": {"recipe": "fp8", "overrides": ["optim.lr=0.002"]}},
+    "blocks": [
+        {"purpose": "gate", "seeds": [101], "arms": ["bf16"], "again": ["bf16"]},
+        {"purpose": "estimate", "seeds": [1, 2], "axes": {"steps": [10, 20]}},
+    ],
+    "contrasts": [["own", "bf16"]],
+}
+
+
+def written(folder, called="study.yaml", **changes):
+    file = folder / called
+    file.write_text(yaml.safe_dump(GOOD | changes))
+    return file
+
+
+def test_runs_in_order_of_blocks(tmp_path):
+    study = definition.load(written(tmp_path))
+    runs = plan.runs(study)
+    assert [run.name for run in runs] == [
+        *("bf16-s101", "bf16-s101-again"),
+        *("bf16-steps_10-s1", "own-steps_10-s1", "bf16-steps_20-s1", "own-steps_20-s1"),
+        *("bf16-steps_10-s2", "own-steps_10-s2", "bf16-steps_20-s2", "own-steps_20-s2"),
+    ]
+    assert [run.purpose for run in runs] == ["gate"] * 2 + ["estimate"] * 8
+    assert runs[5].command(tmp_path) == [
+        *("+recipe=fp8", "optim=adamw", "optim.lr=0.002", "steps=20", "seed=1", "name=own-steps_20-s1"),
+        f"run_root={tmp_path}",
+    ]
+
+
+def test_an_arm_composes_with_what_the_study_and_the_axis_say(tmp_path):
+    runs = plan.runs(definition.load(written(tmp_path)))
+    made = plan.check(definition.load(written(tmp_path)), runs)["own-steps_20-s1"]
+    assert (made.steps, made.optim.lr, made.precision.name, made.seed, made.data["seed"]) == (20, 0.002, "fp8", 1, 1)
+    assert made.optim.second_moment["format"] == "FP32"
+
+
+WRONG = {
+    "there is no key arm; did you mean arms?": {"arm": {}},
+    "arms.own.recipe: 'fp9' is none of": {"arms": {"bf16": None, "own": {"recipe": "fp9"}}},
+    "there is no key arms.own.override; did you mean overrides?": {"arms": {"bf16": None, "own": {"override": []}}},
+    "baseline: 'bf61' is none of bf16, own; did you mean bf16?": {"baseline": "bf61"},
+    "contrasts: 'fp8' is none of bf16, own": {"contrasts": [["fp8", "bf16"]]},
+    "contrasts[0]: ['bf16', 'bf16'] must be two different arms": {"contrasts": [["bf16", "bf16"]]},
+    "overrides: 'seed=3': seed is decided": {"overrides": ["seed=3"]},
+    "overrides: '+recipe=fp8': the recipe belongs to an arm": {"overrides": ["+recipe=fp8"]},
+    "overrides: 'fast' is no override": {"overrides": ["fast"]},
+    "blocks[0].purpose: 'gates' is none of gate, sweep, estimate": {"blocks": [{"purpose": "gates", "seeds": [1]}]},
+    "blocks[0].seeds: [1, 1] must be": {"blocks": [{"purpose": "gate", "seeds": [1, 1]}]},
+    "blocks[0].seeds: True is not a whole number": {"blocks": [{"purpose": "gate", "seeds": [True]}]},
+    "blocks[0].again: 'own' is none of bf16": {
+        "blocks": [{"purpose": "gate", "seeds": [1], "arms": ["bf16"], "again": ["own"]}]
+    },
+    "blocks[0].axes: 'data.seed=': data.seed is decided": {
+        "blocks": [{"purpose": "gate", "seeds": [1], "axes": {"data.seed": [1]}}]
+    },
+    "seed 1 is a sweep seed and a estimate seed": {
+        "blocks": [{"purpose": "sweep", "seeds": [1]}, {"purpose": "estimate", "seeds": [2, 1]}]
+    },
+    "blocks[0].axes.data.train: 'a/b' cannot be part of a run's name": {
+        "blocks": [{"purpose": "gate", "seeds": [1], "axes": {"data.train": ["a/b"]}}]
+    },
+    "name: 'a/b' cannot be part": {"name": "a/b"},
+    "keep_checkpoints: 'no' is neither": {"keep_checkpoints": "no"},
+}
+
+
+@pytest.mark.parametrize("told", WRONG)
+def test_one_error_names_the_value(told, tmp_path):
+    file = written(tmp_path, **WRONG[told])
+    with pytest.raises(ValueError) as error:
+        definition.load(file)
+    assert str(error.value).startswith(f"{file}: ") and told in str(error.value)
+
+
+def test_seeds_that_chose_a_setting_do_not_judge_it(tmp_path):
+    written(tmp_path, "sweep.yaml", blocks=[{"purpose": "sweep", "seeds": [2]}])
+    with pytest.raises(ValueError, match="seed 2 is an estimate seed, and sweep.yaml, which chose this setting"):
+        definition.load(written(tmp_path, after=["sweep.yaml"]))
+
+
+UNFIT = {
+    "arm own (steps=10): Could not override 'optim.lrr'": {
+        "arms": {"bf16": None, "own": {"recipe": "fp8", "overrides": ["optim.lrr=1"]}}
+    },
+    "leaves none of 10 steps": {"blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 10}}]},
+    "optim.first_moment._target_=lowprec_train.optim.codecs.scaled, and bf16": {
+        "arms": {"bf16": None, "own": {"recipe": "fp8_lm", "overrides": ["optim=adamw_fp8lm"]}},
+        "blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 5}}],
+    },
+}
+
+
+@pytest.mark.parametrize("told", UNFIT)
+def test_what_cannot_train_is_refused_before_anything_is(told, tmp_path):
+    study = definition.load(written(tmp_path, **UNFIT[told]))
+    with pytest.raises(ValueError) as error:
+        plan.check(study, plan.runs(study))
+    assert told in str(error.value) and "study small" in str(error.value)
+
+
+@pytest.mark.parametrize("name", definition.shipped())
+def test_shipped_studies_can_be_trained(name):
+    study = definition.load(definition.find(Path(name)))
+    assert study.name == name
+    plan.check(study, [run for run in plan.runs(study) if run.seed == study.blocks[0].seeds[0]])
+
+
+def test_a_seed_keeps_its_purpose_in_a_folder(tmp_path, capsys):
+    gate = written(tmp_path, blocks=[{"purpose": "gate", "seeds": [1]}])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "seeds.json").write_text('{"1": "estimate"}')
+    assert cli.main(["study", "run", str(gate), "--nproc", "1", "--out", str(tmp_path / "out")]) == 2
+    assert "seed 1 was a estimate seed in" in capsys.readouterr().err
+
+
+def test_a_job_array(tmp_path, capsys):
+    file = written(tmp_path)
+    assert cli.main(["study", "list", str(file), "--slurm", "--purpose", "estimate", "--set", "micro_batch=2"]) == 0
+    told = capsys.readouterr().out.strip()
+    assert told == f"sbatch --array=0-7 scripts/slurm/study.sbatch {file} --purpose estimate --set micro_batch=2"
+    assert cli.main(["study", "list", str(file), "--task", "1", "--out", "there"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["name=bf16-s101-again", "run_root=there"]
+    assert cli.main(["study", "list", str(file), "--task", "10"]) == 2
