@@ -19,6 +19,8 @@ from torch import Tensor
 from lowprec_train.group import SINGLE, Group
 from lowprec_train.numerics.formats import BF16, E2M1, FORMATS, FP16, FP32, NEAREST, STOCHASTIC, Format, Rounding
 from lowprec_train.ops import library
+from lowprec_train.ops.ladder import SPAN as LADDER_SPAN
+from lowprec_train.ops.ladder import row_factor
 from lowprec_train.ops.rounding import ROUNDINGS
 from lowprec_train.ops.schema import tile_shape
 
@@ -31,6 +33,7 @@ class ScaleRule(Enum):
     E8M0_FLOOR  2**(floor(log2 amax) - e_M), OCP MX v1.0: values beyond M saturate unless `headroom` is 3/4
     E8M0_CEIL   2**ceil(log2(amax / M)), arXiv 2506.08027: never saturates
     NVFP4       amax / M rounded to E4M3 under an FP32 scale of the outer tile, arXiv 2509.25149; E2M1 only
+    LADDER      the first of {1, 1.25, 1.5} x 2**e that amax / M does not exceed; E2M1 to nearest in rows only
     """
 
     FP32 = "FP32"
@@ -38,6 +41,30 @@ class ScaleRule(Enum):
     E8M0_FLOOR = "E8M0_FLOOR"
     E8M0_CEIL = "E8M0_CEIL"
     NVFP4 = "NVFP4"
+    LADDER = "LADDER"
+
+
+class Candidates(Enum):
+    """Which scale a tile takes: the rule's own (NONE), or of the rule's candidates the one of least error, the larger
+    one of equals: the sum of squares (MSE), of magnitudes (MAE), or the largest magnitude (MAX) of codes * scale - x.
+
+    LADDER's candidates are the rung below its own, its own and the rung above.
+    """
+
+    NONE = "none"
+    MSE = "mse"
+    MAE = "mae"
+    MAX = "max"
+
+
+class Correction(Enum):
+    """What is multiplied into scales after rounding to nearest, so that the error of rounding has no part along x.
+
+    ROW   c = sum x**2 / sum x (codes * scale) of a row, in FP32 (EDEN's factor, arXiv 2601.22813, for all of k)
+    """
+
+    NONE = "none"
+    ROW = "row"
 
 
 STOCHASTIC_HEADROOM = {
@@ -46,6 +73,8 @@ STOCHASTIC_HEADROOM = {
 }  # without it rounding up would saturate: bias
 WHOLE, ROW = (-1, -1), (1, -1)
 POWERS_OF_TWO = (ScaleRule.POW2, ScaleRule.E8M0_FLOOR, ScaleRule.E8M0_CEIL)
+SPANNED = (*POWERS_OF_TWO, ScaleRule.LADDER)
+OWN_OPS = (ScaleRule.NVFP4, ScaleRule.LADDER)  # rules that no op takes by name
 
 
 @dataclass(frozen=True)
@@ -55,7 +84,9 @@ class Quantized:
 
     codes: [m, k] in the format's carrier. scale: FP32 [m / rows, k / columns], the effective dequantisation multiplier.
     parts: what is stored where the scale has levels (NVFP4: `block` in E4M3, `tensor` in FP32, their product is the
-    scale of every tile that is not all zero; `tensor` is [1, 1], or [m, 1] under an outer scale per row).
+    scale of every tile that is not all zero; `tensor` is [1, 1], or [m, 1] under an outer scale per row. LADDER:
+    `block`, the rungs; `row` [m, 1], what they are folded by, where a span bounds them; `factor` [m, 1] where rows are
+    corrected).
     gain: scale / gain is a power of two for MX scales with head-room (4/3 for 3/4), else 1.
     exponent_span: binades that the block exponents of a row lie within, 0 when unbounded.
     """
@@ -107,11 +138,12 @@ class Quantizer:
     headroom: share of the format's range that amax may take; None takes 3/4 for stochastic E8M0_FLOOR, 16/17 for
     stochastic NVFP4, else 1.
     exponent_span: MX exponents are raised to at least the row's largest minus this, before rounding, so that the codes
-    fold into an FP8 carrier (28 for E5M2, 14 for E4M3) and nothing flushes to zero; 0 leaves them alone.
+    fold into an FP8 carrier (28 for E5M2, 14 for E4M3, 11 for LADDER) and nothing flushes to zero; 0 leaves them alone.
     outer: of NVFP4, what has one FP32 scale: the whole matrix, or each row, (1, -1), as TransformerEngine's
     `row_scaled_activation`.
+    candidates: which of the rule's scales a tile takes. correction: what is multiplied into scales after rounding.
 
-    Raises ValueError for a format or tile that the rule does not know.
+    Raises ValueError for a format, tile or field that the rule does not know.
     """
 
     format: Format
@@ -121,6 +153,8 @@ class Quantizer:
     headroom: float | None = None
     exponent_span: int = 0
     outer: tuple[int, int] = WHOLE
+    candidates: Candidates = Candidates.NONE
+    correction: Correction = Correction.NONE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tile", tuple(self.tile))
@@ -145,9 +179,29 @@ class Quantizer:
             raise ValueError(f"FP32 is not rounded, so {self.rounding} rounding to it means nothing")
         if self.exponent_span < 0:
             raise ValueError(f"exponent_span counts binades, 0 for no bound, and is not {self.exponent_span}")
-        if self.exponent_span and self.scale not in POWERS_OF_TWO:
+        if self.exponent_span and self.scale not in SPANNED:
             raise ValueError(f"exponent_span bounds power-of-two block exponents; {self.scale.name} scales have none")
+        self._check_ladder()
         self._pair_with_transposed()
+
+    def _check_ladder(self) -> None:
+        for field_name, value in (("candidates", self.candidates), ("correction", self.correction)):
+            if value.value != "none" and self.scale is not ScaleRule.LADDER:
+                raise ValueError(f"{field_name}={value.name} belongs to LADDER scales, not to {self.scale.name} ones")
+        if self.scale is not ScaleRule.LADDER:
+            return
+        if self.format is not E2M1:
+            raise ValueError(f"LADDER scales belong to E2M1, not {self.format}")
+        width = self.tile[1]
+        if self.tile[0] != 1 or width < 2 or width & (width - 1):
+            raise ValueError(f"LADDER tiles are one row of a power of two of columns, such as (1, 16), not {self.tile}")
+        if self.rounding is not NEAREST or self.range_share != 1:
+            how = f"{self.rounding} in {self.range_share} of it"
+            raise ValueError(f"LADDER codes are rounded to nearest in the whole range, not {how}")
+        if self.exponent_span > LADDER_SPAN:
+            raise ValueError(
+                f"LADDER codes fold within {LADDER_SPAN} binades; exponent_span is {self.exponent_span} (0: no bound)"
+            )
 
     def _pair_with_transposed(self) -> None:
         """Make the transposed quantiser here: torch 2.11 does not trace the making of one inside a graph."""
@@ -186,6 +240,8 @@ class Quantizer:
         if self.outer != WHOLE:
             amax = torch.ops.lowprec.amax(x, self.tile)
             return self._under(x, amax, self._outer_amax(amax), seed, origin)
+        if self.scale is ScaleRule.LADDER:
+            return self._on_ladder(x, None, None)
         if self.scale is ScaleRule.NVFP4:
             how = (self.tile, self.range_share, self.rounding.name)
             codes, scale, block, tensor = self.kernel("quantize_nvfp4", x.device)(x, *how, seed, origin)
@@ -195,25 +251,32 @@ class Quantizer:
 
     def kernel(self, op: str, device: torch.device) -> Callable[..., Any]:
         """What runs an op for this format and rounding on a device."""
-        return library.kernel(op, device, self.format.name, self.rounding.name)
+        return library.kernel(op, device, *self._names)
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """What a compiled kernel has to know."""
+        chosen = () if self.candidates is Candidates.NONE else (self.candidates.value,)
+        return self.format.name, self.rounding.name, *chosen
 
     def on_reference(self, device: torch.device) -> bool:
         """True where a device has a compiled kernel for this scale rule, which does not know the format or rounding."""
         if self.outer != WHOLE:
             return library.lacks("quantize_nvfp4_by", "quantize_nvfp4", device)
-        op = "quantize_nvfp4" if self.scale is ScaleRule.NVFP4 else "quantize"
-        return not library.knows(op, device, self.format.name, self.rounding.name)
+        op = {ScaleRule.NVFP4: "quantize_nvfp4", ScaleRule.LADDER: "rotate_fold_ladder"}.get(self.scale, "quantize")
+        return not library.knows(op, device, *self._names)
 
     @property
     def _how(self) -> tuple[Any, ...]:
-        """Arguments of the ops that round by any scale rule but NVFP4."""
+        """Arguments of the ops that round by any scale rule but NVFP4 and LADDER."""
         name, tile, rule = self.format.name, self.tile, self.scale.value
         return name, tile, rule, self.range_share, self.exponent_span, self.rounding.name
 
     def crosses(self, dim: int) -> bool:
         """True when a scale depends on more than one part of a matrix whose dimension `dim` is cut."""
         nvfp4 = self.scale is ScaleRule.NVFP4 and self.outer[dim] == -1
-        levels = nvfp4 or (self.exponent_span > 0 and dim == 1)
+        rows = self.exponent_span > 0 or self.correction is Correction.ROW
+        levels = nvfp4 or (rows and dim == 1)
         return self.format.scaled and (self.tile[dim] == -1 or levels)
 
     def _part(self, x: Tensor, seed: Tensor | None, origin: Tensor | None, shared: Shared) -> Quantized:
@@ -221,6 +284,8 @@ class Quantizer:
         top = shared.global_amax(self._above_tiles(amax, shared.dim))
         spans = self.tile[shared.dim] == -1  # then the parts' tiles are the whole's, with one maximum
         amax = top if spans else amax
+        if self.scale is ScaleRule.LADDER:
+            return self._on_ladder(x, top, shared)
         if self.scale is ScaleRule.NVFP4:
             return self._under(x, amax, self._outer_amax(top), seed, origin)
         tops = None if spans else top
@@ -236,6 +301,17 @@ class Quantizer:
     def _outer_amax(self, amax: Tensor) -> Tensor:
         """Maxima of outer tiles, from those of tiles or of parts of outer tiles."""
         return amax.amax(dim=[dim for dim in (0, 1) if self.outer[dim] == -1], keepdim=True)
+
+    def _on_ladder(self, x: Tensor, tops: Tensor | None, shared: Shared | None) -> Quantized:
+        """tops, shared: of a part of the columns, what rows have in common."""
+        how = (self.tile, self.candidates.value, self.exponent_span)
+        codes, block, row = self.kernel("quantize_ladder", x.device)(x, tops, *how)
+        parts = {"block": block} | ({"row": row} if self.exponent_span else {})
+        if self.correction is Correction.NONE:
+            return self.wrap(codes, block, parts)
+        sums = torch.ops.lowprec.row_sums(x, codes, block, row)
+        factor = row_factor(sums if shared is None else shared.group.all_reduce_sum(sums))
+        return self.wrap(codes, block * factor, parts | {"factor": factor})
 
     def local_amax(self, x: Tensor, dim: int) -> Tensor:
         """What this part of a matrix that is cut along `dim` gives to the maximum over all parts, where `crosses`."""
@@ -269,7 +345,9 @@ class Quantizer:
         tile = "x".join("*" if n == -1 else str(n) for n in self.tile)
         rule = "" if self.format in (BF16, FP16, FP32) else f" {self.scale.name}"
         rule += "" if self.outer == WHOLE else " a row"
-        return f"{self.format.name}[{tile}]{rule}{self._rounding}"
+        rule += "" if self.candidates is Candidates.NONE else f" {self.candidates.value}"
+        corrected = "" if self.correction is Correction.NONE else f" {self.correction.value}-corrected"
+        return f"{self.format.name}[{tile}]{rule}{self._rounding}{corrected}"
 
     @property
     def _rounding(self) -> str:
@@ -284,7 +362,7 @@ def pairs(first: Quantizer, second: Quantizer) -> bool:
     """
     plain = first.rounding is second.rounding is NEAREST and not (first.exponent_span or second.exponent_span)
     alike = all(getattr(first, name) == getattr(second, name) for name in ("format", "scale", "headroom"))
-    return plain and alike and first.format.carrier.itemsize == 1 and first.scale is not ScaleRule.NVFP4
+    return plain and alike and first.format.carrier.itemsize == 1 and first.scale not in OWN_OPS
 
 
 def both(

@@ -180,6 +180,50 @@ def _rotate_fold() -> Cases:
     }
 
 
+def _ladder_inputs() -> dict[str, Tensor]:
+    """Rows over the whole range, and such as rungs decide: near one scale, at ties, small beside one large block."""
+    x, near = values(9, 96), _normal(8, 160).float() * 2.0 ** torch.arange(-20, 20, 5)[:, None]
+    beside = _normal(4, 128, seed=45).float() * 2.0 ** -torch.arange(8).repeat_interleave(16) * 2.0**-4
+    beside[:, 3] = 6.0
+    tied = torch.stack([ties("E2M1", 64)[i] * m for i in (4, 60) for m in (1.0, 1.25, 1.5)])
+    return {"wide": x, "near": near, "BF16": near.bfloat16(), "beside": beside, "ties": tied, "spoilt": spoilt(5, 64)}
+
+
+def _quantize_ladder() -> Cases:
+    made: Cases = {}
+    for name, x in _ladder_inputs().items():
+        for by, span in (("mse", 11), ("none", 11), ("mae", 0), ("max", 3)):
+            made[f"{name}, {by} within {span}"] = (x, None, [1, 16], by, span)
+    x, large = values(5, 96), torch.full((5, 1), 2.0**20)
+    return made | {"a part": (x, large, [1, 32], "mse", 11), "one block": (x[:, :16], None, [1, 16], "mse", 11)}
+
+
+def _laddered() -> Cases:
+    """x, and what the reference makes of it."""
+    encode = library.EAGER["quantize_ladder"]
+    return {name: (x, *encode(x, None, (1, 16), "mse", 11)) for name, x in _ladder_inputs().items()}
+
+
+def _rotate_fold_ladder() -> Cases:
+    signs, how = torch.tensor(13), ([1, 16], "mse", 11)
+    x = _normal(256, 128) * 2.0 ** (torch.arange(256) % 7)[:, None].bfloat16()
+    codes = (x.float() / 4).clamp(-448, 448).to(torch.float8_e4m3fn)
+    rows = 2.0 ** (torch.arange(256) % 5).float()[:, None]
+    bad = x.clone()
+    bad[3, 40], bad[200, 7] = torch.nan, torch.inf
+    made: Cases = {f"{n}, as it lies": (x, None, False, None, 0, *how, False) for n, x in _ladder_inputs().items()}
+    for transposed in (False, True):
+        way = "columns" if transposed else "rows"
+        made[way] = (x, None, transposed, signs, 128, *how, True)
+        made[f"{way}, plain"] = (x, None, transposed, None, 0, *how, False)
+        made[f"{way} of FP32, short rotation"] = (x.float(), None, transposed, signs, 32, *how, True)
+        made[f"{way} of codes"] = (codes, torch.tensor([[0.25]]), transposed, signs, 128, *how, True)
+        made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, *how, True)
+        made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, *how, True)
+        made[f"{way}, one rung"] = (x, None, transposed, signs, 64, [1, 16], "none", 11, True)
+    return made
+
+
 def _outliers() -> tuple[dict[str, Tensor], dict[str, int]]:
     x = {"few": values(5, 37), "BF16": values(6, 264).bfloat16(), "ties": values(3, 64).sign(), "spoilt": spoilt(4, 48)}
     x["middles"] = ties("E2M1")[:96].bfloat16()
@@ -361,6 +405,13 @@ def cases(op: str) -> Cases:
         "unpack_e2m1": lambda: {"every byte": (torch.arange(256, dtype=torch.uint8).reshape(8, 32),)},
         "transpose": lambda: {"odd": (e4m3[:, :37].contiguous(),), "INT8": (codes.view(torch.int8),)},
         "rotate_fold": _rotate_fold,
+        "quantize_ladder": _quantize_ladder,
+        "row_sums": _laddered,
+        "fold_ladder": lambda: (
+            {n: (*rest, rest[-1].abs()) for n, (_, *rest) in _laddered().items()}
+            | {f"{n}, no factor": (*rest, None) for n, (_, *rest) in _laddered().items()}
+        ),
+        "rotate_fold_ladder": _rotate_fold_ladder,
         "hadamard": lambda: {
             "signs": (values(5, 96), torch.tensor(23), 32),
             "no signs": (values(3, 128).bfloat16(), None, 64),

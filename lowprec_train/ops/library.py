@@ -5,8 +5,9 @@ rows are independent, so that its temporaries stay in the cache. On CUDA the rou
 once per shape, behind the same schema (eager Philox takes ten times longer); the bits are those of the eager reference.
 `live_kernels` says what runs.
 
-A library's kernels know the formats and roundings that it was built with (`ops.kernels.names`). For any other one,
-`kernel` gives the op's second overload, `lowprec::quantize.reference`, which is the reference everywhere.
+A library's kernels know the formats, roundings and ways to choose a scale that it was built with
+(`ops.kernels.names`). For any other one, `kernel` gives the op's second overload, `lowprec::quantize.reference`, which
+is the reference everywhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import activations, adamw, kernels, pairs, reference, rotated, states, tensor_cores
+from lowprec_train.ops import activations, adamw, kernels, ladder, pairs, reference, rotated, states, tensor_cores
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
@@ -81,13 +82,15 @@ EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequanti
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
 EAGER |= {"rotate_fold": rotated.rotate_fold}
+EAGER |= {name: getattr(ladder, name) for name in ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder")}
 EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 
 
-NAMED = tuple(name for name, schema in SCHEMAS.items() if "str rounding" in schema) + ("quantize_both",)
-"""Ops that round to a format of the caller's, or by a rounding of the caller's."""
+NAMED = tuple(name for name, schema in SCHEMAS.items() if "str rounding" in schema or "str candidates" in schema)
+NAMED += ("quantize_both",)
+"""Ops that round to a format of the caller's, by a rounding of the caller's, or under the best of several scales."""
 
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)

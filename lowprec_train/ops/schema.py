@@ -60,6 +60,16 @@ SCHEMAS = {
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
         " int exponent_span, str carrier, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
+    "quantize_ladder": (
+        "(Tensor x, Tensor? tops, int[2] tile, str candidates, int exponent_span)"
+        " -> (Tensor codes, Tensor scale, Tensor row)"
+    ),
+    "row_sums": "(Tensor x, Tensor codes, Tensor scale, Tensor row) -> Tensor",
+    "fold_ladder": "(Tensor codes, Tensor scale, Tensor row, Tensor? factor) -> (Tensor codes, Tensor scale)",
+    "rotate_fold_ladder": (
+        "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, int[2] tile, str candidates,"
+        " int exponent_span, bool corrected) -> (Tensor codes, Tensor scale)"
+    ),
     "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
     "quantize_expanded": (
         "(Tensor x, str format, int group, int segments)"
@@ -167,6 +177,23 @@ def _rotate_fold(  # type: ignore[no-untyped-def]
     return codes, x.new_empty((rows, 1), dtype=torch.float32)
 
 
+def _quantize_ladder(x, tops, tile, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, tile), _scale_like(x, (1, -1))
+
+
+def _row_sums(x, codes, scale, row):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], 2), dtype=torch.float64)
+
+
+def _fold_ladder(codes, scale, row, factor):  # type: ignore[no-untyped-def]
+    return torch.empty_like(codes), torch.empty_like(row)
+
+
+def _rotate_fold_ladder(x, scale, transposed, *_):  # type: ignore[no-untyped-def]
+    rows, columns = x.shape[::-1] if transposed else x.shape
+    return x.new_empty((rows, columns), dtype=torch.float8_e4m3fn), x.new_empty((rows, 1), dtype=torch.float32)
+
+
 def _quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
 
@@ -271,6 +298,10 @@ FAKES: dict[str, Callable] = {
     "quantize_outliers": _quantize_outliers,
     "transpose": _transpose,
     "rotate_fold": _rotate_fold,
+    "quantize_ladder": _quantize_ladder,
+    "row_sums": _row_sums,
+    "fold_ladder": _fold_ladder,
+    "rotate_fold_ladder": _rotate_fold_ladder,
     "quantize_carrier": _quantize_carrier,
     "outlier_bounds": _outlier_bounds,
     "dequantize": _as_float32,

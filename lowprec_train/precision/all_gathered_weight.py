@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.recipe import LinearRecipe, Reuse
 
 
@@ -40,6 +40,8 @@ def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
     """
     fprop, quantizer = recipe.fprop, recipe.fprop.b
     if not isinstance(quantizer, Quantizer) or recipe.dgrad.b is not Reuse.FPROP_CODES or fprop.codes_only:
+        return None
+    if quantizer.scale is ScaleRule.LADDER:
         return None
     whole = fprop.outliers is None or fprop.outliers.variant == "carrier"  # a residual is multiplied by the weight
     return quantizer if whole and not quantizer.stochastic and quantizer.format.carrier.itemsize == 1 else None

@@ -2,7 +2,7 @@
 
     bf16         neither operand is quantised
     fp8_tensor   FP8 tensor cores, one scale an operand (E2M1 rides as E4M3)
-    fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue
+    fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue; blocks on the ladder, folded, are that
     fp8_block    FP8 tensor cores, a scale per 1x128 or 128x128 block in the main loop (compute capability 9.0)
     fp8_folded   power-of-two blocks of E2M1 folded into E5M2 / E4M3 carriers (docs/numerics.md), then as fp8_row
     int8         integer tensor cores (FP64 on the CPU): sums are exact, scales in the epilogue
@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import POWERS_OF_TWO, Quantized, Quantizer
+from lowprec_train.numerics.quantizer import POWERS_OF_TWO, Quantized, Quantizer, ScaleRule
 from lowprec_train.ops.reference import FOLD_SPAN, FP8, to_float
 from lowprec_train.ops.rotated import BLOCK
+
+LADDER_BLOCK = 16  # elements of a FOLD3 block
 
 
 class Path(Enum):
@@ -103,7 +105,9 @@ def carrier_of(exponent_span: int) -> str:
 
 
 def folds(quantizer: Quantizer) -> bool:
-    """True when `ops.rotated` makes the quantiser's codes and folds them."""
+    """True when one op makes the quantiser's codes and folds them: `ops.rotated`, or `ops.ladder`."""
+    if quantizer.scale is ScaleRule.LADDER:
+        return quantizer.exponent_span > 0 and quantizer.tile == (1, LADDER_BLOCK)
     mx = quantizer.format is E2M1 and quantizer.tile == (1, BLOCK) and quantizer.scale in POWERS_OF_TWO
     return mx and 0 < quantizer.exponent_span <= FOLD_SPAN["E5M2"]
 
@@ -112,6 +116,8 @@ def codes_of(quantizer: Quantizer, rows: int, k: int, *, exponent_span: int) -> 
     """What a quantiser makes of a matrix [rows, k]. exponent_span: binades of a row. Only codes of E2M1 fold."""
     tall, wide = (size if each == -1 else each for each, size in zip(quantizer.tile, (rows, k), strict=True))
     dtype = quantizer.format.carrier
+    if exponent_span and quantizer.scale is ScaleRule.LADDER:
+        return Codes(dtype, "row")
     if (tall, wide) == (rows, k):
         return Codes(dtype)
     if exponent_span and quantizer.format is E2M1:
@@ -134,12 +140,22 @@ def multiply(
     if path is Path.BF16:
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
         return cast(a @ b.t(), dtype)
+    a, b = _carried(a), _carried(b)
     if path is Path.DEQUANTIZE:
         return _dequantized(a, b, dtype)
     assert isinstance(a, Quantized) and isinstance(b, Quantized)
     if path is Path.FP8_FOLDED:
         a, b = _folded(a), _folded(b)
     return torch.ops.lowprec.scaled_mm(a.codes, a.scale, b.codes, b.scale, split_accumulation, dtype)
+
+
+def _carried(x: Quantized | Tensor) -> Quantized | Tensor:
+    """Codes on the ladder within a span as carriers under a scale per row; anything else as it is."""
+    if isinstance(x, Tensor) or "row" not in x.parts:
+        return x
+    parts = x.parts
+    folded = torch.ops.lowprec.fold_ladder(x.codes, parts["block"], parts["row"], parts.get("factor"))
+    return Quantized(*folded)
 
 
 def _folded(x: Quantized) -> Quantized:
@@ -182,6 +198,8 @@ def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
         return x, None
     if x.granularity != "block":
         return x.codes, x.scale
+    if "factor" in x.parts:
+        return torch.ops.lowprec.dequantize(x.codes, x.parts["block"]), x.parts["factor"]
     if "tensor" in x.parts:
         return torch.ops.lowprec.dequantize(x.codes, x.parts["block"].float()), x.parts["tensor"]
     if x.gain != 1.0:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
-from lowprec_train.numerics.quantizer import Quantized, Quantizer, Shared, both
+from lowprec_train.numerics.quantizer import Correction, Quantized, Quantizer, ScaleRule, Shared, both
 from lowprec_train.precision.gemm import Path, accumulate, carrier_of, cast, multiply
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
 from lowprec_train.precision.outliers import Residual
@@ -102,6 +102,8 @@ class LinearGemms:
             codes = self._gathered_rows(how, x)
         elif how.op is Op.QUANTIZE_OUTLIERS:
             codes, residual = self._clamped(how, x)
+        elif how.op is Op.ROTATE_FOLD:
+            codes = self._folded(how, x)
         elif how.op is Op.QUANTIZE_BOTH:
             codes, codes_t = self._both(how, form.quantizer, x, amax)
         elif how.op is Op.QUANTIZE:
@@ -123,7 +125,9 @@ class LinearGemms:
         """
         assert self.split is not None and how.quantizer is not None
         group, whole = self.split.group, how.quantizer.tile[0] == -1
-        if how.outliers is None:
+        if how.op is Op.ROTATE_FOLD:
+            mine = self._folded(how, x)
+        elif how.outliers is None:
             mine = how.quantizer(x, shared=Shared(dim=0, group=group))
         else:
             mine, _ = how.outliers(x, how.quantizer, None, None)
@@ -139,7 +143,7 @@ class LinearGemms:
             assert form is not None
             codes, codes_t = self._both(how, form.quantizer, w)
             return codes, SavedOperand.of(form, codes_t)
-        codes = self._rounded(how, w)
+        codes = self._folded(how, w) if how.op is Op.ROTATE_FOLD else self._rounded(how, w)
         return codes, None if form is None else SavedOperand.of(form, codes)
 
     # --- backward ---
@@ -255,6 +259,11 @@ class LinearGemms:
         quantizer, rotation = how.quantizer, how.rotation
         assert quantizer is not None
         signs, block = (None, 0) if rotation is None else (self._drawn.signs(how.gemm), rotation.block)
+        if quantizer.scale is ScaleRule.LADDER:
+            kernel = quantizer.kernel("rotate_fold_ladder", x.device)
+            ladder = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
+            corrected = quantizer.correction is Correction.ROW
+            return Quantized(*kernel(x, scale, how.transposed, signs, block, *ladder, corrected))
         rule = (
             quantizer.scale.value,
             quantizer.range_share,

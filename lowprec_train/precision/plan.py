@@ -137,6 +137,8 @@ class _Compiler:
         op = Op.QUANTIZE if fprop.outliers is None else Op.QUANTIZE_OUTLIERS
         if source is Source.FRESH and op is Op.QUANTIZE and self.pairs_x(a):
             op = Op.QUANTIZE_BOTH
+        if op is Op.QUANTIZE and self.recipe.wgrad.b is not Reuse.FPROP_CODES and self.folds_ladder(Operand.A, a):
+            op = Op.ROTATE_FOLD
         return self.operand(
             Gemms.FPROP, Operand.A, source=source, quantizer=a, op=op, outliers=self.recipe.fprop.outliers
         )
@@ -157,7 +159,8 @@ class _Compiler:
         by_rows = a.tile == (-1, -1) or a.tile[0] == 1
         small = a.format.carrier.itemsize == 1 and not a.stochastic and a.scale is not ScaleRule.NVFP4
         carried = fprop.outliers is None or fprop.outliers.variant == "carrier"
-        return self.recipe.saves_codes and by_rows and small and carried
+        rowed = a.scale is not ScaleRule.LADDER or (gemm.folds(a) and self.recipe.wgrad.b is not Reuse.FPROP_CODES)
+        return self.recipe.saves_codes and by_rows and small and carried and rowed
 
     def pairs_x(self, a: Quantizer) -> bool:
         """One op rounds X for fprop and X^T for wgrad. E2M1 codes that are taken again are packed instead."""
@@ -178,6 +181,8 @@ class _Compiler:
         if not recipe.saves_codes:
             return SavedForm()
         assert a is not None
+        if x.op is Op.ROTATE_FOLD:
+            return SavedForm(quantizer=a)
         clamp = recipe.fprop.outliers
         packed = a.format is E2M1 and (clamp is None or clamp.variant != "carrier")
         if recipe.wgrad.b is Reuse.FPROP_CODES and not packed:
@@ -193,6 +198,8 @@ class _Compiler:
         source = Source.ALL_GATHERED if self.gathered else Source.FRESH
         pair = self.reuses_w and self.pairs(Gemms.FPROP, Operand.B, b, b.transposed())
         op = Op.NONE if self.gathered else Op.QUANTIZE_BOTH if pair else Op.QUANTIZE
+        if op is Op.QUANTIZE and not self.reuses_w and self.folds_ladder(Operand.B, b):
+            op = Op.ROTATE_FOLD
         return self.operand(Gemms.FPROP, Operand.B, source=source, quantizer=b, op=op)
 
     @property
@@ -252,11 +259,22 @@ class _Compiler:
             for operand, q in operands
         )
 
+    def folds_ladder(self, operand: Operand, quantizer: Quantizer) -> bool:
+        """fprop's codes are folded as they are made, and only fprop takes them as codes of its rows."""
+        ladder = quantizer.scale is ScaleRule.LADDER and isinstance(self.recipe.estimator, StraightThrough)
+        whole = not self.crosses(Gemms.FPROP, operand, quantizer) and self.recipe.fprop.outliers is None
+        return self.fused and ladder and whole and gemm.folds(quantizer)
+
     def decodes(self, saved_x: SavedForm) -> bool:
-        """The folding op takes values, or unpacked codes under one scale, which it decodes to BF16."""
-        x = saved_x.quantizer
+        """The folding op takes values, or unpacked codes under one scale, which it decodes to BF16; that of the ladder
+        takes codes under a scale per row, too.
+        """
+        x, b = saved_x.quantizer, self.recipe.wgrad.b
         if x is None:
             return True
+        if x.scale is ScaleRule.LADDER:
+            folded = not saved_x.packed and self.dtype == torch.bfloat16
+            return folded and isinstance(b, Quantizer) and b.scale is ScaleRule.LADDER
         one = not saved_x.two_level and _one_scale(x, self.tokens, self.k)
         return one and not (saved_x.transposed or saved_x.packed) and self.dtype == torch.bfloat16
 

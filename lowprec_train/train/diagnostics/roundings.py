@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.formats import E4M3
-from lowprec_train.numerics.quantizer import Quantized, Quantizer
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.ops.ladder import raised
 from lowprec_train.ops.reference import dequantize, exp2_int, exponent, outlier_bounds, spread, tile_amax, tile_scale
 from lowprec_train.precision.outliers import OutlierClamp
 
@@ -120,6 +121,8 @@ def _clamped_blocks(amax: Tensor, scale: Tensor, how: Quantizer) -> Tensor:
     """Share of non-zero blocks that the span gave a larger scale than their own rule; zero blocks lose nothing."""
     if not how.exponent_span:
         return _missing(amax)
+    if how.scale is ScaleRule.LADDER:
+        return _percent((amax > 0) & raised(amax, how.exponent_span))
     own, _ = tile_scale(amax, how.format, how.scale.value, how.range_share, 0)
     return _percent((amax > 0) & (own < scale))
 
