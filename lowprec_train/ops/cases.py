@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import library, reference
+from lowprec_train.ops import ladder_cases, library, reference
+from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
 from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
-from lowprec_train.ops.formats import parse_format
 from lowprec_train.ops.philox import random_bits
 
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
@@ -23,46 +23,6 @@ Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
 # Ops that promise bits of their codes alone (norms and activations).
 BOUNDED = {f"quantized_{op}{way}" for op in ("norm", "gated_silu", "gelu") for way in ("", "_backward")}
 BOUNDED |= {"gated_silu", "gated_silu_backward"}
-EDGES = (0.0, -0.0, 1e-40, -3e-39, 2.0**-126, 0.99999994, 1.0, 1.0000001, -6.0, 5.9999995, 448.0, 65504.0)
-
-
-def values(rows: int, columns: int, *, seed: int = 1, edges: bool = True) -> Tensor:
-    """FP32 [rows, columns] over some thirty binades, with EDGES in the first row and zeros in the last."""
-    words = random_bits(torch.tensor(seed), None, 2 * rows, columns).to(torch.int64)
-    sign_exponent = ((words[:rows] & 1) << 31) | ((words[:rows] >> 1) % 30 + 112 << 23)
-    x = (sign_exponent | words[rows:] << 7).to(torch.int32).view(torch.float32).clone()
-    if edges:
-        x[-1] = 0.0
-        x[0, : len(EDGES)] = torch.tensor(EDGES)[:columns]
-    return x
-
-
-def spoilt(rows: int, columns: int) -> Tensor:
-    """The same, with Inf in the first row and NaN in the second: what else lies in their tiles must show it."""
-    x = values(rows, columns)
-    x[0, columns // 2], x[1, columns - 1] = -torch.inf, torch.nan
-    return x
-
-
-def ties(format: str, columns: int = 64) -> Tensor:
-    """FP32 [127, columns]: in each row middles between values of a format, of both signs, and the largest, times an
-    odd number of its own. A product with the rounded inverse of the scale moves 7 % of them.
-    """
-    mantissa, low, limit = (of := parse_format(format)).mantissa_bits, of.min_exponent, of.max
-    middles = torch.arange(1, 2 ** (mantissa + 2), 2).float() * 2.0 ** (low - mantissa - 1)
-    upper = middles[len(middles) // 2 :, None] * 2.0 ** torch.arange(1, 14)  # every binade above as the second
-    middles = torch.cat([middles, upper.flatten()])
-    middles = middles[middles < limit]
-    row = torch.cat([torch.tensor([limit]), middles, -middles])
-    odd = torch.arange(3, 257, 2).float()[:, None]
-    return row[torch.arange(columns) * 7919 % len(row)] * odd * 2.0**-9
-
-
-def e2m1(rows: int, columns: int) -> Tensor:
-    """All sixteen E2M1 codes, in no order."""
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    words = random_bits(torch.tensor(2), None, rows, columns)
-    return (grid[words >> 1 & 7] * (1.0 - 2.0 * (words & 1))).to(torch.float8_e4m3fn)
 
 
 def _quantize() -> Cases:
@@ -180,50 +140,6 @@ def _rotate_fold() -> Cases:
     }
 
 
-def _ladder_inputs() -> dict[str, Tensor]:
-    """Rows over the whole range, and such as rungs decide: near one scale, at ties, small beside one large block."""
-    x, near = values(9, 96), _normal(8, 160).float() * 2.0 ** torch.arange(-20, 20, 5)[:, None]
-    beside = _normal(4, 128, seed=45).float() * 2.0 ** -torch.arange(8).repeat_interleave(16) * 2.0**-4
-    beside[:, 3] = 6.0
-    tied = torch.stack([ties("E2M1", 64)[i] * m for i in (4, 60) for m in (1.0, 1.25, 1.5)])
-    return {"wide": x, "near": near, "BF16": near.bfloat16(), "beside": beside, "ties": tied, "spoilt": spoilt(5, 64)}
-
-
-def _quantize_ladder() -> Cases:
-    made: Cases = {}
-    for name, x in _ladder_inputs().items():
-        for by, span in (("mse", 11), ("none", 11), ("mae", 0), ("max", 3)):
-            made[f"{name}, {by} within {span}"] = (x, None, [1, 16], by, span)
-    x, large = values(5, 96), torch.full((5, 1), 2.0**20)
-    return made | {"a part": (x, large, [1, 32], "mse", 11), "one block": (x[:, :16], None, [1, 16], "mse", 11)}
-
-
-def _laddered() -> Cases:
-    """x, and what the reference makes of it."""
-    encode = library.EAGER["quantize_ladder"]
-    return {name: (x, *encode(x, None, (1, 16), "mse", 11)) for name, x in _ladder_inputs().items()}
-
-
-def _rotate_fold_ladder() -> Cases:
-    signs, how = torch.tensor(13), ([1, 16], "mse", 11)
-    x = _normal(256, 128) * 2.0 ** (torch.arange(256) % 7)[:, None].bfloat16()
-    codes = (x.float() / 4).clamp(-448, 448).to(torch.float8_e4m3fn)
-    rows = 2.0 ** (torch.arange(256) % 5).float()[:, None]
-    bad = x.clone()
-    bad[3, 40], bad[200, 7] = torch.nan, torch.inf
-    made: Cases = {f"{n}, as it lies": (x, None, False, None, 0, *how, False) for n, x in _ladder_inputs().items()}
-    for transposed in (False, True):
-        way = "columns" if transposed else "rows"
-        made[way] = (x, None, transposed, signs, 128, *how, True)
-        made[f"{way}, plain"] = (x, None, transposed, None, 0, *how, False)
-        made[f"{way} of FP32, short rotation"] = (x.float(), None, transposed, signs, 32, *how, True)
-        made[f"{way} of codes"] = (codes, torch.tensor([[0.25]]), transposed, signs, 128, *how, True)
-        made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, *how, True)
-        made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, *how, True)
-        made[f"{way}, one rung"] = (x, None, transposed, signs, 64, [1, 16], "none", 11, True)
-    return made
-
-
 def _outliers() -> tuple[dict[str, Tensor], dict[str, int]]:
     x = {"few": values(5, 37), "BF16": values(6, 264).bfloat16(), "ties": values(3, 64).sign(), "spoilt": spoilt(4, 48)}
     x["middles"] = ties("E2M1")[:96].bfloat16()
@@ -336,21 +252,13 @@ def _normed(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, grou
     return x, weight, bias, 1e-5, centered, format, group
 
 
-def _normal(rows: int, columns: int, seed: int = 41) -> Tensor:
-    """About normal, BF16: a sum of four uniform draws. No edges but a zero."""
-    words = random_bits(torch.tensor(seed), None, 4 * rows, columns).float() / 65536 - 0.5
-    x = words.unflatten(0, (4, rows)).sum(0) * 3**0.5
-    x[0, 0] = 0.0
-    return x.bfloat16()
-
-
 def _quantized_norm() -> Cases:
-    bias = _normal(1, 128)[0].float()
+    bias = normal(1, 128)[0].float()
     return {
-        "RMS": _normed(_normal(5, 256), None, centered=False, format="E4M3", group=128),
-        "centred": _normed(_normal(7, 128), bias, centered=True, format="E4M3", group=16),
-        "E2M1": _normed(_normal(6, 96), None, centered=False, format="E2M1", group=32),
-        "FP32": _normed(_normal(3, 64).float(), None, centered=False, format="E5M2", group=32),
+        "RMS": _normed(normal(5, 256), None, centered=False, format="E4M3", group=128),
+        "centred": _normed(normal(7, 128), bias, centered=True, format="E4M3", group=16),
+        "E2M1": _normed(normal(6, 96), None, centered=False, format="E2M1", group=32),
+        "FP32": _normed(normal(3, 64).float(), None, centered=False, format="E5M2", group=32),
     }
 
 
@@ -360,7 +268,7 @@ def _backward(op: str, kept: slice) -> Cases:
     for name, arguments in cases(op).items():
         outputs = library.EAGER[op](*arguments)
         rows, columns = outputs[0].shape
-        made[name] = (_normal(rows, columns, seed=43).to(outputs[0].dtype), *outputs[kept])
+        made[name] = (normal(rows, columns, seed=43).to(outputs[0].dtype), *outputs[kept])
         if op == "quantized_norm":
             made[name] += (arguments[1], arguments[2] is not None)
         made[name] += arguments[3 if op == "quantized_norm" else 1 :]
@@ -369,14 +277,14 @@ def _backward(op: str, kept: slice) -> Cases:
 
 def _quantized_gated_silu() -> Cases:
     return {
-        "E4M3": (_normal(5, 512), "E4M3", 128),
-        "E2M1": (_normal(6, 192), "E2M1", 32),
-        "FP32": (_normal(3, 128).float(), "E5M2", 16),
+        "E4M3": (normal(5, 512), "E4M3", 128),
+        "E2M1": (normal(6, 192), "E2M1", 32),
+        "FP32": (normal(3, 128).float(), "E5M2", 16),
     }
 
 
 def _quantized_gelu() -> Cases:
-    return {"E4M3": (_normal(5, 256), "E4M3", 128), "E2M1": (_normal(6, 96), "E2M1", 32)}
+    return {"E4M3": (normal(5, 256), "E4M3", 128), "E2M1": (normal(6, 96), "E2M1", 32)}
 
 
 def cases(op: str) -> Cases:
@@ -405,13 +313,7 @@ def cases(op: str) -> Cases:
         "unpack_e2m1": lambda: {"every byte": (torch.arange(256, dtype=torch.uint8).reshape(8, 32),)},
         "transpose": lambda: {"odd": (e4m3[:, :37].contiguous(),), "INT8": (codes.view(torch.int8),)},
         "rotate_fold": _rotate_fold,
-        "quantize_ladder": _quantize_ladder,
-        "row_sums": _laddered,
-        "fold_ladder": lambda: (
-            {n: (*rest, rest[-1].abs()) for n, (_, *rest) in _laddered().items()}
-            | {f"{n}, no factor": (*rest, None) for n, (_, *rest) in _laddered().items()}
-        ),
-        "rotate_fold_ladder": _rotate_fold_ladder,
+        **ladder_cases.BY_OP,
         "hadamard": lambda: {
             "signs": (values(5, 96), torch.tensor(23), 32),
             "no signs": (values(3, 128).bfloat16(), None, 64),

@@ -109,9 +109,9 @@ def row_exponent(tops: Tensor) -> Tensor:
     return _split(first_rung(tops))[0]
 
 
-def raised(amax: Tensor, span: int) -> Tensor:
+def raised(amax: Tensor, exponent_span: int) -> Tensor:
     """Which blocks of rows [m, tiles] the span gives a larger rung than their own."""
-    return first_rung(amax) < 3 * (row_exponent(amax.amax(dim=1, keepdim=True)) - span)
+    return first_rung(amax) < 3 * (row_exponent(amax.amax(dim=1, keepdim=True)) - exponent_span)
 
 
 def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Block scales on {1, 1.25, 1.5} 2^e against the formulas alone (tests/oracle.py): codes, rungs, carriers, factors."""
+"""Block scales on {1, 1.25, 1.5} 2^e against the formulas alone: codes, rungs, carriers, factors."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests import oracle
 from tests.groups import among
 from tests.numerics.quantized import codes
 from tests.oracle_cases import CASES
+from tests.oracle_ladder import RUNGS, Ladder, ladder
 
 F32, F64 = np.float32, np.float64
 FOLD3 = Quantizer(E2M1, (1, 16), ScaleRule.LADDER, exponent_span=SPAN, candidates=Candidates.MSE)
@@ -29,7 +30,7 @@ def made(case, seed: int = 0, m: int = M, k: int = K, width: int = 16) -> np.nda
     return case(m, k, (1, width), "E2M1", np.random.default_rng(seed))
 
 
-def assert_equal(got: Quantized, want: oracle.Ladder) -> None:
+def assert_equal(got: Quantized, want: Ladder) -> None:
     np.testing.assert_array_equal(got.parts["block"].numpy(), want.rounded.scale)
     np.testing.assert_array_equal(codes(got), oracle.encode(want.rounded.values, "E4M3"))
 
@@ -44,7 +45,7 @@ def test_codes_and_rungs(case, by):
         x = made(case, seed, width=width)
         quantizer = replace(FOLD3, tile=(1, width), exponent_span=span, candidates=by)
         got = quantizer(torch.from_numpy(x))
-        want = oracle.ladder(x, width, by.value, span)
+        want = ladder(x, width, by.value, span)
         assert_equal(got, want)
         assert torch.equal(got.scale, got.parts["block"])
         assert ("row" in got.parts) == (span > 0)
@@ -54,13 +55,13 @@ def test_codes_and_rungs(case, by):
 
 def test_the_first_rung_turns_at_six_rungs():
     """6 L itself, and the FP32 numbers beside it: at most 6 L takes L, the next number takes the next rung."""
-    rungs = oracle.RUNGS[3:-8]
+    rungs = RUNGS[3:-8]
     tops = (6 * rungs).astype(F32)
     for x, want in ((tops, rungs), (np.nextafter(tops, F32(0)), rungs), (np.nextafter(tops, F32(3e38)), None)):
         full = np.zeros((len(x), 16), F32)
         full[:, 3] = -x
         got = replace(FOLD3, candidates=Candidates.NONE)(torch.from_numpy(full)).parts["block"].numpy()[:, 0]
-        np.testing.assert_array_equal(got, oracle.RUNGS[4:-7] if want is None else want)
+        np.testing.assert_array_equal(got, RUNGS[4:-7] if want is None else want)
 
 
 def test_no_candidate_has_less_error():
@@ -69,18 +70,18 @@ def test_no_candidate_has_less_error():
     """
     x = torch.randn(64, 256, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).float()
     got = FOLD3(x)
-    place = np.searchsorted(oracle.RUNGS, got.scale.numpy())
+    place = np.searchsorted(RUNGS, got.scale.numpy())
     blocks = x.double().numpy().reshape(64, 16, 16)
 
     def error(rung: np.ndarray) -> np.ndarray:
         values = oracle.to_grid(blocks / rung[..., None], "E2M1") * rung[..., None]
         return ((values - blocks) ** 2).sum(axis=2)
 
-    own = np.searchsorted(6 * oracle.RUNGS, np.abs(blocks).max(axis=2))
-    chosen = error(oracle.RUNGS[place])
+    own = np.searchsorted(6 * RUNGS, np.abs(blocks).max(axis=2))
+    chosen = error(RUNGS[place])
     assert (np.abs(place - own) <= 1).all() and len(np.unique(place - own)) == 3
     for step in (-1, 0, 1):
-        assert (chosen <= error(oracle.RUNGS[own + step]) * 1.01).all()
+        assert (chosen <= error(RUNGS[own + step]) * 1.01).all()
 
 
 def test_equal_errors_take_the_larger_scale():
@@ -123,7 +124,7 @@ def test_carriers_are_exact(case):
     for seed in range(4):
         x = made(case, seed)
         q = FOLD3(torch.from_numpy(x))
-        want = oracle.ladder(x).carriers
+        want = ladder(x).carriers
         got, row = ops.fold_ladder(q.codes, q.parts["block"], q.parts["row"], None)
         np.testing.assert_array_equal(got.double().numpy(), want.values)
         values = q.codes.double().numpy() * oracle.spread(q.scale.double().numpy(), x.shape)
@@ -133,7 +134,7 @@ def test_carriers_are_exact(case):
 def test_every_code_under_every_rung_of_the_span():
     """All 15 codes in a block of each of 3 x 12 rungs below a row's largest, and of the rung above it."""
     values = np.append(np.concatenate([oracle.TABLES["E2M1"], -oracle.TABLES["E2M1"][1:]]), 6.0)
-    rungs = oracle.RUNGS[3 * 110 : 3 * 122 + 1]
+    rungs = RUNGS[3 * 110 : 3 * 122 + 1]
     x = (rungs[:, None] * values).astype(F32).reshape(1, -1)
     q = replace(FOLD3, candidates=Candidates.NONE)(torch.from_numpy(x))
     assert rungs[-1] == 2.0 and q.parts["row"].item() == 2.0 ** (1 - 5)
@@ -177,7 +178,7 @@ def test_products_of_carriers_are_those_of_the_codes_in_fp64():
 def test_factors(case):
     for seed in range(3):
         x = made(case, seed)
-        got, want = CORRECTED(torch.from_numpy(x)), oracle.ladder(x)
+        got, want = CORRECTED(torch.from_numpy(x)), ladder(x)
         assert_equal(got, want)
         factor = want.factor(x)
         np.testing.assert_array_equal(got.parts["factor"].numpy(), factor)
@@ -233,7 +234,7 @@ def test_the_fused_op_against_the_formulas(transposed, rotation, corrected):
     carrier, row = ops.rotate_fold_ladder(*given, transposed, seed, rotation, (1, 16), "mse", SPAN, corrected)
     y = x.T if transposed else x
     y = oracle.rotate_float32(y, 11, rotation) if rotation else y
-    want = oracle.ladder(y)
+    want = ladder(y)
     np.testing.assert_array_equal(carrier.double().numpy(), want.carriers.values)
     factor = want.factor(y) if corrected else F32(1)
     np.testing.assert_array_equal(row.numpy(), want.row * factor)

@@ -8,7 +8,7 @@ import torch
 
 from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, INT8
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
-from lowprec_train.ops.cases import ties
+from lowprec_train.ops.case_inputs import ties
 from tests import oracle
 from tests.numerics.quantized import SCALED, at_scale_one, codes, expected_codes
 

@@ -1,0 +1,72 @@
+"""Cases of the ops of `ops.ladder`, which `ops.cases` gives with the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_train.ops import ladder
+from lowprec_train.ops.case_inputs import normal, spoilt, ties, values
+
+Cases = dict[str, tuple[Any, ...]]
+
+
+def _ladder_inputs() -> dict[str, Tensor]:
+    """Rows over the whole range, and such as rungs decide: near one scale, at ties, small beside one large block."""
+    x, near = values(9, 96), normal(8, 160).float() * 2.0 ** torch.arange(-20, 20, 5)[:, None]
+    beside = normal(4, 128, seed=45).float() * 2.0 ** -torch.arange(8).repeat_interleave(16) * 2.0**-4
+    beside[:, 3] = 6.0
+    tied = torch.stack([ties("E2M1", 64)[i] * m for i in (4, 60) for m in (1.0, 1.25, 1.5)])
+    return {"wide": x, "near": near, "BF16": near.bfloat16(), "beside": beside, "ties": tied, "spoilt": spoilt(5, 64)}
+
+
+def quantize_ladder() -> Cases:
+    made: Cases = {}
+    for name, x in _ladder_inputs().items():
+        for by, exponent_span in (("mse", 11), ("none", 11), ("mae", 0), ("max", 3)):
+            made[f"{name}, {by} within {exponent_span}"] = (x, None, [1, 16], by, exponent_span)
+    x, large = values(5, 96), torch.full((5, 1), 2.0**20)
+    return made | {"a part": (x, large, [1, 32], "mse", 11), "one block": (x[:, :16], None, [1, 16], "mse", 11)}
+
+
+def row_sums() -> Cases:
+    """x, and what the reference makes of it."""
+    return {name: (x, *ladder.quantize_ladder(x, None, (1, 16), "mse", 11)) for name, x in _ladder_inputs().items()}
+
+
+def rotate_fold_ladder() -> Cases:
+    signs, how = torch.tensor(13), ([1, 16], "mse", 11)
+    x = normal(256, 128) * 2.0 ** (torch.arange(256) % 7)[:, None].bfloat16()
+    codes = (x.float() / 4).clamp(-448, 448).to(torch.float8_e4m3fn)
+    rows = 2.0 ** (torch.arange(256) % 5).float()[:, None]
+    bad = x.clone()
+    bad[3, 40], bad[200, 7] = torch.nan, torch.inf
+    made: Cases = {f"{n}, as it lies": (x, None, False, None, 0, *how, False) for n, x in _ladder_inputs().items()}
+    for transposed in (False, True):
+        way = "columns" if transposed else "rows"
+        made[way] = (x, None, transposed, signs, 128, *how, True)
+        made[f"{way}, plain"] = (x, None, transposed, None, 0, *how, False)
+        made[f"{way} of FP32, short rotation"] = (x.float(), None, transposed, signs, 32, *how, True)
+        made[f"{way} of codes"] = (codes, torch.tensor([[0.25]]), transposed, signs, 128, *how, True)
+        made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, *how, True)
+        made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, *how, True)
+        made[f"{way}, one rung"] = (x, None, transposed, signs, 64, [1, 16], "none", 11, True)
+    return made
+
+
+def fold_ladder() -> Cases:
+    """What the reference makes, with a factor and without."""
+    made: Cases = {}
+    for name, (_, *rest) in row_sums().items():
+        made |= {name: (*rest, rest[-1].abs()), f"{name}, no factor": (*rest, None)}
+    return made
+
+
+BY_OP = {
+    "quantize_ladder": quantize_ladder,
+    "row_sums": row_sums,
+    "fold_ladder": fold_ladder,
+    "rotate_fold_ladder": rotate_fold_ladder,
+}
