@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
-from lowprec_train.numerics.quantizer import Correction, Quantized, Quantizer, ScaleRule, Shared, both
+from lowprec_train.numerics.pairs import both
+from lowprec_train.numerics.quantizer import Correction, Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import Path, accumulate, carrier_of, cast, multiply
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
 from lowprec_train.precision.outliers import Residual

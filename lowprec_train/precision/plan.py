@@ -16,7 +16,8 @@ import torch
 
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, pairs
+from lowprec_train.numerics.pairs import pairs
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision import gemm
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.gemm import Codes, Path

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.formats import BF16, E2M1, E4M3, STOCHASTIC
-from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, Shared, both, pairs
+from lowprec_train.numerics.pairs import both, pairs
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, Shared
 from tests.groups import Recorded, among
 from tests.numerics.data import boundaries, heavy, normal
 from tests.numerics.quantized import POWERS, ROUNDING, SCALED, TILES, origin, rules, seed

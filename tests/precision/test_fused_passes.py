@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, FP16, INT8, STOCHASTIC
-from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, both, pairs
+from lowprec_train.numerics.pairs import both, pairs
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.recipe import LinearRecipe
 from tests.precision.layers import DATA, U, linear, make
 from tests.recipes import RECIPES

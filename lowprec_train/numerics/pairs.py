@@ -1,0 +1,50 @@
+"""One matrix rounded for two GEMMs in one op: as it lies, and transposed (`ops.pairs`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.formats import NEAREST
+from lowprec_train.numerics.quantizer import OWN_OPS, Quantized, Quantizer, Shared
+
+
+def pairs(first: Quantizer, second: Quantizer) -> bool:
+    """True when one op rounds a matrix by `first` and its transpose by `second`: to nearest, on the same grid, by the
+    same rule.
+    """
+    plain = first.rounding is second.rounding is NEAREST and not (first.exponent_span or second.exponent_span)
+    alike = all(getattr(first, name) == getattr(second, name) for name in ("format", "scale", "headroom"))
+    return plain and alike and first.format.carrier.itemsize == 1 and first.scale not in OWN_OPS
+
+
+def both(
+    x: Tensor,
+    first: Quantizer,
+    second: Quantizer,
+    *,
+    across: Tensor | None = None,
+    down: Tensor | None = None,
+    amax: Tensor | None = None,
+    produced: bool = False,
+    shared: Shared | None = None,
+) -> tuple[Quantized, Quantized]:
+    """x [m, k] * across [1, k] rounded by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
+
+    amax: any tensor whose largest element is max |x|, left by what made x; it spares a pass. produced: x comes from a
+    compiled kernel, which takes the maximum along where it can. shared: of x, where no scale depends on other parts, or
+    one number for everything does, without `across` and `down`.
+    """
+    first.check(x.shape[0], x.shape[1])
+    second.check(x.shape[1], x.shape[0])
+    if not (first.tile == second.tile == (-1, -1) and across is None and down is None):
+        amax = None
+    elif amax is None and produced and x.is_cuda and torch.compiler.is_compiling():
+        amax = x.abs().amax(dim=1).float()
+    if shared is not None and first.crosses(shared.dim):
+        left = torch.ops.lowprec.amax(x, first.tile) if amax is None else amax
+        amax = shared.global_amax(left.amax().reshape(1))
+    codes, scale, codes_t, scale_t = first.kernel("quantize_both", x.device)(
+        x, amax, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
+    )
+    return first.wrap(codes, scale), second.wrap(codes_t, scale_t)
