@@ -129,6 +129,25 @@ def linear_int8_switchback(x: np.ndarray, w: np.ndarray, dy: np.ndarray, format:
     return Passes(gemm(rows[0], qw), gemm(rows[1], qw.T), gemm(dy.T, x.T))
 
 
+def without_means(
+    emulate: Callable[..., Passes], x: np.ndarray, w: np.ndarray, dy: np.ndarray, format: str = "BF16"
+) -> Passes:
+    """The mean split on a recipe that rounds both operands of all GEMMs: `emulate` of what varies between tokens, and
+    the products of the means, which are FP32 numbers as what varies is."""
+    (r, mu), (rg, mug) = (_split(each) for each in (x, dy))
+    w, rest, tokens = plain(w, format), emulate(r, w, rg, format=format), len(x)
+    return Passes(
+        rest.y + gemm(mu.repeat(tokens, 0), w),
+        rest.dx + gemm(mug.repeat(tokens, 0), w.T),
+        rest.dw + gemm(tokens * mug.T, mu.T),
+    )
+
+
+def _split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    mu = x.mean(axis=0, keepdims=True).astype(np.float32).astype(np.float64)
+    return (x - mu).astype(np.float32).astype(np.float64), mu
+
+
 def unpacked(packed: np.ndarray) -> np.ndarray:
     """Bytes [m, k / 2] -> E2M1 values [m, k]: the first code in the low half, its sign in bit 3."""
     nibbles = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)

@@ -6,12 +6,13 @@ activations, optimizer codecs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -25,6 +26,7 @@ from lowprec_train.precision.policy import apply_policy
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.recipes import (
+    averis,
     bf16,
     fp4,
     fp4_mixed,
@@ -53,9 +55,12 @@ RECIPES: dict[str, LinearRecipe] = {
     "mxfp4_fp8": mxfp4_fp8.recipe(),
     "nvfp4": nvfp4.recipe(),
     "nvfp4_lines": nvfp4.recipe(square=False, row_scaled=True),
+    "averis": averis.recipe(of=nvfp4.recipe()),
     "int8_switchback": int8_switchback.recipe(),
 }
 SYSTEMS = config.choices("recipe")
+BY_NIGHT = ("averis",)
+"""Recipes made of parts that others have, too: what takes seconds a recipe is `nightly` for them."""
 MODELS = ("llama_tiny", "gpt_tiny")
 
 LLAMA: Mapping[str, Any] = {
@@ -82,6 +87,11 @@ def build(
     model.init_weights(seed)
     apply_policy(model, {"blocks.*": recipe, "*": bf16.recipe()} if sizes.get("layers", 2) else {"*": bf16.recipe()})
     return model, SeedTable(seed, model.number_sites())
+
+
+def by_day(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test that takes seconds a recipe: those of `BY_NIGHT` marked so."""
+    return [pytest.param(name, marks=pytest.mark.nightly) if name in BY_NIGHT else name for name in names]
 
 
 @dataclass(frozen=True)

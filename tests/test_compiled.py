@@ -22,7 +22,7 @@ from lowprec_train.ops.library import EAGER
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.policy import apply_policy
 from lowprec_train.recipes import bf16, mxfp4
-from tests.recipes import MODELS, RECIPES, SYSTEMS, build, system
+from tests.recipes import BY_NIGHT, MODELS, RECIPES, SYSTEMS, build, by_day, system
 
 STOCHASTIC = ["mxfp4", "mxfp4_fp8", "nvfp4"]
 IN, OUT, TOKENS = 128, 256, 256
@@ -81,7 +81,7 @@ def codes(recipe: str, compiled: bool) -> list[torch.Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "bf16"])
+@pytest.mark.parametrize("recipe", by_day(name for name in RECIPES if name != "bf16"))
 def test_codes_and_draws_are_equal(recipe):
     eager, compiled = codes(recipe, compiled=False), codes(recipe, compiled=True)
     assert len(eager) == len(compiled) >= 4
@@ -107,6 +107,9 @@ def gradients(recipe: str, model: str, backend: str | None, seed: int) -> dict[s
 
 EMULATES = Version(torch.__version__) >= Version("2.12")
 ON_CUDA_ONLY = "torch 2.11 emulates casts on CUDA only; tests/precision/test_cuda.py has that case"
+BY_ONE_BIT = ("averis",)
+"""A last bit of one token moves the mean of a channel, with it the scale of the tensor and codes in all blocks: models
+of another order of sums are other models. A single layer is compared above, under the same backend."""
 BACKENDS = [
     ("aot_eager", []),
     ("inductor", [pytest.mark.skipif(not EMULATES, reason=ON_CUDA_ONLY)]),
@@ -115,11 +118,13 @@ BACKENDS = [
 
 def by_day_or_night():
     """Every recipe by day under each backend with one of the models, which alternate; the others by night, with
-    fp8_lm: its layers are those of fp8.
+    those of `BY_NIGHT` and fp8_lm: its layers are those of fp8.
     """
     for (number, recipe), (place, model), turn in product(enumerate(SYSTEMS), enumerate(MODELS), range(len(BACKENDS))):
-        day = (number + place + turn) % len(MODELS) == 0 and recipe != "fp8_lm"
+        day = (number + place + turn) % len(MODELS) == 0 and recipe not in ("fp8_lm", *BY_NIGHT)
         backend, marks = BACKENDS[turn]
+        if recipe in BY_ONE_BIT and backend == "inductor":
+            continue
         yield pytest.param(recipe, model, backend, marks=[*marks, *([] if day else [pytest.mark.nightly])])
 
 

@@ -36,12 +36,12 @@ def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
 
     That is so where fprop's codes are made by rounding to nearest to a byte or less, are multiplied in fprop, and are
     reused in dgrad. The estimator's slope asks for the weight too: whoever has it multiplies by the slope, which is the
-    same for all contributions to a sum.
+    same for all contributions to a sum. Means that are split off are multiplied by the weight itself.
     """
     fprop, quantizer = recipe.fprop, recipe.fprop.b
     if not isinstance(quantizer, Quantizer) or recipe.dgrad.b is not Reuse.FPROP_CODES or fprop.codes_only:
         return None
-    if quantizer.scale is ScaleRule.LADDER:
+    if quantizer.scale is ScaleRule.LADDER or recipe.mean_split:
         return None
     whole = fprop.outliers is None or fprop.outliers.variant == "carrier"  # a residual is multiplied by the weight
     return quantizer if whole and not quantizer.stochastic and quantizer.format.carrier.itemsize == 1 else None

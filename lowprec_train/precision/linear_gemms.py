@@ -19,6 +19,7 @@ from lowprec_train.numerics.pairs import both
 from lowprec_train.numerics.quantizer import Correction, Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import Path, accumulate, carrier_of, cast, multiply
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
+from lowprec_train.precision.mean_split import mean_product, rank_one, without_mean
 from lowprec_train.precision.outliers import Residual
 from lowprec_train.precision.saved import SavedOperand, flatten, unflatten
 from lowprec_train.precision.split import Split
@@ -28,6 +29,15 @@ Observer = Callable[[OperandPlan, Tensor, Quantized], None]
 
 Factor = Tensor | None
 """Row scales of one operand that are multiplied into the other, [1, k]."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """rest: dY without its mean, FP32. dy, x: means over the tokens, FP32 [n] and [k]; x only where wgrad adds them."""
+
+    rest: Tensor
+    dy: Tensor
+    x: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -50,15 +60,17 @@ class LinearGemms:
         weight that others made; the weight is then asked for its dtype only, that of dw.
         """
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
-        codes_x, residual, saved_x = self._input(x, amax)
+        rest, mean = without_mean(x) if self.plan.splits_x else (x, None)
+        codes_x, residual, saved_x = self._input(x, rest, amax)
         codes_w, saved_w = self._weight(w) if gathered is None else (gathered.codes(), gathered)
-        saved = flatten(saved_x, saved_w)
+        saved = flatten(saved_x, saved_w) + ((mean,) if self.plan.saves_mean and mean is not None else ())
         if fprop.codes_only:
             return self._product(fprop, x, w, x.dtype), saved
         a, b = x if codes_x is None else codes_x, w if codes_w is None else codes_w
+        row = mean_product(mean, w) if fprop.a.mean_split and mean is not None else None
         if residual is None:
-            return self._product(fprop, a, b, x.dtype), saved
-        y = self._product(fprop, a, b, torch.float32)
+            return self._with_row(fprop, a, b, row, x.dtype), saved
+        y = self._with_row(fprop, a, b, row, torch.float32)
         return cast(y + accumulate(residual.dense(x.dtype), w), x.dtype), saved
 
     def backward(
@@ -77,42 +89,60 @@ class LinearGemms:
         plan, into = self.plan, into or weight.dtype
         x, w = unflatten(saved, plan.saved_x, plan.saved_w)
         assert x is not None
-        product = torch.float32 if plan.saved_x.residual else into if plan.straight_through else None
+        x, means = self._means(x, saved, dy) if plan.splits_dy else (x, None)
+        by_token, by_channel = (means.rest if means and each.a.mean_split else dy for each in (plan.dgrad, plan.wgrad))
+        whole = plan.saved_x.residual or plan.adds_means
+        product = torch.float32 if whole else into if plan.straight_through else None
+        row = (
+            mean_product(means.dy, cast(weight, dtype).t()) if means and plan.dgrad.a.mean_split and needs[0] else None
+        )
         dx: Tensor | None = None
         dw: Tensor | None = None
         if all(needs) and plan.dgrad.a.op is Op.QUANTIZE_BOTH:
             (b, across), (b_t, down) = self._weight_t(weight, w, dtype), self._input_t(x, dtype)
-            a, a_t = self._both(plan.dgrad.a, plan.wgrad.a.quantizer, dy, amax, across, down)
-            dx, dw = self._product(plan.dgrad, a, b, dtype), self._product(plan.wgrad, a_t, b_t, product)
+            a, a_t = self._both(plan.dgrad.a, plan.wgrad.a.quantizer, by_token, amax, across, down)
+            dx, dw = self._with_row(plan.dgrad, a, b, row, dtype), self._product(plan.wgrad, a_t, b_t, product)
         else:
             shared = all(needs) and plan.wgrad.a.source is Source.DGRAD_CODES
-            codes = self._rounded(plan.dgrad.a, dy) if shared else None
-            dx = self._dgrad(dy, codes, weight, w, dtype) if needs[0] else None
-            dw = self._wgrad(dy, codes, x, dtype, product) if needs[1] else None
+            codes = self._rounded(plan.dgrad.a, by_token) if shared else None
+            dx = self._dgrad(by_token, codes, weight, w, row, dtype) if needs[0] else None
+            dw = self._wgrad(by_channel, codes, x, dtype, product) if needs[1] else None
         if dx is not None and self.split is not None and plan.gathers_rows:
             dx = self.split.group.reduce_scatter(dx)
-        return dx, None if dw is None else self._estimated(dy, dw, weight, x, w, dtype, into)
+        return dx, None if dw is None else self._estimated(by_channel, dw, weight, x, w, means, dtype, into)
 
     # --- forward ---
 
-    def _input(self, x: Tensor, amax: Tensor | None) -> tuple[Quantized | None, Residual | None, SavedOperand]:
-        """Codes of X; what the clamp left over; what backward needs of X."""
+    def _means(self, x: SavedOperand, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[SavedOperand, Means]:
+        """X as wgrad takes it, and what the products are put together with."""
+        rest, mean = without_mean(dy)
+        if not self.plan.adds_means:
+            return x, Means(rest, mean)
+        if self.plan.saves_mean:
+            return x, Means(rest, mean, saved[-1])
+        x_rest, x_mean = without_mean(x.tensors[0])
+        return replace(x, tensors=(x_rest,)) if self.plan.wgrad.b.mean_split else x, Means(rest, mean, x_mean)
+
+    def _input(
+        self, x: Tensor, rest: Tensor, amax: Tensor | None
+    ) -> tuple[Quantized | None, Residual | None, SavedOperand]:
+        """Codes of X; what the clamp left over; what backward needs of X. rest: X, or X without its mean."""
         how, form, later = self.plan.fprop.a, self.plan.saved_x, self.plan.wgrad.b
         codes = codes_t = residual = None
         if how.source is Source.ALL_GATHERED:
-            codes = self._gathered_rows(how, x)
+            codes = self._gathered_rows(how, rest)
         elif how.op is Op.QUANTIZE_OUTLIERS:
-            codes, residual = self._clamped(how, x)
+            codes, residual = self._clamped(how, rest)
         elif how.op is Op.ROTATE_FOLD:
-            codes = self._folded(how, x)
+            codes = self._folded(how, rest)
         elif how.op is Op.QUANTIZE_BOTH:
-            codes, codes_t = self._both(how, form.quantizer, x, amax)
+            codes, codes_t = self._both(how, form.quantizer, rest, amax)
         elif how.op is Op.QUANTIZE:
-            codes = self._rounded(how, x)
+            codes = self._rounded(how, rest)
         if form.quantizer is None:
             return codes, residual, SavedOperand(form, (x,))
         if codes_t is None and later.source is Source.FORWARD:
-            codes_t = self._rounded(later, x.t().contiguous())
+            codes_t = self._rounded(later, rest.t().contiguous())
         elif form.transposed and codes_t is None:
             assert codes is not None
             codes_t = codes.t()
@@ -174,10 +204,17 @@ class LinearGemms:
         return self._operand(how, matrix.t().contiguous()), None
 
     def _dgrad(
-        self, dy: Tensor, codes: Quantized | None, weight: Tensor, w: SavedOperand | None, dtype: torch.dtype
+        self,
+        dy: Tensor,
+        codes: Quantized | None,
+        weight: Tensor,
+        w: SavedOperand | None,
+        row: Tensor | None,
+        dtype: torch.dtype,
     ) -> Tensor:
         b, factor = self._weight_t(weight, w, dtype)
-        return self._product(self.plan.dgrad, codes or self._gradient(self.plan.dgrad.a, dy, factor), b, dtype)
+        a = codes or self._gradient(self.plan.dgrad.a, dy, factor)
+        return self._with_row(self.plan.dgrad, a, b, row, dtype)
 
     def _wgrad(
         self, dy: Tensor, codes: Quantized | None, x: SavedOperand, dtype: torch.dtype, product: torch.dtype | None
@@ -202,13 +239,16 @@ class LinearGemms:
         weight: Tensor,
         x: SavedOperand,
         w: SavedOperand | None,
+        means: Means | None,
         dtype: torch.dtype,
         into: torch.dtype,
     ) -> Tensor:
-        """The weight's gradient from the product of wgrad: the residual's share, the estimator's slope."""
+        """The weight's gradient from the product of wgrad: the residual's and the means' shares, the slope."""
         if x.form.residual:
             rest = x.residual(dw.shape[1]).dense(dtype)
             dw = dw + accumulate(dy.t().contiguous(), rest.t().contiguous())
+        if means is not None and means.x is not None:
+            dw = dw + rank_one(means.dy, means.x, dy.shape[0])
         if not self.plan.straight_through:
             assert w is not None
             dw = self.plan.estimator(dw, cast(weight, dtype), w.scale(), into)
@@ -220,6 +260,14 @@ class LinearGemms:
         self, how: GemmPlan, a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype | None
     ) -> Tensor:
         return multiply(a, b, how.path, split_accumulation=how.split_accumulation, dtype=dtype)
+
+    def _with_row(
+        self, how: GemmPlan, a: Tensor | Quantized, b: Tensor | Quantized, row: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """The product, plus the same row of FP32 numbers for each token where there is one."""
+        if row is None:
+            return self._product(how, a, b, dtype)
+        return cast(self._product(how, a, b, torch.float32) + row, dtype)
 
     def _operand(self, how: OperandPlan, x: Tensor) -> Tensor | Quantized:
         return x if how.quantizer is None else self._rounded(how, x)
@@ -253,6 +301,7 @@ class LinearGemms:
         assert how.quantizer is not None and second is not None
         factors = {"across": across, "down": None if down is None else down.t()}
         produced, shared = how.operand is Operand.A, self._shared(how)
+        amax = None if how.mean_split else amax  # which is that of the matrix with its mean
         return both(x, how.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
 
     def _folded(self, how: OperandPlan, x: Tensor, scale: Tensor | None = None) -> Quantized:

@@ -52,7 +52,8 @@ class Op(Enum):
 class OperandPlan:
     """One operand of one GEMM. quantizer: that its codes were made by; None where it is plain. scaled: the row scales
     of the other operand are multiplied in first. amax_from: the op that makes the matrix and leaves its amax, which
-    spares a pass over it. cut: the dimension along which ranks hold parts of it.
+    spares a pass over it. mean_split: its mean over the tokens is taken out first. cut: the dimension along which ranks
+    hold parts of it.
     """
 
     gemm: Gemms
@@ -63,6 +64,7 @@ class OperandPlan:
     rotation: RandomHadamard | None = None
     outliers: OutlierClamp | None = None
     scaled: bool = False
+    mean_split: bool = False
     amax_from: str = ""
     cut: int | None = None
 
@@ -97,6 +99,7 @@ class OperandPlan:
             parts.append(self.op.value)
         parts += [] if self.rotation is None else [f"rotated {self.rotation.block}"]
         parts += [f"amax from {self.amax_from}"] if self.amax_from else []
+        parts += ["less its mean over the tokens"] if self.mean_split else []
         return ", ".join(parts + ["times the row scales of the other operand"] * self.scaled)
 
 
@@ -131,6 +134,27 @@ class LinearPlan:
     def straight_through(self) -> bool:
         """True when wgrad's product is the weight's gradient."""
         return isinstance(self.estimator, StraightThrough)
+
+    @property
+    def saves_mean(self) -> bool:
+        """True when the mean of X is saved beside codes that no longer have it."""
+        return self.adds_means and self.saved_x.quantizer is not None
+
+    @property
+    def splits_x(self) -> bool:
+        """True when the forward pass takes the mean out of X."""
+        later = self.wgrad.b.mean_split and self.wgrad.b.source is Source.FORWARD
+        return self.fprop.a.mean_split or later
+
+    @property
+    def splits_dy(self) -> bool:
+        """True when the backward pass takes the mean out of dY, or needs it."""
+        return self.dgrad.a.mean_split or self.adds_means
+
+    @property
+    def adds_means(self) -> bool:
+        """True when the product of the means of dY and X is added to wgrad's."""
+        return self.wgrad.a.mean_split or self.wgrad.b.mean_split
 
     @property
     def gathers_rows(self) -> bool:

@@ -75,10 +75,11 @@ class _Compiler:
             dy, dy_t = replace(dy, op=Op.QUANTIZE_BOTH), replace(dy_t, op=Op.QUANTIZE_BOTH)
         elif self.shares_dy(dy, dy_t):
             dy_t = replace(dy_t, source=Source.DGRAD_CODES)
+        x, dy, dy_t, x_t = self.without_means(x, dy, dy_t, x_t)
         dim = None if self.split is None else self.split.dim
-        if dim != 0 and x.op is Op.QUANTIZE_BOTH and _whole(x.quantizer, saved_x.quantizer):
+        changed = dy.scaled or dy_t.scaled or self.recipe.mean_split
+        if dim != 0 and x.op is Op.QUANTIZE_BOTH and _whole(x.quantizer, saved_x.quantizer) and not x.mean_split:
             x = replace(x, amax_from=self.producer)
-        changed = dy.scaled or dy_t.scaled
         if dim != 1 and dy.op is Op.QUANTIZE_BOTH and _whole(dy.quantizer, dy_t.quantizer) and not changed:
             dy = replace(dy, amax_from=self.consumer)
         return LinearPlan(
@@ -96,6 +97,16 @@ class _Compiler:
         if self.split is None:
             return self.n, self.k
         return (self.split.whole, self.k) if self.split.dim == 0 else (self.n, self.split.whole)
+
+    def without_means(self, *operands: OperandPlan) -> tuple[OperandPlan, ...]:
+        """Operands with tokens: those that are rounded, and X^T where it comes from fprop's codes, lose their means."""
+        if not self.recipe.mean_split:
+            return operands
+
+        def rounded(of: OperandPlan) -> bool:
+            return of.quantizer is not None or (of.name == "X^T" and self.recipe.saves_codes)
+
+        return tuple(replace(each, mean_split=rounded(each)) for each in operands)
 
     def operand(self, which: Gemms, operand: Operand, **how) -> OperandPlan:  # type: ignore[no-untyped-def]
         cut = None if self.split is None else self.split.cut(which, operand)
@@ -155,6 +166,7 @@ class _Compiler:
             or self.split.dim != 0
             or fprop.codes_only
             or fprop.rotation is not None
+            or self.recipe.mean_split  # a mean is that of all ranks' rows
         ):
             return False
         by_rows = a.tile == (-1, -1) or a.tile[0] == 1

@@ -98,13 +98,17 @@ class Gemm:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearRecipe:
-    """The precision of one linear layer. The default is the identity: bit-equal to nn.Linear."""
+    """The precision of one linear layer. The default is the identity: bit-equal to nn.Linear.
+
+    mean_split: X and dY lose their means over the tokens before they are rounded (`precision.mean_split`).
+    """
 
     fprop: Gemm = field(default_factory=Gemm)
     dgrad: Gemm = field(default_factory=Gemm)
     wgrad: Gemm = field(default_factory=Gemm)
     estimator: Estimator = field(default_factory=StraightThrough)
     saved_input: SavedInput = SavedInput.INPUT
+    mean_split: bool = False
 
     def __post_init__(self) -> None:
         if self.dgrad.b is Reuse.FPROP_CODES and not isinstance(self.fprop.b, Quantizer):
@@ -123,6 +127,8 @@ class LinearRecipe:
                 )
         if self.saved_input is SavedInput.OPERAND and (not isinstance(self.wgrad.b, Quantizer) or self.wgrad.a is None):
             raise ValueError(f"saved_input=operand needs a quantiser on both operands of wgrad, not {self.wgrad}")
+        if self.mean_split and all(gemm.a is None and gemm.b is None for gemm in self.gemms().values()):
+            raise ValueError("mean_split=true takes means out of what is rounded, and no GEMM rounds anything")
         if self.dgrad.codes_only or self.wgrad.codes_only:
             raise ValueError("codes_only is for fprop: no GEMM takes the codes of a backward one")
         if self.dgrad.outliers is not None or self.wgrad.outliers is not None:

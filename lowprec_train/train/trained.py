@@ -24,7 +24,7 @@ from lowprec_train import config
 from lowprec_train.config import PrecisionConfig, RunConfig
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision import policy
-from lowprec_train.precision.recipe import LinearRecipe
+from lowprec_train.precision.recipe import Gemm, LinearRecipe
 from lowprec_train.precision.saved_activations import apply_saved_activations
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train import build, checks, renamed_keys
@@ -141,4 +141,5 @@ def dtype_of(recipe: str, dtype: torch.dtype | None = None) -> torch.dtype:
 
 def forward_part(recipe: LinearRecipe) -> LinearRecipe:
     """The recipe whose forward GEMM is this one's and whose backward GEMMs round nothing."""
-    return LinearRecipe() if recipe.fprop.codes_only else LinearRecipe(fprop=recipe.fprop)
+    fprop = Gemm() if recipe.fprop.codes_only else recipe.fprop
+    return LinearRecipe(fprop=fprop, mean_split=recipe.mean_split and fprop.a is not None)

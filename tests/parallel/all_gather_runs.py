@@ -18,7 +18,7 @@ from lowprec_train.train.launch import World
 from tests.distributed import run_distributed
 from tests.groups import Recorded
 from tests.parallel.runs import LATER, LAYOUTS, MICRO, SEQ, VOCAB, built
-from tests.recipes import SYSTEMS, composed
+from tests.recipes import BY_NIGHT, SYSTEMS, composed
 
 STEPS = 3
 TINY = ("model=llama_tiny", "model.layers=2", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}", "eval_batches=2")
@@ -54,6 +54,7 @@ NIGHT = (
     "replicated",
     "compiled",
     "compiled fp4",
+    *BY_NIGHT,
 )
 AT = {"dp2": tuple(case for case in CASES if case not in NIGHT), "dp2-tp2": PARTS, "dp2 night": NIGHT}
 

@@ -6,6 +6,7 @@ The reference is one process with accumulation = dp and the same micro-batches: 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from lowprec_train.train.launch import ALONE, World
 from lowprec_train.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.precision.noise import weight_noise
-from tests.recipes import SYSTEMS, composed
+from tests.recipes import BY_NIGHT, SYSTEMS, composed
 from tests.train.standins import Corpus, Sequences
 
 CPU = torch.device("cpu")
@@ -37,7 +38,7 @@ LATER = "precision.schedule.end.at=0.67"  # before the last of three steps
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
 CASES["fp4_mixed"] += (LATER,)
-EVERYWHERE = tuple(CASES)
+EVERYWHERE = tuple(name for name in CASES if name not in BY_NIGHT)
 CASES |= {
     "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
     "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
@@ -54,8 +55,11 @@ CASES |= {
 
 
 def cases_of(layout: str) -> tuple[str, ...]:
-    """Every recipe at every layout, the rest where two kinds of parallelism meet and where there is one."""
-    return tuple(CASES) if layout in ("dp2", "dp2-tp2") else EVERYWHERE
+    """Every recipe but those of `BY_NIGHT` at every layout, the rest where two kinds of parallelism meet and where
+    there is one.
+    """
+    rest = tuple(name for name in CASES if name not in (*EVERYWHERE, *BY_NIGHT))
+    return (*EVERYWHERE, *rest) if layout in ("dp2", "dp2-tp2") else EVERYWHERE
 
 
 class Walks:
@@ -130,10 +134,10 @@ def work(rank: int, jobs: dict[str, Job], noise: Job, processes: int) -> dict[st
     return {case: trained(job, world) for case, job in jobs.items()} | {"noise": noises(noise, world)}
 
 
-def launched(layout: str, steps: int = STEPS) -> list[dict[str, dict[str, list[float]]]]:
-    """What each rank returned."""
+def launched(layout: str, steps: int = STEPS, cases: Sequence[str] = ()) -> list[dict[str, dict[str, list[float]]]]:
+    """What each rank returned. cases: those of the layout where none are named."""
     sizes = LAYOUTS[layout]
-    jobs = {case: described(case, sizes, split=True, steps=steps) for case in cases_of(layout)}
+    jobs = {case: described(case, sizes, split=True, steps=steps) for case in cases or cases_of(layout)}
     jobs["fp8, accumulation 2"] = described("fp8", sizes, split=True, accumulation=2, steps=steps)
     noise = described("mxfp4", sizes, split=True, accumulation=2, steps=1)
     return run_distributed(work, sizes, jobs, noise, sizes.processes, timeout=240 * steps)

@@ -11,6 +11,7 @@ import torch
 
 from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, described, launched, noises, trained
 from tests.precision.noise import standard_score
+from tests.recipes import BY_NIGHT
 
 # Relative bounds of a step's loss.
 CLIPPED = 1e-6  # an FP64 norm is rounded once, and a clipped update with it
@@ -19,13 +20,18 @@ TIPPED = 4e-3  # the same with four-bit codes, whose steps are 17 % to 50 % of a
 BF16 = 1e-2  # half a unit of 2^-8 in every residual addition, through five optimizer steps
 WIRE = 5e-3  # 2.6 % of noise in each update
 EXACT = [case for case, overrides in CASES.items() if {"comm=fp32", "max_grad_norm=0"} <= set(overrides)]
-FOUR_BITS = ("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "nvfp4")
+FOUR_BITS = ("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "nvfp4", "averis")
 
 
 @pytest.fixture(scope="module")
 def ranks_at(once):
-    """layout -> what each rank saved; processes are started once a layout."""
-    return lambda name: once(f"layout-{name}", lambda: launched(name))
+    """layout -> what each rank saved; processes are started once a layout, and once more by night."""
+
+    def of(name, night=False):
+        cases = BY_NIGHT if night else ()
+        return once(f"layout-{name}{'-night' * night}", lambda: launched(name, cases=cases))
+
+    return of
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +58,16 @@ def bound(case, name):
     return 0.0 if case in EXACT else CLIPPED
 
 
-@pytest.mark.parametrize(("name", "case"), [(name, case) for name in LAYOUTS for case in cases_of(name)])
+def by_day_or_night():
+    """Every case of a layout by day, the recipes of `BY_NIGHT` by night."""
+    for name in LAYOUTS:
+        yield from ((name, case) for case in cases_of(name))
+        yield from (pytest.param(name, case, marks=pytest.mark.nightly) for case in BY_NIGHT)
+
+
+@pytest.mark.parametrize(("name", "case"), list(by_day_or_night()))
 def test_losses_are_those_of_one_process(name, case, ranks_at, references):
-    ranks, expected = ranks_at(name), references(case, LAYOUTS[name])
+    ranks, expected = ranks_at(name, case in BY_NIGHT), references(case, LAYOUTS[name])
     assert all(each[case] == ranks[0][case] for each in ranks), "every rank reports the same numbers"
     found = ranks[0][case]
     assert len(found["loss"]) == STEPS and found["loss"][-1] < found["loss"][0]

@@ -16,7 +16,7 @@ from lowprec_train.precision.policy import apply_policy
 from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.recipes import bf16
 from tests.groups import among
-from tests.recipes import GPT, LLAMA, RECIPES, build
+from tests.recipes import GPT, LLAMA, RECIPES, build, by_day
 
 SIZES = {"vocab_size": 64, "dim": 256, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 512, "max_seq_len": 64}
 FAMILIES = {"llama": LLAMA, "gpt": GPT}
@@ -89,7 +89,7 @@ def compare(recipe, family, count, bound, *, documents=None, **sizes):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "fp4_mixed"])
+@pytest.mark.parametrize("recipe", by_day(name for name in RECIPES if name != "fp4_mixed"))
 def test_two_ranks(recipe, family):
     compare(recipe, FAMILIES[family], 2, SMOOTH if recipe == "bf16" else TIPPED, dtype=torch.float32)
 

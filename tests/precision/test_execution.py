@@ -34,6 +34,7 @@ ON_A_GPU = {
     "mxfp4_fp8": ("fp8_tensor", "fp8_folded", "fp8_folded"),
     "nvfp4_lines": ("dequantize", "dequantize", "dequantize"),
     "nvfp4": ("dequantize", "dequantize", "dequantize"),
+    "averis": ("dequantize", "dequantize", "dequantize"),
     "int8_switchback": ("int8", "int8", "bf16"),
 }
 

@@ -8,7 +8,7 @@ sum of magnitudes. The oracle knows these magnitudes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from tests.oracle_recipes import (
     linear_int8_switchback,
     linear_mxfp8,
     linear_nvfp4,
+    without_means,
 )
 from tests.precision.layers import (
     DTYPES,
@@ -73,6 +74,7 @@ ORACLE = {
     "nvfp4_lines": lambda *data, format: linear_nvfp4(
         *data, NV(seeds, FIRST_TOKEN, square=False, row_scaled=True), format=format
     ),
+    "averis": partial(without_means, partial(linear_nvfp4, nv=NV(seeds, FIRST_TOKEN))),
     "int8_switchback": linear_int8_switchback,
 }
 

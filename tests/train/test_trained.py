@@ -15,7 +15,7 @@ from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train import build
 from lowprec_train.train.trained import Trained, trained_model
 from lowprec_train.train.trainer import EVALUATION_STEP
-from tests.recipes import composed, system
+from tests.recipes import by_day, composed, system
 from tests.saved import save
 
 CPU = torch.device("cpu")
@@ -28,7 +28,7 @@ def loss(model: torch.nn.Module) -> torch.Tensor:
         return model.loss(TOKENS[:, :-1].contiguous(), TOKENS[:, 1:].contiguous(), 1.0)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", by_day(RECIPES))
 def test_the_forward_pass_is_that_of_training(tmp_path, recipe):
     trained = system(recipe)
     run = save(tmp_path / "run", trained.run, trained.model, 1)

@@ -16,7 +16,7 @@ from lowprec_train.train.lint import rules as lint
 from lowprec_train.train.lint import training as lint_training
 from lowprec_train.train.lint.rules import Report, Severity
 from tests.optim.cases import Quadratic
-from tests.recipes import composed
+from tests.recipes import by_day, composed
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 OVER = "precision.override."
@@ -51,7 +51,7 @@ CASES_OF_TRAINING = {
     "two-clips": ("+recipe=int8_switchback", "max_grad_norm=1.0"),
 }
 ERRORS = {"floor-clips", "ceil-headroom", "scale-per-step", "fp8-second-moment"}
-BF16_SPEED = {"nvfp4", "mxfp8"}  # block scales do not fold (docs/recipes/)
+BF16_SPEED = {"nvfp4", "averis", "mxfp8"}  # block scales do not fold (docs/recipes/)
 SMALL = {"gpt_125m", "gpt_345m", "gpt_tiny", "llama_130m", "llama_350m", "llama_tiny"}
 
 
@@ -98,7 +98,7 @@ def test_a_rule_for_gpus_finds_its_fault_there(fp8_gpu, rule):
     assert rule in names(report(run, GPU)) and rule not in names(report(run))
 
 
-@pytest.mark.parametrize("recipe", config.choices("recipe"))
+@pytest.mark.parametrize("recipe", by_day(config.choices("recipe")))
 def test_what_ships_is_sound(fp8_gpu, recipe):
     """No finding on a CPU; on a GPU, block scales that run at BF16 speed and models too small to gain, no others."""
     run = composed(f"+recipe={recipe}")

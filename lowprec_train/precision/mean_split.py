@@ -1,0 +1,47 @@
+"""The mean split: an operand loses its mean over the tokens before it is rounded, and the GEMM gets it back after.
+
+    X = 1 mu^T + R,  dY = 1 mu_g^T + R_g          mu, mu_g: means over the rows (tokens), so 1^T R = 1^T R_g = 0
+
+    fprop   Y  = Q(R) Q(W)^T   + 1 (mu W^T)
+    dgrad   dX = Q(R_g) Q(W)   + 1 (mu_g W)
+    wgrad   dW = Q(R_g)^T Q(R) + T mu_g mu^T       the cross terms vanish before rounding; T tokens
+
+After Averis (arXiv 2603.10444), which rounds the means to four bits too and leaves dX and dW at Q(R_g) + Q(mu_g). A
+scale then follows what varies between tokens, whatever a channel has in common with all of them. The means are those of
+the GEMM's tokens, one micro-batch; a channel's mean asks for no other channel, so tensor parallel ranks tell each other
+nothing. Sums in FP64 are, of BF16 values, exact but for extreme ranges, so that no order of tokens changes a bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowprec_train.precision.gemm import accumulate
+
+TERMS = 3  # BF16 numbers that add up to an FP32 one
+BF16_BITS = -0x10000  # sign, exponent and the seven bits of the mantissa that BF16 has
+
+
+def without_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [tokens, channels] -> what varies FP32 [tokens, channels], the mean FP32 [channels]."""
+    mean = (x.sum(dim=0, dtype=torch.float64) / x.shape[0]).float()
+    return x.float() - mean, mean
+
+
+def mean_product(mean: Tensor, weight: Tensor) -> Tensor:
+    """mean [k], weight [n, k] -> mean W^T [n] in FP32, where the weight has values that BF16 holds or is on a CPU.
+
+    The mean goes as three BF16 terms, so that no FP32 copy of the weight is made. They are cut from the bits, because a
+    compiler may leave out a cast to BF16 and back.
+    """
+    terms, rest = [], mean
+    for _ in range(TERMS):
+        terms.append((rest.view(torch.int32) & BF16_BITS).view(torch.float32))
+        rest = rest - terms[-1]
+    return accumulate(torch.stack(terms).bfloat16(), weight).sum(0)
+
+
+def rank_one(dy_mean: Tensor, x_mean: Tensor, tokens: int) -> Tensor:
+    """tokens * dy_mean [n] x_mean [k]^T, FP32 [n, k]."""
+    return (dy_mean * tokens).unsqueeze(1) * x_mean.unsqueeze(0)
