@@ -1,7 +1,8 @@
 """Tests over processes: one function on every rank of a layout.
 
-Ranks are forked from the server of tests/launches.py. What they return is sent back by torch.save; what they print goes
-to a file, and into the error of a launch that fails.
+Ranks are forked from the server of tests/launches.py; those that use GPUs are started anew, for CUDA does not survive a
+fork. What they return is sent back by torch.save; what they print goes to a file, and into the error of a launch that
+fails.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class _Launch:
         for rank in range(size):
             receiver, sender = multiprocessing.Pipe(duplex=False)
             given = (rank, size, backend, str(directory), sender, fn, arguments)
-            self.processes.append(fork_server().Process(target=_rank, args=given, daemon=True))
+            context = multiprocessing.get_context("spawn") if backend == "nccl" else fork_server()
+            self.processes.append(context.Process(target=_rank, args=given, daemon=True))
             self.processes[-1].start()
             sender.close()
             self._pipes[receiver] = rank

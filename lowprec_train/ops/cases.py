@@ -326,6 +326,11 @@ def cases(op: str) -> Cases:
             "rows": (values(5, 36), values(5, 36, seed=8), values(5, 1, seed=9, edges=False).abs(), 5.0, 3.0),
         },
         **{op: partial(_arguments, op) for op in ("adamw", "adamw_squares", "adamw_amax")},
+        "sum_squares": lambda: {
+            "lists": ([values(5, 37), torch.empty(0), values(3, 8).bfloat16(), torch.ones(1), torch.empty(0)],),
+            "unaligned": ([values(7, 41).flatten()[3:]],),
+            "Inf and NaN": ([spoilt(3, 8)[:1], spoilt(3, 8)[1:]],),
+        },
         "quantized_norm": _quantized_norm,
         "quantized_norm_backward": lambda: _backward("quantized_norm", slice(2, 4)),
         "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},

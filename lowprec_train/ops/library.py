@@ -20,7 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import activations, adamw, kernels, ladder, pairs, reference, rotated, states, tensor_cores
+from lowprec_train.ops import (
+    activations,
+    adamw,
+    kernels,
+    ladder,
+    pairs,
+    reference,
+    rotated,
+    states,
+    tensor_cores,
+    updates,
+)
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
@@ -81,7 +92,7 @@ def _dequantize_expanded(codes, scale, exponent, center, format, group, segments
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
-EAGER |= {"rotate_fold": rotated.rotate_fold}
+EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
 EAGER |= {name: getattr(ladder, name) for name in ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder")}
 EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}

@@ -89,6 +89,7 @@ SCHEMAS = {
     ),
     "adamw_squares": _ADAMW_STATS,
     "adamw_amax": _ADAMW_STATS,
+    "sum_squares": "(Tensor[] xs) -> Tensor",
     "quantized_norm": (
         "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group)"
         " -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)"
@@ -315,6 +316,7 @@ FAKES: dict[str, Callable] = {
     "dge": _dge,
     "adamw": _in_place,
     "adamw_squares": lambda params, *_: params[0].new_empty(len(params), dtype=torch.float64),
+    "sum_squares": lambda xs: xs[0].new_empty(len(xs), dtype=torch.float64),
     "adamw_amax": lambda params, *_: params[0].new_empty((len(params), 3), dtype=torch.float32),
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,

@@ -9,7 +9,7 @@ kernel can equal it bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -117,6 +117,11 @@ def wide_sum(x: Tensor) -> Tensor:
 def wide_squares(x: Tensor) -> Tensor:
     """The sum of squares, as `wide_sum`: the squares of FP32 numbers are exact."""
     return _wide(x, lambda part: torch.linalg.vector_norm(part, dtype=torch.float64).square())
+
+
+def sum_squares(xs: Sequence[Tensor]) -> Tensor:
+    """`wide_squares` of each tensor, FP64 [len(xs)]."""
+    return torch.stack([wide_squares(x) for x in xs])
 
 
 def _wide(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:

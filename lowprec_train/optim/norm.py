@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_train.group import Group
-from lowprec_train.ops.updates import wide_squares
 from lowprec_train.optim.shard import Shard, local
 
 
@@ -32,16 +31,19 @@ def norm_and_squares(
     parameters: Iterable[nn.Parameter], shards: Mapping[nn.Parameter, Shard] | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """`global_norm`, and the sum of squares of each parameter's gradient on this rank: 0-dim FP64, zero without one."""
-    shards = shards or {}
-    sums: dict[Group | None, Tensor] = {}
-    each: list[Tensor] = []
-    for parameter in parameters:
+    groups: dict[Group | None, dict[nn.Parameter, Tensor]] = {}
+    squares: dict[nn.Parameter, Tensor] = {}
+    totals: list[Tensor] = []
+    everyone = list(parameters)
+    for parameter in everyone:
         if parameter.grad is None:
-            each.append(torch.zeros((), dtype=torch.float64, device=parameter.device))
-            continue
-        group = shards[parameter].group if parameter in shards else None
-        squares = wide_squares(local(parameter.grad))
-        sums[group] = sums[group] + squares if group in sums else squares
-        each.append(squares)
-    totals = [total if group is None else group.all_reduce_sum(total) for group, total in sums.items()]
-    return (torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())), each
+            squares[parameter] = torch.zeros((), dtype=torch.float64, device=parameter.device)
+        else:
+            shard = (shards or {}).get(parameter)
+            groups.setdefault(None if shard is None else shard.group, {})[parameter] = local(parameter.grad)
+    for group, members in groups.items():
+        sums = torch.ops.lowprec.sum_squares([gradient.contiguous() for gradient in members.values()])
+        squares |= zip(members, sums.unbind(), strict=True)
+        totals.append(sums.sum() if group is None else group.all_reduce_sum(sums.sum()))
+    norm = torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())
+    return norm, [squares[parameter] for parameter in everyone]

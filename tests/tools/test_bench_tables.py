@@ -156,6 +156,8 @@ def test_without_a_gpu_there_is_one_error(what, tmp_path, capsys):
     [
         ("void lowprec::(anonymous namespace)::quantize_rows<1>(...)", "quantise"),
         ("lowprec::adamw_step", "optimizer"),
+        ("void lowprec::(anonymous namespace)::step_flat<(lowprec::Pass)2, true>(lowprec::Item const*)", "optimizer"),
+        ("lowprec::(anonymous namespace)::squares(lowprec::Batch, double*)", "optimizer"),
         ("nvjet_qqtst_128x256_128x4_2x1_v_bz_coopA_TNT", "gemm"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "gemm"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),

@@ -186,6 +186,13 @@ def _parts() -> Iterator[Case]:
     yield Case(name="row", op="amax", inputs=_values(), call=lambda x: ops.amax(x, (1, -1)))
     yield Case(name="row", op="quantize_by", inputs=with_amax((1, -1)), call=by_row)
     yield Case(name="1x16", op="quantize_nvfp4_by", inputs=with_amax((1, 16)), call=nvfp4)
+    yield Case(
+        name="FP32",
+        op="sum_squares",
+        inputs=lambda m, k, device: (torch.randn(m, k, device=device),),
+        call=lambda x: ops.sum_squares([x]),
+        shapes=WEIGHTS,
+    )
 
 
 def _pairs() -> Iterator[Case]:

@@ -14,7 +14,7 @@ from typing import Any
 
 CLASSES = {  # class -> pattern over the name of a kernel; the first that matches
     "communication": r"nccl|gloo|c10d",
-    "optimizer": r"adam|multi_tensor_apply",
+    "optimizer": r"adam|multi_tensor_apply|lowprec.*(step_(flat|groups|expanded)|write_table|squares|add_up)\b",
     "quantise": r"lowprec|transformer_engine.*(cast|quanti|transpose|amax|scale)|block_scaled",
     "attention": r"sdpa|flash|fmha|attention|cudnn",
     "gemm": r"gemm|nvjet|cutlass|cublas|xmma|splitk|matmul|aten::(mm|addmm|bmm|_int_mm)$",
