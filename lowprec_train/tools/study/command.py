@@ -33,6 +33,7 @@ examples:
   lowprec study run short_33m --per-gpu 2 --minutes 9 --set data=indexed data.train=data/mix data.split=[9,1]
   lowprec study run tiny --nproc 2
   lowprec study list main_130m --slurm | sh
+  lowprec study report short_33m
 """
 WHOLE_MACHINE = "all"
 
@@ -48,7 +49,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     list_ = kinds.add_parser("list", help="the runs of a study and how far each is")
     list_.add_argument("--task", metavar="I", type=int, help="print the overrides of run number I, from 0, a line each")
     list_.add_argument("--slurm", action="store_true", help="print the command that trains all runs as a job array")
-    for each in (run_, list_):
+    report = kinds.add_parser("report", help="estimates of what is finished: Markdown, JSON, a figure and a page")
+    for each in (run_, list_, report):
         each.add_argument("file", metavar="STUDY", type=Path, help="YAML file, or the name of a shipped study")
         each.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs (default: runs/study/NAME)")
         each.add_argument("--arms", metavar="ARM", nargs="+", help="only these arms")
@@ -60,8 +62,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, list or evaluate. Raises ValueError for bad input."""
-    return {"run": _run, "list": _list, "evaluate": _evaluate}[arguments.study](arguments)
+    """Train, list, evaluate or report. Raises ValueError for bad input."""
+    return {"run": _run, "list": _list, "evaluate": _evaluate, "report": _report}[arguments.study](arguments)
 
 
 def minutes(text: str) -> float:
@@ -137,6 +139,28 @@ def _array(arguments: argparse.Namespace, planned: list[StudyRun]) -> str:
     for option in ("arms", "set"):
         words += [f"--{option}", *value] if (value := getattr(arguments, option)) else []
     return shlex.join(words)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from lowprec_train.train.packages import needs_package
+
+    needs_package("scipy", extra="study", what="lowprec study report")
+    from lowprec_train.tools.study import figure, measure, page, report, results
+
+    study, planned, out = _planned(arguments)
+    found, left = results.read(planned, out)
+    measured, folder = measure.measure(study, found, left), out / "report"
+    folder.mkdir(exist_ok=True)
+    picture = folder / "figure.svg" if measured.cells else None
+    if picture:
+        figure.save(measured, picture)
+    text = report.to_markdown(measured, study, figure="figure.svg")
+    html = page.to_html(measured, [each.run for each in found], out, picture)
+    for name, content in {"report.md": text, "report.json": report.to_json(measured), "report.html": html}.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    print(text)
+    print(f"Saved {folder}")
+    return 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

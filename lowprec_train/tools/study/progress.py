@@ -46,9 +46,10 @@ def summary(planned: Sequence[StudyRun], out: Path) -> list[str]:
     left = [name for name, each in found.items() if not each.finished]
     if left:
         lines.append(f"left: {', '.join(left[:8])}{f' and {len(left) - 8} more' if len(left) > 8 else ''}")
-    for purpose in dict.fromkeys(run.purpose for run in planned):
-        whole = whole_seeds([run for run in planned if run.purpose == purpose], found)
-        lines.append(f"whole blocks, {purpose}: seeds {', '.join(map(str, whole)) or '(none)'}")
+    for purpose, cell in dict.fromkeys((run.purpose, run.cell) for run in planned):
+        whole = whole_seeds([run for run in planned if (run.purpose, run.cell) == (purpose, cell)], found)
+        of = f"{purpose}, {cell}" if cell else purpose
+        lines.append(f"whole blocks, {of}: seeds {', '.join(map(str, whole)) or '(none)'}")
     return lines
 
 

@@ -65,7 +65,7 @@ def test_killed_copied_and_gone_on_with(small, tmp_path):
         alone = training(
             tmp_path / f"{name}.output",
             *(f"+recipe={recipe}", f"seed={seed}", f"name={name}", f"run_root={tmp_path / 'alone'}", "device=cpu"),
-            *("optim=adamw", "comm=fp32", "eval_interval=3", "logger=none", *small),
+            *("optim=adamw", "comm=fp32", "eval_interval=8", "logger=none", *small),
         )
         assert alone.wait(120) == 0, alone.output.read_text()
         assert numbers(moved / name) == numbers(tmp_path / "alone" / name)

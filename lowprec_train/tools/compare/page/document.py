@@ -14,13 +14,17 @@ FOLDER = Path(__file__).parent
 SCRIPTS = ("scale.js", "series.js", "chart.js", "panels.js", "heatmap.js", "contents.js", "page.js")
 
 
-def to_html(comparison: Comparison, runs: Sequence[Run], *, figure: str = "sqnr_db") -> str:
-    """The whole page; `runs` in the order of `comparison`, `figure` is what the heat maps show at first."""
+def to_html(comparison: Comparison, runs: Sequence[Run], *, figure: str = "sqnr_db", above: str = "") -> str:
+    """The whole page; `runs` in the order of `comparison`, `figure` is what the heat maps show at first.
+
+    above: sections, as HTML, that come before the charts.
+    """
     parts = {
         "title": sections.escape(plot.title(comparison)),
         "style": palette(len(runs) - 1) + (FOLDER / "page.css").read_text(encoding="utf-8"),
         "numbers": script_json(numbers.of_comparison(comparison, runs, figure)),
         "script": "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in SCRIPTS),
+        "above": above,
         **sections.of_comparison(comparison),
     }
     template = (FOLDER / "page.html").read_text(encoding="utf-8")

@@ -1,0 +1,134 @@
+"""From gaps to tokens: how much shorter the baseline's run could be for an arm's loss, and what a scaling law says.
+
+    L_base(D') = L_arm(D)        extra tokens = D / D' - 1
+
+L_base is interpolated in log D between runs of the baseline that were trained to their own length, with their own
+decay: points along one run of a decaying rate are no such curve.
+
+With enough sizes and lengths, L = (A / N^a + B / D^b)^g + E is fitted to the baseline (Huber on log residuals), frozen,
+and each arm gets the eff_N and eff_D of L(N eff_N, D eff_D) that fit its own points (arXiv 2505.14669).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize
+
+from lowprec_train.tools.study.statistics import Estimate
+
+HUBER = 1e-4  # of log residuals
+FEWEST_POINTS, FEWEST_SIZES, FEWEST_OF_ARM = 8, 3, 4
+BEYOND = 2.0  # times the curve's ends, up to which its last straight part is followed
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Extra:
+    """Extra tokens as a share of the tokens, and the ends of its 95 % interval, which is that of the gap."""
+
+    share: float
+    low: float | None
+    high: float | None
+
+
+def extra_tokens(gap: Estimate, tokens: int, curve: Mapping[int, float]) -> Extra | None:
+    """What a gap is worth; None where the baseline has been trained to one length only, or the curve does not reach."""
+    if len(curve) < 2 or tokens not in curve:
+        return None
+    base = curve[tokens]
+    share = _share(base + gap.nats, tokens, curve)
+    ends = [None if end is None else _share(base + end, tokens, curve) for end in (gap.low, gap.high)]
+    return None if share is None else Extra(share=share, low=ends[0], high=ends[1])
+
+
+def _share(loss: float, tokens: int, curve: Mapping[int, float]) -> float | None:
+    reached = tokens_for(loss, curve)
+    return None if reached is None else tokens / reached - 1
+
+
+def tokens_for(loss: float, curve: Mapping[int, float]) -> float | None:
+    """The length at which the curve has this loss, straight in log D between its points and up to twice beyond them.
+
+    None where it is out of reach, or where the curve does not fall.
+    """
+    lengths = sorted(curve)
+    logs, values = np.log(lengths), np.array([curve[n] for n in lengths])
+    if np.any(np.diff(values) >= 0):
+        return None
+    part = int(np.clip(np.searchsorted(-values, -loss), 1, len(values) - 1))
+    slope = (values[part] - values[part - 1]) / (logs[part] - logs[part - 1])
+    at = logs[part - 1] + (loss - values[part - 1]) / slope
+    inside = logs[0] - math.log(BEYOND) <= at <= logs[-1] + math.log(BEYOND)
+    return math.exp(at) if inside else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """L(N, D) = (A / N^a + B / D^b)^g + E; error: RMS of its log residuals."""
+
+    A: float
+    a: float
+    B: float
+    b: float
+    g: float
+    E: float
+    error: float
+
+    def __call__(self, n: Array, d: Array) -> Array:
+        found: Array = (self.A / n**self.a + self.B / d**self.b) ** self.g + self.E
+        return found
+
+
+def fit_law(points: Sequence[tuple[float, float, float]]) -> Law | None:
+    """points: (parameters, tokens, loss). None with fewer than 8 points or 3 sizes: they determine no law."""
+    if len(points) < FEWEST_POINTS or len({n for n, _, _ in points}) < FEWEST_SIZES:
+        return None
+    n, d, loss = np.array(points, float).T
+
+    def unpacked(x: Array) -> dict[str, float]:
+        return {"A": math.exp(x[0]), "a": x[1], "B": math.exp(x[2]), "b": x[3], "g": x[4], "E": x[5]}
+
+    def residuals(x: Array) -> Array:
+        return np.log(Law(**unpacked(x), error=0.0)(n, d)) - np.log(loss)
+
+    low, high = [-5, 0.05, -5, 0.05, 0.05, 0.0], [40, 2, 40, 2, 2, 0.99 * float(loss.min())]
+    starts = [
+        (a * math.log(1e7), a, a * math.log(1e8), a, g, e)
+        for a in (0.3, 0.5, 0.8)
+        for g in (0.3, 0.7, 1.0)
+        for e in (0.5, 0.8 * float(loss.min()))
+    ]
+    best = _least(residuals, starts, low, high)
+    return Law(**unpacked(best), error=float(np.sqrt(np.mean(residuals(best) ** 2))))
+
+
+def efficiency(law: Law, points: Sequence[tuple[float, float, float]]) -> tuple[float, float] | None:
+    """(eff_N, eff_D) of an arm's points under the baseline's law; None with fewer than 4."""
+    if len(points) < FEWEST_OF_ARM:
+        return None
+    n, d, loss = np.array(points, float).T
+
+    def residuals(x: Array) -> Array:
+        return np.log(law(n * np.exp(x[0]), d * np.exp(x[1]))) - np.log(loss)
+
+    best = _least(residuals, [(0.0, 0.0), (-0.5, 0.0), (0.0, -0.5)], [-4.0, -4.0], [4.0, 4.0])
+    return math.exp(best[0]), math.exp(best[1])
+
+
+def _least(
+    residuals: Callable[[Array], Array],
+    starts: Sequence[Sequence[float]],
+    low: Sequence[float],
+    high: Sequence[float],
+) -> Array:
+    """The best of several starts."""
+    how = {"loss": "huber", "f_scale": HUBER, "bounds": (low, high), "x_scale": "jac", "max_nfev": 4000}
+    found = [optimize.least_squares(residuals, np.clip(start, low, high), **how) for start in starts]
+    best: Array = min(found, key=lambda each: each.cost).x
+    return best

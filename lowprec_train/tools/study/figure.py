@@ -1,0 +1,62 @@
+"""The figure of a study: each arm's gap against the tokens of the run, and its final gap with the 95 % interval."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from lowprec_train.tools.compare import colours
+from lowprec_train.tools.compare.plot import DASHES, MARKERS, QUIET, STYLE
+from lowprec_train.tools.study.measure import ArmRow, Cell, Measured
+
+
+def save(measured: Measured, file: Path) -> None:
+    """Draw the first cell, as the format that the file's name says; equal studies are equal files."""
+    cell = measured.cells[0]
+    rows = [row for row in cell.arms if row.arm != measured.baseline]
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "study"}):
+        figure = Figure(figsize=(10.5, 3.2 + 0.12 * len(rows)), layout="constrained")
+        along, final = figure.subplots(1, 2, width_ratios=(3, 2))
+        draw_along(along, cell, rows)
+        draw_final(final, cell, measured.baseline, rows)
+        seeds = max((len(row.seeds) for row in cell.arms), default=0)
+        title = f"Loss gap to {measured.baseline}, {cell.tokens / 1e6:,.0f} M tokens, up to {seeds} seeds"
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None, dpi=160)
+
+
+def draw_along(axes: Axes, cell: Cell, rows: list[ArmRow]) -> None:
+    """Gap in percent against tokens; the band is the SD of the baseline's seeds."""
+    axes.axhline(0, color=colours.BASELINE[0], linewidth=1.2)
+    if cell.band is not None:
+        axes.axhspan(-cell.band, cell.band, color=QUIET, alpha=0.12, linewidth=0, label="SD of the baseline's seeds")
+    for place, row in enumerate(rows):
+        if row.unstable:
+            continue
+        x = [point.share * cell.tokens / 1e6 for point in row.curve]
+        look: dict[str, Any] = {"color": colours.of_run(place)[0], "linestyle": DASHES[place % len(DASHES)]}
+        y = [point.percent for point in row.curve]
+        axes.plot(x, y, marker=MARKERS[place % len(MARKERS)], markersize=3.5, linewidth=1.4, label=row.arm, **look)
+    axes.set(xlabel="tokens, millions", ylabel="gap, % of the baseline's loss", title="along the run")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(ncols=2)
+
+
+def draw_final(axes: Axes, cell: Cell, baseline: str, rows: list[ArmRow]) -> None:
+    """Final gaps in percent with their intervals, the first arm on top; an unstable one is said to be."""
+    base = next((row.loss for row in cell.arms if row.arm == baseline), None)
+    axes.axvline(0, color=colours.BASELINE[0], linewidth=1.2)
+    for place, row in enumerate(rows):
+        colour, marker = colours.of_run(place)[0], MARKERS[place % len(MARKERS)]
+        if row.gap is None or row.percent is None or base is None:
+            axes.annotate("  unstable" if row.unstable else "  no gap", (0, place), color=QUIET, va="center")
+            continue
+        half = 100 * row.gap.half / base if row.gap.half is not None else 0.0
+        axes.errorbar(row.percent, place, xerr=half, color=colour, marker=marker, capsize=3, linewidth=1.4)
+    axes.set_yticks(range(len(rows)), [f"{row.arm} (n={len(row.seeds)})" for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set(xlabel="gap, %", title="whole validation split, 95 % intervals")

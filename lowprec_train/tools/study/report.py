@@ -1,0 +1,206 @@
+"""A study's report as text: Markdown for people, JSON for programs. It prints what was asked, n, noise and failures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from lowprec_train import __version__
+from lowprec_train.tools.compare.report import strict
+from lowprec_train.tools.markdown import table
+from lowprec_train.tools.study.definition import Study
+from lowprec_train.tools.study.measure import RESOLUTION, WORKABLE, ArmRow, Cell, Contrast, Measured
+from lowprec_train.tools.study.statistics import Estimate
+
+NONE = "-"
+HEADER = (
+    *("arm", "n", "loss", "gap, nat [95 %]", "gap %", "in the weights", "forward rounding", "extra tokens %"),
+    *("tokens/s", "speed at equal loss", "may be said"),
+)
+HEALTH = ("arm", "seeds", "clipped %", "spikes", "skipped", "SD of residuals")
+
+
+def to_json(measured: Measured) -> str:
+    """Strict JSON: absent values are null, non-finite ones their names; estimates with the ends of their intervals."""
+    tree = {"version": __version__, **asdict(measured, dict_factory=_plain), "definitions": definitions(measured)}
+    return json.dumps(strict(_with_ends(measured, tree)), indent=2, allow_nan=False) + "\n"
+
+
+def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dataclass as a dictionary; of an estimate, with what follows from it."""
+    found = dict(items)
+    if found.keys() == {"nats", "error", "freedom"}:
+        made = Estimate(**found)
+        found |= {end: getattr(made, end) for end in ("low", "high", "at_least", "at_most", "p")}
+    return found
+
+
+def _with_ends(measured: Measured, tree: dict[str, Any]) -> dict[str, Any]:
+    for cells in ("cells", "gate"):
+        for each, plain in zip(getattr(measured, cells), tree[cells], strict=True):
+            plain["tokens_per_parameter"] = each.tokens_per_parameter
+    return tree
+
+
+def definitions(measured: Measured) -> dict[str, str]:
+    """How each number was made."""
+    return {
+        "loss": "nats a token on the whole validation split after the last step, with the arm's own forward pass; "
+        "least-squares mean over all seeds of the cell",
+        "gap": f"arm - {measured.baseline}, from loss = arm + seed + noise by least squares, with the residual SD s "
+        "pooled over all arms; where the arms' noise differs (Levene, p < 0.01) from the arm's own pairs",
+        "in the weights": "the gap of the same weights with a forward pass in BF16",
+        "forward rounding": "the rest: own forward pass - BF16 forward pass of the same weights, with the interval of "
+        "the seeds' pairs",
+        "extra tokens": f"D / D' - 1, where {measured.baseline} trained on D' tokens has this loss, between runs of "
+        "their own length in log D",
+        "tokens/s": f"median rate over {measured.baseline}'s",
+        "speed at equal loss": "tokens/s / (1 + extra tokens)",
+        "may be said": "the end of the one-sided 95 % interval that is on the safe side",
+        "contrasts": "named before the runs; p is adjusted over all of them (Holm); not resolved where it is 0.05 or "
+        "more",
+        "unstable": "a seed that diverged, or ended above the unigram entropy of the validation text where others did "
+        "not; the arm has no gap then, and no seed is left out",
+        "clipped": "share of the steps whose gradient was longer than max_grad_norm",
+        "works": f"of a sweep: no seed is unstable, and the mean loss is within {100 * (WORKABLE - 1):g} % of the best",
+    }
+
+
+def to_markdown(measured: Measured, study: Study, *, figure: str) -> str:
+    """The report; `figure` is the file name of the plot beside it."""
+    parts = [
+        f"# Study {measured.name}: gaps to {measured.baseline}",
+        *(cell_text(each, measured.contrasts) for each in measured.cells),
+        f"![gap against tokens, and final gaps]({figure})" if measured.cells else "",
+        *(f"## Gate\n\n{noise_text(each)}" for each in measured.gate),
+        sweep_text(measured),
+        law_text(measured),
+        setting_text(measured, study),
+        "## How the numbers are made\n\n"
+        + "\n".join(f"- **{key}**: {text}" for key, text in definitions(measured).items()),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def cell_text(cell: Cell, contrasts: Sequence[Contrast]) -> str:
+    """Everything about one comparison."""
+    asked = [each for each in contrasts if each.cell == cell.name]
+    lines = [
+        f"## {cell.name or 'Whole runs'}",
+        f"{cell.tokens:,} tokens, {cell.parameters:,} parameters without embedding and head, "
+        f"D/N {cell.tokens_per_parameter:.2f}.",
+        "\n".join(table(HEADER, [arm_cells(each) for each in cell.arms])),
+        noise_text(cell),
+        contrast_text(asked),
+        "\n".join(table(HEALTH, [health_cells(each) for each in cell.arms])),
+    ]
+    return "\n\n".join(line for line in lines if line)
+
+
+def arm_cells(row: ArmRow) -> list[str]:
+    return [
+        row.arm,
+        str(len(row.seeds)),
+        number(row.loss, ".4f"),
+        interval(row.gap),
+        number(row.percent, "+.2f"),
+        interval(row.weights),
+        interval(row.forward),
+        extra(row),
+        number(row.speed, ".2f"),
+        number(row.at_loss, ".2f"),
+        row.words or NONE,
+    ]
+
+
+def health_cells(row: ArmRow) -> list[str]:
+    clipped = None if row.clipped is None else 100 * row.clipped
+    return [
+        row.arm,
+        ", ".join(map(str, row.seeds)),
+        number(clipped, ".1f"),
+        str(row.spikes),
+        str(row.skipped),
+        number(row.spread, ".4f"),
+    ]
+
+
+def extra(row: ArmRow) -> str:
+    if row.extra is None:
+        return NONE
+    ends = (row.extra.low, row.extra.high)
+    between = "" if None in ends else f" [{', '.join(number(100 * end, '+.1f') for end in ends if end is not None)}]"
+    return number(100 * row.extra.share, "+.1f") + between
+
+
+def noise_text(cell: Cell) -> str:
+    """s, its degrees of freedom, what it would need, and the noise of the machine."""
+    if cell.s is None:
+        lines = ["One seed, or one arm: there is no residual, so no interval. Nothing can be ranked."]
+    else:
+        lines = [f"Residual SD s = {cell.s:.4f} nat with {cell.freedom} degrees of freedom."]
+        lines += [f"Seeds needed for +-{100 * RESOLUTION:g} % of the loss: {cell.needed}."] if cell.needed else []
+    if cell.levene is not None:
+        verdict = "differs: intervals are from pairs" if cell.uneven else "is alike"
+        lines.append(f"Levene's test of the arms' residuals: p = {cell.levene:.3f}, the noise {verdict}.")
+    lines += [f"{each.arm}, seed {each.seed}, trained twice: {each.difference:+.4f} nat." for each in cell.repeats]
+    return " ".join(lines)
+
+
+def contrast_text(asked: Sequence[Contrast]) -> str:
+    if not asked:
+        return ""
+    rows = [[f"{each.of} - {each.to}", interval(each.difference), number(each.p, ".3f"), each.words] for each in asked]
+    return "Contrasts named beforehand:\n\n" + "\n".join(table(("contrast", "nat [95 %]", "p (Holm)", ""), rows))
+
+
+def sweep_text(measured: Measured) -> str:
+    if not measured.sweep:
+        return ""
+    rows = [
+        [
+            each.arm,
+            each.setting,
+            str(len(each.seeds)),
+            number(each.loss, ".4f"),
+            "best" if each.best else "works" if each.works else "unstable" if each.unstable else "",
+        ]
+        for each in measured.sweep
+    ]
+    return "## Sweep\n\n" + "\n".join(table(("arm", "setting", "n", "loss", ""), rows))
+
+
+def law_text(measured: Measured) -> str:
+    if measured.law is None:
+        return ""
+    law = measured.law
+    text = (
+        f"## Scaling law of {measured.baseline}\n\nL = (A / N^a + B / D^b)^g + E with A {law.A:.3g}, a {law.a:.3f}, "
+        f"B {law.B:.3g}, b {law.b:.3f}, g {law.g:.3f}, E {law.E:.3f}; RMS of log residuals {100 * law.error:.2f} %."
+    )
+    rows = [[each.arm, f"{each.parameters:.3f}", f"{each.tokens:.3f}"] for each in measured.efficiencies]
+    return text + ("\n\n" + "\n".join(table(("arm", "eff_N", "eff_D"), rows)) if rows else "")
+
+
+def setting_text(measured: Measured, study: Study) -> str:
+    """What makes the study again."""
+    lines = [f"- study `{study.name}`, overrides of all runs: `{' '.join(study.overrides)}`"]
+    lines += [f"- {arm.name}: `{' '.join((f'+recipe={arm.recipe}', *arm.overrides))}`" for arm in study.arms.values()]
+    lines.append(f"- corpus hash {measured.corpus_hash}")
+    if measured.left:
+        lines.append(f"- not finished, not in any number: {', '.join(measured.left)}")
+    return "## Setting\n\n" + "\n".join(lines)
+
+
+def interval(estimate: Estimate | None) -> str:
+    """`+0.0030 [+0.0010, +0.0050]`."""
+    if estimate is None:
+        return NONE
+    ends = "" if estimate.low is None else f" [{estimate.low:+.4f}, {estimate.high:+.4f}]"
+    return f"{estimate.nats:+.4f}{ends}"
+
+
+def number(value: float | None, style: str) -> str:
+    return NONE if value is None else f"{value:{style}}"

@@ -1,0 +1,115 @@
+"""What the runs of a study came to: losses, stability and speed of each, read from its directory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec_train.tools.compare import curves
+from lowprec_train.tools.compare.measure import RATE, SKIPPED
+from lowprec_train.tools.compare.runs import VALID, Run, Series, read_info, read_run
+from lowprec_train.tools.study import evaluation, forking
+from lowprec_train.tools.study.plan import StudyRun
+from lowprec_train.tools.study.progress import state
+from lowprec_train.train.trained import OF_RUN, UNQUANTISED
+
+NORM = "train/grad_norm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One finished run. loss, weights: on the whole validation split, with its own forward pass and in BF16.
+
+    unstable: why it counts as that, "" if it does not. parameters: without embedding and head.
+    """
+
+    run: StudyRun
+    loss: float
+    weights: float
+    unstable: str
+    clipped: float | None
+    spikes: int
+    skipped: int
+    rate: float | None
+    tokens: int
+    parameters: int
+    valid: Series
+    facts: Mapping[str, Any]
+
+
+def read(planned: Sequence[StudyRun], out: Path) -> tuple[list[Result], list[str]]:
+    """Results of the runs that are finished, and the names of the others.
+
+    ValueError where they are of different corpora, or where forks did not begin alike.
+    """
+    finished = [run for run in planned if state(out / run.name).finished]
+    found = judged([result(run, out / run.name) for run in finished])
+    for each in found[1:]:
+        own, first = (one.facts["corpus_hash"] for one in (each, found[0]))
+        if own != first:
+            raise ValueError(f"{each.run.name} has corpus hash {own}, and {found[0].run.name} has {first}")
+    forking.check_start([out / run.name for run in finished])
+    return found, [run.name for run in planned if run not in finished]
+
+
+def result(run: StudyRun, directory: Path) -> Result:
+    """One run's. ValueError for a file that cannot be read."""
+    facts = read_info(directory)
+    record = read_run(directory, facts, run.name)
+    losses = evaluation.read(directory).get("loss", {})
+    loss, weights = (float(losses.get(forward, math.nan)) for forward in (OF_RUN, UNQUANTISED))
+    rate, skipped = record.series(RATE).values, record.series(SKIPPED).values
+    return Result(
+        run=run,
+        loss=loss,
+        weights=weights,
+        unstable=unstable(record, loss),
+        clipped=clipped(record),
+        spikes=len(curves.spikes(record.loss)),
+        skipped=int(np.max(skipped)) if len(skipped) else 0,
+        rate=float(np.median(rate)) if len(rate) else None,
+        tokens=int(record.config["steps"]) * int(record.config["tokens_per_step"]),
+        parameters=parameters(facts, record.config),
+        valid=record.series(VALID),
+        facts=facts,
+    )
+
+
+def unstable(record: Run, loss: float) -> str:
+    """Why a finished run counts as unstable; "" if it does not."""
+    if record.status == "diverged":
+        return f"diverged at step {int(record.loss.steps[-1])}"
+    return "" if math.isfinite(loss) else f"validation loss {loss}"
+
+
+def judged(found: Sequence[Result]) -> list[Result]:
+    """The same; a run that knows no more than word frequencies, where others of its cell do, is unstable too."""
+
+    def above(each: Result) -> bool:
+        entropy = each.facts.get("valid_unigram_entropy")
+        return entropy is not None and each.loss > entropy
+
+    learned = {each.run.cell for each in found if not each.unstable and not above(each)}
+    return [
+        replace(each, unstable=f"ends at {each.loss:.2f}, above the unigram entropy")
+        if not each.unstable and above(each) and each.run.cell in learned
+        else each
+        for each in found
+    ]
+
+
+def clipped(record: Run) -> float | None:
+    """Share of the logged steps whose gradient was longer than `max_grad_norm`; None without clipping."""
+    limit, norms = float(record.config.get("max_grad_norm", 0)), record.series(NORM).values
+    return float(np.mean(norms > limit)) if limit and len(norms) else None
+
+
+def parameters(facts: Mapping[str, Any], config: Mapping[str, Any]) -> int:
+    """Of the blocks: what scaling laws count."""
+    table = int(config["model.vocab_size"]) * int(config["model.dim"])
+    return int(facts["parameters"]) - table * (1 if config["model.tied"] else 2)

@@ -1,0 +1,193 @@
+"""Estimates from arms x seeds: a randomised block design, fitted by least squares.
+
+    loss of arm r on seed b = mu_r + beta_b + e,    e ~ N(0, s^2)
+
+A seed's weights, batches and draws are common to all arms, so its effect beta_b leaves every difference. The residual
+SD s is pooled over all arms: k arms on n seeds have (k - 1)(n - 1) degrees of freedom. Blocks that lack some arms count
+for what they have: degrees of freedom are observations minus the rank of the design, and a difference of two arms has
+the standard error s sqrt(c' (X'X)^+ c).
+
+Where the arms' residuals differ in spread (Levene's test), one SD does not serve all; a difference is then estimated
+from its own pairs alone, with as many degrees of freedom as it has pairs less one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+Array = NDArray[np.float64]
+Losses = Mapping[tuple[str, int], float]  # (arm, seed) -> loss in nats
+
+LEVEL = 0.95
+ALPHA = 1 - LEVEL
+FEWEST = 3  # seeds of an arm whose spread is told
+UNEVEN = 0.01  # p of Levene's test: residuals of few seeds are correlated, and 0.05 would be met by chance too often
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean or a difference in nats. error: its standard error; None where there are too few runs to tell."""
+
+    nats: float
+    error: float | None
+    freedom: int
+
+    def _quantile(self, probability: float) -> float:
+        return float(stats.t.ppf(probability, self.freedom))
+
+    def _end(self, probability: float) -> float | None:
+        return None if self.error is None else self.nats + self._quantile(probability) * self.error
+
+    @property
+    def half(self) -> float | None:
+        """Half the two-sided 95 % interval."""
+        return None if self.error is None else self._quantile(1 - ALPHA / 2) * self.error
+
+    @property
+    def low(self) -> float | None:
+        return self._end(ALPHA / 2)
+
+    @property
+    def high(self) -> float | None:
+        return self._end(1 - ALPHA / 2)
+
+    @property
+    def at_least(self) -> float | None:
+        """Lower end of the one-sided 95 % interval."""
+        return self._end(ALPHA)
+
+    @property
+    def at_most(self) -> float | None:
+        """Upper end of the one-sided 95 % interval."""
+        return self._end(LEVEL)
+
+    @property
+    def p(self) -> float | None:
+        """Of no difference, two-sided."""
+        if self.error is None:
+            return None
+        return float(2 * stats.t.sf(abs(self.nats) / self.error, self.freedom)) if self.error else float(not self.nats)
+
+
+@dataclass(frozen=True)
+class BlockFit:
+    """Least squares of arms and seeds. losses: finite."""
+
+    losses: Losses
+
+    @cached_property
+    def arms(self) -> list[str]:
+        return list(dict.fromkeys(arm for arm, _ in self.losses))
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        return list(dict.fromkeys(seed for _, seed in self.losses))
+
+    @cached_property
+    def _design(self) -> Array:
+        """[observations, arms + seeds - 1]: a column an arm, and seeds that sum to zero."""
+        k, n = len(self.arms), len(self.seeds)
+        rows = np.zeros((len(self.losses), k + max(0, n - 1)))
+        for row, (arm, seed) in zip(rows, self.losses, strict=True):
+            row[self.arms.index(arm)] = 1
+            at = self.seeds.index(seed)
+            row[k:] = -1 if at == n - 1 else np.arange(n - 1) == at
+        return rows
+
+    @cached_property
+    def _values(self) -> Array:
+        return np.array(list(self.losses.values()), float)
+
+    @cached_property
+    def _pseudo_inverse(self) -> Array:
+        return np.linalg.pinv(self._design).astype(np.float64)
+
+    @cached_property
+    def _coefficients(self) -> Array:
+        return self._pseudo_inverse @ self._values
+
+    @cached_property
+    def residuals(self) -> dict[tuple[str, int], float]:
+        """Of each observation."""
+        return dict(zip(self.losses, (self._values - self._design @ self._coefficients).tolist(), strict=True))
+
+    @cached_property
+    def freedom(self) -> int:
+        """Degrees of freedom of `s`."""
+        return len(self.losses) - int(np.linalg.matrix_rank(self._design)) if self.losses else 0
+
+    @cached_property
+    def s(self) -> float | None:
+        """Residual SD, pooled over all arms; None without a degree of freedom."""
+        return math.sqrt(sum(r * r for r in self.residuals.values()) / self.freedom) if self.freedom else None
+
+    def mean(self, arm: str) -> float:
+        """Of an arm over all seeds, those that it has not seen included."""
+        return float(self._coefficients[self.arms.index(arm)])
+
+    def difference(self, arm: str, other: str) -> Estimate:
+        """arm - other. ValueError where no chain of seeds connects them."""
+        contrast = np.zeros(self._design.shape[1])
+        contrast[self.arms.index(arm)] += 1
+        contrast[self.arms.index(other)] -= 1
+        if not np.allclose(contrast @ self._pseudo_inverse @ self._design, contrast, atol=1e-8):
+            raise ValueError(f"{arm} and {other} have no seed in common, so nothing is known of their difference")
+        nats = float(contrast @ self._coefficients)
+        scale = float(np.linalg.norm(contrast @ self._pseudo_inverse))
+        return Estimate(nats=nats, error=None if self.s is None else self.s * scale, freedom=self.freedom)
+
+    def spread(self, arm: str) -> float | None:
+        """SD of an arm's residuals, in units that make it `s` where all arms are alike; None for one seed."""
+        mine = [r for (name, _), r in self.residuals.items() if name == arm]
+        share = self.freedom / len(self.losses)
+        return math.sqrt(sum(r * r for r in mine) / len(mine) / share) if len(mine) > 1 and share else None
+
+    @cached_property
+    def levene(self) -> float | None:
+        """p of equal spread of the arms' residuals; None with fewer than two arms on three seeds."""
+        groups = [[r for (name, _), r in self.residuals.items() if name == arm] for arm in self.arms]
+        groups = [group for group in groups if len(group) >= FEWEST]
+        if len(groups) < 2 or self.freedom < 1 or len(self.arms) < 3:  # of two arms residuals are mirror images
+            return None
+        found = float(stats.levene(*groups, center="mean").pvalue)
+        return found if math.isfinite(found) else None
+
+    @property
+    def uneven(self) -> bool:
+        """Whether intervals are made from pairs, as the arms' noise differs."""
+        return self.levene is not None and self.levene < UNEVEN
+
+    def compared(self, arm: str, other: str) -> Estimate:
+        """arm - other: pooled, or from pairs where the arms' noise differs."""
+        return self.paired(arm, other) if self.uneven else self.difference(arm, other)
+
+    def paired(self, arm: str, other: str) -> Estimate:
+        """arm - other from seeds that both have. ValueError where there is none."""
+        common = [seed for seed in self.seeds if {(arm, seed), (other, seed)} <= self.losses.keys()]
+        if not common:
+            raise ValueError(f"{arm} and {other} have no seed in common, so they make no pair")
+        apart = np.array([self.losses[arm, seed] - self.losses[other, seed] for seed in common])
+        error = float(apart.std(ddof=1)) / math.sqrt(len(apart)) if len(apart) > 1 else None
+        return Estimate(nats=float(apart.mean()), error=error, freedom=len(apart) - 1)
+
+
+def holm(probabilities: Sequence[float]) -> list[float]:
+    """p adjusted for as many questions (Holm 1979): the smallest times m, the next times m - 1, ..., never falling."""
+    order = sorted(range(len(probabilities)), key=lambda i: probabilities[i])
+    adjusted, largest = [0.0] * len(order), 0.0
+    for rank, i in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * probabilities[i]))
+        adjusted[i] = largest
+    return adjusted
+
+
+def seeds_needed(s: float, freedom: int, half_width: float) -> int:
+    """Seeds of two arms whose difference is to have an interval of +- half_width: ceil(2 (t s / w)^2)."""
+    return math.ceil(2 * (float(stats.t.ppf(1 - ALPHA / 2, freedom)) * s / half_width) ** 2)
