@@ -157,9 +157,10 @@ LOWPREC_CLONES void multiply_into(const float* v, int64_t n, float factor, float
 
 }  // namespace
 
-void load(const Source& x, int64_t first, int64_t n, float* out) {
-  const char* data = x.data + first * x.bytes;
-  with_format(x.format, [&](auto tag) {
+void load(const Source& x, int64_t first, int64_t n, float* out) { load(x.data + first * x.bytes, x.format, n, out); }
+
+void load(const char* data, Format format, int64_t n, float* out) {
+  with_format(format, [&](auto tag) {
     constexpr Format F = decltype(tag)::value;
     load_as<F>(reinterpret_cast<const typename Grid<F>::Code*>(data), n, out);
   });

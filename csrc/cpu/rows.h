@@ -48,6 +48,9 @@ inline Source source_of(const Tensor& x) {
   return {owner, data, format, bytes};
 }
 
+// n elements of a format.
+void load(const char* data, Format format, int64_t n, float* out);
+
 // n elements from element `first` on.
 void load(const Source& x, int64_t first, int64_t n, float* out);
 

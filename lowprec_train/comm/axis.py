@@ -61,31 +61,31 @@ class Axis:
         self.sent = 0
 
     @torch.no_grad()
-    def reduce_scatter(self, flat: Tensor, layout: FlatLayout, op: Any = dist.ReduceOp.SUM) -> Tensor:
-        """The total of `collectives.reduce_scatter`."""
+    def reduce_scatter(self, flat: Tensor, out: Tensor, layout: FlatLayout, op: Any = dist.ReduceOp.SUM) -> None:
+        """`collectives.reduce_scatter` of `flat` to `out`."""
         self.sent += collectives.reduce_scatter_bytes(self.codec, layout, self.ranks)
-        total = self._noted(collectives.reduce_scatter(flat, self.group, self.codec, layout, mu=self._mu, op=op))
+        reduced = collectives.reduce_scatter(flat, self.group, self.codec, layout, mu=self._mu, op=op, out=out)
+        self._note(reduced)
         if self._measured_row is not None and self.rounds:
-            self.energy += self._scatter_energy(flat, total, layout, self._measured_row)
-        return total
+            self.energy += self._scatter_energy(flat, out, layout, self._measured_row)
 
     @torch.no_grad()
-    def all_reduce(self, flat: Tensor, layout: FlatLayout) -> Tensor:
-        """The total of `collectives.all_reduce`."""
+    def all_reduce(self, flat: Tensor, layout: FlatLayout) -> None:
+        """`collectives.all_reduce` of FP32 [layout.size], in place."""
         self.sent += collectives.all_reduce_bytes(self.codec, layout, self.ranks)
-        total = self._noted(collectives.all_reduce(flat, self.group, self.codec, layout, mu=self._mu))
-        if self._measured_row is not None and self.rounds:
-            self.energy += self._all_reduce_energy(flat, total, layout)
-        return total
+        measured = self._measured_row is not None and self.rounds
+        mine = flat.clone() if measured else flat
+        self._note(collectives.all_reduce(flat, self.group, self.codec, layout, mu=self._mu, out=flat))
+        if measured:
+            self.energy += self._all_reduce_energy(mine, flat, layout)
 
     @property
     def _mu(self) -> Tensor | None:
         return self.head_room.mu if self.codec.shares_scales else None
 
-    def _noted(self, reduced: Reduced) -> Tensor:
+    def _note(self, reduced: Reduced) -> None:
         if reduced.saturated is not None:
             self.at_maximum.copy_(torch.maximum(self.at_maximum, reduced.saturated))
-        return reduced.total
 
     def _scatter_energy(self, flat: Tensor, total: Tensor, layout: FlatLayout, row: int) -> Tensor:
         if self.codec.shares_scales:

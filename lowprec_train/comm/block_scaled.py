@@ -12,19 +12,18 @@ round up); a block of zeros is exact.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowprec_train.comm.grad_codec import decode_plain, encode_plain, even, join
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.group import Group
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32, Format
-from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.ops.schema import row_bytes
 
 BLOCK = 256
-E8M0 = torch.float8_e8m0fnu  # OCP Microscaling 1.0: the exponent of a power of two, or NaN, in a byte
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,9 @@ class BlockScaledCodec:
     def exact(self) -> bool:
         return self.format is FP32
 
-    @property
-    def quantizer(self) -> Quantizer:
-        """Rounds coded ranges, [n, multiple of block]."""
-        return Quantizer(self.format, (1, self.block), ScaleRule.POW2)
-
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
         """Without scales there are no blocks to keep apart: a row is one range."""
         return layout if self.format.scaled else FlatLayout.plain(layout.size)
-
-    def chunks(self, layout: FlatLayout, limit: int) -> list[FlatLayout]:
-        if limit < self.block or limit % self.block:
-            raise ValueError(f"a chunk is a multiple of the block of {self.block} elements, not {limit}")
-        return layout.chunks(limit)
 
     def sends_whole(self, layout: FlatLayout, ranks: int) -> bool:
         """Where that sends no more bytes: one rounding instead of two."""
@@ -73,46 +62,42 @@ class BlockScaledCodec:
 
     def row_bytes(self, layout: FlatLayout) -> int:
         """Plain elements, codes, block exponents, and one more where that is odd."""
-        plain, coded = self._sizes(layout)
-        return even(plain + coded + coded // self.block)
+        return row_bytes(*self._ranges(layout), self.format.name, self.block)
 
     def scales(self, rows: Tensor, layout: FlatLayout, group: Group, mu: Tensor | None) -> None:
         """Blocks have scales of their own, which travel with them."""
 
-    def encode(self, rows: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
-        layout, parts = self.wire_layout(layout), []
-        if layout.coded_size < layout.size:
-            parts.append(encode_plain(layout.columns(rows, False, self.block), self._plain))
-        if layout.coded_size:
-            q = self.quantizer(layout.columns(rows, True, self.block))
-            parts += [each.view(torch.uint8) for each in (q.codes, q.scale.to(E8M0))]
-        return join(parts)
+    def encode(
+        self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
+    ) -> Tensor:
+        """In one pass; in none where the elements are what travels."""
+        if inner == 1 and len(parts) == 1 and self._travels(parts[0], rows * layout.size):
+            return parts[0].view(torch.uint8).view(rows, -1)
+        encode = torch.ops.lowprec.encode_gradients
+        return encode(parts, rows, *self._ranges(layout), self.format.name, self.block, inner)
 
-    def decode(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
-        layout = self.wire_layout(layout)
-        plain, size = self._sizes(layout)
-        coded, codes = wire[:, :0].float(), wire[:, plain : plain + size]
-        if size:
-            scale = wire[:, plain + size : plain + size + size // self.block].view(E8M0).float()
-            coded = self.quantizer.wrap(codes.view(self.format.carrier), scale).dequantize()
-        return layout.merge(coded, decode_plain(wire[:, :plain], self._plain), self.block)
+    def decode(
+        self,
+        wire: Tensor,
+        parts: Sequence[Tensor],
+        layout: FlatLayout,
+        scales: Tensor | None = None,
+        *,
+        senders: int = 1,
+        inner: int = 1,
+    ) -> None:
+        """In one pass, whatever the number of senders."""
+        decode = torch.ops.lowprec.decode_gradients
+        decode(wire, parts, *self._ranges(layout), self.format.name, self.block, senders, inner)
 
-    def decode_sum(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> tuple[Tensor, None]:
-        """Decodes one row at a time: no more than one is in FP32 beside the sum."""
-        total = self.decode(wire[:1], layout)[0].clone()
-        for row in wire.split(1)[1:]:
-            total += self.decode(row, layout)[0]
-        return total, None
+    def _travels(self, part: Tensor, size: int) -> bool:
+        plain = not self.format.scaled and part.dtype == self.format.carrier
+        return plain and part.is_contiguous() and part.numel() == size and size * part.itemsize % 2 == 0
 
-    @property
-    def _plain(self) -> Format:
-        return BF16 if self.format.scaled else self.format
-
-    def _sizes(self, layout: FlatLayout) -> tuple[int, int]:
-        """Bytes of plain elements and of codes in a row."""
-        layout = self.wire_layout(layout)
-        plain, coded = (layout.padded_size(each, self.block) for each in (False, True))
-        return plain * self._plain.carrier.itemsize, coded
+    def _ranges(self, layout: FlatLayout) -> tuple[list[int], list[int]]:
+        """Sizes, and which of them are coded."""
+        ranges = self.wire_layout(layout).ranges
+        return [each.size for each in ranges], [int(each.coded) for each in ranges]
 
     def __str__(self) -> str:
         return f"{self.format.name}[{self.block}]" if self.format.scaled else self.format.name

@@ -6,9 +6,9 @@
 or, where the codec says so (`GradCodec.sends_whole`, from sizes that all ranks know), `all_reduce` gathers every
 contribution whole and sums them all everywhere: one rounding instead of two.
 
-Messages are cut in chunks: while one is on the wire the next is encoded and the one before it summed. Only uint8
-travels (gloo knows no FP8, and a network that reduced byte views would add codes). Every rank adds in rank order, so
-results are the same bits on every rank and for every chunk size. With one rank nothing is rounded.
+A bar is one operation over the whole buffer, whatever the number of parameters and of ranks. Only uint8 travels (gloo
+knows no FP8, and a network that reduced byte views would add codes). Every rank adds in rank order, so results are the
+same bits on every rank. With one rank nothing is rounded.
 
 Sums, never averages: FSDP2 hands a custom reduce-scatter AVG unless `set_force_sum_reduction_for_comms(True)` is set,
 and a factor that is applied twice, or never, is silent. Divide where the loss is defined.
@@ -16,8 +16,6 @@ and a factor that is applied twice, or never, is silent. Divide where the loss i
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +26,7 @@ from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.comm.process_group import DistributedGroup
 
-CHUNK = 1 << 25  # elements of a row in one message: a message costs the host about 0.7 ms, whatever its size
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # one call; torch 2.13 has renamed it
-IN_FLIGHT = 2  # messages: one on the wire while its neighbours are encoded and summed
 
 
 class Reduced(NamedTuple):
@@ -51,7 +47,7 @@ def reduce_scatter(
     *,
     mu: Tensor | None = None,
     op: Any = dist.ReduceOp.SUM,
-    chunk: int = CHUNK,
+    out: Tensor | None = None,
 ) -> Reduced:
     """The sum over ranks of this rank's row.
 
@@ -62,22 +58,23 @@ def reduce_scatter(
         layout: the ranges of one row; the same on every rank.
         mu: head-room of a codec that shares scales, 0-dim FP32 in [1/ranks, 1] (`MuSchedule.mu`).
         op: must be SUM.
-        chunk: elements of a row per message, a multiple of the codec's block. It changes no bit.
+        out: FP32 [layout.size] that takes the sum; None makes it.
 
     Returns:
         A non-finite element of any rank makes its block NaN (Inf and NaN as they are where they travel in BF16) on the
         rank that owns it, as in any reduce-scatter; under a shared scale its parameter, on every rank.
 
     Raises:
-        ValueError: another `op`, sizes that do not fit together, or a flat tensor that is not of a float dtype.
+        ValueError: another `op`, sizes that do not fit together, a flat tensor that is not of a float dtype, an `out`
+        that is not FP32.
     """
     ranks = dist.get_world_size(group)
-    rows = _rows(flat, ranks, layout, op)
+    rows, out = _rows(flat, ranks, layout, op), _sums(out, flat, layout)
     if ranks == 1:
-        return Reduced(rows[0].float().clone())
+        return Reduced(out.copy_(rows[0]))
     scales = codec.scales(rows, layout, DistributedGroup.of(group), mu)
-    parts = codec.chunks(codec.wire_layout(layout), chunk)
-    return _sum_rows(rows, group, codec, parts, scales, ranks * layout.coded_size)
+    parts, row = codec.wire_layout(layout).pieces(rows), codec.wire_layout(layout)
+    return _scattered(parts, out, group, codec, row, scales, ranks * layout.coded_size)
 
 
 @torch.no_grad()
@@ -89,26 +86,28 @@ def all_reduce(
     *,
     mu: Tensor | None = None,
     op: Any = dist.ReduceOp.SUM,
-    chunk: int = CHUNK,
+    out: Tensor | None = None,
 ) -> Reduced:
-    """The sum over ranks, the same bits on each. flat: [layout.size]; other arguments and errors as `reduce_scatter`.
+    """The sum over ranks, the same bits on each. flat: [layout.size]; out may be `flat`; other arguments and errors as
+    `reduce_scatter`.
 
     A non-finite element of any rank makes its block NaN on every rank, its parameter under a shared scale.
     """
     ranks = dist.get_world_size(group)
-    rows = _rows(flat, 1, layout, op)
+    rows, out = _rows(flat, 1, layout, op), _sums(out, flat, layout)
     if ranks == 1:
-        return Reduced(flat.float().clone())
+        return Reduced(out.copy_(rows[0]))
     scales = codec.scales(rows, layout, DistributedGroup.of(group), mu)
     codes, layout = layout.coded_size, codec.wire_layout(layout)
+    mine, sums = layout.pieces(rows[0]), layout.pieces(out)
     if codec.sends_whole(layout, ranks):
-        whole = _gathered(rows, group, codec, codec.chunks(layout, chunk), scales)
-        return Reduced(torch.cat([codec.decode_sum(wire, part, scales)[0] for wire, part in whole]))
-    parts = codec.chunks(layout.split(ranks, codec.block), chunk)
-    mine = _sum_rows(layout.scatter(flat, ranks, codec.block), group, codec, parts, scales, codes)
-    sums = _gathered(mine.total[None], group, codec, parts, scales)
-    decoded = torch.cat([codec.decode(wire, part, scales) for wire, part in sums], dim=1)
-    return mine._replace(total=layout.gather(decoded, codec.block))
+        codec.decode(_gathered(codec.encode(mine, 1, layout, scales), group), sums, layout, scales, senders=ranks)
+        return Reduced(out)
+    row = layout.split(ranks, codec.block)
+    summed = _scattered(mine, out.new_empty(row.size), group, codec, row, scales, codes)
+    wire = codec.encode(row.pieces(summed.total), 1, row, scales)
+    codec.decode(_gathered(wire, group), sums, row, scales)
+    return summed._replace(total=out)
 
 
 def reduce_scatter_bytes(codec: GradCodec, layout: FlatLayout, ranks: int) -> int:
@@ -133,62 +132,37 @@ def _rows(flat: Tensor, ranks: int, layout: FlatLayout, op: Any) -> Tensor:
     return flat.view(ranks, layout.size)
 
 
-def _sum_rows(
-    rows: Tensor,
+def _sums(out: Tensor | None, flat: Tensor, layout: FlatLayout) -> Tensor:
+    if out is None:
+        return torch.empty(layout.size, device=flat.device)
+    if out.shape != (layout.size,) or out.dtype != torch.float32:
+        raise ValueError(f"sums are FP32 [{layout.size}], not {out.dtype} {list(out.shape)}")
+    return out
+
+
+def _scattered(
+    parts: tuple[Tensor, ...],
+    out: Tensor,
     group: dist.ProcessGroup | None,
     codec: GradCodec,
-    parts: list[FlatLayout],
+    row: FlatLayout,
     scales: Tensor | None,
     codes: int,
 ) -> Reduced:
-    """The sum over ranks of this rank's row. codes: of all ranks' sums."""
-    arrived = _pipeline(_encoded(rows, codec, parts, scales), lambda wire: _start_exchange(wire, group))
-    sums, counts = zip(*(codec.decode_sum(wire, part, scales) for wire, part in zip(arrived, parts)), strict=True)
-    if not codec.shares_scales:
-        return Reduced(torch.cat(sums))
-    count = DistributedGroup.of(group).all_reduce_sum(torch.stack(counts).sum().double())
-    return Reduced(torch.cat(sums), count.long() / max(1, codes))
+    """The sum over ranks of this rank's row, in `out`. codes: of all ranks' sums."""
+    ranks = dist.get_world_size(group)
+    wire = codec.encode(parts, ranks, row, scales)
+    arrived = torch.empty_like(wire)
+    dist.all_to_all_single(arrived, wire, group=group)
+    at_maximum = codec.decode(arrived, row.pieces(out), row, scales, senders=ranks)
+    if at_maximum is None:
+        return Reduced(out)
+    count = DistributedGroup.of(group).all_reduce_sum(at_maximum.double())
+    return Reduced(out, count.long() / max(1, codes))
 
 
-def _gathered(
-    row: Tensor, group: dist.ProcessGroup | None, codec: GradCodec, parts: list[FlatLayout], scales: Tensor | None
-) -> Iterator[tuple[Tensor, FlatLayout]]:
-    """Every rank's row [1, size] as bytes [ranks, row_bytes], chunk by chunk."""
-    return zip(_pipeline(_encoded(row, codec, parts, scales), lambda wire: _start_gather(wire, group)), parts)
-
-
-def _encoded(rows: Tensor, codec: GradCodec, parts: list[FlatLayout], scales: Tensor | None) -> Iterator[Tensor]:
-    pieces = zip(rows.split([part.size for part in parts], dim=1), parts)
-    return (codec.encode(piece, part, scales) for piece, part in pieces)
-
-
-def _pipeline(messages: Iterable[Tensor], start: Callable[[Tensor], tuple[Tensor, dist.Work]]) -> Iterator[Tensor]:
-    """What arrives for each message, in order, with IN_FLIGHT of them begun before the first is waited for.
-
-    `wait` holds up the device's stream, not the host, where there is one.
-    """
-    begun: deque[tuple[Tensor, Tensor, dist.Work]] = deque()
-    for message in messages:
-        begun.append((message, *start(message)))  # the message must live until it is sent
-        if len(begun) == IN_FLIGHT:
-            yield _arrival(begun)
-    while begun:
-        yield _arrival(begun)
-
-
-def _arrival(begun: deque[tuple[Tensor, Tensor, dist.Work]]) -> Tensor:
-    _, arriving, work = begun.popleft()
-    work.wait()
-    return arriving
-
-
-def _start_exchange(wire: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work]:
-    """Row r of [ranks, bytes] to rank r; row i of the result is from rank i."""
-    arriving = torch.empty_like(wire)
-    return arriving, dist.all_to_all_single(arriving, wire, group=group, async_op=True)
-
-
-def _start_gather(wire: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, dist.Work]:
-    """[1, bytes] of every rank as [ranks, bytes]."""
-    arriving = wire.new_empty((dist.get_world_size(group), wire.shape[1]))
-    return arriving, ALL_GATHER(arriving, wire, group=group, async_op=True)
+def _gathered(wire: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[rows, bytes] of every rank, one after the other."""
+    arrived = wire.new_empty((dist.get_world_size(group) * len(wire), wire.shape[1]))
+    ALL_GATHER(arrived, wire, group=group)
+    return arrived

@@ -79,12 +79,12 @@ class ReducingScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """output_tensor: [layout.size]; input_tensor: [ranks * layout.size].
+        """output_tensor: FP32 [layout.size]; input_tensor: [ranks * layout.size].
 
         Raises:
             ValueError: `op` is not SUM, or a parameter of the unit has no gradient.
         """
-        output_tensor.copy_(self._axis.reduce_scatter(input_tensor, self._layout, op))
+        self._axis.reduce_scatter(input_tensor, output_tensor, self._layout, op)
 
 
 class ReducingHook:
@@ -96,7 +96,7 @@ class ReducingHook:
     def __call__(self, reduce_output: Tensor) -> None:
         if reduce_output.is_cuda:  # FSDP2 drops it after a cast, but only its own stream would wait for this one
             reduce_output.record_stream(torch.cuda.current_stream())
-        reduce_output.copy_(self._axis.all_reduce(reduce_output, self._layout))
+        self._axis.all_reduce(reduce_output, self._layout)
 
 
 class Sampling:

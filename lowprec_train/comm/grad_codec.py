@@ -8,21 +8,22 @@ coded (vectors) travels in BF16 or FP32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.group import Group
-from lowprec_train.numerics.formats import Format
 
 
 class GradCodec(Protocol):
     """How gradients travel; the same value on every rank.
 
-    Rows are [n, layout.size] of any float dtype, wires uint8 [n, row_bytes].
+    parts: the elements of each range of a layout in all rows, [rows, size] with any stride between rows, or 1-D: rows
+    one after the other, which may end early (what is missing is zeros, and is not written). Wires are uint8
+    [rows, row_bytes]. inner: rows lie as [inner, rows / inner] (ops/gradients.py); 1 is their own order.
     """
 
     @property
@@ -44,10 +45,6 @@ class GradCodec(Protocol):
         """The layout with the ranges that this codec keeps apart."""
         ...
 
-    def chunks(self, layout: FlatLayout, limit: int) -> list[FlatLayout]:
-        """A wire layout in messages of at most `limit` elements a row. ValueError for a limit that cuts blocks."""
-        ...
-
     def sends_whole(self, layout: FlatLayout, ranks: int) -> bool:
         """Whether an all-reduce gathers every contribution whole, instead of scattering parts and gathering sums."""
         ...
@@ -62,33 +59,27 @@ class GradCodec(Protocol):
         """
         ...
 
-    def encode(self, rows: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
-        """Rows as bytes."""
+    def encode(
+        self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
+    ) -> Tensor:
+        """Elements of a wire layout, any float dtype, as bytes."""
         ...
 
-    def decode(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
-        """Bytes as rows, FP32."""
-        ...
+    def decode(
+        self,
+        wire: Tensor,
+        parts: Sequence[Tensor],
+        layout: FlatLayout,
+        scales: Tensor | None = None,
+        *,
+        senders: int = 1,
+        inner: int = 1,
+    ) -> Tensor | None:
+        """Write to `parts`, FP32, the sums of rows of `senders`, in their order. wire: each sender's rows together.
 
-    def decode_sum(
-        self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(the sum of the rows in rank order, FP32 [layout.size]; the number of codes at the maximum, 0-dim int64, None
-        where none can be).
+        Returns the number of codes at the maximum, 0-dim int64; None where none can be.
         """
         ...
-
-
-def encode_plain(x: Tensor, format: Format) -> Tensor:
-    """x [n, k] in an unscaled format, as bytes [n, k * itemsize]. A cast is its quantiser, and fills a GPU whatever the
-    shape; a row's kernel has one block a row, and these rows are few and of many millions.
-    """
-    return x.to(format.carrier).contiguous().view(torch.uint8)
-
-
-def decode_plain(wire: Tensor, format: Format) -> Tensor:
-    """FP32 [n, k] from the bytes of `encode_plain`."""
-    return wire.view(format.carrier).float()
 
 
 def even(count: int) -> int:
@@ -96,10 +87,12 @@ def even(count: int) -> int:
     return count + count % 2
 
 
-def join(parts: list[Tensor]) -> Tensor:
-    """Bytes [n, each] side by side, to an even number."""
-    wire = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return F.pad(wire, (0, 1)) if wire.shape[1] % 2 else wire
+def decoded(wire: Tensor, codec: GradCodec, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
+    """Each row of a wire, FP32 [rows, layout.size]."""
+    rows = torch.empty(len(wire), layout.size, device=wire.device)
+    layout = codec.wire_layout(layout)
+    codec.decode(wire, layout.pieces(rows), layout, scales)
+    return rows
 
 
 def rounding_energy(rows: Tensor, codec: GradCodec, layout: FlatLayout) -> Tensor:
@@ -109,7 +102,8 @@ def rounding_energy(rows: Tensor, codec: GradCodec, layout: FlatLayout) -> Tenso
     Added up over the ranks, sqrt(noise / signal) is the reduction's error as a share of sqrt(sum_i |g_i|^2), without
     an FP32 reduction to compare with.
     """
-    error = codec.decode(codec.encode(rows, layout), layout) - rows.float()
+    wire = codec.wire_layout(layout)
+    error = decoded(codec.encode(wire.pieces(rows), len(rows), wire), codec, layout) - rows.float()
     pieces = zip(layout.pieces(rows.float()), layout.pieces(error))
     return torch.stack([torch.stack((signal.square().sum(), noise.square().sum())) for signal, noise in pieces])
 

@@ -20,13 +20,15 @@ all-to-all: the arithmetic of a network that adds in FP8, on any back end.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec_train.comm.grad_codec import decode_plain, encode_plain, even, join
+from lowprec_train.comm.grad_codec import even
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.group import Group, sum_in_order
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, Format
@@ -60,10 +62,6 @@ class SharedScaleCodec:
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
         return layout
 
-    def chunks(self, layout: FlatLayout, limit: int) -> list[FlatLayout]:
-        """One message: a scale belongs to a range of the whole layout."""
-        return [layout]
-
     def sends_whole(self, layout: FlatLayout, ranks: int) -> bool:
         """Never: codes of a sum are gathered without another rounding."""
         return False
@@ -79,27 +77,49 @@ class SharedScaleCodec:
         scale, _ = tile_scale(group.all_reduce_max(amax), self.format, "POW2", 1.0, 0)
         return divide(mu.expand_as(scale), scale)
 
-    def encode(self, rows: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
+    def encode(
+        self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
+    ) -> Tensor:
         """Codes of a decoded sum are the sum's own: s and its reciprocal cost less than half a step between codes."""
-        assert scales is not None
-        parts = []
-        if layout.coded_size < layout.size:
-            parts.append(encode_plain(layout.columns(rows, False, 1), BF16))
-        for each, piece, s in zip(layout.ranges, layout.pieces(rows), scales.unbind()):
+        assert scales is not None and inner == 1
+        plain, codes = [], []
+        for each, part, s in zip(layout.ranges, parts, scales.unbind(), strict=True):
+            x = _in_rows(part, rows, each.size)
             if each.coded:
-                parts.append(encode(piece.float() * s, self.format).view(torch.uint8))
-        return join(parts)
+                codes.append(encode(x.float() * s, self.format).view(torch.uint8))
+            else:
+                plain.append(x.to(BF16.carrier).contiguous().view(torch.uint8))
+        wire = torch.cat(plain + codes, dim=1)
+        return F.pad(wire, (0, self.row_bytes(layout) - wire.shape[1]))
 
-    def decode(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
-        return self._scaled_back(*self._open(wire, layout), layout, scales)
+    def decode(
+        self,
+        wire: Tensor,
+        parts: Sequence[Tensor],
+        layout: FlatLayout,
+        scales: Tensor | None = None,
+        *,
+        senders: int = 1,
+        inner: int = 1,
+    ) -> Tensor:
+        """Sums of codes, of several senders, are codes themselves."""
+        assert scales is not None and inner == 1
+        sent = wire.unflatten(0, (senders, -1))
+        plain_bytes = self._plain_bytes(layout)
+        plain = sum_in_order(sent[..., :plain_bytes].contiguous().view(BF16.carrier).float().unbind())
+        summed, at_maximum = self._add(sent[..., plain_bytes : plain_bytes + layout.coded_size])
+        starts = {True: 0, False: 0}
+        for each, part, s in zip(layout.ranges, parts, scales.unbind(), strict=True):
+            start, source = starts[each.coded], summed if each.coded else plain
+            starts[each.coded] = end = start + each.size
+            rows = to_float(source[:, start:end])
+            rows = rows * divide(torch.ones_like(s), s) if each.coded else rows
+            part.copy_(rows.reshape(-1)[: part.numel()].view_as(part))
+        return at_maximum
 
-    def decode_sum(self, wire: Tensor, layout: FlatLayout, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        codes, plain = self._open(wire, layout)
-        summed, at_maximum = self._add(codes)
-        return self._scaled_back(summed[None], sum_in_order(plain.unbind())[None], layout, scales)[0], at_maximum
-
-    def _add(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes [n, coded_size] added in rank order, as codes; how many codes an addition left at the maximum."""
+    def _add(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Bytes [senders, rows, coded_size] added in order, as codes; how many an addition left at the maximum."""
+        codes = sent.contiguous().view(self.format.carrier)
         total, at_maximum = to_float(codes[0]), torch.zeros(codes.shape[1:], dtype=torch.bool, device=codes.device)
         for code in codes[1:].unbind():
             total = total + to_float(code)
@@ -111,25 +131,16 @@ class SharedScaleCodec:
             at_maximum = to_float(summed).abs() == self.format.max
         return summed, at_maximum.sum()
 
-    def _scaled_back(self, codes: Tensor, plain: Tensor, layout: FlatLayout, scales: Tensor | None) -> Tensor:
-        """Codes [n, coded_size] / s beside the plain ranges: FP32 [n, size]."""
-        assert scales is not None
-        reciprocal = divide(torch.ones_like(scales), scales)
-        each = zip(layout.ranges, reciprocal.unbind())
-        spread = torch.cat([s.expand(part.size) for part, s in each if part.coded] or [reciprocal[:0]])
-        return layout.merge(to_float(codes) * spread, plain, 1)
-
-    def _open(self, wire: Tensor, layout: FlatLayout) -> tuple[Tensor, Tensor]:
-        """Codes [n, coded_size] and plain elements in FP32."""
-        start = self._plain_bytes(layout)
-        codes = wire[:, start : start + layout.coded_size]
-        return codes.view(self.format.carrier), decode_plain(wire[:, :start], BF16)
-
     def _plain_bytes(self, layout: FlatLayout) -> int:
         return BF16.carrier.itemsize * (layout.size - layout.coded_size)
 
     def __str__(self) -> str:
         return f"{self.format.name}, one scale"
+
+
+def _in_rows(part: Tensor, rows: int, size: int) -> Tensor:
+    """[rows, size]; what a 1-D part lacks is zeros."""
+    return part if part.dim() == 2 else F.pad(part, (0, rows * size - part.numel())).view(rows, size)
 
 
 class MuSchedule:

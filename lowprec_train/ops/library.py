@@ -23,6 +23,7 @@ from torch import Tensor
 from lowprec_train.ops import (
     activations,
     adamw,
+    gradients,
     kernels,
     ladder,
     pairs,
@@ -94,6 +95,7 @@ EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_out
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
 EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
 EAGER |= {name: getattr(ladder, name) for name in ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder")}
+EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decode_gradients")}
 EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}

@@ -78,6 +78,13 @@ SCHEMAS = {
     "dequantize_expanded": (
         "(Tensor codes, Tensor scale, Tensor exponent, Tensor center, str format, int group, int segments) -> Tensor"
     ),
+    "encode_gradients": (
+        "(Tensor[] parts, int rows, int[] sizes, int[] coded, str format, int block, int inner) -> Tensor"
+    ),
+    "decode_gradients": (
+        "(Tensor wire, Tensor(a!)[] parts, int[] sizes, int[] coded, str format, int block, int senders, int inner)"
+        " -> ()"
+    ),
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap, ScalarType? dtype=None) -> Tensor",
     "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor amax)",
     "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor amax)",
@@ -126,6 +133,25 @@ def segment_groups(columns: int, group: int, segments: int) -> int:
     if group < 1 or segments < 1 or columns % segments:
         raise ValueError(f"{segments} segments of groups of {group} do not fit a row of {columns}")
     return -(-(columns // segments) // group)
+
+
+def plain_bytes(format: str) -> int:
+    """Of a gradient that is not coded, on the wire."""
+    return 4 if format == "FP32" else 2
+
+
+def row_bytes(sizes: list[int], coded: list[int], format: str, block: int) -> int:
+    """Of a row of gradients on the wire: ranges of `sizes` elements; coded: 1 or 0 of each (ops/gradients.py). Raises
+    ValueError where they do not fit.
+    """
+    if block < 1 or not sizes or min(sizes) < 1 or len(sizes) != len(coded):
+        raise ValueError(f"a row has ranges of at least one element and blocks of at least one, not {sizes}, {block}")
+    if any(coded) and not parse_format(format).scaled:
+        raise ValueError(f"{format} has no scale: its ranges are plain")
+    blocks = sum(-(-size // block) for size, of_codes in zip(sizes, coded, strict=True) if of_codes)
+    plain = sum(size for size, of_codes in zip(sizes, coded, strict=True) if not of_codes)
+    count = plain * plain_bytes(format) + blocks * (block + 1)
+    return count + count % 2
 
 
 def _scale_like(x: Tensor, tile: list[int] | tuple[int, int]) -> Tensor:
@@ -240,6 +266,10 @@ def _in_place(*_):  # type: ignore[no-untyped-def]
     """Nothing: the op writes into its arguments."""
 
 
+def _encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: ignore[no-untyped-def]
+    return parts[0].new_empty((rows, row_bytes(sizes, coded, format, block)), dtype=torch.uint8)
+
+
 def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def]
     return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
 
@@ -313,6 +343,8 @@ FAKES: dict[str, Callable] = {
     "hadamard": _as_float32,
     "quantize_expanded": _quantize_expanded,
     "dequantize_expanded": _as_float32,
+    "encode_gradients": _encode_gradients,
+    "decode_gradients": _in_place,
     "dge": _dge,
     "adamw": _in_place,
     "adamw_squares": lambda params, *_: params[0].new_empty(len(params), dtype=torch.float64),

@@ -62,9 +62,9 @@ def buffers(mesh, rank):
     """What reduce-scatters were given, a unit at a time, with the layouts that they were told."""
     seen, original = [], Axis.reduce_scatter
 
-    def recording(self, flat, layout, op):
+    def recording(self, flat, out, layout, op):
         seen.append((flat.cpu().clone(), [each.size for each in layout.ranges], [each.coded for each in layout.ranges]))
-        return original(self, flat, layout, op)
+        return original(self, flat, out, layout, op)
 
     Axis.reduce_scatter = recording
     run(CASES["numbered"], mesh, rank)

@@ -13,7 +13,7 @@ def run(case, rank, device="cpu"):
     """This rank's result, on the CPU."""
     collective, flat = getattr(collectives, case.kind), case.flats[rank].to(device)
     mu = torch.tensor(case.mu, device=device)
-    total, saturated = collective(flat, None, case.codec, case.layout, mu=mu, chunk=case.chunk)
+    total, saturated = collective(flat, None, case.codec, case.layout, mu=mu)
     return total.cpu() if saturated is None else (total.cpu(), saturated.cpu())
 
 
@@ -34,7 +34,7 @@ def refusals():
     """The messages of what must be refused: averages, and sizes that do not fit."""
     messages = []
     for kind, size in (("reduce_scatter", RANKS * ROW.size), ("all_reduce", ROW.size)):
-        for options in ({"op": dist.ReduceOp.AVG}, {"op": dist.ReduceOp.MAX}, {"short": 1}, {"chunk": 100}):
+        for options in ({"op": dist.ReduceOp.AVG}, {"op": dist.ReduceOp.MAX}, {"short": 1}, {"out": torch.zeros(3)}):
             options = dict(options)
             flat = torch.zeros(size - options.pop("short", 0))
             try:

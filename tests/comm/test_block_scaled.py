@@ -3,12 +3,13 @@
 import pytest
 import torch
 
-from lowprec_train.comm.block_scaled import E8M0, BlockScaledCodec
-from lowprec_train.comm.grad_codec import encode_plain, rounding_energy, sqnr_db
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.grad_codec import decoded, rounding_energy, sqnr_db
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP16, FP32
 from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.ops.gradients import E8M0
 from tests.comm import simulation
-from tests.comm.cases import ROW, gradients, ranges, row, with_value
+from tests.comm.cases import ROW, encoded, gradients, ranges, row, summed, with_value
 
 SHARES = {"E4M3": 0.026, "E5M2": 0.052}  # S9: of sqrt(sum_i |g_i|^2)
 WEIGHT = row(1 << 16)
@@ -16,7 +17,7 @@ WEIGHT = row(1 << 16)
 
 def reduced(flats, codec, layout):
     """What an owner computes from the wires of all ranks, for rows of one rank each."""
-    return codec.decode_sum(torch.cat([codec.encode(flat[None], layout) for flat in flats]), layout)[0]
+    return summed(codec, torch.cat([encoded(codec, flat[None], layout) for flat in flats]), layout)[0]
 
 
 def share_of(value, flats):
@@ -53,7 +54,7 @@ def test_errors_of_the_mean():
     flats = [torch.randn(1 << 16) * 2.0 ** -(rank % 4) for rank in range(8)]
     exact, codec = torch.stack(flats).double().sum(0), BlockScaledCodec(E4M3)
     once = reduced(flats, codec, WEIGHT)
-    twice = codec.decode(codec.encode(once[None], WEIGHT), WEIGHT)[0]
+    twice = decoded(encoded(codec, once[None], WEIGHT), codec, WEIGHT)[0]
     errors = [((each.double() - exact).norm() / exact.norm()).item() for each in (once, twice)]
     assert errors == pytest.approx([0.0265, 0.038], rel=0.05)
 
@@ -139,7 +140,7 @@ def test_scales_cross_the_wire_exactly():
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_bytes_are_what_is_sent(format, ranks):
     codec = BlockScaledCodec(format, block=64)
-    wire = codec.encode(torch.randn(ranks, ROW.size), ROW)
+    wire = encoded(codec, torch.randn(ranks, ROW.size), ROW)
     assert wire.dtype == torch.uint8 and wire.shape == (ranks, codec.row_bytes(ROW))
 
 
@@ -154,4 +155,5 @@ def test_plain_elements_are_their_quantisers_codes(format):
     edges = torch.tensor([3.4e38, -3.4e38, 3.3895e38, float("inf"), -float("inf"), 0.0, -0.0, 1e-45])
     x = torch.cat([torch.randn(248) * 2.0 ** torch.randint(-130, 120, (248,)), edges])[None]
     codes = Quantizer(format, (1, -1))(x).codes
-    assert torch.equal(encode_plain(x, format), codes.view(torch.uint8))
+    wire = torch.ops.lowprec.encode_gradients([x], 1, [256], [0], format.name, 256, 1)
+    assert torch.equal(wire, codes.view(torch.uint8))

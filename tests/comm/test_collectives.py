@@ -93,11 +93,6 @@ def test_ranks_agree(results, name):
     assert all(same_bits(a, b) for other in others for a, b in zip(first, other))
 
 
-def test_chunks_change_no_bit(results):
-    for each in results:
-        assert torch.equal(each["reduce_scatter-e4m3"], each["reduce_scatter-e4m3-chunks"])
-
-
 def test_two_ranks_sum_whole_contributions(results):
     case = CASES["all_reduce-e4m3"]
     for first in (0, 2):
@@ -150,7 +145,7 @@ def test_schedule_ends_saturation(results):
 
 
 def test_refusals(results):
-    words = ["not a sum", "not a sum", "elements are not", "multiple of the block of 256 elements, not 100"]
+    words = ["not a sum", "not a sum", "elements are not", "sums are FP32"]
     for message, word in zip(results[0]["refusals"], words * 2, strict=True):
         assert message and word in message
 

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
+from lowprec_train.comm.grad_codec import decoded
 from lowprec_train.comm.shared_scale import MuSchedule, SharedScaleCodec
 from lowprec_train.group import SINGLE
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2
 from tests.comm import simulation
-from tests.comm.cases import ROW, gradients, ranges, row, with_value
+from tests.comm.cases import ROW, encoded, gradients, ranges, row, summed, with_value
 
 ONE = torch.tensor(1.0)
 
@@ -22,8 +23,8 @@ def agreed(flats, codec, layout, mu):
 def reduced(flats, codec, layout, mu):
     """(sum, share at the maximum) for rows of one rank each."""
     s = agreed(flats, codec, layout, mu)
-    wire = torch.cat([codec.encode(flat[None], layout, s) for flat in flats])
-    total, at_maximum = codec.decode_sum(wire, layout, s)
+    wire = torch.cat([encoded(codec, flat[None], layout, s) for flat in flats])
+    total, at_maximum = summed(codec, wire, layout, s)
     return total, at_maximum.item() / layout.coded_size
 
 
@@ -90,8 +91,8 @@ def test_average_as_published():
     """FP8-LM dequantises with N * s: the caller's division of this sum by N, bit for bit when N is a power of two."""
     flats, codec = gradients(ROW.size), SharedScaleCodec()
     s = agreed(flats, codec, ROW, ONE)
-    wire = torch.cat([codec.encode(flat[None], ROW, s) for flat in flats])
-    published, ours = (codec.decode_sum(wire, ROW, scales)[0] for scales in (s * 4, s))
+    wire = torch.cat([encoded(codec, flat[None], ROW, s) for flat in flats])
+    published, ours = (summed(codec, wire, ROW, scales)[0] for scales in (s * 4, s))
     for whole, mine, theirs in zip(ROW.ranges, ROW.pieces(ours[None]), ROW.pieces(published[None]), strict=True):
         assert torch.equal(theirs, mine / 4 if whole.coded else mine)
 
@@ -100,10 +101,11 @@ def test_average_as_published():
 def test_not_finite_loses_the_parameter_everywhere(value):
     """I4.3: the maximum carries it, so ranks need not see the element."""
     flats = with_value(gradients(ROW.size), 2, 5, value)
-    s = agreed(flats, SharedScaleCodec(), ROW, ONE)
+    codec = SharedScaleCodec()
+    s = agreed(flats, codec, ROW, ONE)
     assert s.isnan().tolist() == [True] + [False] * 5
     for flat in flats:
-        mine = SharedScaleCodec().decode(SharedScaleCodec().encode(flat[None], ROW, s), ROW, s)[0]
+        mine = decoded(encoded(codec, flat[None], ROW, s), codec, ROW, s)[0]
         assert mine[:1024].isnan().all() and mine[1024:].isfinite().all()
 
 
@@ -116,7 +118,7 @@ def test_a_decoded_sum_is_encoded_as_it_was(format, amax, mu):
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(format.carrier).float()
     s = codec.scales(torch.full((1, 256), amax), layout, SINGLE, torch.tensor(mu))
-    again = codec.encode(codec.decode(codes[None], layout, s), layout, s)[0]
+    again = encoded(codec, decoded(codes[None], codec, layout, s), layout, s)[0]
     assert torch.equal(again[values.isfinite()], codes[values.isfinite()])
     assert again[values.isnan()].view(format.carrier).float().isnan().all()
 
@@ -130,7 +132,7 @@ def test_zeros_are_exact():
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_bytes_are_what_is_sent(ranks):
     codec, s = SharedScaleCodec(), torch.ones(len(ROW.ranges))
-    assert codec.encode(torch.randn(ranks, ROW.size), ROW, s).shape == (ranks, codec.row_bytes(ROW))
+    assert encoded(codec, torch.randn(ranks, ROW.size), ROW, s).shape == (ranks, codec.row_bytes(ROW))
     assert codec.row_bytes(row(1000)) == 1000
 
 

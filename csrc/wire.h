@@ -1,0 +1,79 @@
+// Arguments of the ops of gradients, checked: what both the C++ and the CUDA kernels start from.
+#pragma once
+
+#include "binding.h"
+#include "numerics/wire.h"
+
+namespace lowprec {
+
+struct Wire {
+  std::vector<WireRange> ranges;
+  Format format;
+  int64_t rows, block, inner, row_bytes;
+  bool padded;  // by a byte, to an even number
+};
+
+inline Format plain_of(Format format) { return format == Format::FP32 ? Format::FP32 : Format::BF16; }
+
+inline int64_t wire_blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
+
+// The one format of all parts: FP32 copies where they differ, or are neither 16-bit nor 32-bit floats.
+inline Format held_in(std::vector<Tensor>& parts) {
+  const ScalarType type = parts[0].scalar_type();
+  bool same = type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float;
+  for (const Tensor& part : parts) same = same && part.scalar_type() == type;
+  for (Tensor& part : parts) {
+    if (!same) part = torch::stable::to(part, ScalarType::Float);
+  }
+  return !same || type == ScalarType::Float ? Format::FP32 : type == ScalarType::Half ? Format::FP16 : Format::BF16;
+}
+
+// parts: [rows, size] with dense rows, or 1-D and dense.
+inline Wire wire_of(std::vector<Tensor>& parts, int64_t rows, const std::vector<int64_t>& sizes,
+                    const std::vector<int64_t>& coded, const std::string& format, int64_t block, int64_t inner) {
+  Wire made{{}, parse_format(format), rows, block, inner, 0, false};
+  STD_TORCH_CHECK(block >= 1 && !sizes.empty() && sizes.size() == coded.size() && sizes.size() == parts.size(),
+                  "a row has ranges and blocks of at least one element");
+  STD_TORCH_CHECK(inner >= 1 && rows % inner == 0, rows, " rows are not ", inner, " equal groups");
+  const int64_t plain = plain_of(made.format) == Format::FP32 ? 4 : 2;
+  int64_t codes = 0, exponents = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) codes += coded[i] ? 0 : sizes[i] * plain;
+  exponents = codes;
+  for (size_t i = 0; i < sizes.size(); ++i) exponents += coded[i] ? wire_blocks(sizes[i], block) * block : 0;
+  int64_t start = 0;
+  const Format held = held_in(parts);
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    const Tensor& part = parts[i];
+    const bool flat = part.dim() == 1;
+    STD_TORCH_CHECK(sizes[i] >= 1, "a range has at least one element, not ", sizes[i]);
+    STD_TORCH_CHECK(flat ? part.numel() <= rows * sizes[i]
+                         : part.dim() == 2 && part.size(0) == rows && part.size(1) == sizes[i],
+                    "a range of ", rows, " rows of ", sizes[i], " has another shape");
+    STD_TORCH_CHECK(part.numel() == 0 || part.size(part.dim() - 1) == 1 || part.stride(part.dim() - 1) == 1,
+                    "rows of a range lie densely");
+    STD_TORCH_CHECK(!coded[i] || made.format == Format::E4M3 || made.format == Format::E5M2, "a range of codes is E4M3 or E5M2, not ", format);
+    int64_t& at = coded[i] ? codes : start;
+    made.ranges.push_back({static_cast<char*>(const_cast<void*>(part.const_data_ptr())), held,
+                           flat ? sizes[i] : part.stride(0), part.numel(), sizes[i], at, coded[i] ? exponents : -1});
+    const int64_t blocks = wire_blocks(sizes[i], block);
+    at += coded[i] ? blocks * block : sizes[i] * plain;
+    exponents += coded[i] ? blocks : 0;
+  }
+  made.padded = exponents % 2 != 0;
+  made.row_bytes = exponents + made.padded;
+  return made;
+}
+
+// Of a decode, whose parts are sums.
+inline Wire wire_of_sent(const Tensor& sent, std::vector<Tensor>& parts, const std::vector<int64_t>& sizes,
+                         const std::vector<int64_t>& coded, const std::string& format, int64_t block, int64_t senders,
+                         int64_t inner) {
+  STD_TORCH_CHECK(senders >= 1 && sent.dim() == 2 && sent.size(0) % senders == 0, "a wire of ", sent.size(0),
+                  " rows is not of ", senders, " senders");
+  for (const Tensor& part : parts) STD_TORCH_CHECK(part.scalar_type() == ScalarType::Float, "sums are FP32");
+  const Wire made = wire_of(parts, sent.size(0) / senders, sizes, coded, format, block, inner);
+  STD_TORCH_CHECK(sent.size(1) == made.row_bytes, "a row of these ranges has ", made.row_bytes, " bytes, not ", sent.size(1));
+  return made;
+}
+
+}  // namespace lowprec

@@ -1,0 +1,50 @@
+"""Cases of the ops that put gradients on the wire (ops/cases.py): ranges that end within a block, rows that end early,
+blocks of 256 and of odd sizes, rows out of order, several senders, Inf and NaN in one block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_train.ops.gradients import encode_gradients
+from lowprec_train.ops.schema import row_bytes
+
+SIZES, CODED = [1400, 6, 390, 512], [1, 0, 1, 1]
+PARTS, FEW = [384, 90], [1, 0]
+
+
+def encode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
+    """rows, bad: FP32 [4, sum(SIZES)]; the second with Inf and NaN."""
+    flat, how = rows.flatten(), (4, SIZES, CODED)
+
+    def parts(x: Tensor) -> list[Tensor]:
+        return [part.contiguous() for part in x.split(SIZES, 1)]
+
+    return {
+        "E4M3": (parts(rows), *how, "E4M3", 256, 1),
+        "E5M2 of BF16": (parts(rows.bfloat16()), *how, "E5M2", 256, 2),
+        "blocks of 33": (parts(rows.half()), *how, "E4M3", 33, 4),
+        "rows that end early": ([flat[:1301], flat[1304:1604]], 4, PARTS, FEW, "E4M3", 256, 1),
+        "an empty part": ([flat[:0], flat[:360]], 4, PARTS, FEW, "E5M2", 64, 2),
+        "BF16": ([flat[:2399]], 8, [300], [0], "BF16", 256, 4),
+        "FP32": ([flat[:2400].bfloat16()], 8, [300], [0], "FP32", 256, 1),
+        "Inf and NaN": (parts(bad), *how, "E4M3", 256, 1),
+        "Inf and NaN in BF16": ([bad.flatten()], 4, [sum(SIZES)], [0], "BF16", 256, 1),
+    }
+
+
+def decode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
+    """What the reference makes of `encode_cases`, as one row of each of several senders, and as rows of one sender."""
+    made: dict[str, tuple[Any, ...]] = {}
+    for name, arguments in encode_cases(rows, bad).items():
+        parts, count, sizes, coded, format, block, inner = arguments
+        wire = encode_gradients(*arguments)
+        assert wire.shape[1] == row_bytes(sizes, coded, format, block)
+        whole = [torch.zeros(part.shape) for part in parts]
+        made[name] = (wire, whole, sizes, coded, format, block, 1, inner)
+        sums = [torch.zeros(size) for size in sizes]
+        made[f"{name}, summed"] = (wire, sums, sizes, coded, format, block, count, 1)
+    return made

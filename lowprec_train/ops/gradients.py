@@ -1,0 +1,116 @@
+"""Gradients on the wire: rows of codes, one row a receiver, and their sums.
+
+    row = [plain elements of every range that is not coded | codes of every coded range | their block exponents]
+
+A range is a parameter's share of a row (comm/layout.py). Coded ranges are cut in blocks of consecutive elements, the
+last one filled up with zeros; a block has one scale, a power of two that rounds up, sent as its exponent in a byte
+(E8M0). Plain elements travel in BF16, or in FP32 where the format is FP32. A row has an even number of bytes,
+so that plain elements of every row are aligned.
+
+Rows lie in memory as [inner, rows / inner]: row r at place (r % inner) (rows / inner) + r / inner. With inner = 1 that
+is their own order; with the ranks of a node as `inner`, rows for the same-numbered ranks of all nodes are neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowprec_train.ops.formats import parse_format
+from lowprec_train.ops.reference import tile_scale, to_float
+from lowprec_train.ops.rounding import encode
+from lowprec_train.ops.schema import plain_bytes, row_bytes
+
+E8M0 = torch.float8_e8m0fnu  # OCP Microscaling 1.0: the exponent of a power of two, or NaN, in a byte
+NAN_CODE = 0x7F  # of E4M3 and of E5M2
+
+
+def places(rows: int, inner: int) -> list[int]:
+    """Where row 0, 1, ... lies. Raises ValueError where `inner` does not divide the rows."""
+    if inner < 1 or rows % inner:
+        raise ValueError(f"{rows} rows are not {inner} equal groups")
+    return [row % inner * (rows // inner) + row // inner for row in range(rows)]
+
+
+def encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: ignore[no-untyped-def]
+    """Rows of ranges as bytes, uint8 [rows, row_bytes].
+
+    parts: of each range its elements in all rows: [rows, size] with any stride between rows, or 1-D and at most
+    rows * size long, what is missing being zeros. A non-finite element makes its block NaN.
+    """
+    width = row_bytes(sizes, coded, format, block)
+    plain, codes, exponents = [], [], []
+    for part, size, of_codes in zip(parts, sizes, coded, strict=True):
+        x = _in_rows(part, rows, size)
+        if of_codes:
+            made = _blocks(x, format, block)
+            codes.append(made[0])
+            exponents.append(made[1])
+        else:
+            plain.append(_plain(x, format))
+    wire = torch.cat([*plain, *codes, *exponents], dim=1)
+    wire = F.pad(wire, (0, width - wire.shape[1]))
+    made = torch.empty_like(wire)
+    made[places(rows, inner)] = wire
+    return made
+
+
+def decode_gradients(wire, parts, sizes, coded, format, block, senders, inner):  # type: ignore[no-untyped-def]
+    """Sums of rows from several senders, written to `parts`.
+
+    wire: uint8 [senders * rows, row_bytes], each sender's rows together. parts: as in `encode_gradients`, FP32. Rows
+    are decoded and added in the order of the senders, in FP32.
+    """
+    if wire.shape != (len(wire), row_bytes(sizes, coded, format, block)) or len(wire) % senders:
+        raise ValueError(f"a wire of shape {tuple(wire.shape)} does not hold rows of {senders} senders and {sizes}")
+    rows = len(wire) // senders
+    each = wire.unflatten(0, (senders, rows))[:, places(rows, inner)]
+    ends = {0: 0, 1: plain_bytes(format) * sum(s for s, of_codes in zip(sizes, coded, strict=True) if not of_codes)}
+    scales = ends[1] + sum(-(-s // block) * block for s, of_codes in zip(sizes, coded, strict=True) if of_codes)
+    for part, size, of_codes in zip(parts, sizes, coded, strict=True):
+        start, blocks = ends[of_codes], -(-size // block)
+        ends[of_codes] = end = start + (blocks * block if of_codes else size * plain_bytes(format))
+        total = None
+        for sent in each:
+            x = _opened(sent[:, start:end], sent[:, scales : scales + blocks], of_codes, format, block)[:, :size]
+            total = x if total is None else total + x
+        scales += blocks * of_codes
+        _write(part, total)
+
+
+def _in_rows(part: Tensor, rows: int, size: int) -> Tensor:
+    """[rows, size]. Raises ValueError for a part of another size."""
+    if part.shape == (rows, size):
+        return part
+    if part.dim() != 1 or part.numel() > rows * size:
+        raise ValueError(f"a range of {rows} rows of {size} is not of shape {tuple(part.shape)}")
+    return F.pad(part, (0, rows * size - part.numel())).view(rows, size)
+
+
+def _write(part: Tensor, rows: Tensor) -> None:
+    _in_rows(part, *rows.shape)
+    part.copy_(rows.reshape(-1)[: part.numel()].view_as(part))
+
+
+def _blocks(x: Tensor, format: str, block: int) -> tuple[Tensor, Tensor]:
+    """Codes [rows, whole blocks] and exponents [rows, blocks] of a range, as bytes."""
+    x = F.pad(x.float(), (0, -x.shape[1] % block)).unflatten(1, (-1, block))
+    scale, inverse = tile_scale(x.abs().amax(2), parse_format(format), "POW2", 1.0, 0)
+    codes = encode(x * inverse[:, :, None], parse_format(format)).view(torch.uint8)
+    return codes.masked_fill(scale.isnan()[:, :, None], NAN_CODE).flatten(1), scale.to(E8M0).view(torch.uint8)
+
+
+def _plain(x: Tensor, format: str) -> Tensor:
+    """Elements as bytes; casts to BF16 leave the bits of NaN open, so it has one form."""
+    if format == "FP32":
+        return x.float().contiguous().view(torch.uint8)
+    return x.bfloat16().masked_fill(x.isnan(), torch.nan).contiguous().view(torch.uint8)
+
+
+def _opened(sent: Tensor, exponents: Tensor, of_codes: int, format: str, block: int) -> Tensor:
+    """FP32 [rows, elements] of a range's bytes."""
+    if not of_codes:
+        return sent.contiguous().view(torch.float32 if format == "FP32" else torch.bfloat16).float()
+    codes = to_float(sent.contiguous().view(parse_format(format).carrier)).unflatten(1, (-1, block))
+    return (codes * exponents.contiguous().view(E8M0).float()[:, :, None]).flatten(1)

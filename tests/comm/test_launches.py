@@ -1,0 +1,71 @@
+"""How much a unit's reduction launches: an encode, one collective and a decode, whatever the parameters and the ranks.
+
+Torch's fake process group stands for the other ranks: it answers every collective at once.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowprec_train.comm.axis import Axis
+from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.fsdp import ReducingHook, ReducingScatter
+from lowprec_train.comm.layout import sharded_layout
+from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
+
+NO_LAUNCH = {"empty", "empty_like", "new_empty", "view", "_unsafe_view", "split", "split_with_sizes", "select", "slice"}
+NO_LAUNCH |= {"detach", "alias", "as_strided", "view_as"}
+
+
+class Launches(TorchDispatchMode):
+    """Names of the operations that a device would run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1]
+        if name not in NO_LAUNCH:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=[4, 64])
+def ranks(request):
+    dist.init_process_group("fake", rank=1, world_size=request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def launched(reduce):
+    with Launches() as launches, torch.no_grad():
+        reduce()
+    return launches.names
+
+
+def unit(parameters):
+    return {f"weights.{i}": (256, 64 + 8 * (i % 3)) for i in range(parameters)}
+
+
+@pytest.mark.parametrize("parameters", [1, 9, 100])
+@pytest.mark.parametrize(("format", "encodes"), [(E4M3, 1), (E5M2, 1), (BF16, 1), (FP32, 0)])
+def test_a_reduce_scatter_is_three_launches(ranks, parameters, format, encodes):
+    """FP32 is sent as it lies."""
+    layout = sharded_layout(unit(parameters), ranks, exclude=["weights.3*"])
+    scatter = ReducingScatter(Axis(dist.group.WORLD, BlockScaledCodec(format), "cpu"), layout)
+    flat, out = torch.randn(ranks * layout.size), torch.empty(layout.size)
+    names = launched(lambda: scatter(out, flat, dist.group.WORLD, dist.ReduceOp.SUM))
+    assert names == ["encode_gradients"] * encodes + ["alltoall_base_", "decode_gradients"]
+
+
+@pytest.mark.parametrize("parameters", [1, 9, 100])
+@pytest.mark.parametrize("format", [E4M3, BF16])
+def test_an_all_reduce_is_six(ranks, parameters, format):
+    layout = sharded_layout(unit(parameters))
+    hook = ReducingHook(Axis(dist.group.WORLD, BlockScaledCodec(format), "cpu"), layout)
+    flat = torch.randn(layout.size)
+    names = launched(lambda: hook(flat))
+    ours = ["encode_gradients", "decode_gradients"]
+    assert [name for name in names if name in ours] == ours * 2 and len(names) == 6
