@@ -29,7 +29,7 @@ NAMES = {  # an identifier of Python -> what it is called now
     "asks": "refresh_format",
     "settle": "refresh_format",
     "Gathering": "QuantizedAllGather",
-    "of_codes": "all_gathered_weight",
+    "is_coded": "all_gathered_weight",
     "Payload": "GradCodec",
     "Team": "DataParallelContext",
     "Alone": "SingleProcess",

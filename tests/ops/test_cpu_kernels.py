@@ -224,7 +224,7 @@ def test_rotate_fold(carrier, rule):
                 )
 
 
-def test_rotate_fold_of_codes():
+def test_rotate_fold_is_coded():
     codes, scale = reference.quantize(matrix("heavy", 96, 160), "E4M3", (-1, -1), "FP32", 1.0, 0, "nearest", None, None)
     for transposed in (False, True):
         check(
