@@ -11,16 +11,19 @@ namespace lowprec {
 namespace {
 
 constexpr int TABLE = 48, WIRE_THREADS = 256, WARPS = WIRE_THREADS / 32, STEP = 128, BLOCK = 256;
-constexpr int ENCODED = 1024, DECODED = 512;  // elements of a warp
+constexpr int DECODED = 512, ENCODED_BYTES = 4096;  // of a warp: elements that it writes, bytes that it reads
+template <typename In>
+constexpr int ENCODED = ENCODED_BYTES / sizeof(In);
 
 // Ranges of a launch; warps first[i] to first[i + 1] of a row work on range i, `each` elements a warp.
 struct Table {
   WireRange ranges[TABLE];
-  int64_t first[TABLE + 1];
+  int32_t first[TABLE + 1];
   int32_t each[TABLE];
   bool vectors[TABLE];
   int count;
-  int64_t rows, inner, row_bytes, block;
+  int32_t rows, inner;
+  int64_t row_bytes, block;
   bool padded;  // the last byte of a row is there for evenness alone, and is this launch's to clear
 };
 
@@ -30,15 +33,18 @@ struct Work {
 };
 
 __device__ __forceinline__ bool find_work(const Table& table, Work* work) {
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * WARPS + threadIdx.x / 32, units = table.first[table.count];
-  if (unit >= units * table.rows) return false;
-  work->row = unit / units;
-  const int64_t rest = unit - work->row * units;
+  const int32_t unit = blockIdx.x * WARPS + threadIdx.x / 32;
+  if (unit >= table.first[table.count]) return false;
   int i = 0;
-  while (rest >= table.first[i + 1]) ++i;
+  while (unit >= table.first[i + 1]) ++i;
+  work->row = blockIdx.y;
   work->range = i;
-  work->first = (rest - table.first[i]) * table.each[i];
+  work->first = static_cast<int64_t>(unit - table.first[i]) * table.each[i];
   return true;
+}
+
+__device__ __forceinline__ int64_t row_at(const Table& table) {
+  return table.inner == 1 ? blockIdx.y : place_of_row<int32_t>(blockIdx.y, table.rows, table.inner);
 }
 
 // Four neighbouring elements.
@@ -88,12 +94,12 @@ template <Format F, typename In>
 __device__ void encode_vectors(const WireRange& range, const In* data, int64_t left, int64_t first, const ScaleRule& how,
                                uint8_t* row) {
   const int lane = threadIdx.x & 31;
-  Quad<In> held[ENCODED / STEP];
+  Quad<In> held[ENCODED<In> / STEP];
 #pragma unroll
-  for (int k = 0; k < ENCODED / STEP; ++k) held[k].load(data + lane * 4 + k * STEP, left - lane * 4 - k * STEP);
+  for (int k = 0; k < ENCODED<In> / STEP; ++k) held[k].load(data + lane * 4 + k * STEP, left - lane * 4 - k * STEP);
   uint8_t exponent = 0;
 #pragma unroll
-  for (int b = 0; b < ENCODED / BLOCK; ++b) {
+  for (int b = 0; b < ENCODED<In> / BLOCK; ++b) {
     if (first + b * BLOCK >= range.size) break;
     const Quad<In>&low = held[2 * b], &high = held[2 * b + 1];
     const TileScale of = tile_scale(bits_float(warp_largest(larger(low.largest(), high.largest()))), how);
@@ -102,7 +108,7 @@ __device__ void encode_vectors(const WireRange& range, const In* data, int64_t l
     codes[STEP / 4] = four_codes<F>(high[0], high[1], high[2], high[3], of);
     exponent = lane == b ? e8m0_bits(of.scale) : exponent;
   }
-  if (lane < ENCODED / BLOCK && first + lane * BLOCK < range.size) row[range.exponents + first / BLOCK + lane] = exponent;
+  if (lane < ENCODED<In> / BLOCK && first + lane * BLOCK < range.size) row[range.exponents + first / BLOCK + lane] = exponent;
 }
 
 // Any block, at any address: `each` is the block.
@@ -131,16 +137,16 @@ __device__ void encode_plain(const WireRange& range, const In* data, int64_t lef
                              uint8_t* row) {
   const int lane = threadIdx.x & 31;
   auto* out = plain_at<P>(range, row, first);
-  const int64_t there = min(static_cast<int64_t>(ENCODED), range.size - first);
+  const int64_t there = min(static_cast<int64_t>(ENCODED<In>), range.size - first);
   if (!vectors) {
     for (int64_t i = lane; i < there; i += 32) out[i] = encode<P>(i < left ? data[i].value() : 0.0f);
     return;
   }
-  Quad<In> held[ENCODED / STEP];
+  Quad<In> held[ENCODED<In> / STEP];
 #pragma unroll
-  for (int k = 0; k < ENCODED / STEP; ++k) held[k].load(data + lane * 4 + k * STEP, left - lane * 4 - k * STEP);
+  for (int k = 0; k < ENCODED<In> / STEP; ++k) held[k].load(data + lane * 4 + k * STEP, left - lane * 4 - k * STEP);
 #pragma unroll
-  for (int k = 0; k < ENCODED / STEP; ++k) {
+  for (int k = 0; k < ENCODED<In> / STEP; ++k) {
     const int at = lane * 4 + k * STEP;
     const Quad<In>& x = held[k];
     const auto a = encode<P>(x[0]), b = encode<P>(x[1]), c = encode<P>(x[2]), d = encode<P>(x[3]);
@@ -163,7 +169,7 @@ __global__ void __launch_bounds__(WIRE_THREADS) encode_ranges(const __grid_const
   const WireRange& range = table.ranges[work.range];
   const int64_t left = elements_left(range, work.row, work.first, table.each[work.range]);
   const In* data = reinterpret_cast<const In*>(range.data) + work.row * range.stride + work.first;
-  uint8_t* row = out + place_of_row(work.row, table.rows, table.inner) * table.row_bytes;
+  uint8_t* row = out + row_at(table) * table.row_bytes;
   const bool vectors = table.vectors[work.range];
   if (table.padded && work.range == 0 && work.first == 0 && (threadIdx.x & 31) == 0) row[table.row_bytes - 1] = 0;
   if (range.exponents < 0) {
@@ -277,7 +283,7 @@ __global__ void __launch_bounds__(WIRE_THREADS, 3) decode_ranges(const __grid_co
   const WireRange& range = table.ranges[work.range];
   const int64_t left = elements_left(range, work.row, work.first, table.each[work.range]);
   if (left == 0) return;
-  const uint8_t* row = wire + place_of_row(work.row, table.rows, table.inner) * table.row_bytes;
+  const uint8_t* row = wire + row_at(table) * table.row_bytes;
   const int64_t step = table.rows * table.row_bytes;
   float* out = reinterpret_cast<float*>(range.data) + work.row * range.stride + work.first;
   if (!table.vectors[work.range]) {
@@ -307,23 +313,26 @@ bool by_vectors(const Wire& wire, const WireRange& range, const void* bytes) {
          aligned(bytes, sent) && wire.row_bytes % sent == 0 && range.bytes % sent == 0;
 }
 
-// each: elements of a warp. Calls launch(table, blocks) for every TABLE ranges.
+// each: elements of a warp, but that of an encode which cannot go by vectors takes a block. Calls launch(table, grid) for
+// every TABLE ranges.
 template <typename Launch>
-void for_tables(const Wire& wire, const void* bytes, int64_t each, const Launch& launch) {
+void for_tables(const Wire& wire, const void* bytes, int64_t each, bool encodes, const Launch& launch) {
+  STD_TORCH_CHECK(wire.rows < 65536, "a wire of ", wire.rows, " rows");
   for (size_t begin = 0; begin < wire.ranges.size(); begin += TABLE) {
     Table table{};
-    table.rows = wire.rows, table.inner = wire.inner, table.row_bytes = wire.row_bytes, table.block = wire.block;
+    table.rows = static_cast<int32_t>(wire.rows), table.inner = static_cast<int32_t>(wire.inner),
+     table.row_bytes = wire.row_bytes, table.block = wire.block;
     table.padded = wire.padded && begin == 0;
     for (size_t i = begin; i < wire.ranges.size() && table.count < TABLE; ++i) {
       const WireRange& range = wire.ranges[i];
       const int at = table.count++;
       table.ranges[at] = range;
       table.vectors[at] = by_vectors(wire, range, bytes);
-      const bool whole = each == ENCODED && range.exponents >= 0 && !table.vectors[at];  // a block a warp
+      const bool whole = encodes && range.exponents >= 0 && !table.vectors[at];
       table.each[at] = static_cast<int32_t>(whole ? wire.block : each);
-      table.first[at + 1] = table.first[at] + ceil_div(range.size, table.each[at]);
+      table.first[at + 1] = table.first[at] + static_cast<int32_t>(ceil_div(range.size, table.each[at]));
     }
-    launch(table, static_cast<unsigned>(ceil_div(table.first[table.count] * table.rows, WARPS)));
+    launch(table, dim3(static_cast<unsigned>(ceil_div(table.first[table.count], WARPS)), static_cast<unsigned>(wire.rows)));
   }
 }
 
@@ -346,7 +355,7 @@ Tensor encode_gradients(std::vector<Tensor> parts, int64_t rows, std::vector<int
     constexpr Format F = decltype(tag)::value;
     with_input(parts[0], [&](auto held) {
       using In = typename decltype(held)::Type;
-      for_tables(wire, out, ENCODED, [&](const Table& table, unsigned blocks) {
+      for_tables(wire, out, ENCODED<In>, true, [&](const Table& table, dim3 blocks) {
         encode_ranges<F, In><<<blocks, WIRE_THREADS, 0, stream_of(made)>>>(table, how, out);
       });
     });
@@ -363,7 +372,7 @@ void decode_gradients(const Tensor& given, std::vector<Tensor> parts, std::vecto
   const uint8_t* bytes = data_of<uint8_t>(sent);
   with_codes(wire.format, [&](auto tag) {
     constexpr Format F = decltype(tag)::value;
-    for_tables(wire, bytes, DECODED, [&](const Table& table, unsigned blocks) {
+    for_tables(wire, bytes, DECODED, false, [&](const Table& table, dim3 blocks) {
       decode_ranges<F><<<blocks, WIRE_THREADS, 0, stream_of(sent)>>>(table, bytes, senders);
     });
   });

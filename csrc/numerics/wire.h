@@ -21,7 +21,10 @@ struct WireRange {
 };
 
 // Where row r of `rows` lies.
-LOWPREC_HD int64_t place_of_row(int64_t r, int64_t rows, int64_t inner) { return r % inner * (rows / inner) + r / inner; }
+template <typename Int>
+LOWPREC_HD Int place_of_row(Int r, Int rows, Int inner) {
+  return r % inner * (rows / inner) + r / inner;
+}
 
 // Elements of row r from element `first` on, at most `most`.
 LOWPREC_HD int64_t elements_left(const WireRange& range, int64_t r, int64_t first, int64_t most) {

@@ -41,9 +41,9 @@ def encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: 
     """
     width = row_bytes(sizes, coded, format, block)
     plain, codes, exponents = [], [], []
-    for part, size, is_coded in zip(parts, sizes, coded, strict=True):
+    for part, size, has_codes in zip(parts, sizes, coded, strict=True):
         x = _in_rows(part, rows, size)
-        if is_coded:
+        if has_codes:
             made = _blocks(x, format, block)
             codes.append(made[0])
             exponents.append(made[1])
@@ -66,16 +66,16 @@ def decode_gradients(wire, parts, sizes, coded, format, block, senders, inner): 
         raise ValueError(f"a wire of shape {tuple(wire.shape)} does not hold rows of {senders} senders and {sizes}")
     rows = len(wire) // senders
     each = wire.unflatten(0, (senders, rows))[:, places(rows, inner)]
-    ends = {0: 0, 1: plain_bytes(format) * sum(s for s, is_coded in zip(sizes, coded, strict=True) if not is_coded)}
-    scales = ends[1] + sum(-(-s // block) * block for s, is_coded in zip(sizes, coded, strict=True) if is_coded)
-    for part, size, is_coded in zip(parts, sizes, coded, strict=True):
-        start, blocks = ends[is_coded], -(-size // block)
-        ends[is_coded] = end = start + (blocks * block if is_coded else size * plain_bytes(format))
+    ends = {0: 0, 1: plain_bytes(format) * sum(s for s, has_codes in zip(sizes, coded, strict=True) if not has_codes)}
+    scales = ends[1] + sum(-(-s // block) * block for s, has_codes in zip(sizes, coded, strict=True) if has_codes)
+    for part, size, has_codes in zip(parts, sizes, coded, strict=True):
+        start, blocks = ends[has_codes], -(-size // block)
+        ends[has_codes] = end = start + (blocks * block if has_codes else size * plain_bytes(format))
         total = None
         for sent in each:
-            x = _opened(sent[:, start:end], sent[:, scales : scales + blocks], is_coded, format, block)[:, :size]
+            x = _opened(sent[:, start:end], sent[:, scales : scales + blocks], has_codes, format, block)[:, :size]
             total = x if total is None else total + x
-        scales += blocks * is_coded
+        scales += blocks * has_codes
         _write(part, total)
 
 
@@ -108,9 +108,9 @@ def _plain(x: Tensor, format: str) -> Tensor:
     return x.bfloat16().masked_fill(x.isnan(), torch.nan).contiguous().view(torch.uint8)
 
 
-def _opened(sent: Tensor, exponents: Tensor, is_coded: int, format: str, block: int) -> Tensor:
+def _opened(sent: Tensor, exponents: Tensor, has_codes: int, format: str, block: int) -> Tensor:
     """FP32 [rows, elements] of a range's bytes."""
-    if not is_coded:
+    if not has_codes:
         return sent.contiguous().view(torch.float32 if format == "FP32" else torch.bfloat16).float()
     codes = to_float(sent.contiguous().view(parse_format(format).carrier)).unflatten(1, (-1, block))
     return (codes * exponents.contiguous().view(E8M0).float()[:, :, None]).flatten(1)

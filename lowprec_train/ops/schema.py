@@ -148,8 +148,8 @@ def row_bytes(sizes: list[int], coded: list[int], format: str, block: int) -> in
         raise ValueError(f"a row has ranges of at least one element and blocks of at least one, not {sizes}, {block}")
     if any(coded) and not parse_format(format).scaled:
         raise ValueError(f"{format} has no scale: its ranges are plain")
-    blocks = sum(-(-size // block) for size, is_coded in zip(sizes, coded, strict=True) if is_coded)
-    plain = sum(size for size, is_coded in zip(sizes, coded, strict=True) if not is_coded)
+    blocks = sum(-(-size // block) for size, has_codes in zip(sizes, coded, strict=True) if has_codes)
+    plain = sum(size for size, has_codes in zip(sizes, coded, strict=True) if not has_codes)
     count = plain * plain_bytes(format) + blocks * (block + 1)
     return count + count % 2
 

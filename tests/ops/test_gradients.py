@@ -37,7 +37,7 @@ def test_sums_are_those_of_the_simulation(name, format, kind):
     sizes, coded, block = RANGES[name]
     x = gradients(3, sum(sizes), kind)
     total = summed(decode_gradients, encoded(encode_gradients, x, name, format), name, format, senders=3)
-    ranges = [(size, bool(is_coded)) for size, is_coded in zip(sizes, coded, strict=True)]
+    ranges = [(size, bool(has_codes)) for size, has_codes in zip(sizes, coded, strict=True)]
     assert same(total[0], simulation.sum_of_rows(list(x), ranges, format, block))
 
 
