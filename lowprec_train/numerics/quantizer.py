@@ -280,9 +280,10 @@ class Quantizer:
         return self.format.scaled and (self.tile[dim] == -1 or levels)
 
     def _part(self, x: Tensor, seed: Tensor | None, origin: Tensor | None, shared: Shared) -> Quantized:
-        amax = torch.ops.lowprec.amax(x, self.tile)
-        top = shared.global_amax(self._above_tiles(amax, shared.dim))
         spans = self.tile[shared.dim] == -1  # then the parts' tiles are the whole's, with one maximum
+        amax = shared.amax if spans else None
+        amax = torch.ops.lowprec.amax(x, self.tile) if amax is None else amax
+        top = shared.global_amax(self._above_tiles(amax, shared.dim))
         amax = top if spans else amax
         if self.scale is ScaleRule.LADDER:
             return self._on_ladder(x, top, shared)

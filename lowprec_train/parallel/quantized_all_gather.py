@@ -1,12 +1,13 @@
 """All-gather of quantised weights in FSDP2, by extension functions on the sharded parameters.
 
-    shard, FP32 -> BF16 -> (codes, scales) -> all-gather -> the layer's GEMMs       W
+    shard, FP32 -> BF16 -> (codes, scales), once a step -> every all-gather -> the layer's GEMMs       W
     leaf <- dW, FP32  -> reduce-scatter -> the shard's gradient -> the estimator's slope, once a step
 
-`all_gather_format` says what travels. A scale of the whole tensor needs the amax of all shards: one all-reduce for all
-weights, before the first micro-batch of a step and before an evaluation (`QuantizedAllGather.prepare`), and none in an
-all-gather. Gathered codes take no gradient; a leaf takes it, and its hook adds it to the parameter that FSDP2 reads
-(`precision.all_gathered_weight`).
+`all_gather_format` says what travels. It is made before the first micro-batch of a step and before an evaluation
+(`QuantizedAllGather.prepare`), sent as it lies by every all-gather, and dropped after the last backward pass
+(`finish`). A scale of the whole tensor needs the amax of all shards: one all-reduce for all weights in `prepare`, and
+none in an all-gather. Gathered codes take no gradient; a leaf takes it, and its hook adds it to the parameter that
+FSDP2 reads (`precision.all_gathered_weight`).
 
 DGE's slope f' is elementwise and the same for all contributions, and needs the weight itself: with codes each rank
 multiplies it once into its shard of the summed gradient (`QuantizedAllGather.finish`). That is f' sum(g) for sum(f' g):
@@ -16,6 +17,7 @@ n + 1 roundings of FP32 in another place.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -76,13 +78,17 @@ class QuantizedAllGather:
     @torch.no_grad()
     def prepare(self) -> None:
         """Before the first micro-batch of a step and before an evaluation, with the weights and recipes of both: drop
-        codes that stayed from an earlier pass, and all-reduce amaxes.
+        what stayed gathered as codes from an earlier pass, all-reduce amaxes, and round every shard.
         """
-        if not self._coded:
-            return
-        for unit in self._units:
-            unit.reshard()
-        waiting = [weight for weight in self.weights.values() if weight.refresh_format()]
+        if self._coded:
+            for unit in self._units:
+                unit.reshard()
+            self._agree([weight for weight in self.weights.values() if weight.refresh_format()])
+        for weight in self.weights.values():
+            weight.round()
+
+    def _agree(self, waiting: list[_Weight]) -> None:
+        """On the amaxes of these weights: one all-reduce for each axis that cuts one."""
         for name, group in sorted(self._groups.items()):
             members = [weight for weight in waiting if name in weight.amax_groups]
             if members:
@@ -93,9 +99,20 @@ class QuantizedAllGather:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last backward pass of a step, when gradients are sums: the slopes of estimators."""
+        """After the last backward pass of a step, when gradients are sums: the slopes of estimators; and drop what was
+        gathered.
+        """
         for weight in self.weights.values():
             weight.finish()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """A shard rounded. wide: what FSDP2 gathers. Of codes: `known`, scales that all ranks have, and `scale`."""
+
+    wide: tuple[Tensor, ...]
+    known: tuple[Tensor, ...] | None = None
+    scale: Tensor | None = None
 
 
 class _Weight:
@@ -112,6 +129,7 @@ class _Weight:
         self._split = None if linear.split is None else linear.split.dim
         self._format = self.current_format()
         self._values = torch.empty(0)
+        self._sent: _Sent | None = None
         self.amax = torch.empty(0)
         self._leaf: Tensor | None = None
         found = cast(Any, self._part)
@@ -152,8 +170,29 @@ class _Weight:
         estimator, gradient = self._linear.recipe.estimator, self._parameter.grad
         if self._format.quantizer is not None and not isinstance(estimator, StraightThrough) and gradient is not None:
             here = cast(DTensor, gradient).to_local()
-            w = self._rounded()
-            here.copy_(estimator(here, w, self._codes(w).scale, here.dtype))
+            scale = self._rounding().scale
+            assert scale is not None
+            here.copy_(estimator(here, self._rounded(), scale, here.dtype))
+        self._sent = None
+
+    def round(self) -> None:
+        """Make what all-gathers send from here to `finish`."""
+        self._sent = None
+        self._sent = self._rounding()
+
+    def _rounding(self) -> _Sent:
+        """What an all-gather sends: that of the step, else of the weight as it is."""
+        if self._sent is not None:
+            return self._sent
+        w = self._rounded()
+        if self._format.quantizer is None:
+            padding = self._format.rows - w.shape[0]
+            return _Sent(wide=(torch.cat((w, w.new_zeros(padding, w.shape[1]))) if padding else w,))
+        codes = self._codes(w)
+        scales = codes.parts.get("block", codes.scale)
+        sent = torch.ops.lowprec.pack_e2m1(codes.codes) if self._format.packed else codes.codes
+        wide = (_bytes(sent), *([_bytes(scales)] if self._format.sends_scales else []))
+        return _Sent(wide=wide, known=(scales, *([codes.parts["tensor"]] if codes.parts else [])), scale=codes.scale)
 
     def _rounded(self) -> Tensor:
         return self._part.detach().to(self._dtype)
@@ -169,12 +208,7 @@ class _Weight:
         self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What FSDP2 gathers, and what `_post_all_gather` gets without a gather."""
-        w = self._rounded()
-        if self._format.quantizer is None:
-            padding = self._format.rows - w.shape[0]
-            return (torch.cat((w, w.new_zeros(padding, w.shape[1]))) if padding else w,), None
-        codes = self._codes(w)
-        if self._linear.observer is not None:
+        if self._linear.observer is not None and self._format.quantizer is not None:
             w_plan = OperandPlan(
                 gemm=Gemms.FPROP,
                 operand=Operand.B,
@@ -182,11 +216,10 @@ class _Weight:
                 quantizer=self._format.quantizer,
                 op=Op.QUANTIZE,
             )
-            self._linear.observer(w_plan, w, codes)
-        scales = codes.parts.get("block", codes.scale)
-        sent = torch.ops.lowprec.pack_e2m1(codes.codes) if self._format.packed else codes.codes
-        wide = (_bytes(sent), *([_bytes(scales)] if self._format.sends_scales else []))
-        return wide, (scales, *([codes.parts["tensor"]] if codes.parts else []))
+            w = self._rounded()
+            self._linear.observer(w_plan, w, self._codes(w))
+        sent = self._rounding()
+        return sent.wide, sent.known
 
     def _post_all_gather(
         self, gathered: Sequence[Tensor], known: Any, dtype: torch.dtype, *, out: Tensor | None = None

@@ -128,8 +128,21 @@ class Seen:
         gathering = trainer.data_parallel._all_gather
         self.wires = {} if gathering is None else {name: each.bytes for name, each in gathering.formats().items()}
         self.gathered = trainer.data_parallel.all_gather_formats()
+        self.rounded: dict[str, int] = {}  # how often a weight's shard was rounded to what is sent
+        for name, weight in {} if gathering is None else gathering.weights.items():
+            coded = gathering.formats()[name].quantizer is not None
+            self._count(name, weight, "_codes" if coded else "_rounded")
         if gathering is not None:
             gathering._groups = {name: Recorded(group, self.agreements) for name, group in gathering._groups.items()}
+
+    def _count(self, name: str, weight, method: str) -> None:
+        original, self.rounded[name] = getattr(weight, method), 0
+
+        def counted(*given):
+            self.rounded[name] += 1
+            return original(*given)
+
+        setattr(weight, method, counted)
 
 
 def whole(gradient: torch.Tensor) -> torch.Tensor:

@@ -161,6 +161,14 @@ def test_one_agreement_a_step(pair, square):
     assert len(square[0]["fp4", "quantized"]["agreements"]) == prepared, "row-parallel rows lie on both ranks"
 
 
+@pytest.mark.parametrize("case", ["fp8", "fp4", "nvfp4", "each"])
+@pytest.mark.parametrize("gather", ["bf16", "quantized"])
+def test_a_weight_is_rounded_once_a_step(pair, case, gather):
+    """And once for an evaluation, whatever the micro-batches, the passes and the gathers."""
+    counts = pair[0][case, gather]["rounded"]
+    assert counts and set(counts.values()) == {2 * STEPS - 1}, counts
+
+
 def test_telemetry_sees_the_codes(pair):
     """Of the weight, this rank's part, where it is rounded."""
     stored, codes = pair[0]["watched", "fp32"]["rows"], pair[0]["watched", "quantized"]["rows"]

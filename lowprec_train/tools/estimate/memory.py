@@ -132,16 +132,19 @@ def _backward(
 
 
 def gathered(subject: Subject, *, last_block: int) -> int:
-    """Bytes of weights gathered from other ranks while `last_block` computes."""
+    """Bytes of weights gathered from other ranks while `last_block` computes, and of the step's own shards as they are
+    sent.
+    """
     if subject.sizes.dp_shard == 1:
         return 0
+    rounded = sum(subject.sent_bytes(weight) for weight in subject.weights if subject.way(weight) is not None)
     units = traffic.units([w for w in subject.weights if w.matrix])
     sizes = {name: sum(map(subject.gathered_bytes, unit)) for name, unit in units.items()}
     blocks = [size for name, size in sizes.items() if name.startswith("blocks.")]
     staying = sum(sizes.values()) - sum(blocks)
     if subject.run.parallel.reshard_after_forward:
-        return staying + BLOCKS_GATHERED * max(blocks, default=0)
-    return staying + sum(blocks[: last_block + 1])
+        return rounded + staying + BLOCKS_GATHERED * max(blocks, default=0)
+    return rounded + staying + sum(blocks[: last_block + 1])
 
 
 class Gradients:
