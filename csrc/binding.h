@@ -72,6 +72,8 @@ auto with_format(Format format, Body&& body) {
       return body(FormatTag<Format::E4M3>{});
     case Format::E5M2:
       return body(FormatTag<Format::E5M2>{});
+    case Format::INT4:
+      return body(FormatTag<Format::INT4>{});
     case Format::INT8:
       return body(FormatTag<Format::INT8>{});
     case Format::BF16:

@@ -39,9 +39,10 @@ TABLES = {
     "E5M2": minifloat(5, 2, bias=15, specials=4),
     "FP16": minifloat(5, 10, bias=15, specials=2**10),
     "BF16": minifloat(8, 7, bias=127, specials=2**7),
+    "INT4": np.arange(8, dtype=F64),
     "INT8": np.arange(128, dtype=F64),
 }
-CARRIERS = {"E2M1": "E4M3", "E4M3": "E4M3", "E5M2": "E5M2"}
+CARRIERS = {"E2M1": "E4M3", "INT4": "E4M3", "E4M3": "E4M3", "E5M2": "E5M2"}
 
 
 def largest(format: str) -> float:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.oracle import TABLES, quantize, random_bits, rotate_float32
-from tests.oracle_linear import DGRAD, ROTATION, WGRAD, A, Passes, Seeds, gemm, plain
+from tests.oracle_linear import DGRAD, FPROP, ROTATION, WGRAD, A, Passes, Seeds, gemm, plain
 
 
 def linear_fp8_rowwise(
@@ -127,6 +127,34 @@ def linear_int8_switchback(x: np.ndarray, w: np.ndarray, dy: np.ndarray, format:
     qw = quantize(plain(w, format), "INT8").exact
     rows = [quantize(each, "INT8", (1, -1)).exact for each in (x, dy)]
     return Passes(gemm(rows[0], qw), gemm(rows[1], qw.T), gemm(dy.T, x.T))
+
+
+@dataclass(frozen=True)
+class UFP4:
+    """Seeds by (gemm, purpose), the micro-batch's first token, the Hadamard block of all GEMMs (0: none), and whether
+    dY is rounded stochastically."""
+
+    seeds: Seeds
+    first_token: int = 0
+    rotation: int = 16
+    stochastic: bool = True
+
+    def operand(self, x: np.ndarray, which: int, origin: tuple[int, int] | None = None) -> np.ndarray:
+        """origin: of a gradient, which is drawn."""
+        if self.rotation:
+            x = rotate_float32(x, self.seeds(which, ROTATION), self.rotation)
+        drawn = origin is not None and self.stochastic
+        bits = random_bits(self.seeds(which, A), *x.shape, origin) if drawn else None
+        return quantize(x, "INT4", (1, 16), bits=bits).exact
+
+
+def linear_ufp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, how: UFP4, format: str = "BF16") -> Passes:
+    w, first = plain(w, format), how.first_token
+    return Passes(
+        gemm(how.operand(x, FPROP), how.operand(w, FPROP)),
+        gemm(how.operand(dy, DGRAD, (first, 0)), how.operand(w.T, DGRAD)),
+        gemm(how.operand(dy.T, WGRAD, (0, first)), how.operand(x.T, WGRAD)),
+    )
 
 
 def without_means(

@@ -38,6 +38,7 @@ from lowprec_train.recipes import (
     mxfp4_fp8,
     mxfp8,
     nvfp4,
+    ufp4,
 )
 from lowprec_train.train import build as parts
 
@@ -55,11 +56,12 @@ RECIPES: dict[str, LinearRecipe] = {
     "mxfp4_fp8": mxfp4_fp8.recipe(),
     "nvfp4": nvfp4.recipe(),
     "nvfp4_lines": nvfp4.recipe(square=False, row_scaled=True),
+    "ufp4": ufp4.recipe(),
     "averis": averis.recipe(of=nvfp4.recipe()),
     "int8_switchback": int8_switchback.recipe(),
 }
 SYSTEMS = config.choices("recipe")
-BY_NIGHT = ("averis",)
+BY_NIGHT = ("averis", "ufp4")
 """Recipes made of parts that others have, too: what takes seconds a recipe is `nightly` for them."""
 MODELS = ("llama_tiny", "gpt_tiny")
 

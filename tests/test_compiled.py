@@ -107,9 +107,10 @@ def gradients(recipe: str, model: str, backend: str | None, seed: int) -> dict[s
 
 EMULATES = Version(torch.__version__) >= Version("2.12")
 ON_CUDA_ONLY = "torch 2.11 emulates casts on CUDA only; tests/precision/test_cuda.py has that case"
-BY_ONE_BIT = ("averis",)
-"""A last bit of one token moves the mean of a channel, with it the scale of the tensor and codes in all blocks: models
-of another order of sums are other models. A single layer is compared above, under the same backend."""
+BY_ONE_BIT = ("averis", "ufp4")
+"""A last bit of one token moves the mean of a channel, with it the scale of the tensor and codes in all blocks; or the
+FP32 scale of a block, and codes in it: models of another order of sums are other models. A single layer is compared
+above, under the same backend."""
 BACKENDS = [
     ("aot_eager", []),
     ("inductor", [pytest.mark.skipif(not EMULATES, reason=ON_CUDA_ONLY)]),

@@ -14,10 +14,12 @@ from scripts.error_table import CASES, DATA, DOCS, RESULTS, Sizes
 
 SMALL = Sizes(tokens=128, in_features=256, out_features=128)
 E4M3, E5M2, BF16, INT8 = 0.0257, 0.0512, 0.00166, 0.0095
+INT4 = math.sqrt(0.0067)
 MX_NEAREST, MX_STOCHASTIC, NVFP4 = math.sqrt(0.0133), math.sqrt(0.0282), math.sqrt(0.00893)
 """Relative RMS errors of one operand of N(0, 1) values. E4M3, E5M2: plain rounding; MX: blocks of 32 under E2M1, to
 nearest (arXiv 2502.20586's floor rule; ceil is as good on average) and stochastic with 3/4; NVFP4: 1x16 to nearest;
-INT8: 127 steps to the largest of some 256 values."""
+INT4: 7 steps to the
+largest of 16; INT8: 127 steps to the largest of some 256 values."""
 
 
 def decibel(*errors: float) -> float:
@@ -38,6 +40,7 @@ KNOWN = {
     ("mxfp4", "dw"): decibel(MX_STOCHASTIC, MX_STOCHASTIC),
     ("mxfp4, nearest", "dx"): decibel(MX_NEAREST, MX_NEAREST),
     ("nvfp4, nearest", "dw"): decibel(NVFP4, NVFP4),
+    ("ufp4", "y"): decibel(INT4, INT4),
     ("int8_switchback", "y"): decibel(INT8, INT8),
     ("int8_switchback", "dw"): decibel(BF16),
 }

@@ -27,6 +27,7 @@ BOUNDS = {  # recipe -> least cosine with BF16 of (dX, dW) over the linears of t
     "mxfp4": (0.89, 0.88),  # 0.909, 0.899
     "mxfp4_fp8": (0.89, 0.88),  # 0.908, 0.898
     "nvfp4": (0.94, 0.94),  # 0.950, 0.953
+    "ufp4": (0.94, 0.94),
     "averis": (0.94, 0.94),
     "int8_switchback": (0.999, 0.999),  # 0.9996, 0.9997
 }

@@ -423,6 +423,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
     if (format == Format::E4M3) launch_both<In, Format::E4M3>(r, share_a, share_b, codes, scale, codes_t, scale_t);
     else if (format == Format::E5M2) launch_both<In, Format::E5M2>(r, share_a, share_b, codes, scale, codes_t, scale_t);
     else if (format == Format::E2M1) launch_both<In, Format::E2M1>(r, share_a, share_b, codes, scale, codes_t, scale_t);
+    else if (format == Format::INT4) launch_both<In, Format::INT4>(r, share_a, share_b, codes, scale, codes_t, scale_t);
     else launch_both<In, Format::INT8>(r, share_a, share_b, codes, scale, codes_t, scale_t);
   });
   check_launch("quantize_both");

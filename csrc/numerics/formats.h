@@ -1,5 +1,5 @@
 // The formats and roundings that compiled kernels serve, as data: mantissa bits, exponent of the smallest normal number,
-// largest value, whether there is a scale, and what a code is stored in. E2M1 rides as E4M3. A library says these numbers
+// largest value, whether there is a scale, and what a code is stored in. E2M1 and INT4 ride as E4M3. A library says these numbers
 // when it is loaded, and is refused where ops/formats.py has others (ops/kernels.py).
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace lowprec {
 
-enum class Format : int { E2M1, E4M3, E5M2, INT8, BF16, FP16, FP32 };
-constexpr const char* FORMAT_NAMES[] = {"E2M1", "E4M3", "E5M2", "INT8", "BF16", "FP16", "FP32"};
+enum class Format : int { E2M1, E4M3, E5M2, INT4, INT8, BF16, FP16, FP32 };
+constexpr const char* FORMAT_NAMES[] = {"E2M1", "E4M3", "E5M2", "INT4", "INT8", "BF16", "FP16", "FP32"};
 
 enum class Rounding : int { NEAREST, STOCHASTIC };
 constexpr const char* ROUNDING_NAMES[] = {"nearest", "stochastic"};
@@ -37,6 +37,13 @@ template <>
 struct Grid<Format::E5M2> {
   static constexpr int mantissa = 2, low = -14;
   static constexpr float max = 57344.0f;
+  static constexpr bool unscaled = false;
+  using Code = uint8_t;
+};
+template <>
+struct Grid<Format::INT4> {
+  static constexpr int mantissa = 2, low = 2;
+  static constexpr float max = 7.0f;
   static constexpr bool unscaled = false;
   using Code = uint8_t;
 };
@@ -81,7 +88,7 @@ std::string served_format() {
 // A line a format, its name and numbers; a line a rounding, its name alone.
 inline std::string served_names() {
   std::string made = served_format<Format::E2M1>() + served_format<Format::E4M3>() + served_format<Format::E5M2>() +
-                     served_format<Format::INT8>() + served_format<Format::BF16>() + served_format<Format::FP16>() +
+                     served_format<Format::INT4>() + served_format<Format::INT8>() + served_format<Format::BF16>() + served_format<Format::FP16>() +
                      served_format<Format::FP32>();
   for (const char* name : ROUNDING_NAMES) made += std::string(name) + "\n";
   return made;

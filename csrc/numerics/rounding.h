@@ -49,7 +49,7 @@ LOWPREC_HD float clamp(float v, float limit) {
   return low > limit ? limit : low;
 }
 
-// Bits of a value that lies on the grid of E4M3 (which holds E2M1's) or E5M2; NaN keeps its sign.
+// Bits of a value that lies on the grid of E4M3 (which holds E2M1's and INT4's) or E5M2; NaN keeps its sign.
 template <int mantissa, int low>
 LOWPREC_HD uint8_t fp8_bits(float v) {
   const uint32_t bits = float_bits(v), size = bits & MAGNITUDE;
@@ -92,7 +92,7 @@ template <Format F>
 LOWPREC_HD typename Grid<F>::Code store(float v) {
   if constexpr (F == Format::E5M2) {
     return fp8_bits<2, -14>(v);
-  } else if constexpr (F == Format::E4M3 || F == Format::E2M1) {
+  } else if constexpr (F == Format::E4M3 || F == Format::E2M1 || F == Format::INT4) {
     return fp8_bits<3, -6>(v);
   } else if constexpr (F == Format::INT8) {
     return is_nan(v) ? int8_t{0} : static_cast<int8_t>(v);
@@ -130,7 +130,7 @@ LOWPREC_HD typename Grid<F>::Code encode_stochastic(float v, uint32_t bits) {
 // The value of a code.
 template <Format F>
 LOWPREC_HD float decode(typename Grid<F>::Code code) {
-  if constexpr (F == Format::E4M3 || F == Format::E2M1 || F == Format::E5M2) {
+  if constexpr (F == Format::E4M3 || F == Format::E2M1 || F == Format::INT4 || F == Format::E5M2) {
     constexpr int mantissa = F == Format::E5M2 ? 2 : 3, low = F == Format::E5M2 ? -14 : -6;
     const uint32_t size = code & 0x7fu, sign = static_cast<uint32_t>(code & 0x80u) << 24;
     const float subnormal = static_cast<float>(size) * exp2_int(low - mantissa);

@@ -37,6 +37,8 @@ def _quantize() -> Cases:
         "groups": (values(3, 256).bfloat16(), "E4M3", [1, 128], "POW2", 1.0, 0, "nearest", None, None),
         "squares": (values(64, 64).bfloat16(), "E4M3", [32, 32], "POW2", 1.0, 0, "nearest", None, None),
         "INT8": (values(6, 36), "INT8", [1, -1], "FP32", 1.0, 0, "nearest", None, None),
+        "INT4": (values(6, 48), "INT4", [1, 16], "FP32", 1.0, 0, "nearest", None, None),
+        "stochastic INT4": (values(6, 48).bfloat16(), "INT4", [1, 16], "FP32", 1.0, 0, "stochastic", seed, origin),
         "FP16": (values(6, 36), "FP16", [1, -1], "POW2", 1.0, 0, "nearest", None, None),
         "MX floor": (values(9, 96), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 0, "stochastic", seed, origin),
         "MX ceil": (values(9, 96).bfloat16(), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, "nearest", None, None),
@@ -46,7 +48,7 @@ def _quantize() -> Cases:
         "nearest, whatever the seed": (values(9, 96), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, "nearest", seed, origin),
         "stochastic BF16": (values(5, 24), "BF16", [-1, -1], "FP32", 1.0, 0, "stochastic", seed, origin),
     }
-    for format in ("E2M1", "E4M3", "E5M2", "INT8"):
+    for format in ("E2M1", "E4M3", "E5M2", "INT4", "INT8"):
         x, plain = ties(format), ("FP32", 1.0, 0, "nearest", None, None)
         made |= {f"ties of {format} in {n}": (x, format, n, *plain) for n in ([1, -1], [1, 32])}
     made["ties of BF16"] = (ties("E2M1")[:7].bfloat16(), "E2M1", [1, -1], "FP32", 1.0, 0, "nearest", None, None)

@@ -5,8 +5,8 @@ A format with p mantissa bits, smallest normal exponent e0 and largest value M h
     +- n 2^(e - p),    0 <= n < 2^(p + 1),  e >= e0,  n 2^(e - p) <= M
 
 so below 2^e0 the grid is uniform. E2M1 is OCP's FP4 (0 .5 1 1.5 2 3 4 6), E4M3 and E5M2 are OCP's FP8 (E4M3 without
-infinities, M = 448). INT8 is the uniform grid of step 1: p = e0 = 6, M = 127. Codes travel in a torch dtype, the
-carrier, that holds every value of the format: E2M1 rides as float8_e4m3fn.
+infinities, M = 448). INT8 is the uniform grid of step 1: p = e0 = 6, M = 127; INT4 likewise, p = e0 = 2, M = 7. Codes
+travel in a torch dtype, the carrier, that holds every value of the format: E2M1 rides as float8_e4m3fn.
 
 `register_format` adds a format from outside of the package (docs/adding_a_format.md). The reference serves every format
 of the table; a compiled kernel serves those that its library was built with (`ops.library`).
@@ -132,6 +132,7 @@ def _add(name: str, carrier: torch.dtype, mantissa_bits: int, min_exponent: int,
 E2M1 = _add("E2M1", torch.float8_e4m3fn, 1, 0, 6.0)
 E4M3 = _add("E4M3", torch.float8_e4m3fn, 3, -6, 448.0)
 E5M2 = _add("E5M2", torch.float8_e5m2, 2, -14, 57344.0)
+INT4 = _add("INT4", torch.float8_e4m3fn, 2, 2, 7.0)
 INT8 = _add("INT8", torch.int8, 6, 6, 127.0)
 BF16 = _add("BF16", torch.bfloat16, 7, -126, torch.finfo(torch.bfloat16).max)
 FP16 = _add("FP16", torch.float16, 10, -14, torch.finfo(torch.float16).max)

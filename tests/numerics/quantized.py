@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, FP16, INT8, NEAREST, STOCHASTIC, Format
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, FP16, INT4, INT8, NEAREST, STOCHASTIC, Format
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from tests import oracle
 
-SCALED = (E2M1, E4M3, E5M2, INT8, FP16)
+SCALED = (E2M1, E4M3, E5M2, INT4, INT8, FP16)
 TILES = [(-1, -1), (1, -1), (-1, 8), (1, 32), (1, 16), (16, 16), (32, 1), (8, -1)]
 POWERS = (ScaleRule.POW2, ScaleRule.E8M0_FLOOR, ScaleRule.E8M0_CEIL)
 ROUNDING = {False: NEAREST, True: STOCHASTIC}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, INT8
+from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FORMATS, FP16, INT4, INT8
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops.case_inputs import ties
 from tests import oracle
@@ -20,6 +20,7 @@ from tests.numerics.quantized import SCALED, at_scale_one, codes, expected_codes
         (E4M3, 448, 2.0**-6, 2.0**-9),
         (E5M2, 57344, 2.0**-14, 2.0**-16),
         (FP16, 65504, 2.0**-14, 2.0**-24),
+        (INT4, 7, 4.0, 1.0),
         (INT8, 127, 1.0, 1.0),
     ],
     ids=str,
@@ -95,7 +96,7 @@ def over(x, scale):
     return x.double().numpy() / oracle.spread(scale.double().numpy(), tuple(x.shape))
 
 
-@pytest.mark.parametrize("format", ["E2M1", "E4M3", "E5M2", "INT8"])
+@pytest.mark.parametrize("format", ["E2M1", "E4M3", "E5M2", "INT4", "INT8"])
 @pytest.mark.parametrize("tile", [(1, -1), (1, 32), (3, -1)], ids=str)
 def test_exact_ties_under_fp32_scales_go_to_the_even_code(format, tile):
     """Middles between two codes' values times scales of eight bits, which no step rounds. As x (1 / s) 7 % went to the

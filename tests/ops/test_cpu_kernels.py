@@ -18,7 +18,7 @@ OPS = ("quantize", "quantize_nvfp4", "quantize_both", "quantize_outliers", "quan
 OPS += ("dequantize", "fold", "transpose", "hadamard", "rotate_fold", "quantize_expanded", "dequantize_expanded", "dge")
 pytestmark = pytest.mark.skipif("C++" not in LIVE.values(), reason="no C++ library is built (make kernels)")
 
-SCALED = ("E2M1", "E4M3", "E5M2", "INT8", "FP16")
+SCALED = ("E2M1", "E4M3", "E5M2", "INT4", "INT8", "FP16")
 RULES = ("FP32", "POW2", "E8M0_FLOOR", "E8M0_CEIL")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPE = (33, 96)
@@ -136,7 +136,7 @@ def test_quantize_nvfp4(kind, headroom):
 def test_quantize_both(kind, tiles):
     x = matrix(kind, *SHAPE)
     across, down = torch.rand(1, SHAPE[1]) + 0.5, torch.rand(SHAPE[0], 1) + 0.5
-    for format in ("E4M3", "E5M2", "E2M1", "INT8"):
+    for format in ("E4M3", "E5M2", "E2M1", "INT4", "INT8"):
         for factors in ((None, None), (across, down), (None, down), (across, None)):
             check("quantize_both", x, x.abs().amax(), *factors, format, *tiles, "POW2", 1.0)
 

@@ -14,7 +14,7 @@ from lowprec_train.ops.rounding import ROUNDINGS
 
 pytestmark = pytest.mark.gpu
 
-FORMATS = ("E2M1", "E4M3", "E5M2", "INT8", "BF16", "FP16", "FP32")
+FORMATS = ("E2M1", "E4M3", "E5M2", "INT4", "INT8", "BF16", "FP16", "FP32")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RULES = ("FP32", "POW2", "E8M0_FLOOR", "E8M0_CEIL")
 SEED = torch.tensor(0x1234_5678_9ABC_DEF)
@@ -116,7 +116,7 @@ TILES = [
 
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("format", ["E2M1", "E4M3", "E5M2", "INT8"])
+@pytest.mark.parametrize("format", ["E2M1", "E4M3", "E5M2", "INT4", "INT8"])
 def test_quantize_both(format, dtype, tiles):
     for rows, columns in ((128, 128), (256, 384), (1024, 640), (144, 136), (24, 40), (7, 5)):
         if any(n > 1 and (rows % n or columns % n) for tile in tiles for n in tile):

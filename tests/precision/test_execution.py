@@ -34,6 +34,7 @@ ON_A_GPU = {
     "mxfp4_fp8": ("fp8_tensor", "fp8_folded", "fp8_folded"),
     "nvfp4_lines": ("dequantize", "dequantize", "dequantize"),
     "nvfp4": ("dequantize", "dequantize", "dequantize"),
+    "ufp4": ("dequantize", "dequantize", "dequantize"),
     "averis": ("dequantize", "dequantize", "dequantize"),
     "int8_switchback": ("int8", "int8", "bf16"),
 }
@@ -217,12 +218,15 @@ def test_the_plan_is_what_runs_on_a_gpu(name, shape, tensor_cores, monkeypatch):
     assert chosen(name, shape, monkeypatch) == planned(name, shape)
 
 
+TWICE_ROUNDED = {"ufp4"}
 KEEPING = {**RECIPES, "mxfp4, operand kept": override(RECIPES["mxfp4"], {"saved_input": "OPERAND"})}
 
 
 @pytest.mark.parametrize("name", KEEPING)
 def test_what_is_dequantised_is_exact_in_bf16(name, monkeypatch):
-    """A GPU multiplies it in BF16: codes times the part of their scale that stays inside the sum."""
+    """A GPU multiplies it in BF16: codes times the part of their scale that stays inside the sum. Those of FP32 block
+    scales are no BF16 numbers; the linter's `twice-rounded` says so.
+    """
     recipe = KEEPING[name]
     factors: list[torch.Tensor] = []
     for module in (gemm, linear_gemms):
@@ -231,8 +235,8 @@ def test_what_is_dequantised_is_exact_in_bf16(name, monkeypatch):
     layer.recipe = recipe
     x = torch.randn(384, 256).mul(torch.logspace(-3, 3, 384)[:, None]).bfloat16().requires_grad_()
     layer(x).backward(torch.randn(384, 128).bfloat16())
-    for factor in factors:
-        assert torch.equal(factor.float(), factor.bfloat16().float())
+    exact = [torch.equal(factor.float(), factor.bfloat16().float()) for factor in factors]
+    assert all(exact) if name not in TWICE_ROUNDED else not any(exact)
     assert len(factors) >= 2 * sum(path == "dequantize" for path in execution(recipe, 256, 128, 384).values())
 
 

@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
-from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT8, NEAREST, STOCHASTIC
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, INT4, INT8, NEAREST, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator, StraightThrough
 from lowprec_train.precision.hadamard import RandomHadamard
@@ -24,12 +24,13 @@ from lowprec_train.recipes import (
     mxfp4_fp8,
     mxfp8,
     nvfp4,
+    ufp4,
 )
 
 TENSOR, ROW, MX = (-1, -1), (1, -1), (1, 32)
 CODES = Reuse.FPROP_CODES
 ROTATED = Gemm(a=Quantizer(E4M3), b=Quantizer(E4M3), rotation=RandomHadamard(16))
-PLAIN = (bf16, fp8, fp8_rowwise, fp8_block, mxfp8, fp4, mxfp4, mxfp4_fp8, nvfp4, int8_switchback)
+PLAIN = (bf16, fp8, fp8_rowwise, fp8_block, mxfp8, fp4, mxfp4, mxfp4_fp8, nvfp4, ufp4, int8_switchback)
 ALL = {m.__name__.rsplit(".", 1)[1]: m.recipe for m in PLAIN} | {"fp4_mixed": fp4_mixed.feed_forward}
 
 
@@ -52,6 +53,7 @@ E2M1_LINE = (E2M1, (1, 128), ScaleRule.E8M0_CEIL, False)
 NV_LINE = (E2M1, (1, 16), ScaleRule.NVFP4, False)
 NV_SQUARE = (E2M1, (16, 16), ScaleRule.NVFP4, False)
 NV_SR = (E2M1, (1, 16), ScaleRule.NVFP4, True)
+INT4_LINE, INT4_SR = ((INT4, (1, 16), ScaleRule.FP32, drawn) for drawn in (False, True))
 INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, ScaleRule.FP32, False)
 
 
@@ -74,13 +76,7 @@ INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, Scale
             SavedInput.INPUT,
         ),
         (mxfp8.recipe(), (MX_E4M3,) * 2, (MX_E4M3,) * 2, (MX_E4M3,) * 2, SavedInput.OPERAND),
-        (
-            mxfp8.recipe(gradient="E5M2"),
-            (MX_E4M3,) * 2,
-            (MX_E5M2, MX_E4M3),
-            (MX_E5M2, MX_E4M3),
-            SavedInput.OPERAND,
-        ),
+        (mxfp8.recipe(gradient="E5M2"), (MX_E4M3,) * 2, *((MX_E5M2, MX_E4M3),) * 2, SavedInput.OPERAND),
         (fp8_block.recipe(), (LINE, SQUARE), (LINE, CODES), (LINE, LINE), SavedInput.OPERAND),
         (
             fp4_mixed.feed_forward(),
@@ -97,6 +93,7 @@ INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, Scale
             (NV_LINE, NV_LINE),
             SavedInput.OPERAND,
         ),
+        (ufp4.recipe(), (INT4_LINE, INT4_LINE), (INT4_SR, INT4_LINE), (INT4_SR, INT4_LINE), SavedInput.OPERAND),
         (nvfp4.recipe(square=False), (NV_LINE, NV_LINE), (NV_SR, NV_LINE), (NV_SR, NV_LINE), SavedInput.OPERAND),
         (int8_switchback.recipe(), (INT8_ROW, INT8_TENSOR), (INT8_ROW, CODES), (None, None), SavedInput.INPUT),
     ],
@@ -141,7 +138,7 @@ def test_the_published_constants_of_blocks():
 
 def test_what_only_some_recipes_do():
     recipes = {name: build() for name, build in ALL.items()}
-    assert {name for name, recipe in recipes.items() if recipe.draws} == {"mxfp4", "mxfp4_fp8", "nvfp4"}
+    assert {name for name, recipe in recipes.items() if recipe.draws} == {"mxfp4", "mxfp4_fp8", "nvfp4", "ufp4"}
     assert {name for name, recipe in recipes.items() if recipe.estimator != StraightThrough()} == {"fp4"}
     assert {name for name, recipe in recipes.items() if recipe.fprop.outliers is not None} == {"fp4"}
     assert not any(gemm.codes_only for recipe in recipes.values() for gemm in recipe.gemms().values())
@@ -192,6 +189,7 @@ def test_recipes_are_values(name):
         (lambda: replace(ROTATED, a=Quantizer(E2M1, (1, -1)), outliers=OutlierClamp(variant="residual")), "residual"),
         (lambda: Gemm(a=Quantizer(E2M1, ROW, rounding=STOCHASTIC), outliers=OutlierClamp()), "stochastic"),
         (lambda: nvfp4.recipe(rotation=24), "24"),
+        (lambda: ufp4.recipe(rotation=24), "24"),
         (lambda: override(nvfp4.recipe(), {"fprop": {"b": {"tile": [1, 16], "outer": [1, -1]}}}), "reuses"),
         (lambda: override(nvfp4.recipe(), {"fprop": {"b": {"outer": [1, -1]}}}), "outer"),
         (lambda: fp8_block.recipe(block=0), "0"),
@@ -233,6 +231,8 @@ def test_what_cannot_be_written_down(build, names):
         (fp8_block.recipe(block=64), (128, 128, 96), ("wgrad", "64", "96")),
         (fp4_mixed.feed_forward(), (192, 128, 128), ("fprop", "128", "192")),
         (nvfp4.recipe(), (40, 64, 64), ("fprop", "16", "40")),
+        (ufp4.recipe(), (64, 64, 40), ("wgrad", "16", "40")),
+        (ufp4.recipe(rotation=64), (48, 64, 64), ("fprop", "64", "48")),
         (nvfp4.recipe(), (64, 40, 64), ("fprop", "16", "40")),
         (nvfp4.recipe(), (64, 64, 40), ("wgrad", "16", "40")),
         (nvfp4.recipe(rotation=64), (64, 64, 48), ("wgrad", "64", "48")),

@@ -16,17 +16,19 @@ import torch
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe, override
-from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, mxfp8, nvfp4
+from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, mxfp8, nvfp4, ufp4
 from tests.oracle import rotate_float32
 from tests.oracle_linear import ROTATION, WGRAD, Passes, linear_plain
 from tests.oracle_recipes import (
     NV,
+    UFP4,
     linear_fp4_mixed,
     linear_fp8_block,
     linear_fp8_rowwise,
     linear_int8_switchback,
     linear_mxfp8,
     linear_nvfp4,
+    linear_ufp4,
 )
 from tests.precision.layers import (
     DATA,
@@ -52,6 +54,7 @@ from tests.precision.layers import (
 SIZES = [(128, 128, 128), (128, 256, 384), (256, 384, 128), (384, 128, 256)]
 MIDDLE = (128, 256, 384)
 NVFP4 = NV(seeds, FIRST_TOKEN)
+UNIFORM = UFP4(seeds, FIRST_TOKEN)
 Emulation = Callable[..., Passes]
 NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "fp8_rowwise": (fp8_rowwise.recipe, linear_fp8_rowwise),
@@ -59,6 +62,7 @@ NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "mxfp8": (mxfp8.recipe, linear_mxfp8),
     "fp4_mixed": (fp4_mixed.feed_forward, linear_fp4_mixed),
     "nvfp4": (nvfp4.recipe, lambda x, w, dy, **options: linear_nvfp4(x, w, dy, NVFP4, **options)),
+    "ufp4": (ufp4.recipe, lambda x, w, dy, **options: linear_ufp4(x, w, dy, UNIFORM, **options)),
     "int8_switchback": (int8_switchback.recipe, linear_int8_switchback),
 }
 
@@ -101,6 +105,9 @@ OPTIONS = [
     (nvfp4.recipe(rotation=0), lambda *a: linear_nvfp4(*a, replace(NVFP4, rotation=0), "FP32")),
     (nvfp4.recipe(square=False), lambda *a: linear_nvfp4(*a, replace(NVFP4, square=False), "FP32")),
     (nvfp4.recipe(row_scaled=True), lambda *a: linear_nvfp4(*a, replace(NVFP4, row_scaled=True), "FP32")),
+    (ufp4.recipe(stochastic=False), lambda *a: linear_ufp4(*a, replace(UNIFORM, stochastic=False), "FP32")),
+    (ufp4.recipe(rotation=0), lambda *a: linear_ufp4(*a, replace(UNIFORM, rotation=0), "FP32")),
+    (ufp4.recipe(rotation=64), lambda *a: linear_ufp4(*a, replace(UNIFORM, rotation=64), "FP32")),
     (nvfp4.recipe(rotation=64), lambda *a: linear_nvfp4(*a, replace(NVFP4, rotation=64), "FP32")),
 ]
 
@@ -180,6 +187,7 @@ COSINES = {  # y, dX, dW: well above a dead or transposed GEMM (0), below what t
     "mxfp8": (0.998, 0.998, 0.998),
     "fp4_mixed": (0.98, 0.997, 0.997),
     "nvfp4": (0.985, 0.98, 0.98),
+    "ufp4": (0.985, 0.98, 0.98),
     "int8_switchback": (0.9995, 0.9995, 0.99999),
 }
 

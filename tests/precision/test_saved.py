@@ -42,6 +42,7 @@ BYTES: dict[str, dict[torch.dtype, int]] = {
     "mxfp4_fp8": {E4M3: M * K, F32: 4},
     "nvfp4": {U8: M * K // 2 + N * K // 2, E4M3: K * (M // 16) + (N // 16) * (K // 16), F32: 4 + 4},
     "nvfp4_lines": {U8: M * K // 2, E4M3: K * (M // 16), F32: 4},
+    "ufp4": {E4M3: M * K, F32: 4 * K * (M // 16)},
     "averis": {U8: M * K // 2 + N * K // 2, E4M3: K * (M // 16) + (N // 16) * (K // 16), F32: 4 + 4 + 4 * K},
     "int8_switchback": {BF16: 2 * M * K, torch.int8: N * K, F32: 4},
 }
@@ -221,6 +222,7 @@ EVENTS: dict[str, list[str]] = {
     "mxfp4_fp8": [*FORWARD, "DGRAD A", "DGRAD B", "WGRAD A", "WGRAD B"],
     "nvfp4": [*FORWARD, "WGRAD B", "DGRAD A", "WGRAD A"],
     "nvfp4_lines": [*FORWARD, "WGRAD B", "DGRAD A", "DGRAD B", "WGRAD A"],
+    "ufp4": [*FORWARD, "WGRAD B", "DGRAD A", "DGRAD B", "WGRAD A"],
     "averis": [*FORWARD, "WGRAD B", "DGRAD A", "WGRAD A"],
     "int8_switchback": [*FORWARD, "DGRAD A"],
 }

@@ -27,12 +27,14 @@ from tests.groups import Recorded, among
 from tests.oracle_linear import MX, Passes, linear_fp4, linear_fp8, linear_mxfp4, linear_mxfp4_fp8, linear_plain
 from tests.oracle_recipes import (
     NV,
+    UFP4,
     linear_fp4_mixed,
     linear_fp8_block,
     linear_fp8_rowwise,
     linear_int8_switchback,
     linear_mxfp8,
     linear_nvfp4,
+    linear_ufp4,
     without_means,
 )
 from tests.precision.layers import (
@@ -74,6 +76,7 @@ ORACLE = {
     "nvfp4_lines": lambda *data, format: linear_nvfp4(
         *data, NV(seeds, FIRST_TOKEN, square=False, row_scaled=True), format=format
     ),
+    "ufp4": partial(linear_ufp4, how=UFP4(seeds, FIRST_TOKEN)),
     "averis": partial(without_means, partial(linear_nvfp4, nv=NV(seeds, FIRST_TOKEN))),
     "int8_switchback": linear_int8_switchback,
 }

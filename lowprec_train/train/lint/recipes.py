@@ -6,11 +6,13 @@ They are about accuracy and hold on any machine.
 import math
 from collections.abc import Iterator
 
-from lowprec_train.numerics.formats import E2M1, E5M2, INT8
+from lowprec_train.numerics.formats import E2M1, E5M2, INT4, INT8
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator
 from lowprec_train.precision.recipe import Gemm
 from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, RunPlan, Severity, gemms, operands, rule
+
+FOUR_BITS = (E2M1, INT4)
 
 
 @rule(
@@ -70,7 +72,7 @@ def stochastic_forward(operand: RoundedOperand) -> bool:
 @operands
 def nearest_gradient(operand: RoundedOperand) -> bool:
     backward = operand.gemm in ("dgrad", "wgrad") and operand.side == "a"
-    return backward and operand.quantizer.format is E2M1 and not operand.quantizer.stochastic
+    return backward and operand.quantizer.format in FOUR_BITS and not operand.quantizer.stochastic
 
 
 @rule(
@@ -80,7 +82,7 @@ def nearest_gradient(operand: RoundedOperand) -> bool:
 )
 @operands
 def unclamped_tokens(operand: RoundedOperand) -> bool:
-    activation = operand.gemm == "fprop" and operand.side == "a" and operand.quantizer.format is E2M1
+    activation = operand.gemm == "fprop" and operand.side == "a" and operand.quantizer.format in FOUR_BITS
     whole = operand.quantizer.tile[1] == -1
     return activation and whole and operand.group.recipe.fprop.outliers is None
 
@@ -172,8 +174,8 @@ def short_rotation(group: LayerGroup, name: str, gemm: Gemm) -> str:
     instead='"blocks[85%:].*": {_target_: lowprec_train.recipes.bf16.recipe} first in the policy',
 )
 def four_bit_end(plan: RunPlan) -> Iterator[Fault]:
-    """All three GEMMs in E2M1 in the last block."""
+    """All three GEMMs in E2M1 or INT4 in the last block."""
     for group in plan.layer_groups:
         forward, *backward = (gemm.a for gemm in group.recipe.gemms().values())
-        if group.last and all(q is not None and q.format is E2M1 for q in (forward, *backward)):
-            yield Fault(what="fprop, dgrad and wgrad of the last block in E2M1", where=group.layers)
+        if group.last and all(q is not None and q.format in FOUR_BITS for q in (forward, *backward)):
+            yield Fault(what="fprop, dgrad and wgrad of the last block in four bits", where=group.layers)

@@ -1,0 +1,27 @@
+"""UFP4 (arXiv 2606.20381): uniform four-bit codes, and a random Hadamard transform on every GEMM.
+
+    Y  = Q(X H) Q(W H)^T
+    dX = SR(dY H) Q(W^T H)^T
+    dW = SR(dY^T H) Q(X^T H)^T          each with signs of its own; X^T H is rounded in the forward pass and kept
+
+Q rounds blocks of 16 along the reduction to -7 .. 7 under one FP32 scale a block, max / 7; H is a transform of 16, so
+rotation and block are one. No second level of scales, no squares of W. Only dY is rounded stochastically. The steps of
+E2M1 grow with the value, so a rotated operand, which has no large values, shrinks under it; a uniform grid does not.
+"""
+
+from __future__ import annotations
+
+from lowprec_train.numerics.formats import INT4, NEAREST, STOCHASTIC
+from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.precision.hadamard import RandomHadamard
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, SavedInput
+
+
+def recipe(*, rotation: int = 16, stochastic: bool = True) -> LinearRecipe:
+    """rotation: Hadamard block of all GEMMs, 0 for none. stochastic: False rounds dY to nearest."""
+    line = Quantizer(INT4, tile=(1, 16))
+    dy = Quantizer(INT4, tile=(1, 16), rounding=STOCHASTIC if stochastic else NEAREST)
+    hadamard = RandomHadamard(rotation) if rotation else None
+    backward = Gemm(a=dy, b=line, rotation=hadamard)
+    fprop = Gemm(a=line, b=line, rotation=hadamard)
+    return LinearRecipe(fprop=fprop, dgrad=backward, wgrad=backward, saved_input=SavedInput.OPERAND)
