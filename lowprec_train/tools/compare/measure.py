@@ -15,6 +15,7 @@ import numpy as np
 from lowprec_train.config import LAUNCH_FACTS
 from lowprec_train.tools.compare import curves
 from lowprec_train.tools.compare.curves import Interval, Spike
+from lowprec_train.tools.compare.over_seeds import OverSeeds, over_seeds
 from lowprec_train.tools.compare.runs import TOKENS, VALID, Array, Run
 
 RATE = "perf/tokens_per_sec_per_gpu"
@@ -113,6 +114,7 @@ class Comparison:
     max_gap: float | None
     failures: list[str] | None
     runs: list[RunReport]
+    over_seeds: OverSeeds
     differences: dict[str, dict[str, Any]]
     uncontrolled: list[str]
 
@@ -135,6 +137,7 @@ def compare(
         max_gap=max_gap,
         failures=None if max_gap is None else failures(reports, max_gap),
         runs=reports,
+        over_seeds=over_seeds(runs, base, window),
         differences=differences,
         uncontrolled=[key for key in differences if changes_training(key)],
     )

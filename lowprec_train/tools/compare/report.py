@@ -58,6 +58,8 @@ def definitions(comparison: Comparison) -> dict[str, str]:
         f"{curves.SPIKE_STEPS} steps or more stay above {curves.SPIKE_EDGE:g} times it",
         "curves": f"running means over {n} logged steps about each step; at the start of fewer, and over the last half "
         f"of that the straight line through the last {n}",
+        "over seeds": "runs that differ in the seed alone are one configuration; loss = configuration + seed + noise "
+        "by least squares with a pooled SD; `not resolved` where the 95 % interval holds 0",
         "non-finite": "logged steps whose training loss is NaN or infinite; none is left out of any mean",
         "skipped": "steps that left the weights alone because the loss or the gradient norm was not finite",
         "tokens/s": "median over the logged steps, per GPU (per process without one)",
@@ -76,6 +78,7 @@ def to_markdown(comparison: Comparison, *, figure: str, heatmaps: Sequence[str] 
         table(LOSS_HEADER, [[marked(each, notes), *loss_row(each)] for each in runs]),
         table(COST_HEADER, [[marked(each, notes), *cost_row(each)] for each in runs]),
         "\n\n".join(filter(None, (on_cpu(runs), unigram(comparison), gate(comparison)))),
+        over_seeds(comparison),
         f"![loss curves and gap]({figure})",
         "\n\n".join(f"![roundings, layer by step]({name})" for name in heatmaps),
         overrides(runs),
@@ -198,6 +201,20 @@ def gate(comparison: Comparison) -> str:
     held = [(abs(value), each.name, matched) for each in comparison.runs for matched, value in gaps(each).items()]
     value, name, matched = max(held, key=lambda each: each[0])
     return f"Gate of ±{comparison.max_gap:g} nat: passed; the largest gap is {value:.4f} ({name}, {matched})."
+
+
+def over_seeds(comparison: Comparison) -> str:
+    """Gaps over seeds, or why there are none."""
+    found = comparison.over_seeds
+    note = f"Over seeds: {found.note}." if found.note else ""
+    if not found.gaps:
+        return note
+    rows = [
+        [each.arm, str(each.seeds), f"{each.nats:+.4f} [{each.low:+.4f}, {each.high:+.4f}]", each.words]
+        for each in found.gaps
+    ]
+    heading = f"Over seeds ({found.loss}; residual SD {found.s:.4f} nat, {found.freedom} degrees of freedom):"
+    return "\n\n".join(filter(None, (heading, table(("configuration", "seeds", "gap [95 %]", ""), rows), note)))
 
 
 def overrides(runs: Iterable[RunReport]) -> str:

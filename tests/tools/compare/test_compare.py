@@ -105,6 +105,40 @@ def test_speed_at_equal_loss_charges_for_slower_learning(make_run):
     assert speed == {"raw": 1.5, "at_loss": pytest.approx(1.2), "loss": slower[-1]}
 
 
+def test_seeds_are_blocks_and_say_what_they_cannot_rank(make_run, capsys):
+    """Three seeds of three recipes: the gap of a paired design, and `not resolved` where its interval holds 0."""
+    noise = {"bf16": (0, 2, -2), "fp8": (1, -1, 0), "fp4": (1, 1, -2)}
+    ends = {
+        (recipe, seed): 4 + seed / 4 + (0.125 if recipe == "fp4" else 0) + noise[recipe][seed] / 512
+        for recipe in noise
+        for seed in range(3)
+    }
+    runs = [
+        make_run(f"{recipe}-{seed}", losses(), valid={100: loss}, recipe=recipe, config=f"seed: {seed}\n")
+        for (recipe, seed), loss in ends.items()
+    ]
+    for run in runs:  # one name of the precision for all seeds, and one seed a file
+        text = (run / "config.yaml").read_text().replace("seed: 1\n", "", 1)
+        (run / "config.yaml").write_text(text.replace(f"name: {run.name}}}", f"name: {run.name[:-2]}}}"))
+    _, found = report(runs)
+    over = found["over_seeds"]
+    table = np.array([[ends[recipe, seed] for seed in range(3)] for recipe in noise])
+    residuals = table - table.mean(1, keepdims=True) - table.mean(0) + table.mean()
+    s = np.sqrt((residuals**2).sum() / 4)
+    assert over["s"] == pytest.approx(s) and over["freedom"] == 4 and over["loss"] == "validation, step 100"
+    fp8, fp4 = over["gaps"]
+    assert fp4["words"] == "above" and fp4["nats"] == pytest.approx(0.125) and fp4["seeds"] == 3
+    half = 2.7764451 * s * np.sqrt(2 / 3)
+    assert fp8["high"] - fp8["nats"] == pytest.approx(half) and fp8["words"] == f"not resolved at ± {half:.4f}"
+    assert f"not resolved at ± {half:.4f}" in capsys.readouterr().out
+
+
+def test_one_seed_ranks_nothing(pair, capsys):
+    _, found = report(pair)
+    assert found["over_seeds"]["gaps"] == [] and "nothing is ranked" in found["over_seeds"]["note"]
+    assert "Over seeds: one seed of each configuration" in capsys.readouterr().out
+
+
 def test_gate_is_two_sided_and_inclusive(make_run):
     base, above, below = (make_run(name, losses(gap)) for name, gap in (("bf16", 0), ("fp4", 1 / 8), ("fp8", -1 / 8)))
     for other in (above, below):

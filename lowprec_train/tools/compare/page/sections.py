@@ -20,7 +20,8 @@ def of_comparison(comparison: Comparison) -> dict[str, str]:
     return {
         "heading": escape(report.heading(comparison)),
         "verdict": verdict(comparison),
-        "losses": table(report.LOSS_HEADER, [[name(each, notes), *cells(report.loss_row(each))] for each in runs]),
+        "losses": table(report.LOSS_HEADER, [[name(each, notes), *cells(report.loss_row(each))] for each in runs])
+        + seeds(comparison),
         "costs": table(report.COST_HEADER, [[name(each, notes), *cells(report.cost_row(each))] for each in runs]),
         "bars": bars(comparison),
         "differences": differences(comparison),
@@ -63,6 +64,14 @@ def verdict(comparison: Comparison) -> str:
         reasons = "".join(f"<li>{escape(each)}</li>" for each in comparison.failures)
         gate = f'<div class="gate {kind}"><p>{escape(text)}</p>{f"<ul>{reasons}</ul>" if reasons else ""}</div>'
     return f'{gate}<p class="quiet">{escape(report.unigram(comparison))}</p>'
+
+
+def seeds(comparison: Comparison) -> str:
+    """Gaps over seeds, or why there are none."""
+    found = comparison.over_seeds
+    items = [f"{each.arm}: {each.nats:+.4f} [{each.low:+.4f}, {each.high:+.4f}], {each.words}" for each in found.gaps]
+    lines = "".join(f"<li>{escape(text)}</li>" for text in [*items, *([found.note] if found.note else [])])
+    return f'<p class="quiet">Over seeds:</p><ul class="quiet">{lines}</ul>'
 
 
 def bars(comparison: Comparison) -> str:

@@ -1,0 +1,122 @@
+"""Gaps that hold for other seeds too: of runs that repeat a configuration with several seeds.
+
+The interval of a single run's gap holds for its batches and its seed, and seeds differ by more than most recipes do. So
+runs with equal configurations but for the seed are one arm, and arms are estimated as a study estimates them
+(`tools.study.statistics`). Without two seeds of two arms nothing is ranked, and the report says so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowprec_train.config import LAUNCH_FACTS
+from lowprec_train.tools.compare import curves
+from lowprec_train.tools.compare.runs import VALID, Run
+
+OF_SEED = ("seed", "data.seed")
+MISSING = "gaps over seeds need the package 'scipy': pip install 'lowprec_train[study]'"
+ONE_SEED = "one seed of each configuration: these gaps hold for this seed only, and nothing is ranked (docs/study.md)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedGap:
+    """An arm's gap to the baseline's arm over seeds, with its two-sided 95 % interval; `words` say whether it ranks."""
+
+    arm: str
+    seeds: int
+    nats: float
+    low: float
+    high: float
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverSeeds:
+    """All arms. s, freedom: residual SD, pooled, and its degrees of freedom. note: why there are no gaps, "" if there
+    are some. loss: what was compared.
+    """
+
+    gaps: list[SeedGap]
+    s: float | None
+    freedom: int
+    loss: str
+    note: str
+
+
+def over_seeds(runs: Sequence[Run], baseline: Run, window: int) -> OverSeeds:
+    """The gaps to the baseline's arm."""
+    arms = arms_of(runs)
+    repeated = [arm for arm in set(arms.values()) if list(arms.values()).count(arm) > 1]
+    if len(repeated) < 2:
+        return OverSeeds(gaps=[], s=None, freedom=0, loss="", note=ONE_SEED)
+    if importlib.util.find_spec("scipy") is None:
+        return OverSeeds(gaps=[], s=None, freedom=0, loss="", note=MISSING)
+    return _estimated(runs, arms, arms[baseline.label], window)
+
+
+def _estimated(runs: Sequence[Run], arms: Mapping[str, str], base: str, window: int) -> OverSeeds:
+    from lowprec_train.tools.study.statistics import BlockFit
+
+    values, what = final_losses(runs, window)
+    unfit = {arms[run.label] for run in runs if not np.isfinite(values[run.label])}
+    fit = BlockFit(
+        {
+            (arms[run.label], int(run.config["seed"])): values[run.label]
+            for run in runs
+            if arms[run.label] not in unfit and "seed" in run.config
+        }
+    )
+    note = f"not finite on a seed, so without a gap: {', '.join(sorted(unfit))}" if unfit else ""
+    if base not in fit.arms:
+        return OverSeeds(gaps=[], s=None, freedom=0, loss=what, note=note or ONE_SEED)
+    gaps = []
+    for arm in (arm for arm in fit.arms if arm != base):
+        try:
+            found = fit.compared(arm, base)
+        except ValueError as error:
+            note = note or str(error)
+            continue
+        if found.half is None or found.low is None or found.high is None:
+            note = note or ONE_SEED
+            continue
+        apart = found.low > 0 or found.high < 0
+        words = ("above" if found.nats > 0 else "below") if apart else f"not resolved at ± {found.half:.4f}"
+        seeds = sum(name == arm for name, _ in fit.losses)
+        gaps.append(SeedGap(arm=arm, seeds=seeds, nats=found.nats, low=found.low, high=found.high, words=words))
+    return OverSeeds(gaps=gaps, s=fit.s, freedom=fit.freedom, loss=what, note=note)
+
+
+def arms_of(runs: Sequence[Run]) -> dict[str, str]:
+    """Run -> its arm, runs whose configurations differ in nothing that trains but the seed; named after the recipe
+    where that is enough, else after the first run.
+    """
+    keys = {run.label: training(run) for run in runs}
+    first = {key: next(run for run in runs if keys[run.label] == key) for key in keys.values()}
+    recipes = [run.recipe for run in first.values()]
+    return {
+        label: first[key].recipe if recipes.count(first[key].recipe) == 1 else first[key].label
+        for label, key in keys.items()
+    }
+
+
+def training(run: Run) -> Hashable:
+    """What a run trains with, but for the seed."""
+    kept = {key: str(value) for key, value in run.config.items() if key not in OF_SEED}
+    facts = tuple(f"{key}." for key in LAUNCH_FACTS)
+    return tuple(sorted((k, v) for k, v in kept.items() if k not in LAUNCH_FACTS and not k.startswith(facts)))
+
+
+def final_losses(runs: Sequence[Run], window: int) -> tuple[dict[str, float], str]:
+    """By run: the held-out loss at the last step that all have evaluated, else the mean of the last training losses."""
+    common = set.intersection(*(set(run.series(VALID).steps.tolist()) for run in runs))
+    if common:
+        at = max(common)
+        valid = {run.label: run.series(VALID) for run in runs}
+        return {
+            label: float(each.values[each.steps == at][0]) for label, each in valid.items()
+        }, f"validation, step {at}"
+    return {run.label: curves.interval(run.loss.values[-window:]).mean for run in runs}, "training"
