@@ -154,7 +154,8 @@ def _report(arguments: argparse.Namespace) -> int:
     picture = folder / "figure.svg" if measured.cells else None
     if picture:
         figure.save(measured, picture)
-    text = report.to_markdown(measured, study, figure="figure.svg")
+    sweep = "sweep.svg" if figure.save_sweep(measured, folder / "sweep.svg") else ""
+    text = report.to_markdown(measured, study, figure="figure.svg", sweep=sweep)
     html = page.to_html(measured, [each.run for each in found], out, picture)
     for name, content in {"report.md": text, "report.json": report.to_json(measured), "report.html": html}.items():
         (folder / name).write_text(content, encoding="utf-8")

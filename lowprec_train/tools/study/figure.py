@@ -1,4 +1,6 @@
-"""The figure of a study: each arm's gap against the tokens of the run, and its final gap with the 95 % interval."""
+"""The figures of a study: each arm's gap against the tokens of the run and its final gap with the 95 % interval, and
+the losses of a sweep against its value.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lowprec_train.tools.compare import colours
 from lowprec_train.tools.compare.plot import DASHES, MARKERS, QUIET, STYLE
-from lowprec_train.tools.study.measure import ArmRow, Cell, Measured
+from lowprec_train.tools.study.measure import ArmRow, Cell, Measured, SweepRow
 
 
 def save(measured: Measured, file: Path) -> None:
@@ -26,7 +28,49 @@ def save(measured: Measured, file: Path) -> None:
         seeds = max((len(row.seeds) for row in cell.arms), default=0)
         title = f"Loss gap to {measured.baseline}, {cell.tokens / 1e6:,.0f} M tokens, up to {seeds} seeds"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None, dpi=160)
+        write(figure, file)
+
+
+def save_sweep(measured: Measured, file: Path) -> bool:
+    """Draw mean losses against the value of the sweep; False for a sweep that is not over one number."""
+    rows = measured.sweep
+    if not rows or any(row.value is None or row.axis != rows[0].axis for row in rows):
+        return False
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": "study"}):
+        figure = Figure(figsize=(7.5, 4.2), layout="constrained")
+        axes = figure.subplots()
+        arms = list(dict.fromkeys(row.arm for row in rows))
+        for place, arm in enumerate(arms):
+            draw_sweep(axes, [row for row in rows if row.arm == arm], place)
+        if all(row.value and row.value > 0 for row in rows):
+            axes.set_xscale("log")
+        seeds = max(len(row.seeds) for row in rows)
+        axes.set(
+            xlabel=rows[0].axis, ylabel="loss, nat", title=f"{seeds} seeds; filled: works; cross: a seed is unstable"
+        )
+        axes.legend(ncols=2)
+        write(figure, file)
+    return True
+
+
+def draw_sweep(axes: Axes, rows: list[SweepRow], place: int) -> None:
+    """One arm: a line through the stable values, and crosses at the top for the others."""
+    rows = sorted(rows, key=lambda row: row.value or 0.0)
+    colour, marker = colours.of_run(place)[0], MARKERS[place % len(MARKERS)]
+    stable = [row for row in rows if row.loss is not None]
+    look: dict[str, Any] = {"color": colour, "linestyle": DASHES[place % len(DASHES)], "linewidth": 1.2}
+    axes.plot([row.value or 0.0 for row in stable], [row.loss or 0.0 for row in stable], label=rows[0].arm, **look)
+    for row in stable:
+        face = colour if row.works else "none"
+        axes.plot(row.value or 0.0, row.loss or 0.0, marker=marker, color=colour, markerfacecolor=face)
+    for row in (row for row in rows if row.loss is None):
+        height = 0.98 - 0.035 * place
+        axes.plot(row.value or 0.0, height, "x", color=colour, transform=axes.get_xaxis_transform())
+
+
+def write(figure: Figure, file: Path) -> None:
+    """As the format that the name says; an SVG without its date, so that equal figures are equal files."""
+    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None, dpi=160)
 
 
 def draw_along(axes: Axes, cell: Cell, rows: list[ArmRow]) -> None:

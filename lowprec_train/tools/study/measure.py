@@ -110,10 +110,14 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """An arm under one setting of a sweep: its mean loss, and whether it works there."""
+    """An arm under one setting of a sweep: its mean loss, and whether it works there. axis, value: of a setting that is
+    one number; else "" and None.
+    """
 
     arm: str
     setting: str
+    axis: str
+    value: float | None
     seeds: list[int]
     unstable: dict[int, str]
     loss: float | None
@@ -360,10 +364,13 @@ def sweep(study: Study, found: Sequence[Result]) -> list[SweepRow]:
         }
         best = min(stable, key=lambda name: stable[name], default=None)
         for name, group in groups.items():
+            axis, value = number_of(group[0].run.setting)
             rows.append(
                 SweepRow(
                     arm=arm,
                     setting=name,
+                    axis=axis,
+                    value=value,
                     seeds=[each.run.seed for each in group],
                     unstable={each.run.seed: each.unstable for each in group if each.unstable},
                     loss=stable.get(name),
@@ -372,3 +379,10 @@ def sweep(study: Study, found: Sequence[Result]) -> list[SweepRow]:
                 )
             )
     return rows
+
+
+def number_of(setting: Sequence[tuple[str, object]]) -> tuple[str, float | None]:
+    """The axis and the value of a setting that is one number."""
+    if len(setting) == 1 and type(setting[0][1]) in (int, float):
+        return setting[0][0], float(str(setting[0][1]))
+    return "", None

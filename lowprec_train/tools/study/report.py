@@ -68,14 +68,15 @@ def definitions(measured: Measured) -> dict[str, str]:
     }
 
 
-def to_markdown(measured: Measured, study: Study, *, figure: str) -> str:
-    """The report; `figure` is the file name of the plot beside it."""
+def to_markdown(measured: Measured, study: Study, *, figure: str, sweep: str = "") -> str:
+    """The report; `figure` is the file name of the plot beside it, `sweep` that of the sweep's, "" without one."""
     parts = [
         f"# Study {measured.name}: gaps to {measured.baseline}",
         *(cell_text(each, measured.contrasts) for each in measured.cells),
         f"![gap against tokens, and final gaps]({figure})" if measured.cells else "",
         *(f"## Gate\n\n{noise_text(each)}" for each in measured.gate),
         sweep_text(measured),
+        f"![losses of the sweep]({sweep})" if sweep else "",
         law_text(measured),
         setting_text(measured, study),
         "## How the numbers are made\n\n"
@@ -169,7 +170,16 @@ def sweep_text(measured: Measured) -> str:
         ]
         for each in measured.sweep
     ]
-    return "## Sweep\n\n" + "\n".join(table(("arm", "setting", "n", "loss", ""), rows))
+    text = "## Sweep\n\n" + "\n".join(table(("arm", "setting", "n", "loss", ""), rows))
+    return f"{text}\n\n{workable(measured)}"
+
+
+def workable(measured: Measured) -> str:
+    """The range of settings in which each arm works, for people."""
+    arms = dict.fromkeys(row.arm for row in measured.sweep)
+    works = {arm: [row.setting for row in measured.sweep if row.arm == arm and row.works] for arm in arms}
+    lines = [f"- {arm} works at {', '.join(found) or 'none of them'}" for arm, found in works.items()]
+    return "\n".join(lines)
 
 
 def law_text(measured: Measured) -> str:

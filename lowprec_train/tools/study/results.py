@@ -88,16 +88,16 @@ def unstable(record: Run, loss: float) -> str:
 
 
 def judged(found: Sequence[Result]) -> list[Result]:
-    """The same; a run that knows no more than word frequencies, where others of its cell do, is unstable too."""
+    """The same; a run that knows no more than word frequencies, where others of its size and length do, is unstable too."""
 
     def above(each: Result) -> bool:
         entropy = each.facts.get("valid_unigram_entropy")
         return entropy is not None and each.loss > entropy
 
-    learned = {each.run.cell for each in found if not each.unstable and not above(each)}
+    learned = {(each.tokens, each.parameters) for each in found if not each.unstable and not above(each)}
     return [
         replace(each, unstable=f"ends at {each.loss:.2f}, above the unigram entropy")
-        if not each.unstable and above(each) and each.run.cell in learned
+        if not each.unstable and above(each) and (each.tokens, each.parameters) in learned
         else each
         for each in found
     ]

@@ -187,7 +187,10 @@ def test_a_sweep_says_what_works(tmp_path):
     assert [(row["best"], row["works"], bool(row["unstable"])) for row in tree["sweep"]] == [
         *((False, True, False), (True, True, False), (False, False, False), (False, False, True))
     ]
-    assert not tree["cells"]
+    assert not tree["cells"] and [row["value"] for row in tree["sweep"]] == axes["optim.lr"]
+    text = (tmp_path / "runs" / "report" / "report.md").read_text()
+    assert "- bf16 works at optim.lr=0.001, optim.lr=0.002\n" in text and "![losses of the sweep](sweep.svg)" in text
+    assert (tmp_path / "runs" / "report" / "sweep.svg").read_text().count("<path") > 5
 
 
 def test_unfinished_runs_and_one_seed(tmp_path, capsys):
