@@ -33,20 +33,27 @@ TAIL = 6000  # characters of a rank's output in an error
 
 
 def run_distributed(
-    fn: Callable[..., Any], layout: Sizes | int, *arguments: Any, backend: str | None = "gloo", timeout: float = 400
+    fn: Callable[..., Any],
+    layout: Sizes | int,
+    *arguments: Any,
+    backend: str | None = "gloo",
+    timeout: float = 400,
+    on_gpu: bool = False,
 ) -> list[Any]:
     """What fn(rank, *arguments) returns on each rank, in rank order.
 
     fn: a function of a module, with a default process group of `backend`: "gloo", "nccl" (a GPU a rank, which the test
-    is skipped without), or None (no group). layout: of the processes, or their number. timeout: in seconds.
+    is skipped without), or None (no group). layout: of the processes, or their number. timeout: in seconds. on_gpu:
+    ranks without a group that use a GPU each.
 
     Raises AssertionError with the error and the output of the rank that failed first, or the ranks that did not end.
     """
     size = layout if isinstance(layout, int) else layout.processes
-    if backend == "nccl" and torch.cuda.device_count() < size:
+    on_gpu = on_gpu or backend == "nccl"
+    if on_gpu and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} CUDA devices")
     with tempfile.TemporaryDirectory() as directory:
-        launch = _Launch(fn, size, arguments, backend, Path(directory))
+        launch = _Launch(fn, size, arguments, backend, Path(directory), on_gpu=on_gpu)
         launch.wait(timeout, until_failure=True)
         assert not launch.failure, launch.failure
         return launch.values
@@ -79,7 +86,14 @@ class _Launch:
     """The processes of one launch. failure: what went wrong first; empty as long as nothing has."""
 
     def __init__(
-        self, fn: Callable[..., Any], size: int, arguments: tuple, backend: str | None, directory: Path
+        self,
+        fn: Callable[..., Any],
+        size: int,
+        arguments: tuple,
+        backend: str | None,
+        directory: Path,
+        *,
+        on_gpu: bool = False,
     ) -> None:
         self.values: list[Any] = [None] * size
         self.failure, self._directory, self._pipes = "", directory, {}
@@ -87,7 +101,7 @@ class _Launch:
         for rank in range(size):
             receiver, sender = multiprocessing.Pipe(duplex=False)
             given = (rank, size, backend, str(directory), sender, fn, arguments)
-            context = multiprocessing.get_context("spawn") if backend == "nccl" else fork_server()
+            context = multiprocessing.get_context("spawn") if on_gpu else fork_server()
             self.processes.append(context.Process(target=_rank, args=given, daemon=True))
             self.processes[-1].start()
             sender.close()

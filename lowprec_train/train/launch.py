@@ -8,6 +8,7 @@ included: an error on one process alone would leave the others waiting in a coll
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import sys
 import threading
@@ -169,10 +170,14 @@ def every(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> list
 
 
 def _outcome(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """What it returns, or its exception."""
+    """What it returns, or its exception; of one that cannot be pickled, as those of compilers, its type and text."""
     try:
         return make(), None
     except Exception as mistake:
+        try:
+            pickle.dumps(mistake)
+        except Exception:
+            return None, RuntimeError(f"{type(mistake).__name__}: {mistake}")
         return None, mistake
 
 

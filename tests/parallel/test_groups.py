@@ -1,7 +1,6 @@
 """Every process group of a run waits as long as `parallel.timeout_minutes` says, and none is made without need."""
 
 import pytest
-import torch
 
 from tests.distributed import free_port, run_distributed
 from tests.parallel.grouped import LAYOUTS, MINUTES, RANKS, on_gpus, work
@@ -42,10 +41,9 @@ def test_groups_of_all_ranks(ranks, layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_groups_on_gpus():
     """NCCL takes the timeout too; axes have no gloo: that is the default group's and the checkpoint's."""
-    for each in run_distributed(on_gpus, 2, free_port(), backend=None):
+    for each in run_distributed(on_gpus, 2, free_port(), backend=None, on_gpu=True):
         kinds = {name: set(found) for name, (_, found) in each["groups"].items()}
         assert all(kinds[name] == {"cuda"} for name in each["names"].values())
         assert sum("cpu" in found for found in kinds.values()) == 2 and each["sum"].tolist() == [2.0] * 3

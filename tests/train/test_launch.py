@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lowprec_train.train import launch
+from tests.distributed import run_distributed
 
 
 def meet(store, processes):
@@ -32,6 +33,30 @@ def test_one_process_decides_for_itself():
     with pytest.raises(ValueError, match="mine"):
         launch.first(lambda: (_ for _ in ()).throw(ValueError("mine")))
     assert launch.host_group(1.0) is None
+
+
+class OfACompiler(Exception):
+    """One that holds a module, as errors of torch.compile do."""
+
+    def __init__(self, text):
+        super().__init__(text)
+        self.module = torch
+
+
+def fails(rank):
+    """What each rank meets, when the second one fails so that its error cannot be sent."""
+
+    def make():
+        if rank:
+            raise OfACompiler("no such kernel")
+
+    with pytest.raises(RuntimeError) as met:
+        launch.every(make)
+    return str(met.value)
+
+
+def test_an_error_that_cannot_be_sent_is_told_on_every_rank():
+    assert run_distributed(fails, 2) == ["OfACompiler: no such kernel"] * 2
 
 
 def test_a_gpu_is_the_current_device_before_anything_is_cut(monkeypatch):
