@@ -88,7 +88,7 @@ def unstable(record: Run, loss: float) -> str:
 
 
 def judged(found: Sequence[Result]) -> list[Result]:
-    """The same; a run that knows no more than word frequencies, where others of its size and length do, is unstable too."""
+    """The same; a run that knows no more than word frequencies, where others of its size and length do, is unstable."""
 
     def above(each: Result) -> bool:
         entropy = each.facts.get("valid_unigram_entropy")
