@@ -22,6 +22,7 @@ from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import Reduced
 from lowprec_train.comm.grad_codec import GradCodec, rounding_energy
 from lowprec_train.comm.layout import FlatLayout
+from lowprec_train.comm.nodes import Links, Nodes
 from lowprec_train.comm.shared_scale import MuSchedule
 from lowprec_train.numerics.formats import FP32
 
@@ -29,23 +30,24 @@ EXACT = BlockScaledCodec(FP32)
 
 
 class Axis:
-    """The ranks of `group` (None: this rank alone) and one step's account of their reductions.
+    """The ranks of `group` (None: this rank alone), by node, and one step's account of their reductions.
 
     head_room: FP8-LM's mu, moved by whoever ends the step.
     at_maximum: the largest share of codes at the maximum that a shared-scale reduction left, 0-dim.
     energy: (signal, noise) on this rank, to be added up over ranks, FP32 [2]; zeros unless the step is measured.
-    sent: bytes.
+    sent: bytes, by what they travel over.
 
     Only one CUDA stream may call an axis: `fully_shard` gives its reduce-scatters one and its hooks another.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, codec: GradCodec, device: torch.device | str) -> None:
+    def __init__(self, group: dist.ProcessGroup | Nodes | None, codec: GradCodec, device: torch.device | str) -> None:
         self.group, self.codec = group, codec
-        self.ranks = 1 if group is None else dist.get_world_size(group)
+        nodes = Nodes.one(group) if isinstance(group, dist.ProcessGroup) else group
+        self.ranks, self.node = (1, 1) if nodes is None else (nodes.ranks, nodes.node)
         self.head_room = MuSchedule(self.ranks, device)
         self.at_maximum = torch.zeros((), device=device)
         self.energy = torch.zeros(2, device=device)
-        self.sent = 0
+        self.sent = Links(0, 0)
         self._measured_row: int | None = None
 
     @property
@@ -58,26 +60,30 @@ class Axis:
         self._measured_row = None if sample is None else sample % self.ranks
         self.at_maximum.zero_()
         self.energy.zero_()
-        self.sent = 0
+        self.sent = Links(0, 0)
 
     @torch.no_grad()
     def reduce_scatter(self, flat: Tensor, out: Tensor, layout: FlatLayout, op: Any = dist.ReduceOp.SUM) -> None:
         """`collectives.reduce_scatter` of `flat` to `out`."""
-        self.sent += collectives.reduce_scatter_bytes(self.codec, layout, self.ranks)
+        self.sent = self.sent.plus(collectives.reduce_scatter_links(self.codec, layout, self.ranks, self.node))
         reduced = collectives.reduce_scatter(flat, self.group, self.codec, layout, mu=self._mu, op=op, out=out)
         self._note(reduced)
         if self._measured_row is not None and self.rounds:
             self.energy += self._scatter_energy(flat, out, layout, self._measured_row)
+            self.energy += self._second_encode(reduced, layout)
 
     @torch.no_grad()
     def all_reduce(self, flat: Tensor, layout: FlatLayout) -> None:
         """`collectives.all_reduce` of FP32 [layout.size], in place."""
-        self.sent += collectives.all_reduce_bytes(self.codec, layout, self.ranks)
+        self.sent = self.sent.plus(collectives.all_reduce_links(self.codec, layout, self.ranks, self.node))
         measured = self._measured_row is not None and self.rounds
         mine = flat.clone() if measured else flat
-        self._note(collectives.all_reduce(flat, self.group, self.codec, layout, mu=self._mu, out=flat))
+        reduced = collectives.all_reduce(flat, self.group, self.codec, layout, mu=self._mu, out=flat)
+        self._note(reduced)
         if measured:
             self.energy += self._all_reduce_energy(mine, flat, layout)
+            part = self.codec.wire_layout(layout).split(self.ranks, self.codec.block)
+            self.energy += self._second_encode(reduced, part)
 
     @property
     def _mu(self) -> Tensor | None:
@@ -93,6 +99,13 @@ class Axis:
             return torch.stack((_squares(flat), _squares(total - exact)))
         rows = flat.view(self.ranks, -1)[row : row + 1]
         return self.ranks * rounding_energy(rows, self.codec, layout).sum(0)
+
+    def _second_encode(self, reduced: Reduced, row: FlatLayout) -> Tensor:
+        """(0, noise) of the sums inside a node that this rank encoded again."""
+        if reduced.of_nodes is None:
+            return torch.zeros_like(self.energy)
+        noise = rounding_energy(reduced.of_nodes, self.codec, row)[:, 1].sum()
+        return torch.stack((torch.zeros_like(noise), noise))
 
     def _all_reduce_energy(self, flat: Tensor, total: Tensor, layout: FlatLayout) -> Tensor:
         """Every rank holds the whole sum: its share of that sum's noise is one of `ranks` parts."""

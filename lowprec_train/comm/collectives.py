@@ -8,7 +8,8 @@ contribution whole and sums them all everywhere: one rounding instead of two.
 
 A bar is one operation over the whole buffer, whatever the number of parameters and of ranks. Only uint8 travels (gloo
 knows no FP8, and a network that reduced byte views would add codes). Every rank adds in rank order, so results are the
-same bits on every rank. With one rank nothing is rounded.
+same bits on every rank. With one rank nothing is rounded. Where ranks lie on several nodes, sums are made inside of
+each node first, encoded once more, and exchanged between nodes (nodes.py).
 
 Sums, never averages: FSDP2 hands a custom reduce-scatter AVG unless `set_force_sum_reduction_for_comms(True)` is set,
 and a factor that is applied twice, or never, is silent. Divide where the loss is defined.
@@ -16,6 +17,7 @@ and a factor that is applied twice, or never, is silent. Divide where the loss i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
+from lowprec_train.comm.nodes import Links, Nodes, links, ring
 from lowprec_train.comm.process_group import DistributedGroup
 
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # one call; torch 2.13 has renamed it
@@ -31,17 +34,21 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 class Reduced(NamedTuple):
     """total: FP32 [layout.size]. saturated: the share of all ranks' codes at the maximum, 0-dim FP32; None where sums
-    are in FP32.
+    are in FP32. of_nodes: the sums inside this node that this rank encoded again, FP32 [nodes, size of a row].
     """
 
     total: Tensor
     saturated: Tensor | None = None
+    of_nodes: Tensor | None = None
+
+
+GroupByNode = dist.ProcessGroup | Nodes | None
 
 
 @torch.no_grad()
 def reduce_scatter(
     flat: Tensor,
-    group: dist.ProcessGroup | None,
+    group: GroupByNode,
     codec: GradCodec,
     layout: FlatLayout,
     *,
@@ -53,7 +60,7 @@ def reduce_scatter(
 
     Args:
         flat: [ranks * layout.size], any float dtype: row r is summed for rank r.
-        group: process group; None is the default one.
+        group: process group, or its ranks by node; None is the default group, on one node.
         codec: what a contribution looks like on the wire; the same on every rank.
         layout: the ranges of one row; the same on every rank.
         mu: head-room of a codec that shares scales, 0-dim FP32 in [1/ranks, 1] (`MuSchedule.mu`).
@@ -68,19 +75,19 @@ def reduce_scatter(
         ValueError: another `op`, sizes that do not fit together, a flat tensor that is not of a float dtype, an `out`
         that is not FP32.
     """
-    ranks = dist.get_world_size(group)
-    rows, out = _rows(flat, ranks, layout, op), _sums(out, flat, layout)
-    if ranks == 1:
+    nodes = _by_node(group, codec)
+    rows, out = _rows(flat, nodes.ranks, layout, op), _sums(out, flat, layout)
+    if nodes.ranks == 1:
         return Reduced(out.copy_(rows[0]))
-    scales = codec.scales(rows, layout, DistributedGroup.of(group), mu)
+    scales = codec.scales(rows, layout, DistributedGroup.of(nodes.whole), mu)
     parts, row = codec.wire_layout(layout).pieces(rows), codec.wire_layout(layout)
-    return _scattered(parts, out, group, codec, row, scales, ranks * layout.coded_size)
+    return _scattered(parts, out, nodes, codec, row, scales, nodes.ranks * layout.coded_size)
 
 
 @torch.no_grad()
 def all_reduce(
     flat: Tensor,
-    group: dist.ProcessGroup | None,
+    group: GroupByNode,
     codec: GradCodec,
     layout: FlatLayout,
     *,
@@ -93,20 +100,25 @@ def all_reduce(
 
     A non-finite element of any rank makes its block NaN on every rank, its parameter under a shared scale.
     """
-    ranks = dist.get_world_size(group)
+    nodes = _by_node(group, codec)
     rows, out = _rows(flat, 1, layout, op), _sums(out, flat, layout)
-    if ranks == 1:
+    if nodes.ranks == 1:
         return Reduced(out.copy_(rows[0]))
-    scales = codec.scales(rows, layout, DistributedGroup.of(group), mu)
+    scales = codec.scales(rows, layout, DistributedGroup.of(nodes.whole), mu)
     codes, layout = layout.coded_size, codec.wire_layout(layout)
     mine, sums = layout.pieces(rows[0]), layout.pieces(out)
-    if codec.sends_whole(layout, ranks):
-        codec.decode(_gathered(codec.encode(mine, 1, layout, scales), group), sums, layout, scales, senders=ranks)
+    if codec.sends_whole(layout, nodes.ranks):
+        wire = _gathered(codec.encode(mine, 1, layout, scales), nodes.whole)
+        codec.decode(wire, sums, layout, scales, senders=nodes.ranks)
         return Reduced(out)
-    row = layout.split(ranks, codec.block)
-    summed = _scattered(mine, out.new_empty(row.size), group, codec, row, scales, codes)
+    row = layout.split(nodes.ranks, codec.block)
+    summed = _scattered(mine, out.new_empty(row.size), nodes, codec, row, scales, codes)
     wire = codec.encode(row.pieces(summed.total), 1, row, scales)
-    codec.decode(_gathered(wire, group), sums, row, scales)
+    if nodes.inside is None:
+        codec.decode(_gathered(wire, nodes.whole), sums, row, scales)
+    else:
+        wire = _gathered(_gathered(wire, nodes.across), nodes.inside)
+        codec.decode(wire, sums, row, scales, inner=nodes.node)
     return summed._replace(total=out)
 
 
@@ -120,6 +132,26 @@ def all_reduce_bytes(codec: GradCodec, layout: FlatLayout, ranks: int) -> int:
     if codec.sends_whole(layout, ranks):
         return (ranks - 1) * codec.row_bytes(layout)
     return 2 * (ranks - 1) * codec.row_bytes(codec.wire_layout(layout).split(ranks, codec.block))
+
+
+def reduce_scatter_links(codec: GradCodec, layout: FlatLayout, ranks: int, node: int) -> Links:
+    """`reduce_scatter_bytes` by what they travel over, where `node` ranks share a node."""
+    return links(codec.row_bytes(layout), ranks, node, flat=codec.shares_scales)
+
+
+def all_reduce_links(codec: GradCodec, layout: FlatLayout, ranks: int, node: int) -> Links:
+    """`all_reduce_bytes` by what they travel over."""
+    if codec.sends_whole(layout, ranks):
+        return ring(codec.row_bytes(layout), ranks, node)
+    row = codec.row_bytes(codec.wire_layout(layout).split(ranks, codec.block))
+    scattered = links(row, ranks, node, flat=codec.shares_scales)
+    return scattered.plus(ring(row, ranks, node) if codec.shares_scales else links(row, ranks, node))
+
+
+def _by_node(group: GroupByNode, codec: GradCodec) -> Nodes:
+    """Sums under a shared scale are made of all ranks' codes at once."""
+    nodes = group if isinstance(group, Nodes) else Nodes.one(group)
+    return replace(nodes, inside=None, across=None) if codec.shares_scales else nodes
 
 
 def _rows(flat: Tensor, ranks: int, layout: FlatLayout, op: Any) -> Tensor:
@@ -143,22 +175,40 @@ def _sums(out: Tensor | None, flat: Tensor, layout: FlatLayout) -> Tensor:
 def _scattered(
     parts: tuple[Tensor, ...],
     out: Tensor,
-    group: dist.ProcessGroup | None,
+    nodes: Nodes,
     codec: GradCodec,
     row: FlatLayout,
     scales: Tensor | None,
     codes: int,
 ) -> Reduced:
     """The sum over ranks of this rank's row, in `out`. codes: of all ranks' sums."""
-    ranks = dist.get_world_size(group)
-    wire = codec.encode(parts, ranks, row, scales)
-    arrived = torch.empty_like(wire)
-    dist.all_to_all_single(arrived, wire, group=group)
-    at_maximum = codec.decode(arrived, row.pieces(out), row, scales, senders=ranks)
+    if nodes.inside is not None:
+        return _scattered_by_node(parts, out, nodes, codec, row)
+    wire = _exchanged(codec.encode(parts, nodes.ranks, row, scales), nodes.whole)
+    at_maximum = codec.decode(wire, row.pieces(out), row, scales, senders=nodes.ranks)
     if at_maximum is None:
         return Reduced(out)
-    count = DistributedGroup.of(group).all_reduce_sum(at_maximum.double())
+    count = DistributedGroup.of(nodes.whole).all_reduce_sum(at_maximum.double())
     return Reduced(out, count.long() / max(1, codes))
+
+
+def _scattered_by_node(
+    parts: tuple[Tensor, ...], out: Tensor, nodes: Nodes, codec: GradCodec, row: FlatLayout
+) -> Reduced:
+    """Sums inside the node, of a row for this rank's number on every node, then between nodes."""
+    wire = _exchanged(codec.encode(parts, nodes.ranks, row, inner=nodes.node), nodes.inside)
+    of_nodes = out.new_empty(nodes.count, row.size)
+    codec.decode(wire, row.pieces(of_nodes), row, senders=nodes.node)
+    wire = _exchanged(codec.encode(row.pieces(of_nodes), nodes.count, row), nodes.across)
+    codec.decode(wire, row.pieces(out), row, senders=nodes.count)
+    return Reduced(out, of_nodes=of_nodes)
+
+
+def _exchanged(wire: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Equal parts of a wire, one to each rank, for those of every rank, in rank order."""
+    arrived = torch.empty_like(wire)
+    dist.all_to_all_single(arrived, wire, group=group)
+    return arrived
 
 
 def _gathered(wire: Tensor, group: dist.ProcessGroup | None) -> Tensor:

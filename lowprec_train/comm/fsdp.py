@@ -32,6 +32,7 @@ from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.block_scaled import BLOCK, BlockScaledCodec
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
+from lowprec_train.comm.nodes import Nodes
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import parse_format
@@ -45,15 +46,28 @@ class Reduction:
 
     codec: of matrices.
     exclude: patterns (`*embedding*`) of names of matrices that travel in BF16 all the same.
+    node_size: processes of a node, inside of which sums are made first; None: as the launcher says.
+
+    Raises ValueError for nodes of no process.
     """
 
     codec: GradCodec
     exclude: tuple[str, ...] = ()
+    node_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.node_size is not None and self.node_size < 1:
+            raise ValueError(f"comm.node_size={self.node_size}: a node has at least one process")
 
 
-def encoded(*, format: str = "E4M3", block: int = BLOCK, exclude: Sequence[str] = ()) -> Reduction:
-    """One rounding of each contribution, sums in FP32. Raises ValueError for what `BlockScaledCodec` refuses."""
-    return Reduction(codec=BlockScaledCodec(parse_format(format), block), exclude=tuple(exclude))
+def encoded(
+    *, format: str = "E4M3", block: int = BLOCK, exclude: Sequence[str] = (), node_size: int | None = None
+) -> Reduction:
+    """One rounding of each contribution, and another of each node's sum where there are several; sums in FP32. Raises
+    ValueError for what `BlockScaledCodec` and `Reduction` refuse.
+    """
+    codec = BlockScaledCodec(parse_format(format), block)
+    return Reduction(codec=codec, exclude=tuple(exclude), node_size=node_size)
 
 
 def shared_scale(*, format: str = "E4M3", every_addition: bool = True, exclude: Sequence[str] = ()) -> Reduction:
@@ -157,7 +171,9 @@ class Reducer:
 
     def finish_step(self) -> None:
         """Agree on what the step sent and lost. Called by every rank after the last backward pass of a step."""
-        self._metrics |= {"comm/grad_bytes": float(sum(axis.sent for axis in self._axes))}
+        self._metrics |= {"comm/grad_bytes": float(sum(sum(axis.sent) for axis in self._axes))}
+        if any(axis.node < axis.ranks for axis in self._axes):
+            self._metrics["comm/grad_bytes_nic"] = float(sum(axis.sent.nic for axis in self._axes))
         sqnr_db = self.sampling.finish_step(self._sqnr_db)
         if self.sampling.rounds:
             self._metrics["comm/grad_sqnr_db"] = sqnr_db
@@ -169,6 +185,7 @@ class Reducer:
         """Of the last finished step; tensors are 0-dim, on the device, the same on every rank.
 
         comm/grad_bytes      sent by this rank, from sizes alone
+        comm/grad_bytes_nic  of these, to other nodes; absent where there is one
         comm/grad_sqnr_db    of the last measured step (every `SAMPLE_INTERVAL`); absent where nothing is rounded
         comm/grad_mu, comm/grad_at_maximum    of a shared scale: the smaller mu, and the largest share of codes
         """
@@ -211,15 +228,16 @@ def attach(
     model: nn.Module,
     *,
     reduction: Reduction,
-    shard_group: dist.ProcessGroup | None,
-    replica_group: dist.ProcessGroup | None = None,
+    shard_group: dist.ProcessGroup | Nodes | None,
+    replica_group: dist.ProcessGroup | Nodes | None = None,
 ) -> Reducer:
     """Reduce the gradients of every `fully_shard` unit of a model as `reduction` says, as sums in FP32.
 
     Args:
         model: sharded on dimension 0 over a mesh of one dimension, with MixedPrecisionPolicy(reduce_dtype=float32).
         reduction: the same on every rank.
-        shard_group: of that mesh. None: nothing is sharded, as in a run of one process.
+        shard_group: of that mesh, by node where it lies on several. None: nothing is sharded, as in a run of one
+            process.
         replica_group: the ranks that hold the same shards. None: this one alone.
 
     Raises:

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lowprec_train.comm.nodes import Nodes
+
 AXES = ("dp_replicate", "tp", "dp_shard")
 
 
@@ -62,10 +64,13 @@ class Mesh:
     """The grid with its process groups. Made by all ranks together, after `init_process_group`.
 
     device_type: "cuda" or "cpu". timeout: after which a collective of any of the groups is an error; None: torch's own,
-    which is half an hour. Raises ValueError when `sizes` is not the number of processes.
+    which is half an hour. node_size: processes of a node; None: all of them. Raises ValueError when `sizes` is not the
+    number of processes.
     """
 
-    def __init__(self, sizes: Sizes, device_type: str, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, sizes: Sizes, device_type: str, timeout: timedelta | None = None, node_size: int | None = None
+    ) -> None:
         if sizes.processes != dist.get_world_size():
             raise ValueError(f"{sizes} are {sizes.processes} processes, and {dist.get_world_size()} were started")
         self.sizes, self.rank = sizes, dist.get_rank()
@@ -73,9 +78,13 @@ class Mesh:
         ordered = grid.transpose(1, 2).contiguous()
         # DeviceMesh makes its groups without a timeout and, on GPUs, with gloo sockets to all their ranks beside NCCL.
         backend = "nccl" if device_type == "cuda" else None
-        made = [_group(ordered.movedim(axis, -1).flatten(0, 1), timeout, backend) for axis in range(len(AXES))]
+        made = [_group(groups_along(sizes, axis), timeout, backend) for axis in AXES]
         self.device_mesh = DeviceMesh.from_group(made, device_type, ordered, mesh_dim_names=AXES)
         self.dp_group = self._data_group(grid, timeout, backend)
+        self._nodes = {
+            name: _by_node(made[axis], groups_along(sizes, name), node_size or sizes.processes, timeout, backend)
+            for axis, name in enumerate(AXES)
+        }
 
     def _data_group(self, grid: torch.Tensor, timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
         """Of the ranks that train on different data: an axis where one has them all."""
@@ -103,9 +112,52 @@ class Mesh:
         """The one-dimensional mesh of an axis that this rank lies on."""
         return self.device_mesh[name]
 
+    def nodes(self, name: str) -> Nodes:
+        """The same group with its ranks by node."""
+        return self._nodes[name]
+
     def group(self, name: str) -> dist.ProcessGroup:
         """The process group of an axis that this rank lies on."""
         return self.device_mesh.get_group(name)
+
+
+def groups_along(sizes: Sizes, axis: str) -> torch.Tensor:
+    """The ranks of every group along an axis, [groups, ranks]."""
+    grid = torch.arange(sizes.processes, device="cpu").view(sizes.dp_replicate, sizes.dp_shard, sizes.tp)
+    return grid.transpose(1, 2).movedim(AXES.index(axis), -1).flatten(0, 1)
+
+
+def node_ranks(groups: torch.Tensor, node_size: int) -> int | None:
+    """How many ranks of a group lie on one node, where that is the same for all nodes and all groups; else None."""
+    counts = {int(count) for nodes in groups // node_size for count in nodes.unique_consecutive(return_counts=True)[1]}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def check_nodes(sizes: Sizes, node_size: int | None) -> None:
+    """ValueError where `comm.node_size` does not divide the processes, or an axis lies unequally on the nodes."""
+    if node_size is None:
+        return
+    if sizes.processes % node_size:
+        raise ValueError(f"comm.node_size={node_size} does not divide {sizes.processes} processes")
+    for axis in ("dp_shard", "dp_replicate"):
+        found = groups_along(sizes, axis)
+        if node_ranks(found, node_size) is None:
+            ranks = found.shape[1]
+            raise ValueError(
+                f"comm.node_size={node_size}: the {ranks} ranks of {axis} are not equally many on each node"
+            )
+
+
+def _by_node(
+    group: dist.ProcessGroup, groups: torch.Tensor, node_size: int, timeout: timedelta | None, backend: str | None
+) -> Nodes:
+    """Ranks that lie unequally on nodes are taken to be on nodes of their own. Made by all ranks together."""
+    node, ranks = node_ranks(groups, node_size) or 1, groups.shape[1]
+    if not 1 < node < ranks:
+        return Nodes(whole=group, node=node)
+    inside = _group(groups.reshape(-1, node), timeout, backend)
+    across = _group(groups.unflatten(1, (-1, node)).transpose(1, 2).flatten(0, 1), timeout, backend)
+    return Nodes(whole=group, node=node, inside=inside, across=across)
 
 
 def _group(rows: Iterable[torch.Tensor], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:

@@ -142,6 +142,7 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
         tokens=run.micro_batch * run.data["seq_len"],
         reshard=run.parallel.reshard_after_forward,
         timeout=timedelta(minutes=run.parallel.timeout_minutes),
+        node_size=run.comm.get("node_size") or world.local_processes,
     )
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from lowprec_train.config import Compile, ParallelConfig, RunConfig, parse_resume
 from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.data import GRAD_REDUCE
-from lowprec_train.parallel.mesh import Sizes, sizes
+from lowprec_train.parallel.mesh import Sizes, check_nodes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.train import ranges
@@ -67,7 +67,9 @@ def _profile(run: RunConfig, on: torch.device, world: World) -> None:
 def layout(run: RunConfig, processes: int) -> Sizes:
     """The grid of processes that `parallel` asks for."""
     asked = run.parallel
-    return sizes(processes, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, tp=asked.tp)
+    made = sizes(processes, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, tp=asked.tp)
+    check_nodes(made, run.comm.get("node_size"))
+    return made
 
 
 def choices(asked: ParallelConfig) -> None:

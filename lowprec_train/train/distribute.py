@@ -64,14 +64,19 @@ class Distribution:
         """
         if self.mesh is None:
             return SingleProcess(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
-        replicas = self.mesh.group("dp_replicate") if self.sizes.dp_replicate > 1 else None
-        shards = self.mesh.group("dp_shard")
-        reducer = fsdp.attach(model, reduction=reduction, shard_group=shards, replica_group=replicas)
+        replicas = self.mesh.nodes("dp_replicate") if self.sizes.dp_replicate > 1 else None
+        reducer = fsdp.attach(
+            model, reduction=reduction, shard_group=self.mesh.nodes("dp_shard"), replica_group=replicas
+        )
         partial = tensor.summed_over_tp(model) if self.sizes.tp > 1 else ()
         all_gather, parts = None, self.mesh.group("tp") if self.sizes.tp > 1 else None
         if self.sizes.dp > 1:
             all_gather = QuantizedAllGather.of(
-                model, param_all_gather=param_all_gather, dtype=model.dtype, shards=shards, parts=parts
+                model,
+                param_all_gather=param_all_gather,
+                dtype=model.dtype,
+                shards=self.mesh.group("dp_shard"),
+                parts=parts,
             )
         return data.DataParallel(
             model, self.mesh, reducer, grad_reduce=grad_reduce, partial=partial, all_gather=all_gather
@@ -95,17 +100,18 @@ def distribute(
     reshard: bool,
     values: torch.dtype = torch.float32,
     timeout: timedelta | None = None,
+    node_size: int | None = None,
 ) -> Distribution:
     """Cut `model`, still on the meta device, over the processes.
 
     phases: of the run, with the recipe of every linear. tokens: of a micro-batch. values: as in `parallel.data.shard`.
-    timeout: of every collective between them, as in `parallel.mesh.Mesh`.
+    timeout: of every collective between them, and node_size, as in `parallel.mesh.Mesh`.
     Raises ValueError, with the numbers, for what the layout cannot cut.
     """
     if sizes.processes == 1:
         return Distribution()
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    mesh, cuts = Mesh(sizes, device.type, timeout), {}
+    mesh, cuts = Mesh(sizes, device.type, timeout, node_size), {}
     if sizes.tp > 1:
         tables, saved = [phase.recipes for phase in phases], [phase.saved_activations for phase in phases]
         tensor.check(model, sizes.tp, tokens=tokens, recipes=tables, saved_activations=saved)

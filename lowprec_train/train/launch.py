@@ -27,11 +27,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands. rank: among `processes`; local_rank: among those of this machine."""
+    """Where this process stands. rank: among `processes`; local_rank: among those of this machine, which are
+    `local_processes`; None where the launcher does not say.
+    """
 
     rank: int = 0
     processes: int = 1
     local_rank: int = 0
+    local_processes: int | None = None
 
     @property
     def leads(self) -> bool:
@@ -48,7 +51,8 @@ def world() -> World:
     local_rank = os.environ.get("LOCAL_RANK", "0")
     if not (rank.isdecimal() and local_rank.isdecimal() and processes.isdecimal() and int(rank) < int(processes)):
         raise ValueError(f"the launcher's RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={processes} fit no process")
-    return World(int(rank), int(processes), int(local_rank))
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return World(int(rank), int(processes), int(local_rank), int(local) if local.isdecimal() and int(local) else None)
 
 
 def end_with_launcher(seconds: float = 1.0) -> None:

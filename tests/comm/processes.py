@@ -13,8 +13,8 @@ def run(case, rank, device="cpu"):
     """This rank's result, on the CPU."""
     collective, flat = getattr(collectives, case.kind), case.flats[rank].to(device)
     mu = torch.tensor(case.mu, device=device)
-    total, saturated = collective(flat, None, case.codec, case.layout, mu=mu)
-    return total.cpu() if saturated is None else (total.cpu(), saturated.cpu())
+    found = collective(flat, None, case.codec, case.layout, mu=mu)
+    return found.total.cpu() if found.saturated is None else (found.total.cpu(), found.saturated.cpu())
 
 
 def scheduled(rank, steps=6):
@@ -24,7 +24,7 @@ def scheduled(rank, steps=6):
     flat = gradients(RANKS * ROW.size)[0]
     for _ in range(steps):
         mu = schedule.mu
-        _, share = collectives.reduce_scatter(flat, None, SharedScaleCodec(), ROW, mu=mu)
+        share = collectives.reduce_scatter(flat, None, SharedScaleCodec(), ROW, mu=mu).saturated
         schedule.update(share)
         history.append(torch.stack((mu, share)))
     return torch.stack(history)

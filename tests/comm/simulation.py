@@ -44,11 +44,25 @@ def sum_of_rows(rows, ranges, format, block):
     return torch.cat([total(pieces) for pieces in zip(*each)])
 
 
-def reduce_scatter(flats, ranges, format, block):
-    """One result per rank."""
+def reduce_scatter(flats, ranges, format, block, results=None):
+    """One result per rank, or for so many."""
     size = sum(size for size, _ in ranges)
     rows = [flat.view(-1, size) for flat in flats]
-    return [sum_of_rows([row[rank] for row in rows], ranges, format, block) for rank in range(len(flats))]
+    return [sum_of_rows([row[rank] for row in rows], ranges, format, block) for rank in range(results or len(flats))]
+
+
+def reduce_scatter_by_node(flats, ranges, format, block, node):
+    """One result per rank: sums inside of nodes of `node` ranks, rounded once more and added in the nodes' order."""
+    firsts = range(0, len(flats), node)
+    of_nodes = [reduce_scatter(flats[first : first + node], ranges, format, block, len(flats)) for first in firsts]
+    return [sum_of_rows(list(rows), ranges, format, block) for rows in zip(*of_nodes, strict=True)]
+
+
+def all_reduce_by_node(flats, ranges, format, block, node):
+    """The one result, rounded once more still."""
+    firsts = range(0, len(flats), node)
+    of_nodes = [sum_of_rows(flats[first : first + node], ranges, format, block) for first in firsts]
+    return all_reduce(of_nodes, ranges, format, block, whole=False)
 
 
 def all_reduce(flats, ranges, format, block, whole):

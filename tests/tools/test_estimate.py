@@ -12,7 +12,7 @@ from lowprec_train.tools import cli
 from lowprec_train.tools.estimate.memory import memory, parameters, saved_bytes, states
 from lowprec_train.tools.estimate.report import flops
 from lowprec_train.tools.estimate.subject import Subject, Weight
-from lowprec_train.tools.estimate.traffic import traffic
+from lowprec_train.tools.estimate.traffic import between_nodes, traffic
 from lowprec_train.train import build
 from lowprec_train.train.compose import composed
 from tests.model.test_saved_bytes import SHAPES, expected
@@ -170,6 +170,21 @@ def test_gradients_are_sent_in_the_payload():
         assert found["gradients scattered"] == pytest.approx(0.75 * size * matrices, rel=1e-3)
         _, found = sent("parallel.dp_replicate=2", "parallel.dp_shard=4", f"comm={payload}")
         assert found["gradients between replicas"] == pytest.approx(0.25 * size * matrices, rel=1e-3)
+
+
+def test_links_are_told_apart():
+    """On two nodes of two: of each matrix one row in four leaves the node, half of what goes round in a ring."""
+    sharded = ("parallel.dp_shard=4", "comm=fp8", "comm.node_size=2")
+    one, found = sent(*sharded)
+    nic = between_nodes(one, build.construct(one.run.comm))
+    assert nic["gradients scattered"] == found["gradients scattered"] / 3
+    assert nic["parameters gathered"] == found["parameters gathered"] // 2
+    assert nic["gradients of vectors"] == found["gradients of vectors"] // 2
+    one, found = sent("parallel.dp_replicate=2", "parallel.dp_shard=2", "comm=fp8", "comm.node_size=2")
+    nic = between_nodes(one, build.construct(one.run.comm))
+    assert set(nic) == {"gradients between replicas", "gradients of vectors"}
+    assert nic["gradients between replicas"] == found["gradients between replicas"]
+    assert between_nodes(*(subject("parallel.dp_shard=4"), build.construct(one.run.comm | {"node_size": None}))) == {}
 
 
 MASTER = ("parallel.dp_shard=4", "tokens_per_step=1024", "parallel.param_all_gather=fp32")

@@ -10,7 +10,7 @@ from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.config import RunConfig
 from lowprec_train.tools.estimate.memory import memory
 from lowprec_train.tools.estimate.subject import META, Subject
-from lowprec_train.tools.estimate.traffic import traffic
+from lowprec_train.tools.estimate.traffic import between_nodes, node_size, traffic
 from lowprec_train.train import build
 from lowprec_train.train.logging import metrics
 
@@ -23,6 +23,7 @@ def estimate(run: RunConfig, gpus: int | None = None) -> Estimate:
     subject = Subject(run=run, gpus=gpus)
     reduction: Reduction = build.construct(run.comm, "comm")
     needed, sent = memory(subject, reduction), traffic(subject, reduction)
+    nic = between_nodes(subject, reduction)
     moment, peak = needed.peak
     total = sum(p.numel() for p in subject.laid_out.model.parameters())
     step_tokens = subject.tokens * subject.micro_batches * subject.sizes.dp
@@ -43,6 +44,8 @@ def estimate(run: RunConfig, gpus: int | None = None) -> Estimate:
         "moments": needed.moments,
         "saved_per_token": needed.saved.total(subject.tokens) / subject.tokens,
         "traffic": sent | {"total": sum(sent.values())},
+        "node_size": node_size(reduction),
+        "traffic_nic": nic | {"total": sum(nic.values())},
         "flops_per_token": flops(subject),
     }
 
@@ -72,6 +75,9 @@ def text(found: Estimate) -> str:
         "",
         "sent by a GPU in a step",
         *(_rows(found["traffic"], GB, "GB")),
+        "",
+        f"of these through its NIC, to other nodes of {found['node_size']} GPUs (comm.node_size); the rest by NVLink",
+        *(_rows(found["traffic_nic"], GB, "GB")),
         "",
         "FLOPs a token, forward and backward",
         *_rows(found["flops_per_token"], GB, "GFLOP"),

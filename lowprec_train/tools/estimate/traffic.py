@@ -6,24 +6,33 @@
     vectors           one FP32 all-reduce a step
     tensor parallel   rows of activations and of their gradients, counted on the meta device, in each micro-batch
 
-Collectives are counted as the algorithms that send least: a gather or a scatter sends (n - 1) / n of the whole.
+Collectives are counted as the algorithms that send least: a gather or a scatter sends (n - 1) / n of the whole. Of that
+`between_nodes` leaves the node: 1 / node of what goes round in a library's ring, what `comm.nodes` says of gradients.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from lowprec_train.comm.block_scaled import BlockScaledCodec
-from lowprec_train.comm.collectives import all_reduce_bytes, reduce_scatter_bytes
+from lowprec_train.comm.collectives import (
+    all_reduce_bytes,
+    all_reduce_links,
+    reduce_scatter_bytes,
+    reduce_scatter_links,
+)
 from lowprec_train.comm.fsdp import Reduction
+from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.numerics.formats import FP32
-from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.parallel.mesh import AXES, Sizes, groups_along, node_ranks
 from lowprec_train.tools.estimate.saved import only
 from lowprec_train.tools.estimate.subject import Subject, Weight
 
 Bytes = dict[str, int]
+GPUS_OF_A_NODE = 8
 
 
 def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
@@ -49,6 +58,36 @@ def traffic(subject: Subject, reduction: Reduction) -> Bytes:
     }
     sent |= {f"tensor parallel, {what}": size for what, size in activations(subject).items()}
     return {what: size for what, size in sent.items() if size}
+
+
+def between_nodes(subject: Subject, reduction: Reduction) -> Bytes:
+    """Of `traffic`, what rank 0 sends through its NIC, where its ranks lie on several nodes of `node_size`."""
+    sent, over = traffic(subject, reduction), subject.sizes
+    node = {axis: node_ranks(groups_along(over, axis), node_size(reduction)) or 1 for axis in AXES}
+    scattered = partial(_nic, reduce_scatter_links, node["dp_shard"])
+    summed = partial(_nic, all_reduce_links, node["dp_replicate"])
+    found = {
+        "parameters gathered": _of_ring(sent.get("parameters gathered", 0), over.dp_shard, node["dp_shard"]),
+        "gradients scattered": gradients(subject, reduction, scattered, over.dp_shard),
+        "gradients between replicas": gradients(subject, reduction, summed, over.dp_replicate),
+    }
+    found |= {what: _of_ring(size, over.tp, node["tp"]) for what, size in sent.items() if what.startswith("tensor")}
+    vectors_node = min(node_size(reduction), over.processes)
+    found["gradients of vectors"] = _of_ring(sent.get("gradients of vectors", 0), over.processes, vectors_node)
+    return {what: found[what] for what in sent if found[what]}
+
+
+def node_size(reduction: Reduction) -> int:
+    """GPUs of a node: of the configuration, else as many as NVLink joins in a common server."""
+    return reduction.node_size or GPUS_OF_A_NODE
+
+
+def _nic(count, node: int, codec: GradCodec, row: FlatLayout, ranks: int) -> int:  # type: ignore[no-untyped-def]
+    return int(count(codec, row, ranks, node).nic)
+
+
+def _of_ring(total: int, ranks: int, node: int) -> int:
+    return total // node if node < ranks else 0
 
 
 def parameters(subject: Subject) -> int:
