@@ -82,6 +82,7 @@ CASES: dict[str, Case] = {
     "nvfp4, W in 1x16": Case("nvfp4", "nvfp4.recipe", {"square": False}),
     "nvfp4, X row-scaled": Case("nvfp4", "nvfp4.recipe", {"row_scaled": True}),
     "ufp4": Case("ufp4", "ufp4.recipe", {}),
+    "w4a8": Case("w4a8", "w4a8.recipe", {}),
     "averis": Case("averis", "averis.recipe", {"of": {"_target_": "lowprec_train.recipes.nvfp4.recipe"}}),
     "int8_switchback": Case("int8_switchback", "int8_switchback.recipe", {}),
 }

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.oracle import TABLES, quantize, random_bits, rotate_float32
+from tests.oracle import TABLES, fold, quantize, random_bits, rotate_float32
 from tests.oracle_linear import DGRAD, FPROP, ROTATION, WGRAD, A, Passes, Seeds, gemm, plain
 
 
@@ -127,6 +127,16 @@ def linear_int8_switchback(x: np.ndarray, w: np.ndarray, dy: np.ndarray, format:
     qw = quantize(plain(w, format), "INT8").exact
     rows = [quantize(each, "INT8", (1, -1)).exact for each in (x, dy)]
     return Passes(gemm(rows[0], qw), gemm(rows[1], qw.T), gemm(dy.T, x.T))
+
+
+def linear_w4a8(x: np.ndarray, w: np.ndarray, dy: np.ndarray, gradient: str = "E5M2", format: str = "BF16") -> Passes:
+    """MXFP4 codes of W, 14 binades a row; in dgrad a row's largest scale times 2^-6 is in dY, the rest in the codes."""
+    qx = quantize(x, "E4M3", rule="POW2").exact
+    qw = quantize(plain(w, format), "E2M1", (1, 32), "E8M0_CEIL", span=14)
+    carriers = fold(qw.values, qw.scale, "E4M3")
+    gradients = quantize((dy * carriers.scale.T).astype(np.float32), gradient, rule="POW2").exact
+    by_channel = quantize(dy, gradient, rule="POW2").exact
+    return Passes(gemm(qx, qw.exact), gemm(gradients, carriers.values.T), gemm(by_channel.T, qx.T))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ from lowprec_train.recipes import (
     mxfp8,
     nvfp4,
     ufp4,
+    w4a8,
 )
 from lowprec_train.train import build as parts
 
@@ -57,11 +58,12 @@ RECIPES: dict[str, LinearRecipe] = {
     "nvfp4": nvfp4.recipe(),
     "nvfp4_lines": nvfp4.recipe(square=False, row_scaled=True),
     "ufp4": ufp4.recipe(),
+    "w4a8": w4a8.recipe(),
     "averis": averis.recipe(of=nvfp4.recipe()),
     "int8_switchback": int8_switchback.recipe(),
 }
 SYSTEMS = config.choices("recipe")
-BY_NIGHT = ("averis", "ufp4")
+BY_NIGHT = ("averis", "ufp4", "w4a8")
 """Recipes made of parts that others have, too: what takes seconds a recipe is `nightly` for them."""
 MODELS = ("llama_tiny", "gpt_tiny")
 

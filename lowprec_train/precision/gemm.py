@@ -112,6 +112,12 @@ def folds(quantizer: Quantizer) -> bool:
     return mx and 0 < quantizer.exponent_span <= FOLD_SPAN["E5M2"]
 
 
+def reused_folded(quantizer: Quantizer) -> bool:
+    """True where dgrad takes fprop's codes as E4M3 carriers: their blocks fold, and row scales go into dY."""
+    mx = quantizer.format is E2M1 and quantizer.scale in POWERS_OF_TWO and quantizer.tile[0] == 1
+    return mx and quantizer.tile[1] != -1 and 0 < quantizer.exponent_span <= FOLD_SPAN["E4M3"]
+
+
 def codes_of(quantizer: Quantizer, rows: int, k: int, *, exponent_span: int) -> Codes:
     """What a quantiser makes of a matrix [rows, k]. exponent_span: binades of a row. Only codes of E2M1 fold."""
     tall, wide = (size if each == -1 else each for each, size in zip(quantizer.tile, (rows, k), strict=True))

@@ -186,10 +186,19 @@ class LinearGemms:
         how = self.plan.dgrad.b
         if how.source is Source.FPROP_CODES:
             assert w is not None
-            return _without_scale(w.transposed_codes(), self.plan.dgrad.a)
+            return self._carriers_t(w) if how.folded else _without_scale(w.transposed_codes(), self.plan.dgrad.a)
         if how.op is Op.ROTATE_FOLD:
             return self._folded(how, cast(weight, dtype)), None
         return self._operand(how, cast(weight, dtype).t().contiguous()), None
+
+    def _carriers_t(self, w: SavedOperand) -> tuple[Quantized, Factor]:
+        """Codes of W^T [k, n] with the block scales in them, and the row scales of W, which dY takes."""
+        codes = w.codes()
+        folded, scale = torch.ops.lowprec.fold(codes.codes, codes.scale, carrier_of(codes.exponent_span))
+        if self.split is not None and self.split.dim == 1:  # a row's largest block may lie on another rank
+            whole = self.split.group.all_reduce_max(scale)
+            folded, scale = torch.ops.lowprec.dequantize(folded, scale / whole).to(folded.dtype), whole
+        return Quantized(torch.ops.lowprec.transpose(folded), torch.ones_like(scale[:1])), scale.t()
 
     def _input_t(self, x: SavedOperand, dtype: torch.dtype) -> tuple[Tensor | Quantized, Factor]:
         """X^T [k, m] or its codes, and their row scales where dY^T takes them."""

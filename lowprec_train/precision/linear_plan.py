@@ -52,8 +52,8 @@ class Op(Enum):
 class OperandPlan:
     """One operand of one GEMM. quantizer: that its codes were made by; None where it is plain. scaled: the row scales
     of the other operand are multiplied in first. amax_from: the op that makes the matrix and leaves its amax, which
-    spares a pass over it. mean_split: its mean over the tokens is taken out first. cut: the dimension along which ranks
-    hold parts of it.
+    spares a pass over it. mean_split: its mean over the tokens is taken out first. folded: its block
+    scales are in its codes. cut: the dimension along which ranks hold parts of it.
     """
 
     gemm: Gemms
@@ -65,6 +65,7 @@ class OperandPlan:
     outliers: OutlierClamp | None = None
     scaled: bool = False
     mean_split: bool = False
+    folded: bool = False
     amax_from: str = ""
     cut: int | None = None
 
@@ -98,6 +99,7 @@ class OperandPlan:
         elif self.op is not Op.NONE:
             parts.append(self.op.value)
         parts += [] if self.rotation is None else [f"rotated {self.rotation.block}"]
+        parts += ["folded"] if self.folded else []
         parts += [f"amax from {self.amax_from}"] if self.amax_from else []
         parts += ["less its mean over the tokens"] if self.mean_split else []
         return ", ".join(parts + ["times the row scales of the other operand"] * self.scaled)

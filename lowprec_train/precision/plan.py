@@ -238,7 +238,9 @@ class _Compiler:
         if not isinstance(how.b, Reuse):
             return a, b
         assert isinstance(w, Quantizer)
-        return replace(a, scaled=_row_scales(w, self.n, self.k)), replace(b, source=Source.FPROP_CODES, quantizer=w)
+        folded = gemm.reused_folded(w)
+        a = replace(a, scaled=folded or _row_scales(w, self.n, self.k))
+        return a, replace(b, source=Source.FPROP_CODES, quantizer=w, folded=folded)
 
     def wgrad(self, fprop_x: OperandPlan, saved_x: SavedForm) -> tuple[OperandPlan, OperandPlan]:
         how, x = self.recipe.wgrad, self.recipe.fprop.a

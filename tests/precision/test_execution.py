@@ -35,6 +35,7 @@ ON_A_GPU = {
     "nvfp4_lines": ("dequantize", "dequantize", "dequantize"),
     "nvfp4": ("dequantize", "dequantize", "dequantize"),
     "ufp4": ("dequantize", "dequantize", "dequantize"),
+    "w4a8": ("fp8_folded", "fp8_tensor", "fp8_tensor"),
     "averis": ("dequantize", "dequantize", "dequantize"),
     "int8_switchback": ("int8", "int8", "bf16"),
 }

@@ -25,12 +25,13 @@ from lowprec_train.recipes import (
     mxfp8,
     nvfp4,
     ufp4,
+    w4a8,
 )
 
 TENSOR, ROW, MX = (-1, -1), (1, -1), (1, 32)
 CODES = Reuse.FPROP_CODES
 ROTATED = Gemm(a=Quantizer(E4M3), b=Quantizer(E4M3), rotation=RandomHadamard(16))
-PLAIN = (bf16, fp8, fp8_rowwise, fp8_block, mxfp8, fp4, mxfp4, mxfp4_fp8, nvfp4, ufp4, int8_switchback)
+PLAIN = (bf16, fp8, fp8_rowwise, fp8_block, mxfp8, fp4, mxfp4, mxfp4_fp8, nvfp4, ufp4, w4a8, int8_switchback)
 ALL = {m.__name__.rsplit(".", 1)[1]: m.recipe for m in PLAIN} | {"fp4_mixed": fp4_mixed.feed_forward}
 
 
@@ -93,6 +94,7 @@ INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, Scale
             (NV_LINE, NV_LINE),
             SavedInput.OPERAND,
         ),
+        (w4a8.recipe(), (E4M3_TENSOR, MX_NEAREST), *((E5M2_TENSOR, CODES),) * 2, SavedInput.CODES),
         (ufp4.recipe(), (INT4_LINE, INT4_LINE), (INT4_SR, INT4_LINE), (INT4_SR, INT4_LINE), SavedInput.OPERAND),
         (nvfp4.recipe(square=False), (NV_LINE, NV_LINE), (NV_SR, NV_LINE), (NV_SR, NV_LINE), SavedInput.OPERAND),
         (int8_switchback.recipe(), (INT8_ROW, INT8_TENSOR), (INT8_ROW, CODES), (None, None), SavedInput.INPUT),

@@ -16,7 +16,7 @@ import torch
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe, override
-from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, mxfp8, nvfp4, ufp4
+from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, mxfp8, nvfp4, ufp4, w4a8
 from tests.oracle import rotate_float32
 from tests.oracle_linear import ROTATION, WGRAD, Passes, linear_plain
 from tests.oracle_recipes import (
@@ -29,6 +29,7 @@ from tests.oracle_recipes import (
     linear_mxfp8,
     linear_nvfp4,
     linear_ufp4,
+    linear_w4a8,
 )
 from tests.precision.layers import (
     DATA,
@@ -62,6 +63,7 @@ NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "mxfp8": (mxfp8.recipe, linear_mxfp8),
     "fp4_mixed": (fp4_mixed.feed_forward, linear_fp4_mixed),
     "nvfp4": (nvfp4.recipe, lambda x, w, dy, **options: linear_nvfp4(x, w, dy, NVFP4, **options)),
+    "w4a8": (w4a8.recipe, linear_w4a8),
     "ufp4": (ufp4.recipe, lambda x, w, dy, **options: linear_ufp4(x, w, dy, UNIFORM, **options)),
     "int8_switchback": (int8_switchback.recipe, linear_int8_switchback),
 }
@@ -89,7 +91,7 @@ def test_against_the_oracle(name, data, sizes, format):
 
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "mxfp8", "fp4_mixed", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "mxfp8", "fp4_mixed", "nvfp4", "w4a8"])
 def test_the_paths_of_a_gpu(name, data, sizes, on_tensor_cores):
     """FP8 carriers, folded blocks and epilogue scales multiply the same numbers as the dequantised product."""
     compare(name, data, "BF16", sizes)
@@ -105,6 +107,7 @@ OPTIONS = [
     (nvfp4.recipe(rotation=0), lambda *a: linear_nvfp4(*a, replace(NVFP4, rotation=0), "FP32")),
     (nvfp4.recipe(square=False), lambda *a: linear_nvfp4(*a, replace(NVFP4, square=False), "FP32")),
     (nvfp4.recipe(row_scaled=True), lambda *a: linear_nvfp4(*a, replace(NVFP4, row_scaled=True), "FP32")),
+    (w4a8.recipe(gradient="E4M3"), lambda *a: linear_w4a8(*a, "E4M3", "FP32")),
     (ufp4.recipe(stochastic=False), lambda *a: linear_ufp4(*a, replace(UNIFORM, stochastic=False), "FP32")),
     (ufp4.recipe(rotation=0), lambda *a: linear_ufp4(*a, replace(UNIFORM, rotation=0), "FP32")),
     (ufp4.recipe(rotation=64), lambda *a: linear_ufp4(*a, replace(UNIFORM, rotation=64), "FP32")),
@@ -187,6 +190,7 @@ COSINES = {  # y, dX, dW: well above a dead or transposed GEMM (0), below what t
     "mxfp8": (0.998, 0.998, 0.998),
     "fp4_mixed": (0.98, 0.997, 0.997),
     "nvfp4": (0.985, 0.98, 0.98),
+    "w4a8": (0.99, 0.99, 0.997),
     "ufp4": (0.985, 0.98, 0.98),
     "int8_switchback": (0.9995, 0.9995, 0.99999),
 }
@@ -233,7 +237,7 @@ def test_nvfp4_draws_in_the_backward_pass_only(other):
     assert torch.equal(a[0], c[0]) and not torch.equal(a[1], c[1]) and not torch.equal(a[2], c[2])
 
 
-@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "mxfp8", "fp4_mixed", "int8_switchback"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "mxfp8", "fp4_mixed", "w4a8", "int8_switchback"])
 def test_the_others_draw_nothing(name):
     recipe = NEW[name][0]()
     assert not recipe.draws

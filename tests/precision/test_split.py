@@ -35,6 +35,7 @@ from tests.oracle_recipes import (
     linear_mxfp8,
     linear_nvfp4,
     linear_ufp4,
+    linear_w4a8,
     without_means,
 )
 from tests.precision.layers import (
@@ -77,6 +78,7 @@ ORACLE = {
         *data, NV(seeds, FIRST_TOKEN, square=False, row_scaled=True), format=format
     ),
     "ufp4": partial(linear_ufp4, how=UFP4(seeds, FIRST_TOKEN)),
+    "w4a8": linear_w4a8,
     "averis": partial(without_means, partial(linear_nvfp4, nv=NV(seeds, FIRST_TOKEN))),
     "int8_switchback": linear_int8_switchback,
 }
@@ -338,7 +340,7 @@ def test_rows_travel_as_codes_where_nothing_else_of_them_is_needed(name):
 
     results, sent = zip(*among(2, body))
     rows = [each for each in sent[0] if each[2] >= 64]
-    if name in ("fp8", "mxfp4_fp8", "fp4", "fp4_unclamped"):
+    if name in ("fp8", "mxfp4_fp8", "fp4", "fp4_unclamped", "w4a8"):
         codes = [("all_gather", torch.float8_e4m3fn, 64 * 256), ("reduce_scatter", torch.bfloat16, 128 * 256)]
         scales = [("all_gather", torch.float32, 64)] if name.startswith("fp4") else []
         assert [each for each in rows if each[0] != "all_reduce_max"] == scales + codes
