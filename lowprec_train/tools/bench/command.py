@@ -254,10 +254,15 @@ def _finish(arguments: argparse.Namespace, device: Any, name: str, measured: dic
 
 def _command(arguments: Sequence[str]) -> list[str]:
     """What to type to measure again; where the result went is nobody's business."""
+    from lowprec_train.train import launch
+
     kept = list(arguments)
     if "--out" in kept:
         del kept[kept.index("--out") : kept.index("--out") + 2]
-    return ["lowprec", *kept]
+    processes = launch.world().processes
+    if processes == 1:
+        return ["lowprec", *kept]
+    return ["torchrun", "--nproc-per-node", str(processes), "-m", "lowprec_train.tools.cli", *kept]
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -23,7 +24,7 @@ def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {"gpu": describe.device_name(device), **describe.versions()}
     if device.type == "cuda":
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
-    return found | installed() | {"platform": platform.machine(), "command": " ".join(command)}
+    return found | installed() | {"platform": platform.machine(), "command": shlex.join(command)}
 
 
 def installed() -> dict[str, str]:
