@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.comm.fsdp import managed
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
@@ -65,6 +66,8 @@ class QuantizedAllGather:
             for name, module in model.named_modules()
             if isinstance(module, Linear) and "weight" in dict(module.named_parameters(recurse=False))
         }
+        by_unit = ([w for w in self.weights.values() if w.unit is unit] for unit in self._units)
+        self._whole_units = [made for made, unit in zip(by_unit, self._units) if len(made) == len(managed(unit))]
 
     def formats(self) -> dict[str, AllGatherFormat]:
         """Of each layer's weight under its present recipe, by the layer's name."""
@@ -86,6 +89,10 @@ class QuantizedAllGather:
             self._agree([weight for weight in self.weights.values() if weight.refresh_format()])
         for weight in self.weights.values():
             weight.round()
+        for weights in self._whole_units:
+            plain = all(weight.is_plain for weight in weights)
+            for weight in weights:
+                weight.keeps_dtype = plain
 
     def _agree(self, waiting: list[_Weight]) -> None:
         """On the amaxes of these weights: one all-reduce for each axis that cuts one."""
@@ -123,7 +130,7 @@ class _Weight:
     ) -> None:
         parameter = linear.weight
         assert isinstance(parameter, DTensor)
-        self._linear, self._unit, self._parameter = linear, unit, parameter
+        self._linear, self.unit, self._parameter = linear, unit, parameter
         self._part, self._shape = looked_at(parameter), (parameter.shape[0], parameter.shape[1])
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._split = None if linear.split is None else linear.split.dim
@@ -132,6 +139,7 @@ class _Weight:
         self._sent: _Sent | None = None
         self.amax = torch.empty(0)
         self._leaf: Tensor | None = None
+        self.keeps_dtype = False  # of gradients as they are made, where all of a unit are made in one
         found = cast(Any, self._part)
         found.fsdp_pre_all_gather, found.fsdp_post_all_gather = self._pre_all_gather, self._post_all_gather
 
@@ -140,6 +148,11 @@ class _Weight:
         """Names of the groups over which its amax is all-reduced."""
         dims = {"shards": 0, "parts": self._split}
         return {name for name, dim in dims.items() if dim in self._format.amax_dims}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its product is of values in the stream's dtype, and so is its gradient."""
+        return self._linear.recipe.is_identity
 
     def current_format(self) -> AllGatherFormat:
         """Under the present recipe."""
@@ -158,7 +171,7 @@ class _Weight:
         """
         now = self.current_format()
         if now != self._format:
-            forget_buffers(self._unit, self._linear)
+            forget_buffers(self.unit, self._linear)
             self._format, self._linear.gathered = now, None
         quantizer = now.quantizer
         if quantizer is None or not now.amax_dims:
@@ -254,7 +267,8 @@ class _Weight:
         return (values, ()) if first else None
 
     def _accumulate_grad(self, leaf: Tensor) -> None:
-        """Add a leaf's gradient to the parameter's: that of the gathered one, until its unit's backward is over. A
+        """Add a leaf's gradient to the parameter's: that of the gathered one, until its unit's backward is over. FSDP2
+        takes gradients of one dtype from a unit, adds those of micro-batches in FP32, and casts as it copies them. A
         compiled block calls this for a leaf without a gradient too.
         """
         parameter, gradient, leaf.grad = self._linear.weight, leaf.grad, None
@@ -262,8 +276,8 @@ class _Weight:
             return
         if parameter.grad is None:
             assert self._leaf is not None
-            parameter.grad_dtype = self._leaf.dtype
-            parameter.grad = gradient.to(self._leaf.dtype)
+            parameter.grad_dtype = gradient.dtype if self.keeps_dtype else self._leaf.dtype
+            parameter.grad = gradient.to(parameter.grad_dtype)
         else:
             parameter.grad += gradient
 

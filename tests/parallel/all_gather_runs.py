@@ -128,12 +128,25 @@ class Seen:
         gathering = trainer.data_parallel._all_gather
         self.wires = {} if gathering is None else {name: each.bytes for name, each in gathering.formats().items()}
         self.gathered = trainer.data_parallel.all_gather_formats()
+        self.given: dict[str, torch.dtype] = {}
         self.rounded: dict[str, int] = {}  # how often a weight's shard was rounded to what is sent
         for name, weight in {} if gathering is None else gathering.weights.items():
             coded = gathering.formats()[name].quantizer is not None
             self._count(name, weight, "_codes" if coded else "_rounded")
+            self._watch(name, weight)
         if gathering is not None:
             gathering._groups = {name: Recorded(group, self.agreements) for name, group in gathering._groups.items()}
+
+    def _watch(self, name: str, weight) -> None:
+        """The dtype in which FSDP2 is given the gradient."""
+        original = weight._accumulate_grad
+
+        def watched(leaf):
+            original(leaf)
+            if weight._linear.weight.grad is not None:
+                self.given[name] = weight._linear.weight.grad.dtype
+
+        weight._accumulate_grad = watched
 
     def _count(self, name: str, weight, method: str) -> None:
         original, self.rounded[name] = getattr(weight, method), 0

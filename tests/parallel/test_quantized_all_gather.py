@@ -169,6 +169,15 @@ def test_a_weight_is_rounded_once_a_step(pair, case, gather):
     assert counts and set(counts.values()) == {2 * STEPS - 1}, counts
 
 
+def test_gradients_are_given_as_they_are_made(pair):
+    """BF16 of plain products, which FSDP2 casts as it copies; FP32 of others, and of all in a unit that has any."""
+    for gather in ("bf16", "quantized"):
+        assert set(pair[0]["bf16", gather]["given"].values()) == {torch.bfloat16}
+        fp8 = pair[0]["fp8", gather]["given"]
+        assert {dtype for name, dtype in fp8.items() if name != "head"} == {torch.float32}
+        assert fp8["head"] is torch.bfloat16
+
+
 def test_telemetry_sees_the_codes(pair):
     """Of the weight, this rank's part, where it is rounded."""
     stored, codes = pair[0]["watched", "fp32"]["rows"], pair[0]["watched", "quantized"]["rows"]
