@@ -5,8 +5,9 @@ What a step lost is measured as a share of what went in, as in block_scaled.py, 
     SQNR = 10 log10( sum_i |g_i|^2 / sum_i |e_i|^2 )        i: ranks; e_i: what rank i's rounding does to the sum
 
 With one encode and FP32 sums e_i = decode(encode(g_i)) - g_i, which each rank knows by itself: it decodes one of its
-rows, another one each time. The second encode of a two-step all-reduce is taken to lose the share that the first one
-did. Sums in FP8 round where no rank sees it alone: they are compared with an FP32 sum, which is sent for the purpose.
+rows, another one each time; and of the sums inside nodes those that it encodes for that row. The second encode of a
+two-step all-reduce is taken to lose the share that the first one did. Sums in FP8 round where no rank sees it alone:
+they are compared with an FP32 sum, which is sent for the purpose.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Axis:
         self.group, self.codec = group, codec
         nodes = Nodes.one(group) if isinstance(group, dist.ProcessGroup) else group
         self.ranks, self.node = (1, 1) if nodes is None else (nodes.ranks, nodes.node)
+        self._number = 0 if nodes is None else dist.get_rank(nodes.whole) % self.node
         self.head_room = MuSchedule(self.ranks, device)
         self.at_maximum = torch.zeros((), device=device)
         self.energy = torch.zeros(2, device=device)
@@ -70,7 +72,9 @@ class Axis:
         self._note(reduced)
         if self._measured_row is not None and self.rounds:
             self.energy += self._scatter_energy(flat, out, layout, self._measured_row)
-            self.energy += self._second_encode(reduced, layout)
+            if reduced.of_nodes is not None and self._measured_row % self.node == self._number:
+                place = self._measured_row // self.node  # what was sent to the measured row's node
+                self.energy[1] += self.ranks * self._noise(reduced.of_nodes[place : place + 1], layout)
 
     @torch.no_grad()
     def all_reduce(self, flat: Tensor, layout: FlatLayout) -> None:
@@ -82,8 +86,9 @@ class Axis:
         self._note(reduced)
         if measured:
             self.energy += self._all_reduce_energy(mine, flat, layout)
-            part = self.codec.wire_layout(layout).split(self.ranks, self.codec.block)
-            self.energy += self._second_encode(reduced, part)
+            if reduced.of_nodes is not None:
+                part = self.codec.wire_layout(layout).split(self.ranks, self.codec.block)
+                self.energy[1] += self._noise(reduced.of_nodes, part)
 
     @property
     def _mu(self) -> Tensor | None:
@@ -100,12 +105,9 @@ class Axis:
         rows = flat.view(self.ranks, -1)[row : row + 1]
         return self.ranks * rounding_energy(rows, self.codec, layout).sum(0)
 
-    def _second_encode(self, reduced: Reduced, row: FlatLayout) -> Tensor:
-        """(0, noise) of the sums inside a node that this rank encoded again."""
-        if reduced.of_nodes is None:
-            return torch.zeros_like(self.energy)
-        noise = rounding_energy(reduced.of_nodes, self.codec, row)[:, 1].sum()
-        return torch.stack((torch.zeros_like(noise), noise))
+    def _noise(self, rows: Tensor, layout: FlatLayout) -> Tensor:
+        """Of rows that this rank encoded: sums inside its node."""
+        return rounding_energy(rows, self.codec, layout)[:, 1].sum()
 
     def _all_reduce_energy(self, flat: Tensor, total: Tensor, layout: FlatLayout) -> Tensor:
         """Every rank holds the whole sum: its share of that sum's noise is one of `ranks` parts."""

@@ -4,9 +4,12 @@ import torch
 import torch.distributed as dist
 
 from lowprec_train.comm import collectives
+from lowprec_train.comm.axis import Axis
+from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.fsdp import attach
+from lowprec_train.numerics.formats import E4M3
 from lowprec_train.parallel.mesh import Mesh, Sizes
-from tests.comm.cases import CASES
+from tests.comm.cases import CASES, gradients, row
 from tests.comm.fsdp_cases import CASES as MODELS
 from tests.comm.fsdp_cases import SHAPES
 from tests.comm.fsdp_processes import backward, sharded
@@ -50,6 +53,19 @@ def reduced(case, nodes, rank):
     return total, links.sent
 
 
+def measured(nodes, rank, rows=4):
+    """(signal, noise) of reduce-scatters whose first row is a thousandth of the others, each row measured in turn."""
+    layout, found = row(2048), []
+    for sample in range(rows):
+        axis = Axis(nodes, BlockScaledCodec(E4M3), "cpu")
+        axis.begin_step(sample)
+        flat = gradients(rows * 2048, seed=9, spread=1.0)[rank]
+        flat[:2048] *= 1e-3
+        axis.reduce_scatter(flat, torch.empty(2048), layout)
+        found.append(axis.energy)
+    return torch.stack(found)
+
+
 def trained(name, mesh, rank):
     """Whole gradients and metrics of a model over two nodes."""
     case, model = MODELS[name], sharded(mesh.device_mesh, torch.float32)
@@ -66,4 +82,5 @@ def work(rank):
     found = {"places": (nodes.count, dist.get_rank(nodes.inside), dist.get_rank(nodes.across))}
     exact = [name for name, case in CASES.items() if not case.codec.shares_scales]
     found |= {name: reduced(CASES[name], nodes, rank) for name in exact}
+    found["measured"] = measured(nodes, rank)
     return found | {("model", name): trained(name, mesh, rank) for name in MODEL_CASES}

@@ -96,6 +96,13 @@ def test_sqnr_counts_both_roundings(results, name):
     assert found == pytest.approx(10 * math.log10(signal / noise), abs=0.7)
 
 
+def test_a_measured_row_counts_both_of_its_roundings(results):
+    """Whichever row it is, and however small: two roundings of independent gradients lose 3 dB more than one."""
+    signal, noise = torch.stack([each["measured"] for each in results]).sum(0).unbind(1)
+    assert (10 * torch.log10(signal / noise)).tolist() == pytest.approx([28.4] * 4, abs=0.8)
+    assert signal[0] < signal[1:].min() * 1e-3
+
+
 @pytest.mark.parametrize("name", ["fp32", "e4m3", "each-e4m3", "shared"])
 def test_a_run_tells_its_links_apart(results, name):
     """Two of four ranks are on the other node: one row of three leaves the node, of codes under a shared scale two."""
