@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.bad_inputs.case import case
+from tests.bad_inputs.case import SMALL, case
 from tests.bad_inputs.models import file
 from tests.bad_inputs.runs import cut
 from tests.bad_inputs.text import a, lines, manifest, spoiled, without
@@ -30,6 +31,56 @@ COMMANDS = (
     case("unknown-option-before-the-command", "lowprec --banana", "--banana"),
     case("unknown-option-of-evaluate", f"{EVALUATE} --data valid.jsonl --banana", "--banana"),
     case("typo-of-an-option", f"{EVALUATE} --data valid.jsonl --seqlen 32", "--seqlen", "--seq-len"),
+)
+
+STUDY = "lowprec study run study.yaml --nproc 1"
+ARMS = "arms: {bf16: , fp8: }\nblocks: [{purpose: estimate, seeds: [1, 2]}]\n"
+
+
+def study(text: str) -> Callable[[Path], object]:
+    return file("study.yaml", f"name: mine\noverrides: [{', '.join(SMALL[:-1])}]\n{text}")
+
+
+STUDIES = (
+    case("study-nothing", "lowprec study", "WHAT"),
+    case("study-unknown-command", "lowprec study banana", "banana"),
+    case("study-absent", "lowprec study run nowhere", "nowhere", "tiny"),
+    case("study-garbled", STUDY, "study.yaml", make=file("study.yaml", "}{")),
+    case("study-empty", STUDY, "study.yaml", make=file("study.yaml", "")),
+    case("study-a-list", STUDY, "study.yaml", make=file("study.yaml", "- 1\n")),
+    case("study-typo", STUDY, "contrast", "contrasts", make=study(f"{ARMS}contrast: []\n")),
+    case("study-unknown-recipe", STUDY, "fp9", make=study("arms: {fp9: }\nblocks: []\n")),
+    case("study-no-blocks", STUDY, "blocks", make=study("arms: {bf16: }\n")),
+    case("study-two-purposes", STUDY, "2", make=study(f"{ARMS}".replace("]}]", "]}, {purpose: gate, seeds: [2]}]"))),
+    case("study-seed-in-words", STUDY, "one", make=study(ARMS.replace("1, 2", "one"))),
+    case("study-typo-of-a-setting", f"{STUDY} --set stepps=3", "stepps", "steps", make=study(ARMS)),
+    case("study-wrong-type", f"{STUDY} --set steps=ten", "ten", make=study(ARMS)),
+    case("study-no-override", f"{STUDY} --set fast", "fast", make=study(ARMS)),
+    case("study-a-seed-of-its-own", f"{STUDY} --set seed=3", "seed", make=study(ARMS)),
+    case("study-uneven-batch", f"{STUDY} --set tokens_per_step=65", "65", make=study(ARMS)),
+    case("study-unknown-arm", f"{STUDY} --arms banana", "banana", "fp8", make=study(ARMS)),
+    case("study-no-run-left", f"{STUDY} --purpose sweep", "sweep", make=study(ARMS)),
+    case("study-no-time", f"{STUDY} --minutes 0", "0", make=study(ARMS)),
+    case("study-time-in-words", f"{STUDY} --minutes long", "long", make=study(ARMS)),
+    case("study-no-processes", "lowprec study run study.yaml --nproc 0", "0", make=study(ARMS)),
+    case("study-no-gpu", "lowprec study run study.yaml --gpus 2", "GPU", make=study(ARMS)),
+    case("study-out-a-file", f"{STUDY} --out lines.jsonl", "lines.jsonl", make=study(ARMS)),
+    case("study-out-unwritable", f"{STUDY} --out /proc/study", "/proc/study", make=study(ARMS)),
+    case(
+        "study-garbled-seeds",
+        f"{STUDY} --out runs",
+        "seeds.json",
+        make=lambda place: (study(ARMS)(place), file("runs/seeds.json", "}{")(place)),
+    ),
+    case("study-task-beyond", "lowprec study list study.yaml --task 4", "4", "3", make=study(ARMS)),
+    case("study-report-of-nothing", "lowprec study report study.yaml", "mine", make=study(ARMS)),
+    case("study-evaluate-absent", "lowprec study evaluate runs/nowhere", "runs/nowhere"),
+    case(
+        "study-evaluate-garbled",
+        "lowprec study evaluate runs/good --device cpu",
+        "evaluation.json",
+        make=file("runs/good/evaluation.json", "}{"),
+    ),
 )
 
 COMPARED = (
@@ -253,4 +304,4 @@ HARNESS = (case("evaluate-tasks-of-nothing", f"{EVALUATE} --tasks t.yaml", "t.ya
 if find_spec("lm_eval") is None:
     HARNESS = (case("evaluate-tasks-without-the-harness", HARNESS[0].command, "lm_eval", make=HARNESS[0].make),)
 
-CASES = (*HARNESS, *COMMANDS, *COMPARED, *EVALUATED, *GENERATED, *DATA, *OTHERS)
+CASES = (*HARNESS, *COMMANDS, *STUDIES, *COMPARED, *EVALUATED, *GENERATED, *DATA, *OTHERS)
