@@ -23,6 +23,7 @@ from typing import Any
 from lowprec_train.tools.study import forking
 from lowprec_train.tools.study.plan import StudyRun, configuration, plain
 from lowprec_train.tools.study.progress import State, state, states
+from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train import processes, signals
 
 JOB = "lowprec_train.tools.study.job"
@@ -166,6 +167,9 @@ class Runner:
         number = self.planned.index(run) + 1
         self.say(f"{_clock()} {worker.name}: {run.name} ({number} of {len(self.planned)})")
         arguments = [*run.command(self.out), *worker.overrides]
+        if run.trunk is None and lost_checkpoints(self.out / run.name):
+            self.say(f"{run.name}: its checkpoints are not here; what it has is moved aside, and it begins again")
+            arguments.append("resume=never")
         defaults = {"TORCHINDUCTOR_CACHE_DIR": str((self.out / "inductor").absolute()), **worker.defaults}
         process = processes.background(JOB, arguments, self._log(run), values=worker.values, defaults=defaults)
         return Active(run, worker, process)
@@ -209,6 +213,13 @@ class Runner:
 
     def _log(self, run: StudyRun) -> Path:
         return self.out / "logs" / f"{run.name}.log"
+
+
+def lost_checkpoints(run: Path) -> bool:
+    """Whether a run was saved, and copied here without what was saved."""
+    checkpoints = run / "checkpoints"
+    saved = (run / "PREEMPTED").exists() or not checkpoints.exists()
+    return (run / "config.yaml").exists() and saved and not folder.steps(checkpoints)
 
 
 def _clock() -> str:

@@ -113,8 +113,14 @@ def test_what_cannot_train_is_refused_before_anything_is(told, tmp_path):
     assert told in str(error.value) and "study small" in str(error.value)
 
 
-@pytest.mark.parametrize("name", definition.shipped())
+DAILY = ("short_33m", "tiny")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[] if each in DAILY else pytest.mark.nightly) for each in definition.shipped()]
+)
 def test_shipped_studies_can_be_trained(name):
+    """By day the short ones."""
     study = definition.load(definition.find(Path(name)))
     assert study.name == name
     plan.check(study, [run for run in plan.runs(study) if run.seed == study.blocks[0].seeds[0]])

@@ -42,7 +42,7 @@ def processes_in(folder):
     return found
 
 
-def test_killed_copied_and_gone_on_with(small, tmp_path):
+def test_killed_copied_and_gone_on_with(small, tmp_path, capsys):
     out, moved = tmp_path / "here", tmp_path / "there"
     first = study(tmp_path / "first", out, small)
     until(lambda: (out / "fp8-s1" / "checkpoints" / "latest").exists(), first)
@@ -60,7 +60,7 @@ def test_killed_copied_and_gone_on_with(small, tmp_path):
     told, _ = second.communicate()
     assert second.poll() == 0 and "4 runs in" in told and "4 done" in told, told
     assert "whole blocks, estimate: seeds 1, 2" in told
-    for name in RUNS:
+    for name in ("bf16-s1", "fp8-s2"):
         recipe, seed = name.split("-s")
         alone = training(
             tmp_path / f"{name}.output",
@@ -72,13 +72,17 @@ def test_killed_copied_and_gone_on_with(small, tmp_path):
     losses = [json.loads((moved / name / "evaluation.json").read_text())["loss"] for name in RUNS]
     assert losses[0]["run"] == losses[0]["bf16"] and losses[1]["run"] != losses[1]["bf16"]
 
-    third = study(tmp_path / "third", moved, small)  # begins nothing
-    told, _ = third.communicate(30)
-    assert third.poll() == 0 and "(1 of 4)" not in told and "4 done" in told
+    words = ("study", "run", "tiny", "--nproc", "2", "--out", str(moved), "--set", *small)
+    assert cli.main(words) == 0  # begins nothing
+    told = capsys.readouterr().out
+    assert "(1 of 4)" not in told and "4 done" in told
 
 
-def test_the_time_is_over_and_a_run_that_cannot_begin(small, tmp_path):
-    """Running ones save, the command ends with 0 and says what is left. Then the data has gone: status 1."""
+@pytest.mark.nightly
+def test_the_time_is_over_and_a_run_that_cannot_begin(small, tmp_path, capsys):
+    """Running ones save, the command ends with 0 and says what is left. Then the data has gone: status 1. A run that
+    was copied without its checkpoints begins again.
+    """
     out = tmp_path / "out"
     process = study(tmp_path / "output", out, (*small, "steps=4000"), "--arms", "bf16")
     until(lambda: (out / "bf16-s1" / "checkpoints" / "latest").exists(), process)
@@ -86,9 +90,13 @@ def test_the_time_is_over_and_a_run_that_cannot_begin(small, tmp_path):
     told, _ = process.communicate()
     assert process.poll() == 0 and "left: bf16-s1, bf16-s2" in told, told
     assert json.loads((out / "bf16-s1" / "PREEMPTED").read_text())["step"] < 4000
+    shutil.rmtree(out / "bf16-s1" / "checkpoints")
     gone = [each for each in small if "data.root" not in each]
     words = ("study", "run", "tiny", "--nproc", "2", "--arms", "bf16", "--minutes", "3", "--out", str(out))
     assert cli.main([*words, "--set", *gone, "steps=4000", "+data.root=/nowhere"]) == 1
+    told = capsys.readouterr().out
+    assert "bf16-s1: its checkpoints are not here" in told and "bf16-s2: its checkpoints" not in told
+    assert "bf16-s1 failed:\n" in told and "/nowhere" in told
 
 
 @pytest.mark.nightly
