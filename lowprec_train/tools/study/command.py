@@ -90,7 +90,11 @@ def _run(arguments: argparse.Namespace) -> int:
     runner = running.Runner(
         planned, out, workers, minutes=arguments.minutes, keep_checkpoints=study.keep_checkpoints, say=_say
     )
-    failed = runner.run()
+    try:
+        failed = runner.run()
+    except KeyboardInterrupt:
+        _say("aborted by a second interrupt; each run goes on from its last checkpoint")
+        return 1
     for name, text in failed.items():
         _say(f"{name} failed:\n{text}")
     for line in progress.summary(planned, out):

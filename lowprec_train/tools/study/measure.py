@@ -6,6 +6,7 @@ to the baseline, in nats a token on the whole validation split after the last st
     gap       with each arm's own forward pass
     weights   the same weights with a forward pass in BF16: what training has lost
     forward   gap - weights: the rounding of the forward pass that still goes on
+    tail      on the batches of the last tenth of the steps: a check, as arms of a seed share them
 
 An arm with an unstable seed has no gap: leaving that seed out would judge the arm by its luck.
 """
@@ -51,6 +52,7 @@ class ArmRow:
     gap: Estimate | None
     weights: Estimate | None
     forward: Estimate | None
+    tail: Estimate | None
     percent: float | None
     words: str
     spread: float | None
@@ -238,6 +240,7 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
         gap=gap,
         weights=BlockFit(losses(mine, "weights")).compared(arm, base) if compared else None,
         forward=BlockFit(forward_losses(mine)).paired(arm, base) if compared else None,
+        tail=BlockFit(losses(mine, "tail")).compared(arm, base) if compared else None,
         percent=percent,
         words=unstable_words(unstable, len(own)) if unstable else gap_words(gap, fit.mean(base)) if gap else "",
         spread=fit.spread(arm) if arm in fit.arms else None,

@@ -19,7 +19,7 @@ HEADER = (
     *("arm", "n", "loss", "gap, nat [95 %]", "gap %", "in the weights", "forward rounding", "extra tokens %"),
     *("tokens/s", "speed at equal loss", "may be said"),
 )
-HEALTH = ("arm", "seeds", "clipped %", "spikes", "skipped", "SD of residuals")
+HEALTH = ("arm", "seeds", "training gap, last tenth", "clipped %", "spikes", "skipped", "SD of residuals")
 
 
 def to_json(measured: Measured) -> str:
@@ -56,7 +56,8 @@ def definitions(measured: Measured) -> dict[str, str]:
         "the seeds' pairs",
         "extra tokens": f"D / D' - 1, where {measured.baseline} trained on D' tokens has this loss, between runs of "
         "their own length in log D",
-        "tokens/s": f"median rate over {measured.baseline}'s",
+        "training gap, last tenth": "the gap of the mean training losses of the last tenth of the steps: a check",
+        "tokens/s": f"median rate over {measured.baseline}'s; means nothing where runs shared a GPU (--per-gpu)",
         "speed at equal loss": "tokens/s / (1 + extra tokens)",
         "may be said": "the end of the one-sided 95 % interval that is on the safe side",
         "contrasts": "named before the runs; p is adjusted over all of them (Holm); not resolved where it is 0.05 or "
@@ -121,6 +122,7 @@ def health_cells(row: ArmRow) -> list[str]:
     return [
         row.arm,
         ", ".join(map(str, row.seeds)),
+        interval(row.tail),
         number(clipped, ".1f"),
         str(row.spikes),
         str(row.skipped),

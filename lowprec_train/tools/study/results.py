@@ -23,7 +23,8 @@ NORM = "train/grad_norm"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One finished run. loss, weights: on the whole validation split, with its own forward pass and in BF16.
+    """One finished run. loss, weights: on the whole validation split, with its own forward pass and in BF16. tail: mean
+    training loss of the last tenth of its steps.
 
     unstable: why it counts as that, "" if it does not. parameters: without embedding and head.
     """
@@ -31,6 +32,7 @@ class Result:
     run: StudyRun
     loss: float
     weights: float
+    tail: float
     unstable: str
     clipped: float | None
     spikes: int
@@ -68,6 +70,7 @@ def result(run: StudyRun, directory: Path) -> Result:
         run=run,
         loss=loss,
         weights=weights,
+        tail=float(np.mean(record.loss.values[-max(1, len(record.loss.values) // 10) :])),
         unstable=unstable(record, loss),
         clipped=clipped(record),
         spikes=len(curves.spikes(record.loss)),

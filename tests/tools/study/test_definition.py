@@ -1,5 +1,7 @@
 """STUDY.yaml: what is read, and the one error that names what is wrong in it."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import yaml
 
 from lowprec_train.tools import cli
 from lowprec_train.tools.study import definition, plan
+from tests.launches import environment
 
 GOOD = {
     "name": "small",
@@ -132,6 +135,24 @@ def test_a_seed_keeps_its_purpose_in_a_folder(tmp_path, capsys):
     (tmp_path / "out" / "seeds.json").write_text('{"1": "estimate"}')
     assert cli.main(["study", "run", str(gate), "--nproc", "1", "--out", str(tmp_path / "out")]) == 2
     assert "seed 1 was a estimate seed in" in capsys.readouterr().err
+
+
+def test_a_task_of_the_array_is_one_run(tmp_path):
+    """study.sbatch asks for the overrides of its task and gives them to train.sbatch, spaces and all."""
+    file, sbatch = written(tmp_path), Path(__file__).parents[3] / "scripts" / "slurm" / "study.sbatch"
+    for name, text in {
+        "bin/lowprec": f'#!/bin/sh\nexec "{sys.executable}" -m lowprec_train.tools.cli "$@"\n',
+        "scripts/slurm/train.sbatch": 'printf "%s\\n" "$@"\n',
+        "bin/activate": f'PATH="{tmp_path}/bin:$PATH"\n',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    words = ["bash", sbatch, file, "--purpose", "estimate", "--out", "some where"]
+    place = environment(SLURM_SUBMIT_DIR=str(tmp_path), SLURM_ARRAY_TASK_ID="3", VENV=str(tmp_path))
+    done = subprocess.run(list(map(str, words)), env=place, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-3:] == ["seed=1", "name=own-steps_20-s1", "run_root=some where"]
 
 
 def test_a_job_array(tmp_path, capsys):

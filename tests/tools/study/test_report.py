@@ -70,6 +70,7 @@ def test_the_numbers(written):
         weights = table[1][number].mean() - table[1][0].mean()
         assert rows[arm]["weights"]["nats"] == pytest.approx(weights)
         assert rows[arm]["forward"]["nats"] == pytest.approx(gap - weights)
+        assert rows[arm]["tail"]["nats"] == pytest.approx(gap)  # their curves are parallel
     assert rows["fp8"]["words"] == f"gap <= {100 * rows['fp8']['gap']['at_most'] / means[0]:.2f} %"
     assert rows["fp4"]["words"] == f"gap >= {100 * rows['fp4']['gap']['at_least'] / means[0]:.2f} %"
     assert rows["fp8"]["speed"] == pytest.approx(1.5, rel=1e-3)
