@@ -84,6 +84,7 @@ CASES: dict[str, Case] = {
     "ufp4": Case("ufp4", "ufp4.recipe", {}),
     "w4a8": Case("w4a8", "w4a8.recipe", {}),
     "averis": Case("averis", "averis.recipe", {"of": {"_target_": "lowprec_train.recipes.nvfp4.recipe"}}),
+    "nvfp4, 4over6": Case("nvfp4", "nvfp4.recipe", {"select": "4over6"}),
     "int8_switchback": Case("int8_switchback", "int8_switchback.recipe", {}),
 }
 ALSO = {"fp8_lm": ["fp8"], "coat": ["fp8"], "fp4_mixed": ["fp4_mixed", "fp8"]}

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tests.oracle import TABLES, fold, quantize, random_bits, rotate_float32
+from tests.oracle_four_over_six import four_over_six
 from tests.oracle_linear import DGRAD, FPROP, ROTATION, WGRAD, A, Passes, Seeds, gemm, plain
 
 
@@ -80,7 +81,7 @@ def linear_fp4_mixed(
 class NV:
     """NVFP4: seeds by (gemm, purpose), the micro-batch's first token, wgrad's Hadamard block (0: none), and whether dY
     is rounded stochastically, under 17/16 of head-room then. square: W in 16x16; row_scaled: an FP32 scale a row of
-    X."""
+    X; selects: blocks of fprop reach 6 or 4."""
 
     seeds: Seeds
     first_token: int = 0
@@ -88,17 +89,20 @@ class NV:
     stochastic: bool = True
     square: bool = True
     row_scaled: bool = False
+    selects: bool = False
 
     def nearest(self, x: np.ndarray, tile: tuple[int, int] = (1, 16), outer: tuple[int, int] = (-1, -1)) -> np.ndarray:
         return quantize(x, "E2M1", tile, "NVFP4", outer=outer).exact
 
     def activation(self, x: np.ndarray) -> np.ndarray:
         """fprop's X."""
-        return self.nearest(x, outer=(1, -1) if self.row_scaled else (-1, -1))
+        outer = (1, -1) if self.row_scaled else (-1, -1)
+        return four_over_six(x, outer=outer)[0].exact if self.selects else self.nearest(x, outer=outer)
 
     def weight(self, w: np.ndarray) -> np.ndarray:
-        """W along the columns, as fprop and, transposed, dgrad take it."""
-        return self.nearest(w, (16, 16) if self.square else (1, 16))
+        """fprop's W."""
+        tile = (16, 16) if self.square else (1, 16)
+        return four_over_six(w, tile)[0].exact if self.selects else self.nearest(w, tile)
 
     def gradient(self, dy: np.ndarray, which: int, origin: tuple[int, int]) -> np.ndarray:
         if not self.stochastic:
@@ -119,7 +123,11 @@ def linear_nvfp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, nv: NV, format: s
     w = plain(w, format)
     by_token = nv.gradient(dy, DGRAD, (nv.first_token, 0))
     by_channel = nv.gradient(nv.rotated(dy.T), WGRAD, (0, nv.first_token))
-    return Passes(gemm(nv.activation(x), nv.weight(w)), gemm(by_token, nv.weight(w.T)), gemm(by_channel, nv.kept(x)))
+    return Passes(
+        gemm(nv.activation(x), nv.weight(w)),
+        gemm(by_token, nv.weight(w).T if nv.square else nv.nearest(w.T)),
+        gemm(by_channel, nv.kept(x)),
+    )
 
 
 def linear_int8_switchback(x: np.ndarray, w: np.ndarray, dy: np.ndarray, format: str = "BF16") -> Passes:

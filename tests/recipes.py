@@ -56,7 +56,7 @@ RECIPES: dict[str, LinearRecipe] = {
     "mxfp4": mxfp4.recipe(),
     "mxfp4_fp8": mxfp4_fp8.recipe(),
     "nvfp4": nvfp4.recipe(),
-    "nvfp4_lines": nvfp4.recipe(square=False, row_scaled=True),
+    "nvfp4_lines": nvfp4.recipe(square=False, row_scaled=True, select="4over6"),
     "ufp4": ufp4.recipe(),
     "w4a8": w4a8.recipe(),
     "averis": averis.recipe(of=nvfp4.recipe()),

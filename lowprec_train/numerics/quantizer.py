@@ -48,7 +48,8 @@ class Candidates(Enum):
     """Which scale a tile takes: the rule's own (NONE), or of the rule's candidates the one of least error, the larger
     one of equals: the sum of squares (MSE), of magnitudes (MAE), or the largest magnitude (MAX) of codes * scale - x.
 
-    LADDER's candidates are the rung below its own, its own and the rung above.
+    LADDER's candidates are the rung below its own, its own and the rung above. NVFP4's are its own block scale and 3/2
+    of it, under an outer scale for 256 instead of 448 ("four over six", arXiv 2512.02010); its own of equals.
     """
 
     NONE = "none"
@@ -181,12 +182,24 @@ class Quantizer:
             raise ValueError(f"exponent_span counts binades, 0 for no bound, and is not {self.exponent_span}")
         if self.exponent_span and self.scale not in SPANNED:
             raise ValueError(f"exponent_span bounds power-of-two block exponents; {self.scale.name} scales have none")
+        self._check_four_over_six()
         self._check_ladder()
         self._pair_with_transposed()
 
+    def _check_four_over_six(self) -> None:
+        if self.scale is not ScaleRule.NVFP4 or self.candidates is Candidates.NONE:
+            return
+        if self.rounding is not NEAREST or self.range_share != 1:
+            how = f"{self.rounding} in {self.range_share} of it"
+            raise ValueError(f"candidates of NVFP4 are rounded to nearest in the whole range, not {how}")
+        count = self.tile[0] * self.tile[1]
+        if min(self.tile) < 1 or count & (count - 1):
+            raise ValueError(f"candidates of NVFP4 belong to tiles of a power of two of elements, not to {self.tile}")
+
     def _check_ladder(self) -> None:
         for field_name, value in (("candidates", self.candidates), ("correction", self.correction)):
-            if value.value != "none" and self.scale is not ScaleRule.LADDER:
+            nvfp4 = field_name == "candidates" and self.scale is ScaleRule.NVFP4
+            if value.value != "none" and self.scale is not ScaleRule.LADDER and not nvfp4:
                 raise ValueError(f"{field_name}={value.name} belongs to LADDER scales, not to {self.scale.name} ones")
         if self.scale is not ScaleRule.LADDER:
             return
@@ -237,7 +250,7 @@ class Quantizer:
         self._check_call(x, seed)
         if shared is not None and self.crosses(shared.dim):
             return self._part(x, seed, origin, shared)
-        if self.outer != WHOLE:
+        if self._takes_maxima:
             amax = torch.ops.lowprec.amax(x, self.tile)
             return self._under(x, amax, self._outer_amax(amax), seed, origin)
         if self.scale is ScaleRule.LADDER:
@@ -261,10 +274,16 @@ class Quantizer:
 
     def on_reference(self, device: torch.device) -> bool:
         """True where a device has a compiled kernel for this scale rule, which does not know the format or rounding."""
-        if self.outer != WHOLE:
-            return library.lacks("quantize_nvfp4_by", "quantize_nvfp4", device)
+        if self._takes_maxima:
+            op = "quantize_nvfp4_by" if self.candidates is Candidates.NONE else "quantize_four_over_six"
+            return library.lacks(op, "quantize_nvfp4", device)
         op = {ScaleRule.NVFP4: "quantize_nvfp4", ScaleRule.LADDER: "rotate_fold_ladder"}.get(self.scale, "quantize")
         return not library.knows(op, device, *self._names)
+
+    @property
+    def _takes_maxima(self) -> bool:
+        """NVFP4 whose maxima are found before the op that rounds."""
+        return self.scale is ScaleRule.NVFP4 and (self.outer != WHOLE or self.candidates is not Candidates.NONE)
 
     @property
     def _how(self) -> tuple[Any, ...]:
@@ -295,6 +314,9 @@ class Quantizer:
 
     def _under(self, x: Tensor, amax: Tensor, top: Tensor, seed: Tensor | None, origin: Tensor | None) -> Quantized:
         """NVFP4 codes of x under outer scales that follow from `top`."""
+        if self.candidates is not Candidates.NONE:
+            chosen = torch.ops.lowprec.quantize_four_over_six(x, amax, top, self.tile, self.candidates.value)
+            return self.wrap(chosen[0], chosen[1], {"block": chosen[2], "tensor": chosen[3]})
         by, how = self.kernel("quantize_nvfp4_by", x.device), (self.tile, self.range_share, self.rounding.name)
         codes, scale, block, tensor = by(x, amax, top, *how, seed, origin)
         return self.wrap(codes, scale, {"block": block, "tensor": tensor})

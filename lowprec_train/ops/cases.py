@@ -100,6 +100,16 @@ def _quantize_nvfp4_by() -> Cases:
     return made
 
 
+def _four_over_six() -> Cases:
+    """Those of `quantize_nvfp4_by` that are rounded to nearest, by each error; and blocks that a 4 is better for."""
+    made: Cases = {}
+    for name, (x, amax, top, tile, *_) in _quantize_nvfp4_by().items():
+        made |= {f"{name} by {error}": (x, amax, top, tile, error) for error in ("mse", "mae", "max")}
+    x = normal(16, 96)
+    amax = reference.amax(x, [1, 16])
+    return made | {"rows": (x, amax, amax.amax(1, keepdim=True), [1, 16], "mse")}
+
+
 def _quantize_both() -> Cases:
     x, short = values(33, 72).bfloat16(), values(5, 36)
     across, down = 2.0 ** values(1, 72).sign(), 2.0 ** values(33, 1, seed=3).sign()
@@ -301,6 +311,7 @@ def cases(op: str) -> Cases:
         "amax": _amax,
         "quantize_by": _quantize_by,
         "quantize_nvfp4_by": _quantize_nvfp4_by,
+        "quantize_four_over_six": _four_over_six,
         "quantize_both": _quantize_both,
         "quantize_outliers": lambda: {name: (x[name], n) for name, n in clipped.items()},
         "quantize_carrier": lambda: {n: (x[n], *bounds["outlier_bounds"](x[n], c)) for n, c in clipped.items()},

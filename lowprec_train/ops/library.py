@@ -23,6 +23,7 @@ from torch import Tensor
 from lowprec_train.ops import (
     activations,
     adamw,
+    four_over_six,
     gradients,
     kernels,
     ladder,
@@ -37,14 +38,14 @@ from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
 COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "fold"}
-COMPILED_ON_CUDA |= {"pack_e2m1", "unpack_e2m1", "amax", "quantize_by", "quantize_nvfp4_by"}
+COMPILED_ON_CUDA |= {"pack_e2m1", "unpack_e2m1", "amax", "quantize_by", "quantize_nvfp4_by", "quantize_four_over_six"}
 CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
 
 @cache
 def _compiled(name: str, variant: tuple) -> Callable:
     """One code object per variant: torch counts recompilations per code object and gives up after a few."""
-    function = getattr(reference, name)
+    function = getattr(reference if hasattr(reference, name) else four_over_six, name)
     code = function.__code__.replace(co_name=f"{name}_{hash(variant) & 0xFFFFFF:06x}")
     return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, dynamic=False)
 
@@ -95,6 +96,7 @@ EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_out
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
 EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
 EAGER |= {name: getattr(ladder, name) for name in ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder")}
+EAGER |= {"quantize_four_over_six": four_over_six.quantize_four_over_six}
 EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decode_gradients")}
 EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}

@@ -60,6 +60,10 @@ SCHEMAS = {
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
         " int exponent_span, str carrier, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
+    "quantize_four_over_six": (
+        "(Tensor x, Tensor amax, Tensor top, int[2] tile, str candidates)"
+        " -> (Tensor codes, Tensor scale, Tensor block, Tensor tensor)"
+    ),
     "quantize_ladder": (
         "(Tensor x, Tensor? tops, int[2] tile, str candidates, int exponent_span)"
         " -> (Tensor codes, Tensor scale, Tensor row)"
@@ -329,6 +333,7 @@ FAKES: dict[str, Callable] = {
     "quantize_outliers": _quantize_outliers,
     "transpose": _transpose,
     "rotate_fold": _rotate_fold,
+    "quantize_four_over_six": _quantize_nvfp4_by,
     "quantize_ladder": _quantize_ladder,
     "row_sums": _row_sums,
     "fold_ladder": _fold_ladder,

@@ -16,20 +16,31 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lowprec_train.numerics.formats import E2M1, NEAREST, STOCHASTIC
-from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Candidates, Quantizer, ScaleRule
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 
+SELECTIONS = {"none": Candidates.NONE, "4over6": Candidates.MSE}
+
 
 def recipe(
-    *, rotation: int = 16, stochastic: bool = True, square: bool = True, row_scaled: bool = False
+    *,
+    rotation: int = 16,
+    stochastic: bool = True,
+    square: bool = True,
+    row_scaled: bool = False,
+    select: str = "none",
 ) -> LinearRecipe:
     """rotation: Hadamard block of wgrad, 0 for none. stochastic: False rounds dY to nearest. square: False rounds W in
     1x16 along each GEMM's reduction. row_scaled: True gives each row of fprop's X an FP32 scale of its own.
+    select: "4over6" lets each block of fprop's operands reach 6 or 4, by the squared error (arXiv 2512.02010).
     """
+    if select not in SELECTIONS:
+        raise ValueError(f"select is one of {', '.join(SELECTIONS)}, not {select!r}")
     line = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4)
-    x = replace(line, outer=(1, -1)) if row_scaled else line
-    w = Quantizer(E2M1, tile=(16, 16), scale=ScaleRule.NVFP4) if square else line
+    forward = replace(line, candidates=SELECTIONS[select])
+    x = replace(forward, outer=(1, -1)) if row_scaled else forward
+    w = replace(forward, tile=(16, 16)) if square else forward
     dy = Quantizer(E2M1, tile=(1, 16), scale=ScaleRule.NVFP4, rounding=STOCHASTIC if stochastic else NEAREST)
     return LinearRecipe(
         fprop=Gemm(a=x, b=w),

@@ -107,6 +107,7 @@ OPTIONS = [
     (nvfp4.recipe(rotation=0), lambda *a: linear_nvfp4(*a, replace(NVFP4, rotation=0), "FP32")),
     (nvfp4.recipe(square=False), lambda *a: linear_nvfp4(*a, replace(NVFP4, square=False), "FP32")),
     (nvfp4.recipe(row_scaled=True), lambda *a: linear_nvfp4(*a, replace(NVFP4, row_scaled=True), "FP32")),
+    (nvfp4.recipe(select="4over6"), lambda *a: linear_nvfp4(*a, replace(NVFP4, selects=True), "FP32")),
     (w4a8.recipe(gradient="E4M3"), lambda *a: linear_w4a8(*a, "E4M3", "FP32")),
     (ufp4.recipe(stochastic=False), lambda *a: linear_ufp4(*a, replace(UNIFORM, stochastic=False), "FP32")),
     (ufp4.recipe(rotation=0), lambda *a: linear_ufp4(*a, replace(UNIFORM, rotation=0), "FP32")),

@@ -75,7 +75,7 @@ ORACLE = {
     "mxfp4_fp8": lambda *data, format: linear_mxfp4_fp8(*data, MX(seeds, FIRST_TOKEN), format=format),
     "nvfp4": lambda *data, format: linear_nvfp4(*data, NV(seeds, FIRST_TOKEN), format=format),
     "nvfp4_lines": lambda *data, format: linear_nvfp4(
-        *data, NV(seeds, FIRST_TOKEN, square=False, row_scaled=True), format=format
+        *data, NV(seeds, FIRST_TOKEN, square=False, row_scaled=True, selects=True), format=format
     ),
     "ufp4": partial(linear_ufp4, how=UFP4(seeds, FIRST_TOKEN)),
     "w4a8": linear_w4a8,
