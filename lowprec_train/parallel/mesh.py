@@ -81,9 +81,10 @@ class Mesh:
         made = [_group(groups_along(sizes, axis), timeout, backend) for axis in AXES]
         self.device_mesh = DeviceMesh.from_group(made, device_type, ordered, mesh_dim_names=AXES)
         self.dp_group = self._data_group(grid, timeout, backend)
+        on_node = sizes.processes if node_size is None else _agreed(node_size)
         self._nodes = {
-            name: _by_node(made[axis], groups_along(sizes, name), node_size or sizes.processes, timeout, backend)
-            for axis, name in enumerate(AXES)
+            name: _by_node(made[AXES.index(name)], groups_along(sizes, name), on_node, timeout, backend)
+            for name in ("dp_replicate", "dp_shard")
         }
 
     def _data_group(self, grid: torch.Tensor, timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
@@ -113,7 +114,7 @@ class Mesh:
         return self.device_mesh[name]
 
     def nodes(self, name: str) -> Nodes:
-        """The same group with its ranks by node."""
+        """The group of dp_replicate or dp_shard, with its ranks by node."""
         return self._nodes[name]
 
     def group(self, name: str) -> dist.ProcessGroup:
@@ -146,6 +147,14 @@ def check_nodes(sizes: Sizes, node_size: int | None) -> None:
             raise ValueError(
                 f"comm.node_size={node_size}: the {ranks} ranks of {axis} are not equally many on each node"
             )
+
+
+def _agreed(node_size: int) -> int:
+    """What all ranks say of their node; 1 where a launcher has started unequal numbers, which only some can see."""
+    seen = torch.tensor([node_size, -node_size], device="cpu")
+    dist.all_reduce(seen, dist.ReduceOp.MAX)
+    largest, smallest = int(seen[0]), -int(seen[1])
+    return largest if largest == smallest else 1
 
 
 def _by_node(

@@ -79,6 +79,8 @@ def trained(name, mesh, rank):
 def work(rank):
     mesh = Mesh(Sizes(dp_shard=4), "cpu", node_size=NODE)
     nodes = mesh.nodes("dp_shard")
+    unequal = Mesh(Sizes(dp_shard=4), "cpu", node_size=2 if rank < 2 else 1).nodes("dp_shard")
+    assert (unequal.node, unequal.inside) == (1, None), "unequal nodes are exchanged flat"
     found = {"places": (nodes.count, dist.get_rank(nodes.inside), dist.get_rank(nodes.across))}
     exact = [name for name, case in CASES.items() if not case.codec.shares_scales]
     found |= {name: reduced(CASES[name], nodes, rank) for name in exact}

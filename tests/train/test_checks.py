@@ -90,12 +90,14 @@ def test_a_corpus_that_changed():
 
 
 def test_the_launcher_tells_the_processes(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert launch.world() == launch.World(0, 1, 0) and launch.world().leads
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert launch.world() == launch.World(3, 8, 1) and not launch.world().leads
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert launch.world() == launch.World(3, 8, 1, local_processes=2)
 
 
 def test_loggers_whose_package_is_missing(composed, bare):
