@@ -149,6 +149,14 @@ inline Tile resolve_tile(int64_t rows, int64_t columns, const std::vector<int64_
   return made;
 }
 
+// What rungs take: tiles of one row and a power of two of columns (ops/ladder.py quantize_ladder).
+inline int64_t ladder_width(int64_t rows, int64_t columns, const std::vector<int64_t>& tile) {
+  const Tile made = resolve_tile(rows, columns, tile);
+  STD_TORCH_CHECK(made.rows == 1 && (made.columns & (made.columns - 1)) == 0,
+                  "rungs belong to tiles of one row and a power of two of columns, not to (", tile[0], ", ", tile[1], ")");
+  return made.columns;
+}
+
 // A seed or an origin: 0-dim or [2] int64 on the op's device; nullptr where there is none.
 inline const int64_t* seed_of(const std::optional<Tensor>& seed) {
   return seed.has_value() ? data_of<int64_t>(*seed) : nullptr;

@@ -67,6 +67,8 @@ CASES: dict[str, Case] = {
     "fp8, dY E4M3": Case("fp8", "fp8.recipe", {"gradient": "E4M3"}),
     "fp8_rowwise": Case("fp8_rowwise", "fp8_rowwise.recipe", {}),
     "fp8_block": Case("fp8_block", "fp8_block.recipe", {}),
+    "fp4_fold": Case("fp4_fold", "fp4_fold.recipe", {}),
+    "fp8_eden4": Case("fp8_eden4", "fp8_eden4.recipe", {}),
     "mxfp8": Case("mxfp8", "mxfp8.recipe", {}),
     "fp4": Case("fp4", "fp4.recipe", {}),
     "fp4, residual": Case("fp4", "fp4.recipe", {"outliers": "residual"}),

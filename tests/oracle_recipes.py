@@ -1,4 +1,4 @@
-"""What a linear of fp8_rowwise, fp8_block, mxfp8, fp4_mixed, nvfp4 and int8_switchback should return, in FP64.
+"""What a linear of the recipes that tests/oracle_linear.py leaves out should return, in FP64.
 
 Written from the equations that open each recipe's file and the papers they name, with the numbers of tests/oracle.py: a
 GEMM a @ b^T rounds each operand along its own k, unless it says that it takes fprop's codes. Nothing here may import
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.oracle import TABLES, fold, quantize, random_bits, rotate_float32
+from tests.oracle import F64, TABLES, fold, quantize, random_bits, rotate_float32
 from tests.oracle_four_over_six import four_over_six
-from tests.oracle_linear import DGRAD, FPROP, ROTATION, WGRAD, A, Passes, Seeds, gemm, plain
+from tests.oracle_ladder import ladder
+from tests.oracle_linear import DGRAD, FPROP, ROTATION, WGRAD, A, Passes, Product, Seeds, gemm, plain
 
 
 def linear_fp8_rowwise(
@@ -128,6 +129,34 @@ def linear_nvfp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, nv: NV, format: s
         gemm(by_token, nv.weight(w).T if nv.square else nv.nearest(w.T)),
         gemm(by_channel, nv.kept(x)),
     )
+
+
+def fold3(x: np.ndarray, seed: int | None = None, rotation: int = 128) -> np.ndarray:
+    """Blocks of 16 on the ladder. seed: of signs, with which x is rotated first and its rows are corrected."""
+    if seed is None:
+        return ladder(x).rounded.exact
+    y = rotate_float32(x, seed, rotation) if rotation else x
+    made = ladder(y)
+    return made.rounded.exact * (made.factor(y).astype(F64))
+
+
+def fold3_backward(dy: np.ndarray, w: np.ndarray, x: np.ndarray, seeds: Seeds) -> tuple[Product, Product]:
+    """dX and dW of corrected operands, both of a GEMM rotated by the same signs."""
+    by_token, by_channel = seeds(DGRAD, ROTATION), seeds(WGRAD, ROTATION)
+    dx = gemm(fold3(dy, by_token), fold3(w.T, by_token))
+    return dx, gemm(fold3(dy.T, by_channel), fold3(x.T, by_channel))
+
+
+def linear_fp4_fold(x: np.ndarray, w: np.ndarray, dy: np.ndarray, seeds: Seeds, format: str = "BF16") -> Passes:
+    """wgrad rounds the codes of X that fprop multiplied."""
+    w, qx = plain(w, format), fold3(x)
+    return Passes(gemm(qx, fold3(w)), *fold3_backward(dy, w, qx, seeds))
+
+
+def linear_fp8_eden4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, seeds: Seeds, format: str = "BF16") -> Passes:
+    w = plain(w, format)
+    qx, qw = (quantize(each, "E4M3", rule="POW2").exact for each in (x, w))
+    return Passes(gemm(qx, qw), *fold3_backward(dy, w, qx, seeds))
 
 
 def linear_int8_switchback(x: np.ndarray, w: np.ndarray, dy: np.ndarray, format: str = "BF16") -> Passes:

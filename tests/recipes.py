@@ -29,9 +29,11 @@ from lowprec_train.recipes import (
     averis,
     bf16,
     fp4,
+    fp4_fold,
     fp4_mixed,
     fp8,
     fp8_block,
+    fp8_eden4,
     fp8_rowwise,
     int8_switchback,
     mxfp4,
@@ -55,6 +57,8 @@ RECIPES: dict[str, LinearRecipe] = {
     "fp4_mixed": fp4_mixed.feed_forward(),
     "mxfp4": mxfp4.recipe(),
     "mxfp4_fp8": mxfp4_fp8.recipe(),
+    "fp4_fold": fp4_fold.recipe(),
+    "fp8_eden4": fp8_eden4.recipe(),
     "nvfp4": nvfp4.recipe(),
     "nvfp4_lines": nvfp4.recipe(square=False, row_scaled=True, select="4over6"),
     "ufp4": ufp4.recipe(),
@@ -63,7 +67,7 @@ RECIPES: dict[str, LinearRecipe] = {
     "int8_switchback": int8_switchback.recipe(),
 }
 SYSTEMS = config.choices("recipe")
-BY_NIGHT = ("averis", "ufp4", "w4a8")
+BY_NIGHT = ("averis", "fp8_eden4", "ufp4", "w4a8")
 """Recipes made of parts that others have, too: what takes seconds a recipe is `nightly` for them."""
 MODELS = ("llama_tiny", "gpt_tiny")
 

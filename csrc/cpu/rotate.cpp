@@ -1,13 +1,11 @@
 // hadamard, rotate_fold: rotate, round to E2M1 in blocks of 32, fold the block exponents into the carrier. A row goes
 // through all of it while it lies in the cache.
+#include "cpu/rotate.h"
+
 #include "cpu/fold.h"
 
 namespace lowprec {
-namespace {
 
-constexpr int64_t MX_BLOCK = 32;
-
-// Random signs from the lowest bits of the draws of row 0; all +1 without a seed.
 std::vector<float> signs_of(const std::optional<Tensor>& seed, int64_t block) {
   std::vector<float> signs(block, 1.0f);
   std::vector<uint16_t> bits;
@@ -20,6 +18,37 @@ void check_block(int64_t columns, int64_t block) {
   STD_TORCH_CHECK(block > 0 && (block & (block - 1)) == 0 && columns % block == 0, "blocks of ", block,
                   " do not fit a row of ", columns);
 }
+
+Decoded::Decoded(const Tensor& x, const std::optional<Tensor>& scale, bool transpose) : source_(source_of(x)) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  if (scale.has_value()) {
+    factors_.resize(scale->numel());
+    STD_TORCH_CHECK(scale->numel() == 1 || scale->numel() == rows, "a scale of ", scale->numel(), " numbers for ", rows);
+    load(source_of(*scale), 0, scale->numel(), factors_.data());
+  }
+  if (!transpose) return;
+  std::vector<float> plain;
+  if (factors_.size() > 1) {  // rows become columns
+    plain.resize(rows * columns);
+    for (int64_t r = 0; r < rows; ++r) {
+      load(source_, r * columns, columns, plain.data() + r * columns);
+      scale_to_bf16(plain.data() + r * columns, columns, factors_[r]);
+    }
+    factors_.clear();
+    source_ = {source_.owner, reinterpret_cast<const char*>(plain.data()), Format::FP32, 4};
+  }
+  turned_ = transposed(source_, rows, columns, nullptr);
+  source_ = {source_.owner, reinterpret_cast<const char*>(turned_.data()), Format::FP32, 4};
+}
+
+void Decoded::row(int64_t r, int64_t columns, float* out) const {
+  load(source_, r * columns, columns, out);
+  if (!factors_.empty()) scale_to_bf16(out, columns, factors_[factors_.size() > 1 ? r : 0]);
+}
+
+namespace {
+
+constexpr int64_t MX_BLOCK = 32;
 
 Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block) {
   const int64_t rows = x.size(0), columns = x.size(1);
@@ -83,20 +112,13 @@ std::tuple<Tensor, Tensor> rotate_fold(const Tensor& x, std::optional<Tensor> sc
   const Pipeline how{signs_of(signs, rotation), rotation, rule, draws, format, fold_top(format)};
   const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
-  Source source = source_of(x);
-  const float factor = scale.has_value() ? *data_of<float>(*scale) : 1.0f;
-  std::vector<float> values_t;
-  if (transpose) {
-    values_t = transposed(source, columns, rows, nullptr);
-    source = {source.owner, reinterpret_cast<const char*>(values_t.data()), Format::FP32, 4};
-  }
+  const Decoded given(x, scale, transpose);
   uint8_t* out = mutable_data_of<uint8_t>(codes);
   float* out_scale = mutable_data_of<float>(row_scale);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
     Buffers buffers(columns);
     for (int64_t r = first; r < last; ++r) {
-      load(source, r * columns, columns, buffers.v.data());
-      if (scale.has_value()) scale_to_bf16(buffers.v.data(), columns, factor);
+      given.row(r, columns, buffers.v.data());
       out_scale[r] = rotate_fold_row(how, r, columns, buffers, out + r * columns);
     }
   });

@@ -13,7 +13,7 @@
 // bytes, multiply-add), 2 make the code, 1.8 unpack and negate, 1 finds the maximum; the rest copies and places. 132
 // multiprocessors issue 1.1 such elements a picosecond, 3 bytes each: 3.3 TB/s at the very most.
 #include "cuda/quantize.h"
-#include "cuda/rotate.h"
+#include "cuda/rotate_rows.h"
 
 namespace lowprec {
 namespace {
@@ -21,67 +21,6 @@ namespace {
 constexpr int MOST_WARPS = 16;        // a row of 32768, 64 elements a thread
 constexpr int MOST_PLAIN_WARPS = 28;  // of 28672, 32 elements a thread
 constexpr int STATIC_SHARED = 2048;
-
-template <typename In, int held>
-constexpr int CHUNKS = held * sizeof(In) / 16;  // of a thread
-
-// The warp's part of a row, zeros beyond its end.
-template <typename In, int held>
-__device__ __forceinline__ void fetch(const In* row, int columns, uint4* to) {
-  const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 32 * held;
-  constexpr int each = 16 / sizeof(In), chunks = CHUNKS<In, held>;
-  const In* from = row + first + lane * each;
-  if (first + 32 * held <= columns) {
-    uint4* first_chunk = to + swizzled<chunks>(lane / chunks, lane % chunks);
-#pragma unroll
-    for (int j = 0; j < chunks; ++j) {
-      const int chunk = j * 32 + lane;
-      uint4* here = to + swizzled<chunks>(chunk / chunks, chunk % chunks);
-      if constexpr (chunks <= 4) here = first_chunk + j * 32;  // the same: eight threads on, no bit changes
-      copy_async<16>(here, from + j * 32 * each);
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int chunk = lane; chunk < 32 * chunks; chunk += 32) {
-    const int column = first + chunk * each;
-    const bool inside = column < columns;
-    copy_async<16>(to + swizzled<chunks>(chunk / chunks, chunk % chunks), row + (inside ? column : 0), inside);
-  }
-}
-
-// The thread's elements with their signs.
-template <typename In, int held>
-__device__ __forceinline__ void take(float (&v)[held], const uint4* from, const uint32_t* signs, float scale) {
-  const int lane = threadIdx.x & 31;
-  constexpr int chunks = CHUNKS<In, held>;
-  if constexpr (sizeof(In) == 4) {
-#pragma unroll
-    for (int c = 0; c < chunks; ++c) {
-      const uint4 part = from[swizzled<chunks>(lane, c)];
-      v[4 * c] = bits_float(part.x), v[4 * c + 1] = bits_float(part.y);
-      v[4 * c + 2] = bits_float(part.z), v[4 * c + 3] = bits_float(part.w);
-    }
-    flip_signs(v, signs);
-  } else {
-    uint32_t pairs[held / 2];
-#pragma unroll
-    for (int c = 0; c < chunks; ++c) {
-      const uint4 part = from[swizzled<chunks>(lane, c)];
-      const uint32_t words[4] = {part.x, part.y, part.z, part.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(In) == 2) {
-          pairs[4 * c + i] = words[i];
-        } else {
-          pairs[8 * c + 2 * i] = decoded_pair(words[i] & 0xffffu, scale);
-          pairs[8 * c + 2 * i + 1] = decoded_pair(words[i] >> 16, scale);
-        }
-      }
-    }
-    signed_values(v, pairs, signs);
-  }
-}
 
 // A block a row, and the next row when it is done. Dynamic shared memory: two stages of the row.
 template <typename In, bool random, bool plain, int held>
@@ -95,7 +34,7 @@ __global__ void __launch_bounds__(32 * (plain ? MOST_PLAIN_WARPS : MOST_WARPS), 
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
   make_tables(tables, how);
-  const uint32_t* signs = signs_of_lane<plain, held>(tables, how);
+  const uint32_t* signs = signs_of_lane<held>(tables.signs, plain ? HELD : how.block);
   const float given = sizeof(In) == 1 ? *how.scale : 1.0f;
   uint64_t seed = 0;
   uint32_t first_row = 0, group = threadIdx.x * (held / 8);
@@ -120,7 +59,7 @@ __global__ void __launch_bounds__(32 * (plain ? MOST_PLAIN_WARPS : MOST_WARPS), 
     commit_copies();
     float v[held];
     take<In, held>(v, stage, signs, given);
-    rotate<plain>(v, how);
+    rotate<plain ? HELD : 0>(v, how);
     int key[blocks];
 #pragma unroll
     for (int b = 0; b < blocks; ++b) key[b] = block_key(v + b * MX_BLOCK, how);
@@ -168,34 +107,18 @@ void launch_rows(const RotateCall& call) {
 // --- step by step: shapes and rules that the fused kernels leave out -------------------------------------------------
 
 template <typename In>
-__global__ void plain_values(const In* __restrict__ x, const float* __restrict__ scale, bool transposed, int64_t rows,
-                             int64_t columns, float* __restrict__ out) {
+__global__ void plain_values(const In* __restrict__ x, const float* __restrict__ scale, int step, bool transposed,
+                             int64_t rows, int64_t columns, float* __restrict__ out) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (index >= rows * columns) return;
   float v;
   if constexpr (sizeof(In) == 1) v = decode<Format::E4M3>(x[index].bits);
   else v = x[index].value();
-  if (scale != nullptr) v = bf16_value(bf16_bits(v * *scale));
+  if (scale != nullptr) v = bf16_value(bf16_bits(v * scale[step * (index / columns)]));
   out[transposed ? index % columns * rows + index / columns : index] = v;
 }
 
 using Folded = std::tuple<Tensor, Tensor>;
-
-template <typename In>
-Tensor values(const Tensor& x, const float* scale, bool transposed) {
-  const int64_t rows = x.size(0), columns = x.size(1);
-  Tensor out = empty_like_device(x, {transposed ? columns : rows, transposed ? rows : columns}, ScalarType::Float);
-  plain_values<In><<<ceil_div(rows * columns, 256), 256, 0, stream_of(x)>>>(data_of<In>(x), scale, transposed, rows,
-                                                                           columns, mutable_data_of<float>(out));
-  return out;
-}
-
-// Body: called with the element type of x.
-template <typename Body>
-auto with_operand(const Tensor& x, Body&& body) {
-  if (x.scalar_type() == ScalarType::Float8_e4m3fn) return body(InputTag<Code8>{});
-  return with_input(x, body);
-}
 
 Rotation constants(int64_t rotation, const ScaleRule& rule, const std::string& carrier) {
   Rotation how{};
@@ -247,9 +170,7 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
   const bool fused = fits && power && rotation <= 256 && x.scalar_type() != ScalarType::Half &&
                      codes_given == (tensor_scale != nullptr) && aligned(x.const_data_ptr(), 16);
   if (!fused) {
-    Tensor v = with_operand(x, [&](auto tag) {
-      return values<typename decltype(tag)::Type>(x, tensor_scale, transposed);
-    });
+    Tensor v = plain_matrix(x, tensor_scale, 0, transposed);
     if (rotation > 0) v = hadamard(v, signs, rotation);
     const int64_t within = rule.rule == Rule::FP32 ? 0 : span;  // FP32 scales know no span
     auto [codes, block_scale] = quantize(v, "E2M1", {1, MX_BLOCK}, scale_rule, headroom, within, rounding, seed, origin);
@@ -279,6 +200,18 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
 }
 
 }  // namespace
+
+Tensor plain_matrix(const Tensor& x, const float* scale, int step, bool transposed) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  Tensor out = empty_like_device(x, {transposed ? columns : rows, transposed ? rows : columns}, ScalarType::Float);
+  with_operand(x, [&](auto tag) {
+    using In = typename decltype(tag)::Type;
+    plain_values<In><<<ceil_div(rows * columns, 256), 256, 0, stream_of(x)>>>(
+        data_of<In>(x), scale, step, transposed, rows, columns, mutable_data_of<float>(out));
+  });
+  return out;
+}
+
 }  // namespace lowprec
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("rotate_fold", TORCH_BOX(&lowprec::rotate_fold)); }

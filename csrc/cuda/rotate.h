@@ -40,7 +40,15 @@ struct Rotation {
   const int64_t* seed;
   const int64_t* origin;
   const float* scale;        // of E4M3 codes
+  int scale_step;            // 0: one scale; 1: one a row of x
 };
+
+// Body: called with the element type of x.
+template <typename Body>
+auto with_operand(const Tensor& x, Body&& body) {
+  if (x.scalar_type() == ScalarType::Float8_e4m3fn) return body(InputTag<Code8>{});
+  return with_input(x, body);
+}
 
 // One call: the matrix as it lies [rows, columns], its codes in either orientation.
 struct RotateCall {
@@ -53,6 +61,9 @@ struct RotateCall {
   int device;
   cudaStream_t stream;
 };
+
+// rotate.cu: x or its transpose in FP32, decoded to BF16 first where there is a scale, one (step 0) or one a row of x (1).
+Tensor plain_matrix(const Tensor& x, const float* scale, int step, bool transposed);
 
 // rotate_transposed.cu: codes of the transpose. keys: int32 [columns], zeros; saved: uint16 [ceil(rows / 64), columns].
 template <typename In>
@@ -103,20 +114,24 @@ struct Tables {
   alignas(16) uint32_t signs[SIGN_WORDS];
 };
 
+// Signs of 256 elements, by the first 32 threads of a block.
+__device__ __forceinline__ void make_signs(uint32_t* signs, const Rotation& how) {
+  if (threadIdx.x >= 32) return;
+  const bool drawn = how.block > 0 && how.signs != nullptr;
+  const uint32_t bits = drawn ? sign_bits(static_cast<uint64_t>(*how.signs), threadIdx.x, how.block) : 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    signs[threadIdx.x * 4 + i] = (bits >> (2 * i) & 1u) << 15 | (bits >> (2 * i + 1) & 1u) << 31;
+  }
+}
+
 // By a block of 32 threads or more; ends with a barrier.
 __device__ __forceinline__ void make_tables(Tables& tables, const Rotation& how) {
   for (int i = threadIdx.x; i < TABLES; i += blockDim.x) {
     const int shift = i + LEAST_SHIFT;
     tables.codes[i] = i == NAN_TABLE ? PlaceCodes{0x7f7f7f7fu, 0x7f7f7f7fu} : place_codes(how.e5m2, shift);
   }
-  if (threadIdx.x < 32) {
-    const bool drawn = how.block > 0 && how.signs != nullptr;
-    const uint32_t bits = drawn ? sign_bits(static_cast<uint64_t>(*how.signs), threadIdx.x, how.block) : 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      tables.signs[threadIdx.x * 4 + i] = (bits >> (2 * i) & 1u) << 15 | (bits >> (2 * i + 1) & 1u) << 31;
-    }
-  }
+  make_signs(tables.signs, how);
   __syncthreads();
 }
 
@@ -154,22 +169,17 @@ __device__ __forceinline__ void flip_signs(float (&v)[count], const uint32_t* si
 }
 
 // Signs of the thread's elements: a rotation of more than `count` spans lanes.
-template <bool plain, int count = HELD>
-__device__ __forceinline__ const uint32_t* signs_of_lane(const Tables& tables, const Rotation& how) {
-  const int block = plain ? HELD : how.block;
-  return tables.signs + (block > count ? (threadIdx.x & (block / count - 1)) * (count / 2) : 0);
+template <int count = HELD>
+__device__ __forceinline__ const uint32_t* signs_of_lane(const uint32_t* signs, int block) {
+  return signs + (block > count ? (threadIdx.x & (block / count - 1)) * (count / 2) : 0);
 }
 
-// All stages but the factor, which the products of `emit` hold. plain: blocks of 64, without a branch.
-template <bool plain, int count>
+// All stages but the factor, which later products hold. fixed: the block, without a branch; 0 takes it from the call.
+template <int fixed, int count>
 __device__ __forceinline__ void rotate(float (&v)[count], const Rotation& how) {
-  if constexpr (plain) {
-    butterflies(v, HELD);
-    if constexpr (count < HELD) butterflies_across(v, HELD);
-  } else {
-    butterflies(v, how.block);
-    if (how.block > count) butterflies_across(v, how.block);
-  }
+  const int block = fixed > 0 ? fixed : how.block;
+  butterflies(v, block);
+  if (block > count) butterflies_across(v, block);
 }
 
 LOWPREC_HD float larger_size(float a, float b) {  // NaN wins

@@ -4,164 +4,12 @@
 // for 32 elements) and, by an atomic maximum, that of each column; the second rotates again, rounds and writes. Bytes
 // moved: two reads, one write, and 1/16 byte an element for the exponents.
 //
-// A tile of 256 tokens x 64 columns goes into shared memory while the one before is worked on. Each warp takes 8
-// columns; the four lanes of a column hold 64 consecutive tokens each, so that a rotation of 64 needs no exchange.
-// ldmatrix turns 8x8 numbers on the way to the registers: its rows are told apart lane by lane, so any eight tokens
-// make a matrix.
-//
 // What binds: instructions, in both reads. About 13 an element in the first (6 butterflies, 1.8 unpack, 1 finds the
 // maximum, 1.5 copy), 26 in the second (rotate.cu), for 5 bytes: 3.8 to 4.3 TB/s at the very most.
-#include "cuda/rotate.h"
+#include "cuda/rotate_columns.h"
 
 namespace lowprec {
 namespace {
-
-constexpr int TOKENS = 256, COLUMNS = 64, WARPS = 8;
-constexpr int STAGED_CODES = 32 * HELD;  // bytes of a warp
-
-template <typename In>
-constexpr size_t STAGE = TOKENS * COLUMNS * sizeof(In);
-// Blocks that a multiprocessor holds: FP32's stages fill its shared memory.
-template <typename In>
-constexpr int RESIDENT = sizeof(In) == 4 ? 1 : 2;
-// The warp's own bytes: codes on their way out, which E4M3's decoded values share.
-template <typename In, bool emits>
-constexpr size_t OWN = sizeof(In) == 1 ? TOKENS * 16 : emits ? STAGED_CODES : 0;
-
-struct TileAt {
-  int token, column;
-};
-
-// Tokens the lanes of a column differ by: their places in a bank row must, too.
-__device__ __forceinline__ int lane_of_token(int token) { return token >> 6 & 3; }
-
-template <typename In>
-__device__ __forceinline__ int place(int token, int chunk) {  // in chunks of 16 bytes, of 8 for E4M3
-  if constexpr (sizeof(In) == 4) return token * 16 + (chunk ^ lane_of_token(token) << 1);
-  if constexpr (sizeof(In) == 2) return token * 8 + (chunk ^ ((token & 1) | lane_of_token(token) << 1));
-  return token * 8 + (chunk ^ (token >> 1 & 7));
-}
-
-template <typename In, bool plain>
-__device__ __forceinline__ void fetch(const In* x, const TileAt& at, int rows, int columns, uint8_t* to) {
-  constexpr int bytes = sizeof(In) == 1 ? 8 : 16, each = bytes / sizeof(In), across = COLUMNS / each;
-  constexpr int step = 32 * WARPS / across;  // tokens
-  const int first = threadIdx.x / across, chunk = threadIdx.x % across, column = at.column + chunk * each;
-  const In* from = x + static_cast<int64_t>(at.token + first) * columns + column;
-  if (at.token + TOKENS <= rows && at.column + COLUMNS <= columns) {
-#pragma unroll(plain ? 4 : 1)
-    for (int j = 0; j < TOKENS / step; ++j) {
-      copy_async<bytes>(to + place<In>(first + j * step, chunk) * bytes, from);
-      from += static_cast<int64_t>(step) * columns;
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int token = first; token < TOKENS; token += step) {
-    const bool inside = at.token + token < rows && column < columns;
-    copy_async<bytes>(to + place<In>(token, chunk) * bytes, inside ? from : x, inside);
-    from += static_cast<int64_t>(step) * columns;
-  }
-}
-
-// Word j of lane (column, t): tokens 64 t + 2 j and the next. Row r of matrix j is token 64 (r / 2) + 2 j + r % 2;
-// `from` is where the first four matrices of this lane's row lie, `step` bytes on the next four.
-__device__ __forceinline__ int first_token() {
-  const int lane = threadIdx.x & 31;
-  return HELD * (lane >> 1 & 3) + 2 * (lane >> 3) + (lane & 1);
-}
-template <int step>
-__device__ __forceinline__ void turn(uint32_t (&pairs)[HELD / 2], const uint8_t* from) {
-  const uint32_t first = static_cast<uint32_t>(__cvta_generic_to_shared(from));
-#pragma unroll
-  for (int n = 0; n < HELD / 8; ++n) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(pairs[4 * n]), "=r"(pairs[4 * n + 1]), "=r"(pairs[4 * n + 2]), "=r"(pairs[4 * n + 3])
-                 : "r"(first + n * step)
-                 : "memory");
-  }
-}
-
-// The warp's 8 columns, decoded to BF16: 16 bytes a token.
-__device__ __forceinline__ uint8_t* decoded_at(uint8_t* own, int token) {
-  return own + ((token & ~7) | ((token & 7) ^ lane_of_token(token) << 1)) * 16;
-}
-
-__device__ __forceinline__ void decode_columns(const uint8_t* stage, uint8_t* own, float scale) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-#pragma unroll
-  for (int i = 0; i < TOKENS / 32; ++i) {
-    const int token = i * 32 + lane;
-    const uint2 codes = *reinterpret_cast<const uint2*>(stage + place<Code8>(token, warp) * 8);
-    *reinterpret_cast<uint4*>(decoded_at(own, token)) =
-        make_uint4(decoded_pair(codes.x & 0xffffu, scale), decoded_pair(codes.x >> 16, scale),
-                   decoded_pair(codes.y & 0xffffu, scale), decoded_pair(codes.y >> 16, scale));
-  }
-  __syncwarp();
-}
-
-// The thread's 64 tokens of its column, with their signs.
-template <typename In>
-__device__ __forceinline__ void take(float (&v)[HELD], uint8_t* stage, uint8_t* own, const uint32_t* signs,
-                                     float scale) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if constexpr (sizeof(In) == 4) {
-    const int column = warp * 8 + (lane >> 2);
-#pragma unroll
-    for (int i = 0; i < HELD; ++i) {
-      const int token = (lane & 3) * HELD + i;
-      v[i] = reinterpret_cast<const float*>(stage)[place<In>(token, column >> 2) * 4 + (column & 3)];
-    }
-    flip_signs(v, signs);
-  } else {
-    uint32_t pairs[HELD / 2];
-    if constexpr (sizeof(In) == 2) {
-      turn<8 * COLUMNS * 2>(pairs, stage + place<In>(first_token(), warp) * 16);
-    } else {
-      decode_columns(stage, own, scale);
-      turn<8 * 16>(pairs, decoded_at(own, first_token()));
-      __syncwarp();
-    }
-    signed_values(v, pairs, signs);
-  }
-}
-
-// What a thread works on: a column of x, 64 tokens from `token` on.
-struct Share {
-  int token, column;
-  bool inside;
-};
-
-// The tiles of this block in turn; body(share, rotated values, the warp's own bytes).
-template <typename In, bool emits, bool plain, typename Body>
-__device__ __forceinline__ void each_tile(const In* x, int rows, int columns, const Rotation& how, const Tables& tables,
-                                          uint8_t* shared, Body&& body) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int across = (columns + COLUMNS - 1) / COLUMNS, tiles = across * ((rows + TOKENS - 1) / TOKENS);
-  uint8_t* own = shared + 2 * STAGE<In> + warp * OWN<In, emits>;
-  const uint32_t* signs = signs_of_lane<plain>(tables, how);
-  const float given = sizeof(In) == 1 ? *how.scale : 1.0f;
-  const auto place_of = [&](int tile) { return TileAt{tile / across * TOKENS, tile % across * COLUMNS}; };
-  int turn = 0;
-  int tile = blockIdx.x;
-  if (tile < tiles) fetch<In, plain>(x, place_of(tile), rows, columns, shared);
-  commit_copies();
-  for (; tile < tiles; tile += gridDim.x, turn ^= 1) {
-    wait_copies();
-    __syncthreads();  // this stage is filled, and all have left the other one
-    if (tile + gridDim.x < tiles) {
-      fetch<In, plain>(x, place_of(tile + gridDim.x), rows, columns, shared + (turn ^ 1) * STAGE<In>);
-    }
-    commit_copies();
-    const TileAt at = place_of(tile);
-    float v[HELD];
-    take<In>(v, shared + turn * STAGE<In>, own, signs, given);
-    rotate<plain>(v, how);
-    Share mine{at.token + (lane & 3) * HELD, at.column + warp * 8 + (lane >> 2), false};
-    mine.inside = mine.token < rows && mine.column < columns;
-    body(at, mine, v, own);
-  }
-}
 
 __device__ __forceinline__ uint32_t byte_of_key(int key) { return key >= LOST ? LOST_BYTE : key; }
 __device__ __forceinline__ int key_of(uint32_t saved) { return saved == LOST_BYTE ? LOST : static_cast<int>(saved); }
@@ -173,7 +21,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
   extern __shared__ uint4 dynamic[];
   __shared__ Tables tables;
   make_tables(tables, how);
-  each_tile<In, false, plain>(x, rows, columns, how, tables, reinterpret_cast<uint8_t*>(dynamic),
+  each_tile<In, false, plain ? HELD : 0>(x, rows, columns, how, tables.signs, reinterpret_cast<uint8_t*>(dynamic),
                        [&](const TileAt&, const Share& mine, const float (&v)[HELD], uint8_t*) {
     const int low = block_key(v, how), high = block_key(v + MX_BLOCK, how);
     int largest = max(low, high);
@@ -202,7 +50,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
       first_group = static_cast<uint32_t>(how.origin[1] >> 3);
     }
   }
-  each_tile<In, true, plain>(x, rows, columns, how, tables, reinterpret_cast<uint8_t*>(dynamic),
+  each_tile<In, true, plain ? HELD : 0>(x, rows, columns, how, tables.signs, reinterpret_cast<uint8_t*>(dynamic),
                       [&](const TileAt& at, const Share& mine, const float (&v)[HELD], uint8_t* own) {
     const int row = mine.inside ? static_cast<int>(keys[mine.column]) : 1;
     const uint32_t both = mine.inside ? saved[static_cast<int64_t>(mine.token / HELD) * columns + mine.column] : 0x0101u;

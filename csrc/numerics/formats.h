@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdio>
+#include <initializer_list>
 #include <string>
 
 #include "numerics/platform.h"
@@ -85,12 +86,13 @@ std::string served_format() {
   return line;
 }
 
-// A line a format, its name and numbers; a line a rounding, its name alone.
-inline std::string served_names() {
+// A line a format, its name and numbers; a line a rounding or a choice among candidate scales, its name alone.
+inline std::string served_names(std::initializer_list<const char*> candidates) {
   std::string made = served_format<Format::E2M1>() + served_format<Format::E4M3>() + served_format<Format::E5M2>() +
                      served_format<Format::INT4>() + served_format<Format::INT8>() + served_format<Format::BF16>() + served_format<Format::FP16>() +
                      served_format<Format::FP32>();
   for (const char* name : ROUNDING_NAMES) made += std::string(name) + "\n";
+  for (const char* name : candidates) made += std::string(name) + "\n";
   return made;
 }
 

@@ -32,6 +32,8 @@ ON_A_GPU = {
     "fp4_mixed": ("fp8_folded", "fp8_tensor", "fp8_tensor"),
     "mxfp4": ("bf16", "fp8_folded", "fp8_folded"),
     "mxfp4_fp8": ("fp8_tensor", "fp8_folded", "fp8_folded"),
+    "fp4_fold": ("fp8_row", "fp8_row", "fp8_row"),
+    "fp8_eden4": ("fp8_tensor", "fp8_row", "fp8_row"),
     "nvfp4_lines": ("dequantize", "dequantize", "dequantize"),
     "nvfp4": ("dequantize", "dequantize", "dequantize"),
     "ufp4": ("dequantize", "dequantize", "dequantize"),

@@ -16,14 +16,27 @@ import torch
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.precision import gemm
 from lowprec_train.precision.recipe import LinearRecipe, override
-from lowprec_train.recipes import fp4_mixed, fp8_block, fp8_rowwise, int8_switchback, mxfp8, nvfp4, ufp4, w4a8
+from lowprec_train.recipes import (
+    fp4_fold,
+    fp4_mixed,
+    fp8_block,
+    fp8_eden4,
+    fp8_rowwise,
+    int8_switchback,
+    mxfp8,
+    nvfp4,
+    ufp4,
+    w4a8,
+)
 from tests.oracle import rotate_float32
 from tests.oracle_linear import ROTATION, WGRAD, Passes, linear_plain
 from tests.oracle_recipes import (
     NV,
     UFP4,
+    linear_fp4_fold,
     linear_fp4_mixed,
     linear_fp8_block,
+    linear_fp8_eden4,
     linear_fp8_rowwise,
     linear_int8_switchback,
     linear_mxfp8,
@@ -65,6 +78,8 @@ NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "nvfp4": (nvfp4.recipe, lambda x, w, dy, **options: linear_nvfp4(x, w, dy, NVFP4, **options)),
     "w4a8": (w4a8.recipe, linear_w4a8),
     "ufp4": (ufp4.recipe, lambda x, w, dy, **options: linear_ufp4(x, w, dy, UNIFORM, **options)),
+    "fp4_fold": (fp4_fold.recipe, lambda x, w, dy, **options: linear_fp4_fold(x, w, dy, seeds, **options)),
+    "fp8_eden4": (fp8_eden4.recipe, lambda x, w, dy, **options: linear_fp8_eden4(x, w, dy, seeds, **options)),
     "int8_switchback": (int8_switchback.recipe, linear_int8_switchback),
 }
 
@@ -91,7 +106,7 @@ def test_against_the_oracle(name, data, sizes, format):
 
 @pytest.mark.parametrize("sizes", SIZES[:2], ids=lambda s: "x".join(map(str, s)))
 @pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "mxfp8", "fp4_mixed", "nvfp4", "w4a8"])
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_block", "mxfp8", "fp4_mixed", "nvfp4", "w4a8", "fp4_fold"])
 def test_the_paths_of_a_gpu(name, data, sizes, on_tensor_cores):
     """FP8 carriers, folded blocks and epilogue scales multiply the same numbers as the dequantised product."""
     compare(name, data, "BF16", sizes)
@@ -193,6 +208,8 @@ COSINES = {  # y, dX, dW: well above a dead or transposed GEMM (0), below what t
     "nvfp4": (0.985, 0.98, 0.98),
     "w4a8": (0.99, 0.99, 0.997),
     "ufp4": (0.985, 0.98, 0.98),
+    "fp4_fold": (0.985, 0.985, 0.98),
+    "fp8_eden4": (0.998, 0.985, 0.985),
     "int8_switchback": (0.9995, 0.9995, 0.99999),
 }
 

@@ -28,8 +28,10 @@ from tests.oracle_linear import MX, Passes, linear_fp4, linear_fp8, linear_mxfp4
 from tests.oracle_recipes import (
     NV,
     UFP4,
+    linear_fp4_fold,
     linear_fp4_mixed,
     linear_fp8_block,
+    linear_fp8_eden4,
     linear_fp8_rowwise,
     linear_int8_switchback,
     linear_mxfp8,
@@ -73,6 +75,8 @@ ORACLE = {
     "fp4_mixed": linear_fp4_mixed,
     "mxfp4": lambda *data, format: linear_mxfp4(*data, MX(seeds, FIRST_TOKEN), format=format),
     "mxfp4_fp8": lambda *data, format: linear_mxfp4_fp8(*data, MX(seeds, FIRST_TOKEN), format=format),
+    "fp4_fold": lambda *data, format: linear_fp4_fold(*data, seeds, format=format),
+    "fp8_eden4": lambda *data, format: linear_fp8_eden4(*data, seeds, format=format),
     "nvfp4": lambda *data, format: linear_nvfp4(*data, NV(seeds, FIRST_TOKEN), format=format),
     "nvfp4_lines": lambda *data, format: linear_nvfp4(
         *data, NV(seeds, FIRST_TOKEN, square=False, row_scaled=True, selects=True), format=format
@@ -340,10 +344,10 @@ def test_rows_travel_as_codes_where_nothing_else_of_them_is_needed(name):
 
     results, sent = zip(*among(2, body))
     rows = [each for each in sent[0] if each[2] >= 64]
-    if name in ("fp8", "mxfp4_fp8", "fp4", "fp4_unclamped", "w4a8"):
+    if name in ("fp8", "mxfp4_fp8", "fp8_eden4", "fp4", "fp4_unclamped", "fp4_fold", "w4a8"):
         codes = [("all_gather", torch.float8_e4m3fn, 64 * 256), ("reduce_scatter", torch.bfloat16, 128 * 256)]
         scales = [("all_gather", torch.float32, 64)] if name.startswith("fp4") else []
-        assert [each for each in rows if each[0] != "all_reduce_max"] == scales + codes
+        assert [each for each in rows if not each[0].startswith("all_reduce")] == scales + codes
     else:
         assert ("all_gather", torch.bfloat16, 64 * 256) in rows
     if not name.startswith("mxfp4"):  # folded carriers: scales leave the sum at another place

@@ -133,6 +133,19 @@ def _rotate_fold(transposed: bool, coded: bool) -> Callable:
     return call
 
 
+def _rotate_fold_ladder(transposed: bool, rotation: int) -> Callable:
+    def call(x: Tensor, seed: Tensor, scale: Tensor | None = None) -> Any:
+        how = (rotation, (1, 16), "mse", 11, rotation > 0)
+        return ops.rotate_fold_ladder(x, scale, transposed, seed if rotation else None, *how)
+
+    return call
+
+
+def _laddered(m: int, k: int, device: torch.device) -> Inputs:
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    return x, *ops.quantize_ladder(x, None, (1, 16), "mse", 11)
+
+
 def _coded(m: int, k: int, device: torch.device) -> Inputs:
     codes, scale = _codes("E4M3", (-1, -1))(m, k, device)
     return codes, _seed(device), scale
@@ -244,6 +257,19 @@ def _methods() -> Iterator[Case]:
     yield Case(name="columns", op="rotate_fold", inputs=_with_seed, call=transposed, passes=2, shapes=everywhere)
     transposed = _rotate_fold(True, True)
     yield Case(name="columns of E4M3 codes", op="rotate_fold", inputs=_coded, call=transposed, passes=2)
+    for name, across, rotation in (("rows, plain", False, 0), ("rows", False, 128), ("columns", True, 128)):
+        call, op = _rotate_fold_ladder(across, rotation), "rotate_fold_ladder"
+        yield Case(name=name, op=op, inputs=_with_seed, call=call, passes=1 + across, shapes=everywhere)
+    rungs = Case(
+        name="1x16",
+        op="quantize_ladder",
+        inputs=_values(),
+        call=lambda x: ops.quantize_ladder(x, None, (1, 16), "mse", 11),
+    )
+    folds = Case(name="1x16", op="fold_ladder", inputs=_laddered, call=lambda _, *of: ops.fold_ladder(*of, None))
+    yield from (rungs, folds, Case(name="1x16", op="row_sums", inputs=_laddered, call=ops.row_sums))
+    call = _rotate_fold_ladder(True, 128)
+    yield Case(name="columns of E4M3 codes", op="rotate_fold_ladder", inputs=_coded, call=call, passes=2)
     expanded = ("E4M3", GROUP, SEGMENTS)
     yield Case(
         name="E4M3",

@@ -3,6 +3,7 @@
 Products of E2M1 codes are multiples of 1/4 up to 36, so their sums are exact for as long as the accumulator holds them.
 Codes with a mean have sums that grow with K, and meet its end first. MXFP4 blocks whose exponents spread over 12
 binades are folded into FP8 carriers (docs/numerics.md), which is exact; what their products lose is the accumulator's.
+FOLD3's blocks fold into E4M3 alike.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Candidates, Quantized, Quantizer, ScaleRule
+from lowprec_train.ops.ladder import SPAN
 from lowprec_train.tools.bench.result import cause
 
 LENGTHS = (2048, 4096, 11008, 16384)
@@ -46,6 +48,8 @@ def cases() -> Iterator[tuple[str, Callable[[int, int, torch.device], Operands],
     yield "E2M1 codes with a mean, unit scales, FP32 output", _unit(1.0), torch.float32
     yield "E2M1 codes, row-wise scales, BF16 output", _rows, torch.bfloat16
     yield "MXFP4 over 12 binades, folded, BF16 output", _folded, torch.bfloat16
+    yield "FOLD3 carriers, unit scales, FP32 output", _ladder(unit=True), torch.float32
+    yield "FOLD3, row-wise scales, BF16 output", _ladder(unit=False), torch.bfloat16
 
 
 def _errors(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
@@ -78,6 +82,23 @@ def _unit(mean: float) -> Callable[[int, int, torch.device], Operands]:
 def _rows(side: int, k: int, device: torch.device) -> Operands:
     quantizer = Quantizer(E2M1, tile=(1, -1))
     return quantizer(torch.randn(side, k, device=device)), quantizer(torch.randn(side, k, device=device))
+
+
+def _ladder(*, unit: bool) -> Callable[[int, int, torch.device], Operands]:
+    """Carriers of blocks on the ladder, under their rows' scales or alone."""
+
+    def make(side: int, k: int, device: torch.device) -> Operands:
+        quantizer = Quantizer(E2M1, (1, 16), ScaleRule.LADDER, exponent_span=SPAN, candidates=Candidates.MSE)
+        made = []
+        for blocks in (quantizer(torch.randn(side, k, device=device)) for _ in range(2)):
+            parts = (blocks.codes, blocks.parts["block"], blocks.parts["row"], None)
+            folded = Quantized(*torch.ops.lowprec.fold_ladder(*parts))
+            if not torch.equal(folded.dequantize(), blocks.dequantize()):
+                raise ArithmeticError("folding into E4M3 is not exact")
+            made.append(Quantized(folded.codes, torch.ones(1, 1, device=device)) if unit else folded)
+        return made[0], made[1]
+
+    return make
 
 
 def _folded(side: int, k: int, device: torch.device) -> Operands:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 
 from lowprec_train.numerics.formats import E2M1, E5M2, INT4, INT8
-from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Correction, Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator
 from lowprec_train.precision.recipe import Gemm
 from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, RunPlan, Severity, gemms, operands, rule
@@ -67,12 +67,14 @@ def stochastic_forward(operand: RoundedOperand) -> bool:
 @rule(
     why="nearest rounding of four-bit gradients is biased, and the bias adds up over steps (arXiv 2502.20586, "
     "perplexity 10.02 against 9.90 at 1.3B)",
-    instead="rounding=stochastic under E8M0_FLOOR or NVFP4",
+    instead="rounding=stochastic under E8M0_FLOOR or NVFP4, or correction=row behind a rotation",
 )
 @operands
 def nearest_gradient(operand: RoundedOperand) -> bool:
-    backward = operand.gemm in ("dgrad", "wgrad") and operand.side == "a"
-    return backward and operand.quantizer.format in FOUR_BITS and not operand.quantizer.stochastic
+    backward, q = operand.gemm in ("dgrad", "wgrad") and operand.side == "a", operand.quantizer
+    rotated = operand.group.recipe.gemms()[operand.gemm].rotation is not None
+    corrected = rotated and q.correction is not Correction.NONE
+    return backward and q.format in FOUR_BITS and not q.stochastic and not corrected
 
 
 @rule(

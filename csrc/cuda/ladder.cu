@@ -1,0 +1,217 @@
+// rotate_fold_ladder (ops/ladder.py): random Hadamard transform, E2M1 under the best of three rungs in blocks of 16,
+// carriers, a factor per row. This file: rows as they lie, and the op. ladder_transposed.cu: rows of the transpose.
+//
+// As in rotate.cu a thread block holds a whole row in registers, since rungs hang from the row's largest magnitude. The
+// sums of a row's factor are whole numbers: what the warps leave of one row is added up behind the barrier of the next.
+//
+// What binds: instructions. Of some 40 an element 15 try three rungs (two elements an instruction), 9 round and make the
+// code, 5 are the row's sums, 7 butterflies.
+#include "cuda/ladder.h"
+#include "cuda/ladder_call.h"
+#include "cuda/rotate_rows.h"
+
+namespace lowprec {
+namespace {
+
+template <int held>
+constexpr int WARPS_OF = held == HELD ? 16 : 28;  // rows of 32768 and of 28672
+constexpr int STATIC_SHARED = 2048;
+
+// A row's scale from what the warps left of it; by the whole of a warp.
+__device__ __forceinline__ float finished(const LadderRow& row, const int64_t (*sums)[2], int warps) {
+  const int lane = threadIdx.x & 31;
+  const int64_t own = warp_sum(lane < warps ? sums[lane][0] : 0), made = warp_sum(lane < warps ? sums[lane][1] : 0);
+  return ladder_scale(row) * row_factor(static_cast<double>(own), static_cast<double>(made));
+}
+
+template <typename In, int fixed, bool corrected, int held>
+__global__ void __launch_bounds__(32 * WARPS_OF<held>, 1)
+    ladder_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale, int64_t rows,
+                int columns, Rotation how, LadderRule rule) {
+  extern __shared__ uint4 stages[];
+  __shared__ alignas(16) uint32_t drawn[SIGN_WORDS];
+  __shared__ uint32_t of_warps[2][WARPS_OF<held>];
+  __shared__ int64_t sums_of[2][WARPS_OF<held>][2];
+  constexpr int part = 32 * CHUNKS<In, held>, blocks = held / LADDER_BLOCK;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
+  uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
+  make_signs(drawn, how);
+  __syncthreads();
+  const uint32_t* signs = signs_of_lane<held>(drawn, fixed > 0 ? fixed : how.block);
+  int turn = 0;
+  int64_t row = blockIdx.x, before = -1;
+  LadderRow of_before{};
+  if (row < rows) fetch<In, held>(x + row * columns, columns, mine[0]);
+  commit_copies();
+  for (; row < rows; row += gridDim.x, turn ^= 1) {
+    wait_copies();
+    __syncwarp();
+    uint4* stage = turn ? mine[1] : mine[0];
+    if (row + gridDim.x < rows) {
+      fetch<In, held>(x + (row + gridDim.x) * columns, columns, turn ? mine[0] : mine[1]);
+    }
+    commit_copies();
+    float v[held];
+    take<In, held>(v, stage, signs, sizeof(In) == 1 ? how.scale[row * how.scale_step] : 1.0f);
+    rotate<fixed>(v, how);
+    uint32_t amax[blocks], most = 0;
+#pragma unroll
+    for (int i = 0; i < held; ++i) v[i] *= how.factor;
+#pragma unroll
+    for (int b = 0; b < blocks; ++b) most = larger(most, amax[b] = block_amax(v + b * LADDER_BLOCK));
+    most = warp_largest(most);
+    if (lane == 0) of_warps[turn][warp] = most;
+    __syncthreads();  // one a row: a warp reaches the slots again only after all have left the other turn
+    const LadderRow here = ladder_row(warp_largest(of_warps[turn][lane < warps ? lane : 0]), rule.span);
+    if (!corrected) {
+      if (threadIdx.x == 0) scale[row] = ladder_scale(here);
+    } else if (before >= 0 && warp == warps - 1) {
+      const float made = finished(of_before, sums_of[turn ^ 1], warps);
+      if (lane == 0) scale[before] = made;
+    }
+    uint32_t words[held / 4];
+    RowSums sums;
+#pragma unroll
+    for (int b = 0; b < blocks; ++b) {
+      const float* block = v + b * LADDER_BLOCK;
+      int rung = max(first_rung(amax[b]), here.floor);
+      if (rule.chooses) rung = chosen_rung(block, rung, here.floor);
+      emit_block<corrected>(block, rung, here, words + b * (LADDER_BLOCK / 4), sums);
+    }
+    if constexpr (corrected) {
+      const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
+      if (lane == 0) sums_of[turn][warp][0] = own, sums_of[turn][warp][1] = made;
+      before = row, of_before = here;
+    }
+    uint8_t* out = codes + row * columns;
+    write_codes(words, stage, [&](int piece, const uint4& of) {
+      const int column = warp * 32 * held + piece * 16;
+      if (column < columns) *reinterpret_cast<uint4*>(out + column) = of;
+    });
+  }
+  if constexpr (corrected) {
+    __syncthreads();
+    if (before >= 0 && warp == 0) {
+      const float made = finished(of_before, sums_of[turn ^ 1], warps);
+      if (lane == 0) scale[before] = made;
+    }
+  }
+}
+
+template <typename In, int fixed, bool corrected>
+void launch_rows(const LadderCall& call) {
+  const auto run = [&](auto kernel, int held) {
+    const int warps = static_cast<int>(ceil_div(call.columns, 32 * held));
+    const size_t shared = 2 * warps * 32 * held * sizeof(In);
+    const int64_t blocks = resident_blocks(kernel, 32 * warps, shared, call.rows, call.device);
+    kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.scale,
+                                                        call.rows, static_cast<int>(call.columns), call.how, call.rule);
+  };
+  if constexpr (sizeof(In) < 4) {
+    if (call.columns <= WARPS_OF<HELD / 2> * 32 * (HELD / 2)) return run(ladder_rows<In, fixed, corrected, HELD / 2>, 32);
+  }
+  run(ladder_rows<In, fixed, corrected, HELD>, HELD);
+}
+
+template <typename In, bool corrected>
+void launch_rows(const LadderCall& call) {
+  if constexpr (sizeof(In) < 4) {
+    if (call.how.block == 128) return launch_rows<In, 128, corrected>(call);
+  }
+  launch_rows<In, 0, corrected>(call);
+}
+
+// --- step by step: shapes that the fused kernels leave out -----------------------------------------------------------
+
+// A block a row of FP32, read twice; a thread takes blocks of 16.
+template <bool corrected>
+__global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x, uint8_t* __restrict__ codes,
+                                                    float* __restrict__ scale, int64_t columns, LadderRule rule) {
+  __shared__ uint32_t scratch[8];
+  __shared__ int64_t sums_of[8][2];
+  const float* in = x + blockIdx.x * columns;
+  uint32_t most = 0;
+  for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) most = larger_magnitude(most, in[i]);
+  const LadderRow row = ladder_row(block_largest(most, scratch), rule.span);
+  RowSums sums;
+  for (int64_t at = threadIdx.x * LADDER_BLOCK; at < columns; at += blockDim.x * LADDER_BLOCK) {
+    float v[LADDER_BLOCK];
+    for (int i = 0; i < LADDER_BLOCK; ++i) v[i] = in[at + i];
+    int rung = max(first_rung(block_amax(v)), row.floor);
+    if (rule.chooses) rung = chosen_rung(v, rung, row.floor);
+    uint32_t words[LADDER_BLOCK / 4];
+    emit_block<corrected>(v, rung, row, words, sums);
+    uint32_t* out = reinterpret_cast<uint32_t*>(codes + blockIdx.x * columns + at);
+    for (int i = 0; i < LADDER_BLOCK / 4; ++i) out[i] = words[i];
+  }
+  const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
+  if ((threadIdx.x & 31) == 0) sums_of[threadIdx.x >> 5][0] = own, sums_of[threadIdx.x >> 5][1] = made;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const float of_row = corrected ? finished(row, sums_of, 8) : ladder_scale(row);
+  if (threadIdx.x == 0) scale[blockIdx.x] = of_row;
+}
+
+void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<Tensor>& signs, bool transposed) {
+  Tensor v = plain_matrix(x, call.how.scale, call.how.scale_step, transposed);
+  if (call.how.block > 0) v = hadamard(v, signs, call.how.block);
+  const auto kernel = call.corrected ? ladder_plain<true> : ladder_plain<false>;
+  kernel<<<v.size(0), 256, 0, call.stream>>>(data_of<float>(v), call.codes, call.scale, v.size(1), call.rule);
+}
+
+bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64_t rotation) {
+  const ScalarType type = x.scalar_type();
+  const int64_t bytes = type == ScalarType::Float ? 4 : type == ScalarType::Float8_e4m3fn ? 1 : 2;
+  const int64_t stages = transposed ? (bytes == 4 ? 144 : 80) * 1024 : 2 * ceil_div(columns, 32 * HELD) * 32 * HELD * bytes;
+  int shared = 0;
+  cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(x.get_device_index()));
+  const bool shaped = transposed ? rows % 8 == 0 : columns <= WARPS_OF<HELD> * 32 * HELD;
+  return shaped && stages + STATIC_SHARED <= shared && rotation <= 256 && type != ScalarType::Half &&
+         aligned(x.const_data_ptr(), 16);
+}
+
+std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional<Tensor> scale, bool transposed,
+                                              std::optional<Tensor> signs, int64_t rotation, std::vector<int64_t> tile,
+                                              std::string candidates, int64_t span, bool corrected) {
+  const Tensor x = dense(given);
+  const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
+  STD_TORCH_CHECK(rows > 0 && columns > 0, "an empty operand has no scale");
+  STD_TORCH_CHECK(ladder_width(rows, columns, tile) == LADDER_BLOCK, "this kernel has blocks of ", LADDER_BLOCK);
+  STD_TORCH_CHECK(rotation >= 0 && (rotation & (rotation - 1)) == 0 && (rotation == 0 || columns % rotation == 0),
+                  "blocks of ", rotation, " do not fit a row of ", columns);
+  STD_TORCH_CHECK(span > 0 && span <= 11, "codes fold within 11 binades, not ", span);
+  const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);
+  STD_TORCH_CHECK(by == Candidates::NONE || by == Candidates::MSE, "this kernel chooses by mse, not by ", candidates);
+  STD_TORCH_CHECK((x.scalar_type() == ScalarType::Float8_e4m3fn) == scale.has_value(), "a scale belongs to E4M3 codes");
+  const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
+  const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
+  LadderCall call{};
+  call.x = x.const_data_ptr(), call.rows = x.size(0), call.columns = x.size(1);
+  call.codes = mutable_data_of<uint8_t>(codes), call.scale = mutable_data_of<float>(row_scale);
+  call.how.block = static_cast<int>(rotation), call.how.factor = hadamard_factor(rotation);
+  call.how.signs = seed_of(signs);
+  const Tensor held = scale.has_value() ? dense(*scale) : x;  // alive until the kernels are launched
+  if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
+  call.rule = {static_cast<int>(span), by == Candidates::MSE};
+  call.corrected = corrected, call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
+  if (!fits(x, transposed, rows, columns, rotation)) {
+    launch_plain(call, x, signs, transposed);
+  } else {
+    with_operand(x, [&](auto tag) {
+      using In = typename decltype(tag)::Type;
+      if constexpr (!std::is_same_v<In, Fp16>) {
+        if (!transposed) return corrected ? launch_rows<In, true>(call) : launch_rows<In, false>(call);
+        Tensor keys = torch::stable::new_zeros(x, {rows}, ScalarType::Int);
+        Tensor sums = torch::stable::new_zeros(x, {corrected ? rows : 1, 2}, ScalarType::Long);
+        launch_ladder_transposed<In>(call, mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(sums));
+      }
+    });
+  }
+  check_launch("rotate_fold_ladder");
+  return {codes, row_scale};
+}
+
+}  // namespace
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("rotate_fold_ladder", TORCH_BOX(&lowprec::rotate_fold_ladder)); }

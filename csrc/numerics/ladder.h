@@ -1,0 +1,68 @@
+// Block scales on the ladder {1, 1.25, 1.5} 2^e (ops/ladder.py). Rungs are numbered from 2^-121 on: number / 3 is the
+// exponent, what is left over the place of the mantissa. A rung's bits are its exponent's and two bits of the mantissa.
+#pragma once
+
+#include "numerics/rounding.h"
+
+namespace lowprec {
+
+constexpr int LADDER_LOW = -121;                      // exponent of rung 0
+constexpr int LADDER_HIGH = 3 * (125 - LADDER_LOW) + 2;  // the last one that has a rung above it
+constexpr int LADDER_TOP = 5;                         // exponent that a row's largest rung takes in a carrier
+constexpr int LADDER_BLOCK = 16;
+constexpr float SUM_UNITS = 0x1p28f;                  // blocks' sums are multiples of its inverse
+
+enum class Candidates : int { NONE, MSE, MAE, MAX };
+constexpr const char* CANDIDATE_NAMES[] = {"none", "mse", "mae", "max"};
+
+// The first rung L with 6 L >= amax: 6 L has the mantissas 1.125, 1.5 and 1.875.
+LOWPREC_HD int first_rung(uint32_t amax_bits) {
+  const uint32_t mantissa = amax_bits & 0x7fffffu;
+  const int rung = 3 * (static_cast<int>(amax_bits >> 23 & 255u) - 129 - LADDER_LOW) - 1 + (mantissa > 0x100000u) +
+                   (mantissa > 0x400000u) + (mantissa > 0x700000u);
+  return rung < 0 ? 0 : rung > LADDER_HIGH ? LADDER_HIGH : rung;
+}
+
+LOWPREC_HD int rung_step(int rung) { return static_cast<int>(static_cast<uint32_t>(rung) / 3u); }  // from LADDER_LOW
+
+// 2^shift times the rung's mantissa.
+LOWPREC_HD float rung_times(int place, int shift) {
+  return bits_float((static_cast<uint32_t>(shift + 127) << 23) + (static_cast<uint32_t>(place) << 21));
+}
+LOWPREC_HD float rung_scale(int rung) {
+  const int step = rung_step(rung);
+  return rung_times(rung - 3 * step, step + LADDER_LOW);
+}
+
+// 2^-shift times the inverse of a mantissa, 1, 0.8 or 2/3, rounded to nearest.
+LOWPREC_HD float inverse_times(int place, int shift) {
+  const uint32_t below = place == 0 ? 0u : place == 1 ? 0x333333u : 0x555555u;
+  return bits_float((static_cast<uint32_t>(127 - shift) << 23) - below);
+}
+LOWPREC_HD float rung_inverse(int rung) {
+  const int step = rung_step(rung);
+  return inverse_times(rung - 3 * step, step + LADDER_LOW);
+}
+
+// What the rungs of a row have in common.
+struct LadderRow {
+  int step;   // of e_row
+  int floor;  // the lowest rung
+  bool lost;  // a NaN or an infinity in it
+};
+LOWPREC_HD LadderRow ladder_row(uint32_t amax_bits, int span) {
+  const int step = rung_step(first_rung(amax_bits)), floor = 3 * (step - span);
+  return {step, span == 0 || floor < 0 ? 0 : floor, amax_bits >= INFINITE};
+}
+
+// 2^(e_row - 5), NaN for a row that is lost.
+LOWPREC_HD float ladder_scale(const LadderRow& row) {
+  return row.lost ? bits_float(0x7fc00000u) : exp2_int(row.step + LADDER_LOW - LADDER_TOP);
+}
+
+// c of a row from its sums in multiples of 2^-28.
+LOWPREC_HD float row_factor(double own, double made) {
+  return made == 0.0 ? 1.0f : static_cast<float>(own / made);
+}
+
+}  // namespace lowprec

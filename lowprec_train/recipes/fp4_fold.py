@@ -1,0 +1,45 @@
+"""FOLD3 in all three GEMMs: NVFP4's blocks and error, exact on FP8 tensor cores.
+
+    Y  = Q(X) Q(W)^T
+    dX = E(dY H) E(W^T H)^T,   dW = E(dY^T H') E(X^T H')^T
+
+Q rounds blocks of 1x16 to E2M1, to nearest, under the rung of {1, 1.25, 1.5} 2^e with the least squared error of three;
+codes times rungs are E4M3 numbers, so that a row's blocks share one scale (docs/numerics.md). E is Q with EDEN's factor
+for each row, sum y^2 / sum y Q(y) (arXiv 2601.22813 has one for each 128 elements, in E4M3 scales that are rounded
+stochastically): unbiased over the signs of the random Hadamard transform H, which are drawn anew for every GEMM,
+without a draw for an element. wgrad rounds the codes of X that fprop kept, W is rounded anew.
+"""
+
+from __future__ import annotations
+
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import Candidates, Correction, Quantizer, ScaleRule
+from lowprec_train.ops.ladder import SPAN
+from lowprec_train.precision.hadamard import RandomHadamard
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, SavedInput
+
+
+def operand(correction: Correction = Correction.NONE) -> Quantizer:
+    """FOLD3, with or without a factor per row."""
+    return Quantizer(
+        E2M1,
+        tile=(1, 16),
+        scale=ScaleRule.LADDER,
+        exponent_span=SPAN,
+        candidates=Candidates.MSE,
+        correction=correction,
+    )
+
+
+def backward(rotation: int = 128) -> Gemm:
+    """One corrected FOLD3 GEMM; rotation 0: no Hadamard transform, without which the factor leaves a bias."""
+    corrected = operand(Correction.ROW)
+    rotated = RandomHadamard(rotation) if rotation else None
+    return Gemm(a=corrected, b=corrected, rotation=rotated, split_accumulation=True)
+
+
+def recipe(*, rotation: int = 128) -> LinearRecipe:
+    """rotation: Hadamard block of the backward GEMMs, 0 for none."""
+    line, gemm = operand(), backward(rotation)
+    fprop = Gemm(a=line, b=line, split_accumulation=True)
+    return LinearRecipe(fprop=fprop, dgrad=gemm, wgrad=gemm, saved_input=SavedInput.CODES)

@@ -1,0 +1,21 @@
+"""FP8 forward, four-bit backward without a draw for an element: `fp8`'s Y, `fp4_fold`'s dX and dW.
+
+    Y  = E4M3(X) E4M3(W)^T
+    dX = E(dY H) E(W^T H)^T,   dW = E(dY^T H') E(X^T H')^T
+
+Published runs lose almost all of what four bits cost in the forward pass (arXiv 2601.22813, its table of runs). wgrad
+rounds the E4M3 codes of X that fprop kept.
+"""
+
+from __future__ import annotations
+
+from lowprec_train.numerics.formats import E4M3
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, SavedInput
+from lowprec_train.recipes.fp4_fold import backward
+
+
+def recipe(*, rotation: int = 128) -> LinearRecipe:
+    """rotation: Hadamard block of the backward GEMMs, 0 for none."""
+    operand, gemm = Quantizer(E4M3, scale=ScaleRule.POW2), backward(rotation)
+    return LinearRecipe(fprop=Gemm(a=operand, b=operand), dgrad=gemm, wgrad=gemm, saved_input=SavedInput.CODES)

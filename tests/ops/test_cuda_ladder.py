@@ -1,0 +1,95 @@
+"""The CUDA kernels of blocks on the ladder against their meaning in plain PyTorch on the CPU: the same bits of codes
+and of rows' scales, for rows and columns, every input, rotation and span, at tails, and for what is not finite.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import Candidates, Quantizer, ScaleRule
+from lowprec_train.ops import ladder, library
+from lowprec_train.precision.gemm import Path, multiply
+from tests.ops.test_cuda_rotate import KINDS, SIGNS, assert_same, matrix
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+ways = pytest.mark.parametrize("transposed", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def live() -> None:
+    if library.live_kernels(CUDA)["rotate_fold_ladder"] != "CUDA":
+        pytest.skip("no CUDA kernel of rotate_fold_ladder is built (make kernels)")
+
+
+def check(x: Tensor, scale: Tensor | None, transposed: bool, rotation: int, *how: object) -> None:
+    signs = SIGNS if rotation else None
+    arguments = (x, scale, transposed, signs, rotation, (1, 16), *how)
+    moved = [each.to(CUDA) if isinstance(each, Tensor) else each for each in arguments]
+    want = ladder.rotate_fold_ladder(*arguments)
+    for a, b in zip(torch.ops.lowprec.rotate_fold_ladder(*moved), want, strict=True):
+        assert_same(a, b)
+
+
+@ways
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rotation_and_span(kind, dtype, transposed):
+    x = matrix(kind, 256, 256, dtype)
+    for rotation in (0, 16, 64, 128, 256):
+        for how in (("mse", 11, True), ("mse", 3, False), ("none", 11, True)):
+            check(x, None, transposed, rotation, *how)
+
+
+@ways
+@pytest.mark.parametrize("m, k", [(16, 16), (32, 96), (96, 32), (160, 224), (64, 2048), (2112, 64), (288, 2144)])
+def test_tails(m, k, transposed):
+    for dtype in (torch.bfloat16, torch.float32):
+        x = matrix("heavy", m, k, dtype)
+        for rotation in (0, 16, 32, 128):
+            if not rotation or (m if transposed else k) % rotation == 0:
+                check(x, None, transposed, rotation, "mse", 11, True)
+
+
+@pytest.mark.parametrize("m, k", [(5, 4096), (3, 11008), (2, 28672), (2, 29696), (1, 32768), (2, 40960)])
+def test_long_rows(m, k):
+    check(matrix("normal", m, k, torch.bfloat16), None, False, 128, "mse", 11, True)
+    check(matrix("wide", m, k, torch.bfloat16), None, False, 0, "mse", 11, False)
+
+
+def test_long_columns():
+    check(matrix("normal", 16384, 40, torch.bfloat16), None, True, 128, "mse", 11, True)
+
+
+@ways
+@pytest.mark.parametrize("m, k", [(128, 128), (384, 200 - 8), (1024, 256)])
+def test_codes_under_one_scale_and_one_a_row(m, k, transposed):
+    codes = matrix("normal", m, k).clamp(-448, 448).to(torch.float8_e4m3fn)
+    rows = torch.exp2(torch.arange(m) % 9 - 4.0)[:, None]
+    for scale in (torch.tensor([[0.25]]), rows):
+        for rotation in (0, 64, 128):
+            if rotation == 0 or (m if transposed else k) % rotation == 0:
+                check(codes, scale, transposed, rotation, "mse", 11, rotation > 0)
+
+
+@pytest.mark.parametrize("k", [2048, 16384])
+def test_products_are_those_of_the_codes(k):
+    """Of FP8 tensor cores under a scale per row, with split accumulation: FP64 on the same codes, rounded to BF16."""
+    quantizer = Quantizer(E2M1, (1, 16), ScaleRule.LADDER, exponent_span=11, candidates=Candidates.MSE)
+    g = torch.Generator().manual_seed(k)
+    a, b = (quantizer(torch.randn(256, k, generator=g).to(CUDA)) for _ in range(2))
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    got = multiply(a, b, Path.FP8_ROW, split_accumulation=True, dtype=torch.bfloat16).double()
+    assert ((got - exact).norm() / exact.norm()).item() < 2.0**-8
+
+
+def test_the_same_bits_whenever_it_runs():
+    """Sums of rows by atomics: any order."""
+    x = matrix("heavy", 4096, 512, torch.bfloat16).to(CUDA)
+    made = [torch.ops.lowprec.rotate_fold_ladder(x, None, True, SIGNS.to(CUDA), 128, (1, 16), "mse", 11, True)]
+    made += [torch.ops.lowprec.rotate_fold_ladder(x, None, True, SIGNS.to(CUDA), 128, (1, 16), "mse", 11, True)]
+    assert torch.equal(made[0][1], made[1][1])
