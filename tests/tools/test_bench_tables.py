@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 SMALL = {"hidden": (256, 512), "ffn": (256, 1024), "gate_up": (128, 2048), "weight": (512, 256)}
 ELSEWHERE = {"scaled_mm", "adamw"}  # measured by `bench gemm`, and as the step of whole optimizers
 ELSEWHERE |= {"adamw_squares", "adamw_amax"}  # passes of that step, where parameters are shards
+ELSEWHERE |= {"encode_gradients", "decode_gradients"}  # parts of what `bench comm` measures
 M, K = SHAPES["hidden"]
 
 
