@@ -85,7 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"WORLD_SIZE={world().processes}: a study starts its runs itself; start it without a launcher")
     study, planned, out = _planned(arguments)
     workers = _workers(arguments)
-    plan.check(study, planned)
+    plan.check_text(study, plan.check(study, planned))
     _remember(study, out)
     runner = running.Runner(
         planned, out, workers, minutes=arguments.minutes, keep_checkpoints=study.keep_checkpoints, say=_say

@@ -155,6 +155,22 @@ def _check_layout(made: RunConfig, laid_out: set[str]) -> None:
         laid_out.add(shape)
 
 
+def check_text(study: Study, configured: Mapping[str, RunConfig]) -> None:
+    """Open the text of every arm, prepared where it is not: once, before runs would do it at the same time.
+
+    ValueError where there is none.
+    """
+    opened: set[str] = set()
+    for name, made in configured.items():
+        node = repr({key: value for key, value in made.data.items() if key != "seed"})
+        if node not in opened:
+            opened.add(node)
+            try:
+                build.corpus(made)
+            except (ValueError, OSError) as error:
+                raise ValueError(f"study {study.name}, run {name}: {error}") from None
+
+
 def _check_fork(run: StudyRun, made: RunConfig, named: Mapping[str, StudyRun]) -> None:
     """The state of the trunk must be a state of this run."""
     assert run.fork

@@ -91,12 +91,28 @@ def test_the_time_is_over_and_a_run_that_cannot_begin(small, tmp_path, capsys):
     assert process.poll() == 0 and "left: bf16-s1, bf16-s2" in told, told
     assert json.loads((out / "bf16-s1" / "PREEMPTED").read_text())["step"] < 4000
     shutil.rmtree(out / "bf16-s1" / "checkpoints")
-    gone = [each for each in small if "data.root" not in each]
-    words = ("study", "run", "tiny", "--nproc", "2", "--arms", "bf16", "--minutes", "3", "--out", str(out))
-    assert cli.main([*words, "--set", *gone, "steps=4000", "+data.root=/nowhere"]) == 1
+    words = (
+        "study",
+        "run",
+        "tiny",
+        "--nproc",
+        "2",
+        "--arms",
+        "bf16",
+        "--minutes",
+        "3",
+        "--out",
+        str(out),
+        "--set",
+        *small,
+    )
+    gone = [each for each in words if "data.root" not in each]
+    assert cli.main([*gone, "steps=4000", "+data.root=/nowhere"]) == 2
+    assert "study tiny, run bf16-s1: /nowhere" in capsys.readouterr().err
+    assert cli.main([*words, "steps=4000", "optim.lr=0.5"]) == 1  # another run than the one that began
     told = capsys.readouterr().out
     assert "bf16-s1: its checkpoints are not here" in told and "bf16-s2: its checkpoints" not in told
-    assert "bf16-s1 failed:\n" in told and "/nowhere" in told
+    assert "bf16-s2 failed:\n" in told and "optim.lr: saved 0.001, now 0.5" in told
 
 
 @pytest.mark.nightly
