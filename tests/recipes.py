@@ -98,8 +98,9 @@ def build(
 
 
 def by_day(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test that takes seconds a recipe: those of `BY_NIGHT` marked so."""
-    return [pytest.param(name, marks=pytest.mark.nightly) if name in BY_NIGHT else name for name in names]
+    """Parameters of a test that takes seconds a recipe: those of `BY_NIGHT`, and nvfp4's options, marked so."""
+    nightly = (*BY_NIGHT, "nvfp4_lines")
+    return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ from tests.precision.layers import (
     plain_data,
     seeds,
 )
-from tests.recipes import RECIPES
+from tests.recipes import RECIPES, by_day
 
 SIZES = (128, 512, 512)  # a square of 128 for each of four ranks
 M, K, N = SIZES
@@ -308,9 +308,11 @@ def test_maxima_that_were_left_are_taken_over_ranks():
 
 
 @DIMS
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", by_day(RECIPES))
 def test_a_part_compiles_whole(name, dim):
-    """One graph without a break, twice the same for two layers, and the bits of the eager pass."""
+    """One graph without a break, twice the same for two layers, and the bits of the eager pass. Some recipes
+    by night.
+    """
     torch._dynamo.reset()
     data = make(heavy_tails, "BF16", (128, 256, 256))
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
