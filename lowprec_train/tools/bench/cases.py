@@ -196,9 +196,13 @@ def _parts() -> Iterator[Case]:
     def nvfp4(x: Tensor, amax: Tensor) -> Any:
         return ops.quantize_nvfp4_by(x, amax, amax.amax().reshape(1, 1), (1, 16), 1.0, "nearest", None, None)
 
+    def four_over_six(x: Tensor, amax: Tensor) -> Any:
+        return ops.quantize_four_over_six(x, amax, amax.amax().reshape(1, 1), (1, 16), "mse")
+
     yield Case(name="row", op="amax", inputs=_values(), call=lambda x: ops.amax(x, (1, -1)))
     yield Case(name="row", op="quantize_by", inputs=with_amax((1, -1)), call=by_row)
     yield Case(name="1x16", op="quantize_nvfp4_by", inputs=with_amax((1, 16)), call=nvfp4)
+    yield Case(name="1x16", op="quantize_four_over_six", inputs=with_amax((1, 16)), call=four_over_six)
     yield Case(
         name="FP32",
         op="sum_squares",
