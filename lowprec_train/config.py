@@ -85,7 +85,7 @@ class Compile(Enum):
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """Fields of `lowprec_train.model.transformer.Architecture`, and a name."""
+    """Fields of `lowprec_train.model.architecture.Architecture`, and a name."""
 
     name: str = MISSING
     vocab_size: int = MISSING
@@ -99,9 +99,13 @@ class ModelConfig:
     activation: str = MISSING
     positions: str = MISSING
     attention: str = "causal"
+    norm_placement: str = "pre"
     bias: bool = MISSING
+    qkv_bias: bool | None = None
     tied: bool = MISSING
+    head_dim: int | None = None
     rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
     norm_eps: float = 1e-5
     recompute: str = "none"
 

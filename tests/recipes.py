@@ -19,7 +19,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from lowprec_train import config
-from lowprec_train.model.transformer import Architecture, Transformer
+from lowprec_train.model.architecture import Architecture
+from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.precision.policy import apply_policy

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowprec_train.model.cache import LayerCache
-from lowprec_train.model.layers import Angles, rotate
+from lowprec_train.model.layers import Angles, RMSNorm, rotate
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
 
@@ -33,14 +33,29 @@ _RANKING = [
 
 
 class Attention(nn.Module):
-    """x [B, T, D] -> [B, T, D]: causal, scaled by 1/sqrt(H), within a document when a mask says so."""
+    """x [B, T, D] -> [B, T, D]: causal, scaled by 1/sqrt(H), within a document when a mask says so.
 
-    def __init__(self, dim: int, heads: int, kv_heads: int, bias: bool) -> None:
+    head_dim: H; None: dim / heads. qkv_bias: of queries, keys and values; None: as bias.
+    """
+
+    across_heads = False  # whether it needs all heads of a token, which tensor parallel cuts
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        bias: bool,
+        *,
+        head_dim: int | None = None,
+        qkv_bias: bool | None = None,
+    ) -> None:
         super().__init__()
-        self.head_dim = dim // heads
+        self.head_dim = dim // heads if head_dim is None else head_dim
         self.queries = heads // kv_heads
-        self.qkv = Linear(dim, kv_heads * (self.queries + 2) * self.head_dim, bias=bias)
-        self.out = Linear(dim, dim, bias=bias)
+        widths = kv_heads * (self.queries + 2) * self.head_dim
+        self.qkv = Linear(dim, widths, bias=bias if qkv_bias is None else qkv_bias)
+        self.out = Linear(heads * self.head_dim, dim, bias=bias)
 
     def forward(
         self,
@@ -71,6 +86,46 @@ class Attention(nn.Module):
     def queries_and_keys(self, q_BTKGH: Tensor, k_BTKGH: Tensor) -> tuple[Tensor, Tensor]:
         """Before they are rotated: as the GEMM made them. A variant overrides this (docs/adding_a_model.md)."""
         return q_BTKGH, k_BTKGH
+
+
+class QKNorm(Attention):
+    """Queries and keys are RMS-normalised over each head's channels (arXiv 2302.05442; Qwen 3): two weights [H]."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        bias: bool,
+        *,
+        head_dim: int | None = None,
+        qkv_bias: bool | None = None,
+        norm_eps: float = 1e-5,
+    ) -> None:
+        super().__init__(dim, heads, kv_heads, bias, head_dim=head_dim, qkv_bias=qkv_bias)
+        self.q_norm, self.k_norm = (RMSNorm(width, norm_eps) for width in self.norm_widths(heads, kv_heads))
+
+    def norm_widths(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """Channels that a norm of queries, and one of keys, goes over."""
+        return self.head_dim, self.head_dim
+
+    def queries_and_keys(self, q_BTKGH: Tensor, k_BTKGH: Tensor) -> tuple[Tensor, Tensor]:
+        return self.q_norm(q_BTKGH), self.k_norm(k_BTKGH)
+
+
+class FullQKNorm(QKNorm):
+    """Queries and keys are RMS-normalised over the channels of all heads (OLMo 2, arXiv 2501.00656): weights [K*G*H]
+    and [K*H].
+    """
+
+    across_heads = True
+
+    def norm_widths(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        return heads * self.head_dim, kv_heads * self.head_dim
+
+    def queries_and_keys(self, q_BTKGH: Tensor, k_BTKGH: Tensor) -> tuple[Tensor, Tensor]:
+        q, k = self.q_norm(q_BTKGH.flatten(2)), self.k_norm(k_BTKGH.flatten(2))
+        return q.view_as(q_BTKGH), k.view_as(k_BTKGH)
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:

@@ -10,6 +10,10 @@ Shapes: B batch, T tokens, D model width, F feed-forward width, H head width, M 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -121,6 +125,8 @@ class GELU(QuantizedSavedInput):
 class Rotary(nn.Module):
     """Rotary positions (arXiv 2104.09864): the pair (x_i, x_{i + H/2}) turns by t * theta^(-2i/H) at position t.
 
+    scaling: of the frequencies, as `scaled_frequencies` takes it.
+
     The tables are FP32, rounded from FP64 on the CPU, so they are the same on every device. They are not saved; `reset`
     fills them again after `to_empty`. Attention sees only differences of positions: packed documents need no restart.
     """
@@ -128,9 +134,11 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, max_seq_len: int, dim: int, head_dim: int, theta: float) -> None:
+    def __init__(
+        self, max_seq_len: int, dim: int, head_dim: int, theta: float, scaling: Mapping[str, Any] | None = None
+    ) -> None:
         super().__init__()
-        self.theta = theta
+        self.theta, self.scaling = theta, scaling
         self.register_buffer("cos", torch.empty(max_seq_len, head_dim // 2), persistent=False)
         self.register_buffer("sin", torch.empty(max_seq_len, head_dim // 2), persistent=False)
         self.reset()
@@ -139,6 +147,8 @@ class Rotary(nn.Module):
     def reset(self) -> None:
         positions, half = self.cos.shape
         frequencies = self.theta ** -(torch.arange(half, dtype=torch.float64, device="cpu") / half)
+        if self.scaling is not None:
+            frequencies = scaled_frequencies(frequencies, self.scaling)
         turns = torch.outer(torch.arange(positions, dtype=torch.float64, device="cpu"), frequencies)
         self.cos.copy_(turns.cos())
         self.sin.copy_(turns.sin())
@@ -149,6 +159,34 @@ class Rotary(nn.Module):
     def angles(self, seq_len: int, first: int = 0) -> Angles:
         """Of the positions first .. first + seq_len - 1."""
         return self.cos[first : first + seq_len], self.sin[first : first + seq_len]
+
+
+ROPE_SCALINGS = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")}
+
+
+def scaled_frequencies(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+    """Rotary frequencies f, FP64, for sequences longer than those of a first training (Llama 3.1, arXiv 2407.21783).
+
+    scaling: rope_type "llama3" and its numbers, by the names of `ROPE_SCALINGS`. A wave that turns less than
+    low_freq_factor times within original_max_position_embeddings tokens is made slower by `factor`, one that turns more
+    than high_freq_factor times stays, and between them turns / original share the two linearly.
+
+    Raises ValueError for another rope_type and for numbers that are missing, unknown or not positive.
+    """
+    kind = scaling.get("rope_type")
+    if kind not in ROPE_SCALINGS:
+        raise ValueError(f"model.rope_scaling.rope_type={kind}: there is {', '.join(ROPE_SCALINGS)}")
+    names = ROPE_SCALINGS[kind]
+    if set(scaling) != {"rope_type", *names}:
+        raise ValueError(f"model.rope_scaling={dict(scaling)}: {kind} takes {', '.join(names)}")
+    if wrong := [name for name in names if not (isinstance(scaling[name], int | float) and scaling[name] > 0)]:
+        raise ValueError(f"model.rope_scaling.{wrong[0]}={scaling[wrong[0]]} must be a number above 0")
+    factor, low, high, length = (float(scaling[name]) for name in names)
+    if not low < high:
+        raise ValueError(f"model.rope_scaling: low_freq_factor={low} must be below high_freq_factor={high}")
+    turns = length * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / factor)
 
 
 class LearnedPositions(nn.Embedding):

@@ -13,11 +13,10 @@ Shapes: B sequences, T tokens of a sequence, D model width, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +24,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from lowprec_train.group import Group
-from lowprec_train.model.attention import Attention, attention_backend, document_mask
+from lowprec_train.model.architecture import Architecture
+from lowprec_train.model.attention import Attention, FullQKNorm, QKNorm, attention_backend, document_mask
 from lowprec_train.model.cache import Cache, LayerCache
 from lowprec_train.model.initialization import RESIDUAL_OUTPUTS, initial_value
 from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU, TiedHead
@@ -35,7 +35,7 @@ from lowprec_train.model.rows import Embedding, own_rows
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
 
-ATTENTIONS: dict[str, type[Attention]] = {"causal": Attention}
+ATTENTIONS: dict[str, type[Attention]] = {"causal": Attention, "qk_norm": QKNorm, "full_qk_norm": FullQKNorm}
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
 ACTIVATIONS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
 POSITIONS: dict[str, type[Rotary] | type[LearnedPositions]] = {"rotary": Rotary, "learned": LearnedPositions}
@@ -78,37 +78,23 @@ class Block(nn.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD), draws)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """Sizes and choices of a decoder; `configs/model` holds the published ones.
+class PostNormBlock(Block):
+    """Attention and feed-forward net read the residual stream as it is; norms are behind them (arXiv 2501.00656)."""
 
-    vocab_size, dim, layers, heads, ffn: the usual sizes; head_dim = dim / heads.
-    kv_heads: key-value heads, each shared by heads / kv_heads query heads (arXiv 2305.13245).
-    max_seq_len: longest sequence that has positions.
-    norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
-    attention: "causal".  Each of these four may also be `module.Class`, a class of the caller's own with the same
-        constructor and forward (docs/adding_a_model.md).
-    bias: of every linear layer but the head, and of layernorm.  tied: the head uses the embedding's weight.
-    rope_theta: base of the rotary frequencies; unused when positions are learned.
-    recompute: "none" | "selective" | "full", see `model.recompute`.
-    """
+    def _residual(
+        self,
+        x_BTD: Tensor,
+        angles: Angles | None,
+        mask_B1TT: Tensor | None,
+        seq_len: int | None,
+        cache: LayerCache | None,
+        draws: Draws | None,
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attention_norm(self.attention(x_BTD, angles, mask_B1TT, seq_len, cache, draws))
+        return x_BTD + self.mlp_norm(self.mlp(x_BTD, draws))
 
-    vocab_size: int
-    dim: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    max_seq_len: int
-    norm: str
-    activation: str
-    positions: str
-    bias: bool
-    tied: bool
-    attention: str = "causal"
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    recompute: str = "none"
+
+BLOCKS: dict[str, type[Block]] = {"pre": Block, "post": PostNormBlock}
 
 
 class Transformer(nn.Module):
@@ -116,29 +102,31 @@ class Transformer(nn.Module):
 
     dtype: of the residual stream and of the GEMMs; torch.float32 is for tests.
 
-    Raises ValueError for sizes that do not divide, for an unknown choice, and for a rope_theta or norm_eps that is no
-    positive number.
+    Raises ValueError for an unknown choice, and for a class of the caller's own that does not take what is asked for.
     """
 
     def __init__(self, architecture: Architecture, *, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         sizes = architecture
-        _check_heads(sizes.dim, sizes.heads, sizes.kv_heads)
-        _check_positive(rope_theta=sizes.rope_theta, norm_eps=sizes.norm_eps)
         norm_type, mlp_type = _choose("norm", sizes.norm, NORMS), _choose("activation", sizes.activation, ACTIVATIONS)
         attention_type = _choose("attention", sizes.attention, ATTENTIONS)
         position_type = _choose("positions", sizes.positions, POSITIONS)
+        block_type = _choose("norm_placement", sizes.norm_placement, BLOCKS)
         again = _choose("recompute", sizes.recompute, RECOMPUTE)
         self.vocab_size, self.dim, self.layers = sizes.vocab_size, sizes.dim, sizes.layers
         self.max_seq_len, self.dtype = sizes.max_seq_len, dtype
-        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.dim // sizes.heads
+        self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_width
 
         self.group: Group | None = None
         self.embedding = Embedding(sizes.vocab_size, sizes.dim)
-        self.position = position_type(sizes.max_seq_len, sizes.dim, self.head_dim, sizes.rope_theta)
+        scaled = _taken("positions", position_type, scaling=sizes.rope_scaling)
+        self.position = position_type(sizes.max_seq_len, sizes.dim, self.head_dim, sizes.rope_theta, **scaled)
+        options = _taken("attention", attention_type, head_dim=sizes.head_dim, qkv_bias=sizes.qkv_bias)
+        if "norm_eps" in signature(attention_type).parameters:
+            options["norm_eps"] = sizes.norm_eps
         self.blocks = nn.ModuleList(
-            Block(
-                attention_type(sizes.dim, sizes.heads, sizes.kv_heads, sizes.bias),
+            block_type(
+                attention_type(sizes.dim, sizes.heads, sizes.kv_heads, sizes.bias, **options),
                 mlp_type(sizes.dim, sizes.ffn, sizes.bias),
                 (norm_type(sizes.dim, sizes.norm_eps, sizes.bias), norm_type(sizes.dim, sizes.norm_eps, sizes.bias)),
                 again,
@@ -276,18 +264,13 @@ def fill_whole(name: str, parameter: Tensor, first_value: Callable[[torch.Size],
     parameter.copy_(first_value(parameter.shape))
 
 
-def _check_positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} must be a number above 0")
-
-
-def _check_heads(dim: int, heads: int, kv_heads: int) -> None:
-    if dim % heads or heads % kv_heads or dim // heads % 8:
-        raise ValueError(
-            f"dim {dim}, heads {heads}, kv_heads {kv_heads}: heads must divide dim, kv_heads must divide heads, "
-            f"and the head width dim / heads = {dim / heads:g} must be a multiple of 8"
-        )
+def _taken(what: str, made: type, **options: Any) -> dict[str, Any]:
+    """The options that are asked for. ValueError where a class of the caller's own does not take one of them."""
+    asked = {name: value for name, value in options.items() if value is not None}
+    for name, value in asked.items():
+        if name not in signature(made).parameters:
+            raise ValueError(f"model.{what}: {made.__module__}.{made.__qualname__} takes no {name}, here {value}")
+    return asked
 
 
 def _choose(what: str, name: str, table: Mapping[str, T]) -> T:

@@ -66,6 +66,11 @@ def check(
         problems.append(f"{tokens} tokens of a micro-batch (in groups of {GROUP} a rank)")
     if problems:
         raise ValueError(f"parallel.tp={parts} does not divide {', '.join(problems)}")
+    for name, module in model.named_modules():
+        if getattr(module, "across_heads", False):
+            raise ValueError(
+                f"parallel.tp={parts} cuts heads, and {name} ({type(module).__name__}) needs all of a token"
+            )
     for name, how in model.tensor_plan().items():
         part = _whole(model.get_submodule(name), how) // parts
         if part % GROUP:

@@ -31,7 +31,8 @@ from lowprec_train.config import ModelConfig, model_of, read_yaml, run_and_step
 from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
 from lowprec_train.data.tokenizer import load
-from lowprec_train.model.transformer import Architecture, Fill, Transformer, fill_whole
+from lowprec_train.model.architecture import Architecture
+from lowprec_train.model.transformer import Fill, Transformer, fill_whole
 from lowprec_train.train import digests
 from lowprec_train.train.checkpoint_folder import latest, listed, path_of, steps
 from lowprec_train.train.checkpoint_keys import read_metadata

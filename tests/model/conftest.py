@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowprec_train.model.transformer import Architecture, Transformer
+from lowprec_train.model.architecture import Architecture
+from lowprec_train.model.transformer import Transformer
 
 SIZES = {"vocab_size": 61, "dim": 64, "layers": 2, "heads": 4, "ffn": 96, "max_seq_len": 32}
 FAMILIES: dict[str, dict[str, Any]] = {

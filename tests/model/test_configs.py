@@ -10,7 +10,8 @@ import pytest
 import torch
 import yaml
 
-from lowprec_train.model.transformer import Architecture, Transformer
+from lowprec_train.model.architecture import Architecture
+from lowprec_train.model.transformer import Transformer
 
 FOLDER = Path(__file__).parents[2] / "configs" / "model"
 
@@ -24,6 +25,12 @@ PARAMETERS = {  # published, or of the sizes that the file states; 1 % is the ro
     "llama_13b": 13.02e9,
     "llama_30b": 32.53e9,
     "llama3_8b": 8.030e9,  # arXiv 2407.21783
+    "llama3_1_8b": 8.030e9,
+    "llama3_2_1b": 1.236e9,
+    "mistral_7b": 7.248e9,  # v0.3, arXiv 2310.06825
+    "qwen2_5_0b5": 494.0e6,  # arXiv 2412.15115
+    "qwen3_0b6": 596.0e6,  # arXiv 2505.09388
+    "olmo2_1b": 1.485e9,  # arXiv 2501.00656
     "gpt_tiny": 1.449e6,
     "gpt_125m": 125e6,  # arXiv 2005.14165
     "gpt_345m": 355e6,  # what Megatron-LM's "345M" has

@@ -34,6 +34,7 @@ LAYOUTS = {
 TINY = ("model.layers=2", f"model.vocab_size={VOCAB}", f"model.max_seq_len={SEQ}", f"data.seq_len={SEQ}")
 TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 SPLIT = ("model.dim=256", "model.heads=8", "model.kv_heads=4", "model.ffn=768")  # over up to four tensor-parallel ranks
+WIDE_HEADS = ("model.attention=qk_norm", "model.head_dim=64", "model.qkv_bias=true")
 LATER = "precision.schedule.end.at=0.67"  # before the last of three steps
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
@@ -49,6 +50,8 @@ CASES |= {
     "muon": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim=muon"),
     "muon gpt": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0", "optim=muon", E4M3_MOMENTUM),
     "in bf16": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0"),
+    "qwen 3": ("+recipe=fp8", *SPLIT, *WIDE_HEADS, "comm=fp32", "max_grad_norm=0"),
+    "post-norm": ("+recipe=fp8", *SPLIT, "model.norm_placement=post", "seed=4", "comm=fp32", "max_grad_norm=0"),
     "own comm fp4": ("+recipe=fp4", *SPLIT),
     "own comm bf16": ("+recipe=bf16", *SPLIT),
 }

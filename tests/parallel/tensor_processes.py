@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.group import Group
-from lowprec_train.model.transformer import Architecture, Transformer
+from lowprec_train.model.architecture import Architecture
+from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule

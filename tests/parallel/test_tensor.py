@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowprec_train.model.transformer import Architecture, Transformer
+from lowprec_train.model.architecture import Architecture
+from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
@@ -122,6 +123,12 @@ def test_in_bf16():
         ({"ffn": 510, "vocab_size": 63}, 4, 256, "model.vocab_size=63, model.ffn=510"),
         ({}, 4, 48, "48 tokens of a micro-batch"),
         ({"vocab_size": 16}, 4, 256, "leaves 4 of embedding to a rank"),
+        (
+            {"attention": "full_qk_norm"},
+            4,
+            256,
+            r"parallel.tp=4 cuts heads, and blocks.0.attention \(FullQKNorm\) needs all of a token",
+        ),
         ({}, 4, 256, r"a rank's part of blocks\.0\.attention\.qkv.*a 128x128 tile does not divide a 192x256 matrix"),
     ],
 )

@@ -23,9 +23,16 @@ from lowprec_train.train.weights import Weights, architecture, fill_from
 SIZES = {"vocab_size": 96, "dim": 64, "layers": 2, "heads": 8, "kv_heads": 2, "ffn": 96, "max_seq_len": 48}
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary", "bias": False, "tied": False}
 GPT = {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True, "kv_heads": 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 16}
 MODELS: Mapping[str, ModelConfig] = {
     "llama": ModelConfig(name="llama", **SIZES, **LLAMA, rope_theta=500.0, norm_eps=1e-6),
     "llama tied, with biases": ModelConfig(name="llama", **SIZES, **LLAMA | {"tied": True, "bias": True}),
+    "llama 3.1": ModelConfig(name="llama3", **SIZES, **LLAMA, rope_theta=500.0, rope_scaling=LLAMA3),
+    "llama, wide heads": ModelConfig(name="llama", **SIZES, **LLAMA, head_dim=16),
+    "qwen 2": ModelConfig(name="qwen2", **SIZES, **LLAMA | {"tied": True}, qkv_bias=True),
+    "qwen 3": ModelConfig(name="qwen3", **SIZES, **LLAMA, attention="qk_norm", head_dim=16, norm_eps=1e-6),
+    "olmo 2": ModelConfig(name="olmo2", **SIZES, **LLAMA, attention="full_qk_norm", norm_placement="post"),
     "gpt": ModelConfig(name="gpt", **SIZES | GPT),
     "gpt untied": ModelConfig(name="gpt", **SIZES | GPT | {"tied": False}, norm_eps=1e-3),
 }

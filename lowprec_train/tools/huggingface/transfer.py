@@ -22,7 +22,8 @@ from torch import Tensor
 
 from lowprec_train.config import MODEL_FILE, ModelConfig, read_json
 from lowprec_train.tools.huggingface import shards
-from lowprec_train.tools.huggingface.families import SPECIAL_IDS, Family, Json, family_named, family_of
+from lowprec_train.tools.huggingface.families import family_named, family_of
+from lowprec_train.tools.huggingface.family import SPECIAL_IDS, Family, Json
 from lowprec_train.tools.huggingface.rows import Rows
 from lowprec_train.tools.huggingface.shards import TensorSpec
 from lowprec_train.train.weights import Weights, read_tensor, shapes, stored, weight_files

@@ -1,0 +1,69 @@
+"""Sizes and choices of a decoder, as a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """Sizes and choices of a decoder; `configs/model` holds the published ones.
+
+    vocab_size, dim, layers, heads, ffn: the usual sizes. head_dim: channels of a head; None: dim / heads.
+    kv_heads: key-value heads, each shared by heads / kv_heads query heads (arXiv 2305.13245).
+    max_seq_len: longest sequence that has positions.
+    norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
+    attention: "causal" | "qk_norm" | "full_qk_norm", see `model.attention`.  Each of these four may also be
+        `module.Class`, a class of the caller's own with the same constructor and forward (docs/adding_a_model.md).
+    norm_placement: "pre", before attention and feed-forward net, or "post", behind them, before their sums with the
+        residual stream (arXiv 2501.00656).
+    bias: of every linear layer but the head, and of layernorm.  qkv_bias: of queries, keys and values; None: as bias.
+    tied: the head uses the embedding's weight.
+    rope_theta: base of the rotary frequencies; unused when positions are learned.
+    rope_scaling: how these are scaled, see `layers.scaled_frequencies`; None: not.
+    recompute: "none" | "selective" | "full", see `model.recompute`.
+
+    Raises ValueError for sizes that do not divide, and for a rope_theta or norm_eps that is no positive number.
+    """
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    max_seq_len: int
+    norm: str
+    activation: str
+    positions: str
+    bias: bool
+    tied: bool
+    attention: str = "causal"
+    norm_placement: str = "pre"
+    head_dim: int | None = None
+    qkv_bias: bool | None = None
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    norm_eps: float = 1e-5
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("rope_theta", "norm_eps"):
+            if not 0 < (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name}={value} must be a number above 0")
+        whole = self.head_dim is not None or self.dim % self.heads == 0
+        if not whole or self.heads % self.kv_heads or self.head_width % 8:
+            width = self.dim / self.heads if self.head_dim is None else self.head_dim
+            raise ValueError(
+                f"dim {self.dim}, heads {self.heads}, kv_heads {self.kv_heads}, head_dim {self.head_dim}: heads must "
+                f"divide dim where there is no head_dim, kv_heads must divide heads, and the head width {width:g} must "
+                "be a multiple of 8"
+            )
+
+    @property
+    def head_width(self) -> int:
+        """Channels of a head."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
