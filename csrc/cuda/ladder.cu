@@ -17,10 +17,10 @@ template <int held>
 constexpr int WARPS_OF = held == HELD ? 16 : 28;  // rows of 32768 and of 28672
 constexpr int STATIC_SHARED = 2048;
 
-// A row's scale from what the warps left of it; by the whole of a warp.
+// A row's scale from what the warps left of it.
 __device__ __forceinline__ float finished(const LadderRow& row, const int64_t (*sums)[2], int warps) {
-  const int lane = threadIdx.x & 31;
-  const int64_t own = warp_sum(lane < warps ? sums[lane][0] : 0), made = warp_sum(lane < warps ? sums[lane][1] : 0);
+  int64_t own = 0, made = 0;
+  for (int i = 0; i < warps; ++i) own += sums[i][0], made += sums[i][1];
   return ladder_scale(row) * row_factor(static_cast<double>(own), static_cast<double>(made));
 }
 
@@ -63,11 +63,9 @@ __global__ void __launch_bounds__(32 * WARPS_OF<held>, 1)
     if (lane == 0) of_warps[turn][warp] = most;
     __syncthreads();  // one a row: a warp reaches the slots again only after all have left the other turn
     const LadderRow here = ladder_row(warp_largest(of_warps[turn][lane < warps ? lane : 0]), rule.span);
-    if (!corrected) {
-      if (threadIdx.x == 0) scale[row] = ladder_scale(here);
-    } else if (before >= 0 && warp == warps - 1) {
-      const float made = finished(of_before, sums_of[turn ^ 1], warps);
-      if (lane == 0) scale[before] = made;
+    if (threadIdx.x == 0) {
+      if (!corrected) scale[row] = ladder_scale(here);
+      else if (before >= 0) scale[before] = finished(of_before, sums_of[turn ^ 1], warps);
     }
     uint32_t words[held / 4];
     RowSums sums;
@@ -91,10 +89,7 @@ __global__ void __launch_bounds__(32 * WARPS_OF<held>, 1)
   }
   if constexpr (corrected) {
     __syncthreads();
-    if (before >= 0 && warp == 0) {
-      const float made = finished(of_before, sums_of[turn ^ 1], warps);
-      if (lane == 0) scale[before] = made;
-    }
+    if (threadIdx.x == 0 && before >= 0) scale[before] = finished(of_before, sums_of[turn ^ 1], warps);
   }
 }
 
@@ -147,9 +142,7 @@ __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x,
   const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
   if ((threadIdx.x & 31) == 0) sums_of[threadIdx.x >> 5][0] = own, sums_of[threadIdx.x >> 5][1] = made;
   __syncthreads();
-  if (threadIdx.x >= 32) return;
-  const float of_row = corrected ? finished(row, sums_of, 8) : ladder_scale(row);
-  if (threadIdx.x == 0) scale[blockIdx.x] = of_row;
+  if (threadIdx.x == 0) scale[blockIdx.x] = corrected ? finished(row, sums_of, 8) : ladder_scale(row);
 }
 
 void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<Tensor>& signs, bool transposed) {
