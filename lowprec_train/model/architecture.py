@@ -55,12 +55,12 @@ class Architecture:
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}={value} must be a number above 0")
         whole = self.head_dim is not None or self.dim % self.heads == 0
-        if not whole or self.heads % self.kv_heads or self.head_width % 8:
+        if not whole or self.heads % self.kv_heads or self.head_width % 8 or self.head_width < 8:
             width = self.dim / self.heads if self.head_dim is None else self.head_dim
             raise ValueError(
                 f"dim {self.dim}, heads {self.heads}, kv_heads {self.kv_heads}, head_dim {self.head_dim}: heads must "
                 f"divide dim where there is no head_dim, kv_heads must divide heads, and the head width {width:g} must "
-                "be a multiple of 8"
+                "be a positive multiple of 8"
             )
 
     @property

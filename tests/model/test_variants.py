@@ -101,7 +101,8 @@ def test_wide_heads_and_biases_of_queries_keys_and_values_alone():
     ("change", "says"),
     [
         ({"norm_placement": "sandwich"}, "unknown norm_placement 'sandwich'; one of: pre, post"),
-        ({"head_dim": 12}, "head_dim 12: .* the head width 12 must be a multiple of 8"),
+        ({"head_dim": -8}, "head width -8 must be a positive"),
+        ({"head_dim": 12}, "head_dim 12: .* the head width 12 must be a positive multiple of 8"),
         ({"heads": 5}, "dim 48, heads 5, kv_heads 2, head_dim None: heads must divide dim"),
         ({"positions": "learned", "rope_scaling": LLAMA3}, "LearnedPositions takes no scaling"),
     ],

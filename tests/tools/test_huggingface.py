@@ -267,7 +267,7 @@ REFUSED = {
     "some windows": ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     "hidden_act": ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     "head_dim": ("llama", {"head_dim": 16}, "make a tensor (96, 64), and config.json a model with (192, 64)"),
-    "narrow heads": ("llama", {"head_dim": 12}, "the head width 12 must be a multiple of 8"),
+    "narrow heads": ("llama", {"head_dim": 12}, "the head width 12 must be a positive multiple of 8"),
     "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias = True"),
     "model_type": ("llama", {"model_type": "mixtral"}, "model_type = 'mixtral': a mixture of experts"),
     "unknown": ("llama", {"model_type": "eliza"}, "model_type = 'eliza', and only llama, qwen2, qwen3, olmo2"),
