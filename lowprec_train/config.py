@@ -105,7 +105,7 @@ class ModelConfig:
     tied: bool = MISSING
     head_dim: int | None = None
     rope_theta: float = 10000.0
-    rope_scaling: dict[str, Any] | None = None
+    rope_scaling: Any = None  # a mapping, or null; Hydra cannot override null in a typed one
     norm_eps: float = 1e-5
     recompute: str = "none"
 

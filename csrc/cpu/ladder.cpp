@@ -94,6 +94,20 @@ LOWPREC_CLONES void add_block(const float* x, const float* codes, int64_t n, flo
   sums[1] += std::trunc(static_cast<double>(halved(product, n, add) * (SUM_UNITS * lift)));
 }
 
+// Scales [rows, tiles] of codes [rows, columns], and one number a row.
+void check_scales(const Tensor& codes, const Tensor& scale, const Tensor& row) {
+  const int64_t rows = codes.size(0), columns = codes.size(1);
+  STD_TORCH_CHECK(scale.dim() == 2 && scale.size(0) == rows && scale.size(1) > 0 && columns % scale.size(1) == 0,
+                  "scales of ", rows, " x ", columns, " codes are [", rows, ", a divisor of ", columns, "], not ",
+                  scale.numel(), " numbers in ", scale.size(0), " rows");
+  STD_TORCH_CHECK(row.numel() == rows, rows, " rows have as many scales, not ", row.numel());
+}
+
+void check_tops(const std::optional<Tensor>& given, int64_t rows) {
+  STD_TORCH_CHECK(!given.has_value() || given->numel() == rows, rows, " rows take one number each, not ",
+                  given.has_value() ? given->numel() : 0);
+}
+
 LadderHow how_of(int64_t rows, int64_t columns, const std::vector<int64_t>& tile, const std::string& by, int64_t span) {
   return {ladder_width(rows, columns, tile), parse<Candidates>("choice of a scale", CANDIDATE_NAMES, by),
           static_cast<int>(span)};
@@ -103,6 +117,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& x, std::optiona
                                                    std::string candidates, int64_t span) {
   const int64_t rows = x.size(0), columns = x.size(1);
   const LadderHow how = how_of(rows, columns, tile, candidates, span);
+  check_tops(tops, rows);
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor scale = empty_like_device(x, {rows, columns / how.width}, ScalarType::Float);
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
@@ -126,6 +141,9 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& x, std::optiona
 }
 
 Tensor row_sums(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& row) {
+  check_scales(codes, scale, row);
+  STD_TORCH_CHECK(x.size(0) == codes.size(0) && x.size(1) == codes.size(1), "codes of ", x.size(0), " x ", x.size(1),
+                  " values, not ", codes.size(0), " x ", codes.size(1));
   const int64_t rows = x.size(0), columns = x.size(1), tiles = scale.size(1), width = columns / tiles;
   const Tensor sums = empty_like_device(x, {rows, 2}, ScalarType::Double);
   const Source source = source_of(x), made = source_of(codes), scales = source_of(scale), units = source_of(row);
@@ -151,6 +169,8 @@ Tensor row_sums(const Tensor& x, const Tensor& codes, const Tensor& scale, const
 
 std::tuple<Tensor, Tensor> fold_ladder(const Tensor& codes, const Tensor& scale, const Tensor& row,
                                        std::optional<Tensor> factor) {
+  check_scales(codes, scale, row);
+  check_tops(factor, codes.size(0));
   const int64_t rows = codes.size(0), columns = codes.size(1), tiles = scale.size(1);
   const Tensor carriers = empty_like_device(codes, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor row_scale = empty_like_device(row, {rows, 1}, ScalarType::Float);

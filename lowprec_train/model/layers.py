@@ -173,6 +173,8 @@ def scaled_frequencies(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tenso
 
     Raises ValueError for another rope_type and for numbers that are missing, unknown or not positive.
     """
+    if not isinstance(scaling, Mapping):
+        raise ValueError(f"model.rope_scaling={scaling} must be a mapping, with a rope_type, or null")
     kind = scaling.get("rope_type")
     if kind not in ROPE_SCALINGS:
         raise ValueError(f"model.rope_scaling.rope_type={kind}: there is {', '.join(ROPE_SCALINGS)}")

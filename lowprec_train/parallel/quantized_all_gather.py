@@ -186,7 +186,7 @@ class _Weight:
             scale = self._rounding().scale
             assert scale is not None
             here.copy_(estimator(here, self._rounded(), scale, here.dtype))
-        self._sent = None
+        self._sent, self.amax = None, torch.empty(0)
 
     def round(self) -> None:
         """Make what all-gathers send from here to `finish`."""
@@ -214,6 +214,8 @@ class _Weight:
         """Of this rank's shard, with the scales of the whole."""
         how = self._format
         assert how.quantizer is not None
+        if how.amax_dims and not self.amax.numel():
+            raise RuntimeError("weights whose scale depends on all shards are gathered after `prepare`")
         shared = Shared(dim=how.amax_dim, amax=self.amax) if how.amax_dims else None
         return how.quantizer(w, shared=shared)
 

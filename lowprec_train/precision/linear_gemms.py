@@ -162,6 +162,7 @@ class LinearGemms:
             mine = how.quantizer(x, shared=Shared(dim=0, group=group))
         else:
             mine, _ = how.outliers(x, how.quantizer, None, None)
+        assert not mine.parts, "scales of several levels are not gathered"
         scale = mine.scale if whole else group.all_gather(mine.scale)
         return replace(mine, codes=group.all_gather(mine.codes), scale=scale)
 

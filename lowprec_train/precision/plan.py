@@ -172,7 +172,10 @@ class _Compiler:
         by_rows = a.tile == (-1, -1) or a.tile[0] == 1
         small = a.format.carrier.itemsize == 1 and not a.stochastic and a.scale is not ScaleRule.NVFP4
         carried = fprop.outliers is None or fprop.outliers.variant == "carrier"
-        rowed = a.scale is not ScaleRule.LADDER or (gemm.folds(a) and self.recipe.wgrad.b is not Reuse.FPROP_CODES)
+        folded = self.recipe.wgrad.b is not Reuse.FPROP_CODES and self.folds_ladder(Operand.A, a)
+        rowed = (
+            a.scale is not ScaleRule.LADDER or folded
+        )  # else codes come with scales of blocks, which are not gathered
         return self.recipe.saves_codes and by_rows and small and carried and rowed
 
     def pairs_x(self, a: Quantizer) -> bool:

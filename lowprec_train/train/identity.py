@@ -17,6 +17,11 @@ from typing import Any
 from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume, read_json
 from lowprec_train.train.logging.sinks import RECIPE_GROUPS
 
+NEUTRAL = {  # keys that older runs do not have, at the values that mean what those computed
+    "model.norm_placement": "pre",
+    **dict.fromkeys(("model.head_dim", "model.qkv_bias", "model.rope_scaling", "comm.node_size")),
+}
+
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one, keys joined by dots; lists are values; an empty mapping stays a value."""
@@ -30,10 +35,13 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a resolved configuration that decides what is learned, flat."""
+    """The part of a resolved configuration that decides what is learned, flat. Keys of `NEUTRAL` at these values are
+    left out: a run that was begun without them is the same.
+    """
     groups = tuple(f"{key}." for key in LAUNCH_FACTS)
-    left_out = {*LAUNCH_FACTS, *PLACES}
-    keys = {k: v for k, v in flatten(config).items() if k not in left_out and not k.startswith(groups)}
+    left_out, flat = {*LAUNCH_FACTS, *PLACES}, flatten(config)
+    left_out |= {key for key, value in NEUTRAL.items() if key in flat and flat[key] == value}
+    keys = {k: v for k, v in flat.items() if k not in left_out and not k.startswith(groups)}
     return keys | {"weights": _here(keys["weights"])} if isinstance(keys.get("weights"), str) else keys
 
 

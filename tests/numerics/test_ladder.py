@@ -10,6 +10,7 @@ import torch
 
 from lowprec_train.numerics.formats import E2M1, E4M3, STOCHASTIC
 from lowprec_train.numerics.quantizer import Candidates, Correction, Quantized, Quantizer, ScaleRule, Shared
+from lowprec_train.ops import kernels
 from lowprec_train.ops.ladder import SPAN
 from lowprec_train.precision.gemm import Path, multiply
 from tests import oracle
@@ -206,11 +207,9 @@ def test_parts_are_the_whole_cut(how, dim):
     whole = how(x)
 
     def body(group):
-        part = how(x.chunk(2, dim)[group.rank], shared=Shared(dim=dim, group=group))
-        folded = ops.fold_ladder(part.codes, part.parts["block"], part.parts.get("row", part.scale), None)
-        return part, folded
+        return how(x.chunk(2, dim)[group.rank], shared=Shared(dim=dim, group=group))
 
-    for rank, (part, _) in enumerate(among(2, body)):
+    for rank, part in enumerate(among(2, body)):
         for mine, of in (
             (part.codes, whole.codes),
             (part.scale, whole.scale),
@@ -267,3 +266,19 @@ def test_ops_refuse_other_tiles_and_names():
             torch.ops.lowprec.quantize_ladder.reference(x, None, tile, by, 0)
     with pytest.raises(ValueError, match="1x16 tile does not divide a 2x40 matrix"):
         FOLD3(torch.ones(2, 40))
+
+
+@pytest.mark.skipif("cpu" not in kernels.present(), reason="_C.abi3.so is not built here (make kernels)")
+def test_sizes_that_do_not_fit_are_refused():
+    """A kernel that trusts them reads what lies behind."""
+    ops, x, codes = torch.ops.lowprec, torch.randn(64, 32), torch.zeros(64, 32).to(torch.float8_e4m3fn)
+    with pytest.raises(RuntimeError, match="64 rows take one number each, not 1"):
+        ops.quantize_ladder(x, torch.ones(1, 1), [1, 16], "mse", 11)
+    with pytest.raises(
+        RuntimeError, match=r"scales of 64 x 32 codes are \[64, a divisor of 32\], not 4 numbers in 2 rows"
+    ):
+        ops.fold_ladder(codes, torch.ones(2, 2), torch.ones(2, 1), None)
+    with pytest.raises(RuntimeError, match="64 rows have as many scales, not 2"):
+        ops.fold_ladder(codes, torch.ones(64, 2), torch.ones(2, 1), None)
+    with pytest.raises(RuntimeError, match="codes of 32 x 32 values, not 64 x 32"):
+        ops.row_sums(x[:32], codes, torch.ones(64, 2), torch.ones(64, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from lowprec_train.numerics.draws import Operand
 from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision import gemm
+from lowprec_train.precision.estimators import DifferentiableEstimator
 from lowprec_train.precision.linear import PLANS, Linear
 from lowprec_train.precision.linear_plan import LinearPlan, Op, Source
 from lowprec_train.precision.plan import compile_plan
@@ -98,6 +101,14 @@ def test_gathered_codes_are_saved_as_they_came(name):
     found = plan(RECIPES[name], gathered=True)
     assert found.fprop.b.source is Source.ALL_GATHERED and found.fprop.b.op is Op.NONE and found.straight_through
     assert found.saved_w is not None and not (found.saved_w.packed or found.saved_w.transposed)
+
+
+def test_rows_on_the_ladder_are_gathered_as_carriers_or_not_at_all():
+    """Codes under scales of blocks would come with the blocks of one rank: the estimator's slope asks for these."""
+    folded = RECIPES["fp4_fold"]
+    assert plan(folded, 0).fprop.a.source is Source.ALL_GATHERED and plan(folded, 0).fprop.a.op is Op.ROTATE_FOLD
+    sloped = plan(replace(folded, estimator=DifferentiableEstimator()), 0).fprop.a
+    assert (sloped.source, sloped.op) == (Source.FRESH, Op.QUANTIZE)
 
 
 def test_codes_are_packed_where_two_make_a_byte():

@@ -87,6 +87,10 @@ def test_unknown_peers_are_refused():
 def test_without_peers_the_baseline_is_our_bf16():
     names = [each.name for each in parallel.contestants(["fp8", "fp8 alone"], [], World(processes=2))]
     assert names == ["bf16", "fp8", "fp8 alone"]
+    found = parallel.contestants(["bf16 alone", "fp8"], [], World(processes=2))
+    assert [each.name for each in found if each.baseline] == ["bf16"] and found[0].baseline, (
+        "who sends nothing is a limit"
+    )
 
 
 def test_one_process_is_refused(capsys):

@@ -133,6 +133,17 @@ def test_a_saved_configuration_survives_its_file(begun):
     run.release()
 
 
+def test_a_key_that_older_runs_do_not_have_is_no_difference_at_its_neutral_value():
+    """Such a run goes on under its name; another value is another run."""
+    now = {"steps": 3, "model": {"name": "m", "dim": 8, "norm_placement": "pre", "head_dim": None}, "comm": {"a": 1}}
+    older = {"steps": 3, "model": {"name": "m", "dim": 8}, "comm": {"a": 1}}
+    now["comm"]["node_size"] = now["model"]["qkv_bias"] = now["model"]["rope_scaling"] = None
+    assert identity.differences(older, now) == [] and identity.digest(older) == identity.digest(now)
+    now["model"]["head_dim"] = 16
+    assert identity.differences(older, now) == ["model.head_dim: saved (absent), now 16"]
+    assert identity.digest(older) != identity.digest(now)
+
+
 def test_another_configuration_is_refused_with_both_values(begun):
     with pytest.raises(ValueError) as error:
         rundir.claim(begun, "r", changed("optim.lr", 0.5), Resume.auto)

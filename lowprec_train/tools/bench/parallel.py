@@ -33,12 +33,11 @@ class Together:
 
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         assert isinstance(contestant, Sharded)
-        known = contestant.facts(work)
         made: list[Here] = []
         launch.every(lambda: made.append(Here(contestant, work, warm_up)))
         (self._here,) = made
         found = launch.every(lambda: self._here.facts)
-        self.facts = found[0] | known
+        self.facts = found[0] | launch.first(lambda: contestant.facts(work))
         for name in ("peak_gib", "resident_gib"):
             if name in self.facts:
                 self.facts[name] = max(each[name] for each in found)

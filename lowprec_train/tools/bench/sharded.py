@@ -76,10 +76,9 @@ class Arm:
     def contestant(self, world: World) -> Sharded:
         """Its name is the text that it is parsed from."""
         there = ALONE if self.alone else world
-        facts = partial(self.facts, processes=there.processes)
-        return Sharded(
-            name=str(self), make=partial(self.step, world=there), baseline=self.recipe == BASELINE, facts=facts
-        )
+        facts, make = partial(self.facts, processes=there.processes), partial(self.step, world=there)
+        baseline = self.recipe == BASELINE and not self.alone
+        return Sharded(name=str(self), make=make, baseline=baseline, facts=facts)
 
     def run(self, work: Work, processes: int) -> RunConfig:
         """The configuration of its run on so many processes. Raises ValueError for what does not compose."""

@@ -75,7 +75,10 @@ def _olmo2_config(model: ModelConfig) -> dict[str, Any]:
     return _rotary_config(model) | {"attention_bias": False}
 
 
-def _rotary_sizes(config: Json) -> dict[str, Any]:
+def _rotary_sizes(config: Json, *named: str) -> dict[str, Any]:
+    """named: keys whose default in this family is another than a LLaMA's, so config.json has to say them."""
+    for key in named:
+        config[key]  # KeyError: `Family.model` says that it is missing
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     expect(config, "hidden_act", "silu")
     head_dim = config.get("head_dim") or dim // heads
@@ -102,21 +105,21 @@ def _llama_sizes(config: Json) -> dict[str, Any]:
 
 def _mistral_sizes(config: Json) -> dict[str, Any]:
     expect(config, "sliding_window", None, why="null")
-    return _rotary_sizes(config) | {"bias": False}
+    return _rotary_sizes(config, "sliding_window", "num_key_value_heads") | {"bias": False}
 
 
-def _full_attention(config: Json) -> dict[str, Any]:
+def _full_attention(config: Json, *named: str) -> dict[str, Any]:
     expect(config, "use_sliding_window", False, None)
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(
             f"config.json: layer_types = {config['layer_types']}, and this project computes full_attention"
         )
-    return _rotary_sizes(config)
+    return _rotary_sizes(config, "num_key_value_heads", *named)
 
 
 def _qwen3_sizes(config: Json) -> dict[str, Any]:
     expect(config, "attention_bias", False, None)
-    return _full_attention(config)
+    return _full_attention(config, "head_dim")
 
 
 def _olmo2_sizes(config: Json) -> dict[str, Any]:
