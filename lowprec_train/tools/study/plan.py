@@ -7,23 +7,25 @@ another machine, or another day, finds what is there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from lowprec_train.config import RunConfig
+from lowprec_train.config import RunConfig, read_yaml
 from lowprec_train.tools.study.definition import Arm, Block, Fork, Study
 from lowprec_train.train import build, checks
 from lowprec_train.train.compose import composed
-from lowprec_train.train.identity import flatten
+from lowprec_train.train.identity import differences, flatten
 
 OF_STATE: tuple[str, ...] = ("model.", "data.", "tokens_per_step", "optim.rule")  # keys of what a checkpoint holds
 OF_STATE += ("optim.first_moment.", "optim.second_moment.", "optim.master.")
 KEPT = 1000  # checkpoints of a trunk: all
+SHOWN = 4  # keys of a configuration that is not the planned one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +57,17 @@ class StudyRun:
 
 
 def runs(study: Study) -> list[StudyRun]:
-    """All runs in order, each once."""
+    """All runs in order, each once. ValueError where two different ones would have one name.
+
+    A trunk that several blocks share is a repeat where any of them has its arm.
+    """
     found: dict[str, StudyRun] = {}
     for block in study.blocks:
         for run in _of_block(study, block):
-            found.setdefault(run.name, run)
+            other = found.get(run.name, run)
+            if apart := set(run.overrides) ^ set(other.overrides):
+                raise ValueError(f"study {study.name}: two runs would be named {run.name}: {', '.join(sorted(apart))}")
+            found[run.name] = replace(other, repeat=other.repeat or run.repeat)
     return list(found.values())
 
 
@@ -104,6 +112,8 @@ def _run(study: Study, arm: Arm, block: Block, seed: int, setting: tuple[tuple[s
 
 def written(value: Any) -> str:
     """A value as an override has it."""
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -191,3 +201,30 @@ def plain(made: RunConfig) -> dict[str, Any]:
     tree = OmegaConf.to_container(OmegaConf.structured(made), resolve=True, enum_to_str=True)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
+
+
+def saved_form(run: StudyRun, out: Path) -> dict[str, Any]:
+    """config.yaml of a run, composed once for all seeds."""
+    made = _composed(run.overrides)
+    data = made["data"] | ({"seed": run.seed} if "seed" in made["data"] else {})
+    return {**made, "data": data, "seed": run.seed, "name": run.name, "run_root": str(out)}
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
+    return plain(composed(*overrides, "seed=0", "name=study"))
+
+
+def check_same(planned: Iterable[StudyRun], out: Path) -> None:
+    """ValueError where a run in the folder was trained with another configuration than is planned now."""
+    for run in planned:
+        saved = OmegaConf.to_container(read_yaml(out / run.name / "config.yaml"))
+        assert isinstance(saved, dict)
+        lines = differences({str(key): value for key, value in saved.items()}, saved_form(run, out))
+        if lines:
+            more = f"\n  and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+            raise ValueError(
+                f"{out / run.name} was trained with another configuration than this study plans:\n  "
+                + "\n  ".join(lines[:SHOWN])
+                + f"{more}\nGive the --set of the command that trained it, or another --out."
+            )

@@ -7,14 +7,17 @@ import yaml
 from lowprec_train.tools.study import definition, plan
 from tests.tools.conftest import write
 
-MODEL = {"vocab_size": 100, "dim": 10, "tied": False}
 STEPS, TOKENS_PER_STEP, PARAMETERS = 400, 4096, 500_000
 
 
 def study(folder, **tree):
     """(study, its runs, its file)."""
     file = folder / "study.yaml"
-    file.write_text(yaml.safe_dump({"name": "synthetic", "baseline": "bf16"} | tree, sort_keys=False))
+    file.write_text(
+        yaml.safe_dump(
+            {"name": "synthetic", "baseline": "bf16", "overrides": [f"steps={STEPS}"]} | tree, sort_keys=False
+        )
+    )
     made = definition.load(file)
     return made, plan.runs(made), file
 
@@ -23,20 +26,20 @@ def run(out, planned, loss, weights=None, *, steps=STEPS, parameters=PARAMETERS,
     """One finished run: a curve that ends at `loss`, evaluations at each eighth, and final losses."""
     curve = [loss + 3.0 * (1 - i / steps) for i in range(1, steps + 1)]
     valid = {i: curve[i - 1] for i in range(steps // 8, steps + 1, steps // 8)}
-    config = yaml.safe_dump(
-        {"model": MODEL, "steps": steps, "tokens_per_step": TOKENS_PER_STEP, "max_grad_norm": 1.0, "micro_batch": 1}
-    )
+    config = plan.saved_form(planned, out)
+    assert (config["steps"], config["tokens_per_step"]) == (steps, TOKENS_PER_STEP)
+    table = config["model"]["vocab_size"] * config["model"]["dim"] * (1 if config["model"]["tied"] else 2)
     directory = write(
         out / planned.name,
         curve[: steps // 2] if diverged else curve,
         valid=valid,
-        config=config,
         done=not diverged,
         rate=rate,
-        parameters=parameters + 2 * 1000,
+        parameters=parameters + table,
         recipe=planned.arm,
         **more,
     )
+    (directory / "config.yaml").write_text(yaml.safe_dump(config))
     if diverged:
         (directory / "DIVERGED").write_text('{"step": 200}')
         return directory

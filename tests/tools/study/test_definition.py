@@ -52,6 +52,31 @@ def test_an_arm_composes_with_what_the_study_and_the_axis_say(tmp_path):
     assert made.optim.second_moment["format"] == "FP32"
 
 
+def test_null_on_an_axis_is_null(tmp_path):
+    axes = {"optim.schedule.warmup_fraction": [None, 0.1]}
+    blocks = [{"purpose": "sweep", "seeds": [1], "arms": ["bf16"], "axes": axes}]
+    runs = plan.runs(definition.load(written(tmp_path, blocks=blocks)))
+    assert [run.name for run in runs] == ["bf16-warmup_fraction_null-s1", "bf16-warmup_fraction_0.1-s1"]
+    assert runs[0].overrides[-1] == "optim.schedule.warmup_fraction=null"
+
+
+def test_two_runs_of_one_name_are_refused(tmp_path):
+    """Keys with one last part, in two blocks or in one; the same run in two blocks is one run."""
+    one = {"purpose": "sweep", "seeds": [1], "axes": {"optim.first_moment.block": [64]}, "arms": ["bf16"]}
+    other = one | {"axes": {"optim.second_moment.block": [64]}}
+    with pytest.raises(ValueError, match=r"two runs would be named bf16-block_64-s1: optim\.first_moment\.block=64, "):
+        plan.runs(definition.load(written(tmp_path, blocks=[one, other])))
+    assert len(plan.runs(definition.load(written(tmp_path, blocks=[one, one])))) == 1
+
+
+def test_a_trunk_that_two_blocks_share_is_a_repeat_where_one_of_them_has_its_arm(tmp_path):
+    fork = {"purpose": "estimate", "seeds": [1], "fork": {"arm": "bf16", "step": 5}}
+    runs = plan.runs(definition.load(written(tmp_path, blocks=[fork | {"arms": ["own"]}, fork])))
+    counted = [(run.arm, run.seed) for run in runs if not run.repeat]
+    assert [run.name for run in runs] == ["bf16-trunk5-s1", "own-from5-s1", "bf16-from5-s1"]
+    assert counted == [("own", 1), ("bf16", 1)]
+
+
 WRONG = {
     "there is no key arm; did you mean arms?": {"arm": {}},
     "arms.own.recipe: 'fp9' is none of": {"arms": {"bf16": None, "own": {"recipe": "fp9"}}},
