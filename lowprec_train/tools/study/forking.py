@@ -35,7 +35,10 @@ def fork(trunk: Path, run: Path, step: int, config: Mapping[str, Any]) -> None:
         return
     source = folder.path_of(trunk / "checkpoints", step)
     if not (source / MANIFEST).is_file():
-        raise ValueError(f"{trunk} has no checkpoint step-{step} to fork from; {folder.listed(trunk / 'checkpoints')}")
+        there = folder.listed(trunk / "checkpoints")
+        raise ValueError(
+            f"{trunk} has no checkpoint step-{step} to fork from; {there}; remove {trunk}, and it is trained again"
+        )
     made = run.with_name(f".tmp-{run.name}")
     shutil.rmtree(made, ignore_errors=True)
     checkpoints = made / "checkpoints"

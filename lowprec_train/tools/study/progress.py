@@ -23,6 +23,11 @@ class State(Enum):
     def finished(self) -> bool:
         return self in (State.done, State.diverged)
 
+    @property
+    def ended(self) -> bool:
+        """Whether its training is over."""
+        return self.finished or self is State.trained
+
 
 def state(run: Path) -> State:
     """ValueError for a file of the run that cannot be read."""

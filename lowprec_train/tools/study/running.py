@@ -21,10 +21,11 @@ from types import FrameType
 from typing import Any
 
 from lowprec_train.tools.study import forking
-from lowprec_train.tools.study.plan import StudyRun, configuration, plain
+from lowprec_train.tools.study.plan import StudyRun, check_same, configuration, plain
 from lowprec_train.tools.study.progress import State, state, states
 from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train import processes, signals
+from lowprec_train.train.digests import CheckpointError
 
 JOB = "lowprec_train.tools.study.job"
 POLL = 0.1  # seconds
@@ -58,11 +59,14 @@ def cpu_workers(count: int) -> list[Worker]:
 
 @dataclass
 class Active:
-    """A run that is being trained. begun: seconds of the clock of this machine. stepped: until its first step."""
+    """A run that is being trained. fresh: nothing of it was there. begun: seconds of the clock of this machine.
+    stepped: until its first step.
+    """
 
     run: StudyRun
     worker: Worker
     process: subprocess.Popen[Any]
+    fresh: bool
     begun: float = field(default_factory=time.time)
     stepped: float | None = None
 
@@ -76,7 +80,8 @@ class Runner:
     """Trains what is left of a plan.
 
     out: the folder of the study. minutes: after which running ones are asked to save; None: no end. say: tells people.
-    keep_checkpoints: also of runs that are done.
+    keep_checkpoints: also of runs that are done. whole: all runs of the study, of which `planned` may be a part; a
+    checkpoint from which one of them is to fork is kept.
     """
 
     def __init__(
@@ -87,11 +92,12 @@ class Runner:
         *,
         minutes: float | None = None,
         keep_checkpoints: bool = True,
+        whole: Sequence[StudyRun] = (),
         say: Callable[[str], None] = print,
     ) -> None:
         self.planned, self.out, self.workers, self.say = planned, out, workers, say
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
-        self.keep_checkpoints = keep_checkpoints
+        self.keep_checkpoints, self.whole = keep_checkpoints, whole or planned
         self.failed: dict[str, str] = {}
         self._unfit: set[str] = set()  # arms of which a run has failed before its first step
         self._active: list[Active] = []
@@ -100,9 +106,13 @@ class Runner:
         self._states: dict[str, State] = {}
 
     def run(self) -> dict[str, str]:
-        """Until nothing is left to begin, or the time is over; the runs that failed, and what they said."""
-        (self.out / "logs").mkdir(parents=True, exist_ok=True)
+        """Until nothing is left to begin, or the time is over; the runs that failed, and what they said.
+
+        ValueError where a run that is trained has another configuration than the plan.
+        """
         self._states = states(self.planned, self.out)
+        check_same([run for run in self.planned if self._states[run.name].ended], self.out)
+        (self.out / "logs").mkdir(parents=True, exist_ok=True)
         with signals.blocked(), self._heeded():
             try:
                 while self._begin() or self._active:
@@ -147,7 +157,11 @@ class Runner:
         run = next(self._ready(), None)
         if run is None:
             return False
-        self._active.append(self._started(run, free[0]))
+        try:
+            self._active.append(self._started(run, free[0]))
+        except (ValueError, OSError, CheckpointError) as error:
+            self.failed[run.name] = str(error)
+            self.say(f"{_clock()} {free[0].name}: {run.name} failed")
         return True
 
     def _ready(self) -> Iterator[StudyRun]:
@@ -157,7 +171,7 @@ class Runner:
             if self._states[run.name].finished or run.name in (*active, *self.failed) or run.arm in self._unfit:
                 continue
             trunk = None if run.trunk is None or self._states[run.name] is not State.new else self._states[run.trunk]
-            if trunk in (None, State.done):
+            if trunk is None or trunk.finished:
                 yield run
 
     def _started(self, run: StudyRun, worker: Worker) -> Active:
@@ -172,7 +186,7 @@ class Runner:
             arguments.append("resume=never")
         defaults = {"TORCHINDUCTOR_CACHE_DIR": str((self.out / "inductor").absolute()), **worker.defaults}
         process = processes.background(JOB, arguments, self._log(run), values=worker.values, defaults=defaults)
-        return Active(run, worker, process)
+        return Active(run, worker, process, fresh=self._states[run.name] is State.new)
 
     def _reap(self) -> None:
         for each in list(self._active):
@@ -191,7 +205,7 @@ class Runner:
         elif status and not (self._stopping and status < 0):
             printed = self._log(each.run).read_text(errors="replace").splitlines()[-SHOWN:]
             self.failed[name] = "\n".join(printed) or f"status {status}"
-            self._unfit |= {each.run.arm} if each.stepped is None else set()
+            self._unfit |= {each.run.arm} if each.fresh and each.stepped is None else set()
         outcome = "failed" if name in self.failed else found.value
         self.say(f"{_clock()} {each.worker.name}: {name} {outcome} after {time.time() - each.begun:.0f} s")
 
@@ -199,7 +213,7 @@ class Runner:
         """Remove the checkpoints of runs that are done and that nothing is to fork from."""
         if self.keep_checkpoints:
             return
-        needed = {run.trunk for run in self.planned if self._states[run.name] is State.new}
+        needed = {run.trunk for run in self.whole if state(self.out / run.name) is State.new}
         for run in self.planned:
             checkpoints = self.out / run.name / "checkpoints"
             if self._states[run.name] is State.done and run.name not in needed and checkpoints.exists():

@@ -1,0 +1,100 @@
+"""What the runner refuses, forks, keeps and gives up, with jobs that train nothing."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from lowprec_train.tools.study import running
+from lowprec_train.train import processes
+from lowprec_train.train.digests import FILE as MANIFEST
+from tests.tools.study import synthetic
+
+STEP = 200
+FORK = {"purpose": "estimate", "seeds": [1], "fork": {"arm": "bf16", "step": STEP}}
+WHOLE = {"purpose": "estimate", "seeds": [2, 3], "arms": ["bf16"]}
+ARMS = dict.fromkeys(["bf16", "fp8"])
+
+
+def ended(out, run, **options):
+    """A run that has ended, with a checkpoint."""
+    shutil.rmtree(out / run.name, ignore_errors=True)
+    directory = synthetic.run(out, run, 4.0, **options)
+    checkpoint = directory / "checkpoints" / f"step-{STEP}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST).write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def begun(monkeypatch, tmp_path):
+    """Names of the runs whose jobs were begun. A job ends its run at once; those in `begun.bad` end with status 1."""
+
+    class Begun(list):
+        runs, bad = (), ()
+
+    names = Begun()
+
+    def background(module, arguments, log, **_):
+        name = dict(text.partition("=")[::2] for text in arguments)["name"]
+        names.append(name)
+        log.touch()
+        if name not in names.bad:
+            ended(tmp_path, next(run for run in names.runs if run.name == name))
+        return subprocess.Popen(["sh", "-c", f"exit {int(name in names.bad)}"])
+
+    monkeypatch.setattr(processes, "background", background)
+    return names
+
+
+def run(out, planned, **options):
+    """What has failed, on one worker."""
+    return running.Runner(planned, out, running.cpu_workers(1), say=lambda _: None, **options).run()
+
+
+def test_runs_of_another_configuration_are_no_runs_of_this_study(tmp_path, begun):
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE])
+    ended(tmp_path, planned[0])
+    _, now, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE], overrides=["steps=400", "optim.lr=0.5"])
+    with pytest.raises(ValueError, match=r"bf16-s2 was trained with another(.|\n)*optim.lr: saved 0.001, now 0.5"):
+        run(tmp_path, now)
+    assert not begun
+
+
+def test_a_checkpoint_that_other_arms_are_to_fork_from_is_kept(tmp_path, begun):
+    _, whole, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[FORK])
+    begun.runs = whole
+    part = [each for each in whole if each.arm == "bf16"]
+    assert not run(tmp_path, part, whole=whole, keep_checkpoints=False)
+    assert begun == ["bf16-trunk200-s1", "bf16-from200-s1"]
+    assert [path.parent.name for path in tmp_path.glob("*/checkpoints")] == ["bf16-trunk200-s1"]
+    assert not run(tmp_path, whole, keep_checkpoints=False) and begun[2:] == ["fp8-from200-s1"]
+    assert not list(tmp_path.glob("*/checkpoints"))
+
+
+def test_forks_of_a_trunk_without_its_checkpoint_fail_alone(tmp_path, begun):
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[FORK, WHOLE])
+    begun.runs = planned
+    shutil.rmtree(ended(tmp_path, planned[0]) / "checkpoints")
+    failed = run(tmp_path, planned)
+    assert list(failed) == ["bf16-from200-s1", "fp8-from200-s1"] and begun == ["bf16-s2", "bf16-s3"]
+    trunk = tmp_path / "bf16-trunk200-s1"
+    told = f"{trunk} has no checkpoint step-200 to fork from; checkpoints there: []; remove {trunk}, and it is "
+    assert set(failed.values()) == {f"{told}trained again"}
+
+
+def test_forks_of_a_trunk_that_diverged_later_begin(tmp_path, begun):
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[FORK])
+    begun.runs = planned
+    ended(tmp_path, planned[0], diverged=True)
+    assert not run(tmp_path, planned) and begun == ["bf16-from200-s1", "fp8-from200-s1"]
+
+
+def test_an_arm_is_given_up_for_a_new_run_that_failed_and_not_for_an_evaluation(tmp_path, begun):
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE])
+    begun.runs, begun.bad = planned, ["bf16-s2"]
+    (ended(tmp_path, planned[0]) / "evaluation.json").unlink()
+    assert list(run(tmp_path, planned)) == ["bf16-s2"] and begun == ["bf16-s2", "bf16-s3"]
+    shutil.rmtree(tmp_path / "bf16-s2")
+    shutil.rmtree(tmp_path / "bf16-s3")
+    assert list(run(tmp_path, planned)) == ["bf16-s2"] and begun[2:] == ["bf16-s2"]
