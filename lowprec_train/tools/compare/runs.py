@@ -57,7 +57,8 @@ class Run:
 
     @property
     def loss(self) -> Series:
-        return self.metrics[LOSS]
+        """Of training; empty in a run that diverged before one was logged."""
+        return self.series(LOSS)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -75,6 +76,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             raise ValueError(f"the same run is given twice: {path}")
     infos = [read_info(path) for path in paths]
     runs = [read_run(path, info, label) for path, info, label in zip(paths, infos, labels(paths, infos))]
+    for run in runs:
+        if not len(run.loss.steps):
+            raise ValueError(f"no metrics (no {LOSS} in {run.path / 'metrics.jsonl'})")
     for run in runs[1:]:
         if run.corpus_hash != runs[0].corpus_hash:
             raise ValueError(
@@ -104,8 +108,13 @@ def read_info(path: Path) -> dict[str, Any]:
 
 
 def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
-    """Read the rest of a run directory whose `run.json` is `info`."""
+    """Read the rest of a run directory whose `run.json` is `info`. ValueError where no loss was logged, unless the run
+    diverged: that is a result.
+    """
+    status = next((mark.lower() for mark in ("DIVERGED", "DONE", "PREEMPTED") if (path / mark).exists()), "unfinished")
     metrics, notes = read_metrics(path / "metrics.jsonl")
+    if LOSS not in metrics and status != "diverged":
+        raise ValueError(f"no metrics (no {LOSS} in {path / 'metrics.jsonl'})")
     entropy = info.get("valid_unigram_entropy")
     return Run(
         path=path,
@@ -119,9 +128,7 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
         device=str(info["device"]) if info.get("device") else None,
         config=read_config(path / "config.yaml"),
         metrics=metrics,
-        status=next(
-            (mark.lower() for mark in ("DIVERGED", "DONE", "PREEMPTED") if (path / mark).exists()), "unfinished"
-        ),
+        status=status,
         notes=tuple(notes),
     )
 
@@ -151,8 +158,6 @@ def read_metrics(source: Path) -> tuple[dict[str, Series], list[str]]:
         row = rows.setdefault(step, {})
         repeated += LOSS in values and LOSS in row
         row.update(values)
-    if not any(LOSS in row for row in rows.values()):
-        raise ValueError(f"no metrics (no {LOSS} in {source})")
     notes = []
     if broken:
         notes.append(f"unreadable lines of metrics.jsonl are left out: {', '.join(map(str, broken))}")

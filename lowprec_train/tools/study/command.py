@@ -33,7 +33,7 @@ examples:
   lowprec study run short_33m --per-gpu 2 --minutes 9 --set data=indexed data.train=data/mix data.split=[9,1]
   lowprec study run tiny --nproc 2
   lowprec study list main_130m --slurm | sh
-  lowprec study report short_33m
+  lowprec study report short_33m --set data=indexed data.train=data/mix data.split=[9,1]
 """
 WHOLE_MACHINE = "all"
 
@@ -88,7 +88,13 @@ def _run(arguments: argparse.Namespace) -> int:
     plan.check_text(study, plan.check(study, planned))
     _remember(study, out)
     runner = running.Runner(
-        planned, out, workers, minutes=arguments.minutes, keep_checkpoints=study.keep_checkpoints, say=_say
+        planned,
+        out,
+        workers,
+        minutes=arguments.minutes,
+        keep_checkpoints=study.keep_checkpoints,
+        whole=plan.runs(study),
+        say=_say,
     )
     try:
         failed = runner.run()
@@ -160,8 +166,10 @@ def _report(arguments: argparse.Namespace) -> int:
         figure.save(measured, picture)
     sweep = "sweep.svg" if figure.save_sweep(measured, folder / "sweep.svg") else ""
     text = report.to_markdown(measured, study, figure="figure.svg", sweep=sweep)
-    html = page.to_html(measured, [each.run for each in found], out, picture)
-    for name, content in {"report.md": text, "report.json": report.to_json(measured), "report.html": html}.items():
+    contents = {"report.md": text, "report.json": report.to_json(measured)}
+    if curves := [each.run for each in found if each.logged]:
+        contents["report.html"] = page.to_html(measured, curves, out, picture)
+    for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8")
     print(text)
     print(f"Saved {folder}")

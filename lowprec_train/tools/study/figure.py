@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 
 from lowprec_train.tools.compare import colours
 from lowprec_train.tools.compare.plot import DASHES, MARKERS, QUIET, STYLE
-from lowprec_train.tools.study.measure import ArmRow, Cell, Measured, SweepRow
+from lowprec_train.tools.study.measure import ArmRow, Cell, Measured
+from lowprec_train.tools.study.sweep import SweepRow
 
 
 def save(measured: Measured, file: Path) -> None:
@@ -102,5 +103,5 @@ def draw_final(axes: Axes, cell: Cell, baseline: str, rows: list[ArmRow]) -> Non
         half = 100 * row.gap.half / base if row.gap.half is not None else 0.0
         axes.errorbar(row.percent, place, xerr=half, color=colour, marker=marker, capsize=3, linewidth=1.4)
     axes.set_yticks(range(len(rows)), [f"{row.arm} (n={len(row.seeds)})" for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     axes.set(xlabel="gap, %", title="whole validation split, 95 % intervals")

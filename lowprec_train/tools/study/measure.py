@@ -8,7 +8,8 @@ to the baseline, in nats a token on the whole validation split after the last st
     forward   gap - weights: the rounding of the forward pass that still goes on
     tail      on the batches of the last tenth of the steps: a check, as arms of a seed share them
 
-An arm with an unstable seed has no gap: leaving that seed out would judge the arm by its luck.
+An arm with an unstable seed has no gap: leaving that seed out would judge the arm by its luck. One whose forward pass
+in BF16 is not finite has no gap in the weights.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import numpy as np
 from lowprec_train.tools.compare import curves
 from lowprec_train.tools.study.definition import Study
 from lowprec_train.tools.study.efficiency import Extra, Law, efficiency, extra_tokens, fit_law
-from lowprec_train.tools.study.results import Result
+from lowprec_train.tools.study.results import Result, names
 from lowprec_train.tools.study.statistics import ALPHA, BlockFit, Estimate, Losses, holm, seeds_needed
+from lowprec_train.tools.study.sweep import SweepRow, sweep
 
 RESOLUTION = 0.0015  # of the loss: the half-width that a study should reach
-WORKABLE = 1.02  # times the loss of an arm's best value, up to which a value works
+APART = "no seed in common"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,23 +113,6 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepRow:
-    """An arm under one setting of a sweep: its mean loss, and whether it works there. axis, value: of a setting that is
-    one number; else "" and None.
-    """
-
-    arm: str
-    setting: str
-    axis: str
-    value: float | None
-    seeds: list[int]
-    unstable: dict[int, str]
-    loss: float | None
-    best: bool
-    works: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Efficiency:
     """What an arm's arithmetic makes of parameters and of tokens, under the baseline's scaling law."""
 
@@ -188,15 +173,10 @@ def efficiencies(study: Study, law: Law, cells: Sequence[Cell]) -> list[Efficien
     return [Efficiency(arm=arm, parameters=eff[0], tokens=eff[1]) for arm, eff in found.items() if eff]
 
 
-def names(found: Iterable[Result]) -> list[str]:
-    """Cells, in the order of the plan."""
-    return list(dict.fromkeys(each.run.cell for each in found))
-
-
 def losses(found: Iterable[Result], value: str = "loss") -> Losses:
-    """What a fit takes: of arms whose seeds are all stable, without repeats."""
+    """What a fit takes: of arms whose seeds are all stable and have this value, without repeats."""
     counted = [each for each in found if not each.run.repeat]
-    bad = {each.run.arm for each in counted if each.unstable}
+    bad = {each.run.arm for each in counted if each.unstable or not math.isfinite(getattr(each, value))}
     return {(each.run.arm, each.run.seed): getattr(each, value) for each in counted if each.run.arm not in bad}
 
 
@@ -226,8 +206,7 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
     own = [each for each in mine if each.run.arm == arm and not each.run.repeat]
     unstable = {each.run.seed: each.unstable for each in own if each.unstable}
     base = study.baseline
-    compared = arm != base and {arm, base} <= set(fit.arms)
-    gap = fit.compared(arm, base) if compared else None
+    gap = compared(fit, arm, base) if arm != base else None
     percent = 100 * gap.nats / fit.mean(base) if gap else None
     speed = speed_ratio(own, [each for each in mine if each.run.arm == base])
     extra = extra_tokens(gap, own[0].tokens, token_curve(study, own[0], among)) if gap else None
@@ -238,11 +217,11 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
         unstable=unstable,
         loss=fit.mean(arm) if arm in fit.arms else None,
         gap=gap,
-        weights=BlockFit(losses(mine, "weights")).compared(arm, base) if compared else None,
-        forward=BlockFit(forward_losses(mine)).paired(arm, base) if compared else None,
-        tail=BlockFit(losses(mine, "tail")).compared(arm, base) if compared else None,
+        weights=compared(BlockFit(losses(mine, "weights")), arm, base) if gap else None,
+        forward=compared(BlockFit(forward_losses(mine)), arm, base, pairs=True) if gap else None,
+        tail=compared(BlockFit(losses(mine, "tail")), arm, base) if gap else None,
         percent=percent,
-        words=unstable_words(unstable, len(own)) if unstable else gap_words(gap, fit.mean(base)) if gap else "",
+        words=unstable_words(unstable, len(own)) if unstable else gap_words(fit, arm, base, gap),
         spread=fit.spread(arm) if arm in fit.arms else None,
         clipped=mean([each.clipped for each in own]),
         spikes=sum(each.spikes for each in own),
@@ -254,10 +233,20 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
     )
 
 
+def compared(fit: BlockFit, arm: str, other: str, *, pairs: bool = False) -> Estimate | None:
+    """arm - other; None where one of them has no number, or they have no seed in common."""
+    if not {arm, other} <= set(fit.arms):
+        return None
+    try:
+        return fit.paired(arm, other) if pairs else fit.compared(arm, other)
+    except ValueError:
+        return None
+
+
 def forward_losses(mine: Iterable[Result]) -> Losses:
     """What the forward pass's rounding adds to each run's loss."""
     own, weights = losses(mine := list(mine)), losses(mine, "weights")
-    return {key: own[key] - weights[key] for key in own}
+    return {key: own[key] - weights[key] for key in own if key in weights}
 
 
 def mean(values: Iterable[float | None]) -> float | None:
@@ -271,7 +260,10 @@ def speed_ratio(own: Sequence[Result], base: Sequence[Result]) -> float | None:
 
 
 def token_curve(study: Study, like: Result, among: Sequence[Result]) -> dict[int, float]:
-    """Tokens -> the baseline's mean loss, of runs of that length alone: those that differ in `steps` only."""
+    """Tokens -> the baseline's mean loss, of runs of that length alone: those that differ in `steps` only.
+
+    Lengths that no chain of seeds connects to this one are left out: their difference would be one of seeds.
+    """
 
     def rest(each: Result) -> tuple[object, ...]:
         return (tuple(pair for pair in each.run.setting if pair[0] != "steps"), each.run.fork)
@@ -282,6 +274,7 @@ def token_curve(study: Study, like: Result, among: Sequence[Result]) -> dict[int
         if each.run.arm == study.baseline and not each.run.repeat and not each.unstable and rest(each) == rest(like)
     ]
     fit = BlockFit({(str(each.tokens), each.run.seed): each.loss for each in alike})
+    fit = fit.connected(str(like.tokens))
     return {int(length): fit.mean(length) for length in fit.arms}
 
 
@@ -298,12 +291,15 @@ def gap_curve(own: Sequence[Result], base: Sequence[Result]) -> list[Point]:
     for step in steps:
         at = [(values[all_steps == step][0], ref[all_steps == step][0]) for _, (all_steps, values, ref) in pairs]
         percent = 100 * float(np.mean([a - b for a, b in at]) / np.mean([b for _, b in at]))
-        points.append(Point(share=step / steps[-1], percent=percent))
+        points.append(Point(share=step / own[0].steps, percent=percent))
     return points
 
 
-def gap_words(gap: Estimate, base: float) -> str:
+def gap_words(fit: BlockFit, arm: str, other: str, gap: Estimate | None) -> str:
     """What may be said of a gap: the ends of one-sided 95 % intervals, in percent of the baseline's mean."""
+    if gap is None:
+        return APART if arm != other and {arm, other} <= set(fit.arms) else ""
+    base = fit.mean(other)
     if gap.at_most is None or gap.at_least is None:
         return "no interval: one seed"
     if gap.at_least > 0:
@@ -318,18 +314,18 @@ def unstable_words(unstable: dict[int, str], runs: int) -> str:
 
 def contrasts(study: Study, estimates: Sequence[Result]) -> list[Contrast]:
     """The named contrasts in every cell that has both arms; Holm over all of them."""
-    asked: list[tuple[str, str, str, Estimate | None]] = []
+    asked: list[tuple[str, str, str, Estimate | None, bool]] = []
     for name in names(estimates):
         fit = BlockFit(losses([each for each in estimates if each.run.cell == name]))
         there = {each.run.arm for each in estimates if each.run.cell == name}
         for of, to in (pair for pair in study.contrasts if set(pair) <= there):
-            asked.append((of, to, name, fit.compared(of, to) if {of, to} <= set(fit.arms) else None))
+            asked.append((of, to, name, compared(fit, of, to), {of, to} <= set(fit.arms)))
     known = [each[3].p for each in asked if each[3] and each[3].p is not None]
     adjusted = iter(holm([p for p in known if p is not None]))
     found = []
-    for of, to, name, difference in asked:
+    for of, to, name, difference, stable in asked:
         p = next(adjusted) if difference and difference.p is not None else None
-        words = contrast_words(of, to, difference, p)
+        words = contrast_words(of, to, difference, p) if difference or not stable else APART
         found.append(Contrast(of=of, to=to, cell=name, difference=difference, p=p, words=words))
     return found
 
@@ -349,43 +345,7 @@ def repeats(mine: Sequence[Result]) -> list[Repeat]:
     first = {(each.run.arm, each.run.seed): each for each in mine if not each.run.repeat}
     second = [each for each in mine if each.run.repeat and (each.run.arm, each.run.seed) in first]
     return [
-        Repeat(arm=each.run.arm, seed=each.run.seed, difference=each.loss - first[each.run.arm, each.run.seed].loss)
+        Repeat(arm=each.run.arm, seed=each.run.seed, difference=each.loss - other.loss)
         for each in second
+        if math.isfinite(each.loss - (other := first[each.run.arm, each.run.seed]).loss)
     ]
-
-
-def sweep(study: Study, found: Sequence[Result]) -> list[SweepRow]:
-    """Mean losses of the sweep's runs, and the values that work: stable, and near the best one's loss."""
-    rows: list[SweepRow] = []
-    for arm in study.arms:
-        mine = [each for each in found if each.run.arm == arm and not each.run.repeat]
-        groups = {name: [each for each in mine if each.run.cell == name] for name in names(mine)}
-        stable = {
-            name: float(np.mean([each.loss for each in group]))
-            for name, group in groups.items()
-            if not any(each.unstable for each in group)
-        }
-        best = min(stable, key=lambda name: stable[name], default=None)
-        for name, group in groups.items():
-            axis, value = number_of(group[0].run.setting)
-            rows.append(
-                SweepRow(
-                    arm=arm,
-                    setting=name,
-                    axis=axis,
-                    value=value,
-                    seeds=[each.run.seed for each in group],
-                    unstable={each.run.seed: each.unstable for each in group if each.unstable},
-                    loss=stable.get(name),
-                    best=name == best,
-                    works=name in stable and best is not None and stable[name] <= WORKABLE * stable[best],
-                )
-            )
-    return rows
-
-
-def number_of(setting: Sequence[tuple[str, object]]) -> tuple[str, float | None]:
-    """The axis and the value of a setting that is one number."""
-    if len(setting) == 1 and type(setting[0][1]) in (int, float):
-        return setting[0][0], float(str(setting[0][1]))
-    return "", None

@@ -11,8 +11,9 @@ from lowprec_train import __version__
 from lowprec_train.tools.compare.report import strict
 from lowprec_train.tools.markdown import table
 from lowprec_train.tools.study.definition import Study
-from lowprec_train.tools.study.measure import RESOLUTION, WORKABLE, ArmRow, Cell, Contrast, Measured
+from lowprec_train.tools.study.measure import RESOLUTION, ArmRow, Cell, Contrast, Measured
 from lowprec_train.tools.study.statistics import Estimate
+from lowprec_train.tools.study.sweep import WORKABLE
 
 NONE = "-"
 HEADER = (
@@ -48,14 +49,14 @@ def definitions(measured: Measured) -> dict[str, str]:
     """How each number was made."""
     return {
         "loss": "nats a token on the whole validation split after the last step, with the arm's own forward pass; "
-        "least-squares mean over all seeds of the cell",
+        "least-squares mean over all seeds of the cell, or the mean of an arm's own seeds where it has none in common",
         "gap": f"arm - {measured.baseline}, from loss = arm + seed + noise by least squares, with the residual SD s "
         "pooled over all arms; where the arms' noise differs (Levene, p < 0.01) from the arm's own pairs",
         "in the weights": "the gap of the same weights with a forward pass in BF16",
         "forward rounding": "the rest: own forward pass - BF16 forward pass of the same weights, with the interval of "
         "the seeds' pairs",
         "extra tokens": f"D / D' - 1, where {measured.baseline} trained on D' tokens has this loss, between runs of "
-        "their own length in log D",
+        "their own length in log D that have seeds in common",
         "training gap, last tenth": "the gap of the mean training losses of the last tenth of the steps: a check",
         "tokens/s": f"median rate over {measured.baseline}'s; means nothing where runs shared a GPU (--per-gpu)",
         "speed at equal loss": "tokens/s / (1 + extra tokens)",

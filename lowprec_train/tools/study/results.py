@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ import numpy as np
 
 from lowprec_train.tools.compare import curves
 from lowprec_train.tools.compare.measure import RATE, SKIPPED
-from lowprec_train.tools.compare.runs import VALID, Run, Series, read_info, read_run
+from lowprec_train.tools.compare.runs import VALID, Array, Run, Series, read_info, read_run
 from lowprec_train.tools.study import evaluation, forking
-from lowprec_train.tools.study.plan import StudyRun
+from lowprec_train.tools.study.plan import StudyRun, check_same
 from lowprec_train.tools.study.progress import state
 from lowprec_train.train.trained import OF_RUN, UNQUANTISED
 
@@ -24,9 +24,10 @@ NORM = "train/grad_norm"
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """One finished run. loss, weights: on the whole validation split, with its own forward pass and in BF16. tail: mean
-    training loss of the last tenth of its steps.
+    training loss of the last tenth of its steps, NaN without one.
 
-    unstable: why it counts as that, "" if it does not. parameters: without embedding and head.
+    unstable: why it counts as that, "" if it does not. logged: number of its training losses. steps: of the whole run,
+    also where it diverged. parameters: without embedding and head.
     """
 
     run: StudyRun
@@ -34,10 +35,12 @@ class Result:
     weights: float
     tail: float
     unstable: str
+    logged: int
     clipped: float | None
     spikes: int
     skipped: int
     rate: float | None
+    steps: int
     tokens: int
     parameters: int
     valid: Series
@@ -47,9 +50,11 @@ class Result:
 def read(planned: Sequence[StudyRun], out: Path) -> tuple[list[Result], list[str]]:
     """Results of the runs that are finished, and the names of the others.
 
-    ValueError where they are of different corpora, or where forks did not begin alike.
+    ValueError where they are of different corpora or have another configuration than the plan, or where forks did not
+    begin alike.
     """
     finished = [run for run in planned if state(out / run.name).finished]
+    check_same(finished, out)
     found = judged([result(run, out / run.name) for run in finished])
     for each in found[1:]:
         own, first = (one.facts["corpus_hash"] for one in (each, found[0]))
@@ -57,6 +62,11 @@ def read(planned: Sequence[StudyRun], out: Path) -> tuple[list[Result], list[str
             raise ValueError(f"{each.run.name} has corpus hash {own}, and {found[0].run.name} has {first}")
     forking.check_start([out / run.name for run in finished])
     return found, [run.name for run in planned if run not in finished]
+
+
+def names(found: Iterable[Result]) -> list[str]:
+    """Cells, in the order of the plan."""
+    return list(dict.fromkeys(each.run.cell for each in found))
 
 
 def result(run: StudyRun, directory: Path) -> Result:
@@ -70,12 +80,14 @@ def result(run: StudyRun, directory: Path) -> Result:
         run=run,
         loss=loss,
         weights=weights,
-        tail=float(np.mean(record.loss.values[-max(1, len(record.loss.values) // 10) :])),
+        tail=tail(record.loss.values),
         unstable=unstable(record, loss),
+        logged=len(record.loss.steps),
         clipped=clipped(record),
         spikes=len(curves.spikes(record.loss)),
         skipped=int(np.max(skipped)) if len(skipped) else 0,
         rate=float(np.median(rate)) if len(rate) else None,
+        steps=int(record.config["steps"]),
         tokens=int(record.config["steps"]) * int(record.config["tokens_per_step"]),
         parameters=parameters(facts, record.config),
         valid=record.series(VALID),
@@ -83,10 +95,18 @@ def result(run: StudyRun, directory: Path) -> Result:
     )
 
 
+def tail(losses: Array) -> float:
+    """Mean of the last tenth; a step whose loss is not finite was skipped, and does not count."""
+    last = losses[-max(1, len(losses) // 10) :]
+    counted = last[np.isfinite(last)]
+    return float(np.mean(counted)) if len(counted) else math.nan
+
+
 def unstable(record: Run, loss: float) -> str:
     """Why a finished run counts as unstable; "" if it does not."""
     if record.status == "diverged":
-        return f"diverged at step {int(record.loss.steps[-1])}"
+        steps = record.loss.steps
+        return f"diverged at step {int(steps[-1])}" if len(steps) else "diverged before a loss was logged"
     return "" if math.isfinite(loss) else f"validation loss {loss}"
 
 

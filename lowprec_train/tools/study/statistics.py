@@ -129,15 +129,25 @@ class BlockFit:
         return math.sqrt(sum(r * r for r in self.residuals.values()) / self.freedom) if self.freedom else None
 
     def mean(self, arm: str) -> float:
-        """Of an arm over all seeds, those that it has not seen included."""
-        return float(self._coefficients[self.arms.index(arm)])
+        """Of an arm over all seeds, those that it has not seen included; over its own where no chain of seeds connects
+        it to the others.
+        """
+        contrast = np.zeros(self._design.shape[1])
+        contrast[self.arms.index(arm)] = 1
+        if not self._estimable(contrast):
+            return float(np.mean([value for (name, _), value in self.losses.items() if name == arm]))
+        return float(contrast @ self._coefficients)
+
+    def _estimable(self, contrast: Array) -> bool:
+        """Whether the runs determine this combination of coefficients."""
+        return np.allclose(contrast @ self._pseudo_inverse @ self._design, contrast, atol=1e-8)
 
     def difference(self, arm: str, other: str) -> Estimate:
         """arm - other. ValueError where no chain of seeds connects them."""
         contrast = np.zeros(self._design.shape[1])
         contrast[self.arms.index(arm)] += 1
         contrast[self.arms.index(other)] -= 1
-        if not np.allclose(contrast @ self._pseudo_inverse @ self._design, contrast, atol=1e-8):
+        if not self._estimable(contrast):
             raise ValueError(f"{arm} and {other} have no seed in common, so nothing is known of their difference")
         nats = float(contrast @ self._coefficients)
         scale = float(np.linalg.norm(contrast @ self._pseudo_inverse))
@@ -167,6 +177,14 @@ class BlockFit:
     def compared(self, arm: str, other: str) -> Estimate:
         """arm - other: pooled, or from pairs where the arms' noise differs."""
         return self.paired(arm, other) if self.uneven else self.difference(arm, other)
+
+    def connected(self, arm: str) -> BlockFit:
+        """The fit of this arm and those that a chain of seeds connects to it."""
+        arms, seeds = {arm}, {seed for name, seed in self.losses if name == arm}
+        while more := {name for name, seed in self.losses if seed in seeds} - arms:
+            arms |= more
+            seeds |= {seed for name, seed in self.losses if name in more}
+        return BlockFit({key: value for key, value in self.losses.items() if key[0] in arms})
 
     def paired(self, arm: str, other: str) -> Estimate:
         """arm - other from seeds that both have. ValueError where there is none."""
