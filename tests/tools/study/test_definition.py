@@ -180,6 +180,12 @@ def test_a_task_of_the_array_is_one_run(tmp_path):
     assert done.stdout.splitlines()[-3:] == ["seed=1", "name=own-steps_20-s1", "run_root=some where"]
 
 
+def test_the_array_that_the_script_shows_has_every_run():
+    script = Path(__file__).parents[3] / "scripts" / "slurm" / "study.sbatch"
+    runs = plan.runs(definition.load(definition.find(Path("main_130m"))))
+    assert f"--array=0-{len(runs) - 1} scripts/slurm/study.sbatch main_130m" in script.read_text()
+
+
 def test_a_job_array(tmp_path, capsys):
     file = written(tmp_path)
     assert cli.main(["study", "list", str(file), "--slurm", "--purpose", "estimate", "--set", "micro_batch=2"]) == 0
