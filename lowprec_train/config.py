@@ -147,6 +147,7 @@ class OptimConfig:
     first_moment, second_moment: `_target_` of the codecs that store the moments of matrices (`optim.codecs`).
     master: `_target_` of the codec of the weights that updates are added to.
     clip_updates: StableAdamW's update clipping.
+    in_backward: step each parameter inside of the backward pass, when its gradient is complete, and free the gradient.
     """
 
     lr: float = MISSING
@@ -159,6 +160,7 @@ class OptimConfig:
     second_moment: dict[str, Any] = MISSING
     master: dict[str, Any] = MISSING
     clip_updates: bool = MISSING
+    in_backward: bool = False
     rule: dict[str, Any] = field(default_factory=dict)
 
 

@@ -28,22 +28,30 @@ def global_norm(parameters: Iterable[nn.Parameter], shards: Mapping[nn.Parameter
 
 @torch.no_grad()
 def norm_and_squares(
-    parameters: Iterable[nn.Parameter], shards: Mapping[nn.Parameter, Shard] | None = None
+    parameters: Iterable[nn.Parameter],
+    shards: Mapping[nn.Parameter, Shard] | None = None,
+    known: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """`global_norm`, and the sum of squares of each parameter's gradient on this rank: 0-dim FP64, zero without one."""
-    groups: dict[Group | None, dict[nn.Parameter, Tensor]] = {}
-    squares: dict[nn.Parameter, Tensor] = {}
+    """`global_norm`, and the sum of squares of each parameter's gradient on this rank: 0-dim FP64, zero without one.
+
+    known: these sums for gradients that are gone.
+    """
+    groups: dict[Group | None, list[nn.Parameter]] = {}
+    squares: dict[nn.Parameter, Tensor] = dict(known or {})
     totals: list[Tensor] = []
     everyone = list(parameters)
     for parameter in everyone:
-        if parameter.grad is None:
+        if parameter.grad is None and parameter not in squares:
             squares[parameter] = torch.zeros((), dtype=torch.float64, device=parameter.device)
         else:
             shard = (shards or {}).get(parameter)
-            groups.setdefault(None if shard is None else shard.group, {})[parameter] = local(parameter.grad)
+            groups.setdefault(None if shard is None else shard.group, []).append(parameter)
     for group, members in groups.items():
-        sums = torch.ops.lowprec.sum_squares([gradient.contiguous() for gradient in members.values()])
-        squares |= zip(members, sums.unbind(), strict=True)
-        totals.append(sums.sum() if group is None else group.all_reduce_sum(sums.sum()))
+        gradients = {each: local(each.grad).contiguous() for each in members if each.grad is not None}
+        if gradients:
+            sums = torch.ops.lowprec.sum_squares(list(gradients.values()))
+            squares |= zip(gradients, sums.unbind(), strict=True)
+        total = torch.stack([squares[each] for each in members]).sum()
+        totals.append(total if group is None else group.all_reduce_sum(total))
     norm = torch.stack(totals).sum().sqrt().float() if totals else torch.zeros(())
     return norm, [squares[parameter] for parameter in everyone]

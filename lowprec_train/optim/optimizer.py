@@ -119,6 +119,14 @@ class CodedOptimizer(torch.optim.Optimizer):
             batch.step(known.rms, known.amax)
 
     @torch.no_grad()
+    def step_only(self, parameter: nn.Parameter, *, found_inf: Tensor | None = None) -> None:
+        """One update of one parameter, which has a gradient; found_inf as for `step`. The bits of `step`."""
+        (group,) = (each for each in self.param_groups if any(member is parameter for member in each["params"]))
+        batches = list(self._batches(group | {"params": [parameter]}, None, found_inf))
+        for batch, known in zip(batches, tensor_stats(batches), strict=True):
+            batch.step(known.rms, known.amax)
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hyper-parameters, and every tensor bit for bit, into the live ones: torch would cast codes to the parameter's
         dtype.

@@ -111,6 +111,12 @@ class DataParallel:
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last or self._grad_reduce == "every_microbatch")
 
+    def complete_in_backward(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient is this rank's part of the sum once the backward pass has made it. Those of vectors are
+        added up after it.
+        """
+        return parameter.ndim >= 2
+
     @torch.no_grad()
     def end_backward(self) -> None:
         """After the last backward pass of a step: sum the gradients of vectors, close the account of the others."""

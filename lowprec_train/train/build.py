@@ -31,7 +31,7 @@ from lowprec_train.precision import policy
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
-from lowprec_train.train import checks, launch
+from lowprec_train.train import checks, launch, memory_checks
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
@@ -133,9 +133,11 @@ def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
 
 def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
     """Cut the laid-out model over the processes; nothing for one of them."""
+    grid = checks.layout(run, world.processes)
+    memory_checks.check(run, grid, codecs=codecs(run), rule=rules(run)[0], phases=laid_out.phases)
     return distribute(
         laid_out.model,
-        checks.layout(run, world.processes),
+        grid,
         device,
         phases=laid_out.phases,
         values=codecs(run).master.parameter_dtype,
@@ -234,7 +236,12 @@ def trainer(
         model.compile_blocks()
     numbers = {each.name: getattr(run, each.name) for each in fields(TrainingOptions) if hasattr(run, each.name)}
     return Trainer(
-        TrainingOptions(seq_len=seq_len, throughput=replace(rates[0], later=later), **numbers),
+        TrainingOptions(
+            seq_len=seq_len,
+            throughput=replace(rates[0], later=later),
+            in_backward=run.optim.in_backward,
+            **numbers,
+        ),
         model=model,
         optimizer=updates,
         schedule=construct(run.optim.schedule, "optim.schedule"),

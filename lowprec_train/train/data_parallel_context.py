@@ -6,7 +6,7 @@ for one process without a copy, a collective or a rounding.
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.parallel.data import DataParallel
@@ -26,6 +26,9 @@ class SingleProcess:
     def prepare(self) -> None: ...
 
     def begin_backward(self, *, last: bool) -> None: ...
+
+    def complete_in_backward(self, parameter: nn.Parameter) -> bool:
+        return True
 
     def end_backward(self) -> None: ...
 

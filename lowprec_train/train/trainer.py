@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.numerics.draws import SeedTable
+from lowprec_train.optim.in_backward import UpdatesInBackward
 from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.optim.schedule import Schedule
@@ -62,6 +63,7 @@ class TrainingOptions:
     seed: int  # a checkpoint of another one is refused
     eval_interval: int  # there is an evaluation at the end too
     eval_batches: int  # micro-batches of the validation split
+    in_backward: bool = False  # step each parameter when its gradient is complete; max_grad_norm is 0
     log_interval: int = 1  # evaluations, observed steps and the last one are always logged
     throughput: Throughput | None = None  # None: tokens per second alone
 
@@ -103,6 +105,8 @@ class Trainer:
         self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
         self.placements, self.shards = placements, shards
         self.telemetry = telemetry or Telemetry(model, optimizer)
+        complete = (p for p in model.parameters() if p.requires_grad and self.data_parallel.complete_in_backward(p))
+        self._in_backward = UpdatesInBackward(optimizer, complete) if options.in_backward else None
         self.steps_done = 0
         self._times = {"step_ms": 0.0, "data_ms": 0.0}  # of the newest step whose time is known
         self._last_loss: float | None = None  # of validation, in this launch
@@ -181,15 +185,21 @@ class Trainer:
         record: Record | None = None
         if self.telemetry.due(self.steps_done + 1):
             record = self.telemetry.probe(lambda: self._micro_loss(batch.micro[0], normalizer, self.steps_done))
+        lr = self.schedule(self.steps_done)
+        self.optimizer.set_lr(lr)
         loss = torch.zeros((), device=self.device)
         for micro in batch.micro:
-            self.data_parallel.begin_backward(last=micro is batch.micro[-1])
+            last = micro is batch.micro[-1]
+            self.data_parallel.begin_backward(last=last)
             loss_part = self._micro_loss(micro, normalizer, self.steps_done)
-            loss_part.backward()
             loss += loss_part.detach()
+            if last:
+                loss = self.data_parallel.total(loss)
+            if self._in_backward is not None:
+                self._in_backward.begin(loss if last else None)
+            loss_part.backward()
         self.data_parallel.end_backward()
-        loss, lr = self.data_parallel.total(loss), self.schedule(self.steps_done)
-        norm = self._update(loss, lr, record)
+        norm = self._update(loss, record)
         self.steps_done += 1
         if record is not None:
             self.telemetry.send(self.steps_done, record, self.device)
@@ -257,12 +267,12 @@ class Trainer:
         draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
         return self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
 
-    def _update(self, loss: Tensor, lr: float, record: Record | None) -> Tensor:
+    def _update(self, loss: Tensor, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
-        norm, squares = norm_and_squares(self.model.parameters(), self.shards)
+        stepped = None if self._in_backward is None else self._in_backward.squares
+        norm, squares = norm_and_squares(self.model.parameters(), self.shards, stepped)
         scale = ((norm + 1e-6) / (self.options.max_grad_norm or float("inf"))).clamp(min=1.0)
         taken = usable(loss, norm, scale)
-        self.optimizer.set_lr(lr)
         observer = None if record is None else record.state
         self.optimizer.step(grad_scale=scale, found_inf=(~taken).float(), observer=observer)
         self.optimizer.zero_grad(set_to_none=True)

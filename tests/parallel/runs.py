@@ -45,6 +45,7 @@ CASES |= {
     "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
     "clipped": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0.1"),
     "each": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "parallel.grad_reduce=every_microbatch"),
+    "coat in backward": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim.in_backward=true"),
     "zero2": ("+recipe=fp8", *SPLIT, "comm=fp32", "parallel.reshard_after_forward=false"),
     "stable": ("+recipe=bf16", *SPLIT, "comm=fp32", "optim=stable_adamw"),
     "muon": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim=muon"),

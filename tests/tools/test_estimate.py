@@ -294,3 +294,14 @@ def test_mistakes_are_one_error(overrides, message, capsys):
     assert cli.main(["estimate", *overrides]) == 2
     error = capsys.readouterr().err
     assert error.startswith("lowprec estimate: error:") and message in error
+
+
+def test_updates_in_the_backward_pass_leave_no_gradients():
+    """One block's at a time; with several micro-batches they are added up as before."""
+    one, more = "tokens_per_step=128", "tokens_per_step=512"
+    how = ("+recipe=coat", "max_grad_norm=0", "optim.in_backward=true")
+    freed, kept = needed(*how, one), needed("+recipe=coat", one)
+    assert all(moment["gradients"] == 0 for moment in freed.moments.values())
+    matrices = 4 * sum(w.shape[0] * w.shape[1] for w in subject(*how).weights if w.unit == "blocks.0" and w.matrix)
+    assert freed.moments["block 0"]["at work"] - kept.moments["block 0"]["at work"] == matrices
+    assert needed(*how, more).peak[1]["gradients"] == needed("+recipe=coat", more).peak[1]["gradients"]

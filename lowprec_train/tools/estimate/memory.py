@@ -163,6 +163,8 @@ class Gradients:
 
     def made(self, weights: Sequence[Weight]) -> int:
         """Bytes beyond `standing` once the backward pass has computed the gradients of these weights."""
+        if self._subject.run.optim.in_backward:
+            weights = [] if self._sizes.dp == 1 else [w for w in weights if not w.matrix]
         return 0 if self.standing else self._parts(weights)
 
     def flying(self, weights: Sequence[Weight]) -> int:
@@ -170,7 +172,7 @@ class Gradients:
         matrices = [w for w in weights if w.matrix]
         made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.stored_size(w) for w in matrices)
         if not matrices or self._sizes.dp == 1:
-            return made if self.standing else 0
+            return made if self.standing or self._subject.run.optim.in_backward else 0
         layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard
         wire = 2 * reduce_scatter_bytes(self._reduction.codec, layout, ranks) if ranks > 1 else 0
         return made + FP32 * self._elements(matrices) + wire

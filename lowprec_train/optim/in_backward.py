@@ -1,0 +1,55 @@
+"""Updates inside of the backward pass: a parameter is stepped when its gradient is complete, and the gradient is freed
+(LOMO, arXiv 2306.09782, for any rule and codecs).
+
+    backward of a layer -> its gradients -> the optimizer's step of these parameters -> no gradients
+
+No step knows a norm over all gradients, so nothing is clipped. A step whose loss is not finite changes nothing. Where a
+gradient is not finite, or too large to square, its parameter stays as it is (of a sharded one this rank's shard), and
+the others are stepped. All else has the bits of a step after the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_train.optim.optimizer import CodedOptimizer
+from lowprec_train.optim.shard import local
+
+LARGEST_SQUARES = 1e38  # of a gradient whose square FP32 holds
+
+
+class UpdatesInBackward:
+    """Steps each of `parameters` by the optimizer once its gradient is there. Others are left to `optimizer.step`.
+
+    squares: of each stepped gradient on this rank, 0-dim FP64, until the next `begin`.
+    """
+
+    def __init__(self, optimizer: CodedOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+        self._optimizer, self._found_inf = optimizer, torch.zeros(())
+        self._active = False
+        self.squares: dict[nn.Parameter, Tensor] = {}
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._complete)
+
+    def begin(self, loss: Tensor | None) -> None:
+        """Before a backward pass. loss: of the step, 0-dim; None before a micro-batch that is not its last: gradients
+        are added up.
+        """
+        self._active = loss is not None
+        self.squares.clear()
+        if loss is not None:
+            self._found_inf = ~loss.isfinite()
+
+    @torch.no_grad()
+    def _complete(self, parameter: Tensor) -> None:
+        if not self._active or parameter.grad is None:
+            return
+        assert isinstance(parameter, nn.Parameter)
+        squares = torch.ops.lowprec.sum_squares([local(parameter.grad).contiguous()])[0]
+        skip = self._found_inf | ~(squares <= LARGEST_SQUARES)
+        self._optimizer.step_only(parameter, found_inf=skip.float())
+        self.squares[parameter] = squares
+        parameter.grad = None

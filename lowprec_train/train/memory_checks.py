@@ -1,0 +1,43 @@
+"""Choices that save memory, against what they exclude: ValueError with both settings, before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowprec_train.config import RunConfig
+from lowprec_train.ops.updates import Rule
+from lowprec_train.optim.codecs import Codecs
+from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.precision.estimators import StraightThrough
+from lowprec_train.precision.schedule import Phase
+
+
+def check(run: RunConfig, grid: Sizes, *, codecs: Codecs, rule: Rule, phases: Sequence[Phase]) -> None:
+    """Refuse `optim.in_backward` beside what needs more than one parameter's gradient on this rank."""
+    clash = _in_backward(run, grid, codecs, rule, phases) if run.optim.in_backward else ""
+    if clash:
+        raise ValueError(f"optim.in_backward=true frees gradients inside of the backward pass: {clash}")
+
+
+def _in_backward(run: RunConfig, grid: Sizes, codecs: Codecs, rule: Rule, phases: Sequence[Phase]) -> str:
+    if run.max_grad_norm:
+        return f"max_grad_norm={run.max_grad_norm} divides by the norm of all gradients; max_grad_norm=0 does not"
+    if run.telemetry_interval:
+        return f"telemetry_interval={run.telemetry_interval} looks at them; telemetry_interval=0 does not"
+    if grid.dp_shard * grid.tp == 1:
+        return ""
+    shards = f"all shards (parallel.dp_shard={grid.dp_shard}, tp={grid.tp})"
+    for codec in (*codecs.moments, codecs.master):
+        if codec.one_scale:
+            return f"{codec} needs the amax of {shards}; codecs with scales of groups, and FP32 and BF16, do not"
+    if rule.gathers or rule.needs_rms:
+        return f"{rule} needs {shards} of a matrix; AdamW without clip_updates does not"
+    sloped = [
+        each for phase in phases for each in phase.recipes.values() if not isinstance(each.estimator, StraightThrough)
+    ]
+    if run.parallel.param_all_gather == "quantized" and sloped:
+        return (
+            f"parallel.param_all_gather=quantized multiplies {sloped[0].estimator} into gradients after it; "
+            "param_all_gather=bf16 does not"
+        )
+    return ""

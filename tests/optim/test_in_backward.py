@@ -1,0 +1,127 @@
+"""Updates inside of the backward pass: the bits of a step after it, no gradient left, and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from lowprec_train.optim.in_backward import UpdatesInBackward
+from lowprec_train.optim.norm import norm_and_squares
+from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.train import build, memory_checks
+from tests.optim.cases import SYSTEMS, equal, system, tensors
+from tests.parallel.runs import built, described
+from tests.recipes import composed
+from tests.train.standins import bits, make_trainer, same
+
+
+def output(net, step):
+    """A number that every parameter has a gradient of; the embedding is looked up twice."""
+    words = torch.randint(24, (2, 6), generator=torch.Generator().manual_seed(step))
+    table = net[0]
+    return (net[2].weight.float() @ net[1](table(words[0]) + table(words[1])).T).tanh().sum() + net[2].bias.sum()
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_states_and_norms_are_those_of_a_step_after_the_backward_pass(name, clip):
+    ours, in_backward = system(name, clip_updates=clip, fused=False)
+    theirs, after = system(name, clip_updates=clip, fused=False)
+    updates = UpdatesInBackward(in_backward, ours.parameters())
+    for step in range(3):
+        for micro in (False, True):
+            loss = output(ours, 2 * step + micro)
+            updates.begin(loss.detach() if micro else None)
+            loss.backward()
+            output(theirs, 2 * step + micro).backward()
+        norms = norm_and_squares(ours.parameters(), None, updates.squares), norm_and_squares(theirs.parameters())
+        assert torch.equal(norms[0][0], norms[1][0]) and norms[0][1] == norms[1][1] and norms[0][0] > 0
+        assert all(parameter.grad is None for parameter in ours.parameters())
+        after.step()
+        after.zero_grad(set_to_none=True)
+    assert equal(tensors(ours, in_backward), tensors(theirs, after))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])
+def test_a_bad_gradient_leaves_its_parameter_and_a_bad_loss_all(bad):
+    net, optimizer = system("adamw_coat")
+    updates = UpdatesInBackward(optimizer, net.parameters())
+    before = tensors(net, optimizer)
+    loss = output(net, 0)
+    updates.begin(loss.detach() * float("nan"))
+    loss.backward()
+    assert equal(before, tensors(net, optimizer))
+    net[2].bias.register_hook(lambda gradient: gradient * bad)
+    loss = output(net, 1)
+    updates.begin(loss.detach())
+    loss.backward()
+    after = tensors(net, optimizer)
+    kept = {key for key in before if torch.equal(before[key], after[key])}
+    assert {key.split("/")[0] for key in kept if key.endswith("/step")} == {"2.bias"} and "2.weight" not in kept
+    assert all(key.startswith("2.bias") for key in kept)
+
+
+def test_the_most_that_gradients_take_is_one_layers():
+    """Bytes of all `.grad` at the moment of each update."""
+    net = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(8)))
+    _, optimizer = system("adamw")
+    optimizer = type(optimizer)(net.parameters())
+    updates, alive = UpdatesInBackward(optimizer, net.parameters()), []
+    for parameter in net.parameters():
+        parameter.register_hook(
+            lambda gradient: alive.append(sum(p.grad is not None for p in net.parameters())) or gradient
+        )
+    loss = net(torch.ones(2, 32)).sum()
+    updates.begin(loss.detach())
+    loss.backward()
+    assert len(alive) == 8 and max(alive) == 0 and len(updates.squares) == 8
+
+
+@pytest.mark.parametrize("micro_batch", [4, 8])
+def test_a_trainer_has_the_bits_of_one_that_steps_afterwards(micro_batch):
+    """With several micro-batches too; a poisoned step is skipped by both."""
+    runs = []
+    for in_backward in (False, True):
+        trainer = make_trainer(
+            steps=6, poison=(2,), micro_batch=micro_batch, max_grad_norm=0.0, in_backward=in_backward
+        )
+        lines = [trainer.step() for _ in range(6)]
+        kept = [[float(line[key]) for key in ("train/loss", "train/grad_norm", "train/skipped")] for line in lines]
+        runs.append((repr(kept), bits(trainer)))
+    assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
+
+
+def test_recomputed_blocks_are_stepped_after_they_have_been_computed_again():
+    """The weights that a block is run again with are those of its forward pass."""
+    found = []
+    for how in ("none", "full"):
+        job = described("coat in backward", Sizes())
+        job.run.model.recompute = how
+        trainer = built(job.run, stream=torch.bfloat16, world=build.ALONE)
+        found.append([float(trainer.step()["train/loss"]) for _ in range(3)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes", "said"),
+    [
+        (("max_grad_norm=1.0",), Sizes(), "max_grad_norm=1.0 divides by the norm of all gradients"),
+        (("telemetry_interval=5",), Sizes(), "telemetry_interval=5 looks at them"),
+        (
+            ("+recipe=fp4",),
+            Sizes(dp_shard=2),
+            r"E4M3 scaled needs the amax of all shards \(parallel.dp_shard=2, tp=1\)",
+        ),
+        (("+recipe=bf16", "optim=muon"), Sizes(tp=2), "Muon.* needs all shards"),
+        (("+recipe=bf16", "optim=stable_adamw"), Sizes(dp_shard=4), "clip_updates=True.* needs all shards"),
+        (
+            ("+recipe=fp4", "optim=adamw_coat", "parallel.param_all_gather=quantized"),
+            Sizes(dp_shard=2),
+            "param_all_gather=quantized multiplies DifferentiableEstimator",
+        ),
+    ],
+)
+def test_what_needs_other_gradients_is_refused(overrides, sizes, said):
+    run = composed("model.layers=2", "optim.in_backward=true", "max_grad_norm=0", *overrides)
+    laid_out = build.layout(run)
+    with pytest.raises(ValueError, match=f"optim.in_backward=true frees gradients.*{said}"):
+        memory_checks.check(run, sizes, codecs=build.codecs(run), rule=build.rules(run)[0], phases=laid_out.phases)
