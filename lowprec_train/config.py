@@ -147,6 +147,8 @@ class OptimConfig:
     first_moment, second_moment: `_target_` of the codecs that store the moments of matrices (`optim.codecs`).
     master: `_target_` of the codec of the weights that updates are added to.
     clip_updates: StableAdamW's update clipping.
+    grad_accumulation: `_target_` of the codec that stores gradients of matrices from one micro-batch to the next and to
+        the update; empty: FP32.
     in_backward: step each parameter inside of the backward pass, when its gradient is complete, and free the gradient.
     """
 
@@ -161,6 +163,7 @@ class OptimConfig:
     master: dict[str, Any] = MISSING
     clip_updates: bool = MISSING
     in_backward: bool = False
+    grad_accumulation: dict[str, Any] = field(default_factory=dict)
     rule: dict[str, Any] = field(default_factory=dict)
 
 

@@ -22,6 +22,9 @@ from lowprec_train.ops.philox import philox
 STREAM = 1 << 16
 """The draws' stream of master weights: those of linear layers count from 0 (`numerics.draws`)."""
 
+GRADIENT_STREAM = STREAM + 1
+"""That of sums of gradients (`optim.accumulation`)."""
+
 SLICE = 1 << 24  # elements that are in FP64 at a time
 
 
@@ -131,13 +134,13 @@ def _wide(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
     return total
 
 
-def seeds(run_seed: int, parameters: Tensor, steps: Tensor) -> Tensor:
-    """Seeds of parameters' roundings, int64 [p]: first 63 bits of Philox4x32-10((parameter, STREAM, step), run seed).
+def seeds(run_seed: int, parameters: Tensor, steps: Tensor, *, stream: int = STREAM) -> Tensor:
+    """Seeds of parameters' roundings, int64 [p]: first 63 bits of Philox4x32-10((parameter, stream, step), run seed).
 
     parameters: their indices, int64 [p]. steps: numbers of the updates, [p].
     """
     step = steps.long()
-    counter = (parameters, torch.full_like(step, STREAM), step & 0xFFFFFFFF, step >> 32)
+    counter = (parameters, torch.full_like(step, stream), step & 0xFFFFFFFF, step >> 32)
     words = philox(counter, torch.full_like(step[0], run_seed))
     return (words[1] & 0x7FFFFFFF) << 32 | words[0]
 

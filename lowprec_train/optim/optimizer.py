@@ -119,10 +119,12 @@ class CodedOptimizer(torch.optim.Optimizer):
             batch.step(known.rms, known.amax)
 
     @torch.no_grad()
-    def step_only(self, parameter: nn.Parameter, *, found_inf: Tensor | None = None) -> None:
-        """One update of one parameter, which has a gradient; found_inf as for `step`. The bits of `step`."""
+    def step_only(
+        self, parameter: nn.Parameter, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """One update of one parameter, which has a gradient, to the bits of `step`, whose arguments these are."""
         (group,) = (each for each in self.param_groups if any(member is parameter for member in each["params"]))
-        batches = list(self._batches(group | {"params": [parameter]}, None, found_inf))
+        batches = list(self._batches(group | {"params": [parameter]}, grad_scale, found_inf))
         for batch, known in zip(batches, tensor_stats(batches), strict=True):
             batch.step(known.rms, known.amax)
 

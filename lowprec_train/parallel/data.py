@@ -12,7 +12,7 @@ summed over the ranks at the last micro-batch (ZeRO-1's traffic).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from lowprec_train.comm.collectives import all_reduce
 from lowprec_train.comm.fsdp import Reducer
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
+from lowprec_train.parallel.fsdp_parameters import WholeSum, hold_sums
 from lowprec_train.parallel.mesh import Mesh
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 
@@ -72,7 +73,9 @@ class DataParallel:
     """The ranks of one training step. grad_reduce: one of `GRAD_REDUCE`, as above.
 
     model: after `shard`. reducer: of its matrices' gradients. partial: names of vectors of which every tp rank holds a
-    part of the gradient. all_gather: of its weights, where they are not gathered as they are stored.
+    part of the gradient. all_gather: of its weights, where they are not gathered as they are stored. whole_sum: of a
+    parameter by its place in the model, what holds whole gradients between the micro-batches of a step; None: they are
+    added up in FP32.
     """
 
     def __init__(
@@ -84,12 +87,17 @@ class DataParallel:
         grad_reduce: str = "last_microbatch",
         partial: Collection[str] = (),
         all_gather: QuantizedAllGather | None = None,
+        whole_sum: Callable[[int], WholeSum] | None = None,
     ) -> None:
         self._model, self._mesh, self._reducer, self._grad_reduce = model, mesh, reducer, grad_reduce
-        self._all_gather = all_gather
+        self._all_gather, self._number = all_gather, 0
         vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
         self._partial = [p for name, p in vectors.items() if name in partial]
         self._whole = [p for name, p in vectors.items() if name not in partial]
+        if whole_sum is not None and isinstance(model, FSDPModule):
+            places: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(model.parameters())}
+            for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+                hold_sums(unit, lambda parameter: whole_sum(places[parameter]), lambda: self._number)
 
     @property
     def index(self) -> int:
@@ -106,8 +114,9 @@ class DataParallel:
         if self._all_gather is not None:
             self._all_gather.prepare()
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Before each micro-batch of a step. last: of the step."""
+    def begin_backward(self, number: int, *, last: bool) -> None:
+        """Before each micro-batch of a step. number: in the run, of this rank's. last: of the step."""
+        self._number = number * self.count + self.index
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last or self._grad_reduce == "every_microbatch")
 

@@ -1,10 +1,13 @@
 """What FSDP2 has no public name for, in the one place that asks for it: which tensor it looks at for the functions that
-gather a parameter, and the buffers that it made at the first gather (decision 0020).
+gather a parameter, the buffers that it made at the first gather (decision 0020), and where it adds up whole gradients
+(decision 0079).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -28,3 +31,42 @@ def forget_buffers(unit: FSDPModule, module: nn.Module) -> None:
         if parameter._module_info.module is module:
             parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
             parameter.__dict__.pop("_unsharded_param", None)
+
+
+class WholeSum(Protocol):
+    """What takes a parameter's whole gradients: `optim.accumulation.GradientSum`."""
+
+    @property
+    def empty(self) -> bool: ...
+
+    def add(self, gradient: Tensor, number: int) -> None: ...
+
+    def take(self, gradient: Tensor | None = None) -> Tensor: ...
+
+
+def hold_sums(unit: FSDPModule, sum_of: Callable[[Tensor], WholeSum], number: Callable[[], int]) -> None:
+    """Let `sum_of` a sharded parameter hold what FSDP2 adds up in FP32 over backward passes that reduce nothing.
+
+    number: of the micro-batch. The first pass that reduces takes the sum, with its own gradient, in FP32.
+    """
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    for parameter in () if group is None else group.fsdp_params:
+        held = sum_of(parameter.sharded_param)
+        parameter.accumulate_unsharded_grad_if_needed = partial(_join, parameter, held, group)
+        parameter.to_accumulated_grad_if_needed = partial(_put, parameter, held, number)
+
+
+def _join(parameter: Any, held: WholeSum, group: Any) -> None:
+    """Where a backward pass is about to reduce."""
+    if group.reduce_grads and not held.empty:
+        whole = parameter._unsharded_param
+        gradient, whole.grad = whole.grad, None
+        parameter.unsharded_accumulated_grad = held.take(gradient)
+
+
+def _put(parameter: Any, held: WholeSum, number: Callable[[], int]) -> None:
+    """Where it has reduced nothing."""
+    whole = parameter._unsharded_param
+    gradient, whole.grad = whole.grad, None
+    if gradient is not None:
+        held.add(gradient, number())

@@ -21,12 +21,16 @@ from lowprec_train.data.tokenizer import check_vocabulary
 from lowprec_train.model.transformer import Fill, Transformer
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.adamw import AdamWRule
+from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.ops.updates import Rule
+from lowprec_train.optim import accumulation
+from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.optim.schedule import before_decay
 from lowprec_train.optim.shard import Shard
+from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.precision import policy
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.saved_activations import SavedActivationPolicy
@@ -134,7 +138,7 @@ def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
 def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
     """Cut the laid-out model over the processes; nothing for one of them."""
     grid = checks.layout(run, world.processes)
-    memory_checks.check(run, grid, codecs=codecs(run), rule=rules(run)[0], phases=laid_out.phases)
+    check_memory(run, grid, laid_out)
     return distribute(
         laid_out.model,
         grid,
@@ -146,6 +150,12 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
         timeout=timedelta(minutes=run.parallel.timeout_minutes),
         node_size=run.comm.get("node_size") or world.local_processes,
     )
+
+
+def check_memory(run: RunConfig, grid: Sizes, laid_out: MetaModel) -> None:
+    """ValueError for choices that save memory and exclude each other."""
+    sums = grad_accumulation(run)
+    memory_checks.check(run, grid, codecs=codecs(run), rule=rules(run)[0], sums=sums, phases=laid_out.phases)
 
 
 def weights(model: Transformer, device: torch.device, seed: int, fill: Fill | None = None) -> SeedTable:
@@ -188,6 +198,12 @@ def codecs(run: RunConfig) -> Codecs:
     return Codecs(moments=(first, second), master=master)
 
 
+def grad_accumulation(run: RunConfig) -> StateCodec | None:
+    """What stores sums of gradients; None: autograd adds them up in FP32."""
+    node = run.optim.grad_accumulation
+    return accumulation.check(construct(node, "optim.grad_accumulation")) if node else None
+
+
 def optimizer(run: RunConfig, model: torch.nn.Module, shards: Mapping[Any, Shard] | None = None) -> CodedOptimizer:
     """The optimizer over the model's first weights. With a reduced master the parameters of matrices become BF16."""
     groups = parameter_groups(model, run.optim.weight_decay, *rules(run))
@@ -226,7 +242,8 @@ def trainer(
     seq_len, model = run.data["seq_len"], laid_out.model
     seeds = weights(model, device, run.seed, fill or distribution.fill)
     shards = distribution.shards(model)
-    updates = optimizer(run, model, shards)
+    updates, sums = optimizer(run, model, shards), grad_accumulation(run)
+    whole_sum = None if sums is None else lambda place: GradientSum(sums, seed=run.seed, place=place)
     rates = [throughput(run, model, each, device, distribution.sizes.processes) for each in plans]
     later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))
     precision = PrecisionSchedule(laid_out.phases)
@@ -240,6 +257,7 @@ def trainer(
             seq_len=seq_len,
             throughput=replace(rates[0], later=later),
             in_backward=run.optim.in_backward,
+            grad_accumulation=sums,
             **numbers,
         ),
         model=model,
@@ -254,6 +272,7 @@ def trainer(
             grad_reduce=run.parallel.grad_reduce,
             reduction=construct(run.comm, "comm"),
             param_all_gather=run.parallel.param_all_gather,
+            whole_sum=whole_sum,
         ),
         placements=distribution.placements,
         shards=shards,

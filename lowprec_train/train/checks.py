@@ -148,7 +148,8 @@ def nodes(run: RunConfig) -> None:
     """The open nodes of a configuration against what they name, before anything is built: ValueError as `construct`."""
     checked(run.data, "data")
     checked(run.comm, "comm")
-    for part in ("schedule", "master", "first_moment", "second_moment", *(["rule"] if run.optim.rule else [])):
+    optional = [part for part in ("rule", "grad_accumulation") if getattr(run.optim, part)]
+    for part in ("schedule", "master", "first_moment", "second_moment", *optional):
         checked(getattr(run.optim, part), f"optim.{part}")
     for name, node in run.logger.items():
         checked(node, f"logger.{name}", ("run",))

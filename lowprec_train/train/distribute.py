@@ -23,6 +23,7 @@ from lowprec_train.group import Group
 from lowprec_train.model.transformer import Transformer, fill_whole
 from lowprec_train.optim.shard import Shard
 from lowprec_train.parallel import data, tensor
+from lowprec_train.parallel.fsdp_parameters import WholeSum
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
@@ -57,10 +58,16 @@ class Distribution:
         }
 
     def data_parallel(
-        self, model: Transformer, *, grad_reduce: str, reduction: fsdp.Reduction, param_all_gather: str
+        self,
+        model: Transformer,
+        *,
+        grad_reduce: str,
+        reduction: fsdp.Reduction,
+        param_all_gather: str,
+        whole_sum: Callable[[int], WholeSum] | None = None,
     ) -> DataParallelContext:
         """What a training step asks of the other processes; from here on weights are gathered as `param_all_gather`
-        says and gradients reduced as `reduction` does.
+        says and gradients reduced as `reduction` does. whole_sum: as in `parallel.data.DataParallel`.
         """
         if self.mesh is None:
             return SingleProcess(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
@@ -79,7 +86,13 @@ class Distribution:
                 parts=parts,
             )
         return data.DataParallel(
-            model, self.mesh, reducer, grad_reduce=grad_reduce, partial=partial, all_gather=all_gather
+            model,
+            self.mesh,
+            reducer,
+            grad_reduce=grad_reduce,
+            partial=partial,
+            all_gather=all_gather,
+            whole_sum=whole_sum,
         )
 
     def _group(self, placed: Placed) -> Group | None:

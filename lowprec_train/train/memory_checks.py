@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_train.config import RunConfig
+from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.ops.updates import Rule
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.parallel.mesh import Sizes
@@ -12,18 +13,35 @@ from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.schedule import Phase
 
 
-def check(run: RunConfig, grid: Sizes, *, codecs: Codecs, rule: Rule, phases: Sequence[Phase]) -> None:
-    """Refuse `optim.in_backward` beside what needs more than one parameter's gradient on this rank."""
-    clash = _in_backward(run, grid, codecs, rule, phases) if run.optim.in_backward else ""
-    if clash:
-        raise ValueError(f"optim.in_backward=true frees gradients inside of the backward pass: {clash}")
+def check(
+    run: RunConfig, grid: Sizes, *, codecs: Codecs, rule: Rule, sums: StateCodec | None, phases: Sequence[Phase]
+) -> None:
+    """Refuse `optim.in_backward` beside what needs more than one parameter's gradient on this rank, and it or
+    `optim.grad_accumulation` beside what needs FP32 gradients after the backward pass. sums: what the latter names.
+    """
+    clash = _after_backward(run, phases)
+    if run.optim.in_backward and (told := clash or _in_backward(run, grid, codecs, rule)):
+        raise ValueError(f"optim.in_backward=true frees gradients inside of the backward pass: {told}")
+    if sums is not None and clash:
+        raise ValueError(f"optim.grad_accumulation={sums} leaves no FP32 gradients after the backward pass: {clash}")
 
 
-def _in_backward(run: RunConfig, grid: Sizes, codecs: Codecs, rule: Rule, phases: Sequence[Phase]) -> str:
-    if run.max_grad_norm:
-        return f"max_grad_norm={run.max_grad_norm} divides by the norm of all gradients; max_grad_norm=0 does not"
+def _after_backward(run: RunConfig, phases: Sequence[Phase]) -> str:
     if run.telemetry_interval:
         return f"telemetry_interval={run.telemetry_interval} looks at them; telemetry_interval=0 does not"
+    recipes = [recipe for phase in phases for recipe in phase.recipes.values()]
+    sloped = [each for each in recipes if not isinstance(each.estimator, StraightThrough)]
+    if run.parallel.param_all_gather == "quantized" and sloped:
+        return (
+            f"parallel.param_all_gather=quantized multiplies {sloped[0].estimator} into gradients after it; "
+            "param_all_gather=bf16 does not"
+        )
+    return ""
+
+
+def _in_backward(run: RunConfig, grid: Sizes, codecs: Codecs, rule: Rule) -> str:
+    if run.max_grad_norm:
+        return f"max_grad_norm={run.max_grad_norm} divides by the norm of all gradients; max_grad_norm=0 does not"
     if grid.dp_shard * grid.tp == 1:
         return ""
     shards = f"all shards (parallel.dp_shard={grid.dp_shard}, tp={grid.tp})"
@@ -32,12 +50,4 @@ def _in_backward(run: RunConfig, grid: Sizes, codecs: Codecs, rule: Rule, phases
             return f"{codec} needs the amax of {shards}; codecs with scales of groups, and FP32 and BF16, do not"
     if rule.gathers or rule.needs_rms:
         return f"{rule} needs {shards} of a matrix; AdamW without clip_updates does not"
-    sloped = [
-        each for phase in phases for each in phase.recipes.values() if not isinstance(each.estimator, StraightThrough)
-    ]
-    if run.parallel.param_all_gather == "quantized" and sloped:
-        return (
-            f"parallel.param_all_gather=quantized multiplies {sloped[0].estimator} into gradients after it; "
-            "param_all_gather=bf16 does not"
-        )
     return ""

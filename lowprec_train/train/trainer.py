@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.numerics.draws import SeedTable
+from lowprec_train.ops.codecs import StateCodec
+from lowprec_train.optim.accumulation import GradientSums
 from lowprec_train.optim.in_backward import UpdatesInBackward
 from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.optimizer import CodedOptimizer
@@ -64,6 +66,7 @@ class TrainingOptions:
     eval_interval: int  # there is an evaluation at the end too
     eval_batches: int  # micro-batches of the validation split
     in_backward: bool = False  # step each parameter when its gradient is complete; max_grad_norm is 0
+    grad_accumulation: StateCodec | None = None  # what stores gradients of matrices until the update; None: FP32
     log_interval: int = 1  # evaluations, observed steps and the last one are always logged
     throughput: Throughput | None = None  # None: tokens per second alone
 
@@ -105,8 +108,7 @@ class Trainer:
         self.precision, self.data_parallel = precision, data_parallel or SingleProcess()
         self.placements, self.shards = placements, shards
         self.telemetry = telemetry or Telemetry(model, optimizer)
-        complete = (p for p in model.parameters() if p.requires_grad and self.data_parallel.complete_in_backward(p))
-        self._in_backward = UpdatesInBackward(optimizer, complete) if options.in_backward else None
+        self._sums, self._in_backward = self._gradients()
         self.steps_done = 0
         self._times = {"step_ms": 0.0, "data_ms": 0.0}  # of the newest step whose time is known
         self._last_loss: float | None = None  # of validation, in this launch
@@ -188,13 +190,15 @@ class Trainer:
         lr = self.schedule(self.steps_done)
         self.optimizer.set_lr(lr)
         loss = torch.zeros((), device=self.device)
-        for micro in batch.micro:
-            last = micro is batch.micro[-1]
-            self.data_parallel.begin_backward(last=last)
+        for place, micro in enumerate(batch.micro, start=1):
+            last, number = place == len(batch.micro), self.steps_done * len(batch.micro) + place
+            self.data_parallel.begin_backward(number, last=last)
             loss_part = self._micro_loss(micro, normalizer, self.steps_done)
             loss += loss_part.detach()
             if last:
                 loss = self.data_parallel.total(loss)
+            if self._sums is not None:
+                self._sums.begin(number, last=last)
             if self._in_backward is not None:
                 self._in_backward.begin(loss if last else None)
             loss_part.backward()
@@ -262,6 +266,17 @@ class Trainer:
         self.remembered.clear()
         self.remembered.update(json.loads(state_dict["remembered"]))
 
+    def _gradients(self) -> tuple[GradientSums | None, UpdatesInBackward | None]:
+        """What takes gradients as they are made. The sums come first: an update is of a sum."""
+        codec, in_backward = self.options.grad_accumulation, self.options.in_backward
+        made = [(place, p) for place, p in enumerate(self.model.parameters()) if p.requires_grad]
+        complete = [(place, p) for place, p in made if self.data_parallel.complete_in_backward(p)]
+        matrices = [(place, p) for place, p in complete if p.ndim >= 2]
+        sums = None
+        if codec is not None:
+            sums = GradientSums(matrices, codec, seed=self.options.seed, shards=self.shards, in_backward=in_backward)
+        return sums, UpdatesInBackward(self.optimizer, (p for _, p in complete)) if in_backward else None
+
     def _micro_loss(self, micro: MicroBatch, normalizer: Tensor, step: int) -> Tensor:
         part = micro.to(self.device)
         draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
@@ -269,12 +284,15 @@ class Trainer:
 
     def _update(self, loss: Tensor, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""
-        stepped = None if self._in_backward is None else self._in_backward.squares
-        norm, squares = norm_and_squares(self.model.parameters(), self.shards, stepped)
+        known = {p: s for each in (self._sums, self._in_backward) if each is not None for p, s in each.squares.items()}
+        norm, squares = norm_and_squares(self.model.parameters(), self.shards, known)
         scale = ((norm + 1e-6) / (self.options.max_grad_norm or float("inf"))).clamp(min=1.0)
         taken = usable(loss, norm, scale)
         observer = None if record is None else record.state
-        self.optimizer.step(grad_scale=scale, found_inf=(~taken).float(), observer=observer)
+        found_inf = (~taken).float()
+        self.optimizer.step(grad_scale=scale, found_inf=found_inf, observer=observer)
+        for parameter in () if self._sums is None else self._sums.gradients():
+            self.optimizer.step_only(parameter, grad_scale=scale, found_inf=found_inf)
         self.optimizer.zero_grad(set_to_none=True)
         self._skips.count(taken, torch.stack(squares))
         return norm

@@ -7,7 +7,7 @@ from torch import nn
 from lowprec_train.optim.in_backward import UpdatesInBackward
 from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.parallel.mesh import Sizes
-from lowprec_train.train import build, memory_checks
+from lowprec_train.train import build
 from tests.optim.cases import SYSTEMS, equal, system, tensors
 from tests.parallel.runs import built, described
 from tests.recipes import composed
@@ -124,4 +124,4 @@ def test_what_needs_other_gradients_is_refused(overrides, sizes, said):
     run = composed("model.layers=2", "optim.in_backward=true", "max_grad_norm=0", *overrides)
     laid_out = build.layout(run)
     with pytest.raises(ValueError, match=f"optim.in_backward=true frees gradients.*{said}"):
-        memory_checks.check(run, sizes, codecs=build.codecs(run), rule=build.rules(run)[0], phases=laid_out.phases)
+        build.check_memory(run, sizes, laid_out)

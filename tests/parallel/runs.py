@@ -36,6 +36,7 @@ TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 SPLIT = ("model.dim=256", "model.heads=8", "model.kv_heads=4", "model.ffn=768")  # over up to four tensor-parallel ranks
 WIDE_HEADS = ("model.attention=qk_norm", "model.head_dim=64", "model.qkv_bias=true")
 LATER = "precision.schedule.end.at=0.67"  # before the last of three steps
+SUMS = "+optim/moment@optim.grad_accumulation"
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
 CASES["fp4_mixed"] += (LATER,)
@@ -55,6 +56,11 @@ CASES |= {
     "post-norm": ("+recipe=fp8", *SPLIT, "model.norm_placement=post", "seed=4", "comm=fp32", "max_grad_norm=0"),
     "own comm fp4": ("+recipe=fp4", *SPLIT),
     "own comm bf16": ("+recipe=bf16", *SPLIT),
+}
+
+SUMMED = {  # with several micro-batches, where whole gradients are added up
+    "fp32": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", f"{SUMS}=fp32"),
+    "bf16": ("+recipe=fp8", *SPLIT, "comm=fp32", f"{SUMS}=bf16", "+optim.grad_accumulation.stochastic=true"),
 }
 
 
@@ -93,7 +99,7 @@ def described(case: str, sizes: Sizes, *, split: bool = False, accumulation: int
     tokens = MICRO * SEQ * sizes.dp * accumulation
     layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
     grid = [f"parallel.{key}={value}" for key, value in layout.items()] if split else []
-    run = composed(*CASES[case], *TINY, f"tokens_per_step={tokens}", f"steps={steps}", *grid)
+    run = composed(*(CASES | SUMMED)[case], *TINY, f"tokens_per_step={tokens}", f"steps={steps}", *grid)
     return Job(run, torch.float32 if sizes.tp > 1 and case != "in bf16" else torch.bfloat16)
 
 
@@ -143,5 +149,7 @@ def launched(layout: str, steps: int = STEPS, cases: Sequence[str] = ()) -> list
     sizes = LAYOUTS[layout]
     jobs = {case: described(case, sizes, split=True, steps=steps) for case in cases or cases_of(layout)}
     jobs["fp8, accumulation 2"] = described("fp8", sizes, split=True, accumulation=2, steps=steps)
+    for case in SUMMED if layout == "dp2" else ():
+        jobs[f"sums in {case}"] = described(case, sizes, split=True, accumulation=2, steps=steps)
     noise = described("mxfp4", sizes, split=True, accumulation=2, steps=1)
     return run_distributed(work, sizes, jobs, noise, sizes.processes, timeout=240 * steps)

@@ -83,6 +83,18 @@ def test_accumulation(name, ranks_at, references):
     assert found == pytest.approx(references("fp8", LAYOUTS[name], accumulation=2)["loss"], rel=ORDER)
 
 
+def test_sums_of_gradients_in_codes(ranks_at):
+    """Whole gradients are added up on each rank until the last micro-batch. In FP32 codes these are the bits of FSDP2's
+    own sums; in BF16 the losses stay within a rounding of each sum.
+    """
+    ranks = ranks_at("dp2")
+    native, exact, coarse = (
+        [rank[case] for rank in ranks] for case in ("fp8, accumulation 2", "sums in fp32", "sums in bf16")
+    )
+    assert exact == native and all(each == coarse[0] for each in coarse)
+    assert coarse[0]["loss"] == pytest.approx(native[0]["loss"], rel=WIRE) and coarse != native
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_noise_of_weights_is_another_on_each_data_parallel_rank_and_in_each_micro_batch(name, ranks_at):
     """And that of micro-batch i * dp + d of one process on all tp ranks of data-parallel rank d."""

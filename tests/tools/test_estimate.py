@@ -305,3 +305,11 @@ def test_updates_in_the_backward_pass_leave_no_gradients():
     matrices = 4 * sum(w.shape[0] * w.shape[1] for w in subject(*how).weights if w.unit == "blocks.0" and w.matrix)
     assert freed.moments["block 0"]["at work"] - kept.moments["block 0"]["at work"] == matrices
     assert needed(*how, more).peak[1]["gradients"] == needed("+recipe=coat", more).peak[1]["gradients"]
+
+
+@pytest.mark.parametrize(("codec", "share"), [("bf16", 2), ("fp16", 2), ("e4m3", 4)])
+def test_sums_in_codes_take_their_share(codec, share):
+    """Whole ones under last_microbatch, and a rank's parts; vectors stay in FP32."""
+    for more in (("parallel.dp_shard=4", "tokens_per_step=2048"), ("tokens_per_step=512",)):
+        found = needed("+recipe=coat", *more, f"+optim/moment@optim.grad_accumulation={codec}").peak[1]["gradients"]
+        assert found == pytest.approx(needed("+recipe=coat", *more).peak[1]["gradients"] / share, rel=0.02)

@@ -20,6 +20,7 @@ from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.tools.estimate import traffic
 from lowprec_train.tools.estimate.saved import Counter, SavedBytes, SavedParts
 from lowprec_train.tools.estimate.subject import Subject, Weight
+from lowprec_train.train import build
 
 FP32, BF16 = 4, 2
 BLOCKS_GATHERED = 3  # the one that computes, the next one, and the buffer that it arrives in
@@ -150,20 +151,21 @@ def gathered(subject: Subject, *, last_block: int) -> int:
 class Gradients:
     """Where gradients are between the first backward pass and the update.
 
-    standing: bytes from the first micro-batch of several on: whole and in FP32 where they are summed over ranks at the
-    last one only, else this rank's parts.
+    standing: bytes from the first micro-batch of several on: whole where they are summed over ranks at the last one
+    only, else this rank's parts; in FP32, or in the codes of `optim.grad_accumulation`.
     """
 
     def __init__(self, subject: Subject, reduction: Reduction) -> None:
         self._subject, self._reduction, self._sizes = subject, reduction, subject.sizes
-        several = subject.micro_batches > 1
+        self._codec, several = build.grad_accumulation(subject.run), subject.micro_batches > 1
+        self._in_backward = subject.run.optim.in_backward
         late = several and self._sizes.dp > 1 and subject.run.parallel.grad_reduce == "last_microbatch"
-        whole = FP32 * self._elements(subject.weights) if late else self._parts(subject.weights)
+        whole = self._whole(subject.weights) if late else self._parts(subject.weights)
         self.standing = whole if several else 0
 
     def made(self, weights: Sequence[Weight]) -> int:
         """Bytes beyond `standing` once the backward pass has computed the gradients of these weights."""
-        if self._subject.run.optim.in_backward:
+        if self._in_backward:
             weights = [] if self._sizes.dp == 1 else [w for w in weights if not w.matrix]
         return 0 if self.standing else self._parts(weights)
 
@@ -172,7 +174,7 @@ class Gradients:
         matrices = [w for w in weights if w.matrix]
         made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.stored_size(w) for w in matrices)
         if not matrices or self._sizes.dp == 1:
-            return made if self.standing or self._subject.run.optim.in_backward else 0
+            return made if self.standing or self._in_backward or self._codec is not None else 0
         layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard
         wire = 2 * reduce_scatter_bytes(self._reduction.codec, layout, ranks) if ranks > 1 else 0
         return made + FP32 * self._elements(matrices) + wire
@@ -180,5 +182,13 @@ class Gradients:
     def _elements(self, weights: Sequence[Weight]) -> int:
         return sum(math.prod(w.part(self._sizes.tp)) for w in weights if w.matrix)
 
+    def _whole(self, weights: Sequence[Weight]) -> int:
+        return sum(self._bytes(w, w.part(self._sizes.tp), FP32) for w in weights if w.matrix)
+
     def _parts(self, weights: Sequence[Weight]) -> int:
-        return sum(math.prod(w.mine(self._sizes)) * self._subject.stored_size(w) for w in weights)
+        return sum(self._bytes(w, w.mine(self._sizes), self._subject.stored_size(w)) for w in weights)
+
+    def _bytes(self, weight: Weight, shape: tuple[int, ...], size: int) -> int:
+        if self._codec is None or not weight.matrix:
+            return math.prod(shape) * size
+        return self._codec.state_bytes(shape)

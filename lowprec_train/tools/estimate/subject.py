@@ -25,7 +25,7 @@ from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.meta_group import MetaGroup
-from lowprec_train.train import build, checks, memory_checks
+from lowprec_train.train import build, checks
 from lowprec_train.train.describe import MetaModel
 
 META = torch.device("meta")
@@ -75,9 +75,7 @@ class Subject:
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", MetaGroup(self.sizes.tp))
         checks.choices(self.run.parallel)
-        memory_checks.check(
-            self.run, self.sizes, codecs=self._codecs, rule=build.rules(self.run)[0], phases=self.laid_out.phases
-        )
+        build.check_memory(self.run, self.sizes, self.laid_out)
 
     @cached_property
     def sizes(self) -> Sizes:
