@@ -83,6 +83,7 @@ CASES: dict[str, Case] = {
     "nvfp4, nearest": Case("nvfp4", "nvfp4.recipe", {"stochastic": False}),
     "nvfp4, W in 1x16": Case("nvfp4", "nvfp4.recipe", {"square": False}),
     "nvfp4, X row-scaled": Case("nvfp4", "nvfp4.recipe", {"row_scaled": True}),
+    "quartet2": Case("quartet2", "quartet2.recipe", {}),
     "ufp4": Case("ufp4", "ufp4.recipe", {}),
     "w4a8": Case("w4a8", "w4a8.recipe", {}),
     "averis": Case("averis", "averis.recipe", {"of": {"_target_": "lowprec_train.recipes.nvfp4.recipe"}}),

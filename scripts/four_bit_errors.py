@@ -18,12 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.formats import E2M1, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.recipes import fp4_fold
@@ -32,15 +34,18 @@ COMMAND = "python scripts/four_bit_errors.py"
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results" / "four_bit_errors.json"
 SHAPE, ROWS, ROTATIONS, BLOCK = (1024, 4096), (32, 1024), 200, 128
 
+NVFP4 = Quantizer(E2M1, (1, 16), ScaleRule.NVFP4)
 FORWARD: dict[str, Quantizer] = {
     "FOLD3": fp4_fold.operand(),
-    "NVFP4": Quantizer(E2M1, (1, 16), ScaleRule.NVFP4),
+    "NVFP4": NVFP4,
+    "NVFP4, 4/6": replace(NVFP4, candidates=Candidates.MSE),
     "MXFP4, ceil": Quantizer(E2M1, (1, 32), ScaleRule.E8M0_CEIL),
 }
 BACKWARD: dict[str, Quantizer] = {
     "FOLD3, a factor per row": fp4_fold.backward().a or fp4_fold.operand(),
     "FOLD3": fp4_fold.operand(),
-    "NVFP4, stochastic": Quantizer(E2M1, (1, 16), ScaleRule.NVFP4, rounding=STOCHASTIC),
+    "MS-EDEN": replace(NVFP4, correction=Correction.GROUP),
+    "NVFP4, stochastic": replace(NVFP4, rounding=STOCHASTIC),
     "MXFP4 3/4, stochastic": Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, rounding=STOCHASTIC),
 }
 

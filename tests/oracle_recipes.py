@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.oracle import F64, TABLES, fold, quantize, random_bits, rotate_float32
+from tests.oracle import F32, F64, TABLES, bf16, fold, quantize, random_bits, rotate_float32
+from tests.oracle_eden import eden
 from tests.oracle_four_over_six import four_over_six
 from tests.oracle_ladder import ladder
-from tests.oracle_linear import DGRAD, FPROP, ROTATION, WGRAD, A, Passes, Product, Seeds, gemm, plain
+from tests.oracle_linear import DGRAD, FPROP, ROTATION, WGRAD, A, B, Passes, Product, Seeds, gemm, plain
 
 
 def linear_fp8_rowwise(
@@ -157,6 +158,35 @@ def linear_fp8_eden4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, seeds: Seeds,
     w = plain(w, format)
     qx, qw = (quantize(each, "E4M3", rule="POW2").exact for each in (x, w))
     return Passes(gemm(qx, qw), *fold3_backward(dy, w, qx, seeds))
+
+
+@dataclass(frozen=True)
+class Quartet:
+    """Quartet II: seeds by (gemm, purpose), the micro-batch's first token, the Hadamard block of the backward GEMMs (0:
+    none), and whether blocks of fprop reach 6 or 4."""
+
+    seeds: Seeds
+    first_token: int = 0
+    rotation: int = 128
+    selects: bool = True
+
+    def forward(self, x: np.ndarray) -> np.ndarray:
+        return four_over_six(x)[0].exact if self.selects else quantize(x, "E2M1", (1, 16), "NVFP4").exact
+
+    def backward(self, x: np.ndarray, which: int, purpose: int, origin: tuple[int, int] = (0, 0)) -> np.ndarray:
+        y = rotate_float32(x, self.seeds(which, ROTATION), self.rotation) if self.rotation else x
+        return eden(y, self.seeds(which, purpose), origin).rounded.exact
+
+
+def linear_quartet2(x: np.ndarray, w: np.ndarray, dy: np.ndarray, how: Quartet, format: str = "BF16") -> Passes:
+    """The backward GEMMs round what fprop multiplied, in the dtype of the layer's input."""
+    qx, qw, first = how.forward(x), how.forward(plain(w, format)), how.first_token
+    kept_x, kept_w = (bf16(each.astype(F32)) if format == "BF16" else each.astype(F32) for each in (qx, qw))
+    return Passes(
+        gemm(qx, qw),
+        gemm(how.backward(dy, DGRAD, A, (first, 0)), how.backward(kept_w.T, DGRAD, B)),
+        gemm(how.backward(dy.T, WGRAD, A, (0, first)), how.backward(kept_x.T, WGRAD, B, (0, first))),
+    )
 
 
 def linear_int8_switchback(x: np.ndarray, w: np.ndarray, dy: np.ndarray, format: str = "BF16") -> Passes:

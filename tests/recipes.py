@@ -41,6 +41,7 @@ from lowprec_train.recipes import (
     mxfp4_fp8,
     mxfp8,
     nvfp4,
+    quartet2,
     ufp4,
     w4a8,
 )
@@ -62,13 +63,14 @@ RECIPES: dict[str, LinearRecipe] = {
     "fp8_eden4": fp8_eden4.recipe(),
     "nvfp4": nvfp4.recipe(),
     "nvfp4_lines": nvfp4.recipe(square=False, row_scaled=True, select="4over6"),
+    "quartet2": quartet2.recipe(),
     "ufp4": ufp4.recipe(),
     "w4a8": w4a8.recipe(),
     "averis": averis.recipe(of=nvfp4.recipe()),
     "int8_switchback": int8_switchback.recipe(),
 }
 SYSTEMS = config.choices("recipe")
-BY_NIGHT = ("averis", "fp8_eden4", "ufp4", "w4a8")
+BY_NIGHT = ("averis", "fp8_eden4", "quartet2", "ufp4", "w4a8")
 """Recipes made of parts that others have, too: what takes seconds a recipe is `nightly` for them."""
 MODELS = ("llama_tiny", "gpt_tiny")
 

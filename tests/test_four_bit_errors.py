@@ -21,6 +21,10 @@ def test_what_is_claimed(committed):
     assert forward["FOLD3"]["normal"] <= 0.0083 and forward["FOLD3"]["normal"] < forward["NVFP4"]["normal"] < 0.0092
     for figures in backward[EDEN].values():
         assert figures["slope"] == pytest.approx(1, abs=2e-4) and figures["error"] < 0.0083
+    assert forward["NVFP4, 4/6"]["normal"] <= 0.0076
+    for figures in backward["MS-EDEN"].values():
+        assert figures["slope"] == pytest.approx(1, abs=2e-4)
+    assert backward["MS-EDEN"]["normal"]["error"] == pytest.approx(0.0098, abs=5e-5)
     assert backward["FOLD3"]["normal"]["slope"] < 0.995
     assert 2.8 < backward["NVFP4, stochastic"]["normal"]["error"] / backward[EDEN]["normal"]["error"] < 2.9
     assert list(forward) == list(script.FORWARD) and list(backward) == list(script.BACKWARD)

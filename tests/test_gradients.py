@@ -29,6 +29,7 @@ BOUNDS = {  # recipe -> least cosine with BF16 of (dX, dW) over the linears of t
     "fp4_fold": (0.95, 0.95),
     "fp8_eden4": (0.95, 0.95),
     "nvfp4": (0.94, 0.94),  # 0.950, 0.953
+    "quartet2": (0.95, 0.95),
     "ufp4": (0.96, 0.96),  # 0.971, 0.971
     "w4a8": (0.955, 0.955),  # 0.967, 0.968
     "averis": (0.94, 0.94),  # 0.952, 0.956

@@ -43,21 +43,37 @@ std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::s
   return {folded, row_scale};
 }
 
-Tensor dequantize(const Tensor& codes, const Tensor& scale) {
+// One row of codes times their scales at a time, to `write`(row, values).
+template <typename Write>
+void decode_rows(const Tensor& codes, const Tensor& scale, const Write& write) {
   const int64_t rows = codes.size(0), columns = codes.size(1);
   const int64_t bands = scale.size(0), tiles = scale.size(1);
   STD_TORCH_CHECK(rows % bands == 0 && columns % tiles == 0, "scales [", bands, ", ", tiles, "] of codes [", rows,
                   ", ", columns, "]");
-  const Tensor values = empty_like_device(codes, {rows, columns}, ScalarType::Float);
   const Source source = source_of(codes), scales = source_of(scale);
-  float* out = mutable_data_of<float>(values);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
-    std::vector<float> factor(tiles);
+    std::vector<float> factor(tiles), v(columns);
     for (int64_t r = first; r < last; ++r) {
-      load(source, r * columns, columns, out + r * columns);
+      load(source, r * columns, columns, v.data());
       load(scales, r / (rows / bands) * tiles, tiles, factor.data());
-      scale_tiles(out + r * columns, columns, columns / tiles, factor.data());
+      scale_tiles(v.data(), columns, columns / tiles, factor.data());
+      write(r, v);
     }
+  });
+}
+
+Tensor dequantize(const Tensor& codes, const Tensor& scale) {
+  const Tensor values = empty_like_device(codes, {codes.size(0), codes.size(1)}, ScalarType::Float);
+  float* out = mutable_data_of<float>(values);
+  decode_rows(codes, scale, [&](int64_t r, const std::vector<float>& v) { std::copy(v.begin(), v.end(), out + r * v.size()); });
+  return values;
+}
+
+Tensor dequantize_bf16(const Tensor& codes, const Tensor& scale) {
+  const Tensor values = empty_like_device(codes, {codes.size(0), codes.size(1)}, ScalarType::BFloat16);
+  uint16_t* out = mutable_data_of<uint16_t>(values);
+  decode_rows(codes, scale, [&](int64_t r, const std::vector<float>& v) {
+    encode_row(Format::BF16, v.data(), nullptr, v.size(), out + r * v.size());
   });
   return values;
 }
@@ -67,6 +83,7 @@ Tensor dequantize(const Tensor& codes, const Tensor& scale) {
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
   m.impl("fold", TORCH_BOX(&fold));
   m.impl("dequantize", TORCH_BOX(&dequantize));
+  m.impl("dequantize_bf16", TORCH_BOX(&dequantize_bf16));
 }
 
 }  // namespace lowprec

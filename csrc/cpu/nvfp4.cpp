@@ -1,27 +1,8 @@
 // quantize_nvfp4: E2M1 codes under E4M3 block scales under one FP32 scale of the tensor (ops/reference.py).
-#include "cpu/rows.h"
+#include "cpu/nvfp4.h"
 
 namespace lowprec {
 namespace {
-
-constexpr Format BLOCK = Format::E4M3;
-
-struct BlockScale {
-  float scale;
-  uint8_t code;
-};
-
-BlockScale block_scale(float amax, float tensor_scale, double headroom) {
-  const float share = static_cast<float>(static_cast<double>(amax) / (6.0 * headroom));
-  const float wanted = divide(share, tensor_scale);
-  uint8_t code = encode<BLOCK>(wanted < 0x1p-9f ? 0x1p-9f : wanted);
-  float scale = decode<BLOCK>(code) * tensor_scale;
-  if (headroom < 1.0 && divide(amax, scale) > 6.0f && decode<BLOCK>(code) < 448.0f) {
-    scale = decode<BLOCK>(++code) * tensor_scale;
-  }
-  if (amax == 0.0f) scale = 1.0f;
-  return {scale, code};
-}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::vector<int64_t> tile, double headroom,
                                                           std::string rounding, std::optional<Tensor> seed,
@@ -45,8 +26,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
   });
   uint32_t most = 0;
   for (uint32_t each : of_rows) most = larger(most, each);
-  const float share = static_cast<float>(static_cast<double>(magnitude_of(most)) / (6.0 * 448.0));
-  const float tensor_scale = share < 0x1p-117f ? 0x1p-117f : share;
+  const float tensor_scale = outer_scale(magnitude_of(most), 6.0 * 448.0);
   *mutable_data_of<float>(whole) = tensor_scale;
 
   float* out_scale = mutable_data_of<float>(scale);

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 
 from lowprec_train.group import SINGLE, Group
+from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.formats import BF16, E2M1, FORMATS, FP16, FP32, NEAREST, STOCHASTIC, Format, Rounding
 from lowprec_train.ops import library
+from lowprec_train.ops.eden import BLOCK as EDEN_BLOCK
+from lowprec_train.ops.eden import GROUP as EDEN_GROUP
 from lowprec_train.ops.ladder import SPAN as LADDER_SPAN
 from lowprec_train.ops.ladder import row_factor
 from lowprec_train.ops.rounding import ROUNDINGS
@@ -42,30 +45,6 @@ class ScaleRule(Enum):
     E8M0_CEIL = "E8M0_CEIL"
     NVFP4 = "NVFP4"
     LADDER = "LADDER"
-
-
-class Candidates(Enum):
-    """Which scale a tile takes: the rule's own (NONE), or of the rule's candidates the one of least error, the larger
-    one of equals: the sum of squares (MSE), of magnitudes (MAE), or the largest magnitude (MAX) of codes * scale - x.
-
-    LADDER's candidates are the rung below its own, its own and the rung above. NVFP4's are its own block scale and 3/2
-    of it, under an outer scale for 256 instead of 448 ("four over six", arXiv 2512.02010); its own of equals.
-    """
-
-    NONE = "none"
-    MSE = "mse"
-    MAE = "mae"
-    MAX = "max"
-
-
-class Correction(Enum):
-    """What is multiplied into scales after rounding to nearest, so that the error of rounding has no part along x.
-
-    ROW   c = sum x**2 / sum x (codes * scale) of a row, in FP32 (EDEN's factor, arXiv 2601.22813, for all of k)
-    """
-
-    NONE = "none"
-    ROW = "row"
 
 
 STOCHASTIC_HEADROOM = {
@@ -105,9 +84,10 @@ class Quantized:
             return "tensor"
         return "row" if self.scale.shape == (self.codes.shape[0], 1) else "block"
 
-    def dequantize(self) -> Tensor:
-        """codes * scale, FP32 [m, k]."""
-        return torch.ops.lowprec.dequantize(self.codes, self.scale)
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """codes * scale [m, k], FP32 or rounded once to BF16."""
+        ops = torch.ops.lowprec
+        return (ops.dequantize_bf16 if dtype is torch.bfloat16 else ops.dequantize)(self.codes, self.scale)
 
     def t(self) -> Quantized:
         """The transposed matrix, codes laid out row-major again."""
@@ -183,6 +163,7 @@ class Quantizer:
         if self.exponent_span and self.scale not in SPANNED:
             raise ValueError(f"exponent_span bounds power-of-two block exponents; {self.scale.name} scales have none")
         self._check_four_over_six()
+        self._check_eden()
         self._check_ladder()
         self._pair_with_transposed()
 
@@ -196,12 +177,26 @@ class Quantizer:
         if min(self.tile) < 1 or count & (count - 1):
             raise ValueError(f"candidates of NVFP4 belong to tiles of a power of two of elements, not to {self.tile}")
 
+    def _check_eden(self) -> None:
+        if self.correction is not Correction.GROUP:
+            return
+        if self.scale is not ScaleRule.NVFP4 or self.tile != (1, EDEN_BLOCK) or self.outer != WHOLE:
+            where = f"{self.scale.name} scales of {self.tile} under one of {self.outer}"
+            raise ValueError(
+                f"correction=GROUP belongs to NVFP4 scales of (1, 16) under one of (-1, -1), not to {where}"
+            )
+        if self.rounding is not NEAREST or self.headroom is not None or self.candidates is not Candidates.NONE:
+            how = f"rounding={self.rounding}, headroom={self.headroom}, candidates={self.candidates.name}"
+            raise ValueError(f"correction=GROUP rounds to nearest in a range of its own; it is given {how}")
+
     def _check_ladder(self) -> None:
-        for field_name, value in (("candidates", self.candidates), ("correction", self.correction)):
-            nvfp4 = field_name == "candidates" and self.scale is ScaleRule.NVFP4
-            if value.value != "none" and self.scale is not ScaleRule.LADDER and not nvfp4:
-                raise ValueError(f"{field_name}={value.name} belongs to LADDER scales, not to {self.scale.name} ones")
+        nvfp4 = self.scale is ScaleRule.NVFP4
         if self.scale is not ScaleRule.LADDER:
+            if self.candidates is not Candidates.NONE and not nvfp4:
+                where = f"not to {self.scale.name} ones"
+                raise ValueError(f"candidates={self.candidates.name} belongs to LADDER and NVFP4 scales, {where}")
+            if self.correction is Correction.ROW:
+                raise ValueError(f"correction=ROW belongs to LADDER scales, not to {self.scale.name} ones")
             return
         if self.format is not E2M1:
             raise ValueError(f"LADDER scales belong to E2M1, not {self.format}")
@@ -227,19 +222,21 @@ class Quantizer:
 
     @property
     def stochastic(self) -> bool:
-        """True when rounding draws, and so needs a seed."""
-        return self.rounding.stochastic
+        """True when the rounding of codes or of scales draws, and so needs a seed."""
+        return self.rounding.stochastic or self.correction is Correction.GROUP
 
     @property
     def range_share(self) -> float:
         """The head-room in force."""
         if self.headroom is not None:
             return self.headroom
-        return STOCHASTIC_HEADROOM.get(self.scale, 1.0) if self.stochastic else 1.0
+        return STOCHASTIC_HEADROOM.get(self.scale, 1.0) if self.rounding.stochastic else 1.0
 
     def check(self, rows: int, columns: int) -> None:
         """ValueError when the tile does not divide a rows x columns matrix."""
         tile_shape(rows, columns, self.tile)
+        if self.correction is Correction.GROUP:
+            tile_shape(rows, columns, (1, EDEN_GROUP))
 
     def __call__(
         self, x: Tensor, seed: Tensor | None = None, origin: Tensor | None = None, shared: Shared | None = None
@@ -248,8 +245,10 @@ class Quantizer:
         and column of x[0, 0]. shared: where x is a part, whose codes are then those of the whole, cut alike.
         """
         self._check_call(x, seed)
-        if shared is not None and self.crosses(shared.dim):
+        if shared is not None and self.crosses(shared.dim) and self.correction is not Correction.GROUP:
             return self._part(x, seed, origin, shared)
+        if self.correction is Correction.GROUP:
+            return self.of_rotated(x, None, 0, seed, origin, shared)
         if self._takes_maxima:
             amax = torch.ops.lowprec.amax(x, self.tile)
             return self._under(x, amax, self._outer_amax(amax), seed, origin)
@@ -261,6 +260,23 @@ class Quantizer:
             return self.wrap(codes, scale, {"block": block, "tensor": tensor})
         codes, scale = self.kernel("quantize", x.device)(x, *self._how, seed, origin)
         return self.wrap(codes, scale)
+
+    def of_rotated(
+        self,
+        x: Tensor,
+        signs: Tensor | None,
+        rotation: int,
+        seed: Tensor | None = None,
+        origin: Tensor | None = None,
+        shared: Shared | None = None,
+    ) -> Quantized:
+        """Of x after its random Hadamard transform, for GROUP alone, whose op rotates. signs: seed of its signs, None
+        for +1; rotation: its block, 0 for none. The rest as in a call.
+        """
+        top = torch.ops.lowprec.rotated_amax(x, signs, rotation)
+        top = top if shared is None else shared.global_amax(top)
+        codes, scale, block, tensor = torch.ops.lowprec.quantize_eden(x, top, signs, rotation, seed, origin)
+        return self.wrap(codes, scale, {"block": block, "tensor": tensor})
 
     def kernel(self, op: str, device: torch.device) -> Callable[..., Any]:
         """What runs an op for this format and rounding on a device."""
@@ -274,9 +290,12 @@ class Quantizer:
 
     def on_reference(self, device: torch.device) -> bool:
         """True where a device has a compiled kernel for this scale rule, which does not know the format or rounding."""
-        if self._takes_maxima:
-            op = "quantize_nvfp4_by" if self.candidates is Candidates.NONE else "quantize_four_over_six"
-            return library.lacks(op, "quantize_nvfp4", device)
+        if self.correction is Correction.GROUP:
+            return library.lacks("quantize_eden", "quantize_nvfp4", device)
+        if self.candidates is not Candidates.NONE and self.scale is ScaleRule.NVFP4:
+            return library.lacks("quantize_four_over_six", "quantize_nvfp4", device)
+        if self._takes_maxima and library.lacks("quantize_nvfp4_by", "quantize_nvfp4", device):
+            return True
         op = {ScaleRule.NVFP4: "quantize_nvfp4", ScaleRule.LADDER: "rotate_fold_ladder"}.get(self.scale, "quantize")
         return not library.knows(op, device, *self._names)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import ladder_cases, library, reference
+from lowprec_train.ops import eden_cases, ladder_cases, library, reference
 from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
 from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
 from lowprec_train.ops.gradient_cases import decode_cases, encode_cases
@@ -300,6 +300,23 @@ def _quantized_gelu() -> Cases:
     return {"E4M3": (normal(5, 256), "E4M3", 128), "E2M1": (normal(6, 96), "E2M1", 32)}
 
 
+def _dequantize() -> Cases:
+    e4m3, codes = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96)
+    e5m2, narrow = e4m3.float().to(torch.float8_e5m2), values(6, 3, seed=6).abs()
+    return {
+        "tensor": (e4m3, torch.tensor([[0.125]])),
+        "rows": (e5m2, values(5, 1, seed=6).abs()),
+        "blocks": (codes, values(6, 6, seed=8)),
+        "squares": (codes, values(3, 4, seed=8)),
+        "short blocks": (codes[:, :36].contiguous(), values(6, 9, seed=8)),
+        "odd": (e4m3[:, :37].contiguous(), torch.tensor([[0.3]])),
+        "INT8": (codes.view(torch.int8), torch.tensor([[0.3]])),
+        "FP16": (values(6, 96).half(), narrow),
+        "BF16": (values(6, 96).bfloat16(), narrow),
+        "Inf and NaN": (spoilt(6, 96).to(torch.float8_e5m2), narrow),
+    }
+
+
 def cases(op: str) -> Cases:
     """The cases of an op, on the CPU."""
     e4m3, codes, bounds = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96), library.EAGER
@@ -316,17 +333,13 @@ def cases(op: str) -> Cases:
         "quantize_outliers": lambda: {name: (x[name], n) for name, n in clipped.items()},
         "quantize_carrier": lambda: {n: (x[n], *bounds["outlier_bounds"](x[n], c)) for n, c in clipped.items()},
         "outlier_bounds": lambda: {name: (x[name], n) for name, n in clipped.items()},
-        "dequantize": lambda: {
-            "tensor": (e4m3, torch.tensor([[0.125]])),
-            "rows": (e4m3.to(torch.float32).to(torch.float8_e5m2), values(5, 1, seed=6).abs()),
-            "blocks": (codes, blocks),
-            "INT8": (codes.view(torch.int8), torch.tensor([[0.3]])),
-        },
+        **dict.fromkeys(("dequantize", "dequantize_bf16"), _dequantize),
         "fold": lambda: {"E4M3": (codes, blocks, "E4M3"), "E5M2": (codes, blocks, "E5M2")},
         "pack_e2m1": lambda: {"matrix": (codes,), "odd": (e2m1(3, 14),), "one": (e2m1(1, 2)[0],)},
         "unpack_e2m1": lambda: {"every byte": (torch.arange(256, dtype=torch.uint8).reshape(8, 32),)},
         "transpose": lambda: {"odd": (e4m3[:, :37].contiguous(),), "INT8": (codes.view(torch.int8),)},
         "rotate_fold": _rotate_fold,
+        **eden_cases.BY_OP,
         **ladder_cases.BY_OP,
         "hadamard": lambda: {
             "signs": (values(5, 96), torch.tensor(23), 32),

@@ -23,6 +23,7 @@ from torch import Tensor
 from lowprec_train.ops import (
     activations,
     adamw,
+    eden,
     four_over_six,
     gradients,
     kernels,
@@ -37,7 +38,7 @@ from lowprec_train.ops import (
 from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
-COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "fold"}
+COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "dequantize_bf16", "fold"}
 COMPILED_ON_CUDA |= {"pack_e2m1", "unpack_e2m1", "amax", "quantize_by", "quantize_nvfp4_by", "quantize_four_over_six"}
 CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
@@ -96,6 +97,7 @@ EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_out
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
 EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
 EAGER |= {name: getattr(ladder, name) for name in ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder")}
+EAGER |= {name: getattr(eden, name) for name in ("rotated_amax", "quantize_eden")}
 EAGER |= {"quantize_four_over_six": four_over_six.quantize_four_over_six}
 EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decode_gradients")}
 EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}

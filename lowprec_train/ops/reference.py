@@ -203,6 +203,11 @@ def dequantize(codes, scale):  # type: ignore[no-untyped-def]
     return to_float(codes) * spread(scale, codes.shape, tile)
 
 
+def dequantize_bf16(codes, scale):  # type: ignore[no-untyped-def]
+    """codes * scale, rounded once to BF16: what BF16 tensor cores multiply. Exact for E2M1 under E4M3 scales."""
+    return dequantize(codes, scale).to(torch.bfloat16)
+
+
 def scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignore[no-untyped-def]
     """(a[m, k] @ b[n, k]^T) * scale_a * scale_b^T with FP32 sums, exact ones (in FP64) for INT8; scales [1, 1], one per
     row, or one per tile along k, which enter the sum. [m, n] in `dtype`.

@@ -49,6 +49,7 @@ SCHEMAS = {
     "quantize_carrier": "(Tensor x, Tensor low, Tensor high) -> (Tensor codes, Tensor scale)",
     "outlier_bounds": "(Tensor x, int clipped) -> (Tensor low, Tensor high)",
     "dequantize": "(Tensor codes, Tensor scale) -> Tensor",
+    "dequantize_bf16": "(Tensor codes, Tensor scale) -> Tensor",
     "scaled_mm": (
         "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, bool split_accumulation, ScalarType dtype) -> Tensor"
     ),
@@ -63,6 +64,11 @@ SCHEMAS = {
     "quantize_four_over_six": (
         "(Tensor x, Tensor amax, Tensor top, int[2] tile, str candidates)"
         " -> (Tensor codes, Tensor scale, Tensor block, Tensor tensor)"
+    ),
+    "rotated_amax": "(Tensor x, Tensor? signs, int rotation) -> Tensor",
+    "quantize_eden": (
+        "(Tensor x, Tensor top, Tensor? signs, int rotation, Tensor seed, Tensor? origin)"
+        " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
     "quantize_ladder": (
         "(Tensor x, Tensor? tops, int[2] tile, str candidates, int exponent_span)"
@@ -180,6 +186,10 @@ def _quantize_by(x, amax, tops, format, tile, *_):  # type: ignore[no-untyped-de
 def _quantize_nvfp4_by(x, amax, top, tile, *_):  # type: ignore[no-untyped-def]
     codes, scale, stored, _ = _quantize_nvfp4(x, tile)
     return codes, scale, stored, torch.empty_like(top)
+
+
+def _quantize_eden(x, top, *_):  # type: ignore[no-untyped-def]
+    return _quantize_nvfp4(x, (1, 16))
 
 
 def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
@@ -334,6 +344,8 @@ FAKES: dict[str, Callable] = {
     "transpose": _transpose,
     "rotate_fold": _rotate_fold,
     "quantize_four_over_six": _quantize_nvfp4_by,
+    "rotated_amax": lambda x, *_: x.new_empty((1, 1), dtype=torch.float32),
+    "quantize_eden": _quantize_eden,
     "quantize_ladder": _quantize_ladder,
     "row_sums": _row_sums,
     "fold_ladder": _fold_ladder,
@@ -341,6 +353,7 @@ FAKES: dict[str, Callable] = {
     "quantize_carrier": _quantize_carrier,
     "outlier_bounds": _outlier_bounds,
     "dequantize": _as_float32,
+    "dequantize_bf16": lambda codes, _: codes.new_empty(codes.shape, dtype=torch.bfloat16),
     "scaled_mm": _scaled_mm,
     "fold": _fold,
     "pack_e2m1": _pack_e2m1,

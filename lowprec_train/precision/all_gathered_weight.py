@@ -35,11 +35,13 @@ def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
     """What rounds the weight, where each GEMM takes it as these codes and in no other way; None for other recipes.
 
     That is so where fprop's codes are made by rounding to nearest to a byte or less, are multiplied in fprop, and are
-    reused in dgrad. The estimator's slope asks for the weight too: whoever has it multiplies by the slope, which is the
-    same for all contributions to a sum. Means that are split off are multiplied by the weight itself.
+    reused in dgrad, as they are or rounded again. The estimator's slope asks for the weight too: whoever has it
+    multiplies by the slope, which is the same for all contributions to a sum. Means that are split off are multiplied
+    by the weight itself.
     """
     fprop, quantizer = recipe.fprop, recipe.fprop.b
-    if not isinstance(quantizer, Quantizer) or recipe.dgrad.b is not Reuse.FPROP_CODES or fprop.codes_only:
+    again = recipe.dgrad.b is Reuse.FPROP_CODES or recipe.weight_from_codes
+    if not isinstance(quantizer, Quantizer) or not again or fprop.codes_only:
         return None
     if quantizer.scale is ScaleRule.LADDER or recipe.mean_split:
         return None

@@ -205,14 +205,18 @@ def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
     if x.granularity != "block":
         return x.codes, x.scale
     if "factor" in x.parts:
-        return torch.ops.lowprec.dequantize(x.codes, x.parts["block"]), x.parts["factor"]
+        return _values(x.codes, x.parts["block"]), x.parts["factor"]
     if "tensor" in x.parts:
-        return torch.ops.lowprec.dequantize(x.codes, x.parts["block"].float()), x.parts["tensor"]
+        return _values(x.codes, x.parts["block"].float()), x.parts["tensor"]
     if x.gain != 1.0:
-        return torch.ops.lowprec.dequantize(x.codes, _power_part(x.scale)), torch.full(
-            (1, 1), x.gain, device=x.scale.device
-        )
-    return x.dequantize(), None
+        return _values(x.codes, _power_part(x.scale)), torch.full((1, 1), x.gain, device=x.scale.device)
+    return _values(x.codes, x.scale), None
+
+
+def _values(codes: Tensor, scale: Tensor) -> Tensor:
+    """codes * scale as `accumulate` takes them: in BF16 on a GPU, so that no FP32 copy is written."""
+    ops = torch.ops.lowprec
+    return (ops.dequantize_bf16 if codes.device.type == "cuda" else ops.dequantize)(codes, scale)
 
 
 def _power_part(scale: Tensor) -> Tensor:

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lowprec_train.numerics.corrections import Correction
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
 from lowprec_train.numerics.pairs import both
-from lowprec_train.numerics.quantizer import Correction, Quantized, Quantizer, ScaleRule, Shared
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.precision.gemm import Path, accumulate, carrier_of, cast, multiply
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
 from lowprec_train.precision.mean_split import mean_product, rank_one, without_mean
@@ -188,9 +189,11 @@ class LinearGemms:
         if how.source is Source.FPROP_CODES:
             assert w is not None
             return self._carriers_t(w) if how.folded else _without_scale(w.transposed_codes(), self.plan.dgrad.a)
+        coded = w is not None and not w.form.scale_only
+        matrix = cast(w.codes().dequantize(dtype), dtype) if w is not None and coded else cast(weight, dtype)
         if how.op is Op.ROTATE_FOLD:
-            return self._folded(how, cast(weight, dtype)), None
-        return self._operand(how, cast(weight, dtype).t().contiguous()), None
+            return self._folded(how, matrix), None
+        return self._operand(how, matrix.t().contiguous()), None
 
     def _carriers_t(self, w: SavedOperand) -> tuple[Quantized, Factor]:
         """Codes of W^T [k, n] with the block scales in them, and the row scales of W, which dY takes."""
@@ -210,7 +213,7 @@ class LinearGemms:
             return _without_scale(x.transposed_codes(), self.plan.wgrad.a)
         if how.op is Op.ROTATE_FOLD:
             return self._folded(how, *x.tensors[: 1 if plain else 2]), None
-        matrix = x.tensors[0] if plain else cast(x.codes().dequantize(), dtype)
+        matrix = x.tensors[0] if plain else cast(x.codes().dequantize(dtype), dtype)
         return self._operand(how, matrix.t().contiguous()), None
 
     def _dgrad(
@@ -283,10 +286,13 @@ class LinearGemms:
         return x if how.quantizer is None else self._rounded(how, x)
 
     def _rounded(self, how: OperandPlan, x: Tensor) -> Quantized:
-        """x [m, k], rotated and rounded by an op of its own."""
+        """x [m, k], rotated and rounded: in one op where there is one and nobody watches."""
         assert how.quantizer is not None
+        noise, shared = self._noise(how), self._shared(how)
+        if how.rotation is not None and how.quantizer.correction is Correction.GROUP and self.observer is None:
+            return how.quantizer.of_rotated(x, self._drawn.signs(how.gemm), how.rotation.block, *noise, shared)
         x = self._rotated(how, x)
-        codes = how.quantizer(x, *self._noise(how), self._shared(how))
+        codes = how.quantizer(x, *noise, shared)
         self._observe(how, x, codes)
         return codes
 

@@ -208,13 +208,13 @@ class _Compiler:
 
     def w(self) -> OperandPlan:
         fprop, b = self.recipe.fprop, self.recipe.fprop.b
-        used = not fprop.codes_only or self.reuses_w or not isinstance(self.recipe.estimator, StraightThrough)
+        used = not fprop.codes_only or self.keeps_w or not isinstance(self.recipe.estimator, StraightThrough)
         if not isinstance(b, Quantizer) or not used:
             return self.operand(Gemms.FPROP, Operand.B)
         source = Source.ALL_GATHERED if self.gathered else Source.FRESH
         pair = self.reuses_w and self.pairs(Gemms.FPROP, Operand.B, b, b.transposed())
         op = Op.NONE if self.gathered else Op.QUANTIZE_BOTH if pair else Op.QUANTIZE
-        if op is Op.QUANTIZE and not self.reuses_w and self.folds_ladder(Operand.B, b):
+        if op is Op.QUANTIZE and not self.keeps_w and self.folds_ladder(Operand.B, b):
             op = Op.ROTATE_FOLD
         return self.operand(Gemms.FPROP, Operand.B, source=source, quantizer=b, op=op)
 
@@ -222,8 +222,13 @@ class _Compiler:
     def reuses_w(self) -> bool:
         return self.recipe.dgrad.b is Reuse.FPROP_CODES
 
+    @property
+    def keeps_w(self) -> bool:
+        """dgrad needs fprop's codes of W: as they are, or to round what they stand for."""
+        return self.reuses_w or self.recipe.weight_from_codes
+
     def saved_w(self, w: OperandPlan) -> SavedForm | None:
-        if w.quantizer is None or not self.reuses_w:
+        if w.quantizer is None or not self.keeps_w:
             estimated = w.quantizer is not None and not isinstance(self.recipe.estimator, StraightThrough)
             return SavedForm(quantizer=w.quantizer, scale_only=True) if estimated else None
         if w.op is Op.QUANTIZE_BOTH:

@@ -101,6 +101,8 @@ class LinearRecipe:
     """The precision of one linear layer. The default is the identity: bit-equal to nn.Linear.
 
     mean_split: X and dY lose their means over the tokens before they are rounded (`precision.mean_split`).
+    weight_from_codes: dgrad's W^T is rounded from what fprop's codes of W stand for, as wgrad's X^T is where
+    saved_input is CODES; False rounds it from W.
     """
 
     fprop: Gemm = field(default_factory=Gemm)
@@ -109,6 +111,7 @@ class LinearRecipe:
     estimator: Estimator = field(default_factory=StraightThrough)
     saved_input: SavedInput = SavedInput.INPUT
     mean_split: bool = False
+    weight_from_codes: bool = False
 
     def __post_init__(self) -> None:
         if self.dgrad.b is Reuse.FPROP_CODES and not isinstance(self.fprop.b, Quantizer):
@@ -118,7 +121,12 @@ class LinearRecipe:
         if isinstance(self.fprop.b, Reuse) or (self.saved_input is SavedInput.CODES and self.fprop.a is None):
             raise ValueError("fprop has no codes to reuse or to save")
         reused = Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b) or self.saved_input is SavedInput.CODES
-        if self.fprop.rotation is not None and reused:
+        if self.weight_from_codes and not (isinstance(self.fprop.b, Quantizer) and isinstance(self.dgrad.b, Quantizer)):
+            raise ValueError(
+                f"weight_from_codes=true rounds fprop's codes of W for dgrad: fprop.b is {self.fprop.b}, dgrad.b "
+                f"{self.dgrad.b}"
+            )
+        if self.fprop.rotation is not None and (reused or self.weight_from_codes):
             raise ValueError("fprop's codes are rotated along its own k, so a backward GEMM cannot reuse them")
         for how, codes in ((self.dgrad, self.fprop.b), (self.wgrad, self.fprop.a)):
             if how.b is Reuse.FPROP_CODES and isinstance(codes, Quantizer) and codes.outer != (-1, -1):

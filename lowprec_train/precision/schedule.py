@@ -56,7 +56,8 @@ def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
         coded = before.saved_input is SavedInput.CODES
         saved = target.saved_input if coded else before.saved_input
         return replace(before, fprop=target.fprop, estimator=target.estimator, saved_input=saved)
-    if before.saved_input is not SavedInput.CODES and Reuse.FPROP_CODES not in (before.dgrad.b, before.wgrad.b):
+    reused = Reuse.FPROP_CODES in (before.dgrad.b, before.wgrad.b) or before.weight_from_codes
+    if before.saved_input is not SavedInput.CODES and not reused:
         return replace(before, fprop=target.fprop, estimator=StraightThrough())
     return replace(before, fprop=replace(before.fprop, codes_only=True), estimator=StraightThrough())
 

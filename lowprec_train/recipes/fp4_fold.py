@@ -12,8 +12,9 @@ without a draw for an element. wgrad rounds the codes of X that fprop kept, W is
 
 from __future__ import annotations
 
+from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import Candidates, Correction, Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops.ladder import SPAN
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, SavedInput

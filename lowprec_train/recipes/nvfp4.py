@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lowprec_train.numerics.corrections import Candidates
 from lowprec_train.numerics.formats import E2M1, NEAREST, STOCHASTIC
-from lowprec_train.numerics.quantizer import Candidates, Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 

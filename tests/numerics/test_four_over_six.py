@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lowprec_train.numerics.corrections import Candidates
 from lowprec_train.numerics.formats import E2M1, STOCHASTIC
-from lowprec_train.numerics.quantizer import Candidates, Quantizer, ScaleRule, Shared
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, Shared
 from lowprec_train.recipes import nvfp4
 from tests.groups import among
 from tests.numerics.quantized import codes, expected_codes

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.formats import E2M1, E4M3, STOCHASTIC
-from lowprec_train.numerics.quantizer import Candidates, Correction, Quantized, Quantizer, ScaleRule, Shared
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.ops import kernels
 from lowprec_train.ops.ladder import SPAN
 from lowprec_train.precision.gemm import Path, multiply

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowprec_train.numerics.corrections import Candidates
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import Candidates, Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops import ladder, library
 from lowprec_train.precision.gemm import Path, multiply
 from tests.ops.test_cuda_rotate import KINDS, SIGNS, assert_same, matrix

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.numerics.quantizer import Candidates, Quantizer, ScaleRule
+from lowprec_train.numerics.corrections import Candidates
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops import kernels, library, reference
 from lowprec_train.ops.formats import E2M1, E4M3, FORMATS, FP32, Format, parse_format, register_format
 from lowprec_train.ops.rounding import (

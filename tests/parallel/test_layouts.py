@@ -20,7 +20,8 @@ TIPPED = 4e-3  # the same with four-bit codes, whose steps are 17 % to 50 % of a
 BF16 = 1e-2  # half a unit of 2^-8 in every residual addition, through five optimizer steps
 WIRE = 5e-3  # 2.6 % of noise in each update
 EXACT = [case for case, overrides in CASES.items() if {"comm=fp32", "max_grad_norm=0"} <= set(overrides)]
-FOUR_BITS = ("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "fp4_fold", "fp8_eden4", "nvfp4", "averis", "ufp4", "w4a8")
+FOUR_BITS = ("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "fp4_fold", "fp8_eden4", "nvfp4", "averis")
+FOUR_BITS += ("quartet2", "ufp4", "w4a8")
 
 
 @pytest.fixture(scope="module")

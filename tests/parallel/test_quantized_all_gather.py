@@ -17,7 +17,7 @@ from lowprec_train.precision.recipe import override
 from tests.parallel.all_gather_runs import AT, CASES, ESTIMATED, NIGHT, PARTS, STEPS, launched
 from tests.recipes import RECIPES
 
-CODED = {"fp8", "fp8_block", "fp4", "fp4_unclamped", "nvfp4", "int8_switchback", "w4a8"}
+CODED = {"fp8", "fp8_block", "fp4", "fp4_unclamped", "nvfp4", "int8_switchback", "quartet2", "w4a8"}
 BOUND = 15 * 2.0**-24  # of a gradient's norm: five roundings, where four contributions cancel to a third of their size
 
 
@@ -220,6 +220,7 @@ def test_stochastic_weights_stay_values():
         ("fp8_block", (512, 256), 2, 256 * 256 + 4 * 2 * 2),
         ("fp4", (512, 256), 2, 256 * 128 + 4 * 256),
         ("nvfp4", (512, 256), 2, 256 * 128 + 16 * 16),
+        ("quartet2", (512, 256), 2, 256 * 128 + 256 * 16),
         ("w4a8", (512, 256), 2, 256 * 128 + 4 * 256 * 8),
         ("int8_switchback", (512, 256), 4, 128 * 256),
         ("fp8_block", (512, 256), 8, 2 * 64 * 256),  # a 128x128 tile would lie on two ranks

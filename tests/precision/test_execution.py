@@ -36,6 +36,7 @@ ON_A_GPU = {
     "fp8_eden4": ("fp8_tensor", "fp8_row", "fp8_row"),
     "nvfp4_lines": ("dequantize", "dequantize", "dequantize"),
     "nvfp4": ("dequantize", "dequantize", "dequantize"),
+    "quartet2": ("dequantize", "dequantize", "dequantize"),
     "ufp4": ("dequantize", "dequantize", "dequantize"),
     "w4a8": ("fp8_folded", "fp8_tensor", "fp8_tensor"),
     "averis": ("dequantize", "dequantize", "dequantize"),

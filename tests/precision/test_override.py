@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.formats import E4M3, E5M2, NEAREST
-from lowprec_train.numerics.quantizer import Candidates, Correction, Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator, StraightThrough
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.recipe import SavedInput, override
@@ -19,6 +20,7 @@ from lowprec_train.recipes import (
     fp8_block,
     mxfp4,
     nvfp4,
+    quartet2,
 )
 from tests.precision.test_recipe import ALL, CODES
 
@@ -30,7 +32,10 @@ def test_no_change_is_no_change(name):
     assert override(recipe, {"dgrad": {}, "wgrad": {}}) == recipe
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("bf16", "nvfp4", "fp4_fold", "fp8_eden4")])
+E2M1_ALONE = ("nvfp4", "quartet2", "fp4_fold", "fp8_eden4")  # under scales of no other format
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("bf16", *E2M1_ALONE)])
 def test_an_override_and_its_reverse(name):
     recipe = ALL[name]()
     was = recipe.dgrad.a
@@ -70,6 +75,7 @@ def test_overrides_of_what_is_kept_and_rotated():
     assert override(block, {"saved_input": "INPUT"}) == replace(block, saved_input=SavedInput.INPUT)
     assert override(override(block, {"saved_input": "input"}), {"saved_input": "OPERAND"}) == block
     assert override(block, {"saved_input": "CODES"}).saves_codes
+    assert not override(quartet2.recipe(), {"weight_from_codes": False}).weight_from_codes
     assert override(block, {"fprop": {"codes_only": True}}).fprop == replace(block.fprop, codes_only=True)
     assert override(mixed, {"dgrad": {"b": "fprop_codes"}}).dgrad.b is CODES
     own = override(block, {"dgrad": {"b": {"format": "E4M3", "tile": [128, 128], "scale": "POW2"}}})

@@ -26,6 +26,7 @@ from lowprec_train.recipes import (
     mxfp4_fp8,
     mxfp8,
     nvfp4,
+    quartet2,
     ufp4,
     w4a8,
 )
@@ -33,7 +34,22 @@ from lowprec_train.recipes import (
 TENSOR, ROW, MX = (-1, -1), (1, -1), (1, 32)
 CODES = Reuse.FPROP_CODES
 ROTATED = Gemm(a=Quantizer(E4M3), b=Quantizer(E4M3), rotation=RandomHadamard(16))
-PLAIN = (bf16, fp8, fp8_rowwise, fp8_block, mxfp8, fp4, mxfp4, mxfp4_fp8, fp4_fold, fp8_eden4, nvfp4, ufp4, w4a8)
+PLAIN = (
+    bf16,
+    fp8,
+    fp8_rowwise,
+    fp8_block,
+    mxfp8,
+    fp4,
+    mxfp4,
+    mxfp4_fp8,
+    fp4_fold,
+    fp8_eden4,
+    nvfp4,
+    quartet2,
+    ufp4,
+    w4a8,
+)
 PLAIN += (int8_switchback,)
 ALL = {m.__name__.rsplit(".", 1)[1]: m.recipe for m in PLAIN} | {"fp4_mixed": fp4_mixed.feed_forward}
 
@@ -57,7 +73,7 @@ E2M1_LINE = (E2M1, (1, 128), ScaleRule.E8M0_CEIL, False)
 FOLD3 = (E2M1, (1, 16), ScaleRule.LADDER, False)
 NV_LINE = (E2M1, (1, 16), ScaleRule.NVFP4, False)
 NV_SQUARE = (E2M1, (16, 16), ScaleRule.NVFP4, False)
-NV_SR = (E2M1, (1, 16), ScaleRule.NVFP4, True)
+NV_EDEN = NV_SR = (E2M1, (1, 16), ScaleRule.NVFP4, True)
 INT4_LINE, INT4_SR = ((INT4, (1, 16), ScaleRule.FP32, drawn) for drawn in (False, True))
 INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, ScaleRule.FP32, False)
 
@@ -100,6 +116,7 @@ INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, Scale
             (NV_LINE, NV_LINE),
             SavedInput.OPERAND,
         ),
+        (quartet2.recipe(), (NV_LINE, NV_LINE), *((NV_EDEN, NV_EDEN),) * 2, SavedInput.CODES),
         (w4a8.recipe(), (E4M3_TENSOR, MX_NEAREST), *((E5M2_TENSOR, CODES),) * 2, SavedInput.CODES),
         (ufp4.recipe(), (INT4_LINE, INT4_LINE), (INT4_SR, INT4_LINE), (INT4_SR, INT4_LINE), SavedInput.OPERAND),
         (nvfp4.recipe(square=False), (NV_LINE, NV_LINE), (NV_SR, NV_LINE), (NV_SR, NV_LINE), SavedInput.OPERAND),
@@ -146,7 +163,7 @@ def test_the_published_constants_of_blocks():
 
 def test_what_only_some_recipes_do():
     recipes = {name: build() for name, build in ALL.items()}
-    drawing = {"mxfp4", "mxfp4_fp8", "fp4_fold", "fp8_eden4", "nvfp4", "ufp4"}
+    drawing = {"mxfp4", "mxfp4_fp8", "fp4_fold", "fp8_eden4", "nvfp4", "quartet2", "ufp4"}
     assert {name for name, recipe in recipes.items() if recipe.draws} == drawing
     assert {name for name, recipe in recipes.items() if recipe.estimator != StraightThrough()} == {"fp4"}
     assert {name for name, recipe in recipes.items() if recipe.fprop.outliers is not None} == {"fp4"}
@@ -199,6 +216,10 @@ def test_recipes_are_values(name):
         (lambda: Gemm(a=Quantizer(E2M1, ROW, rounding=STOCHASTIC), outliers=OutlierClamp()), "stochastic"),
         (lambda: nvfp4.recipe(rotation=24), "24"),
         (lambda: ufp4.recipe(rotation=24), "24"),
+        (lambda: quartet2.recipe(rotation=24), "24"),
+        (lambda: quartet2.recipe(select="4over5"), "4over5"),
+        (lambda: replace(nvfp4.recipe(), weight_from_codes=True), "dgrad.b fprop codes"),
+        (lambda: replace(mxfp4.recipe(), weight_from_codes=True), "fprop.b is None"),
         (lambda: override(nvfp4.recipe(), {"fprop": {"b": {"tile": [1, 16], "outer": [1, -1]}}}), "reuses"),
         (lambda: override(nvfp4.recipe(), {"fprop": {"b": {"outer": [1, -1]}}}), "outer"),
         (lambda: fp8_block.recipe(block=0), "0"),
@@ -244,6 +265,8 @@ def test_what_cannot_be_written_down(build, names):
         (fp4_mixed.feed_forward(), (192, 128, 128), ("fprop", "128", "192")),
         (nvfp4.recipe(), (40, 64, 64), ("fprop", "16", "40")),
         (ufp4.recipe(), (64, 64, 40), ("wgrad", "16", "40")),
+        (quartet2.recipe(), (128, 192, 128), ("dgrad", "1x128", "192")),
+        (quartet2.recipe(rotation=0), (128, 128, 64), ("wgrad", "1x128", "64")),
         (ufp4.recipe(rotation=64), (48, 64, 64), ("fprop", "64", "48")),
         (nvfp4.recipe(), (64, 40, 64), ("fprop", "16", "40")),
         (nvfp4.recipe(), (64, 64, 40), ("wgrad", "16", "40")),

@@ -25,6 +25,7 @@ from lowprec_train.recipes import (
     int8_switchback,
     mxfp8,
     nvfp4,
+    quartet2,
     ufp4,
     w4a8,
 )
@@ -33,6 +34,7 @@ from tests.oracle_linear import ROTATION, WGRAD, Passes, linear_plain
 from tests.oracle_recipes import (
     NV,
     UFP4,
+    Quartet,
     linear_fp4_fold,
     linear_fp4_mixed,
     linear_fp8_block,
@@ -41,6 +43,7 @@ from tests.oracle_recipes import (
     linear_int8_switchback,
     linear_mxfp8,
     linear_nvfp4,
+    linear_quartet2,
     linear_ufp4,
     linear_w4a8,
 )
@@ -69,6 +72,7 @@ SIZES = [(128, 128, 128), (128, 256, 384), (256, 384, 128), (384, 128, 256)]
 MIDDLE = (128, 256, 384)
 NVFP4 = NV(seeds, FIRST_TOKEN)
 UNIFORM = UFP4(seeds, FIRST_TOKEN)
+QUARTET = Quartet(seeds, FIRST_TOKEN)
 Emulation = Callable[..., Passes]
 NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "fp8_rowwise": (fp8_rowwise.recipe, linear_fp8_rowwise),
@@ -76,6 +80,7 @@ NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "mxfp8": (mxfp8.recipe, linear_mxfp8),
     "fp4_mixed": (fp4_mixed.feed_forward, linear_fp4_mixed),
     "nvfp4": (nvfp4.recipe, lambda x, w, dy, **options: linear_nvfp4(x, w, dy, NVFP4, **options)),
+    "quartet2": (quartet2.recipe, lambda x, w, dy, **options: linear_quartet2(x, w, dy, QUARTET, **options)),
     "w4a8": (w4a8.recipe, linear_w4a8),
     "ufp4": (ufp4.recipe, lambda x, w, dy, **options: linear_ufp4(x, w, dy, UNIFORM, **options)),
     "fp4_fold": (fp4_fold.recipe, lambda x, w, dy, **options: linear_fp4_fold(x, w, dy, seeds, **options)),
@@ -123,6 +128,9 @@ OPTIONS = [
     (nvfp4.recipe(square=False), lambda *a: linear_nvfp4(*a, replace(NVFP4, square=False), "FP32")),
     (nvfp4.recipe(row_scaled=True), lambda *a: linear_nvfp4(*a, replace(NVFP4, row_scaled=True), "FP32")),
     (nvfp4.recipe(select="4over6"), lambda *a: linear_nvfp4(*a, replace(NVFP4, selects=True), "FP32")),
+    (quartet2.recipe(rotation=0), lambda *a: linear_quartet2(*a, replace(QUARTET, rotation=0), "FP32")),
+    (quartet2.recipe(rotation=32), lambda *a: linear_quartet2(*a, replace(QUARTET, rotation=32), "FP32")),
+    (quartet2.recipe(select="none"), lambda *a: linear_quartet2(*a, replace(QUARTET, selects=False), "FP32")),
     (w4a8.recipe(gradient="E4M3"), lambda *a: linear_w4a8(*a, "E4M3", "FP32")),
     (ufp4.recipe(stochastic=False), lambda *a: linear_ufp4(*a, replace(UNIFORM, stochastic=False), "FP32")),
     (ufp4.recipe(rotation=0), lambda *a: linear_ufp4(*a, replace(UNIFORM, rotation=0), "FP32")),
@@ -206,6 +214,7 @@ COSINES = {  # y, dX, dW: well above a dead or transposed GEMM (0), below what t
     "mxfp8": (0.998, 0.998, 0.998),
     "fp4_mixed": (0.98, 0.997, 0.997),
     "nvfp4": (0.985, 0.98, 0.98),
+    "quartet2": (0.985, 0.98, 0.98),
     "w4a8": (0.99, 0.99, 0.997),
     "ufp4": (0.985, 0.98, 0.98),
     "fp4_fold": (0.985, 0.985, 0.98),

@@ -28,6 +28,7 @@ from tests.oracle_linear import MX, Passes, linear_fp4, linear_fp8, linear_mxfp4
 from tests.oracle_recipes import (
     NV,
     UFP4,
+    Quartet,
     linear_fp4_fold,
     linear_fp4_mixed,
     linear_fp8_block,
@@ -36,6 +37,7 @@ from tests.oracle_recipes import (
     linear_int8_switchback,
     linear_mxfp8,
     linear_nvfp4,
+    linear_quartet2,
     linear_ufp4,
     linear_w4a8,
     without_means,
@@ -81,6 +83,7 @@ ORACLE = {
     "nvfp4_lines": lambda *data, format: linear_nvfp4(
         *data, NV(seeds, FIRST_TOKEN, square=False, row_scaled=True, selects=True), format=format
     ),
+    "quartet2": partial(linear_quartet2, how=Quartet(seeds, FIRST_TOKEN)),
     "ufp4": partial(linear_ufp4, how=UFP4(seeds, FIRST_TOKEN)),
     "w4a8": linear_w4a8,
     "averis": partial(without_means, partial(linear_nvfp4, nv=NV(seeds, FIRST_TOKEN))),

@@ -237,6 +237,7 @@ def _codes_alone() -> Iterator[Case]:
     yield Case(name="E2M1", op="unpack_e2m1", inputs=_packed, call=ops.unpack_e2m1)
     yield Case(name="row", op="dequantize", inputs=_codes("E4M3", (1, -1)), call=ops.dequantize)
     yield Case(name="1x16", op="dequantize", inputs=_codes("E4M3", (1, 16)), call=ops.dequantize)
+    yield Case(name="1x16", op="dequantize_bf16", inputs=_codes("E4M3", (1, 16)), call=ops.dequantize_bf16)
     yield Case(
         name="1x32 into E5M2", op="fold", inputs=_codes("E2M1", (1, 32)), call=lambda c, s: ops.fold(c, s, "E5M2")
     )

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowprec_train.numerics.corrections import Candidates
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import Candidates, Quantized, Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule
 from lowprec_train.ops.ladder import SPAN
 from lowprec_train.tools.bench.result import cause
 

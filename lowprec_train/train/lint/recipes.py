@@ -6,8 +6,9 @@ They are about accuracy and hold on any machine.
 import math
 from collections.abc import Iterator
 
+from lowprec_train.numerics.corrections import Correction
 from lowprec_train.numerics.formats import E2M1, E5M2, INT4, INT8
-from lowprec_train.numerics.quantizer import Correction, Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.estimators import DifferentiableEstimator
 from lowprec_train.precision.recipe import Gemm
 from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, RunPlan, Severity, gemms, operands, rule

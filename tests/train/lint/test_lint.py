@@ -51,7 +51,7 @@ CASES_OF_TRAINING = {
     "two-clips": ("+recipe=int8_switchback", "max_grad_norm=1.0"),
 }
 ERRORS = {"floor-clips", "ceil-headroom", "scale-per-step", "fp8-second-moment"}
-BF16_SPEED = {"nvfp4", "averis", "mxfp8", "ufp4"}  # block scales do not fold (docs/recipes/)
+BF16_SPEED = {"nvfp4", "averis", "quartet2", "mxfp8", "ufp4"}  # block scales do not fold (docs/recipes/)
 SMALL = {"gpt_125m", "gpt_345m", "gpt_tiny", "llama_130m", "llama_350m", "llama_tiny"} | {"qwen2_5_0b5", "qwen3_0b6"}
 
 
