@@ -23,6 +23,8 @@ import numpy as np
 
 from lowprec_train.data.indexed import to_disk, write_index
 
+_LONGEST = 2**31 - 1  # tokens of a document, an int32 in the index
+
 
 class AppendingWriter:
     """Appends to the unfinished dataset of a prefix, a new one or one that was left behind.
@@ -56,6 +58,7 @@ class AppendingWriter:
         self.whole: bool = state["whole"]
         self.documents: int = state["documents"]
         self.tokens: int = state["tokens"]
+        self._open: int = state.get("open", 0)  # tokens of a document that goes on
 
     def __enter__(self) -> AppendingWriter:
         if not self.whole:
@@ -74,8 +77,22 @@ class AppendingWriter:
             self._lock.close()
 
     def append(self, tokens: bytes, lengths: np.ndarray) -> None:
-        """Add documents of these lengths (int32, in tokens), one after the other, in the dataset's dtype."""
-        assert len(tokens) == int(lengths.sum(dtype=np.int64)) * self._dtype.itemsize
+        """Add documents of these lengths (in tokens), one after the other, in the dataset's dtype.
+
+        Tokens beyond these lengths begin a document, to which the first length of a later call adds its last tokens.
+
+        Raises:
+            ValueError: a document has more tokens than the index can say.
+        """
+        lengths = lengths.astype(np.int64)
+        rest = len(tokens) // self._dtype.itemsize - int(lengths.sum())
+        assert rest >= 0, rest
+        if len(lengths):
+            lengths[0] += self._open
+            self._open = 0
+        self._open += rest
+        if int(lengths.max(initial=self._open)) > _LONGEST:
+            raise ValueError(f"{self._prefix}: document {self.documents + 1} has more than {_LONGEST:,} tokens")
         with named(self._directory):
             self._bin.write(tokens)
             self._lengths.write(lengths.astype("<i4").tobytes())
@@ -91,6 +108,7 @@ class AppendingWriter:
             "identity": self._identity,
             "documents": self.documents,
             "tokens": self.tokens,
+            "open": self._open,
             "whole": whole,
             "remembered": dict(remembered),
         }

@@ -1,6 +1,7 @@
 """Data that is tokenised already: Megatron's indexed datasets, alone or blended, split the way Megatron splits them.
 
-A blend is written as on Megatron's command line, `[weight, prefix, weight, prefix, ...]`. A split is a list of shares
+A blend is written as on Megatron's command line, `[weight, prefix, weight, prefix, ...]`. Without weights, `[prefix,
+prefix, ...]` or a directory of them, datasets are one set that lies in several files. A split is a list of shares
 for train, validation and test, `949,50,1`: each dataset is cut into runs of whole documents in that order.
 """
 
@@ -39,7 +40,7 @@ def indexed(
 ) -> Corpus:
     """Existing `<prefix>.bin` and `<prefix>.idx` files, named without extension.
 
-    train, valid: one prefix, or `[weight, prefix, weight, prefix, ...]`.
+    train, valid: one prefix, several, a directory of them, or `[weight, prefix, weight, prefix, ...]`.
     split: shares of train, validation (and test) by which the documents of `train` are cut; instead of `valid`.
     vocab_size: of the tokenizer that made the data; a token outside it is an error when it is met. None: as the
         manifests of `lowprec prepare-data` say.
@@ -59,13 +60,14 @@ def indexed(
         if valid is None
         else _Part("valid", parse_blend(valid, "data.valid"), _WHOLE, 0)
     )
-    for prefix in (*training.blend.prefixes, *held_out.blend.prefixes):
-        IndexedDataset(prefix)  # a file that is absent or garbled is told before what its manifest does not say
-    size, tokenizer = _tokenizer({*training.blend.prefixes, *held_out.blend.prefixes}, vocab_size)
+    prefixes = dict.fromkeys((*training.blend.prefixes, *held_out.blend.prefixes))
+    # A file that is absent or garbled is told before what its manifest does not say. Each is mapped once.
+    mapped = {prefix: IndexedDataset(prefix) for prefix in prefixes}
+    size, tokenizer = _tokenizer(prefixes, vocab_size)
 
     def dataset(part: _Part, seed: int) -> Dataset:
         return Dataset(
-            streams=tuple(part.stream(prefix) for prefix in part.blend.prefixes),
+            streams=tuple(part.stream(mapped[prefix]) for prefix in part.blend.prefixes),
             order=part.blend.order,
             seq_len=seq_len,
             vocab_size=size,
@@ -105,30 +107,45 @@ def _tokenizer(prefixes: Iterable[str], vocab_size: int | None) -> tuple[int, Pa
 
 @dataclass(frozen=True)
 class Mixture:
-    """Prefixes of indexed datasets and the order in which their samples are dealt."""
+    """Prefixes of indexed datasets and the order in which their samples are dealt; None: they are one set."""
 
     prefixes: tuple[str, ...]
-    order: Blend
+    order: Blend | None = None
 
 
 def parse_blend(blend: Blended, key: str = "blend") -> Mixture:
-    """`prefix`, `[prefix]` or `[weight, prefix, weight, prefix, ...]`. key: names the blend in errors.
+    """A prefix, a directory of datasets, `[prefix, prefix, ...]` or `[weight, prefix, weight, prefix, ...]`.
+
+    key: names the blend in errors.
 
     Raises:
-        ValueError: it is none of these, names a dataset twice, or has a weight that `Blend` refuses.
+        ValueError: it is none of these, names a dataset twice, a directory has none, or has a weight, or `Blend`
+            refuses a weight.
     """
     items = [blend] if isinstance(blend, str) else list(blend)
-    if len(items) == 1:
-        items = [1.0, *items]
-    if not items or len(items) % 2:
-        raise ValueError(f"{key}={items}: expected one prefix, or weight, prefix, weight, prefix, ...")
-    for weight, prefix in zip(items[0::2], items[1::2], strict=True):
-        if not _is_number(weight) or _is_number(prefix):
+    weighted = len(items) > 1 and any(map(_is_number, items))
+    if not items or (weighted and len(items) % 2):
+        raise ValueError(f"{key}={items}: expected a prefix, several, or weight, prefix, weight, prefix, ...")
+    weights, named = (items[0::2], items[1::2]) if weighted else ([], items)
+    for weight, prefix in zip(weights or [1.0] * len(named), named, strict=True):
+        if not _is_number(weight) or _is_number(prefix) or not isinstance(prefix, str):
             raise ValueError(f"{key}={items}: expected a weight and a prefix, got {weight!r}, {prefix!r}")
-    prefixes = tuple(os.path.expanduser(str(prefix)) for prefix in items[1::2])
-    if len(set(prefixes)) != len(prefixes):
+    expanded = [os.path.expanduser(str(prefix)) for prefix in named]
+    if not weighted:
+        expanded = [prefix for each in expanded for prefix in _datasets(each)]
+    if len(set(expanded)) != len(expanded):
         raise ValueError(f"{key}={items}: names a dataset twice")
-    return Mixture(prefixes, Blend([float(weight) for weight in items[0::2]]))
+    return Mixture(tuple(expanded), Blend([float(weight) for weight in weights]) if weighted else None)
+
+
+def _datasets(prefix: str) -> list[str]:
+    """The dataset with this prefix, or all that lie in the directory and below, sorted by path."""
+    if not os.path.isdir(prefix) or os.path.isfile(f"{prefix}.idx"):
+        return [prefix]
+    found = [str(path.with_suffix("")) for path in sorted(Path(prefix).rglob("*.idx"))]
+    if not found:
+        raise ValueError(f"{prefix}: a directory without a dataset (.idx and .bin)")
+    return found
 
 
 def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
@@ -162,19 +179,19 @@ class _Part:
     shares: tuple[float, float, float]
     position: int
 
-    def stream(self, prefix: str) -> Stream:
-        source = IndexedDataset(prefix)
+    def stream(self, source: IndexedDataset) -> Stream:
         documents = split_documents(source.document_count, self.shares, self.position)
         if not documents:
             raise ValueError(
-                f"{prefix}: the {self.name} part is empty: {source.document_count} documents, shares {self.shares}; "
-                "change data.split, or name held-out data with data.valid=... and data.split=null"
+                f"{source.prefix}: the {self.name} part is empty: {source.document_count} documents, shares "
+                f"{self.shares}; change data.split, or name held-out data with data.valid=... and data.split=null"
             )
         return Stream(source, documents)
 
     def digest(self) -> bytes:
         """SHA-256 of shares and contents, not of places."""
-        digest = hashlib.sha256(f"{self.blend.order.shares} {self.shares} {self.position}".encode())
+        blended = self.blend.order.shares if self.blend.order else (1.0,)
+        digest = hashlib.sha256(f"{blended} {self.shares} {self.position}".encode())
         for prefix in self.blend.prefixes:
             digest.update(_file_digest(Path(f"{prefix}.idx")))
             digest.update(_file_digest(Path(f"{prefix}.bin")))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from lowprec_train.data.documents import Documents, PythonSources, TextFiles
@@ -66,14 +67,16 @@ def text(
     field: str = "text",
     tokenizer: str | None = None,
     document_mask: bool = False,
+    skip_bad: bool = False,
     cache: str | None = None,
     name: str = "text",
 ) -> Corpus:
-    """Files of text: .txt, .jsonl, .parquet, or directories of them (see `documents.TextFiles`).
+    """Files of text: .txt, .md, .jsonl, .parquet, or directories of them (see `documents.TextFiles`).
 
     `valid`: held-out files; None holds out `valid_fraction` of the documents of `train`, by their names.
     `tokenizer`: an existing SentencePiece model or `tokenizer.json`; None learns one of `vocab_size` pieces
     from the training documents. With an existing one `vocab_size` is a bound on its size, or None.
+    `skip_bad`: leave out what cannot be read.
 
     Raises:
         ValueError: see `TextFiles`; the files hold no text; they are too few for this vocabulary, split or seq_len; the
@@ -84,9 +87,10 @@ def text(
         raise ValueError("vocab_size None: a tokenizer learnt from the text needs a size, or name an existing one")
     if model is not None and vocab_size is not None:
         check_vocabulary(tokenizer=model.vocab_size, vocab_size=vocab_size, name=str(tokenizer))
+    texts = partial(TextFiles, field=field, skip_bad=skip_bad, remedy="data.skip_bad=true")
     preparation = Preparation(
-        train=TextFiles(train, field),
-        valid=None if valid is None else TextFiles(valid, field),
+        train=texts(train),
+        valid=None if valid is None else texts(valid),
         valid_fraction=valid_fraction,
         tokenizer=model,
         vocab_size=vocab_size,

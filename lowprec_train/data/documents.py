@@ -14,8 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lowprec_train.data import sources
-from lowprec_train.data.records import Bad, Document
+from lowprec_train.data import finding
+from lowprec_train.data.records import Bad, Damaged, Document
+from lowprec_train.data.sources import Source, check_sources
 
 _log = logging.getLogger(__name__)
 _NOT_SOURCES = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
@@ -82,42 +83,54 @@ class PythonSources:
 
 
 class TextFiles:
-    """.txt files (a document each), .jsonl (a document a line, its text in `field`) and .parquet (a document a row).
+    """Files of text, or directories of them (`finding`): a .txt or .md file is a document, so is a line of .jsonl, its
+    text in `field`, and a row of .parquet.
 
-    The first two also as .gz or .zst, and in parts. A directory stands for all such files below it, sorted.
-
-    skip_bad: leave records without text out, instead of stopping; `bad` counts those of the last time through.
+    skip_bad: leave out, instead of stopping, records without text and what follows damage in a file, with a warning;
+    `bad` counts those of the last time through. remedy: how the user asks for that, for errors.
 
     Raises:
         ValueError: a path is absent or of another kind, a directory holds no such file, a record has no text in this
             field, a file is not UTF-8, or .zst or .parquet is asked for without pyarrow.
     """
 
-    def __init__(self, paths: str | Sequence[str], field: str = "text", *, skip_bad: bool = False) -> None:
+    def __init__(
+        self, paths: str | Sequence[str], field: str = "text", *, skip_bad: bool = False, remedy: str = "--skip-bad"
+    ) -> None:
         given = [paths] if isinstance(paths, str) else list(paths)
         if not all(given):
             raise ValueError(f"empty corpus: no file is named in {paths!r}")
         self.name = ", ".join(given)
         self._field, self._skip_bad, self.bad = field, skip_bad, 0
-        self._sources = sources.find(given)
-        for source in self._sources:
-            source.check(field)
+        self._remedy, self._told = f"{remedy} leaves out what cannot be read", False
+        self._sources = finding.find(given)
+        check_sources(self._sources, field, skip_bad=skip_bad, remedy=self._remedy)
 
     def __iter__(self) -> Iterator[Document]:
         self.bad = 0
         for source in self._sources:
-            for segment, _, _ in source.segments(self._field):
-                for found in segment.documents(self._field):
-                    if not isinstance(found, Bad):
-                        yield found
-                    elif self._skip_bad:
-                        self.bad += 1
-                    else:
-                        raise ValueError(found.reason)
+            for found in self._records(source):
+                if isinstance(found, Document):
+                    yield found
+                elif self._skip_bad:
+                    self.bad += 1
+                else:
+                    raise ValueError(f"{found.reason}; {self._remedy}")
+        self._told = True
 
     def digest(self) -> str:
         contents = ((source.name, bytes.fromhex(source.sha256())) for source in self._sources)
-        return _digest((f"{self._field}/{name}", content) for name, content in contents)
+        named = [(f"{self._field}/{name}", content) for name, content in contents]
+        return _digest([*named, ("skip_bad", b"")] if self._skip_bad else named)
+
+    def _records(self, source: Source) -> Iterator[Document | Bad]:
+        try:
+            for segment, _, _ in source.segments(self._field):
+                yield from segment.documents(self._field)
+        except Damaged as error:
+            if self._skip_bad and not self._told:  # once, however often the files are read
+                _log.warning("warning: the rest of this file is left out: %s", error)
+            yield Bad(str(error))
 
 
 def _digest(contents: Iterable[tuple[str, bytes]]) -> str:

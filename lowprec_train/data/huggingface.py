@@ -12,10 +12,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from lowprec_train.data.cuts import last_cut
 from lowprec_train.data.endings import NoEnding
+from lowprec_train.data.huggingface_cuts import CutRule
 
 ENDINGS = ("<|endoftext|>", "<|end_of_text|>", "<eod>", "<|eod|>", "<eos>", "</s>", "[EOS]")  # seen in published models
 _CONFIG = "tokenizer_config.json"
@@ -69,12 +72,29 @@ class HuggingFaceTokenizer:
 
         return {"tokenizers": tokenizers.__version__}
 
-    def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
+    def encode(self, texts: list[str], *, parallel: bool = True, continued: bool = False) -> list[list[int]]:
+        tokenizer = self._continuing if continued else self._tokenizer
         if parallel:
-            encoded = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+            encoded = tokenizer.encode_batch(texts, add_special_tokens=False)
         else:
-            encoded = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+            encoded = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return [each.ids for each in encoded]
+
+    def cut(self, text: str) -> int | None:
+        """At an end of a word, where the parts of this tokenizer are known (`CutRule`)."""
+        if (rule := self._cut_rule) is None:
+            return None
+        return last_cut(text, rule, lambda texts: self.encode(texts, parallel=False, continued=True))
+
+    @cached_property
+    def _cut_rule(self) -> CutRule | None:
+        return CutRule.of(self._content, self._tokenizer.get_vocab(with_added_tokens=False), _spell_bytes)
+
+    @cached_property
+    def _continuing(self) -> Any:
+        """For text after a cut: without the space that the file may put before a text."""
+        rule = self._cut_rule
+        return self._tokenizer if rule is None else _parse(rule.continuing, "after a cut")
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -95,6 +115,15 @@ def _parse(content: str, name: str) -> Any:
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+@lru_cache(maxsize=1 << 16)
+def _spell_bytes(text: str) -> str:
+    """The bytes of a text as byte-level pieces spell them, a sign for each."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    ((spelled, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return str(spelled)
 
 
 def _written(config: dict[str, Any]) -> str | None:

@@ -92,7 +92,10 @@ def _check_contiguous(source: IndexedDataset, sequences: range) -> None:
 
 
 class Dataset:
-    """Endless batches of `seq_len` tokens from one stream, or from several in the proportions of `order`.
+    """Endless batches of `seq_len` tokens from one stream, or from several.
+
+    order: the proportions of several streams, each shuffled by itself; None: they are one set, whose samples are
+    shuffled together and each read once an epoch.
 
     Raises:
         ValueError: a stream is too short for one sample.
@@ -112,9 +115,10 @@ class Dataset:
             raise ValueError(f"seq_len {seq_len} must be positive")
         self.streams, self.seq_len, self.vocab_size, self.seed = streams, seq_len, vocab_size, seed
         self.document_mask = document_mask
-        self._order = order or Blend([1] * len(streams))
-        for stream in streams:
-            if not stream.samples(seq_len):
+        self._order = order
+        self._sizes = np.array([stream.samples(seq_len) for stream in streams])
+        for stream, size in zip(streams, self._sizes, strict=True):
+            if not size:
                 raise ValueError(
                     f"{stream.name}: {len(stream)} tokens, a sample of seq_len {seq_len} needs {seq_len + 1}"
                 )
@@ -155,21 +159,32 @@ class Dataset:
         hold about `limit` together.
         """
         frequency = np.zeros(self.vocab_size)
-        for stream, share in zip(self.streams, self._order.shares, strict=True):
+        shares = self._sizes / self._sizes.sum() if self._order is None else self._order.shares
+        for stream, share in zip(self.streams, shares, strict=True):
             counts = self._counts(stream.tokens, limit)
             frequency += share * counts / counts.sum()
         frequency = frequency[frequency > 0]
         return float(-(frequency * np.log(frequency)).sum())
 
     def _samples(self, places: np.ndarray) -> list[tuple[Stream, int]]:
+        if self._order is None:
+            return self._of_one_set(places)
         source, ordinal = self._order(places)
         sample = np.empty_like(ordinal)
         for number in np.unique(source):
             mine = source == number
-            size = self.streams[number].samples(self.seq_len)
+            size = int(self._sizes[number])
             epoch, index = np.divmod(ordinal[mine], size)
             sample[mine] = permute(index, size, shuffle_key(self.seed, int(number), epoch))
         return [(self.streams[number], int(j)) for number, j in zip(source, sample, strict=True)]
+
+    def _of_one_set(self, places: np.ndarray) -> list[tuple[Stream, int]]:
+        ends = np.cumsum(self._sizes)
+        epoch, index = np.divmod(places, ends[-1])
+        sample = permute(index, int(ends[-1]), shuffle_key(self.seed, 0, epoch))
+        source = np.searchsorted(ends, sample, side="right")
+        first = (ends - self._sizes)[source]
+        return [(self.streams[number], int(j)) for number, j in zip(source, sample - first, strict=True)]
 
     def _counts(self, tokens: np.ndarray, limit: int) -> np.ndarray:
         counts = np.zeros(self.vocab_size, np.int64)

@@ -24,6 +24,7 @@ class Manifest:
 
     documents, tokens: stored; a document's end-of-document token counts.
     text_bytes: of the stored documents, in UTF-8. empty, bad: records left out, without text and unreadable ones.
+    inexact_cuts: places in long documents where tokens can differ from those of the whole (`cuts`).
     field: of .jsonl lines and .parquet rows. tokenizer: `file`, `sha256`, `vocab_size`, `eod`.
     inputs: `name`, `bytes`, `sha256` of each file read, in order. files: `bytes` and `sha256` of `bin` and `idx`.
     """
@@ -39,6 +40,7 @@ class Manifest:
     inputs: list[dict[str, Any]]
     files: dict[str, dict[str, Any]]
     versions: dict[str, str]
+    inexact_cuts: int = 0
     layout: int = LAYOUT
 
     @classmethod

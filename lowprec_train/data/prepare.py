@@ -26,7 +26,7 @@ from lowprec_train.data.cache import build_once
 from lowprec_train.data.documents import Document, Documents
 from lowprec_train.data.indexed import IndexedWriter, token_dtype
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
-from lowprec_train.data.tokenizer import Tokenizer, batches, store
+from lowprec_train.data.tokenizer import Tokenizer, encode_documents, store
 
 _log = logging.getLogger(__name__)
 _LAYOUT = 2  # of the cache directory; raised when the same text gives other tokens or files
@@ -159,10 +159,9 @@ def _tokenise(documents: Iterable[Document], tokenizer: Tokenizer, prefix: Path)
     """Write each document and the token that closes it; how many they are."""
     count = 0
     with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
-        for batch in batches(doc.text for doc in documents):
-            for ids in tokenizer.encode(batch):
-                writer.document([*ids, tokenizer.eod])
-            count += len(batch)
+        for ids in encode_documents((doc.text for doc in documents), tokenizer):
+            writer.document([*ids, tokenizer.eod])
+            count += 1
     return count
 
 

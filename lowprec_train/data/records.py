@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lowprec_train.data.cuts import Cutter, TextSpan, blocks, pieces
+
 
 @dataclass(frozen=True)
 class Document:
@@ -27,19 +29,29 @@ class Bad:
     reason: str
 
 
+class Damaged(ValueError):
+    """A file that cannot be read, or not past some record; what came before that is whole."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Records that follow each other in a file, after `before` others: its bytes, or rows of a column."""
+    """Records that follow each other in a file, after `before` others: its bytes, or rows of a column.
+
+    piece: of a file that is one long document, this part; else None.
+    """
 
     kind: str
     name: str
     path: str
     before: int
     content: bytes | list[Any]
+    piece: TextSpan | None = None
 
     @property
     def size(self) -> int:
         """Number of bytes of text, approximately."""
+        if self.piece:
+            return len(self.piece.text)
         if isinstance(self.content, bytes):
             return len(self.content)
         return sum(len(text) for text in self.content if isinstance(text, str))
@@ -47,6 +59,17 @@ class Segment:
     def documents(self, field: str) -> Iterator[Document | Bad]:
         """Each record as a document, or why it is none. Lines without anything on them are no records."""
         return _READERS[self.kind](self, field)
+
+    def pieces(self, field: str, cutter: Cutter) -> Iterator[TextSpan | Bad]:
+        """Each record as one piece or, where it is long, as several, or why it is none."""
+        if self.piece:
+            yield self.piece
+            return
+        for found in self.documents(field):
+            if isinstance(found, Bad):
+                yield found
+            else:
+                yield from pieces(blocks(found.text), cutter)
 
 
 def _file(segment: Segment, field: str) -> Iterator[Document | Bad]:
@@ -95,4 +118,8 @@ def _shown(value: Any) -> str:
     return f"{type(value).__name__} {written if len(written) <= 40 else written[:37] + '...'}"
 
 
-_READERS = {"txt": _file, "jsonl": _lines, "parquet": _rows}
+def _unreadable(segment: Segment, field: str) -> Iterator[Bad]:
+    yield from (Bad(reason) for reason in segment.content if isinstance(reason, str))
+
+
+_READERS = {"txt": _file, "md": _file, "jsonl": _lines, "parquet": _rows, "damaged": _unreadable}

@@ -10,11 +10,14 @@ import hashlib
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import sentencepiece
 
+from lowprec_train.data.cuts import last_cut
 from lowprec_train.data.endings import NoEnding
+from lowprec_train.data.sentencepiece_cuts import CutRule
 
 SAMPLE_CHARACTERS = 16_000_000  # training takes about 0.2 s a million
 _LONGEST_LINE = 1000  # characters; a longer one is learnt from in pieces (SentencePiece drops lines above 4192 bytes)
@@ -65,6 +68,16 @@ class SentencePieceTokenizer:
         if self.eod < 0:
             raise NoEnding(f"{name}: has no end-of-sequence piece (eos_id {self.eod}) to close documents with")
 
+    @cached_property
+    def _cut_rule(self) -> CutRule | None:
+        return CutRule.of(self.content, self._processor)
+
+    @cached_property
+    def _continuing(self) -> sentencepiece.SentencePieceProcessor:
+        """For text after a cut: without the space that the model may put before a text."""
+        rule = self._cut_rule
+        return self._processor if rule is None else sentencepiece.SentencePieceProcessor(model_proto=rule.continuing)
+
     @property
     def files(self) -> dict[str, bytes]:
         return {self.file_name: self.content}
@@ -107,9 +120,16 @@ class SentencePieceTokenizer:
             ) from error
         return cls(model.getvalue(), name)
 
-    def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
-        ids: list[list[int]] = self._processor.encode(texts, num_threads=-1 if parallel else 1)
+    def encode(self, texts: list[str], *, parallel: bool = True, continued: bool = False) -> list[list[int]]:
+        processor = self._continuing if continued else self._processor
+        ids: list[list[int]] = processor.encode(texts, num_threads=-1 if parallel else 1)
         return ids
+
+    def cut(self, text: str) -> int | None:
+        """Where no piece holds both neighbours; in text that is normalised, only before a space (`CutRule`)."""
+        if (rule := self._cut_rule) is None:
+            return None
+        return last_cut(text, rule, lambda texts: self.encode(texts, parallel=False, continued=True))
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode(list(ids))

@@ -1,40 +1,33 @@
-"""Files of text as they lie on disk: .txt, .jsonl and .parquet; the first two also as .gz or .zst, and cut into parts.
+"""Reading a source: its segments, runs of records still as they are stored, so that others turn them into documents.
 
-A source is one such file, or the parts `NAME.00`, `NAME.01`, ... of one that was cut (not of .parquet): their bytes,
-end to end, are the file. It is read as segments, runs of records still as they are stored, so that one process can read
-what others turn into documents. A `Place` says how far a source was read; reading may begin at any place where a
-segment ended.
+A source is one file, or the parts `NAME.00`, `NAME.01`, ... of one that was cut: their bytes, end to end, are the file.
+A `Place` says how far it was read; reading may begin at any place where a segment ended. A long .txt or .md file is
+read in pieces (`cuts`) where a cutter is given, and then twice: no piece is handed over before all of the file is known
+to be text.
 """
 
 from __future__ import annotations
 
-import bisect
-import gzip
+import codecs
 import hashlib
 import io
-import itertools
-import logging
-import re
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from lowprec_train.data.records import Segment
+from lowprec_train.data import unpacking
+from lowprec_train.data.columns import Column
+from lowprec_train.data.cuts import PIECE, Cutter, TextSpan, pieces
+from lowprec_train.data.records import Damaged, Segment
+from lowprec_train.data.unpacking import BUFFER, Joined, Unpacked
 
-_log = logging.getLogger(__name__)
-ENDINGS = (".txt", ".jsonl", ".txt.gz", ".jsonl.gz", ".txt.zst", ".jsonl.zst", ".parquet")
 SEGMENT = 1 << 20  # bytes of text read at once, and handed to a worker: a fraction of a second of work
-_NAME = re.compile(r"(?P<whole>.+\.(?P<kind>txt|jsonl|parquet)(?P<packed>\.gz|\.zst)?)(?:\.(?P<part>\d+))?", re.DOTALL)
-_BUFFER = 1 << 20
-_SHOWN = 5  # names of skipped files in a message
-_ROWS = 64  # read from a .parquet file at once
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """How far a source was read: bytes of its unpacked text (0 in .parquet), and lines or rows."""
+    """How far a source was read: bytes of its unpacked text (0 in .parquet), and lines, rows or whole documents."""
 
     offset: int = 0
     records: int = 0
@@ -66,212 +59,123 @@ class Source:
 
     def sha256(self) -> str:
         """SHA-256 of the stored bytes, parts end to end."""
-        with _Parts(self.paths) as file:
+        with Joined(self.paths) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def check(self, field: str) -> None:
-        """Raises ValueError when this kind of file needs a package that is missing, or lacks the column `field`."""
-        if self.kind == "parquet":
-            _parquet(self.path, field)
-        elif self.packed == ".zst":
-            _pyarrow(self.path)
-
-    def segments(self, field: str, start: Place = Place(), size: int = SEGMENT) -> Iterator[tuple[Segment, Place, int]]:
-        """Segments of about `size` bytes, the place where each ends, and the stored bytes read by then.
-
-        A segment of .jsonl is whole lines, of .parquet rows, of .txt the whole file.
+        """Whether it can be read here, as far as its beginning or footer says.
 
         Raises:
-            ValueError: the file cannot be unpacked, is cut off, or its kind cannot be read here (as `check`).
+            Damaged: it is not of its kind, or lacks the column `field`.
+            ValueError: its kind needs a package that is missing.
+        """
+        if self.kind == "parquet":
+            Column(self.path, field)
+        unpacking.check(self.packed, self.path)
+
+    def segments(
+        self, field: str, start: Place = Place(), size: int = SEGMENT, cutter: Cutter | None = None
+    ) -> Iterator[tuple[Segment, Place, int]]:
+        """Segments of about `size` bytes, the place where each ends, and the stored bytes read by then.
+
+        A segment of .jsonl is whole lines, of .parquet rows, of .txt and .md the whole file or, with a cutter, a piece.
+
+        Raises:
+            Damaged: the file cannot be unpacked or read to its end; after the records before that place.
+            ValueError: what reads its kind is not installed (as `check`).
         """
         if self.kind == "parquet":
             return self._rows(field, start, size)
-        return self._text(start, size)
+        if self.kind == "jsonl":
+            return self._lines(start, size)
+        return self._document(start, cutter)
 
-    def _text(self, start: Place, size: int) -> Iterator[tuple[Segment, Place, int]]:
+    def _segment(self, content: bytes | list[Any], place: Place = Place(), piece: TextSpan | None = None) -> Segment:
+        return Segment(
+            kind=self.kind, name=self.name, path=self.path, before=place.records, content=content, piece=piece
+        )
+
+    def _open(self, start: int = 0) -> tuple[Unpacked, io.BufferedReader]:
+        unpacked = Unpacked(self.paths, self.packed, self.path, start)
+        return unpacked, io.BufferedReader(unpacked, BUFFER)
+
+    def _lines(self, start: Place, size: int) -> Iterator[tuple[Segment, Place, int]]:
         place = start
-        with _Parts(self.paths, 0 if self.packed else start.offset) as parts, self._unpacked(parts) as stream:
-            try:
-                _skip(stream, start.offset if self.packed else 0)
-                while content := _whole(stream, place) if self.kind == "txt" else _lines(stream, size):
-                    segment = Segment(
-                        kind=self.kind, name=self.name, path=self.path, before=place.records, content=content
-                    )
+        unpacked, stream = self._open(start.offset)
+        with stream:
+            while content := stream.read(size) + stream.readline():
+                if unpacked.error:
+                    content = content[: content.rfind(b"\n") + 1]
+                if content:
+                    segment = self._segment(content, place)
                     place = Place(offset=place.offset + len(content), records=place.records + content.count(b"\n"))
-                    yield segment, place, parts.position
-            except (OSError, EOFError, zlib.error) as error:
-                raise ValueError(f"{self.path}: cannot be read to its end: {error}") from error
+                    yield segment, place, unpacked.position
+            if unpacked.error:
+                raise Damaged(f"{self.path}: cannot be read to its end: past line {place.records}: {unpacked.error}")
 
-    def _unpacked(self, parts: _Parts) -> IO[bytes]:
-        if self.packed == ".gz":
-            return gzip.GzipFile(fileobj=io.BufferedReader(parts, _BUFFER), mode="rb")  # type: ignore[return-value]
-        if self.packed == ".zst":
-            arrow = _pyarrow(self.path)
-            return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(parts, "r"), "zstd"), _BUFFER)
-        return io.BufferedReader(parts, _BUFFER)
+    def _document(self, start: Place, cutter: Cutter | None) -> Iterator[tuple[Segment, Place, int]]:
+        if start.records:
+            return
+        if start.offset == 0:
+            unpacked, stream = self._open()
+            with stream:
+                content = stream.read(-1 if cutter is None else PIECE + 1)
+            if unpacked.error:
+                raise Damaged(f"{self.path}: cannot be read to its end: {unpacked.error}") from unpacked.error
+            if cutter is None or len(content) <= PIECE:
+                yield self._segment(content), Place(offset=len(content), records=1), self.size
+                return
+            self._check_text()
+        assert cutter
+        yield from self._pieces(start, cutter)
+
+    def _check_text(self) -> None:
+        """Read all of it. Raises `Damaged` if it cannot be read to its end, or is not UTF-8."""
+        unpacked, stream = self._open()
+        decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
+        with stream:
+            while content := stream.read(BUFFER):
+                held = len(decoder.getstate()[0])
+                try:
+                    decoder.decode(content)
+                except UnicodeDecodeError as error:
+                    place = read - held + error.start
+                    raise Damaged(f"{self.path}: not UTF-8: {error.reason} in position {place}") from error
+                read += len(content)
+        if unpacked.error:
+            raise Damaged(f"{self.path}: cannot be read to its end: {unpacked.error}") from unpacked.error
+        if decoder.getstate()[0]:
+            raise Damaged(f"{self.path}: not UTF-8: it ends inside of a character")
+
+    def _pieces(self, start: Place, cutter: Cutter) -> Iterator[tuple[Segment, Place, int]]:
+        offset = start.offset
+        unpacked, stream = self._open(offset)
+        with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
+            for piece in pieces(iter(lambda: text.read(PIECE), ""), cutter, continued=bool(offset)):
+                if unpacked.error:  # all of it could be read a moment ago
+                    raise ValueError(f"{self.path}: cannot be read again: {unpacked.error}")
+                offset += len(piece.text.encode())
+                place = Place(offset=offset, records=int(piece.last))
+                yield self._segment(b"", piece=piece), place, unpacked.position
 
     def _rows(self, field: str, start: Place, size: int) -> Iterator[tuple[Segment, Place, int]]:
-        file, stored = _parquet(self.path, field), self.size
+        column, stored = Column(self.path, field), self.size
         place = start
-        try:
-            for rows in _batches(file, field, start.records, size):
-                segment = Segment(kind=self.kind, name=self.name, path=self.path, before=place.records, content=rows)
-                place = Place(records=place.records + len(rows))
-                yield segment, place, stored * place.records // file.metadata.num_rows
-        except (_pyarrow(self.path).ArrowException, OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{self.path}: cannot be read past row {place.records}: {error}") from error
+        for rows in column.values(start.records, size):
+            segment = self._segment(rows, place)
+            place = Place(records=place.records + len(rows))
+            yield segment, place, stored * place.records // column.rows
 
 
-def find(paths: Sequence[str | Path]) -> list[Source]:
-    """The sources that paths name, in their order; a directory stands for all below it, sorted, a part for its whole.
+def check_sources(sources: Iterable[Source], field: str, *, skip_bad: bool, remedy: str) -> None:
+    """Check each before any is read; with `skip_bad` say nothing of damage, which is told when its file is reached.
 
     Raises:
-        ValueError: a path is absent or of another kind, a directory holds no text, a part is missing or there twice, a
-            file is named twice, or as a whole and as its parts.
+        ValueError: a file cannot be read; says what to do about damage (`remedy`).
     """
-    found = [source for path in paths for source in _find(Path(path).expanduser())]
-    if not found:
-        raise ValueError(f"empty corpus: no files in {[str(path) for path in paths]}")
-    once: dict[Path, Source] = {}
-    for source in found:
-        first, whole = source.paths[0], source.whole
-        if whole in once and once[whole].paths != source.paths:
-            raise ValueError(f"{whole}: there whole and in parts; name one of the two, or remove it")
-        if whole in once and len(source.paths) == 1:
-            raise ValueError(f"{first}: named twice")
-        once[whole] = source
-    return list(once.values())
-
-
-def _find(path: Path) -> list[Source]:
-    if path.is_dir():
-        inside = sorted(each for each in path.rglob("*") if _NAME.fullmatch(each.name) and each.is_file())
-        others = _others(path)
-        if not inside:
-            found = f", only {others}" if others else ""
-            raise ValueError(f"empty corpus: {path} holds no file that ends in {', '.join(ENDINGS)}{found}")
-        if others:
-            _log.warning("warning: %s: skipped, for they end in none of %s: %s", path, ", ".join(ENDINGS), others)
-        return [_source(each, path) for each in inside]
-    if not path.exists():
-        raise ValueError(f"{path}: no such file or directory of text")
-    if not _NAME.fullmatch(path.name):
-        raise ValueError(f"{path}: can read {', '.join(ENDINGS)}")
-    return [_source(path, path.parent)]
-
-
-def _others(directory: Path) -> str:
-    """Files below a directory that are of no kind that is read, hidden ones left out: their number, and some names."""
-    below = (each.relative_to(directory) for each in sorted(directory.rglob("*")) if each.is_file())
-    names = [each.as_posix() for each in below if not _NAME.fullmatch(each.name) and not _hidden(each)]
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    return f"{len(names)} other{'s' if len(names) > 1 else ''} ({shown})" if names else ""
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _source(path: Path, root: Path) -> Source:
-    """The source that this file is, or is a part of; named relative to `root`."""
-    match = _NAME.fullmatch(path.name)
-    assert match, path
-    whole = path.with_name(match["whole"])
-    if match["kind"] == "parquet" and match["part"] is not None:
-        raise ValueError(f"{path}: .parquet files are not read in parts; put these together as {whole}")
-    paths = (path,) if match["part"] is None else _parts(whole)
-    return Source(whole.relative_to(root).as_posix(), match["kind"], match["packed"] or "", paths)
-
-
-def _parts(whole: Path) -> tuple[Path, ...]:
-    numbered: dict[int, Path] = {}
-    for path in sorted(whole.parent.iterdir()):
-        match = _NAME.fullmatch(path.name)
-        if match and match["whole"] == whole.name and match["part"]:
-            if (number := int(match["part"])) in numbered:
-                raise ValueError(f"{whole}: part {number} is there twice: {numbered[number].name} and {path.name}")
-            numbered[number] = path
-    numbers = sorted(numbered)
-    if numbers != [*range(numbers[0], numbers[0] + len(numbers))] or numbers[0] > 1:
-        raise ValueError(f"{whole}: cut into parts, of which some are missing: there are {numbers}")
-    return tuple(numbered[number] for number in numbers)
-
-
-class _Parts(io.RawIOBase):
-    """The bytes of files, end to end, from byte `position` on."""
-
-    def __init__(self, paths: Sequence[Path], position: int = 0) -> None:
-        super().__init__()
-        self.position = position
-        self._left = list(paths)
-        while len(self._left) > 1 and position >= self._left[0].stat().st_size:
-            position -= self._left.pop(0).stat().st_size
-        self._file = self._left.pop(0).open("rb", buffering=0)
-        self._file.seek(position)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not (count := self._file.readinto(buffer) or 0) and self._left and len(buffer):
-            self._file.close()
-            self._file = self._left.pop(0).open("rb", buffering=0)
-        self.position += count
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def _skip(stream: IO[bytes], count: int) -> None:
-    while count and (block := stream.read(min(count, _BUFFER))):
-        count -= len(block)
-
-
-def _lines(stream: IO[bytes], size: int) -> bytes:
-    return stream.read(size) + stream.readline()
-
-
-def _whole(stream: IO[bytes], place: Place) -> bytes:
-    """The content of a file at the first call, then nothing."""
-    return b"" if place.offset else stream.read()
-
-
-def _batches(file: Any, field: str, skipped: int, size: int) -> Iterator[list[Any]]:
-    """Values of a column from row `skipped` on, in lists of about `size` bytes; row groups before it are not read."""
-    counts = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-    ends = [*itertools.accumulate(counts)]
-    first = bisect.bisect_right(ends, skipped)
-    skipped -= sum(counts[:first])
-    gathered: list[Any] = []
-    for batch in file.iter_batches(_ROWS, row_groups=[*range(first, len(counts))], columns=[field]):
-        values = batch.column(0).to_pylist()
-        gathered += values[skipped:]
-        skipped = max(0, skipped - len(values))
-        if sum(len(text) for text in gathered if isinstance(text, str)) >= size:
-            yield gathered
-            gathered = []
-    if gathered:
-        yield gathered
-
-
-def _parquet(path: str, field: str) -> Any:
-    arrow = _pyarrow(path)
-    from pyarrow import parquet
-
-    try:
-        file = parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: not a .parquet file: {error}") from error
-    if field not in file.schema_arrow.names:
-        raise ValueError(f"{path}: no column {field!r}; the file holds {file.schema_arrow.names}")
-    return file
-
-
-def _pyarrow(path: str) -> Any:
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise ValueError(f"reading {path} needs the package 'pyarrow': pip install 'lowprec_train[data]'") from error
-    return pyarrow
+    for source in sources:
+        try:
+            source.check(field)
+        except Damaged as error:
+            if not skip_bad:
+                raise ValueError(f"{error}; {remedy}") from error

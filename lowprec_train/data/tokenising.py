@@ -3,11 +3,12 @@
 Reading and unpacking are quick beside tokenising, so the first process cuts the input into chunks of a megabyte and
 hands them to workers; it appends what they return, in order, and notes with it how far the input was read. So the
 dataset depends neither on the number of workers nor on how often the work was interrupted, and what an interruption
-costs is the chunks in flight.
+costs is the chunks in flight. A long document is tokenised in pieces (`cuts`), which may lie in several chunks.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +20,17 @@ import numpy as np
 
 from lowprec_train.data import sources
 from lowprec_train.data.appending import AppendingWriter, forget, unfinished
+from lowprec_train.data.cuts import TextSpan
 from lowprec_train.data.indexed import token_dtype
 from lowprec_train.data.manifest import Manifest, hashes
-from lowprec_train.data.records import Bad, Segment
-from lowprec_train.data.sources import Place, Source
-from lowprec_train.data.tokenizer import Tokenizer, batches, load, store
+from lowprec_train.data.records import Bad, Damaged, Segment
+from lowprec_train.data.sources import Place, Source, check_sources
+from lowprec_train.data.tokenizer import Tokenizer, encode_pieces, load, store
 from lowprec_train.data.workers import in_order
 
+_log = logging.getLogger(__name__)
 _COMMIT_SECONDS = 1.0
+_REMEDY = "--skip-bad leaves out what cannot be read"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,7 @@ class Counts:
     text_bytes: int = 0
     empty: int = 0
     bad: int = 0
+    inexact_cuts: int = 0
 
     def __add__(self, later: Counts) -> Counts:
         total = {what: count + getattr(later, what) for what, count in vars(self).items()}
@@ -50,7 +55,8 @@ class Job:
     """Text to tokenise.
 
     field: of .jsonl lines and .parquet rows. workers: processes beside this one; 0: this one alone.
-    skip_bad: leave out records that hold no text, and count them, instead of stopping at the first.
+    skip_bad: leave out records that hold no text, and what follows damage in a file, and count them, instead of
+    stopping at the first; files are named in a warning.
     chunk: bytes of text that a worker is given at once.
     """
 
@@ -82,8 +88,7 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
             cannot be read, or was changed meanwhile, or, unless skip_bad, a record holds no text.
         OSError: the disk is full, or a worker died.
     """
-    for source in job.inputs:
-        source.check(job.field)
+    check_sources(job.inputs, job.field, skip_bad=job.skip_bad, remedy=_REMEDY)
     prefix.parent.mkdir(parents=True, exist_ok=True)
     if (done := Manifest.read(prefix)) is not None:
         _check_same(done, job, prefix)
@@ -114,6 +119,8 @@ def _append_all(
     committed = time.monotonic()
     for done in in_order(_encode, _chunks(job, str(tokenizer), writer.remembered.get("position", {})), job.workers):
         writer.append(done.tokens, done.lengths)
+        for damage in done.damage:
+            _log.warning("warning: the rest of this file is left out: %s", damage)
         counts += done.counts
         report(counts)
         if time.monotonic() - committed >= _COMMIT_SECONDS:
@@ -141,10 +148,14 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A chunk as tokens, in the dataset's dtype, and the lengths of its documents, int32. counts: of it alone."""
+    """A chunk as tokens, in the dataset's dtype, and the lengths of documents that end in it. counts: of it alone.
+
+    Tokens beyond these lengths are of a document that goes on in the next chunk. damage: of files, as errors say it.
+    """
 
     tokens: bytes
     lengths: np.ndarray
+    damage: tuple[str, ...]
     counts: Counts
     position: dict[str, int]
 
@@ -179,49 +190,64 @@ def _segments(
     before = sum(each.size for each in job.inputs[:source])
     place = Place(offset=offset, records=records)
     for number, each in enumerate(job.inputs[source:], source):
-        for segment, after, read in each.segments(job.field, place, job.chunk):
-            yield segment, {"source": number, **vars(after)}, before + read
+        try:
+            for segment, after, read in each.segments(job.field, place, job.chunk, job.tokenizer):
+                yield segment, {"source": number, **vars(after)}, before + read
+        except Damaged as error:
+            yield _damage(each, error), {"source": number + 1}, before + each.size
         before += each.size
         place = Place()
+
+
+def _damage(source: Source, error: Damaged) -> Segment:
+    """What stands for the rest of a source that cannot be read on."""
+    return Segment(kind="damaged", name=source.name, path=source.path, before=0, content=[str(error)])
 
 
 def _encode(chunk: Chunk) -> Encoded:
     """The work of a worker. Raises ValueError for a record that holds no text, unless these are skipped."""
     tokenizer = _tokenizer(chunk.tokenizer, chunk.digest)
     dtype = token_dtype(tokenizer.vocab_size)
-    texts, empty, bad = _texts(chunk)
-    parts: list[np.ndarray] = []
-    for batch in batches(texts):
-        parts += [np.array([*ids, tokenizer.eod], dtype) for ids in tokenizer.encode(batch, parallel=False)]
+    pieces, empty, bad = _pieces(chunk, tokenizer)
+    tokens: list[bytes] = []
+    lengths, length = [], 0
+    for piece, ids in zip(pieces, encode_pieces(pieces, tokenizer), strict=True):
+        tokens.append(np.array([*ids, tokenizer.eod] if piece.last else ids, dtype).tobytes())
+        length += len(ids) + piece.last
+        if piece.last:
+            lengths.append(length)
+            length = 0
     return Encoded(
-        tokens=b"".join(part.tobytes() for part in parts),
-        lengths=np.array([len(part) for part in parts], np.int32),
+        tokens=b"".join(tokens),
+        lengths=np.array(lengths, np.int64),
+        damage=tuple(str(each) for segment in chunk.segments if segment.kind == "damaged" for each in segment.content),
         counts=Counts(
             read=chunk.read,
-            documents=len(parts),
-            tokens=sum(map(len, parts)),
-            text_bytes=sum(len(text.encode()) for text in texts),
+            documents=len(lengths),
+            tokens=sum(lengths) + length,
+            text_bytes=sum(len(piece.text.encode()) for piece in pieces),
             empty=empty,
             bad=bad,
+            inexact_cuts=sum(piece.inexact for piece in pieces),
         ),
         position=chunk.position,
     )
 
 
-def _texts(chunk: Chunk) -> tuple[list[str], int, int]:
-    """Texts of the chunk's documents; how many records were empty, and how many bad."""
-    texts, empty, bad = [], 0, 0
+def _pieces(chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[TextSpan], int, int]:
+    """The chunk's documents in pieces; how many records were empty, and how many bad."""
+    pieces, empty, bad = [], 0, 0
     for segment in chunk.segments:
-        for found in segment.documents(chunk.field):
+        for found in segment.pieces(chunk.field, tokenizer):
             if isinstance(found, Bad):
                 if not chunk.skip_bad:
-                    raise ValueError(found.reason)
+                    raise ValueError(f"{found.reason}; {_REMEDY}")
                 bad += 1
             elif found.text:
-                texts.append(found.text)
+                pieces.append(found)
             else:
                 empty += 1
-    return texts, empty, bad
+    return pieces, empty, bad
 
 
 @lru_cache(maxsize=1)

@@ -9,11 +9,12 @@ reads the same tokenizer from them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Protocol
 
 from lowprec_train.data.appending import write_whole
+from lowprec_train.data.cuts import TextSpan, blocks, pieces
 from lowprec_train.data.huggingface import HuggingFaceTokenizer
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 
@@ -47,8 +48,15 @@ class Tokenizer(Protocol):
         """Version of the library that computes the ids, by the name of the library."""
         ...
 
-    def encode(self, texts: list[str], *, parallel: bool = True) -> list[list[int]]:
-        """Token ids of each text, without an end-of-document token; on all cores, or with `parallel` False on one."""
+    def encode(self, texts: list[str], *, parallel: bool = True, continued: bool = False) -> list[list[int]]:
+        """Token ids of each text, without an end-of-document token; on all cores, or with `parallel` False on one.
+
+        continued: the texts go on after a cut.
+        """
+        ...
+
+    def cut(self, text: str) -> int | None:
+        """The last place in a text that goes on, where a cut changes no token; None: there is none."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -100,6 +108,25 @@ def batches(texts: Iterable[str]) -> Iterator[list[str]]:
     remaining = iter(texts)
     while batch := list(islice(remaining, _AT_ONCE)):
         yield batch
+
+
+def encode_pieces(pieces: Iterable[TextSpan], tokenizer: Tokenizer, *, parallel: bool = False) -> Iterator[list[int]]:
+    """Ids of each piece of documents."""
+    for continued, run in groupby(pieces, key=lambda piece: piece.continued):
+        for batch in batches(piece.text for piece in run):
+            yield from tokenizer.encode(batch, parallel=parallel, continued=continued)
+
+
+def encode_documents(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
+    """Ids of each text, which is never tokenised whole where it is long; on all cores."""
+    for batch in batches(texts):
+        parts = [piece for text in batch for piece in pieces(blocks(text), tokenizer)]
+        document: list[int] = []
+        for piece, ids in zip(parts, encode_pieces(parts, tokenizer, parallel=True), strict=True):
+            document += ids
+            if piece.last:
+                yield document
+                document = []
 
 
 def check_vocabulary(*, tokenizer: int, vocab_size: int, name: str, setting: str = "vocab_size") -> None:

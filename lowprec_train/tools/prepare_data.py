@@ -14,12 +14,16 @@ if TYPE_CHECKING:
 HELP = "text files to a tokenised dataset, restartable"
 DESCRIPTION = """\
 Tokenise text into PREFIX.bin and PREFIX.idx, which `data=indexed data.train=PREFIX` trains on and Megatron reads too.
-Reads .txt (a document a file), .jsonl (a document a line) and .parquet (a document a row), the first two also as .gz
-and .zst, and files cut into parts (NAME.zst.00 NAME.zst.01 ...); a directory stands for all of these below it.
+Reads .txt and .md (a document a file), .jsonl (a document a line), these also as .gz, .xz and .zst and cut into parts
+(NAME.zst.00 NAME.zst.01 ...), and .parquet (a document a row); a directory stands for all of these below it.
 """
 EPILOG = """\
 Every document is closed by the tokenizer's end-of-document token; documents without text are left out. Beside the two
 files go the tokenizer and PREFIX.manifest.json: counts, and SHA-256 of what was read and written.
+
+A long document is tokenised in pieces that are cut where no token changes; a text without such a place is cut all the
+same, which is counted and said. --skip-bad leaves out records that hold no text, files that are damaged from the damage
+on, and counts them; files are named.
 
 Killed at any moment, the same command goes on where it was, and what comes out is the same, byte for byte, whatever the
 number of workers. Until it is whole the dataset lives in PREFIX.unfinished/.
@@ -49,12 +53,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", metavar="N", type=int, help="processes that tokenise; 0: none but this (default: one a core)"
     )
-    parser.add_argument("--skip-bad", action="store_true", help="leave out records without text instead of stopping")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read instead of stopping")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prepare a dataset with a progress display and print a summary. Raises ValueError or OSError for bad input."""
-    from lowprec_train.data import sources, tokenising
+    from lowprec_train.data import finding, tokenising
     from lowprec_train.data.tokenizer import load
     from lowprec_train.tools.preparation_progress import shown
 
@@ -62,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out {arguments.out} is a directory; name the dataset in it, as {arguments.out / 'train'}")
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     job = tokenising.Job(
-        inputs=sources.find(arguments.inputs),
+        inputs=finding.find(arguments.inputs),
         tokenizer=load(arguments.tokenizer, arguments.eod),
         field=arguments.field,
         workers=workers,
@@ -84,8 +88,9 @@ def summary(manifest: Manifest, prefix: Path, seconds: float) -> str:
     left_out = f"; left out: {manifest.empty:,} empty, {manifest.bad:,} bad" if manifest.empty or manifest.bad else ""
     bytes_a_token = manifest.text_bytes / max(1, manifest.tokens)
     size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({bytes_a_token:.2f} bytes a token)"
+    cuts = f"; {manifest.inexact_cuts:,} cuts beside which tokens may differ" if manifest.inexact_cuts else ""
     return (
-        f"{prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {size}{left_out}\n"
+        f"{prefix}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {size}{left_out}{cuts}\n"
         f"{seconds:.1f} s in this call. Train on it: data=indexed data.train={prefix} "
         f"model.vocab_size={manifest.tokenizer['vocab_size']}"
     )

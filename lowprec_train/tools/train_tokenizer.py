@@ -37,7 +37,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=16_000_000,
         help="learnt from; 16 million take some seconds (default: %(default)s)",
     )
-    parser.add_argument("--skip-bad", action="store_true", help="leave out records without text instead of stopping")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read instead of stopping")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     texts = (document.text for document in documents)
     learnt = SentencePieceTokenizer.train(texts, arguments.vocab_size, documents.name, arguments.sample)
     if documents.bad:
-        print(f"left out {documents.bad:,} records without text in field {arguments.field!r}")
+        print(f"left out {documents.bad:,} records without text in field {arguments.field!r}, or damaged")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(arguments.out, learnt.content)
     tried = [document.text for document in islice(documents, _TRIED)]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lowprec_train.data.indexed import IndexedDataset, IndexedWriter
+from tests.data.prepared import place, root  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).parents[2]
 FIRST_USE = """

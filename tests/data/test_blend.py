@@ -61,6 +61,24 @@ def test_blend_of_both(prefixes):
     assert seen(corpus.valid) == set(range(90, 98)) | set(range(1090, 1098))
 
 
+def test_several_without_weights_are_one_set(prefixes, write, tmp_path):
+    """Every sample of all files once an epoch, in an order that mixes them; a directory stands for its files."""
+    (tmp_path / "more").mkdir()
+    write("more/c", [[2500] * 5] * 40, np.uint16)
+    corpus = build([*prefixes, str(tmp_path / "more")], vocab_size=3000)
+    sizes = [(90 * 20 - 1) // SEQ, (90 * 20 - 1) // SEQ, (36 * 5 - 1) // SEQ]
+    rows = torch.cat([corpus.train.batch(step, 0, 8, 8).tokens for step in range(-(-2 * sum(sizes) // 8))])
+    for epoch in (rows[: sum(sizes)], rows[sum(sizes) : 2 * sum(sizes)]):
+        of = epoch[:, 0] // 1000
+        assert [(of == number).sum() for number in range(3)] == [224, 224, 22]
+        assert (of[1:] != of[:-1]).sum() > 150
+    assert corpus.hash != build([*prefixes], vocab_size=3000).hash
+    assert build(str(tmp_path / "more"), vocab_size=3000).train.tokens == 36 * 5
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"none: a directory without a dataset"):
+        build(str(tmp_path / "none"))
+
+
 def manifest(prefix: str, **tokenizer) -> None:
     """Beside a dataset, the manifest that says who made it."""
     told = {"file": "tokenizer.model", "sha256": "a", "vocab_size": 1500, "eod": 1} | tokenizer
@@ -145,11 +163,12 @@ def test_large_files_are_hashed_by_samples(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ([0.5, "a", 0.5], r"expected one prefix, or weight, prefix"),
-        ([], r"blend=\[\]: expected one prefix"),
-        (["a", "b"], r"expected a weight and a prefix, got 'a', 'b'"),
+        ([0.5, "a", 0.5], r"expected a prefix, several, or weight, prefix"),
+        ([], r"blend=\[\]: expected a prefix"),
+        (["a", "b", 2, "c"], r"expected a weight and a prefix, got 'a', 'b'"),
+        (["a", "b", "a"], r"names a dataset twice"),
         ([0.5, 0.5], r"expected a weight and a prefix, got 0\.5, 0\.5"),
-        ([None, "a"], r"expected a weight and a prefix, got None, 'a'"),
+        ([None, "a"], r"expected a weight and a prefix, got 1\.0, None"),
         ([1, "a", 2, "a"], r"names a dataset twice"),
         ([1, "a", -2, "b"], r"blend weight -2\.0"),
     ],

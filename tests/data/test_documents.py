@@ -86,7 +86,7 @@ def test_digest_names_content_not_place(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, r"empty corpus: .* holds no file that ends in \.txt, \.jsonl"),
+        ({}, r"empty corpus: .* holds no file that ends in \.txt, \.md or \.jsonl"),
         ({"a.csv": "x"}, r"empty corpus: .* holds no file"),
         ({"a.jsonl": '{"text": "x"}\n{"text"\n'}, r"a\.jsonl:2: not JSON"),
         (
@@ -107,7 +107,7 @@ def test_text_that_cannot_be_read(tmp_path, files, message):
 def test_paths_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match=r"absent: no such file or directory of text"):
         TextFiles(str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match=r"a\.csv: can read \.txt, \.jsonl"):
+    with pytest.raises(ValueError, match=r"a\.csv: can read files that end in \.txt, \.md"):
         TextFiles(str(put(tmp_path, {"a.csv": "x"}) / "a.csv"))
     with pytest.raises(ValueError, match=r"empty corpus: no files in \[\]"):
         TextFiles([])
@@ -130,12 +130,12 @@ def test_zst(tmp_path):
 
 
 def test_skipped_files_are_named(tmp_path, caplog):
-    for name in ("a.txt", "notes.md", "more/b.csv", ".hidden/c.csv", *(f"x{n}.bin" for n in range(5))):
+    for name in ("a.txt", "notes.rst", "more/b.csv", ".hidden/c.csv", *(f"x{n}.bin" for n in range(5))):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("some text")
     assert len(list(TextFiles(str(tmp_path)))) == 1
     (told,) = caplog.messages
-    assert f"{tmp_path}: skipped" in told and "7 others (more/b.csv, notes.md, x0.bin, x1.bin, x2.bin, ...)" in told
+    assert f"{tmp_path}: skipped" in told and "7 others (more/b.csv, notes.rst, x0.bin, x1.bin, x2.bin, ...)" in told
     assert "hidden" not in told
 
 

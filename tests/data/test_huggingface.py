@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lowprec_train import __version__
-from lowprec_train.data import sources
+from lowprec_train.data import finding
 from lowprec_train.data.documents import TextFiles
 from lowprec_train.data.huggingface import HuggingFaceTokenizer
 from lowprec_train.data.prepare import Preparation
@@ -125,7 +125,7 @@ def test_the_library_that_decided_the_ids_is_named(path, tmp_path, monkeypatch):
     """In the manifest, and in the name of a cached corpus; a SentencePiece corpus keeps its own."""
     tokenizer, ours = load(path), {"tokenizers": tokenizers.__version__}
     (tmp_path / "text.txt").write_text("def f(x): return x")
-    job = Job(inputs=sources.find([tmp_path / "text.txt"]), tokenizer=tokenizer, workers=0)
+    job = Job(inputs=finding.find([tmp_path / "text.txt"]), tokenizer=tokenizer, workers=0)
     assert prepare(job, tmp_path / "made" / "all").versions == {"lowprec_train": __version__, **ours}
     text = TextFiles(str(tmp_path / "text.txt"))
     existing, learnt = Preparation(train=text, tokenizer=tokenizer), Preparation(train=text, vocab_size=300)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lowprec_train.data import sources
+from lowprec_train.data import finding
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenising import Job, prepare
@@ -21,7 +21,7 @@ def prefix(tmp_path_factory) -> Path:
     for number, text in enumerate(TEXTS):
         (root / f"{number:03d}.txt").write_text(text)
     tokenizer = SentencePieceTokenizer.train(TEXTS, 300, "stories")
-    prepare(Job(inputs=sources.find([root]), tokenizer=tokenizer, workers=0), root / "made" / "stories")
+    prepare(Job(inputs=finding.find([root]), tokenizer=tokenizer, workers=0), root / "made" / "stories")
     return root / "made" / "stories"
 
 

@@ -2,15 +2,16 @@
 
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from lowprec_train.data import sources
+from lowprec_train.data import columns, finding
 from lowprec_train.data.documents import TextFiles
-from lowprec_train.data.records import Bad, Document
+from lowprec_train.data.records import Bad, Damaged, Document
 
 TEXTS = [f"text {i} é\n\u2028" + "x" * (i % 40) for i in range(300)]
 LINES = "".join(json.dumps({"text": text, "id": i}) + "\n" for i, text in enumerate(TEXTS)).encode()
@@ -29,7 +30,9 @@ def stored(root: Path, form: str) -> Path:
         path = root / "a.parquet"
         parquet.write_table(pyarrow.table({"text": TEXTS, "id": range(300)}), path, row_group_size=70)
         return path
-    content = {"": LINES, ".gz": gzip.compress(LINES), ".zst": zst(LINES)}[form.removesuffix(".parts")]
+    content = {"": LINES, ".gz": gzip.compress(LINES), ".xz": lzma.compress(LINES), ".zst": zst(LINES)}[
+        form.removesuffix(".parts")
+    ]
     path = root / f"a.jsonl{form.removesuffix('.parts')}"
     if not form.endswith(".parts"):
         path.write_bytes(content)
@@ -40,7 +43,7 @@ def stored(root: Path, form: str) -> Path:
     return path.with_name(f"{path.name}.01")
 
 
-FORMS = ["", ".gz", ".zst", ".parts", ".gz.parts", ".zst.parts", "parquet"]
+FORMS = ["", ".gz", ".xz", ".zst", ".parts", ".gz.parts", ".xz.parts", ".zst.parts", "parquet"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -56,7 +59,7 @@ def test_every_form_holds_the_same(tmp_path, form):
 @pytest.mark.parametrize("form", FORMS)
 def test_reading_begins_where_a_segment_ended(tmp_path, form):
     """From every place, the rest: documents, numbers, and at the end all stored bytes read."""
-    (source,) = sources.find([stored(tmp_path, form)])
+    (source,) = finding.find([stored(tmp_path, form)])
     whole = [(list(segment.documents("text")), place) for segment, place, _ in source.segments("text", size=900)]
     assert len(whole) > 3
     for number, (_, place) in enumerate(whole):
@@ -71,9 +74,12 @@ def test_txt_is_one_document_however_it_is_packed(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"three\n"))
     (tmp_path / "c.txt.zst").write_bytes(zst("é".encode()))
+    (tmp_path / "d.md").write_text("# four\n")
+    (tmp_path / "e.md.xz").write_bytes(lzma.compress(b"five") + lzma.compress(b" and six"))
     expected = [Document("a.txt", "one\r\ntwo\n"), Document("b.txt.gz", "three\n"), Document("c.txt.zst", "é")]
+    expected += [Document("d.md", "# four\n"), Document("e.md.xz", "five and six")]
     assert list(TextFiles(str(tmp_path))) == expected
-    (source,) = sources.find([tmp_path / "a.txt"])
+    (source,) = finding.find([tmp_path / "a.txt"])
     ((segment, place, read),) = source.segments("text", size=2)
     assert (segment.size, place.offset, read) == (9, 9, 9)
     assert [*source.segments("text", place)] == []
@@ -93,7 +99,7 @@ def test_digest_is_of_the_whole_not_of_its_parts(tmp_path):
 
 def test_bad_rows(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["one", None], "n": [1, 2]}), tmp_path / "a.parquet")
-    (source,) = sources.find([tmp_path])
+    (source,) = finding.find([tmp_path])
     ((segment, _, _),) = source.segments("text")
     good, bad = segment.documents("text")
     assert good == Document("a.parquet:1", "one")
@@ -105,7 +111,7 @@ def test_bad_rows(tmp_path):
         TextFiles(str(tmp_path))
 
 
-@pytest.mark.parametrize("form", [".gz", ".zst", ".zst.parts"])
+@pytest.mark.parametrize("form", [".gz", ".xz", ".zst", ".zst.parts"])
 def test_streams_that_are_cut_off(tmp_path, form):
     path = stored(tmp_path, form)
     if form.endswith(".parts"):
@@ -116,14 +122,45 @@ def test_streams_that_are_cut_off(tmp_path, form):
         list(TextFiles(str(path)))
 
 
+@pytest.mark.parametrize("form", ["", ".gz", ".xz", ".zst", "parquet"])
+def test_what_comes_before_damage_is_kept(tmp_path, form, caplog):
+    """The same records whatever the size of segments and wherever reading began; the damage counts once."""
+    path = stored(tmp_path, form)
+    content = bytearray(path.read_bytes())
+    if form == "parquet":
+        content[2500:4000] = b"\xff" * 1500
+    if form == ".zst":  # a block is unpacked whole or not at all
+        content = zst(LINES[:9000]) + zst(LINES[9000:])
+    path.write_bytes(content[: len(content) * 9 // 10] if form not in ("", "parquet") else content)
+    if form == "":  # a plain file is never too short: only its last line is no record
+        path.write_bytes(content[:-9])
+    files = TextFiles(str(path), skip_bad=True)
+    kept = [document.text for document in files]
+    assert kept == TEXTS[: len(kept)] and 0 < len(kept) < 300 and files.bad == 1
+    assert (form == "") or f"the rest of this file is left out: {path}: cannot be read" in caplog.text
+    (source,) = finding.find([path])
+    for size in (1, 900, 1 << 20):
+        found, places = [], []
+        try:
+            for segment, place, _ in source.segments("text", size=size):
+                found += [each.text for each in segment.documents("text") if isinstance(each, Document)]
+                places.append(place)
+            assert form == ""
+        except Damaged:
+            assert form != ""
+        assert found == kept
+    with pytest.raises(ValueError, match="; --skip-bad leaves out what cannot be read"):
+        list(TextFiles(str(path)))
+
+
 def test_parts_that_are_missing(tmp_path):
     path = stored(tmp_path, ".parts")
     path.unlink()
     with pytest.raises(ValueError, match=r"a\.jsonl: cut into parts, of which some are missing: there are \[0, 2\]"):
-        sources.find([tmp_path])
+        finding.find([tmp_path])
     path.with_name("a.jsonl.00").unlink()
     with pytest.raises(ValueError, match=r"missing: there are \[2\]"):
-        sources.find([tmp_path])
+        finding.find([tmp_path])
 
 
 @pytest.mark.parametrize("fault", ["page", "arrow", "open"])
@@ -132,13 +169,13 @@ def test_parquet_that_is_damaged(tmp_path, monkeypatch, fault):
     path = stored(tmp_path, "parquet")
     content, unknown = bytearray(path.read_bytes()), pyarrow.ArrowNotImplementedError("no such type")
     if fault == "arrow":
-        monkeypatch.setattr(sources, "_batches", lambda *_: (_ for _ in ()).throw(unknown))
+        monkeypatch.setattr(columns.Column, "_batches", lambda *_: (_ for _ in ()).throw(unknown))
     bad = {"page": slice(2500, 4000), "arrow": slice(0), "open": slice(len(content) - 600, len(content) - 8)}[fault]
     content[bad] = b"\xff" * len(content[bad])
     path.write_bytes(content)
     said = {"page": "cannot be read past row [1-9]", "arrow": "past row 0: no such type", "open": "not a .parquet file"}
     with pytest.raises(ValueError, match=rf"{path}: .*{said[fault]}"):
-        list(sources.find([path])[0].segments("text", size=900))
+        list(finding.find([path])[0].segments("text", size=900))
 
 
 def test_no_document_twice_and_none_dropped(tmp_path):
@@ -147,13 +184,13 @@ def test_no_document_twice_and_none_dropped(tmp_path):
     whole, part = tmp_path / "z.jsonl", tmp_path / "z.jsonl.00"
     for named in ([tmp_path], [whole, part], [part, whole]):
         with pytest.raises(ValueError, match=r"z\.jsonl: there whole and in parts; name one of the two"):
-            sources.find(named)
-    assert [sources.find([path])[0].paths for path in (whole, part)] == [(whole,), (part,)]
+            finding.find(named)
+    assert [finding.find([path])[0].paths for path in (whole, part)] == [(whole,), (part,)]
     whole.unlink()
     for name in ("y.txt.0", "y.txt.1", "y.txt.01"):
         (tmp_path / name).write_text(name)
     with pytest.raises(ValueError, match=r"y\.txt: part 1 is there twice: y\.txt\.01 and y\.txt\.1"):
-        sources.find([tmp_path])
+        finding.find([tmp_path])
 
 
 def test_parquet_is_not_read_in_parts(tmp_path):
@@ -164,14 +201,14 @@ def test_parquet_is_not_read_in_parts(tmp_path):
         (tmp_path / f"a.parquet.{number}").write_bytes(half)
     for named in (tmp_path / "a.parquet.0", tmp_path):
         with pytest.raises(ValueError, match=r"a\.parquet\.0: \.parquet files are not read in parts"):
-            sources.find([named])
-    assert len(sources.find([whole])) == 1
+            finding.find([named])
+    assert len(finding.find([whole])) == 1
 
 
 def test_names(tmp_path):
     path = stored(tmp_path, ".parts")
     parts = [path.with_name(f"a.jsonl.{number:02d}") for number in range(3)]
-    assert sources.find(parts) == sources.find(parts[1:2])
+    assert finding.find(parts) == finding.find(parts[1:2])
     (tmp_path / "b.txt").write_text("b")
     with pytest.raises(ValueError, match=r"b\.txt: named twice"):
-        sources.find([tmp_path / "b.txt", tmp_path])
+        finding.find([tmp_path / "b.txt", tmp_path])

@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -14,65 +13,29 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lowprec_train.data import appending, sources, tokenising
+from lowprec_train.data import appending, finding, tokenising
 from lowprec_train.data.indexed import IndexedDataset, IndexedWriter
 from lowprec_train.data.manifest import Manifest, sha256
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
-from lowprec_train.data.tokenising import Job, prepare
+from lowprec_train.data.tokenising import prepare
 from lowprec_train.data.workers import in_order
+from tests.data.prepared import Killed, files, job
 
 ROOT = Path(__file__).parents[2]
-CHUNK = 2000
 KILLED = """
 import sys, time
 from pathlib import Path
-from lowprec_train.data import sources, tokenising
+from lowprec_train.data import finding, tokenising
 from lowprec_train.data.tokenizer import load
 root = Path(sys.argv[1])
 tokenising._COMMIT_SECONDS = 0.0
-job = tokenising.Job(inputs=sources.find([root / "text"]), tokenizer=load(root), workers=2, chunk=2000)
+job = tokenising.Job(inputs=finding.find([root / "text"]), tokenizer=load(root), workers=2, chunk=2000)
 def report(counts):
     print(counts.documents, flush=True)
     if counts.documents > 200:
         time.sleep(600)  # to be killed here, with chunks in flight
 tokenising.prepare(job, root / "killed" / "all", report)
 """
-
-
-class Killed(Exception):
-    pass
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    """600 documents in two files, some empty, and a tokenizer that was learnt from them."""
-    root = tmp_path_factory.mktemp("prepare")
-    draw = random.Random(0)
-    words = ["".join(draw.choices("aeiounst", k=draw.randint(1, 8))) for _ in range(200)]
-    texts = [" ".join(draw.choices(words, k=draw.randint(0, 60))) for _ in range(600)]
-    (root / "text").mkdir()
-    for name, part in (("a.jsonl", texts[:250]), ("b.jsonl", texts[250:])):
-        (root / "text" / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in part))
-    (root / "tokenizer.model").write_bytes(SentencePieceTokenizer.train(texts, 300, "words").content)
-    prepare(job(root), root / "once" / "all")
-    return root
-
-
-def job(root: Path, **options) -> Job:
-    tokenizer = SentencePieceTokenizer((root / "tokenizer.model").read_bytes(), "words")
-    return Job(
-        **{"inputs": sources.find([root / "text"]), "tokenizer": tokenizer, "workers": 0, "chunk": CHUNK} | options
-    )
-
-
-def files(prefix: Path) -> dict[str, bytes]:
-    """Contents of all that lies in the directory of a dataset."""
-    return {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
-
-
-@pytest.fixture
-def place(tmp_path) -> Path:
-    return tmp_path / "made" / "all"
 
 
 def test_each_document_and_its_end(root, tmp_path):
@@ -175,7 +138,7 @@ def test_prepared_already(root, place, monkeypatch):
     with pytest.raises(ValueError, match=r"all: is prepared already, with other field: text, now body"):
         prepare(job(root, field="body"), place)
     with pytest.raises(ValueError, match=r"all: is prepared already, with other inputs: .*a\.jsonl"):
-        prepare(job(root, inputs=sources.find([root / "text" / "b.jsonl"])), place)
+        prepare(job(root, inputs=finding.find([root / "text" / "b.jsonl"])), place)
     os.truncate(place.with_suffix(".bin"), 10)
     with pytest.raises(ValueError, match=r"all\.bin has 10 bytes, its manifest tells of \d+"):
         prepare(job(root), place)
@@ -202,7 +165,7 @@ def test_only_the_same_input_is_gone_on_with(root, place):
 
 def test_the_manifest_is_of_the_text_that_was_read(root, tmp_path, place):
     path = Path(shutil.copy(root / "text" / "a.jsonl", tmp_path))
-    source = sources.find([path])
+    source = finding.find([path])
 
     def edit(counts) -> None:
         if counts.documents > 100:
@@ -274,7 +237,7 @@ def test_a_full_disk_at_the_end(root, place, written, named):
 
 def test_bad_records(root, tmp_path, place):
     (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"text": 5}\nno\n{"text": ""}\n{"text": "two"}\n')
-    inputs = sources.find([tmp_path / "bad.jsonl"])
+    inputs = finding.find([tmp_path / "bad.jsonl"])
     with pytest.raises(ValueError, match=r"bad\.jsonl:2: no text in field 'text'"):
         prepare(job(root, inputs=inputs), place)
     manifest = prepare(job(root, inputs=inputs, skip_bad=True), place)

@@ -14,7 +14,7 @@ How good a trained model is, under the recipe that it trained with and in BF16: 
 text, and tasks of lm-evaluation-harness. The difference between the two is what the recipe costs in use.
 """
 EPILOG = """\
-Text is .txt (a document each), .jsonl (a document a line) or .parquet, the first two also as .gz or .zst; or a set in
+Text is what `lowprec prepare-data` reads, .txt, .md, .jsonl and .parquet, or directories of them; or a set in
 Megatron's layout, named by its prefix. Each document is by itself, after the end-of-document token, as in training;
 every token of it is predicted once, its closing token is not (docs/evaluation.md).
 
@@ -57,6 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", metavar="N", type=int, help="documents, of the text and of each task (default: all)")
     parser.add_argument("--field", default="text", help="of .jsonl lines and .parquet rows (default: %(default)s)")
+    parser.add_argument(
+        "--skip-bad", action="store_true", help="leave out text that cannot be read instead of stopping"
+    )
     parser.add_argument("--out", metavar="FILE", type=Path, help="write the results as JSON, too")
 
 

@@ -59,7 +59,9 @@ class Evaluation:
             from lowprec_train.tools.evaluate import harness
 
             harness.check(asked.tasks)
-        source = None if asked.data is None else texts.open_text(asked.data, field=asked.field, tokenizer=tokenizer)
+        source = None
+        if asked.data is not None:
+            source = texts.open_text(asked.data, field=asked.field, tokenizer=tokenizer, skip_bad=asked.skip_bad)
         tokenizer = tokenizer or (source.tokenizer if source else None)
         return cls(
             trained=trained,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from lowprec_train.data.documents import Document, TextFiles
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.manifest import Manifest
-from lowprec_train.data.tokenizer import Tokenizer, batches, load
+from lowprec_train.data.tokenizer import Tokenizer, batches, encode_documents, load
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Source:
         return self.read()
 
 
-def open_text(path: Path, *, field: str, tokenizer: Tokenizer | None) -> Source:
+def open_text(path: Path, *, field: str, tokenizer: Tokenizer | None, skip_bad: bool = False) -> Source:
     """The documents of files of text, or of the prepared set with this prefix (or with this .bin or .idx).
 
     Raises ValueError when neither is there, for raw text without a tokenizer or as `data.documents.TextFiles` does, and
@@ -51,14 +51,14 @@ def open_text(path: Path, *, field: str, tokenizer: Tokenizer | None) -> Source:
         return Source(str(prefix), made_by, lambda: _stored(dataset, made_by))
     if tokenizer is None:
         raise ValueError(f"{path} is text, and no tokenizer is known for the model: name it with --tokenizer")
-    files = TextFiles(str(path), field)
+    files = TextFiles(str(path), field, skip_bad=skip_bad)
     return Source(str(path), tokenizer, lambda: _encoded(files, tokenizer))
 
 
 def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
     """Encode the documents that are not empty: no prepared set has empty ones."""
     for batch in batches(document.text for document in documents if document.text):
-        for text, ids in zip(batch, tokenizer.encode(batch), strict=True):
+        for text, ids in zip(batch, encode_documents(batch, tokenizer), strict=True):
             yield Encoded(np.asarray(ids, np.int64), len(text.encode()))
 
 

@@ -1,0 +1,139 @@
+"""Where a tokenizer of Hugging Face's library may cut text: from the parts that its `tokenizer.json` names.
+
+A pre-tokenizer that splits at white space and signs (the patterns of GPT-2, GPT-4, LLaMA 3, Qwen, BERT; Metaspace) ends
+a word before a space or a line break that follows a letter or digit, and begins the next there, whatever lies further
+away. With byte-pair encoding two more kinds of places are free: before a sign that follows a letter, and, where bytes
+are encoded without a normaliser, between two characters of a script without words or two symbols, whose bytes no piece
+holds as neighbours. A tokenizer without pre-tokenizer (LLaMA 2) merges over the whole text: free is every place whose
+two neighbours no piece holds.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lowprec_train.data.cuts import neighbours
+
+_SPACE = "▁"  # what a space is in pieces of Metaspace and its like
+_WORDS = {
+    "ByteLevel",
+    "Split",
+    "Digits",
+    "Punctuation",
+    "Whitespace",
+    "WhitespaceSplit",
+    "Metaspace",
+    "BertPreTokenizer",
+}
+_LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled", "Nmt", "Replace"}
+_ANCHORED = re.compile(r"\(\?<[=!]|\\[AbBGzZ]|(?<!\[)\^|\$(?=$|[|)])")  # looks back, or at the ends of the text
+_MARKS = frozenset("'’`´")  # in words, or part of one
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutRule:
+    """Whether text may be cut between two characters. `continuing`: the tokenizer for what follows a cut, as JSON.
+
+    joined: neighbours inside of a piece, as pieces spell them. spelled: a text as pieces spell it.
+    added: neighbours inside of a token that is looked for in the text itself.
+    words: cuts are at ends of words. signs, runs: and before signs, inside of runs (see above).
+    alphabet: characters that are pieces, where unknown neighbours become one token; None: each is spelled in bytes.
+    """
+
+    joined: frozenset[str]
+    spelled: Callable[[str], str]
+    added: frozenset[str]
+    words: bool
+    signs: bool
+    runs: bool
+    alphabet: frozenset[str] | None
+    continuing: str
+
+    def __call__(self, left: str, right: str) -> bool:
+        if self.words and not self._ends(left, right):
+            return False
+        end, begin = self.spelled(left)[-1:], self.spelled(right)[:1]
+        known = self.alphabet is None or end in self.alphabet or begin in self.alphabet
+        return known and end + begin not in self.joined and left + right not in self.added
+
+    def _ends(self, left: str, right: str) -> bool:
+        """Whether a word ends before, and another begins after, or a run of one kind of sign goes on."""
+        before, after = unicodedata.category(left), unicodedata.category(right)
+        if right in " \n":
+            return before[0] in ("LN" if right == "\n" else "LNMPS")
+        if self.signs and before[0] == "L" and after[0] in "PS":
+            return right not in _MARKS
+        return self.runs and before == after and before in ("Lo", "So")
+
+    @classmethod
+    def of(cls, content: str, vocabulary: Iterable[str], spell_bytes: Callable[[str], str]) -> CutRule | None:
+        """The rule of a tokenizer; None where a part of it is unknown, or acts on the text as a whole."""
+        parts = json.loads(content)
+        model, splits = parts["model"], [*_flat(parts.get("pre_tokenizer"))]
+        kinds, changes = {each["type"] for each in splits}, [*_flat(parts.get("normalizer"))]
+        added = [each["content"] for each in parts.get("added_tokens", ()) if not each["special"]]
+        prepends = any(each["type"] == "Prepend" for each in changes)
+        changed = {each["type"] for each in changes} - {"Prepend"}
+        merges = model["type"] == "BPE" and not any(
+            model.get(each) for each in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+        )
+        words = any(map(_splits, splits))
+        if not (kinds <= _WORDS and changed <= _LOCAL) or (prepends and added) or any(map(_anchored, splits + changes)):
+            return None
+        if not words and not (merges and all(map(_is_space, changes))):
+            return None
+        in_bytes = "ByteLevel" in kinds
+        pieces = [*vocabulary]
+        whole = merges and not words
+        return cls(
+            joined=neighbours(pieces),
+            spelled=spell_bytes if in_bytes else _with_space,
+            added=neighbours(added),
+            words=words,
+            signs=merges,
+            runs=merges and in_bytes and not changes and not model.get("ignore_merges"),
+            alphabet=frozenset(pieces) if whole and not (in_bytes or model.get("byte_fallback")) else None,
+            continuing=json.dumps(parts | {"normalizer": _without_prepend(parts.get("normalizer"))}),
+        )
+
+
+def _flat(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """The parts of a sequence of normalisers or pre-tokenizers, or of one."""
+    if part is None:
+        return
+    inner = part.get("normalizers", part.get("pretokenizers"))
+    if inner is None:
+        yield part
+    else:
+        for each in inner:
+            yield from _flat(each)
+
+
+def _splits(part: Mapping[str, Any]) -> bool:
+    """Whether a pre-tokenizer cuts text into words: some only respell it."""
+    return bool(part.get({"ByteLevel": "use_regex", "Metaspace": "split"}.get(part["type"], ""), True))
+
+
+def _anchored(part: Mapping[str, Any]) -> bool:
+    pattern = part.get("pattern") or {}
+    return _ANCHORED.search(pattern.get("Regex", "") if isinstance(pattern, dict) else "") is not None
+
+
+def _is_space(change: Mapping[str, Any]) -> bool:
+    """Whether a normaliser does no more than to spell a space, or to put one before a text."""
+    spells = change.get("pattern") == {"String": " "} and change.get("content") == _SPACE
+    return change["type"] == "Prepend" or (change["type"] == "Replace" and spells)
+
+
+def _with_space(text: str) -> str:
+    return text.replace(" ", _SPACE)
+
+
+def _without_prepend(part: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    kept = [each for each in _flat(part) if each["type"] != "Prepend"]
+    return {"type": "Sequence", "normalizers": kept} if kept else None

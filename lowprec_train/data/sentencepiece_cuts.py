@@ -1,0 +1,91 @@
+"""Where a SentencePiece model may cut text: read from the few fields of the model's file that decide it.
+
+A model merges (or chooses) pieces over the whole text, so two sides are independent where no piece holds the last
+character of one and the first of the other. The normaliser has to do the same to both: the identity does; one that
+composes characters, or drops runs of spaces, does so before a space that follows a letter or digit of ASCII. A space
+that is put before a text (`add_dummy_prefix`) must not be put before its other pieces, unless spaces at the beginning
+are dropped: then it takes the place of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lowprec_train.data.cuts import neighbours
+
+_SPACE = "▁"  # what a space is within pieces
+_COMPOSING = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # of SentencePiece; no rule of theirs has a space inside
+_TRAINER, _NORMALIZER = 2, 3  # fields of the model
+_MODEL_TYPE, _SUFFIX = 3, 24  # of the trainer's settings
+_NAME, _CHARACTERS, _PREFIX, _REMOVE, _ESCAPE = 1, 2, 3, 4, 5  # of the normaliser's settings
+_WORD = 3  # the model type that knows words only
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutRule:
+    """Whether text may be cut between two characters. `continuing`: the model for what follows a cut.
+
+    joined: neighbours inside of a piece. alphabet: characters that are pieces, where unknown neighbours become one
+    token; None: each is spelled in bytes. plain: the normaliser leaves text as it is.
+    """
+
+    joined: frozenset[str]
+    alphabet: frozenset[str] | None
+    plain: bool
+    continuing: bytes
+
+    def __call__(self, left: str, right: str) -> bool:
+        if not self.plain:
+            return left.isascii() and left.isalnum() and right == " " and left.lower() + _SPACE not in self.joined
+        left, right = left.replace(" ", _SPACE), right.replace(" ", _SPACE)
+        known = self.alphabet is None or left in self.alphabet or right in self.alphabet
+        return known and left + right not in self.joined
+
+    @classmethod
+    def of(cls, content: bytes, processor: Any) -> CutRule | None:
+        """The rule of a model; None for one that knows words only, marks ends of words, or has rules of its own."""
+        model = dict(_fields(content))
+        trainer, normalizer = dict(_fields(model[_TRAINER])), dict(_fields(model.get(_NORMALIZER, b"")))
+        composing = bool(normalizer.get(_CHARACTERS))
+        if trainer.get(_MODEL_TYPE) == _WORD or trainer.get(_SUFFIX) or not normalizer.get(_ESCAPE, 1):
+            return None
+        if composing and normalizer.get(_NAME, b"").decode() not in _COMPOSING:
+            return None
+        removes = bool(normalizer.get(_REMOVE, 1))
+        count = processor.get_piece_size()
+        texts = [
+            processor.id_to_piece(i) for i in range(count) if not (processor.is_control(i) or processor.is_byte(i))
+        ]
+        in_bytes = any(processor.is_byte(i) for i in range(count))
+        # Settings at the end of the file override earlier ones: normalizer_spec { add_dummy_prefix: removes }
+        continuing = content + bytes([_NORMALIZER << 3 | 2, 2, _PREFIX << 3, removes])
+        return cls(
+            joined=neighbours(texts) | neighbours(text.lower() for text in texts),
+            alphabet=None if in_bytes else frozenset(text for text in texts if len(text) == 1),
+            plain=not composing and not removes,
+            continuing=continuing,
+        )
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Numbers and values of the fields of a protocol buffer message: integers, and bytes of all others."""
+    at = 0
+    while at < len(message):
+        tag, at = _varint(message, at)
+        if (kind := tag & 7) == 0:
+            value: Any
+            value, at = _varint(message, at)
+        else:
+            size, at = _varint(message, at) if kind == 2 else ({1: 8, 5: 4}[kind], at)
+            value, at = message[at : at + size], at + size
+        yield tag >> 3, value
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while message[at] & 0x80:
+        value |= (message[at] & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+    return value | message[at] << shift, at + 1

@@ -1,0 +1,140 @@
+"""The bytes of stored files: parts end to end, unpacked from .gz, .xz or .zst, as far as they can be.
+
+A packed file that was cut off or damaged gives all that can be unpacked before that place, whatever the size of the
+reads, and remembers what is wrong: records before the damage are as good as any.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+from lowprec_train.data.columns import pyarrow_for
+
+BUFFER = 1 << 20
+_BLOCK = 1 << 12  # bytes unpacked at once, on one grid from the beginning of the file: of .zst, what damage takes along
+
+_ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+if find_spec("_lzma"):  # some Pythons are built without
+    import lzma
+
+    _ERRORS += (lzma.LZMAError,)
+
+
+class Joined(io.RawIOBase):
+    """The bytes of files, end to end, from byte `position` on."""
+
+    def __init__(self, paths: Sequence[Path], position: int = 0) -> None:
+        super().__init__()
+        self.position = position
+        self._left = list(paths)
+        while len(self._left) > 1 and position >= self._left[0].stat().st_size:
+            position -= self._left.pop(0).stat().st_size
+        self._file = self._left.pop(0).open("rb", buffering=0)
+        self._file.seek(position)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not (count := self._file.readinto(buffer) or 0) and self._left and len(buffer):
+            self._file.close()
+            self._file = self._left.pop(0).open("rb", buffering=0)
+        self.position += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class Unpacked(io.RawIOBase):
+    """The unpacked bytes of stored files. `error`: what ended them before their end, None while all is well.
+
+    skipped: unpacked bytes that are not wanted. Read it through `io.BufferedReader`.
+
+    Raises:
+        ValueError: what unpacks this kind is not installed.
+    """
+
+    def __init__(self, paths: Sequence[Path], packed: str, path: str, skipped: int = 0) -> None:
+        super().__init__()
+        self.error: Exception | None = None
+        self._stored = Joined(paths, 0 if packed else skipped)
+        self._stream = _OPENERS[packed](self._stored, path)
+        # A read of exactly _BLOCK bytes loses those before damage; read1 of Python's own streams hands them over first.
+        self._read = partial(self._stream.read, _BLOCK) if packed == ".zst" else partial(self._stream.read1, BUFFER)
+        self._held = b""
+        left = skipped if packed else 0
+        while left and (block := self._block()):
+            self._held = block[left:]
+            left -= min(left, len(block))
+
+    @property
+    def position(self) -> int:
+        """Stored bytes that were read."""
+        return self._stored.position
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        block = self._held or self._block()
+        count = min(len(block), len(buffer))
+        buffer[:count] = block[:count]
+        self._held = block[count:]
+        return count
+
+    def close(self) -> None:
+        self._stream.close()
+        self._stored.close()
+        super().close()
+
+    def _block(self) -> bytes:
+        if self.error:
+            return b""
+        try:
+            return self._read()
+        except _ERRORS as error:
+            self.error = error
+            return b""
+
+
+def check(packed: str, path: str) -> None:
+    """Raises ValueError when what unpacks this kind is not installed."""
+    if packed == ".zst":
+        pyarrow_for(path)
+    elif packed == ".xz":
+        _lzma(path)
+
+
+def _plain(stored: Joined, path: str) -> IO[bytes]:
+    return io.BufferedReader(stored, BUFFER)
+
+
+def _gz(stored: Joined, path: str) -> Any:
+    return gzip.GzipFile(fileobj=io.BufferedReader(stored, BUFFER), mode="rb")
+
+
+def _xz(stored: Joined, path: str) -> Any:
+    return _lzma(path).LZMAFile(io.BufferedReader(stored, BUFFER))
+
+
+def _zst(stored: Joined, path: str) -> Any:
+    arrow = pyarrow_for(path)
+    return arrow.CompressedInputStream(arrow.PythonFile(stored, "r"), "zstd")
+
+
+def _lzma(path: str) -> Any:
+    if find_spec("_lzma") is None:
+        raise ValueError(f"reading {path} needs Python's module 'lzma', which this Python was built without")
+    return lzma
+
+
+_OPENERS = {"": _plain, ".gz": _gz, ".xz": _xz, ".zst": _zst}
