@@ -12,6 +12,7 @@ has one purpose in a study, and no estimate uses a seed of the studies that it c
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,11 +33,14 @@ OWN_KEYS = ("seed", "data.seed", "name", "run_root", "resume", "device", "weight
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A recipe, and overrides that come after those of the study."""
+    """A recipe, and overrides that come after those of the study. predicted: its gap to the baseline in percent, as
+    it was expected before the runs; the report shows both.
+    """
 
     name: str
     recipe: str
     overrides: tuple[str, ...] = ()
+    predicted: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,11 +156,12 @@ def _arms(tree: Mapping[str, Any]) -> list[Arm]:
     for key, value in tree.items():
         place = f"arms.{key}"
         name, options = _named(key, "arms"), _mapping(value or {}, place)
-        _known(options, ("recipe", "overrides"), f"{place}.")
+        _known(options, ("recipe", "overrides", "predicted"), f"{place}.")
         recipe = _one_of(options.get("recipe", key), recipes, f"{place}.recipe")
         overrides = _texts(options.get("overrides", []), f"{place}.overrides")
         _check_overrides(f"{place}.overrides", overrides)
-        found.append(Arm(name=name, recipe=recipe, overrides=overrides))
+        predicted = _percent(options.get("predicted"), f"{place}.predicted")
+        found.append(Arm(name=name, recipe=recipe, overrides=overrides, predicted=predicted))
     return found
 
 
@@ -217,7 +222,7 @@ def _check_seeds(study: Study) -> None:
     for block in study.blocks:
         for seed in block.seeds:
             if seen.setdefault(seed, block.purpose) != block.purpose:
-                raise ValueError(f"seed {seed} is a {seen[seed]} seed and a {block.purpose} seed: each has one purpose")
+                raise ValueError(f"seed {seed} is for {seen[seed]} and for {block.purpose}: each has one purpose")
     for file in study.after:
         earlier = load(find(file))
         for seed in (each for each, purpose in study.seeds.items() if purpose == "estimate" and each in earlier.seeds):
@@ -262,6 +267,12 @@ def _count(value: Any, place: str, *, least: int) -> int:
     if type(value) is not int or not least <= value < 1 << 63:
         raise ValueError(f"{place}: {value!r} is not a whole number of at least {least}")
     return value
+
+
+def _percent(value: Any, place: str) -> float | None:
+    if value is not None and (type(value) not in (int, float) or not math.isfinite(value)):
+        raise ValueError(f"{place}: {value!r} is no number of percent")
+    return None if value is None else float(value)
 
 
 def _mapping(value: Any, place: str) -> Mapping[str, Any]:

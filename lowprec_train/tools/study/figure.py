@@ -22,10 +22,12 @@ def save(measured: Measured, file: Path) -> None:
     cell = measured.cells[0]
     rows = [row for row in cell.arms if row.arm != measured.baseline]
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "study"}):
-        figure = Figure(figsize=(10.5, 3.2 + 0.12 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(10.5, 3.4 + 0.16 * len(rows)), layout="constrained")
         along, final = figure.subplots(1, 2, width_ratios=(3, 2))
         draw_along(along, cell, rows)
         draw_final(final, cell, measured.baseline, rows)
+        if (known := along.get_legend_handles_labels())[0]:
+            figure.legend(*known, loc="outside lower left", ncols=5)
         seeds = max((len(row.seeds) for row in cell.arms), default=0)
         title = f"Loss gap to {measured.baseline}, {cell.tokens / 1e6:,.0f} M tokens, up to {seeds} seeds"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
@@ -87,8 +89,6 @@ def draw_along(axes: Axes, cell: Cell, rows: list[ArmRow]) -> None:
         y = [point.percent for point in row.curve]
         axes.plot(x, y, marker=MARKERS[place % len(MARKERS)], markersize=3.5, linewidth=1.4, label=row.arm, **look)
     axes.set(xlabel="tokens, millions", ylabel="gap, % of the baseline's loss", title="along the run")
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(ncols=2)
 
 
 def draw_final(axes: Axes, cell: Cell, baseline: str, rows: list[ArmRow]) -> None:

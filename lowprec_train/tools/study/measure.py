@@ -41,13 +41,15 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRow:
-    """An arm in a cell. Shares and counts are of its runs; speed is tokens a second over the baseline's.
+    """An arm in a cell. Shares and counts are of its runs; speed is tokens a second over the baseline's, where runs had
+    a device to themselves. predicted, percent: gaps in percent of the baseline's loss.
 
     extra: tokens by which the baseline's run could be shorter for this loss; at_loss: speed at the baseline's loss.
     """
 
     arm: str
     recipe: str
+    predicted: float | None
     seeds: list[int]
     unstable: dict[int, str]
     loss: float | None
@@ -213,6 +215,7 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
     return ArmRow(
         arm=arm,
         recipe=study.arms[arm].recipe,
+        predicted=study.arms[arm].predicted,
         seeds=[each.run.seed for each in own],
         unstable=unstable,
         loss=fit.mean(arm) if arm in fit.arms else None,

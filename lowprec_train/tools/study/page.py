@@ -38,7 +38,8 @@ def shown(finished: Sequence[StudyRun]) -> list[StudyRun]:
 
 def cell_section(cell: Cell, contrasts: Sequence[Contrast]) -> str:
     """A comparison's table, noise and contrasts."""
-    rows = [[sections.escape(text) for text in report.arm_cells(row)] for row in cell.arms]
+    header, cells = report.arm_table(cell)
+    rows = [[sections.escape(text) for text in row] for row in cells]
     asked = [each for each in contrasts if each.cell == cell.name]
     lines = "".join(
         f"<li>{sections.escape(f'{each.of} - {each.to}: {report.interval(each.difference)}, {each.words}')}</li>"
@@ -46,5 +47,5 @@ def cell_section(cell: Cell, contrasts: Sequence[Contrast]) -> str:
     )
     title = f"{cell.name or 'Whole runs'}: {cell.tokens:,} tokens, D/N {cell.tokens_per_parameter:.2f}"
     noise = sections.escape(report.noise_text(cell))
-    body = f'{sections.table(report.HEADER, rows)}<p class="quiet">{noise}</p><ul>{lines}</ul>'
+    body = f'{sections.table(header, rows)}<p class="quiet">{noise}</p><ul>{lines}</ul>'
     return sections.section(title, body)

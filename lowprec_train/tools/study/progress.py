@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
+from lowprec_train.data.appending import write_whole
 from lowprec_train.tools.study import evaluation
 from lowprec_train.tools.study.plan import StudyRun
+from lowprec_train.train.rundir import read_object
+
+SHARED = "shared.json"
 
 
 class State(Enum):
@@ -41,6 +46,17 @@ def state(run: Path) -> State:
 def states(planned: Sequence[StudyRun], out: Path) -> dict[str, State]:
     """By name."""
     return {run.name: state(out / run.name) for run in planned}
+
+
+def shared(out: Path) -> list[str]:
+    """Names of the runs that had a device together with others, for a while at least: their speeds mean nothing."""
+    return [str(name) for name in read_object(out / SHARED).get("runs", [])]
+
+
+def note_shared(out: Path, name: str) -> None:
+    """Add a run to them."""
+    if name not in (known := shared(out)):
+        write_whole(out / SHARED, f"{json.dumps({'runs': [*known, name]}, indent=2)}\n".encode())
 
 
 def summary(planned: Sequence[StudyRun], out: Path) -> list[str]:

@@ -17,8 +17,8 @@ from lowprec_train.tools.study.sweep import WORKABLE
 
 NONE = "-"
 HEADER = (
-    *("arm", "n", "loss", "gap, nat [95 %]", "gap %", "in the weights", "forward rounding", "extra tokens %"),
-    *("tokens/s", "speed at equal loss", "may be said"),
+    *("arm", "n", "loss", "gap, nat [95 %]", "gap %", "predicted %", "in the weights", "forward rounding"),
+    *("extra tokens %", "tokens/s", "speed at equal loss", "may be said"),
 )
 HEALTH = ("arm", "seeds", "training gap, last tenth", "clipped %", "spikes", "skipped", "SD of residuals")
 
@@ -58,7 +58,8 @@ def definitions(measured: Measured) -> dict[str, str]:
         "extra tokens": f"D / D' - 1, where {measured.baseline} trained on D' tokens has this loss, between runs of "
         "their own length in log D that have seeds in common",
         "training gap, last tenth": "the gap of the mean training losses of the last tenth of the steps: a check",
-        "tokens/s": f"median rate over {measured.baseline}'s; means nothing where runs shared a GPU (--per-gpu)",
+        "tokens/s": f"median rate over {measured.baseline}'s, of runs that had their device to themselves",
+        "predicted": "of the file of the study: what was expected before the runs",
         "speed at equal loss": "tokens/s / (1 + extra tokens)",
         "may be said": "the end of the one-sided 95 % interval that is on the safe side",
         "contrasts": "named before the runs; p is adjusted over all of them (Holm); not resolved where it is 0.05 or "
@@ -94,12 +95,19 @@ def cell_text(cell: Cell, contrasts: Sequence[Contrast]) -> str:
         f"## {cell.name or 'Whole runs'}",
         f"{cell.tokens:,} tokens, {cell.parameters:,} parameters without embedding and head, "
         f"D/N {cell.tokens_per_parameter:.2f}.",
-        "\n".join(table(HEADER, [arm_cells(each) for each in cell.arms])),
+        "\n".join(table(*arm_table(cell))),
         noise_text(cell),
         contrast_text(asked),
         "\n".join(table(HEALTH, [health_cells(each) for each in cell.arms])),
     ]
     return "\n\n".join(line for line in lines if line)
+
+
+def arm_table(cell: Cell) -> tuple[list[str], list[list[str]]]:
+    """Header and rows, without the columns of which nothing is known."""
+    rows = [arm_cells(each) for each in cell.arms]
+    kept = [i for i in range(len(HEADER)) if any(row[i] != NONE for row in rows)]
+    return [HEADER[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def arm_cells(row: ArmRow) -> list[str]:
@@ -109,6 +117,7 @@ def arm_cells(row: ArmRow) -> list[str]:
         number(row.loss, ".4f"),
         interval(row.gap),
         number(row.percent, "+.2f"),
+        number(row.predicted, "+.2f"),
         interval(row.weights),
         interval(row.forward),
         extra(row),
@@ -147,8 +156,10 @@ def noise_text(cell: Cell) -> str:
         lines = [f"Residual SD s = {cell.s:.4f} nat with {cell.freedom} degrees of freedom."]
         lines += [f"Seeds needed for +-{100 * RESOLUTION:g} % of the loss: {cell.needed}."] if cell.needed else []
     if cell.levene is not None:
-        verdict = "differs: intervals are from pairs" if cell.uneven else "is alike"
-        lines.append(f"Levene's test of the arms' residuals: p = {cell.levene:.3f}, the noise {verdict}.")
+        verdict = (
+            "below 0.01: intervals are from pairs" if cell.uneven else "so the SD is pooled (it is not below 0.01)"
+        )
+        lines.append(f"Levene's test of equal noise: p = {cell.levene:.3f}, {verdict}.")
     lines += [f"{each.arm}, seed {each.seed}, trained twice: {each.difference:+.4f} nat." for each in cell.repeats]
     return " ".join(lines)
 

@@ -15,7 +15,7 @@ from lowprec_train.tools.compare.measure import RATE, SKIPPED
 from lowprec_train.tools.compare.runs import VALID, Array, Run, Series, read_info, read_run
 from lowprec_train.tools.study import evaluation, forking
 from lowprec_train.tools.study.plan import StudyRun, check_same
-from lowprec_train.tools.study.progress import state
+from lowprec_train.tools.study.progress import shared, state
 from lowprec_train.train.trained import OF_RUN, UNQUANTISED
 
 NORM = "train/grad_norm"
@@ -26,8 +26,9 @@ class Result:
     """One finished run. loss, weights: on the whole validation split, with its own forward pass and in BF16. tail: mean
     training loss of the last tenth of its steps, NaN without one.
 
-    unstable: why it counts as that, "" if it does not. logged: number of its training losses. steps: of the whole run,
-    also where it diverged. parameters: without embedding and head.
+    unstable: why it counts as that, "" if it does not. logged: number of its training losses. rate: tokens a second,
+    None where other runs shared its device. steps: of the whole run, also where it diverged. parameters: without
+    embedding and head.
     """
 
     run: StudyRun
@@ -55,7 +56,9 @@ def read(planned: Sequence[StudyRun], out: Path) -> tuple[list[Result], list[str
     """
     finished = [run for run in planned if state(out / run.name).finished]
     check_same(finished, out)
-    found = judged([result(run, out / run.name) for run in finished])
+    slowed = shared(out)
+    found = [result(run, out / run.name) for run in finished]
+    found = judged([replace(each, rate=None) if each.run.name in slowed else each for each in found])
     for each in found[1:]:
         own, first = (one.facts["corpus_hash"] for one in (each, found[0]))
         if own != first:

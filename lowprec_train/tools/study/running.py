@@ -22,7 +22,7 @@ from typing import Any
 
 from lowprec_train.tools.study import forking
 from lowprec_train.tools.study.plan import StudyRun, check_same, configuration, plain
-from lowprec_train.tools.study.progress import State, state, states
+from lowprec_train.tools.study.progress import State, note_shared, state, states
 from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train import processes, signals
 from lowprec_train.train.digests import CheckpointError
@@ -34,9 +34,12 @@ SHOWN = 6  # last lines of a run that has failed
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A place for one run. values: of its environment; defaults: where the environment has none."""
+    """A place for one run. values: of its environment; defaults: where the environment has none. shares: whether
+    other places are on its device.
+    """
 
     name: str
+    shares: bool
     values: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
@@ -45,7 +48,11 @@ class Worker:
 def gpu_workers(gpus: Sequence[str], per_gpu: int) -> list[Worker]:
     """`per_gpu` places on each GPU, the first ones of all GPUs first."""
     return [
-        Worker(name=f"GPU {gpu}" + f".{turn}" * (per_gpu > 1), values={"CUDA_VISIBLE_DEVICES": gpu})
+        Worker(
+            name=f"GPU {gpu}" + f".{turn}" * (per_gpu > 1),
+            shares=per_gpu > 1,
+            values={"CUDA_VISIBLE_DEVICES": gpu},
+        )
         for turn in range(per_gpu)
         for gpu in gpus
     ]
@@ -54,7 +61,9 @@ def gpu_workers(gpus: Sequence[str], per_gpu: int) -> list[Worker]:
 def cpu_workers(count: int) -> list[Worker]:
     """Places on this machine's CPU, which share its cores."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
-    return [Worker(name=f"CPU {i}", defaults=threads, overrides=("device=cpu",)) for i in range(count)]
+    return [
+        Worker(name=f"CPU {i}", shares=count > 1, defaults=threads, overrides=("device=cpu",)) for i in range(count)
+    ]
 
 
 @dataclass
@@ -185,6 +194,8 @@ class Runner:
             self.say(f"{run.name}: its checkpoints are not here; what it has is moved aside, and it begins again")
             arguments.append("resume=never")
         defaults = {"TORCHINDUCTOR_CACHE_DIR": str((self.out / "inductor").absolute()), **worker.defaults}
+        if worker.shares:
+            note_shared(self.out, run.name)
         process = processes.background(JOB, arguments, self._log(run), values=worker.values, defaults=defaults)
         return Active(run, worker, process, fresh=self._states[run.name] is State.new)
 

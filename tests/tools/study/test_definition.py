@@ -96,7 +96,7 @@ WRONG = {
     "blocks[0].axes: 'data.seed=': data.seed is decided": {
         "blocks": [{"purpose": "gate", "seeds": [1], "axes": {"data.seed": [1]}}]
     },
-    "seed 1 is a sweep seed and a estimate seed": {
+    "seed 1 is for sweep and for estimate": {
         "blocks": [{"purpose": "sweep", "seeds": [1]}, {"purpose": "estimate", "seeds": [2, 1]}]
     },
     "blocks[0].axes.data.train: 'a/b' cannot be part of a run's name": {
@@ -104,6 +104,10 @@ WRONG = {
     },
     "name: 'a/b' cannot be part": {"name": "a/b"},
     "keep_checkpoints: 'no' is neither": {"keep_checkpoints": "no"},
+    "arms.own.predicted: '1 %' is no number": {
+        "arms": {"bf16": None, "own": {"recipe": "fp8", "predicted": "1 %"}},
+        "contrasts": [],
+    },
 }
 
 

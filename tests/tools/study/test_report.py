@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lowprec_train.tools import cli
+from lowprec_train.tools.study import progress
 from tests.tools.study import synthetic
 
 EFFECTS = {"bf16": (0.0, 0.0), "fp8": (0.002, 0.001), "fp4": (0.05, 0.01), "mxfp4": (0.05, 0.03)}  # gap, in the weights
@@ -192,6 +193,23 @@ def test_a_sweep_says_what_works(tmp_path):
     text = (tmp_path / "runs" / "report" / "report.md").read_text()
     assert "- bf16 works at optim.lr=0.001, optim.lr=0.002\n" in text and "![losses of the sweep](sweep.svg)" in text
     assert (tmp_path / "runs" / "report" / "sweep.svg").read_text().count("<path") > 5
+
+
+def test_predictions_and_speeds_that_mean_nothing(tmp_path, capsys):
+    """A prediction stands beside its gap; runs that shared a device have no speed, and an empty column is left out."""
+    blocks = [{"purpose": "estimate", "seeds": [1, 2]}]
+    _, planned, file = synthetic.study(tmp_path, arms={"bf16": None, "fp8": {"predicted": 1.25}}, blocks=blocks)
+    for each in planned:
+        synthetic.run(tmp_path / "runs", each, 4.0 + 0.01 * each.seed + 0.04 * (each.arm == "fp8"))
+    assert cli.main(["study", "report", str(file), "--out", str(tmp_path / "runs")]) == 0
+    told = capsys.readouterr().out
+    assert "| predicted % |" in told and "| +1.00 | +1.25 |" in told and "| tokens/s |" in told
+    progress.note_shared(tmp_path / "runs", "fp8-s1")
+    progress.note_shared(tmp_path / "runs", "fp8-s2")
+    assert cli.main(["study", "report", str(file), "--out", str(tmp_path / "runs")]) == 0
+    row = json.loads((tmp_path / "runs" / "report" / "report.json").read_text())["cells"][0]["arms"][1]
+    assert (row["speed"], row["predicted"]) == (None, 1.25)
+    assert "| speed at equal loss |" not in capsys.readouterr().out
 
 
 def test_unfinished_runs_and_one_seed(tmp_path, capsys):

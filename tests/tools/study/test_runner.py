@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from lowprec_train.tools.study import running
+from lowprec_train.tools.study import progress, running
 from lowprec_train.train import processes
 from lowprec_train.train.digests import FILE as MANIFEST
 from tests.tools.study import synthetic
@@ -98,3 +98,11 @@ def test_an_arm_is_given_up_for_a_new_run_that_failed_and_not_for_an_evaluation(
     shutil.rmtree(tmp_path / "bf16-s2")
     shutil.rmtree(tmp_path / "bf16-s3")
     assert list(run(tmp_path, planned)) == ["bf16-s2"] and begun[2:] == ["bf16-s2"]
+
+
+@pytest.mark.parametrize("places", [1, 2])
+def test_runs_that_shared_a_device_are_known(tmp_path, begun, places):
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE])
+    begun.runs = planned
+    assert not running.Runner(planned, tmp_path, running.gpu_workers(["0"], places), say=lambda _: None).run()
+    assert set(progress.shared(tmp_path)) == (set(begun) if places == 2 else set())
