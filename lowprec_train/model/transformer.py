@@ -236,13 +236,14 @@ class Transformer(nn.Module):
         if isinstance(self.position, Rotary):
             self.position.reset()
 
-    def compile_blocks(self, **options: Any) -> None:
-        """Compile each block, the last norm, the head and the loss with torch.compile(fullgraph=True, **options).
+    def compile_blocks(self, *, fullgraph: bool = True, **options: Any) -> None:
+        """Compile each block, the last norm, the head and the loss with torch.compile(fullgraph=fullgraph, **options).
 
-        Equal blocks share one graph. Hooks of the modules stay outside of the graphs.
+        Equal blocks share one graph. Hooks of the modules stay outside of the graphs. fullgraph: False where a module
+        runs outside of graphs, by a library.
         """
         for module in (*self.blocks, self.norm, self.head):
-            module.forward = torch.compile(module.forward, fullgraph=True, **options)  # type: ignore[method-assign]
+            module.forward = torch.compile(module.forward, fullgraph=fullgraph, **options)  # type: ignore[method-assign]
         self.cross_entropy.compile(**options)
 
     def attention_flops_per_token(self, seq_len: int) -> float:

@@ -152,7 +152,7 @@ class _Weight:
     @property
     def is_plain(self) -> bool:
         """Whether its product is of values in the stream's dtype, and so is its gradient."""
-        return self._linear.recipe.is_identity
+        return self._linear.recipe.takes_values
 
     def current_format(self) -> AllGatherFormat:
         """Under the present recipe."""

@@ -38,11 +38,14 @@ class Path(Enum):
     FP8_BLOCK = "fp8_block"
     INT8 = "int8"
     DEQUANTIZE = "dequantize"
+    FP8_LIBRARY = "fp8_library"
+    FP4_LIBRARY = "fp4_library"
 
     @property
     def peak(self) -> str:
-        """Which of the device's peaks it is measured against: "bf16", "fp8" or "int8"."""
-        return "int8" if self is Path.INT8 else "fp8" if self.value.startswith("fp8") else "bf16"
+        """Which of the device's peaks it is measured against: "bf16", "fp8", "fp4" or "int8"."""
+        kind = self.value.partition("_")[0]
+        return kind if kind in ("fp8", "fp4", "int8") else "bf16"
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from lowprec_train.group import all_gather_rows, reduce_scatter_rows
 from lowprec_train.numerics.draws import Draws, SeedTable, SiteDraws
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
+from lowprec_train.precision.backend import BackendLayer, run
 from lowprec_train.precision.linear_gemms import LinearGemms, Observer
 from lowprec_train.precision.linear_plan import LinearPlan
 from lowprec_train.precision.plan import compile_plan
@@ -59,6 +60,7 @@ class Linear(nn.Linear):
     def recipe(self, recipe: LinearRecipe) -> None:
         self._recipe = recipe
         self._plans: dict[tuple[object, ...], LinearPlan] = {}
+        self._backend_layer: BackendLayer | None = None
         if recipe.draws and self.draws is None and self.site is None and not self.weight.is_meta:
             self.draws = SeedTable(0, 1, self.weight.device).at(0, 0).site(0)
 
@@ -87,6 +89,14 @@ class Linear(nn.Linear):
                 del self._plans[next(iter(self._plans))]
             self._plans[key] = made
         return made
+
+    def backend_layer(self) -> BackendLayer:
+        """What runs this layer where its recipe names a backend; made once under a recipe."""
+        if self._backend_layer is None:
+            assert self.recipe.backend is not None
+            bias = self.bias is not None
+            self._backend_layer = self.recipe.backend.layer(*self.part, bias=bias, dtype=torch.bfloat16)
+        return self._backend_layer
 
     def forward(
         self, x: Tensor, amax: Tensor | None = None, *, with_grad_amax: bool = False, draws: Draws | None = None
@@ -120,8 +130,10 @@ class Linear(nn.Linear):
         plan: LinearPlan | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         given, rows = self.gathered, x.flatten(end_dim=-2)
-        if self.recipe.is_identity:
+        if self.recipe.takes_values:
             weight = self.weight if given is None else given.tensors[0]
+            if self.recipe.backend is not None:
+                return run(self.backend_layer, x, weight, bias), None
             return F.linear(x, weight.to(x.dtype), bias), None
         seeds = () if draws is None else (draws.seeds, draws.token_rows, draws.token_columns)
         leaf, coded = (self.weight, False) if given is None else (given.leaf, given.coded)

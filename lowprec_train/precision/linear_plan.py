@@ -34,6 +34,7 @@ class Source(Enum):
     FPROP_CODES = "codes of fprop"
     DGRAD_CODES = "codes of dgrad"
     ALL_GATHERED = "all-gathered codes"
+    LIBRARY = "rounded by the library"
 
 
 class Op(Enum):
@@ -187,7 +188,7 @@ class LinearPlan:
         """GEMM -> operand -> how it comes about."""
         table: dict[str, dict[str, str]] = {name: {} for name in self.gemms()}
         for operand in self.operands():
-            saved = self.saved(operand)
+            saved = None if operand.source is Source.LIBRARY else self.saved(operand)
             text = str(operand) if saved is None else f"{operand}; saved: {saved}"
             table[operand.gemm.name.lower()][operand.name] = text
         return table

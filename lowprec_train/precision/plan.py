@@ -19,6 +19,7 @@ from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.pairs import pairs
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision import gemm
+from lowprec_train.precision.backend import Backend
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.gemm import Codes, Path
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
@@ -47,8 +48,30 @@ def compile_plan(
     weight arrives as fprop's codes, and whoever has the weight multiplies by the estimator's slope. producer, consumer:
     ops that leave the amax of X, and of dY.
     """
+    if recipe.backend is not None:
+        return _by_backend(recipe.backend, shape, tokens)
     arguments = _Compiler(recipe, *shape, tokens, device, dtype, split, fused, gathered, producer, consumer)
     return arguments.plan()
+
+
+def _by_backend(backend: Backend, shape: tuple[int, int], tokens: int) -> LinearPlan:
+    """Sizes and paths: the rest is the library's."""
+    (n, k), plain = shape, Codes(None)
+    sizes = {Gemms.FPROP: (tokens, n, k), Gemms.DGRAD: (tokens, k, n), Gemms.WGRAD: (n, k, tokens)}
+    gemms = {
+        which: GemmPlan(
+            sizes=each,
+            a=OperandPlan(gemm=which, operand=Operand.A, source=Source.LIBRARY),
+            b=OperandPlan(gemm=which, operand=Operand.B, source=Source.LIBRARY),
+            codes=(plain, plain),
+            path=backend.path,
+            split_accumulation=False,
+            codes_only=False,
+        )
+        for which, each in sizes.items()
+    }
+    made = dict(zip(("fprop", "dgrad", "wgrad"), gemms.values(), strict=True))
+    return LinearPlan(shape=shape, **made, saved_x=SavedForm(), saved_w=None, estimator=StraightThrough())
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from lowprec_train.numerics.formats import E2M1, NEAREST, Format, Rounding, parse_format, parse_rounding
 from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.precision.backend import Backend
 from lowprec_train.precision.estimators import DifferentiableEstimator, Estimator, StraightThrough
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.outliers import OutlierClamp
@@ -103,6 +104,7 @@ class LinearRecipe:
     mean_split: X and dY lose their means over the tokens before they are rounded (`precision.mean_split`).
     weight_from_codes: dgrad's W^T is rounded from what fprop's codes of W stand for, as wgrad's X^T is where
     saved_input is CODES; False rounds it from W.
+    backend: a library that runs the layer; the other fields then stay as they are by default, and say nothing.
     """
 
     fprop: Gemm = field(default_factory=Gemm)
@@ -112,8 +114,11 @@ class LinearRecipe:
     saved_input: SavedInput = SavedInput.INPUT
     mean_split: bool = False
     weight_from_codes: bool = False
+    backend: Backend | None = None
 
     def __post_init__(self) -> None:
+        if self.backend is not None and replace(self, backend=None) != LinearRecipe():
+            raise ValueError(f"{self.backend} runs the layer: no other field of its recipe is read")
         if self.dgrad.b is Reuse.FPROP_CODES and not isinstance(self.fprop.b, Quantizer):
             raise ValueError("dgrad.b reuses fprop's weight codes, but fprop.b quantises nothing")
         if self.wgrad.b is Reuse.FPROP_CODES and self.fprop.a is None:
@@ -149,7 +154,12 @@ class LinearRecipe:
     @property
     def is_identity(self) -> bool:
         """True when no GEMM is quantised."""
-        return self.fprop.is_identity and self.dgrad.is_identity and self.wgrad.is_identity
+        return self.backend is None and self.fprop.is_identity and self.dgrad.is_identity and self.wgrad.is_identity
+
+    @property
+    def takes_values(self) -> bool:
+        """True when the layer multiplies the weight's values as they come, and autograd goes through them."""
+        return self.is_identity or self.backend is not None
 
     @property
     def draws(self) -> bool:
@@ -170,6 +180,8 @@ class LinearRecipe:
 
 def check(recipe: LinearRecipe, *, name: str, in_features: int, out_features: int, tokens: int) -> None:
     """ValueError naming the linear and the GEMM whose tile or rotation does not divide. tokens: of one micro-batch."""
+    if recipe.backend is not None:
+        recipe.backend.check(name, out_features, in_features, tokens)
     shapes = {
         "fprop": (tokens, out_features, in_features),
         "dgrad": (tokens, in_features, out_features),
@@ -188,6 +200,10 @@ def override(recipe: LinearRecipe, changes: Mapping[str, Any]) -> LinearRecipe:
     """The recipe with nested changes, such as {"dgrad": {"a": {"format": "E5M2"}}}. ValueError for a field that is not
     there.
     """
+    if recipe.backend is not None:
+        raise ValueError(
+            f"precision.override={dict(changes)}: {recipe.backend} runs these layers, and has its own options"
+        )
     return _replace(recipe, changes, "override")
 
 

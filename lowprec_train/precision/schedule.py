@@ -7,11 +7,14 @@ optimizer state and draws stay as they are, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
 import torch.nn as nn
 
+from lowprec_train.precision.backend import Backend, BackendState
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.policy import assign
 from lowprec_train.precision.recipe import LinearRecipe, Reuse, SavedInput
@@ -25,6 +28,14 @@ class Phase:
     first_step: int
     recipes: Mapping[str, LinearRecipe]
     saved_activations: SavedActivationPolicy = field(default_factory=SavedActivationPolicy)
+
+    @property
+    def backend(self) -> Backend | None:
+        """The library that runs some of its layers. Raises ValueError for several: a pass is in one of them."""
+        found = list(dict.fromkeys(each.backend for each in self.recipes.values() if each.backend is not None))
+        if len(found) > 1:
+            raise ValueError(f"the policy names several backends, {' and '.join(map(str, found))}: one pass has one")
+        return found[0] if found else None
 
 
 class PrecisionSchedule:
@@ -45,6 +56,31 @@ class PrecisionSchedule:
             apply_saved_activations(model, phase.saved_activations)
             self._current = phase
 
+    @property
+    def one_graph(self) -> bool:
+        """Whether blocks compile without a break: a library's layers stay outside of graphs."""
+        return all(phase.backend is None for phase in self.phases)
+
+    @contextmanager
+    def around_pass(self, model: nn.Module) -> Iterator[None]:
+        """What a forward pass of the model runs in. One without gradients leaves what a backend remembers as it was."""
+        backend = None if self._current is None else self._current.backend
+        if backend is None:
+            yield
+            return
+        observed = backend.stateful and not torch.is_grad_enabled()
+        states = BackendState(model) if observed else None
+        before = {} if states is None else states.state_dict()
+        with backend.around_pass():
+            yield
+        if states is not None:
+            states.load_state_dict(before)
+
+    def state_parts(self, model: nn.Module) -> dict[str, BackendState]:
+        """What of a checkpoint belongs to a backend."""
+        backend = None if self._current is None else self._current.backend
+        return {"backend": BackendState(model)} if backend is not None and backend.stateful else {}
+
 
 def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
     """`before` with its forward GEMM replaced by the target's; the backward GEMMs stay.
@@ -52,6 +88,10 @@ def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
     Where the target's forward pass is BF16, codes that the backward pass takes are still made, and the weight's
     gradient passes straight through. ValueError where the backward pass cannot take the target's codes.
     """
+    if before.backend is not None or target.backend is not None:
+        raise ValueError(
+            f"forward_only=true takes GEMMs apart, and {before.backend or target.backend} runs them together"
+        )
     if not target.fprop.is_identity:
         coded = before.saved_input is SavedInput.CODES
         saved = target.saved_input if coded else before.saved_input

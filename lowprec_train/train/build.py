@@ -39,7 +39,7 @@ from lowprec_train.train import checks, launch, memory_checks
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
-from lowprec_train.train.describe import Choice, MetaModel, Plans, by_reference, device_name, versions
+from lowprec_train.train.describe import Choice, MetaModel, Plans, backend, by_reference, device_name, versions
 from lowprec_train.train.diagnostics.profiling import Window
 from lowprec_train.train.diagnostics.snapshots import Snapshots, kept_history
 from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
@@ -79,6 +79,7 @@ def layout(run: RunConfig) -> MetaModel:
     """Model and policy on the meta device, checked against each other: costs no memory at any size."""
     model = without_memory(run.model)
     made, tokens = phases(run, model), run.micro_batch * run.data["seq_len"]
+    checks.backends(run, made)
     for phase in made:
         checks.linears(model, phase.recipes, tokens=tokens)
         phase.saved_activations.check(model)
@@ -239,6 +240,7 @@ def trainer(
     """The trainer of a run at its first step. plans: from `MetaModel.plans`. fill: sets the first values of this
     process's parts of the parameters; None: they are drawn from the seed.
     """
+    checks.backend_machine(laid_out.phases, device)
     seq_len, model = run.data["seq_len"], laid_out.model
     seeds = weights(model, device, run.seed, fill or distribution.fill)
     shards = distribution.shards(model)
@@ -250,7 +252,7 @@ def trainer(
     precision.begin(model, 0)
     if compiled:
         torch.compiler.reset()  # a sweep's earlier jobs leave graphs of the same code, and torch keeps only a few
-        model.compile_blocks()
+        model.compile_blocks(fullgraph=precision.one_graph)
     numbers = {each.name: getattr(run, each.name) for each in fields(TrainingOptions) if hasattr(run, each.name)}
     return Trainer(
         TrainingOptions(
@@ -384,6 +386,7 @@ def facts(
         "attention": model.attention_backend(device, run.data["seq_len"], documents),
         "kernels": live_kernels(device),
         "by_reference": by_reference(laid_out.phases, device),
+        "backend": backend(laid_out.phases),
         "versions": versions(),
     }
 

@@ -149,7 +149,7 @@ def effective(recipes: Mapping[str, LinearRecipe], plans: Plans) -> Linears:
     return {
         name: {
             "shape": list(plans[name].shape),
-            "gemms": {gemm_name: str(each) for gemm_name, each in recipe.gemms().items()},
+            "gemms": {gemm_name: str(recipe.backend or each) for gemm_name, each in recipe.gemms().items()},
             "estimator": str(recipe.estimator),
             "execution": plans[name].paths(),
             "operands": plans[name].describe(),
@@ -180,6 +180,11 @@ def saved(model: Transformer, policy: SavedActivationPolicy, device: torch.devic
         by = ", ".join(sorted(op or "several ops" for op in ops)) if how is not None or ops - {""} else ""
         told[role] = f"{how or 'input'}{' by ' if by else ''}{by}"
     return told
+
+
+def backend(phases: Sequence[Phase]) -> str:
+    """The library that runs linear layers, with its version and its own recipe's settings; "" where none does."""
+    return "; ".join(dict.fromkeys(phase.backend.told() for phase in phases if phase.backend is not None))
 
 
 def by_reference(phases: Sequence[Phase], device: torch.device) -> list[str]:

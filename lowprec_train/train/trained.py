@@ -94,6 +94,11 @@ class Trained:
             recipes={name: forward_part(each) for name, each in last.recipes.items()},
             saved_activations=last.saved_activations,
         )
+        if phase.backend is not None:
+            raise ValueError(
+                f"recipe {self.recipe_name(recipe)}: {phase.backend} runs its layers, in training alone; the weights "
+                f"are those of any recipe: --recipe {UNQUANTISED} or fp8 computes with them"
+            )
         checks.linears(model, phase.recipes, tokens=1)
         phase.saved_activations.check(model)
         return phase
@@ -141,5 +146,7 @@ def dtype_of(recipe: str, dtype: torch.dtype | None = None) -> torch.dtype:
 
 def forward_part(recipe: LinearRecipe) -> LinearRecipe:
     """The recipe whose forward GEMM is this one's and whose backward GEMMs round nothing."""
+    if recipe.backend is not None:
+        return recipe
     fprop = Gemm() if recipe.fprop.codes_only else recipe.fprop
     return LinearRecipe(fprop=fprop, mean_split=recipe.mean_split and fprop.a is not None)

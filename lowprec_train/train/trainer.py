@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, cast
@@ -239,6 +240,7 @@ class Trainer:
             "optimizer": OptimizerState(self.model, self.optimizer, self.placements),
             "trainer": self,
             **self.data_parallel.state_parts(),
+            **({} if self.precision is None else self.precision.state_parts(self.model)),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,7 +282,8 @@ class Trainer:
     def _micro_loss(self, micro: MicroBatch, normalizer: Tensor, step: int) -> Tensor:
         part = micro.to(self.device)
         draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
-        return self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
+        with nullcontext() if self.precision is None else self.precision.around_pass(self.model):
+            return self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
 
     def _update(self, loss: Tensor, record: Record | None) -> Tensor:
         """Clip, step or skip, count; returns the gradient norm before clipping."""

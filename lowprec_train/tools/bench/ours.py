@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +29,21 @@ from lowprec_train.tools.bench.contestant import (
     first_values,
     fused_adamw,
 )
-from lowprec_train.train import build
+from lowprec_train.train import build, checks
 from lowprec_train.train.compose import composed
 
-BASELINE = "bf16"
+BASELINE, LIBRARY = "bf16", "te_fp8"
 FP8_HEAD = "fp8"  # the recipe whose GEMMs `+head` gives to the output projection
 
 
 @dataclass(frozen=True)
 class Ours:
-    """A recipe with its modifiers: `fp8`, `coat+own` (its own optimizer), `fp8+head` (an FP8 head)."""
+    """A recipe with its modifiers: `fp8`, `coat+own` (own optimizer), `fp8+head` (an FP8 head), `te_fp8+current`."""
 
     recipe: str
     own: bool = False
     head: str | None = None
+    scaling: str | None = None
 
     @classmethod
     def parse(cls, text: str, *, head: str | None = None, own: bool = False) -> Ours:
@@ -50,21 +51,30 @@ class Ours:
         recipe, *modifiers = text.split("+")
         if recipe not in choices("recipe"):
             raise ValueError(f"no recipe {recipe!r}; there are {', '.join(choices('recipe'))}")
-        if unknown := set(modifiers) - {"own", "head"}:
-            raise ValueError(f"{text}: unknown {', '.join(sorted(unknown))}; a recipe takes +own and +head")
+        scalings = [each for each in modifiers if each in choices("precision/scaling")] if recipe == LIBRARY else []
+        if (unknown := set(modifiers) - {"own", "head", *scalings}) or len(scalings) > 1:
+            said = ", ".join(sorted(unknown)) or " and ".join(scalings)
+            raise ValueError(f"{text}: {said}: a recipe takes +own and +head, and {LIBRARY} one of its scalings")
         head = head or (FP8_HEAD if "head" in modifiers else None)
-        return cls(recipe, own or "own" in modifiers, None if recipe == BASELINE else head)
+        scaling = scalings[0] if scalings else None
+        return cls(recipe, own or "own" in modifiers, None if recipe == BASELINE else head, scaling)
 
     @property
     def contestant(self) -> Contestant:
-        """Its name says what is not the default."""
-        changes = [*([f"{self.head} head"] if self.head else []), *(["own optimizer"] if self.own else [])]
+        """Its name says what is not the default. A library's recipe is apart: it may not load beside others."""
+        changes = [
+            *([self.scaling] if self.scaling else []),
+            *([f"{self.head} head"] if self.head else []),
+            *(["own optimizer"] if self.own else []),
+        ]
         name = f"{self.recipe} ({', '.join(changes)})" if changes else self.recipe
-        return Contestant(name=name, build=self.build, update=self.update, baseline=self.recipe == BASELINE)
+        made = Contestant(name=name, build=self.build, update=self.update, baseline=self.recipe == BASELINE)
+        return replace(made, needs="transformer_engine", apart=True) if self.recipe == LIBRARY else made
 
     def run(self, work: Work) -> RunConfig:
         """The configuration of its run."""
-        run = composed(*work.hydra, f"+recipe={self.recipe}")
+        chosen = [f"+precision/scaling={self.scaling}"] if self.scaling else []
+        run = composed(*work.hydra, f"+recipe={self.recipe}", *chosen)
         if self.head:
             run.precision.policy["head"] = composed(f"+recipe={self.head}").precision.policy["blocks.*"]
         return run
@@ -73,17 +83,20 @@ class Ours:
         """The model of that run, in the precision of its first step."""
         run = self.run(work)
         laid_out = build.layout(run)
-        model = laid_out.model
+        model, precision = laid_out.model, PrecisionSchedule(laid_out.phases)
+        if work.device.type != "meta":
+            checks.backend_machine(laid_out.phases, work.device)
         seeds = materialise(model, work.device, run.seed)
-        PrecisionSchedule(laid_out.phases).begin(model, 0)
+        precision.begin(model, 0)
         if not self.owns(work):
             cast_matrices(model, work.dtype)
         if work.compiled:
-            model.compile_blocks()
+            model.compile_blocks(fullgraph=precision.one_graph)
         steps = itertools.count()  # one micro-batch each
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:
-            return model.loss(tokens, targets, float(tokens.numel()), draws=seeds.at(next(steps), 0))
+            with precision.around_pass(model):
+                return model.loss(tokens, targets, float(tokens.numel()), draws=seeds.at(next(steps), 0))
 
         return Built(module=model, loss=loss)
 

@@ -7,6 +7,7 @@ where there is one. A package that is missing is a row that says so.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowprec_train import nvidia
 from lowprec_train.model.attention import scaled_dot_product
+from lowprec_train.precision.transformer_engine import NAMES, TransformerEngine
 from lowprec_train.tools.bench.contestant import Built, Contestant, Work, first_values
 from lowprec_train.tools.bench.ours import LINEAR
 
@@ -117,11 +120,11 @@ def torchao(work: Work, *, recipe: str, whole: bool = False, head: bool = False)
     return plain(work, whole=whole, convert=convert)
 
 
-class TransformerEngine(nn.Module):
+class TransformerEngineModel(nn.Module):
     """te.TransformerLayer between an embedding and the same tail."""
 
-    def __init__(self, work: Work, recipe: Any) -> None:
-        import transformer_engine.pytorch as te
+    def __init__(self, work: Work, backend: TransformerEngine | None) -> None:
+        te = nvidia.transformer_engine()
         from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 
         super().__init__()
@@ -139,21 +142,22 @@ class TransformerEngine(nn.Module):
             for _ in range(sizes["layers"])
         )
         self.angles = RotaryPositionEmbedding(sizes["dim"] // sizes["heads"])(work.seq_len).to(device)
-        self.autocast = partial(te.autocast, enabled=recipe is not None, recipe=recipe)
+        self.around_pass = nullcontext if backend is None else backend.around_pass
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens).bfloat16()
-        with self.autocast():
+        with self.around_pass():
             for block in self.blocks:
                 x = block(x, rotary_pos_emb=self.angles)
         return self.tail(x, targets)
 
 
-def transformer_engine(work: Work, *, recipe: str | None) -> Built:
-    """recipe: a class of transformer_engine.common.recipe; None is BF16."""
-    from transformer_engine.common import recipe as recipes
-
-    model = TransformerEngine(work, getattr(recipes, recipe)() if recipe else None)
+def transformer_engine(work: Work, *, scaling: str | None) -> Built:
+    """scaling: of `precision.transformer_engine`; None is BF16."""
+    backend = None if scaling is None else TransformerEngine(scaling=scaling)
+    if backend is not None:
+        backend.check_machine(work.device)
+    model = TransformerEngineModel(work, backend)
     first_values((model.embedding.weight, model.tail.head.weight), work.seed)
     if work.compiled:
         model.tail.compile()
@@ -169,10 +173,11 @@ def _torchao(name: str, **options: Any) -> Contestant:
     return Contestant(name=f"torchao {name}", build=partial(torchao, **options), needs="torchao")
 
 
-def _te(name: str, recipe: str | None) -> Contestant:
+def _te(scaling: str | None) -> Contestant:
     """Apart: it does not load where torch's cuDNN attention is in use."""
-    build, needs = partial(transformer_engine, recipe=recipe), "transformer_engine"
-    return Contestant(name=f"TE {name}", build=build, baseline=recipe is None, needs=needs, apart=True)
+    name = f"TE {'bf16' if scaling is None else NAMES[scaling]}"
+    build, needs = partial(transformer_engine, scaling=scaling), "transformer_engine"
+    return Contestant(name=name, build=build, baseline=scaling is None, needs=needs, apart=True)
 
 
 def chosen(texts: Iterable[str]) -> list[Contestant]:
@@ -200,10 +205,5 @@ PEERS: dict[str, tuple[Contestant, ...]] = {
         _torchao("tensorwise (whole model, fp8 head)", recipe="tensorwise", whole=True, head=True),
         _torchao("rowwise", recipe="rowwise"),
     ),
-    "te": (
-        _te("bf16", None),
-        _te("DelayedScaling", "DelayedScaling"),
-        _te("Float8CurrentScaling", "Float8CurrentScaling"),
-        _te("Float8BlockScaling", "Float8BlockScaling"),
-    ),
+    "te": (*map(_te, (None, "delayed", "current", "block")),),
 }

@@ -112,7 +112,10 @@ class Subject:
     @cached_property
     def laid_out(self) -> MetaModel:
         """The whole model on the meta device, with its recipes."""
-        return build.layout(self.run)
+        laid_out = build.layout(self.run)
+        for backend in filter(None, (phase.backend for phase in laid_out.phases)):
+            raise ValueError(f"{backend} runs the linear layers, and what it keeps in memory is not known here")
+        return laid_out
 
     def model(self, recompute: str | None = None) -> Transformer:
         """One rank's part, with recipes of the first step, draws, and weights as they are gathered.
@@ -204,7 +207,7 @@ def arrived(linear: Linear, way: AllGatherFormat) -> AllGatheredWeight:
     """What `parallel.quantized_all_gather` gives to a layer, without memory."""
     shape = linear.weight.shape
     leaf = torch.zeros((), dtype=linear.weight.dtype, device=META).expand(shape).requires_grad_()
-    values = torch.empty(shape, dtype=way.dtype, device=META, requires_grad=linear.recipe.is_identity)
+    values = torch.empty(shape, dtype=way.dtype, device=META, requires_grad=linear.recipe.takes_values)
     if way.quantizer is None:
         return AllGatheredWeight(leaf=leaf, coded=False, tensors=(values,))
     codes = way.quantizer(values)
