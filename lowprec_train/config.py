@@ -100,6 +100,7 @@ class ModelConfig:
     positions: str = MISSING
     attention: str = "causal"
     norm_placement: str = "pre"
+    norm_backend: str = "own"
     bias: bool = MISSING
     qkv_bias: bool | None = None
     tied: bool = MISSING
@@ -150,6 +151,7 @@ class OptimConfig:
     grad_accumulation: `_target_` of the codec that stores gradients of matrices from one micro-batch to the next and to
         the update; empty: FP32.
     in_backward: step each parameter inside of the backward pass, when its gradient is complete, and free the gradient.
+    backend: who computes the step: "own", or "apex", NVIDIA's library.
     """
 
     lr: float = MISSING
@@ -164,6 +166,7 @@ class OptimConfig:
     clip_updates: bool = MISSING
     in_backward: bool = False
     grad_accumulation: dict[str, Any] = field(default_factory=dict)
+    backend: str = "own"
     rule: dict[str, Any] = field(default_factory=dict)
 
 

@@ -18,6 +18,7 @@ class Architecture:
     norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
     attention: "causal" | "qk_norm" | "full_qk_norm", see `model.attention`.  Each of these four may also be
         `module.Class`, a class of the caller's own with the same constructor and forward (docs/adding_a_model.md).
+    norm_backend: "own", or "apex", NVIDIA's library, which computes the norms of blocks and the last one.
     norm_placement: "pre", before attention and feed-forward net, or "post", behind them, before their sums with the
         residual stream (arXiv 2501.00656).
     bias: of every linear layer but the head, and of layernorm.  qkv_bias: of queries, keys and values; None: as bias.
@@ -43,6 +44,7 @@ class Architecture:
     tied: bool
     attention: str = "causal"
     norm_placement: str = "pre"
+    norm_backend: str = "own"
     head_dim: int | None = None
     qkv_bias: bool | None = None
     rope_theta: float = 10000.0

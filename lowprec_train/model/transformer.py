@@ -24,6 +24,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from lowprec_train.group import Group
+from lowprec_train.model.apex_norms import ApexLayerNorm, ApexRMSNorm
 from lowprec_train.model.architecture import Architecture
 from lowprec_train.model.attention import Attention, FullQKNorm, QKNorm, attention_backend, document_mask
 from lowprec_train.model.cache import Cache, LayerCache
@@ -37,6 +38,7 @@ from lowprec_train.precision.linear import Linear
 
 ATTENTIONS: dict[str, type[Attention]] = {"causal": Attention, "qk_norm": QKNorm, "full_qk_norm": FullQKNorm}
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
+NORM_BACKENDS = {"own": NORMS, "apex": NORMS | {"rmsnorm": ApexRMSNorm, "layernorm": ApexLayerNorm}}
 ACTIVATIONS: dict[str, type[SwiGLU] | type[GELU]] = {"swiglu": SwiGLU, "gelu": GELU}
 POSITIONS: dict[str, type[Rotary] | type[LearnedPositions]] = {"rotary": Rotary, "learned": LearnedPositions}
 
@@ -108,7 +110,9 @@ class Transformer(nn.Module):
     def __init__(self, architecture: Architecture, *, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         sizes = architecture
-        norm_type, mlp_type = _choose("norm", sizes.norm, NORMS), _choose("activation", sizes.activation, ACTIVATIONS)
+        norms = _choose("norm_backend", sizes.norm_backend, NORM_BACKENDS)
+        self.breaks_graphs = sizes.norm_backend == "apex"
+        norm_type, mlp_type = _choose("norm", sizes.norm, norms), _choose("activation", sizes.activation, ACTIVATIONS)
         attention_type = _choose("attention", sizes.attention, ATTENTIONS)
         position_type = _choose("positions", sizes.positions, POSITIONS)
         block_type = _choose("norm_placement", sizes.norm_placement, BLOCKS)
@@ -242,8 +246,9 @@ class Transformer(nn.Module):
         Equal blocks share one graph. Hooks of the modules stay outside of the graphs. fullgraph: False where a module
         runs outside of graphs, by a library.
         """
+        whole = fullgraph and not self.breaks_graphs
         for module in (*self.blocks, self.norm, self.head):
-            module.forward = torch.compile(module.forward, fullgraph=fullgraph, **options)  # type: ignore[method-assign]
+            module.forward = torch.compile(module.forward, fullgraph=whole, **options)  # type: ignore[method-assign]
         self.cross_entropy.compile(**options)
 
     def attention_flops_per_token(self, seq_len: int) -> float:

@@ -24,6 +24,7 @@ from lowprec_train.ops import updates
 from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.ops.codecs import StateCodecs, as_matrix
 from lowprec_train.ops.updates import Rule
+from lowprec_train.optim.apex import ApexAdamW
 from lowprec_train.optim.batch import Batch, Observer
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.fused import FusedAdamW, TorchAdamW
@@ -50,6 +51,7 @@ class CodedOptimizer(torch.optim.Optimizer):
         lr: learning rate, a float; `set_lr` changes it between steps.
         weight_decay: of groups that name none.
         seed: the run's seed, for stochastic rounding.
+        backend: "apex": NVIDIA's kernel steps everything (`optim.apex`, whose `check` says what it takes).
         fused: torch's kernel for AdamW where everything is FP32 and ours is not compiled; False: our op there too.
         shards: of parameters that this rank has a shard of. Building the optimizer and stepping it are then collective:
             all ranks do so, with the same gradients present.
@@ -68,13 +70,16 @@ class CodedOptimizer(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         seed: int = 0,
         fused: bool = True,
+        backend: str = "own",
         shards: Mapping[nn.Parameter, Shard] | None = None,
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a number and not negative, got {value}")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "rule": rule or AdamWRule()})
-        self._seed, self._fused = seed & 0x7FFFFFFFFFFFFFFF, fused
+        self._seed = seed & 0x7FFFFFFFFFFFFFFF
+        self._kinds = (TorchAdamW, FusedAdamW) if fused else (FusedAdamW,)
+        self._apex = backend == "apex"
         self._states: dict[nn.Parameter, ParamState] = {}
         with torch.no_grad():
             for group in self.param_groups:
@@ -201,8 +206,8 @@ class CodedOptimizer(torch.optim.Optimizer):
                 found_inf=found_inf,
                 seed=self._seed,
             )
-            kinds = (TorchAdamW, FusedAdamW) if self._fused else (FusedAdamW,)
-            yield next((kind(**vars(batch)) for kind in kinds if kind.serves(batch)), batch)
+            own = next((kind for kind in self._kinds if kind.serves(batch)), Batch)
+            yield (ApexAdamW if self._apex else own)(**vars(batch))
 
 
 def parameter_groups(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowprec_train import nvidia
 from lowprec_train.config import PhaseConfig, RunConfig, run_and_step
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.tokenizer import check_vocabulary
@@ -24,7 +25,7 @@ from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.ops.updates import Rule
-from lowprec_train.optim import accumulation
+from lowprec_train.optim import accumulation, apex
 from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
@@ -64,6 +65,7 @@ from lowprec_train.train.weights import (
     without_memory,
 )
 
+OPTIM_BACKENDS = ("own", "apex")
 LINT_RULES = rules_of(lint_recipes, lint_execution, lint_training)
 
 
@@ -84,6 +86,25 @@ def layout(run: RunConfig) -> MetaModel:
         checks.linears(model, phase.recipes, tokens=tokens)
         phase.saved_activations.check(model)
     return MetaModel(model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather)
+
+
+def check_libraries(run: RunConfig, laid_out: MetaModel, device: torch.device) -> None:
+    """The libraries that run parts of the model are there, on this device, and take what is asked of them."""
+    checks.backend_machine(laid_out.phases, device)
+    if run.optim.backend not in OPTIM_BACKENDS:
+        raise ValueError(f"optim.backend={run.optim.backend!r} is none of {', '.join(OPTIM_BACKENDS)}")
+    if run.optim.backend == "apex":
+        apex.check(rules(run)[0], codecs(run), device)
+    if run.model.norm_backend != "apex":
+        return
+    if device.type != "cuda":
+        raise ValueError(f"model.norm_backend=apex computes on CUDA GPUs, and this run is on {device}")
+    for phase in laid_out.phases:
+        if phase.saved_activations.norm is not None:
+            raise ValueError(
+                f"model.norm_backend=apex: norms that save {phase.saved_activations.norm} are our own alone"
+            )
+    nvidia.apex_norms()
 
 
 def lint(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> Report:
@@ -208,7 +229,8 @@ def grad_accumulation(run: RunConfig) -> StateCodec | None:
 def optimizer(run: RunConfig, model: torch.nn.Module, shards: Mapping[Any, Shard] | None = None) -> CodedOptimizer:
     """The optimizer over the model's first weights. With a reduced master the parameters of matrices become BF16."""
     groups = parameter_groups(model, run.optim.weight_decay, *rules(run))
-    return CodedOptimizer(groups, codecs=codecs(run), lr=run.optim.lr, seed=run.seed, shards=shards)
+    stored, backend = codecs(run), run.optim.backend
+    return CodedOptimizer(groups, codecs=stored, lr=run.optim.lr, seed=run.seed, backend=backend, shards=shards)
 
 
 def rules(run: RunConfig) -> tuple[Rule, AdamWRule]:
@@ -240,7 +262,7 @@ def trainer(
     """The trainer of a run at its first step. plans: from `MetaModel.plans`. fill: sets the first values of this
     process's parts of the parameters; None: they are drawn from the seed.
     """
-    checks.backend_machine(laid_out.phases, device)
+    check_libraries(run, laid_out, device)
     seq_len, model = run.data["seq_len"], laid_out.model
     seeds = weights(model, device, run.seed, fill or distribution.fill)
     shards = distribution.shards(model)

@@ -19,6 +19,7 @@ from lowprec_train.train.logging.sinks import RECIPE_GROUPS
 
 NEUTRAL = {  # keys that older runs do not have, at the values that mean what those computed
     "model.norm_placement": "pre",
+    **dict.fromkeys(("model.norm_backend", "optim.backend"), "own"),
     **dict.fromkeys(("model.head_dim", "model.qkv_bias", "model.rope_scaling", "comm.node_size")),
 }
 

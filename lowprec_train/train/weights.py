@@ -44,7 +44,7 @@ from lowprec_train.train.rundir import read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 PROBE = "In 2024 the naïve fox,\n    def jump(over): return 'lazy dogs'  # 3.14\n"
-NOT_SIZES = {"name", "recompute"}
+NOT_SIZES = {"name", "recompute", "norm_backend"}
 Form = tuple[torch.Size, torch.dtype]
 
 

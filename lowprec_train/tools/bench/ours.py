@@ -29,7 +29,7 @@ from lowprec_train.tools.bench.contestant import (
     first_values,
     fused_adamw,
 )
-from lowprec_train.train import build, checks
+from lowprec_train.train import build
 from lowprec_train.train.compose import composed
 
 BASELINE, LIBRARY = "bf16", "te_fp8"
@@ -85,7 +85,7 @@ class Ours:
         laid_out = build.layout(run)
         model, precision = laid_out.model, PrecisionSchedule(laid_out.phases)
         if work.device.type != "meta":
-            checks.backend_machine(laid_out.phases, work.device)
+            build.check_libraries(run, laid_out, work.device)
         seeds = materialise(model, work.device, run.seed)
         precision.begin(model, 0)
         if not self.owns(work):

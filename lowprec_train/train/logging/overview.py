@@ -73,7 +73,7 @@ def _optimizer(optim: Mapping[str, Any]) -> str:
     def stored(part: str) -> str:
         return str(optim[part].get("format"))
 
-    adamw = "StableAdamW" if optim["clip_updates"] else "AdamW"
+    adamw = ("StableAdamW" if optim["clip_updates"] else "AdamW") + (" by apex" if optim["backend"] == "apex" else "")
     name = optim["rule"]["_target_"].rsplit(".", 1)[-1] if optim.get("rule") else adamw
     schedule = optim["schedule"]["_target_"].rsplit(".", 1)[-1]
     states = f"m {stored('first_moment')}, v {stored('second_moment')}, weights {stored('master')}"
