@@ -309,8 +309,8 @@ def with_table(text: str, table: str) -> str:
 
 
 def pages(docs: Path = DOCS) -> list[Path]:
-    """The pages that a table belongs on."""
-    return sorted((docs / "recipes").glob("*.md"))
+    """The pages that a table belongs on: of recipes whose GEMMs are this project's own."""
+    return sorted(page for page in (docs / "recipes").glob("*.md") if MARKS[0] in page.read_text())
 
 
 def render(results: Mapping[str, Any], docs: Path = DOCS) -> None:

@@ -93,7 +93,8 @@ def test_the_table_says_who_computes(launch, tmp_path, library):
     _, out, _ = launch(TE, "name=te", "+precision/scaling=current", "steps=3")
     run = tmp_path / "runs" / "te"
     about, layers = (json.loads((run / name).read_text()) for name in ("run.json", "recipe.json"))
-    assert "recipe Float8CurrentScaling(recipe_type=Float8CurrentScaling" in about["backend"]
+    assert about["backend"].startswith("TransformerEngine, Float8CurrentScaling(), version 2.")
+    assert about["backend_settings"].startswith("recipe_type=Float8CurrentScaling")
     assert about["backend"] in out and "fp8_library 24, bf16 3" in out
     told = (layers.get("linears") or layers)["blocks.0.mlp.down"]
     assert told["gemms"]["fprop"] == "TransformerEngine, Float8CurrentScaling()"

@@ -58,8 +58,13 @@ class Backend(Protocol):
         """ValueError for a layer whose sizes the library does not take."""
         ...
 
-    def told(self) -> str:
-        """Library, version and every setting, of one that is there."""
+    @property
+    def version(self) -> str:
+        """Of the library that is installed."""
+        ...
+
+    def settings(self) -> str:
+        """Of its recipe, every one, also those that nobody has chosen."""
         ...
 
     def check_machine(self, device: torch.device) -> None:

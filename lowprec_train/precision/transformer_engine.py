@@ -110,11 +110,12 @@ class TransformerEngine:
                 f"that are multiples of {columns}, and tokens of a micro-batch that are multiples of {rows}"
             )
 
-    def told(self) -> str:
-        recipe = recipe_of(self)
-        return (
-            f"TransformerEngine {nvidia.te_version()}, recipe {type(recipe).__name__}({' '.join(str(recipe).split())})"
-        )
+    @property
+    def version(self) -> str:
+        return nvidia.te_version()
+
+    def settings(self) -> str:
+        return " ".join(str(recipe_of(self)).split())
 
     def check_machine(self, device: torch.device) -> None:
         if device.type != "cuda":

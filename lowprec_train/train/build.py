@@ -408,7 +408,7 @@ def facts(
         "attention": model.attention_backend(device, run.data["seq_len"], documents),
         "kernels": live_kernels(device),
         "by_reference": by_reference(laid_out.phases, device),
-        "backend": backend(laid_out.phases),
+        **backend(laid_out.phases),
         "versions": versions(),
     }
 

@@ -182,9 +182,11 @@ def saved(model: Transformer, policy: SavedActivationPolicy, device: torch.devic
     return told
 
 
-def backend(phases: Sequence[Phase]) -> str:
-    """The library that runs linear layers, with its version and its own recipe's settings; "" where none does."""
-    return "; ".join(dict.fromkeys(phase.backend.told() for phase in phases if phase.backend is not None))
+def backend(phases: Sequence[Phase]) -> dict[str, str]:
+    """The library that runs linear layers, with its version, and its own recipe's settings; nothing where none does."""
+    for found in filter(None, (phase.backend for phase in phases)):
+        return {"backend": f"{found}, version {found.version}", "backend_settings": found.settings()}
+    return {}
 
 
 def by_reference(phases: Sequence[Phase], device: torch.device) -> list[str]:

@@ -68,8 +68,20 @@ def test_recipes_take_modifiers():
     assert run.precision.policy["head"] == {"_target_": "lowprec_train.recipes.fp8.recipe"}
     with pytest.raises(ValueError, match="no recipe 'fp9'"):
         ours.contestants(["fp9"])
-    with pytest.raises(ValueError, match="unknown tail"):
-        ours.contestants(["fp8+tail"])
+    for text in ("fp8+tail", "fp8+current", "te_fp8+current+block"):
+        with pytest.raises(ValueError, match="a recipe takes \\+own and \\+head, and te_fp8 one of its scalings"):
+            ours.contestants([text])
+
+
+def test_a_library_s_recipe_is_apart():
+    """In a process of its own without being asked, as the peers of that library are, and under its scaling."""
+    found = ours.contestants(["fp8", "te_fp8", "te_fp8+current"])[1:] + peers.chosen(["te"])
+    apart = ["te_fp8", "te_fp8 (current)", "TE bf16", "TE DelayedScaling"]
+    apart += ["TE Float8CurrentScaling", "TE Float8BlockScaling"]
+    assert [each.name for each in found if each.apart] == apart == [each.name for each in found[1:]]
+    policy = ours.Ours.parse("te_fp8+current").run(WORK).precision.policy["blocks.*"]
+    assert policy == {"_target_": "lowprec_train.recipes.te_fp8.recipe", "scaling": "current"}
+    assert {each.missing for each in found[1:]} == {"transformer_engine is not installed"}
 
 
 def test_peers_are_chosen_by_family_and_part():

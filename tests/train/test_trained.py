@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-from lowprec_train import config
 from lowprec_train.model.generation import Sampling, generate
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.policy import attach_draws
@@ -15,11 +14,11 @@ from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train import build
 from lowprec_train.train.trained import Trained, trained_model
 from lowprec_train.train.trainer import EVALUATION_STEP
-from tests.recipes import by_day, composed, system
+from tests.recipes import SYSTEMS, by_day, composed, system
 from tests.saved import save
 
 CPU = torch.device("cpu")
-RECIPES = config.choices("recipe")
+RECIPES = SYSTEMS
 TOKENS = torch.randint(0, 64, (16, 65), generator=torch.Generator().manual_seed(3))
 
 

@@ -10,6 +10,7 @@ from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
 from lowprec_train.tools.estimate.saved import Counter
 from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.tools.markdown import number, table
+from lowprec_train.train import build
 from lowprec_train.train.compose import composed
 
 WORK = ("model=llama_7b", "micro_batch=1", "data.seq_len=2048", "tokens_per_step=4194304")
@@ -38,7 +39,13 @@ def _recipes(overrides: Sequence[str]) -> list[str]:
     """Bytes a parameter of a model that one GPU holds, and bytes a token and block."""
     stored, saved = ("weights", "gradients", "states"), ("saved of weights", "saved a token")
     header = ("recipe", *stored, *saved)
-    return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe")))
+    return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe") if _is_own(recipe)))
+
+
+def _is_own(recipe: str) -> bool:
+    """Whether no library runs its layers, whose memory is not known here."""
+    made = build.recipes(composed(f"+recipe={recipe}").precision.policy, {})
+    return all(each.backend is None for each in made.values())
 
 
 def _of_recipe(recipe: str, overrides: Sequence[str]) -> list[object]:
