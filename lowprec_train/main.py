@@ -233,7 +233,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
             step = checkpointer.load(trainer.checkpoint_parts(), way.step, optional=optional) or 0
             launch.first(lambda: continuation.take(directory, way, step, read=trainer.steps_done))
             log.info("resuming after step %d of %d", step, options.steps)
-        facts |= build.text_facts(corpus)
+        facts |= describe.text_facts(corpus)
         log.info("%s", overview.data(facts, plain))
         directory.begin(config=plain, recipe=linears, facts=facts)
         sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.everyone())

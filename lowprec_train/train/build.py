@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from lowprec_train import nvidia
 from lowprec_train.config import PhaseConfig, RunConfig, run_and_step
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.tokenizer import check_vocabulary
@@ -25,7 +24,7 @@ from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.ops.updates import Rule
-from lowprec_train.optim import accumulation, apex
+from lowprec_train.optim import accumulation
 from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
@@ -36,7 +35,7 @@ from lowprec_train.precision import policy
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
-from lowprec_train.train import checks, launch, memory_checks
+from lowprec_train.train import checks, launch, libraries, memory_checks
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
@@ -61,11 +60,9 @@ from lowprec_train.train.weights import (
     Weights,
     check_sizes,
     open_weights,
-    tokenizer_facts,
     without_memory,
 )
 
-OPTIM_BACKENDS = ("own", "apex")
 LINT_RULES = rules_of(lint_recipes, lint_execution, lint_training)
 
 
@@ -81,7 +78,7 @@ def layout(run: RunConfig) -> MetaModel:
     """Model and policy on the meta device, checked against each other: costs no memory at any size."""
     model = without_memory(run.model)
     made, tokens = phases(run, model), run.micro_batch * run.data["seq_len"]
-    checks.backends(run, made)
+    libraries.check_settings(run, made)
     for phase in made:
         checks.linears(model, phase.recipes, tokens=tokens)
         phase.saved_activations.check(model)
@@ -90,21 +87,7 @@ def layout(run: RunConfig) -> MetaModel:
 
 def check_libraries(run: RunConfig, laid_out: MetaModel, device: torch.device) -> None:
     """The libraries that run parts of the model are there, on this device, and take what is asked of them."""
-    checks.backend_machine(laid_out.phases, device)
-    if run.optim.backend not in OPTIM_BACKENDS:
-        raise ValueError(f"optim.backend={run.optim.backend!r} is none of {', '.join(OPTIM_BACKENDS)}")
-    if run.optim.backend == "apex":
-        apex.check(rules(run)[0], codecs(run), device)
-    if run.model.norm_backend != "apex":
-        return
-    if device.type != "cuda":
-        raise ValueError(f"model.norm_backend=apex computes on CUDA GPUs, and this run is on {device}")
-    for phase in laid_out.phases:
-        if phase.saved_activations.norm is not None:
-            raise ValueError(
-                f"model.norm_backend=apex: norms that save {phase.saved_activations.norm} are our own alone"
-            )
-    nvidia.apex_norms()
+    libraries.check(run, laid_out.phases, rules(run)[0], codecs(run), device)
 
 
 def lint(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> Report:
@@ -410,16 +393,4 @@ def facts(
         "by_reference": by_reference(laid_out.phases, device),
         **backend(laid_out.phases),
         "versions": versions(),
-    }
-
-
-def text_facts(text: Corpus) -> dict[str, Any]:
-    """What run.json says of the corpus."""
-    return {
-        "corpus": text.name,
-        "corpus_hash": text.hash,
-        **tokenizer_facts(text.tokenizer),
-        "train_tokens": text.train.tokens,
-        "valid_tokens": text.valid.tokens,
-        "valid_unigram_entropy": text.valid.unigram_entropy(),
     }

@@ -7,7 +7,7 @@ defensive. All raise ValueError.
 import importlib.util
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from lowprec_train.parallel.data import GRAD_REDUCE
 from lowprec_train.parallel.mesh import Sizes, check_nodes, sizes
 from lowprec_train.precision import recipe as recipes
 from lowprec_train.precision.recipe import LinearRecipe
-from lowprec_train.precision.schedule import Phase
 from lowprec_train.train import ranges
 from lowprec_train.train.construct import checked
 from lowprec_train.train.launch import ALONE, World
@@ -164,30 +163,6 @@ def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int
         recipes.check(
             recipe, name=name, in_features=linear.in_features, out_features=linear.out_features, tokens=tokens
         )
-
-
-def backends(run: RunConfig, phases: Sequence[Phase]) -> None:
-    """What a library that runs linear layers cannot do in this project, whatever the machine."""
-    for backend in filter(None, (phase.backend for phase in phases)):
-        for key, value, allowed, why in (
-            ("parallel.tp", run.parallel.tp, 1, "its layers hold whole weights"),
-            ("telemetry_interval", run.telemetry_interval, 0, "its roundings are its own, and nobody else sees them"),
-            ("model.recompute", run.model.recompute, "none", "a block that runs again would run outside of its pass"),
-        ):
-            if value != allowed:
-                raise ValueError(f"{key}={value}: {backend} runs linear layers, and {why}; {key}={allowed}")
-        if backend.stateful and len(phases) > 1:
-            raise ValueError(
-                f"precision.schedule: {backend} remembers earlier steps, which a checkpoint of another phase has not; "
-                "scaling=current and scaling=block remember nothing"
-            )
-
-
-def backend_machine(phases: Sequence[Phase], device: torch.device) -> None:
-    """The library that runs linear layers is there, and runs on this device."""
-    for backend in dict.fromkeys(phase.backend for phase in phases):
-        if backend is not None:
-            backend.check_machine(device)
 
 
 def corpus(name: str, saved: str | None, now: str) -> None:

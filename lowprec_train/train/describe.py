@@ -16,6 +16,7 @@ import torch
 
 import lowprec_train
 from lowprec_train.config import PrecisionConfig
+from lowprec_train.data.corpus import Corpus
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.formats import Format, Rounding
 from lowprec_train.numerics.quantizer import Quantizer
@@ -27,6 +28,7 @@ from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.saved_activations import SavedActivationPolicy, saved_inputs
 from lowprec_train.precision.schedule import Phase
 from lowprec_train.train.identity import flatten
+from lowprec_train.train.weights import tokenizer_facts
 
 # What a command line may change in a recipe: how layers compute, how gradients travel, how states are stored.
 CHANGES = re.compile(
@@ -187,6 +189,18 @@ def backend(phases: Sequence[Phase]) -> dict[str, str]:
     for found in filter(None, (phase.backend for phase in phases)):
         return {"backend": f"{found}, version {found.version}", "backend_settings": found.settings()}
     return {}
+
+
+def text_facts(text: Corpus) -> dict[str, Any]:
+    """What run.json says of the corpus."""
+    return {
+        "corpus": text.name,
+        "corpus_hash": text.hash,
+        **tokenizer_facts(text.tokenizer),
+        "train_tokens": text.train.tokens,
+        "valid_tokens": text.valid.tokens,
+        "valid_unigram_entropy": text.valid.unigram_entropy(),
+    }
 
 
 def by_reference(phases: Sequence[Phase], device: torch.device) -> list[str]:
