@@ -112,7 +112,8 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
     diverged: that is a result.
     """
     status = next((mark.lower() for mark in ("DIVERGED", "DONE", "PREEMPTED") if (path / mark).exists()), "unfinished")
-    metrics, notes = read_metrics(path / "metrics.jsonl")
+    logged = status != "diverged" or (path / "metrics.jsonl").is_file()
+    metrics, notes = read_metrics(path / "metrics.jsonl") if logged else ({}, [])
     if LOSS not in metrics and status != "diverged":
         raise ValueError(f"no metrics (no {LOSS} in {path / 'metrics.jsonl'})")
     entropy = info.get("valid_unigram_entropy")

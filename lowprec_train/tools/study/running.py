@@ -210,7 +210,12 @@ class Runner:
 
     def _ended(self, each: Active, status: int) -> None:
         name = each.run.name
-        self._states[name] = found = state(self.out / name)
+        try:
+            self._states[name] = found = state(self.out / name)
+        except ValueError as error:
+            self.failed[name] = str(error)
+            self.say(f"{_clock()} {each.worker.name}: {name} failed")
+            return
         if found.finished:
             self._prune()
         elif status and not (self._stopping and status < 0):

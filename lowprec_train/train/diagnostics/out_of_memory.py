@@ -9,7 +9,8 @@ from contextlib import contextmanager
 import torch
 
 GIB = 2**30
-SIGNS = re.compile(r"out of memory|can't allocate memory|_ALLOC_FAILED", re.IGNORECASE)
+OF_KERNELS = r'"aten::new_(empty|zeros)".*API call failed'  # torch's stable ABI drops the message and the type
+SIGNS = re.compile(rf"out of memory|can't allocate memory|_ALLOC_FAILED|{OF_KERNELS}", re.IGNORECASE)
 HOST_SIGNS = re.compile(r"can't allocate memory", re.IGNORECASE)
 ASKED = re.compile(r"[Tt]ried to allocate (([\d.]+) (\w+))")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
@@ -26,7 +27,9 @@ class OutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch says it by type on a GPU, and by words on a CPU and in libraries."""
+    """torch says it by type on a GPU, and by words on a CPU and in libraries; in compiled kernels of this package, that
+    an output could not be made.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and SIGNS.search(str(error)) is not None

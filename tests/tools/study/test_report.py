@@ -164,6 +164,20 @@ def test_a_diverged_seed_is_never_dropped(tmp_path, capsys):
     assert "unstable (1 of 3): seed 2 diverged at step 200" in text
 
 
+def test_a_run_that_diverged_before_anything_was_logged_counts(tmp_path):
+    _, planned, file = synthetic.study(
+        tmp_path, arms=dict.fromkeys(["bf16", "fp4"]), blocks=[{"purpose": "estimate", "seeds": [1, 2]}]
+    )
+    for each in planned:
+        directory = synthetic.run(tmp_path / "runs", each, 4.0, diverged=each.name == "fp4-s1")
+        if each.name == "fp4-s1":
+            (directory / "metrics.jsonl").unlink()
+    assert cli.main(["study", "report", str(file), "--out", str(tmp_path / "runs")]) == 0
+    tree = json.loads((tmp_path / "runs" / "report" / "report.json").read_text())
+    told = "unstable (1 of 2): seed 1 diverged before a loss was logged"
+    assert tree["cells"][0]["arms"][1]["words"] == told
+
+
 def test_an_arm_that_ends_above_word_frequencies_is_unstable_where_others_do_not(tmp_path):
     _, planned, file = synthetic.study(
         tmp_path, arms=dict.fromkeys(["bf16", "fp4"]), blocks=[{"purpose": "estimate", "seeds": [1, 2]}]

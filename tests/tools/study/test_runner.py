@@ -100,6 +100,22 @@ def test_an_arm_is_given_up_for_a_new_run_that_failed_and_not_for_an_evaluation(
     assert list(run(tmp_path, planned)) == ["bf16-s2"] and begun[2:] == ["bf16-s2"]
 
 
+def test_a_run_whose_evaluation_cannot_be_read_fails_alone(tmp_path, begun, monkeypatch):
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE])
+    begun.runs = planned
+    real = synthetic.run
+
+    def torn(out, planned, loss, **options):
+        directory = real(out, planned, loss, **options)
+        if planned.name == "bf16-s2":
+            (directory / "evaluation.json").write_text('{"step": 4')
+        return directory
+
+    monkeypatch.setattr(synthetic, "run", torn)
+    failed = run(tmp_path, planned)
+    assert list(failed) == ["bf16-s2"] and "evaluation.json" in failed["bf16-s2"] and begun == ["bf16-s2", "bf16-s3"]
+
+
 @pytest.mark.parametrize("places", [1, 2])
 def test_runs_that_shared_a_device_are_known(tmp_path, begun, places):
     _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE])
