@@ -2,10 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from lowprec_train.tools import options
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "mxfp4")
 
 HELP = "a run's model as a directory that transformers opens"
 DESCRIPTION = """\
@@ -24,6 +26,8 @@ exit status:
 examples:
   lowprec export-hf runs/fp4 --out exported/fp4
   lowprec export-hf runs/fp4 --out exported/fp4-step-1000 --step 1000 --dtype bf16 --max-shard-size 5GB
+  lowprec export-hf runs/fp8 --out exported/fp8 --quantized fp8-tensor --activations dynamic --dtype bf16
+  lowprec export-hf runs/bf16 --out exported/nvfp4 --quantized nvfp4 --requantize
 """
 
 
@@ -33,6 +37,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.step(parser)
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of all tensors (default: the narrowest that holds the checkpoint's exactly)"
+    )
+    parser.add_argument(
+        "--quantized",
+        choices=FORMATS,
+        help="weights in codes, in the layout of compressed-tensors, which transformers and vLLM read",
+    )
+    parser.add_argument("--requantize", action="store_true", help="round weights that were not trained in this format")
+    parser.add_argument(
+        "--activations",
+        choices=("dynamic", "none"),
+        default="none",
+        help="dynamic: readers round the inputs of fp8-* layers to FP8 as they come (W8A8); default: none",
     )
     parser.add_argument(
         "--tokenizer",
@@ -59,7 +75,27 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     other = arguments.tokenizer not in (None, tokenizer.NONE)  # its ids are not those that the model came with
     ids = {"eos_token_id": eos, **({} if other else transfer.special_ids(directory))}
-    written = transfer.export(weights, arguments.out, dtype=dtype, max_bytes=limit, tokenizer=files, ids=ids)
+    codes = _codes(arguments)
+    how = {"max_bytes": limit, "tokenizer": files, "ids": ids, "codes": codes}
+    written = transfer.export(weights, arguments.out, dtype=dtype, **how)
     print(f"{arguments.out}: {weights.model.name} from {weights.source}, {str(written).removeprefix('torch.')}")
+    if codes is not None:
+        print(codes.told)
     print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer: --tokenizer FILE adds one")
     return 0
+
+
+def _codes(arguments: argparse.Namespace) -> Any:
+    """What `--quantized` asks for, or None."""
+    from lowprec_train.tools.huggingface.quantized import weight_codes
+    from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained
+
+    if arguments.quantized is None:
+        if arguments.requantize or arguments.activations != "none":
+            raise ValueError("--requantize and --activations are of --quantized FORMAT")
+        return None
+    trained = Trained(arguments.model, arguments.step)
+    name = UNQUANTISED if arguments.requantize else OF_RUN
+    recipes = trained.forward(name).recipes
+    how = {"requantize": arguments.requantize, "activations": arguments.activations}
+    return weight_codes(arguments.quantized, recipes, recipe=trained.recipe_name(OF_RUN), **how)

@@ -24,6 +24,7 @@ from lowprec_train.config import MODEL_FILE, ModelConfig, read_json
 from lowprec_train.tools.huggingface import shards
 from lowprec_train.tools.huggingface.families import family_named, family_of
 from lowprec_train.tools.huggingface.family import SPECIAL_IDS, Family, Json
+from lowprec_train.tools.huggingface.quantized import WeightCodes
 from lowprec_train.tools.huggingface.rows import Rows
 from lowprec_train.tools.huggingface.shards import TensorSpec
 from lowprec_train.train.weights import Weights, read_tensor, shapes, stored, weight_files
@@ -68,23 +69,39 @@ def export(
     max_bytes: int,
     tokenizer: Mapping[str, bytes],
     ids: Json,
+    codes: WeightCodes | None = None,
 ) -> torch.dtype:
     """Write a directory that `transformers` opens; returns the dtype of its tensors.
 
     dtype: None for the narrowest that loses nothing. tokenizer: files by name. ids: the SPECIAL_IDS that are known.
+    codes: which linear layers are written in codes, and how.
     Raises ValueError for a model that has no form there, and when `out` is in use.
     """
     family, model = family_of(weights.model), weights.model
     dtype = dtype or narrowest(map(weights.dtype, weights.names()))
     layouts = {name: family.layout(name, model) for name in weights.names()}
+    if codes is not None:
+        codes.check(family, model)
 
     def taken_apart(name: str, ours: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield from zip(family.theirs(name), layouts[name].split(ours), strict=True)
+        if codes is not None and codes.has(name) and not ours.is_meta:
+            yield from codes.tensors(name, family.theirs(name), layouts[name], ours)
+        else:
+            yield from zip(family.theirs(name), layouts[name].split(ours), strict=True)
 
-    apart = [each for name in layouts for each in taken_apart(name, torch.empty(weights.shape(name), device="meta"))]
-    slots = [TensorSpec(name=name, shape=part.shape, dtype=dtype) for name, part in apart]
+    def slots_of(name: str) -> Iterator[TensorSpec]:
+        for theirs, part in taken_apart(name, torch.empty(weights.shape(name), device="meta")):
+            if codes is not None and codes.has(name):
+                yield from codes.format.specs(theirs.removesuffix(".weight"), part.shape)
+            else:
+                yield TensorSpec(name=theirs, shape=part.shape, dtype=dtype)
+
+    slots = [slot for name in layouts for slot in slots_of(name)]
     tensors = (each for name in layouts for each in taken_apart(name, weights.read(name)))
     config = family.config(model, dtype=dtype, ids=ids)
+    if codes is not None:
+        plain = [name for name in layouts if codes.leaves(name)]
+        config |= {"quantization_config": codes.config([each for name in plain for each in family.theirs(name)])}
     with whole(out) as directory:
         shards.write(directory, slots, tensors, max_bytes)
         _write_files(directory, {**tokenizer, "config.json": _json(config)})
