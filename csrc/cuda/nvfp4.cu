@@ -6,56 +6,10 @@
 //
 // The tensor's maximum comes first in each, so x is read twice (three times in the last): 4.5 bytes an element of BF16.
 #include "cuda/amax.h"
+#include "cuda/nvfp4.h"
 
 namespace lowprec {
 namespace {
-
-struct Draw {
-  const int64_t* seed;  // null: to nearest
-  const int64_t* origin;
-};
-
-// limit: 6 * headroom; `exact` where FP32 holds it.
-struct HeadRoom {
-  double limit;
-  bool exact, raises;
-};
-
-struct Block {
-  TileScale of;
-  uint8_t code;
-};
-
-__device__ __forceinline__ float tensor_scale_of(const uint32_t* amax) {
-  const float share = divide(bits_float(*amax), 2688.0f);
-  return share < 0x1p-117f ? 0x1p-117f : share;
-}
-
-__device__ __forceinline__ Block block_of(float amax, float tensor_scale, const HeadRoom& room) {
-  const float share = room.exact ? divide(amax, static_cast<float>(room.limit))
-                                 : static_cast<float>(static_cast<double>(amax) / room.limit);
-  const float wanted = divide(share, tensor_scale);
-  uint8_t code = encode<Format::E4M3>(wanted < 0x1p-9f ? 0x1p-9f : wanted);  // zero would lose the block
-  float stored = decode<Format::E4M3>(code), scale = stored * tensor_scale;
-  if (room.raises && divide(amax, scale) > 6.0f && stored < 448.0f) scale = decode<Format::E4M3>(++code) * tensor_scale;
-  if (amax == 0.0f) scale = 1.0f;
-  return {{scale, divide(1.0f, scale)}, code};
-}
-
-// inverse: that of the values' scale; 0 where they differ in it.
-template <bool random>
-__device__ __forceinline__ Codes<Format::E2M1> coded(const float (&v)[VECTOR], float inverse, const Draw& draw,
-                                                     int64_t row, int64_t column) {
-  Codes<Format::E2M1> codes;
-  if constexpr (random) {
-    const int64_t first = draw.origin == nullptr ? 0 : draw.origin[0];
-    const int64_t group = draw.origin == nullptr ? 0 : draw.origin[1] >> 3;
-    codes.encode_random(v, random_words(static_cast<uint64_t>(*draw.seed), row + first, (column >> 3) + group));
-  } else {
-    codes.encode_nearest(v, inverse);
-  }
-  return codes;
-}
 
 template <bool random, typename In>
 __device__ __forceinline__ void emit(const Vector<In>& x, const TileScale& of, uint8_t* codes, const Draw& draw,
@@ -67,23 +21,13 @@ __device__ __forceinline__ void emit(const Vector<In>& x, const TileScale& of, u
   coded<random>(v, of.inverse, draw, row, column).store_all(codes + row * columns + column);
 }
 
-struct Outputs {
-  uint8_t *codes, *block;
-  float *scale, *tensor_scale;
-};
-
-__device__ __forceinline__ void leave(const Outputs& to, int64_t tile, const Block& of) {
-  to.scale[tile] = of.of.scale;
-  to.block[tile] = of.code;
-}
-
 // `lanes` threads (a power of two, at most 32) share a line of 8 * lanes elements; columns are a multiple of it.
 template <typename In, bool random>
 __global__ void __launch_bounds__(THREADS)
     nvfp4_lines(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, int64_t columns,
                 int64_t vectors, int lanes, HeadRoom room, Draw draw) {
   constexpr int EACH = 4;
-  const float tensor_scale = tensor_scale_of(amax);
+  const float tensor_scale = outer_scale(bits_float(*amax), 2688.0f);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
   if (first == 0) *to.tensor_scale = tensor_scale;
   Vector<In> held[EACH];
@@ -101,7 +45,7 @@ __global__ void __launch_bounds__(THREADS)
     }
     if (vector >= vectors) continue;
     const Block of = block_of(bits_float(most), tensor_scale, room);
-    if (vector % lanes == 0) leave(to, vector / lanes, of);
+    if (vector % lanes == 0) leave(to, vector / lanes, of.of.scale, of.code);
     const int64_t row = random ? vector * VECTOR / columns : 0;  // without draws, the matrix is one long row
     emit<random>(held[i], of.of, to.codes, draw, row, vector * VECTOR - row * columns, columns);
   }
@@ -117,7 +61,7 @@ __global__ void __launch_bounds__(THREADS)
   const int across = threadIdx.x & 15, down = threadIdx.x >> 4;
   const int64_t strips = (columns + 127) / 128, band = blockIdx.x / strips;
   const int64_t row = band * 16 + down, column = blockIdx.x % strips * 128 + across * VECTOR;
-  const float tensor_scale = tensor_scale_of(amax);
+  const float tensor_scale = outer_scale(bits_float(*amax), 2688.0f);
   if (blockIdx.x == 0 && threadIdx.x == 0) *to.tensor_scale = tensor_scale;
   Vector<In> held;
   if (column < columns) held.load(x + row * columns + column);
@@ -130,7 +74,7 @@ __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < 32; ++i) most = larger(most, of_lanes[i >> 1][2 * threadIdx.x + (i & 1)]);
     const int64_t tile = blockIdx.x % strips * 8 + threadIdx.x;
     const Block of = block_of(bits_float(most), tensor_scale, room);
-    if (tile < columns / 16) leave(to, band * (columns / 16) + tile, of);
+    if (tile < columns / 16) leave(to, band * (columns / 16) + tile, of.of.scale, of.code);
     scales[threadIdx.x] = of.of;
   }
   __syncthreads();
@@ -151,35 +95,10 @@ __global__ void __launch_bounds__(THREADS)
   }
   most = block_largest(most, scratch);
   if (threadIdx.x != 0) return;
-  const float tensor_scale = tensor_scale_of(amax);
+  const float tensor_scale = outer_scale(bits_float(*amax), 2688.0f);
   const Block of = block_of(bits_float(most), tensor_scale, room);
-  leave(to, blockIdx.x, of);
+  leave(to, blockIdx.x, of.of.scale, of.code);
   if (blockIdx.x == 0) *to.tensor_scale = tensor_scale;
-}
-
-template <typename In, bool random>
-__global__ void __launch_bounds__(THREADS)
-    nvfp4_codes(const In* __restrict__ x, const float* __restrict__ scale, uint8_t* __restrict__ codes, int64_t rows,
-                int64_t columns, Tile tile, Draw draw) {
-  const int64_t vectors = (columns + VECTOR - 1) / VECTOR;
-  const int64_t index = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
-  if (index >= rows * vectors) return;
-  const int64_t row = index / vectors, column = index % vectors * VECTOR;
-  const int some = static_cast<int>(min(columns - column, int64_t{VECTOR}));
-  Vector<In> held;
-  held.load_some(x + row * columns + column, some);
-  const float* of_tile = scale + row / tile.rows * (columns / tile.columns) + column / tile.columns;
-  int64_t left = tile.columns - column % tile.columns;
-  float v[VECTOR];
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
-    v[i] = i < some ? divide(held[i], *of_tile) : 0.0f;
-    if (--left == 0) {
-      ++of_tile;
-      left = tile.columns;
-    }
-  }
-  coded<random>(v, 0.0f, draw, row, column).store_some(codes + row * columns + column, some);
 }
 
 template <typename In, bool random>
@@ -218,8 +137,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& given, s
   Tensor amax = torch::stable::new_zeros(x, {1}, ScalarType::Int);
   const Outputs to{mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(block), mutable_data_of<float>(scale),
                    mutable_data_of<float>(tensor_scale)};
-  const double limit = 6.0 * headroom;
-  const HeadRoom room{limit, static_cast<double>(static_cast<float>(limit)) == limit, headroom < 1.0};
+  const HeadRoom room = head_room(headroom);
   const Draw draw{seed_of(rounding, seed), seed_of(origin)};
   uint32_t* found = mutable_data_of<uint32_t>(amax);
   with_input(x, [&](auto tag) {
