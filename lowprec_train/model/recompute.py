@@ -37,7 +37,7 @@ _KEPT = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 _DECODING = {torch.ops.lowprec.dequantize.default, torch.ops.lowprec.dequantize_bf16.default}
-_DECODING |= {torch.ops.lowprec.unpack_e2m1.default}  # larger than their codes
+_DECODING |= {torch.ops.lowprec.unpack_e2m1.default, torch.ops.lowprec.unpack_ladder.default}  # larger than their codes
 
 
 def keep_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowprec_train.ops.exponents import exp2_int, exponent
 from lowprec_train.ops.formats import E2M1, E4M3
-from lowprec_train.ops.reference import hadamard, spread, tile_amax, to_float
+from lowprec_train.ops.reference import divide, hadamard, pack_e2m1, spread, tile_amax, to_float, unpack_e2m1
 from lowprec_train.ops.rounding import encode, round_to
 from lowprec_train.ops.schema import tile_shape
 
@@ -33,6 +33,7 @@ INVERSES = (1.0, 0.8, 1 / 1.5)  # of them, rounded to FP32
 LOWEST, HIGHEST = 3 * -121, 3 * 125 + 2  # rungs by number, 3 e + place: row scales and inverses are normal numbers
 TOP = 5  # exponent that a row's largest rung takes in a carrier: 6 * 2 * 2^5 fits
 SPAN = 11  # binades below it whose codes are still exact carrier values
+BLOCK = 16  # elements of a FOLD3 block
 SUM_BITS = 28  # blocks' sums are multiples of 2^-28
 CANDIDATES = ("none", "mse", "mae", "max")
 
@@ -159,6 +160,27 @@ def fold_ladder(codes, scale, row, factor):  # type: ignore[no-untyped-def]
     """
     shift = spread(scale * (1.0 / row), codes.shape, (1, codes.shape[1] // scale.shape[1]))
     return encode(codes.float() * shift, E4M3), row * 1.0 if factor is None else row * factor
+
+
+def pack_ladder(carriers):  # type: ignore[no-untyped-def]
+    """Of E4M3 carriers [m, k] of blocks of 16: E2M1 codes, two a byte, and an E4M3 scale for each block, whose products
+    the carriers are. NaN where a block is no such product.
+    """
+    blocks = to_float(carriers).unflatten(1, (-1, BLOCK))
+    top = blocks.abs().amax(dim=-1)
+    found, codes = torch.full_like(top, torch.nan), torch.zeros_like(blocks)
+    for place in E2M1.grid[1:]:  # that of the largest magnitude: the smallest scale that serves
+        scale = torch.where(top == 0, 1.0, encode(divide(top, place), E4M3).float())
+        tried = encode(divide(blocks, scale.double().unsqueeze(-1)), E2M1).float()
+        serves = (tried * scale.unsqueeze(-1) == blocks).all(dim=-1)
+        found, codes = torch.where(serves, scale, found), torch.where(serves.unsqueeze(-1), tried, codes)
+    return pack_e2m1(codes.flatten(1).to(torch.float8_e4m3fn)), found.to(torch.float8_e4m3fn)
+
+
+def unpack_ladder(packed, scale):  # type: ignore[no-untyped-def]
+    """The carriers that `pack_ladder` took."""
+    codes = unpack_e2m1(packed)
+    return encode(codes.float() * spread(scale.float(), codes.shape, (1, BLOCK)), E4M3)
 
 
 def rotate_fold_ladder(  # type: ignore[no-untyped-def]

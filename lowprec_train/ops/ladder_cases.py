@@ -64,7 +64,27 @@ def fold_ladder() -> Cases:
     return made
 
 
+def pack_ladder() -> Cases:
+    """Carriers of the reference, and of every code under every scale; blocks that are none."""
+    made: Cases = {}
+    for name, (_, codes, scale, row) in row_sums().items():
+        made[name] = (ladder.fold_ladder(codes, scale, row, None)[0],)
+    grid = torch.tensor([0.0, -0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0, -6.0, 0.5, 1.0, -1.5, 3.0, 4.0, -2.0])
+    rungs = torch.tensor([m * 2.0**e for e in range(-6, 7) for m in (1.0, 1.25, 1.5)])[:-2]
+    every = (grid * rungs[:, None]).view(1, -1)
+    return made | {
+        "every rung": (every.to(torch.float8_e4m3fn),),
+        "no product": (torch.arange(256).byte().view(2, 128).view(torch.float8_e4m3fn),),
+    }
+
+
+def unpack_ladder() -> Cases:
+    return {name: ladder.pack_ladder(*given) for name, given in pack_ladder().items()}
+
+
 BY_OP = {
+    "pack_ladder": pack_ladder,
+    "unpack_ladder": unpack_ladder,
     "quantize_ladder": quantize_ladder,
     "row_sums": row_sums,
     "fold_ladder": fold_ladder,

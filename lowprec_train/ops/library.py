@@ -40,13 +40,14 @@ from lowprec_train.ops.schema import FAKES, SCHEMAS
 _LIBRARY = torch.library.Library("lowprec", "DEF")
 COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "dequantize_bf16", "fold"}
 COMPILED_ON_CUDA |= {"pack_e2m1", "unpack_e2m1", "amax", "quantize_by", "quantize_nvfp4_by", "quantize_four_over_six"}
+COMPILED_ON_CUDA |= {"pack_ladder", "unpack_ladder"}
 CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
 
 @cache
 def _compiled(name: str, variant: tuple) -> Callable:
     """One code object per variant: torch counts recompilations per code object and gives up after a few."""
-    function = getattr(reference if hasattr(reference, name) else four_over_six, name)
+    function = next(getattr(each, name) for each in (reference, four_over_six, ladder) if hasattr(each, name))
     code = function.__code__.replace(co_name=f"{name}_{hash(variant) & 0xFFFFFF:06x}")
     return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, dynamic=False)
 
@@ -92,11 +93,12 @@ def _dequantize_expanded(codes, scale, exponent, center, format, group, segments
     return torch.cat([states.dequantize_expanded(*part, format, group, segments) for part in parts])
 
 
+LADDER = ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder", "pack_ladder", "unpack_ladder")
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
 EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
-EAGER |= {name: getattr(ladder, name) for name in ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder")}
+EAGER |= {name: getattr(ladder, name) for name in LADDER}
 EAGER |= {name: getattr(eden, name) for name in ("rotated_amax", "quantize_eden")}
 EAGER |= {"quantize_four_over_six": four_over_six.quantize_four_over_six}
 EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decode_gradients")}

@@ -80,6 +80,8 @@ SCHEMAS = {
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, int[2] tile, str candidates,"
         " int exponent_span, bool corrected) -> (Tensor codes, Tensor scale)"
     ),
+    "pack_ladder": "(Tensor carriers) -> (Tensor packed, Tensor scale)",
+    "unpack_ladder": "(Tensor packed, Tensor scale) -> Tensor",
     "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
     "quantize_expanded": (
         "(Tensor x, str format, int group, int segments)"
@@ -350,6 +352,8 @@ FAKES: dict[str, Callable] = {
     "row_sums": _row_sums,
     "fold_ladder": _fold_ladder,
     "rotate_fold_ladder": _rotate_fold_ladder,
+    "pack_ladder": lambda carriers: (_pack_e2m1(carriers), torch.empty_like(carriers[:, ::16])),
+    "unpack_ladder": lambda packed, _: _unpack_e2m1(packed),
     "quantize_carrier": _quantize_carrier,
     "outlier_bounds": _outlier_bounds,
     "dequantize": _as_float32,

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import POWERS_OF_TWO, Quantized, Quantizer, ScaleRule
+from lowprec_train.ops.ladder import BLOCK as LADDER_BLOCK
 from lowprec_train.ops.reference import FOLD_SPAN, FP8, to_float
 from lowprec_train.ops.rotated import BLOCK
-
-LADDER_BLOCK = 16  # elements of a FOLD3 block
 
 
 class Path(Enum):

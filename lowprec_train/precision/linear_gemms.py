@@ -212,7 +212,10 @@ class LinearGemms:
         if how.source is Source.FPROP_CODES:
             return _without_scale(x.transposed_codes(), self.plan.wgrad.a)
         if how.op is Op.ROTATE_FOLD:
-            return self._folded(how, *x.tensors[: 1 if plain else 2]), None
+            if plain:
+                return self._folded(how, x.tensors[0]), None
+            codes = x.codes()
+            return self._folded(how, codes.codes, codes.scale), None
         matrix = x.tensors[0] if plain else cast(x.codes().dequantize(dtype), dtype)
         return self._operand(how, matrix.t().contiguous()), None
 

@@ -221,7 +221,7 @@ class _Compiler:
             return SavedForm()
         assert a is not None
         if x.op is Op.ROTATE_FOLD:
-            return SavedForm(quantizer=a)
+            return SavedForm(quantizer=a, folded=True, packed=recipe.saved_input is SavedInput.PACKED)
         clamp = recipe.fprop.outliers
         packed = a.format is E2M1 and (clamp is None or clamp.variant != "carrier")
         if recipe.wgrad.b is Reuse.FPROP_CODES and not packed:
@@ -319,7 +319,7 @@ class _Compiler:
         if x is None:
             return True
         if x.scale is ScaleRule.LADDER:
-            folded = not saved_x.packed and self.dtype == torch.bfloat16
+            folded = saved_x.folded and self.dtype == torch.bfloat16
             return folded and isinstance(b, Quantizer) and b.scale is ScaleRule.LADDER
         one = not saved_x.two_level and _one_scale(x, self.tokens, self.k)
         return one and not (saved_x.transposed or saved_x.packed) and self.dtype == torch.bfloat16

@@ -15,9 +15,10 @@ from enum import Enum
 from typing import Any
 
 from lowprec_train.numerics.formats import E2M1, NEAREST, Format, Rounding, parse_format, parse_rounding
-from lowprec_train.numerics.quantizer import Quantizer
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.backend import Backend
 from lowprec_train.precision.estimators import DifferentiableEstimator, Estimator, StraightThrough
+from lowprec_train.precision.gemm import folds
 from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.precision.outliers import OutlierClamp
 
@@ -33,12 +34,19 @@ class Reuse(Enum):
 
 class SavedInput(Enum):
     """What a Linear saves of its input for wgrad: the BF16 tensor, fprop's codes, or wgrad's own operand, rotated and
-    rounded in the forward pass. E2M1 codes are packed, two a byte.
+    rounded in the forward pass. E2M1 codes are packed, two a byte; carriers of FOLD3 are a byte each as CODES, and E2M1
+    codes with a byte for the scale of each block, the same numbers, as PACKED.
     """
 
     INPUT = "input"
     CODES = "codes"
+    PACKED = "packed"
     OPERAND = "operand"
+
+    @property
+    def of_fprop(self) -> bool:
+        """fprop's codes are saved."""
+        return self in (SavedInput.CODES, SavedInput.PACKED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +131,15 @@ class LinearRecipe:
             raise ValueError("dgrad.b reuses fprop's weight codes, but fprop.b quantises nothing")
         if self.wgrad.b is Reuse.FPROP_CODES and self.fprop.a is None:
             raise ValueError("wgrad.b reuses fprop's input codes, but fprop.a quantises nothing")
-        if isinstance(self.fprop.b, Reuse) or (self.saved_input is SavedInput.CODES and self.fprop.a is None):
+        if isinstance(self.fprop.b, Reuse) or (self.saved_input.of_fprop and self.fprop.a is None):
             raise ValueError("fprop has no codes to reuse or to save")
-        reused = Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b) or self.saved_input is SavedInput.CODES
+        reused = Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b) or self.saved_input.of_fprop
+        a, b = self.fprop.a, self.wgrad.b
+        carriers = a is not None and a.scale is ScaleRule.LADDER and folds(a)
+        if self.saved_input is SavedInput.PACKED and (not carriers or b is Reuse.FPROP_CODES):
+            raise ValueError(
+                f"saved_input=packed is for FOLD3 codes that wgrad rounds again, not for {a} and wgrad.b {b}"
+            )
         if self.weight_from_codes and not (isinstance(self.fprop.b, Quantizer) and isinstance(self.dgrad.b, Quantizer)):
             raise ValueError(
                 f"weight_from_codes=true rounds fprop's codes of W for dgrad: fprop.b is {self.fprop.b}, dgrad.b "
@@ -171,7 +185,7 @@ class LinearRecipe:
     @property
     def saves_codes(self) -> bool:
         """True when wgrad's X comes from fprop's codes."""
-        return self.wgrad.b is Reuse.FPROP_CODES or self.saved_input is SavedInput.CODES
+        return self.wgrad.b is Reuse.FPROP_CODES or self.saved_input.of_fprop
 
     def gemms(self) -> dict[str, Gemm]:
         """By name."""

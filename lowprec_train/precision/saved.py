@@ -18,13 +18,15 @@ from lowprec_train.precision.outliers import Residual
 @dataclass(frozen=True, kw_only=True)
 class SavedForm:
     """quantizer: what made the codes; None for the matrix as it came. transposed: the codes are those of the transposed
-    matrix, as a backward GEMM takes them. packed: two E2M1 codes a byte. residual: with the outliers that were clamped.
+    matrix, as a backward GEMM takes them. packed: two E2M1 codes a byte. folded: carriers of FOLD3 under a scale per
+    row; packed, they are E2M1 codes and E4M3 scales of blocks. residual: with the outliers that were clamped.
     scale_only: without the codes, for an estimator.
     """
 
     quantizer: Quantizer | None = None
     transposed: bool = False
     packed: bool = False
+    folded: bool = False
     residual: bool = False
     scale_only: bool = False
 
@@ -38,18 +40,26 @@ class SavedForm:
         """Number of tensors."""
         if self.quantizer is None or self.scale_only:
             return 1
-        return 2 + self.two_level + 2 * self.residual
+        return 2 + self.two_level + 2 * self.residual + self.split_carriers
+
+    @property
+    def split_carriers(self) -> bool:
+        """Carriers in two parts."""
+        return self.folded and self.packed
 
     def __str__(self) -> str:
         if self.quantizer is None:
             return "as it is"
         what = "scale" if self.scale_only else "packed codes" if self.packed else "codes"
+        what += " and scales of blocks" * self.split_carriers
         return what + " of the transpose" * self.transposed + ", outliers" * self.residual
 
 
 @dataclass(frozen=True)
 class SavedOperand:
-    """tensors: the matrix; or codes, then the scale or its two levels, then values and columns of a residual."""
+    """tensors: the matrix; or codes, then the scale or its two levels, then values and columns of a residual. Split
+    carriers: codes, scales of blocks, those of rows.
+    """
 
     form: SavedForm
     tensors: tuple[Tensor, ...]
@@ -59,6 +69,8 @@ class SavedOperand:
         """Of what `form.quantizer` made."""
         if form.scale_only:
             return cls(form, (codes.scale,))
+        if form.split_carriers:
+            return cls(form, (*torch.ops.lowprec.pack_ladder(codes.codes), codes.scale))
         stored = torch.ops.lowprec.pack_e2m1(codes.codes) if form.packed else codes.codes
         levels = (codes.parts["block"], codes.parts["tensor"]) if form.two_level else (codes.scale,)
         rest = (residual.values, residual.columns) if residual is not None and form.residual else ()
@@ -69,6 +81,8 @@ class SavedOperand:
         quantizer = self.form.quantizer
         assert quantizer is not None
         stored, scale = self.tensors[:2]
+        if self.form.split_carriers:
+            return quantizer.wrap(torch.ops.lowprec.unpack_ladder(stored, scale), self.tensors[2])
         codes = torch.ops.lowprec.unpack_e2m1(stored) if self.form.packed else stored
         if not self.form.two_level:
             return quantizer.wrap(codes, scale)

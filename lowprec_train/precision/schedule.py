@@ -17,7 +17,7 @@ import torch.nn as nn
 from lowprec_train.precision.backend import Backend, BackendState
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.policy import assign
-from lowprec_train.precision.recipe import LinearRecipe, Reuse, SavedInput
+from lowprec_train.precision.recipe import LinearRecipe, Reuse
 from lowprec_train.precision.saved_activations import SavedActivationPolicy, apply_saved_activations
 
 
@@ -93,11 +93,11 @@ def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
             f"forward_only=true takes GEMMs apart, and {before.backend or target.backend} runs them together"
         )
     if not target.fprop.is_identity:
-        coded = before.saved_input is SavedInput.CODES
+        coded = before.saved_input.of_fprop
         saved = target.saved_input if coded else before.saved_input
         return replace(before, fprop=target.fprop, estimator=target.estimator, saved_input=saved)
     reused = Reuse.FPROP_CODES in (before.dgrad.b, before.wgrad.b) or before.weight_from_codes
-    if before.saved_input is not SavedInput.CODES and not reused:
+    if not before.saved_input.of_fprop and not reused:
         return replace(before, fprop=target.fprop, estimator=StraightThrough())
     return replace(before, fprop=replace(before.fprop, codes_only=True), estimator=StraightThrough())
 

@@ -39,8 +39,11 @@ def backward(rotation: int = 128) -> Gemm:
     return Gemm(a=corrected, b=corrected, rotation=rotated, split_accumulation=True)
 
 
-def recipe(*, rotation: int = 128) -> LinearRecipe:
-    """rotation: Hadamard block of the backward GEMMs, 0 for none."""
+def recipe(*, rotation: int = 128, packed: bool = False) -> LinearRecipe:
+    """rotation: Hadamard block of the backward GEMMs, 0 for none. packed: X is saved in 4.5 bits an element, where
+    carriers take 8.
+    """
     line, gemm = operand(), backward(rotation)
     fprop = Gemm(a=line, b=line, split_accumulation=True)
-    return LinearRecipe(fprop=fprop, dgrad=gemm, wgrad=gemm, saved_input=SavedInput.CODES)
+    saved = SavedInput.PACKED if packed else SavedInput.CODES
+    return LinearRecipe(fprop=fprop, dgrad=gemm, wgrad=gemm, saved_input=saved)

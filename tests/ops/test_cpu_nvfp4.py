@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import eden, four_over_six, library, reference
+from lowprec_train.ops import eden, four_over_six, ladder, library, reference
 from tests.ops.test_cpu_kernels import DTYPES, KINDS, LIVE, SEED, assert_same, matrix
 
 OPS = ("quantize_nvfp4_by", "quantize_four_over_six", "rotated_amax", "quantize_eden", "dequantize_bf16")
+OPS += ("pack_ladder", "unpack_ladder")
 pytestmark = pytest.mark.skipif("C++" not in LIVE.values(), reason="no C++ library is built (make kernels)")
 SHAPE, WIDE = (32, 96), (9, 384)
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -61,6 +62,16 @@ def test_factors_of_groups(kind, rotation):
         top = eden.rotated_amax(x, signs, rotation)
         for most, origin in ((top, None), (top * 8, torch.tensor([2**33 + 5, 2**36 + 128]))):
             check("quantize_eden", eden.quantize_eden, x, most, signs, rotation, SEED, origin)
+
+
+@kinds
+def test_carriers_in_four_bits(kind):
+    x = matrix(kind, 9, 160)
+    carriers = ladder.rotate_fold_ladder(x, None, False, None, 0, (1, 16), "mse", 11, False)[0]
+    check("pack_ladder", ladder.pack_ladder, carriers)
+    packed = ladder.pack_ladder(carriers)
+    check("unpack_ladder", ladder.unpack_ladder, *packed)
+    assert_same(torch.ops.lowprec.unpack_ladder(*packed), carriers, signs=False)
 
 
 def test_a_view_and_one_group():

@@ -219,6 +219,8 @@ def test_recipes_are_values(name):
         (lambda: quartet2.recipe(rotation=24), "24"),
         (lambda: quartet2.recipe(select="4over5"), "4over5"),
         (lambda: replace(nvfp4.recipe(), weight_from_codes=True), "dgrad.b fprop codes"),
+        (lambda: replace(fp8_eden4.recipe(), saved_input=SavedInput.PACKED), "E4M3"),
+        (lambda: override(fp4_fold.recipe(packed=True), {"wgrad": {"b": "fprop_codes", "rotation": None}}), "FOLD3"),
         (lambda: replace(mxfp4.recipe(), weight_from_codes=True), "fprop.b is None"),
         (lambda: override(nvfp4.recipe(), {"fprop": {"b": {"tile": [1, 16], "outer": [1, -1]}}}), "reuses"),
         (lambda: override(nvfp4.recipe(), {"fprop": {"b": {"outer": [1, -1]}}}), "outer"),

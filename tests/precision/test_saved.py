@@ -16,7 +16,7 @@ from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision import gemm, linear_gemms
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe, Reuse, override
-from lowprec_train.recipes import fp4_mixed, fp8_block, mxfp4, mxfp4_fp8, mxfp8, nvfp4
+from lowprec_train.recipes import fp4_fold, fp4_mixed, fp8_block, mxfp4, mxfp4_fp8, mxfp8, nvfp4
 from tests.oracle import TABLES, bf16, quantize, random_bits, rotate_float32, tiles
 from tests.oracle_linear import ROTATION, WGRAD, B
 from tests.oracle_recipes import unpacked
@@ -84,6 +84,21 @@ def test_nothing_unpackable_is_packed():
     x, w = g.standard_normal((8, 15)), g.standard_normal((6, 15))
     dtypes = Counter(t.dtype for t in saved(linear(RECIPES["fp4_unclamped"], w), x))
     assert U8 not in dtypes and dtypes[E4M3] == 2
+
+
+@pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)
+def test_packed_carriers_are_the_same_bits(data):
+    """4.5 bits an element and a scale per row, in place of 8; y, dX and dW do not move."""
+    x, w, dy = make(data, "BF16", SIZES)
+    packed, plain = linear(fp4_fold.recipe(packed=True), w), linear(fp4_fold.recipe(), w)
+    seen: Counter[torch.dtype] = Counter()
+    for tensor in saved(packed, x):
+        seen[tensor.dtype] += tensor.numel() * tensor.element_size()
+    assert seen == {U8: M * K // 2, E4M3: M * K // 16, F32: 4 * M}
+    for a, b in zip(run(packed, x, dy, "BF16"), run(plain, x, dy, "BF16")):
+        assert torch.equal(a, b)
+    told = packed.plan(M, BF16, torch.device("cpu")).describe()["fprop"]["X"]
+    assert told == "fresh, rotate_fold; saved: packed codes and scales of blocks"
 
 
 @pytest.mark.parametrize("data", DATA, ids=lambda f: f.__name__)

@@ -22,6 +22,7 @@ from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.split import Split
+from lowprec_train.recipes import fp4_fold
 from lowprec_train.tools.estimate.meta_group import MetaGroup
 from tests.groups import Recorded, among
 from tests.oracle_linear import MX, Passes, linear_fp4, linear_fp8, linear_mxfp4, linear_mxfp4_fp8, linear_plain
@@ -199,6 +200,15 @@ def test_parts_are_the_whole_cut(name, index, count, format, dim):
     if name.startswith("mxfp4"):  # folded carriers: scales leave the sum at another place
         return
     for one, other in zip(fused, watched):
+        assert all(torch.equal(a, b) for a, b in ((one.y, other.y), (one.dx, other.dx), (one.dw, other.dw)))
+
+
+@DIMS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packed_carriers_of_parts(dtype, dim):
+    data = make(uneven, "BF16", (256, 256, 256))
+    packed, plain = (parts(fp4_fold.recipe(packed=each), data, dtype, dim, 2, watched=False) for each in (True, False))
+    for one, other in zip(packed, plain):
         assert all(torch.equal(a, b) for a, b in ((one.y, other.y), (one.dx, other.dx), (one.dw, other.dw)))
 
 

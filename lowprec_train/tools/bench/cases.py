@@ -146,6 +146,18 @@ def _laddered(m: int, k: int, device: torch.device) -> Inputs:
     return x, *ops.quantize_ladder(x, None, (1, 16), "mse", 11)
 
 
+def _carriers(m: int, k: int, device: torch.device) -> Inputs:
+    return ops.fold_ladder(*_laddered(m, k, device)[1:], None)[:1]
+
+
+def _packed_carriers(m: int, k: int, device: torch.device) -> Inputs:
+    return ops.pack_ladder(*_carriers(m, k, device))
+
+
+def _quantize_eden(x: Tensor, seed: Tensor) -> Any:
+    return ops.quantize_eden(x, ops.rotated_amax(x, seed, 128), seed, 128, seed, None)
+
+
 def _coded(m: int, k: int, device: torch.device) -> Inputs:
     codes, scale = _codes("E4M3", (-1, -1))(m, k, device)
     return codes, _seed(device), scale
@@ -273,6 +285,10 @@ def _methods() -> Iterator[Case]:
     )
     folds = Case(name="1x16", op="fold_ladder", inputs=_laddered, call=lambda _, *of: ops.fold_ladder(*of, None))
     yield from (rungs, folds, Case(name="1x16", op="row_sums", inputs=_laddered, call=ops.row_sums))
+    yield Case(name="carriers", op="pack_ladder", inputs=_carriers, call=ops.pack_ladder)
+    yield Case(name="carriers", op="unpack_ladder", inputs=_packed_carriers, call=ops.unpack_ladder)
+    yield Case(name="rows", op="rotated_amax", inputs=_with_seed, call=lambda x, seed: ops.rotated_amax(x, seed, 128))
+    yield Case(name="rows", op="quantize_eden", inputs=_with_seed, call=_quantize_eden, passes=2)
     call = _rotate_fold_ladder(True, 128)
     yield Case(name="columns of E4M3 codes", op="rotate_fold_ladder", inputs=_coded, call=call, passes=2)
     expanded = ("E4M3", GROUP, SEGMENTS)
