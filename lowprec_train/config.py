@@ -40,6 +40,8 @@ LAUNCH_FACTS: dict[str, str] = {
     "checkpoint_keep": "the same",
     "max_nonfinite_steps": "when to give up, not how to train",
     "model.recompute": "recomputed activations are the same bits",
+    "optim.offload": "a copy of a state is the same bits",
+    "model.offload": "a copy of an activation is the same bits",
     "data.cache": "where prepared data is kept; the corpus hash says what it is",
     "precision.deviations": "a sentence for people",
     "lint_allow": "a permission; what was waived is in run.json",
@@ -51,6 +53,7 @@ LAUNCH_FACTS: dict[str, str] = {
 resume=extend says otherwise.
 `micro_batch` is one: a scale per tensor spans a micro-batch.
 """
+LAUNCHED = {"recompute": "none", "offload": False}  # of `model`, what is no size
 PLACES = ("data.train", "data.valid", "data.root", "data.tokenizer")
 """Keys that say where text lies. What lies there is told by the corpus hash, and a run goes on wherever that is found;
 of the default name they decide by the last part of their paths.
@@ -109,6 +112,7 @@ class ModelConfig:
     rope_scaling: Any = None  # a mapping, or null; Hydra cannot override null in a typed one
     norm_eps: float = 1e-5
     recompute: str = "none"
+    offload: bool = False
 
 
 @dataclass(kw_only=True)
@@ -152,6 +156,7 @@ class OptimConfig:
         the update; empty: FP32.
     in_backward: step each parameter inside of the backward pass, when its gradient is complete, and free the gradient.
     backend: who computes the step: "own", or "apex", NVIDIA's library.
+    offload: keep states of matrices in pinned host memory between updates.
     """
 
     lr: float = MISSING
@@ -165,6 +170,7 @@ class OptimConfig:
     master: dict[str, Any] = MISSING
     clip_updates: bool = MISSING
     in_backward: bool = False
+    offload: bool = False
     grad_accumulation: dict[str, Any] = field(default_factory=dict)
     backend: str = "own"
     rule: dict[str, Any] = field(default_factory=dict)
@@ -308,5 +314,5 @@ def register() -> None:
     schema = OmegaConf.structured(RunConfig)
     OmegaConf.set_struct(schema.precision.override, False)
     ConfigStore.instance().store(name="schema", node=schema)
-    sizes = {each.name: f"${{of_checkpoint:{each.name}}}" for each in fields(ModelConfig)} | {"recompute": "none"}
+    sizes = {each.name: f"${{of_checkpoint:{each.name}}}" for each in fields(ModelConfig)} | LAUNCHED
     ConfigStore.instance().store(group="model", name="from_checkpoint", node=sizes)

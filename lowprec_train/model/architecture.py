@@ -26,8 +26,10 @@ class Architecture:
     rope_theta: base of the rotary frequencies; unused when positions are learned.
     rope_scaling: how these are scaled, see `layers.scaled_frequencies`; None: not.
     recompute: "none" | "selective" | "full", see `model.recompute`.
+    offload: inputs of blocks lie in host memory between the passes, see `model.offload`; with recompute "full".
 
-    Raises ValueError for sizes that do not divide, and for a rope_theta or norm_eps that is no positive number.
+    Raises ValueError for sizes that do not divide, for offload without that, and for a rope_theta or norm_eps that is
+    no positive number.
     """
 
     vocab_size: int
@@ -51,8 +53,14 @@ class Architecture:
     rope_scaling: Mapping[str, Any] | None = None
     norm_eps: float = 1e-5
     recompute: str = "none"
+    offload: bool = False
 
     def __post_init__(self) -> None:
+        if self.offload and self.recompute != "full":
+            raise ValueError(
+                f"offload=true moves inputs of blocks to the host, and with recompute={self.recompute} a block saves "
+                "more than its input; recompute=full does not"
+            )
         for name in ("rope_theta", "norm_eps"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}={value} must be a number above 0")

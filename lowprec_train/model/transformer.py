@@ -14,6 +14,7 @@ Shapes: B sequences, T tokens of a sequence, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from inspect import signature
@@ -31,6 +32,7 @@ from lowprec_train.model.cache import Cache, LayerCache
 from lowprec_train.model.initialization import RESIDUAL_OUTPUTS, initial_value
 from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU, TiedHead
 from lowprec_train.model.loss import CrossEntropy
+from lowprec_train.model.offload import BlockInputs
 from lowprec_train.model.recompute import RECOMPUTE, Recompute
 from lowprec_train.model.rows import Embedding, own_rows
 from lowprec_train.numerics.draws import Draws
@@ -122,6 +124,7 @@ class Transformer(nn.Module):
         self.heads, self.kv_heads, self.head_dim = sizes.heads, sizes.kv_heads, sizes.head_width
 
         self.group: Group | None = None
+        self.block_inputs = BlockInputs() if sizes.offload else None
         self.embedding = Embedding(sizes.vocab_size, sizes.dim)
         scaled = _taken("positions", position_type, scaling=sizes.rope_scaling)
         self.position = position_type(sizes.max_seq_len, sizes.dim, self.head_dim, sizes.rope_theta, **scaled)
@@ -168,8 +171,9 @@ class Transformer(nn.Module):
         if self.group is not None:
             x_BTD = own_rows(x_BTD, self.group)
         parts = [None] * len(self.blocks) if draws is None else [draws.part(*sites) for sites in self.block_sites]
-        for block, part in zip(self.blocks, parts, strict=True):
-            x_BTD = block(x_BTD, angles, mask_B1TT, of_rows, None, part)
+        for index, (block, part) in enumerate(zip(self.blocks, parts, strict=True)):
+            with nullcontext() if self.block_inputs is None else self.block_inputs.saved(index, x_BTD):
+                x_BTD = block(x_BTD, angles, mask_B1TT, of_rows, None, part)
         return self.norm(x_BTD)
 
     def _with_cache(self, x_BTD: Tensor, angles: Angles | None, cache: Cache) -> Tensor:

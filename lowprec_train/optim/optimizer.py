@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from lowprec_train.optim.apex import ApexAdamW
 from lowprec_train.optim.batch import Batch, Observer
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.fused import FusedAdamW, TorchAdamW
+from lowprec_train.optim.host_states import HostStates
 from lowprec_train.optim.param_state import ParamState, param_state, with_regions
 from lowprec_train.optim.shard import Shard
 from lowprec_train.optim.tensor_stats import over_groups, tensor_stats
@@ -53,6 +55,9 @@ class CodedOptimizer(torch.optim.Optimizer):
         seed: the run's seed, for stochastic rounding.
         backend: "apex": NVIDIA's kernel steps everything (`optim.apex`, whose `check` says what it takes).
         fused: torch's kernel for AdamW where everything is FP32 and ours is not compiled; False: our op there too.
+        offload: keep states of matrices in pinned host memory, and bring each to the device for its update
+            (`optim.host_states`). Parameters may then be on the host before, and lie on `device` after.
+        device: where updates are made; None: where the parameters are.
         shards: of parameters that this rank has a shard of. Building the optimizer and stepping it are then collective:
             all ranks do so, with the same gradients present.
 
@@ -72,6 +77,8 @@ class CodedOptimizer(torch.optim.Optimizer):
         fused: bool = True,
         backend: str = "own",
         shards: Mapping[nn.Parameter, Shard] | None = None,
+        offload: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         for name, value in (("lr", lr), ("weight_decay", weight_decay)):
             if not 0 <= value < math.inf:
@@ -81,11 +88,15 @@ class CodedOptimizer(torch.optim.Optimizer):
         self._kinds = (TorchAdamW, FusedAdamW) if fused else (FusedAdamW,)
         self._apex = backend == "apex"
         self._states: dict[nn.Parameter, ParamState] = {}
+        self._device = device or self.param_groups[0]["params"][0].device
+        self._host = HostStates(self._device) if offload else None
         with torch.no_grad():
             for group in self.param_groups:
                 added = self._add(group, codecs or Codecs(), shards or {})
                 self._states |= {held.owner: held for held in (with_regions(added) if group["rule"].gathers else added)}
             self._start()
+        if self._host is not None:
+            self._host.ready()
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of every group."""
@@ -117,7 +128,11 @@ class CodedOptimizer(torch.optim.Optimizer):
             found_inf: 0-dim FP32 tensor there; 1.0 leaves parameters and state bit for bit as they are.
             observer: is told of every state that is rounded.
         """
-        batches = [each for group in self.param_groups for each in self._batches(group, grad_scale, found_inf)]
+        away = set() if self._host is None else {p for p in self._states if p.grad is not None and p in self._host}
+        for parameter in (each for each in self._states if each in away):
+            self.step_only(parameter, grad_scale=grad_scale, found_inf=found_inf)
+        here = [group | {"params": [p for p in group["params"] if p not in away]} for group in self.param_groups]
+        batches = [each for group in here for each in self._batches(group, grad_scale, found_inf)]
         for batch, known in zip(batches, tensor_stats(batches), strict=True):
             if observer is not None:
                 batch.report(observer, known.rms, known.amax)
@@ -129,15 +144,27 @@ class CodedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """One update of one parameter, which has a gradient, to the bits of `step`, whose arguments these are."""
         (group,) = (each for each in self.param_groups if any(member is parameter for member in each["params"]))
-        batches = list(self._batches(group | {"params": [parameter]}, grad_scale, found_inf))
-        for batch, known in zip(batches, tensor_stats(batches), strict=True):
-            batch.step(known.rms, known.amax)
+        with nullcontext() if self._host is None or parameter not in self._host else self._host.there(parameter):
+            batches = list(self._batches(group | {"params": [parameter]}, grad_scale, found_inf))
+            for batch, known in zip(batches, tensor_stats(batches), strict=True):
+                batch.step(known.rms, known.amax)
+
+    def prefetch(self) -> None:
+        """Before a step, where states are on the host: fetch the first ones while it computes."""
+        if self._host is not None:
+            self._host.begin()
+
+    def settle(self) -> None:
+        """Before states are read or filled elsewhere: wait until those on the host are those of the last step."""
+        if self._host is not None:
+            self._host.synchronize()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Hyper-parameters, and every tensor bit for bit, into the live ones: torch would cast codes to the parameter's
         dtype.
         """
+        self.settle()
         live = {parameter: held.state for parameter, held in self._states.items()}
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -158,7 +185,7 @@ class CodedOptimizer(torch.optim.Optimizer):
             stored = codecs.of(group["rule"], matrix=parameter.ndim >= 2, indexed=id(parameter) in indexed)
             state: dict[str, Tensor] = self.state[parameter]
             index = len(self._states) + len(added)
-            added.append(param_state(parameter, index, stored, shards.get(parameter), state))
+            added.append(param_state(parameter, index, stored, shards.get(parameter), state, self._device))
         return added
 
     def _start(self) -> None:
@@ -171,7 +198,7 @@ class CodedOptimizer(torch.optim.Optimizer):
         amax = over_groups(list(sharded.values()), lambda group, x: group.all_reduce_max(x))
         known = dict(zip(sharded, amax, strict=True))
         for parameter, held in self._states.items():
-            weights = as_matrix(held.parameter)
+            weights = as_matrix(held.parameter).to(self._device)
             step = torch.zeros((), dtype=torch.float32, device=weights.device)
             seed = updates.seeds(self._seed, held.index[None], step[None])[0] if held.codecs.master.stochastic else None
             new = {name: torch.zeros_like(weights) for name, _ in held.codecs.moments} | {"master": weights}
@@ -182,9 +209,11 @@ class CodedOptimizer(torch.optim.Optimizer):
             held.state.update({"step": step} | {name: tensor.clone() for name, tensor in coded.items()})
             if isinstance(parameter, DTensor):
                 held.parameter.copy_(value)
-            elif not held.codecs.master.exact:
+            elif not held.codecs.master.exact or parameter.device != value.device:
                 parameter.data = value
                 parameter.grad_dtype = torch.float32
+            if self._host is not None and parameter.ndim >= 2:
+                self._host.take(parameter, held.state)
 
     def _batches(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterable[Batch]:
         """The group's parameters that have gradients, those together that are stepped alike."""

@@ -87,8 +87,17 @@ def with_regions(states: Sequence[ParamState]) -> list[ParamState]:
     return found
 
 
-def param_state(owner: nn.Parameter, index: int, codecs: StateCodecs, shard: Shard | None, state: Parts) -> ParamState:
-    """Raises ValueError for a shard that is not where its codecs can be cut."""
+def param_state(
+    owner: nn.Parameter,
+    index: int,
+    codecs: StateCodecs,
+    shard: Shard | None,
+    state: Parts,
+    device: torch.device | None = None,
+) -> ParamState:
+    """device: where updates are made; None: where the parameter is. Raises ValueError for a shard that is not where its
+    codecs can be cut.
+    """
     here = local(owner)
     whole = tuple(here.shape) if shard is None else shard.shape
     if shard is not None and tuple(here.shape) != shard.local:
@@ -97,9 +106,9 @@ def param_state(owner: nn.Parameter, index: int, codecs: StateCodecs, shard: Sha
         owner=owner,
         codecs=codecs,
         shard=shard,
-        index=torch.tensor(index, device=here.device),
-        origin=torch.tensor((0, 0) if shard is None else shard.origin, device=here.device),
-        numbers=torch.tensor(math.prod(whole), dtype=torch.float64, device=here.device),
+        index=torch.tensor(index, device=device or here.device),
+        origin=torch.tensor((0, 0) if shard is None else shard.origin, device=device or here.device),
+        numbers=torch.tensor(math.prod(whole), dtype=torch.float64, device=device or here.device),
         segments=row_segments(whole[-1] if whole else 1) if shard is None else _segments(shard, codecs),
         state=state,
     )

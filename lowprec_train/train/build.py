@@ -143,7 +143,7 @@ def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
 def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
     """Cut the laid-out model over the processes; nothing for one of them."""
     grid = checks.layout(run, world.processes)
-    check_memory(run, grid, laid_out)
+    check_memory(run, grid, laid_out, on_gpu=device.type == "cuda")
     return distribute(
         laid_out.model,
         grid,
@@ -157,17 +157,23 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
     )
 
 
-def check_memory(run: RunConfig, grid: Sizes, laid_out: MetaModel) -> None:
+def check_memory(run: RunConfig, grid: Sizes, laid_out: MetaModel, *, on_gpu: bool = False) -> None:
     """ValueError for choices that save memory and exclude each other."""
+    memory_checks.offload(run, grid, on_gpu=on_gpu)
     sums = grad_accumulation(run)
     memory_checks.check(run, grid, codecs=codecs(run), rule=rules(run)[0], sums=sums, phases=laid_out.phases)
 
 
-def weights(model: Transformer, device: torch.device, seed: int, fill: Fill | None = None) -> SeedTable:
-    """Give the model memory on `device`, its first weights and seeds. fill: as in `Transformer.init_weights`."""
+def weights(
+    model: Transformer, device: torch.device, seed: int, fill: Fill | None = None, *, on_host: bool = False
+) -> SeedTable:
+    """Give the model memory on `device`, its first weights and seeds. fill: as in `Transformer.init_weights`.
+
+    on_host: the weights begin in host memory: in FP32 they may be more than the device holds.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # compiled kernels are launched on the current device
-    model.to_empty(device=device)
+    model.to_empty(device="cpu" if on_host else device)
     model.init_weights(seed, fill)
     return SeedTable(seed, model.number_sites(), device)
 
@@ -209,11 +215,20 @@ def grad_accumulation(run: RunConfig) -> StateCodec | None:
     return accumulation.check(construct(node, "optim.grad_accumulation")) if node else None
 
 
-def optimizer(run: RunConfig, model: torch.nn.Module, shards: Mapping[Any, Shard] | None = None) -> CodedOptimizer:
-    """The optimizer over the model's first weights. With a reduced master the parameters of matrices become BF16."""
+def optimizer(
+    run: RunConfig,
+    model: torch.nn.Module,
+    shards: Mapping[Any, Shard] | None = None,
+    device: torch.device | None = None,
+) -> CodedOptimizer:
+    """The optimizer over the model's first weights. With a reduced master the parameters of matrices become BF16.
+
+    device: where updates are made and parameters lie from here on; None: where they are.
+    """
     groups = parameter_groups(model, run.optim.weight_decay, *rules(run))
-    stored, backend = codecs(run), run.optim.backend
-    return CodedOptimizer(groups, codecs=stored, lr=run.optim.lr, seed=run.seed, backend=backend, shards=shards)
+    where: dict[str, Any] = {"shards": shards, "offload": run.optim.offload, "device": device}
+    how: dict[str, Any] = {"codecs": codecs(run), "backend": run.optim.backend, **where}
+    return CodedOptimizer(groups, lr=run.optim.lr, seed=run.seed, **how)
 
 
 def rules(run: RunConfig) -> tuple[Rule, AdamWRule]:
@@ -247,9 +262,12 @@ def trainer(
     """
     check_libraries(run, laid_out, device)
     seq_len, model = run.data["seq_len"], laid_out.model
-    seeds = weights(model, device, run.seed, fill or distribution.fill)
+    on_host = run.optim.offload and device.type == "cuda"
+    seeds = weights(model, device, run.seed, fill or distribution.fill, on_host=on_host)
     shards = distribution.shards(model)
-    updates, sums = optimizer(run, model, shards), grad_accumulation(run)
+    updates, sums = optimizer(run, model, shards, device if on_host else None), grad_accumulation(run)
+    if on_host:
+        model.to(device)  # buffers, and parameters that the optimizer has not moved
     whole_sum = None if sums is None else lambda place: GradientSum(sums, seed=run.seed, place=place)
     rates = [throughput(run, model, each, device, distribution.sizes.processes) for each in plans]
     later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))

@@ -26,6 +26,22 @@ def check(
         raise ValueError(f"optim.grad_accumulation={sums} leaves no FP32 gradients after the backward pass: {clash}")
 
 
+def offload(run: RunConfig, grid: Sizes, *, on_gpu: bool) -> None:
+    """Refuse `optim.offload` beside what looks at states on the device, and on several GPUs."""
+    if not run.optim.offload:
+        return
+    if run.telemetry_interval:
+        raise ValueError(
+            f"optim.offload=true keeps states on the host: telemetry_interval={run.telemetry_interval} looks at them; "
+            "telemetry_interval=0 does not"
+        )
+    if on_gpu and grid.processes > 1:
+        raise ValueError(
+            f"optim.offload=true is for one GPU, and there are {grid.processes}, which share states already: a "
+            "checkpoint's shards would lie on the host and on GPUs at once"
+        )
+
+
 def _after_backward(run: RunConfig, phases: Sequence[Phase]) -> str:
     if run.telemetry_interval:
         return f"telemetry_interval={run.telemetry_interval} looks at them; telemetry_interval=0 does not"

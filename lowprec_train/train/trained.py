@@ -104,7 +104,7 @@ class Trained:
         return phase
 
     def _laid_out(self, dtype: torch.dtype) -> Transformer:
-        return without_memory(replace(self.weights.model, recompute="none"), dtype=dtype)
+        return without_memory(replace(self.weights.model, recompute="none", offload=False), dtype=dtype)
 
     def _precision(self, recipe: str) -> RunConfig:
         """A run of which nothing matters but what its layers compute."""

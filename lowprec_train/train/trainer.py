@@ -181,6 +181,7 @@ class Trainer:
         if self.precision is not None:
             self.precision.begin(self.model, self.steps_done)
         self.data_parallel.prepare()
+        self.optimizer.prefetch()
         begin = time.perf_counter()
         batch = self._prefetcher.take(self.steps_done)
         data_ms = (time.perf_counter() - begin) * 1e3

@@ -22,10 +22,10 @@ ERRORS = {
 
 def sums(codec, count, *, place=3, spread=1.0, mean=0.1):
     """(a sum in codes, the sum in FP64) of gradients whose elements have sizes of their own."""
-    size = torch.randn(256, 512, generator=torch.Generator().manual_seed(0)).exp()
+    size = torch.randn(64, 512, generator=torch.Generator().manual_seed(0)).exp()
     draws, held, exact = torch.Generator().manual_seed(5), GradientSum(codec, seed=1, place=place), 0.0
     for number in range(count):
-        gradient = size * (mean + spread * torch.randn(256, 512, generator=draws))
+        gradient = size * (mean + spread * torch.randn(64, 512, generator=draws))
         held.add(gradient, number)
         exact = exact + gradient.double()
     return held.value().double(), exact

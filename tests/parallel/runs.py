@@ -36,6 +36,7 @@ TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 SPLIT = ("model.dim=256", "model.heads=8", "model.kv_heads=4", "model.ffn=768")  # over up to four tensor-parallel ranks
 WIDE_HEADS = ("model.attention=qk_norm", "model.head_dim=64", "model.qkv_bias=true")
 LATER = "precision.schedule.end.at=0.67"  # before the last of three steps
+LEAN = ("optim.in_backward=true", "optim.offload=true", "model.recompute=full", "model.offload=true")
 SUMS = "+optim/moment@optim.grad_accumulation"
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
@@ -46,7 +47,7 @@ CASES |= {
     "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
     "clipped": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0.1"),
     "each": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "parallel.grad_reduce=every_microbatch"),
-    "coat in backward": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim.in_backward=true"),
+    "lean coat": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0", *LEAN),
     "zero2": ("+recipe=fp8", *SPLIT, "comm=fp32", "parallel.reshard_after_forward=false"),
     "stable": ("+recipe=bf16", *SPLIT, "comm=fp32", "optim=stable_adamw"),
     "muon": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim=muon"),

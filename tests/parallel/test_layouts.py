@@ -84,6 +84,12 @@ def test_accumulation(name, ranks_at, references):
     assert found == pytest.approx(references("fp8", LAYOUTS[name], accumulation=2)["loss"], rel=ORDER)
 
 
+@pytest.mark.parametrize("name", ["dp2", "dp2-tp2"])
+def test_updates_in_the_backward_pass_and_offloaded_states_change_no_bit(name, ranks_at):
+    """Nor do inputs of blocks on the host."""
+    assert all(rank["lean coat"] == rank["coat"] for rank in ranks_at(name))
+
+
 def test_sums_of_gradients_in_codes(ranks_at):
     """Whole gradients are added up on each rank until the last micro-batch. In FP32 codes these are the bits of FSDP2's
     own sums; in BF16 the losses stay within a rounding of each sum.

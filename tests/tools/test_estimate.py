@@ -10,7 +10,7 @@ from lowprec_train.comm.fsdp import encoded
 from lowprec_train.config import choices
 from lowprec_train.tools import cli
 from lowprec_train.tools.estimate.memory import memory, parameters, saved_bytes, states
-from lowprec_train.tools.estimate.report import flops
+from lowprec_train.tools.estimate.report import estimate, flops
 from lowprec_train.tools.estimate.subject import Subject, Weight
 from lowprec_train.tools.estimate.traffic import between_nodes, traffic
 from lowprec_train.train import build
@@ -313,3 +313,29 @@ def test_sums_in_codes_take_their_share(codec, share):
     for more in (("parallel.dp_shard=4", "tokens_per_step=2048"), ("tokens_per_step=512",)):
         found = needed("+recipe=coat", *more, f"+optim/moment@optim.grad_accumulation={codec}").peak[1]["gradients"]
         assert found == pytest.approx(needed("+recipe=coat", *more).peak[1]["gradients"] / share, rel=0.02)
+
+
+def test_offloaded_states_leave_three_slots():
+    """Of the largest state; what a run's optimizer holds on the host, and there and back over the link."""
+    here, away = needed("+recipe=coat"), needed("+recipe=coat", "optim.offload=true")
+    one = system("coat", "llama_tiny", "optim.offload=true")
+    host = [t for state in one.optimizer.state.values() for t in state.values() if t.ndim > 1 and t.numel() > 1]
+    moved = sum(t.numel() * t.element_size() for t in host)
+    largest = max(
+        sum(t.numel() * t.element_size() for t in state.values() if t.ndim > 1 and t.numel() > 1)
+        for state in one.optimizer.state.values()
+    )
+    found = estimate(one.run)
+    assert found["host"] == {"pinned": moved, "link_each_way": moved}
+    assert found["memory"]["on the way to and from the host"] == 3 * largest
+    assert away.peak[1]["optimizer states"] < 0.02 * here.peak[1]["optimizer states"]
+
+
+def test_offloaded_inputs_of_blocks_leave_two_buffers():
+    full = ("+recipe=coat", "model.recompute=full", "model.layers=6")
+    here, away = needed(*full), needed(*full, "model.offload=true")
+    stream = 2 * 2 * 64 * 128
+    assert here.moments["loss"]["saved by blocks"] == 6 * stream and away.moments["loss"]["saved by blocks"] == 0
+    assert away.moments["loss"]["on the way to and from the host"] == 2 * stream
+    run = subject(*full, "model.offload=true", "tokens_per_step=512", "compile='off'").run
+    assert estimate(run)["host"] == {"pinned": 6 * stream, "link_each_way": 4 * 6 * stream}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lowprec_train.comm.collectives import reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction
-from lowprec_train.tools.estimate import traffic
+from lowprec_train.tools.estimate import offload, traffic
 from lowprec_train.tools.estimate.saved import Counter, SavedBytes, SavedParts
 from lowprec_train.tools.estimate.subject import Subject, Weight
 from lowprec_train.train import build
@@ -45,7 +45,8 @@ def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
 def _count(subject: Subject, recompute: str) -> SavedParts:
     kinds = subject.kinds()
     if recompute == "full":
-        stream = SavedBytes(token=BF16 * subject.run.model.dim / subject.sizes.tp, fixed=0)
+        kept = 0 if subject.run.model.offload else BF16 * subject.run.model.dim / subject.sizes.tp
+        stream = SavedBytes(token=kept, fixed=0)
         return SavedParts(rest=Counter(subject, "none").rest(), blocks=(stream,) * len(kinds))
     counts = Counter(subject, recompute)
     blocks = {kind: counts.block(kind) for kind in dict.fromkeys(kinds)}
@@ -74,7 +75,12 @@ def memory(subject: Subject, reduction: Reduction) -> Memory:
     """The memory of rank 0, which has the largest parts."""
     chosen = subject.run.model.recompute
     saved, again = saved_bytes(subject, chosen), saved_bytes(subject, "none")
-    standing = {"parameters": parameters(subject), "optimizer states": states(subject)}
+    standing = {
+        "parameters": parameters(subject),
+        "optimizer states": states(subject) - offload.states_on_host(subject),
+    }
+    if moved := offload.slots(subject) + offload.buffers(subject):
+        standing["on the way to and from the host"] = moved
     moments = {label: standing | changing for label, changing in _backward(subject, reduction, saved, again)}
     return Memory(moments=moments, saved=saved)
 

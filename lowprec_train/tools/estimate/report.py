@@ -8,6 +8,7 @@ from typing import Any
 
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.config import RunConfig
+from lowprec_train.tools.estimate import offload
 from lowprec_train.tools.estimate.memory import memory
 from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import between_nodes, node_size, traffic
@@ -42,6 +43,7 @@ def estimate(run: RunConfig, gpus: int | None = None) -> Estimate:
         "tokens_per_step": step_tokens,
         "memory": {"at": moment, **peak, "total": needed.bytes},
         "moments": needed.moments,
+        "host": {"pinned": offload.host_bytes(subject), "link_each_way": offload.link_bytes(subject)},
         "saved_per_token": needed.saved.total(subject.tokens) / subject.tokens,
         "traffic": sent | {"total": sum(sent.values())},
         "node_size": node_size(reduction),
@@ -72,6 +74,7 @@ def text(found: Estimate) -> str:
         "",
         f"memory of a GPU, most at: {found['memory']['at']}",
         *_rows(found["memory"], GIB, "GiB"),
+        *_host(found["host"]),
         "",
         "sent by a GPU in a step",
         *(_rows(found["traffic"], GB, "GB")),
@@ -83,6 +86,13 @@ def text(found: Estimate) -> str:
         *_rows(found["flops_per_token"], GB, "GFLOP"),
     ]
     return "\n".join(lines)
+
+
+def _host(found: Mapping[str, int]) -> list[str]:
+    if not found["pinned"]:
+        return []
+    pinned, link = found["pinned"] / GIB, found["link_each_way"] / GB
+    return [f"  pinned memory of the host: {pinned:,.3f} GiB; {link:,.3f} GB a step cross the link in each direction"]
 
 
 def _rows(values: Mapping[str, Any], unit: float, name: str) -> list[str]:

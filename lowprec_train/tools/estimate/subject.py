@@ -75,7 +75,7 @@ class Subject:
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", MetaGroup(self.sizes.tp))
         checks.choices(self.run.parallel)
-        build.check_memory(self.run, self.sizes, self.laid_out)
+        build.check_memory(self.run, self.sizes, self.laid_out, on_gpu=True)
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -184,7 +184,8 @@ class Subject:
 
     def _cut(self, recompute: str | None) -> tuple[Transformer, dict[str, int]]:
         chosen = self.run.model.recompute if recompute is None else recompute
-        laid_out = build.layout(replace(self.run, model=replace(self.run.model, recompute=chosen)))
+        alone = replace(self.run.model, recompute=chosen, offload=False)
+        laid_out = build.layout(replace(self.run, model=alone))
         model, cuts = laid_out.model, {}
         if self.sizes.tp > 1:
             recipes = [phase.recipes for phase in laid_out.phases]
