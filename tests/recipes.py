@@ -46,6 +46,7 @@ from lowprec_train.recipes import (
     w4a8,
 )
 from lowprec_train.train import build as parts
+from lowprec_train.train import build_optimizer
 
 RECIPES: dict[str, LinearRecipe] = {
     "bf16": bf16.recipe(),
@@ -149,7 +150,7 @@ def system(recipe: str, model: str = "llama_tiny", *overrides: str, seed: int = 
     run = composed(f"+recipe={recipe}", f"model={model}", *TINY, *overrides)
     laid_out = parts.layout(run)
     seeds = parts.weights(laid_out.model, torch.device("cpu"), seed)
-    optimizer = parts.optimizer(run, laid_out.model)
+    optimizer = build_optimizer.optimizer(run, laid_out.model)
     precision = PrecisionSchedule(laid_out.phases)
     precision.begin(laid_out.model, 0)
     return System(run, laid_out.model, seeds, optimizer, precision)

@@ -21,13 +21,12 @@ BUFFERS = 2
 
 
 class BlockInputs:
-    """The inputs of a model's blocks, of one micro-batch at a time."""
+    """The inputs of a model's blocks, of each micro-batch that is in flight; a backward pass is made as a whole."""
 
     def __init__(self) -> None:
-        self._host: dict[int, Tensor] = {}
+        self._flight = _Flight()
+        self._free: dict[Any, list[tuple[Tensor, Any]]] = {}  # of the host, with the event after which it is unused
         self._buffers: list[Tensor] = []
-        self._sent: dict[int, Any] = {}  # by block; the event after which its input is on the host
-        self._fetched: dict[int, tuple[Tensor, Any]] = {}
         self._store: Any = None  # streams, on a GPU
         self._fetch: Any = None
 
@@ -36,62 +35,77 @@ class BlockInputs:
         if not torch.is_grad_enabled():
             return nullcontext()
         if block == 0:
-            self._sent, self._fetched = {}, {}
-        whole = (x.untyped_storage().data_ptr(), x.shape, x.dtype)
+            self._flight = _Flight()
+        flight, whole = self._flight, (x.untyped_storage().data_ptr(), x.shape, x.dtype)
 
         def pack(saved: Tensor) -> Tensor | int:
             if (saved.untyped_storage().data_ptr(), saved.shape, saved.dtype) != whole:
                 return saved
-            if block not in self._sent:
-                self._send(block, saved)
+            if block not in flight.host:
+                self._begin_store(flight, block, saved.detach())
             return block
 
         def unpack(packed: Tensor | int) -> Tensor:
-            return self._take(packed) if isinstance(packed, int) else packed
+            return self._take(flight, packed) if isinstance(packed, int) else packed
 
         return saved_tensors_hooks(pack, unpack)
 
-    def _send(self, block: int, x: Tensor) -> None:
-        on_gpu, host = x.is_cuda, self._host.get(block)
-        if host is None or (host.shape, host.dtype) != (x.shape, x.dtype):
-            host = self._host[block] = torch.empty(x.shape, dtype=x.dtype, pin_memory=on_gpu)
-        if not on_gpu:
-            self._sent[block] = host.copy_(x.detach())
+    def _begin_store(self, flight: _Flight, block: int, x: Tensor) -> None:
+        free = self._free.setdefault((x.shape, x.dtype), [])
+        unused = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda), None
+        flight.host[block], last_use = free.pop() if free else unused
+        if not x.is_cuda:
+            flight.host[block].copy_(x)
             return
         if self._store is None:
             self._store, self._fetch = torch.cuda.Stream(x.device), torch.cuda.Stream(x.device)
         current = torch.cuda.current_stream()
-        if block - BUFFERS in self._sent:
-            current.wait_event(self._sent[block - BUFFERS])
+        if block - BUFFERS in flight.stored:
+            current.wait_event(flight.stored[block - BUFFERS])
         self._store.wait_stream(current)
+        if last_use is not None:
+            self._store.wait_event(last_use)
         with torch.cuda.stream(self._store):
-            host.copy_(x.detach(), non_blocking=True)
-            self._sent[block] = self._store.record_event()
+            flight.host[block].copy_(x, non_blocking=True)
+            flight.stored[block] = self._store.record_event()
         x.record_stream(self._store)
 
-    def _take(self, block: int) -> Tensor:
+    def _take(self, flight: _Flight, block: int) -> Tensor:
         """The input of a block, whose backward pass begins."""
-        if block not in self._fetched:
-            self._begin_fetch(block)
-        x, fetched = self._fetched[block]
+        for wanted in (block, block - 1):
+            if wanted in flight.host and wanted not in flight.fetched:
+                self._begin_fetch(flight, wanted)
+        x, fetched = flight.fetched[block]
         if fetched is not None:
             torch.cuda.current_stream().wait_event(fetched)
-        if block - 1 in self._sent and block - 1 not in self._fetched:
-            self._begin_fetch(block - 1)
         return x
 
-    def _begin_fetch(self, block: int) -> None:
+    def _begin_fetch(self, flight: _Flight, block: int) -> None:
         """Into the buffer of block + 2, whose backward pass is over or queued."""
-        host = self._host[block]
+        host, event = flight.host[block], None
         if self._fetch is None:
-            self._fetched[block] = host.clone(), None
-            return
+            x = host.clone()
+        else:
+            x = self._buffer(block, host)
+            self._fetch.wait_event(flight.stored[block])
+            self._fetch.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._fetch):
+                x.copy_(host, non_blocking=True)
+                event = self._fetch.record_event()
+        flight.fetched[block] = x, event
+        self._free[host.shape, host.dtype].append((host, event))
+
+    def _buffer(self, block: int, host: Tensor) -> Tensor:
         if not self._buffers or (self._buffers[0].shape, self._buffers[0].dtype) != (host.shape, host.dtype):
             device = self._fetch.device
             self._buffers = [torch.empty(host.shape, dtype=host.dtype, device=device) for _ in range(BUFFERS)]
-        buffer = self._buffers[block % BUFFERS].detach()
-        self._fetch.wait_event(self._sent[block])
-        self._fetch.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._fetch):
-            buffer.copy_(host, non_blocking=True)
-            self._fetched[block] = buffer, self._fetch.record_event()
+        return self._buffers[block % BUFFERS].detach()
+
+
+class _Flight:
+    """One micro-batch: by block its input on the host, the event after which it is there, and what came back."""
+
+    def __init__(self) -> None:
+        self.host: dict[int, Tensor] = {}
+        self.stored: dict[int, Any] = {}
+        self.fetched: dict[int, tuple[Tensor, Any]] = {}

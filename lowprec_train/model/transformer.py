@@ -269,6 +269,14 @@ class Transformer(nn.Module):
         return attention_backend(device, **sizes, seq_len=seq_len, dtype=self.dtype, documents=documents)
 
 
+def compile_block(block: nn.Module, **options: Any) -> None:
+    """Compile a block; one that is recomputed as a whole inside of `torch.utils.checkpoint`: within a graph torch 2.11
+    loses the mark on what lies in an autograd function, and saves it.
+    """
+    name = "_residual" if isinstance(block, Block) and block.recompute is RECOMPUTE["full"] else "forward"
+    setattr(block, name, torch.compile(getattr(block, name), fullgraph=True, **options))
+
+
 def fill_whole(name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:
     """Set a whole parameter."""
     parameter.copy_(first_value(parameter.shape))

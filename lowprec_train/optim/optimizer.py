@@ -154,7 +154,7 @@ class CodedOptimizer(torch.optim.Optimizer):
         if self._host is not None:
             self._host.begin()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Before states are read or filled elsewhere: wait until those on the host are those of the last step."""
         if self._host is not None:
             self._host.synchronize()
@@ -164,7 +164,7 @@ class CodedOptimizer(torch.optim.Optimizer):
         """Hyper-parameters, and every tensor bit for bit, into the live ones: torch would cast codes to the parameter's
         dtype.
         """
-        self.settle()
+        self.synchronize()
         live = {parameter: held.state for parameter, held in self._states.items()}
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]

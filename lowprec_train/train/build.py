@@ -20,22 +20,15 @@ from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.tokenizer import check_vocabulary
 from lowprec_train.model.transformer import Fill, Transformer
 from lowprec_train.numerics.draws import SeedTable
-from lowprec_train.ops.adamw import AdamWRule
-from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.ops.library import live_kernels
-from lowprec_train.ops.updates import Rule
-from lowprec_train.optim import accumulation
 from lowprec_train.optim.accumulation import GradientSum
-from lowprec_train.optim.codecs import Codecs
-from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.optim.schedule import before_decay
-from lowprec_train.optim.shard import Shard
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.precision import policy
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
-from lowprec_train.train import checks, launch, libraries, memory_checks
+from lowprec_train.train import build_optimizer, checks, launch, libraries, memory_checks
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
@@ -87,7 +80,7 @@ def layout(run: RunConfig) -> MetaModel:
 
 def check_libraries(run: RunConfig, laid_out: MetaModel, device: torch.device) -> None:
     """The libraries that run parts of the model are there, on this device, and take what is asked of them."""
-    libraries.check(run, laid_out.phases, rules(run)[0], codecs(run), device)
+    libraries.check(run, laid_out.phases, build_optimizer.rules(run)[0], build_optimizer.codecs(run), device)
 
 
 def lint(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> Report:
@@ -102,8 +95,8 @@ def plan(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: to
     return RunPlan(
         run=run,
         layer_groups=layer_groups(laid_out.phases, plans),
-        codecs=codecs(run),
-        decays=rules(run)[0].decays,
+        codecs=build_optimizer.codecs(run),
+        decays=build_optimizer.rules(run)[0].decays,
         learning_rate=construct(run.optim.schedule, "optim.schedule"),
         on_gpu=device.type == "cuda",
     )
@@ -149,7 +142,7 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
         grid,
         device,
         phases=laid_out.phases,
-        values=codecs(run).master.parameter_dtype,
+        values=build_optimizer.codecs(run).master.parameter_dtype,
         tokens=run.micro_batch * run.data["seq_len"],
         reshard=run.parallel.reshard_after_forward,
         timeout=timedelta(minutes=run.parallel.timeout_minutes),
@@ -160,8 +153,9 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
 def check_memory(run: RunConfig, grid: Sizes, laid_out: MetaModel, *, on_gpu: bool = False) -> None:
     """ValueError for choices that save memory and exclude each other."""
     memory_checks.offload(run, grid, on_gpu=on_gpu)
-    sums = grad_accumulation(run)
-    memory_checks.check(run, grid, codecs=codecs(run), rule=rules(run)[0], sums=sums, phases=laid_out.phases)
+    stored, sums = build_optimizer.codecs(run), build_optimizer.grad_accumulation(run)
+    rule = build_optimizer.rules(run)[0]
+    memory_checks.check(run, grid, codecs=stored, rule=rule, sums=sums, phases=laid_out.phases)
 
 
 def weights(
@@ -202,41 +196,6 @@ def begun_with(opened: Weights | None, saved: Mapping[str, Any]) -> dict[str, An
     return {"weights": opened.source, "weights_step": opened.step if isinstance(opened, RunWeights) else None}
 
 
-def codecs(run: RunConfig) -> Codecs:
-    """What stores the optimizer's moments and the master weights."""
-    parts = ("first_moment", "second_moment", "master")
-    first, second, master = (construct(getattr(run.optim, part), f"optim.{part}") for part in parts)
-    return Codecs(moments=(first, second), master=master)
-
-
-def grad_accumulation(run: RunConfig) -> StateCodec | None:
-    """What stores sums of gradients; None: autograd adds them up in FP32."""
-    node = run.optim.grad_accumulation
-    return accumulation.check(construct(node, "optim.grad_accumulation")) if node else None
-
-
-def optimizer(
-    run: RunConfig,
-    model: torch.nn.Module,
-    shards: Mapping[Any, Shard] | None = None,
-    device: torch.device | None = None,
-) -> CodedOptimizer:
-    """The optimizer over the model's first weights. With a reduced master the parameters of matrices become BF16.
-
-    device: where updates are made and parameters lie from here on; None: where they are.
-    """
-    groups = parameter_groups(model, run.optim.weight_decay, *rules(run))
-    where: dict[str, Any] = {"shards": shards, "offload": run.optim.offload, "device": device}
-    how: dict[str, Any] = {"codecs": codecs(run), "backend": run.optim.backend, **where}
-    return CodedOptimizer(groups, lr=run.optim.lr, seed=run.seed, **how)
-
-
-def rules(run: RunConfig) -> tuple[Rule, AdamWRule]:
-    """What the new moments and weights are: the run's rule, and AdamW for what it leaves."""
-    adamw = AdamWRule(**{key: getattr(run.optim, key) for key in ("beta1", "beta2", "eps", "clip_updates")})
-    return (construct(run.optim.rule, "optim.rule") if run.optim.rule else adamw), adamw
-
-
 def corpus(run: RunConfig) -> Corpus:
     """The text, prepared on first use; its tokens have rows in the embedding."""
     built: Corpus = construct(run.data, "data")
@@ -265,7 +224,8 @@ def trainer(
     on_host = run.optim.offload and device.type == "cuda"
     seeds = weights(model, device, run.seed, fill or distribution.fill, on_host=on_host)
     shards = distribution.shards(model)
-    updates, sums = optimizer(run, model, shards, device if on_host else None), grad_accumulation(run)
+    updates = build_optimizer.optimizer(run, model, shards, device if on_host else None)
+    sums = build_optimizer.grad_accumulation(run)
     if on_host:
         model.to(device)  # buffers, and parameters that the optimizer has not moved
     whole_sum = None if sums is None else lambda place: GradientSum(sums, seed=run.seed, place=place)

@@ -17,8 +17,10 @@ from typing import Any
 from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume, read_json
 from lowprec_train.train.logging.sinks import RECIPE_GROUPS
 
-NEUTRAL = {  # keys that older runs do not have, at the values that mean what those computed
+NEUTRAL: dict[str, Any] = {  # keys that older runs do not have, at the values that mean what those computed
     "model.norm_placement": "pre",
+    "optim.in_backward": False,
+    "optim.grad_accumulation": {},
     **dict.fromkeys(("model.norm_backend", "optim.backend"), "own"),
     **dict.fromkeys(("model.head_dim", "model.qkv_bias", "model.rope_scaling", "comm.node_size")),
 }

@@ -64,7 +64,7 @@ class OptimizerState:
         self._model, self._optimizer, self._placements = model, optimizer, placements
 
     def state_dict(self) -> dict[str, Any]:
-        self._optimizer.settle()
+        self._optimizer.synchronize()
         names = _parameter_names(self._model)
         flat: dict[str, Tensor] = {}
         for parameter, state in self._optimizer.state.items():

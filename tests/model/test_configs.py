@@ -53,7 +53,7 @@ def test_every_file_is_counted() -> None:
 def test_builds_with_the_published_parameter_count(name: str) -> None:
     config = read(name)
     assert config.pop("name") == name
-    wanted = {each.name for each in fields(Architecture)}
+    wanted = {each.name for each in fields(Architecture)} - {"offload"}  # which a run asks for, whatever the model
     assert set(config) == wanted
     with torch.device("meta"):
         model = Transformer(Architecture(**config))

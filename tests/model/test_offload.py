@@ -39,7 +39,26 @@ def test_offloaded_and_kept_inputs_give_the_same_bits(device, backend):
     kept, _ = passes(device, backend)
     away, model = passes(device, backend, offload=True)
     assert all(torch.equal(a, b) for a, b in zip(kept, away, strict=True))
-    assert sorted(model.block_inputs._host) == [0, 1, 2, 3], "every block's input has been sent"
+    assert sorted(model.block_inputs._flight.host) == [0, 1, 2, 3], "every block's input has been sent"
+    assert sum(map(len, model.block_inputs._free.values())) == 4, "and its place was used for both micro-batches"
+
+
+def test_two_micro_batches_in_flight_have_the_bits_of_one_after_the_other():
+    """As in a pipeline schedule: both forward passes, then both backward passes."""
+    found = []
+    for both in (False, True):
+        model = Transformer(Architecture(**SHAPE, **KIND, recompute="full", offload=True))
+        model.init_weights(0)
+        tokens = [torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(seed)) for seed in (0, 1)]
+        losses = []
+        for each in tokens:
+            losses.append(model.loss(each, each, 128.0))
+            if not both:
+                losses[-1].backward()
+        for loss in losses if both else ():
+            loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_nothing_of_the_stream_stays_between_the_passes():
@@ -65,7 +84,7 @@ def test_other_tensors_stay_where_they_are():
     with inputs.saved(0, x):
         y = x * 2.0 * other
     y.sum().backward()
-    assert torch.equal(x.grad, 2 * other) and not inputs._sent
+    assert torch.equal(x.grad, 2 * other) and not inputs._flight.host
 
 
 def test_a_block_that_saves_more_is_refused():

@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from lowprec_train import config
-from lowprec_train.train import build
+from lowprec_train.train import build, build_optimizer
 from tests.optim.cases import BUNDLES, MASTERS, MOMENTS, adamw, fill, model
 
 
@@ -58,7 +58,7 @@ def test_a_master_on_the_command_line(name):
 def test_the_optimizer_takes_the_runs_values():
     run = composed("optim=adamw_fp8lm", "optim.lr=0.5", "optim.beta2=0.97", "optim.weight_decay=0.3", "seed=77")
     built, by_hand = model(), model()
-    optimizer = build.optimizer(run, built)
+    optimizer = build_optimizer.optimizer(run, built)
     same = adamw(
         [{"params": [by_hand[0].weight, by_hand[2].weight], "weight_decay": 0.3, "indexed": [0]}]
         + [{"params": [by_hand[1].weight, by_hand[1].bias, by_hand[2].bias], "weight_decay": 0.0}],
@@ -79,7 +79,7 @@ def test_the_optimizer_takes_the_runs_values():
 def test_the_runs_seed_reaches_the_masters(seed, equal):
     left, right = model(), model()
     for net, value in ((left, 77), (right, seed)):
-        optimizer = build.optimizer(composed("optim/master=bf16", f"seed={value}"), net)
+        optimizer = build_optimizer.optimizer(composed("optim/master=bf16", f"seed={value}"), net)
         fill(net, 0)
         optimizer.step()
     assert torch.equal(left[2].weight, right[2].weight) == equal
@@ -87,6 +87,6 @@ def test_the_runs_seed_reaches_the_masters(seed, equal):
 
 def test_a_wrong_codec_is_a_value_error():
     with pytest.raises(ValueError, match="E2M1"):
-        build.optimizer(
+        build_optimizer.optimizer(
             composed("optim/moment@optim.first_moment=e4m3", "optim.first_moment.format=E2M1"), torch.nn.Linear(2, 2)
         )

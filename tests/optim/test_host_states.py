@@ -28,7 +28,7 @@ def steps(net, optimizer, first, count):
         else:
             for parameter in list(net.parameters())[:: 1 if step < first + count - 1 else -1]:
                 optimizer.step_only(parameter)
-    optimizer.settle()
+    optimizer.synchronize()
 
 
 @pytest.mark.parametrize("device", DEVICES)

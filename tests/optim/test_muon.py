@@ -9,7 +9,7 @@ from lowprec_train.ops.codecs import FP32
 from lowprec_train.optim.codecs import Codecs
 from lowprec_train.optim.muon import Muon, orthogonalised
 from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
-from lowprec_train.train import build
+from lowprec_train.train import build_optimizer
 from lowprec_train.train.checkpoint import Checkpointer, ModelState, OptimizerState
 from tests.optim.cases import MASTERS, MOMENTS, equal, fill, tensors
 from tests.optim.shards import Cut, differences, gradients, together
@@ -131,7 +131,7 @@ def test_resume_is_bit_for_bit(momentum, tmp_path):
 
 def test_the_configuration_reaches_the_rule():
     run = composed("optim=muon", "optim.rule.momentum=0.9", "optim.rule.adjust_lr=original", "optim.beta2=0.97")
-    assert build.rules(run) == (Muon(momentum=0.9, adjust_lr="original"), AdamWRule(beta2=0.97))
+    assert build_optimizer.rules(run) == (Muon(momentum=0.9, adjust_lr="original"), AdamWRule(beta2=0.97))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from lowprec_train.group import Group
 from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
-from lowprec_train.train import build
+from lowprec_train.train import build_optimizer
 from lowprec_train.train.checkpoint import Checkpointer, ModelState, OptimizerState
 from tests.distributed import run_distributed
 from tests.recipes import composed
@@ -141,8 +141,8 @@ def whole(run: RunConfig, *, steps: int = 2) -> Whole:
     """A model after `steps` updates; with 0 of them, of other first weights too."""
     torch.manual_seed(steps)
     net = Net()
-    groups = parameter_groups(net, 0.1, *build.rules(run))
-    optimizer = CodedOptimizer(groups, codecs=build.codecs(run), lr=0.1, seed=5)
+    groups = parameter_groups(net, 0.1, *build_optimizer.rules(run))
+    optimizer = CodedOptimizer(groups, codecs=build_optimizer.codecs(run), lr=0.1, seed=5)
     for _ in range(steps):
         for parameter in net.parameters():
             magnitudes = torch.logspace(-3, 1, parameter.numel())[torch.randperm(parameter.numel())]
@@ -288,12 +288,12 @@ def otherwise_made(mesh: Mesh, case: str, full: Whole) -> list[str]:
     parts = cut(mesh, case, full, filled=True)
     named = {name: _unrounded(parameter) for name, parameter in parts.model.named_parameters()}
     shards = {parameter: parts.placements.shard(name, _group(mesh, name)) for name, parameter in named.items()}
-    rule, others = build.rules(full.run)
+    rule, others = build_optimizer.rules(full.run)
     inside = [name for name in named if rule.hidden_matrices_only and is_matrix(name) and name != "embedding.weight"]
     left = [name for name in named if name not in inside]
     groups = [{"params": [named[name] for name in inside], "rule": rule}] if inside else []
     groups += [{"params": [named[name] for name in left], "indexed": [left.index("embedding.weight")], "rule": others}]
-    optimizer = CodedOptimizer(groups, codecs=build.codecs(full.run), shards=shards, seed=5)
+    optimizer = CodedOptimizer(groups, codecs=build_optimizer.codecs(full.run), shards=shards, seed=5)
     _, states = expected(mesh, case, full)
     return [
         f"{name}: {forms(made)} for {forms(states[name])}"

@@ -18,7 +18,7 @@ from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.tools.bench.cases import CASES, SHAPES, Case, size
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Clock, copies
-from lowprec_train.train import build
+from lowprec_train.train import build_optimizer
 from lowprec_train.train.compose import composed
 
 COPY_BYTES = 8 << 30  # read and written together
@@ -97,7 +97,7 @@ def _own_adamw(clock: Clock, name: str, shape: tuple[int, int], copy: float) -> 
         holder = nn.Module()
         holder.weight = weight
         gradient, weight.grad = weight.grad, None
-        optimizer = build.optimizer(run, holder)
+        optimizer = build_optimizer.optimizer(run, holder)
         weight.grad = gradient
         kept = _kept(weight, optimizer.state[weight])
         step = _stepping(optimizer)

@@ -29,7 +29,7 @@ from lowprec_train.tools.bench.contestant import (
     first_values,
     fused_adamw,
 )
-from lowprec_train.train import build
+from lowprec_train.train import build, build_optimizer
 from lowprec_train.train.compose import composed
 
 BASELINE, LIBRARY = "bf16", "te_fp8"
@@ -118,7 +118,7 @@ def contestants(texts: Iterable[str], *, head: str | None = None, own: bool = Fa
 
 def own_adamw(run: RunConfig, module: nn.Module) -> Update:
     """The configured optimizer, clipping where the run clips, as the trainer updates."""
-    optimizer = build.optimizer(run, module)
+    optimizer = build_optimizer.optimizer(run, module)
 
     def update() -> None:
         grad_scale, found_inf = None, None

@@ -20,7 +20,7 @@ from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.tools.estimate import offload, traffic
 from lowprec_train.tools.estimate.saved import Counter, SavedBytes, SavedParts
 from lowprec_train.tools.estimate.subject import Subject, Weight
-from lowprec_train.train import build
+from lowprec_train.train import build_optimizer
 
 FP32, BF16 = 4, 2
 BLOCKS_GATHERED = 3  # the one that computes, the next one, and the buffer that it arrives in
@@ -163,7 +163,7 @@ class Gradients:
 
     def __init__(self, subject: Subject, reduction: Reduction) -> None:
         self._subject, self._reduction, self._sizes = subject, reduction, subject.sizes
-        self._codec, several = build.grad_accumulation(subject.run), subject.micro_batches > 1
+        self._codec, several = build_optimizer.grad_accumulation(subject.run), subject.micro_batches > 1
         self._in_backward = subject.run.optim.in_backward
         late = several and self._sizes.dp > 1 and subject.run.parallel.grad_reduce == "last_microbatch"
         whole = self._whole(subject.weights) if late else self._parts(subject.weights)

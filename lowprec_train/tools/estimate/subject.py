@@ -25,7 +25,7 @@ from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.meta_group import MetaGroup
-from lowprec_train.train import build, checks
+from lowprec_train.train import build, build_optimizer, checks
 from lowprec_train.train.describe import MetaModel
 
 META = torch.device("meta")
@@ -107,7 +107,7 @@ class Subject:
 
     @cached_property
     def _codecs(self) -> Codecs:
-        return build.codecs(self.run)
+        return build_optimizer.codecs(self.run)
 
     @cached_property
     def laid_out(self) -> MetaModel:
@@ -151,7 +151,7 @@ class Subject:
 
     def codecs_of(self, weight: Weight) -> StateCodecs:
         """What stores a weight and its moments."""
-        rule, adamw = build.rules(self.run)
+        rule, adamw = build_optimizer.rules(self.run)
         inside = weight.matrix and not weight.indexed and weight.unit != "head"
         taken = adamw if rule.hidden_matrices_only and not inside else rule
         return self._codecs.of(taken, matrix=weight.matrix, indexed=weight.indexed)

@@ -17,7 +17,7 @@ from lowprec_train.optim.schedule import WarmupCosine
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.linear_plan import OperandPlan
 from lowprec_train.precision.saved_activations import saved_inputs
-from lowprec_train.train import build
+from lowprec_train.train import build, build_optimizer
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.diagnostics import roundings, telemetry
 from lowprec_train.train.diagnostics.divergence import NothingTrained
@@ -143,7 +143,7 @@ def test_a_watched_step_on_a_gpu_never_waits_for_it(compiled):
     for interval in (0, 2):
         one = system("coat")
         seeds = build.weights(one.model, device, 0)
-        optimizer = build.optimizer(one.run, one.model)
+        optimizer = build_optimizer.optimizer(one.run, one.model)
         if compiled:
             torch._dynamo.reset()
             one.model.compile_blocks()

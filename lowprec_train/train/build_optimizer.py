@@ -1,0 +1,53 @@
+"""The optimizer of a run, its codecs and its rule, from the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lowprec_train.config import RunConfig
+from lowprec_train.ops.adamw import AdamWRule
+from lowprec_train.ops.codecs import StateCodec
+from lowprec_train.ops.updates import Rule
+from lowprec_train.optim import accumulation
+from lowprec_train.optim.codecs import Codecs
+from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
+from lowprec_train.optim.shard import Shard
+from lowprec_train.train.construct import construct
+
+
+def codecs(run: RunConfig) -> Codecs:
+    """What stores the optimizer's moments and the master weights."""
+    parts = ("first_moment", "second_moment", "master")
+    first, second, master = (construct(getattr(run.optim, part), f"optim.{part}") for part in parts)
+    return Codecs(moments=(first, second), master=master)
+
+
+def rules(run: RunConfig) -> tuple[Rule, AdamWRule]:
+    """What the new moments and weights are: the run's rule, and AdamW for what it leaves."""
+    adamw = AdamWRule(**{key: getattr(run.optim, key) for key in ("beta1", "beta2", "eps", "clip_updates")})
+    return (construct(run.optim.rule, "optim.rule") if run.optim.rule else adamw), adamw
+
+
+def grad_accumulation(run: RunConfig) -> StateCodec | None:
+    """What stores sums of gradients; None: autograd adds them up in FP32."""
+    node = run.optim.grad_accumulation
+    return accumulation.check(construct(node, "optim.grad_accumulation")) if node else None
+
+
+def optimizer(
+    run: RunConfig,
+    model: torch.nn.Module,
+    shards: Mapping[Any, Shard] | None = None,
+    device: torch.device | None = None,
+) -> CodedOptimizer:
+    """The optimizer over the model's first weights. With a reduced master the parameters of matrices become BF16.
+
+    device: where updates are made and parameters lie from here on; None: where they are.
+    """
+    groups = parameter_groups(model, run.optim.weight_decay, *rules(run))
+    where: dict[str, Any] = {"shards": shards, "offload": run.optim.offload, "device": device}
+    how: dict[str, Any] = {"codecs": codecs(run), "backend": run.optim.backend, **where}
+    return CodedOptimizer(groups, lr=run.optim.lr, seed=run.seed, **how)
