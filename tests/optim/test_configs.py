@@ -22,7 +22,7 @@ def codecs(run):
 
 
 def test_every_file_is_known():
-    assert set(config.choices("optim")) == set(BUNDLES) | {"muon"}
+    assert set(config.choices("optim")) == set(BUNDLES) | {"muon", "apex_adamw"}
     assert set(config.choices("optim/moment")) == set(MOMENTS)
     assert set(config.choices("optim/master")) == set(MASTERS)
 

@@ -122,6 +122,9 @@ class Cut:
     state: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
     twin: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
 
+    def synchronize(self) -> None:
+        """Nothing of it is on its way from a GPU."""
+
     def value_dtype(self, parameter: nn.Parameter) -> torch.dtype:
         return self.twins.value_dtype(self.twin[parameter])
 

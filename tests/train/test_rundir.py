@@ -118,9 +118,10 @@ def test_the_default_name_is_readable():
 def test_every_launch_fact_is_a_real_key():
     from omegaconf import OmegaConf
 
-    from lowprec_train.config import ModelConfig, PrecisionConfig, RunConfig
+    from lowprec_train.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 
     known = {*RunConfig.__dataclass_fields__, "data.cache"}
+    known |= {f"optim.{k}" for k in OptimConfig.__dataclass_fields__}
     known |= {f"model.{k}" for k in ModelConfig.__dataclass_fields__}
     known |= {f"precision.{k}" for k in PrecisionConfig.__dataclass_fields__}
     assert set(LAUNCH_FACTS) <= known
