@@ -7,7 +7,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help env kernels demo check smoke test lint format
+.PHONY: help env kernels demo check smoke test lint format wheel site
 
 export PYTHON VENV TORCH_INDEX PIP_INDEX KERNELS CUDA ARCHITECTURES NATIVE
 WORKERS ?= 2
@@ -43,3 +43,10 @@ lint:   ## format, lint, types, import floors
 
 format: ## rewrite the sources as the formatter wants them
 	@$(ENV); "$$python" -m ruff format . && "$$python" -m ruff check --fix .
+
+wheel:  ## a wheel for other machines into dist/, compiled kernels inside (needs the extra `wheel`)
+	@$(ENV); scripts/wheel.sh "$$python" dist
+
+site:   ## run the notebook, then build the documentation into build/site; a warning is an error (needs the extra `docs`)
+	@$(ENV); "$$python" scripts/notebook.py docs/notebooks/roundings.ipynb build/notebooks/roundings.ipynb; \
+	NO_MKDOCS_2_WARNING=1 "$$python" -m mkdocs build --strict -f scripts/site/mkdocs.yml
