@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from lowprec_train.tools import cli
 from tests.test_docs import ROOT, anchors, composed
 
-RESULTS = sorted((ROOT / "docs" / "results").glob("*.md"))
+RULE = re.compile(r"^\|[ :|-]+\|$", re.MULTILINE)  # the line below a table's head
+RESULTS = [page for page in sorted((ROOT / "docs" / "results").glob("*.md")) if RULE.search(page.read_text())]
 TABLES = (ROOT / "docs" / "examples" / "tables.md").read_text()
 SECTIONS = dict(
     re.findall(r"^## (\w+)\n\nOf \[\1\]\(\.\./results/\1\.md\)\. (.*?)(?=^## |\Z)", TABLES, re.DOTALL | re.MULTILINE)
@@ -26,7 +27,7 @@ def commands(text: str) -> list[str]:
 
 
 def tables(page: Path) -> int:
-    return len(re.findall(r"^\|[ :|-]+\|$", page.read_text(), re.MULTILINE))
+    return len(RULE.findall(page.read_text()))
 
 
 def told(section: str) -> set[int]:
