@@ -68,14 +68,14 @@ def stochastic_forward(operand: RoundedOperand) -> bool:
 @rule(
     why="nearest rounding of four-bit gradients is biased, and the bias adds up over steps (arXiv 2502.20586, "
     "perplexity 10.02 against 9.90 at 1.3B)",
-    instead="rounding=stochastic under E8M0_FLOOR or NVFP4, or correction=row behind a rotation",
+    instead="rounding=stochastic under E8M0_FLOOR or NVFP4, or correction=row or group behind a rotation",
 )
 @operands
 def nearest_gradient(operand: RoundedOperand) -> bool:
     backward, q = operand.gemm in ("dgrad", "wgrad") and operand.side == "a", operand.quantizer
     rotated = operand.group.recipe.gemms()[operand.gemm].rotation is not None
     corrected = rotated and q.correction is not Correction.NONE
-    return backward and q.format in FOUR_BITS and not q.stochastic and not corrected
+    return backward and q.format in FOUR_BITS and not q.rounding.stochastic and not corrected
 
 
 @rule(

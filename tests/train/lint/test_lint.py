@@ -92,6 +92,13 @@ def test_a_rule_finds_its_fault(rule):
     assert rule in names(report(command(*(CASES | CASES_OF_TRAINING)[rule])))
 
 
+@pytest.mark.parametrize("recipe", ["fp4_fold", "quartet2"])
+def test_factors_want_a_rotation(recipe):
+    """Codes to nearest under a factor have no bias behind a rotation alone, drawn scales or not."""
+    assert "nearest-gradient" not in names(report(command(f"+recipe={recipe}")))
+    assert "nearest-gradient" in names(report(command(f"+recipe={recipe}", f"{OVER}dgrad.rotation=null")))
+
+
 @pytest.mark.parametrize("rule", CASES_ON_GPU)
 def test_a_rule_for_gpus_finds_its_fault_there(fp8_gpu, rule):
     run = command(*CASES_ON_GPU[rule])
