@@ -15,6 +15,7 @@ EPILOG = """\
 examples:
   lowprec estimate +recipe=fp4 model=llama_7b parallel.dp_shard=8 parallel.tp=2 micro_batch=1 data.seq_len=2048
   lowprec estimate --gpus 1024 +recipe=coat model=llama_13b parallel.dp_replicate=16 model.recompute=selective --json
+  lowprec estimate --fit 24GiB +recipe=coat model=llama_7b data.seq_len=1024 tokens_per_step=65536
   lowprec estimate --table
 """
 
@@ -24,12 +25,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help="processes; a dp_shard of -1 takes what the other axes leave")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="numbers in bytes and FLOPs, with every moment of a step")
+    form.add_argument(
+        "--fit", metavar="SIZE", help="settings and micro-batches that fit a GPU of so much memory, as 24GiB or 80GB"
+    )
     form.add_argument("--table", action="store_true", help="the table of docs/parallelism.md: recipes by layouts")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Estimate and print."""
-    from lowprec_train.tools.estimate import report, table
+    from lowprec_train.tools.estimate import fit, report, table
     from lowprec_train.train import ranges
     from lowprec_train.train.compose import composed
 
@@ -38,6 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.gpus is not None and arguments.gpus < 1:
         raise ValueError(f"--gpus {arguments.gpus} must be at least 1")
+    if arguments.fit is not None:
+        size = fit.parse_size(arguments.fit)
+        print(fit.text(fit.fits(arguments.overrides, size, arguments.gpus), size))
+        return 0
     run = composed(*arguments.overrides)
     ranges.check(run)
     found = report.estimate(run, arguments.gpus)

@@ -1,0 +1,99 @@
+"""What to choose so that a run fits a GPU: settings from the fastest to the leanest, each with its largest micro-batch.
+
+Memory at a moment of a step is linear in the tokens of a micro-batch, so two estimates tell the largest one that fits;
+it is estimated once more before it is proposed. A tenth of the GPU stays free for what is not counted (`memory`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowprec_train.config import RunConfig
+from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
+from lowprec_train.tools.markdown import table
+from lowprec_train.train import ranges
+from lowprec_train.train.compose import composed
+
+SHARE = 0.9  # of the GPU
+UNITS = {"GiB": 2**30, "GB": 10**9}
+FREED = ("optim.in_backward=true", "max_grad_norm=0")
+CODED = ("optim=adamw_coat", "optim/master=bf16", *FREED)
+AGAIN, AWAY, INPUTS = "model.recompute=full", "optim.offload=true", "model.offload=true"
+CHOICES = ((), FREED, CODED, (*CODED, AGAIN), (*CODED, AGAIN, AWAY), (*CODED, AGAIN, AWAY, INPUTS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Settings beside those asked for, and the estimate of their largest micro-batch; None where not one fits."""
+
+    settings: tuple[str, ...]
+    micro_batch: int
+    found: Estimate | None
+    refused: str = ""
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `24GiB` or `80GB`. Raises ValueError for other text."""
+    named = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", text)
+    if named is None or not float(named[1]):
+        raise ValueError(f"--fit {text} is no size; one is written as 24GiB or 80GB")
+    return int(float(named[1]) * UNITS[named[2]])
+
+
+def fits(overrides: Sequence[str], size: int, gpus: int | None) -> list[Fit]:
+    """Of each of CHOICES. Raises ValueError where the run that was asked for is refused without any of them."""
+    return [_fit(overrides, settings, SHARE * size, gpus) for settings in CHOICES]
+
+
+def _fit(overrides: Sequence[str], settings: tuple[str, ...], room: float, gpus: int | None) -> Fit:
+    try:
+        return _largest(overrides, settings, room, gpus)
+    except ValueError as error:
+        if not settings:
+            raise
+        return Fit(settings=settings, micro_batch=0, found=None, refused=str(error))
+
+
+def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, gpus: int | None) -> Fit:
+    run = composed(*overrides, *settings)
+    ranges.check(run)
+
+    def of(size: int) -> Estimate:
+        return estimate(_with(run, size), gpus)
+
+    one = of(1)
+    processes = one["sizes"]["gpus"] // one["sizes"]["tp"]
+    most = run.tokens_per_step // (run.data["seq_len"] * processes)
+    if one["memory"]["total"] > room or most < 1:
+        return Fit(settings=settings, micro_batch=0, found=None)
+    slope = of(2)["memory"]["total"] - one["memory"]["total"] if most > 1 else 0
+    largest = most if slope <= 0 else min(most, 1 + int((room - one["memory"]["total"]) / slope))
+    for size in (each for each in range(largest, 0, -1) if most % each == 0):
+        if (found := of(size))["memory"]["total"] <= room:
+            return Fit(settings=settings, micro_batch=size, found=found)
+    return Fit(settings=settings, micro_batch=0, found=None)
+
+
+def _with(run: RunConfig, micro_batch: int) -> RunConfig:
+    return RunConfig(**(vars(run) | {"micro_batch": micro_batch}))
+
+
+def text(found: Sequence[Fit], size: int) -> str:
+    """A table, and the first choice that fits: the least that must be given up."""
+    rows = []
+    for fit in found:
+        about = [fit.refused or "does not fit", "", "", ""]
+        if fit.found is not None:
+            host = fit.found["host"]
+            gib = f"{fit.found['memory']['total'] / GIB:,.1f}"
+            about = [str(fit.micro_batch), gib, f"{host['pinned'] / GIB:,.1f}", f"{host['link_each_way'] / GB:,.1f}"]
+        rows.append([" ".join(fit.settings) or "as asked for", *about])
+    head = ["settings", "micro_batch", "GiB of the GPU", "GiB of the host", "GB a step over the link, each way"]
+    chosen = next((fit for fit in found if fit.found is not None), None)
+    told = "nothing fits: take more GPUs or a smaller model"
+    if chosen is not None:
+        told = " ".join(["take", *chosen.settings, f"micro_batch={chosen.micro_batch}"])
+    room = f"{SHARE:.0%} of {size / GIB:,.1f} GiB; the rest is for what is not counted"
+    return "\n".join([*table(head, rows), "", f"{room}: {told}"])

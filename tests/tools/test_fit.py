@@ -1,0 +1,50 @@
+"""`lowprec estimate --fit`: what is proposed fits, and no larger micro-batch would."""
+
+import pytest
+
+from lowprec_train.tools import cli
+from lowprec_train.tools.estimate.fit import CHOICES, SHARE, fits, parse_size
+from lowprec_train.tools.estimate.report import estimate
+from lowprec_train.train.compose import composed
+
+TINY = ("model=llama_tiny", "+recipe=coat", "compile='off'", "data.seq_len=64", "tokens_per_step=4096")
+
+
+def total(*overrides):
+    return estimate(composed(*TINY, *overrides))["memory"]["total"]
+
+
+@pytest.mark.parametrize("size", ["30GB", "20MB", "12GiB", "0GiB", "24", "GiB"])
+def test_sizes(size):
+    known = {"30GB": 30 * 10**9, "12GiB": 12 * 2**30}
+    if size in known:
+        assert parse_size(size) == known[size]
+        return
+    with pytest.raises(ValueError, match=f"--fit {size} is no size; one is written as 24GiB"):
+        parse_size(size)
+
+
+def test_proposals_fit_and_twice_as_much_does_not():
+    """A size between what the first choices need and what the lean ones do."""
+    room = total("micro_batch=4")
+    found = fits(TINY, int(room / SHARE) + 1, None)
+    assert [fit.settings for fit in found] == list(CHOICES) and found[0].micro_batch == 4
+    for fit in found:
+        proposed = total(f"micro_batch={fit.micro_batch}", *fit.settings)
+        assert fit.found["memory"]["total"] == proposed <= room and 64 % fit.micro_batch == 0
+        larger = 2 * fit.micro_batch
+        assert larger > 64 or total(f"micro_batch={larger}", *fit.settings) > room
+    assert found[2].micro_batch > found[0].micro_batch
+
+
+def test_what_excludes_a_choice_is_told_and_nothing_may_fit(capsys):
+    assert cli.main(["estimate", "--fit", "0.001GiB", *TINY, "telemetry_interval=5"]) == 0
+    out = capsys.readouterr().out
+    assert "telemetry_interval=5 looks at them" in out and "nothing fits: take more GPUs" in out
+    assert cli.main(["estimate", "--fit", "8GiB", *TINY]) == 0
+    assert "take micro_batch=64" in capsys.readouterr().out
+
+
+def test_a_run_that_is_refused_anyway_is_an_error():
+    with pytest.raises(ValueError, match="head_dim"):
+        fits((*TINY, "model.heads=7"), 2**30, None)
