@@ -37,6 +37,16 @@ def test_proposals_fit_and_twice_as_much_does_not():
     assert found[2].micro_batch > found[0].micro_batch
 
 
+def test_a_step_of_one_micro_batch_may_fit_where_gradients_of_several_do_not():
+    """With updates in the backward pass, in a model whose weights are more than its activations."""
+    wide = (*TINY[:-1], "tokens_per_step=128", "model.dim=512", "model.ffn=2048")
+    lean = [*wide, *CHOICES[3]]
+    one, two = (estimate(composed(*lean, f"micro_batch={size}"))["memory"]["total"] for size in (2, 1))
+    assert one < two
+    found = fits(wide, int((one + two) / 2 / SHARE), None)
+    assert found[3].micro_batch == 2 and found[3].found["micro_batches"] == 1
+
+
 def test_what_excludes_a_choice_is_told_and_nothing_may_fit(capsys):
     assert cli.main(["estimate", "--fit", "0.001GiB", *TINY, "telemetry_interval=5"]) == 0
     out = capsys.readouterr().out

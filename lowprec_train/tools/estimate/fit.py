@@ -1,7 +1,8 @@
 """What to choose so that a run fits a GPU: settings from the fastest to the leanest, each with its largest micro-batch.
 
-Memory at a moment of a step is linear in the tokens of a micro-batch, so two estimates tell the largest one that fits;
-it is estimated once more before it is proposed. A tenth of the GPU stays free for what is not counted (`memory`).
+A step of one micro-batch is tried first, for which no gradients wait. Of several, memory is linear in their tokens, so
+two estimates tell the largest one that fits, which is estimated once more before it is proposed. A tenth of the GPU
+stays free for what is not counted (`memory`).
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, g
 
     one = of(1)
     processes = one["sizes"]["gpus"] // one["sizes"]["tp"]
-    most = run.tokens_per_step // (run.data["seq_len"] * processes)
-    if one["memory"]["total"] > room or most < 1:
+    most = max(1, run.tokens_per_step // (run.data["seq_len"] * processes))
+    if (whole := of(most))["memory"]["total"] <= room:  # one micro-batch a step: no gradients wait for others
+        return Fit(settings=settings, micro_batch=most, found=whole)
+    if one["memory"]["total"] > room:
         return Fit(settings=settings, micro_batch=0, found=None)
     slope = of(2)["memory"]["total"] - one["memory"]["total"] if most > 1 else 0
     largest = most if slope <= 0 else min(most, 1 + int((room - one["memory"]["total"]) / slope))
