@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from omegaconf import OmegaConf
 
 from tests.test_docs import composed
@@ -154,6 +155,19 @@ def test_commands_of_the_images_name_files():
     named = [words[words.index("-f") + 1] for text in texts for words in map(shlex.split, builds(text))]
     assert {"docker/Dockerfile", "docker/Dockerfile.cpu"} <= set(named)
     assert all((ROOT / name).is_file() for name in named)
+
+
+def test_the_workflow_builds_every_image():
+    """And runs in the one that needs no GPU; its filters name what is there."""
+    text = (ROOT / ".github" / "workflows" / "images.yml").read_text()
+    workflow = yaml.load(text, Loader=yaml.BaseLoader)  # `on` stays a string
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    texts = [step["run"] for step in steps if "run" in step]
+    built = {words.split()[-1] for text in texts for words in builds(text)}
+    assert built == {f"docker/{file.name}" for file in FILES}
+    assert any("docker/smoke.sh --cpu" in text for text in texts)
+    for path in workflow["on"]["push"]["paths"]:
+        assert (ROOT / path.removesuffix("/**")).exists(), path
 
 
 def builds(text: str) -> list[str]:
