@@ -95,7 +95,7 @@ install_project() {
     sed "s/^torch==.*/torch==$torch/" constraints.txt >"$pins"
     say "installing the pinned needs and the project beside torch $torch"
     # shellcheck disable=SC2046
-    "$python" -m pip install --quiet ${PIP_INDEX:+--index-url "$PIP_INDEX"} -c "$pins" scikit-build-core $(build_tools) >&2
+    "$python" -m pip install --quiet ${PIP_INDEX:+--index-url "$PIP_INDEX"} -c "$pins" scikit-build-core wheel $(build_tools) >&2
     "$python" -m pip install --quiet ${PIP_INDEX:+--index-url "$PIP_INDEX"} -c "$pins" --no-build-isolation \
         --config-settings=wheel.cmake=false -e '.[dev]' >&2
     rm -f "$pins"
