@@ -60,8 +60,8 @@ CASES |= {
 }
 
 SUMMED = {  # with several micro-batches, where whole gradients are added up
-    "fp32": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", f"{SUMS}=fp32"),
-    "bf16": ("+recipe=fp8", *SPLIT, "comm=fp32", f"{SUMS}=bf16", "+optim.grad_accumulation.stochastic=true"),
+    "sums in fp32": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", f"{SUMS}=fp32"),
+    "sums in bf16": ("+recipe=fp8", *SPLIT, "comm=fp32", f"{SUMS}=bf16", "+optim.grad_accumulation.stochastic=true"),
 }
 
 
@@ -151,6 +151,6 @@ def launched(layout: str, steps: int = STEPS, cases: Sequence[str] = ()) -> list
     jobs = {case: described(case, sizes, split=True, steps=steps) for case in cases or cases_of(layout)}
     jobs["fp8, accumulation 2"] = described("fp8", sizes, split=True, accumulation=2, steps=steps)
     for case in SUMMED if layout == "dp2" else ():
-        jobs[f"sums in {case}"] = described(case, sizes, split=True, accumulation=2, steps=steps)
+        jobs[case] = described(case, sizes, split=True, accumulation=2, steps=steps)
     noise = described("mxfp4", sizes, split=True, accumulation=2, steps=1)
     return run_distributed(work, sizes, jobs, noise, sizes.processes, timeout=240 * steps)
