@@ -54,6 +54,7 @@ class Rotated {
 
 Tensor rotated_amax(const Tensor& x, std::optional<Tensor> signs, int64_t rotation) {
   const int64_t rows = x.size(0), columns = x.size(1);
+  STD_TORCH_CHECK(rows > 0 && columns > 0, "rotated_amax of a ", rows, " by ", columns, " matrix: it has no elements");
   const Tensor found = empty_like_device(x, {1, 1}, ScalarType::Float);
   const Rotated rotated(x, signs, rotation);
   std::vector<uint32_t> of_rows(rows, 0u);

@@ -251,7 +251,9 @@ class Transformer(nn.Module):
         runs outside of graphs, by a library.
         """
         whole = fullgraph and not self.breaks_graphs
-        for module in (*self.blocks, self.norm, self.head):
+        for block in self.blocks:
+            compile_block(block, fullgraph=whole, **options)
+        for module in (self.norm, self.head):
             module.forward = torch.compile(module.forward, fullgraph=whole, **options)  # type: ignore[method-assign]
         self.cross_entropy.compile(**options)
 
@@ -274,7 +276,7 @@ def compile_block(block: nn.Module, **options: Any) -> None:
     loses the mark on what lies in an autograd function, and saves it.
     """
     name = "_residual" if isinstance(block, Block) and block.recompute is RECOMPUTE["full"] else "forward"
-    setattr(block, name, torch.compile(getattr(block, name), fullgraph=True, **options))
+    setattr(block, name, torch.compile(getattr(block, name), **options))
 
 
 def fill_whole(name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:

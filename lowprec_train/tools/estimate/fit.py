@@ -66,7 +66,13 @@ def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, g
 
     one = of(1)
     processes = one["sizes"]["gpus"] // one["sizes"]["tp"]
-    most = max(1, run.tokens_per_step // (run.data["seq_len"] * processes))
+    sequences, rest = divmod(run.tokens_per_step, run.data["seq_len"] * processes)
+    if rest:
+        raise ValueError(
+            f"tokens_per_step={run.tokens_per_step} is not a multiple of data.seq_len={run.data['seq_len']} times "
+            f"{processes} data-parallel processes: no micro_batch divides it"
+        )
+    most = max(1, sequences)
     if (whole := of(most))["memory"]["total"] <= room:  # one micro-batch a step: no gradients wait for others
         return Fit(settings=settings, micro_batch=most, found=whole)
     if one["memory"]["total"] > room:

@@ -34,7 +34,7 @@ OWN_KEYS = ("seed", "data.seed", "name", "run_root", "resume", "device", "weight
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     """A recipe, and overrides that come after those of the study. predicted: its gap to the baseline in percent, as
-    it was expected before the runs; the report shows both.
+    it is expected; the report shows both.
     """
 
     name: str

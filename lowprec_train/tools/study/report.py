@@ -59,7 +59,7 @@ def definitions(measured: Measured) -> dict[str, str]:
         "their own length in log D that have seeds in common",
         "training gap, last tenth": "the gap of the mean training losses of the last tenth of the steps: a check",
         "tokens/s": f"median rate over {measured.baseline}'s, of runs that had their device to themselves",
-        "predicted": "of the file of the study: what was expected before the runs",
+        "predicted": "an expectation that the file of the study holds",
         "speed at equal loss": "tokens/s / (1 + extra tokens)",
         "may be said": "the end of the one-sided 95 % interval that is on the safe side",
         "contrasts": "named before the runs; p is adjusted over all of them (Holm); not resolved where it is 0.05 or "
