@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import metadata
@@ -29,7 +30,7 @@ def transformer_engine() -> ModuleType:
     te = _imported("transformer_engine.pytorch", origin)
     _has(te, TE_NEEDS, "transformer_engine.pytorch", origin)
     version = te_version()
-    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    numbers = tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:2]))  # "2.10rc1" is 2.10
     if numbers and numbers < TE_OLDEST:
         raise ValueError(
             f"TransformerEngine {version} at {origin} is older than {'.'.join(map(str, TE_OLDEST))}, the oldest that "

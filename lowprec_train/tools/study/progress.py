@@ -50,7 +50,10 @@ def states(planned: Sequence[StudyRun], out: Path) -> dict[str, State]:
 
 def shared(out: Path) -> list[str]:
     """Names of the runs that had a device together with others, for a while at least: their speeds mean nothing."""
-    return [str(name) for name in read_object(out / SHARED).get("runs", [])]
+    found = read_object(out / SHARED).get("runs", [])
+    if not isinstance(found, list):
+        raise ValueError(f"{out / SHARED}: runs is {found!r}, not a list of names")
+    return [str(name) for name in found]
 
 
 def note_shared(out: Path, name: str) -> None:
