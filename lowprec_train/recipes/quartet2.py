@@ -4,9 +4,9 @@
     dX = E(dY H) E(codes(W)^T H)^T,   dW = E(dY^T H') E(codes(X)^T H')^T
 
 E rounds blocks of 1x16 to nearest behind a random Hadamard transform of 128, and multiplies EDEN's factor of each 128
-elements, sum y^2 / sum y E(y), into their E4M3 scales, which are rounded stochastically (`ops.eden`): unbiased, with
-.0098 of squared error where stochastic rounding of elements leaves .0235. What the backward pass rounds of X and W is
-what fprop multiplied, so that two codes a byte are all that is saved.
+elements, sum y^2 / sum y E(y), into their E4M3 scales, which are rounded stochastically (`ops.eden`): unbiased but
+for rows of one or two large values, with .0098 of squared error where stochastic rounding of elements leaves .0235.
+What the backward pass rounds of X and W is what fprop multiplied, so that two codes a byte are all that is saved.
 """
 
 from __future__ import annotations
