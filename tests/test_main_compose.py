@@ -36,7 +36,7 @@ def test_the_promised_choices_are_there():
     }
     assert set(DATA) >= {"stdlib", "indexed"} and set(DATA) == set(REQUIRED)
     assert set(MODELS) >= {
-        *("llama_tiny", "llama_130m", "llama_350m", "llama_1b3", "llama_7b", "llama_13b", "llama_30b"),
+        *("llama_tiny", "llama_20m", "llama_130m", "llama_350m", "llama_1b3", "llama_7b", "llama_13b", "llama_30b"),
         *("llama3_8b", "gpt_tiny", "gpt_125m", "gpt_345m", "gpt_1b3", "gpt_6b7", "gpt_13b", "gpt_175b"),
     }
     assert not [model for model in MODELS if "test" in model]  # models are users'; a test's own sizes are overrides

@@ -17,6 +17,7 @@ FOLDER = Path(__file__).parents[2] / "configs" / "model"
 
 PARAMETERS = {  # published, or of the sizes that the file states; 1 % is the rounding of such figures
     "llama_tiny": 1.902e6,
+    "llama_20m": 52.04e6,  # 19.3e6 without embedding and head
     "llama_130m": 134.1e6,  # GaLore, arXiv 2403.03507
     "llama_350m": 373.9e6,  # with ffn 2816; GaLore's 2736 makes 368.0e6
     "llama_1b3": 1.345e9,

@@ -49,7 +49,9 @@ def save_sweep(measured: Measured, file: Path) -> bool:
             axes.set_xscale("log")
         seeds = max(len(row.seeds) for row in rows)
         axes.set(
-            xlabel=rows[0].axis, ylabel="loss, nat", title=f"{seeds} seeds; filled: works; cross: a seed is unstable"
+            xlabel=rows[0].axis,
+            ylabel="loss, nat",
+            title=f"{seeds} seeds; filled: within 2 % of the best; cross: a seed is unstable",
         )
         axes.legend(ncols=2)
         write(figure, file)
@@ -57,7 +59,7 @@ def save_sweep(measured: Measured, file: Path) -> bool:
 
 
 def draw_sweep(axes: Axes, rows: list[SweepRow], place: int) -> None:
-    """One arm: a line through the stable values, and crosses at the top for the others."""
+    """One arm: a line through the means of stable values, a dot a seed, and crosses at the top for the others."""
     rows = sorted(rows, key=lambda row: row.value or 0.0)
     colour, marker = colours.of_run(place)[0], MARKERS[place % len(MARKERS)]
     stable = [row for row in rows if row.loss is not None]
@@ -66,6 +68,8 @@ def draw_sweep(axes: Axes, rows: list[SweepRow], place: int) -> None:
     for row in stable:
         face = colour if row.works else "none"
         axes.plot(row.value or 0.0, row.loss or 0.0, marker=marker, color=colour, markerfacecolor=face)
+        each = list(row.losses.values())
+        axes.plot([row.value or 0.0] * len(each), each, ".", color=colour, markersize=3, alpha=0.6)
     for row in (row for row in rows if row.loss is None):
         height = 0.98 - 0.035 * place
         axes.plot(row.value or 0.0, height, "x", color=colour, transform=axes.get_xaxis_transform())

@@ -25,7 +25,7 @@ from lowprec_train.tools.study.definition import Study
 from lowprec_train.tools.study.efficiency import Extra, Law, efficiency, extra_tokens, fit_law
 from lowprec_train.tools.study.results import Result, names
 from lowprec_train.tools.study.statistics import ALPHA, BlockFit, Estimate, Losses, holm, seeds_needed
-from lowprec_train.tools.study.sweep import SweepRow, sweep
+from lowprec_train.tools.study.sweep import SweepArm, SweepRow, sweep, sweep_arms
 
 RESOLUTION = 0.0015  # of the loss: the half-width that a study should reach
 APART = "no seed in common"
@@ -134,6 +134,7 @@ class Measured:
     gate: list[Cell]
     contrasts: list[Contrast]
     sweep: list[SweepRow]
+    sweep_arms: list[SweepArm]
     law: Law | None
     efficiencies: list[Efficiency]
     left: list[str]
@@ -149,6 +150,7 @@ def measure(study: Study, found: Sequence[Result], left: Sequence[str]) -> Measu
     estimates = by_purpose["estimate"]
     cells = [cell(study, name, estimates) for name in names(estimates)]
     law = fit_law(points(study.baseline, cells))
+    swept = sweep(study, by_purpose["sweep"])
     return Measured(
         name=study.name,
         baseline=study.baseline,
@@ -156,7 +158,8 @@ def measure(study: Study, found: Sequence[Result], left: Sequence[str]) -> Measu
         cells=cells,
         gate=[cell(study, name, by_purpose["gate"]) for name in names(by_purpose["gate"])],
         contrasts=contrasts(study, estimates),
-        sweep=sweep(study, by_purpose["sweep"]),
+        sweep=swept,
+        sweep_arms=sweep_arms(study, swept, by_purpose["sweep"]),
         law=law,
         efficiencies=efficiencies(study, law, cells) if law else [],
         left=list(left),

@@ -13,7 +13,7 @@ from lowprec_train.tools.markdown import table
 from lowprec_train.tools.study.definition import Study
 from lowprec_train.tools.study.measure import RESOLUTION, ArmRow, Cell, Contrast, Measured
 from lowprec_train.tools.study.statistics import Estimate
-from lowprec_train.tools.study.sweep import WORKABLE
+from lowprec_train.tools.study.sweep import WORKABLE, SweepArm, SweepRow
 
 NONE = "-"
 HEADER = (
@@ -67,7 +67,9 @@ def definitions(measured: Measured) -> dict[str, str]:
         "unstable": "a seed that diverged, or ended above the unigram entropy of the validation text where others did "
         "not; the arm has no gap then, and no seed is left out",
         "clipped": "share of the steps whose gradient was longer than max_grad_norm",
-        "works": f"of a sweep: no seed is unstable, and the mean loss is within {100 * (WORKABLE - 1):g} % of the best",
+        "works": f"of a sweep: no seed is unstable, and the mean loss is at most {WORKABLE:g} times the arm's best",
+        "gap at own best": f"of a sweep: arm at its best value - {measured.baseline} at its own, from the seeds' pairs",
+        "sensitivity": "mean over values and seeds of min(loss, loss at the start), less the loss of the best value",
     }
 
 
@@ -172,28 +174,54 @@ def contrast_text(asked: Sequence[Contrast]) -> str:
 
 
 def sweep_text(measured: Measured) -> str:
+    """Losses, a row a setting and a column an arm; then what the settings make of each arm."""
     if not measured.sweep:
         return ""
+    arms, axis = [each.arm for each in measured.sweep_arms], axis_of(measured.sweep)
+    cells = {(each.setting, each.arm): each for each in measured.sweep}
+    ordered = sorted(measured.sweep, key=lambda row: row.value or 0.0)
+    seeds = max(len(row.seeds) for row in ordered)
     rows = [
-        [
-            each.arm,
-            each.setting,
-            str(len(each.seeds)),
-            number(each.loss, ".4f"),
-            "best" if each.best else "works" if each.works else "unstable" if each.unstable else "",
-        ]
-        for each in measured.sweep
+        [name.removeprefix(f"{axis}="), *(sweep_cell(cells.get((name, arm)), seeds) for arm in arms)]
+        for name in dict.fromkeys(row.setting for row in ordered)
     ]
-    text = "## Sweep\n\n" + "\n".join(table(("arm", "setting", "n", "loss", ""), rows))
-    return f"{text}\n\n{workable(measured)}"
+    said = (
+        f"Mean loss +- SD of {seeds} seeds, or of n. Bold: the arm's best; in parentheses: more than "
+        f"{100 * (WORKABLE - 1):g} % above it. A gap at an arm's own best is of the runs that chose the value, which "
+        "favours arms that depend on it: ask runs of other seeds."
+    )
+    header = ("arm", "works at", "best", "loss", "gap at own best", f"gap at {measured.baseline}'s best", "sensitivity")
+    of_arms = [sweep_arm_cells(each, axis) for each in measured.sweep_arms]
+    tables = [table((axis or "setting", *arms), rows), table(header, of_arms)]
+    return "\n\n".join(["## Sweep", "\n".join(tables[0]), said, "\n".join(tables[1])])
 
 
-def workable(measured: Measured) -> str:
-    """The range of settings in which each arm works, for people."""
-    arms = dict.fromkeys(row.arm for row in measured.sweep)
-    works = {arm: [row.setting for row in measured.sweep if row.arm == arm and row.works] for arm in arms}
-    lines = [f"- {arm} works at {', '.join(found) or 'none of them'}" for arm, found in works.items()]
-    return "\n".join(lines)
+def axis_of(rows: Sequence[SweepRow]) -> str:
+    """The key that all settings of a sweep are numbers of; "" without one."""
+    axes = {row.axis for row in rows}
+    return axes.pop() if len(axes) == 1 else ""
+
+
+def sweep_cell(row: SweepRow | None, seeds: int) -> str:
+    if row is None:
+        return NONE
+    if row.unstable:
+        return f"unstable {len(row.unstable)} of {len(row.seeds)}"
+    text = number(row.loss, ".4f") + ("" if row.spread is None else f" +- {row.spread:.4f}")
+    text += f" n={len(row.seeds)}" if len(row.seeds) < seeds else ""
+    return f"**{text}**" if row.best else text if row.works else f"({text})"
+
+
+def sweep_arm_cells(each: SweepArm, axis: str) -> list[str]:
+    return [
+        each.arm,
+        ", ".join(name.removeprefix(f"{axis}=") for name in each.works) or "none of them",
+        NONE if each.best is None else each.best.removeprefix(f"{axis}="),
+        number(each.loss, ".4f"),
+        interval(each.own),
+        interval(each.common),
+        number(each.sensitivity, ".3f"),
+    ]
 
 
 def law_text(measured: Measured) -> str:

@@ -24,7 +24,7 @@ NORM = "train/grad_norm"
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """One finished run. loss, weights: on the whole validation split, with its own forward pass and in BF16. tail: mean
-    training loss of the last tenth of its steps, NaN without one.
+    training loss of the last tenth of its steps, NaN without one. start: its first training loss, the same.
 
     unstable: why it counts as that, "" if it does not. logged: number of its training losses. rate: tokens a second,
     None where other runs shared its device. steps: of the whole run, also where it diverged. parameters: without
@@ -35,6 +35,7 @@ class Result:
     loss: float
     weights: float
     tail: float
+    start: float
     unstable: str
     logged: int
     clipped: float | None
@@ -84,6 +85,7 @@ def result(run: StudyRun, directory: Path) -> Result:
         loss=loss,
         weights=weights,
         tail=tail(record.loss.values),
+        start=float(record.loss.values[0]) if len(record.loss.values) else math.nan,
         unstable=unstable(record, loss),
         logged=len(record.loss.steps),
         clipped=clipped(record),

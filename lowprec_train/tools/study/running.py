@@ -226,13 +226,13 @@ class Runner:
         self.say(f"{_clock()} {each.worker.name}: {name} {outcome} after {time.time() - each.begun:.0f} s")
 
     def _prune(self) -> None:
-        """Remove the checkpoints of runs that are done and that nothing is to fork from."""
+        """Remove the checkpoints of runs that are finished and that nothing is to fork from."""
         if self.keep_checkpoints:
             return
         needed = {run.trunk for run in self.whole if state(self.out / run.name) is State.new}
         for run in self.planned:
             checkpoints = self.out / run.name / "checkpoints"
-            if self._states[run.name] is State.done and run.name not in needed and checkpoints.exists():
+            if self._states[run.name].finished and run.name not in needed and checkpoints.exists():
                 shutil.rmtree(checkpoints)
 
     def _kill(self) -> None:

@@ -1,7 +1,13 @@
-"""A sweep: which value of a setting is best for each arm, and which ones work."""
+"""A sweep: which value of a setting is best for each arm, which ones work, and what an arm gains by a value of its own.
+
+A value works where no seed is unstable and the mean loss is within 2 % of the arm's best. How much an arm depends on
+the value is its sensitivity (arXiv 2309.14322): the mean over values and seeds of min(loss, loss at the start), less
+the loss of the best value; a run that diverged has the loss of its start.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,14 +15,17 @@ import numpy as np
 
 from lowprec_train.tools.study.definition import Study
 from lowprec_train.tools.study.results import Result, names
+from lowprec_train.tools.study.statistics import BlockFit, Estimate
 
 WORKABLE = 1.02  # times the loss of an arm's best value, up to which a value works
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """An arm under one setting of a sweep: its mean loss, and whether it works there. axis, value: of a setting that is
-    one number; else "" and None.
+    """An arm under one setting of a sweep. axis, value: of a setting that is one number; else "" and None.
+
+    loss: mean over the seeds of the arm's stable settings; None where a seed is unstable. spread: SD of its seeds, None
+    for one. losses: of each seed with a finite one, unstable or not.
     """
 
     arm: str
@@ -25,39 +34,64 @@ class SweepRow:
     value: float | None
     seeds: list[int]
     unstable: dict[int, str]
+    losses: dict[int, float]
     loss: float | None
+    spread: float | None
     best: bool
     works: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class SweepArm:
+    """An arm over all settings. own: its best value against the baseline's best one; common: both at the baseline's
+    best one. Each from the seeds that both have, None where there are none or one is unstable there.
+    """
+
+    arm: str
+    best: str | None
+    loss: float | None
+    works: list[str]
+    own: Estimate | None
+    common: Estimate | None
+    sensitivity: float | None
+
+
 def sweep(study: Study, found: Sequence[Result]) -> list[SweepRow]:
-    """Mean losses of the sweep's runs, and the values that work: stable, and near the best one's loss."""
-    rows: list[SweepRow] = []
-    for arm in study.arms:
-        mine = [each for each in found if each.run.arm == arm and not each.run.repeat]
-        groups = {name: [each for each in mine if each.run.cell == name] for name in names(mine)}
-        stable = {
-            name: float(np.mean([each.loss for each in group]))
-            for name, group in groups.items()
-            if not any(each.unstable for each in group)
-        }
-        best = min(stable, key=lambda name: stable[name], default=None)
-        for name, group in groups.items():
-            axis, value = number_of(group[0].run.setting)
-            rows.append(
-                SweepRow(
-                    arm=arm,
-                    setting=name,
-                    axis=axis,
-                    value=value,
-                    seeds=[each.run.seed for each in group],
-                    unstable={each.run.seed: each.unstable for each in group if each.unstable},
-                    loss=stable.get(name),
-                    best=name == best,
-                    works=name in stable and best is not None and stable[name] <= WORKABLE * stable[best],
-                )
-            )
-    return rows
+    """Every arm under every setting that has a finished run, in order of their numbers."""
+    counted = [each for each in found if not each.run.repeat]
+    return [row for arm in study.arms for row in _rows([each for each in counted if each.run.arm == arm])]
+
+
+def _rows(mine: Sequence[Result]) -> list[SweepRow]:
+    groups = {name: [each for each in mine if each.run.cell == name] for name in names(mine)}
+    stable = {name: group for name, group in groups.items() if not any(each.unstable for each in group)}
+    fit = BlockFit({(name, each.run.seed): each.loss for name, group in stable.items() for each in group})
+    means = {name: fit.mean(name) for name in stable}
+    best = min(means, key=lambda name: means[name], default=None)
+    rows = [
+        _row(group, means.get(name), best=name == best, limit=WORKABLE * means[best] if best is not None else math.nan)
+        for name, group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -math.inf if row.value is None else row.value)
+
+
+def _row(group: Sequence[Result], loss: float | None, *, best: bool, limit: float) -> SweepRow:
+    run = group[0].run
+    axis, value = number_of(run.setting)
+    losses = {each.run.seed: each.loss for each in group if math.isfinite(each.loss)}
+    return SweepRow(
+        arm=run.arm,
+        setting=run.cell,
+        axis=axis,
+        value=value,
+        seeds=[each.run.seed for each in group],
+        unstable={each.run.seed: each.unstable for each in group if each.unstable},
+        losses=losses,
+        loss=loss,
+        spread=float(np.std(list(losses.values()), ddof=1)) if loss is not None and len(losses) > 1 else None,
+        best=best,
+        works=loss is not None and loss <= limit,
+    )
 
 
 def number_of(setting: Sequence[tuple[str, object]]) -> tuple[str, float | None]:
@@ -65,3 +99,41 @@ def number_of(setting: Sequence[tuple[str, object]]) -> tuple[str, float | None]
     if len(setting) == 1 and type(setting[0][1]) in (int, float):
         return setting[0][0], float(str(setting[0][1]))
     return "", None
+
+
+def sweep_arms(study: Study, rows: Sequence[SweepRow], found: Sequence[Result]) -> list[SweepArm]:
+    """What the settings make of each arm."""
+    table = {(row.arm, row.setting): row for row in rows}
+    best = {row.arm: row for row in rows if row.best}
+    base = best.get(study.baseline)
+    made = []
+    for arm in (each for each in study.arms if any(row.arm == each for row in rows)):
+        own = best.get(arm)
+        common = table.get((arm, base.setting)) if base else None
+        mine = [each for each in found if each.run.arm == arm and not each.run.repeat]
+        made.append(
+            SweepArm(
+                arm=arm,
+                best=own.setting if own else None,
+                loss=own.loss if own else None,
+                works=[row.setting for row in rows if row.arm == arm and row.works],
+                own=_gap(own, base),
+                common=_gap(common, base),
+                sensitivity=_sensitivity(mine, own.loss) if own and own.loss is not None else None,
+            )
+        )
+    return made
+
+
+def _gap(row: SweepRow | None, base: SweepRow | None) -> Estimate | None:
+    """Of two stable settings, seed by seed; None for the baseline's own."""
+    if row is None or base is None or row is base or row.loss is None or not set(row.losses) & set(base.losses):
+        return None
+    losses = {(side, seed): loss for side, of in (("arm", row), ("base", base)) for seed, loss in of.losses.items()}
+    return BlockFit(losses).paired("arm", "base")
+
+
+def _sensitivity(mine: Sequence[Result], best: float) -> float | None:
+    """None where a run that diverged has logged no loss."""
+    ends = [min(each.loss if math.isfinite(each.loss) else math.inf, each.start) for each in mine]
+    return float(np.mean(ends)) - best if all(map(math.isfinite, ends)) else None

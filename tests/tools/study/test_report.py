@@ -189,26 +189,6 @@ def test_an_arm_that_ends_above_word_frequencies_is_unstable_where_others_do_not
     assert tree["cells"][0]["arms"][1]["words"] == "unstable (1 of 2): seed 1 ends at 7.50, above the unigram entropy"
 
 
-def test_a_sweep_says_what_works(tmp_path):
-    axes = {"optim.lr": [0.001, 0.002, 0.004, 0.008]}
-    _, planned, file = synthetic.study(
-        tmp_path, arms={"bf16": None}, blocks=[{"purpose": "sweep", "seeds": [7, 8], "axes": axes}]
-    )
-    losses = {0.001: 4.05, 0.002: 4.0, 0.004: 4.2, 0.008: 4.0}
-    for each in planned:
-        rate = dict(each.setting)["optim.lr"]
-        synthetic.run(tmp_path / "runs", each, losses[rate], diverged=rate == 0.008 and each.seed == 8)
-    assert cli.main(["study", "report", str(file), "--out", str(tmp_path / "runs")]) == 0
-    tree = json.loads((tmp_path / "runs" / "report" / "report.json").read_text())
-    assert [(row["best"], row["works"], bool(row["unstable"])) for row in tree["sweep"]] == [
-        *((False, True, False), (True, True, False), (False, False, False), (False, False, True))
-    ]
-    assert not tree["cells"] and [row["value"] for row in tree["sweep"]] == axes["optim.lr"]
-    text = (tmp_path / "runs" / "report" / "report.md").read_text()
-    assert "- bf16 works at optim.lr=0.001, optim.lr=0.002\n" in text and "![losses of the sweep](sweep.svg)" in text
-    assert (tmp_path / "runs" / "report" / "sweep.svg").read_text().count("<path") > 5
-
-
 def test_predictions_and_speeds_that_mean_nothing(tmp_path, capsys):
     """A prediction stands beside its gap; runs that shared a device have no speed, and an empty column is left out."""
     blocks = [{"purpose": "estimate", "seeds": [1, 2]}]

@@ -87,7 +87,8 @@ def test_forks_of_a_trunk_that_diverged_later_begin(tmp_path, begun):
     _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[FORK])
     begun.runs = planned
     ended(tmp_path, planned[0], diverged=True)
-    assert not run(tmp_path, planned) and begun == ["bf16-from200-s1", "fp8-from200-s1"]
+    assert not run(tmp_path, planned, keep_checkpoints=False) and begun == ["bf16-from200-s1", "fp8-from200-s1"]
+    assert not list(tmp_path.glob("*/checkpoints"))  # nor those of a run that diverged
 
 
 def test_an_arm_is_given_up_for_a_new_run_that_failed_and_not_for_an_evaluation(tmp_path, begun):
