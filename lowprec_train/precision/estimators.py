@@ -40,14 +40,19 @@ class StraightThrough:
 class DifferentiableEstimator:
     """k: sharpness (5 in the paper; 1 is straight-through). cap: largest slope (3 in the paper). ValueError when k < 1
     or cap <= 0.
+
+    permuted: each weight takes the slope of the one before it in its row (in this rank's part of it): the same slopes,
+    without what they say of their weights. A control: what it gains is a matter of step sizes, not of rounding.
     """
 
     k: float = 5.0
     cap: float = 3.0
+    permuted: bool = False
 
     def __post_init__(self) -> None:
         if not (1 <= self.k < math.inf and 0 < self.cap < math.inf):
             raise ValueError(f"DGE needs k >= 1 and cap > 0, not k = {self.k}, cap = {self.cap}")
 
     def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        weight = weight.roll(1, dims=-1) if self.permuted else weight
         return torch.ops.lowprec.dge(grad, weight, scale, self.k, self.cap, dtype)

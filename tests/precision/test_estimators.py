@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer
 from lowprec_train.precision.estimators import DifferentiableEstimator, StraightThrough
+from lowprec_train.precision.recipe import override
+from lowprec_train.recipes import bf16, fp4
+from lowprec_train.tools.study import definition
 from tests import oracle
 from tests.numerics.data import heavy, normal
+from tests.precision import layers
 
 CENTRES = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0]
 
@@ -116,6 +123,31 @@ def test_slopes_of_a_normal_matrix():
     got = DifferentiableEstimator()(torch.ones_like(w), w, q.scale).double()
     assert abs(got.mean() - 0.59) < 0.02
     assert abs((got == 3).double().mean() - 0.034) < 0.004
+
+
+def test_permuted_slopes_are_those_of_the_weight_before_in_the_row():
+    w, grad = torch.from_numpy(normal(8, 64)), torch.from_numpy(heavy(8, 64))
+    scale = Quantizer(E2M1, (1, -1))(w).scale
+    plain = DifferentiableEstimator()(torch.ones_like(w), w, scale)
+    got = DifferentiableEstimator(permuted=True)(torch.ones_like(w), w, scale)
+    assert torch.equal(got[:, 1:], plain[:, :-1]) and torch.equal(got[:, 0], plain[:, -1])
+    assert torch.allclose(DifferentiableEstimator(permuted=True)(grad, w, scale), grad * got, rtol=1e-6)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_slopes_alone(permuted):
+    """Arms of the study fp4_step_size: Y and dX of a BF16 layer, and its dW times the slopes."""
+    study = definition.load(definition.find(Path("fp4_step_size")))
+    arm = study.arms["slopes_permuted" if permuted else "slopes"]
+    changes = OmegaConf.to_container(OmegaConf.from_dotlist(list(arm.overrides)))["precision"]["override"]
+    x, w, dy = layers.make(layers.heavy_tails, "BF16")
+    plain = layers.run(layers.linear(bf16.recipe(), w), x, dy, "BF16")
+    got = layers.run(layers.linear(override(fp4.recipe(), changes), w), x, dy, "BF16")
+    assert torch.equal(got[0], plain[0]) and torch.equal(got[1], plain[1])
+    weight = torch.from_numpy(w).bfloat16().float()
+    scale = Quantizer(E2M1, (1, -1))(weight).scale
+    want = DifferentiableEstimator(permuted=permuted)(torch.from_numpy(np.ascontiguousarray(dy.T @ x)).float(), weight, scale)
+    assert torch.allclose(got[2], want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
 
 
 def test_a_row_of_zeros_is_finite():

@@ -82,6 +82,7 @@ def test_the_table_and_its_summary():
         "kind": "DifferentiableEstimator",
         "k": 5.0,
         "cap": 3.0,
+        "permuted": False,
     }
     lines = describe.summary(table).splitlines()
     assert len(lines) == 2 * 11  # two kinds of layers: names, three GEMMs with two operands each, the estimator
