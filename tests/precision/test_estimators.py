@@ -146,8 +146,10 @@ def test_slopes_alone(permuted):
     assert torch.equal(got[0], plain[0]) and torch.equal(got[1], plain[1])
     weight = torch.from_numpy(w).bfloat16().float()
     scale = Quantizer(E2M1, (1, -1))(weight).scale
-    want = DifferentiableEstimator(permuted=permuted)(torch.from_numpy(np.ascontiguousarray(dy.T @ x)).float(), weight, scale)
-    assert torch.allclose(got[2], want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+    want = DifferentiableEstimator(permuted=permuted)(
+        torch.from_numpy(np.ascontiguousarray(dy.T @ x)).float(), weight, scale
+    )
+    assert torch.allclose(got[2], want, rtol=2**-8, atol=1e-4)  # dW is made in BF16
 
 
 def test_a_row_of_zeros_is_finite():
