@@ -42,6 +42,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "model.recompute": "recomputed activations are the same bits",
     "optim.offload": "a copy of a state is the same bits",
     "model.offload": "a copy of an activation is the same bits",
+    "model.loss_chunk": "the head's gradient differs by the order of a sum",
     "data.cache": "where prepared data is kept; the corpus hash says what it is",
     "precision.deviations": "a sentence for people",
     "lint_allow": "a permission; what was waived is in run.json",
@@ -53,7 +54,7 @@ LAUNCH_FACTS: dict[str, str] = {
 resume=extend says otherwise.
 `micro_batch` is one: a scale per tensor spans a micro-batch.
 """
-LAUNCHED = {"recompute": "none", "offload": False}  # of `model`, what is no size
+LAUNCHED: dict[str, Any] = {"recompute": "none", "offload": False, "loss_chunk": None}  # of `model`, what is no size
 PLACES = ("data.train", "data.valid", "data.root", "data.tokenizer")
 """Keys that say where text lies. What lies there is told by the corpus hash, and a run goes on wherever that is found;
 of the default name they decide by the last part of their paths.
@@ -113,6 +114,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     recompute: str = "none"
     offload: bool = False
+    loss_chunk: int | None = None
 
 
 @dataclass(kw_only=True)

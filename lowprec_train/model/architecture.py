@@ -27,9 +27,10 @@ class Architecture:
     rope_scaling: how these are scaled, see `layers.scaled_frequencies`; None: not.
     recompute: "none" | "selective" | "full", see `model.recompute`.
     offload: inputs of blocks lie in host memory between the passes, see `model.offload`; with recompute "full".
+    loss_chunk: tokens whose logits exist at a time, see `model.head`; None: those of the whole micro-batch.
 
-    Raises ValueError for sizes that do not divide, for offload without that, and for a rope_theta or norm_eps that is
-    no positive number.
+    Raises ValueError for sizes that do not divide, for offload without that, and for a loss_chunk, rope_theta or
+    norm_eps that is no positive number.
     """
 
     vocab_size: int
@@ -54,6 +55,7 @@ class Architecture:
     norm_eps: float = 1e-5
     recompute: str = "none"
     offload: bool = False
+    loss_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.offload and self.recompute != "full":
@@ -61,6 +63,8 @@ class Architecture:
                 f"offload=true moves inputs of blocks to the host, and with recompute={self.recompute} a block saves "
                 "more than its input; recompute=full does not"
             )
+        if self.loss_chunk is not None and self.loss_chunk < 1:
+            raise ValueError(f"loss_chunk={self.loss_chunk} must be a number of tokens above 0, or null")
         for name in ("rope_theta", "norm_eps"):
             if not 0 < (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"{name}={value} must be a number above 0")

@@ -219,19 +219,3 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     cos, sin = (table.view(-1, *(1,) * (x.ndim - 3), table.shape[-1]) for table in angles)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)
-
-
-class TiedHead(Linear):
-    """The output projection of a tied model: a Linear, with a recipe like any other, whose weight is the embedding's.
-
-    It owns no parameter: a shared one comes apart in `to_empty`, and would be saved twice.
-    """
-
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
-        del self.weight
-        self._embedding = (embedding,)  # in a tuple: not a submodule of this one
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self._embedding[0].weight

@@ -65,6 +65,13 @@ class CrossEntropy:
         parts_2N = torch.cat([self.token_parts(logits, targets, self.first) for logits, targets in chunks], dim=1)
         return joined(self.split.group.all_gather(parts_2N.unsqueeze(0)), targets_N)
 
+    def become_gradients(self, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, scale: Tensor) -> None:
+        """Turn logits into their gradients in place; scale: the gradient of the sum of the losses."""
+        tokens, vocab = logits_NV.shape
+        parts = (each.split(self.rows(vocab, tokens)) for each in (logits_NV, targets_N, lse_N))
+        for logits, targets, lse in zip(*parts, strict=True):
+            self.become_gradient(logits, targets, lse, scale, self.first)
+
     def rows(self, vocab_size: int, tokens: int) -> int:
         """Tokens of one chunk."""
         return tokens if self.chunk_bytes is None else max(1, self.chunk_bytes // (4 * vocab_size))
@@ -93,10 +100,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits_NV, targets_N, lse_N = (saved.detach() for saved in ctx.saved_tensors)
-        tokens, vocab = logits_NV.shape
-        scale = (gradients[0] / ctx.normalizer).float()
-        for chunk in zip(*(each.split(ctx.loss.rows(vocab, tokens)) for each in (logits_NV, targets_N, lse_N))):
-            ctx.loss.become_gradient(*chunk, scale, ctx.loss.first)
+        ctx.loss.become_gradients(logits_NV, targets_N, lse_N, (gradients[0] / ctx.normalizer).float())
         torch.autograd.graph.increment_version(logits_NV)  # a compiled kernel writes unseen
         return logits_NV, None, None, None
 

@@ -29,8 +29,9 @@ from lowprec_train.model.apex_norms import ApexLayerNorm, ApexRMSNorm
 from lowprec_train.model.architecture import Architecture
 from lowprec_train.model.attention import Attention, FullQKNorm, QKNorm, attention_backend, document_mask
 from lowprec_train.model.cache import Cache, LayerCache
+from lowprec_train.model.head import Head, TiedHead, chunked_loss
 from lowprec_train.model.initialization import RESIDUAL_OUTPUTS, initial_value
-from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU, TiedHead
+from lowprec_train.model.layers import GELU, Angles, LayerNorm, LearnedPositions, RMSNorm, Rotary, SwiGLU
 from lowprec_train.model.loss import CrossEntropy
 from lowprec_train.model.offload import BlockInputs
 from lowprec_train.model.recompute import RECOMPUTE, Recompute
@@ -142,8 +143,8 @@ class Transformer(nn.Module):
         )
         self.block_sites = [(0, 0)] * sizes.layers  # a block's first linear in the model's draws, and how many it has
         self.norm = norm_type(sizes.dim, sizes.norm_eps, sizes.bias)
-        self.head = TiedHead(self.embedding) if sizes.tied else Linear(sizes.dim, sizes.vocab_size, bias=False)
-        self.cross_entropy = CrossEntropy()
+        self.head = TiedHead(self.embedding) if sizes.tied else Head(sizes.dim, sizes.vocab_size, bias=False)
+        self.cross_entropy, self.loss_chunk = CrossEntropy(), sizes.loss_chunk
 
     def hidden(
         self,
@@ -206,7 +207,17 @@ class Transformer(nn.Module):
 
         draws: of this micro-batch, from `SeedTable.at`; sites are numbered by `number_sites`.
         """
-        return self.cross_entropy(self.logits(tokens_BT, documents_BT, draws), targets_BT, normalizer)
+        if self.loss_chunk is None:
+            return self.cross_entropy(self.logits(tokens_BT, documents_BT, draws), targets_BT, normalizer)
+        loss = partial(
+            chunked_loss,
+            targets_M=targets_BT.flatten(),
+            normalizer=normalizer,
+            cross_entropy=self.cross_entropy,
+            tokens=self.loss_chunk,
+        )
+        found: Tensor = self.head(self.hidden(tokens_BT, documents_BT, draws=draws), loss=loss)
+        return found
 
     def number_sites(self) -> int:
         """Gives every Linear its row of a run's draws, in the order of the model, and returns their number. Those of a
@@ -247,13 +258,13 @@ class Transformer(nn.Module):
     def compile_blocks(self, *, fullgraph: bool = True, **options: Any) -> None:
         """Compile each block, the last norm, the head and the loss with torch.compile(fullgraph=fullgraph, **options).
 
-        Equal blocks share one graph. Hooks of the modules stay outside of the graphs. fullgraph: False where a module
-        runs outside of graphs, by a library.
+        Equal blocks share one graph. Hooks of the modules stay outside of the graphs. A head that makes its loss in
+        chunks is GEMMs alone and stays as it is. fullgraph: False where a module runs outside of graphs, by a library.
         """
         whole = fullgraph and not self.breaks_graphs
         for block in self.blocks:
             compile_block(block, fullgraph=whole, **options)
-        for module in (self.norm, self.head):
+        for module in (self.norm, self.head) if self.loss_chunk is None else (self.norm,):
             module.forward = torch.compile(module.forward, fullgraph=whole, **options)  # type: ignore[method-assign]
         self.cross_entropy.compile(**options)
 

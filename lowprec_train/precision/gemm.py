@@ -198,6 +198,14 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
     return to_float(a) @ to_float(b).t()
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [m, n] FP32 += a[m, k] @ b[k, n], of BF16 or FP32."""
+    if a.device.type == "cuda" and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
 def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
     """(values that BF16 holds exactly, scale outside the product [m or 1, 1]); FP32 block scales alone have to be
     multiplied in.

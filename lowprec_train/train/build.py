@@ -153,6 +153,7 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
 def check_memory(run: RunConfig, grid: Sizes, laid_out: MetaModel, *, on_gpu: bool = False) -> None:
     """ValueError for choices that save memory and exclude each other."""
     memory_checks.offload(run, grid, on_gpu=on_gpu)
+    memory_checks.loss_chunk(run, laid_out.phases)
     stored, sums = build_optimizer.codecs(run), build_optimizer.grad_accumulation(run)
     rule = build_optimizer.rules(run)[0]
     memory_checks.check(run, grid, codecs=stored, rule=rule, sums=sums, phases=laid_out.phases)

@@ -26,6 +26,15 @@ def check(
         raise ValueError(f"optim.grad_accumulation={sums} leaves no FP32 gradients after the backward pass: {clash}")
 
 
+def loss_chunk(run: RunConfig, phases: Sequence[Phase]) -> None:
+    """Refuse `model.loss_chunk` beside a head with a recipe: what it rounds has scales and draws of all tokens."""
+    if run.model.loss_chunk is not None and any(not phase.recipes["head"].is_identity for phase in phases):
+        raise ValueError(
+            f"model.loss_chunk={run.model.loss_chunk} multiplies the head's values a chunk of tokens at a time, and "
+            "precision.policy gives the head a recipe that rounds; lowprec_train.recipes.bf16.recipe does not"
+        )
+
+
 def offload(run: RunConfig, grid: Sizes, *, on_gpu: bool) -> None:
     """Refuse `optim.offload` beside what looks at states on the device, and on several GPUs."""
     if not run.optim.offload:

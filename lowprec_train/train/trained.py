@@ -21,7 +21,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lowprec_train import config
-from lowprec_train.config import PrecisionConfig, RunConfig
+from lowprec_train.config import LAUNCHED, PrecisionConfig, RunConfig
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision import policy
 from lowprec_train.precision.recipe import Gemm, LinearRecipe
@@ -104,7 +104,7 @@ class Trained:
         return phase
 
     def _laid_out(self, dtype: torch.dtype) -> Transformer:
-        return without_memory(replace(self.weights.model, recompute="none", offload=False), dtype=dtype)
+        return without_memory(replace(self.weights.model, **LAUNCHED), dtype=dtype)
 
     def _precision(self, recipe: str) -> RunConfig:
         """A run of which nothing matters but what its layers compute."""

@@ -48,6 +48,8 @@ CASES |= {
     "clipped": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0.1"),
     "each": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "parallel.grad_reduce=every_microbatch"),
     "lean coat": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0", *LEAN),
+    "loss in chunks": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "model.loss_chunk=48"),
+    "gpt loss in chunks": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0", "model.loss_chunk=48"),
     "zero2": ("+recipe=fp8", *SPLIT, "comm=fp32", "parallel.reshard_after_forward=false"),
     "stable": ("+recipe=bf16", *SPLIT, "comm=fp32", "optim=stable_adamw"),
     "muon": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim=muon"),

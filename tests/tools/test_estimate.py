@@ -339,3 +339,15 @@ def test_offloaded_inputs_of_blocks_leave_two_buffers():
     assert away.moments["loss"]["on the way to and from the host"] == 2 * stream
     run = subject(*full, "model.offload=true", "tokens_per_step=512", "compile='off'").run
     assert estimate(run)["host"] == {"pinned": 6 * stream, "link_each_way": 4 * 6 * stream}
+
+
+def test_a_loss_in_chunks_keeps_gradients_in_place_of_logits():
+    """Of the head's input in place of the input; of its weight in BF16, and in FP32 while it is made."""
+    tokens, words, dim = 128, 8192, 64
+    sizes = (f"model.vocab_size={words}", f"model.dim={dim}", "micro_batch=2", "optim/master=bf16")
+    whole, parts = needed(*sizes), needed(*sizes, "model.loss_chunk=16")
+    rest = whole.saved.rest.of(tokens) - parts.saved.rest.of(tokens)
+    logits, weight = 2 * tokens * words, 2 * words * dim
+    assert rest == logits - weight + 4 * tokens  # a sum of exponentials a token
+    made = parts.moments["chunks of the loss"]
+    assert made["at work"] == 2 * weight + max(0, 2 * 16 * words - weight)

@@ -111,6 +111,17 @@ def _backward(
     grads = Gradients(subject, reduction)
     layers = len(saved.blocks)
     head = units.get("head", ())
+    if subject.run.model.loss_chunk is not None:
+        yield (
+            "chunks of the loss",
+            {
+                "gradients": grads.standing,
+                "saved by blocks": sum(block.of(tokens) for block in saved.blocks),
+                "embedding, head and logits": saved.rest.of(tokens),
+                "weights gathered": gathered(subject, last_block=layers - 1),
+                "at work": _chunk(subject),
+            },
+        )
     yield (
         "loss",
         {
@@ -136,6 +147,16 @@ def _backward(
                 "at work": BF16 * tokens * largest + grads.flying(here),
             },
         )
+
+
+def _chunk(subject: Subject) -> int:
+    """The sum of the head's gradient in FP32, with the logits of a chunk or, after them, what becomes of it in BF16,
+    which is counted as saved.
+    """
+    run, tp = subject.run.model, subject.sizes.tp
+    chunk = min(run.loss_chunk or subject.tokens, subject.tokens)
+    weight, logits = run.vocab_size * run.dim // tp, BF16 * chunk * run.vocab_size // tp
+    return FP32 * weight + max(0, logits - BF16 * weight)
 
 
 def gathered(subject: Subject, *, last_block: int) -> int:
