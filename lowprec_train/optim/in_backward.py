@@ -4,8 +4,9 @@
     backward of a layer -> its gradients -> the optimizer's step of these parameters -> no gradients
 
 No step knows a norm over all gradients, so nothing is clipped. A step whose loss is not finite changes nothing. Where a
-gradient is not finite, or too large to square, its parameter stays as it is (of a sharded one this rank's shard), and
-the others are stepped. All else has the bits of a step after the backward pass.
+gradient is not finite, or too large to square, its parameter stays as it is, and the others are stepped: the ranks that
+hold shards of it add up their squares first, one number each, so that all of them step it or none. All else has the
+bits of a step after the backward pass.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class UpdatesInBackward:
             return
         assert isinstance(parameter, nn.Parameter)
         squares = torch.ops.lowprec.sum_squares([local(parameter.grad).contiguous()])[0]
-        skip = self._found_inf | ~(squares <= LARGEST_SQUARES)
+        group = self._optimizer.group_of(parameter)
+        whole = squares if group is None else group.all_reduce_sum(squares)
+        skip = self._found_inf | ~(whole <= LARGEST_SQUARES)
         self._optimizer.step_only(parameter, found_inf=skip.float())
         self.squares[parameter] = squares
         parameter.grad = None

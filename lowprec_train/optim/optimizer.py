@@ -113,6 +113,10 @@ class CodedOptimizer(torch.optim.Optimizer):
         """What the values of `parameter` are rounded to: its dtype, or less than that where FSDP2 wants FP32."""
         return self._states[parameter].codecs.master.parameter_dtype
 
+    def group_of(self, parameter: nn.Parameter) -> Group | None:
+        """The ranks that hold shards of `parameter`; None where it is whole."""
+        return self._states[parameter].group
+
     @torch.no_grad()
     def step(  # type: ignore[override]
         self,

@@ -9,6 +9,9 @@ from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build
 from tests.optim.cases import SYSTEMS, equal, system, tensors
+from tests.optim.shards import SHAPES, Cut, along, differences, first_weights, gradients, together
+from tests.optim.shards import optimizer as sharded_optimizer
+from tests.optim.shards import tensors as shard_tensors
 from tests.parallel.runs import built, described
 from tests.recipes import composed
 from tests.train.standins import bits, make_trainer, same
@@ -58,6 +61,37 @@ def test_a_bad_gradient_leaves_its_parameter_and_a_bad_loss_all(bad):
     kept = {key for key in before if torch.equal(before[key], after[key])}
     assert {key.split("/")[0] for key in kept if key.endswith("/step")} == {"2.bias"} and "2.weight" not in kept
     assert all(key.startswith("2.bias") for key in kept)
+
+
+def histories(parameters, optimizer, part):
+    """States after each of three steps; in the second one element of one matrix is not finite."""
+    updates, found = UpdatesInBackward(optimizer, parameters.values()), []
+    for step in range(3):
+        given = gradients(step)
+        given["weight"][30, 70] = float("nan") if step == 1 else 1.0
+        loss = sum((p * part(name, given[name])).sum() for name, p in parameters.items())
+        updates.begin(torch.zeros(()))
+        loss.backward()
+        found.append(shard_tensors(parameters, optimizer))
+    return found
+
+
+@pytest.mark.parametrize("layout", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_ranks_with_shards_skip_the_same_steps(layout):
+    """A number that is not finite is in one rank's shard; all keep the parameter and its count of steps."""
+    cut = Cut(*layout)
+    parameters, optimizer = sharded_optimizer(first_weights(), "adamw_coat")
+    wanted, cut_along = histories(parameters, optimizer, lambda name, whole: whole), along(parameters, optimizer)
+
+    def rank(number):
+        shards = {name: cut.shard(name, number) for name in SHAPES}
+        weights = {name: cut.part(name, number, whole) for name, whole in first_weights().items()}
+        mine = sharded_optimizer(weights, "adamw_coat", shards)
+        return histories(*mine, lambda name, whole: cut.part(name, number, whole))
+
+    for step, parts in enumerate(zip(*cut.on_threads(rank), strict=True)):
+        assert not differences(together(cut, parts, cut_along, wanted[step]), wanted[step]), (layout, step)
+    assert float(wanted[-1]["weight", "step"]) == 2.0 and float(wanted[-1]["wide", "step"]) == 3.0
 
 
 def test_the_most_that_gradients_take_is_one_layers():

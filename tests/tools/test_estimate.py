@@ -288,6 +288,7 @@ def test_text_is_for_people(capsys):
         (["parallel.dp_shard=16", "--gpus", "8"], "need 16 processes"),
         (["parallel.grad_reduce=never"], "grad_reduce='never' is not one of last_microbatch, every_microbatch"),
         (["model=llama_9b"], "llama_9b"),
+        (["model.norm_backend=apex"], "model.norm_backend=apex computes the norms"),
     ],
 )
 def test_mistakes_are_one_error(overrides, message, capsys):

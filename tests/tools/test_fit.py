@@ -3,7 +3,7 @@
 import pytest
 
 from lowprec_train.tools import cli
-from lowprec_train.tools.estimate.fit import CHOICES, SHARE, fits, parse_size
+from lowprec_train.tools.estimate.fit import SHARE, choices, fits, parse_size
 from lowprec_train.tools.estimate.report import estimate
 from lowprec_train.train.compose import composed
 
@@ -28,7 +28,7 @@ def test_proposals_fit_and_twice_as_much_does_not():
     """A size between what the first choices need and what the lean ones do."""
     room = total("micro_batch=4")
     found = fits(TINY, int(room / SHARE) + 1, None)
-    assert [fit.settings for fit in found] == list(CHOICES) and found[0].micro_batch == 4
+    assert [fit.settings for fit in found] == choices(TINY) and found[0].micro_batch == 4
     for fit in found:
         proposed = total(f"micro_batch={fit.micro_batch}", *fit.settings)
         assert fit.found["memory"]["total"] == proposed <= room and 64 % fit.micro_batch == 0
@@ -37,10 +37,30 @@ def test_proposals_fit_and_twice_as_much_does_not():
     assert found[2].micro_batch > found[0].micro_batch
 
 
+@pytest.mark.parametrize(
+    ("asked", "never"),
+    [
+        ("optim=adamw_fp8lm", "optim"),
+        ("optim/moment@optim.first_moment=bf16", "optim"),
+        ("+recipe=fp4", "optim"),
+        ("optim/master=fp16", "optim/master"),
+        ("model.recompute=selective", "model.recompute"),
+        ("max_grad_norm=1.0", "max_grad_norm"),
+    ],
+)
+def test_what_was_asked_for_stays(asked, never):
+    """What stores moments and masters in every proposal is what the run that was asked for has."""
+    tried, run = choices((*TINY[:1], asked)), composed(*TINY[:1], asked)
+    assert tried[0] == () and len(set(tried)) == len(tried) > 3
+    assert not [each for settings in tried for each in settings if each.split("=")[0] == never]
+    part = {"optim": "first_moment", "optim/master": "master"}.get(never)
+    assert part is None or getattr(composed(*TINY[:1], asked, *tried[-1]).optim, part) == getattr(run.optim, part)
+
+
 def test_a_step_of_one_micro_batch_may_fit_where_gradients_of_several_do_not():
     """With updates in the backward pass, in a model whose weights are more than its activations."""
     wide = (*TINY[:-1], "tokens_per_step=128", "model.dim=512", "model.ffn=2048")
-    lean = [*wide, *CHOICES[3]]
+    lean = [*wide, *choices(TINY)[3]]
     one, two = (estimate(composed(*lean, f"micro_batch={size}"))["memory"]["total"] for size in (2, 1))
     assert one < two
     found = fits(wide, int((one + two) / 2 / SHARE), None)

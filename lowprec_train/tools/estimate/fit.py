@@ -3,6 +3,9 @@
 A step of one micro-batch is tried first, for which no gradients wait. Of several, memory is linear in their tokens, so
 two estimates tell the largest one that fits, which is estimated once more before it is proposed. A tenth of the GPU
 stays free for what is not counted (`memory`).
+
+What was asked for stays: a choice is made of those of its settings whose keys nobody named, and an optimizer counts as
+named where the run would not have the default one.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from lowprec_train.train.compose import composed
 SHARE = 0.9  # of the GPU
 UNITS = {"GiB": 2**30, "GB": 10**9}
 FREED = ("optim.in_backward=true", "max_grad_norm=0")
-CODED = ("optim=adamw_coat", "optim/master=bf16", *FREED)
+OPTIMIZER, MASTER = "optim=adamw_coat", "optim/master=bf16"
+CODED = (OPTIMIZER, MASTER, *FREED)
 AGAIN, AWAY, INPUTS = "model.recompute=full", "optim.offload=true", "model.offload=true"
 CHOICES = ((), FREED, CODED, (*CODED, AGAIN), (*CODED, AGAIN, AWAY), (*CODED, AGAIN, AWAY, INPUTS))
+PARTS = ("first_moment", "second_moment", "rule", "backend")  # of `optim`: another optimizer, with its codecs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +49,24 @@ def parse_size(text: str) -> int:
 
 
 def fits(overrides: Sequence[str], size: int, gpus: int | None) -> list[Fit]:
-    """Of each of CHOICES. Raises ValueError where the run that was asked for is refused without any of them."""
-    return [_fit(overrides, settings, SHARE * size, gpus) for settings in CHOICES]
+    """Of each of `choices`. Raises ValueError where the run that was asked for is refused without any of them."""
+    return [_fit(overrides, settings, SHARE * size, gpus) for settings in choices(overrides)]
+
+
+def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
+    """CHOICES without what `overrides` name, once each."""
+    named = {key(each) for each in overrides}
+    asked, default = composed(*overrides).optim, composed().optim
+    if any(getattr(asked, part) != getattr(default, part) for part in PARTS):
+        named.add(key(OPTIMIZER))
+    if asked.master != default.master:
+        named.add(key(MASTER))
+    return list(dict.fromkeys(tuple(each for each in settings if key(each) not in named) for settings in CHOICES))
+
+
+def key(override: str) -> str:
+    """What an override names: `optim` of `optim=adamw`, `optim.lr` of `++optim.lr=1`."""
+    return override.partition("=")[0].lstrip("+~")
 
 
 def _fit(overrides: Sequence[str], settings: tuple[str, ...], room: float, gpus: int | None) -> Fit:

@@ -111,7 +111,14 @@ class Subject:
 
     @cached_property
     def laid_out(self) -> MetaModel:
-        """The whole model on the meta device, with its recipes."""
+        """The whole model on the meta device, with its recipes. Raises ValueError where a library computes a part of
+        it: what that saves is not known.
+        """
+        if self.run.model.norm_backend != "own":
+            raise ValueError(
+                f"model.norm_backend={self.run.model.norm_backend} computes the norms, and what it keeps in memory is "
+                "not known here; model.norm_backend=own is"
+            )
         laid_out = build.layout(self.run)
         for backend in filter(None, (phase.backend for phase in laid_out.phases)):
             raise ValueError(f"{backend} runs the linear layers, and what it keeps in memory is not known here")
