@@ -37,6 +37,28 @@ def linear_fp8_rowwise(
     )
 
 
+def few_bits(x: np.ndarray, mantissa_bits: int, rounding: str = "truncate") -> np.ndarray:
+    """x in FP32 with the other bits of its mantissa cut off, or rounded to the nearest, ties to even: on the integers
+    that the bits are."""
+    bits, kept = np.asarray(x, F32).view(np.uint32), np.uint32(23 - mantissa_bits)
+    half = (np.uint32(1) << (kept - np.uint32(1))) - np.uint32(1) + ((bits >> kept) & np.uint32(1))
+    bits = bits + half if rounding == "nearest" else bits
+    return ((bits >> kept) << kept).view(F32).astype(F64)
+
+
+def linear_reduced_mantissa(
+    x: np.ndarray,
+    w: np.ndarray,
+    dy: np.ndarray,
+    mantissa_bits: int = 3,
+    rounding: str = "truncate",
+    format: str = "BF16",
+) -> Passes:
+    """All six operands with few bits, the same in both GEMMs that take them: there are no scales."""
+    qx, qw, qdy = (few_bits(each, mantissa_bits, rounding) for each in (x, plain(w, format), dy))
+    return Passes(gemm(qx, qw), gemm(qdy, qw.T), gemm(qdy.T, qx.T))
+
+
 def linear_fp8_block(x: np.ndarray, w: np.ndarray, dy: np.ndarray, block: int = 128, format: str = "BF16") -> Passes:
     """Lines of X, X^T, dY and dY^T along each GEMM's k; the same square blocks of W in fprop and dgrad."""
 

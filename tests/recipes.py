@@ -42,6 +42,7 @@ from lowprec_train.recipes import (
     mxfp8,
     nvfp4,
     quartet2,
+    reduced_mantissa,
     ufp4,
     w4a8,
 )
@@ -67,13 +68,14 @@ RECIPES: dict[str, LinearRecipe] = {
     "quartet2": quartet2.recipe(),
     "ufp4": ufp4.recipe(),
     "w4a8": w4a8.recipe(),
+    "reduced_mantissa": reduced_mantissa.recipe(),
     "averis": averis.recipe(of=nvfp4.recipe()),
     "int8_switchback": int8_switchback.recipe(),
 }
 BY_A_LIBRARY = ("te_fp8",)
 """Recipes whose layers need a GPU and a library: tests/test_main_backend.py runs them."""
 SYSTEMS = [name for name in config.choices("recipe") if name not in BY_A_LIBRARY]
-BY_NIGHT = ("averis", "fp8_eden4", "quartet2", "ufp4", "w4a8")
+BY_NIGHT = ("averis", "fp8_eden4", "quartet2", "reduced_mantissa", "ufp4", "w4a8")
 """Recipes made of parts that others have, too: what takes seconds a recipe is `nightly` for them."""
 MODELS = ("llama_tiny", "gpt_tiny")
 

@@ -32,7 +32,7 @@ def test_the_promised_choices_are_there():
     assert set(RECIPES) == {
         *("bf16", "fp8", "fp8_rowwise", "fp8_block", "mxfp8", "fp8_lm", "coat"),
         *("fp4", "fp4_mixed", "mxfp4", "mxfp4_fp8", "fp4_fold", "fp8_eden4", "nvfp4", "averis", "quartet2", "ufp4"),
-        *("w4a8", "int8_switchback", "te_fp8"),
+        *("w4a8", "reduced_mantissa", "int8_switchback", "te_fp8"),
     }
     assert set(DATA) >= {"stdlib", "indexed"} and set(DATA) == set(REQUIRED)
     assert set(MODELS) >= {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowprec_train.group import SINGLE, Group
 from lowprec_train.numerics.corrections import Candidates, Correction
-from lowprec_train.numerics.formats import BF16, E2M1, FORMATS, FP16, FP32, NEAREST, STOCHASTIC, Format, Rounding
+from lowprec_train.numerics.formats import E2M1, FORMATS, FP16, FP32, NEAREST, STOCHASTIC, Format, Rounding
 from lowprec_train.ops import library
 from lowprec_train.ops.eden import BLOCK as EDEN_BLOCK
 from lowprec_train.ops.eden import GROUP as EDEN_GROUP
@@ -385,7 +385,7 @@ class Quantizer:
 
     def __str__(self) -> str:
         tile = "x".join("*" if n == -1 else str(n) for n in self.tile)
-        rule = "" if self.format in (BF16, FP16, FP32) else f" {self.scale.name}"
+        rule = "" if self.format is FP16 or not self.format.scaled else f" {self.scale.name}"
         rule += "" if self.outer == WHOLE else " a row"
         rule += "" if self.candidates is Candidates.NONE else f" {self.candidates.value}"
         corrected = "" if self.correction is Correction.NONE else f" {self.correction.value}-corrected"

@@ -38,6 +38,7 @@ ON_A_GPU = {
     "nvfp4": ("dequantize", "dequantize", "dequantize"),
     "quartet2": ("dequantize", "dequantize", "dequantize"),
     "ufp4": ("dequantize", "dequantize", "dequantize"),
+    "reduced_mantissa": ("dequantize", "dequantize", "dequantize"),
     "w4a8": ("fp8_folded", "fp8_tensor", "fp8_tensor"),
     "averis": ("dequantize", "dequantize", "dequantize"),
     "int8_switchback": ("int8", "int8", "bf16"),

@@ -27,6 +27,7 @@ from lowprec_train.recipes import (
     mxfp8,
     nvfp4,
     quartet2,
+    reduced_mantissa,
     ufp4,
     w4a8,
 )
@@ -49,6 +50,7 @@ PLAIN = (
     quartet2,
     ufp4,
     w4a8,
+    reduced_mantissa,
 )
 PLAIN += (int8_switchback,)
 ALL = {m.__name__.rsplit(".", 1)[1]: m.recipe for m in PLAIN} | {"fp4_mixed": fp4_mixed.feed_forward}
@@ -75,6 +77,7 @@ NV_LINE = (E2M1, (1, 16), ScaleRule.NVFP4, False)
 NV_SQUARE = (E2M1, (16, 16), ScaleRule.NVFP4, False)
 NV_EDEN = NV_SR = (E2M1, (1, 16), ScaleRule.NVFP4, True)
 INT4_LINE, INT4_SR = ((INT4, (1, 16), ScaleRule.FP32, drawn) for drawn in (False, True))
+E8M3 = (reduced_mantissa.FORMATS[3], TENSOR, ScaleRule.FP32, False)
 INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, ScaleRule.FP32, False)
 
 
@@ -117,6 +120,8 @@ INT8_ROW, INT8_TENSOR = (INT8, ROW, ScaleRule.FP32, False), (INT8, TENSOR, Scale
             SavedInput.OPERAND,
         ),
         (quartet2.recipe(), (NV_LINE, NV_LINE), *((NV_EDEN, NV_EDEN),) * 2, SavedInput.CODES),
+        (reduced_mantissa.recipe(), (E8M3, E8M3), (E8M3, E8M3), (E8M3, E8M3), SavedInput.INPUT),
+        (reduced_mantissa.recipe(mantissa_bits=7), (None, None), (None, None), (None, None), SavedInput.INPUT),
         (w4a8.recipe(), (E4M3_TENSOR, MX_NEAREST), *((E5M2_TENSOR, CODES),) * 2, SavedInput.CODES),
         (ufp4.recipe(), (INT4_LINE, INT4_LINE), (INT4_SR, INT4_LINE), (INT4_SR, INT4_LINE), SavedInput.OPERAND),
         (nvfp4.recipe(square=False), (NV_LINE, NV_LINE), (NV_SR, NV_LINE), (NV_SR, NV_LINE), SavedInput.OPERAND),
@@ -227,6 +232,8 @@ def test_recipes_are_values(name):
         (lambda: fp8_block.recipe(block=0), "0"),
         (lambda: fp4_mixed.feed_forward(block=-3), "-3"),
         (lambda: fp8_rowwise.recipe(gradient="E3M4"), "E3M4"),
+        (lambda: reduced_mantissa.recipe(mantissa_bits=8), "1 to 7, not 8"),
+        (lambda: reduced_mantissa.recipe(rounding="up"), "unknown rounding 'up'"),
         (lambda: fp4_mixed.feed_forward(gradient="E3M4"), "E3M4"),
         (lambda: fp4.recipe(gradient="E3M4"), "E3M4"),
         (lambda: mxfp8.recipe(gradient="E3M4"), "E3M4"),

@@ -26,6 +26,7 @@ from lowprec_train.recipes import (
     mxfp8,
     nvfp4,
     quartet2,
+    reduced_mantissa,
     ufp4,
     w4a8,
 )
@@ -44,6 +45,7 @@ from tests.oracle_recipes import (
     linear_mxfp8,
     linear_nvfp4,
     linear_quartet2,
+    linear_reduced_mantissa,
     linear_ufp4,
     linear_w4a8,
 )
@@ -82,6 +84,7 @@ NEW: dict[str, tuple[Callable[[], LinearRecipe], Emulation]] = {
     "nvfp4": (nvfp4.recipe, lambda x, w, dy, **options: linear_nvfp4(x, w, dy, NVFP4, **options)),
     "quartet2": (quartet2.recipe, lambda x, w, dy, **options: linear_quartet2(x, w, dy, QUARTET, **options)),
     "w4a8": (w4a8.recipe, linear_w4a8),
+    "reduced_mantissa": (reduced_mantissa.recipe, linear_reduced_mantissa),
     "ufp4": (ufp4.recipe, lambda x, w, dy, **options: linear_ufp4(x, w, dy, UNIFORM, **options)),
     "fp4_fold": (fp4_fold.recipe, lambda x, w, dy, **options: linear_fp4_fold(x, w, dy, seeds, **options)),
     "fp8_eden4": (fp8_eden4.recipe, lambda x, w, dy, **options: linear_fp8_eden4(x, w, dy, seeds, **options)),
@@ -131,6 +134,13 @@ OPTIONS = [
     (quartet2.recipe(rotation=0), lambda *a: linear_quartet2(*a, replace(QUARTET, rotation=0), "FP32")),
     (quartet2.recipe(rotation=32), lambda *a: linear_quartet2(*a, replace(QUARTET, rotation=32), "FP32")),
     (quartet2.recipe(select="none"), lambda *a: linear_quartet2(*a, replace(QUARTET, selects=False), "FP32")),
+    *(
+        (
+            reduced_mantissa.recipe(mantissa_bits=bits, rounding=how),
+            lambda *a, bits=bits, how=how: linear_reduced_mantissa(*a, bits, how, "FP32"),
+        )
+        for bits, how in ((6, "truncate"), (4, "nearest"), (1, "nearest"))
+    ),
     (w4a8.recipe(gradient="E4M3"), lambda *a: linear_w4a8(*a, "E4M3", "FP32")),
     (ufp4.recipe(stochastic=False), lambda *a: linear_ufp4(*a, replace(UNIFORM, stochastic=False), "FP32")),
     (ufp4.recipe(rotation=0), lambda *a: linear_ufp4(*a, replace(UNIFORM, rotation=0), "FP32")),
@@ -216,6 +226,7 @@ COSINES = {  # y, dX, dW: well above a dead or transposed GEMM (0), below what t
     "nvfp4": (0.985, 0.98, 0.98),
     "quartet2": (0.985, 0.98, 0.98),
     "w4a8": (0.99, 0.99, 0.997),
+    "reduced_mantissa": (0.998, 0.998, 0.998),
     "ufp4": (0.985, 0.98, 0.98),
     "fp4_fold": (0.985, 0.985, 0.98),
     "fp8_eden4": (0.998, 0.985, 0.985),

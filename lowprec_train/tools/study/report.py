@@ -192,8 +192,14 @@ def sweep_text(measured: Measured) -> str:
     )
     header = ("arm", "works at", "best", "loss", "gap at own best", f"gap at {measured.baseline}'s best", "sensitivity")
     of_arms = [sweep_arm_cells(each, axis) for each in measured.sweep_arms]
-    tables = [table((axis or "setting", *arms), rows), table(header, of_arms)]
-    return "\n\n".join(["## Sweep", "\n".join(tables[0]), said, "\n".join(tables[1])])
+    parts = ["## Sweep", "\n".join(table((axis or "setting", *arms), rows)), said, "\n".join(table(header, of_arms))]
+    parts += [
+        f"The {end} value that was tried is the best of {', '.join(found)}: a better one may lie beyond it, and the "
+        "range in which an arm works is not known to end there."
+        for end in ("lowest", "highest")
+        if (found := [each.arm for each in measured.sweep_arms if each.edge == end])
+    ]
+    return "\n\n".join(parts)
 
 
 def axis_of(rows: Sequence[SweepRow]) -> str:

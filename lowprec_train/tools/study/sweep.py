@@ -45,10 +45,14 @@ class SweepRow:
 class SweepArm:
     """An arm over all settings. own: its best value against the baseline's best one; common: both at the baseline's
     best one. Each from the seeds that both have, None where there are none or one is unstable there.
+
+    edge: "lowest" or "highest" where the best value is at that end of the numbers that were tried: a better one may lie
+    beyond; else "".
     """
 
     arm: str
     best: str | None
+    edge: str
     loss: float | None
     works: list[str]
     own: Estimate | None
@@ -115,6 +119,7 @@ def sweep_arms(study: Study, rows: Sequence[SweepRow], found: Sequence[Result]) 
             SweepArm(
                 arm=arm,
                 best=own.setting if own else None,
+                edge=_edge(own, [row.value for row in rows if row.arm == arm and row.value is not None]),
                 loss=own.loss if own else None,
                 works=[row.setting for row in rows if row.arm == arm and row.works],
                 own=_gap(own, base),
@@ -123,6 +128,12 @@ def sweep_arms(study: Study, rows: Sequence[SweepRow], found: Sequence[Result]) 
             )
         )
     return made
+
+
+def _edge(best: SweepRow | None, tried: Sequence[float]) -> str:
+    if best is None or best.value is None or len(tried) < 2:
+        return ""
+    return {min(tried): "lowest", max(tried): "highest"}.get(best.value, "")
 
 
 def _gap(row: SweepRow | None, base: SweepRow | None) -> Estimate | None:
