@@ -23,6 +23,7 @@ from lowprec_train.tools.estimate.subject import Subject, Weight
 from lowprec_train.train import build_optimizer
 
 FP32, BF16 = 4, 2
+SUM = FP32  # an element of a gradient that is summed or waits for its update
 BLOCKS_GATHERED = 3  # the one that computes, the next one, and the buffer that it arrives in
 Moment = dict[str, int]
 
@@ -86,7 +87,7 @@ def memory(subject: Subject, reduction: Reduction) -> Memory:
 
 
 def parameters(subject: Subject) -> int:
-    """Bytes of this rank's parameters, in the dtypes of the optimizer's masters."""
+    """Bytes of this rank's parameters, as they are held."""
     return sum(math.prod(w.mine(subject.sizes)) * subject.stored_size(w) for w in subject.weights)
 
 
@@ -179,7 +180,7 @@ class Gradients:
     """Where gradients are between the first backward pass and the update.
 
     standing: bytes from the first micro-batch of several on: whole where they are summed over ranks at the last one
-    only, else this rank's parts; in FP32, or in the codes of `optim.grad_accumulation`.
+    only, else this rank's parts; in FP32 whatever the parameters are, or in the codes of `optim.grad_accumulation`.
     """
 
     def __init__(self, subject: Subject, reduction: Reduction) -> None:
@@ -197,23 +198,31 @@ class Gradients:
         return 0 if self.standing else self._parts(weights)
 
     def flying(self, weights: Sequence[Weight]) -> int:
-        """A unit's gradients on their way: as autograd made them, in FP32, and as messages."""
+        """A unit's gradients on their way: as autograd made them, in FP32, and as messages. On one GPU they are taken
+        one by one.
+        """
         matrices = [w for w in weights if w.matrix]
-        made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.stored_size(w) for w in matrices)
         if not matrices or self._sizes.dp == 1:
-            return made if self.standing or self._in_backward or self._codec is not None else 0
+            taken = self.standing or self._in_backward or self._codec is not None
+            return max(map(self._alone, matrices), default=0) if taken else 0
+        made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.value_size(w) for w in matrices)
         layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard
         wire = 2 * reduce_scatter_bytes(self._reduction.codec, layout, ranks) if ranks > 1 else 0
         return made + FP32 * self._elements(matrices) + wire
+
+    def _alone(self, weight: Weight) -> int:
+        """As autograd made it, and in FP32 where that is another dtype."""
+        made = self._subject.value_size(weight)
+        return math.prod(weight.part(self._sizes.tp)) * (made if made == FP32 else made + SUM)
 
     def _elements(self, weights: Sequence[Weight]) -> int:
         return sum(math.prod(w.part(self._sizes.tp)) for w in weights if w.matrix)
 
     def _whole(self, weights: Sequence[Weight]) -> int:
-        return sum(self._bytes(w, w.part(self._sizes.tp), FP32) for w in weights if w.matrix)
+        return sum(self._bytes(w, w.part(self._sizes.tp), SUM) for w in weights if w.matrix)
 
     def _parts(self, weights: Sequence[Weight]) -> int:
-        return sum(self._bytes(w, w.mine(self._sizes), self._subject.stored_size(w)) for w in weights)
+        return sum(self._bytes(w, w.mine(self._sizes), SUM) for w in weights)
 
     def _bytes(self, weight: Weight, shape: tuple[int, ...], size: int) -> int:
         if self._codec is None or not weight.matrix:

@@ -29,7 +29,8 @@ from lowprec_train.train import build, build_optimizer, checks
 from lowprec_train.train.describe import MetaModel
 
 META = torch.device("meta")
-DTYPES = {4: torch.float32, 2: torch.bfloat16}  # of parameters, by bytes
+FP32 = 4
+DTYPES = {FP32: torch.float32, 2: torch.bfloat16}  # of parameters, by bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +133,7 @@ class Subject:
         made, _ = self._cut(recompute)
         named = dict(made.named_parameters())
         for weight in self.weights:
-            named[weight.name].data = named[weight.name].data.to(DTYPES[self.stored_size(weight)])
+            named[weight.name].data = named[weight.name].data.to(DTYPES[self.value_size(weight)])
             way = self.way(weight)
             if way is not None:
                 linear = made.get_submodule(weight.name.removesuffix(".weight"))
@@ -163,9 +164,13 @@ class Subject:
         taken = adamw if rule.hidden_matrices_only and not inside else rule
         return self._codecs.of(taken, matrix=weight.matrix, indexed=weight.indexed)
 
-    def stored_size(self, weight: Weight) -> int:
-        """Bytes of an element of the parameter, and of its gradient."""
+    def value_size(self, weight: Weight) -> int:
+        """Bytes of an element of the parameter as it is computed with, and of its gradient as autograd makes it."""
         return self.codecs_of(weight).master.parameter_dtype.itemsize
+
+    def stored_size(self, weight: Weight) -> int:
+        """Bytes of an element of the parameter as it is held: `fully_shard` keeps FP32, whatever its values are."""
+        return FP32 if self.sizes.dp > 1 else self.value_size(weight)
 
     def way(self, weight: Weight) -> AllGatherFormat | None:
         """How a linear layer's weight is gathered; None for what comes as it is stored."""
@@ -180,13 +185,13 @@ class Subject:
     def sent_bytes(self, weight: Weight) -> int:
         """What this rank sends to each of the others when a weight is gathered."""
         way = self.way(weight)
-        return self.stored_size(weight) * math.prod(weight.mine(self.sizes)) if way is None else way.bytes
+        return self.value_size(weight) * math.prod(weight.mine(self.sizes)) if way is None else way.bytes
 
     def gathered_bytes(self, weight: Weight) -> int:
         """Of a tensor-parallel part when it is there to be computed with; E2M1 codes are unpacked beside what came."""
         way, elements = self.way(weight), math.prod(weight.part(self.sizes.tp))
         if way is None:
-            return self.stored_size(weight) * elements
+            return self.value_size(weight) * elements
         return self.sizes.dp_shard * way.bytes + (elements if way.packed else 0)
 
     def _cut(self, recompute: str | None) -> tuple[Transformer, dict[str, int]]:

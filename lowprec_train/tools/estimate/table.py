@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_train.config import choices
-from lowprec_train.tools.estimate.memory import parameters, states
+from lowprec_train.tools.estimate.memory import SUM, parameters, states
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
 from lowprec_train.tools.estimate.saved import Counter
 from lowprec_train.tools.estimate.subject import Subject
@@ -53,8 +53,7 @@ def _of_recipe(recipe: str, overrides: Sequence[str]) -> list[object]:
     block = Counter(subject, "none").block(0)
     model = subject.laid_out.model
     count, of_block = (sum(p.numel() for p in each.parameters()) for each in (model, model.blocks[0]))
-    stored = parameters(subject) / count  # a gradient has its parameter's dtype
-    each = (stored, stored, states(subject) / count, block.fixed / of_block)
+    each = (parameters(subject) / count, SUM, states(subject) / count, block.fixed / of_block)
     return [f"`{recipe}`", *(number(value) for value in each), number(block.token, 0)]
 
 
