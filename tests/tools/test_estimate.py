@@ -364,7 +364,9 @@ def test_one_gradient_is_in_flight_in_the_backward_pass():
     words = [w for w in subject(*freed).weights if w.unit == "head"][0].shape
     stream = 2 * 128 * 128
     for master, size in (("bf16", 6), ("fp32", 4)):
-        assert needed(*freed, f"optim/master={master}").moments["loss"]["at work"] - stream == size * words[0] * words[1]
+        assert (
+            needed(*freed, f"optim/master={master}").moments["loss"]["at work"] - stream == size * words[0] * words[1]
+        )
 
 
 def test_a_loss_in_chunks_keeps_gradients_in_place_of_logits():
