@@ -98,9 +98,9 @@ PEAKS = [p if p.id in FAST else pytest.param(*p.values, id=p.id, marks=pytest.ma
 
 @pytest.mark.parametrize(("options", "row"), PEAKS)
 def test_peaks_are_those_that_were_measured(options, row, monkeypatch):
-    """Of compiled steps on an H200 (docs/results): within 3.5 %, and what stands between steps within 1 %. With torch's
-    fused AdamW the benchmark's embedding and gradients were BF16, which a run's are not; the embedding of fp4 and fp8_lm had moments of
-    3 bytes with their own optimizers, and has 8 now.
+    """Of compiled steps on an H200 (docs/results): within 3.5 %, and what stands between steps within 1 %. With
+    torch's fused AdamW the benchmark's embedding and gradients were BF16, which a run's are not; the embedding of
+    fp4 and fp8_lm had moments of 3 bytes with their own optimizers, and has 8 now.
     """
     recipe, *own = row["name"].split(" ", 1)
     monkeypatch.setattr("lowprec_train.tools.estimate.memory.SUM", 4 if own else 2)
@@ -361,7 +361,7 @@ def test_gradients_are_fp32_whatever_the_masters_are(master):
 def test_one_gradient_is_in_flight_in_the_backward_pass():
     """Of the head, in BF16 and in FP32: what an H200's peak showed to be missing."""
     freed = ("+recipe=coat", "max_grad_norm=0", "optim.in_backward=true", "tokens_per_step=128")
-    words = [w for w in subject(*freed).weights if w.unit == "head"][0].shape
+    words = next(w for w in subject(*freed).weights if w.unit == "head").shape
     stream = 2 * 128 * 128
     for master, size in (("bf16", 6), ("fp32", 4)):
         assert (
