@@ -5,6 +5,7 @@
 
 run - bf16 is the rounding of the forward pass that still goes on; bf16 - (a BF16 run's loss) is what training has lost.
 Samples are those of training, seq_len tokens one after another and each once, in micro-batches of the run's own size.
+The first 256 give the sharpness of the loss around their last logits (`sharpness`).
 The result is evaluation.json of the run's directory, and is computed once for a checkpoint.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from lowprec_train.data.appending import write_whole
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.loader import Batch, Dataset
 from lowprec_train.model.transformer import Transformer
+from lowprec_train.tools.study import sharpness
 from lowprec_train.train import checks
 from lowprec_train.train.construct import construct
 from lowprec_train.train.rundir import read_object
@@ -30,6 +33,7 @@ from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained, dtype_of
 
 FILE = "evaluation.json"
 FORWARDS = (OF_RUN, UNQUANTISED)
+SHARP = 256  # samples whose last token is looked at
 
 
 def read(run: Path) -> dict[str, Any]:
@@ -50,16 +54,18 @@ def evaluated(run: Path, *, device: str = "auto") -> dict[str, Any]:
     text: Corpus = construct(tree["data"], "data")
     checks.corpus(run.name, read_object(run / "run.json").get("corpus_hash"), text.hash)
     trained, on = Trained(run, ended["step"]), checks.device(device)
-    losses: dict[str, float] = {}
+    measured: dict[str, tuple[float, float]] = {}
     for forward in FORWARDS:
-        alike = [each for each in losses if computes_alike(trained, each, forward)]
-        losses[forward] = losses[alike[0]] if alike else loss(trained, forward, text.valid, tree["micro_batch"], on)
+        alike = [each for each in measured if computes_alike(trained, each, forward)]
+        model = None if alike else trained.model(forward, device=on)
+        measured[forward] = measured[alike[0]] if model is None else of(model, text.valid, tree["micro_batch"], on)
     found = {
         "step": ended["step"],
         "corpus_hash": text.hash,
         "tokens": text.valid.seq_len * sum(each.samples(text.valid.seq_len) for each in text.valid.streams),
         "device": str(on),
-        "loss": losses,
+        "loss": {forward: found[0] for forward, found in measured.items()},
+        "sharpness": {forward: found[1] for forward, found in measured.items()},
     }
     write_whole(run / FILE, f"{json.dumps(found, indent=2)}\n".encode())
     return found
@@ -69,10 +75,15 @@ def computes_alike(trained: Trained, one: str, other: str) -> bool:
     return (trained.forward(one), dtype_of(one)) == (trained.forward(other), dtype_of(other))
 
 
+def of(model: Transformer, dataset: Dataset, micro_batch: int, device: torch.device) -> tuple[float, float]:
+    """(mean loss in nats a token, sharpness)."""
+    first = islice(samples(dataset, micro_batch), max(1, SHARP // micro_batch))
+    return loss(model, dataset, micro_batch, device), sharpness.sharpness(model, first, device)
+
+
 @torch.inference_mode()
-def loss(trained: Trained, forward: str, dataset: Dataset, micro_batch: int, device: torch.device) -> float:
+def loss(model: Transformer, dataset: Dataset, micro_batch: int, device: torch.device) -> float:
     """Mean loss in nats a token over all samples; not finite where the model's is not."""
-    model: Transformer = trained.model(forward, device=device)
     total, targets = torch.zeros((), dtype=torch.float64, device=device), 0
     for batch in samples(dataset, micro_batch):
         documents = None if batch.documents is None else batch.documents.to(device)

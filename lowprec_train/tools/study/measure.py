@@ -60,6 +60,7 @@ class ArmRow:
     percent: float | None
     words: str
     spread: float | None
+    sharpness: float | None
     clipped: float | None
     spikes: int
     skipped: int
@@ -229,6 +230,7 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
         percent=percent,
         words=unstable_words(unstable, len(own)) if unstable else gap_words(fit, arm, base, gap),
         spread=fit.spread(arm) if arm in fit.arms else None,
+        sharpness=mean([each.sharpness for each in own]),
         clipped=mean([each.clipped for each in own]),
         spikes=sum(each.spikes for each in own),
         skipped=sum(each.skipped for each in own),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,7 @@ HEADER = (
     *("arm", "n", "loss", "gap, nat [95 %]", "gap %", "predicted %", "in the weights", "forward rounding"),
     *("extra tokens %", "tokens/s", "speed at equal loss", "may be said"),
 )
-HEALTH = ("arm", "seeds", "training gap, last tenth", "clipped %", "spikes", "skipped", "SD of residuals")
+HEALTH = ("arm", "seeds", "training gap, last tenth", "clipped %", "spikes", "skipped", "SD of residuals", "sharpness")
 
 
 def to_json(measured: Measured) -> str:
@@ -69,6 +69,8 @@ def definitions(measured: Measured) -> dict[str, str]:
         "clipped": "share of the steps whose gradient was longer than max_grad_norm",
         "works": f"of a sweep: no seed is unstable, and the mean loss is at most {WORKABLE:g} times the arm's best",
         "gap at own best": f"of a sweep: arm at its best value - {measured.baseline} at its own, from the seeds' pairs",
+        "sharpness": "100 (max L - L) / (1 + L) where logits y of last tokens move by at most 0.001 (|y| + 1); L: mean "
+        "loss of the last tokens of 256 sequences, with the run's own forward pass; mean over seeds",
         "sensitivity": "mean over values and seeds of min(loss, loss at the start), less the loss of the best value",
     }
 
@@ -139,6 +141,7 @@ def health_cells(row: ArmRow) -> list[str]:
         str(row.spikes),
         str(row.skipped),
         number(row.spread, ".4f"),
+        number(row.sharpness, ".4f"),
     ]
 
 
@@ -180,11 +183,12 @@ def sweep_text(measured: Measured) -> str:
     arms, axis = [each.arm for each in measured.sweep_arms], axis_of(measured.sweep)
     cells = {(each.setting, each.arm): each for each in measured.sweep}
     ordered = sorted(measured.sweep, key=lambda row: row.value or 0.0)
-    seeds = max(len(row.seeds) for row in ordered)
-    rows = [
-        [name.removeprefix(f"{axis}="), *(sweep_cell(cells.get((name, arm)), seeds) for arm in arms)]
-        for name in dict.fromkeys(row.setting for row in ordered)
-    ]
+    settings, seeds = dict.fromkeys(row.setting for row in ordered), max(len(row.seeds) for row in ordered)
+
+    def by_setting(cell: Callable[[SweepRow | None], str]) -> str:
+        rows = [[name.removeprefix(f"{axis}="), *(cell(cells.get((name, arm))) for arm in arms)] for name in settings]
+        return "\n".join(table((axis or "setting", *arms), rows))
+
     said = (
         f"Mean loss +- SD of {seeds} seeds, or of n. Bold: the arm's best; in parentheses: more than "
         f"{100 * (WORKABLE - 1):g} % above it. A gap at an arm's own best is of the runs that chose the value, which "
@@ -192,13 +196,15 @@ def sweep_text(measured: Measured) -> str:
     )
     header = ("arm", "works at", "best", "loss", "gap at own best", f"gap at {measured.baseline}'s best", "sensitivity")
     of_arms = [sweep_arm_cells(each, axis) for each in measured.sweep_arms]
-    parts = ["## Sweep", "\n".join(table((axis or "setting", *arms), rows)), said, "\n".join(table(header, of_arms))]
+    parts = ["## Sweep", by_setting(lambda row: sweep_cell(row, seeds)), said, "\n".join(table(header, of_arms))]
     parts += [
         f"The {end} value that was tried is the best of {', '.join(found)}: a better one may lie beyond it, and the "
         "range in which an arm works is not known to end there."
         for end in ("lowest", "highest")
         if (found := [each.arm for each in measured.sweep_arms if each.edge == end])
     ]
+    if any(row.sharpness is not None for row in measured.sweep):
+        parts += ["Sharpness:", by_setting(lambda row: number(row.sharpness if row else None, ".4f"))]
     return "\n\n".join(parts)
 
 

@@ -26,6 +26,7 @@ class Result:
     """One finished run. loss, weights: on the whole validation split, with its own forward pass and in BF16. tail: mean
     training loss of the last tenth of its steps, NaN without one. start: its first training loss, the same.
 
+    sharpness: of its own forward pass, None where it was not measured.
     unstable: why it counts as that, "" if it does not. logged: number of its training losses. rate: tokens a second,
     None where other runs shared its device. steps: of the whole run, also where it diverged. parameters: without
     embedding and head.
@@ -36,6 +37,7 @@ class Result:
     weights: float
     tail: float
     start: float
+    sharpness: float | None
     unstable: str
     logged: int
     clipped: float | None
@@ -77,7 +79,8 @@ def result(run: StudyRun, directory: Path) -> Result:
     """One run's. ValueError for a file that cannot be read."""
     facts = read_info(directory)
     record = read_run(directory, facts, run.name)
-    losses = evaluation.read(directory).get("loss", {})
+    evaluated = evaluation.read(directory)
+    losses, sharp = evaluated.get("loss", {}), evaluated.get("sharpness", {}).get(OF_RUN)
     loss, weights = (float(losses.get(forward, math.nan)) for forward in (OF_RUN, UNQUANTISED))
     rate, skipped = record.series(RATE).values, record.series(SKIPPED).values
     return Result(
@@ -86,6 +89,7 @@ def result(run: StudyRun, directory: Path) -> Result:
         weights=weights,
         tail=tail(record.loss.values),
         start=float(record.loss.values[0]) if len(record.loss.values) else math.nan,
+        sharpness=None if sharp is None else float(sharp),
         unstable=unstable(record, loss),
         logged=len(record.loss.steps),
         clipped=clipped(record),

@@ -25,7 +25,7 @@ class SweepRow:
     """An arm under one setting of a sweep. axis, value: of a setting that is one number; else "" and None.
 
     loss: mean over the seeds of the arm's stable settings; None where a seed is unstable. spread: SD of its seeds, None
-    for one. losses: of each seed with a finite one, unstable or not.
+    for one. losses: of each seed with a finite one, unstable or not. sharpness: mean of the runs that have one.
     """
 
     arm: str
@@ -35,6 +35,7 @@ class SweepRow:
     seeds: list[int]
     unstable: dict[int, str]
     losses: dict[int, float]
+    sharpness: float | None
     loss: float | None
     spread: float | None
     best: bool
@@ -91,6 +92,7 @@ def _row(group: Sequence[Result], loss: float | None, *, best: bool, limit: floa
         seeds=[each.run.seed for each in group],
         unstable={each.run.seed: each.unstable for each in group if each.unstable},
         losses=losses,
+        sharpness=float(np.mean(sharp)) if (sharp := [e.sharpness for e in group if e.sharpness is not None]) else None,
         loss=loss,
         spread=float(np.std(list(losses.values()), ddof=1)) if loss is not None and len(losses) > 1 else None,
         best=best,

@@ -22,7 +22,19 @@ def study(folder, **tree):
     return made, plan.runs(made), file
 
 
-def run(out, planned, loss, weights=None, *, steps=STEPS, parameters=PARAMETERS, diverged=False, rate=1000.0, **more):
+def run(
+    out,
+    planned,
+    loss,
+    weights=None,
+    *,
+    steps=STEPS,
+    parameters=PARAMETERS,
+    diverged=False,
+    rate=1000.0,
+    sharpness=None,
+    **more,
+):
     """One finished run: a curve that ends at `loss`, evaluations at each eighth, and final losses."""
     curve = [loss + 3.0 * (1 - i / steps) for i in range(1, steps + 1)]
     valid = {i: curve[i - 1] for i in range(steps // 8, steps + 1, steps // 8)}
@@ -45,5 +57,7 @@ def run(out, planned, loss, weights=None, *, steps=STEPS, parameters=PARAMETERS,
         return directory
     (directory / "DONE").write_text(json.dumps({"step": steps}))
     losses = {"run": loss, "bf16": loss if weights is None else weights}
-    (directory / "evaluation.json").write_text(json.dumps({"step": steps, "corpus_hash": "c0ffee", "loss": losses}))
+    found = {"step": steps, "corpus_hash": "c0ffee", "loss": losses}
+    found |= {} if sharpness is None else {"sharpness": {"run": sharpness, "bf16": 0.0}}
+    (directory / "evaluation.json").write_text(json.dumps(found))
     return directory

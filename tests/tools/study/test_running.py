@@ -69,7 +69,9 @@ def test_killed_copied_and_gone_on_with(small, tmp_path, capsys):
         )
         assert alone.wait(120) == 0, alone.output.read_text()
         assert numbers(moved / name) == numbers(tmp_path / "alone" / name)
-    losses = [json.loads((moved / name / "evaluation.json").read_text())["loss"] for name in RUNS]
+    found = [json.loads((moved / name / "evaluation.json").read_text()) for name in RUNS]
+    assert all(value > 0 for each in found for value in each["sharpness"].values())
+    losses = [each["loss"] for each in found]
     assert losses[0]["run"] == losses[0]["bf16"] and losses[1]["run"] != losses[1]["bf16"]
 
     words = ("study", "run", "tiny", "--nproc", "2", "--out", str(moved), "--set", *small)

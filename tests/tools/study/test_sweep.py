@@ -32,7 +32,8 @@ def swept(folder, *, diverged=(), missing=(), blocks=None, loss=losses):
     for each in planned:
         if each.name not in missing:
             value = loss(each.arm, dict(each.setting).get("optim.lr"), each.seed)
-            synthetic.run(folder / "runs", each, value, steps=STEPS, diverged=each.name in diverged)
+            more = {"steps": STEPS, "sharpness": each.seed / 100, "diverged": each.name in diverged}
+            synthetic.run(folder / "runs", each, value, **more)
     return made, planned, file
 
 
@@ -85,6 +86,8 @@ def test_a_diverged_run_is_a_result(tmp_path):
     assert (row["loss"], row["works"], row["best"]) == (None, False, False)
     assert arms["bf16"]["best"] == "optim.lr=0.001"
     assert arms["fp4"]["works"] == ["optim.lr=0.003", "optim.lr=0.01"]
+    assert row["sharpness"] == pytest.approx(0.08) and rows["fp4", 0.03]["sharpness"] == pytest.approx(0.075)
+    assert "Sharpness:\n\n| optim.lr | bf16 | fp4 |" in text and "| 0.03 | 0.0800 | 0.0750 |" in text
     assert "| 0.003 | unstable 1 of 3 |" in text and "bf16-lr_0.003-s8" not in text
     ends = {(r, s): losses("fp4", r, s) for r in RATES for s in SEEDS}
     ends[0.03, 9] += 3.0 * (1 - 1 / STEPS)  # the first loss that was logged
