@@ -34,10 +34,14 @@ examples:
   torchrun --nproc-per-node 8 -m lowprec_train.tools.cli bench comm
   torchrun --nproc-per-node 4 -m lowprec_train.tools.cli bench parallel --peers plain,torchao \
       --arm bf16 --arm fp8 --arm 'fp8 comm=fp8 parallel.param_all_gather=quantized' --arm 'fp8 parallel.tp=2'
+  lowprec bench memory --model llama_7b_8layers --batches 4,2 --peers te:Delayed
+  lowprec bench memory --arm bf16 --arm 'coat optim/master=bf16 model.recompute=full' --limit 24GB
   lowprec bench report results/gemm.json
 """
 MODEL, BATCH, SEQ_LEN = "llama_7b_8layers", 8, 2048
 RECIPES = "fp8,fp4,mxfp4"
+LEAN = "optim=adamw_coat optim/master=bf16 optim.in_backward=true precision/saved_activations=coat"
+ARMS = ("bf16", "coat", "fp4_fold", f"fp4_fold {LEAN}")  # of memory: the last one is the leanest
 OUT = Path("bench")
 COMM_MINUTES = 5.0  # that a collective may hang
 
@@ -56,7 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     comm.add_argument("--rounds", type=positive, default=20, metavar="N", help="calls of each (default: %(default)s)")
     comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: over gloo")
     _parallel_options(kinds.add_parser("parallel", help="training steps on several GPUs, under torchrun"))
-    for each in (kernels, gemm, linear, kinds.choices["step"], comm, kinds.choices["parallel"]):
+    _memory_options(kinds.add_parser("memory", help="what a step holds, by category, with a figure"))
+    for each in (kernels, gemm, linear, comm, *(kinds.choices[name] for name in ("step", "parallel", "memory"))):
         each.add_argument("--out", metavar="DIR", type=Path, default=OUT, help="default: %(default)s")
     report = kinds.add_parser("report", help="the table of a JSON file")
     report.add_argument("file", metavar="FILE.json", type=Path)
@@ -121,6 +126,30 @@ def _parallel_options(parallel: argparse.ArgumentParser) -> None:
     parallel.add_argument("--no-profile", action="store_true", help="times and memory alone")
 
 
+def _memory_options(memory: argparse.ArgumentParser) -> None:
+    memory.add_argument("--model", default=MODEL, help="a configuration, or sizes as of step (default: %(default)s)")
+    memory.add_argument("--seq-len", type=positive, default=SEQ_LEN, help="default: %(default)s")
+    memory.add_argument(
+        "--batches",
+        type=counts,
+        metavar="N,N",
+        default="4,2",
+        help="sequences of a micro-batch: the first is timed, two give the largest that fits (default: %(default)s)",
+    )
+    memory.add_argument("--arm", metavar="'RECIPE OVERRIDE ...'", action="append", default=[], help="a run")
+    memory.add_argument("--peers", type=names, default="none", help="as of step (default: %(default)s)")
+    memory.add_argument("--limit", metavar="SIZE", default="80GB", help="of a GPU, as 24GiB (default: %(default)s)")
+    memory.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: storages are counted")
+    memory.add_argument("--eager", action="store_true", help="compile nothing")
+    memory.add_argument("--warm-up", type=positive, default=3, metavar="N")
+    memory.add_argument("--rounds", type=positive, default=5, metavar="N")
+
+
+def counts(text: str) -> list[int]:
+    """Counts by commas."""
+    return [positive(each) for each in text.split(",")]
+
+
 def names(text: str) -> list[str]:
     """A list by commas; `none` and nothing are an empty one."""
     return [] if text in ("", "none") else text.split(",")
@@ -129,7 +158,7 @@ def names(text: str) -> list[str]:
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print, write."""
     commands = {"kernels": _kernels, "gemm": _gemm, "linear": _linear, "step": _step, "report": _report}
-    commands |= {"comm": _comm, "parallel": _parallel}
+    commands |= {"comm": _comm, "parallel": _parallel, "memory": _memory}
     return commands[arguments.bench](arguments)
 
 
@@ -208,6 +237,30 @@ def _parallel(arguments: argparse.Namespace) -> int:
         how |= {"profiled": [] if arguments.no_profile else [""], "say": _say if world.leads else lambda line: None}
         result = parallel.measure(found, work, world, warm_up=arguments.warm_up, **how)
         return _finish(arguments, device, name, result) if world.leads else 0
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from lowprec_train.tools.bench import configuration, memory, memory_plot, peers
+    from lowprec_train.tools.bench.contestant import Work
+    from lowprec_train.tools.estimate.fit import parse_size
+    from lowprec_train.train import checks
+
+    arms = arguments.arm or ARMS
+    found = memory.contestants(arms, peers.chosen(arguments.peers))
+    batches, limit, device = arguments.batches, parse_size(arguments.limit), checks.device(arguments.device)
+    given = {"model": arguments.model, "seq_len": arguments.seq_len, "batch": batches[0], "device": device}
+    work = Work(**given, compiled=not arguments.eager, parameters="fp32", overrides=tuple(_eager(arguments)))
+    how = {"batches": batches, "limit": limit, "rounds": arguments.rounds, "warm_up": arguments.warm_up}
+    result = memory.measure(found, work, **how, say=_say)
+    name = f"memory_{configuration.model_name(arguments.model)}"
+    code = _finish(arguments, device, name, result)
+    memory_plot.save(result, arguments.out / f"{name}.svg")
+    return code
+
+
+def _eager(arguments: argparse.Namespace) -> list[str]:
+    """What makes `lowprec estimate` count a run as it is measured."""
+    return ["compile='off'"] if arguments.eager else []
 
 
 @contextmanager

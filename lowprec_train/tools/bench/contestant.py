@@ -137,6 +137,10 @@ class Contestant(Entrant):
     update: Callable[[Work, nn.Module], Update] = fused_adamw
 
     def stepper(self, work: Work) -> Step:
+        return self.train(work)[1]
+
+    def train(self, work: Work, forward_done: Callable[[], None] = lambda: None) -> tuple[nn.Module, Step]:
+        """The model and its step; `forward_done` hears of each forward pass."""
         built = self.build(work)
         update = self.update(work, built.module)
         tokens = work.batch_of_tokens
@@ -144,11 +148,12 @@ class Contestant(Entrant):
 
         def step() -> Tensor:
             loss = built.loss(tokens, targets)
+            forward_done()
             loss.backward()
             update()
             return loss.detach()
 
-        return step
+        return built.module, step
 
 
 def cast_matrices(module: nn.Module, dtype: torch.dtype) -> None:

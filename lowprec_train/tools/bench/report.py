@@ -8,6 +8,7 @@ from typing import Any
 from lowprec_train.tools.markdown import number, table
 
 Result = Mapping[str, Any]
+GIB = 2**30
 
 
 def markdown(result: Result) -> str:
@@ -181,6 +182,31 @@ def _sharded(row: Mapping[str, Any]) -> list[object]:
     return [row["name"], row["group"], *rates, *rest, number(row.get("sent_gb"), 2), loss]
 
 
+def memory(result: Result) -> list[str]:
+    """One row a contestant: the columns of COAT's table 7, and what was estimated."""
+    sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
+    shape = f"micro-batches of {result['batches'][0]} x {result['seq_len']:,} tokens"
+    peaks = " and ".join(map(str, result["batches"]))
+    lines = [
+        f"{sizes}; {shape}, one a step; GiB. Activations: at the loss. Largest: sequences of a micro-batch in 90 % of "
+        f"{result['limit'] / GIB:,.1f} GiB, by the line through the peaks at {peaks}. Contestants ran one after "
+        "another.",
+        "",
+    ]
+    header = ("run", "parameters", "optimizer states", "gradients", "activations", "peak", "BF16 / peak", "reserved")
+    return lines + table((*header, "estimated", "largest", "tokens/s"), (_held(row) for row in result["rows"]))
+
+
+def _held(row: Mapping[str, Any]) -> list[object]:
+    if "peak" not in row:
+        return [row["name"], row.get("error", ""), *[""] * 9]
+    sizes = ("parameters", "optimizer states", "gradients", "activations", "peak")
+    gib = [number(row[name] / GIB) for name in sizes]
+    more = [number(row[name] / GIB) if name in row else "" for name in ("reserved", "estimated")]
+    rate = number(row.get("tokens_per_s"), 0)
+    return [row["name"], *gib, number(row["of_baseline"]), *more, number(row["largest"], 0), rate]
+
+
 TABLES: dict[str, Callable[[Result], list[str]]] = {
     "kernels": kernels,
     "gemm": gemm,
@@ -188,4 +214,5 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "step": step,
     "comm": comm,
     "parallel": parallel,
+    "memory": memory,
 }

@@ -34,6 +34,7 @@ from lowprec_train.train import build
 from lowprec_train.train.compose import composed
 from lowprec_train.train.distribute import Distribution
 from lowprec_train.train.launch import ALONE, World
+from lowprec_train.train.trainer import Trainer
 
 BASELINE = "bf16"
 NO_END = 1 << 20  # steps of a run that is not trained to its end
@@ -88,20 +89,34 @@ class Arm:
 
     def facts(self, work: Work, processes: int) -> dict[str, Any]:
         """What `lowprec estimate` says of it: GiB at the peak, and GB that a GPU sends in a step."""
-        from lowprec_train.tools.estimate.report import GB, GIB, estimate
+        from lowprec_train.tools.estimate.report import GB, GIB
 
-        found = estimate(self.run(work, processes), processes)
+        found = self.estimate(work, processes)
         return {"estimated_gib": found["memory"]["total"] / GIB, "sent_gb": found["traffic"]["total"] / GB}
+
+    def estimate(self, work: Work, processes: int) -> dict[str, Any]:
+        """What `lowprec estimate` says of it."""
+        from lowprec_train.tools.estimate.report import estimate
+
+        return estimate(self.run(work, processes), processes)
 
     def step(self, work: Work, world: World) -> Step:
         """The trainer's step on this rank."""
+        return self.stepping(self.trainer(work, world))
+
+    def trainer(self, work: Work, world: World) -> Trainer:
+        """This rank's, at its first step."""
         run, device = self.run(work, world.processes), work.device
         laid_out = build.layout(run)
         distribution = build.distribution(run, laid_out, world, device)
         plans = laid_out.plans(device, shards=distribution.sizes.dp_shard)
         text = random_corpus(work, run.tokens_per_step // work.seq_len)
         fill = drawn(distribution, work.seed)
-        made = build.trainer(run, laid_out, plans, text, distribution, device, compiled=work.compiled, fill=fill)
+        return build.trainer(run, laid_out, plans, text, distribution, device, compiled=work.compiled, fill=fill)
+
+    @staticmethod
+    def stepping(made: Trainer) -> Step:
+        """Its step, which returns the loss."""
 
         def step() -> Tensor:
             loss = made.step()["train/loss"]
