@@ -247,7 +247,7 @@ def _memory(arguments: argparse.Namespace) -> int:
 
     arms = arguments.arm or ARMS
     found = memory.contestants(arms, peers.chosen(arguments.peers))
-    batches, limit, device = arguments.batches, parse_size(arguments.limit), checks.device(arguments.device)
+    batches, limit, device = arguments.batches, parse_size(arguments.limit, "--limit"), checks.device(arguments.device)
     given = {"model": arguments.model, "seq_len": arguments.seq_len, "batch": batches[0], "device": device}
     work = Work(**given, compiled=not arguments.eager, parameters="fp32", overrides=tuple(_eager(arguments)))
     how = {"batches": batches, "limit": limit, "rounds": arguments.rounds, "warm_up": arguments.warm_up}

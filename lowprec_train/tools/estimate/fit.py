@@ -40,11 +40,11 @@ class Fit:
     refused: str = ""
 
 
-def parse_size(text: str) -> int:
-    """Bytes of `24GiB` or `80GB`. Raises ValueError for other text."""
+def parse_size(text: str, option: str = "--fit") -> int:
+    """Bytes of `24GiB` or `80GB`. Raises ValueError for other text, which was given to `option`."""
     named = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", text)
     if named is None or not float(named[1]):
-        raise ValueError(f"--fit {text} is no size; one is written as 24GiB or 80GB")
+        raise ValueError(f"{option} {text} is no size; one is written as 24GiB or 80GB")
     return int(float(named[1]) * UNITS[named[2]])
 
 
