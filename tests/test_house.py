@@ -41,7 +41,7 @@ TORCH_ADAPTERS = {
     "lowprec_train/comm/process_group.py",
 }
 TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/snapshots.py", "lowprec_train/parallel/fsdp_parameters.py"}
-TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/flight.py"}
+TORCH_ADAPTERS |= {"lowprec_train/train/diagnostics/flight.py", "lowprec_train/tools/bench/storages.py"}
 
 
 def relative(path: Path) -> str:

@@ -1,7 +1,7 @@
 """`lowprec bench memory`: what a training step holds, by category, for recipes and peers one after another.
 
-A step is watched at marks: after each block's forward pass, at the loss, when each gradient is there, after the update.
-At each of them, in bytes,
+A step is watched at marks: after the forward pass of each block of ours, at the loss, when each gradient is there,
+after the update. At each of them, in bytes,
 
     parameters         with buffers
     optimizer states   what stands between steps, less the parameters
@@ -29,13 +29,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lowprec_train.tools.bench.contestant import Contestant, Entrant, Step, Work
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.sharded import Arm
+from lowprec_train.tools.bench.storages import Storages
 from lowprec_train.tools.bench.timing import Interval
 from lowprec_train.train.launch import ALONE
 
@@ -93,31 +91,6 @@ class Allocator:
         return found
 
 
-class Storages(TorchDispatchMode):
-    """Of all storages that operations have made since it was entered, and that live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in (each for each in tree_leaves(result) if isinstance(each, Tensor) and not each.is_meta):
-            reference = StorageWeakRef(tensor.untyped_storage())
-            self._alive.setdefault(reference.cdata, (reference, tensor.untyped_storage().nbytes()))
-        self._peak = max(self._peak, self.allocated())
-        return result
-
-    def allocated(self) -> int:
-        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
-        return sum(size for _, size in self._alive.values())
-
-    def peak(self) -> int:
-        found, self._peak = self._peak, self.allocated()
-        return found
-
-
 class Marks:
     """Of one step. base: bytes that were allocated before the contestant was built."""
 
@@ -131,16 +104,14 @@ class Marks:
             self._add("loss")
 
     @contextmanager
-    def watching(self, module: nn.Module) -> Iterator[None]:
-        """One step of `module`, which holds no gradients now."""
+    def watching(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """One step of `module`, which holds no gradients now. blocks: of it, whose forward passes are marked."""
         self.found, self._module = [], module
         self._parameters = sum(_sizes([*module.parameters(), *module.buffers()]).values())
         self._standing = self._counter.allocated() - self._base
         self._counter.peak()
         hooks = [p.register_post_accumulate_grad_hook(lambda _: self._add("gradient")) for p in module.parameters()]
-        blocks: Any = getattr(module, "blocks", ())
-        for block in (each for each in blocks if each._compiled_call_impl is None):  # hooks would be compiled too
-            hooks.append(block.register_forward_hook(lambda *_: self._add("block")))
+        hooks += [block.register_forward_hook(lambda *_: self._add("block")) for block in blocks]
         try:
             yield
         finally:
@@ -209,13 +180,13 @@ def measure(
     return about | {"tokens_per_step": work.tokens, "rows": rows}
 
 
-def largest(points: Sequence[tuple[int, int]], room: int) -> int | None:
+def largest(points: Sequence[tuple[int, int]], limit: int) -> int | None:
     """Sequences of the largest micro-batch that fits, by the line through the first and the last (batch, peak)."""
     (small, low), (large, high) = sorted([points[0], points[-1]])
     if small == large or high <= low:
         return None
     slope = (high - low) / (large - small)
-    return max(0, math.floor(large + (room - high) / slope))
+    return max(0, math.floor(large + (limit - high) / slope))
 
 
 def _in_process(each: Measurable, work: Work, batches: Sequence[int], rounds: int, warm_up: int) -> Row:
@@ -249,7 +220,8 @@ def _step(each: Measurable, work: Work, rounds: int, warm_up: int) -> Row:
         marks = Marks(storages or Allocator(work.device))
         module, step = each.train(work, marks.forward_done)
         losses = [float(step()) for _ in range(warm_up)]
-        with marks.watching(module):
+        blocks: Any = module.blocks if isinstance(each, Run) else ()  # hooks of a peer's blocks would be compiled
+        with marks.watching(module, blocks):
             step()
     row = summary(marks.found) | {"marks": marks.found, "loss": [losses[0], losses[-1]]}
     if on_gpu:
