@@ -70,14 +70,14 @@ def test_rows_of_runs_and_peers(measured):
     for row in (bf16, coat, lean):
         assert {mark["mark"] for mark in row["marks"]} == {"block", "loss", "gradient", "update"}
         assert [batch for batch, _ in row["points"]] == [4, 2] and row["tokens_per_s"] > 0
-        assert row["largest"] == memory.largest(row["points"], int(0.9 * 2**24)) > 4
+        assert row["largest"] == memory.largest_batch(row["points"], int(0.9 * 2**24)) > 4
 
 
 def test_the_largest_micro_batch_is_on_the_line_through_two():
     points = [(4, 1000), (2, 800)]  # 600 and 100 a sequence
-    assert memory.largest(points, 2600) == 20 and memory.largest(points, 2699) == 20
-    assert memory.largest(points, 500) == 0
-    assert memory.largest(points[:1], 2600) is None and memory.largest([(4, 7), (2, 7)], 2600) is None
+    assert memory.largest_batch(points, 2600) == 20 and memory.largest_batch(points, 2699) == 20
+    assert memory.largest_batch(points, 500) == 0
+    assert memory.largest_batch(points[:1], 2600) is None and memory.largest_batch([(4, 7), (2, 7)], 2600) is None
 
 
 def test_the_table_and_the_figure_come_from_the_json(tmp_path, capsys):

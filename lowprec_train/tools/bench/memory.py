@@ -175,12 +175,12 @@ def measure(
     first = next((row for row in rows if row["baseline"] and "peak" in row), None)
     for row in (each for each in rows if "peak" in each):
         row["of_baseline"] = None if first is None else first["peak"] / row["peak"]
-        row["largest"] = largest(row["points"], int(SHARE * limit))
+        row["largest"] = largest_batch(row["points"], int(SHARE * limit))
     about = {"sizes": work.sizes, "seq_len": work.seq_len, "batches": list(batches), "limit": limit}
     return about | {"tokens_per_step": work.tokens, "rows": rows}
 
 
-def largest(points: Sequence[tuple[int, int]], limit: int) -> int | None:
+def largest_batch(points: Sequence[tuple[int, int]], limit: int) -> int | None:
     """Sequences of the largest micro-batch that fits, by the line through the first and the last (batch, peak)."""
     (small, low), (large, high) = sorted([points[0], points[-1]])
     if small == large or high <= low:
