@@ -31,6 +31,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "logger": "who listens",
     "log_interval": "who listens",
     "telemetry_interval": "watching leaves training alone",
+    "log_update_rms": "the same",
     "profile": "the same",
     "eval_interval": "evaluation has draws and batches of its own and leaves training alone",
     "eval_batches": "the same",
@@ -232,6 +233,7 @@ class RunConfig:
     checkpoint_keep: int = MISSING
     log_interval: int = MISSING
     telemetry_interval: int = MISSING
+    log_update_rms: bool = MISSING
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     lint_allow: list[str] = field(default_factory=list)
 

@@ -32,7 +32,7 @@ from lowprec_train.optim.fused import FusedAdamW, TorchAdamW
 from lowprec_train.optim.host_states import HostStates
 from lowprec_train.optim.param_state import ParamState, param_state, with_regions
 from lowprec_train.optim.shard import Shard
-from lowprec_train.optim.tensor_stats import over_groups, tensor_stats
+from lowprec_train.optim.tensor_stats import over_groups, tensor_stats, update_rms
 
 __all__ = ["CodedOptimizer", "Observer", "parameter_groups"]
 
@@ -152,6 +152,15 @@ class CodedOptimizer(torch.optim.Optimizer):
             batches = list(self._batches(group | {"params": [parameter]}, grad_scale, found_inf))
             for batch, known in zip(batches, tensor_stats(batches), strict=True):
                 batch.step(known.rms, known.amax)
+
+    @torch.no_grad()
+    def update_rms(self, *, grad_scale: Tensor | None = None) -> dict[nn.Parameter, Tensor]:
+        """Before a step, of each parameter with a gradient: sqrt(mean(g^2 / max(v', eps^2))), v' being Adam's second
+        moment after it, without its bias (arXiv 2304.13013). About 1; larger where gradients outgrow it.
+        """
+        batches = [each for group in self.param_groups for each in self._batches(group, grad_scale, None)]
+        pairs = zip(batches, update_rms(batches), strict=True)
+        return {held.owner: rms[place] for batch, rms in pairs for place, held in enumerate(batch.members)}
 
     def prefetch(self) -> None:
         """Before a step, where states are on the host: fetch the first ones while it computes."""

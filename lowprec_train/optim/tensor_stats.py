@@ -40,6 +40,14 @@ def tensor_stats(batches: Sequence[Batch]) -> list[TensorStats]:
     return [TensorStats(rms=rms.get(place), amax=amax.get(place)) for place in range(len(batches))]
 
 
+def update_rms(batches: Sequence[Batch]) -> list[Tensor]:
+    """Of each batch, RMS [p] of the whole tensors' updates, whether they are clipped by it or not. Collective, too."""
+    squares = {place: batch.squares() for place, batch in enumerate(batches)}
+    cut = {place: total for place, total in squares.items() if batches[place].group is not None}
+    squares |= _reduced(batches, cut, lambda group, x: group.all_reduce_sum(x))
+    return [root_mean(squares[place], _numbers(batch)) for place, batch in enumerate(batches)]
+
+
 def over_groups(values: Sequence[tuple[Group, Tensor]], reduce: Callable[[Group, Tensor], Tensor]) -> list[Tensor]:
     """Tensors of one dtype, each reduced over its group: one collective for all that share one."""
     reduced: dict[int, Tensor] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_train.config import RunConfig
+from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.ops.updates import Rule
 from lowprec_train.optim.codecs import Codecs
@@ -19,6 +20,8 @@ def check(
     """Refuse `optim.in_backward` beside what needs more than one parameter's gradient on this rank, and it or
     `optim.grad_accumulation` beside what needs FP32 gradients after the backward pass. sums: what the latter names.
     """
+    if run.log_update_rms and not isinstance(rule, AdamWRule):
+        raise ValueError(f"log_update_rms=true is of AdamW's second moments, and {rule} has none")
     clash = _after_backward(run, phases)
     if run.optim.in_backward and (told := clash or _in_backward(run, grid, codecs, rule)):
         raise ValueError(f"optim.in_backward=true frees gradients inside of the backward pass: {told}")
@@ -39,11 +42,8 @@ def offload(run: RunConfig, grid: Sizes, *, on_gpu: bool) -> None:
     """Refuse `optim.offload` beside what looks at states on the device, and on several GPUs."""
     if not run.optim.offload:
         return
-    if run.telemetry_interval:
-        raise ValueError(
-            f"optim.offload=true keeps states on the host: telemetry_interval={run.telemetry_interval} looks at them; "
-            "telemetry_interval=0 does not"
-        )
+    if watched := _watched(run):
+        raise ValueError(f"optim.offload=true keeps states on the host: {watched}")
     if on_gpu and grid.processes > 1:
         raise ValueError(
             f"optim.offload=true is for one GPU, and there are {grid.processes}, which share states already: a "
@@ -51,9 +51,15 @@ def offload(run: RunConfig, grid: Sizes, *, on_gpu: bool) -> None:
         )
 
 
-def _after_backward(run: RunConfig, phases: Sequence[Phase]) -> str:
+def _watched(run: RunConfig) -> str:
     if run.telemetry_interval:
         return f"telemetry_interval={run.telemetry_interval} looks at them; telemetry_interval=0 does not"
+    return "log_update_rms=true looks at them; log_update_rms=false does not" if run.log_update_rms else ""
+
+
+def _after_backward(run: RunConfig, phases: Sequence[Phase]) -> str:
+    if watched := _watched(run):
+        return watched
     recipes = [recipe for phase in phases for recipe in phase.recipes.values()]
     sloped = [each for each in recipes if not isinstance(each.estimator, StraightThrough)]
     if run.parallel.param_all_gather == "quantized" and sloped:

@@ -68,6 +68,7 @@ class TrainingOptions:
     eval_batches: int  # micro-batches of the validation split
     in_backward: bool = False  # step each parameter when its gradient is complete; max_grad_norm is 0
     grad_accumulation: StateCodec | None = None  # what stores gradients of matrices until the update; None: FP32
+    log_update_rms: bool = False  # of matrices and of the embedding, before each update
     log_interval: int = 1  # evaluations, observed steps and the last one are always logged
     throughput: Throughput | None = None  # None: tokens per second alone
 
@@ -205,7 +206,7 @@ class Trainer:
                 self._in_backward.begin(loss if last else None)
             loss_part.backward()
         self.data_parallel.end_backward()
-        norm = self._update(loss, record)
+        norm, watched = self._update(loss, record)
         self.steps_done += 1
         if record is not None:
             self.telemetry.send(self.steps_done, record, self.device)
@@ -213,6 +214,7 @@ class Trainer:
             "train/loss": loss,
             "train/grad_norm": norm,
             "train/lr": lr,
+            **watched,
             "train/skipped": self._skipped.clone(),
             _IN_ROW: self._skipped_in_row.clone(),
             "data/tokens": float(self.steps_done * self.options.tokens_per_step),
@@ -286,20 +288,31 @@ class Trainer:
         with nullcontext() if self.precision is None else self.precision.around_pass(self.model):
             return self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
 
-    def _update(self, loss: Tensor, record: Record | None) -> Tensor:
-        """Clip, step or skip, count; returns the gradient norm before clipping."""
+    def _update(self, loss: Tensor, record: Record | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Clip, step or skip, count; the gradient norm before clipping, and what is to be logged of the update."""
         known = {p: s for each in (self._sums, self._in_backward) if each is not None for p, s in each.squares.items()}
         norm, squares = norm_and_squares(self.model.parameters(), self.shards, known)
         scale = ((norm + 1e-6) / (self.options.max_grad_norm or float("inf"))).clamp(min=1.0)
         taken = usable(loss, norm, scale)
         observer = None if record is None else record.state
         found_inf = (~taken).float()
+        watched = self._update_rms(scale) if self.options.log_update_rms else {}
         self.optimizer.step(grad_scale=scale, found_inf=found_inf, observer=observer)
         for parameter in () if self._sums is None else self._sums.gradients():
             self.optimizer.step_only(parameter, grad_scale=scale, found_inf=found_inf)
         self.optimizer.zero_grad(set_to_none=True)
         self._skips.count(taken, torch.stack(squares))
-        return norm
+        return norm, watched
+
+    def _update_rms(self, scale: Tensor) -> dict[str, Tensor]:
+        """The largest of the matrices but the embedding, and the embedding's."""
+        looked_up = {module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)}
+        found = {p: rms for p, rms in self.optimizer.update_rms(grad_scale=scale).items() if p.ndim >= 2}
+        sides = {
+            "optim/update_rms": [rms for p, rms in found.items() if p not in looked_up],
+            "optim/update_rms_embedding": [rms for p, rms in found.items() if p in looked_up],
+        }
+        return {name: torch.stack(values).amax() for name, values in sides.items() if values}
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         return (tensor.pin_memory() if self.device.type == "cuda" else tensor).to(self.device, non_blocking=True)

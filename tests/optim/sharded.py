@@ -54,11 +54,13 @@ def train(system, net, shards, micro_batches, sum_vectors, gather):
         norm = global_norm(named.values(), shards)
         seen = []
         watch = (lambda p, what, *_, seen=seen: seen.append(what)) if step == 1 else None
+        rms = adamw.update_rms(grad_scale=norm * 2)
         adamw.step(grad_scale=norm * 2, found_inf=(~norm.isfinite()).float(), observer=watch)
         adamw.zero_grad()
         found = {(name, "value"): local(p).float() for name, p in named.items()}
         found |= {(name, key): x for name, p in named.items() for key, x in adamw.state[p].items()}
-        history.append({"norm": norm, "seen": len(seen)} | gather({key: x.clone() for key, x in found.items()}))
+        told = {"norm": norm, "seen": len(seen), "rms": torch.stack([rms[p] for p in named.values()])}
+        history.append(told | gather({key: x.clone() for key, x in found.items()}))
     return history
 
 

@@ -76,6 +76,7 @@ def test_vectors_alone_are_refused():
     ("overrides", "sizes", "said"),
     [
         (("telemetry_interval=5",), Sizes(), "telemetry_interval=5 looks at them"),
+        (("log_update_rms=true",), Sizes(), "log_update_rms=true looks at them"),
         ((), Sizes(dp_shard=4), "is for one GPU, and there are 4"),
     ],
 )

@@ -141,6 +141,7 @@ def test_recomputed_blocks_are_stepped_after_they_have_been_computed_again():
     [
         (("max_grad_norm=1.0",), Sizes(), "max_grad_norm=1.0 divides by the norm of all gradients"),
         (("telemetry_interval=5",), Sizes(), "telemetry_interval=5 looks at them"),
+        (("log_update_rms=true",), Sizes(), "log_update_rms=true looks at them"),
         (
             ("+recipe=fp4",),
             Sizes(dp_shard=2),

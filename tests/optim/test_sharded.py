@@ -24,11 +24,13 @@ def joined(parts, wanted):
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_two_processes_have_the_bits_of_one(name, runs):
-    """Weights, codes, scales, masters, step counters and the clipped norm, after every step."""
+    """Weights, codes, scales, masters, step counters, the clipped norm and the RMS of updates, after every step."""
     one, ranks = runs
     for step, whole in enumerate(one[name]):
         parts = [rank[name][step] for rank in ranks]
         assert torch.equal(parts[0]["norm"], whole["norm"]) and torch.equal(parts[1]["norm"], whole["norm"])
+        assert torch.equal(parts[0]["rms"], parts[1]["rms"])
+        torch.testing.assert_close(parts[0]["rms"], whole["rms"], rtol=1e-6, atol=0)
         different = [
             key
             for key, wanted in whole.items()

@@ -122,6 +122,15 @@ def test_one_line_a_step_with_the_names_of_the_convention():
         assert 0 <= line["time/data_ms"] < 1e4 and 0 < line["time/step_ms"] < 1e4 and line["mem/peak_gib"] > 0.01
 
 
+def test_the_rms_of_updates_is_logged_and_changes_nothing():
+    plain, watched = (fit(make_trainer(log_update_rms=on))[1] for on in (False, True))
+    assert watched.column("train/loss") == plain.column("train/loss")
+    names = {"optim/update_rms", "optim/update_rms_embedding"}
+    assert all(set(line) - set(other) == names for line, other in zip(watched.lines, plain.lines, strict=True))
+    for name in names:  # the first second moment is the first square, but for zeros
+        assert watched.column(name)[0] <= 1.0 and all(0 < value < 4.5 for value in watched.column(name))
+
+
 def test_log_interval_thins_lines_but_not_evaluations():
     _, sink = fit(make_trainer(steps=12, eval_interval=5, log_interval=4))
     assert sink.column("step") == [4, 5, 8, 10, 12]

@@ -11,6 +11,7 @@ from lowprec_train import __version__
 from lowprec_train.tools.compare.report import strict
 from lowprec_train.tools.markdown import table
 from lowprec_train.tools.study.definition import Study
+from lowprec_train.tools.study.foretold import AHEAD, LARGE, Foretold
 from lowprec_train.tools.study.measure import RESOLUTION, ArmRow, Cell, Contrast, Measured
 from lowprec_train.tools.study.statistics import Estimate
 from lowprec_train.tools.study.sweep import WORKABLE, SweepArm, SweepRow
@@ -20,7 +21,17 @@ HEADER = (
     *("arm", "n", "loss", "gap, nat [95 %]", "gap %", "predicted %", "in the weights", "forward rounding"),
     *("extra tokens %", "tokens/s", "speed at equal loss", "may be said"),
 )
-HEALTH = ("arm", "seeds", "training gap, last tenth", "clipped %", "spikes", "skipped", "SD of residuals", "sharpness")
+HEALTH = (
+    "arm",
+    "seeds",
+    "training gap, last tenth",
+    "clipped %",
+    "spikes",
+    "skipped",
+    "SD of residuals",
+    "sharpness",
+    "spikes foretold",
+)
 
 
 def to_json(measured: Measured) -> str:
@@ -71,6 +82,8 @@ def definitions(measured: Measured) -> dict[str, str]:
         "gap at own best": f"of a sweep: arm at its best value - {measured.baseline} at its own, from the seeds' pairs",
         "sharpness": "100 (max L - L) / (1 + L) where logits y of last tokens move by at most 0.001 (|y| + 1); L: mean "
         "loss of the last tokens of 256 sequences, with the run's own forward pass; mean over seeds",
+        "spikes foretold": f"those with an event 1 to {AHEAD} steps before them: an update of a matrix whose RMS is "
+        f"above {LARGE:g}; chance: the share of steps that lie so behind one",
         "sensitivity": "mean over values and seeds of min(loss, loss at the start), less the loss of the best value",
     }
 
@@ -142,7 +155,14 @@ def health_cells(row: ArmRow) -> list[str]:
         str(row.skipped),
         number(row.spread, ".4f"),
         number(row.sharpness, ".4f"),
+        foretold_text(row.foretold),
     ]
+
+
+def foretold_text(found: Foretold | None) -> str:
+    if found is None:
+        return NONE
+    return f"{found.foretold} of {found.spikes}, {found.events} events, chance {100 * found.chance:.0f} %"
 
 
 def extra(row: ArmRow) -> str:
@@ -203,6 +223,8 @@ def sweep_text(measured: Measured) -> str:
         for end in ("lowest", "highest")
         if (found := [each.arm for each in measured.sweep_arms if each.edge == end])
     ]
+    if any(row.foretold is not None for row in measured.sweep):
+        parts += ["Spikes foretold:", by_setting(lambda row: foretold_text(row.foretold if row else None))]
     if any(row.sharpness is not None for row in measured.sweep):
         parts += ["Sharpness:", by_setting(lambda row: number(row.sharpness if row else None, ".4f"))]
     return "\n\n".join(parts)

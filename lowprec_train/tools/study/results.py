@@ -14,6 +14,7 @@ from lowprec_train.tools.compare import curves
 from lowprec_train.tools.compare.measure import RATE, SKIPPED
 from lowprec_train.tools.compare.runs import VALID, Array, Run, Series, read_info, read_run
 from lowprec_train.tools.study import evaluation, forking
+from lowprec_train.tools.study.foretold import Foretold, foretold
 from lowprec_train.tools.study.plan import StudyRun, check_same
 from lowprec_train.tools.study.progress import shared, state
 from lowprec_train.train.trained import OF_RUN, UNQUANTISED
@@ -42,6 +43,7 @@ class Result:
     logged: int
     clipped: float | None
     spikes: int
+    foretold: Foretold | None
     skipped: int
     rate: float | None
     steps: int
@@ -82,6 +84,7 @@ def result(run: StudyRun, directory: Path) -> Result:
     evaluated = evaluation.read(directory)
     losses, sharp = evaluated.get("loss", {}), evaluated.get("sharpness", {}).get(OF_RUN)
     loss, weights = (float(losses.get(forward, math.nan)) for forward in (OF_RUN, UNQUANTISED))
+    spikes = curves.spikes(record.loss)
     rate, skipped = record.series(RATE).values, record.series(SKIPPED).values
     return Result(
         run=run,
@@ -93,7 +96,8 @@ def result(run: StudyRun, directory: Path) -> Result:
         unstable=unstable(record, loss),
         logged=len(record.loss.steps),
         clipped=clipped(record),
-        spikes=len(curves.spikes(record.loss)),
+        spikes=len(spikes),
+        foretold=foretold(record, spikes),
         skipped=int(np.max(skipped)) if len(skipped) else 0,
         rate=float(np.median(rate)) if len(rate) else None,
         steps=int(record.config["steps"]),

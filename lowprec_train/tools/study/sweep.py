@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowprec_train.tools.study.definition import Study
+from lowprec_train.tools.study.foretold import Foretold, together
 from lowprec_train.tools.study.results import Result, names
 from lowprec_train.tools.study.statistics import BlockFit, Estimate
 
@@ -36,6 +37,7 @@ class SweepRow:
     unstable: dict[int, str]
     losses: dict[int, float]
     sharpness: float | None
+    foretold: Foretold | None
     loss: float | None
     spread: float | None
     best: bool
@@ -93,6 +95,7 @@ def _row(group: Sequence[Result], loss: float | None, *, best: bool, limit: floa
         unstable={each.run.seed: each.unstable for each in group if each.unstable},
         losses=losses,
         sharpness=float(np.mean(sharp)) if (sharp := [e.sharpness for e in group if e.sharpness is not None]) else None,
+        foretold=together(each.foretold for each in group),
         loss=loss,
         spread=float(np.std(list(losses.values()), ddof=1)) if loss is not None and len(losses) > 1 else None,
         best=best,
