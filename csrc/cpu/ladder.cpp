@@ -69,9 +69,9 @@ LadderRow row_rungs(Buffers& b, int64_t n, const LadderHow& how, const uint32_t*
   const LadderRow row = ladder_row(top == nullptr ? most : *top, how.span);
   for (int64_t i = 0; i < blocks; ++i) {
     const bool lost = how.span > 0 ? row.lost : b.amax[i] >= INFINITE;
-    int rung = std::max(first_rung(b.amax[i]), row.floor);
+    int rung = std::max(first_rung(b.amax[i]), 3 * row.floor);
     if (how.by != Candidates::NONE && !lost) {
-      rung = chosen_rung(b.v.data() + i * how.width, rung, row.floor, how, b.size.data(), b.off.data());
+      rung = chosen_rung(b.v.data() + i * how.width, rung, 3 * row.floor, how, b.size.data(), b.off.data());
     }
     const int step = rung_step(rung);
     b.scale[i] = lost ? bits_float(0x7fc00000u) : rung_scale(rung);

@@ -1,8 +1,8 @@
 // rotate_fold_ladder (ops/ladder.py): random Hadamard transform, E2M1 under the best of three rungs in blocks of 16,
 // carriers, a factor per row. This file: rows as they lie, and the op. ladder_transposed.cu: rows of the transpose.
 //
-// As in rotate.cu a thread block holds a whole row in registers, since rungs hang from the row's largest magnitude. The
-// sums of a row's factor are whole numbers: what the warps leave of one row is added up behind the barrier of the next.
+// As in rotate.cu a thread block holds a whole row in registers, since rungs hang from the row's largest magnitude. What
+// a row's scale is made of is left in memory, its sums as whole numbers that are added in any order; a last kernel makes it.
 //
 // What binds: instructions. Of some 40 an element 15 try three rungs (two elements an instruction), 9 round and make the
 // code, 5 are the row's sums, 7 butterflies.
@@ -17,30 +17,23 @@ template <int held>
 constexpr int WARPS_OF = held == HELD ? 16 : 28;  // rows of 32768 and of 28672
 constexpr int STATIC_SHARED = 2048;
 
-// A row's scale from what the warps left of it.
-__device__ __forceinline__ float finished(const LadderRow& row, const int64_t (*sums)[2], int warps) {
-  int64_t own = 0, made = 0;
-  for (int i = 0; i < warps; ++i) own += sums[i][0], made += sums[i][1];
-  return ladder_scale(row) * row_factor(static_cast<double>(own), static_cast<double>(made));
-}
-
 template <typename In, int fixed, bool corrected, int held>
 __global__ void __launch_bounds__(32 * WARPS_OF<held>, 1)
-    ladder_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale, int64_t rows,
-                int columns, Rotation how, LadderRule rule) {
+    ladder_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, RowLeft left, int64_t rows, int columns,
+                Rotation how, LadderRule rule) {
   extern __shared__ uint4 stages[];
   __shared__ alignas(16) uint32_t drawn[SIGN_WORDS];
   __shared__ uint32_t of_warps[2][WARPS_OF<held>];
-  __shared__ int64_t sums_of[2][WARPS_OF<held>][2];
+  __shared__ LadderTables tables;
   constexpr int part = 32 * CHUNKS<In, held>, blocks = held / LADDER_BLOCK;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
   make_signs(drawn, how);
+  make_ladder_tables(tables);
   __syncthreads();
   const uint32_t* signs = signs_of_lane<held>(drawn, fixed > 0 ? fixed : how.block);
   int turn = 0;
-  int64_t row = blockIdx.x, before = -1;
-  LadderRow of_before{};
+  int64_t row = blockIdx.x;
   if (row < rows) fetch<In, held>(x + row * columns, columns, mine[0]);
   commit_copies();
   for (; row < rows; row += gridDim.x, turn ^= 1) {
@@ -62,34 +55,24 @@ __global__ void __launch_bounds__(32 * WARPS_OF<held>, 1)
     most = warp_largest(most);
     if (lane == 0) of_warps[turn][warp] = most;
     __syncthreads();  // one a row: a warp reaches the slots again only after all have left the other turn
-    const LadderRow here = ladder_row(warp_largest(of_warps[turn][lane < warps ? lane : 0]), rule.span);
-    if (threadIdx.x == 0) {
-      if (!corrected) scale[row] = ladder_scale(here);
-      else if (before >= 0) scale[before] = finished(of_before, sums_of[turn ^ 1], warps);
-    }
+    most = warp_largest(of_warps[turn][lane < warps ? lane : 0]);
+    const LadderRow here = ladder_row(most, rule.span);
+    if (threadIdx.x == 0) left.keys[row] = most;
     uint32_t words[held / 4];
     RowSums sums;
 #pragma unroll
     for (int b = 0; b < blocks; ++b) {
-      const float* block = v + b * LADDER_BLOCK;
-      int rung = max(first_rung(amax[b]), here.floor);
-      if (rule.chooses) rung = chosen_rung(block, rung, here.floor);
-      emit_block<corrected>(block, rung, here, words + b * (LADDER_BLOCK / 4), sums);
+      emit_block<corrected>(v + b * LADDER_BLOCK, amax[b], here, rule.chooses, tables, words + b * (LADDER_BLOCK / 4), sums);
     }
     if constexpr (corrected) {
       const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
-      if (lane == 0) sums_of[turn][warp][0] = own, sums_of[turn][warp][1] = made;
-      before = row, of_before = here;
+      if (lane == 0) left.add(row, own, made);
     }
     uint8_t* out = codes + row * columns;
     write_codes(words, stage, [&](int piece, const uint4& of) {
       const int column = warp * 32 * held + piece * 16;
       if (column < columns) *reinterpret_cast<uint4*>(out + column) = of;
     });
-  }
-  if constexpr (corrected) {
-    __syncthreads();
-    if (threadIdx.x == 0 && before >= 0) scale[before] = finished(of_before, sums_of[turn ^ 1], warps);
   }
 }
 
@@ -99,7 +82,7 @@ void launch_rows(const LadderCall& call) {
     const int warps = static_cast<int>(ceil_div(call.columns, 32 * held));
     const size_t shared = 2 * warps * 32 * held * sizeof(In);
     const int64_t blocks = resident_blocks(kernel, 32 * warps, shared, call.rows, call.device);
-    kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.scale,
+    kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.left,
                                                         call.rows, static_cast<int>(call.columns), call.how, call.rule);
   };
   if constexpr (sizeof(In) < 4) {
@@ -120,36 +103,46 @@ void launch_rows(const LadderCall& call) {
 
 // A block a row of FP32, read twice; a thread takes blocks of 16.
 template <bool corrected>
-__global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x, uint8_t* __restrict__ codes,
-                                                    float* __restrict__ scale, int64_t columns, LadderRule rule) {
+__global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x, uint8_t* __restrict__ codes, RowLeft left,
+                                                    int64_t columns, LadderRule rule) {
   __shared__ uint32_t scratch[8];
-  __shared__ int64_t sums_of[8][2];
+  __shared__ LadderTables tables;
+  make_ladder_tables(tables);  // the barriers of block_largest follow
   const float* in = x + blockIdx.x * columns;
   uint32_t most = 0;
   for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) most = larger_magnitude(most, in[i]);
-  const LadderRow row = ladder_row(block_largest(most, scratch), rule.span);
+  most = block_largest(most, scratch);
+  if (threadIdx.x == 0) left.keys[blockIdx.x] = most;
+  const LadderRow row = ladder_row(most, rule.span);
   RowSums sums;
   for (int64_t at = threadIdx.x * LADDER_BLOCK; at < columns; at += blockDim.x * LADDER_BLOCK) {
     float v[LADDER_BLOCK];
     for (int i = 0; i < LADDER_BLOCK; ++i) v[i] = in[at + i];
-    int rung = max(first_rung(block_amax(v)), row.floor);
-    if (rule.chooses) rung = chosen_rung(v, rung, row.floor);
     uint32_t words[LADDER_BLOCK / 4];
-    emit_block<corrected>(v, rung, row, words, sums);
+    emit_block<corrected>(v, block_amax(v), row, rule.chooses, tables, words, sums);
     uint32_t* out = reinterpret_cast<uint32_t*>(codes + blockIdx.x * columns + at);
     for (int i = 0; i < LADDER_BLOCK / 4; ++i) out[i] = words[i];
   }
-  const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
-  if ((threadIdx.x & 31) == 0) sums_of[threadIdx.x >> 5][0] = own, sums_of[threadIdx.x >> 5][1] = made;
-  __syncthreads();
-  if (threadIdx.x == 0) scale[blockIdx.x] = corrected ? finished(row, sums_of, 8) : ladder_scale(row);
+  if constexpr (corrected) {
+    const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
+    if ((threadIdx.x & 31) == 0) left.add(blockIdx.x, own, made);
+  }
+}
+
+// Scales of rows, from what the kernels left of each.
+__global__ void row_scales(RowLeft left, int64_t rows, LadderRule rule, bool corrected, float* __restrict__ scale) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= rows) return;
+  const float own = ladder_scale(ladder_row(left.keys[row], rule.span));
+  const auto sum = [&](int i) { return static_cast<double>(static_cast<int64_t>(left.sums[2 * row + i])); };
+  scale[row] = corrected ? own * row_factor(sum(0), sum(1)) : own;
 }
 
 void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<Tensor>& signs, bool transposed) {
   Tensor v = plain_matrix(x, call.how.scale, call.how.scale_step, transposed);
   if (call.how.block > 0) v = hadamard(v, signs, call.how.block);
   const auto kernel = call.corrected ? ladder_plain<true> : ladder_plain<false>;
-  kernel<<<v.size(0), 256, 0, call.stream>>>(data_of<float>(v), call.codes, call.scale, v.size(1), call.rule);
+  kernel<<<v.size(0), 256, 0, call.stream>>>(data_of<float>(v), call.codes, call.left, v.size(1), call.rule);
 }
 
 bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64_t rotation) {
@@ -180,26 +173,28 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
   LadderCall call{};
   call.x = x.const_data_ptr(), call.rows = x.size(0), call.columns = x.size(1);
-  call.codes = mutable_data_of<uint8_t>(codes), call.scale = mutable_data_of<float>(row_scale);
+  call.codes = mutable_data_of<uint8_t>(codes);
   call.how.block = static_cast<int>(rotation), call.how.factor = hadamard_factor(rotation);
   call.how.signs = seed_of(signs);
   const Tensor held = scale.has_value() ? dense(*scale) : x;  // alive until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
   call.rule = {static_cast<int>(span), by == Candidates::MSE};
   call.corrected = corrected, call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
+  const Tensor keys = torch::stable::new_zeros(x, {rows}, ScalarType::Int);
+  const Tensor sums = torch::stable::new_zeros(x, {corrected ? rows : 1, 2}, ScalarType::Long);
+  call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(sums)};
   if (!fits(x, transposed, rows, columns, rotation)) {
     launch_plain(call, x, signs, transposed);
   } else {
     with_operand(x, [&](auto tag) {
       using In = typename decltype(tag)::Type;
       if constexpr (!std::is_same_v<In, Fp16>) {
-        if (!transposed) return corrected ? launch_rows<In, true>(call) : launch_rows<In, false>(call);
-        Tensor keys = torch::stable::new_zeros(x, {rows}, ScalarType::Int);
-        Tensor sums = torch::stable::new_zeros(x, {corrected ? rows : 1, 2}, ScalarType::Long);
-        launch_ladder_transposed<In>(call, mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(sums));
+        if (transposed) return launch_ladder_transposed<In>(call);
+        corrected ? launch_rows<In, true>(call) : launch_rows<In, false>(call);
       }
     });
   }
+  row_scales<<<ceil_div(rows, 256), 256, 0, call.stream>>>(call.left, rows, call.rule, corrected, mutable_data_of<float>(row_scale));
   check_launch("rotate_fold_ladder");
   return {codes, row_scale};
 }

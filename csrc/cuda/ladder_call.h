@@ -10,12 +10,25 @@ struct LadderRule {
   bool chooses;  // of three rungs the one of least squared error
 };
 
+// What kernels leave of each row of codes: bits of its largest magnitude, and its two sums. Zeros before.
+struct RowLeft {
+  uint32_t* keys;
+  unsigned long long* sums;
+
+#if defined(__CUDACC__)
+  __device__ __forceinline__ void add(int64_t row, int64_t own, int64_t made) const {
+    atomicAdd(sums + 2 * row, static_cast<unsigned long long>(own));
+    atomicAdd(sums + 2 * row + 1, static_cast<unsigned long long>(made));
+  }
+#endif
+};
+
 // One call: the matrix as it lies [rows, columns], its codes in either orientation.
 struct LadderCall {
   const void* x;
   int64_t rows, columns;
   uint8_t* codes;
-  float* scale;
+  RowLeft left;
   Rotation how;
   LadderRule rule;
   bool corrected;
@@ -23,8 +36,8 @@ struct LadderCall {
   cudaStream_t stream;
 };
 
-// ladder_transposed.cu: codes of the transpose. keys: int32 [columns], sums: int64 [columns, 2], zeros.
+// ladder_transposed.cu: codes of the transpose.
 template <typename In>
-void launch_ladder_transposed(const LadderCall& call, uint32_t* keys, unsigned long long* sums);
+void launch_ladder_transposed(const LadderCall& call);
 
 }  // namespace lowprec

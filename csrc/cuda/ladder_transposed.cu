@@ -2,7 +2,7 @@
 //
 // x is read twice, as in rotate_transposed.cu: the first read leaves the largest magnitude of each column by an atomic
 // maximum; the second rotates again, tries the rungs, writes codes and adds whole numbers to the column's two sums, in any
-// order. A third kernel makes scales of them.
+// order.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_columns.h"
@@ -31,15 +31,17 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
 
 template <typename In, int fixed, bool corrected>
 __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
-    column_ladder(const In* __restrict__ x, int rows, int columns, Rotation how, LadderRule rule,
-                  const uint32_t* __restrict__ keys, uint8_t* __restrict__ codes, unsigned long long* __restrict__ sums) {
+    column_ladder(const In* __restrict__ x, int rows, int columns, Rotation how, LadderRule rule, RowLeft left,
+                  uint8_t* __restrict__ codes) {
   extern __shared__ uint4 dynamic[];
   __shared__ alignas(16) uint32_t drawn[SIGN_WORDS];
+  __shared__ LadderTables tables;
   make_signs(drawn, how);
+  make_ladder_tables(tables);
   __syncthreads();
   each_tile<In, true, fixed>(x, rows, columns, how, drawn, reinterpret_cast<uint8_t*>(dynamic),
                              [&](const TileAt& at, const Share& mine, float (&v)[HELD], uint8_t* own) {
-    const LadderRow row = ladder_row(mine.inside ? keys[mine.column] : 0, rule.span);
+    const LadderRow row = ladder_row(mine.inside ? left.keys[mine.column] : 0, rule.span);
     uint32_t words[HELD / 4];
     RowSums of;
 #pragma unroll
@@ -47,9 +49,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
 #pragma unroll
     for (int b = 0; b < HELD / LADDER_BLOCK; ++b) {
       const float* block = v + b * LADDER_BLOCK;
-      int rung = max(first_rung(block_amax(block)), row.floor);
-      if (rule.chooses) rung = chosen_rung(block, rung, row.floor);
-      emit_block<corrected>(block, rung, row, words + b * (LADDER_BLOCK / 4), of);
+      emit_block<corrected>(block, block_amax(block), row, rule.chooses, tables, words + b * (LADDER_BLOCK / 4), of);
     }
     if constexpr (corrected) {
 #pragma unroll
@@ -57,10 +57,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
         of.own += __shfl_xor_sync(0xffffffffu, of.own, lanes);
         of.made += __shfl_xor_sync(0xffffffffu, of.made, lanes);
       }
-      if (mine.inside && (threadIdx.x & 3) == 0) {
-        atomicAdd(sums + 2 * mine.column, static_cast<unsigned long long>(of.own));
-        atomicAdd(sums + 2 * mine.column + 1, static_cast<unsigned long long>(of.made));
-      }
+      if (mine.inside && (threadIdx.x & 3) == 0) left.add(mine.column, of.own, of.made);
     }
     write_codes(words, reinterpret_cast<uint4*>(own), [&](int piece, const uint4& made) {
       const int column = at.column + (threadIdx.x >> 5) * 8 + (piece >> 4), token = at.token + (piece & 15) * 16;
@@ -71,43 +68,32 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
   });
 }
 
-__global__ void column_scales(const uint32_t* __restrict__ keys, const unsigned long long* __restrict__ sums, int columns,
-                              LadderRule rule, bool corrected, float* __restrict__ scale) {
-  const int column = blockIdx.x * blockDim.x + threadIdx.x;
-  if (column >= columns) return;
-  const float own = ladder_scale(ladder_row(keys[column], rule.span));
-  scale[column] = !corrected ? own
-                             : own * row_factor(static_cast<double>(static_cast<int64_t>(sums[2 * column])),
-                                                static_cast<double>(static_cast<int64_t>(sums[2 * column + 1])));
-}
-
 template <typename In, int fixed>
-void launch_all(const LadderCall& call, uint32_t* keys, unsigned long long* sums) {
+void launch_all(const LadderCall& call) {
   const In* x = static_cast<const In*>(call.x);
   const int rows = static_cast<int>(call.rows), columns = static_cast<int>(call.columns), threads = 32 * WARPS;
   const int64_t tiles = ceil_div(rows, TOKENS) * ceil_div(columns, COLUMNS);
   size_t shared = 2 * STAGE<In> + WARPS * OWN<In, false>;
   int64_t blocks = resident_blocks(column_amax<In, fixed>, threads, shared, tiles, call.device);
-  column_amax<In, fixed><<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, keys);
+  column_amax<In, fixed><<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, call.left.keys);
   shared = 2 * STAGE<In> + WARPS * OWN<In, true>;
   const auto kernel = call.corrected ? column_ladder<In, fixed, true> : column_ladder<In, fixed, false>;
   blocks = resident_blocks(kernel, threads, shared, tiles, call.device);
-  kernel<<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, call.rule, keys, call.codes, sums);
-  column_scales<<<ceil_div(columns, 256), 256, 0, call.stream>>>(keys, sums, columns, call.rule, call.corrected, call.scale);
+  kernel<<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, call.rule, call.left, call.codes);
 }
 
 }  // namespace
 
 template <typename In>
-void launch_ladder_transposed(const LadderCall& call, uint32_t* keys, unsigned long long* sums) {
+void launch_ladder_transposed(const LadderCall& call) {
   if constexpr (sizeof(In) < 4) {
-    if (call.how.block == 128) return launch_all<In, 128>(call, keys, sums);
+    if (call.how.block == 128) return launch_all<In, 128>(call);
   }
-  launch_all<In, 0>(call, keys, sums);
+  launch_all<In, 0>(call);
 }
 
-template void launch_ladder_transposed<Bf16>(const LadderCall&, uint32_t*, unsigned long long*);
-template void launch_ladder_transposed<Fp32>(const LadderCall&, uint32_t*, unsigned long long*);
-template void launch_ladder_transposed<Code8>(const LadderCall&, uint32_t*, unsigned long long*);
+template void launch_ladder_transposed<Bf16>(const LadderCall&);
+template void launch_ladder_transposed<Fp32>(const LadderCall&);
+template void launch_ladder_transposed<Code8>(const LadderCall&);
 
 }  // namespace lowprec

@@ -47,11 +47,11 @@ LOWPREC_HD float rung_inverse(int rung) {
 // What the rungs of a row have in common.
 struct LadderRow {
   int step;   // of e_row
-  int floor;  // the lowest rung
+  int floor;  // of the lowest rung, which has place 0
   bool lost;  // a NaN or an infinity in it
 };
 LOWPREC_HD LadderRow ladder_row(uint32_t amax_bits, int span) {
-  const int step = rung_step(first_rung(amax_bits)), floor = 3 * (step - span);
+  const int step = rung_step(first_rung(amax_bits)), floor = step - span;
   return {step, span == 0 || floor < 0 ? 0 : floor, amax_bits >= INFINITE};
 }
 
