@@ -321,6 +321,34 @@ __global__ void __launch_bounds__(THREADS) transpose_any(const uint8_t* __restri
   if (index < rows * columns) codes_t[index % columns * rows + index / columns] = codes[index];
 }
 
+// Values transposed, by tiles in shared memory.
+constexpr int TURNED = 32;
+template <typename Bits>
+__global__ void __launch_bounds__(THREADS) transpose_values(const Bits* __restrict__ x, Bits* __restrict__ out, int64_t rows,
+                                                            int64_t columns) {
+  __shared__ Bits tile[TURNED][TURNED + 1];
+  const int64_t across = (columns + TURNED - 1) / TURNED;
+  const int64_t row = blockIdx.x / across * TURNED, column = blockIdx.x % across * TURNED;
+  const int lane = threadIdx.x % TURNED, step = THREADS / TURNED;
+  for (int i = threadIdx.x / TURNED; i < TURNED; i += step) {
+    if (row + i < rows && column + lane < columns) tile[i][lane] = x[(row + i) * columns + column + lane];
+  }
+  __syncthreads();
+  for (int i = threadIdx.x / TURNED; i < TURNED; i += step) {
+    if (column + i < columns && row + lane < rows) out[(column + i) * rows + row + lane] = tile[lane][i];
+  }
+}
+
+Tensor transposed_values(const Tensor& x) {
+  const int64_t rows = x.size(0), columns = x.size(1), tiles = ceil_div(rows, TURNED) * ceil_div(columns, TURNED);
+  Tensor out = empty_like_device(x, {columns, rows}, x.scalar_type());
+  with_input(x, [&](auto in) {
+    using Bits = std::conditional_t<sizeof(typename decltype(in)::Type) == 2, uint16_t, uint32_t>;
+    transpose_values<<<tiles, THREADS, 0, stream_of(x)>>>(data_of<Bits>(x), mutable_data_of<Bits>(out), rows, columns);
+  });
+  return out;
+}
+
 // FP32 copies with the folds in them, for tilings and shapes that the blocks do not cover.
 template <typename In>
 __global__ void __launch_bounds__(THREADS) folded_copies(const In* __restrict__ x, const float* __restrict__ across,
@@ -397,6 +425,14 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
   const bool by_columns = share_b != Share::OTHER && share_b != Share::ROW && share_b != Share::LINE;
   const bool blocks = byte && columns % 8 == 0 && rows % 16 == 0 && aligned(x.const_data_ptr(), 16) &&
                       ((by_rows && by_columns) || both_same(r, share_a, share_b));
+  const auto rounded = [&](const Tensor& each, const std::vector<int64_t>& tile) {
+    return quantize(each, format_name, tile, rule, headroom, 0, "nearest", std::nullopt, std::nullopt);
+  };
+  if (!blocks && r.across == nullptr && r.down == nullptr && !amax.has_value()) {
+    auto [codes, scale] = rounded(x, tile_given);
+    auto [codes_t, scale_t] = rounded(transposed_values(x), tile_t_given);
+    return {codes, scale, codes_t, scale_t};
+  }
   if (!blocks) {
     Tensor plain = empty_like_device(x, {rows, columns}, ScalarType::Float);
     Tensor transposed = empty_like_device(x, {columns, rows}, ScalarType::Float);
@@ -408,7 +444,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
     const bool everything = share_a == Share::ALL && share_b == Share::ALL && r.across == nullptr && r.down == nullptr;
     const auto made = [&](const Tensor& each, const std::vector<int64_t>& tile) {
       if (amax.has_value() && everything) return quantize_whole(each, *amax, format_name, rule, headroom);
-      return quantize(each, format_name, tile, rule, headroom, 0, "nearest", std::nullopt, std::nullopt);
+      return rounded(each, tile);
     };
     auto [codes, scale] = made(plain, tile_given);
     auto [codes_t, scale_t] = made(transposed, tile_t_given);

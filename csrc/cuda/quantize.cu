@@ -120,6 +120,27 @@ __global__ void __launch_bounds__(THREADS) quantize_lines(const In* __restrict__
   }
 }
 
+// Maxima of lines of 8 * 2^shift elements, which 2^shift threads share.
+template <typename In>
+__global__ void __launch_bounds__(THREADS) amax_lines(const In* __restrict__ x, uint32_t* __restrict__ amax, int64_t vectors,
+                                                      int shift) {
+  constexpr int EACH = 4;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
+  Vector<In> held[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    if (first + i * THREADS < vectors) held[i].load(x + (first + i * THREADS) * VECTOR);
+    else held[i].clear();
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t vector = first + i * THREADS;
+    uint32_t found = held[i].largest();
+    for (int offset = 1; offset < 1 << shift; offset <<= 1) found = larger(found, __shfl_xor_sync(0xffffffffu, found, offset));
+    if (vector < vectors && (vector & ((1 << shift) - 1)) == 0) amax[vector >> shift] = found;
+  }
+}
+
 // A block a tile.
 template <typename In>
 __global__ void __launch_bounds__(THREADS) amax_tiles(const In* __restrict__ x, uint32_t* __restrict__ amax, int64_t columns,
@@ -205,6 +226,15 @@ __global__ void __launch_bounds__(THREADS) emit_tensor(const In* __restrict__ x,
   }
 }
 
+// log2 of the vectors of a line that the threads of a warp share; -1 for another tiling.
+int shift_of_lines(Tile tile) {
+  const int64_t lanes = tile.columns / VECTOR;
+  if (tile.rows != 1 || tile.columns % VECTOR != 0 || lanes > 32 || (lanes & (lanes - 1)) != 0) return -1;
+  int shift = 0;
+  while (1 << shift < lanes) ++shift;
+  return shift;
+}
+
 // Whole vectors: rows, lines and the whole tensor have kernels of their own. False: another tiling.
 template <typename In, Format F, bool random>
 bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale, Tile tile, const ScaleRule& how, Draw draw) {
@@ -219,11 +249,9 @@ bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale
     }
     return true;
   }
-  const int64_t lanes = tile.columns / VECTOR, vectors = rows * columns / VECTOR;
-  const bool power = tile.columns % VECTOR == 0 && lanes <= 32 && (lanes & (lanes - 1)) == 0;
-  if (tile.rows == 1 && power && how.span == 0) {
-    int shift = 0;
-    while (1 << shift < lanes) ++shift;
+  const int64_t vectors = rows * columns / VECTOR;
+  const int shift = shift_of_lines(tile);
+  if (shift >= 0 && how.span == 0) {
     quantize_lines<In, F, random><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(
         in, codes, scale, columns, vectors, shift, how, draw);
     return true;
@@ -255,8 +283,14 @@ void launch(const Tensor& x, const Tensor* known, const Tensor& codes_out, const
   Tensor amax = torch::stable::new_zeros(x, {tiles}, ScalarType::Int);
   uint32_t* found = mutable_data_of<uint32_t>(amax);
   Tensor by = empty_like_device(x, {tiles}, ScalarType::Float);
-  if (known != nullptr) launch_amax(data_of<Fp32>(*known), found, known->numel(), stream);
-  else amax_tiles<In><<<tiles, THREADS, 0, stream>>>(in, found, columns, tile);
+  if (known != nullptr) {
+    launch_amax(data_of<Fp32>(*known), found, known->numel(), stream);
+  } else if (const int shift = whole ? shift_of_lines(tile) : -1; shift >= 0) {
+    const int64_t vectors = rows * columns / VECTOR;
+    amax_lines<In><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(in, found, vectors, shift);
+  } else {
+    amax_tiles<In><<<tiles, THREADS, 0, stream>>>(in, found, columns, tile);
+  }
   tile_scales<<<rows / tile.rows, THREADS, 0, stream>>>(found, scale, mutable_data_of<float>(by), across, how);
   emit_tiles<In, F, random, whole><<<ceil_div(rows * ceil_div(columns, VECTOR), THREADS), THREADS, 0, stream>>>(
       in, codes, mutable_data_of<float>(by), how.divides(), rows, columns, tile, draw);
