@@ -7,7 +7,8 @@ from typing import Any
 from lowprec_train.tools import options
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "mxfp4")
+FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "mxfp8", "mxfp4")
+ACTIVATIONS = ("none", "dynamic", "mx", "static")
 
 HELP = "a run's model as a directory that transformers opens"
 DESCRIPTION = """\
@@ -26,7 +27,8 @@ exit status:
 examples:
   lowprec export-hf runs/fp4 --out exported/fp4
   lowprec export-hf runs/fp4 --out exported/fp4-step-1000 --step 1000 --dtype bf16 --max-shard-size 5GB
-  lowprec export-hf runs/fp8 --out exported/fp8 --quantized fp8-tensor --activations dynamic --dtype bf16
+  lowprec export-hf runs/fp8 --out exported/fp8 --quantized fp8-tensor --dtype bf16
+  lowprec export-hf runs/nvfp4 --out exported/nvfp4 --quantized nvfp4 --calibration data/val --dtype bf16
   lowprec export-hf runs/bf16 --out exported/nvfp4 --quantized nvfp4 --requantize
 """
 
@@ -46,9 +48,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requantize", action="store_true", help="round weights that were not trained in this format")
     parser.add_argument(
         "--activations",
-        choices=("dynamic", "none"),
-        default="none",
-        help="dynamic: readers round the inputs of fp8-* layers to FP8 as they come (W8A8); default: none",
+        choices=ACTIVATIONS,
+        help="how readers round the inputs of these layers: none (W8A16, W4A16); dynamic, as their kernels do; mx, "
+        "E4M3 under powers of two of groups of 32; static, under scales that --calibration finds (default: what gives "
+        "the values of training, else none)",
+    )
+    parser.add_argument(
+        "--calibration",
+        metavar="PATH",
+        type=Path,
+        help="text, or a prepared set, that the model reads in its training forward pass for scales of inputs",
     )
     parser.add_argument(
         "--tokenizer",
@@ -87,15 +96,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _codes(arguments: argparse.Namespace) -> Any:
     """What `--quantized` asks for, or None."""
+    from lowprec_train.tools.huggingface.calibration import input_maxima
     from lowprec_train.tools.huggingface.quantized import weight_codes
     from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained
 
     if arguments.quantized is None:
-        if arguments.requantize or arguments.activations != "none":
-            raise ValueError("--requantize and --activations are of --quantized FORMAT")
+        if arguments.requantize or arguments.activations or arguments.calibration:
+            raise ValueError("--requantize, --activations and --calibration are of --quantized FORMAT")
         return None
     trained = Trained(arguments.model, arguments.step)
-    name = UNQUANTISED if arguments.requantize else OF_RUN
-    recipes = trained.forward(name).recipes
+    forward = trained.forward(UNQUANTISED if arguments.requantize else OF_RUN)
     how = {"requantize": arguments.requantize, "activations": arguments.activations}
-    return weight_codes(arguments.quantized, recipes, recipe=trained.recipe_name(OF_RUN), **how)
+    if arguments.calibration is not None:
+        how["amax"] = input_maxima(trained, arguments.calibration, arguments.tokenizer)
+    how |= {"recipe": trained.recipe_name(OF_RUN), "saved": forward.saved_activations}
+    return weight_codes(arguments.quantized, forward.recipes, **how)

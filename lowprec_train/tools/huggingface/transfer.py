@@ -92,7 +92,7 @@ def export(
     def slots_of(name: str) -> Iterator[TensorSpec]:
         for theirs, part in taken_apart(name, torch.empty(weights.shape(name), device="meta")):
             if codes is not None and codes.has(name):
-                yield from codes.format.specs(theirs.removesuffix(".weight"), part.shape)
+                yield from codes.specs(theirs.removesuffix(".weight"), part.shape)
             else:
                 yield TensorSpec(name=theirs, shape=part.shape, dtype=dtype)
 
