@@ -59,6 +59,8 @@ class HostStates:
             raise ValueError("optim.offload=true, and no parameter has a state that could be in host memory")
         buffers = (torch.empty(max(sizes), dtype=torch.uint8, device=self._device) for _ in range(SLOTS))
         self._slots = [_Slot(buffer) for buffer in buffers]
+        if self._fetch is not None:
+            self._fetch.wait_stream(torch.cuda.current_stream())  # which may still use the memory of the slots
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._host
