@@ -69,7 +69,7 @@ def cpu_workers(count: int) -> list[Worker]:
 @dataclass
 class Active:
     """A run that is being trained. fresh: nothing of it was there. begun: seconds of the clock of this machine.
-    stepped: until its first step.
+    stepped: until its first step. told: to stop.
     """
 
     run: StudyRun
@@ -78,6 +78,13 @@ class Active:
     fresh: bool
     begun: float = field(default_factory=time.time)
     stepped: float | None = None
+    told: bool = False
+
+    def stop(self, number: int) -> None:
+        """Send a signal, the first one only."""
+        if not self.told:
+            self.told = True
+            self.process.send_signal(number)
 
     def look(self, metrics: Path) -> None:
         """Note when the first step of this launch was logged."""
@@ -145,10 +152,10 @@ class Runner:
             yield
 
     def _stop(self, number: int) -> None:
-        if not self._stopping:
+        if not self._stopping or number == signal.SIGINT:
             self._stopping = number
-            for each in self._active:
-                each.process.send_signal(number)
+        for each in self._active:
+            each.stop(number)
 
     def _end_in_time(self) -> None:
         if self.deadline is not None and time.monotonic() >= self.deadline and not self._stopping:
@@ -167,7 +174,9 @@ class Runner:
         if run is None:
             return False
         try:
-            self._active.append(self._started(run, free[0]))
+            self._active.append(begun := self._started(run, free[0]))
+            if self._stopping:  # since a signal came while it was made
+                begun.stop(self._stopping)
         except (ValueError, OSError, CheckpointError) as error:
             self.failed[run.name] = str(error)
             self.say(f"{_clock()} {free[0].name}: {run.name} failed")

@@ -1,7 +1,10 @@
 """What the runner refuses, forks, keeps and gives up, with jobs that train nothing."""
 
+import os
 import shutil
+import signal
 import subprocess
+from functools import partial
 
 import pytest
 
@@ -11,6 +14,7 @@ from lowprec_train.train.digests import FILE as MANIFEST
 from tests.tools.study import synthetic
 
 STEP = 200
+INTERRUPT = "sleep 0.3; kill -INT $PPID;"
 FORK = {"purpose": "estimate", "seeds": [1], "fork": {"arm": "bf16", "step": STEP}}
 WHOLE = {"purpose": "estimate", "seeds": [2, 3], "arms": ["bf16"]}
 ARMS = dict.fromkeys(["bf16", "fp8"])
@@ -123,3 +127,25 @@ def test_runs_that_shared_a_device_are_known(tmp_path, begun, places):
     begun.runs = planned
     assert not running.Runner(planned, tmp_path, running.gpu_workers(["0"], places), say=lambda _: None).run()
     assert set(progress.shared(tmp_path)) == (set(begun) if places == 2 else set())
+
+
+@pytest.mark.parametrize("heeded", [True, False])
+def test_a_signal_that_comes_while_a_run_is_begun_reaches_it(tmp_path, monkeypatch, heeded):
+    """One that does not end by it is ended by two interrupts."""
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE])
+    job, handler = ("", signal.SIG_DFL) if heeded else (2 * INTERRUPT, signal.SIG_IGN)
+    begun = []
+
+    def background(*_, **__):
+        prepare = partial(signal.signal, signal.SIGTERM, handler)
+        begun.append(subprocess.Popen(["sh", "-c", f"{job} sleep 60"], start_new_session=True, preexec_fn=prepare))
+        os.kill(os.getpid(), signal.SIGTERM)
+        return begun[0]
+
+    monkeypatch.setattr(processes, "background", background)
+    if heeded:
+        assert not run(tmp_path, planned)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, planned)
+    assert [each.returncode for each in begun] == [-signal.SIGTERM if heeded else -signal.SIGKILL]
