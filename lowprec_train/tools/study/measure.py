@@ -194,7 +194,8 @@ def cell(study: Study, name: str, among: Sequence[Result]) -> Cell:
     fit = BlockFit(losses(mine))
     arms = [arm for arm in study.arms if any(each.run.arm == arm and not each.run.repeat for each in mine)]
     base = fit.mean(study.baseline) if study.baseline in fit.arms else None
-    spread = np.std([v for (arm, _), v in fit.losses.items() if arm == study.baseline], ddof=1) if fit.freedom else None
+    of_base = [value for (arm, _), value in fit.losses.items() if arm == study.baseline]
+    spread = float(np.std(of_base, ddof=1)) if fit.freedom and len(of_base) > 1 else None
     return Cell(
         name=name,
         tokens=mine[0].tokens,
@@ -205,7 +206,7 @@ def cell(study: Study, name: str, among: Sequence[Result]) -> Cell:
         levene=fit.levene,
         uneven=fit.uneven,
         needed=seeds_needed(fit.s, fit.freedom, RESOLUTION * base) if fit.s is not None and base else None,
-        band=None if spread is None or not base or not math.isfinite(spread) else 100 * float(spread) / base,
+        band=100 * spread / base if spread is not None and base else None,
         repeats=repeats(mine),
     )
 

@@ -176,7 +176,7 @@ def extra(row: ArmRow) -> str:
 def noise_text(cell: Cell) -> str:
     """s, its degrees of freedom, what it would need, and the noise of the machine."""
     if cell.s is None:
-        lines = ["One seed, or one arm: there is no residual, so no interval. Nothing can be ranked."]
+        lines = ["No residual, so no interval: that takes two seeds of two stable arms. Nothing can be ranked."]
     else:
         lines = [f"Residual SD s = {cell.s:.4f} nat with {cell.freedom} degrees of freedom."]
         lines += [f"Seeds needed for +-{100 * RESOLUTION:g} % of the loss: {cell.needed}."] if cell.needed else []
@@ -249,7 +249,7 @@ def sweep_cell(row: SweepRow | None, seeds: int) -> str:
 def sweep_arm_cells(each: SweepArm, axis: str) -> list[str]:
     return [
         each.arm,
-        ", ".join(name.removeprefix(f"{axis}=") for name in each.works) or "none of them",
+        ("; " if not axis else ", ").join(name.removeprefix(f"{axis}=") for name in each.works) or "none of them",
         NONE if each.best is None else each.best.removeprefix(f"{axis}="),
         number(each.loss, ".4f"),
         interval(each.own),

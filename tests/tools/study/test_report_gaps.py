@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 
 import pytest
 
@@ -132,3 +133,15 @@ def test_a_mean_that_the_runs_do_not_determine_is_of_the_arms_own_seeds():
     fit = BlockFit({("bf16", 1): 3.0, ("fp8", 2): 4.0, ("bf16", 3): 3.2, ("fp8", 4): 4.4})
     assert fit.mean("bf16") == pytest.approx(3.1) and fit.mean("fp8") == pytest.approx(4.2)
     assert fit.connected("fp8").arms == ["fp8"]
+
+
+@pytest.mark.parametrize("lost", [("bf16-s1", "bf16-s2", "bf16-s3"), ("bf16-s1", "bf16-s2")], ids=len)
+def test_a_baseline_of_few_runs_has_no_spread(tmp_path, lost):
+    arms = dict.fromkeys(["bf16", "fp8", "fp4"])
+    _, planned, file = synthetic.study(tmp_path, arms=arms, blocks=[{"purpose": "estimate", "seeds": [1, 2, 3]}])
+    for each in planned:
+        if each.name not in lost:
+            synthetic.run(tmp_path / "runs", each, 4 + 0.01 * each.seed ** (each.arm == "fp4"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert report(tmp_path, file)["cells"][0]["band"] is None

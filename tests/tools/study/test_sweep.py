@@ -134,3 +134,5 @@ def test_a_sweep_that_is_no_number_has_a_table_and_no_figure(tmp_path):
     measured = measure.measure(made, *results.read(planned, tmp_path / "runs"))
     assert not figure.save_sweep(measured, tmp_path / "sweep.svg")
     assert (measured.sweep_arms[0].best, measured.sweep_arms[0].edge) == ("optim.eps=1e-08, optim.lr=0.003", "")
+    text = report.to_markdown(measured, made, figure="")
+    assert "| bf16 | optim.eps=1e-08, optim.lr=0.001; optim.eps=1e-08, optim.lr=0.003 | " in text
