@@ -79,6 +79,7 @@ def has_block_scales(device: torch.device) -> bool:
 
 
 LINE, SQUARE = (1, 128), (128, 128)
+PRODUCT_BYTES = 64 * 2**20  # of FP32, that are added to a sum at a time
 
 
 def choose(a: Codes, b: Codes, n: int, k: int, fp8: bool, *, m: int = 16, blocks: bool = False) -> Path:
@@ -199,11 +200,10 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [m, n] FP32 += a[m, k] @ b[k, n], of BF16 or FP32."""
-    if a.device.type == "cuda" and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())
+    """total [m, n] FP32 += a[m, k] @ b[k, n], of BF16 or FP32; some rows at a time, for the product exists beside it."""
+    rows = max(1, PRODUCT_BYTES // (4 * total.shape[1]))
+    for into, part in zip(total.split(rows), a.split(rows), strict=True):
+        into.add_(part @ b if a.dtype == torch.float32 else accumulate(part, b.t()))
 
 
 def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:

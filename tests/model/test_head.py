@@ -92,6 +92,17 @@ def test_an_evaluation_makes_no_gradients() -> None:
     assert loss.item() == chunked_loss(x, weight, targets, 3.0, CrossEntropy(), tokens=8).item()
 
 
+def test_the_sum_of_the_weights_gradient_may_take_its_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same bits."""
+    found = []
+    for rows in (VOCAB, 100):
+        monkeypatch.setattr("lowprec_train.precision.gemm.PRODUCT_BYTES", 4 * DIM * rows)
+        x, weight, targets = problem()
+        chunked_loss(x, weight, targets, 3.0, CrossEntropy(), tokens=24).backward()
+        found.append(weight.grad)
+    assert torch.equal(*found)
+
+
 def test_a_second_backward_raises() -> None:
     x, weight, targets = problem()
     loss = chunked_loss(x, weight, targets, 3.0, CrossEntropy(), tokens=8)
