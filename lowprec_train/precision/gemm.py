@@ -200,7 +200,7 @@ def accumulate(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [m, n] FP32 += a[m, k] @ b[k, n], of BF16 or FP32; some rows at a time, for the product exists beside it."""
+    """total [m, n] FP32 += a[m, k] @ b[k, n], of BF16 or FP32; some rows at a time, since products exist beside it."""
     rows = max(1, PRODUCT_BYTES // (4 * total.shape[1]))
     for into, part in zip(total.split(rows), a.split(rows), strict=True):
         into.add_(part @ b if a.dtype == torch.float32 else accumulate(part, b.t()))

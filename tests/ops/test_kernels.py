@@ -111,6 +111,8 @@ def test_a_kernel_is_not_asked_for_other_devices():
         ("100a", (10, 3), False),
         ("100f", (10, 3), True),
         ("120a", (12, 0), True),
+        ("120", (12, 1), True),
+        ("120", (10, 0), False),
     ],
 )
 def test_machine_code_runs_on_its_own_architecture(architecture, capability, runs):

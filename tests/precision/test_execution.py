@@ -10,7 +10,7 @@ import torch
 
 from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision import gemm, linear_gemms
-from lowprec_train.precision.gemm import Codes, Path, accumulate, choose, has_fp8, multiply
+from lowprec_train.precision.gemm import Codes, Path, accumulate, choose, has_block_scales, has_fp8, multiply
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import LinearRecipe, check, override
@@ -211,6 +211,28 @@ def chosen(name: str, shape: tuple[int, int], monkeypatch) -> list[str]:
 
 
 PAIRS = [(name, shape) for name in RECIPES for shape in SHAPES if accepts(name, shape)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "fp8", "blocks"),
+    [
+        ((8, 0), False, False),
+        ((8, 9), True, False),
+        ((9, 0), True, True),
+        ((10, 0), True, False),
+        ((12, 0), True, False),
+    ],
+)
+def test_paths_follow_the_compute_capability(capability, fp8, blocks, monkeypatch):
+    """FP8 from Ada on; blocks of FP32 scales on Hopper alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    line, square = (Codes(E4M3, "block", tile=tile) for tile in ((1, 128), (128, 128)))
+    found = tuple(has(torch.device("cuda", 0)) for has in (has_fp8, has_block_scales))
+    assert found == (fp8, blocks)
+    assert choose(Codes(E4M3), Codes(E4M3), 64, 64, found[0]) is (Path.FP8_TENSOR if fp8 else Path.DEQUANTIZE)
+    assert choose(Codes(E4M3, "row"), Codes(E4M3), 64, 64, found[0]) is (Path.FP8_ROW if fp8 else Path.DEQUANTIZE)
+    of_blocks = choose(line, square, 128, 128, found[0], blocks=found[1])
+    assert of_blocks is (Path.FP8_BLOCK if blocks else Path.DEQUANTIZE)
 
 
 @pytest.mark.parametrize("name, shape", PAIRS)
