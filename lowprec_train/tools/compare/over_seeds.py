@@ -2,7 +2,8 @@
 
 The interval of a single run's gap holds for its batches and its seed, and seeds differ by more than most recipes do. So
 runs with equal configurations but for the seed are one arm, and arms are estimated as a study estimates them
-(`tools.study.statistics`). Without two seeds of two arms nothing is ranked, and the report says so.
+(`tools.study.statistics`): an arm with a run that diverged has no gap, and of two runs with one seed the first counts.
+Without two seeds of two arms nothing is ranked, and the report says so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from lowprec_train.tools.compare import curves
 from lowprec_train.tools.compare.runs import VALID, Run
 
 OF_SEED = ("seed", "data.seed")
+DIVERGED = "diverged"
 MISSING = "gaps over seeds need the package 'scipy': pip install 'lowprec_train[study]'"
 ONE_SEED = "one seed of each configuration: these gaps hold for this seed only, and nothing is ranked (docs/study.md)"
 
@@ -61,16 +63,13 @@ def over_seeds(runs: Sequence[Run], baseline: Run, window: int) -> OverSeeds:
 def _estimated(runs: Sequence[Run], arms: Mapping[str, str], base: str, window: int) -> OverSeeds:
     from lowprec_train.tools.study.statistics import BlockFit
 
-    values, what = final_losses(runs, window)
-    unfit = {arms[run.label] for run in runs if not np.isfinite(values[run.label])}
-    fit = BlockFit(
-        {
-            (arms[run.label], int(run.config["seed"])): values[run.label]
-            for run in runs
-            if arms[run.label] not in unfit and "seed" in run.config
-        }
-    )
-    note = f"not finite on a seed, so without a gap: {', '.join(sorted(unfit))}" if unfit else ""
+    values, what = final_losses([run for run in runs if run.status != DIVERGED], window)
+    unfit = {arms[run.label] for run in runs if not np.isfinite(values.get(run.label, np.nan))}
+    losses: dict[tuple[str, int], float] = {}
+    for run in (each for each in runs if arms[each.label] not in unfit and "seed" in each.config):
+        losses.setdefault((arms[run.label], int(run.config["seed"])), values[run.label])
+    fit = BlockFit(losses)
+    note = f"diverged or not finite on a seed, so without a gap: {', '.join(sorted(unfit))}" if unfit else ""
     if base not in fit.arms:
         return OverSeeds(gaps=[], s=None, freedom=0, loss=what, note=note or ONE_SEED)
     gaps = []
@@ -112,7 +111,7 @@ def training(run: Run) -> Hashable:
 
 def final_losses(runs: Sequence[Run], window: int) -> tuple[dict[str, float], str]:
     """By run: the held-out loss at the last step that all have evaluated, else the mean of the last training losses."""
-    common = set.intersection(*(set(run.series(VALID).steps.tolist()) for run in runs))
+    common = set.intersection(*(set(run.series(VALID).steps.tolist()) for run in runs)) if runs else set()
     if common:
         at = max(common)
         valid = {run.label: run.series(VALID) for run in runs}

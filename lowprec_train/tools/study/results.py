@@ -28,6 +28,7 @@ class Result:
     training loss of the last tenth of its steps, NaN without one. start: its first training loss, the same.
 
     sharpness: of its own forward pass, None where it was not measured.
+    clipped, spikes, foretold, skipped: of a fork, behind the common start.
     unstable: why it counts as that, "" if it does not. logged: number of its training losses. rate: tokens a second,
     None where other runs shared its device. steps: of the whole run, also where it diverged. parameters: without
     embedding and head.
@@ -84,8 +85,10 @@ def result(run: StudyRun, directory: Path) -> Result:
     evaluated = evaluation.read(directory)
     losses, sharp = evaluated.get("loss", {}), evaluated.get("sharpness", {}).get(OF_RUN)
     loss, weights = (float(losses.get(forward, math.nan)) for forward in (OF_RUN, UNQUANTISED))
-    spikes = curves.spikes(record.loss)
-    rate, skipped = record.series(RATE).values, record.series(SKIPPED).values
+    start = run.fork.step if run.fork and run.trunk else 0
+    own, before = (part(record, ends) for ends in ((start, math.inf), (0, start)))
+    spikes = [each for each in curves.spikes(record.loss) if each.step in own.loss.steps]
+    rate = record.series(RATE).values
     return Result(
         run=run,
         loss=loss,
@@ -95,10 +98,10 @@ def result(run: StudyRun, directory: Path) -> Result:
         sharpness=None if sharp is None else float(sharp),
         unstable=unstable(record, loss),
         logged=len(record.loss.steps),
-        clipped=clipped(record),
+        clipped=clipped(own),
         spikes=len(spikes),
-        foretold=foretold(record, spikes),
-        skipped=int(np.max(skipped)) if len(skipped) else 0,
+        foretold=foretold(own, spikes),
+        skipped=skipped(own) - skipped(before),
         rate=float(np.median(rate)) if len(rate) else None,
         steps=int(record.config["steps"]),
         tokens=int(record.config["steps"]) * int(record.config["tokens_per_step"]),
@@ -106,6 +109,22 @@ def result(run: StudyRun, directory: Path) -> Result:
         valid=record.series(VALID),
         facts=facts,
     )
+
+
+def part(record: Run, ends: tuple[float, float]) -> Run:
+    """Its metrics after the first step of `ends` and up to the last."""
+
+    def within(each: Series) -> Series:
+        kept = (each.steps > ends[0]) & (each.steps <= ends[1])
+        return Series(steps=each.steps[kept], values=each.values[kept])
+
+    return replace(record, metrics={name: within(each) for name, each in record.metrics.items()})
+
+
+def skipped(record: Run) -> int:
+    """Steps so far."""
+    values = record.series(SKIPPED).values
+    return int(np.max(values)) if len(values) else 0
 
 
 def tail(losses: Array) -> float:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from lowprec_train.tools import cli
-from lowprec_train.tools.study import progress
+from lowprec_train.tools.compare.over_seeds import over_seeds
+from lowprec_train.tools.compare.runs import read_runs
+from lowprec_train.tools.study import measure, progress, results
 from tests.tools.study import synthetic
 
 EFFECTS = {"bf16": (0.0, 0.0), "fp8": (0.002, 0.001), "fp4": (0.05, 0.01), "mxfp4": (0.05, 0.03)}  # gap, in the weights
@@ -140,6 +142,44 @@ def test_markdown_page_and_figure_say_the_same(written):
     parser.feed(page)
     assert not parser.found and "data:image/svg+xml;base64," in page
     assert re.search(r"<svg", (report / "figure.svg").read_text())
+
+
+def test_a_fork_counts_its_own_steps(tmp_path):
+    """Clipped and skipped steps before the common start belong to the trunk, which is the repeat of its own fork."""
+    blocks = [{"purpose": "estimate", "seeds": [1, 2], "fork": {"arm": "bf16", "step": 100}}]
+    made, planned, _ = synthetic.study(tmp_path, arms=dict.fromkeys(["bf16", "fp8"]), blocks=blocks)
+    for each in planned:
+        directory = synthetic.run(tmp_path / "runs", each, 4.0 + 0.25 * (each.arm == "fp8") + 0.125 * each.seed)
+        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+        for line in lines:
+            line["train/grad_norm"] = 2.0 if line["step"] <= 100 or line["step"] == 400 else 0.5
+            line["train/skipped"] = min(line["step"], 3) + (line["step"] > 200)
+        (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (cell,) = measure.measure(made, *results.read(planned, tmp_path / "runs")).cells
+    assert cell.name == "from step 100 of bf16" and [row.arm for row in cell.arms] == ["bf16", "fp8"]
+    assert [(row.clipped, row.skipped) for row in cell.arms] == [(pytest.approx(1 / 300), 2)] * 2  # of two seeds
+    assert cell.arms[1].gap.nats == pytest.approx(0.25)
+    assert [(each.arm, each.seed, each.difference) for each in cell.repeats] == [("bf16", 1, 0.0), ("bf16", 2, 0.0)]
+
+
+def test_compare_says_what_the_study_says(tmp_path):
+    """Of the same runs: gaps, intervals, s; a run that diverged costs its arm the gap, and a second run of a seed is no
+    observation.
+    """
+    blocks = [{"purpose": "estimate", "seeds": [1, 2, 3], "again": ["bf16"]}]
+    made, planned, _ = synthetic.study(tmp_path, arms=dict.fromkeys(["bf16", "fp8", "fp4"]), blocks=blocks)
+    out = tmp_path / "runs"
+    for number, each in enumerate(planned):
+        loss = 4 + 0.1 * each.seed + 0.02 * (each.arm == "fp8") + 0.003 * (number * 7 % 5)
+        synthetic.run(out, each, loss, diverged=each.name == "fp4-s2")
+    cell = measure.measure(made, *results.read(planned, out)).cells[0]
+    gap, runs = cell.arms[1].gap, read_runs([out / each.name for each in planned])
+    found = over_seeds(runs, runs[0], 10)
+    assert [(each.arm, each.seeds) for each in found.gaps] == [("fp8", 3)]
+    assert (found.s, found.freedom) == (pytest.approx(cell.s), cell.freedom)
+    ends = [getattr(found.gaps[0], end) for end in ("nats", "low", "high")]
+    assert ends == pytest.approx([gap.nats, gap.low, gap.high], abs=1e-9)
+    assert found.note == "diverged or not finite on a seed, so without a gap: fp4"
 
 
 def test_a_diverged_seed_is_never_dropped(tmp_path, capsys):
