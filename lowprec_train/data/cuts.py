@@ -7,8 +7,8 @@ places (`Tokenizer.cut`); every cut is also tried: text around it is tokenised w
 
 A text without such a place in `LONGEST` characters (one letter a million times), or of a tokenizer of which nothing
 is known, is cut all the same, and the piece says so (`inexact`): tokens next to that cut can differ, the text is kept.
-Where the cuts are depends on the text alone. Decision 0074 names three kinds of tokenizers whose tokens can differ
-without being marked.
+Where the cuts are depends on the text alone. Tokens of SentencePiece's unigram models can differ in ties without being
+marked (docs/data.md).
 """
 
 from __future__ import annotations

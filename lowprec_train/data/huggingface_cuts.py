@@ -32,6 +32,9 @@ _WORDS = {
 }
 _LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled", "Nmt", "Replace"}
 _ANCHORED = re.compile(r"\(\?<[=!]|\\[AbBGzZ]|(?<!\[)\^|\$(?=$|[|)])")  # looks back, or at the ends of the text
+_COUNTED = re.compile(r"(?<!\\[xu])\{(\d+)(?:,(\d+))?\}")  # so many of something, and no more
+_NUMBERS = re.compile(r"(?:\\p\{N[dlo]?\}|\\d|\[0-9\])$")  # which end where a cut may be
+_SEVERAL = re.compile(r"(?<!\\)\.|(\\[a-zA-Z](?:\{\w+\})?|\[[^\]]*\])\1(?![+*])")  # any character, two of a kind
 _MARKS = frozenset("'’`´")  # in words, or part of one
 
 
@@ -83,7 +86,7 @@ class CutRule:
             model.get(each) for each in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
         )
         words = any(map(_splits, splits))
-        if not (kinds <= _WORDS and changed <= _LOCAL) or (prepends and added) or any(map(_anchored, splits + changes)):
+        if not (kinds <= _WORDS and changed <= _LOCAL) or (prepends and added) or any(map(_far, splits + changes)):
             return None
         if not words and not (merges and all(map(_is_space, changes))):
             return None
@@ -119,9 +122,18 @@ def _splits(part: Mapping[str, Any]) -> bool:
     return bool(part.get({"ByteLevel": "use_regex", "Metaspace": "split"}.get(part["type"], ""), True))
 
 
-def _anchored(part: Mapping[str, Any]) -> bool:
+def _far(part: Mapping[str, Any]) -> bool:
+    """Whether a pattern may tell what is to the left of a cut: it looks there, or counts from there."""
     pattern = part.get("pattern") or {}
-    return _ANCHORED.search(pattern.get("Regex", "") if isinstance(pattern, dict) else "") is not None
+    text = pattern.get("Regex", "") if isinstance(pattern, dict) else ""
+    return _ANCHORED.search(text) is not None or (part["type"] == "Split" and _counts(text))
+
+
+def _counts(text: str) -> bool:
+    """Whether a pattern takes so many characters and no more, of others than digits: groups begin at a text's start."""
+    bounded = (each for each in _COUNTED.finditer(text) if int(each[2] or each[1]) > 1)
+    others = any(not _NUMBERS.search(text[: each.start()]) for each in bounded)
+    return others or _SEVERAL.search(text) is not None
 
 
 def _is_space(change: Mapping[str, Any]) -> bool:

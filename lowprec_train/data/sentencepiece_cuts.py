@@ -21,6 +21,7 @@ _TRAINER, _NORMALIZER = 2, 3  # fields of the model
 _MODEL_TYPE, _SUFFIX = 3, 24  # of the trainer's settings
 _NAME, _CHARACTERS, _PREFIX, _REMOVE, _ESCAPE = 1, 2, 3, 4, 5  # of the normaliser's settings
 _WORD = 3  # the model type that knows words only
+_PIECES, _TEXT, _KIND, _OF_USERS = 1, 1, 3, 4  # field of the model; of a piece; the kind that is looked for in the text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,9 @@ class CutRule:
 
     @classmethod
     def of(cls, content: bytes, processor: Any) -> CutRule | None:
-        """The rule of a model; None for one that knows words only, marks ends of words, or has rules of its own."""
+        """The rule of a model; None for one that knows words only, marks ends of words, has rules of its own, or drops
+        spaces but those of symbols that hold some.
+        """
         model = dict(_fields(content))
         trainer, normalizer = dict(_fields(model[_TRAINER])), dict(_fields(model.get(_NORMALIZER, b"")))
         composing = bool(normalizer.get(_CHARACTERS))
@@ -54,6 +57,8 @@ class CutRule:
         if composing and normalizer.get(_NAME, b"").decode() not in _COMPOSING:
             return None
         removes = bool(normalizer.get(_REMOVE, 1))
+        if removes and any(_is_spaced_symbol(value) for number, value in _fields(content) if number == _PIECES):
+            return None
         count = processor.get_piece_size()
         texts = [
             processor.id_to_piece(i) for i in range(count) if not (processor.is_control(i) or processor.is_byte(i))
@@ -67,6 +72,13 @@ class CutRule:
             plain=not composing and not removes,
             continuing=continuing,
         )
+
+
+def _is_spaced_symbol(piece: bytes) -> bool:
+    if piece[-2:] != bytes([_KIND << 3, _OF_USERS]):  # the last field: pieces of other kinds are many
+        return False
+    text = dict(_fields(piece))[_TEXT].decode()
+    return " " in text or _SPACE in text
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:

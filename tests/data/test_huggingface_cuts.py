@@ -94,3 +94,14 @@ def test_parts_that_look_further_have_no_place(changes):
     parts = json.loads(made.files["tokenizer.json"]) | changes
     other = HuggingFaceTokenizer(json.dumps(parts), {}, "other", "<|endoftext|>")
     assert other.cut("lorem ipsum " * 100) is None and made.cut("lorem ipsum " * 100)
+
+
+@pytest.mark.parametrize(
+    "pattern", [r".{1,5}", "..", r"\S{4}|\s", r"\S\S|\s", r"\w{1,3}|\W", r"[^ ]{2,3}| +", r"\p{L}{1,4}|\P{L}"]
+)
+def test_patterns_that_count_characters_have_no_place(pattern):
+    """Their groups begin where the text does: after a cut they would begin anew. Digits end before any cut."""
+    counting = texts.byte_pairs(split(pattern))
+    assert counting.cut("lorem ipsum " * 100) is None
+    plain = texts.byte_pairs(split(r"\d{1,3}|[0-9]{2}|\p{Nd}{4}|\x{3042}+|\s{2,}|" + GPT4))
+    assert plain.cut("lorem 12345 ipsum " * 100)

@@ -65,6 +65,14 @@ def test_unigram_scores_are_no_lower_than_of_the_whole():
         assert pieces >= whole - 1e-3
 
 
+@pytest.mark.parametrize("symbol", ["   ", "▁▁", " x", "a b"])
+def test_symbols_that_keep_spaces_have_no_place_where_spaces_are_dropped(symbol):
+    dropping = texts.sentencepiece_model(normalization_rule_name="identity", user_defined_symbols=[symbol])
+    assert dropping.cut("lorem   ipsum " * 100) is None
+    other = texts.sentencepiece_model(normalization_rule_name="identity", user_defined_symbols=["<x>"])
+    assert other.cut("lorem   ipsum " * 100)
+
+
 def test_a_model_of_words_has_no_place():
     tokenizer = texts.sentencepiece_model(model_type="word")
     assert tokenizer.cut(texts.mixed(0, 300)) is None
