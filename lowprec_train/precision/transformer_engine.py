@@ -119,7 +119,9 @@ class TransformerEngine:
 
     def check_machine(self, device: torch.device) -> None:
         if device.type != "cuda":
-            raise ValueError(f"TransformerEngine computes on CUDA GPUs, and this run is on {device}: +recipe=fp8 runs")
+            raise ValueError(
+                f"TransformerEngine computes on CUDA GPUs, and this run is on {device}: take +recipe=fp8 there"
+            )
         te = nvidia.transformer_engine()
         ask = AVAILABLE.get(self.scaling, "is_fp8_available")
         if not hasattr(te, ask):

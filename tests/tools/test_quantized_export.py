@@ -191,6 +191,12 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
     assert (
         "self_attn.k_proj of 64 x 128 does not fit fp8-block: a 128x128 tile does not divide" in capsys.readouterr().err
     )
+    narrow = trained(tmp_path / "narrow", "fp8", *TINY, "model.ffn=80")
+    assert cli.main(["export-hf", str(narrow), "--out", out, "--quantized", "fp8-tensor"]) == 2
+    assert "mlp.down_proj has 80 inputs, which groups of 32 do not divide" in capsys.readouterr().err
+    nowhere = ["--quantized", "fp8-tensor", "--calibration", str(tmp_path / "nowhere")]
+    assert cli.main(["export-hf", str(run), "--out", out, *nowhere, "--requantize"]) == 2
+    assert "nowhere: neither text nor a prepared set is there" in capsys.readouterr().err
     gpt = save(tmp_path / "gpt", *(lambda s: (s.run, s.model))(system("fp8", "gpt_tiny")), 1)
     assert cli.main(["export-hf", str(gpt), "--out", out, "--quantized", "fp8-tensor"]) == 2
     assert "GPT-2's layers are Conv1D" in capsys.readouterr().err

@@ -24,6 +24,8 @@ def input_maxima(trained: Trained, path: Path, tokenizer: Path | None) -> dict[s
 
     Raises ValueError for text that cannot be read, and where there is none.
     """
+    if not (path.exists() or path.with_name(f"{path.name}.idx").exists()):
+        raise ValueError(f"--calibration {path}: neither text nor a prepared set is there")
     source = texts.open_text(path, field="text", tokenizer=tokenizer_of(trained, tokenizer))
     model, found = trained.model(OF_RUN, device=torch.device("cpu")), dict[str, float]()
     length = trained.weights.model.max_seq_len

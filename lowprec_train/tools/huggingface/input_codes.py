@@ -55,6 +55,15 @@ class InputCodes:
     def _two_levels(self) -> bool:
         return self.args is not None and self.args["strategy"] == "tensor_group"
 
+    def check(self, module: str, k: int) -> None:
+        """ValueError where groups do not divide the k inputs of a layer of theirs."""
+        group = 1 if self.args is None else self.args.get("group_size", 1)
+        if k % group:
+            raise ValueError(
+                f"{module} has {k} inputs, which groups of {group} do not divide: --activations {self.mode} is not for "
+                "this model; --activations none is for any"
+            )
+
     def specs(self, module: str) -> list[TensorSpec]:
         """The tensors beside those of one of their matrices."""
         if self.mode != STATIC:

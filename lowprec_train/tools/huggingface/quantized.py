@@ -204,6 +204,7 @@ class WeightCodes:
 
     def specs(self, module: str, shape: torch.Size) -> list[TensorSpec]:
         """As `Format.specs`, with what belongs to inputs."""
+        self.inputs.check(module, shape[1])
         return self.format.specs(module, shape) + self.inputs.specs(module)
 
     @property
