@@ -279,3 +279,25 @@ def test_inputs_of_nvfp4_have_the_codes_of_training_under_the_scale_of_a_batch()
     assert name == "m.input_global_scale"
     torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)
     assert "NVFP4" in inputs.differs(nvfp4.recipe())
+
+
+FAMILIES = {
+    "Qwen2ForCausalLM": ("model.qkv_bias=true",),
+    "Qwen3ForCausalLM": ("model.attention=qk_norm",),
+    "Olmo2ForCausalLM": ("model.attention=full_qk_norm", "model.norm_placement=post"),
+    "LlamaForCausalLM": ("model.tied=true",),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_read_from_several_files(tmp_path, family):
+    """MXFP8 codes, whose layers are those of training: logits of two blocks, where few roundings tip."""
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is of the extra `dev`")
+    run = trained(tmp_path / "run", "mxfp8", *WIDE, "model.layers=2", *FAMILIES[family])
+    exported_logits.exported(run, tmp_path / "out", "mxfp8", "mx", "--max-shard-size", "300KB")
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    with torch.no_grad():
+        theirs, read = reader(tmp_path / "out", torch.float32), exported_logits.tokens(3)
+        apart = training(run, torch.float32).logits(read).float() - theirs(read).logits
+    assert type(theirs).__name__ == family and exported_logits.rms(apart) < 0.02
