@@ -198,7 +198,9 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
     trunks = {each.trunk for each in chosen}
     wanted = [each for each in everything if each in chosen or each.name in trunks]
     if not wanted:
-        raise ValueError(f"study {study.name} has no run for --arms {arguments.arms} and --purpose {arguments.purpose}")
+        arms = f" of --arms {' '.join(arguments.arms)}" if arguments.arms else ""
+        purpose = f" for --purpose {arguments.purpose}" if arguments.purpose else ""
+        raise ValueError(f"study {study.name} has no run{arms}{purpose}")
     return study, wanted, arguments.out or Path("runs") / "study" / study.name
 
 
