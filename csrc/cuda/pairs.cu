@@ -468,6 +468,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
 
 Tensor transpose_codes(const Tensor& given) {
   const Tensor codes = dense(given);
+  STD_TORCH_CHECK(codes.element_size() == 1, "transpose takes codes of one byte, not of ", codes.element_size());
   const int64_t rows = codes.size(0), columns = codes.size(1);
   Tensor transposed = empty_like_device(codes, {columns, rows}, codes.scalar_type());
   const uint8_t* in = data_of<uint8_t>(codes);
