@@ -322,25 +322,25 @@ __global__ void __launch_bounds__(THREADS) transpose_any(const uint8_t* __restri
 }
 
 // Values transposed, by tiles in shared memory.
-constexpr int TURNED = 32;
+constexpr int TRANSPOSE_TILE = 32;
 template <typename Bits>
 __global__ void __launch_bounds__(THREADS) transpose_values(const Bits* __restrict__ x, Bits* __restrict__ out, int64_t rows,
                                                             int64_t columns) {
-  __shared__ Bits tile[TURNED][TURNED + 1];
-  const int64_t across = (columns + TURNED - 1) / TURNED;
-  const int64_t row = blockIdx.x / across * TURNED, column = blockIdx.x % across * TURNED;
-  const int lane = threadIdx.x % TURNED, step = THREADS / TURNED;
-  for (int i = threadIdx.x / TURNED; i < TURNED; i += step) {
+  __shared__ Bits tile[TRANSPOSE_TILE][TRANSPOSE_TILE + 1];
+  const int64_t across = (columns + TRANSPOSE_TILE - 1) / TRANSPOSE_TILE;
+  const int64_t row = blockIdx.x / across * TRANSPOSE_TILE, column = blockIdx.x % across * TRANSPOSE_TILE;
+  const int lane = threadIdx.x % TRANSPOSE_TILE, step = THREADS / TRANSPOSE_TILE;
+  for (int i = threadIdx.x / TRANSPOSE_TILE; i < TRANSPOSE_TILE; i += step) {
     if (row + i < rows && column + lane < columns) tile[i][lane] = x[(row + i) * columns + column + lane];
   }
   __syncthreads();
-  for (int i = threadIdx.x / TURNED; i < TURNED; i += step) {
+  for (int i = threadIdx.x / TRANSPOSE_TILE; i < TRANSPOSE_TILE; i += step) {
     if (column + i < columns && row + lane < rows) out[(column + i) * rows + row + lane] = tile[lane][i];
   }
 }
 
 Tensor transposed_values(const Tensor& x) {
-  const int64_t rows = x.size(0), columns = x.size(1), tiles = ceil_div(rows, TURNED) * ceil_div(columns, TURNED);
+  const int64_t rows = x.size(0), columns = x.size(1), tiles = ceil_div(rows, TRANSPOSE_TILE) * ceil_div(columns, TRANSPOSE_TILE);
   Tensor out = empty_like_device(x, {columns, rows}, x.scalar_type());
   with_input(x, [&](auto in) {
     using Bits = std::conditional_t<sizeof(typename decltype(in)::Type) == 2, uint16_t, uint32_t>;

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(THREADS) quantize_lines(const In* __restrict__
   }
 }
 
-// Maxima of lines of 8 * 2^shift elements, which 2^shift threads share.
+// amax of lines of 8 * 2^shift elements, which 2^shift threads share.
 template <typename In>
 __global__ void __launch_bounds__(THREADS) amax_lines(const In* __restrict__ x, uint32_t* __restrict__ amax, int64_t vectors,
                                                       int shift) {

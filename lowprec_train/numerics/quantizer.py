@@ -90,7 +90,7 @@ class Quantized:
         return (ops.dequantize_bf16 if dtype is torch.bfloat16 else ops.dequantize)(self.codes, self.scale)
 
     def t(self) -> Quantized:
-        """The transposed matrix, codes laid out row-major again. Compiled kernels turn codes of one byte."""
+        """The transposed matrix, codes laid out row-major again. The op transposes codes of one byte."""
         parts = {name: part.t() for name, part in self.parts.items()}
         wide = self.codes.element_size() > 1
         codes = self.codes.t().contiguous() if wide else torch.ops.lowprec.transpose(self.codes)

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _codes(arguments: argparse.Namespace) -> Any:
     """What `--quantized` asks for, or None."""
-    from lowprec_train.tools.huggingface.calibration import input_maxima
+    from lowprec_train.tools.huggingface.calibration import input_amax
     from lowprec_train.tools.huggingface.quantized import weight_codes
     from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained
 
@@ -108,6 +108,6 @@ def _codes(arguments: argparse.Namespace) -> Any:
     forward = trained.forward(UNQUANTISED if arguments.requantize else OF_RUN)
     how = {"requantize": arguments.requantize, "activations": arguments.activations}
     if arguments.calibration is not None:
-        how["amax"] = input_maxima(trained, arguments.calibration, arguments.tokenizer)
+        how["amax"] = input_amax(trained, arguments.calibration, arguments.tokenizer)
     how |= {"recipe": trained.recipe_name(OF_RUN), "saved": forward.saved_activations}
     return weight_codes(arguments.quantized, forward.recipes, **how)

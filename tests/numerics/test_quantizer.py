@@ -120,11 +120,11 @@ def test_a_transposed_view_is_its_copy():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("format", [BF16, E4M3], ids=str)
-def test_codes_of_one_byte_and_of_two_are_turned(format, device):
-    """CUDA's kernel turns bytes alone, and refuses others."""
+def test_codes_of_one_byte_and_of_two_are_transposed(format, device):
+    """CUDA's kernel transposes bytes alone, and refuses others."""
     one = Quantizer(format, (1, 16) if format.scaled else (-1, -1))(torch.from_numpy(normal(M, K)).to(device))
-    turned = one.t()
-    assert torch.equal(turned.codes.float(), one.codes.float().t()) and torch.equal(turned.scale, one.scale.t())
+    transposed = one.t()
+    assert torch.equal(transposed.codes.float(), one.codes.float().t()) and torch.equal(transposed.scale, one.scale.t())
     if device == "cuda" and format is BF16:
         with pytest.raises(RuntimeError, match="one byte, not of 2"):
             torch.ops.lowprec.transpose(one.codes)

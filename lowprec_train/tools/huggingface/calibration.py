@@ -19,7 +19,7 @@ from lowprec_train.train.trained import OF_RUN, Trained
 WINDOWS = 64
 
 
-def input_maxima(trained: Trained, path: Path, tokenizer: Path | None) -> dict[str, float]:
+def input_amax(trained: Trained, path: Path, tokenizer: Path | None) -> dict[str, float]:
     """max |x| by linear layer, over the first windows of a text or prepared set, in the forward pass of training.
 
     Raises ValueError for text that cannot be read, and where there is none.

@@ -11,8 +11,8 @@ from lowprec_train import __version__
 from lowprec_train.tools.compare.report import strict
 from lowprec_train.tools.markdown import table
 from lowprec_train.tools.study.definition import Study
-from lowprec_train.tools.study.foretold import AHEAD, LARGE, Foretold
 from lowprec_train.tools.study.measure import RESOLUTION, ArmRow, Cell, Contrast, Measured
+from lowprec_train.tools.study.rms_spikes import AHEAD, LARGE, RmsSpikes
 from lowprec_train.tools.study.statistics import Estimate
 from lowprec_train.tools.study.sweep import WORKABLE, SweepArm, SweepRow
 
@@ -30,7 +30,7 @@ HEALTH = (
     "skipped",
     "SD of residuals",
     "sharpness",
-    "spikes foretold",
+    "after RMS spikes",
 )
 
 
@@ -82,7 +82,7 @@ def definitions(measured: Measured) -> dict[str, str]:
         "gap at own best": f"of a sweep: arm at its best value - {measured.baseline} at its own, from the seeds' pairs",
         "sharpness": "100 (max L - L) / (1 + L) where logits y of last tokens move by at most 0.001 (|y| + 1); L: mean "
         "loss of the last tokens of 256 sequences, with the run's own forward pass; mean over seeds",
-        "spikes foretold": f"those with an event 1 to {AHEAD} steps before them: an update of a matrix whose RMS is "
+        "after RMS spikes": f"those with an event 1 to {AHEAD} steps before them: an update of a matrix whose RMS is "
         f"above {LARGE:g}; chance: the share of steps that lie so behind one",
         "sensitivity": "mean over values and seeds of min(loss, loss at the start), less the loss of the best value",
     }
@@ -155,14 +155,14 @@ def health_cells(row: ArmRow) -> list[str]:
         str(row.skipped),
         number(row.spread, ".4f"),
         number(row.sharpness, ".4f"),
-        foretold_text(row.foretold),
+        rms_spikes_text(row.rms_spikes),
     ]
 
 
-def foretold_text(found: Foretold | None) -> str:
+def rms_spikes_text(found: RmsSpikes | None) -> str:
     if found is None:
         return NONE
-    return f"{found.foretold} of {found.spikes}, {found.events} events, chance {100 * found.chance:.0f} %"
+    return f"{found.preceded} of {found.spikes}, {found.events} events, chance {100 * found.chance:.0f} %"
 
 
 def extra(row: ArmRow) -> str:
@@ -223,8 +223,11 @@ def sweep_text(measured: Measured) -> str:
         for end in ("lowest", "highest")
         if (found := [each.arm for each in measured.sweep_arms if each.edge == end])
     ]
-    if any(row.foretold is not None for row in measured.sweep):
-        parts += ["Spikes foretold:", by_setting(lambda row: foretold_text(row.foretold if row else None))]
+    if any(row.rms_spikes is not None for row in measured.sweep):
+        parts += [
+            "Loss spikes after RMS spikes:",
+            by_setting(lambda row: rms_spikes_text(row.rms_spikes if row else None)),
+        ]
     if any(row.sharpness is not None for row in measured.sweep):
         parts += ["Sharpness:", by_setting(lambda row: number(row.sharpness if row else None, ".4f"))]
     return "\n\n".join(parts)

@@ -14,9 +14,9 @@ from lowprec_train.tools.compare import curves
 from lowprec_train.tools.compare.measure import RATE, SKIPPED
 from lowprec_train.tools.compare.runs import VALID, Array, Run, Series, read_info, read_run
 from lowprec_train.tools.study import evaluation, forking
-from lowprec_train.tools.study.foretold import Foretold, foretold
 from lowprec_train.tools.study.plan import StudyRun, check_same
 from lowprec_train.tools.study.progress import shared, state
+from lowprec_train.tools.study.rms_spikes import RmsSpikes, rms_spikes
 from lowprec_train.train.trained import OF_RUN, UNQUANTISED
 
 NORM = "train/grad_norm"
@@ -28,7 +28,7 @@ class Result:
     training loss of the last tenth of its steps, NaN without one. start: its first training loss, the same.
 
     sharpness: of its own forward pass, None where it was not measured.
-    clipped, spikes, foretold, skipped: of a fork, behind the common start.
+    clipped, spikes, rms_spikes, skipped: of a fork, behind the common start.
     unstable: why it counts as that, "" if it does not. logged: number of its training losses. rate: tokens a second,
     None where other runs shared its device. steps: of the whole run, also where it diverged. parameters: without
     embedding and head.
@@ -44,7 +44,7 @@ class Result:
     logged: int
     clipped: float | None
     spikes: int
-    foretold: Foretold | None
+    rms_spikes: RmsSpikes | None
     skipped: int
     rate: float | None
     steps: int
@@ -100,7 +100,7 @@ def result(run: StudyRun, directory: Path) -> Result:
         logged=len(record.loss.steps),
         clipped=clipped(own),
         spikes=len(spikes),
-        foretold=foretold(own, spikes),
+        rms_spikes=rms_spikes(own, spikes),
         skipped=skipped(own) - skipped(before),
         rate=float(np.median(rate)) if len(rate) else None,
         steps=int(record.config["steps"]),

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowprec_train.tools.study.definition import Study
-from lowprec_train.tools.study.foretold import Foretold, together
 from lowprec_train.tools.study.results import Result, names
+from lowprec_train.tools.study.rms_spikes import RmsSpikes, together
 from lowprec_train.tools.study.statistics import BlockFit, Estimate
 
 WORKABLE = 1.02  # times the loss of an arm's best value, up to which a value works
@@ -37,7 +37,7 @@ class SweepRow:
     unstable: dict[int, str]
     losses: dict[int, float]
     sharpness: float | None
-    foretold: Foretold | None
+    rms_spikes: RmsSpikes | None
     loss: float | None
     spread: float | None
     best: bool
@@ -95,7 +95,7 @@ def _row(group: Sequence[Result], loss: float | None, *, best: bool, limit: floa
         unstable={each.run.seed: each.unstable for each in group if each.unstable},
         losses=losses,
         sharpness=float(np.mean(sharp)) if (sharp := [e.sharpness for e in group if e.sharpness is not None]) else None,
-        foretold=together(each.foretold for each in group),
+        rms_spikes=together(each.rms_spikes for each in group),
         loss=loss,
         spread=float(np.std(list(losses.values()), ddof=1)) if loss is not None and len(losses) > 1 else None,
         best=best,

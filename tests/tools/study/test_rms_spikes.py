@@ -29,9 +29,9 @@ def test_events_spikes_and_chance(tmp_path):
         (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     measured = measure.measure(made, *results.read(planned, tmp_path / "runs"))
     bf16, fp8 = measured.cells[0].arms
-    assert (bf16.spikes, fp8.spikes, fp8.foretold) == (6, 6, None)  # a run of fp8 has logged none
-    found = bf16.foretold
-    assert (found.events, found.spikes, found.foretold) == (6, 6, 2)
+    assert (bf16.spikes, fp8.spikes, fp8.rms_spikes) == (6, 6, None)  # a run of fp8 has logged none
+    found = bf16.rms_spikes
+    assert (found.events, found.spikes, found.preceded) == (6, 6, 2)
     assert found.chance == pytest.approx((9 + 8 + 8) / STEPS)
     assert "| 2 of 6, 6 events, chance 6 % |" in report.to_markdown(measured, made, figure="figure.svg")
 

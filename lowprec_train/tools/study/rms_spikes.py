@@ -1,8 +1,9 @@
-"""Loss spikes, and the update RMS before them (arXiv 2304.13013, section 3.4).
+"""Loss spikes that follow RMS spikes of AdamW's update (arXiv 2304.13013, section 3.4).
 
-An event is a step at which RMS_t = sqrt(mean(g^2 / max(v, eps^2))) of AdamW's update is above 2.3: the second moment is
-out of date, so the update is too large. A spike is foretold if an event lies 1 to 8 steps before it. Where events are
-frequent, many spikes are so by chance: the share of all steps that lie 1 to 8 steps behind an event says how many.
+An RMS spike, an event, is a step at which RMS_t = sqrt(mean(g^2 / max(v, eps^2))) of AdamW's update is above 2.3: the
+second moment is out of date, so the update is too large. A loss spike is preceded by an event if one lies 1 to 8 steps
+before it. Where events are frequent, many are by chance: the share of all steps that lie 1 to 8 steps behind an event
+says how many.
 
 The RMS is `optim/update_rms` of runs with `log_update_rms=true`, the largest of all matrices but the embedding. In the
 paper, on vision models, it is that of the patch embedding.
@@ -23,39 +24,41 @@ LARGE, AHEAD = 2.3, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Foretold:
-    """events: steps with a large update in a row are one. chance: share of the steps behind one."""
+class RmsSpikes:
+    """events: steps with a large update in a row are one. spikes: of the loss; preceded: of these, by an event. chance:
+    share of the steps behind one.
+    """
 
     events: int
     spikes: int
-    foretold: int
+    preceded: int
     chance: float
 
 
-def foretold(record: Run, spikes: Sequence[Spike]) -> Foretold | None:
+def rms_spikes(record: Run, spikes: Sequence[Spike]) -> RmsSpikes | None:
     """None where the run has not logged the RMS."""
     series = record.series(RMS)
     if not len(series.steps):
         return None
     large = series.steps[series.values > LARGE]
     behind = {int(step) + ahead for step in large for ahead in range(1, AHEAD + 1)}
-    return Foretold(
+    return RmsSpikes(
         events=int(np.sum(np.diff(large, prepend=-np.inf) > 1)),
         spikes=len(spikes),
-        foretold=sum(spike.step in behind for spike in spikes),
+        preceded=sum(spike.step in behind for spike in spikes),
         chance=sum(int(step) in behind for step in series.steps) / len(series.steps),
     )
 
 
-def together(found: Iterable[Foretold | None]) -> Foretold | None:
+def together(found: Iterable[RmsSpikes | None]) -> RmsSpikes | None:
     """Of several runs; None where one has not logged the RMS."""
     each = list(found)
     known = [one for one in each if one is not None]
     if not known or len(known) < len(each):
         return None
-    return Foretold(
+    return RmsSpikes(
         events=sum(one.events for one in known),
         spikes=sum(one.spikes for one in known),
-        foretold=sum(one.foretold for one in known),
+        preceded=sum(one.preceded for one in known),
         chance=sum(one.chance for one in known) / len(known),
     )
