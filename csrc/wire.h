@@ -64,6 +64,21 @@ inline Wire wire_of(std::vector<Tensor>& parts, int64_t rows, const std::vector<
   return made;
 }
 
+// Of codes whose scales are not sent: without exponents, and plain elements in BF16 (ops/shared_gradients.py).
+inline Wire wire_of_shared(std::vector<Tensor>& parts, int64_t rows, const std::vector<int64_t>& sizes,
+                           const std::vector<int64_t>& coded, const Tensor& scales, const std::string& format) {
+  STD_TORCH_CHECK(format == "E4M3" || format == "E5M2", "codes under a shared scale are E4M3 or E5M2, not ", format);
+  STD_TORCH_CHECK(scales.dim() == 1 && scales.numel() == static_cast<int64_t>(sizes.size()) &&
+                      scales.scalar_type() == ScalarType::Float && scales.is_contiguous(),
+                  sizes.size(), " ranges have as many FP32 scales");
+  Wire made = wire_of(parts, rows, sizes, coded, format, 1, 1);
+  int64_t bytes = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) bytes += coded[i] ? sizes[i] : 2 * sizes[i];
+  made.padded = bytes % 2 != 0;
+  made.row_bytes = bytes + made.padded;
+  return made;
+}
+
 // Of a decode, whose parts are sums.
 inline Wire wire_of_sent(const Tensor& sent, std::vector<Tensor>& parts, const std::vector<int64_t>& sizes,
                          const std::vector<int64_t>& coded, const std::string& format, int64_t block, int64_t senders,

@@ -12,6 +12,7 @@ they are compared with an FP32 sum, which is sent for the purpose.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lowprec_train.comm.collectives import Reduced
 from lowprec_train.comm.grad_codec import GradCodec, rounding_energy
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.comm.nodes import Links, Nodes
+from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.comm.shared_scale import MuSchedule
 from lowprec_train.numerics.formats import FP32
 
@@ -34,7 +36,6 @@ class Axis:
     """The ranks of `group` (None: this rank alone), by node, and one step's account of their reductions.
 
     head_room: FP8-LM's mu, moved by whoever ends the step.
-    at_maximum: the largest share of codes at the maximum that a shared-scale reduction left, 0-dim.
     energy: (signal, noise) on this rank, to be added up over ranks, FP32 [2]; zeros unless the step is measured.
     sent: bytes, by what they travel over.
 
@@ -47,9 +48,9 @@ class Axis:
         self.ranks, self.node = (1, 1) if nodes is None else (nodes.ranks, nodes.node)
         self._number = 0 if nodes is None else dist.get_rank(nodes.whole) % self.node
         self.head_room = MuSchedule(self.ranks, device)
-        self.at_maximum = torch.zeros((), device=device)
         self.energy = torch.zeros(2, device=device)
         self.sent = Links(0, 0)
+        self._at_maximum: list[tuple[Tensor, int]] = []  # of each reduction: this rank's count, all ranks' codes
         self._measured_row: int | None = None
 
     @property
@@ -60,7 +61,7 @@ class Axis:
     def begin_step(self, sample: int | None) -> None:
         """Start a new account. sample: the number of measurements so far when this step is one, else None."""
         self._measured_row = None if sample is None else sample % self.ranks
-        self.at_maximum.zero_()
+        self._at_maximum.clear()
         self.energy.zero_()
         self.sent = Links(0, 0)
 
@@ -69,7 +70,7 @@ class Axis:
         """`collectives.reduce_scatter` of `flat` to `out`."""
         self.sent = self.sent.plus(collectives.reduce_scatter_links(self.codec, layout, self.ranks, self.node))
         reduced = collectives.reduce_scatter(flat, self.group, self.codec, layout, mu=self._mu, op=op, out=out)
-        self._note(reduced)
+        self._note(reduced, self.ranks * layout.coded_size)
         if self._measured_row is not None and self.rounds:
             self.energy += self._scatter_energy(flat, out, layout, self._measured_row)
             if reduced.of_nodes is not None and self._measured_row % self.node == self._number:
@@ -83,20 +84,31 @@ class Axis:
         measured = self._measured_row is not None and self.rounds
         mine = flat.clone() if measured else flat
         reduced = collectives.all_reduce(flat, self.group, self.codec, layout, mu=self._mu, out=flat)
-        self._note(reduced)
+        self._note(reduced, layout.coded_size)
         if measured:
             self.energy += self._all_reduce_energy(mine, flat, layout)
             if reduced.of_nodes is not None:
                 part = self.codec.wire_layout(layout).split(self.ranks, self.codec.block)
                 self.energy[1] += self._noise(reduced.of_nodes, part)
 
+    def at_maximum(self) -> Tensor:
+        """The largest share of codes at the maximum that a shared-scale reduction of the step left on all ranks of this
+        axis, 0-dim FP32. One collective, that all ranks call.
+        """
+        if not self._at_maximum:
+            return torch.zeros_like(self.energy[0])
+        group = self.group.whole if isinstance(self.group, Nodes) else self.group
+        mine = torch.stack([count for count, _ in self._at_maximum]).double()
+        codes = _numbers(tuple(codes for _, codes in self._at_maximum), mine.device)
+        return (DistributedGroup.of(group).all_reduce_sum(mine).float() / codes).amax()
+
     @property
     def _mu(self) -> Tensor | None:
         return self.head_room.mu if self.codec.shares_scales else None
 
-    def _note(self, reduced: Reduced) -> None:
-        if reduced.saturated is not None:
-            self.at_maximum.copy_(torch.maximum(self.at_maximum, reduced.saturated))
+    def _note(self, reduced: Reduced, codes: int) -> None:
+        if reduced.at_maximum is not None:
+            self._at_maximum.append((reduced.at_maximum, max(1, codes)))
 
     def _scatter_energy(self, flat: Tensor, total: Tensor, layout: FlatLayout, row: int) -> Tensor:
         if self.codec.shares_scales:
@@ -119,6 +131,12 @@ class Axis:
             tiny = torch.finfo(signal.dtype).tiny
             noise = noise + noise / signal.clamp_min(tiny) * _squares(total) / self.ranks
         return torch.stack((signal, noise))
+
+
+@cache
+def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """FP32, copied to the device once."""
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class BlockScaledCodec:
 
     def row_bytes(self, layout: FlatLayout) -> int:
         """Plain elements, codes, block exponents, and one more where that is odd."""
-        return row_bytes(*self._ranges(layout), self.format.name, self.block)
+        return row_bytes(*self.wire_layout(layout).table(), self.format.name, self.block)
 
     def scales(self, rows: Tensor, layout: FlatLayout, group: Group, mu: Tensor | None) -> None:
         """Blocks have scales of their own, which travel with them."""
@@ -74,7 +74,7 @@ class BlockScaledCodec:
         if inner == 1 and len(parts) == 1 and self._travels(parts[0], rows * layout.size):
             return parts[0].view(torch.uint8).view(rows, -1)
         encode = torch.ops.lowprec.encode_gradients
-        return encode(parts, rows, *self._ranges(layout), self.format.name, self.block, inner)
+        return encode(parts, rows, *self.wire_layout(layout).table(), self.format.name, self.block, inner)
 
     def decode(
         self,
@@ -88,16 +88,11 @@ class BlockScaledCodec:
     ) -> None:
         """In one pass, whatever the number of senders."""
         decode = torch.ops.lowprec.decode_gradients
-        decode(wire, parts, *self._ranges(layout), self.format.name, self.block, senders, inner)
+        decode(wire, parts, *self.wire_layout(layout).table(), self.format.name, self.block, senders, inner)
 
     def _travels(self, part: Tensor, size: int) -> bool:
         plain = not self.format.scaled and part.dtype == self.format.carrier
         return plain and part.is_contiguous() and part.numel() == size and size * part.itemsize % 2 == 0
-
-    def _ranges(self, layout: FlatLayout) -> tuple[list[int], list[int]]:
-        """Sizes, and which of them are coded."""
-        ranges = self.wire_layout(layout).ranges
-        return [each.size for each in ranges], [int(each.coded) for each in ranges]
 
     def __str__(self) -> str:
         return f"{self.format.name}[{self.block}]" if self.format.scaled else self.format.name

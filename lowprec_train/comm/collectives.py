@@ -33,12 +33,13 @@ ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # 
 
 
 class Reduced(NamedTuple):
-    """total: FP32 [layout.size]. saturated: the share of all ranks' codes at the maximum, 0-dim FP32; None where sums
-    are in FP32. of_nodes: the sums inside this node that this rank encoded again, FP32 [nodes, size of a row].
+    """total: FP32 [layout.size]. at_maximum: how many codes of the sums that this rank made are at the maximum,
+    0-dim int64; None where sums are in FP32. of_nodes: the sums inside this node that this rank encoded again, FP32
+    [nodes, size of a row].
     """
 
     total: Tensor
-    saturated: Tensor | None = None
+    at_maximum: Tensor | None = None
     of_nodes: Tensor | None = None
 
 
@@ -81,7 +82,7 @@ def reduce_scatter(
         return Reduced(out.copy_(rows[0]))
     scales = codec.scales(rows, layout, DistributedGroup.of(nodes.whole), mu)
     parts, row = codec.wire_layout(layout).pieces(rows), codec.wire_layout(layout)
-    return _scattered(parts, out, nodes, codec, row, scales, nodes.ranks * layout.coded_size)
+    return _scattered(parts, out, nodes, codec, row, scales)
 
 
 @torch.no_grad()
@@ -105,14 +106,14 @@ def all_reduce(
     if nodes.ranks == 1:
         return Reduced(out.copy_(rows[0]))
     scales = codec.scales(rows, layout, DistributedGroup.of(nodes.whole), mu)
-    codes, layout = layout.coded_size, codec.wire_layout(layout)
+    layout = codec.wire_layout(layout)
     mine, sums = layout.pieces(rows[0]), layout.pieces(out)
     if codec.sends_whole(layout, nodes.ranks):
         wire = _gathered(codec.encode(mine, 1, layout, scales), nodes.whole)
         codec.decode(wire, sums, layout, scales, senders=nodes.ranks)
         return Reduced(out)
     row = layout.split(nodes.ranks, codec.block)
-    summed = _scattered(mine, out.new_empty(row.size), nodes, codec, row, scales, codes)
+    summed = _scattered(mine, out.new_empty(row.size), nodes, codec, row, scales)
     wire = codec.encode(row.pieces(summed.total), 1, row, scales)
     if nodes.inside is None:
         codec.decode(_gathered(wire, nodes.whole), sums, row, scales)
@@ -179,17 +180,12 @@ def _scattered(
     codec: GradCodec,
     row: FlatLayout,
     scales: Tensor | None,
-    codes: int,
 ) -> Reduced:
-    """The sum over ranks of this rank's row, in `out`. codes: of all ranks' sums."""
+    """The sum over ranks of this rank's row, in `out`."""
     if nodes.inside is not None:
         return _scattered_by_node(parts, out, nodes, codec, row)
     wire = _exchanged(codec.encode(parts, nodes.ranks, row, scales), nodes.whole)
-    at_maximum = codec.decode(wire, row.pieces(out), row, scales, senders=nodes.ranks)
-    if at_maximum is None:
-        return Reduced(out)
-    count = DistributedGroup.of(nodes.whole).all_reduce_sum(at_maximum.double())
-    return Reduced(out, count.long() / max(1, codes))
+    return Reduced(out, codec.decode(wire, row.pieces(out), row, scales, senders=nodes.ranks))
 
 
 def _scattered_by_node(

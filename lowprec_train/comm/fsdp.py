@@ -124,7 +124,7 @@ class Sampling:
         self._axes = axes
         self._ranks = torch.tensor([axis.ranks for axis in axes])
         self._steps = 0
-        self._sqnr_db = torch.zeros_like(axes[0].at_maximum)
+        self._sqnr_db = torch.zeros_like(axes[0].energy[0])
         self.begin_step()
 
     @property
@@ -217,7 +217,7 @@ class Reducer:
         return 10 * torch.log10(signal / energy[:, 1].sum())
 
     def _move_head_room(self) -> None:
-        shares = DistributedGroup.of(None).all_reduce_max(torch.stack([axis.at_maximum for axis in self._axes]))
+        shares = DistributedGroup.of(None).all_reduce_max(torch.stack([axis.at_maximum() for axis in self._axes]))
         self._metrics["comm/grad_at_maximum"] = shares.amax()
         self._metrics["comm/grad_mu"] = torch.stack([axis.head_room.mu for axis in self._axes]).amin()
         for axis, share in zip(self._axes, shares.unbind()):

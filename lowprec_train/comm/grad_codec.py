@@ -77,14 +77,9 @@ class GradCodec(Protocol):
     ) -> Tensor | None:
         """Write to `parts`, FP32, the sums of rows of `senders`, in their order. wire: each sender's rows together.
 
-        Returns the number of codes at the maximum, 0-dim int64; None where none can be.
+        Returns the number of their codes at the maximum, 0-dim int64; None where none can be.
         """
         ...
-
-
-def even(count: int) -> int:
-    """Rows of an even number of bytes keep the BF16 elements of every row aligned."""
-    return count + count % 2
 
 
 def decoded(wire: Tensor, codec: GradCodec, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:

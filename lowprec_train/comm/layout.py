@@ -59,6 +59,10 @@ class FlatLayout:
         """Elements of a row that travel as codes."""
         return sum(each.size for each in self.ranges if each.coded)
 
+    def table(self) -> tuple[list[int], list[int]]:
+        """Sizes of the ranges, and which of them are coded, 1 or 0: as ops take them."""
+        return [each.size for each in self.ranges], [int(each.coded) for each in self.ranges]
+
     @classmethod
     def plain(cls, size: int) -> FlatLayout:
         """A row of one range that is not coded."""

@@ -22,18 +22,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from lowprec_train.comm.grad_codec import even
 from lowprec_train.comm.layout import FlatLayout
-from lowprec_train.group import Group, sum_in_order
-from lowprec_train.numerics.formats import BF16, E4M3, E5M2, Format
-from lowprec_train.ops.reference import divide, tile_scale, to_float
-from lowprec_train.ops.rounding import encode
+from lowprec_train.group import Group
+from lowprec_train.numerics.formats import E4M3, E5M2, Format
+from lowprec_train.ops.schema import row_bytes_by
 
 SATURATED_SHARE = 1e-5  # arXiv 2310.18313, section 3.1: 0.001 %
 STEPS_TO_DOUBLE = 1000  # the same
@@ -68,29 +66,24 @@ class SharedScaleCodec:
 
     def row_bytes(self, layout: FlatLayout) -> int:
         """The scales travel as one FP32 maximum per parameter beside it."""
-        return even(layout.coded_size + self._plain_bytes(layout))
+        return row_bytes_by(*layout.table(), self.format.name)
 
     def scales(self, rows: Tensor, layout: FlatLayout, group: Group, mu: Tensor | None) -> Tensor:
         """s of each range, FP32 [ranges]: NaN where an element of any rank is not finite, mu where all are 0."""
         assert mu is not None
-        amax = torch.stack([piece.abs().amax().float() for piece in layout.pieces(rows)])
-        scale, _ = tile_scale(group.all_reduce_max(amax), self.format, "POW2", 1.0, 0)
-        return divide(mu.expand_as(scale), scale)
+        amax = group.all_reduce_max(_amax(rows, layout))
+        quantize = torch.ops.lowprec.quantize  # each maximum as a tile of its own: one launch
+        _, scale = quantize(amax[:, None], self.format.name, [1, 1], "POW2", 1.0, 0, "nearest", None, None)
+        return mu / scale[:, 0]
 
     def encode(
         self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
     ) -> Tensor:
         """Codes of a decoded sum are the sum's own: s and its reciprocal cost less than half a step between codes."""
         assert scales is not None and inner == 1
-        plain, codes = [], []
-        for each, part, s in zip(layout.ranges, parts, scales.unbind(), strict=True):
-            x = _in_rows(part, rows, each.size)
-            if each.coded:
-                codes.append(encode(x.float() * s, self.format).view(torch.uint8))
-            else:
-                plain.append(x.to(BF16.carrier).contiguous().view(torch.uint8))
-        wire = torch.cat(plain + codes, dim=1)
-        return F.pad(wire, (0, self.row_bytes(layout) - wire.shape[1]))
+        encode = torch.ops.lowprec.encode_gradients_by
+        made: Tensor = encode(parts, rows, *layout.table(), scales, self.format.name)
+        return made
 
     def decode(
         self,
@@ -104,43 +97,31 @@ class SharedScaleCodec:
     ) -> Tensor:
         """Sums of codes, of several senders, are codes themselves."""
         assert scales is not None and inner == 1
-        sent = wire.unflatten(0, (senders, -1))
-        plain_bytes = self._plain_bytes(layout)
-        plain = sum_in_order(sent[..., :plain_bytes].contiguous().view(BF16.carrier).float().unbind())
-        summed, at_maximum = self._add(sent[..., plain_bytes : plain_bytes + layout.coded_size])
-        starts = {True: 0, False: 0}
-        for each, part, s in zip(layout.ranges, parts, scales.unbind(), strict=True):
-            start, source = starts[each.coded], summed if each.coded else plain
-            starts[each.coded] = end = start + each.size
-            rows = to_float(source[:, start:end])
-            rows = rows * divide(torch.ones_like(s), s) if each.coded else rows
-            part.copy_(rows.reshape(-1)[: part.numel()].view_as(part))
-        return at_maximum
-
-    def _add(self, sent: Tensor) -> tuple[Tensor, Tensor]:
-        """Bytes [senders, rows, coded_size] added in order, as codes; how many an addition left at the maximum."""
-        codes = sent.contiguous().view(self.format.carrier)
-        total, at_maximum = to_float(codes[0]), torch.zeros(codes.shape[1:], dtype=torch.bool, device=codes.device)
-        for code in codes[1:].unbind():
-            total = total + to_float(code)
-            if self.every_addition:
-                total = to_float(encode(total, self.format))
-                at_maximum |= total.abs() == self.format.max
-        summed = encode(total, self.format)
-        if not self.every_addition:
-            at_maximum = to_float(summed).abs() == self.format.max
-        return summed, at_maximum.sum()
-
-    def _plain_bytes(self, layout: FlatLayout) -> int:
-        return BF16.carrier.itemsize * (layout.size - layout.coded_size)
+        decode, every = torch.ops.lowprec.decode_gradients_by, self.every_addition
+        count: Tensor = decode(wire, parts, *layout.table(), scales, self.format.name, senders, every)
+        return count
 
     def __str__(self) -> str:
         return f"{self.format.name}, one scale"
 
 
-def _in_rows(part: Tensor, rows: int, size: int) -> Tensor:
-    """[rows, size]; what a 1-D part lacks is zeros."""
-    return part if part.dim() == 2 else F.pad(part, (0, rows * size - part.numel())).view(rows, size)
+def _amax(rows: Tensor, layout: FlatLayout) -> Tensor:
+    """Of each range of all rows, FP32 [ranges], NaN as infinity: one pass over the buffer, whatever its ranges. They
+    are whole numbers of lines, a parameter's rows or longer.
+    """
+    line = math.gcd(*(each.size for each in layout.ranges))
+    amax = torch.linalg.vector_norm(rows.view(len(rows), -1, line), torch.inf, dim=(0, 2))
+    made = torch.zeros(len(layout.ranges), device=rows.device)
+    return made.scatter_reduce_(
+        0, _of_lines(layout, line, rows.device), amax.float().nan_to_num(torch.inf, torch.inf), "amax"
+    )
+
+
+@cache
+def _of_lines(layout: FlatLayout, line: int, device: torch.device) -> Tensor:
+    """The range of each line of a row, int64."""
+    counts = [each.size // line for each in layout.ranges]
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
 
 
 class MuSchedule:
@@ -148,6 +129,8 @@ class MuSchedule:
 
     mu = 2^(level / 1000) with an integer level: a thousand clean steps double it exactly, a halving is 1000 levels
     down, and the ends are exact. It starts at 1/ranks, where nothing can saturate.
+
+    mu: 0-dim FP32, of the present level.
 
     Raises ValueError for fewer than one rank.
     """
@@ -158,16 +141,16 @@ class MuSchedule:
         self.ranks = ranks
         self.lowest = -math.ceil(STEPS_TO_DOUBLE * math.log2(ranks))
         self.level = torch.full((), self.lowest, dtype=torch.int64, device=device)
-
-    @property
-    def mu(self) -> Tensor:
-        """0-dim FP32. The power is taken in FP64 and rounded."""
-        return torch.exp2(self.level.double() / STEPS_TO_DOUBLE).float().clamp(1.0 / self.ranks, 1.0)
+        self._move_to(self.level)
 
     def update(self, share: Tensor) -> None:
         """Move by one step. share: 0-dim float, of all codes of all ranks, the same on every rank."""
-        moved = torch.where(share > SATURATED_SHARE, self.level - STEPS_TO_DOUBLE, self.level + 1)
-        self.level.copy_(moved.clamp(self.lowest, 0))
+        self._move_to(torch.where(share > SATURATED_SHARE, self.level - STEPS_TO_DOUBLE, self.level + 1))
+
+    def _move_to(self, level: Tensor) -> None:
+        """The power is taken in FP64 and rounded."""
+        self.level.copy_(level.clamp(self.lowest, 0))
+        self.mu = torch.exp2(self.level.double() / STEPS_TO_DOUBLE).float().clamp(1.0 / self.ranks, 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         """The level, a 0-dim int64 tensor."""
@@ -175,4 +158,4 @@ class MuSchedule:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue, on any device; within this run's bounds when the number of ranks has changed."""
-        self.level.copy_(state["level"].clamp(self.lowest, 0))
+        self._move_to(state["level"].to(self.level.device))

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowprec_train.ops import eden_cases, ladder_cases, library, reference
 from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
 from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
-from lowprec_train.ops.gradient_cases import decode_cases, encode_cases
+from lowprec_train.ops.gradient_cases import decode_by_cases, decode_cases, encode_by_cases, encode_cases
 from lowprec_train.ops.philox import random_bits
 
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
@@ -349,6 +349,8 @@ def cases(op: str) -> Cases:
         "quantize_expanded": _expanded,
         "encode_gradients": lambda: encode_cases(values(4, 2308), spoilt(4, 2308)),
         "decode_gradients": lambda: decode_cases(values(4, 2308), spoilt(4, 2308)),
+        "encode_gradients_by": lambda: encode_by_cases(values(4, 2308), spoilt(4, 2308)),
+        "decode_gradients_by": lambda: decode_by_cases(values(4, 2308), spoilt(4, 2308)),
         "dequantize_expanded": lambda: _decoded(_expanded()),
         "dge": lambda: {
             "tensor": (values(5, 36), values(5, 36, seed=8).bfloat16(), torch.tensor([[0.5]]), 5.0, 3.0),

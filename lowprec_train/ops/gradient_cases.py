@@ -1,5 +1,6 @@
 """Cases of the ops that put gradients on the wire (ops/cases.py): ranges that end within a block, rows that end early,
-blocks of 256 and of odd sizes, rows out of order, several senders, Inf and NaN in one block.
+blocks of 256 and of odd sizes, rows out of order, several senders, Inf and NaN in one block; scales that all ranks
+share, at which sums saturate, one of them NaN.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from lowprec_train.ops.gradients import encode_gradients
 from lowprec_train.ops.schema import row_bytes
+from lowprec_train.ops.shared_gradients import encode_gradients_by
 
+FP32, BF16 = torch.float32, torch.bfloat16
 SIZES, CODED = [1400, 6, 390, 512], [1, 0, 1, 1]
 PARTS, FEW = [384, 90], [1, 0]
 
@@ -47,4 +50,31 @@ def decode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
         made[name] = (wire, whole, sizes, coded, format, block, 1, inner)
         sums = [torch.zeros(size) for size in sizes]
         made[f"{name}, summed"] = (wire, sums, sizes, coded, format, block, count, 1)
+    return made
+
+
+def encode_by_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
+    """rows, bad: as in `encode_cases`."""
+    flat, s = rows.flatten(), torch.tensor([0.3, 1.0, 2.0**7, torch.nan])
+    parts = {dtype: [part.to(dtype).contiguous() for part in rows.split(SIZES, 1)] for dtype in (FP32, BF16)}
+    return {
+        "E4M3": (parts[FP32], 4, SIZES, CODED, s, "E4M3"),
+        "E5M2 of BF16": (parts[BF16], 4, SIZES, CODED, s, "E5M2"),
+        "rows that end early": ([flat[:1301], flat[1304:1604]], 4, PARTS, FEW, s[:2], "E4M3"),
+        "an odd row": ([flat[:0], flat[:91]], 1, [3, 91], [0, 1], s[1:3], "E4M3"),
+        "Inf and NaN": ([part.contiguous() for part in bad.split(SIZES, 1)], 4, SIZES, CODED, s, "E4M3"),
+    }
+
+
+def decode_by_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
+    """What the reference makes of `encode_by_cases`, as rows of one sender, and one row of each of several, rounded
+    after every addition and once.
+    """
+    made: dict[str, tuple[Any, ...]] = {}
+    for name, arguments in encode_by_cases(rows, bad).items():
+        parts, count, *how = arguments
+        wire = encode_gradients_by(*arguments)
+        made[name] = (wire, [torch.zeros(part.shape) for part in parts], *how, 1, True)
+        for each in (True, False):
+            made[f"{name}, summed, {each}"] = (wire, [torch.zeros(size) for size in how[0]], *how, count, each)
     return made

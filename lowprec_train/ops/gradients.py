@@ -40,16 +40,16 @@ def encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: 
     rows * size long, what is missing being zeros. A non-finite element makes its block NaN.
     """
     width = row_bytes(sizes, coded, format, block)
-    plain, codes, exponents = [], [], []
+    plains, codes, exponents = [], [], []
     for part, size, has_codes in zip(parts, sizes, coded, strict=True):
-        x = _in_rows(part, rows, size)
+        x = in_rows(part, rows, size)
         if has_codes:
             made = _blocks(x, format, block)
             codes.append(made[0])
             exponents.append(made[1])
         else:
-            plain.append(_plain(x, format))
-    wire = torch.cat([*plain, *codes, *exponents], dim=1)
+            plains.append(plain(x, format))
+    wire = torch.cat([*plains, *codes, *exponents], dim=1)
     wire = F.pad(wire, (0, width - wire.shape[1]))
     made = torch.empty_like(wire)
     made[places(rows, inner)] = wire
@@ -76,10 +76,10 @@ def decode_gradients(wire, parts, sizes, coded, format, block, senders, inner): 
             x = _opened(sent[:, start:end], sent[:, scales : scales + blocks], has_codes, format, block)[:, :size]
             total = x if total is None else total + x
         scales += blocks * has_codes
-        _write(part, total)
+        write(part, total)
 
 
-def _in_rows(part: Tensor, rows: int, size: int) -> Tensor:
+def in_rows(part: Tensor, rows: int, size: int) -> Tensor:
     """[rows, size]. Raises ValueError for a part of another size."""
     if part.shape == (rows, size):
         return part
@@ -88,8 +88,9 @@ def _in_rows(part: Tensor, rows: int, size: int) -> Tensor:
     return F.pad(part, (0, rows * size - part.numel())).view(rows, size)
 
 
-def _write(part: Tensor, rows: Tensor) -> None:
-    _in_rows(part, *rows.shape)
+def write(part: Tensor, rows: Tensor) -> None:
+    """As much of the rows as the part holds."""
+    in_rows(part, *rows.shape)
     part.copy_(rows.reshape(-1)[: part.numel()].view_as(part))
 
 
@@ -101,7 +102,7 @@ def _blocks(x: Tensor, format: str, block: int) -> tuple[Tensor, Tensor]:
     return codes.masked_fill(scale.isnan()[:, :, None], NAN_CODE).flatten(1), scale.to(E8M0).view(torch.uint8)
 
 
-def _plain(x: Tensor, format: str) -> Tensor:
+def plain(x: Tensor, format: str) -> Tensor:
     """Elements as bytes; casts to BF16 leave the bits of NaN open, so it has one form."""
     if format == "FP32":
         return x.float().contiguous().view(torch.uint8)

@@ -31,6 +31,7 @@ from lowprec_train.ops import (
     pairs,
     reference,
     rotated,
+    shared_gradients,
     states,
     tensor_cores,
     updates,
@@ -102,6 +103,7 @@ EAGER |= {name: getattr(ladder, name) for name in LADDER}
 EAGER |= {name: getattr(eden, name) for name in ("rotated_amax", "quantize_eden")}
 EAGER |= {"quantize_four_over_six": four_over_six.quantize_four_over_six}
 EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decode_gradients")}
+EAGER |= {name: getattr(shared_gradients, name) for name in ("encode_gradients_by", "decode_gradients_by")}
 EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}

@@ -97,6 +97,11 @@ SCHEMAS = {
         "(Tensor wire, Tensor(a!)[] parts, int[] sizes, int[] coded, str format, int block, int senders, int inner)"
         " -> ()"
     ),
+    "encode_gradients_by": "(Tensor[] parts, int rows, int[] sizes, int[] coded, Tensor scales, str format) -> Tensor",
+    "decode_gradients_by": (
+        "(Tensor wire, Tensor(a!)[] parts, int[] sizes, int[] coded, Tensor scales, str format, int senders,"
+        " bool every_addition) -> Tensor"
+    ),
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap, ScalarType? dtype=None) -> Tensor",
     "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor amax)",
     "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor amax)",
@@ -164,6 +169,12 @@ def row_bytes(sizes: list[int], coded: list[int], format: str, block: int) -> in
     plain = sum(size for size, has_codes in zip(sizes, coded, strict=True) if not has_codes)
     count = plain * plain_bytes(format) + blocks * (block + 1)
     return count + count % 2
+
+
+def row_bytes_by(sizes: list[int], coded: list[int], format: str) -> int:
+    """Of a row whose scales are not sent (ops/shared_gradients.py). Raises ValueError as `row_bytes`."""
+    bare = row_bytes(sizes, coded, format, 1) - sum(size for size, each in zip(sizes, coded, strict=True) if each)
+    return bare + bare % 2
 
 
 def _scale_like(x: Tensor, tile: list[int] | tuple[int, int]) -> Tensor:
@@ -286,6 +297,10 @@ def _encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type:
     return parts[0].new_empty((rows, row_bytes(sizes, coded, format, block)), dtype=torch.uint8)
 
 
+def _encode_gradients_by(parts, rows, sizes, coded, scales, format):  # type: ignore[no-untyped-def]
+    return parts[0].new_empty((rows, row_bytes_by(sizes, coded, format)), dtype=torch.uint8)
+
+
 def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def]
     return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
 
@@ -367,6 +382,8 @@ FAKES: dict[str, Callable] = {
     "dequantize_expanded": _as_float32,
     "encode_gradients": _encode_gradients,
     "decode_gradients": _in_place,
+    "encode_gradients_by": _encode_gradients_by,
+    "decode_gradients_by": lambda wire, *_: wire.new_empty((), dtype=torch.int64),
     "dge": _dge,
     "adamw": _in_place,
     "adamw_squares": lambda params, *_: params[0].new_empty(len(params), dtype=torch.float64),

@@ -5,8 +5,9 @@ import torch.distributed as dist
 
 from lowprec_train.comm import collectives
 from lowprec_train.comm.block_scaled import BlockScaledCodec
+from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.comm.shared_scale import MuSchedule, SharedScaleCodec
-from tests.comm.cases import CASES, RANKS, ROW, gradients, of_two_ranks
+from tests.comm.cases import CASES, RANKS, ROW, Case, gradients, of_two_ranks
 
 
 def run(case, rank, device="cpu"):
@@ -14,7 +15,14 @@ def run(case, rank, device="cpu"):
     collective, flat = getattr(collectives, case.kind), case.flats[rank].to(device)
     mu = torch.tensor(case.mu, device=device)
     found = collective(flat, None, case.codec, case.layout, mu=mu)
-    return found.total.cpu() if found.saturated is None else (found.total.cpu(), found.saturated.cpu())
+    return found.total.cpu() if found.at_maximum is None else (found.total.cpu(), share(found, case).cpu())
+
+
+def share(found, case):
+    """Of all ranks' codes, those at the maximum."""
+    rows = len(case.flats) if case.kind == "reduce_scatter" else 1
+    count = DistributedGroup.of(None).all_reduce_sum(found.at_maximum.double())
+    return count.float() / max(1, rows * case.layout.coded_size)
 
 
 def scheduled(rank, steps=6):
@@ -24,9 +32,10 @@ def scheduled(rank, steps=6):
     flat = gradients(RANKS * ROW.size)[0]
     for _ in range(steps):
         mu = schedule.mu
-        share = collectives.reduce_scatter(flat, None, SharedScaleCodec(), ROW, mu=mu).saturated
-        schedule.update(share)
-        history.append(torch.stack((mu, share)))
+        case = Case("reduce_scatter", SharedScaleCodec(), [flat] * RANKS)
+        of_codes = share(collectives.reduce_scatter(flat, None, case.codec, ROW, mu=mu), case)
+        schedule.update(of_codes)
+        history.append(torch.stack((mu, of_codes)))
     return torch.stack(history)
 
 

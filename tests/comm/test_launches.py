@@ -1,7 +1,10 @@
-"""How much a unit's reduction launches: an encode, one collective and a decode, whatever the parameters and the ranks.
+"""How much a unit's reduction launches: an encode, one collective and a decode, whatever the parameters and the ranks;
+under a scale of all ranks one pass for the maxima and one small collective before them.
 
 Torch's fake process group stands for the other ranks: it answers every collective at once.
 """
+
+from functools import partial
 
 import pytest
 import torch
@@ -12,10 +15,11 @@ from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.fsdp import ReducingHook, ReducingScatter
 from lowprec_train.comm.layout import sharded_layout
+from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
 
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "view", "_unsafe_view", "split", "split_with_sizes", "select", "slice"}
-NO_LAUNCH |= {"detach", "alias", "as_strided", "view_as"}
+NO_LAUNCH |= {"detach", "alias", "as_strided", "view_as", "unsqueeze"}
 
 
 class Launches(TorchDispatchMode):
@@ -69,3 +73,38 @@ def test_an_all_reduce_is_six(ranks, parameters, format):
     names = launched(lambda: hook(flat))
     ours = ["encode_gradients", "decode_gradients"]
     assert [name for name in names if name in ours] == ours * 2 and len(names) == 6
+
+
+SHARED = ["linalg_vector_norm", "all_reduce", "encode_gradients_by", "alltoall_base_", "decode_gradients_by"]
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_a_shared_scale_takes_as_many_whatever_the_parameters(ranks, kind):
+    """One pass for the maxima of all parameters, one collective of them, encode, one exchange, decode; the rest works
+    on a number a parameter or on mu. Codes at the maximum are added up once a step, not once a unit.
+    """
+    gathered = ["encode_gradients_by", "_allgather_base_", "decode_gradients_by"] if kind == "all_reduce" else []
+    counts = set()
+    for parameters in (3, 30):
+        layout = sharded_layout(unit(parameters), ranks if kind == "reduce_scatter" else 1, exclude=["weights.1*"])
+        axis = Axis(dist.group.WORLD, SharedScaleCodec(), "cpu")
+        flat, out = torch.randn(ranks * layout.size), torch.empty(layout.size)
+        arguments = (out, flat, dist.group.WORLD, dist.ReduceOp.SUM)
+        reduce = partial(ReducingScatter(axis, layout), *arguments)
+        if kind == "all_reduce":
+            reduce = partial(ReducingHook(axis, layout), flat[: layout.size])
+        reduce()  # the first makes a table of the parameters' lines
+        names = launched(reduce)
+        assert [name for name in names if name in (*SHARED, *gathered)] == SHARED + gathered
+        counts.add(len(names))
+    assert counts == {13 + len(gathered)}
+
+
+def test_codes_at_the_maximum_are_added_up_once_a_step(ranks):
+    layout = sharded_layout(unit(3), ranks)
+    axis = Axis(dist.group.WORLD, SharedScaleCodec(), "cpu")
+    scatter, out = ReducingScatter(axis, layout), torch.empty(layout.size)
+    for _ in range(5):
+        scatter(out, torch.randn(ranks * layout.size), dist.group.WORLD, dist.ReduceOp.SUM)
+    names = launched(axis.at_maximum)
+    assert [name for name in names if "gather" in name or "reduce" in name] == ["all_gather_into_tensor"]

@@ -76,6 +76,29 @@ def test_saturation_on_the_way_is_counted():
     assert (value == 448).all() and share == 1
 
 
+@pytest.mark.parametrize("sizes", [(1024, 40, 300, 7, 5, 513), (4096,), (512, 64, 2048), (3, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_maxima_of_ranges_of_any_size(sizes, dtype):
+    """Taken a line at a time, a line being what divides all of them."""
+    layout, flats = row(*sizes), [flat.to(dtype) for flat in gradients(3 * sum(sizes), ranks=1)]
+    flats[0][0] = -torch.inf if len(sizes) == 4 else 3.0
+    expected = simulation.shared_multipliers(flats, ranges(layout), "E4M3", 0.3)
+    got = SharedScaleCodec().scales(flats[0].view(3, -1), layout, SINGLE, torch.tensor(0.3))
+    assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+def test_one_rounding_of_each_contribution():
+    """What a rank's codes lose before any sum: 2.7 % of sqrt(sum |g_i|^2), as with scales of blocks, where gradients
+    are of one magnitude.
+    """
+    flats = [torch.randn(1 << 16) for _ in range(8)]
+    codec, layout = SharedScaleCodec(every_addition=False), row(1 << 16)
+    s = agreed(flats, codec, layout, ONE)
+    sums = sum(decoded(encoded(codec, flat[None], layout, s), codec, layout, s)[0].double() for flat in flats)
+    exact = torch.stack(flats).double()
+    assert (sums - exact.sum(0)).norm() <= 0.027 * exact.norm()
+
+
 @pytest.mark.parametrize(("every_addition", "error"), [(True, 0.069), (False, 0.038)])
 @pytest.mark.parametrize("mu", [8**-0.5, 1 / 8])
 def test_errors_of_the_mean(every_addition, error, mu):

@@ -1,0 +1,92 @@
+"""Gradients on the wire under scales that all ranks share: rows of codes, and their sum, which is codes again.
+
+    row = [plain elements of every range that is not coded, in BF16 | codes of every coded range]
+
+    q_i = E4M3(s g_i)        q = E4M3(... E4M3(E4M3(q_0 + q_1) + q_2) ...)        sum_i g_i ~ q / s
+
+s belongs to a range and is not sent: every rank has it. Plain elements are added in FP32. A row has an even number of
+bytes (ops/gradients.py, for blocks with scales of their own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lowprec_train.ops.formats import Format, parse_format
+from lowprec_train.ops.gradients import NAN_CODE, in_rows, plain, write
+from lowprec_train.ops.reference import divide, to_float
+from lowprec_train.ops.rounding import encode
+from lowprec_train.ops.schema import row_bytes_by
+
+
+def encode_gradients_by(parts, rows, sizes, coded, scales, format):  # type: ignore[no-untyped-def]
+    """Rows of ranges as bytes, uint8 [rows, row_bytes].
+
+    parts: as in `encode_gradients`. scales: s of each range, FP32 [ranges]; those of plain ranges do not matter.
+    """
+    width, kind = row_bytes_by(sizes, coded, format), _checked(format, sizes, scales)
+    ends: list[list[Tensor]] = [[], []]
+    for part, size, has_codes, s in zip(parts, sizes, coded, scales.unbind(), strict=True):
+        x = in_rows(part, rows, size)
+        ends[has_codes].append(_codes(x, s, kind) if has_codes else plain(x, "BF16"))
+    wire = torch.cat([*ends[0], *ends[1]], dim=1)
+    return F.pad(wire, (0, width - wire.shape[1]))
+
+
+def decode_gradients_by(wire, parts, sizes, coded, scales, format, senders, every_addition):  # type: ignore[no-untyped-def]
+    """Sums of rows from several senders, written to `parts`; the number of their codes at the maximum, 0-dim int64.
+
+    wire: uint8 [senders * rows, row_bytes], each sender's rows together. parts: as in `encode_gradients`, FP32.
+    every_addition: codes are rounded after every addition, and an element counts that any of them left at the maximum;
+    else their FP32 sum is rounded once, and counts as it is then.
+    """
+    if wire.shape != (len(wire), row_bytes_by(sizes, coded, format)) or len(wire) % senders:
+        raise ValueError(f"a wire of shape {tuple(wire.shape)} does not hold rows of {senders} senders and {sizes}")
+    kind = _checked(format, sizes, scales)
+    sent = wire.unflatten(0, (senders, -1))
+    coded_size = sum(size for size, has_codes in zip(sizes, coded, strict=True) if has_codes)
+    starts = [0, 0]
+    first = 2 * (sum(sizes) - coded_size)
+    added = reduce(torch.add, sent[..., :first].contiguous().view(torch.bfloat16).float().unbind())
+    summed, at = _add(sent[..., first : first + coded_size], kind, every_addition)
+    count = torch.zeros((), dtype=torch.int64, device=wire.device)
+    for part, size, has_codes, s in zip(parts, sizes, coded, scales.unbind(), strict=True):
+        here = slice(starts[has_codes], starts[has_codes] + size)
+        starts[has_codes] = here.stop
+        write(part, summed[:, here] * divide(torch.ones_like(s), s) if has_codes else added[:, here])
+        if has_codes:
+            count += at[:, here].reshape(-1)[: part.numel()].sum()
+    return count
+
+
+def _checked(format: str, sizes: Sequence[int], scales: Tensor) -> Format:
+    if format not in ("E4M3", "E5M2"):
+        raise ValueError(f"codes under a shared scale are E4M3 or E5M2, not {format}")
+    if scales.shape != (len(sizes),) or scales.dtype != torch.float32:
+        raise ValueError(f"{len(sizes)} ranges have FP32 scales, not {scales.dtype} {list(scales.shape)}")
+    return parse_format(format)
+
+
+def _codes(x: Tensor, s: Tensor, format: Format) -> Tensor:
+    x = x.float() * s
+    return encode(x, format).view(torch.uint8).masked_fill(x.isnan(), NAN_CODE)
+
+
+def _add(sent: Tensor, format: Format, every_addition: bool) -> tuple[Tensor, Tensor]:
+    """Bytes [senders, rows, coded_size] added in order, FP32; which of the sums count as at the maximum."""
+    codes = sent.contiguous().view(format.carrier)
+    total, at = to_float(codes[0]), torch.zeros(codes.shape[1:], dtype=torch.bool, device=codes.device)
+    for code in codes[1:].unbind():
+        total = total + to_float(code)
+        if every_addition:
+            total = to_float(encode(total, format))
+            at |= total.abs() == format.max
+    if not every_addition:
+        total = to_float(encode(total, format))
+        at = total.abs() == format.max
+    return total, at
