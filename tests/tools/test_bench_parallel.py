@@ -1,19 +1,22 @@
 """`lowprec bench parallel` on two processes over gloo, and the arithmetic of its timeline."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from lowprec_train.tools import cli
-from lowprec_train.tools.bench import parallel, sharded, timeline
+from lowprec_train.tools.bench import parallel, parallel_plot, sharded, timeline
 from lowprec_train.tools.bench.contestant import Work
 from lowprec_train.tools.bench.timeline import Kernel
 from lowprec_train.train.launch import World
 from tests.distributed import free_port, run_distributed
 from tests.tools.parallel_ranks import ARMS, BROKEN, RANKS, SIZES, work
 
+ROOT = Path(__file__).parents[2]
 PLAIN = "plain FSDP2 bf16"
 WORK = Work(model=SIZES, batch=2, seq_len=32, micro_batches=2, device=torch.device("cpu"), compiled=False)
 
@@ -63,6 +66,44 @@ def test_bytes_and_memory_are_those_of_the_estimate(measured):
 
 def test_rank_0_tells(measured):
     assert measured[1].count("2 GPUs; vocab_size 128") == 1
+
+
+# --- the figure -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_draws_its_figure(measured):
+    assert measured[1].count(".svg") == 1
+
+
+def test_the_figure_of_the_committed_result(tmp_path, capsys):
+    """A line for each row that was measured; its parts add up to the step, as the table has them."""
+    stored = ROOT / "docs" / "results" / "parallel_llama_7b_8layers_2.json"
+    assert cli.main(["bench", "report", str(stored), "--figure", str(tmp_path / "figure.svg")]) == 0
+    assert (tmp_path / "figure.svg").read_text().startswith("<?xml") and stored.with_suffix(".svg").exists()
+    found = [row for row in json.loads(stored.read_text())["rows"] if "ms" in row]
+    rates, steps = Figure().subplots(1, 2)
+    parallel_plot.draw_rates(rates, found)
+    parallel_plot.draw_steps(steps, found)
+    assert [bar.get_width() for bar in rates.patches] == pytest.approx([row["tokens_per_s"] for row in found])
+    kernels, exposed, idle = (list(each) for each in steps.containers)
+    for row, *bars in zip(found, kernels, exposed, idle, strict=True):
+        assert [bar.get_width() for bar in bars[1:]] == pytest.approx([row["exposed_ms"], row["idle_ms"]])
+        assert bars[2].get_x() + bars[2].get_width() == pytest.approx(row["ms"])
+    labels = parallel_plot.labels(found)
+    assert len(set(labels)) == len(labels) == 9 and labels[1] == "bf16" and labels[5] == "plain FSDP2 bf16 (1)"
+
+
+def test_parts_of_a_step_are_never_longer_than_the_step():
+    row = {"ms": 10.0, "exposed_ms": 4.0, "idle_ms": 7.0}
+    assert parallel_plot.parts(row) == {"kernels": 0.0, "exposed communication": 4.0, "idle": 6.0}
+    assert parallel_plot.parts({"ms": 10.0}) == {"not profiled": 10.0}
+
+
+def test_nothing_to_draw(tmp_path, capsys):
+    assert not parallel_plot.save({"rows": [{"name": "fp8", "error": "no"}]}, tmp_path / "figure.svg")
+    stored = ROOT / "docs" / "results" / "gemm.json"
+    assert cli.main(["bench", "report", str(stored), "--figure", str(tmp_path / "figure.svg")]) == 2
+    assert "has nothing to draw: it is of bench gemm" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_tensor_parallel_parts_take_as_many_tokens_a_gpu():

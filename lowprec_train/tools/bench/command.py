@@ -63,8 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _memory_options(kinds.add_parser("memory", help="what a step holds, by category, with a figure"))
     for each in (kernels, gemm, linear, comm, *(kinds.choices[name] for name in ("step", "parallel", "memory"))):
         each.add_argument("--out", metavar="DIR", type=Path, default=OUT, help="default: %(default)s")
-    report = kinds.add_parser("report", help="the table of a JSON file")
+    report = kinds.add_parser("report", help="the table of a JSON file, and its figure")
     report.add_argument("file", metavar="FILE.json", type=Path)
+    report.add_argument("--figure", metavar="FILE.svg", type=Path, help="draw it (of parallel and memory)")
 
 
 def _step_options(step: argparse.ArgumentParser) -> None:
@@ -240,7 +241,7 @@ def _parallel(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    from lowprec_train.tools.bench import configuration, memory, memory_plot, peers
+    from lowprec_train.tools.bench import configuration, memory, peers
     from lowprec_train.tools.bench.contestant import Work
     from lowprec_train.tools.estimate.fit import parse_size
     from lowprec_train.train import checks
@@ -252,10 +253,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     work = Work(**given, compiled=not arguments.eager, parameters="fp32", overrides=tuple(_eager(arguments)))
     how = {"batches": batches, "limit": limit, "rounds": arguments.rounds, "warm_up": arguments.warm_up}
     result = memory.measure(found, work, **how, say=_say)
-    name = f"memory_{configuration.model_name(arguments.model)}"
-    code = _finish(arguments, device, name, result)
-    memory_plot.save(result, arguments.out / f"{name}.svg")
-    return code
+    return _finish(arguments, device, f"memory_{configuration.model_name(arguments.model)}", result)
 
 
 def _eager(arguments: argparse.Namespace) -> list[str]:
@@ -285,8 +283,19 @@ def _ranks(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
 def _report(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools.bench import report, result
 
-    print(report.markdown(result.load(arguments.file)))
+    found = result.load(arguments.file)
+    print(report.markdown(found))
+    if arguments.figure and not _drawn(found, arguments.figure):
+        raise ValueError(f"{arguments.file} has nothing to draw: it is of bench {found['bench']}")
     return 0
+
+
+def _drawn(result: dict[str, Any], file: Path) -> bool:
+    """Whether a result has a figure, which is written then."""
+    from lowprec_train.tools.bench import memory_plot, parallel_plot
+
+    saves = {"memory": memory_plot.save, "parallel": parallel_plot.save}
+    return result["bench"] in saves and saves[result["bench"]](result, file)
 
 
 def _say(line: str) -> None:
@@ -300,6 +309,8 @@ def _finish(arguments: argparse.Namespace, device: Any, name: str, measured: dic
     about = {"bench": arguments.bench, "environment": result.environment(device, _command(sys.argv[1:]))}
     made = about | {"options": _options(arguments)} | measured
     written = result.save(made, arguments.out, name)
+    if _drawn(made, figure := arguments.out / f"{name}.svg"):
+        written.append(figure)
     print(report.markdown(made))
     print(f"Saved {', '.join(map(str, written))}")
     return 0
