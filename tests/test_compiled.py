@@ -118,6 +118,8 @@ over channels Inductor adds up in another order (forward in ufp4, where 1 to 2 o
 backward of the last norm in averis), or the loss, whose exponentials it computes by other code. ufp4 then has other
 FP32 scales in that number's rotated blocks, and codes with them; averis another mean of the channel, and so of all its
 tokens. `test_what_the_compiler_adds_up_otherwise` takes these two away: ufp4 is equal bit for bit."""
+INDUCTOR = ("bf16", "fp8", "coat", "fp4", "mxfp4_fp8", "nvfp4", "int8_switchback")
+"""One recipe of each kind: tensor, row and block scales, draws, rotations, outliers, codes that are saved."""
 BACKENDS = [
     ("aot_eager", []),
     ("inductor", [pytest.mark.skipif(not EMULATES, reason=ON_CUDA_ONLY)]),
@@ -125,12 +127,14 @@ BACKENDS = [
 
 
 def by_day_or_night():
-    """Every recipe by day under each backend with one of the models, which alternate; the others by night, with
-    those of `BY_NIGHT` and fp8_lm: its layers are those of fp8.
+    """By day every recipe as the compiler sees it (aot_eager) with one of the models, which alternate, and `INDUCTOR`
+    through its own code, too; the others by night, with those of `BY_NIGHT` and fp8_lm: its layers are those of fp8.
+    A layer of every recipe goes through Inductor by day in `test_codes_and_draws_are_equal`.
     """
     for (number, recipe), (place, model), turn in product(enumerate(SYSTEMS), enumerate(MODELS), range(len(BACKENDS))):
         day = (number + place + turn) % len(MODELS) == 0 and recipe not in ("fp8_lm", *BY_NIGHT)
         backend, marks = BACKENDS[turn]
+        day = day and (backend == "aot_eager" or recipe in INDUCTOR)
         if recipe in BY_ONE_BIT and backend == "inductor":
             continue
         yield pytest.param(recipe, model, backend, marks=[*marks, *([] if day else [pytest.mark.nightly])])

@@ -43,6 +43,9 @@ CASES |= {"compiled": ("+recipe=fp8",), "compiled fp4": ("+recipe=fp4",)}
 ESTIMATED = ("fp4", "each fp4", "compiled fp4")  # codes go with a slope that is applied to the sum
 PARTS = ("fp8", "fp4", "nvfp4")
 NIGHT = (
+    "mxfp8",  # these two in BF16, as mxfp4 by day
+    "fp4_fold",
+    "coat",  # as fp8 by day
     "mxfp4_fp8",
     "fp8_lm",
     "residual",

@@ -41,7 +41,9 @@ SUMS = "+optim/moment@optim.grad_accumulation"
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
 CASES["fp4_mixed"] += (LATER,)
-EVERYWHERE = tuple(name for name in CASES if name not in BY_NIGHT)
+RECIPES = tuple(name for name in CASES if name not in BY_NIGHT)
+# A recipe of each kind of scale, draw and codec:
+EVERYWHERE = ("bf16", "fp8", "fp8_lm", "coat", "fp4", "mxfp4", "nvfp4")
 CASES |= {
     "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
     "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
@@ -60,6 +62,9 @@ CASES |= {
     "own comm fp4": ("+recipe=fp4", *SPLIT),
     "own comm bf16": ("+recipe=bf16", *SPLIT),
 }
+CUT = ("gpt", "gpt fp8", "clipped", "lean coat", "loss in chunks", "muon", "muon gpt", "in bf16", "qwen 3")
+CUT += ("own comm fp4",)
+"""Options that tensor parallel changes: parameters, norms, saved activations or sums that are cut another way."""
 
 SUMMED = {  # with several micro-batches, where whole gradients are added up
     "sums in fp32": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", f"{SUMS}=fp32"),
@@ -68,11 +73,18 @@ SUMMED = {  # with several micro-batches, where whole gradients are added up
 
 
 def cases_of(layout: str) -> tuple[str, ...]:
-    """Every recipe but those of `BY_NIGHT` at every layout, the rest where two kinds of parallelism meet and where
-    there is one.
+    """By day every recipe but those of `BY_NIGHT`, and all options, with data parallel, where they are held to equal
+    bits; where tensor parallel joins it, every recipe and the options that it changes; elsewhere `EVERYWHERE`.
     """
-    rest = tuple(name for name in CASES if name not in (*EVERYWHERE, *BY_NIGHT))
-    return (*EVERYWHERE, *rest) if layout in ("dp2", "dp2-tp2") else EVERYWHERE
+    if layout == "dp2":
+        return tuple(name for name in CASES if name not in BY_NIGHT)
+    return (*RECIPES, *CUT) if layout == "dp2-tp2" else EVERYWHERE
+
+
+def night_of(layout: str) -> tuple[str, ...]:
+    """All other cases: the options only where there is data parallel and no replica, as by day."""
+    cases = CASES if layout in ("dp2", "dp2-tp2") else (*RECIPES, *BY_NIGHT)
+    return tuple(name for name in cases if name not in cases_of(layout))
 
 
 class Walks:

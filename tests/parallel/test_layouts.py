@@ -9,7 +9,7 @@ all, but where it tips a rounding. In BF16 partial sums are rounded too.
 import pytest
 import torch
 
-from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, described, launched, noises, trained
+from tests.parallel.runs import CASES, LAYOUTS, STEPS, cases_of, described, launched, night_of, noises, trained
 from tests.precision.noise import standard_score
 from tests.recipes import BY_NIGHT
 
@@ -29,7 +29,7 @@ def ranks_at(once):
     """layout -> what each rank saved; processes are started once a layout, and once more by night."""
 
     def of(name, night=False):
-        cases = BY_NIGHT if night else ()
+        cases = night_of(name) if night else ()
         return once(f"layout-{name}{'-night' * night}", lambda: launched(name, cases=cases))
 
     return of
@@ -60,15 +60,15 @@ def bound(case, name):
 
 
 def by_day_or_night():
-    """Every case of a layout by day, the recipes of `BY_NIGHT` by night."""
+    """What meets a layout by day (tests/parallel/runs.py), and the rest of the product by night."""
     for name in LAYOUTS:
         yield from ((name, case) for case in cases_of(name))
-        yield from (pytest.param(name, case, marks=pytest.mark.nightly) for case in BY_NIGHT)
+        yield from (pytest.param(name, case, marks=pytest.mark.nightly) for case in night_of(name))
 
 
 @pytest.mark.parametrize(("name", "case"), list(by_day_or_night()))
 def test_losses_are_those_of_one_process(name, case, ranks_at, references):
-    ranks, expected = ranks_at(name, case in BY_NIGHT), references(case, LAYOUTS[name])
+    ranks, expected = ranks_at(name, case not in cases_of(name)), references(case, LAYOUTS[name])
     assert all(each[case] == ranks[0][case] for each in ranks), "every rank reports the same numbers"
     found = ranks[0][case]
     assert len(found["loss"]) == STEPS and found["loss"][-1] < found["loss"][0]
@@ -120,8 +120,9 @@ def test_the_noise_of_weights_is_another_on_each_data_parallel_rank_and_in_each_
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_twenty_steps(name, tmp_path):
     """What is exact stays exact; what is tipped leads to other codes, which lead to others."""
-    found = launched(name, steps=20)[0]
-    for case in cases_of(name):
+    cases = [case for case in (*cases_of(name), *night_of(name)) if case not in BY_NIGHT]
+    found = launched(name, steps=20, cases=cases)[0]
+    for case in cases:
         expected = trained(described(case, LAYOUTS[name], steps=20))["loss"]
         assert len(expected) == 20
         assert found[case]["loss"] == pytest.approx(expected, rel=10 * bound(case, name), abs=0.0), case

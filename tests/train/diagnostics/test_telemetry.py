@@ -88,7 +88,7 @@ def test_training_is_the_same_bits_with_telemetry_and_without(recipe):
     assert [{row["step"] for row in each} for each in rows] == [set(), {2, 4, 6}, {1, 2, 3, 4, 5, 6}]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_training_is_the_same_bits_with_telemetry_and_without(backend):
     runs = [make("fp4", interval, compiled=True, backend=backend) for interval in (0, 2)]
     (plain, none), (watched, rows) = map(fit, runs)
