@@ -22,14 +22,11 @@ import mmap
 import os
 import re
 import struct
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -100,65 +97,6 @@ class IndexedDataset:
         return int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
 
 
-class IndexedWriter:
-    """Writes an indexed dataset, document by document; the files appear whole at the end of the `with`, or not at all.
-
-        with IndexedWriter(prefix, token_dtype(vocab_size)) as writer:
-            writer.document(tokens)
-
-    Raises:
-        ValueError: the layout has no code for `dtype`.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
-        self.dtype = np.dtype(dtype).newbyteorder("<")
-        if self.dtype not in CODES:
-            raise ValueError(f"{prefix}: no dtype code for {np.dtype(dtype)}; known: {[str(d) for d in CODES]}")
-        self._bin, self._idx = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-        self._lengths = array("i")
-        self._documents = array("q", [0])
-
-    def __enter__(self) -> IndexedWriter:
-        self._file: IO[bytes] = open(_unfinished(self._bin), "wb")
-        return self
-
-    def document(self, *sequences: ArrayLike) -> None:
-        """Append one document made of these sequences of token ids.
-
-        Raises:
-            ValueError: a token does not fit the dtype.
-        """
-        for sequence in sequences:
-            tokens = self._fit(np.asarray(sequence))
-            self._file.write(tokens.tobytes())
-            self._lengths.append(len(tokens))
-        self._documents.append(len(self._lengths))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            with self._file:
-                to_disk(self._file)
-            if kind is None:
-                with open(_unfinished(self._idx), "wb") as file:
-                    write_index(file, self.dtype, np.asarray(self._lengths, "<i4"), np.asarray(self._documents, "<i8"))
-                self._idx.unlink(missing_ok=True)  # an old index must never be read with the new tokens
-                for path in (self._bin, self._idx):
-                    os.replace(_unfinished(path), path)
-        finally:
-            _unfinished(self._bin).unlink(missing_ok=True)
-            _unfinished(self._idx).unlink(missing_ok=True)
-
-    def _fit(self, tokens: np.ndarray) -> np.ndarray:
-        if tokens.size and self.dtype.kind in "iu":
-            limits, low, high = np.iinfo(self.dtype), tokens.min(), tokens.max()
-            if low < limits.min or high > limits.max:
-                bad = low if low < limits.min else high
-                raise ValueError(f"{self._bin}: token {bad} does not fit {self.dtype} ({limits.min}..{limits.max})")
-        return tokens.astype(self.dtype)
-
-
 def write_index(file: IO[bytes], dtype: np.dtype[Any], lengths: np.ndarray, documents: np.ndarray) -> None:
     """Write an .idx: sequences of these lengths (int32 [S], in tokens) end to end, document bounds int64 [D]."""
     sizes = lengths.astype("<i8") * dtype.itemsize
@@ -173,10 +111,6 @@ def to_disk(file: IO[bytes]) -> None:
     """Return when all that was written is on the disk."""
     file.flush()
     os.fsync(file.fileno())
-
-
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{os.getpid()}.unfinished")
 
 
 def _map(path: Path) -> mmap.mmap | bytes:

@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lowprec_train.data import sentencepiece_model as learning
+from lowprec_train.data.appending import AppendingWriter, forget
 from lowprec_train.data.cache import build_once
 from lowprec_train.data.documents import Document, Documents
-from lowprec_train.data.indexed import IndexedWriter, token_dtype
+from lowprec_train.data.indexed import token_dtype
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import Tokenizer, encode_documents, store
 
@@ -157,12 +160,14 @@ def is_held_out(name: str, fraction: float) -> bool:
 
 def _tokenise(documents: Iterable[Document], tokenizer: Tokenizer, prefix: Path) -> int:
     """Write each document and the token that closes it; how many they are."""
-    count = 0
-    with IndexedWriter(prefix, token_dtype(tokenizer.vocab_size)) as writer:
+    dtype = token_dtype(tokenizer.vocab_size)
+    with AppendingWriter(prefix, dtype, {}) as writer:
         for ids in encode_documents((doc.text for doc in documents), tokenizer):
-            writer.document([*ids, tokenizer.eod])
-            count += 1
-    return count
+            tokens = np.array([*ids, tokenizer.eod], dtype)
+            writer.append(tokens.tobytes(), np.array([len(tokens)]))
+        writer.finish({})
+    forget(prefix)
+    return writer.documents
 
 
 def _prefix(directory: Path, split: str) -> Path:

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lowprec_train.data.indexed import IndexedDataset, IndexedWriter
+from lowprec_train.data.indexed import IndexedDataset
+from tests.data.indexed_files import write_indexed
 from tests.data.prepared import place, root  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).parents[2]
@@ -54,9 +55,7 @@ def write(tmp_path) -> Callable[..., IndexedDataset]:
 
     def write(name: str, documents: Sequence[Sequence[int]], dtype=np.int32) -> IndexedDataset:
         prefix = tmp_path / name
-        with IndexedWriter(prefix, dtype) as writer:
-            for document in documents:
-                writer.document(document)
+        write_indexed(prefix, documents, dtype)
         return IndexedDataset(prefix)
 
     return write

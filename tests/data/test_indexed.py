@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from lowprec_train.data import indexed
-from lowprec_train.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from lowprec_train.data.indexed import IndexedDataset, token_dtype
+from tests.data.indexed_files import write_indexed
 
 FIXTURES = Path(__file__).parent / "fixtures"
 DOCUMENTS = [[[5, 6, 7, 0]], [[0, 1], [2, 3, 4]], [], [[9]]]
@@ -47,9 +48,8 @@ def files(tmp_path):
 
 @pytest.mark.parametrize("dtype", FORMS)
 def test_writer_writes_the_layout(tmp_path, dtype):
-    with IndexedWriter(tmp_path / "a", dtype) as writer:
-        for document in DOCUMENTS:
-            writer.document(*document)
+    bounds = np.cumsum([0, *map(len, DOCUMENTS)])
+    write_indexed(tmp_path / "a", [sequence for document in DOCUMENTS for sequence in document], dtype, bounds)
     expected = layout(DOCUMENTS, dtype)
     assert ((tmp_path / "a.bin").read_bytes(), (tmp_path / "a.idx").read_bytes()) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
@@ -77,10 +77,7 @@ def test_reading_copies_nothing(files):
 @pytest.mark.parametrize(("name", "top", "vocab"), [("u16", 65_499, 50_257), ("i32", 128_255, 128_256)])
 def test_golden_bytes_of_megatron(tmp_path, name, top, vocab):
     golden = FIXTURES / f"golden_{name}_text_document"
-    with IndexedWriter(tmp_path / "ours", token_dtype(vocab)) as writer:
-        writer.document([5, 6, 7, top])
-        writer.document([0, 1], [2, 3, 4])
-        writer.document([9])
+    write_indexed(tmp_path / "ours", [[5, 6, 7, top], [0, 1], [2, 3, 4], [9]], token_dtype(vocab), [0, 1, 3, 4])
     for extension in ("bin", "idx"):
         ours, megatron = tmp_path / f"ours.{extension}", Path(f"{golden}.{extension}")
         assert ours.read_bytes() == megatron.read_bytes()
@@ -98,8 +95,7 @@ def test_token_dtype_follows_megatron():
 
 
 def test_empty_dataset(tmp_path):
-    with IndexedWriter(tmp_path / "a", np.uint16):
-        pass
+    write_indexed(tmp_path / "a", [], np.uint16)
     dataset = IndexedDataset(tmp_path / "a")
     assert (len(dataset), dataset.document_count, len(dataset.data)) == (0, 0, 0)
 
@@ -160,31 +156,3 @@ def test_absent_file(files, extension):
     Path(f"{prefix}.{extension}").unlink()
     with pytest.raises(ValueError, match=rf"some_text_document\.{extension}: no such file"):
         IndexedDataset(prefix)
-
-
-@pytest.mark.parametrize("token", [-1, 65_536])
-def test_token_that_does_not_fit(tmp_path, token):
-    with (
-        pytest.raises(ValueError, match=rf"token {token} does not fit uint16 \(0\.\.65535\)"),
-        IndexedWriter(tmp_path / "a", np.uint16) as writer,
-    ):
-        writer.document([1, token])
-    assert not list(tmp_path.iterdir())
-
-
-def test_unknown_dtype(tmp_path):
-    with pytest.raises(ValueError, match="no dtype code for complex64"):
-        IndexedWriter(tmp_path / "a", np.complex64)
-
-
-def test_interrupted_writer_leaves_the_old_files(tmp_path):
-    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
-        writer.document([1, 2, 3])
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "a", np.uint16) as writer:
-        writer.document([4])
-        raise KeyboardInterrupt
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
-        writer.document([4])
-    assert IndexedDataset(tmp_path / "a")[0].tolist() == [4]

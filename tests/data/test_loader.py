@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from lowprec_train.data.indexed import IndexedDataset, IndexedWriter
+from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.loader import Dataset, Stream
 from lowprec_train.data.order import Blend
+from tests.data.indexed_files import write_indexed
 
 EOD = 99
 SEQ = 8
@@ -129,9 +130,8 @@ def test_document_ids_in_batches(write):
 def test_document_ids_of_many_and_no_sequences(tmp_path):
     """A document may be several sequences, or none; the stream may begin inside the file."""
     documents = [[[1, 2], [3]], [], [[4], [], [5, 6, 7]], [[8]], [[9] * 5, [10] * 6], [], [[11] * 9], []]
-    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
-        for document in documents:
-            writer.document(*document)
+    bounds = np.cumsum([0, *map(len, documents)])
+    write_indexed(tmp_path / "a", [sequence for document in documents for sequence in document], np.uint16, bounds)
     source = IndexedDataset(tmp_path / "a")
     for first in range(len(documents) - 2):
         flat = [[token for sequence in document for token in sequence] for document in documents[first:]]

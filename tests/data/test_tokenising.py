@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from lowprec_train.data import appending, finding, tokenising
-from lowprec_train.data.indexed import IndexedDataset, IndexedWriter
+from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.manifest import Manifest, sha256
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenising import prepare
 from lowprec_train.data.workers import in_order
+from tests.data.indexed_files import write_indexed
 from tests.data.prepared import Killed, files, job
 
 ROOT = Path(__file__).parents[2]
@@ -39,13 +40,11 @@ tokenising.prepare(job, root / "killed" / "all", report)
 
 
 def test_each_document_and_its_end(root, tmp_path):
-    """Against the plain way: text by text, through IndexedWriter."""
+    """Against the plain way: text by text."""
     lines = [line for name in "ab" for line in (root / "text" / f"{name}.jsonl").read_text().splitlines()]
     texts = [text for line in lines if (text := json.loads(line)["text"])]
     tokenizer = job(root).tokenizer
-    with IndexedWriter(tmp_path / "plain", np.uint16) as writer:
-        for text in texts:
-            writer.document([*tokenizer.encode([text])[0], tokenizer.eod])
+    write_indexed(tmp_path / "plain", ([*tokenizer.encode([text])[0], tokenizer.eod] for text in texts), np.uint16)
     made = files(root / "once" / "all")
     assert made["all.bin"] == (tmp_path / "plain.bin").read_bytes()
     assert made["all.idx"] == (tmp_path / "plain.idx").read_bytes()

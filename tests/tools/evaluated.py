@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lowprec_train.data.indexed import IndexedWriter, token_dtype
+from lowprec_train.data.indexed import token_dtype
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import store
 from lowprec_train.train import build
+from tests.data.indexed_files import write_indexed
 from tests.recipes import composed
 from tests.saved import save
 
@@ -39,9 +40,7 @@ def subject(root: Path) -> Subject:
     file = store(tokenizer, root)
     raw, prefix = root / "texts.jsonl", root / "texts"
     raw.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
-    with IndexedWriter(prefix, token_dtype(384)) as writer:
-        for ids in tokenizer.encode(TEXTS):
-            writer.document([*ids, tokenizer.eod])
+    write_indexed(prefix, ([*ids, tokenizer.eod] for ids in tokenizer.encode(TEXTS)), token_dtype(384))
     run = composed("+recipe=fp4", *MODEL)
     model = build.layout(run).model
     build.weights(model, torch.device("cpu"), 0)

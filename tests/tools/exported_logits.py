@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowprec_train.data.indexed import IndexedWriter
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision import policy
 from lowprec_train.tools import cli
 from lowprec_train.tools.huggingface.families import LLAMA
 from lowprec_train.train.trained import Trained
+from tests.data.indexed_files import write_indexed
 from tests.recipes import system
 from tests.saved import save
 
@@ -65,9 +65,7 @@ def tokens(seed: int) -> Tensor:
 
 def calibration(prefix: Path) -> Path:
     """A prepared set of other tokens than those that are compared."""
-    with IndexedWriter(prefix, np.uint16) as writer:
-        for row in tokens(5).numpy():
-            writer.document(row)
+    write_indexed(prefix, tokens(5).numpy(), np.uint16)
     return prefix
 
 

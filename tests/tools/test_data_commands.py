@@ -6,16 +6,15 @@ import random
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from lowprec_train import main
 from lowprec_train.data import tokenising
-from lowprec_train.data.indexed import IndexedWriter
 from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenising import Counts
 from lowprec_train.tools import cli, preparation_progress
+from tests.data.indexed_files import write_indexed
 
 SMALL = ("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "data.seq_len=64")
 SMALL += ("micro_batch=2", "tokens_per_step=256", "steps=3", "eval_batches=1")
@@ -75,9 +74,7 @@ def test_what_is_said_of_it(prefix, capsys):
 
 def test_data_of_others(tmp_path, prefix, capsys):
     """Ids without a tokenizer, lengths over sequences of a document, and text with a tokenizer that is named."""
-    with IndexedWriter(tmp_path / "theirs", np.int32) as writer:
-        writer.document([5, 6, 7], [8])
-        writer.document([9, 1])
+    write_indexed(tmp_path / "theirs", [[5, 6, 7], [8], [9, 1]], bounds=[0, 2, 3])
     assert lowprec("inspect-data", tmp_path / "theirs") == 0
     out = capsys.readouterr().out
     assert "2 documents, 3 sequences, 6 tokens as int32" in out and "document 0, 4 tokens: [5, 6, 7, 8]" in out
@@ -106,8 +103,7 @@ def test_check_names_what_it_read(prefix, tmp_path, capsys):
     """Data of others has no manifest to be compared with; without a tokenizer too there is nothing to check."""
     theirs, model = tmp_path / "theirs", prefix.parent / "tokenizer.model"
     for last, status in ((8, 0), (-5, 1)):
-        with IndexedWriter(theirs, np.int32) as writer:
-            writer.document([5, last, 1])
+        write_indexed(theirs, [[5, last, 1]])
         assert lowprec("inspect-data", theirs, "--check") == 2
         captured = capsys.readouterr()
         assert "theirs has no manifest: --check needs --tokenizer FILE" in captured.err and not captured.out
