@@ -264,15 +264,17 @@ def run_and_step(path: Path) -> tuple[Path, int | None]:
     return (path.parents[1], int(named[1])) if named and path.parent.name == "checkpoints" else (path, None)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file. Raises ValueError with the file's name where it holds another thing."""
+def read_object(file: Path, *, advice: str = "restore it") -> dict[str, Any]:
+    """A JSON object; empty where there is no such file. ValueError where it holds anything else; names the file."""
+    if not file.exists():
+        return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no object but {str(found)[:80]!r}")
-    return found
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{file} cannot be read ({error}); {advice}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds {str(content)[:80]!r}, no JSON object; {advice}")
+    return content
 
 
 def read_yaml(path: Path) -> DictConfig:

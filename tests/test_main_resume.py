@@ -166,10 +166,10 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(launch, run, loss):
     ("file", "content", "says"),
     [
         ("config.yaml", None, "run 'run' in runs has checkpoints (4, 8) and metrics.jsonl but no config.yaml"),
-        ("config.yaml", "", "config.yaml is empty"),
-        ("config.yaml", "steps: [", "config.yaml cannot be read"),
+        ("config.yaml", "", "config.yaml holds no settings; it is empty or was cut off"),
+        ("config.yaml", "steps: [", "config.yaml is not YAML"),
         ("config.yaml", "just words", "config.yaml is no configuration of a run"),
-        ("config.yaml", b"\xff\xfe\x00", "config.yaml cannot be read"),
+        ("config.yaml", b"\xff\xfe\x00", "config.yaml is not YAML"),
         ("config.yaml", "model: {}", "config.yaml has steps: None, which is no number of steps"),
         ("config.yaml", "model: {}\nsteps: 12\ncheckpoint_interval: a", "config.yaml has checkpoint_interval: a, "),
         ("run.json", None, "run.json is missing"),

@@ -16,7 +16,8 @@ import shutil
 from itertools import count
 from pathlib import Path
 
-from lowprec_train.train.digests import CheckpointError, write_synced
+from lowprec_train.data.appending import write_whole
+from lowprec_train.train.digests import CheckpointError
 
 POINTER = "latest"
 
@@ -92,8 +93,7 @@ def to_load(directory: Path, asked: int | None = None) -> tuple[list[int], str]:
 
 def point_to(directory: Path, step: int) -> None:
     """Let `latest` name a checkpoint that is on disk."""
-    write_synced(directory / ".tmp-latest", f"step-{step}\n")
-    os.replace(directory / ".tmp-latest", directory / POINTER)
+    write_whole(directory / POINTER, f"step-{step}\n".encode())
     sync(directory)
 
 
@@ -119,7 +119,7 @@ def prepare(directory: Path) -> None:
             final = directory / replaced.name.removeprefix(".tmp-old-")
             if not final.exists():  # died between the two renames of a replacement
                 replaced.rename(final)
-        for leftover in directory.glob(".tmp-*"):
+        for leftover in (*directory.glob(".tmp-*"), *directory.glob(f"{POINTER}.partial")):
             remove(leftover)
     except OSError as error:
         raise CheckpointError(f"cannot keep checkpoints in {directory}: {error}") from error

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lowprec_train.data.appending import write_whole
 from lowprec_train.train.launch import every, first
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class Manifest:
     def write(self) -> None:
         """Write it; on disk when this returns. OSError when it cannot be written."""
         files = {name: {"bytes": each.bytes, "crc32": each.crc32} for name, each in self.files.items()}
-        write_synced(self.directory / FILE, json.dumps({"step": self.step, "chunk_bytes": CHUNK, "files": files}))
+        told = {"step": self.step, "chunk_bytes": CHUNK, "files": files}
+        write_whole(self.directory / FILE, json.dumps(told).encode())
 
     @property
     def hashed(self) -> bool:
@@ -144,14 +146,6 @@ def verify(directory: Path, group: dist.ProcessGroup | None = None, *, whole: bo
         log.warning("warning: checkpoint %s was written without checksums: its bytes cannot be verified", directory)
     for damage in filter(None, every(lambda: manifest.damage(rank, ranks), group)):
         raise CheckpointError(f"checkpoint {directory} is damaged: {damage}")
-
-
-def write_synced(path: Path, text: str) -> None:
-    """Write a file; its content is on disk when this returns."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _crc32(path: Path, start: int) -> str:

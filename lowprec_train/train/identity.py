@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume, read_json
+from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume, read_object
 from lowprec_train.train.logging.sinks import RECIPE_GROUPS
 
 NEUTRAL: dict[str, Any] = {  # keys that older runs do not have, at the values that mean what those computed
@@ -148,7 +148,7 @@ def runs(root: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for file in sorted(root.glob("*/run.json")):
         with suppress(OSError, ValueError):
-            told = read_json(file)
+            told = read_object(file)
             if told.get("name") == file.parent.name:
                 found[file.parent.name] = told
     return found

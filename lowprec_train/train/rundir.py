@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from lowprec_train.config import Resume
+from lowprec_train.config import Resume, read_object, read_yaml
 from lowprec_train.data.appending import write_whole
 from lowprec_train.train import renamed_keys
 from lowprec_train.train.checkpoint_folder import aside, steps, sync
@@ -35,19 +33,6 @@ RESTORE = "restore it, or resume=never moves the run aside and starts afresh"
 ENDED = "it only says how the last launch ended: remove it, and the run goes on from its last checkpoint"
 _UNREADABLE = {"DONE": ENDED, "PREEMPTED": ENDED, "DIVERGED": ENDED}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
-
-
-def read_object(file: Path, *, advice: str = "restore it") -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. ValueError where it holds anything else; names the file."""
-    if not file.exists():
-        return {}
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{file} cannot be read ({error}); {advice}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} holds {str(content)[:80]!r}, no JSON object; {advice}")
-    return content
 
 
 class RunDirectory:
@@ -169,11 +154,11 @@ def _remains(path: Path) -> str:
 def _configuration(file: Path) -> dict[str, Any]:
     """A run's config.yaml. ValueError when it is none; names the file."""
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(file))
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{file} cannot be read ({str(error).splitlines()[0]}); {RESTORE}") from error
-    if not isinstance(saved, dict) or not isinstance(saved.get("model"), dict):
-        raise ValueError(f"{file} is {'empty' if not saved else 'no configuration of a run'}; {RESTORE}")
+        saved: Any = OmegaConf.to_container(read_yaml(file))
+    except ValueError as error:
+        raise ValueError(f"{error}; {RESTORE}") from error
+    if not isinstance(saved.get("model"), dict):
+        raise ValueError(f"{file} is no configuration of a run; {RESTORE}")
     renamed_keys.refuse(saved, f"{file}", "resume=never moves the run aside and starts afresh, another name=... too")
     for key in ("steps", "checkpoint_interval", "log_interval"):
         if not isinstance(saved.get(key, None if key == "steps" else 1), int):

@@ -21,7 +21,7 @@ import torch
 from omegaconf import OmegaConf
 
 from lowprec_train import config
-from lowprec_train.config import LAUNCHED, PrecisionConfig, RunConfig
+from lowprec_train.config import LAUNCHED, PrecisionConfig, RunConfig, read_object
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.precision import policy
 from lowprec_train.precision.recipe import Gemm, LinearRecipe
@@ -30,7 +30,6 @@ from lowprec_train.precision.schedule import Phase
 from lowprec_train.train import build, checks, renamed_keys
 from lowprec_train.train.command_line import meant
 from lowprec_train.train.compose import composed
-from lowprec_train.train.rundir import read_object
 from lowprec_train.train.trainer import EVALUATION_STEP
 from lowprec_train.train.weights import RunWeights, fill_from, open_weights, without_memory
 
@@ -122,18 +121,6 @@ class Trained:
             asked = f"; did you mean {guess}?" if guess else ""
             raise ValueError(f"recipe {name!r} is none of {', '.join(known)}{asked}")
         return composed(f"+recipe={name}")
-
-
-def trained_model(
-    path: Path,
-    *,
-    step: int | None = None,
-    recipe: str = OF_RUN,
-    device: torch.device,
-    dtype: torch.dtype | None = None,
-) -> Transformer:
-    """`Trained(path, step).model(...)`: for whoever needs one model."""
-    return Trained(path, step).model(recipe, device=device, dtype=dtype)
 
 
 def dtype_of(recipe: str, dtype: torch.dtype | None = None) -> torch.dtype:

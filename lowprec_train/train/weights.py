@@ -27,7 +27,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lowprec_train.config import LAUNCHED, ModelConfig, model_of, read_yaml, run_and_step
+from lowprec_train.config import LAUNCHED, ModelConfig, model_of, read_object, read_yaml, run_and_step
 from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenizer import FILES as TOKENIZER_FILES
 from lowprec_train.data.tokenizer import load
@@ -40,7 +40,6 @@ from lowprec_train.train.diagnostics import finite
 from lowprec_train.train.digests import CheckpointError
 from lowprec_train.train.launch import first
 from lowprec_train.train.packages import needs_package
-from lowprec_train.train.rundir import read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 PROBE = "In 2024 the naïve fox,\n    def jump(over): return 'lazy dogs'  # 3.14\n"

@@ -9,7 +9,7 @@ import torch
 from lowprec_train.model.generation import Sampling
 from lowprec_train.tools.cli import main
 from lowprec_train.train import build
-from lowprec_train.train.trained import trained_model
+from lowprec_train.train.trained import Trained
 from tests.recipes import composed
 from tests.saved import save
 from tests.tools.evaluated import MODEL, subject
@@ -50,7 +50,7 @@ def test_export_evaluation_and_generation(made, capsys, tmp_path):
         assert f"{SPOILED} (3 of 8,192 elements)" in err
     assert not list(tmp_path.iterdir())
     with pytest.raises(ValueError, match="holds NaN or infinity"):
-        trained_model(made.run, device=torch.device("cpu"))
+        Trained(made.run).model("run", device=torch.device("cpu"))
     assert main(["export-hf", str(made.run), "--out", str(tmp_path / "out"), "--step", "4"]) == 0
 
 

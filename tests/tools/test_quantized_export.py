@@ -17,7 +17,7 @@ from lowprec_train.tools import cli, export_hf
 from lowprec_train.tools.huggingface.families import LLAMA
 from lowprec_train.tools.huggingface.input_codes import E2M1_GROUPS, InputCodes
 from lowprec_train.tools.huggingface.quantized import FORMATS
-from lowprec_train.train.trained import trained_model
+from lowprec_train.train.trained import Trained
 from lowprec_train.train.weights import open_weights
 from tests.recipes import system
 from tests.saved import save
@@ -68,7 +68,7 @@ def values(tensors, module):
 
 def linears(run):
     """Name -> (recipe of the run, its weight in BF16)."""
-    opened, model = open_weights(run), trained_model(run, device=CPU)
+    opened, model = open_weights(run), Trained(run).model("run", device=CPU)
     return {name: (each.recipe, opened.read(f"{name}.weight").bfloat16()) for name, each in policy.named_linears(model)}
 
 
@@ -223,7 +223,7 @@ def test_transformers_computes_the_logits_of_these_codes(tmp_path, recipe):
     """
     run = trained(tmp_path / "run", recipe, *TINY)
     exported(run, tmp_path / "out", "--quantized", CODED[recipe])
-    model = trained_model(run, recipe="fp32", device=CPU)
+    model = Trained(run).model("fp32", device=CPU)
     with torch.no_grad():
         theirs = read_by_transformers(tmp_path / "out")(TOKENS).logits
         for (_, linear), (how, weight) in zip(policy.named_linears(model), linears(run).values(), strict=True):

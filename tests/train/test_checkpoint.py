@@ -155,7 +155,7 @@ def test_leftovers_of_a_crash_go_at_the_start(tmp_path):
     keeper(tmp_path).save(trainer.checkpoint_parts(), 5, wait=True)
     (tmp_path / ".tmp-step-9").mkdir()
     (tmp_path / ".tmp-step-9" / "__0_0.distcp").write_text("half")
-    (tmp_path / ".tmp-latest").write_text("step-")
+    (tmp_path / "latest.partial").write_text("step-")
     (tmp_path / "step-5").rename(tmp_path / ".tmp-old-step-5")  # died while step 5 was being replaced
     saver = keeper(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-5"]

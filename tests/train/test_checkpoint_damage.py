@@ -216,9 +216,10 @@ def test_everything_is_on_disk_before_the_pointer_names_it(tmp_path, monkeypatch
     monkeypatch.setattr(Path, "rename", lambda path, to: (events.append(f"rename {to.name}"), rename(path, to))[1])
     saver.save(make_trainer().checkpoint_parts(), 4)
     assert events == [
-        *("sync __0_0.distcp", "sync .metadata.tmp", "rename .metadata", "sync manifest.json", "sync .tmp-step-4"),
+        *("sync __0_0.distcp", "sync .metadata.tmp", "rename .metadata"),
+        *("sync manifest.json.partial", "replace manifest.json", "sync .tmp-step-4"),
         *("rename step-4", f"sync {tmp_path.name}"),
-        *("sync .tmp-latest", "replace latest", f"sync {tmp_path.name}"),
+        *("sync latest.partial", "replace latest", f"sync {tmp_path.name}"),
     ]
 
 

@@ -12,7 +12,7 @@ from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.policy import attach_draws
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train import build
-from lowprec_train.train.trained import Trained, trained_model
+from lowprec_train.train.trained import Trained
 from lowprec_train.train.trainer import EVALUATION_STEP
 from tests.recipes import SYSTEMS, by_day, composed, system
 from tests.saved import save
@@ -32,7 +32,7 @@ def test_the_forward_pass_is_that_of_training(tmp_path, recipe):
     trained = system(recipe)
     run = save(tmp_path / "run", trained.run, trained.model, 1)
     attach_draws(trained.model, trained.seeds.at(EVALUATION_STEP, 0))
-    again = trained_model(run, device=CPU)
+    again = Trained(run).model("run", device=CPU)
     assert torch.equal(loss(again), loss(trained.model))
     linears = [module for module in again.modules() if isinstance(module, Linear)]
     assert {linear.weight.dtype for linear in linears} == {torch.bfloat16}
@@ -82,7 +82,7 @@ def test_the_recipe_is_that_of_the_checkpoint_s_step(tmp_path):
 
 def test_a_cache_leaves_the_tokens_of_row_scaled_recipes(tmp_path):
     trained = system("fp4")
-    model = trained_model(save(tmp_path / "run", trained.run, trained.model, 1), device=CPU, dtype=torch.float32)
+    model = Trained(save(tmp_path / "run", trained.run, trained.model, 1)).model("run", device=CPU, dtype=torch.float32)
     expected = [5, 9, 2]
     for _ in range(12):
         expected.append(int(model.logits(torch.tensor([expected]))[0, -1].argmax()))

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
-from lowprec_train.config import read_json, read_yaml
+from lowprec_train.config import read_object, read_yaml
 from lowprec_train.train.identity import flatten
 
 LOSS = "train/loss"
@@ -101,7 +101,7 @@ def read_info(path: Path) -> dict[str, Any]:
     source = path / "run.json"
     if not source.is_file():
         raise ValueError(f"not a run directory (no run.json): {path}")
-    info = read_json(source)
+    info = read_object(source)
     if not info.get("corpus_hash"):
         raise ValueError(f"{source} has no corpus_hash, so nothing says that the runs saw the same data")
     return info

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lowprec_train.config import read_json
+from lowprec_train.config import read_object
 from lowprec_train.data.endings import NoEnding
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import load
@@ -96,7 +96,7 @@ def copied(directory: Path) -> dict[str, bytes]:
     files = {name: directory / name for name in FILES if (directory / name).is_file()}
     for file in files.values():
         if file.suffix == ".json":
-            read_json(file)
+            read_object(file)
     return {name: file.read_bytes() for name, file in files.items()}
 
 

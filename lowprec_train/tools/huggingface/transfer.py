@@ -20,7 +20,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from lowprec_train.config import MODEL_FILE, ModelConfig, read_json
+from lowprec_train.config import MODEL_FILE, ModelConfig, read_object
 from lowprec_train.tools.huggingface import shards
 from lowprec_train.tools.huggingface.families import family_named, family_of
 from lowprec_train.tools.huggingface.family import SPECIAL_IDS, Family, Json
@@ -138,9 +138,7 @@ def _json(content: Json) -> bytes:
 
 def special_ids(directory: Path) -> Json:
     """The SPECIAL_IDS that an imported model came with; of a run none."""
-    file = directory / IDS_FILE
-    ids: Json = read_json(file) if file.is_file() else {}
-    return ids
+    return read_object(directory / IDS_FILE)
 
 
 def read_config(source: Path) -> Json:

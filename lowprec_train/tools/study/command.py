@@ -206,8 +206,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
 
 def _remember(study: Study, out: Path) -> None:
     """Keep each seed's purpose in the folder: it may not change once runs are there. ValueError where it has."""
+    from lowprec_train.config import read_object
     from lowprec_train.data.appending import write_whole
-    from lowprec_train.train.rundir import read_object
 
     file = out / "seeds.json"
     before = read_object(file)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from lowprec_train.config import read_yaml
+from lowprec_train.config import read_object, read_yaml
 from lowprec_train.data.appending import write_whole
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.loader import Batch, Dataset
@@ -28,7 +28,6 @@ from lowprec_train.model.transformer import Transformer
 from lowprec_train.tools.study import sharpness
 from lowprec_train.train import checks
 from lowprec_train.train.construct import construct
-from lowprec_train.train.rundir import read_object
 from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained, dtype_of
 
 FILE = "evaluation.json"

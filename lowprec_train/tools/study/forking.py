@@ -18,10 +18,10 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from lowprec_train.config import read_object
 from lowprec_train.train import checkpoint_folder as folder
 from lowprec_train.train.digests import FILE as MANIFEST
 from lowprec_train.train.logging.sinks import read_lines
-from lowprec_train.train.rundir import read_object
 
 FILE = "fork.json"
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
+from lowprec_train.config import read_object
 from lowprec_train.data.appending import write_whole
 from lowprec_train.tools.study import evaluation
 from lowprec_train.tools.study.plan import StudyRun
-from lowprec_train.train.rundir import read_object
 
 SHARED = "shared.json"
 

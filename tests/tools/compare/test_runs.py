@@ -74,7 +74,7 @@ def spoil(path, file, text):
     ("file", "text", "message"),
     [
         ("run.json", None, "no run.json"),
-        ("run.json", "{", "run.json is not JSON"),
+        ("run.json", "{", "run.json cannot be read"),
         ("run.json", '{"name": "fp4"}', "has no corpus_hash"),
         ("config.yaml", None, "no config.yaml"),
         ("config.yaml", "a: [1", "config.yaml is not YAML"),
