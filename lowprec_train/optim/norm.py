@@ -17,24 +17,18 @@ from lowprec_train.group import Group
 from lowprec_train.optim.shard import Shard, local
 
 
-def global_norm(parameters: Iterable[nn.Parameter], shards: Mapping[nn.Parameter, Shard] | None = None) -> Tensor:
-    """0-dim FP32, the same on every rank; zero where no parameter has a gradient. One collective for each set of ranks
-    that holds shards.
-
-    shards: of parameters that this rank may have a shard of; those without a group count as whole.
-    """
-    return norm_and_squares(parameters, shards)[0]
-
-
 @torch.no_grad()
 def norm_and_squares(
     parameters: Iterable[nn.Parameter],
     shards: Mapping[nn.Parameter, Shard] | None = None,
     known: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """`global_norm`, and the sum of squares of each parameter's gradient on this rank: 0-dim FP64, zero without one.
+    """The norm, 0-dim FP32, the same on every rank, zero where no parameter has a gradient; and the sum of squares of
+    each parameter's gradient on this rank, 0-dim FP64, zero without one. One collective for each set of ranks that hold
+    shards.
 
-    known: these sums for gradients that are gone.
+    shards: of parameters that this rank may have a shard of; those without a group count as whole. known: sums of
+    squares of gradients that are gone.
     """
     groups: dict[Group | None, list[nn.Parameter]] = {}
     squares: dict[nn.Parameter, Tensor] = dict(known or {})

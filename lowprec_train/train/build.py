@@ -5,6 +5,7 @@ a mistake in its arguments is a ValueError like any other. The model is laid out
 only then given memory.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields, replace
@@ -44,7 +45,7 @@ from lowprec_train.train.lint import execution as lint_execution
 from lowprec_train.train.lint import recipes as lint_recipes
 from lowprec_train.train.lint import training as lint_training
 from lowprec_train.train.lint.rules import Report, RunPlan, examine, layer_groups, refuse, rules_of
-from lowprec_train.train.logging import metrics
+from lowprec_train.train.logging.metrics import Throughput, flops_per_token, peak_flops
 from lowprec_train.train.logging.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.rundir import RunDirectory
 from lowprec_train.train.trainer import Trainer, TrainingOptions
@@ -55,6 +56,8 @@ from lowprec_train.train.weights import (
     open_weights,
     without_memory,
 )
+
+log = logging.getLogger(__name__)
 
 LINT_RULES = rules_of(lint_recipes, lint_execution, lint_training)
 
@@ -265,18 +268,24 @@ def trainer(
     )
 
 
-def throughput(
-    run: RunConfig, model: Transformer, plans: Plans, device: torch.device, gpus: int = 1
-) -> metrics.Throughput:
-    """Rates of the run's steps, each GEMM measured against the peak of the path that it takes."""
-    return metrics.throughput(
-        model,
-        device=device,
+def throughput(run: RunConfig, model: Transformer, plans: Plans, device: torch.device, gpus: int = 1) -> Throughput:
+    """Rates of the run's steps, each GEMM measured against the peak of the path that it takes; the log says which of
+    them cannot be given.
+    """
+    name = device_name(device)
+    kinds = {layer: each.peaks() for layer, each in plans.items()}
+    rates = Throughput(
         tokens_per_step=run.tokens_per_step,
-        kinds={name: each.peaks() for name, each in plans.items()},
-        attention_flops=model.attention_flops_per_token(run.data["seq_len"]),
+        flops_per_token=flops_per_token(
+            model, kinds=kinds, attention_flops=model.attention_flops_per_token(run.data["seq_len"])
+        ),
+        peaks=peak_flops(name),
         gpus=gpus,
     )
+    if without := rates.without_peak():
+        also = "" if rates.peaks else " and perf/mfu_bf16peak"
+        log.info("no peak of %s on %r is known: perf/sol%s left out", ", ".join(without), name, also)
+    return rates
 
 
 def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec_train.comm.process_group import DistributedGroup
-from lowprec_train.optim.norm import global_norm
+from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.optimizer import parameter_groups
 from lowprec_train.optim.shard import Shard, local
 from tests.optim.cases import SYSTEMS, build
@@ -51,7 +51,7 @@ def train(system, net, shards, micro_batches, sum_vectors, gather):
         for rank in micro_batches:
             net(inputs(step, rank)).square().sum().backward()
         sum_vectors([p.grad for p in named.values() if p.ndim == 1])
-        norm = global_norm(named.values(), shards)
+        norm = norm_and_squares(named.values(), shards)[0]
         seen = []
         watch = (lambda p, what, *_, seen=seen: seen.append(what)) if step == 1 else None
         rms = adamw.update_rms(grad_scale=norm * 2)

@@ -6,7 +6,7 @@ from torch import nn
 
 from lowprec_train.group import SINGLE
 from lowprec_train.ops import library
-from lowprec_train.optim.norm import global_norm
+from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.shard import Shard
 from tests.optim.cases import BUNDLES, MASTERS, MOMENTS, build
 from tests.optim.shards import (
@@ -150,7 +150,7 @@ def test_the_norm_of_all_gradients(layout):
             parameters[name].grad = part.clone()
             if rank is not None:
                 shards[parameters[name]] = cut.shard(name, rank)
-        return global_norm(parameters.values(), shards)
+        return norm_and_squares(parameters.values(), shards)[0]
 
     whole = norm(None)
     torch.testing.assert_close(whole, nn.utils.get_total_norm(list(made.values())), rtol=1e-6, atol=0)
@@ -167,13 +167,13 @@ def test_a_bad_gradient_reaches_every_norm(bad):
     def norm(rank):
         parameter = nn.Parameter(cut.part("weight", rank, made["weight"]))
         parameter.grad = parameter.detach().clone()
-        return global_norm([parameter], {parameter: cut.shard("weight", rank)})
+        return norm_and_squares([parameter], {parameter: cut.shard("weight", rank)})[0]
 
     assert not any(each.isfinite() for each in cut.on_threads(norm))
 
 
 def test_no_gradients_have_no_norm():
-    assert global_norm([nn.Parameter(torch.ones(3))]) == 0.0
+    assert norm_and_squares([nn.Parameter(torch.ones(3))])[0] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """Parts come out of a configuration with the configuration's values in them."""
 
+import logging
+
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -110,13 +112,17 @@ def test_what_a_kernel_beside_a_layer_leaves_is_told():
     }
 
 
-def test_rates_count_every_gemm():
+def test_rates_count_every_gemm(caplog):
+    """The log says once which of them cannot be given."""
+    caplog.set_level(logging.INFO)
     laid_out = build.layout(composed("+recipe=fp8"))
     (plans,) = laid_out.plans(CPU)
     rates = build.throughput(composed("+recipe=fp8", "data.seq_len=256"), laid_out.model, plans, CPU)
     weights = sum(torch.Size(plan.shape).numel() for plan in plans.values())
     attention = 3 * 3 * 2 * (2 * 64) * 128
     assert sum(rates.flops_per_token.values()) == 6 * weights + attention
+    assert "no peak of bf16 on 'cpu' is known: perf/sol and perf/mfu_bf16peak left out" in caplog.text
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize(

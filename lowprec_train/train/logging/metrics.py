@@ -14,7 +14,6 @@ two metrics are left out.
 
 from __future__ import annotations
 
-import logging
 import re
 import resource
 import sys
@@ -24,8 +23,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-
-log = logging.getLogger(__name__)
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 GIB = 2**30
@@ -106,36 +103,13 @@ class Throughput:
             metrics["perf/tflops_per_gpu"] = tokens * flops / 1e12
         if flops and "bf16" in self.peaks:
             metrics["perf/mfu_bf16peak"] = tokens * flops / self.peaks["bf16"]
-        if flops and not self._without_peak():
+        if flops and not self.without_peak():
             metrics["perf/sol"] = tokens * sum(f / self.peaks[kind] for kind, f in self.flops_per_token.items() if f)
         return metrics
 
-    def _without_peak(self) -> list[str]:
+    def without_peak(self) -> list[str]:
+        """Kinds of which FLOPs are computed and no peak is known: then there is no `perf/sol`."""
         return sorted(kind for kind, flops in self.flops_per_token.items() if flops and kind not in self.peaks)
-
-
-def throughput(
-    model: nn.Module,
-    *,
-    device: torch.device,
-    tokens_per_step: int,
-    kinds: Mapping[str, Mapping[str, str]],
-    attention_flops: float,
-    gpus: int = 1,
-) -> Throughput:
-    """A `Throughput` for `model` on `device`, arguments as above; the log says once which metric cannot be given."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    rates = Throughput(
-        tokens_per_step=tokens_per_step,
-        flops_per_token=flops_per_token(model, kinds=kinds, attention_flops=attention_flops),
-        peaks=peak_flops(name),
-        gpus=gpus,
-    )
-    if rates._without_peak():
-        without = ", ".join(rates._without_peak())
-        also = "" if rates.peaks else " and perf/mfu_bf16peak"
-        log.info("no peak of %s on %r is known: perf/sol%s left out", without, name, also)
-    return rates
 
 
 def memory(device: torch.device) -> dict[str, float]:
