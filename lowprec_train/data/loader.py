@@ -12,7 +12,8 @@ the step.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -29,12 +30,18 @@ class Batch:
     """Sequences of tokens and their successors, int64 [count, seq_len] on the host.
 
     `documents` numbers the documents of each sequence from 0, token by token (None unless asked for); an
-    end-of-document token belongs to the document that it closes.
+    end-of-document token belongs to the document that it closes. `first`: index of the first sequence in its step.
     """
 
     tokens: Tensor
     targets: Tensor
     documents: Tensor | None
+    first: int = 0
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        """The same, `move` done to each tensor."""
+        documents = None if self.documents is None else move(self.documents)
+        return replace(self, tokens=move(self.tokens), targets=move(self.targets), documents=documents)
 
 
 class Stream:

@@ -79,24 +79,22 @@ class Block(nn.Module):
         cache: LayerCache | None,
         draws: Draws | None,
     ) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), angles, mask_B1TT, seq_len, cache, draws)
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD), draws)
+        context = angles, mask_B1TT, seq_len, cache, draws
+        x_BTD = x_BTD + self.branch(self.attention, self.attention_norm, x_BTD, *context)
+        return x_BTD + self.branch(self.mlp, self.mlp_norm, x_BTD, draws)
+
+    def branch(self, module: nn.Module, norm: nn.Module, x_BTD: Tensor, *context: Any) -> Tensor:
+        """What is added to the residual stream."""
+        branch: Tensor = module(norm(x_BTD), *context)
+        return branch
 
 
 class PostNormBlock(Block):
     """Attention and feed-forward net read the residual stream as it is; norms are behind them (arXiv 2501.00656)."""
 
-    def _residual(
-        self,
-        x_BTD: Tensor,
-        angles: Angles | None,
-        mask_B1TT: Tensor | None,
-        seq_len: int | None,
-        cache: LayerCache | None,
-        draws: Draws | None,
-    ) -> Tensor:
-        x_BTD = x_BTD + self.attention_norm(self.attention(x_BTD, angles, mask_B1TT, seq_len, cache, draws))
-        return x_BTD + self.mlp_norm(self.mlp(x_BTD, draws))
+    def branch(self, module: nn.Module, norm: nn.Module, x_BTD: Tensor, *context: Any) -> Tensor:
+        branch: Tensor = norm(module(x_BTD, *context))
+        return branch
 
 
 BLOCKS: dict[str, type[Block]] = {"pre": Block, "post": PostNormBlock}

@@ -25,7 +25,8 @@ from lowprec_train.comm.collectives import all_reduce
 from lowprec_train.comm.fsdp import Reducer
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
-from lowprec_train.parallel.fsdp_parameters import WholeSum, hold_sums
+from lowprec_train.optim.accumulation import GradientSum
+from lowprec_train.parallel.fsdp_parameters import hold_sums
 from lowprec_train.parallel.mesh import Mesh
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 
@@ -87,7 +88,7 @@ class DataParallel:
         grad_reduce: str = "last_microbatch",
         partial: Collection[str] = (),
         all_gather: QuantizedAllGather | None = None,
-        whole_sum: Callable[[int], WholeSum] | None = None,
+        whole_sum: Callable[[int], GradientSum] | None = None,
     ) -> None:
         self._model, self._mesh, self._reducer, self._grad_reduce = model, mesh, reducer, grad_reduce
         self._all_gather, self._number = all_gather, 0
@@ -155,6 +156,45 @@ class DataParallel:
     def total(self, value: Tensor) -> Tensor:
         """The sum of a value over the ranks that see different data, in FP32, the same bits on each."""
         return _in_rank_order(value.float().flatten(), self._mesh.dp_group).view_as(value)
+
+
+class SingleProcess:
+    """One process: the methods of `DataParallel`, which has their meaning, without a copy, a collective or a rounding.
+
+    parts: what of the communication checkpoints of any layout hold.
+    """
+
+    index, count = 0, 1
+
+    def __init__(self, **parts: Stateful) -> None:
+        self._parts = parts
+
+    def prepare(self) -> None: ...
+
+    def begin_backward(self, number: int, *, last: bool) -> None: ...
+
+    def complete_in_backward(self, parameter: nn.Parameter) -> bool:
+        return True
+
+    def end_backward(self) -> None: ...
+
+    def metrics(self) -> dict[str, Tensor | float]:
+        return {}
+
+    def all_gather_formats(self) -> dict[str, str]:
+        return {}
+
+    def state_parts(self) -> dict[str, Stateful]:
+        return self._parts
+
+    def total(self, value: Tensor) -> Tensor:
+        return value
+
+
+DataParallelContext = SingleProcess | DataParallel
+"""The processes that share a training step, as the trainer sees them: it calls the same methods in every layout, on all
+processes in the same order.
+"""
 
 
 def _in_rank_order(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:

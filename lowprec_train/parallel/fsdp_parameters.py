@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from lowprec_train.optim.accumulation import GradientSum
 
 
 def looked_at(parameter: DTensor) -> Tensor:
@@ -33,18 +35,7 @@ def forget_buffers(unit: FSDPModule, module: nn.Module) -> None:
             parameter.__dict__.pop("_unsharded_param", None)
 
 
-class WholeSum(Protocol):
-    """What takes a parameter's whole gradients: `optim.accumulation.GradientSum`."""
-
-    @property
-    def empty(self) -> bool: ...
-
-    def add(self, gradient: Tensor, number: int) -> None: ...
-
-    def take(self, gradient: Tensor | None = None) -> Tensor: ...
-
-
-def hold_sums(unit: FSDPModule, sum_of: Callable[[Tensor], WholeSum], number: Callable[[], int]) -> None:
+def hold_sums(unit: FSDPModule, sum_of: Callable[[Tensor], GradientSum], number: Callable[[], int]) -> None:
     """Let `sum_of` a sharded parameter hold what FSDP2 adds up in FP32 over backward passes that reduce nothing.
 
     number: of the micro-batch. The first pass that reduces takes the sum, with its own gradient, in FP32.
@@ -56,7 +47,7 @@ def hold_sums(unit: FSDPModule, sum_of: Callable[[Tensor], WholeSum], number: Ca
         parameter.to_accumulated_grad_if_needed = partial(_put, parameter, held, number)
 
 
-def _join(parameter: Any, held: WholeSum, group: Any) -> None:
+def _join(parameter: Any, held: GradientSum, group: Any) -> None:
     """Where a backward pass is about to reduce."""
     if group.reduce_grads and not held.empty:
         whole = parameter._unsharded_param
@@ -64,7 +55,7 @@ def _join(parameter: Any, held: WholeSum, group: Any) -> None:
         parameter.unsharded_accumulated_grad = held.take(gradient)
 
 
-def _put(parameter: Any, held: WholeSum, number: Callable[[], int]) -> None:
+def _put(parameter: Any, held: GradientSum, number: Callable[[], int]) -> None:
     """Where it has reduced nothing."""
     whole = parameter._unsharded_param
     gradient, whole.grad = whole.grad, None

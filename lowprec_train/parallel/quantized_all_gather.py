@@ -30,6 +30,7 @@ from lowprec_train.comm.fsdp import managed
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
+from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import forget_buffers, looked_at
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
@@ -98,11 +99,9 @@ class QuantizedAllGather:
         """On the amaxes of these weights: one all-reduce for each axis that cuts one."""
         for name, group in sorted(self._groups.items()):
             members = [weight for weight in waiting if name in weight.amax_groups]
-            if members:
-                flat = group.all_reduce_max(torch.cat([weight.amax.flatten() for weight in members]))
-                parts = flat.split([weight.amax.numel() for weight in members])
-                for weight, part in zip(members, parts, strict=True):
-                    weight.amax = part.view_as(weight.amax)
+            amaxes = over_groups([(group, weight.amax) for weight in members], lambda group, x: group.all_reduce_max(x))
+            for weight, amax in zip(members, amaxes, strict=True):
+                weight.amax = amax
 
     @torch.no_grad()
     def finish(self) -> None:

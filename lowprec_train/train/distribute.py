@@ -21,14 +21,14 @@ from lowprec_train.comm import fsdp
 from lowprec_train.comm.process_group import DistributedGroup, GroupProduct
 from lowprec_train.group import Group
 from lowprec_train.model.transformer import Transformer, fill_whole
+from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.optim.shard import Shard
 from lowprec_train.parallel import data, tensor
-from lowprec_train.parallel.fsdp_parameters import WholeSum
+from lowprec_train.parallel.data import DataParallelContext, SingleProcess
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 from lowprec_train.precision.schedule import Phase
-from lowprec_train.train.data_parallel_context import DataParallelContext, SingleProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Distribution:
         grad_reduce: str,
         reduction: fsdp.Reduction,
         param_all_gather: str,
-        whole_sum: Callable[[int], WholeSum] | None = None,
+        whole_sum: Callable[[int], GradientSum] | None = None,
     ) -> DataParallelContext:
         """What a training step asks of the other processes; from here on weights are gathered as `param_all_gather`
         says and gradients reduced as `reduction` does. whole_sum: as in `parallel.data.DataParallel`.

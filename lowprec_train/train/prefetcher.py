@@ -8,37 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lowprec_train.data.loader import Dataset
-
-IGNORED = -100  # as a target
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """What `model.loss` takes, and the index of its first sequence within the step."""
-
-    first: int
-    tokens: Tensor
-    targets: Tensor
-    documents: Tensor | None
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """On `device`; from pinned memory the copy waits for nothing."""
-        documents = None if self.documents is None else self.documents.to(device, non_blocking=True)
-        tokens, targets = (part.to(device, non_blocking=True) for part in (self.tokens, self.targets))
-        return MicroBatch(first=self.first, tokens=tokens, targets=targets, documents=documents)
+from lowprec_train.data.loader import Batch, Dataset
+from lowprec_train.model.loss import IGNORED
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
     """One process's micro-batches of a global step, on the host; the number of their targets, 0-dim FP32."""
 
-    micro: tuple[MicroBatch, ...]
+    micro: tuple[Batch, ...]
     targets: Tensor
 
 
@@ -55,11 +38,8 @@ def load_step(
         first = turn + index * micro_batch
         batch = dataset.batch(step, first if first < per_step else 0, micro_batch, per_step)
         targets = batch.targets if first < per_step else torch.full_like(batch.targets, IGNORED)
-        tokens, documents = batch.tokens, batch.documents
-        if pinned:
-            tokens, targets = tokens.pin_memory(), targets.pin_memory()
-            documents = None if documents is None else documents.pin_memory()
-        micro.append(MicroBatch(first=first, tokens=tokens, targets=targets, documents=documents))
+        batch = replace(batch, first=first, targets=targets)
+        micro.append(batch.moved(Tensor.pin_memory) if pinned else batch)
     wanted = sum(int((batch.targets != IGNORED).sum()) for batch in micro)
     return StepBatch(micro=tuple(micro), targets=torch.tensor(float(wanted)))
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from lowprec_train.data.corpus import Corpus
+from lowprec_train.data.loader import Batch
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.optim.accumulation import GradientSums
@@ -36,15 +37,15 @@ from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.optim.schedule import Schedule
 from lowprec_train.optim.shard import Shard
+from lowprec_train.parallel.data import DataParallelContext, SingleProcess
 from lowprec_train.parallel.placement import Placements
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError, ModelState, OptimizerState
-from lowprec_train.train.data_parallel_context import DataParallelContext, SingleProcess
 from lowprec_train.train.diagnostics.divergence import Skips, TrainingDiverged, usable
 from lowprec_train.train.diagnostics.telemetry import Record, Row, Telemetry, aggregates
 from lowprec_train.train.logging.metrics import DeferredMetrics, Instant, Throughput, memory
 from lowprec_train.train.logging.sinks import Sink
-from lowprec_train.train.prefetcher import MicroBatch, Prefetcher, load_step
+from lowprec_train.train.prefetcher import Prefetcher, load_step
 from lowprec_train.train.stop_consensus import StopConsensus
 
 EVALUATION_STEP = 1 << 32
@@ -282,8 +283,8 @@ class Trainer:
             sums = GradientSums(matrices, codec, seed=self.options.seed, shards=self.shards, in_backward=in_backward)
         return sums, UpdatesInBackward(self.optimizer, (p for _, p in complete)) if in_backward else None
 
-    def _micro_loss(self, micro: MicroBatch, normalizer: Tensor, step: int) -> Tensor:
-        part = micro.to(self.device)
+    def _micro_loss(self, micro: Batch, normalizer: Tensor, step: int) -> Tensor:
+        part = micro.moved(lambda x: x.to(self.device, non_blocking=True))  # from pinned memory it waits for nothing
         draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
         with nullcontext() if self.precision is None else self.precision.around_pass(self.model):
             return self._loss(part.tokens, part.targets, normalizer, part.documents, draws)

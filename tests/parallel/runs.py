@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from lowprec_train.config import RunConfig
+from lowprec_train.data.loader import Batch
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.recipes import mxfp4
@@ -21,7 +22,7 @@ from lowprec_train.train.trainer import Trainer
 from tests.distributed import run_distributed
 from tests.precision.noise import weight_noise
 from tests.recipes import BY_NIGHT, SYSTEMS, composed
-from tests.train.standins import Corpus, Sequences
+from tests.train.standins import Corpus
 
 CPU = torch.device("cpu")
 STEPS, SEQ, MICRO, VOCAB = 3, 64, 2, 64
@@ -90,7 +91,7 @@ def night_of(layout: str) -> tuple[str, ...]:
 class Walks:
     """Sequence i of step s: a walk over the vocabulary that depends on (s, i) alone; a few targets are ignored."""
 
-    def batch(self, step: int, first: int, count: int, per_step: int) -> Sequences:
+    def batch(self, step: int, first: int, count: int, per_step: int) -> Batch:
         rows = []
         for index in range(first, first + count):
             generator = torch.Generator().manual_seed(7_919 * (step * per_step + index) + 1)
@@ -98,7 +99,7 @@ class Walks:
         block = torch.stack(rows)
         targets = block[:, 1:].clone()
         targets[:, : first % 3] = -100
-        return Sequences(block[:, :-1].contiguous(), targets)
+        return Batch(tokens=block[:, :-1].contiguous(), targets=targets, documents=None)
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from lowprec_train.data.loader import Batch
 from lowprec_train.optim.optimizer import CodedOptimizer, parameter_groups
 from lowprec_train.optim.schedule import WarmupCosine
 from lowprec_train.train.trainer import Trainer, TrainingOptions
 
 VOCAB, SEQ, SEED = 16, 8, 3
-
-
-@dataclass(frozen=True)
-class Sequences:
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    documents: torch.Tensor | None = None
 
 
 class Counting:
@@ -40,7 +34,7 @@ class Counting:
         targets = block[:, 1:].clone()
         for row, index in enumerate(range(first, first + count)):
             targets[row, : (index**3 + step) % 7] = -100  # uneven over micro-batches
-        return Sequences(block[:, :-1].contiguous(), targets)
+        return Batch(tokens=block[:, :-1].contiguous(), targets=targets, documents=None)
 
 
 @dataclass(frozen=True)

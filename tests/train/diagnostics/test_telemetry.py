@@ -9,6 +9,7 @@ import torch
 import torch._dynamo.testing
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowprec_train.data.loader import Batch
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.formats import E4M3
 from lowprec_train.numerics.quantizer import Quantizer
@@ -23,7 +24,7 @@ from lowprec_train.train.diagnostics import roundings, telemetry
 from lowprec_train.train.diagnostics.divergence import NothingTrained
 from lowprec_train.train.diagnostics.telemetry import Telemetry, aggregates
 from tests.recipes import system
-from tests.train.standins import Corpus, Lines, Model, Sequences, assembled, bits, make_trainer, same
+from tests.train.standins import Corpus, Lines, Model, assembled, bits, make_trainer, same
 
 SEQ, MICRO, STEPS = 64, 2, 6
 
@@ -34,7 +35,7 @@ class Text:
     def batch(self, step, first, count, per_step):
         generators = [torch.Generator().manual_seed(step * per_step + i) for i in range(first, first + count)]
         block = torch.stack([torch.randint(64, (SEQ + 1,), generator=g) for g in generators])
-        return Sequences(block[:, :-1].contiguous(), block[:, 1:].contiguous())
+        return Batch(tokens=block[:, :-1].contiguous(), targets=block[:, 1:].contiguous(), documents=None)
 
 
 def make(recipe, interval, *overrides, family="llama_tiny", compiled=False, backend="aot_eager", **changes):
