@@ -4,7 +4,8 @@
     backward   block i begins: host -> device for block i - 1 on another stream, into one of two buffers
 
 With `recompute=full` a block saves its input alone, so no more than two of them are on the device, beside those that
-compute. On a CPU the same copies are made without streams. The hooks are `torch.autograd.graph.saved_tensors_hooks`; a
+compute. A second backward pass over one forward pass finds other inputs in the buffers, and is refused. On a CPU the
+same copies are made without streams. The hooks are `torch.autograd.graph.saved_tensors_hooks`; a
 copy is a copy: offloaded or not, a run has the same bits.
 """
 
@@ -27,6 +28,7 @@ class BlockInputs:
         self._flight = _Flight()
         self._free: dict[Any, list[tuple[Tensor, Any]]] = {}  # of the host, with the event after which it is unused
         self._buffers: list[Tensor] = []
+        self._holds: dict[int, tuple[_Flight, int]] = {}  # by buffer: the micro-batch and the block of its input
         self._store: Any = None  # streams, on a GPU
         self._fetch: Any = None
 
@@ -75,6 +77,12 @@ class BlockInputs:
         for wanted in (block, block - 1):
             if wanted in flight.host and wanted not in flight.fetched:
                 self._begin_fetch(flight, wanted)
+        if self._holds[block % BUFFERS] != (flight, block):
+            raise RuntimeError(
+                f"model.offload=true: a backward pass needs the input of block {block} a second time, when the input of "
+                f"block {self._holds[block % BUFFERS][1]} has taken its place on the device: run one backward pass over "
+                "a forward pass (no retain_graph=True), or set model.offload=false"
+            )
         x, fetched = flight.fetched[block]
         if fetched is not None:
             torch.cuda.current_stream().wait_event(fetched)
@@ -93,6 +101,7 @@ class BlockInputs:
                 x.copy_(host, non_blocking=True)
                 event = self._fetch.record_event()
         flight.fetched[block] = x, event
+        self._holds[block % BUFFERS] = flight, block
         self._free[host.shape, host.dtype].append((host, event))
 
     def _buffer(self, block: int, host: Tensor) -> Tensor:

@@ -61,6 +61,34 @@ def test_two_micro_batches_in_flight_have_the_bits_of_one_after_the_other():
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("between", [False, True], ids=["at once", "after another micro-batch"])
+def test_a_second_backward_pass_is_refused(device, between):
+    """Its inputs are not in the buffers any more."""
+    model = Transformer(Architecture(**SHAPE, **KIND, recompute="full", offload=True)).to(device)
+    model.init_weights(0)
+    tokens = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(0)).to(device)
+    logits = model(tokens).float()
+    logits.sum().backward(retain_graph=True)
+    if between:
+        model.loss(tokens, tokens, 128.0).backward()
+    with pytest.raises(RuntimeError, match="needs the input of block 3 a second time.*retain_graph=True"):
+        logits.square().sum().backward()
+
+
+def test_a_second_backward_pass_over_inputs_that_are_there_is_right():
+    """Two blocks: theirs are the two buffers."""
+    found = []
+    for offload in (False, True):
+        model = Transformer(Architecture(**SHAPE | {"layers": 2}, **KIND, recompute="full", offload=offload))
+        model.init_weights(0)
+        logits = model(torch.arange(64)[None]).float()
+        logits.sum().backward(retain_graph=True)
+        logits.square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_nothing_of_the_stream_stays_between_the_passes():
     """Of all tensors that autograd holds after a forward pass none is an input of a block."""
     model = Transformer(Architecture(**SHAPE, **KIND, recompute="full", offload=True))
