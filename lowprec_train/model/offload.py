@@ -79,9 +79,9 @@ class BlockInputs:
                 self._begin_fetch(flight, wanted)
         if self._holds[block % BUFFERS] != (flight, block):
             raise RuntimeError(
-                f"model.offload=true: a backward pass needs the input of block {block} a second time, when the input of "
-                f"block {self._holds[block % BUFFERS][1]} has taken its place on the device: run one backward pass over "
-                "a forward pass (no retain_graph=True), or set model.offload=false"
+                f"model.offload=true: a backward pass needs the input of block {block} a second time, when that of "
+                f"block {self._holds[block % BUFFERS][1]} has taken its place on the device: run one backward pass "
+                "over a forward pass (no retain_graph=True), or set model.offload=false"
             )
         x, fetched = flight.fetched[block]
         if fetched is not None:

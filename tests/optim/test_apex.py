@@ -11,12 +11,19 @@ from lowprec_train import nvidia
 from lowprec_train.ops.adamw import AdamWRule
 from lowprec_train.optim import apex
 from lowprec_train.optim.codecs import Codecs, scaled
+from lowprec_train.optim.in_backward import UpdatesInBackward
 from lowprec_train.optim.muon import Muon
 from lowprec_train.optim.optimizer import CodedOptimizer
+from lowprec_train.train.launch import ALONE
 from tests.launching import launcher
+from tests.parallel.runs import MICRO, SEQ, SUMS, TINY, built
+from tests.recipes import composed
 from tests.test_main_backend import SMALL
+from tests.train.standins import bits, same
 
 CPU = torch.device("cpu")
+TOKENS = 2 * MICRO * SEQ
+BOTH = ("optim.in_backward=true", f"{SUMS}=fp32")
 
 
 def kernel(chunk, skip, lists, lr, beta1, beta2, eps, step, mode, corrected, decay, inverse_scale):
@@ -111,6 +118,42 @@ def test_what_it_cannot_do_is_refused(library, rule, codecs, says):
 def test_a_run_is_refused_before_a_step(tmp_path, monkeypatch, capfd, overrides, says):
     status, _, err = launcher((*SMALL, "device=cpu"), tmp_path, monkeypatch, capfd)(*overrides.split())
     assert status == 1 and says in err and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("optim.offload=true",), ("optim.in_backward=true",), (f"{SUMS}=fp32",), ("optim.offload=true", *BOTH)],
+    ids=" ".join,
+)
+def test_what_saves_memory_changes_no_bit(library, monkeypatch, overrides):
+    """States on the host, updates inside of the backward pass, sums of gradients that are freed; two micro-batches."""
+    monkeypatch.setattr(apex, "check", lambda *arguments: None)
+    found = []
+    for more in ((), overrides):
+        run = composed("+recipe=bf16", *TINY, "max_grad_norm=0", "optim=apex_adamw", f"tokens_per_step={TOKENS}", *more)
+        trainer = built(run, ALONE, torch.bfloat16)
+        losses = [float(trainer.step()["train/loss"]) for _ in range(3)]
+        found.append((losses, bits(trainer)))
+    assert found[0][0] == found[1][0] and len(set(found[0][0])) == 3 and same(found[0][1], found[1][1])
+
+
+def test_a_parameter_that_is_skipped_alone_counts_its_own_steps(library):
+    """Under optim.in_backward: the kernel takes one count for all tensors of a launch, and each has a launch."""
+    found = {}
+    for backend in ("own", "apex"):
+        own = parameters()
+        optimizer = CodedOptimizer(own, AdamWRule(), lr=1e-2, backend=backend)
+        updates = UpdatesInBackward(optimizer, own)
+        for step in range(3):
+            loss = sum((each.square().sum() for each in own), torch.zeros(()))
+            if step == 1:
+                loss = loss + own[0][0, 0] * float("inf")
+            updates.begin(torch.zeros(()))
+            loss.backward()
+        assert [float(optimizer.state[each]["step"]) for each in own] == [2.0, 3.0, 3.0]
+        found[backend] = own
+    for ours, theirs in zip(*found.values(), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=2e-6, atol=2e-7)
 
 
 def test_a_checkpoint_resumes_under_either(library, tmp_path, monkeypatch, capfd):

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from lowprec_train.tools.compare import colours
 from lowprec_train.tools.compare.plot import DASHES, MARKERS, QUIET, STYLE
 from lowprec_train.tools.study.measure import ArmRow, Cell, Measured
+from lowprec_train.tools.study.report import ends_text
 from lowprec_train.tools.study.sweep import SweepRow
 
 
@@ -29,7 +30,8 @@ def save(measured: Measured, file: Path) -> None:
         if (known := along.get_legend_handles_labels())[0]:
             figure.legend(*known, loc="outside lower left", ncols=5)
         seeds = max((len(row.seeds) for row in cell.arms), default=0)
-        title = f"Loss gap to {measured.baseline}, {cell.tokens / 1e6:,.0f} M tokens, up to {seeds} seeds"
+        millions = ends_text((cell.tokens[0] / 1e6, cell.tokens[1] / 1e6), ",.0f")
+        title = f"Loss gap to {measured.baseline}, {millions} M tokens, up to {seeds} seeds"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         write(figure, file)
 
@@ -88,7 +90,7 @@ def draw_along(axes: Axes, cell: Cell, rows: list[ArmRow]) -> None:
     for place, row in enumerate(rows):
         if row.unstable:
             continue
-        x = [point.share * cell.tokens / 1e6 for point in row.curve]
+        x = [point.share * row.tokens / 1e6 for point in row.curve]
         look: dict[str, Any] = {"color": colours.of_run(place)[0], "linestyle": DASHES[place % len(DASHES)]}
         y = [point.percent for point in row.curve]
         axes.plot(x, y, marker=MARKERS[place % len(MARKERS)], markersize=3.5, linewidth=1.4, label=row.arm, **look)

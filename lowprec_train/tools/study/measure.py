@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from lowprec_train.tools.study.sweep import SweepArm, SweepRow, sweep, sweep_arm
 
 RESOLUTION = 0.0015  # of the loss: the half-width that a study should reach
 APART = "no seed in common"
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +48,13 @@ class ArmRow:
     a device to themselves. predicted, percent: gaps in percent of the baseline's loss.
 
     extra: tokens by which the baseline's run could be shorter for this loss; at_loss: speed at the baseline's loss.
+    tokens, parameters: of each run; arms may differ in them by their overrides.
     """
 
     arm: str
     recipe: str
+    tokens: int
+    parameters: int
     predicted: float | None
     seeds: list[int]
     unstable: dict[int, str]
@@ -97,12 +102,14 @@ class Repeat:
 class Cell:
     """One comparison. s, freedom: pooled residual SD; levene: p of equal noise; uneven: intervals are from pairs.
 
-    needed: seeds for a half-width of 0.15 % of the loss. band: SD of the baseline's seeds in percent.
+    needed: seeds for a half-width of 0.15 % of the loss. band: SD of the baseline's seeds in percent. tokens,
+    parameters, tokens_per_parameter: the fewest and the most of its runs.
     """
 
     name: str
-    tokens: int
-    parameters: int
+    tokens: tuple[int, int]
+    parameters: tuple[int, int]
+    tokens_per_parameter: tuple[float, float]
     arms: list[ArmRow]
     s: float | None
     freedom: int
@@ -111,10 +118,6 @@ class Cell:
     needed: int | None
     band: float | None
     repeats: list[Repeat]
-
-    @property
-    def tokens_per_parameter(self) -> float:
-        return self.tokens / self.parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +174,8 @@ def measure(study: Study, found: Sequence[Result], left: Sequence[str]) -> Measu
 
 def points(arm: str, cells: Iterable[Cell]) -> list[tuple[float, float, float]]:
     """(parameters, tokens, loss) of an arm in each cell of whole runs."""
-    rows = [(each, row) for each in cells for row in each.arms if row.arm == arm and "from step" not in each.name]
-    return [(float(each.parameters), float(each.tokens), row.loss) for each, row in rows if row.loss is not None]
+    rows = [row for each in cells for row in each.arms if row.arm == arm and "from step" not in each.name]
+    return [(float(row.parameters), float(row.tokens), row.loss) for row in rows if row.loss is not None]
 
 
 def efficiencies(study: Study, law: Law, cells: Sequence[Cell]) -> list[Efficiency]:
@@ -198,8 +201,9 @@ def cell(study: Study, name: str, among: Sequence[Result]) -> Cell:
     spread = float(np.std(of_base, ddof=1)) if fit.freedom and len(of_base) > 1 else None
     return Cell(
         name=name,
-        tokens=mine[0].tokens,
-        parameters=mine[0].parameters,
+        tokens=ends([each.tokens for each in mine]),
+        parameters=ends([each.parameters for each in mine]),
+        tokens_per_parameter=ends([each.tokens / each.parameters for each in mine]),
         arms=[row(study, arm, fit, mine, among) for arm in arms],
         s=fit.s,
         freedom=fit.freedom,
@@ -209,6 +213,11 @@ def cell(study: Study, name: str, among: Sequence[Result]) -> Cell:
         band=100 * spread / base if spread is not None and base else None,
         repeats=repeats(mine),
     )
+
+
+def ends(values: Sequence[Number]) -> tuple[Number, Number]:
+    """The least and the greatest."""
+    return min(values), max(values)
 
 
 def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Sequence[Result]) -> ArmRow:
@@ -222,6 +231,8 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
     return ArmRow(
         arm=arm,
         recipe=study.arms[arm].recipe,
+        tokens=own[0].tokens,
+        parameters=own[0].parameters,
         predicted=study.arms[arm].predicted,
         seeds=[each.run.seed for each in own],
         unstable=unstable,

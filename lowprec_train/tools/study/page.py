@@ -45,7 +45,8 @@ def cell_section(cell: Cell, contrasts: Sequence[Contrast]) -> str:
         f"<li>{sections.escape(f'{each.of} - {each.to}: {report.interval(each.difference)}, {each.words}')}</li>"
         for each in asked
     )
-    title = f"{cell.name or 'Whole runs'}: {cell.tokens:,} tokens, D/N {cell.tokens_per_parameter:.2f}"
+    title = f"{cell.name or 'Whole runs'}: {report.ends_text(cell.tokens)} tokens, "
+    title += f"D/N {report.ends_text(cell.tokens_per_parameter, '.2f')}"
     noise = sections.escape(report.noise_text(cell))
     body = f'{sections.table(header, rows)}<p class="quiet">{noise}</p><ul>{lines}</ul>'
     return sections.section(title, body)

@@ -18,7 +18,7 @@ from lowprec_train.tools.study.sweep import WORKABLE, SweepArm, SweepRow
 
 NONE = "-"
 HEADER = (
-    *("arm", "n", "loss", "gap, nat [95 %]", "gap %", "predicted %", "in the weights", "forward rounding"),
+    *("arm", "tokens", "n", "loss", "gap, nat [95 %]", "gap %", "predicted %", "in the weights", "forward rounding"),
     *("extra tokens %", "tokens/s", "speed at equal loss", "may be said"),
 )
 HEALTH = (
@@ -37,7 +37,7 @@ HEALTH = (
 def to_json(measured: Measured) -> str:
     """Strict JSON: absent values are null, non-finite ones their names; estimates with the ends of their intervals."""
     tree = {"version": __version__, **asdict(measured, dict_factory=_plain), "definitions": definitions(measured)}
-    return json.dumps(strict(_with_ends(measured, tree)), indent=2, allow_nan=False) + "\n"
+    return json.dumps(strict(tree), indent=2, allow_nan=False) + "\n"
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -47,13 +47,6 @@ def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
         made = Estimate(**found)
         found |= {end: getattr(made, end) for end in ("low", "high", "at_least", "at_most", "p")}
     return found
-
-
-def _with_ends(measured: Measured, tree: dict[str, Any]) -> dict[str, Any]:
-    for cells in ("cells", "gate"):
-        for each, plain in zip(getattr(measured, cells), tree[cells], strict=True):
-            plain["tokens_per_parameter"] = each.tokens_per_parameter
-    return tree
 
 
 def definitions(measured: Measured) -> dict[str, str]:
@@ -110,8 +103,8 @@ def cell_text(cell: Cell, contrasts: Sequence[Contrast]) -> str:
     asked = [each for each in contrasts if each.cell == cell.name]
     lines = [
         f"## {cell.name or 'Whole runs'}",
-        f"{cell.tokens:,} tokens, {cell.parameters:,} parameters without embedding and head, "
-        f"D/N {cell.tokens_per_parameter:.2f}.",
+        f"{ends_text(cell.tokens)} tokens, {ends_text(cell.parameters)} parameters without embedding and head, "
+        f"D/N {ends_text(cell.tokens_per_parameter, '.2f')}.",
         "\n".join(table(*arm_table(cell))),
         noise_text(cell),
         contrast_text(asked),
@@ -120,16 +113,22 @@ def cell_text(cell: Cell, contrasts: Sequence[Contrast]) -> str:
     return "\n\n".join(line for line in lines if line)
 
 
+def ends_text(ends: tuple[float, float], form: str = ",") -> str:
+    """Both ends of a range, or its one value."""
+    return " to ".join(dict.fromkeys(format(each, form) for each in ends))
+
+
 def arm_table(cell: Cell) -> tuple[list[str], list[list[str]]]:
     """Header and rows, without the columns of which nothing is known."""
-    rows = [arm_cells(each) for each in cell.arms]
+    rows = [arm_cells(each, lengths=cell.tokens[0] != cell.tokens[1]) for each in cell.arms]
     kept = [i for i in range(len(HEADER)) if any(row[i] != NONE for row in rows)]
     return [HEADER[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
-def arm_cells(row: ArmRow) -> list[str]:
+def arm_cells(row: ArmRow, *, lengths: bool) -> list[str]:
     return [
         row.arm,
+        f"{row.tokens:,}" if lengths else NONE,
         str(len(row.seeds)),
         number(row.loss, ".4f"),
         interval(row.gap),

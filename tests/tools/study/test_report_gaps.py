@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import warnings
 
 import pytest
@@ -112,6 +113,23 @@ def test_the_curve_is_of_shares_of_the_whole_run(tmp_path):
     (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     curve = report(tmp_path, file)["cells"][0]["arms"][1]["curve"]
     assert [point["share"] for point in curve] == pytest.approx([i / 8 for i in range(1, 6)])
+
+
+def test_arms_of_other_lengths_say_so(tmp_path):
+    """An arm's own overrides: the header has both ends, the table each arm's tokens, and the law its own."""
+    arms = {"bf16": None, "long": {"recipe": "bf16", "overrides": ["steps=800"]}}
+    _, planned, file = synthetic.study(tmp_path, arms=arms, blocks=[{"purpose": "estimate", "seeds": [1, 2]}])
+    for each in planned:
+        long = each.arm == "long"
+        synthetic.run(tmp_path / "runs", each, 3.9 if long else 4.0, steps=800 if long else 400)
+    (cell,) = report(tmp_path, file)["cells"]
+    assert cell["tokens"] == [400 * 4096, 800 * 4096] and cell["parameters"] == [500_000, 500_000]
+    assert {row["arm"]: row["tokens"] for row in cell["arms"]} == {"bf16": 400 * 4096, "long": 800 * 4096}
+    folder = tmp_path / "runs" / "report"
+    text = (folder / "report.md").read_text()
+    assert "1,638,400 to 3,276,800 tokens, 500,000 parameters without embedding and head, D/N 3.28 to 6.55." in text
+    assert re.search(r"\| arm +\| +tokens +\| +n ", text) and re.search(r"\| long +\| +3,276,800 ", text)
+    assert "1,638,400 to 3,276,800 tokens, D/N 3.28 to 6.55" in (folder / "report.html").read_text()
 
 
 def test_lengths_on_other_seeds_are_worth_no_tokens(tmp_path):
