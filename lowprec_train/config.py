@@ -246,6 +246,11 @@ class RunConfig:
     logger: dict[str, Any] = MISSING
 
 
+def is_launch_fact(key: str) -> bool:
+    """Whether a key, or a group that it lies in, is one of `LAUNCH_FACTS`."""
+    return any(key == fact or key.startswith(f"{fact}.") for fact in LAUNCH_FACTS)
+
+
 def directory() -> Path:
     """The shipped configuration files: inside an installed package, beside it in a checkout."""
     package = Path(__file__).resolve().parent

@@ -194,7 +194,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
     """One run on processes that have found each other."""
     options, plain, device, compiled = job.options, job.plain, job.device, job.compiled
     layout = build.layout(options)
-    build.check_libraries(options, layout, device)
+    build.choices(options, layout).check_libraries(device)
     distribution = build.distribution(options, layout, job.world, device)
     plans = layout.plans(device, shards=distribution.sizes.dp_shard)
     report = build.lint(options, layout, plans, device)

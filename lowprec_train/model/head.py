@@ -33,7 +33,7 @@ class Head(Linear):
         self, x: Tensor, *args: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None, **options: Any
     ) -> Any:
         """loss: of x [M, D] and the weight [V, D] in x's dtype, returned in place of the logits, for a head whose
-        recipe multiplies values as they come (`train.memory_checks`).
+        recipe multiplies values as they come (`train.exclusions`).
         """
         if loss is None:
             return super().forward(x, *args, **options)

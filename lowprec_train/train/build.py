@@ -24,12 +24,11 @@ from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.optim.schedule import before_decay
-from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.precision import policy
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
-from lowprec_train.train import build_optimizer, checks, launch, libraries, memory_checks
+from lowprec_train.train import build_optimizer, checks, launch
 from lowprec_train.train.checkpoint import Checkpointer
 from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
@@ -38,6 +37,7 @@ from lowprec_train.train.diagnostics.profiling import Window
 from lowprec_train.train.diagnostics.snapshots import Snapshots, kept_history
 from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
 from lowprec_train.train.distribute import Distribution, distribute
+from lowprec_train.train.exclusions import Choices, check_settings
 from lowprec_train.train.heap import HeapTrim
 from lowprec_train.train.identity import comparison
 from lowprec_train.train.launch import ALONE, World, host_group
@@ -74,16 +74,22 @@ def layout(run: RunConfig) -> MetaModel:
     """Model and policy on the meta device, checked against each other: costs no memory at any size."""
     model = without_memory(run.model)
     made, tokens = phases(run, model), run.micro_batch * run.data["seq_len"]
-    libraries.check_settings(run, made)
+    check_settings(run, made)
     for phase in made:
         checks.linears(model, phase.recipes, tokens=tokens)
         phase.saved_activations.check(model)
     return MetaModel(model=model, phases=made, tokens=tokens, param_all_gather=run.parallel.param_all_gather)
 
 
-def check_libraries(run: RunConfig, laid_out: MetaModel, device: torch.device) -> None:
-    """The libraries that run parts of the model are there, on this device, and take what is asked of them."""
-    libraries.check(run, laid_out.phases, build_optimizer.rules(run)[0], build_optimizer.codecs(run), device)
+def choices(run: RunConfig, laid_out: MetaModel) -> Choices:
+    """What excludes each other: `check_memory` and `check_libraries` say so."""
+    return Choices(
+        run=run,
+        phases=laid_out.phases,
+        rule=build_optimizer.rules(run)[0],
+        codecs=build_optimizer.codecs(run),
+        sums=build_optimizer.grad_accumulation(run),
+    )
 
 
 def lint(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> Report:
@@ -139,7 +145,7 @@ def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
 def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
     """Cut the laid-out model over the processes; nothing for one of them."""
     grid = checks.layout(run, world.processes)
-    check_memory(run, grid, laid_out, on_gpu=device.type == "cuda")
+    choices(run, laid_out).check_memory(grid, on_gpu=device.type == "cuda")
     return distribute(
         laid_out.model,
         grid,
@@ -151,15 +157,6 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
         timeout=timedelta(minutes=run.parallel.timeout_minutes),
         node_size=run.comm.get("node_size") or world.local_processes,
     )
-
-
-def check_memory(run: RunConfig, grid: Sizes, laid_out: MetaModel, *, on_gpu: bool = False) -> None:
-    """ValueError for choices that save memory and exclude each other."""
-    memory_checks.offload(run, grid, on_gpu=on_gpu)
-    memory_checks.loss_chunk(run, laid_out.phases)
-    stored, sums = build_optimizer.codecs(run), build_optimizer.grad_accumulation(run)
-    rule = build_optimizer.rules(run)[0]
-    memory_checks.check(run, grid, codecs=stored, rule=rule, sums=sums, phases=laid_out.phases)
 
 
 def weights(
@@ -223,7 +220,7 @@ def trainer(
     """The trainer of a run at its first step. plans: from `MetaModel.plans`. fill: sets the first values of this
     process's parts of the parameters; None: they are drawn from the seed.
     """
-    check_libraries(run, laid_out, device)
+    choices(run, laid_out).check_libraries(device)
     seq_len, model = run.data["seq_len"], laid_out.model
     on_host = run.optim.offload and device.type == "cuda"
     seeds = weights(model, device, run.seed, fill or distribution.fill, on_host=on_host)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lowprec_train.config import LAUNCH_FACTS, PLACES, Resume, read_object
+from lowprec_train.config import PLACES, Resume, is_launch_fact, read_object
 from lowprec_train.train.logging.sinks import RECIPE_GROUPS
 
 NEUTRAL: dict[str, Any] = {  # keys that older runs do not have, at the values that mean what those computed
@@ -41,10 +41,9 @@ def training_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved configuration that decides what is learned, flat. Keys of `NEUTRAL` at these values are
     left out: a run that was begun without them is the same.
     """
-    groups = tuple(f"{key}." for key in LAUNCH_FACTS)
-    left_out, flat = {*LAUNCH_FACTS, *PLACES}, flatten(config)
-    left_out |= {key for key, value in NEUTRAL.items() if key in flat and flat[key] == value}
-    keys = {k: v for k, v in flat.items() if k not in left_out and not k.startswith(groups)}
+    flat = flatten(config)
+    left_out = {*PLACES, *(key for key, value in NEUTRAL.items() if key in flat and flat[key] == value)}
+    keys = {k: v for k, v in flat.items() if k not in left_out and not is_launch_fact(k)}
     return keys | {"weights": _here(keys["weights"])} if isinstance(keys.get("weights"), str) else keys
 
 

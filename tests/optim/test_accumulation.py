@@ -104,7 +104,7 @@ def test_what_cannot_store_sums_is_refused(overrides, said):
     run = composed("model.layers=2", *overrides)
     with pytest.raises(ValueError, match=said):
         checks.nodes(run)
-        build.check_memory(run, Sizes(), build.layout(run))
+        build.choices(run, build.layout(run)).check_memory(Sizes())
 
 
 def test_groups_cannot_store_sums():

@@ -83,4 +83,4 @@ def test_vectors_alone_are_refused():
 def test_what_states_on_the_host_exclude_is_refused(overrides, sizes, said):
     run = composed("model.layers=2", "optim.offload=true", *overrides)
     with pytest.raises(ValueError, match=f"optim.offload=true .*{said}"):
-        build.check_memory(run, sizes, build.layout(run), on_gpu=True)
+        build.choices(run, build.layout(run)).check_memory(sizes, on_gpu=True)

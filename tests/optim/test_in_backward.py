@@ -160,4 +160,4 @@ def test_what_needs_other_gradients_is_refused(overrides, sizes, said):
     run = composed("model.layers=2", "optim.in_backward=true", "max_grad_norm=0", *overrides)
     laid_out = build.layout(run)
     with pytest.raises(ValueError, match=f"optim.in_backward=true frees gradients.*{said}"):
-        build.check_memory(run, sizes, laid_out)
+        build.choices(run, laid_out).check_memory(sizes)

@@ -85,7 +85,7 @@ class Ours:
         laid_out = build.layout(run)
         model, precision = laid_out.model, PrecisionSchedule(laid_out.phases)
         if work.device.type != "meta":
-            build.check_libraries(run, laid_out, work.device)
+            build.choices(run, laid_out).check_libraries(work.device)
         seeds = materialise(model, work.device, run.seed)
         precision.begin(model, 0)
         if not self.owns(work):

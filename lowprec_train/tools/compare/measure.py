@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lowprec_train.config import LAUNCH_FACTS
+from lowprec_train.config import is_launch_fact
 from lowprec_train.tools.compare import curves
 from lowprec_train.tools.compare.curves import Interval, Spike
 from lowprec_train.tools.compare.over_seeds import OverSeeds, over_seeds
@@ -316,6 +316,4 @@ def same(a: Any, b: Any) -> bool:
 
 def changes_training(key: str) -> bool:
     """Whether a differing key, beside precision and communication, makes the comparison one of more than precision."""
-    if key.split(".")[0] in ("precision", "comm"):
-        return False
-    return not any(key == fact or key.startswith(f"{fact}.") for fact in LAUNCH_FACTS)
+    return key.split(".")[0] not in ("precision", "comm") and not is_launch_fact(key)

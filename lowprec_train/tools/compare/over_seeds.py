@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lowprec_train.config import LAUNCH_FACTS
+from lowprec_train.config import is_launch_fact
 from lowprec_train.tools.compare import curves
 from lowprec_train.tools.compare.runs import VALID, Run
 
@@ -104,9 +104,7 @@ def arms_of(runs: Sequence[Run]) -> dict[str, str]:
 
 def training(run: Run) -> Hashable:
     """What a run trains with, but for the seed."""
-    kept = {key: str(value) for key, value in run.config.items() if key not in OF_SEED}
-    facts = tuple(f"{key}." for key in LAUNCH_FACTS)
-    return tuple(sorted((k, v) for k, v in kept.items() if k not in LAUNCH_FACTS and not k.startswith(facts)))
+    return tuple(sorted((k, str(v)) for k, v in run.config.items() if k not in OF_SEED and not is_launch_fact(k)))
 
 
 def final_losses(runs: Sequence[Run], window: int) -> tuple[dict[str, float], str]:

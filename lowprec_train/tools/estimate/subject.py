@@ -76,7 +76,7 @@ class Subject:
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", MetaGroup(self.sizes.tp))
         checks.choices(self.run.parallel)
-        build.check_memory(self.run, self.sizes, self.laid_out, on_gpu=True)
+        build.choices(self.run, self.laid_out).check_memory(self.sizes, on_gpu=True)
 
     @cached_property
     def sizes(self) -> Sizes:
