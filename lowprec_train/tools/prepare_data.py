@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prepare a dataset with a progress display and print a summary. Raises ValueError or OSError for bad input."""
     from lowprec_train.data import finding, tokenising
     from lowprec_train.data.tokenizer import load
-    from lowprec_train.tools.preparation_progress import shown
+    from lowprec_train.tools import progress
 
     if arguments.out.is_dir():
         raise ValueError(f"--out {arguments.out} is a directory; name the dataset in it, as {arguments.out / 'train'}")
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     began = time.monotonic()
     try:
-        with shown(job.size) as report:
+        with progress.of_preparation(job.size) as report:
             manifest = tokenising.prepare(job, arguments.out, report)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on")

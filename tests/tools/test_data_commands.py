@@ -13,7 +13,7 @@ from lowprec_train import main
 from lowprec_train.data import tokenising
 from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenising import Counts
-from lowprec_train.tools import cli, preparation_progress
+from lowprec_train.tools import cli, progress
 from tests.data.indexed_files import write_indexed
 
 SMALL = ("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "data.seq_len=64")
@@ -167,7 +167,7 @@ def test_progress():
     """A bar on a terminal; else a line every ten seconds, with the rates of this call."""
     seconds = 0
     plain, bar = (Console(record=True, width=200, force_terminal=kind, file=io.StringIO()) for kind in (False, True))
-    with preparation_progress.shown(1000, plain, lambda: seconds) as report:
+    with progress.of_preparation(1000, plain, lambda: seconds) as report:
         for seconds in range(0, 30, 4):
             report(
                 Counts(read=500, documents=100 + seconds, tokens=10**8 + seconds * 10**6, text_bytes=seconds * 10**7)
@@ -176,6 +176,6 @@ def test_progress():
         " 50 %  112 documents  112,000,000 tokens  10.0 MB/s  1.00 Mtok/s",
         " 50 %  124 documents  124,000,000 tokens  10.0 MB/s  1.00 Mtok/s",
     ]
-    with preparation_progress.shown(1000, bar, lambda: seconds) as report:
+    with progress.of_preparation(1000, bar, lambda: seconds) as report:
         report(Counts(read=500, documents=100))
     assert "tokenising" in (shown := bar.export_text()) and "0.5/1.0 kB" in shown and "100 documents" in shown

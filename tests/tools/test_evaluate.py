@@ -17,9 +17,9 @@ from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
 from lowprec_train.tools.evaluate.perplexity import Cutting, Measured, difference, measure, score
-from lowprec_train.tools.evaluate.progress import shown
 from lowprec_train.tools.evaluate.texts import Encoded, open_text
 from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length
+from lowprec_train.tools.progress import of_evaluation
 from lowprec_train.train.trained import Trained
 from scripts.perplexity import documents_of, perplexity
 from tests.tools.evaluated import TEXTS, documents_of_bin, subject
@@ -197,7 +197,7 @@ def test_progress_is_for_terminals(exact, made):
     source = open_text(made.raw, field="text", tokenizer=made.tokenizer)
     screen, file = io.StringIO(), io.StringIO()
     for console in (Console(file=screen, force_terminal=True, width=80), Console(file=file)):
-        with shown("bf16", console) as told:
+        with of_evaluation("bf16", console) as told:
             tokens = measure(exact, source, Cutting(seq_len=64, stride=64, batch=4, start=1), told).tokens
     assert f"bf16: {tokens:,} tokens" in screen.getvalue() and file.getvalue() == ""
 

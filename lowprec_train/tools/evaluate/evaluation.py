@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 
 from lowprec_train.config import read_yaml
 from lowprec_train.data.tokenizer import Tokenizer, check_vocabulary, load
-from lowprec_train.tools.evaluate import progress, texts, windows
+from lowprec_train.tools import progress
+from lowprec_train.tools.evaluate import texts, windows
 from lowprec_train.tools.evaluate.perplexity import Cutting, Measured, difference, measure
 from lowprec_train.tools.huggingface import tokenizer as tokenizers
 from lowprec_train.train import checks
@@ -107,7 +108,7 @@ class Evaluation:
             answering = harness.Answering(model, self.tokenizer, self.cutting.batch)
             tasks[recipe] = harness.run_tasks(answering, self.tasks, self.cutting.documents)
         if self.source is not None:
-            with progress.shown(recipe) as told:
+            with progress.of_evaluation(recipe) as told:
                 measured[recipe] = measure(model, self.source, self.cutting, told)
 
     def _text(self, measured: dict[str, Measured]) -> dict[str, Any]:
