@@ -92,8 +92,7 @@ def test_every_recipe_has_its_page(recipe, monkeypatch):
     assert text.startswith(f"# `{recipe}`\n") and re.search(r"arXiv \[\d{4}\.\d{5}\]\(https://arxiv\.org/abs/", text)
     assert f"\n    torchrun train.py +recipe={recipe}\n" in text
     assert {"gemms", "errors", "options", "published-results"} <= anchors(text)
-    for what in ("has_fp8", "has_block_scales"):
-        monkeypatch.setattr(gemm, what, lambda device: device.type == "cuda")
+    monkeypatch.setattr(gemm, "capability_of", lambda device: (9, 0) if device.type == "cuda" else None)
     model = OmegaConf.to_object(composed([f"+recipe={recipe}", "model=llama_7b", "model.layers=2"]))
     laid_out = build.layout(model)
     plans = laid_out.plans(torch.device("cuda", 0))[0]

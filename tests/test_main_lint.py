@@ -1,4 +1,6 @@
-"""The linter in a run: an error ends it before it has a directory, a waiver is on record, warnings are printed."""
+"""The linter in a run: an error ends it before it has a directory, a waiver is on record, warnings are printed. So does
+a block-scaled GEMM of torch that is wrong, where a plan takes it.
+"""
 
 import json
 import sys
@@ -7,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from lowprec_train import main
+from lowprec_train.ops import library
+from lowprec_train.precision import gemm
 
 SMALL = (
     *("model.layers=1", "model.dim=64", "model.ffn=64", "model.heads=2", "model.kv_heads=2", "model.vocab_size=320"),
@@ -64,3 +68,23 @@ def test_a_waiver_does_not_make_another_run(launch):
 def test_an_unknown_rule_is_refused(launch):
     status, _, err = launch("lint_allow=[floor]")
     assert status == 1 and "'floor' is no rule; rules are floor-clips, ceil-headroom" in err
+
+
+def test_a_wrong_block_scaled_gemm_ends_the_run(launch, monkeypatch):
+    """One error with the path and the switch; switched off, nobody asks for the GEMM."""
+    right = library.EAGER["block_scaled_mm"]
+    monkeypatch.setattr(gemm, "capability_of", lambda device: (10, 0))
+    monkeypatch.setitem(library.EAGER, "block_scaled_mm", lambda *arguments: right(*arguments) + 1)
+    status, _, err = launch("lint_allow=[floor-clips]")
+    assert status == 1 and not Path("runs").exists() and "Traceback" not in err
+    assert "torch's MXFP4 GEMM of lowprec::block_scaled_mm on cpu" in err and "native_block_scales=false" in err
+    status, _, _ = launch("lint_allow=[floor-clips]", "precision.override.native_block_scales=false")
+    assert status == 0 and "mxfp4" not in str(paths_of("runs/a/recipe.json"))
+    monkeypatch.setitem(library.EAGER, "block_scaled_mm", right)
+    status, out, _ = launch("lint_allow=[floor-clips]", "name=b", "verbose=true")
+    assert status == 0 and paths_of("runs/b/recipe.json") == {"bf16", "mxfp4"} and "[mxfp4]" in out
+
+
+def paths_of(table: str) -> set[str]:
+    """Of all GEMMs of a run."""
+    return {path for row in json.loads(Path(table).read_text()).values() for path in row["execution"].values()}

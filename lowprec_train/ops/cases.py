@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import eden_cases, ladder_cases, library, reference
+from lowprec_train.ops import block_scaled_cases, eden_cases, ladder_cases, library, reference
 from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
 from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
 from lowprec_train.ops.gradient_cases import decode_by_cases, decode_cases, encode_by_cases, encode_cases
@@ -334,6 +334,7 @@ def cases(op: str) -> Cases:
         "quantize_carrier": lambda: {n: (x[n], *bounds["outlier_bounds"](x[n], c)) for n, c in clipped.items()},
         "outlier_bounds": lambda: {name: (x[name], n) for name, n in clipped.items()},
         **dict.fromkeys(("dequantize", "dequantize_bf16"), _dequantize),
+        "block_scaled_mm": block_scaled_cases.cases,
         "fold": lambda: {"E4M3": (codes, blocks, "E4M3"), "E5M2": (codes, blocks, "E5M2")},
         "pack_e2m1": lambda: {"matrix": (codes,), "odd": (e2m1(3, 14),), "one": (e2m1(1, 2)[0],)},
         "unpack_e2m1": lambda: {"every byte": (torch.arange(256, dtype=torch.uint8).reshape(8, 32),)},

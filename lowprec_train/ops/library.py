@@ -23,6 +23,7 @@ from torch import Tensor
 from lowprec_train.ops import (
     activations,
     adamw,
+    block_scaled,
     eden,
     four_over_six,
     gradients,
@@ -98,6 +99,7 @@ LADDER = ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder", "p
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}
+EAGER |= {"block_scaled_mm": block_scaled.reference}
 EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
 EAGER |= {name: getattr(ladder, name) for name in LADDER}
 EAGER |= {name: getattr(eden, name) for name in ("rotated_amax", "quantize_eden")}
@@ -135,6 +137,7 @@ for _name in NAMED:
     _register(_name, f"{_name}.reference", served=False)
 if "scaled_mm" not in SERVED["cuda"]:
     _LIBRARY.impl("scaled_mm", tensor_cores.scaled_mm, "CUDA")
+_LIBRARY.impl("block_scaled_mm", block_scaled.block_scaled_mm, "CUDA")
 
 
 def knows(op: str, device: torch.device, *names: str) -> bool:
@@ -160,6 +163,8 @@ def live_kernels(device: torch.device) -> dict[str, str]:
     """Which kernel runs for each op on a device."""
     kinds = dict.fromkeys(SCHEMAS, "reference")
     if device.type == "cuda":
-        kinds |= dict.fromkeys(COMPILED_ON_CUDA, "reference, compiled") | {"scaled_mm": "cuBLASLt"}
+        kinds |= dict.fromkeys(COMPILED_ON_CUDA, "reference, compiled") | dict.fromkeys(
+            ("scaled_mm", "block_scaled_mm"), "cuBLASLt"
+        )
     language = {"cpu": "C++", "cuda": "CUDA"}.get(device.type, "")
     return kinds | dict.fromkeys(sorted(SERVED.get(device.type, ())), language)

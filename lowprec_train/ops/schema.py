@@ -53,6 +53,10 @@ SCHEMAS = {
     "scaled_mm": (
         "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, bool split_accumulation, ScalarType dtype) -> Tensor"
     ),
+    "block_scaled_mm": (
+        "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? factor_a, Tensor? factor_b, str format,"
+        " ScalarType dtype) -> Tensor"
+    ),
     "fold": "(Tensor codes, Tensor scale, str carrier) -> (Tensor codes, Tensor scale)",
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",
@@ -215,7 +219,7 @@ def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, head
     )
 
 
-def _quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
+def _row_carriers(x, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
 
 
@@ -248,16 +252,12 @@ def _rotate_fold_ladder(x, scale, transposed, *_):  # type: ignore[no-untyped-de
     return x.new_empty((rows, columns), dtype=torch.float8_e4m3fn), x.new_empty((rows, 1), dtype=torch.float32)
 
 
-def _quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
-
-
 def _outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
     return _scale_like(x, (1, -1)), _scale_like(x, (1, -1))
 
 
-def _scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignore[no-untyped-def]
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
+def _scaled_mm(a, scale_a, b, scale_b, *how):  # type: ignore[no-untyped-def]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=how[-1])
 
 
 def _fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
@@ -357,7 +357,7 @@ FAKES: dict[str, Callable] = {
     "quantize_by": _quantize_by,
     "quantize_nvfp4_by": _quantize_nvfp4_by,
     "quantize_both": _quantize_both,
-    "quantize_outliers": _quantize_outliers,
+    **dict.fromkeys(("quantize_outliers", "quantize_carrier"), _row_carriers),
     "transpose": _transpose,
     "rotate_fold": _rotate_fold,
     "quantize_four_over_six": _quantize_nvfp4_by,
@@ -369,11 +369,10 @@ FAKES: dict[str, Callable] = {
     "rotate_fold_ladder": _rotate_fold_ladder,
     "pack_ladder": lambda carriers: (_pack_e2m1(carriers), torch.empty_like(carriers[:, ::16])),
     "unpack_ladder": lambda packed, _: _unpack_e2m1(packed),
-    "quantize_carrier": _quantize_carrier,
     "outlier_bounds": _outlier_bounds,
     "dequantize": _as_float32,
     "dequantize_bf16": lambda codes, _: codes.new_empty(codes.shape, dtype=torch.bfloat16),
-    "scaled_mm": _scaled_mm,
+    **dict.fromkeys(("scaled_mm", "block_scaled_mm"), _scaled_mm),
     "fold": _fold,
     "pack_e2m1": _pack_e2m1,
     "unpack_e2m1": _unpack_e2m1,

@@ -4,7 +4,8 @@ A kernel built from other sources, for another GPU or by a compiler that contrac
 right one and gives other numbers. So each op that a shared library serves on the device of the run is called on its
 cases (ops/cases.py), and what it returns equals what the reference returns on the CPU, bit for bit; any NaN equals any
 other NaN. Norms and activations have sums and exponentials: only their codes claim that, the rest is within BOUND. Sums
-in FP64 are compared as FP32 numbers.
+in FP64 are compared as FP32 numbers. Block-scaled GEMMs of torch, where a plan names one, are held to cases whose sums
+are exact.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.ops import kernels, library
+from lowprec_train.ops.block_scaled import SWITCH
+from lowprec_train.ops.block_scaled_cases import block_scaled_cases
 from lowprec_train.ops.cases import BOUNDED, cases
 
 BOUND = 2.0**-7  # of each value: two roundings to BF16; and of the largest one, a sixteenth of that for cancellation
@@ -64,10 +67,14 @@ def _moved(argument: Any, device: torch.device) -> Any:
     return argument.to(device, copy=True) if isinstance(argument, Tensor) else argument
 
 
-def check(op: str, case: str, arguments: tuple[Any, ...], device: torch.device) -> None:
-    """KernelError, naming op, case and device, where the kernel fails or returns other bits than the reference."""
-    what = f"the compiled kernel of lowprec::{op} on {device}, case '{case}'"
-    remedy = f"build it again with `make kernels`, or remove {kernels.FOLDER / kernels.FILES[device.type]}"
+def check(
+    op: str, case: str, arguments: tuple[Any, ...], device: torch.device, what: str = "", remedy: str = ""
+) -> None:
+    """KernelError, naming op, case and device, where the kernel fails or returns other bits than the reference. what,
+    remedy: of a kernel that is not of our libraries.
+    """
+    what = f"{what or 'the compiled kernel'} of lowprec::{op} on {device}, case '{case}'"
+    remedy = remedy or f"build it again with `make kernels`, or remove {kernels.FOLDER / kernels.FILES[device.type]}"
     moved = tuple(_moved(each, device) for each in arguments)
     try:
         got = [each.cpu() for each in (*listed(getattr(torch.ops.lowprec, op)(*moved)), *written(moved))]
@@ -80,8 +87,10 @@ def check(op: str, case: str, arguments: tuple[Any, ...], device: torch.device) 
             raise kernels.KernelError(f"{what}, output {index}, differs from the reference; {remedy}")
 
 
-def self_test(device: torch.device, ops: Iterable[str] | None = None) -> None:
-    """Check every op that a shared library serves on `device` (or `ops`); a second or less. Raises KernelError."""
+def self_test(device: torch.device, ops: Iterable[str] | None = None, *, block_formats: Iterable[str] = ()) -> None:
+    """Check every op that a shared library serves on `device` (or `ops`), and torch's block-scaled GEMMs of the formats
+    (`ops.block_scaled.BLOCKS`) that a run's plans name; a second or less. Raises KernelError.
+    """
     served = library.SERVED.get(device.type, frozenset())
     guard: AbstractContextManager = nullcontext()
     if device.type == "cuda" and served:
@@ -91,3 +100,7 @@ def self_test(device: torch.device, ops: Iterable[str] | None = None) -> None:
         for op in sorted(served if ops is None else ops):
             for case, arguments in cases(op).items():
                 check(op, case, arguments, device)
+        for format in sorted(block_formats):
+            for case, arguments in block_scaled_cases(format).items():
+                remedy = f"{SWITCH} runs these GEMMs without it"
+                check("block_scaled_mm", case, arguments, device, f"torch's {format} GEMM", remedy)

@@ -5,6 +5,7 @@
     fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue; blocks on the ladder, folded, are that
     fp8_block    FP8 tensor cores, a scale per 1x128 or 128x128 block in the main loop (compute capability 9.0)
     fp8_folded   power-of-two blocks of E2M1 folded into E5M2 / E4M3 carriers (docs/numerics.md), then as fp8_row
+    mxfp8        block-scaled tensor cores on codes and scales as they are (compute capability 10 and 12); mxfp4, nvfp4
     int8         integer tensor cores (FP64 on the CPU): sums are exact, scales in the epilogue
     dequantize   BF16 tensor cores (CUDA) or FP32 (CPU) on the exact values, scales outside the product where possible
 
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.formats import E2M1
-from lowprec_train.numerics.quantizer import POWERS_OF_TWO, Quantized, Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import POWERS_OF_TWO, WHOLE, Quantized, Quantizer, ScaleRule
+from lowprec_train.ops.block_scaled import BLOCKS, K_STEP, N_STEP
 from lowprec_train.ops.ladder import BLOCK as LADDER_BLOCK
 from lowprec_train.ops.reference import FOLD_SPAN, FP8, to_float
 from lowprec_train.ops.rotated import BLOCK
@@ -35,6 +37,9 @@ class Path(Enum):
     FP8_ROW = "fp8_row"
     FP8_FOLDED = "fp8_folded"
     FP8_BLOCK = "fp8_block"
+    MXFP8 = "mxfp8"
+    MXFP4 = "mxfp4"
+    NVFP4 = "nvfp4"
     INT8 = "int8"
     DEQUANTIZE = "dequantize"
     FP8_LIBRARY = "fp8_library"
@@ -43,20 +48,21 @@ class Path(Enum):
     @property
     def peak(self) -> str:
         """Which of the device's peaks it is measured against: "bf16", "fp8", "fp4" or "int8"."""
-        kind = self.value.partition("_")[0]
+        kind = self.value.removeprefix("mx").removeprefix("nv").partition("_")[0]
         return kind if kind in ("fp8", "fp4", "int8") else "bf16"
 
 
 @dataclass(frozen=True)
 class Codes:
     """What the choice depends on: the codes' dtype (None: not quantised), the scale's granularity, the span that allows
-    folding, the tile of a block.
+    folding, the tile of a block, the format of `ops.block_scaled` that holds codes and scales as they are.
     """
 
     dtype: torch.dtype | None
     granularity: str = "tensor"
     exponent_span: int = 0
     tile: tuple[int, int] = (0, 0)
+    blocks: str = ""
 
     @property
     def carrier(self) -> str | None:
@@ -66,32 +72,50 @@ class Codes:
         return carrier_of(self.exponent_span) if 0 < self.exponent_span <= FOLD_SPAN["E5M2"] else None
 
 
-def has_fp8(device: torch.device) -> bool:
-    """True on CUDA devices with FP8 tensor cores (compute capability 8.9 and up), and on the meta device, which stands
-    for compute capability 9.0 where memory and arithmetic are counted before there is a GPU.
-    """
-    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9))
+Capability = tuple[int, int] | None
+"""Compute capability of a CUDA device; None for a device without tensor cores."""
 
 
-def has_block_scales(device: torch.device) -> bool:
-    """True where cuBLASLt scales FP8 by blocks of FP32 numbers (compute capability 9.0)."""
-    return device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0))
+def capability_of(device: torch.device) -> Capability:
+    """Of a device. The meta device stands for 9.0 where memory and arithmetic are counted before there is a GPU."""
+    if device.type == "meta":
+        return 9, 0
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def has_fp8(capability: Capability) -> bool:
+    """True where tensor cores take FP8."""
+    return capability is not None and capability >= (8, 9)
+
+
+def has_block_scales(capability: Capability) -> bool:
+    """True where cuBLASLt scales FP8 by blocks of FP32 numbers."""
+    return capability == (9, 0)
+
+
+def native_formats(capability: Capability) -> tuple[str, ...]:
+    """Formats whose blocks the tensor cores scale. torch has MXFP4 on data-center Blackwell alone."""
+    major = 0 if capability is None else capability[0]
+    return {10: ("MXFP8", "MXFP4", "NVFP4"), 12: ("MXFP8", "NVFP4")}.get(major, ())
 
 
 LINE, SQUARE = (1, 128), (128, 128)
 PRODUCT_BYTES = 64 * 2**20  # of FP32, that are added to a sum at a time
 
 
-def choose(a: Codes, b: Codes, n: int, k: int, fp8: bool, *, m: int = 16, blocks: bool = False) -> Path:
-    """The path of a[m, k] @ b[n, k]^T. fp8, blocks: what the device has. cuBLASLt refuses E5M2 x E5M2, FP8 dimensions
-    that are no multiples of 16 and INT8 ones that are none of 8.
+def choose(a: Codes, b: Codes, n: int, k: int, capability: Capability, *, m: int = 16, native: bool = True) -> Path:
+    """The path of a[m, k] @ b[n, k]^T. cuBLASLt refuses E5M2 x E5M2, FP8 dimensions that are no multiples of 16 and
+    INT8 ones that are none of 8. native: False leaves block-scaled tensor cores out.
     """
     if a.dtype is None and b.dtype is None:
         return Path.BF16
     if a.dtype is b.dtype is torch.int8 and "block" not in (a.granularity, b.granularity) and n % 8 == k % 8 == 0:
         return Path.INT8
-    if not fp8 or a.dtype not in FP8 or b.dtype not in FP8 or n % 16 or k % 16:
+    if native and is_native(a.blocks, b.blocks, n, k, capability):
+        return BLOCK_SCALED[a.blocks]
+    if not has_fp8(capability) or a.dtype not in FP8 or b.dtype not in FP8 or n % 16 or k % 16:
         return Path.DEQUANTIZE
+    blocks = has_block_scales(capability)
     carriers = (a.carrier, b.carrier)
     if blocks and m % 4 == 0 and LINE in (a.tile, b.tile) and {a.tile, b.tile} <= {LINE, SQUARE} and None in carriers:
         return Path.DEQUANTIZE if a.dtype is b.dtype is torch.float8_e5m2 else Path.FP8_BLOCK
@@ -100,6 +124,21 @@ def choose(a: Codes, b: Codes, n: int, k: int, fp8: bool, *, m: int = 16, blocks
     if "block" in (a.granularity, b.granularity):
         return Path.FP8_FOLDED
     return Path.FP8_ROW if "row" in (a.granularity, b.granularity) else Path.FP8_TENSOR
+
+
+def is_native(a: str, b: str, n: int, k: int, capability: Capability) -> bool:
+    """True when block-scaled tensor cores multiply operands of these formats, "" for none, in these sizes."""
+    return a == b and a in native_formats(capability) and n % N_STEP == k % K_STEP == 0
+
+
+def block_format(quantizer: Quantizer) -> str:
+    """The format of `ops.block_scaled` that holds a quantiser's codes and scales; "" where none does. torch multiplies
+    E4M3 in MXFP8 alone, and takes one FP32 number for each NVFP4 operand.
+    """
+    if quantizer.scale is ScaleRule.NVFP4:
+        return "NVFP4" if quantizer.tile[1] == BLOCKS["NVFP4"] and quantizer.outer == WHOLE else ""
+    mx = quantizer.scale in POWERS_OF_TWO and quantizer.tile[1] == BLOCKS["MXFP8"]
+    return {"E4M3": "MXFP8", "E2M1": "MXFP4"}.get(quantizer.format.name, "") if mx else ""
 
 
 def carrier_of(exponent_span: int) -> str:
@@ -130,11 +169,14 @@ def codes_of(quantizer: Quantizer, rows: int, k: int, *, exponent_span: int) -> 
     if (tall, wide) == (rows, k):
         return Codes(dtype)
     if exponent_span and quantizer.format is E2M1:
-        return Codes(dtype, "block", exponent_span)
-    return Codes(dtype, "row") if (tall, wide) == (1, k) else Codes(dtype, "block", tile=(tall, wide))
+        return Codes(dtype, "block", exponent_span, blocks=block_format(quantizer))
+    if (tall, wide) == (1, k):
+        return Codes(dtype, "row")
+    return Codes(dtype, "block", tile=(tall, wide), blocks=block_format(quantizer))
 
 
-NARROW = (Path.FP8_ROW, Path.FP8_BLOCK, Path.FP8_FOLDED)  # their kernels write BF16
+NARROW = (Path.FP8_ROW, Path.FP8_BLOCK, Path.FP8_FOLDED, Path.MXFP4)  # their kernels write BF16
+BLOCK_SCALED = {"MXFP8": Path.MXFP8, "MXFP4": Path.MXFP4, "NVFP4": Path.NVFP4}  # by format
 
 
 def multiply(
@@ -153,6 +195,10 @@ def multiply(
     if path is Path.DEQUANTIZE:
         return _dequantized(a, b, dtype)
     assert isinstance(a, Quantized) and isinstance(b, Quantized)
+    if path.name in BLOCK_SCALED:
+        (scale_a, factor_a), (scale_b, factor_b) = levels(a), levels(b)
+        how = (scale_a, b.codes, scale_b, factor_a, factor_b, path.name, dtype)
+        return torch.ops.lowprec.block_scaled_mm(a.codes, *how)
     if path is Path.FP8_FOLDED:
         a, b = _folded(a), _folded(b)
     return torch.ops.lowprec.scaled_mm(a.codes, a.scale, b.codes, b.scale, split_accumulation, dtype)
@@ -216,11 +262,17 @@ def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
         return x.codes, x.scale
     if "factor" in x.parts:
         return _values(x.codes, x.parts["block"]), x.parts["factor"]
+    scale, rest = levels(x)
+    return _values(x.codes, scale.float()), rest
+
+
+def levels(x: Quantized) -> tuple[Tensor, Tensor | None]:
+    """(scales of blocks, E4M3 or powers of two where the rule has these; what is left of them [m or 1, 1])."""
     if "tensor" in x.parts:
-        return _values(x.codes, x.parts["block"].float()), x.parts["tensor"]
+        return x.parts["block"], x.parts["tensor"]
     if x.gain != 1.0:
-        return _values(x.codes, _power_part(x.scale)), torch.full((1, 1), x.gain, device=x.scale.device)
-    return _values(x.codes, x.scale), None
+        return _power_part(x.scale), torch.full((1, 1), x.gain, device=x.scale.device)
+    return x.scale, None
 
 
 def _values(codes: Tensor, scale: Tensor) -> Tensor:

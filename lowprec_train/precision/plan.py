@@ -21,7 +21,7 @@ from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision import gemm
 from lowprec_train.precision.backend import Backend
 from lowprec_train.precision.estimators import StraightThrough
-from lowprec_train.precision.gemm import Codes, Path
+from lowprec_train.precision.gemm import Capability, Codes, Path
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 from lowprec_train.precision.saved import SavedForm
@@ -40,17 +40,19 @@ def compile_plan(
     gathered: bool = False,
     producer: str = "",
     consumer: str = "",
+    capability: Capability = None,
 ) -> LinearPlan:
     """The plan of a layer.
 
     shape: of its weight [n, k], or of this rank's part of it. tokens: rows of X in its GEMMs. dtype: of X. split: what
     of the layer other ranks hold. fused: False makes every operand by an op of its own, for an observer. gathered: the
     weight arrives as fprop's codes, and whoever has the weight multiplies by the estimator's slope. producer, consumer:
-    ops that leave the amax of X, and of dY.
+    ops that leave the amax of X, and of dY. capability: compute capability to plan for; None: that of the device.
     """
     if recipe.backend is not None:
         return _by_backend(recipe.backend, shape, tokens)
-    arguments = _Compiler(recipe, *shape, tokens, device, dtype, split, fused, gathered, producer, consumer)
+    cores = capability or gemm.capability_of(device)
+    arguments = _Compiler(recipe, *shape, tokens, cores, dtype, split, fused, gathered, producer, consumer)
     return arguments.plan()
 
 
@@ -82,7 +84,7 @@ class _Compiler:
     n: int
     k: int
     tokens: int
-    device: torch.device
+    capability: Capability
     dtype: torch.dtype
     split: Split | None
     fused: bool
@@ -107,9 +109,9 @@ class _Compiler:
             dy = replace(dy, amax_from=self.consumer)
         return LinearPlan(
             shape=self.whole_shape,
-            fprop=self.gemm(self.recipe.fprop, x, w, (self.tokens, self.n, self.k)),
-            dgrad=self.gemm(self.recipe.dgrad, dy, w_t, (self.tokens, self.k, self.n)),
-            wgrad=self.gemm(self.recipe.wgrad, dy_t, x_t, (self.n, self.k, self.tokens)),
+            fprop=self.gemm(self.recipe.fprop, x, w),
+            dgrad=self.gemm(self.recipe.dgrad, dy, w_t),
+            wgrad=self.gemm(self.recipe.wgrad, dy_t, x_t),
             saved_x=saved_x,
             saved_w=self.saved_w(w),
             estimator=StraightThrough() if self.gathered else self.recipe.estimator,
@@ -136,12 +138,19 @@ class _Compiler:
         rotation = self.recipe.gemms()[which.name.lower()].rotation if "quantizer" in how else None
         return OperandPlan(gemm=which, operand=operand, cut=cut, rotation=rotation, **how)
 
-    def gemm(self, how: Gemm, a: OperandPlan, b: OperandPlan, sizes: tuple[int, int, int]) -> GemmPlan:
-        m, n, k = sizes
+    def sizes(self, which: Gemms) -> tuple[int, int, int]:
+        """(m, n, k) of a GEMM."""
+        if which is Gemms.WGRAD:
+            return self.n, self.k, self.tokens
+        return (self.tokens, self.n, self.k) if which is Gemms.FPROP else (self.tokens, self.k, self.n)
+
+    def gemm(self, how: Gemm, a: OperandPlan, b: OperandPlan) -> GemmPlan:
+        m, n, k = sizes = self.sizes(a.gemm)
         codes_a = self.codes(a, m, k)
         codes_b = Codes(b.quantizer.format.carrier) if a.scaled and b.quantizer else self.codes(b, n, k)
-        fp8, blocks = gemm.has_fp8(self.device), gemm.has_block_scales(self.device)
-        path = Path.BF16 if how.codes_only else gemm.choose(codes_a, codes_b, n, k, fp8, m=m, blocks=blocks)
+        native = self.recipe.native_block_scales
+        found = gemm.choose(codes_a, codes_b, n, k, self.capability, m=m, native=native)
+        path = Path.BF16 if how.codes_only else found
         return GemmPlan(
             sizes=sizes,
             a=a,
@@ -300,10 +309,17 @@ class _Compiler:
     def folds(self, which: Gemms, how: Gemm) -> bool:
         """Both operands go from plain values to folded carriers in one op each."""
         operands = ((Operand.A, how.a), (Operand.B, how.b))
-        return self.fused and all(
+        foldable = self.fused and all(
             isinstance(q, Quantizer) and gemm.folds(q) and not self.crosses(which, operand, q)
             for operand, q in operands
         )
+        return foldable and not self.is_native(which, how)
+
+    def is_native(self, which: Gemms, how: Gemm) -> bool:
+        """Tensor cores take the codes and block scales of both operands, so nothing is folded."""
+        _, n, k = self.sizes(which)
+        a, b = (gemm.block_format(q) if isinstance(q, Quantizer) else "" for q in (how.a, how.b))
+        return self.recipe.native_block_scales and gemm.is_native(a, b, n, k, self.capability)
 
     def folds_ladder(self, operand: Operand, quantizer: Quantizer) -> bool:
         """fprop's codes are folded as they are made, and only fprop takes them as codes of its rows."""

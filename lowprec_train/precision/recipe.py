@@ -112,6 +112,8 @@ class LinearRecipe:
     mean_split: X and dY lose their means over the tokens before they are rounded (`precision.mean_split`).
     weight_from_codes: dgrad's W^T is rounded from what fprop's codes of W stand for, as wgrad's X^T is where
     saved_input is CODES; False rounds it from W.
+    native_block_scales: block-scaled tensor cores multiply codes and scales whose format they know; False multiplies
+    them as GPUs without these do.
     backend: a library that runs the layer; the other fields then stay as they are by default, and say nothing.
     """
 
@@ -122,6 +124,7 @@ class LinearRecipe:
     saved_input: SavedInput = SavedInput.INPUT
     mean_split: bool = False
     weight_from_codes: bool = False
+    native_block_scales: bool = True
     backend: Backend | None = None
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.optim.schedule import before_decay
 from lowprec_train.precision import policy
+from lowprec_train.precision.gemm import BLOCK_SCALED
 from lowprec_train.precision.recipe import LinearRecipe, override
 from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.precision.schedule import Phase, PrecisionSchedule, first_step, forward_only
@@ -90,6 +91,12 @@ def choices(run: RunConfig, laid_out: MetaModel) -> Choices:
         codecs=build_optimizer.codecs(run),
         sums=build_optimizer.grad_accumulation(run),
     )
+
+
+def block_formats(plans: Sequence[Plans]) -> set[str]:
+    """Formats that block-scaled tensor cores multiply in some GEMM of the run."""
+    paths = {gemm.path for phase in plans for each in phase.values() for gemm in each.gemms().values()}
+    return {path.name for path in paths} & set(BLOCK_SCALED)
 
 
 def lint(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> Report:

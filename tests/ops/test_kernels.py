@@ -221,7 +221,7 @@ def test_a_run_does_not_begin_with_a_wrong_kernel(tmp_path):
 from lowprec_train import main
 from lowprec_train.ops.kernels import KernelError
 
-def fails(device):
+def fails(device, **how):
     raise KernelError(f"wrong on {{device}}")
 
 main.self_test = fails

@@ -10,7 +10,16 @@ import torch
 
 from lowprec_train.numerics.quantizer import Quantized
 from lowprec_train.precision import gemm, linear_gemms
-from lowprec_train.precision.gemm import Codes, Path, accumulate, choose, has_block_scales, has_fp8, multiply
+from lowprec_train.precision.gemm import (
+    Codes,
+    Path,
+    accumulate,
+    capability_of,
+    choose,
+    has_block_scales,
+    has_fp8,
+    multiply,
+)
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import LinearRecipe, check, override
@@ -51,11 +60,11 @@ def execution(recipe: LinearRecipe, k: int, n: int, tokens: int = 256) -> dict[s
 
 @pytest.fixture
 def tensor_cores(monkeypatch):
-    monkeypatch.setattr(gemm, "has_fp8", lambda device: True)
+    monkeypatch.setattr(gemm, "capability_of", lambda device: (8, 9))
 
 
 def test_a_cpu_has_no_fp8():
-    assert not has_fp8(CPU)
+    assert capability_of(CPU) is None and not has_fp8(None)
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -136,8 +145,9 @@ def test_variants_on_a_gpu(recipe, sizes, paths, tensor_cores):
 )
 def test_the_rule(a, b, n, k, path, fp8_cores):
     anywhere = path in (Path.BF16, Path.INT8)
-    assert choose(a, b, n, k, fp8_cores) is (path if fp8_cores or anywhere else Path.DEQUANTIZE)
-    assert choose(b, a, n, k, fp8_cores) is choose(a, b, n, k, fp8_cores)
+    capability = (8, 9) if fp8_cores else None
+    assert choose(a, b, n, k, capability) is (path if fp8_cores or anywhere else Path.DEQUANTIZE)
+    assert choose(b, a, n, k, capability) is choose(a, b, n, k, capability)
 
 
 LINE, SQUARE = Codes(E4M3, "block", 0, (1, 128)), Codes(E4M3, "block", 0, (128, 128))
@@ -157,7 +167,7 @@ LINE, SQUARE = Codes(E4M3, "block", 0, (1, 128)), Codes(E4M3, "block", 0, (128, 
     ],
 )
 def test_block_scales_in_the_main_loop(a, b, m, path):
-    assert choose(a, b, 256, 256, True, m=m, blocks=True) is path
+    assert choose(a, b, 256, 256, (9, 0), m=m) is path
 
 
 # --- planned and run ---
@@ -197,8 +207,7 @@ def chosen(name: str, shape: tuple[int, int], monkeypatch) -> list[str]:
     def watched(a, b, path, **how):
         values = b.codes if isinstance(b, Quantized) else b
         rows = (a.codes if isinstance(a, Quantized) else a).shape[0]
-        fp8, blocks = gemm.has_fp8(CPU), gemm.has_block_scales(CPU)
-        paths.append(choose(seen(a), seen(b), *values.shape, fp8, m=rows, blocks=blocks))
+        paths.append(choose(seen(a), seen(b), *values.shape, gemm.capability_of(CPU), m=rows))
         assert path is paths[-1]
         return multiply(a, b, path, **how)
 
@@ -227,11 +236,11 @@ def test_paths_follow_the_compute_capability(capability, fp8, blocks, monkeypatc
     """FP8 from Ada on; blocks of FP32 scales on Hopper alone."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     line, square = (Codes(E4M3, "block", tile=tile) for tile in ((1, 128), (128, 128)))
-    found = tuple(has(torch.device("cuda", 0)) for has in (has_fp8, has_block_scales))
-    assert found == (fp8, blocks)
-    assert choose(Codes(E4M3), Codes(E4M3), 64, 64, found[0]) is (Path.FP8_TENSOR if fp8 else Path.DEQUANTIZE)
-    assert choose(Codes(E4M3, "row"), Codes(E4M3), 64, 64, found[0]) is (Path.FP8_ROW if fp8 else Path.DEQUANTIZE)
-    of_blocks = choose(line, square, 128, 128, found[0], blocks=found[1])
+    found = capability_of(torch.device("cuda", 0))
+    assert found == capability and (has_fp8(found), has_block_scales(found)) == (fp8, blocks)
+    assert choose(Codes(E4M3), Codes(E4M3), 64, 64, found) is (Path.FP8_TENSOR if fp8 else Path.DEQUANTIZE)
+    assert choose(Codes(E4M3, "row"), Codes(E4M3), 64, 64, found) is (Path.FP8_ROW if fp8 else Path.DEQUANTIZE)
+    of_blocks = choose(line, square, 128, 128, found)
     assert of_blocks is (Path.FP8_BLOCK if blocks else Path.DEQUANTIZE)
 
 

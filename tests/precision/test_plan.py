@@ -120,7 +120,7 @@ def test_codes_are_packed_where_two_make_a_byte():
 
 def test_only_e2m1_blocks_fold(monkeypatch):
     """A span bounds exponents of any format; codes of more than three bits times 2**-span are no FP8 numbers."""
-    monkeypatch.setattr(gemm, "has_fp8", lambda device: True)
+    monkeypatch.setattr(gemm, "capability_of", lambda device: (8, 9))
     for format, path in ((E2M1, "fp8_folded"), (E4M3, "dequantize")):
         block = Quantizer(format, (1, 32), ScaleRule.POW2, exponent_span=14)
         assert plan(LinearRecipe(fprop=Gemm(a=block, b=block))).paths()["fprop"] == path

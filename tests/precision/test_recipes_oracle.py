@@ -101,7 +101,7 @@ def compare(name: str, data: Callable, format: str, sizes: Sizes) -> None:
 
 @pytest.fixture
 def on_tensor_cores(monkeypatch):
-    monkeypatch.setattr(gemm, "has_fp8", lambda device: True)
+    monkeypatch.setattr(gemm, "capability_of", lambda device: (8, 9))
 
 
 @pytest.mark.parametrize("format", DTYPES)
@@ -160,7 +160,7 @@ def test_options(recipe, emulate, data):
 def test_blocks_far_below_their_row(fold, monkeypatch):
     """A block's exponent stays within 28 binades of X's row, 14 of W's. What lies 30 and 16 below keeps fewer codes;
     it makes all of y here, since the other operand is zero where the row is large."""
-    monkeypatch.setattr(gemm, "has_fp8", lambda device: fold)
+    monkeypatch.setattr(gemm, "capability_of", lambda device: (8, 9) if fold else None)
     x, w, dy = make(plain_data, "BF16", (128, 384, 128))
     x, w = x * np.repeat([1, 2.0**-30, 0], 128), w * np.repeat([0, 2.0**-16, 1], 128)
     got = run(linear(fp4_mixed.feed_forward(), w), x, dy, "BF16")

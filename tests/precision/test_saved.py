@@ -143,7 +143,7 @@ OPERANDS: dict[str, LinearRecipe] = {
 @pytest.mark.parametrize("fp8", [False, True], ids=["cpu", "gpu's paths"])
 @pytest.mark.parametrize("name", OPERANDS)
 def test_an_operand_kept_is_the_operand_made_later(name, fp8, monkeypatch):
-    monkeypatch.setattr(gemm, "has_fp8", lambda device: fp8)
+    monkeypatch.setattr(gemm, "capability_of", lambda device: (8, 9) if fp8 else None)
     x, w, dy = make(heavy_tails, "BF16", SIZES)
     kept, later = OPERANDS[name], override(OPERANDS[name], {"saved_input": "INPUT"})
     assert kept != later

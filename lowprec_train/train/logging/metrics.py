@@ -41,8 +41,8 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     (r"L4\b", {"bf16": 121.0, "fp8": 242.5, "int8": 242.5}),
     (r"A40\b", {"bf16": 149.7, "int8": 299.3}),
     (r"A10\b", {"bf16": 125.0, "int8": 250.0}),
-    (r"GB200", {"bf16": 2500.0, "fp8": 5000.0, "int8": 5000.0}),
-    (r"B200", {"bf16": 2250.0, "fp8": 4500.0, "int8": 4500.0}),
+    (r"GB200", {"bf16": 2500.0, "fp8": 5000.0, "fp4": 10000.0, "int8": 5000.0}),
+    (r"B200", {"bf16": 2250.0, "fp8": 4500.0, "fp4": 9000.0, "int8": 4500.0}),
 )
 """(pattern of the CUDA device name, dense TFLOP/s or TOP/s per precision); first match wins."""
 

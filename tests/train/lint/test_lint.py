@@ -59,8 +59,7 @@ SMALL |= {"qwen2_5_0b5", "qwen3_0b6"}
 @pytest.fixture
 def fp8_gpu(monkeypatch):
     """The paths of a GPU with FP8 tensor cores, on any machine."""
-    for what in ("has_fp8", "has_block_scales"):
-        monkeypatch.setattr(gemm, what, lambda device: device.type == "cuda")
+    monkeypatch.setattr(gemm, "capability_of", lambda device: (9, 0) if device.type == "cuda" else None)
 
 
 def report(run: config.RunConfig, device: torch.device = CPU) -> Report:
