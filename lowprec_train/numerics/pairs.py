@@ -42,8 +42,11 @@ def both(
     elif amax is None and produced and x.is_cuda and torch.compiler.is_compiling():
         amax = x.abs().amax(dim=1).float()
     if shared is not None and first.crosses(shared.dim):
-        left = torch.ops.lowprec.amax(x, first.tile) if amax is None else amax
-        amax = shared.global_amax(left.amax().reshape(1))
+        if shared.amax is None:
+            left = torch.ops.lowprec.amax(x, first.tile) if amax is None else amax
+            amax = shared.global_amax(left.amax().reshape(1))
+        else:
+            amax = shared.amax.reshape(1)
     codes, scale, codes_t, scale_t = first.kernel("quantize_both", x.device)(
         x, amax, across, down, first.format.name, first.tile, second.tile, first.scale.value, first.range_share
     )

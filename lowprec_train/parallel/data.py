@@ -29,6 +29,7 @@ from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.parallel.fsdp_parameters import hold_sums
 from lowprec_train.parallel.mesh import Mesh
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
+from lowprec_train.parallel.weight_amax import WeightAmax
 
 GRAD_REDUCE = ("last_microbatch", "every_microbatch")
 
@@ -74,9 +75,9 @@ class DataParallel:
     """The ranks of one training step. grad_reduce: one of `GRAD_REDUCE`, as above.
 
     model: after `shard`. reducer: of its matrices' gradients. partial: names of vectors of which every tp rank holds a
-    part of the gradient. all_gather: of its weights, where they are not gathered as they are stored. whole_sum: of a
-    parameter by its place in the model, what holds whole gradients between the micro-batches of a step; None: they are
-    added up in FP32.
+    part of the gradient. all_gather: of its weights, where they are not gathered as they are stored. weight_amax: of
+    those that are cut. whole_sum: of a parameter by its place in the model, what holds whole gradients between the
+    micro-batches of a step; None: they are added up in FP32.
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class DataParallel:
         grad_reduce: str = "last_microbatch",
         partial: Collection[str] = (),
         all_gather: QuantizedAllGather | None = None,
+        weight_amax: WeightAmax | None = None,
         whole_sum: Callable[[int], GradientSum] | None = None,
     ) -> None:
         self._model, self._mesh, self._reducer, self._grad_reduce = model, mesh, reducer, grad_reduce
+        self._of_weights = [each for each in (all_gather, weight_amax) if each is not None]
         self._all_gather, self._number = all_gather, 0
         vectors = {name: p for name, p in model.named_parameters() if p.ndim < 2}
         self._partial = [p for name, p in vectors.items() if name in partial]
@@ -112,8 +115,8 @@ class DataParallel:
 
     def prepare(self) -> None:
         """Before the first micro-batch of a step, and before an evaluation."""
-        if self._all_gather is not None:
-            self._all_gather.prepare()
+        for each in self._of_weights:
+            each.prepare()
 
     def begin_backward(self, number: int, *, last: bool) -> None:
         """Before each micro-batch of a step. number: in the run, of this rank's. last: of the step."""
@@ -136,8 +139,8 @@ class DataParallel:
                 flat = _in_rank_order(torch.cat([gradient.flatten() for gradient in gradients]), group)
                 for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
                     gradient.copy_(part.view_as(gradient))
-        if self._all_gather is not None:
-            self._all_gather.finish()
+        for each in self._of_weights:
+            each.finish()
         self._reducer.finish_step()
 
     def metrics(self) -> dict[str, Tensor | float]:

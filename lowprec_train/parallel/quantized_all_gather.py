@@ -74,6 +74,10 @@ class QuantizedAllGather:
         """Of each layer's weight under its present recipe, by the layer's name."""
         return {name: weight.current_format() for name, weight in self.weights.items()}
 
+    def coded(self) -> set[Linear]:
+        """The layers whose weights arrive as codes, from `prepare` on."""
+        return {weight.linear for weight in self.weights.values() if weight.sends_codes}
+
     @classmethod
     def of(cls, model: nn.Module, *, param_all_gather: str, **how: Any) -> QuantizedAllGather | None:
         """None for "fp32": FSDP2 gathers parameters as stored."""
@@ -129,7 +133,7 @@ class _Weight:
     ) -> None:
         parameter = linear.weight
         assert isinstance(parameter, DTensor)
-        self._linear, self.unit, self._parameter = linear, unit, parameter
+        self.linear, self.unit, self._parameter = linear, unit, parameter
         self._part, self._shape = looked_at(parameter), (parameter.shape[0], parameter.shape[1])
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._split = None if linear.split is None else linear.split.dim
@@ -151,12 +155,17 @@ class _Weight:
     @property
     def is_plain(self) -> bool:
         """Whether its product is of values in the stream's dtype, and so is its gradient."""
-        return self._linear.recipe.takes_values
+        return self.linear.recipe.takes_values
+
+    @property
+    def sends_codes(self) -> bool:
+        """Whether codes are gathered."""
+        return self._format.quantizer is not None
 
     def current_format(self) -> AllGatherFormat:
         """Under the present recipe."""
         return all_gather_format(
-            self._linear.recipe,
+            self.linear.recipe,
             self._shape,
             shards=self._shards,
             param_all_gather=self._param_all_gather,
@@ -170,8 +179,8 @@ class _Weight:
         """
         now = self.current_format()
         if now != self._format:
-            forget_buffers(self.unit, self._linear)
-            self._format, self._linear.gathered = now, None
+            forget_buffers(self.unit, self.linear)
+            self._format, self.linear.gathered = now, None
         quantizer = now.quantizer
         if quantizer is None or not now.amax_dims:
             return False
@@ -179,7 +188,7 @@ class _Weight:
         return True
 
     def finish(self) -> None:
-        estimator, gradient = self._linear.recipe.estimator, self._parameter.grad
+        estimator, gradient = self.linear.recipe.estimator, self._parameter.grad
         if self._format.quantizer is not None and not isinstance(estimator, StraightThrough) and gradient is not None:
             here = cast(DTensor, gradient).to_local()
             scale = self._rounding().scale
@@ -222,7 +231,7 @@ class _Weight:
         self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """What FSDP2 gathers, and what `_post_all_gather` gets without a gather."""
-        if self._linear.observer is not None and self._format.quantizer is not None:
+        if self.linear.observer is not None and self._format.quantizer is not None:
             w_plan = OperandPlan(
                 gemm=Gemms.FPROP,
                 operand=Operand.B,
@@ -231,7 +240,7 @@ class _Weight:
                 op=Op.QUANTIZE,
             )
             w = self._rounded()
-            self._linear.observer(w_plan, w, self._codes(w))
+            self.linear.observer(w_plan, w, self._codes(w))
         sent = self._rounding()
         return sent.wide, sent.known
 
@@ -255,7 +264,7 @@ class _Weight:
                 scale.record_stream(torch.cuda.current_stream())
         scales = gathered[1].clone().view(known[0].dtype) if self._format.sends_scales else known[0]
         codes = self._values.view(self._format.quantizer.format.carrier)
-        self._linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=True, tensors=(codes, scales, *known[1:]))
+        self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=True, tensors=(codes, scales, *known[1:]))
         return (self._values.view(BYTE), (self._values,) if self._format.packed else ()) if out is None else None
 
     def _post_all_gather_values(self, values: Tensor, *, first: bool) -> tuple[Tensor, tuple[Tensor, ...]] | None:
@@ -264,7 +273,7 @@ class _Weight:
             own.register_post_accumulate_grad_hook(self._accumulate_grad)
             self._values = own
         assert self._leaf is not None
-        self._linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._values,))
+        self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._values,))
         return (values, ()) if first else None
 
     def _accumulate_grad(self, leaf: Tensor) -> None:
@@ -272,7 +281,7 @@ class _Weight:
         takes gradients of one dtype from a unit, adds those of micro-batches in FP32, and casts as it copies them. A
         compiled block calls this for a leaf without a gradient too.
         """
-        parameter, gradient, leaf.grad = self._linear.weight, leaf.grad, None
+        parameter, gradient, leaf.grad = self.linear.weight, leaf.grad, None
         if gradient is None:
             return
         if parameter.grad is None:

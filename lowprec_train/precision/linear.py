@@ -38,6 +38,7 @@ class Linear(nn.Linear):
     split: where the weight is one rank's part of a larger one, and x [..., in] this rank's part of the rows (dim 0) or
     of the columns (dim 1) of the whole x; y [1, rows, out] is then this rank's part of the columns, or of the rows.
     gathered: the weight after its all-gather, where it is sharded; None: the parameter itself.
+    weight_amax: of a weight that is cut, what makes the scale of the whole (`parallel.weight_amax`); None: ranks ask.
     """
 
     site: int | None
@@ -45,10 +46,11 @@ class Linear(nn.Linear):
     observer: Observer | None
     split: Split | None
     gathered: AllGatheredWeight | None
+    weight_amax: Tensor | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.site = self.draws = self.observer = self.split = self.gathered = None
+        self.site = self.draws = self.observer = self.split = self.gathered = self.weight_amax = None
         self.recipe = LinearRecipe()
 
     @property
@@ -139,7 +141,7 @@ class Linear(nn.Linear):
         leaf, coded = (self.weight, False) if given is None else (given.leaf, given.coded)
         tensors = () if given is None else tuple(each.detach() for each in given.tensors)
         plan = self.plan(rows.shape[0], x.dtype, x.device) if plan is None else plan
-        how = (plan, self.observer, self.split, amax, wanted, coded, len(seeds))
+        how = (plan, self.observer, self.split, amax, self.weight_amax, wanted, coded, len(seeds))
         out = _LinearFunction.apply(rows, leaf, *how, *seeds, *tensors)
         y, grad_amax = out if wanted else (out, None)
         y = y.unflatten(0, (-1, *x.shape[1:-1]))  # of more rows than x has, where their codes were gathered
@@ -173,12 +175,12 @@ class _LinearFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, leaf, plan, observer, split, amax, wanted, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, leaf, plan, observer, split, amax, weight_amax, wanted, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
         seeds, given = tensors[:drawn], tensors[drawn:]
         weight = given[0] if given and not coded else leaf
         gathered = SavedOperand(plan.saved_w, given) if coded else None
         gemms = LinearGemms(plan, _draws(seeds), observer, split)
-        y, saved = gemms.forward(x, weight, amax, gathered)
+        y, saved = gemms.forward(x, weight, amax, gathered, weight_amax)
         ctx.gemms_of, ctx.dtype, ctx.into = (plan, observer, split), x.dtype, leaf.dtype
         ctx.drawn, ctx.tensors = drawn, len(tensors)
         ctx.save_for_backward(weight, *seeds, *saved)
@@ -191,7 +193,7 @@ class _LinearFunction(torch.autograd.Function):
         gemms = LinearGemms(plan, _draws(rest[: ctx.drawn]), observer, split)
         saved, needs = tuple(rest[ctx.drawn :]), ctx.needs_input_grad[:2]
         dx, dw = gemms.backward(dy.contiguous(), weight, saved, ctx.dtype, needs, amax, ctx.into)
-        return dx, dw, *([None] * (ctx.tensors + 7))
+        return dx, dw, *([None] * (ctx.tensors + 8))
 
 
 def _draws(seeds: Any) -> SiteDraws | None:

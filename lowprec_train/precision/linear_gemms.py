@@ -53,17 +53,23 @@ class LinearGemms:
     split: Split | None = None
 
     def forward(
-        self, x: Tensor, weight: Tensor, amax: Tensor | None = None, gathered: SavedOperand | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        amax: Tensor | None = None,
+        gathered: SavedOperand | None = None,
+        weight_amax: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight).
 
         amax: any tensor whose largest element is max |x|, where the kernel that made x left it. gathered: codes of the
-        weight that others made; the weight is then asked for its dtype only, that of dw.
+        weight that others made; the weight is then asked for its dtype only, that of dw. weight_amax: of the whole
+        weight, where all ranks know it already.
         """
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
         rest, mean = without_mean(x) if self.plan.splits_x else (x, None)
         codes_x, residual, saved_x = self._input(x, rest, amax)
-        codes_w, saved_w = self._weight(w) if gathered is None else (gathered.codes(), gathered)
+        codes_w, saved_w = self._weight(w, weight_amax) if gathered is None else (gathered.codes(), gathered)
         saved = flatten(saved_x, saved_w) + ((mean,) if self.plan.saves_mean and mean is not None else ())
         if fprop.codes_only:
             return self._product(fprop, x, w, x.dtype), saved
@@ -167,16 +173,16 @@ class LinearGemms:
         scale = mine.scale if whole else group.all_gather(mine.scale)
         return replace(mine, codes=group.all_gather(mine.codes), scale=scale)
 
-    def _weight(self, w: Tensor) -> tuple[Quantized | None, SavedOperand | None]:
+    def _weight(self, w: Tensor, amax: Tensor | None) -> tuple[Quantized | None, SavedOperand | None]:
         """Codes of W, where fprop or a later GEMM takes them; what backward needs of them."""
         how, form = self.plan.fprop.b, self.plan.saved_w
         if how.quantizer is None:
             return None, None
         if how.op is Op.QUANTIZE_BOTH:
             assert form is not None
-            codes, codes_t = self._both(how, form.quantizer, w)
+            codes, codes_t = self._both(how, form.quantizer, w, whole_amax=amax)
             return codes, SavedOperand.of(form, codes_t)
-        codes = self._folded(how, w) if how.op is Op.ROTATE_FOLD else self._rounded(how, w)
+        codes = self._folded(how, w) if how.op is Op.ROTATE_FOLD else self._rounded(how, w, amax)
         return codes, None if form is None else SavedOperand.of(form, codes)
 
     # --- backward ---
@@ -288,10 +294,10 @@ class LinearGemms:
     def _operand(self, how: OperandPlan, x: Tensor) -> Tensor | Quantized:
         return x if how.quantizer is None else self._rounded(how, x)
 
-    def _rounded(self, how: OperandPlan, x: Tensor) -> Quantized:
-        """x [m, k], rotated and rounded: in one op where there is one and nobody watches."""
+    def _rounded(self, how: OperandPlan, x: Tensor, whole_amax: Tensor | None = None) -> Quantized:
+        """x [m, k], rotated and rounded: in one op where there is one and nobody watches. whole_amax: `Shared.amax`."""
         assert how.quantizer is not None
-        noise, shared = self._noise(how), self._shared(how)
+        noise, shared = self._noise(how), self._shared(how, whole_amax)
         if how.rotation is not None and how.quantizer.correction is Correction.GROUP and self.observer is None:
             return how.quantizer.of_rotated(x, self._drawn.signs(how.gemm), how.rotation.block, *noise, shared)
         x = self._rotated(how, x)
@@ -315,11 +321,12 @@ class LinearGemms:
         amax: Tensor | None = None,
         across: Factor = None,
         down: Factor = None,
+        whole_amax: Tensor | None = None,
     ) -> tuple[Quantized, Quantized]:
         """x, and its transpose by `second`, each multiplied by its factor and rounded, in one op."""
         assert how.quantizer is not None and second is not None
         factors = {"across": across, "down": None if down is None else down.t()}
-        produced, shared = how.operand is Operand.A, self._shared(how)
+        produced, shared = how.operand is Operand.A, self._shared(how, whole_amax)
         amax = None if how.mean_split else amax  # which is that of the matrix with its mean
         return both(x, how.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
 
@@ -359,9 +366,9 @@ class LinearGemms:
         seed, tokens = draws.seed(how.gemm, how.operand), _token_origin(how, draws)
         return seed, tokens if self.split is None else self.split.origin(how.gemm, how.operand, tokens, seed.device)
 
-    def _shared(self, how: OperandPlan) -> Shared | None:
+    def _shared(self, how: OperandPlan, amax: Tensor | None = None) -> Shared | None:
         """What an operand's scales take from other ranks; None for an operand that is not cut."""
-        return None if how.cut is None or self.split is None else Shared(dim=how.cut, group=self.split.group)
+        return None if how.cut is None or self.split is None else Shared(dim=how.cut, group=self.split.group, amax=amax)
 
     @property
     def _drawn(self) -> SiteDraws:

@@ -28,6 +28,7 @@ from lowprec_train.parallel.data import DataParallelContext, SingleProcess
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
+from lowprec_train.parallel.weight_amax import WeightAmax
 from lowprec_train.precision.schedule import Phase
 
 
@@ -85,6 +86,11 @@ class Distribution:
                 shards=self.mesh.group("dp_shard"),
                 parts=parts,
             )
+        weight_amax = None
+        if self.sizes.tp > 1:
+            axes = ("tp", "dp_shard") if self.sizes.dp_shard > 1 else ("tp",)
+            groups = [DistributedGroup.of(self.mesh.group(axis)) for axis in axes]
+            weight_amax = WeightAmax(model, dtype=model.dtype, groups=groups, all_gather=all_gather)
         return data.DataParallel(
             model,
             self.mesh,
@@ -92,6 +98,7 @@ class Distribution:
             grad_reduce=grad_reduce,
             partial=partial,
             all_gather=all_gather,
+            weight_amax=weight_amax,
             whole_sum=whole_sum,
         )
 

@@ -146,8 +146,8 @@ class Seen:
 
         def watched(leaf):
             original(leaf)
-            if weight._linear.weight.grad is not None:
-                self.given[name] = weight._linear.weight.grad.dtype
+            if weight.linear.weight.grad is not None:
+                self.given[name] = weight.linear.weight.grad.dtype
 
         weight._accumulate_grad = watched
 
