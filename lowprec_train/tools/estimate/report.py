@@ -9,7 +9,9 @@ from typing import Any
 from lowprec_train.comm.fsdp import Reduction
 from lowprec_train.config import RunConfig
 from lowprec_train.tools.estimate import offload
+from lowprec_train.tools.estimate.device import DEVICES, Device
 from lowprec_train.tools.estimate.memory import memory
+from lowprec_train.tools.estimate.step_time import step_time
 from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import between_nodes, node_size, traffic
 from lowprec_train.train import build
@@ -19,8 +21,10 @@ GIB, GB = 2**30, 1e9
 Estimate = dict[str, Any]
 
 
-def estimate(run: RunConfig, gpus: int | None = None) -> Estimate:
-    """All that can be known before a GPU is touched. Raises ValueError for a configuration that cannot run."""
+def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = None) -> Estimate:
+    """All that can be known before a GPU is touched; the time of a step, too, on a device whose rates are known. Raises
+    ValueError for a configuration that cannot run.
+    """
     subject = Subject(run=run, gpus=gpus)
     reduction: Reduction = build.construct(run.comm, "comm")
     needed, sent = memory(subject, reduction), traffic(subject, reduction)
@@ -49,7 +53,18 @@ def estimate(run: RunConfig, gpus: int | None = None) -> Estimate:
         "node_size": node_size(reduction),
         "traffic_nic": nic | {"total": sum(nic.values())},
         "flops_per_token": flops(subject),
+        "time": None if device is None else _time(subject, reduction, device, step_tokens),
     }
+
+
+def _time(subject: Subject, reduction: Reduction, device: Device, step_tokens: int) -> dict[str, Any]:
+    """Of a step: seconds by class and in all, tokens a second and GPU, and the share of the BF16 peak."""
+    seconds = step_time(subject, reduction, device)
+    total = sum(seconds.values())
+    rate = step_tokens / total / subject.sizes.processes
+    peak = metrics.peak_flops(device.name)["bf16"]
+    mfu = rate * sum(flops(subject).values()) / peak
+    return {"device": device.name, "seconds": seconds, "step": total, "tokens_per_s": rate, "mfu_bf16peak": mfu}
 
 
 def flops(subject: Subject) -> dict[str, float]:
@@ -84,8 +99,21 @@ def text(found: Estimate) -> str:
         "",
         "FLOPs a token, forward and backward",
         *_rows(found["flops_per_token"], GB, "GFLOP"),
+        "",
+        *_time_lines(found["time"]),
     ]
     return "\n".join(lines)
+
+
+def _time_lines(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return [f"--device NAME adds the time of a step; measured rates: {', '.join(DEVICES)}"]
+    ordered = dict(sorted(found["seconds"].items(), key=lambda item: -item[1]))
+    return [
+        f"time of a step on {found['device']}: {found['step'] * 1e3:,.1f} ms, {found['tokens_per_s']:,.0f} tokens/s "
+        f"and GPU, {found['mfu_bf16peak']:.0%} of the BF16 peak",
+        *_rows(ordered, 1e-3, "ms"),
+    ]
 
 
 def _host(found: Mapping[str, int]) -> list[str]:

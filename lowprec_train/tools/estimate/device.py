@@ -1,0 +1,98 @@
+"""Measured rates of a GPU, from which `step_time` computes the time of a step.
+
+GEMMs and kernels are those of `lowprec bench gemm` and `lowprec bench kernels` (docs/results/gemm.md, kernels.md,
+kernels_adamw.md, and docs/results/h200.md for later kernels). What only a step shows comes from profiles of steps and
+is one number for all recipes: BF16 GEMMs (which the power limit slows beside what they reach alone, 764 TFLOP/s),
+attention, the time between kernels, the copies of FSDP2, and NVLink beside kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lowprec_train.precision.gemm import Path
+
+TERA, GIGA, PICO, MICRO = 1e12, 1e9, 1e-12, 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """Units are FLOP, bytes, seconds and elements.
+
+    gemm: FLOP/s by path and split accumulation, over the shapes of a 7B model. attention: FLOP/s, causal, forward and
+    backward. memory: bytes/s of a copy, read plus written. kernels: seconds an element of quantisation kernels that do
+    not reach the speed of memory. adamw: bytes/s of the optimizer with moments in FP32, in codes, and of torch's own in
+    BF16. sharding: bytes/s of FSDP2's copies and of encoding gradients. launch: seconds between two kernels. host:
+    seconds of the host for a kernel. nvlink, nic, pcie: bytes/s of a GPU in one direction.
+    """
+
+    name: str
+    gemm: Mapping[tuple[Path, bool], float]
+    attention: float
+    memory: float
+    kernels: Mapping[str, float]
+    adamw: Mapping[str, float]
+    sharding: float
+    launch: float
+    host: float
+    nvlink: float
+    nic: float
+    pcie: float
+
+
+_DECODED, _INT8 = 764 * TERA, 765 * TERA  # decoded values of few bits draw less power
+H200 = Device(
+    name="NVIDIA H200",
+    gemm={
+        (Path.BF16, False): 700 * TERA,
+        (Path.BF16, True): 700 * TERA,
+        (Path.DEQUANTIZE, False): _DECODED,
+        (Path.DEQUANTIZE, True): _DECODED,
+        (Path.FP8_TENSOR, False): 1347 * TERA,
+        (Path.FP8_TENSOR, True): 1307 * TERA,
+        (Path.FP8_ROW, False): 1421 * TERA,
+        (Path.FP8_ROW, True): 1250 * TERA,
+        (Path.FP8_FOLDED, False): 1421 * TERA,
+        (Path.FP8_FOLDED, True): 1250 * TERA,
+        (Path.FP8_BLOCK, False): 1192 * TERA,
+        (Path.FP8_BLOCK, True): 1192 * TERA,
+        (Path.INT8, False): _INT8,
+        (Path.INT8, True): _INT8,
+    },
+    attention=330 * TERA,
+    memory=4.1 * TERA,
+    kernels={
+        "stochastic NVFP4": 3.3 * PICO,
+        "NVFP4": 1.9 * PICO,
+        "EDEN": 5.0 * PICO,
+        "candidate scales": 3.3 * PICO,
+        "ladder, rows": 2.4 * PICO,
+        "ladder, columns": 2.74 * PICO,
+        "ladder, columns of codes": 3.11 * PICO,
+        "rotation, rows": 1.24 * PICO,
+        "rotation, columns": 1.85 * PICO,
+        "rotation, columns of codes": 2.07 * PICO,
+        "stochastic": 3.3 * PICO,
+        "outliers": 2.2 * PICO,
+        "carrier": 2.27 * PICO,
+        "squares": 5.0 * PICO,
+        "span": 3.9 * PICO,
+        "slope": 2.65 * PICO,
+    },
+    adamw={"FP32": 3.75 * TERA, "codes": 2.45 * TERA, "library": 2.5 * TERA},
+    sharding=1.9 * TERA,
+    launch=10 * MICRO,
+    host=10 * MICRO,
+    nvlink=190 * GIGA,
+    nic=50 * GIGA,
+    pcie=31 * GIGA,
+)
+DEVICES = {"h200": H200}
+
+
+def device_of(name: str) -> Device:
+    """By its key in DEVICES. Raises ValueError for a GPU without measured rates."""
+    if name not in DEVICES:
+        raise ValueError(f"--device {name}: rates were measured of {', '.join(DEVICES)} only")
+    return DEVICES[name]

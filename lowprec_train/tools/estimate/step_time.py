@@ -1,0 +1,256 @@
+"""Time of an optimizer step on one GPU, from the plan of every linear layer and the measured rates of a device.
+
+    gemm             2 m n k / rate of the path that the plan names
+    quantise         of every operand that the plan makes: bytes / speed of memory, or elements x the time of its kernel
+    elementwise      norms, residual sums, rotary embedding, activations, loss, casts of weights and gradients, by bytes
+    attention        FLOPs / rate
+    optimizer        bytes of parameters, gradients and states, read and written
+    sharding         copies into and out of the buffers of FSDP2's collectives
+    communication    exposed: tensor parallel, the first gather and the last reduction of a step, and what lasts longer
+                     than the kernels of a step
+    host link        offloaded bytes beyond what runs beside them: states cross in the backward pass if parameters are
+                     updated there, else beside the update; inputs of blocks in the backward pass
+    launches         gaps between kernels; where the host is slower than all of the above, the difference
+
+Kernels run at their full rate beside communication. A step without compilation has no estimate: its elementwise ops are
+not fused, and bytes do not say what they take.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lowprec_train.comm.fsdp import Reduction
+from lowprec_train.numerics.corrections import Candidates, Correction
+from lowprec_train.numerics.draws import Operand
+from lowprec_train.numerics.formats import E2M1
+from lowprec_train.numerics.quantizer import ScaleRule
+from lowprec_train.precision.gemm import Path
+from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
+from lowprec_train.tools.estimate import offload
+from lowprec_train.tools.estimate.device import Device
+from lowprec_train.tools.estimate.memory import states
+from lowprec_train.tools.estimate.subject import META, Subject, Weight
+from lowprec_train.tools.estimate.traffic import between_nodes, traffic
+
+FP32, BF16, CODE = 4, 2, 1
+DECODED = CODE + FP32 + FP32 + BF16  # bytes of an element that a BF16 GEMM takes from codes: to FP32, then to BF16
+KERNELS_OF_A_BLOCK = 30  # beside GEMMs and quantisation, forward and backward, compiled
+PASSES = ("gemm", "quantise", "elementwise", "attention")
+Seconds = dict[str, float]
+
+
+def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights_in: int | None = None) -> Seconds:
+    """Seconds of an optimizer step by what they are for; their sum is the step.
+
+    weights_in: bytes of an element of the weights as GEMMs and quantisers read them, instead of the run's. Raises
+    ValueError for a run that is not compiled.
+    """
+    if not subject.compiled:
+        raise ValueError("compile=off has no estimate of time: its elementwise ops are not fused")
+    pass_ = Pass(subject, device, weights_in)
+    times = {name: subject.micro_batches * seconds for name, seconds in pass_.times().items()}
+    times["optimizer"] = optimizer(subject, device)
+    times |= _sharding(subject, device)
+    busy = sum(times.values())
+    kernels = pass_.kernels * subject.micro_batches
+    times["communication"] = communication(subject, reduction, device, busy)
+    times["host link"] = host_link(subject, device, times)
+    times["launches"] = kernels * device.launch + max(0.0, kernels * device.host - busy)
+    return {name: seconds for name, seconds in times.items() if seconds}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The forward and backward pass of a micro-batch."""
+
+    subject: Subject
+    device: Device
+    weights_in: int | None = None
+
+    @property
+    def plans(self) -> dict[str, LinearPlan]:
+        """Of every linear layer, for this rank's part of it."""
+        return self.subject.laid_out.plans(META)[0]
+
+    @property
+    def again(self) -> float:
+        """Forward passes of a block: those of recomputation among them."""
+        return {"none": 1.0, "full": 2.0}.get(self.subject.run.model.recompute, 1.3)
+
+    @property
+    def kernels(self) -> int:
+        """Launches, about."""
+        made = sum(3 + sum(o.op is not Op.NONE for o in plan.operands()) for plan in self.plans.values())
+        return made + KERNELS_OF_A_BLOCK * self.subject.run.model.layers
+
+    def times(self) -> Seconds:
+        """Seconds by class."""
+        gemm = quantise = 0.0
+        tp = self.subject.sizes.tp
+        for name, plan in self.plans.items():
+            forward = self.again if name.startswith("blocks.") else 1.0
+            read = self._weight_bytes(name)
+            for which, each in plan.gemms().items():
+                times = forward if which == "fprop" else 1.0
+                gemm += times * self._gemm(each) / tp
+                quantise += times * self._quantise(plan, each, read) / tp
+            if not plan.straight_through:
+                quantise += math.prod(plan.shape) * self.device.kernels["slope"] / tp
+            if read == FP32 and plan.fprop.b.quantizer is None:
+                quantise += math.prod(plan.shape) * (FP32 + BF16) / self.device.memory / tp
+        return {"gemm": gemm, "quantise": quantise, "elementwise": self._elementwise(), "attention": self._attention()}
+
+    def _weight_bytes(self, name: str) -> int:
+        if self.weights_in is not None:
+            return self.weights_in
+        weight = next(each for each in self.subject.weights if each.name == f"{name}.weight")
+        return self.subject.value_size(weight) if self.subject.sizes.dp == 1 else BF16
+
+    def _gemm(self, plan: GemmPlan) -> float:
+        m, n, k = plan.sizes
+        scaled = m * n * (FP32 + FP32 + BF16) / self.device.memory if plan.path is Path.INT8 else 0.0  # INT32 to BF16
+        return 2 * m * n * k / self.device.gemm[plan.path, plan.split_accumulation] + scaled
+
+    def _quantise(self, layer: LinearPlan, plan: GemmPlan, weight_bytes: int) -> float:
+        m, n, k = plan.sizes
+        seconds = 0.0
+        for operand, elements in ((plan.a, m * k), (plan.b, n * k)):
+            read = weight_bytes if operand.name.startswith("W") else BF16
+            seconds += elements * self._operand(layer, operand, read)
+            if plan.path is Path.DEQUANTIZE and operand.quantizer is not None:
+                seconds += elements * DECODED / self.device.memory
+            if plan.path is Path.FP8_FOLDED and operand.op is Op.QUANTIZE and operand.quantizer.exponent_span:  # type: ignore[union-attr]
+                seconds += elements * 2 * CODE / self.device.memory
+        return seconds
+
+    def _operand(self, layer: LinearPlan, operand: OperandPlan, read: int) -> float:
+        """Seconds an element of making one operand."""
+        quantizer, kernels, copy = operand.quantizer, self.device.kernels, 1 / self.device.memory
+        if quantizer is None or operand.source in (Source.DGRAD_CODES, Source.LIBRARY):
+            return 0.0
+        if operand.source is Source.FPROP_CODES:
+            saved = layer.saved_x if operand.operand is Operand.B and operand.name == "X^T" else layer.saved_w
+            return 0.0 if saved is None or saved.transposed else 2 * CODE * copy
+        if operand.op is Op.QUANTIZE_BOTH:  # one op for an operand and its transpose: counted with the first
+            if operand.transposed and operand.name != "W^T":
+                return 0.0
+            whole = quantizer.tile == (-1, -1) or (quantizer.tile[0] == 1 and quantizer.tile[1] == -1)
+            passes = read if whole and not operand.amax_from else 0
+            return (passes + read + 2 * CODE) * copy
+        if operand.op is Op.ROTATE_FOLD:
+            kind = "ladder" if quantizer.scale is ScaleRule.LADDER else "rotation"
+            if kind == "rotation" and operand.rotation is None:
+                return (read + CODE) * copy
+            codes = operand.name == "X^T" and layer.saved_x.quantizer is not None
+            lines = "rows" if not operand.transposed else "columns of codes" if codes else "columns"
+            return kernels[f"{kind}, {lines}"]
+        if operand.op is Op.QUANTIZE_OUTLIERS:
+            assert operand.outliers is not None
+            return kernels["carrier" if operand.outliers.variant == "carrier" else "outliers"]
+        return self._quantizer(operand, read)
+
+    def _quantizer(self, operand: OperandPlan, read: int) -> float:
+        """Of `quantize` alone, a rotation and a copy of the transpose before it where the kernel takes neither."""
+        quantizer, kernels, copy = operand.quantizer, self.device.kernels, 1 / self.device.memory
+        assert quantizer is not None
+        before = (read + FP32) * copy if operand.rotation is not None else 0.0
+        before += 2 * read * copy if operand.transposed and operand.rotation is None else 0.0
+        if quantizer.correction is Correction.GROUP:
+            return kernels["EDEN"]
+        if quantizer.scale is ScaleRule.NVFP4:
+            if quantizer.candidates is not Candidates.NONE:
+                return before + kernels["candidate scales"]
+            return before + kernels["stochastic NVFP4" if quantizer.stochastic else "NVFP4"]
+        if quantizer.stochastic:
+            return before + kernels["stochastic"]
+        if quantizer.tile[0] not in (1, -1):
+            return before + kernels["squares"]
+        if quantizer.exponent_span:
+            return before + kernels["span"]
+        amax = read if -1 in quantizer.tile and not operand.amax_from and quantizer.tile[0] == -1 else 0
+        wide = FP32 if quantizer.format is E2M1 and operand.transposed else 0
+        return before + (amax + read + CODE + wide) * copy
+
+    def _elementwise(self) -> float:
+        """Two norms with their residual sums, the rotary embedding, the activation; the embedding and the loss."""
+        model, tokens, tp = self.subject.run.model, self.subject.tokens, self.subject.sizes.tp
+        moved = 0.0
+        for index in range(model.layers):
+            layers = {n.rpartition(".")[2]: p for n, p in self.plans.items() if n.startswith(f"blocks.{index}.")}
+            up, down = layers.get("gate_up", layers.get("up")), layers["down"]
+            assert up is not None
+            rotary, wide, inner = layers["qkv"].shape[0], up.shape[0], down.shape[1]
+            forward = 2 * 4 * model.dim + 2 * rotary + wide + inner
+            backward = 2 * 4 * model.dim + 2 * rotary + 2 * wide + 2 * inner
+            moved += self.again * forward + backward
+        logits = 3 * model.vocab_size
+        return tokens * BF16 * (moved + logits + 4 * model.dim) / self.device.memory / tp
+
+    def _attention(self) -> float:
+        model = self.subject.laid_out.model
+        flops = model.attention_flops_per_token(self.subject.seq_len)
+        more = (self.again - 1) / 3  # a forward pass is a third
+        return self.subject.tokens * flops * (1 + more) / self.device.attention / self.subject.sizes.tp
+
+
+def optimizer(subject: Subject, device: Device) -> float:
+    """One read and one write of parameters and states, gradients read once, and once more for their norm."""
+    held = sum(math.prod(w.mine(subject.sizes)) for w in subject.weights)
+    stored = sum(math.prod(w.mine(subject.sizes)) * subject.stored_size(w) for w in subject.weights)
+    kept = states(subject)
+    rate = device.adamw["FP32" if kept >= 2 * FP32 * held * 0.9 else "codes"]
+    norm = held * FP32 / device.memory if subject.run.max_grad_norm else 0.0
+    cast = held * (BF16 + FP32) / device.memory if subject.sizes.dp == 1 else 0.0  # gradients, as autograd makes them
+    return (2 * (stored + kept) + held * FP32) / rate + norm + cast
+
+
+def _sharding(subject: Subject, device: Device) -> Seconds:
+    """Shards are cast and gathered weights copied out in every micro-batch; gradients are cast and copied in, encoded,
+    decoded and summed where they are reduced.
+    """
+    if subject.sizes.dp == 1:
+        return {}
+    matrices = [w for w in subject.weights if w.matrix]
+    mine = sum(math.prod(w.mine(subject.sizes)) for w in matrices)
+    gathered = sum((2 if _twice(subject, w) else 1) * subject.gathered_bytes(w) for w in matrices)
+    elements = sum(math.prod(w.part(subject.sizes.tp)) for w in matrices)
+    sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
+    copied, encoded, decoded = BF16 + FP32, FP32 + BF16, BF16
+    reduced = elements * (copied + encoded + decoded) + mine * FP32
+    moved = subject.micro_batches * (mine * (FP32 + BF16) + 2 * gathered) + sums * reduced
+    return {"sharding": moved / device.sharding}
+
+
+def _twice(subject: Subject, weight: Weight) -> bool:
+    return subject.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
+
+
+def communication(subject: Subject, reduction: Reduction, device: Device, busy: float) -> float:
+    """Seconds that nothing runs beside. busy: of the kernels."""
+    sent, nic = traffic(subject, reduction), between_nodes(subject, reduction)
+    if not sent:
+        return 0.0
+
+    def seconds(what: str) -> float:
+        outside = nic.get(what, 0)
+        return (sent[what] - outside) / device.nvlink + outside / device.nic
+
+    alone = sum(seconds(what) for what in sent if what.startswith("tensor") or what == "gradients of vectors")
+    beside = {what: seconds(what) for what in sent if what.startswith(("parameters", "gradients s", "gradients b"))}
+    total = sum(beside.values())
+    units = subject.run.model.layers + 2
+    return alone + max(total - busy, total / units)
+
+
+def host_link(subject: Subject, device: Device, times: Seconds) -> float:
+    """Seconds that the GPU waits for offloaded states and block inputs."""
+    crossing = offload.states_on_host(subject) / device.pcie
+    inputs = offload.link_bytes(subject) / device.pcie - crossing
+    passes = sum(seconds for what, seconds in times.items() if what in PASSES)
+    again = 1 if subject.run.model.recompute == "full" else 0
+    backward = passes * (2 + again) / (3 + again)
+    if subject.run.optim.in_backward:
+        return max(0.0, crossing + inputs - backward - times["optimizer"])
+    return max(0.0, inputs - backward) + max(0.0, crossing - times["optimizer"])

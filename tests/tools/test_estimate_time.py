@@ -1,0 +1,153 @@
+"""Times of steps: against the measured ones, and what must hold of them by arithmetic."""
+
+import importlib.util
+import json
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lowprec_train.precision.gemm import Path as GemmPath
+from lowprec_train.tools import cli
+from lowprec_train.tools.estimate.device import H200
+from lowprec_train.tools.estimate.report import estimate
+from lowprec_train.tools.estimate.step_time import step_time
+from lowprec_train.tools.estimate.subject import Subject
+from lowprec_train.train import build
+from lowprec_train.train.compose import composed
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+SMALL = ("model=llama_7b", "model.layers=2", "micro_batch=4", "data.seq_len=2048", "tokens_per_step=8192")
+
+
+def script():
+    spec = importlib.util.spec_from_file_location("estimate_time", ROOT / "scripts" / "estimate_time.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def seconds(*overrides, gpus=1, device=H200):
+    run = composed(*SMALL, *overrides)
+    return step_time(Subject(run=run, gpus=gpus), build.construct(run.comm), device)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return json.loads((RESULTS / "estimate_time.json").read_text())["rows"]
+
+
+def test_steps_of_one_and_two_gpus_lie_within_15_percent(measured):
+    steps = [row for row in measured if row["of"] != "memory"]
+    assert len(steps) >= 29
+    assert max(abs(row["off"]) for row in steps) <= 0.15
+    assert abs(statistics.median(row["off"] for row in steps)) <= 0.05
+
+
+def test_known_misses_are_whole_models_with_recomputation_or_offload_and_no_further_off_than_stated(measured):
+    whole = {row["step"]: row["off"] for row in measured if row["of"] == "memory"}
+    assert len(whole) == 4 and all(-0.35 < off < 0.15 for off in whole.values()), whole
+
+
+def test_the_table_is_what_the_script_computes_today(measured):
+    """One row of each kind; all of them take half a minute."""
+    made = script()
+    row = next(made._of_steps("step_llama_1b3", made.SMALL))
+    assert row == next(each for each in measured if each["of"] == "step_llama_1b3")
+    asked, length, batch, rate = made.WHOLE["7B, offload, one sequence"]
+    again = made._row(
+        "memory", "7B, offload, one sequence", batch * length / rate * 1e3, made._seconds(asked, batch, 1, length)
+    )
+    assert again == next(each for each in measured if each["step"] == again["step"])
+    assert (RESULTS / "estimate_time.md").read_text() == made.markdown(measured)
+
+
+def test_rates_of_gemms_are_the_medians_of_the_measured_shapes():
+    rows = json.loads((RESULTS / "gemm.json").read_text())["rows"]
+    named = {
+        "FP8 tensor-wise, fast": (GemmPath.FP8_TENSOR, False),
+        "FP8 tensor-wise, split": (GemmPath.FP8_TENSOR, True),
+        "FP8 row-wise, fast": (GemmPath.FP8_ROW, False),
+        "FP8 row-wise, split": (GemmPath.FP8_ROW, True),
+        "FP8 1x128 x 128x128": (GemmPath.FP8_BLOCK, False),
+        "INT8": (GemmPath.INT8, False),
+        "BF16": (GemmPath.DEQUANTIZE, False),
+    }
+    for name, key in named.items():
+        found = [row["tflops"][name] for row in rows]
+        assert H200.gemm[key] == pytest.approx(1e12 * statistics.median(found), rel=2e-3), name
+
+
+def test_twice_the_tensor_core_rate_halves_the_gemms_and_nothing_else():
+    faster = replace(H200, gemm={path: 2 * rate for path, rate in H200.gemm.items()})
+    before, after = seconds("+recipe=fp8"), seconds("+recipe=fp8", device=faster)
+    assert after.pop("gemm") == pytest.approx(before.pop("gemm") / 2)
+    assert after == before
+
+
+def test_gemms_take_six_flops_a_weight_and_token():
+    run = composed(*SMALL, "+recipe=bf16")
+    weights = sum(math.prod(w.shape) for w in Subject(run=run, gpus=1).weights if w.matrix and not w.indexed)
+    assert seconds("+recipe=bf16")["gemm"] == pytest.approx(6 * weights * 8192 / H200.gemm[GemmPath.BF16, False])
+
+
+def test_micro_batches_repeat_the_passes_and_not_the_update():
+    one, four = seconds("+recipe=fp8"), seconds("+recipe=fp8", "tokens_per_step=32768")
+    assert four["gemm"] == pytest.approx(4 * one["gemm"]) and four["optimizer"] == one["optimizer"]
+
+
+def test_recomputation_adds_a_forward_pass_of_the_blocks():
+    plain, again = seconds("+recipe=bf16"), seconds("+recipe=bf16", "model.recompute=full")
+    run = composed(*SMALL, "+recipe=bf16")
+    blocks = sum(
+        math.prod(w.shape) for w in Subject(run=run, gpus=1).weights if w.matrix and w.unit.startswith("blocks")
+    )
+    more = 2 * blocks * 8192 / H200.gemm[GemmPath.BF16, False]
+    assert again["gemm"] - plain["gemm"] == pytest.approx(more)
+    assert again["attention"] == pytest.approx(plain["attention"] * 4 / 3)
+
+
+def test_every_recipe_has_a_time():
+    from lowprec_train.config import choices
+
+    for recipe in choices("recipe"):
+        if recipe != "te_fp8":  # refused: a library runs its layers
+            assert 0 < sum(seconds(f"+recipe={recipe}").values()) < 1, recipe
+
+
+def test_shards_communicate_and_tensor_parallel_gemms_are_cut():
+    alone, cut = seconds("+recipe=fp8"), seconds("+recipe=fp8", "parallel.tp=2", gpus=2)
+    assert cut["gemm"] == pytest.approx(alone["gemm"] / 2, rel=0.01) and cut["communication"] > 0
+    sharded = seconds("+recipe=fp8", "parallel.dp_shard=2", "tokens_per_step=16384", gpus=2)
+    assert sharded["gemm"] == pytest.approx(alone["gemm"]) and sharded["sharding"] > 0
+
+
+def test_a_slow_link_bounds_an_offloaded_step():
+    slow = replace(H200, pcie=1e9)
+    away = ("+recipe=coat", "optim.offload=true")
+    assert seconds(*away, device=slow)["host link"] > 5 * sum(v for k, v in seconds(*away).items() if k != "host link")
+
+
+def test_without_compilation_there_is_no_time():
+    with pytest.raises(ValueError, match="compile=off has no estimate of time"):
+        seconds("+recipe=fp8", "compile='off'")
+
+
+def test_the_command_prints_the_time_and_refuses_an_unknown_device(capsys):
+    asked = ["estimate", *SMALL, "+recipe=fp8"]
+    assert cli.main([*asked, "--device", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert "time of a step on NVIDIA H200" in out and "tokens/s and GPU" in out
+    assert cli.main(asked) == 0
+    assert "--device NAME adds the time of a step; measured rates: h200" in capsys.readouterr().out
+    assert cli.main([*asked, "--device", "b300"]) == 2
+    assert "--device b300: rates were measured of h200 only" in capsys.readouterr().err
+
+
+def test_tokens_a_second_are_those_of_the_step():
+    found = estimate(composed(*SMALL, "+recipe=fp8"), 1, H200)["time"]
+    assert found["step"] == pytest.approx(sum(found["seconds"].values()))
+    assert found["tokens_per_s"] == pytest.approx(8192 / found["step"]) and 0.2 < found["mfu_bf16peak"] < 1
