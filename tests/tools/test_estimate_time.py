@@ -118,6 +118,38 @@ def test_every_recipe_has_a_time():
             assert 0 < sum(seconds(f"+recipe={recipe}").values()) < 1, recipe
 
 
+@pytest.mark.parametrize("model", ["gpt_tiny", "qwen3_0b6"])
+def test_a_tied_head_reads_the_embedding(model):
+    run = composed(
+        "+recipe=fp8", f"model={model}", "model.layers=2", "micro_batch=1", "data.seq_len=64", "tokens_per_step=64"
+    )
+    assert step_time(Subject(run=run, gpus=1), build.construct(run.comm), H200)["gemm"] > 0
+
+
+def test_selective_recomputation_repeats_no_gemm_and_full_launches_more():
+    plain, cheap, full = (seconds("+recipe=fp8", f"model.recompute={how}") for how in ("none", "selective", "full"))
+    assert cheap["gemm"] == plain["gemm"] and cheap["attention"] == plain["attention"]
+    assert cheap["elementwise"] == full["elementwise"] > plain["elementwise"]
+    assert full["launches"] == pytest.approx(plain["launches"] * 4 / 3, rel=0.01)
+
+
+def test_sums_of_gradients_cost_their_bytes():
+    run = composed(*SMALL, "+recipe=fp8")
+    weights = sum(math.prod(w.shape) for w in Subject(run=run, gpus=1).weights if w.matrix)
+    assert "accumulation" not in seconds("+recipe=fp8")
+    found = seconds("+recipe=fp8", "tokens_per_step=16384")["accumulation"]
+    assert found == pytest.approx(2 * weights * 10 / H200.memory)
+
+
+def test_proposals_have_a_rate_and_the_table_of_layouts_refuses_a_device(capsys):
+    asked = ["estimate", "--device", "h200", "model=llama_tiny", "data.seq_len=64", "tokens_per_step=128"]
+    assert cli.main([*asked, "--fit", "24GiB"]) == 0
+    first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| as asked for"))
+    assert float(first.split("|")[-2].replace(",", "")) > 0
+    assert cli.main(["estimate", "--device", "h200", "--table"]) == 2
+    assert "--table has no times: leave --device h200 out" in capsys.readouterr().err
+
+
 def test_shards_communicate_and_tensor_parallel_gemms_are_cut():
     alone, cut = seconds("+recipe=fp8"), seconds("+recipe=fp8", "parallel.tp=2", gpus=2)
     assert cut["gemm"] == pytest.approx(alone["gemm"] / 2, rel=0.01) and cut["communication"] > 0

@@ -43,16 +43,18 @@ def run(arguments: argparse.Namespace) -> int:
     from lowprec_train.train import ranges
     from lowprec_train.train.compose import composed
 
+    device = None if arguments.device is None else device_of(arguments.device)
     if arguments.table:
+        if device is not None:
+            raise ValueError(f"--table has no times: leave --device {arguments.device} out")
         print(table.markdown(arguments.overrides))
         return 0
     if arguments.gpus is not None and arguments.gpus < 1:
         raise ValueError(f"--gpus {arguments.gpus} must be at least 1")
     if arguments.fit is not None:
         size = fit.parse_size(arguments.fit)
-        print(fit.text(fit.fits(arguments.overrides, size, arguments.gpus), size))
+        print(fit.text(fit.fits(arguments.overrides, size, arguments.gpus, device), size))
         return 0
-    device = None if arguments.device is None else device_of(arguments.device)
     run = composed(*arguments.overrides)
     ranges.check(run)
     found = report.estimate(run, arguments.gpus, device)

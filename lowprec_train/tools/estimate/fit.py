@@ -11,15 +11,18 @@ named where the run would not have the default one.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lowprec_train.config import RunConfig
+from lowprec_train.tools.estimate.device import Device
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
 from lowprec_train.tools.markdown import table
 from lowprec_train.train import ranges
 from lowprec_train.train.compose import composed
 
+Estimates = Callable[[RunConfig], Estimate]
 SHARE = 0.9  # of the GPU
 UNITS = {"GiB": 2**30, "GB": 10**9}
 FREED = ("optim.in_backward=true", "max_grad_norm=0")
@@ -48,9 +51,12 @@ def parse_size(text: str, option: str = "--fit") -> int:
     return int(float(named[1]) * UNITS[named[2]])
 
 
-def fits(overrides: Sequence[str], size: int, gpus: int | None) -> list[Fit]:
+def fits(overrides: Sequence[str], size: int, gpus: int | None, device: Device | None = None) -> list[Fit]:
     """Of each of `choices`. Raises ValueError where the run that was asked for is refused without any of them."""
-    return [_fit(overrides, settings, SHARE * size, gpus) for settings in choices(overrides)]
+    return [
+        _fit(overrides, settings, SHARE * size, partial(estimate, gpus=gpus, device=device))
+        for settings in choices(overrides)
+    ]
 
 
 def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
@@ -69,21 +75,21 @@ def key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def _fit(overrides: Sequence[str], settings: tuple[str, ...], room: float, gpus: int | None) -> Fit:
+def _fit(overrides: Sequence[str], settings: tuple[str, ...], room: float, estimated: Estimates) -> Fit:
     try:
-        return _largest(overrides, settings, room, gpus)
+        return _largest(overrides, settings, room, estimated)
     except ValueError as error:
         if not settings:
             raise
         return Fit(settings=settings, micro_batch=0, found=None, refused=str(error))
 
 
-def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, gpus: int | None) -> Fit:
+def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, estimated: Estimates) -> Fit:
     run = composed(*overrides, *settings)
     ranges.check(run)
 
     def of(size: int) -> Estimate:
-        return estimate(_with(run, size), gpus)
+        return estimated(_with(run, size))
 
     one = of(1)
     processes = one["sizes"]["gpus"] // one["sizes"]["tp"]
@@ -114,13 +120,22 @@ def text(found: Sequence[Fit], size: int) -> str:
     """A table, and the first choice that fits: the least that must be given up."""
     rows = []
     for fit in found:
-        about = [fit.refused or "does not fit", "", "", ""]
+        about = [fit.refused or "does not fit", "", "", "", ""]
         if fit.found is not None:
             host = fit.found["host"]
             gib = f"{fit.found['memory']['total'] / GIB:,.1f}"
-            about = [str(fit.micro_batch), gib, f"{host['pinned'] / GIB:,.1f}", f"{host['link_each_way'] / GB:,.1f}"]
+            rate = f"{time['tokens_per_s']:,.0f}" if (time := fit.found["time"]) else ""
+            sizes = (f"{host['pinned'] / GIB:,.1f}", f"{host['link_each_way'] / GB:,.1f}")
+            about = [str(fit.micro_batch), gib, *sizes, rate]
         rows.append([" ".join(fit.settings) or "as asked for", *about])
-    head = ["settings", "micro_batch", "GiB of the GPU", "GiB of the host", "GB a step over the link, each way"]
+    head = [
+        "settings",
+        "micro_batch",
+        "GiB of the GPU",
+        "GiB of the host",
+        "GB a step over the link, each way",
+        "tokens/s and GPU",
+    ]
     chosen = next((fit for fit in found if fit.found is not None), None)
     told = "nothing fits: take more GPUs or a smaller model"
     if chosen is not None:

@@ -5,6 +5,7 @@
     elementwise      norms, residual sums, rotary embedding, activations, loss, casts of weights and gradients, by bytes
     attention        FLOPs / rate
     optimizer        bytes of parameters, gradients and states, read and written
+    accumulation     gradients added to FP32 sums, where a step has several micro-batches
     sharding         copies into and out of the buffers of FSDP2's collectives
     communication    exposed: tensor parallel, the first gather and the last reduction of a step, and what lasts longer
                      than the kernels of a step
@@ -52,6 +53,7 @@ def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights
     pass_ = Pass(subject, device, weights_in)
     times = {name: subject.micro_batches * seconds for name, seconds in pass_.times().items()}
     times["optimizer"] = optimizer(subject, device)
+    times["accumulation"] = accumulation(subject, device)
     times |= _sharding(subject, device)
     busy = sum(times.values())
     kernels = pass_.kernels * subject.micro_batches
@@ -75,15 +77,15 @@ class Pass:
         return self.subject.laid_out.plans(META)[0]
 
     @property
-    def again(self) -> float:
-        """Forward passes of a block: those of recomputation among them."""
-        return {"none": 1.0, "full": 2.0}.get(self.subject.run.model.recompute, 1.3)
+    def again(self) -> int:
+        """Forward passes of the GEMMs and the attention of a block: with that of full recomputation."""
+        return 2 if self.subject.run.model.recompute == "full" else 1
 
     @property
     def kernels(self) -> int:
-        """Launches, about."""
+        """Launches, about; a forward pass has a third of them."""
         made = sum(3 + sum(o.op is not Op.NONE for o in plan.operands()) for plan in self.plans.values())
-        return made + KERNELS_OF_A_BLOCK * self.subject.run.model.layers
+        return (made + KERNELS_OF_A_BLOCK * self.subject.run.model.layers) * (2 + self.again) // 3
 
     def times(self) -> Seconds:
         """Seconds by class."""
@@ -105,7 +107,9 @@ class Pass:
     def _weight_bytes(self, name: str) -> int:
         if self.weights_in is not None:
             return self.weights_in
-        weight = next(each for each in self.subject.weights if each.name == f"{name}.weight")
+        named = {each.name: each for each in self.subject.weights}
+        tied = next(each for each in self.subject.weights if each.indexed)
+        weight = named.get(f"{name}.weight", tied)
         return self.subject.value_size(weight) if self.subject.sizes.dp == 1 else BF16
 
     def _gemm(self, plan: GemmPlan) -> float:
@@ -176,7 +180,7 @@ class Pass:
     def _elementwise(self) -> float:
         """Two norms with their residual sums, the rotary embedding, the activation; the embedding and the loss."""
         model, tokens, tp = self.subject.run.model, self.subject.tokens, self.subject.sizes.tp
-        moved = 0.0
+        moved, passes = 0.0, 1 if self.subject.run.model.recompute == "none" else 2  # `selective` recomputes these
         for index in range(model.layers):
             layers = {n.rpartition(".")[2]: p for n, p in self.plans.items() if n.startswith(f"blocks.{index}.")}
             up, down = layers.get("gate_up", layers.get("up")), layers["down"]
@@ -184,7 +188,7 @@ class Pass:
             rotary, wide, inner = layers["qkv"].shape[0], up.shape[0], down.shape[1]
             forward = 2 * 4 * model.dim + 2 * rotary + wide + inner
             backward = 2 * 4 * model.dim + 2 * rotary + 2 * wide + 2 * inner
-            moved += self.again * forward + backward
+            moved += passes * forward + backward
         logits = 3 * model.vocab_size
         return tokens * BF16 * (moved + logits + 4 * model.dim) / self.device.memory / tp
 
@@ -204,6 +208,15 @@ def optimizer(subject: Subject, device: Device) -> float:
     norm = held * FP32 / device.memory if subject.run.max_grad_norm else 0.0
     cast = held * (BF16 + FP32) / device.memory if subject.sizes.dp == 1 else 0.0  # gradients, as autograd makes them
     return (2 * (stored + kept) + held * FP32) / rate + norm + cast
+
+
+def accumulation(subject: Subject, device: Device) -> float:
+    """Gradients read in BF16, their sums read and written in FP32, whole where ranks reduce the last ones only."""
+    if subject.micro_batches == 1:
+        return 0.0
+    whole = subject.run.parallel.grad_reduce == "last_microbatch"
+    parts = (w.part(subject.sizes.tp) if whole else w.mine(subject.sizes) for w in subject.weights if w.matrix)
+    return subject.micro_batches * sum(map(math.prod, parts)) * (BF16 + FP32 + FP32) / device.memory
 
 
 def _sharding(subject: Subject, device: Device) -> Seconds:
