@@ -23,6 +23,7 @@ from lowprec_train.data.records import Damaged, Segment
 from lowprec_train.data.unpacking import BUFFER, Joined, Unpacked
 
 SEGMENT = 1 << 20  # bytes of text read at once, and handed to a worker: a fraction of a second of work
+LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl, which is read whole: twenty times its size in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,12 @@ class Source:
         unpacking.check(self.packed, self.path)
 
     def segments(
-        self, field: str, start: Place = Place(), size: int = SEGMENT, cutter: Cutter | None = None
+        self,
+        field: str,
+        start: Place = Place(),
+        size: int = SEGMENT,
+        cutter: Cutter | None = None,
+        longest_line: int = LONGEST_LINE,
     ) -> Iterator[tuple[Segment, Place, int]]:
         """Segments of about `size` bytes, the place where each ends, and the stored bytes read by then.
 
@@ -82,12 +88,13 @@ class Source:
 
         Raises:
             Damaged: the file cannot be unpacked or read to its end; after the records before that place.
-            ValueError: what reads its kind is not installed (as `check`).
+            ValueError: what reads its kind is not installed (as `check`), or a line of .jsonl has more than
+                `longest_line` bytes (give or take `size`).
         """
         if self.kind == "parquet":
             return self._rows(field, start, size)
         if self.kind == "jsonl":
-            return self._lines(start, size)
+            return self._lines(start, size, longest_line)
         return self._document(start, cutter)
 
     def _segment(self, content: bytes | list[Any], place: Place = Place(), piece: TextSpan | None = None) -> Segment:
@@ -99,11 +106,19 @@ class Source:
         unpacked = Unpacked(self.paths, self.packed, self.path, start)
         return unpacked, io.BufferedReader(unpacked, BUFFER)
 
-    def _lines(self, start: Place, size: int) -> Iterator[tuple[Segment, Place, int]]:
+    def _lines(self, start: Place, size: int, longest: int) -> Iterator[tuple[Segment, Place, int]]:
         place = start
         unpacked, stream = self._open(start.offset)
         with stream:
-            while content := stream.read(size) + stream.readline():
+            while content := stream.read(size):
+                if len(rest := stream.readline(longest + 1)) > longest:
+                    number = place.records + content.count(b"\n") + 1
+                    raise ValueError(
+                        f"{self.path}:{number}: a line of more than {longest:,} "
+                        "bytes, which would be read whole: --max-line-mib of prepare-data raises the limit, and a long "
+                        "document that is a .txt file is read in pieces"
+                    )
+                content += rest
                 if unpacked.error:
                     content = content[: content.rfind(b"\n") + 1]
                 if content:

@@ -57,7 +57,8 @@ class Job:
     field: of .jsonl lines and .parquet rows. workers: processes beside this one; 0: this one alone.
     skip_bad: leave out records that hold no text, and what follows damage in a file, and count them, instead of
     stopping at the first; files are named in a warning.
-    chunk: bytes of text that a worker is given at once.
+    chunk: bytes of text that a worker is given at once. longest_line: bytes of a line of .jsonl; a longer one is an
+    error.
     """
 
     inputs: Sequence[Source]
@@ -66,6 +67,7 @@ class Job:
     workers: int = 1
     skip_bad: bool = False
     chunk: int = sources.SEGMENT
+    longest_line: int = sources.LONGEST_LINE
 
     def __post_init__(self) -> None:
         if self.workers < 0:
@@ -191,7 +193,7 @@ def _segments(
     place = Place(offset=offset, records=records)
     for number, each in enumerate(job.inputs[source:], source):
         try:
-            for segment, after, read in each.segments(job.field, place, job.chunk, job.tokenizer):
+            for segment, after, read in each.segments(job.field, place, job.chunk, job.tokenizer, job.longest_line):
                 yield segment, {"source": number, **vars(after)}, before + read
         except Damaged as error:
             yield _damage(each, error), {"source": number + 1}, before + each.size

@@ -53,6 +53,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", metavar="N", type=int, help="processes that tokenise; 0: none but this (default: one a core)"
     )
+    parser.add_argument(
+        "--max-line-mib",
+        metavar="N",
+        type=int,
+        default=64,
+        help="longest line of .jsonl; one takes some twenty times its size of memory (default: %(default)s)",
+    )
     parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read instead of stopping")
 
 
@@ -64,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.out.is_dir():
         raise ValueError(f"--out {arguments.out} is a directory; name the dataset in it, as {arguments.out / 'train'}")
+    if arguments.max_line_mib < 1:
+        raise ValueError(f"--max-line-mib {arguments.max_line_mib} must be at least 1")
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers
     job = tokenising.Job(
         inputs=finding.find(arguments.inputs),
@@ -71,6 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         field=arguments.field,
         workers=workers,
         skip_bad=arguments.skip_bad,
+        longest_line=arguments.max_line_mib << 20,
     )
     began = time.monotonic()
     try:

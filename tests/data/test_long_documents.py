@@ -101,6 +101,21 @@ def test_long_lines_too(root, long_text, place):
     assert IndexedDataset(place).data.tolist() == [*tokenizer.encode([text])[0], tokenizer.eod]
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_line_over_the_limit(root, tmp_path, place, packed):
+    """Is an error with its number, before it is read, also under --skip-bad, for it is whole."""
+    lines = [json.dumps({"text": "a word " * count}).encode() + b"\n" for count in (3, 5, 900, 2)]
+    content, path = b"".join(lines), tmp_path / ("in.jsonl.xz" if packed else "in.jsonl")
+    path.write_bytes(lzma.compress(content) if packed else content)
+    inputs, longest = finding.find([path]), len(lines[2])
+    for skip_bad in (False, True):
+        short = job(root, inputs=inputs, chunk=8, longest_line=longest - 100, skip_bad=skip_bad, workers=0)
+        said = rf"in.jsonl(.xz)?:3: a line of more than {longest - 100:,} bytes.*--max-line-mib .*raises the limit"
+        with pytest.raises(ValueError, match=said):
+            prepare(short, place)
+    assert prepare(job(root, inputs=inputs, chunk=8, longest_line=longest), place.parent / "long").documents == 4
+
+
 def test_files_that_are_damaged_or_empty(root, tmp_path, place, caplog):
     """With skip_bad each counts once, is named, and an interruption changes nothing."""
     lines = (root / "text" / "a.jsonl").read_bytes()

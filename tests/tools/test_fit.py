@@ -3,7 +3,7 @@
 import pytest
 
 from lowprec_train.tools import cli
-from lowprec_train.tools.estimate.fit import SHARE, choices, fits, parse_size
+from lowprec_train.tools.estimate.fit import AGAIN, AWAY, FREED, INPUTS, SHARE, choices, fits, parse_size
 from lowprec_train.tools.estimate.report import estimate
 from lowprec_train.train.compose import composed
 
@@ -78,3 +78,8 @@ def test_what_excludes_a_choice_is_told_and_nothing_may_fit(capsys):
 def test_a_run_that_is_refused_anyway_is_an_error():
     with pytest.raises(ValueError, match="head_dim"):
         fits((*TINY, "model.heads=7"), 2**30, None)
+
+
+def test_nothing_is_proposed_that_apex_does_not_compute():
+    proposed = {each for settings in choices(["optim=apex_adamw"]) for each in settings}
+    assert proposed == {*FREED, AGAIN, AWAY, INPUTS}

@@ -65,7 +65,7 @@ def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
     asked, default = composed(*overrides).optim, composed().optim
     if any(getattr(asked, part) != getattr(default, part) for part in PARTS):
         named.add(key(OPTIMIZER))
-    if asked.master != default.master:
+    if asked.master != default.master or asked.backend == "apex":  # whose masters are FP32
         named.add(key(MASTER))
     return list(dict.fromkeys(tuple(each for each in settings if key(each) not in named) for settings in CHOICES))
 
