@@ -38,9 +38,9 @@ NEAR = 0.15
 MISSED = (
     "Why estimates are off: `7B, FP4 forward` was measured before the kernels of its recipe took half of their time,",
     "`fp4_mixed` before amax of short lines became fast. With `7B, offload` kernels slow down beside copies, which the",
-    "estimate does not count. Why `7B, recompute` takes longer is not known. The rate of BF16 GEMMs, attention, the time",
-    "between kernels, the copies of FSDP2 and NVLink come from profiles of some of these steps; one number each serves",
-    "all recipes.",
+    "estimate does not count. Why `7B, recompute` takes longer is not known. The rate of BF16 GEMMs, attention, the",
+    "time between kernels, the copies of FSDP2 and NVLink come from profiles of some of these steps; one number each",
+    "serves all recipes.",
 )
 Row = dict[str, Any]
 

@@ -125,7 +125,8 @@ class Pass:
             seconds += elements * self._operand(layer, operand, read)
             if plan.path is Path.DEQUANTIZE and operand.quantizer is not None:
                 seconds += elements * DECODED / self.device.memory
-            if plan.path is Path.FP8_FOLDED and operand.op is Op.QUANTIZE and operand.quantizer.exponent_span:  # type: ignore[union-attr]
+            spanned = operand.quantizer is not None and operand.quantizer.exponent_span > 0
+            if plan.path is Path.FP8_FOLDED and operand.op is Op.QUANTIZE and spanned:
                 seconds += elements * 2 * CODE / self.device.memory
         return seconds
 
