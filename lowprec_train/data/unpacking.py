@@ -20,6 +20,7 @@ from lowprec_train.data.columns import pyarrow_for
 BUFFER = 1 << 20
 _BLOCK = 1 << 12  # bytes unpacked at once, on one grid from the beginning of the file: of .zst, what damage takes along
 
+_TOO_SHORT = "Compressed file ended before the end-of-stream marker was reached"
 _ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
 if find_spec("_lzma"):  # some Pythons are built without
     import lzma
@@ -71,6 +72,8 @@ class Unpacked(io.RawIOBase):
         # A read of exactly _BLOCK bytes loses those before damage; read1 of Python's own streams hands them over first.
         self._read = partial(self._stream.read, _BLOCK) if packed == ".zst" else partial(self._stream.read1, BUFFER)
         self._held = b""
+        if packed and not sum(path.stat().st_size for path in paths):
+            self.error = EOFError(_TOO_SHORT)
         left = skipped if packed else 0
         while left and (block := self._block()):
             self._held = block[left:]
@@ -123,7 +126,38 @@ def _gz(stored: Joined, path: str) -> Any:
 
 
 def _xz(stored: Joined, path: str) -> Any:
-    return _lzma(path).LZMAFile(io.BufferedReader(stored, BUFFER))
+    return _XzStreams(stored, _lzma(path))
+
+
+class _XzStreams:
+    """The streams of a .xz file one after another, with zeros between and behind them. Python's LZMAFile takes whatever
+    is no stream for the end, so that the rest of a damaged file is lost without a word, and refuses the zeros.
+    """
+
+    def __init__(self, stored: Joined, module: Any) -> None:
+        self._stored, self._module = io.BufferedReader(stored, BUFFER), module
+        self._stream = module.LZMADecompressor()
+
+    def read1(self, size: int) -> bytes:
+        while not self._stream.eof or self._next_stream():
+            stored = self._stored.read(io.DEFAULT_BUFFER_SIZE) if self._stream.needs_input else b""
+            if self._stream.needs_input and not stored:
+                raise EOFError(_TOO_SHORT)
+            if block := self._stream.decompress(stored, size):
+                return bytes(block)
+        return b""
+
+    def close(self) -> None:
+        self._stored.close()
+
+    def _next_stream(self) -> bool:
+        begun: bytes = self._stream.unused_data.lstrip(b"\0")
+        while not begun and (more := self._stored.read(io.DEFAULT_BUFFER_SIZE)):
+            begun = more.lstrip(b"\0")
+        if begun:
+            self._stream = self._module.LZMADecompressor()
+            self._stream.decompress(begun, 0)
+        return bool(begun)
 
 
 def _zst(stored: Joined, path: str) -> Any:
