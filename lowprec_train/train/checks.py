@@ -94,7 +94,8 @@ def _words(run: RunConfig) -> None:
         raise ValueError(f"run_root={run.run_root!r} names no directory; run_root=. is this one")
 
 
-def _batch(run: RunConfig, grid: Sizes) -> None:
+def sequence(run: RunConfig) -> None:
+    """The length of sequences."""
     seq_len = run.data.get("seq_len")
     if not isinstance(seq_len, int) or seq_len < 1:
         raise ValueError(f"data.seq_len={seq_len!r} must be a positive number of tokens")
@@ -104,6 +105,11 @@ def _batch(run: RunConfig, grid: Sizes) -> None:
         )
     if seq_len > run.model.max_seq_len:
         raise ValueError(f"data.seq_len={seq_len} is longer than model.max_seq_len={run.model.max_seq_len}")
+
+
+def _batch(run: RunConfig, grid: Sizes) -> None:
+    sequence(run)
+    seq_len = run.data["seq_len"]
     tokens = run.micro_batch * seq_len * grid.dp
     if run.tokens_per_step % tokens:
         raise ValueError(

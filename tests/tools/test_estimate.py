@@ -289,6 +289,7 @@ def test_text_is_for_people(capsys):
         (["parallel.dp_shard=16", "--gpus", "8"], "need 16 processes"),
         (["parallel.grad_reduce=never"], "grad_reduce='never' is not one of last_microbatch, every_microbatch"),
         (["model=llama_9b"], "llama_9b"),
+        (["data.seq_len=0"], "data.seq_len=0 must be a positive number of tokens"),
         (["model.norm_backend=apex"], "model.norm_backend=apex computes the norms"),
     ],
 )

@@ -183,3 +183,11 @@ def test_tokens_a_second_are_those_of_the_step():
     found = estimate(composed(*SMALL, "+recipe=fp8"), 1, H200)["time"]
     assert found["step"] == pytest.approx(sum(found["seconds"].values()))
     assert found["tokens_per_s"] == pytest.approx(8192 / found["step"]) and 0.2 < found["mfu_bf16peak"] < 1
+
+
+def test_more_tokens_never_take_less_time_where_the_host_is_the_slowest():
+    model, steps = ("+recipe=fp8", "model=llama_130m", "model.layers=2", "data.seq_len=64"), []
+    for size in (1, 8):
+        run = composed(*model, f"micro_batch={size}", f"tokens_per_step={256 * size}", "parallel.dp_shard=4")
+        steps.append(sum(step_time(Subject(run=run, gpus=4), build.construct(run.comm), H200).values()))
+    assert steps == pytest.approx(sorted(steps))

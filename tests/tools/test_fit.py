@@ -83,3 +83,13 @@ def test_a_run_that_is_refused_anyway_is_an_error():
 def test_nothing_is_proposed_that_apex_does_not_compute():
     proposed = {each for settings in choices(["optim=apex_adamw"]) for each in settings}
     assert proposed == {*FREED, AGAIN, AWAY, INPUTS}
+
+
+def test_micro_batches_that_tiles_do_not_divide_are_passed_over(monkeypatch):
+    """A rotation of 128 tokens refuses one sequence of 64 tokens, and three of them."""
+    asked = ("model=llama_tiny", "+recipe=fp4_fold", "compile='off'", "data.seq_len=64", "tokens_per_step=768")
+    monkeypatch.setattr("lowprec_train.tools.estimate.fit.choices", lambda asked: [()])
+    four, six = (estimate(composed(*asked, f"micro_batch={size}"))["memory"]["total"] for size in (4, 6))
+    assert fits(asked, 2**40, None)[0].micro_batch == 12
+    for room, size in ((four, 4), (six, 6), (four - 2, 2)):
+        assert fits(asked, int(room / SHARE) + 1, None)[0].micro_batch == size

@@ -11,15 +11,18 @@ named where the run would not have the default one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 
 from lowprec_train.config import RunConfig
 from lowprec_train.tools.estimate.device import Device
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
+from lowprec_train.tools.estimate.subject import grid
 from lowprec_train.tools.markdown import table
-from lowprec_train.train import ranges
+from lowprec_train.train import checks, ranges
 from lowprec_train.train.compose import composed
 
 Estimates = Callable[[RunConfig], Estimate]
@@ -53,10 +56,8 @@ def parse_size(text: str, option: str = "--fit") -> int:
 
 def fits(overrides: Sequence[str], size: int, gpus: int | None, device: Device | None = None) -> list[Fit]:
     """Of each of `choices`. Raises ValueError where the run that was asked for is refused without any of them."""
-    return [
-        _fit(overrides, settings, SHARE * size, partial(estimate, gpus=gpus, device=device))
-        for settings in choices(overrides)
-    ]
+    estimated, dp = partial(estimate, gpus=gpus, device=device), grid(composed(*overrides).parallel, gpus).dp
+    return [_fit(overrides, settings, SHARE * size, estimated, dp) for settings in choices(overrides)]
 
 
 def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
@@ -75,41 +76,53 @@ def key(override: str) -> str:
     return override.partition("=")[0].lstrip("+~")
 
 
-def _fit(overrides: Sequence[str], settings: tuple[str, ...], room: float, estimated: Estimates) -> Fit:
+def _fit(overrides: Sequence[str], settings: tuple[str, ...], room: float, estimated: Estimates, dp: int) -> Fit:
     try:
-        return _largest(overrides, settings, room, estimated)
+        return _largest(overrides, settings, room, estimated, dp)
     except ValueError as error:
         if not settings:
             raise
         return Fit(settings=settings, micro_batch=0, found=None, refused=str(error))
 
 
-def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, estimated: Estimates) -> Fit:
+def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, estimated: Estimates, dp: int) -> Fit:
     run = composed(*overrides, *settings)
     ranges.check(run)
-
-    def of(size: int) -> Estimate:
-        return estimated(_with(run, size))
-
-    one = of(1)
-    processes = one["sizes"]["gpus"] // one["sizes"]["tp"]
-    sequences, rest = divmod(run.tokens_per_step, run.data["seq_len"] * processes)
+    checks.sequence(run)
+    most, rest = divmod(run.tokens_per_step, run.data["seq_len"] * dp)
     if rest:
         raise ValueError(
             f"tokens_per_step={run.tokens_per_step} is not a multiple of data.seq_len={run.data['seq_len']} times "
-            f"{processes} data-parallel processes: no micro_batch divides it"
+            f"{dp} data-parallel processes: no micro_batch divides it"
         )
-    most = max(1, sequences)
-    if (whole := of(most))["memory"]["total"] <= room:  # one micro-batch a step: no gradients wait for others
+    whole = estimated(_with(run, most))  # one micro-batch a step: no gradients wait for others
+    if whole["memory"]["total"] <= room:
         return Fit(settings=settings, micro_batch=most, found=whole)
-    if one["memory"]["total"] > room:
-        return Fit(settings=settings, micro_batch=0, found=None)
-    slope = of(2)["memory"]["total"] - one["memory"]["total"] if most > 1 else 0
-    largest = most if slope <= 0 else min(most, 1 + int((room - one["memory"]["total"]) / slope))
-    for size in (each for each in range(largest, 0, -1) if most % each == 0):
-        if (found := of(size))["memory"]["total"] <= room:
+    for size, found in _below(run, most, room, estimated):
+        if found["memory"]["total"] <= room:
             return Fit(settings=settings, micro_batch=size, found=found)
     return Fit(settings=settings, micro_batch=0, found=None)
+
+
+def _below(run: RunConfig, most: int, room: float, estimated: Estimates) -> Iterator[tuple[int, Estimate]]:
+    """Micro-batches that divide a step of `most` sequences, from about the largest one that fits downwards, without
+    those that the recipe refuses: its tiles divide the whole step and may not divide a part.
+    """
+
+    def of(sizes: Iterable[int]) -> Iterator[tuple[int, Estimate]]:
+        for size in sizes:
+            with suppress(ValueError):
+                yield size, estimated(_with(run, size))
+
+    divisors = [size for size in range(1, most // 2 + 1) if most % size == 0]
+    pair = list(islice(of(divisors), 2))
+    if not pair or pair[0][1]["memory"]["total"] > room:
+        return
+    (small, base), (large, more) = pair[0], pair[-1]
+    grown = more["memory"]["total"] - base["memory"]["total"]
+    fitting = small + (large - small) * (room - base["memory"]["total"]) / grown if grown > 0 else most
+    yield from of(size for size in reversed(divisors) if small < size <= fitting)
+    yield small, base
 
 
 def _with(run: RunConfig, micro_batch: int) -> RunConfig:

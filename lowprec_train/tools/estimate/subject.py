@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from lowprec_train.config import Compile, RunConfig
+from lowprec_train.config import Compile, ParallelConfig, RunConfig
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.codecs import StateCodecs
@@ -65,6 +65,14 @@ class Weight:
         return (-(-rows // over.dp_shard) if self.matrix else rows, *rest)
 
 
+def grid(asked: ParallelConfig, gpus: int | None) -> Sizes:
+    """Processes along each axis; without a number of GPUs a dp_shard of -1 is 1."""
+    axes = {"dp_replicate": asked.dp_replicate, "dp_shard": asked.dp_shard, "tp": asked.tp}
+    if gpus is None:
+        axes["dp_shard"] = 1 if asked.dp_shard == -1 else asked.dp_shard
+    return sizes(math.prod(axes.values()) if gpus is None else gpus, **axes)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A run on a number of GPUs. Raises ValueError for a layout that does not fit it, with the numbers."""
@@ -76,16 +84,13 @@ class Subject:
     def __post_init__(self) -> None:
         object.__setattr__(self, "group", MetaGroup(self.sizes.tp))
         checks.choices(self.run.parallel)
+        checks.sequence(self.run)
         build.choices(self.run, self.laid_out).check_memory(self.sizes, on_gpu=True)
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Processes along each axis; without a number of GPUs a dp_shard of -1 is 1."""
-        asked = self.run.parallel
-        axes = {"dp_replicate": asked.dp_replicate, "dp_shard": asked.dp_shard, "tp": asked.tp}
-        if self.gpus is None:
-            axes["dp_shard"] = 1 if asked.dp_shard == -1 else asked.dp_shard
-        return sizes(math.prod(axes.values()) if self.gpus is None else self.gpus, **axes)
+        """Processes along each axis."""
+        return grid(self.run.parallel, self.gpus)
 
     @property
     def seq_len(self) -> int:
