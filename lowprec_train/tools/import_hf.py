@@ -8,13 +8,14 @@ from lowprec_train.tools import options
 
 HELP = "a model of transformers as the first weights of a run"
 DESCRIPTION = """\
-Turn a LLaMA or GPT-2 model of Hugging Face's transformers into a directory that runs, evaluation and export read:
-model.yaml, safetensors in this project's names and layout, and the tokenizer's files. Reads one tensor at a time.
+Turn a LLaMA, Mistral, Qwen 2 or 3, OLMo 2 or GPT-2 model of Hugging Face's transformers into a directory that runs,
+evaluation and export read: model.yaml, safetensors in this project's names and layout, and the tokenizer's files. Reads
+one tensor at a time.
 """
 
 EPILOG = """\
-Tensors keep their dtype. A model that would compute something else here is refused: scaled rotary frequencies,
-another activation, heads of a width of their own, quantised weights.
+Tensors keep their dtype. A model that would compute something else here is refused: other scalings of the
+rotary frequencies than Llama 3's, another activation, a sliding window, quantised weights.
 
 exit status:
   0  done
