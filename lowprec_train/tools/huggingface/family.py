@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from lowprec_train.config import ModelConfig
 from lowprec_train.tools.huggingface.rows import Rows, Same
 
 Json = Mapping[str, Any]
+MAYBE_COUNTS = ("num_key_value_heads", "head_dim", "n_inner")  # sizes of config.json that may be null
+REALS = ("rms_norm_eps", "layer_norm_epsilon", "rope_theta")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id")  # of config.json: begin a text, end one; an id, a list of ids or null
 
 
@@ -66,13 +69,19 @@ class Family:
     def model(self, config: Json, name: str) -> ModelConfig:
         """Sizes of the model that config.json describes. Raises ValueError for what this project does not compute."""
         try:
-            for key in self.counts:
-                if not (isinstance(config[key], int) and config[key] > 0):
-                    raise ValueError(f"config.json: {key} = {config[key]!r} is not a positive number")
+            _check_numbers({key: config[key] for key in self.counts}, int)
+            _check_numbers({key: config[key] for key in MAYBE_COUNTS if config.get(key) is not None}, int)
+            _check_numbers({key: config[key] for key in REALS if key in config}, int, float)
             sizes = self.from_config(config)
             return ModelConfig(name=name, vocab_size=config["vocab_size"], **self.choices, **sizes)
         except KeyError as error:
             raise ValueError(f"config.json of a {self.model_type} model does not say {error}") from None
+
+
+def _check_numbers(asked: Json, *kinds: type) -> None:
+    for key, value in asked.items():
+        if type(value) not in kinds or not 0 < value < math.inf:
+            raise ValueError(f"config.json: {key} = {value!r} is not a positive number")
 
 
 def _in_block(module: str) -> tuple[str, str]:

@@ -129,8 +129,13 @@ def _olmo2_sizes(config: Json) -> dict[str, Any]:
 
 def _rope(config: Json) -> tuple[str, Json]:
     """The rotary settings of a config.json: their key, `rope_parameters` in newer files, and themselves."""
-    newer: Json = config.get("rope_parameters") or {}
-    return ("rope_parameters", newer) if newer else ("rope_scaling", config.get("rope_scaling") or {})
+    newer, older = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
+    for key, asked in (("rope_parameters", newer), ("rope_scaling", older)):
+        if not isinstance(asked, dict):
+            raise ValueError(f"config.json: {key} = {asked!r} is not a table of rotary settings")
+    if newer and older and newer != older:
+        raise ValueError(f"config.json: rope_parameters = {newer} and rope_scaling = {older} are not the same")
+    return ("rope_parameters", newer) if newer else ("rope_scaling", older)
 
 
 def _rope_theta(config: Json) -> float:
