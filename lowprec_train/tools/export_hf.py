@@ -1,4 +1,4 @@
-"""`lowprec export-hf`: a checkpoint, or an imported model, as a directory that `transformers` opens."""
+"""`lowprec export-hf`: export a checkpoint or an imported model to Hugging Face format."""
 
 import argparse
 from pathlib import Path
@@ -10,7 +10,7 @@ DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "mxfp8", "mxfp4")
 ACTIVATIONS = ("none", "dynamic", "mx", "static")
 
-HELP = "a run's model as a directory that transformers opens"
+HELP = "export a run's model to Hugging Face format"
 DESCRIPTION = """\
 Write a run's model as a directory that Hugging Face's transformers opens: config.json, safetensors and the tokenizer.
 Reads the checkpoint of any parallel layout, one tensor at a time, without a GPU and without transformers.
@@ -43,21 +43,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantized",
         choices=FORMATS,
-        help="weights in codes, in the layout of compressed-tensors, which transformers and vLLM read",
+        help="write quantised weights in the layout of compressed-tensors, which transformers and vLLM load",
     )
-    parser.add_argument("--requantize", action="store_true", help="round weights that were not trained in this format")
+    parser.add_argument(
+        "--requantize", action="store_true", help="quantise weights that were not trained in this format"
+    )
     parser.add_argument(
         "--activations",
         choices=ACTIVATIONS,
-        help="how readers round the inputs of these layers: none (W8A16, W4A16); dynamic, as their kernels do; mx, "
-        "E4M3 under powers of two of groups of 32; static, under scales that --calibration finds (default: what gives "
-        "the values of training, else none)",
+        help="quantisation of the inputs of these layers at inference: none (W8A16, W4A16); dynamic (FP32 scales of "
+        "the engine); mx (E4M3 with power-of-two scales of groups of 32); static (scales from --calibration) (default: "
+        "the one that reproduces training, else none)",
     )
     parser.add_argument(
         "--calibration",
         metavar="PATH",
         type=Path,
-        help="text, or a prepared set, that the model reads in its training forward pass for scales of inputs",
+        help="text file or prepared set from which static scales of inputs are computed",
     )
     parser.add_argument(
         "--tokenizer",
@@ -84,30 +86,30 @@ def run(arguments: argparse.Namespace) -> int:
     dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
     other = arguments.tokenizer not in (None, tokenizer.NONE)  # its ids are not those that the model came with
     ids = {"eos_token_id": eos, **({} if other else transfer.special_ids(directory))}
-    codes = _codes(arguments)
-    how = {"max_bytes": limit, "tokenizer": files, "ids": ids, "codes": codes}
-    written = transfer.export(weights, arguments.out, dtype=dtype, **how)
+    quantization = _quantization(arguments)
+    settings = {"max_bytes": limit, "tokenizer": files, "ids": ids, "quantization": quantization}
+    written = transfer.export(weights, arguments.out, dtype=dtype, **settings)
     print(f"{arguments.out}: {weights.model.name} from {weights.source}, {str(written).removeprefix('torch.')}")
-    if codes is not None:
-        print(codes.told)
+    if quantization is not None:
+        print(quantization.summary)
     print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer: --tokenizer FILE adds one")
     return 0
 
 
-def _codes(arguments: argparse.Namespace) -> Any:
-    """What `--quantized` asks for, or None."""
+def _quantization(arguments: argparse.Namespace) -> Any:
+    """The QuantizedExport of `--quantized`; None without it."""
     from lowprec_train.tools.huggingface.calibration import input_amax
-    from lowprec_train.tools.huggingface.quantized import weight_codes
+    from lowprec_train.tools.huggingface.quantized import quantized_export
     from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained
 
     if arguments.quantized is None:
         if arguments.requantize or arguments.activations or arguments.calibration:
-            raise ValueError("--requantize, --activations and --calibration are of --quantized FORMAT")
+            raise ValueError("--requantize, --activations and --calibration need --quantized FORMAT")
         return None
     trained = Trained(arguments.model, arguments.step)
     forward = trained.forward(UNQUANTISED if arguments.requantize else OF_RUN)
-    how = {"requantize": arguments.requantize, "activations": arguments.activations}
+    settings = {"requantize": arguments.requantize, "activations": arguments.activations}
     if arguments.calibration is not None:
-        how["amax"] = input_amax(trained, arguments.calibration, arguments.tokenizer)
-    how |= {"recipe": trained.recipe_name(OF_RUN), "saved": forward.saved_activations}
-    return weight_codes(arguments.quantized, forward.recipes, **how)
+        settings["amax"] = input_amax(trained, arguments.calibration, arguments.tokenizer)
+    settings |= {"recipe": trained.recipe_name(OF_RUN), "saved": forward.saved_activations}
+    return quantized_export(arguments.quantized, forward.recipes, **settings)

@@ -1,4 +1,4 @@
-"""`lowprec import-hf`: a directory of `transformers` as weights that a run can begin with."""
+"""`lowprec import-hf`: import a Hugging Face model as the initial weights of a run."""
 
 import argparse
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowprec_train.tools import options
 
-HELP = "a model of transformers as the first weights of a run"
+HELP = "import a Hugging Face model as the initial weights of a run"
 DESCRIPTION = """\
 Turn a LLaMA, Mistral, Qwen 2 or 3, OLMo 2 or GPT-2 model of Hugging Face's transformers into a directory that runs,
 evaluation and export read: model.yaml, safetensors in this project's names and layout, and the tokenizer's files. Reads
@@ -14,8 +14,8 @@ one tensor at a time.
 """
 
 EPILOG = """\
-Tensors keep their dtype. A model that would compute something else here is refused: other scalings of the
-rotary frequencies than Llama 3's, another activation, a sliding window, quantised weights.
+Tensors keep their dtype. A model that this project does not compute is refused: another RoPE scaling than that of
+Llama 3.1, another activation function, a sliding window, quantised weights.
 
 exit status:
   0  done
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.name or re.sub(r"[^A-Za-z0-9_.=+-]", "_", arguments.out.resolve().name)
     if not NAME.fullmatch(name):
         raise ValueError(f"--name {name!r} cannot be part of a run's name: letters, digits and _ . = + - only")
-    files = tokenizer.copied(arguments.model)
+    files = tokenizer.read_files(arguments.model)
     model = transfer.import_(arguments.model, arguments.out, name=name, max_bytes=limit, tokenizer=files)
     print(f"{arguments.out}: {model.layers} layers of width {model.dim}, {model.vocab_size} words")
     print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer there")

@@ -115,7 +115,7 @@ def by_layer(run: Path, model: Transformer, theirs: Any, read: Tensor) -> tuple[
         gemm, x = linear.recipe.fprop, inputs[name]
         if gemm.is_identity:
             continue
-        modules = [theirs.get_submodule(each.removesuffix(".weight")) for each in LLAMA.theirs(f"{name}.weight")]
+        modules = [theirs.get_submodule(each.removesuffix(".weight")) for each in LLAMA.hf_names(f"{name}.weight")]
         layout = LLAMA.layout(f"{name}.weight", sizes)
         y, got = linear._product(x, None, None, None, False)[0], [each(x).t().contiguous() for each in modules]
         largest = max(largest, float((layout.join(got).t() - y).abs().max() / y.std()))

@@ -256,28 +256,36 @@ def test_a_step_is_chosen(run, tmp_path, capsys):
 
 REFUSED = {
     "rope_scaling": ("llama", {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "factor"),
-    "rope_parameters": ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "llama3 only"),
+    "rope_parameters": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}},
+        "rope_type must be default or llama3",
+    ),
     "half of llama3": (
         "llama",
         {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}},
-        "does not say 'factor'",
+        "lacks the key 'factor'",
     ),
     "window": ("mistral", {"sliding_window": 16}, "sliding_window = 16, and this project computes null only"),
-    "no window said": ("mistral", {"sliding_window": None}, "does not say 'sliding_window'"),
-    "no groups said": ("qwen2", {"num_key_value_heads": None}, "does not say 'num_key_value_heads'"),
-    "no head said": ("qwen3", {"head_dim": None}, "does not say 'head_dim'"),
+    "no window said": ("mistral", {"sliding_window": None}, "lacks the key 'sliding_window'"),
+    "no groups said": ("qwen2", {"num_key_value_heads": None}, "lacks the key 'num_key_value_heads'"),
+    "no head said": ("qwen3", {"head_dim": None}, "lacks the key 'head_dim'"),
     "windows": ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True"),
     "some windows": ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
     "hidden_act": ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-    "head_dim": ("llama", {"head_dim": 16}, "make a tensor (96, 64), and config.json a model with (192, 64)"),
+    "head_dim": ("llama", {"head_dim": 16}, "give a tensor of shape (96, 64), and config.json describes (192, 64)"),
     "narrow heads": ("llama", {"head_dim": 12}, "the head width 12 must be a positive multiple of 8"),
     "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias = True"),
-    "model_type": ("llama", {"model_type": "mixtral"}, "model_type = 'mixtral': a mixture of experts"),
-    "unknown": ("llama", {"model_type": "eliza"}, "model_type = 'eliza', and only llama, qwen2, qwen3, olmo2"),
+    "model_type": ("llama", {"model_type": "mixtral"}, "model_type = 'mixtral' needs a mixture of experts"),
+    "unknown": (
+        "llama",
+        {"model_type": "eliza"},
+        "model_type = 'eliza' is not supported; supported are llama, qwen2, qwen3, olmo2",
+    ),
     "quantised": ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
-    "layers": ("llama", {"num_hidden_layers": 1}, "has more than the model that config.json describes: model.layers.1"),
+    "layers": ("llama", {"num_hidden_layers": 1}, "has tensors that config.json does not describe: model.layers.1"),
     "more layers": ("llama", {"num_hidden_layers": 3}, "has no model.layers.2"),
-    "shape": ("llama", {"intermediate_size": 128}, "mlp.up_proj.weight make a tensor (192, 64)"),
+    "shape": ("llama", {"intermediate_size": 128}, "mlp.up_proj.weight give a tensor of shape (192, 64)"),
     "heads": ("llama", {"num_attention_heads": 5, "head_dim": None}, "heads must divide dim"),
     "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0 is not a positive number"),
     "a size as text": ("llama", {"head_dim": "16"}, "head_dim = '16' is not a positive number"),
@@ -317,9 +325,12 @@ def test_other_bad_input_is_told_in_one_line(run, made, tmp_path, capsys):
     for arguments, says in (
         (("export-hf", run("gpt"), "--out", tmp_path / "used"), "exists; choose another directory"),
         (("export-hf", tmp_path, "--out", tmp_path / "a"), "is neither a run"),
-        (("export-hf", run("gpt"), "--out", tmp_path / "a", "--max-shard-size", "much"), "'much' is not a size"),
-        (("import-hf", tmp_path, "--out", tmp_path / "a"), "is not a directory of transformers"),
-        (("import-hf", tmp_path / "list", "--out", tmp_path / "a"), "config.json holds [], not a table"),
+        (
+            ("export-hf", run("gpt"), "--out", tmp_path / "a", "--max-shard-size", "much"),
+            "'much' is not a positive size",
+        ),
+        (("import-hf", tmp_path, "--out", tmp_path / "a"), "is not a Hugging Face model directory"),
+        (("import-hf", tmp_path / "list", "--out", tmp_path / "a"), "config.json holds [], not an object"),
     ):
         said = refused(capsys, *arguments)
         assert says in said and said.count("\n") == 1

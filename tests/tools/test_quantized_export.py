@@ -15,7 +15,7 @@ from lowprec_train.precision import policy
 from lowprec_train.recipes import nvfp4
 from lowprec_train.tools import cli, export_hf
 from lowprec_train.tools.huggingface.families import LLAMA
-from lowprec_train.tools.huggingface.input_codes import E2M1_GROUPS, InputCodes
+from lowprec_train.tools.huggingface.input_quantization import E2M1_GROUPS, InputQuantization
 from lowprec_train.tools.huggingface.quantized import FORMATS
 from lowprec_train.train.trained import Trained
 from lowprec_train.train.weights import open_weights
@@ -72,10 +72,10 @@ def linears(run):
     return {name: (each.recipe, opened.read(f"{name}.weight").bfloat16()) for name, each in policy.named_linears(model)}
 
 
-def theirs_of(run, name):
+def hf_modules(run, name):
     weights = open_weights(run)
     layout = LLAMA.layout(f"{name}.weight", weights.model)
-    return [each.removesuffix(".weight") for each in LLAMA.theirs(f"{name}.weight")], layout
+    return [each.removesuffix(".weight") for each in LLAMA.hf_names(f"{name}.weight")], layout
 
 
 @pytest.mark.parametrize("recipe", BY_DAY)
@@ -86,7 +86,7 @@ def test_codes_are_those_of_the_forward_pass(tmp_path, recipe):
     told, form = config["quantization_config"], FORMATS[CODED[recipe]]
     ignored, coded = [], 0
     for name, (how, weight) in linears(run).items():
-        modules, layout = theirs_of(run, name)
+        modules, layout = hf_modules(run, name)
         if how.fprop.is_identity:
             ignored += modules
             for module, part in zip(modules, layout.split(weight), strict=True):
@@ -138,7 +138,7 @@ def test_blocks_keep_the_values_of_training(tmp_path, capsys):
     for name, (how, weight) in linears(run).items():
         if how.fprop.is_identity:
             continue
-        modules, layout = theirs_of(run, name)
+        modules, layout = hf_modules(run, name)
         made = how.fprop.b(weight).dequantize()
         rebuilt = layout.join([values(tensors, module) for module in modules])
         differs = rebuilt != made
@@ -147,8 +147,8 @@ def test_blocks_keep_the_values_of_training(tmp_path, capsys):
         assert (rebuilt - made).abs().max() <= made.abs().max() * 2**-18
     assert other < 1000 and (f"{other} weights of" in told) == (other > 0)
     tensors, _ = exported(run, tmp_path / "anew", "--quantized", "fp8-block", "--requantize")
-    assert "rounded anew, not as they were trained" in capsys.readouterr().out
-    modules, layout = theirs_of(run, "blocks.0.mlp.gate_up")
+    assert "requantised, not as trained" in capsys.readouterr().out
+    modules, layout = hf_modules(run, "blocks.0.mlp.gate_up")
     square = Quantizer(E4M3, tile=(128, 128))
     for module, part in zip(modules, layout.split(linears(run)["blocks.0.mlp.gate_up"][1]), strict=True):
         want = square(part)
@@ -157,20 +157,25 @@ def test_blocks_keep_the_values_of_training(tmp_path, capsys):
 
 
 REFUSED = {
-    "another format": ("fp8", ("nvfp4",), "multiplies by E4M3[*x*] POW2 weights", "--quantized fp8-tensor does"),
-    "a format of none": ("int8_switchback", ("fp8-tensor",), "INT8[*x*] FP32", "--requantize rounds them anew"),
-    "rotated codes": ("ufp4", ("nvfp4",), "INT4[1x16]", "does not hold"),
-    "several quantisers": ("fp4_mixed", ("fp8-tensor",), "does not hold", "--requantize"),
-    "BF16": ("bf16", ("fp8-tensor",), "rounds no weights", "not trained with"),
-    "backward alone": ("mxfp4", ("mxfp4",), "rounds no weights", "--requantize"),
+    "another format": ("fp8", ("nvfp4",), "cannot store the E4M3[*x*] POW2 weights", "--quantized fp8-tensor can"),
+    "a format of none": (
+        "int8_switchback",
+        ("fp8-tensor",),
+        "INT8[*x*] FP32",
+        "--requantize quantises them to fp8-tensor",
+    ),
+    "rotated codes": ("ufp4", ("nvfp4",), "INT4[1x16]", "cannot store"),
+    "several quantisers": ("fp4_mixed", ("fp8-tensor",), "cannot store", "--requantize"),
+    "BF16": ("bf16", ("fp8-tensor",), "quantises no weights", "not trained with"),
+    "backward alone": ("mxfp4", ("mxfp4",), "quantises no weights", "--requantize"),
     "inputs of nvfp4": (
         "nvfp4",
         ("nvfp4", "--activations", "dynamic"),
         "--activations dynamic",
-        "nvfp4 has none, static",
+        "nvfp4 supports none, static",
     ),
     "no calibration": ("fp8", ("fp8-tensor", "--activations", "static"), "static needs --calibration PATH"),
-    "a wrong way": ("mxfp8", ("mxfp8", "--activations", "static"), "mxfp8 has none, mx"),
+    "a wrong way": ("mxfp8", ("mxfp8", "--activations", "static"), "mxfp8 supports none, mx"),
 }
 
 
@@ -193,15 +198,15 @@ def test_what_does_not_fit_is_refused(tmp_path, capsys):
     )
     narrow = trained(tmp_path / "narrow", "fp8", *TINY, "model.ffn=80")
     assert cli.main(["export-hf", str(narrow), "--out", out, "--quantized", "fp8-tensor"]) == 2
-    assert "mlp.down_proj has 80 inputs, which groups of 32 do not divide" in capsys.readouterr().err
+    assert "mlp.down_proj has 80 input features, which groups of 32 do not divide" in capsys.readouterr().err
     nowhere = ["--quantized", "fp8-tensor", "--calibration", str(tmp_path / "nowhere")]
     assert cli.main(["export-hf", str(run), "--out", out, *nowhere, "--requantize"]) == 2
-    assert "nowhere: neither text nor a prepared set is there" in capsys.readouterr().err
+    assert "nowhere: no such file or prepared set" in capsys.readouterr().err
     gpt = save(tmp_path / "gpt", *(lambda s: (s.run, s.model))(system("fp8", "gpt_tiny")), 1)
     assert cli.main(["export-hf", str(gpt), "--out", out, "--quantized", "fp8-tensor"]) == 2
     assert "GPT-2's layers are Conv1D" in capsys.readouterr().err
     assert cli.main(["export-hf", str(run), "--out", out, "--requantize"]) == 2
-    assert "--requantize, --activations and --calibration are of --quantized FORMAT" in capsys.readouterr().err
+    assert "--requantize, --activations and --calibration need --quantized FORMAT" in capsys.readouterr().err
     assert tuple(FORMATS) == export_hf.FORMATS and not (tmp_path / "out").exists()
 
 
@@ -270,7 +275,7 @@ def test_inputs_of_nvfp4_have_the_codes_of_training_under_the_scale_of_a_batch()
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
     x = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
-    inputs = InputCodes(mode="static", args=E2M1_GROUPS, amax={"one": float(x.abs().max())})
+    inputs = InputQuantization(mode="static", args=E2M1_GROUPS, amax={"one": float(x.abs().max())})
     ((name, outer),) = inputs.tensors("one", "m")
     args = QuantizationArgs(**E2M1_GROUPS)
     scale, zero = compute_dynamic_scales_and_zp(x, args, None, global_scale=outer)
@@ -278,7 +283,7 @@ def test_inputs_of_nvfp4_have_the_codes_of_training_under_the_scale_of_a_batch()
     ours = nvfp4.recipe().fprop.a(x).dequantize()
     assert name == "m.input_global_scale"
     torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=0)
-    assert "NVFP4" in inputs.differs(nvfp4.recipe())
+    assert "NVFP4" in inputs.difference(nvfp4.recipe())
 
 
 FAMILIES = {

@@ -135,7 +135,7 @@ def _computed_as(trained: Trained, recipes: Sequence[str]) -> dict[str, str]:
 
 def tokenizer_of(trained: Trained, asked: Path | None) -> Tokenizer | None:
     """The tokenizer asked for, else the model's own; None where none is known. Raises ValueError for an unfit one."""
-    path = tokenizers.found(trained.directory, asked)
+    path = tokenizers.find(trained.directory, asked)
     if path is None:
         return None
     tokenizer = load(path)

@@ -1,1 +1,1 @@
-"""Models in the form that Hugging Face's `transformers` opens: names, layouts of rows, files and tokenizers."""
+"""Load and export Hugging Face checkpoints: tensor names, row layouts, safetensors, config.json and tokenizers."""

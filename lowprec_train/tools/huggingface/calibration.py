@@ -1,4 +1,4 @@
-"""The largest input of every linear layer while a model reads text, from which `static` scales are made."""
+"""Calibration of static activation scales: the input amax of every linear layer over a text."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ WINDOWS = 64
 
 
 def input_amax(trained: Trained, path: Path, tokenizer: Path | None) -> dict[str, float]:
-    """max |x| by linear layer, over the first windows of a text or prepared set, in the forward pass of training.
+    """Input amax of each linear layer over the first WINDOWS windows of a text or prepared set.
 
-    Raises ValueError for text that cannot be read, and where there is none.
+    The forward pass is that of training, with the run's recipe. Raises ValueError for a missing, unreadable or empty
+    text.
     """
     if not (path.exists() or path.with_name(f"{path.name}.idx").exists()):
-        raise ValueError(f"--calibration {path}: neither text nor a prepared set is there")
+        raise ValueError(f"--calibration {path}: no such file or prepared set; name a text file or a set's prefix")
     source = texts.open_text(path, field="text", tokenizer=tokenizer_of(trained, tokenizer))
-    model, found = trained.model(OF_RUN, device=torch.device("cpu")), dict[str, float]()
+    model, amax = trained.model(OF_RUN, device=torch.device("cpu")), dict[str, float]()
     length = trained.weights.model.max_seq_len
     start = None if source.tokenizer is None else source.tokenizer.eod
-    how = Cutting(seq_len=length, stride=length, batch=1, start=start)
-    windows = (window for document in how.taken(source, model.vocab_size) for window in how.windows(document))
+    cutting = Cutting(seq_len=length, stride=length, batch=1, start=start)
+    windows = (window for document in cutting.taken(source, model.vocab_size) for window in cutting.windows(document))
     for name, linear in policy.named_linears(model):
-        linear.register_forward_pre_hook(_keeping(found, name))
-    if not score_all(model, islice(windows, WINDOWS), how.batch):
-        raise ValueError(f"--calibration {path}: no text to read")
-    return found
+        linear.register_forward_pre_hook(_amax_hook(amax, name))
+    if not score_all(model, islice(windows, WINDOWS), cutting.batch):
+        raise ValueError(f"--calibration {path} holds no text; name another one")
+    return amax
 
 
-def _keeping(found: dict[str, float], name: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
-    def keep(_: Any, inputs: tuple[Tensor, ...]) -> None:
-        found[name] = max(found.get(name, 0.0), float(inputs[0].abs().max()))
+def _amax_hook(amax: dict[str, float], name: str) -> Callable[[Any, tuple[Tensor, ...]], None]:
+    def update(_: Any, inputs: tuple[Tensor, ...]) -> None:
+        amax[name] = max(amax.get(name, 0.0), float(inputs[0].abs().max()))
 
-    return keep
+    return update

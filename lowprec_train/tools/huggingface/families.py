@@ -1,8 +1,7 @@
-"""The families of models that are exchanged, GPT-2's among them, and which of them a model belongs to.
+"""The supported model families of Hugging Face, and the family of a given model or config.json.
 
-A config.json that asks for more than the model here computes (other scalings of the rotary frequencies, an activation
-of another kind, a sliding window) is refused with the value that it has: a model that opens and computes something else
-is worse than none.
+A config.json with a setting that this package does not compute (another RoPE scaling, another activation function, a
+sliding window) is refused with the setting's value, because the imported model would compute other logits.
 """
 
 from __future__ import annotations
@@ -87,42 +86,42 @@ GPT2 = Family(
     from_config=_gpt2_sizes,
 )
 
-MISSING = {  # what a well-known model needs -> its model_type
+UNSUPPORTED = {  # feature -> the model_types that need it
     "a mixture of experts": ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss"),
-    "norms of weight 1 + w, scaled embeddings and windows": ("gemma", "gemma2", "gemma3", "gemma3_text"),
+    "norms of weight 1 + w, scaled embeddings and sliding windows": ("gemma", "gemma2", "gemma3", "gemma3_text"),
     "rotation of a part of each head's channels": ("gpt_neox", "phi", "stablelm", "persimmon"),
     "fused projections and rotary frequencies of its own": ("phi3",),
-    "state spaces or linear attention": ("mamba", "mamba2", "jamba", "bamba", "qwen3_next", "nemotron_h"),
+    "state-space layers or linear attention": ("mamba", "mamba2", "jamba", "bamba", "qwen3_next", "nemotron_h"),
     "a chunked or windowed attention": ("llama4", "cohere2", "olmo3"),
 }
 FAMILIES = (LLAMA, QWEN2, QWEN3, OLMO2, MISTRAL, GPT2)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family that a model of ours can be exported to. Raises ValueError, with what keeps it from each."""
+    """The family that a model is exported to. Raises ValueError with the settings that each family lacks."""
     reasons = []
     for family in FAMILIES:
-        wrong = [
+        lacking = [
             f"{key}={getattr(model, key)}" for key, value in family.choices.items() if getattr(model, key) != value
         ]
         if family is GPT2 and model.kv_heads != model.heads:
-            wrong.append(f"kv_heads={model.kv_heads} of {model.heads} heads")
-        if not wrong:
+            lacking.append(f"kv_heads={model.kv_heads} of {model.heads} heads")
+        if not lacking:
             return family
-        reasons.append(f"{family.model_type} has no {', '.join(wrong)}")
-    raise ValueError(f"model {model.name} has no form in transformers: {'; '.join(reasons)}")
+        reasons.append(f"{family.model_type} has no {', '.join(lacking)}")
+    raise ValueError(f"no Hugging Face architecture computes model {model.name}: {'; '.join(reasons)}")
 
 
 def family_named(config: Json) -> Family:
-    """The family of a config.json. Raises ValueError for another one, and for quantised weights."""
+    """The family of a config.json. Raises ValueError for an unsupported model_type and for quantised weights."""
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
             if config.get("quantization_config"):
-                raise ValueError("config.json: has a quantization_config, and weights must be BF16, FP16 or FP32")
+                raise ValueError("config.json has a quantization_config; import weights in BF16, FP16 or FP32")
             return family
     kind = config.get("model_type")
-    for reason, kinds in MISSING.items():
+    for feature, kinds in UNSUPPORTED.items():
         if kind in kinds:
-            raise ValueError(f"config.json: model_type = {kind!r}: {reason}, which this project does not compute")
+            raise ValueError(f"config.json: model_type = {kind!r} needs {feature}, which this project does not compute")
     known = ", ".join(family.model_type for family in FAMILIES)
-    raise ValueError(f"config.json: model_type = {kind!r}, and only {known} can be imported")
+    raise ValueError(f"config.json: model_type = {kind!r} is not supported; supported are {known}")

@@ -1,4 +1,4 @@
-"""A family of models of `transformers`, as data: what it calls our modules, and what its config.json says."""
+"""A model family of Hugging Face as data: its module names, its weight layouts and the keys of its config.json."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from lowprec_train.tools.huggingface.rows import Rows, Same
 Json = Mapping[str, Any]
 MAYBE_COUNTS = ("num_key_value_heads", "head_dim", "n_inner")  # sizes of config.json that may be null
 REALS = ("rms_norm_eps", "layer_norm_epsilon", "rope_theta")
-SPECIAL_IDS = ("bos_token_id", "eos_token_id")  # of config.json: begin a text, end one; an id, a list of ids or null
+SPECIAL_IDS = ("bos_token_id", "eos_token_id")  # keys of config.json; each an id, a list of ids or null
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One model_type of `transformers`.
+    """One model_type of Hugging Face.
 
-    choices: the values of ModelConfig that it fixes. counts: keys of config.json that hold sizes. outer: our module ->
-    theirs, prefix and all. block: prefix of a block's modules, with its number. inner: our module of a block -> theirs,
-    one or several. rows: our module and the model -> the layout. to_config, from_config: sizes to config.json and back.
+    prefix: that of the base model's parameters. choices: settings of ModelConfig that every model of the family has.
+    counts: keys of config.json that hold sizes. outer: module of this package -> full name of the Hugging Face module,
+    outside the blocks. block: name of block `{}`. inner: the same inside a block; one module may become several. rows:
+    module and model -> layout of its tensors. to_config, from_config: sizes to config.json and back.
     """
 
     model_type: str
@@ -40,8 +41,8 @@ class Family:
     to_config: Callable[[ModelConfig], dict[str, Any]]
     from_config: Callable[[Json], dict[str, Any]]
 
-    def theirs(self, name: str) -> tuple[str, ...]:
-        """The names that they give to our parameter."""
+    def hf_names(self, name: str) -> tuple[str, ...]:
+        """Names of the Hugging Face parameters that hold a parameter of this package."""
         module, _, kind = name.rpartition(".")
         if module in self.outer:
             return (f"{self.outer[module]}.{kind}",)
@@ -49,12 +50,12 @@ class Family:
         return tuple(f"{self.block.format(number)}.{each}.{kind}" for each in self.inner[inside])
 
     def layout(self, name: str, model: ModelConfig) -> Rows:
-        """The layout of our parameter in their tensors."""
+        """The layout of a parameter of this package in the Hugging Face tensors."""
         module = name.rpartition(".")[0]
         return Same() if module in self.outer else self.rows(_in_block(module)[1], model)
 
     def config(self, model: ModelConfig, *, dtype: torch.dtype, ids: Json) -> dict[str, Any]:
-        """config.json. ids: the SPECIAL_IDS that are known."""
+        """Content of config.json. dtype: of the tensors. ids: values of SPECIAL_IDS; null where absent."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -67,7 +68,7 @@ class Family:
         }
 
     def model(self, config: Json, name: str) -> ModelConfig:
-        """Sizes of the model that config.json describes. Raises ValueError for what this project does not compute."""
+        """The model that config.json describes. Raises ValueError for a setting that this project does not compute."""
         try:
             _check_numbers({key: config[key] for key in self.counts}, int)
             _check_numbers({key: config[key] for key in MAYBE_COUNTS if config.get(key) is not None}, int)
@@ -75,11 +76,11 @@ class Family:
             sizes = self.from_config(config)
             return ModelConfig(name=name, vocab_size=config["vocab_size"], **self.choices, **sizes)
         except KeyError as error:
-            raise ValueError(f"config.json of a {self.model_type} model does not say {error}") from None
+            raise ValueError(f"config.json of a {self.model_type} model lacks the key {error}") from None
 
 
-def _check_numbers(asked: Json, *kinds: type) -> None:
-    for key, value in asked.items():
+def _check_numbers(values: Json, *kinds: type) -> None:
+    for key, value in values.items():
         if type(value) not in kinds or not 0 < value < math.inf:
             raise ValueError(f"config.json: {key} = {value!r} is not a positive number")
 
@@ -91,7 +92,7 @@ def _in_block(module: str) -> tuple[str, str]:
 
 
 def expect(config: Json, key: str, *allowed: Any, why: str = "") -> None:
-    """ValueError unless a key of config.json has one of these values. why: in place of them, for people."""
+    """Raise ValueError unless a key of config.json has one of the allowed values. why: names them in the error."""
     if config.get(key) not in allowed:
         wanted = why or " or ".join(repr(value) for value in allowed if value is not None)
         raise ValueError(f"config.json: {key} = {config.get(key)!r}, and this project computes {wanted} only")

@@ -1,12 +1,11 @@
-"""A SentencePiece model as the `tokenizer.json` that `transformers` opens, with the same ids for every text.
+"""Conversion of a SentencePiece model to a Hugging Face `tokenizer.json` with the same token ids.
 
-SentencePiece's BPE keeps no list of merges: it merges the two neighbours whose joined piece has the highest score. So
-every way to cut a piece into two pieces is a merge, ranked by the score of the whole. Spaces are U+2581 in pieces, a
-character that is in none becomes bytes, and pieces that the user defined are cut out before anything is merged.
+SentencePiece's BPE stores no merge list: it merges the two neighbours whose joined piece has the highest score. The
+converted merge list therefore holds every split of a piece into two pieces, ordered by the score of the joined piece.
+Pieces write a space as U+2581, unknown characters fall back to bytes, and user-defined pieces are split off first.
 
-What cannot be said that way is not left to luck: the two are compared on texts that are hard for tokenizers, and a
-difference is an error. A unigram model (never learnt here) takes the cheapest way through a text; where two ways cost
-the same to the last bit but one, the two libraries may choose differently.
+Both tokenizers encode a set of difficult texts, and a difference is an error. A unigram model (this project trains
+none) takes the segmentation of lowest cost; the two libraries may break near-ties of that cost differently.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ UNIGRAM, BPE = 1, 2  # model_type of sentencepiece_model.proto, as are the types
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 EXTRA_SPACES = {rf"\A +|[ {SPACE}]+\z": "", " {2,}": " "}  # of remove_extra_whitespaces
-_NEVER = -1e6  # score of pieces that no text is cut into, however it spells
+_NEVER = -1e6  # score of pieces other than normal ones: no segmentation contains them
 
 PROBES = (
     "Hello world",
@@ -37,11 +36,11 @@ PROBES = (
 
 
 def tokenizer_json(content: bytes, name: str) -> str:
-    """The text of a tokenizer.json. name: for errors.
+    """Content of the tokenizer.json. name: of the model, for errors.
 
     Raises:
-        ValueError: a package that this takes is missing, the model is neither BPE nor unigram, or what it does to some
-            text has no equivalent.
+        ValueError: a needed package is missing, the model is neither BPE nor unigram, or the converted tokenizer
+            encodes a probe text differently.
     """
     for package, module in (("tokenizers", "tokenizers"), ("protobuf", "google.protobuf")):
         needs_package(package, extra="hf", what="exporting a SentencePiece tokenizer", module=module)
@@ -49,7 +48,7 @@ def tokenizer_json(content: bytes, name: str) -> str:
 
     proto = ModelProto.FromString(content)
     if proto.trainer_spec.model_type not in (UNIGRAM, BPE):
-        raise ValueError(f"{name}: model_type {proto.trainer_spec.model_type} is neither BPE nor unigram")
+        raise ValueError(f"{name}: model_type {proto.trainer_spec.model_type} is neither BPE (2) nor unigram (1)")
     converted = _converted(proto)
     check(converted, sentencepiece.SentencePieceProcessor(model_proto=content), name, _probes(proto))
     text: str = converted.to_str(pretty=True)
@@ -57,19 +56,19 @@ def tokenizer_json(content: bytes, name: str) -> str:
 
 
 def check(converted: Any, original: Any, name: str, texts: tuple[str, ...]) -> None:
-    """Raise ValueError with the first of the texts whose ids differ."""
+    """Raise ValueError for the first text that the two tokenizers encode differently."""
     converted.encode_special_tokens = True
     for text in texts:
         here, there = original.encode(text), converted.encode(text, add_special_tokens=False).ids
         if here != there:
             raise ValueError(
-                f"{name}: has no equivalent tokenizer.json: {text!r} is {here[:12]}, and would be {there[:12]}; "
-                "--tokenizer none exports the model without it"
+                f"{name} has no equivalent tokenizer.json: {text!r} is {here[:12]}, and would be {there[:12]}; "
+                "--tokenizer none exports the model without a tokenizer"
             )
 
 
 def special_pieces(content: bytes) -> dict[str, str]:
-    """Role -> piece of the tokens that tokenizer_config.json names."""
+    """The special tokens of tokenizer_config.json: key (`eos_token`) -> piece."""
     processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     ids = {"unk_token": processor.unk_id(), "bos_token": processor.bos_id(), "eos_token": processor.eos_id()}
     return {role: processor.id_to_piece(each) for role, each in ids.items() if each >= 0}

@@ -1,18 +1,18 @@
-"""Weights in codes, in the layout of compressed-tensors, which transformers and vLLM read.
+"""Quantised weights in the layout of compressed-tensors, which transformers and vLLM load.
 
     fp8-tensor    weight E4M3 [n, k]      weight_scale FP32 [1]
-    fp8-channel   weight E4M3 [n, k]      weight_scale FP32 [n, 1]                 E2M1 rows too: their codes are E4M3
+    fp8-channel   weight E4M3 [n, k]      weight_scale FP32 [n, 1]                 also E2M1 codes, which E4M3 holds
     fp8-block     weight E4M3 [n, k]      weight_scale FP32 [n / 128, k / 128]
     nvfp4         weight_packed [n, k/2]  weight_scale E4M3 [n, k / 16]   weight_global_scale FP32 [1], the inverse
     mxfp8         weight E4M3 [n, k]      weight_scale uint8 [n, k / 32], the biased exponent
     mxfp4         weight_packed [n, k/2]  weight_scale uint8 [n, k / 32]
 
-Codes are those that the recipe's forward pass multiplies by: they are made of the whole matrix of ours, BF16 first, and
-then move row by row to the matrices of theirs. A scale of several rows is written once for each of them where the
-format has scales of rows. Rows of one 128 x 128 block of theirs may come from several of ours: they are rounded by the
-recipe's quantiser under the power of two of their own block, to the same values but for E4M3's subnormal numbers.
+The codes are those of the recipe's forward pass: a fused weight of this package is cast to BF16 and quantised as one
+matrix, and its rows are then distributed to the Hugging Face weights. A format with a scale per row repeats the scale
+of a tile for each of its rows. fp8-block quantises every Hugging Face weight by itself, because the rows of its
+128 x 128 blocks come from several blocks of this package; values equal those of training except for E4M3 subnormals.
 
-`input_codes` says what readers do to inputs.
+`input_quantization` describes the activations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowprec_train.numerics.quantizer import WHOLE, Quantized, Quantizer, ScaleR
 from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.saved_activations import SavedActivationPolicy
 from lowprec_train.tools.huggingface.family import Family
-from lowprec_train.tools.huggingface.input_codes import (
+from lowprec_train.tools.huggingface.input_quantization import (
     DYNAMIC,
     E2M1_GROUPS,
     E4M3_GROUPS,
@@ -38,23 +38,23 @@ from lowprec_train.tools.huggingface.input_codes import (
     MX,
     NONE,
     STATIC,
-    InputCodes,
+    InputQuantization,
     Json,
     args,
 )
 from lowprec_train.tools.huggingface.rows import Rows
 from lowprec_train.tools.huggingface.shards import TensorSpec
 
-Parts = tuple[Tensor, Tensor, Quantized]  # codes and scale of one of their matrices, and what they were made with
+Parts = tuple[Tensor, Tensor, Quantized]  # codes and scale of a Hugging Face weight, and the matrix they come from
 FP8, BLOCK = torch.float8_e4m3fn, 128
 PRODUCER = {"quant_method": "compressed-tensors", "quantization_status": "compressed"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """quantizer: makes codes of a matrix whose recipe has none of this format. scheme: what compressed-tensors calls
-    the format. weights: QuantizationArgs; inputs: those of each way to round inputs. group: columns of a scale; 0: of a
-    tensor, a row or a block.
+    """quantizer: used by --requantize. scheme: name of the format in compressed-tensors. weights: QuantizationArgs.
+    inputs: mode of input quantisation -> QuantizationArgs. group: columns that share a scale; 0 for a scale per tensor,
+    row or block.
     """
 
     name: str
@@ -66,48 +66,49 @@ class Format:
 
     @property
     def packed(self) -> bool:
-        """Two codes a byte."""
+        """Whether a byte holds two codes."""
         return self.quantizer.format is E2M1
 
-    def fits(self, made_by: Quantizer) -> bool:
-        """Whether the codes and scales of this quantiser can be written so."""
-        tile, rule = made_by.tile, made_by.scale
-        if made_by.rounding is not NEAREST or made_by.format not in (E4M3, E2M1) or made_by.outer != WHOLE:
+    def represents(self, quantizer: Quantizer) -> bool:
+        """Whether this format can store the codes and scales of a quantiser."""
+        tile, rule = quantizer.tile, quantizer.scale
+        if quantizer.rounding is not NEAREST or quantizer.format not in (E4M3, E2M1) or quantizer.outer != WHOLE:
             return False
-        if self.group:  # squares too: each of their rows has the square's scale
-            power = rule in (ScaleRule.E8M0_CEIL, ScaleRule.E8M0_FLOOR, ScaleRule.POW2)
-            power = power and made_by.format is self.quantizer.format
-            right = rule is ScaleRule.NVFP4 if self.name == "nvfp4" else power
-            return right and tile[1] == self.group and tile[0] > 0 and made_by.range_share == 1
-        if self.name == "fp8-block" and (made_by.format is not E4M3 or rule is not ScaleRule.POW2):
-            return False  # rows of several blocks meet in one: only E4M3 under powers of two keeps its values
+        if self.group:  # square tiles too: each row of one repeats its scale
+            pow2 = rule in (ScaleRule.E8M0_CEIL, ScaleRule.E8M0_FLOOR, ScaleRule.POW2)
+            pow2 = pow2 and quantizer.format is self.quantizer.format
+            same_scales = rule is ScaleRule.NVFP4 if self.name == "nvfp4" else pow2
+            return same_scales and tile[1] == self.group and tile[0] > 0 and quantizer.range_share == 1
+        if self.name == "fp8-block" and (quantizer.format is not E4M3 or rule is not ScaleRule.POW2):
+            return False  # blocks of a Hugging Face weight are new: only E4M3 with power-of-two scales keeps the values
         return rule is not ScaleRule.LADDER and tile == self.quantizer.tile
 
     def specs(self, module: str, shape: torch.Size) -> list[TensorSpec]:
-        """The tensors of one of their matrices [n, k]. ValueError where a tile does not divide it."""
+        """The tensors of a Hugging Face weight [n, k]. Raises ValueError if a tile does not divide it."""
         n, k = shape
         try:
             self.quantizer.check(n, k)
         except ValueError as error:
             raise ValueError(f"{module} of {n} x {k} does not fit {self.name}: {error}") from None
-        made: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        forms: dict[str, tuple[tuple[int, ...], torch.dtype]]
         if self.group:
             scale = torch.float8_e4m3fn if self.name == "nvfp4" else torch.uint8
-            made = {"weight_packed": ((n, k // 2), torch.uint8)} if self.packed else {"weight": ((n, k), FP8)}
-            made |= {"weight_scale": ((n, k // self.group), scale)}
-            made |= {"weight_global_scale": ((1,), torch.float32)} if self.name == "nvfp4" else {}
+            forms = {"weight_packed": ((n, k // 2), torch.uint8)} if self.packed else {"weight": ((n, k), FP8)}
+            forms |= {"weight_scale": ((n, k // self.group), scale)}
+            forms |= {"weight_global_scale": ((1,), torch.float32)} if self.name == "nvfp4" else {}
         else:
-            of = {"fp8-tensor": (1,), "fp8-channel": (n, 1), "fp8-block": (n // BLOCK, k // BLOCK)}[self.name]
-            made = {"weight": ((n, k), FP8), "weight_scale": (of, torch.float32)}
+            scales = {"fp8-tensor": (1,), "fp8-channel": (n, 1), "fp8-block": (n // BLOCK, k // BLOCK)}[self.name]
+            forms = {"weight": ((n, k), FP8), "weight_scale": (scales, torch.float32)}
         return [
-            TensorSpec(name=f"{module}.{name}", shape=torch.Size(of), dtype=dtype) for name, (of, dtype) in made.items()
+            TensorSpec(name=f"{module}.{name}", shape=torch.Size(size), dtype=dtype)
+            for name, (size, dtype) in forms.items()
         ]
 
-    def config(self, *, ignore: list[str], inputs: InputCodes) -> Json:
-        """quantization_config of config.json. ignore: linear layers that keep their values."""
-        own = None if inputs.args is None else dict(inputs.args)
-        scheme = self.scheme if self.group or own is not None else "naive-quantized"
-        group = {"targets": ["Linear"], "weights": dict(self.weights), "input_activations": own}
+    def config(self, *, ignore: list[str], inputs: InputQuantization) -> Json:
+        """quantization_config of config.json. ignore: Hugging Face linear layers that are not quantised."""
+        input_args = None if inputs.args is None else dict(inputs.args)
+        scheme = self.scheme if self.group or input_args is not None else "naive-quantized"
+        group = {"targets": ["Linear"], "weights": dict(self.weights), "input_activations": input_args}
         return {**PRODUCER, "format": scheme, "config_groups": {"group_0": group}, "ignore": ignore}
 
 
@@ -164,119 +165,128 @@ FORMATS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightCodes:
-    """How our linear layers are written. quantizers: by name, of those whose weights become codes; None of the others.
-    requantized: they are the format's own, not the recipe's. inputs: how they are rounded; `beside`: what training does
-    to them otherwise. moved: weights whose values are not those of training, counted as they are written.
+class QuantizedExport:
+    """Which linear layers are exported quantised, and how.
+
+    quantizers: linear layer -> quantiser of its weight; None for a layer that is not quantised. requantized: they are
+    the format's quantisers, not the recipe's. input_differences: how training rounds inputs that `inputs` rounds to
+    other values. changed: Hugging Face module -> number of weights whose value is not that of training, filled by
+    `tensors`.
     """
 
     format: Format
     quantizers: Mapping[str, Quantizer | None]
     requantized: bool
-    inputs: InputCodes
-    beside: Sequence[str] = ()
-    moved: dict[str, int] = field(default_factory=dict)
+    inputs: InputQuantization
+    input_differences: Sequence[str] = ()
+    changed: dict[str, int] = field(default_factory=dict)
 
-    def has(self, name: str) -> bool:
-        """Whether this parameter is written in codes."""
+    def quantizes(self, name: str) -> bool:
+        """Whether this parameter is exported quantised."""
         return self.quantizers.get(name.removesuffix(".weight")) is not None and name.endswith(".weight")
 
-    def leaves(self, name: str) -> bool:
-        """Whether this parameter is the weight of a linear layer that keeps its values."""
+    def ignores(self, name: str) -> bool:
+        """Whether this parameter is the weight of a linear layer that is not quantised."""
         linear = name.removesuffix(".weight")
         return name.endswith(".weight") and linear in self.quantizers and self.quantizers[linear] is None
 
     def check(self, family: Family, model: ModelConfig) -> None:
-        """ValueError for a family whose layers are no Linear, and for a tied head in codes."""
+        """Raise ValueError for GPT-2, whose layers are no nn.Linear, and for a quantised tied head."""
         if family.model_type == "gpt2":
             raise ValueError(
-                f"--quantized {self.format.name}: GPT-2's layers are Conv1D, which compressed-tensors leaves out"
+                f"--quantized {self.format.name}: GPT-2's layers are Conv1D, which compressed-tensors does not quantise"
             )
         if model.tied and self.quantizers.get("head") is not None:
-            raise ValueError(f"--quantized {self.format.name}: the head is the embedding, whose values a lookup needs")
+            raise ValueError(
+                f"--quantized {self.format.name} cannot quantise the head of {model.name}: it is tied to the embedding"
+            )
 
-    def config(self, plain: Sequence[str]) -> Json:
-        """quantization_config of config.json. plain: their weights of linear layers that keep their values."""
-        ignore = sorted(
-            {name.removesuffix(".weight") for name in plain} | ({"lm_head"} if not self.has("head.weight") else set())
-        )
+    def config(self, ignored: Sequence[str]) -> Json:
+        """quantization_config of config.json. ignored: Hugging Face weights of linear layers that are not quantised."""
+        head = set() if self.quantizes("head.weight") else {"lm_head"}
+        ignore = sorted({name.removesuffix(".weight") for name in ignored} | head)
         return self.format.config(ignore=ignore, inputs=self.inputs)
 
     def specs(self, module: str, shape: torch.Size) -> list[TensorSpec]:
-        """As `Format.specs`, with what belongs to inputs."""
+        """The tensors of a Hugging Face module: those of `Format.specs` and its input scale."""
         self.inputs.check(module, shape[1])
         return self.format.specs(module, shape) + self.inputs.specs(module)
 
     @property
-    def told(self) -> str:
-        """One line: whose codes these are."""
-        kept = sum(each is None for each in self.quantizers.values())
-        coded = len(self.quantizers) - kept
-        made = "rounded anew, not as they were trained" if self.requantized else "codes of the forward pass of training"
-        rest = f", {kept} linear layers as they are" if kept else ""
-        lines = [f"{self.format.name}: weights of {coded} linear layers, {made}{rest}"]
-        if self.moved:
+    def summary(self) -> str:
+        """What was exported, in lines: the weights, the weights with other values than in training, the inputs."""
+        ignored = sum(each is None for each in self.quantizers.values())
+        quantized = len(self.quantizers) - ignored
+        codes = "requantised, not as trained" if self.requantized else "codes of the training forward pass"
+        rest = f", {ignored} linear layers not quantised" if ignored else ""
+        lines = [f"{self.format.name}: weights of {quantized} linear layers, {codes}{rest}"]
+        if self.changed:
             lines += [
-                f"{sum(self.moved.values())} weights of {len(self.moved)} layers, smaller than 2**-13 of their block's "
-                "maximum, are rounded in their own blocks' scale: training has another value there"
+                f"{sum(self.changed.values())} weights of {len(self.changed)} layers have another value than in "
+                "training: they are below 2**-13 of the amax of their block"
             ]
-        return "\n".join([*lines, self._told_of_inputs])
+        return "\n".join([*lines, self._input_summary])
 
     @property
-    def _told_of_inputs(self) -> str:
-        if self.beside and not self.requantized:
-            return f"{self.inputs.told}; not so in training: {'; '.join(self.beside)}"
-        return self.inputs.told + ("" if self.requantized else ", to the values of training")
+    def _input_summary(self) -> str:
+        if self.input_differences and not self.requantized:
+            return f"{self.inputs.summary}; in training {'; '.join(self.input_differences)}"
+        return self.inputs.summary + ("" if self.requantized else ", with the values of training")
 
-    def tensors(self, name: str, theirs: Sequence[str], layout: Rows, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of our weight [n, k], by their names. theirs: of their weights."""
-        linear, modules = name.removesuffix(".weight"), [each.removesuffix(".weight") for each in theirs]
+    def tensors(self, name: str, hf_names: Sequence[str], layout: Rows, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) pairs for a weight [n, k] of this package. hf_names: the Hugging Face weights that hold it."""
+        linear, modules = name.removesuffix(".weight"), [each.removesuffix(".weight") for each in hf_names]
         quantizer = self.quantizers[linear]
         assert quantizer is not None
-        how = self._blocks if self.format.name == "fp8-block" else self._rows
-        for module, made in zip(modules, how(modules, layout, weight.bfloat16(), quantizer), strict=True):
-            yield from self._written(module, *made)
+        quantize = self._quantize_parts if self.format.name == "fp8-block" else self._quantize_whole
+        for module, parts in zip(modules, quantize(modules, layout, weight.bfloat16(), quantizer), strict=True):
+            yield from self._stored(module, *parts)
             yield from self.inputs.tensors(linear, module)
 
-    def _rows(self, modules: Sequence[str], layout: Rows, weight: Tensor, quantizer: Quantizer) -> Iterator[Parts]:
-        """The codes of the whole matrix, moved row by row."""
-        codes = quantizer(weight)
-        carriers = layout.split(codes.codes.view(torch.uint8))
-        scales = [codes.scale] * len(modules) if codes.scale.numel() == 1 else layout.split(_of_rows(codes))
+    def _quantize_whole(
+        self, modules: Sequence[str], layout: Rows, weight: Tensor, quantizer: Quantizer
+    ) -> Iterator[Parts]:
+        """Quantise the whole weight, then distribute the rows of its codes."""
+        quantized = quantizer(weight)
+        carriers = layout.split(quantized.codes.view(torch.uint8))
+        scale = quantized.scale
+        scales = [scale] * len(modules) if scale.numel() == 1 else layout.split(_row_scales(quantized))
         for part, scale in zip(carriers, scales, strict=True):
-            yield part.contiguous().view(FP8), scale.contiguous(), codes
+            yield part.contiguous().view(FP8), scale.contiguous(), quantized
 
-    def _blocks(self, modules: Sequence[str], layout: Rows, weight: Tensor, quantizer: Quantizer) -> Iterator[Parts]:
-        """Rounded in their blocks, and counted where that is not the value that training multiplies by."""
+    def _quantize_parts(
+        self, modules: Sequence[str], layout: Rows, weight: Tensor, quantizer: Quantizer
+    ) -> Iterator[Parts]:
+        """Distribute the rows of the weight, then quantise each part; count the values that training does not have."""
         trained = None if self.requantized else layout.split(quantizer(weight).dequantize())
         for number, (module, part) in enumerate(zip(modules, layout.split(weight), strict=True)):
-            made = quantizer(part)
-            if trained is not None and (count := int((made.dequantize() != trained[number]).sum())):
-                self.moved[module] = count
-            yield made.codes, made.scale, made
+            quantized = quantizer(part)
+            if trained is not None and (count := int((quantized.dequantize() != trained[number]).sum())):
+                self.changed[module] = count
+            yield quantized.codes, quantized.scale, quantized
 
-    def _written(self, module: str, codes: Tensor, scale: Tensor, whole: Quantized) -> Iterator[tuple[str, Tensor]]:
-        """scale: one number, those of every row, or of blocks that were made of this matrix."""
+    def _stored(self, module: str, codes: Tensor, scale: Tensor, source: Quantized) -> Iterator[tuple[str, Tensor]]:
+        """scale: [1], one per row, or one per block of this module's weight. source: holds NVFP4's tensor scale."""
         if self.format.packed:
             yield f"{module}.weight_packed", torch.ops.lowprec.pack_e2m1(codes)
         else:
             yield f"{module}.weight", codes
         if self.format.name == "nvfp4":
             yield f"{module}.weight_scale", scale.to(FP8)
-            yield f"{module}.weight_global_scale", 1 / whole.parts["tensor"].view(1)
+            yield f"{module}.weight_global_scale", 1 / source.parts["tensor"].view(1)
         elif self.format.group:
             yield f"{module}.weight_scale", (scale.view(torch.int32) >> 23).to(torch.uint8)
-        else:  # files hold no tensor twice
+        else:  # cloned: safetensors refuses tensors that share memory
             yield f"{module}.weight_scale", scale.clone().view(1) if self.format.name == "fp8-tensor" else scale
 
 
-def _of_rows(codes: Quantized) -> Tensor:
-    """The scales of every row; under NVFP4 those beneath the tensor's, as they are stored. FP32."""
-    block = codes.parts.get("block", codes.scale).float()
-    return block.repeat_interleave(codes.codes.shape[0] // block.shape[0], 0)
+def _row_scales(quantized: Quantized) -> Tensor:
+    """FP32 scales [n, k / group], one row of scales per row of codes; of NVFP4 the block scales."""
+    block = quantized.parts.get("block", quantized.scale).float()
+    return block.repeat_interleave(quantized.codes.shape[0] // block.shape[0], 0)
 
 
-def weight_codes(
+def quantized_export(
     name: str,
     recipes: Mapping[str, LinearRecipe],
     *,
@@ -285,62 +295,73 @@ def weight_codes(
     requantize: bool = False,
     activations: str | None = None,
     amax: Mapping[str, float] | None = None,
-) -> WeightCodes:
-    """Of the format `name`. recipes: of every linear layer of ours; recipe: what they are called. saved: what norms and
-    activations round, which no reader does. requantize: round the weights of all blocks anew. activations: how inputs
-    are rounded; None takes the way that gives the values of training, "none" where there is none. amax: of every
-    layer's inputs, where they were calibrated.
+) -> QuantizedExport:
+    """Quantised export in the format `name`.
 
-    Raises ValueError for a recipe whose forward pass has no such codes, and for inputs that the format does not round.
+    recipes: linear layer -> its recipe; recipe: their common name, for errors. saved: quantised activations of norms
+    and activation functions, which inference engines do not have. requantize: quantise all blocks with the format's
+    quantiser. activations: mode of the inputs; None takes the one that reproduces training, NONE if there is none.
+    amax: calibrated amax of the inputs.
+
+    Raises ValueError if the format cannot store the weights of the recipe's forward pass, and for a mode that the
+    format does not have.
     """
     form = FORMATS[name]
-    made: dict[str, Quantizer | None] = {}
+    quantizers: dict[str, Quantizer | None] = {}
     for linear, each in recipes.items():
-        own = each.fprop.b
+        trained = each.fprop.b
         if requantize:
-            made[linear] = form.quantizer if linear.startswith("blocks.") else None
+            quantizers[linear] = form.quantizer if linear.startswith("blocks.") else None
         elif each.fprop.is_identity or each.fprop.codes_only:
-            made[linear] = None
-        elif isinstance(own, Quantizer) and each.fprop.rotation is None and form.fits(own):
-            made[linear] = own
+            quantizers[linear] = None
+        elif isinstance(trained, Quantizer) and each.fprop.rotation is None and form.represents(trained):
+            quantizers[linear] = trained
         else:
             raise ValueError(
-                f"--quantized {name}: the forward pass of {recipe} multiplies by {own or 'BF16'} weights in {linear}, "
-                f"which {name} does not hold{_instead(own)}; --requantize rounds them anew as {name}"
+                f"--quantized {name} cannot store the {trained or 'BF16'} weights of {linear} in the forward pass of "
+                f"{recipe}{_alternative(trained)}; --requantize quantises them to {name}"
             )
-    if not any(made.values()):
+    if not any(quantizers.values()):
         raise ValueError(
-            f"--quantized {name}: the forward pass of {recipe} rounds no weights; --requantize rounds them as {name}, "
-            "which the model was not trained with"
+            f"--quantized {name}: the forward pass of {recipe} quantises no weights; --requantize quantises them to "
+            f"{name}, which the model was not trained with"
         )
-    coded = [recipes[linear] for linear, each in made.items() if each is not None]
-    inputs = _inputs(form, [] if requantize else coded, activations, amax)
-    beside = dict.fromkeys(told for each in coded if (told := inputs.differs(each)))
-    rounded = [f"{role}s compute from {how}" for role in ("norm", "activation") if (how := saved.of(role))]
-    beside |= {f"its {' and its '.join(rounded)}": None} if rounded else {}
-    return WeightCodes(format=form, quantizers=made, requantized=requantize, inputs=inputs, beside=tuple(beside))
+    quantized = [recipes[linear] for linear, each in quantizers.items() if each is not None]
+    inputs = _inputs(form, [] if requantize else quantized, activations, amax)
+    differences = dict.fromkeys(difference for each in quantized if (difference := inputs.difference(each)))
+    rounded = [f"{role}s compute from {codec}" for role in ("norm", "activation") if (codec := saved.of(role))]
+    differences |= {" and ".join(rounded): None} if rounded else {}
+    return QuantizedExport(
+        format=form,
+        quantizers=quantizers,
+        requantized=requantize,
+        inputs=inputs,
+        input_differences=tuple(differences),
+    )
 
 
 def _inputs(
-    form: Format, recipes: Sequence[LinearRecipe], asked: str | None, amax: Mapping[str, float] | None
-) -> InputCodes:
-    """recipes: whose values the inputs should have where nothing is asked for."""
-    ways = {mode: InputCodes(mode=mode, args=how, amax=amax or {}) for mode, how in form.inputs.items()}
-    ways = {NONE: InputCodes(mode=NONE), **ways}
-    if asked is None:
+    form: Format, recipes: Sequence[LinearRecipe], mode: str | None, amax: Mapping[str, float] | None
+) -> InputQuantization:
+    """mode: None takes the first one that reproduces the inputs of `recipes`."""
+    modes = {mode: InputQuantization(mode=mode, args=args, amax=amax or {}) for mode, args in form.inputs.items()}
+    modes = {NONE: InputQuantization(mode=NONE), **modes}
+    if mode is None:
         usable = [STATIC] if amax is not None else [NONE, MX, DYNAMIC]
-        right = [mode for mode in usable if mode in ways and not any(map(ways[mode].differs, recipes))]
-        asked = STATIC if amax is not None else right[0] if right else NONE
-    if asked not in ways:
-        raise ValueError(f"--activations {asked}: {form.name} has {', '.join(ways)}")
-    if (asked == STATIC) != (amax is not None):
+        same = [each for each in usable if each in modes and not any(map(modes[each].difference, recipes))]
+        mode = STATIC if amax is not None else same[0] if same else NONE
+    if mode not in modes:
+        raise ValueError(f"--activations {mode}: {form.name} supports {', '.join(modes)}")
+    if (mode == STATIC) != (amax is not None):
         raise ValueError(
-            f"--activations {asked} {'needs' if asked == STATIC else 'takes no'} --calibration PATH: scales of inputs "
-            "come from text that the model reads"
+            f"--activations {mode} {'needs' if mode == STATIC else 'takes no'} --calibration PATH, the text from which "
+            "static scales are computed"
         )
-    return ways[asked]
+    return modes[mode]
 
 
-def _instead(own: object) -> str:
-    fitting = [name for name, each in FORMATS.items() if isinstance(own, Quantizer) and each.fits(own)]
-    return f" (--quantized {fitting[0]} does)" if fitting else ""
+def _alternative(quantizer: object) -> str:
+    formats = [
+        name for name, each in FORMATS.items() if isinstance(quantizer, Quantizer) and each.represents(quantizer)
+    ]
+    return f" (--quantized {formats[0]} can)" if formats else ""

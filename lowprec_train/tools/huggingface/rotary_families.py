@@ -1,11 +1,10 @@
-"""LLaMA and its kin: rmsnorm, swiglu and rotary positions, with what sets each family apart.
+"""Families with RMSNorm, SwiGLU and RoPE.
 
-llama     rotary frequencies scaled as in Llama 3.1 or not; grouped queries, tied or not, with biases or without,
-          heads of any width
-mistral   the same without biases and without a sliding window; exported as llama
-qwen2     as llama, with biases of queries, keys and values alone
-qwen3     as llama, queries and keys normalised over each head
-olmo2     as llama, norms behind attention and feed-forward net; queries and keys normalised over all heads
+llama     RoPE with or without the scaling of Llama 3.1; GQA, tied embeddings, biases and head_dim are optional
+mistral   llama without biases; no sliding window; exported as llama
+qwen2     llama with biases in q, k and v only
+qwen3     llama with QK norm over each head
+olmo2     llama with norms after attention and MLP, and QK norm over all heads
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 from lowprec_train.config import ModelConfig
 from lowprec_train.model.layers import ROPE_SCALINGS
 from lowprec_train.tools.huggingface.family import Family, Json, expect
-from lowprec_train.tools.huggingface.rows import Alternating, GroupedHeads, Rows, Same
+from lowprec_train.tools.huggingface.rows import GroupedHeads, Interleaved, Rows, Same
 
 ROTARY = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"}
 COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -29,14 +28,14 @@ INNER = {
     "mlp.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "mlp.down": ("mlp.down_proj",),
 }
-NORMED = {"attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)}
-BEHIND = {"attention_norm": ("post_attention_layernorm",), "mlp_norm": ("post_feedforward_layernorm",)}
+QK_NORM = {"attention.q_norm": ("self_attn.q_norm",), "attention.k_norm": ("self_attn.k_norm",)}
+POST_NORM = {"attention_norm": ("post_attention_layernorm",), "mlp_norm": ("post_feedforward_layernorm",)}
 
 
 def _rotary_rows(module: str, model: ModelConfig) -> Rows:
     if module == "attention.qkv":
         return GroupedHeads(queries=model.heads // model.kv_heads, head_dim=_head_dim(model))
-    return Alternating() if module == "mlp.gate_up" else Same()
+    return Interleaved() if module == "mlp.gate_up" else Same()
 
 
 def _head_dim(model: ModelConfig) -> int:
@@ -75,10 +74,10 @@ def _olmo2_config(model: ModelConfig) -> dict[str, Any]:
     return _rotary_config(model) | {"attention_bias": False}
 
 
-def _rotary_sizes(config: Json, *named: str) -> dict[str, Any]:
-    """named: keys whose default in this family is another than a LLaMA's, so config.json has to say them."""
-    for key in named:
-        config[key]  # KeyError: `Family.model` says that it is missing
+def _rotary_sizes(config: Json, *required: str) -> dict[str, Any]:
+    """required: keys that config.json must hold, because the family's default is not llama's."""
+    for key in required:
+        config[key]  # KeyError: `Family.model` reports the missing key
     dim, heads = config["hidden_size"], config["num_attention_heads"]
     expect(config, "hidden_act", "silu")
     head_dim = config.get("head_dim") or dim // heads
@@ -108,13 +107,13 @@ def _mistral_sizes(config: Json) -> dict[str, Any]:
     return _rotary_sizes(config, "sliding_window", "num_key_value_heads") | {"bias": False}
 
 
-def _full_attention(config: Json, *named: str) -> dict[str, Any]:
+def _full_attention(config: Json, *required: str) -> dict[str, Any]:
     expect(config, "use_sliding_window", False, None)
     if set(config.get("layer_types") or ()) - {"full_attention"}:
         raise ValueError(
-            f"config.json: layer_types = {config['layer_types']}, and this project computes full_attention"
+            f"config.json: layer_types = {config['layer_types']}, and this project computes full_attention only"
         )
-    return _rotary_sizes(config, "num_key_value_heads", *named)
+    return _rotary_sizes(config, "num_key_value_heads", *required)
 
 
 def _qwen3_sizes(config: Json) -> dict[str, Any]:
@@ -128,34 +127,34 @@ def _olmo2_sizes(config: Json) -> dict[str, Any]:
 
 
 def _rope(config: Json) -> tuple[str, Json]:
-    """The rotary settings of a config.json: their key, `rope_parameters` in newer files, and themselves."""
+    """The RoPE settings of a config.json: their key (`rope_parameters` in newer files) and their values."""
     newer, older = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
-    for key, asked in (("rope_parameters", newer), ("rope_scaling", older)):
-        if not isinstance(asked, dict):
-            raise ValueError(f"config.json: {key} = {asked!r} is not a table of rotary settings")
+    for key, settings in (("rope_parameters", newer), ("rope_scaling", older)):
+        if not isinstance(settings, dict):
+            raise ValueError(f"config.json: {key} = {settings!r} is not a table of rotary settings")
     if newer and older and newer != older:
         raise ValueError(f"config.json: rope_parameters = {newer} and rope_scaling = {older} are not the same")
     return ("rope_parameters", newer) if newer else ("rope_scaling", older)
 
 
 def _rope_theta(config: Json) -> float:
-    """The base of the rotary frequencies: beside the other sizes, or among the rotary settings."""
+    """The RoPE base, which config.json holds among its RoPE settings or at its top level."""
     return float(_rope(config)[1].get("rope_theta", config.get("rope_theta", 10000.0)))
 
 
 def _rope_scaling(config: Json) -> dict[str, Any] | None:
-    """How the rotary frequencies are scaled, as our models take it; None where they are not."""
-    key, asked = _rope(config)
-    kind = asked.get("rope_type", asked.get("type", "default"))
-    if asked.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", *ROPE_SCALINGS):
+    """The RoPE scaling as ModelConfig holds it; None for unscaled RoPE."""
+    key, settings = _rope(config)
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if settings.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", *ROPE_SCALINGS):
         known = " or ".join(ROPE_SCALINGS)
         raise ValueError(
-            f"config.json: {key} = {dict(asked)} scales the rotary frequencies in a way that this model does not: "
-            f"{known} only"
+            f"config.json: {key} = {dict(settings)} is not supported; rope_type must be default or {known}, "
+            "and partial_rotary_factor 1"
         )
     if kind == "default":
         return None
-    return {"rope_type": kind, **{name: asked[name] for name in ROPE_SCALINGS[kind]}}
+    return {"rope_type": kind, **{name: settings[name] for name in ROPE_SCALINGS[kind]}}
 
 
 def _rotary_family(
@@ -167,12 +166,12 @@ def _rotary_family(
     inner: Mapping[str, tuple[str, ...]] = INNER,
     **choices: Any,
 ) -> Family:
-    usual = {"attention": "causal", "norm_placement": "pre", "qkv_bias": None}
+    defaults = {"attention": "causal", "norm_placement": "pre", "qkv_bias": None}
     return Family(
         model_type=model_type,
         architecture=architecture,
         prefix="model.",
-        choices=ROTARY | usual | choices,
+        choices=ROTARY | defaults | choices,
         counts=COUNTS,
         outer={"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"},
         block="model.layers.{}",
@@ -198,7 +197,7 @@ QWEN3 = _rotary_family(
     "Qwen3ForCausalLM",
     to_config=_qwen3_config,
     from_config=_qwen3_sizes,
-    inner=INNER | NORMED,
+    inner=INNER | QK_NORM,
     attention="qk_norm",
     bias=False,
 )
@@ -207,7 +206,7 @@ OLMO2 = _rotary_family(
     "Olmo2ForCausalLM",
     to_config=_olmo2_config,
     from_config=_olmo2_sizes,
-    inner=INNER | NORMED | BEHIND,
+    inner=INNER | QK_NORM | POST_NORM,
     attention="full_qk_norm",
     norm_placement="post",
     bias=False,

@@ -1,11 +1,11 @@
-"""How one of our matrices lies in theirs: four layouts, each with its way back.
+"""Row layouts: how a fused weight of this package maps to Hugging Face weights, and back.
 
-A layout takes our tensor apart into theirs and joins theirs to ours; both only move numbers, so a round trip returns
-the same bits. All work on weights [N, D] and on biases [N], and on the meta device, where they tell shapes.
+`split` turns a weight of this package into Hugging Face weights, `join` is its inverse. Both only move elements, so a
+round trip is bit-exact. They take weights [N, D], biases [N] and meta tensors (for shapes).
 
-Ours: qkv is grouped by key-value head, (K, G + 2, H), the queries of a group, its key, its value; gate and up rows
-alternate. Both let tensor parallelism cut rows into parts that stand for themselves. Theirs are apart, or fused as
-(q, k, v), and GPT-2's matrices are transposed. Rotary embedding pairs up halves on both sides: nothing is permuted.
+This package groups QKV rows by key-value head, [K, G + 2, H]: G queries, one key, one value. It interleaves gate and up
+rows. Tensor parallelism can then shard both by contiguous rows. Hugging Face stores q, k, v, gate and up separately,
+or q, k, v concatenated in a transposed matrix (GPT-2). RoPE rotates halves in both, so no row of a head is permuted.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """How one of our tensors is laid out in theirs."""
+    """The layout of one weight of this package in Hugging Face weights."""
 
-    def split(self, ours: Tensor) -> list[Tensor]:
-        """Split our tensor into theirs."""
+    def split(self, weight: Tensor) -> list[Tensor]:
+        """Split a weight of this package into Hugging Face weights."""
         ...
 
-    def join(self, theirs: Sequence[Tensor]) -> Tensor:
-        """Join their tensors into ours."""
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """Join Hugging Face weights into a weight of this package."""
         ...
 
 
 @dataclass(frozen=True)
 class Same:
-    """The same tensor on both sides."""
+    """One Hugging Face weight with the same rows."""
 
-    def split(self, ours: Tensor) -> list[Tensor]:
-        return [ours]
+    def split(self, weight: Tensor) -> list[Tensor]:
+        return [weight]
 
-    def join(self, theirs: Sequence[Tensor]) -> Tensor:
-        (only,) = theirs
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        (only,) = parts
         return only
 
 
@@ -49,39 +49,39 @@ class GroupedHeads:
     queries: int  # G, query heads per key-value head
     head_dim: int  # H
 
-    def split(self, ours: Tensor) -> list[Tensor]:
-        groups = ours.unflatten(0, (-1, self.queries + 2, self.head_dim))
+    def split(self, weight: Tensor) -> list[Tensor]:
+        groups = weight.unflatten(0, (-1, self.queries + 2, self.head_dim))
         return [part.flatten(0, 2).contiguous() for part in groups.split((self.queries, 1, 1), dim=1)]
 
-    def join(self, theirs: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         groups = [
             part.unflatten(0, (-1, count, self.head_dim))
-            for part, count in zip(theirs, (self.queries, 1, 1), strict=True)
+            for part, count in zip(parts, (self.queries, 1, 1), strict=True)
         ]
         return torch.cat(groups, dim=1).flatten(0, 2)
 
 
 @dataclass(frozen=True)
-class Alternating:
+class Interleaved:
     """Rows gate 0, up 0, gate 1, up 1, ... <-> gate, up."""
 
-    def split(self, ours: Tensor) -> list[Tensor]:
-        return [ours[first::2].contiguous() for first in (0, 1)]
+    def split(self, weight: Tensor) -> list[Tensor]:
+        return [weight[first::2].contiguous() for first in (0, 1)]
 
-    def join(self, theirs: Sequence[Tensor]) -> Tensor:
-        return torch.stack(tuple(theirs), dim=1).flatten(0, 1)
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.stack(tuple(parts), dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """Another layout's parts below each other in one tensor, transposed, as GPT-2's Conv1D has it; biases stay."""
+    """The parts of another layout, concatenated and transposed, as in GPT-2's Conv1D; a bias is only concatenated."""
 
     inner: Rows
     parts: int = 1
 
-    def split(self, ours: Tensor) -> list[Tensor]:
-        return [torch.cat(self.inner.split(ours)).t().contiguous()]
+    def split(self, weight: Tensor) -> list[Tensor]:
+        return [torch.cat(self.inner.split(weight)).t().contiguous()]
 
-    def join(self, theirs: Sequence[Tensor]) -> Tensor:
-        (only,) = theirs
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        (only,) = parts
         return self.inner.join(only.t().chunk(self.parts)).contiguous()

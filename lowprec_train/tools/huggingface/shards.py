@@ -1,8 +1,8 @@
-"""Safetensors written while they are made: memory for one file's tensors, and no second copy of them.
+"""Streaming writer of sharded safetensors: memory holds the tensors of one file.
 
-Files are planned before the first tensor is there, from names, shapes and dtypes alone, since each is named by how many
-there are: `model-00002-of-00005.safetensors`, and an index that says where each tensor lies. One file is
-`model.safetensors` and needs no index.
+The number of files is part of their names (`model-00002-of-00005.safetensors`), so tensors are assigned to files from
+names, shapes and dtypes before the first one is computed. An index maps each tensor to its file; a single file is
+`model.safetensors`, without an index.
 """
 
 from __future__ import annotations
@@ -36,49 +36,49 @@ class TensorSpec:
 
 
 def size(text: str) -> int:
-    """Bytes of `2GB`, `500MB`, `1000000`. Raises ValueError for anything else and for none."""
+    """Parse a size in bytes (`2GB`, `500MB`, `1000000`). Raises ValueError for another form and for zero."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?B)?", text.strip().upper())
     if found is None or float(found[1]) == 0:
-        raise ValueError(f"{text!r} is not a size such as 2GB or 500MB")
+        raise ValueError(f"{text!r} is not a positive size such as 2GB or 500MB")
     return int(float(found[1]) * UNITS[found[2] or ""])
 
 
-def plan(slots: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Files of at most `max_bytes` (a larger tensor has one for itself), in the order given."""
+def plan(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
+    """Assign tensors to files of at most `max_bytes`, in order; a larger tensor gets a file of its own."""
     files: list[list[TensorSpec]] = []
     room = 0
-    for slot in slots:
-        if not files or slot.size > room:
+    for spec in specs:
+        if not files or spec.size > room:
             files.append([])
             room = max_bytes
-        files[-1].append(slot)
-        room -= slot.size
+        files[-1].append(spec)
+        room -= spec.size
     return files
 
 
-def write(directory: Path, slots: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
-    """Write the tensors, which come in the order of `slots`, and the index of their files."""
+def write(directory: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[str, Tensor]], max_bytes: int) -> None:
+    """Write (name, tensor) pairs, which arrive in the order of `specs`, and the index of the files."""
     from safetensors.torch import save_file
 
-    files, coming = plan(slots, max_bytes), iter(tensors)
-    where: dict[str, str] = {}
+    files, stream = plan(specs, max_bytes), iter(tensors)
+    file_of: dict[str, str] = {}
     for number, content in enumerate(files, start=1):
         many = len(files) > 1
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors" if many else "model.safetensors"
-        save_file(_gathered(content, coming), directory / file, metadata={"format": "pt"})
-        (directory / file).chmod(directory.stat().st_mode & 0o666)  # the library's files are their owner's alone
-        where |= {slot.name: file for slot in content}
-    assert next(coming, None) is None
+        save_file(_next_file(content, stream), directory / file, metadata={"format": "pt"})
+        (directory / file).chmod(directory.stat().st_mode & 0o666)  # safetensors creates files of mode 0600
+        file_of |= {spec.name: file for spec in content}
+    assert next(stream, None) is None
     if len(files) > 1:
-        index = {"metadata": {"total_size": sum(slot.size for slot in slots)}, "weight_map": where}
+        index = {"metadata": {"total_size": sum(spec.size for spec in specs)}, "weight_map": file_of}
         (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
-def _gathered(content: Sequence[TensorSpec], coming: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """The next file's tensors."""
-    made: dict[str, Tensor] = {}
-    for slot, (name, tensor) in zip(content, coming, strict=False):
-        assert (name, tensor.shape) == (slot.name, slot.shape), (slot, name, tensor.shape)
-        made[name] = tensor.to(slot.dtype)
-    assert len(made) == len(content)
-    return made
+def _next_file(content: Sequence[TensorSpec], stream: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Take the tensors of the next file from the stream."""
+    tensors: dict[str, Tensor] = {}
+    for spec, (name, tensor) in zip(content, stream, strict=False):
+        assert (name, tensor.shape) == (spec.name, spec.shape), (spec, name, tensor.shape)
+        tensors[name] = tensor.to(spec.dtype)
+    assert len(tensors) == len(content)
+    return tensors

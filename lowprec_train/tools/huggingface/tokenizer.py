@@ -1,7 +1,7 @@
-"""The tokenizer's files of an exported model: what makes `AutoTokenizer` yield the ids that the model was trained on.
+"""Tokenizer files of an exported model, with which `AutoTokenizer` yields the token ids of the training data.
 
-A run names its corpus's tokenizer in run.json, an imported model brings its own files, which go out as they came in.
-`split_special_tokens` says that text is text: a document that spells the end-of-document token does not end there.
+The tokenizer of a run is named in run.json; the tokenizer files of an imported model are exported unchanged.
+`split_special_tokens` keeps text that spells the end-of-document token from being encoded as that token.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from lowprec_train.train.weights import tokenizer_of
 
 NONE = Path("none")
 CONFIG, CLASS = "tokenizer_config.json", "PreTrainedTokenizerFast"
-# A class of its own would build its tokenizer anew and put a token before each text, whatever tokenizer.json says.
+# A model-specific tokenizer class would ignore the post-processor of tokenizer.json and prepend a BOS token.
 AS_TRAINED = {"tokenizer_class": CLASS, "add_bos_token": False, "add_eos_token": False}
 FILES: tuple[str, ...] = ("tokenizer.json", "tokenizer.model", CONFIG, "special_tokens_map.json", "added_tokens.json")
 FILES += ("vocab.json", "merges.txt", "chat_template.jinja")
 
 
-def found(directory: Path, asked: Path | None) -> Path | None:
-    """Where the tokenizer of a model lies: as asked for (`none`: nowhere), else what run.json names, else beside it.
+def find(directory: Path, requested: Path | None) -> Path | None:
+    """Path of a model's tokenizer: the requested one (`none`: no tokenizer), else that of run.json or the directory.
 
-    Raises ValueError when it was there once and is no more, or is another one by now.
+    Raises ValueError when the tokenizer that run.json names is missing or has changed.
     """
-    if asked is not None:
-        return None if asked == NONE else asked
+    if requested is not None:
+        return None if requested == NONE else requested
     path = tokenizer_of(directory)
     if path is None or path.exists():
         return path
-    raise ValueError(f"{directory}: its tokenizer {path} is not there any more; --tokenizer FILE or --tokenizer none")
+    raise ValueError(f"{directory}: its tokenizer {path} does not exist; pass --tokenizer FILE or --tokenizer none")
 
 
-def of_model(directory: Path, asked: Path | None, *, max_length: int) -> tuple[dict[str, bytes], int | None]:
-    """Files by name of a model's tokenizer, and the id of the token that ends a document; nothing where it has none.
+def of_model(directory: Path, requested: Path | None, *, max_length: int) -> tuple[dict[str, bytes], int | None]:
+    """Tokenizer files by name, and the end-of-document token id; ({}, None) for a model without a tokenizer.
 
-    asked, and what is raised: as in `found` and `exported`. max_length: longest sequence of the model.
+    requested, and errors: as in `find` and `exported`. max_length: of the model's sequences, in tokens.
     """
-    path = found(directory, asked)
+    path = find(directory, requested)
     if path is None:
         return {}, None
     if path != directory:
         return exported(path, max_length=max_length)
     try:
-        return copied(path), load(path).eod
+        return read_files(path), load(path).eod
     except NoEnding:
-        return copied(path), None
+        return read_files(path), None
 
 
 def exported(path: Path, *, max_length: int) -> tuple[dict[str, bytes], int]:
-    """Files for a tokenizer of ours.
+    """Hugging Face files of a tokenizer of this package, and its end-of-document token id.
 
-    Raises ValueError when there is none, and for one without an equivalent in a tokenizer.json.
+    Raises ValueError for a missing tokenizer and for one without an equivalent tokenizer.json.
     """
     tokenizer = load(path)
     if isinstance(tokenizer, SentencePieceTokenizer):
@@ -67,23 +67,21 @@ def exported(path: Path, *, max_length: int) -> tuple[dict[str, bytes], int]:
         config: dict[str, Any] = dict(from_sentencepiece.special_pieces(tokenizer.content))
     else:
         files = dict(tokenizer.files)
-        files["tokenizer.json"] = without_additions(files["tokenizer.json"])
+        files["tokenizer.json"] = without_special_tokens(files["tokenizer.json"])
         config = json.loads(files[CONFIG]) | AS_TRAINED
-    about = {
+    defaults = {
         "tokenizer_class": CLASS,
         "model_max_length": max_length,
         "model_input_names": ["input_ids", "attention_mask"],
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
     }
-    files[CONFIG] = _json(about | config)
+    files[CONFIG] = _json(defaults | config)
     return files, tokenizer.eod
 
 
-def without_additions(content: bytes) -> bytes:
-    """A tokenizer.json that puts no token before or behind a text: data is tokenised without them. One whose
-    post-processor adds none is returned as it is.
-    """
+def without_special_tokens(content: bytes) -> bytes:
+    """Remove a post-processor that adds special tokens from a tokenizer.json: training data has none of them."""
     from tokenizers import Tokenizer as Parsed
 
     if not Parsed.from_buffer(content).num_special_tokens_to_add(False):
@@ -91,8 +89,8 @@ def without_additions(content: bytes) -> bytes:
     return _json(json.loads(content) | {"post_processor": None})
 
 
-def copied(directory: Path) -> dict[str, bytes]:
-    """A model's tokenizer files as they are. Raises ValueError for one that cannot be read."""
+def read_files(directory: Path) -> dict[str, bytes]:
+    """The tokenizer files of a directory, unchanged. Raises ValueError for an unreadable one."""
     files = {name: directory / name for name in FILES if (directory / name).is_file()}
     for file in files.values():
         if file.suffix == ".json":
