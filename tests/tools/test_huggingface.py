@@ -275,7 +275,11 @@ REFUSED = {
     "hidden_act": ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     "head_dim": ("llama", {"head_dim": 16}, "give a tensor of shape (96, 64), and config.json describes (192, 64)"),
     "narrow heads": ("llama", {"head_dim": 12}, "the head width 12 must be a positive multiple of 8"),
-    "mlp_bias": ("llama", {"mlp_bias": True}, "mlp_bias = True"),
+    "mlp_bias": (
+        "llama",
+        {"mlp_bias": True},
+        "mlp_bias = True, and this project computes False, the value of attention_bias, only",
+    ),
     "model_type": ("llama", {"model_type": "mixtral"}, "model_type = 'mixtral' needs a mixture of experts"),
     "unknown": (
         "llama",

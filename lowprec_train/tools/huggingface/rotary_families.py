@@ -98,7 +98,7 @@ def _rotary_sizes(config: Json, *required: str) -> dict[str, Any]:
 
 def _llama_sizes(config: Json) -> dict[str, Any]:
     bias = config.get("attention_bias", False)
-    expect(config, "mlp_bias", *((False, None) if not bias else (True,)), why="as attention_bias")
+    expect(config, "mlp_bias", *((False, None) if not bias else (True,)), why=f"{bias}, the value of attention_bias,")
     return _rotary_sizes(config) | {"bias": bias}
 
 
