@@ -1,6 +1,7 @@
 // rotated_amax, quantize_eden (ops/eden.py): a row is rotated, rounded and corrected while it lies in the cache.
 #include "numerics/eden.h"
 
+#include "cpu/fold.h"
 #include "cpu/rotate.h"
 
 namespace lowprec {
@@ -33,24 +34,6 @@ LOWPREC_CLONES float factor_of(const float* place, const float* codes, const flo
   }
   return eden_factor(pairs_sum(own), pairs_sum(made));
 }
-
-// The rows of x, rotated.
-class Rotated {
- public:
-  Rotated(const Tensor& x, const std::optional<Tensor>& signs, int64_t rotation)
-      : source_(source_of(x)), columns_(x.size(1)), rotation_(rotation), signs_(signs_of(signs, rotation)) {
-    if (rotation != 0) check_block(columns_, rotation);
-  }
-  void row(int64_t r, float* out, float* spare) const {
-    load(source_, r * columns_, columns_, out);
-    if (rotation_ != 0) rotate_row(out, columns_, signs_.data(), rotation_, spare);
-  }
-
- private:
-  Source source_;
-  int64_t columns_, rotation_;
-  std::vector<float> signs_;
-};
 
 Tensor rotated_amax(const Tensor& x, std::optional<Tensor> signs, int64_t rotation) {
   const int64_t rows = x.size(0), columns = x.size(1);
@@ -116,11 +99,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const 
   return {codes, scale, block, whole};
 }
 
+std::tuple<Tensor, Tensor> round_eden(const Tensor& x, const Tensor& top, std::optional<Tensor> signs, int64_t rotation,
+                                      const Tensor& seed, std::optional<Tensor> origin) {
+  const auto [codes, scale, block, outer] = quantize_eden(x, top, signs, rotation, seed, origin);
+  return {dequantize_bf16(codes, block), outer};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
   m.impl("rotated_amax", TORCH_BOX(&rotated_amax));
   m.impl("quantize_eden", TORCH_BOX(&quantize_eden));
+  m.impl("round_eden", TORCH_BOX(&round_eden));
 }
 
 }  // namespace lowprec

@@ -69,6 +69,8 @@ Tensor dequantize(const Tensor& codes, const Tensor& scale) {
   return values;
 }
 
+}  // namespace
+
 Tensor dequantize_bf16(const Tensor& codes, const Tensor& scale) {
   const Tensor values = empty_like_device(codes, {codes.size(0), codes.size(1)}, ScalarType::BFloat16);
   uint16_t* out = mutable_data_of<uint16_t>(values);
@@ -77,8 +79,6 @@ Tensor dequantize_bf16(const Tensor& codes, const Tensor& scale) {
   });
   return values;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
   m.impl("fold", TORCH_BOX(&fold));

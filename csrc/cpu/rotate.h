@@ -22,4 +22,22 @@ class Decoded {
   std::vector<float> factors_, turned_;
 };
 
+// The rows of x, rotated.
+class Rotated {
+ public:
+  Rotated(const Tensor& x, const std::optional<Tensor>& signs, int64_t rotation)
+      : source_(source_of(x)), columns_(x.size(1)), rotation_(rotation), signs_(signs_of(signs, rotation)) {
+    if (rotation != 0) check_block(columns_, rotation);
+  }
+  void row(int64_t r, float* out, float* spare) const {
+    load(source_, r * columns_, columns_, out);
+    if (rotation_ != 0) rotate_row(out, columns_, signs_.data(), rotation_, spare);
+  }
+
+ private:
+  Source source_;
+  int64_t columns_, rotation_;
+  std::vector<float> signs_;
+};
+
 }  // namespace lowprec

@@ -1,12 +1,15 @@
 // quantize_nvfp4: E2M1 codes under E4M3 block scales under one FP32 scale of the tensor (ops/reference.py).
 //
+//   blocks    tile (1, 16)         a thread each
 //   lines     tile (1, 8 .. 256)   the lanes that share a line exchange their amax
 //   squares   tile (16, 16)        a block holds 16 rows of 8 tiles, one vector a thread
 //   tiles     any other            amax and scales first, then codes
 //
 // The tensor's maximum comes first in each, so x is read twice (three times in the last): 4.5 bytes an element of BF16.
-#include "cuda/amax.h"
 #include "cuda/nvfp4.h"
+#include "cuda/rotate.h"
+
+#include <utility>
 
 namespace lowprec {
 namespace {
@@ -19,6 +22,44 @@ __device__ __forceinline__ void emit(const Vector<In>& x, const TileScale& of, u
   for (int i = 0; i < VECTOR; ++i) v[i] = x[i];
   over_scale(v, of, true);
   coded<random>(v, of.inverse, draw, row, column).store_all(codes + row * columns + column);
+}
+
+template <typename In, bool random>
+__global__ void __launch_bounds__(THREADS)
+    nvfp4_blocks(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, uint32_t blocks,
+                 uint32_t blocks_of_row, HeadRoom room, Turn turn, Draw draw) {
+  __shared__ uint16_t flips[32];
+  make_flips(flips, turn);
+  const uint32_t mine = flips[threadIdx.x & 31];
+  const float tensor_scale = outer_scale(bits_float(*amax), 2688.0f);
+  const uint32_t first = blockIdx.x * (THREADS * LINES_EACH) + threadIdx.x;
+  if (first == 0) *to.tensor_scale = tensor_scale;
+  Line<In> held[LINES_EACH];
+  fetch(x, first, blocks, held);
+#pragma unroll
+  for (uint32_t i = 0; i < LINES_EACH; ++i) {
+    const uint32_t at = first + i * THREADS;
+    float v[LINE];
+    held[i].rotated(v, mine, turn);
+    if (at >= blocks) continue;
+    const float most = bits_float(line_amax(v));
+    const Block of = block_of(most, tensor_scale, room);
+    places(v, of.of);
+    uint32_t words[LINE / 4];
+    if constexpr (random) {
+      const uint32_t row = at / blocks_of_row, block = at - row * blocks_of_row;
+      const int64_t down = draw.origin == nullptr ? 0 : draw.origin[0];
+      const int64_t group = 2 * block + (draw.origin == nullptr ? 0 : draw.origin[1] >> 3);
+      const uint64_t seed = static_cast<uint64_t>(*draw.seed);
+      const Words drawn[2] = {random_words(seed, row + down, group), random_words(seed, row + down, group + 1)};
+      if (plain(most, of.of)) random_codes(v, drawn, words);
+      else each_code(words, [&](int j) { return encode_stochastic<Format::E2M1>(v[j], bits_of(drawn[j >> 3], j & 7)); });
+    } else {
+      if (plain(most, of.of)) nearest_codes(v, words);
+      else each_code(words, [&](int j) { return encode<Format::E2M1>(v[j]); });
+    }
+    leave_line(to, at, of.of.scale, of.code, words);
+  }
 }
 
 // `lanes` threads (a power of two, at most 32) share a line of 8 * lanes elements; columns are a multiple of it.
@@ -101,14 +142,21 @@ __global__ void __launch_bounds__(THREADS)
   if (blockIdx.x == 0) *to.tensor_scale = tensor_scale;
 }
 
+bool by_blocks(const Tensor& x, Tile tile) {
+  return tile.rows == 1 && tile.columns == LINE && x.numel() / LINE >> 32 == 0;
+}
+
 template <typename In, bool random>
-void launch(const Tensor& x, const uint32_t* amax, const Outputs& to, Tile tile, HeadRoom room, Draw draw) {
+void launch(const Tensor& x, const uint32_t* amax, const Outputs& to, Tile tile, HeadRoom room, Turn turn, Draw draw) {
   const int64_t rows = x.size(0), columns = x.size(1), vectors = rows * columns / VECTOR;
   const In* in = data_of<In>(x);
   const cudaStream_t stream = stream_of(x);
   const int64_t lanes = tile.columns / VECTOR;
   const bool whole = tile.columns % VECTOR == 0;
-  if (whole && tile.rows == 1 && lanes <= 32 && (lanes & (lanes - 1)) == 0) {
+  if (by_blocks(x, tile)) {
+    nvfp4_blocks<In, random><<<ceil_div(vectors / 2, THREADS * LINES_EACH), THREADS, 0, stream>>>(
+        in, amax, to, static_cast<uint32_t>(vectors / 2), static_cast<uint32_t>(columns / LINE), room, turn, draw);
+  } else if (whole && tile.rows == 1 && lanes <= 32 && (lanes & (lanes - 1)) == 0) {
     nvfp4_lines<In, random><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(
         in, amax, to, columns, vectors, static_cast<int>(lanes), room, draw);
   } else if (whole && tile.rows == 16 && tile.columns == 16) {
@@ -122,35 +170,69 @@ void launch(const Tensor& x, const uint32_t* amax, const Outputs& to, Tile tile,
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& given, std::vector<int64_t> tile_given,
-                                                          double headroom, std::string rounding,
-                                                          std::optional<Tensor> seed, std::optional<Tensor> origin) {
+// How x is rounded; rotation 0 once it is rotated.
+struct Request {
+  Tensor x;
+  Tile tile;
+  HeadRoom room;
+  Draw draw;
+  Turn turn;
+};
+
+Request request_of(const Tensor& given, const std::vector<int64_t>& tile_given, double headroom, const std::string& rounding,
+                   const std::optional<Tensor>& seed, const std::optional<Tensor>& origin,
+                   const std::optional<Tensor>& signs, int64_t rotation) {
   Tensor x = dense(given);
+  const Tile tile = resolve_tile(x.size(0), x.size(1), tile_given);
+  if (rotation > 0 && (rotation > LONGEST || !by_blocks(x, tile))) x = hadamard(x, signs, std::exchange(rotation, 0));
   if (!aligned(x.const_data_ptr(), 16)) x = torch::stable::clone(x);
-  const int64_t rows = x.size(0), columns = x.size(1);
-  const Tile tile = resolve_tile(rows, columns, tile_given);
-  const int64_t bands = rows / tile.rows, tiles = columns / tile.columns;
-  Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
-  Tensor scale = empty_like_device(x, {bands, tiles}, ScalarType::Float);
-  Tensor block = empty_like_device(x, {bands, tiles}, ScalarType::Float8_e4m3fn);
-  Tensor tensor_scale = empty_like_device(x, {1, 1}, ScalarType::Float);
-  Tensor amax = torch::stable::new_zeros(x, {1}, ScalarType::Int);
-  const Outputs to{mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(block), mutable_data_of<float>(scale),
-                   mutable_data_of<float>(tensor_scale)};
-  const HeadRoom room = head_room(headroom);
-  const Draw draw{seed_of(rounding, seed), seed_of(origin)};
+  return {x, tile, head_room(headroom), {seed_of(rounding, seed), seed_of(origin)}, lines_turn(x, signs, rotation)};
+}
+
+// Leaves the outer scale, of the largest magnitude, and codes or values.
+void run(const Request& r, const Outputs& to) {
+  Tensor amax = torch::stable::new_zeros(r.x, {1}, ScalarType::Int);
   uint32_t* found = mutable_data_of<uint32_t>(amax);
-  with_input(x, [&](auto tag) {
+  with_input(r.x, [&](auto tag) {
     using In = typename decltype(tag)::Type;
-    launch_amax(data_of<In>(x), found, rows * columns, stream_of(x));
-    if (draw.seed != nullptr) launch<In, true>(x, found, to, tile, room, draw);
-    else launch<In, false>(x, found, to, tile, room, draw);
+    if (r.turn.block > 0) launch_largest_rotated(data_of<In>(r.x), found, r.x.numel() / LINE, r.turn, stream_of(r.x));
+    else launch_amax(data_of<In>(r.x), found, r.x.numel(), stream_of(r.x));
+    if (r.draw.seed != nullptr) launch<In, true>(r.x, found, to, r.tile, r.room, r.turn, r.draw);
+    else launch<In, false>(r.x, found, to, r.tile, r.room, r.turn, r.draw);
   });
   check_launch("quantize_nvfp4");
-  return {codes, scale, block, tensor_scale};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& given, std::vector<int64_t> tile, double headroom,
+                                                          std::string rounding, std::optional<Tensor> seed,
+                                                          std::optional<Tensor> origin, std::optional<Tensor> signs,
+                                                          int64_t rotation) {
+  const Request r = request_of(given, tile, headroom, rounding, seed, origin, signs, rotation);
+  const int64_t rows = r.x.size(0), columns = r.x.size(1), bands = rows / r.tile.rows, tiles = columns / r.tile.columns;
+  Tensor codes = empty_like_device(r.x, {rows, columns}, ScalarType::Float8_e4m3fn);
+  Tensor scale = empty_like_device(r.x, {bands, tiles}, ScalarType::Float);
+  Tensor block = empty_like_device(r.x, {bands, tiles}, ScalarType::Float8_e4m3fn);
+  Tensor outer = empty_like_device(r.x, {1, 1}, ScalarType::Float);
+  run(r, {mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(block), mutable_data_of<float>(scale),
+          mutable_data_of<float>(outer), nullptr});
+  return {codes, scale, block, outer};
+}
+
+std::tuple<Tensor, Tensor> round_nvfp4(const Tensor& given, double headroom, std::string rounding,
+                                       std::optional<Tensor> seed, std::optional<Tensor> origin,
+                                       std::optional<Tensor> signs, int64_t rotation) {
+  const Request r = request_of(given, {1, LINE}, headroom, rounding, seed, origin, signs, rotation);
+  STD_TORCH_CHECK(by_blocks(r.x, r.tile), "a matrix of ", r.x.numel(), " elements has more than this kernel counts");
+  Tensor values = empty_like_device(r.x, {r.x.size(0), r.x.size(1)}, ScalarType::BFloat16);
+  Tensor outer = empty_like_device(r.x, {1, 1}, ScalarType::Float);
+  run(r, {nullptr, nullptr, nullptr, mutable_data_of<float>(outer), mutable_data_of<uint16_t>(values)});
+  return {values, outer};
 }
 
 }  // namespace
 }  // namespace lowprec
 
-STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("quantize_nvfp4", TORCH_BOX(&lowprec::quantize_nvfp4)); }
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
+  m.impl("quantize_nvfp4", TORCH_BOX(&lowprec::quantize_nvfp4));
+  m.impl("round_nvfp4", TORCH_BOX(&lowprec::round_nvfp4));
+}

@@ -1,7 +1,9 @@
 // What the kernels of NVFP4 share: scales of the outer tile and of blocks, codes of eight values.
 #pragma once
 
-#include "cuda/vectors.h"
+#include <cuda_bf16.h>
+
+#include "cuda/lines.h"
 
 namespace lowprec {
 
@@ -36,15 +38,15 @@ __device__ __forceinline__ float outer_scale(float top, float reach) {
 
 // The code of a block's scale in units of the outer one; of zero, which would lose the block, the smallest.
 __device__ __forceinline__ uint8_t block_code(float wanted) {
-  return encode<Format::E4M3>(wanted < 0x1p-9f ? 0x1p-9f : wanted);
+  return e4m3_code(wanted < 0x1p-9f ? 0x1p-9f : wanted);
 }
 
 __device__ __forceinline__ Block block_of(float amax, float tensor_scale, const HeadRoom& room) {
   const float share = room.exact ? divide(amax, static_cast<float>(room.limit))
                                  : static_cast<float>(static_cast<double>(amax) / room.limit);
   uint8_t code = block_code(divide(share, tensor_scale));
-  float stored = decode<Format::E4M3>(code), scale = stored * tensor_scale;
-  if (room.raises && divide(amax, scale) > 6.0f && stored < 448.0f) scale = decode<Format::E4M3>(++code) * tensor_scale;
+  float stored = e4m3_value(code), scale = stored * tensor_scale;
+  if (room.raises && divide(amax, scale) > 6.0f && stored < 448.0f) scale = e4m3_value(++code) * tensor_scale;
   if (amax == 0.0f) scale = 1.0f;
   return {{scale, divide(1.0f, scale)}, code};
 }
@@ -64,14 +66,37 @@ __device__ __forceinline__ Codes<Format::E2M1> coded(const float (&v)[VECTOR], f
   return codes;
 }
 
+// Codes, their scales and the blocks' codes; or, where there are `values`, what they stand for but for the outer scale.
 struct Outputs {
   uint8_t *codes, *block;
   float *scale, *tensor_scale;
+  uint16_t* values;
 };
 
 __device__ __forceinline__ void leave(const Outputs& to, int64_t tile, float scale, uint8_t code) {
   to.scale[tile] = scale;
   to.block[tile] = code;
+}
+// A block of 16. stored: the code of its scale.
+__device__ __forceinline__ void leave_line(const Outputs& to, int64_t line, float scale, uint8_t stored,
+                                           const uint32_t (&words)[LINE / 4]) {
+  if (to.values == nullptr) {
+    reinterpret_cast<uint4*>(to.codes)[line] = make_uint4(words[0], words[1], words[2], words[3]);
+    return leave(to, line, scale, stored);
+  }
+  const __half2 by = __half2half2(__half(__nv_cvt_fp8_to_halfraw(stored, __NV_E4M3)));
+  uint32_t made[LINE / 2];
+#pragma unroll
+  for (int i = 0; i < LINE / 2; ++i) {  // products of E2M1 and E4M3 are numbers of FP16 and of BF16
+    const uint32_t pair = words[i >> 1] >> (16 * (i & 1)) & 0xffffu;
+    const __half2 codes = __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
+    const float2 v = __half22float2(__hmul2_rn(codes, by));
+    const __nv_bfloat162 both = __floats2bfloat162_rn(v.x, v.y);
+    made[i] = *reinterpret_cast<const uint32_t*>(&both);
+  }
+  uint4* out = reinterpret_cast<uint4*>(to.values + line * LINE);
+  out[0] = make_uint4(made[0], made[1], made[2], made[3]);
+  out[1] = make_uint4(made[4], made[5], made[6], made[7]);
 }
 
 // Codes under scales that are there: a thread takes eight elements of a row. x is 16-byte aligned.

@@ -2,7 +2,7 @@
 // scale, the matrix or each row. quantize_four_over_six (ops/four_over_six.py): the same, where each block takes its own
 // scale or 3/2 of it, by the error.
 //
-//   lines   blocks of 1x16: two threads share one, and add its errors by exchanging halves
+//   lines   blocks of 1x16, a thread each
 //   tiles   any other of a power of two of elements: a thread block each
 #include "cuda/nvfp4.h"
 #include "numerics/ladder.h"
@@ -10,7 +10,6 @@
 namespace lowprec {
 namespace {
 
-constexpr int THREADS = 256;
 constexpr uint32_t TWELVE_BITS = ~0xfffu;
 
 // Largest magnitudes: of tiles, and of what one outer scale serves, [1 or bands, 1 or across].
@@ -20,6 +19,7 @@ struct Maxima {
   int64_t down_step, along_step;  // between tops of neighbouring tiles
 
   __device__ __forceinline__ float top(int64_t tile) const {
+    if (down_step == 0 && along_step == 0) return *tops;
     return tops[tile / across * down_step + tile % across * along_step];
   }
 };
@@ -48,7 +48,7 @@ struct Candidate {
 
 __device__ __forceinline__ Candidate candidate_of(float share, float outer) {
   const uint8_t code = block_code(share);
-  const float block = decode<Format::E4M3>(code), scale = block * outer;
+  const float block = e4m3_value(code), scale = block * outer;
   return {block, scale, divide(1.0f, scale), code};
 }
 
@@ -82,46 +82,73 @@ __device__ __forceinline__ float join(float a, float b, Candidates by) {
   return is_nan(a) ? a : is_nan(b) ? b : fmaxf(a, b);
 }
 
-// Error of a block of 16, of which this thread and the one beside it have a half each.
-__device__ __forceinline__ float error_of_line(const float (&place)[VECTOR], float block, Candidates by) {
-  float each[VECTOR];
+// Error of a block of 16.
+__device__ __forceinline__ float error_of_line(const float (&place)[LINE], float block, Candidates by) {
+  float each[LINE];
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
-    const float mine = off_by(place[i], block, by);
-    each[i] = join(mine, __shfl_xor_sync(0xffffffffu, mine, 1), by);
-  }
-#pragma unroll
-  for (int half = VECTOR / 2; half > 0; half /= 2) {
-#pragma unroll
-    for (int i = 0; i < half; ++i) each[i] = join(each[i], each[i + half], by);
-  }
-  return each[0];
+  for (int i = 0; i < LINE; ++i) each[i] = off_by(place[i], block, by);
+  return halved(each, [by](float a, float b) { return join(a, b, by); });
 }
 
+// The same by squares, of finite magnitudes. size: on the grid.
+__device__ __forceinline__ float squares_of_line(const float (&place)[LINE], float block, float (&size)[LINE]) {
+  float each[LINE];
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) {
+    size[i] = e2m1_size(place[i]);
+    const float off = bits_float(float_bits(fabsf(size[i] - place[i]) * block) & TWELVE_BITS);
+    each[i] = off * off;
+  }
+  return halved(each, [](float a, float b) { return a + b; });
+}
+
+// A thread takes a block. By squares, where quotients of all its elements take the short way, both candidates go without
+// a branch.
 template <typename In>
 __global__ void __launch_bounds__(THREADS)
-    chosen_lines(const In* __restrict__ x, Maxima maxima, Outputs to, int64_t vectors, Candidates by) {
-  const int64_t vector = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x, tile = vector / 2;
-  const bool here = vector < vectors;
-  Vector<In> held;
-  if (here) held.load(x + vector * VECTOR);
-  else held.clear();
-  const float amax = here ? maxima.tiles[tile] : 0.0f, outer = here ? outer_scale(maxima.top(tile), REACH) : 1.0f;
-  const Pair pair = candidates_of(amax, outer);
-  float places[2][VECTOR];
+    chosen_lines(const In* __restrict__ x, Maxima maxima, Outputs to, int64_t tiles, Candidates by) {
+  const int64_t tile = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (tile >= tiles) return;
+  Vector<In> held[2];
+  held[0].load(x + tile * LINE);
+  held[1].load(x + tile * LINE + VECTOR);
+  float v[LINE];
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) places[0][i] = place_of(held[i], pair.six), places[1][i] = place_of(held[i], pair.four);
-  const float six = error_of_line(places[0], pair.six.block, by), four = error_of_line(places[1], pair.four.block, by);
-  if (!here) return;
-  const bool lower = four < six;
+  for (int i = 0; i < LINE; ++i) v[i] = held[i / VECTOR][i % VECTOR];
+  const float amax = maxima.tiles[tile];
+  const Pair pair = candidates_of(amax, outer_scale(maxima.top(tile), REACH));
+  const float least = pair.four.scale * 0x1p-40f;
+  bool quick = by == Candidates::MSE && regular(pair.six.scale) && regular(pair.four.scale) && amax <= pair.six.scale * 0x1p40f;
+#pragma unroll
+  for (int i = 0; i < LINE; ++i) quick = quick && (v[i] == 0.0f || fabsf(v[i]) >= least);
+  uint32_t words[LINE / 4];
+  bool lower;
+  if (quick) {
+    float six[LINE], four[LINE], place[LINE];
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) place[i] = quotient(fabsf(v[i]), pair.six.scale, pair.six.inverse);
+    const float error = squares_of_line(place, pair.six.block, six);
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) place[i] = quotient(fabsf(v[i]), pair.four.scale, pair.four.inverse);
+    lower = squares_of_line(place, pair.four.block, four) < error;
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) v[i] = with_sign(lower ? four[i] : six[i], v[i]);
+    pack_fp8(v, words);
+  } else {
+    float places[2][LINE];
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) places[0][i] = place_of(v[i], pair.six), places[1][i] = place_of(v[i], pair.four);
+    lower = error_of_line(places[1], pair.four.block, by) < error_of_line(places[0], pair.six.block, by);
+    uint8_t codes[LINE];
+#pragma unroll
+    for (int i = 0; i < LINE; ++i) codes[i] = encode<Format::E2M1>(lower ? places[1][i] : places[0][i]);
+#pragma unroll
+    for (int i = 0; i < LINE / 4; ++i) {
+      words[i] = codes[4 * i] | codes[4 * i + 1] << 8 | codes[4 * i + 2] << 16 | static_cast<uint32_t>(codes[4 * i + 3]) << 24;
+    }
+  }
   const Candidate of = lower ? pair.four : pair.six;
-  float v[VECTOR];
-#pragma unroll
-  for (int i = 0; i < VECTOR; ++i) v[i] = lower ? places[1][i] : places[0][i];
-  Codes<Format::E2M1> codes;
-  codes.encode_nearest(v, of.inverse);
-  codes.store_all(to.codes + vector * VECTOR);
-  if (vector % 2 == 0) leave(to, tile, amax == 0.0f ? 1.0f : of.scale, of.code);
+  leave_line(to, tile, amax == 0.0f ? 1.0f : of.scale, of.code, words);
 }
 
 struct TileErrors {
@@ -238,8 +265,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_four_over_six(const Tensor& 
   with_input(g.x, [&](auto tag) {
     using In = typename decltype(tag)::Type;
     if (g.tile.rows == 1 && g.tile.columns == 16) {
-      const int64_t vectors = g.rows * g.columns / VECTOR;
-      chosen_lines<In><<<ceil_div(vectors, THREADS), THREADS, 0, stream>>>(data_of<In>(g.x), g.maxima, g.to, vectors, by);
+      chosen_lines<In><<<ceil_div(g.tiles, THREADS), THREADS, 0, stream>>>(data_of<In>(g.x), g.maxima, g.to, g.tiles, by);
     } else {
       chosen_tiles<In><<<g.tiles, THREADS, 0, stream>>>(data_of<In>(g.x), g.maxima, g.to, g.columns, g.tile, by);
     }

@@ -76,6 +76,25 @@ def _quantize_nvfp4() -> Cases:
     }
 
 
+def _rotated_nvfp4() -> Cases:
+    """`quantize_nvfp4` behind a rotation."""
+    signs, seed, origin = torch.tensor(5), torch.tensor(11), torch.tensor([2, 16])
+    line = ([1, 16], 16 / 17, "stochastic", seed, origin, signs)
+    return {
+        "rotated": (normal(5, 96).bfloat16(), [1, 16], 1.0, "nearest", None, None, signs, 16),
+        "rotated, stochastic": (values(6, 256).bfloat16(), *line, 128),
+        "rotated in FP32, without signs": (normal(3, 32), [1, 16], 1.0, "nearest", None, None, None, 2),
+        "rotated, squares": (normal(32, 64), [16, 16], 1.0, "nearest", None, None, signs, 32),
+        "rotated, Inf and NaN": (spoilt(4, 64), *line, 16),
+    }
+
+
+def _round_nvfp4() -> Cases:
+    """Those of `quantize_nvfp4` in blocks of 1x16."""
+    found = {name: (*each, None, 0)[:8] for name, each in (_quantize_nvfp4() | _rotated_nvfp4()).items()}
+    return {name: (x, *how) for name, (x, tile, *how) in found.items() if tile == [1, 16]}
+
+
 def _amax() -> Cases:
     tiles = {"tensor": [-1, -1], "rows": [1, -1], "columns": [-1, 1], "MX": [1, 32], "squares": [16, 16]}
     x, bad = values(32, 96).bfloat16(), spoilt(5, 64)
@@ -324,7 +343,8 @@ def cases(op: str) -> Cases:
     x, clipped = _outliers()
     made: dict[str, Any] = {
         "quantize": _quantize,
-        "quantize_nvfp4": _quantize_nvfp4,
+        "quantize_nvfp4": lambda: _quantize_nvfp4() | _rotated_nvfp4(),
+        "round_nvfp4": _round_nvfp4,
         "amax": _amax,
         "quantize_by": _quantize_by,
         "quantize_nvfp4_by": _quantize_nvfp4_by,

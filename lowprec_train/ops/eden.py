@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lowprec_train.ops.formats import E2M1, E4M3
 from lowprec_train.ops.philox import random_bits
-from lowprec_train.ops.reference import TINY, divide, hadamard, over, spread, tile_amax
+from lowprec_train.ops.reference import TINY, dequantize_bf16, divide, hadamard, over, spread, tile_amax
 from lowprec_train.ops.rounding import STOCHASTIC, encode
 from lowprec_train.ops.schema import tile_shape
 
@@ -56,6 +56,12 @@ def quantize_eden(x, top, signs, rotation, seed, origin):  # type: ignore[no-unt
         block * spread(_factor(place, codes, block), block.shape, (1, GROUP // BLOCK)), E4M3, STOCHASTIC, bits
     )
     return codes, torch.where(amax == 0, 1.0, stored.float() * outer), stored, outer
+
+
+def round_eden(x, top, signs, rotation, seed, origin):  # type: ignore[no-untyped-def]
+    """What codes of `quantize_eden` stand for, as `round_nvfp4`."""
+    codes, _, block, outer = quantize_eden(x, top, signs, rotation, seed, origin)
+    return dequantize_bf16(codes, block.float()), outer
 
 
 def _factor(place: Tensor, codes: Tensor, block: Tensor) -> Tensor:

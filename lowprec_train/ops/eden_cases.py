@@ -46,4 +46,4 @@ def quantize_eden() -> Cases:
     return made
 
 
-BY_OP = {"rotated_amax": rotated_amax, "quantize_eden": quantize_eden}
+BY_OP = {"rotated_amax": rotated_amax, "quantize_eden": quantize_eden, "round_eden": quantize_eden}

@@ -41,7 +41,15 @@ from lowprec_train.ops.schema import FAKES, SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
 COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "dequantize_bf16", "fold"}
-COMPILED_ON_CUDA |= {"pack_e2m1", "unpack_e2m1", "amax", "quantize_by", "quantize_nvfp4_by", "quantize_four_over_six"}
+COMPILED_ON_CUDA |= {
+    "pack_e2m1",
+    "unpack_e2m1",
+    "amax",
+    "quantize_by",
+    "quantize_nvfp4_by",
+    "quantize_four_over_six",
+    "round_nvfp4",
+}
 COMPILED_ON_CUDA |= {"pack_ladder", "unpack_ladder"}
 CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
@@ -102,7 +110,7 @@ EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "ada
 EAGER |= {"block_scaled_mm": block_scaled.reference}
 EAGER |= {"rotate_fold": rotated.rotate_fold, "sum_squares": updates.sum_squares}
 EAGER |= {name: getattr(ladder, name) for name in LADDER}
-EAGER |= {name: getattr(eden, name) for name in ("rotated_amax", "quantize_eden")}
+EAGER |= {name: getattr(eden, name) for name in ("rotated_amax", "quantize_eden", "round_eden")}
 EAGER |= {"quantize_four_over_six": four_over_six.quantize_four_over_six}
 EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decode_gradients")}
 EAGER |= {name: getattr(shared_gradients, name) for name in ("encode_gradients_by", "decode_gradients_by")}

@@ -143,10 +143,22 @@ def quantize_by(  # type: ignore[no-untyped-def]
     return _rounded(v, format, parse_rounding(rounding), seed, origin), scale
 
 
-def quantize_nvfp4(x, tile, headroom, rounding, seed, origin):  # type: ignore[no-untyped-def]
-    """Two-level NVFP4 (arXiv 2509.25149): E4M3 block scales under one FP32 tensor scale, amax_x / (6 * 448)."""
+def quantize_nvfp4(x, tile, headroom, rounding, seed, origin, signs=None, rotation=0):  # type: ignore[no-untyped-def]
+    """Two-level NVFP4 (arXiv 2509.25149): E4M3 block scales under one FP32 tensor scale, amax_x / (6 * 448).
+
+    signs: seed of the signs of a random Hadamard transform that x goes through first; rotation: its block, 0 for none.
+    """
+    x = hadamard(x, signs, rotation) if rotation else x
     of_tiles = amax(x, tile)
     return quantize_nvfp4_by(x, of_tiles, of_tiles.amax().reshape(1, 1), tile, headroom, rounding, seed, origin)
+
+
+def round_nvfp4(x, headroom, rounding, seed, origin, signs, rotation):  # type: ignore[no-untyped-def]
+    """What codes of `quantize_nvfp4` in blocks of 1x16 stand for, but for the outer scale, in BF16, which holds it; the
+    outer scale [1, 1].
+    """
+    codes, _, block, outer = quantize_nvfp4(x, (1, 16), headroom, rounding, seed, origin, signs, rotation)
+    return dequantize_bf16(codes, block.float()), outer
 
 
 def quantize_nvfp4_by(x, amax, top, tile, headroom, rounding, seed, origin):  # type: ignore[no-untyped-def]

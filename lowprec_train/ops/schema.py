@@ -29,8 +29,8 @@ SCHEMAS = {
         " Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
     ),
     "quantize_nvfp4": (
-        "(Tensor x, int[2] tile, float headroom, str rounding, Tensor? seed, Tensor? origin)"
-        " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
+        "(Tensor x, int[2] tile, float headroom, str rounding, Tensor? seed, Tensor? origin, Tensor? signs=None,"
+        " int rotation=0) -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
     "amax": "(Tensor x, int[2] tile) -> Tensor",
     "quantize_by": (
@@ -73,6 +73,14 @@ SCHEMAS = {
     "quantize_eden": (
         "(Tensor x, Tensor top, Tensor? signs, int rotation, Tensor seed, Tensor? origin)"
         " -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
+    ),
+    "round_nvfp4": (
+        "(Tensor x, float headroom, str rounding, Tensor? seed, Tensor? origin, Tensor? signs, int rotation)"
+        " -> (Tensor values, Tensor tensor_scale)"
+    ),
+    "round_eden": (
+        "(Tensor x, Tensor top, Tensor? signs, int rotation, Tensor seed, Tensor? origin)"
+        " -> (Tensor values, Tensor tensor_scale)"
     ),
     "quantize_ladder": (
         "(Tensor x, Tensor? tops, int[2] tile, str candidates, int exponent_span)"
@@ -207,6 +215,11 @@ def _quantize_nvfp4_by(x, amax, top, tile, *_):  # type: ignore[no-untyped-def]
 
 def _quantize_eden(x, top, *_):  # type: ignore[no-untyped-def]
     return _quantize_nvfp4(x, (1, 16))
+
+
+def _round_nvfp4(x, *_):  # type: ignore[no-untyped-def]
+    tile_shape(x.shape[0], x.shape[1], (1, 16))
+    return x.new_empty(x.shape, dtype=torch.bfloat16), x.new_empty((1, 1), dtype=torch.float32)
 
 
 def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
@@ -363,6 +376,8 @@ FAKES: dict[str, Callable] = {
     "quantize_four_over_six": _quantize_nvfp4_by,
     "rotated_amax": lambda x, *_: x.new_empty((1, 1), dtype=torch.float32),
     "quantize_eden": _quantize_eden,
+    "round_nvfp4": _round_nvfp4,
+    "round_eden": _round_nvfp4,
     "quantize_ladder": _quantize_ladder,
     "row_sums": _row_sums,
     "fold_ladder": _fold_ladder,

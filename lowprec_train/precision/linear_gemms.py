@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lowprec_train.numerics import rotated
 from lowprec_train.numerics.corrections import Correction
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
 from lowprec_train.numerics.pairs import both
@@ -146,6 +147,8 @@ class LinearGemms:
             codes, codes_t = self._both(how, form.quantizer, rest, amax)
         elif how.op is Op.QUANTIZE:
             codes = self._rounded(how, rest)
+        elif how.op is Op.ROUND:
+            codes = self._values(how, rest)
         if form.quantizer is None:
             return codes, residual, SavedOperand(form, (x,))
         if codes_t is None and later.source is Source.FORWARD:
@@ -292,14 +295,23 @@ class LinearGemms:
         return cast(self._product(how, a, b, torch.float32) + row, dtype)
 
     def _operand(self, how: OperandPlan, x: Tensor) -> Tensor | Quantized:
+        if how.op is Op.ROUND:
+            return self._values(how, x)
         return x if how.quantizer is None else self._rounded(how, x)
+
+    def _values(self, how: OperandPlan, x: Tensor) -> Quantized:
+        """x [m, k], rotated and rounded, as its GEMM multiplies it."""
+        assert how.quantizer is not None
+        signs, block = (None, 0) if how.rotation is None else (self._drawn.signs(how.gemm), how.rotation.block)
+        return rotated.values(how.quantizer, x, signs, block, *self._noise(how), self._shared(how))
 
     def _rounded(self, how: OperandPlan, x: Tensor, whole_amax: Tensor | None = None) -> Quantized:
         """x [m, k], rotated and rounded: in one op where there is one and nobody watches. whole_amax: `Shared.amax`."""
         assert how.quantizer is not None
         noise, shared = self._noise(how), self._shared(how, whole_amax)
-        if how.rotation is not None and how.quantizer.correction is Correction.GROUP and self.observer is None:
-            return how.quantizer.of_rotated(x, self._drawn.signs(how.gemm), how.rotation.block, *noise, shared)
+        if how.rotation is not None and rotated.rotates(how.quantizer, how.cut) and self.observer is None:
+            signs, block = self._drawn.signs(how.gemm), how.rotation.block
+            return rotated.of_rotated(how.quantizer, x, signs, block, *noise, shared)
         x = self._rotated(how, x)
         codes = how.quantizer(x, *noise, shared)
         self._observe(how, x, codes)

@@ -39,7 +39,7 @@ class Source(Enum):
 
 class Op(Enum):
     """The op that makes it. QUANTIZE_BOTH makes an operand and its transpose; ROTATE_FOLD reads the matrix as it lies
-    and writes codes in an FP8 carrier, of the matrix or of its transpose.
+    and writes codes in an FP8 carrier, of the matrix or of its transpose; ROUND writes what codes stand for, in BF16.
     """
 
     NONE = ""
@@ -47,6 +47,7 @@ class Op(Enum):
     QUANTIZE_OUTLIERS = "quantize_outliers"
     QUANTIZE_BOTH = "quantize_both"
     ROTATE_FOLD = "rotate_fold"
+    ROUND = "round"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,7 @@ from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.pairs import pairs
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.numerics.rotated import makes_values
 from lowprec_train.precision import gemm
 from lowprec_train.precision.backend import Backend
 from lowprec_train.precision.estimators import StraightThrough
@@ -153,13 +154,22 @@ class _Compiler:
         path = Path.BF16 if how.codes_only else found
         return GemmPlan(
             sizes=sizes,
-            a=a,
-            b=b,
+            a=self.as_values(a, path),
+            b=self.as_values(b, path),
             codes=(codes_a, codes_b),
             path=path,
             split_accumulation=how.split_accumulation,
             codes_only=how.codes_only,
         )
+
+    def as_values(self, operand: OperandPlan, path: Path) -> OperandPlan:
+        """One whose codes nobody takes but a GEMM that would dequantise them is made as their values."""
+        kept = operand.gemm is Gemms.FPROP and (operand.operand is Operand.B or self.recipe.saves_codes)
+        made = operand.source is Source.FRESH and operand.op is Op.QUANTIZE and operand.quantizer is not None
+        if path is not Path.DEQUANTIZE or kept or not made or not self.fused:
+            return operand
+        assert operand.quantizer is not None
+        return replace(operand, op=Op.ROUND) if makes_values(operand.quantizer, operand.cut) else operand
 
     def codes(self, operand: OperandPlan, rows: int, columns: int) -> Codes:
         """What the choice of a path sees of an operand."""

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
-OPS = ("quantize_nvfp4_by", "quantize_four_over_six", "rotated_amax", "quantize_eden")
+OPS = ("quantize_nvfp4_by", "quantize_four_over_six", "rotated_amax", "quantize_eden", "round_nvfp4", "round_eden")
 ORIGIN = torch.tensor([2**33 + 5, 2**35 + 128])
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -82,6 +82,20 @@ def test_factors_of_groups(kind, rotation):
         top = eden.rotated_amax(x, signs, rotation)
         for most, origin in ((top, None), (top * 8, ORIGIN)):
             check("quantize_eden", eden.quantize_eden, x, most, signs, rotation, SEED, origin)
+            check("round_eden", eden.round_eden, x, most, signs, rotation, SEED, origin)
+
+
+@kinds
+@pytest.mark.parametrize("rotation", [0, 2, 16, 64, 256, 512])
+def test_rotated_and_rounded(kind, rotation):
+    """By one kernel up to 256, and by two beyond."""
+    for dtype in DTYPES:
+        x = matrix(kind, 37, 1024).to(dtype)
+        signs = SIGNS if rotation > 2 else None
+        for headroom, rounding in ((1.0, "nearest"), (16 / 17, "stochastic")):
+            how = (headroom, rounding, SEED, ORIGIN, signs, rotation)
+            check("quantize_nvfp4", reference.quantize_nvfp4, x, (1, 16), *how)
+            check("round_nvfp4", reference.round_nvfp4, x, *how)
 
 
 @pytest.mark.parametrize("m, k", [(1, 128), (3, 384), (1023, 128), (66, 4224), (513, 11008)])

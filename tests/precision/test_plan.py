@@ -133,6 +133,22 @@ def test_the_folding_op_decodes_codes_of_one_scale_only():
     assert plan(one, dtype=torch.float32).wgrad.b.op is Op.QUANTIZE
 
 
+def test_what_only_a_gemm_in_bf16_takes_is_made_as_values():
+    """Not X whose codes are kept, not W, nothing with maxima of its own, nothing of a matrix cut under one scale."""
+    by_hand, folded = RECIPES["nvfp4"], {"fprop": {"a": {"candidates": "mse"}}}
+    rounds = {name for name, op in ops(plan(by_hand)).items() if op is Op.ROUND}
+    assert rounds == {"X", "dY", "dY^T"} and plan(by_hand).wgrad.b.source is Source.FORWARD
+    assert {name for name, op in ops(plan(override(by_hand, folded))).items() if op is Op.ROUND} == {"dY", "dY^T"}
+    assert {name for name, op in ops(plan(RECIPES["quartet2"])).items() if op is Op.ROUND} == {
+        "dY",
+        "W^T",
+        "dY^T",
+        "X^T",
+    }
+    assert Op.ROUND not in {plan(by_hand, 0).dgrad.a.op, plan(by_hand, 0).wgrad.a.op}
+    assert plan(RECIPES["quartet2"], 0).dgrad.a.op is Op.ROUND
+
+
 def test_what_the_table_says():
     told = plan(RECIPES["fp8_block"]).describe()
     assert told["wgrad"]["X^T"] == "rounded in the forward pass, quantize_both (X and X^T)"

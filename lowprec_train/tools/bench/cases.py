@@ -158,6 +158,10 @@ def _quantize_eden(x: Tensor, seed: Tensor) -> Any:
     return ops.quantize_eden(x, ops.rotated_amax(x, seed, 128), seed, 128, seed, None)
 
 
+def _round_eden(x: Tensor, seed: Tensor) -> Any:
+    return ops.round_eden(x, ops.rotated_amax(x, seed, 128), seed, 128, seed, None)
+
+
 def _coded(m: int, k: int, device: torch.device) -> Inputs:
     codes, scale = _codes("E4M3", (-1, -1))(m, k, device)
     return codes, _seed(device), scale
@@ -180,6 +184,13 @@ def _quantisers() -> Iterator[Case]:
         op="quantize_nvfp4",
         inputs=_with_seed,
         call=lambda x, seed: ops.quantize_nvfp4(x, (1, 16), 16 / 17, "stochastic", seed, None),
+        passes=2,
+    )
+    yield Case(
+        name="stochastic, rotated 16",
+        op="round_nvfp4",
+        inputs=_with_seed,
+        call=lambda x, seed: ops.round_nvfp4(x, 16 / 17, "stochastic", seed, None, seed, 16),
         passes=2,
     )
     yield Case(
@@ -289,6 +300,7 @@ def _methods() -> Iterator[Case]:
     yield Case(name="carriers", op="unpack_ladder", inputs=_packed_carriers, call=ops.unpack_ladder)
     yield Case(name="rows", op="rotated_amax", inputs=_with_seed, call=lambda x, seed: ops.rotated_amax(x, seed, 128))
     yield Case(name="rows", op="quantize_eden", inputs=_with_seed, call=_quantize_eden, passes=2)
+    yield Case(name="rows", op="round_eden", inputs=_with_seed, call=_round_eden, passes=2)
     call = _rotate_fold_ladder(True, 128)
     yield Case(name="columns of E4M3 codes", op="rotate_fold_ladder", inputs=_coded, call=call, passes=2)
     expanded = ("E4M3", GROUP, SEGMENTS)
