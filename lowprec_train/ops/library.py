@@ -37,7 +37,8 @@ from lowprec_train.ops import (
     tensor_cores,
     updates,
 )
-from lowprec_train.ops.schema import FAKES, SCHEMAS
+from lowprec_train.ops.fakes import FAKES
+from lowprec_train.ops.schema import SCHEMAS
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
 COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "dequantize_bf16", "fold"}

@@ -135,13 +135,17 @@ def test_words_on_two_ranks_are_the_words_of_one() -> None:
     assert error(torch.cat(dx), x.grad) < 1e-5 and error(torch.cat(dw), weight.grad) < 1e-5
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
-def test_compiled_equals_eager(build, batch, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "device"), [("aot_eager", "cpu"), pytest.param("inductor", "cuda", marks=pytest.mark.gpu)]
+)
+def test_compiled_equals_eager(build, batch, backend: str, device: str) -> None:
+    """In FP32: in BF16 a fused kernel leaves out roundings that eager has."""
     torch._dynamo.reset()
-    eager, compiled = build("llama", loss_chunk=16), build("llama", loss_chunk=16)
+    eager, compiled = (build("llama", dtype=torch.float32, loss_chunk=16).to(device) for _ in range(2))
     compiled.compile_blocks(backend=backend)
-    expected, found = (loss_and_gradients(model, batch) for model in (eager, compiled))
-    assert all(error(found[name], value) < 2 * HALF for name, value in expected.items())
+    there = [each.to(device) for each in batch()]
+    expected, found = (loss_and_gradients(model, lambda: there) for model in (eager, compiled))
+    assert all(error(found[name], value) < 1e-5 for name, value in expected.items())
 
 
 @pytest.mark.parametrize("chunk", [0, -8])

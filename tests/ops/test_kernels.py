@@ -144,7 +144,7 @@ def test_kernels_return_the_bits_of_the_reference(op):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", TESTED)
+@pytest.mark.parametrize("op", sorted(set(TESTED) - {"block_scaled_mm"}))  # torch's, and of Blackwell alone
 def test_cuda_kernels_return_the_bits_of_the_reference(op):
     assert library.SERVED["cuda"], "_cuda.so is not built here: make kernels"
     self_test.self_test(torch.device("cuda"), [op])

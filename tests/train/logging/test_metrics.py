@@ -125,9 +125,10 @@ def test_cpu_memory_is_the_peak_resident_size():
 @pytest.mark.gpu
 def test_gpu_memory_is_the_peak_allocation():
     torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()["num_alloc_retries"]  # of tests that ran out of memory on purpose
     block = torch.ones(2**28, device="cuda")
     got = memory(torch.device("cuda"))
-    assert block.numel() * 4 / GIB <= got["mem/peak_gib"] < 8 and got["mem/alloc_retries"] == 0
+    assert block.numel() * 4 / GIB <= got["mem/peak_gib"] < 8 and got["mem/alloc_retries"] == before
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,0 +1,236 @@
+"""Shapes and dtypes that each op returns, for tracing without data; the schemas are in ops/schema.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lowprec_train.ops.formats import parse_format
+from lowprec_train.ops.schema import row_bytes, row_bytes_by, segment_groups, tile_shape
+
+
+def _scale_like(x: Tensor, tile: list[int] | tuple[int, int]) -> Tensor:
+    rows, columns = tile_shape(x.shape[0], x.shape[1], tile)
+    return x.new_empty((x.shape[0] // rows, x.shape[1] // columns), dtype=torch.float32)
+
+
+def _quantize(x, format, tile, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=parse_format(format).carrier), _scale_like(x, tile)
+
+
+def _quantize_nvfp4(x, tile, *_):  # type: ignore[no-untyped-def]
+    scale = _scale_like(x, tile)
+    stored = torch.empty_like(scale, dtype=torch.float8_e4m3fn)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale, stored, scale.new_empty((1, 1))
+
+
+def _quantize_by(x, amax, tops, format, tile, *_):  # type: ignore[no-untyped-def]
+    return _quantize(x, format, tile)
+
+
+def _quantize_nvfp4_by(x, amax, top, tile, *_):  # type: ignore[no-untyped-def]
+    codes, scale, stored, _ = _quantize_nvfp4(x, tile)
+    return codes, scale, stored, torch.empty_like(top)
+
+
+def _quantize_eden(x, top, *_):  # type: ignore[no-untyped-def]
+    return _quantize_nvfp4(x, (1, 16))
+
+
+def _round_nvfp4(x, *_):  # type: ignore[no-untyped-def]
+    tile_shape(x.shape[0], x.shape[1], (1, 16))
+    return x.new_empty(x.shape, dtype=torch.bfloat16), x.new_empty((1, 1), dtype=torch.float32)
+
+
+def _quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
+    codes_t = x.new_empty((x.shape[1], x.shape[0]), dtype=parse_format(format).carrier)
+    return (
+        x.new_empty(x.shape, dtype=parse_format(format).carrier),
+        _scale_like(x, tile),
+        codes_t,
+        _scale_like(codes_t, tile_t),
+    )
+
+
+def _row_carriers(x, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
+
+
+def _transpose(codes):  # type: ignore[no-untyped-def]
+    return codes.new_empty((codes.shape[1], codes.shape[0]))
+
+
+def _rotate_fold(  # type: ignore[no-untyped-def]
+    x, scale, transposed, signs, rotation, scale_rule, headroom, exponent_span, carrier, *_
+):
+    rows, columns = x.shape[::-1] if transposed else x.shape
+    codes = x.new_empty((rows, columns), dtype=parse_format(carrier).carrier)
+    return codes, x.new_empty((rows, 1), dtype=torch.float32)
+
+
+def _quantize_ladder(x, tops, tile, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, tile), _scale_like(x, (1, -1))
+
+
+def _row_sums(x, codes, scale, row):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], 2), dtype=torch.float64)
+
+
+def _fold_ladder(codes, scale, row, factor):  # type: ignore[no-untyped-def]
+    return torch.empty_like(codes), torch.empty_like(row)
+
+
+def _rotate_fold_ladder(x, scale, transposed, *_):  # type: ignore[no-untyped-def]
+    rows, columns = x.shape[::-1] if transposed else x.shape
+    return x.new_empty((rows, columns), dtype=torch.float8_e4m3fn), x.new_empty((rows, 1), dtype=torch.float32)
+
+
+def _outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
+    return _scale_like(x, (1, -1)), _scale_like(x, (1, -1))
+
+
+def _scaled_mm(a, scale_a, b, scale_b, *how):  # type: ignore[no-untyped-def]
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=how[-1])
+
+
+def _fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
+    return codes.new_empty(codes.shape, dtype=parse_format(carrier).carrier), scale.new_empty((codes.shape[0], 1))
+
+
+def _pack_e2m1(codes):  # type: ignore[no-untyped-def]
+    if codes.shape[-1] % 2:
+        raise ValueError(f"two E2M1 codes make a byte; the last dimension {codes.shape[-1]} is odd")
+    return codes.new_empty((*codes.shape[:-1], codes.shape[-1] // 2), dtype=torch.uint8)
+
+
+def _unpack_e2m1(packed):  # type: ignore[no-untyped-def]
+    return packed.new_empty((*packed.shape[:-1], packed.shape[-1] * 2), dtype=torch.float8_e4m3fn)
+
+
+def _quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-def]
+    groups = segments * segment_groups(x.shape[1], group, segments)
+    scale = x.new_empty((x.shape[0], groups), dtype=torch.float32)
+    return (
+        x.new_empty(x.shape, dtype=parse_format(format).carrier),
+        scale,
+        torch.empty_like(scale),
+        torch.empty_like(scale),
+    )
+
+
+def _as_float32(x, *_):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.float32)
+
+
+def _in_place(*_):  # type: ignore[no-untyped-def]
+    """Nothing: the op writes into its arguments."""
+
+
+def _encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: ignore[no-untyped-def]
+    return parts[0].new_empty((rows, row_bytes(sizes, coded, format, block)), dtype=torch.uint8)
+
+
+def _encode_gradients_by(parts, rows, sizes, coded, scales, format):  # type: ignore[no-untyped-def]
+    return parts[0].new_empty((rows, row_bytes_by(sizes, coded, format)), dtype=torch.uint8)
+
+
+def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def]
+    return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
+
+
+def _kept(x, columns, format, group):  # type: ignore[no-untyped-def]
+    """Codes of a matrix of that many columns, two E2M1 ones a byte, and the exponents of its groups."""
+    wide, dtype = (columns // 2, torch.uint8) if format == "E2M1" else (columns, parse_format(format).carrier)
+    return x.new_empty((x.shape[0], wide), dtype=dtype), x.new_empty((x.shape[0], columns // group), dtype=torch.uint8)
+
+
+def _row_amax(x):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+def _quantized_norm(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), _row_amax(x), *_kept(x, x.shape[1], format, group)
+
+
+def _norm_keep_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
+    dweight = weight.new_empty(weight.shape, dtype=torch.float32)
+    return dy.new_empty(dy.shape), dweight, dweight.new_empty(weight.shape if biased else 0)
+
+
+def _gated_silu(gate_up):  # type: ignore[no-untyped-def]
+    return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2)), _row_amax(gate_up)
+
+
+def _gated_silu_backward(dy, gate_up):  # type: ignore[no-untyped-def]
+    return dy.new_empty(gate_up.shape), _row_amax(dy)
+
+
+def _quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
+    width = gate_up.shape[1] // 2
+    kept = (part for _ in range(2) for part in _kept(gate_up, width, format, group))
+    return gate_up.new_empty((gate_up.shape[0], width)), _row_amax(gate_up), *kept
+
+
+def _gated_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
+    return dy.new_empty((dy.shape[0], 2 * dy.shape[1])), _row_amax(dy)
+
+
+def _quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), _row_amax(x), *_kept(x, x.shape[1], format, group)
+
+
+def _gelu_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
+    return dy.new_empty(dy.shape), _row_amax(dy)
+
+
+FAKES: dict[str, Callable] = {
+    "quantize": _quantize,
+    "quantize_nvfp4": _quantize_nvfp4,
+    "amax": _scale_like,
+    "quantize_by": _quantize_by,
+    "quantize_nvfp4_by": _quantize_nvfp4_by,
+    "quantize_both": _quantize_both,
+    **dict.fromkeys(("quantize_outliers", "quantize_carrier"), _row_carriers),
+    "transpose": _transpose,
+    "rotate_fold": _rotate_fold,
+    "quantize_four_over_six": _quantize_nvfp4_by,
+    "rotated_amax": lambda x, *_: x.new_empty((1, 1), dtype=torch.float32),
+    "quantize_eden": _quantize_eden,
+    "round_nvfp4": _round_nvfp4,
+    "round_eden": _round_nvfp4,
+    "quantize_ladder": _quantize_ladder,
+    "row_sums": _row_sums,
+    "fold_ladder": _fold_ladder,
+    "rotate_fold_ladder": _rotate_fold_ladder,
+    "pack_ladder": lambda carriers: (_pack_e2m1(carriers), torch.empty_like(carriers[:, ::16])),
+    "unpack_ladder": lambda packed, _: _unpack_e2m1(packed),
+    "outlier_bounds": _outlier_bounds,
+    "dequantize": _as_float32,
+    "dequantize_bf16": lambda codes, _: codes.new_empty(codes.shape, dtype=torch.bfloat16),
+    **dict.fromkeys(("scaled_mm", "block_scaled_mm"), _scaled_mm),
+    "fold": _fold,
+    "pack_e2m1": _pack_e2m1,
+    "unpack_e2m1": _unpack_e2m1,
+    "hadamard": _as_float32,
+    "quantize_expanded": _quantize_expanded,
+    "dequantize_expanded": _as_float32,
+    "encode_gradients": _encode_gradients,
+    "decode_gradients": _in_place,
+    "encode_gradients_by": _encode_gradients_by,
+    "decode_gradients_by": lambda wire, *_: wire.new_empty((), dtype=torch.int64),
+    "dge": _dge,
+    "adamw": _in_place,
+    "adamw_squares": lambda params, *_: params[0].new_empty(len(params), dtype=torch.float64),
+    "sum_squares": lambda xs: xs[0].new_empty(len(xs), dtype=torch.float64),
+    "adamw_amax": lambda params, *_: params[0].new_empty((len(params), 3), dtype=torch.float32),
+    "gated_silu": _gated_silu,
+    "gated_silu_backward": _gated_silu_backward,
+    "quantized_norm": _quantized_norm,
+    "quantized_norm_backward": _norm_keep_backward,
+    "quantized_gated_silu": _quantized_gated_silu,
+    "quantized_gated_silu_backward": _gated_keep_backward,
+    "quantized_gelu": _quantized_gelu,
+    "quantized_gelu_backward": _gelu_keep_backward,
+}
