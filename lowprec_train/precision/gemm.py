@@ -284,3 +284,19 @@ def _values(codes: Tensor, scale: Tensor) -> Tensor:
 def _power_part(scale: Tensor) -> Tensor:
     """The power of two in 2**e * gain, 1 <= gain < 2."""
     return (scale.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def _scales(quantizer: Quantizer, rows: int, columns: int) -> tuple[int, int]:
+    """Shape of the scale of a matrix."""
+    tall, wide = quantizer.tile
+    return 1 if tall == -1 else rows // tall, 1 if wide == -1 else columns // wide
+
+
+def one_scale(quantizer: Quantizer, rows: int, columns: int) -> bool:
+    """A matrix has one scale."""
+    return _scales(quantizer, rows, columns) == (1, 1)
+
+
+def row_scales(quantizer: Quantizer, rows: int, columns: int) -> bool:
+    """One scale a row, of several rows: it lies along the reduction of the transposed matrix."""
+    return _scales(quantizer, rows, columns) == (rows, 1) != (1, 1)

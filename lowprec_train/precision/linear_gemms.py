@@ -145,10 +145,8 @@ class LinearGemms:
             codes = self._folded(how, rest)
         elif how.op is Op.QUANTIZE_BOTH:
             codes, codes_t = self._both(how, form.quantizer, rest, amax)
-        elif how.op is Op.QUANTIZE:
+        elif how.quantizer is not None:
             codes = self._rounded(how, rest)
-        elif how.op is Op.ROUND:
-            codes = self._values(how, rest)
         if form.quantizer is None:
             return codes, residual, SavedOperand(form, (x,))
         if codes_t is None and later.source is Source.FORWARD:
@@ -295,22 +293,16 @@ class LinearGemms:
         return cast(self._product(how, a, b, torch.float32) + row, dtype)
 
     def _operand(self, how: OperandPlan, x: Tensor) -> Tensor | Quantized:
-        if how.op is Op.ROUND:
-            return self._values(how, x)
         return x if how.quantizer is None else self._rounded(how, x)
-
-    def _values(self, how: OperandPlan, x: Tensor) -> Quantized:
-        """x [m, k], rotated and rounded, as its GEMM multiplies it."""
-        assert how.quantizer is not None
-        signs, block = (None, 0) if how.rotation is None else (self._drawn.signs(how.gemm), how.rotation.block)
-        return rotated.values(how.quantizer, x, signs, block, *self._noise(how), self._shared(how))
 
     def _rounded(self, how: OperandPlan, x: Tensor, whole_amax: Tensor | None = None) -> Quantized:
         """x [m, k], rotated and rounded: in one op where there is one and nobody watches. whole_amax: `Shared.amax`."""
         assert how.quantizer is not None
         noise, shared = self._noise(how), self._shared(how, whole_amax)
-        if how.rotation is not None and rotated.rotates(how.quantizer, how.cut) and self.observer is None:
-            signs, block = self._drawn.signs(how.gemm), how.rotation.block
+        signs, block = (None, 0) if how.rotation is None else (self._drawn.signs(how.gemm), how.rotation.block)
+        if how.op is Op.ROUND:
+            return rotated.values(how.quantizer, x, signs, block, *noise, shared)
+        if block and rotated.rotates(how.quantizer, how.cut) and self.observer is None:
             return rotated.of_rotated(how.quantizer, x, signs, block, *noise, shared)
         x = self._rotated(how, x)
         codes = how.quantizer(x, *noise, shared)

@@ -164,12 +164,12 @@ class _Compiler:
 
     def as_values(self, operand: OperandPlan, path: Path) -> OperandPlan:
         """One whose codes nobody takes but a GEMM that would dequantise them is made as their values."""
-        kept = operand.gemm is Gemms.FPROP and (operand.operand is Operand.B or self.recipe.saves_codes)
-        made = operand.source is Source.FRESH and operand.op is Op.QUANTIZE and operand.quantizer is not None
-        if path is not Path.DEQUANTIZE or kept or not made or not self.fused:
+        quantizer, fprop = operand.quantizer, operand.gemm is Gemms.FPROP
+        kept = fprop and (operand.operand is Operand.B or self.recipe.saves_codes)
+        made = operand.source is Source.FRESH and operand.op is Op.QUANTIZE and self.fused and not kept
+        if path is not Path.DEQUANTIZE or not made or quantizer is None or not makes_values(quantizer, operand.cut):
             return operand
-        assert operand.quantizer is not None
-        return replace(operand, op=Op.ROUND) if makes_values(operand.quantizer, operand.cut) else operand
+        return replace(operand, op=Op.ROUND)
 
     def codes(self, operand: OperandPlan, rows: int, columns: int) -> Codes:
         """What the choice of a path sees of an operand."""
@@ -289,7 +289,7 @@ class _Compiler:
             return a, b
         assert isinstance(w, Quantizer)
         folded = gemm.reused_folded(w)
-        a = replace(a, scaled=folded or _row_scales(w, self.n, self.k))
+        a = replace(a, scaled=folded or gemm.row_scales(w, self.n, self.k))
         return a, replace(b, source=Source.FPROP_CODES, quantizer=w, folded=folded)
 
     def wgrad(self, fprop_x: OperandPlan, saved_x: SavedForm) -> tuple[OperandPlan, OperandPlan]:
@@ -302,7 +302,7 @@ class _Compiler:
         if not isinstance(how.b, Reuse):
             return a, b
         assert x is not None
-        return replace(a, scaled=_row_scales(x, self.tokens, self.k)), replace(
+        return replace(a, scaled=gemm.row_scales(x, self.tokens, self.k)), replace(
             b, source=Source.FPROP_CODES, quantizer=x
         )
 
@@ -347,7 +347,7 @@ class _Compiler:
         if x.scale is ScaleRule.LADDER:
             folded = saved_x.folded and self.dtype == torch.bfloat16
             return folded and isinstance(b, Quantizer) and b.scale is ScaleRule.LADDER
-        one = not saved_x.two_level and _one_scale(x, self.tokens, self.k)
+        one = not saved_x.two_level and gemm.one_scale(x, self.tokens, self.k)
         return one and not (saved_x.transposed or saved_x.packed) and self.dtype == torch.bfloat16
 
     def pairs_dy(self, a: OperandPlan, a_t: OperandPlan) -> bool:
@@ -392,18 +392,3 @@ def _whole(*quantizers: Quantizer | None) -> bool:
 def _transposed(quantizer: Quantizer) -> Quantizer:
     """Of codes that are not rounded again: exponents are bounded along the rows that they were made for."""
     return replace(quantizer.transposed(), exponent_span=0) if quantizer.exponent_span else quantizer.transposed()
-
-
-def _scales(quantizer: Quantizer, rows: int, columns: int) -> tuple[int, int]:
-    """Shape of the scale of a matrix."""
-    tall, wide = quantizer.tile
-    return 1 if tall == -1 else rows // tall, 1 if wide == -1 else columns // wide
-
-
-def _one_scale(quantizer: Quantizer, rows: int, columns: int) -> bool:
-    return _scales(quantizer, rows, columns) == (1, 1)
-
-
-def _row_scales(quantizer: Quantizer, rows: int, columns: int) -> bool:
-    """One scale a row, of several rows: it lies along the reduction of the transposed matrix."""
-    return _scales(quantizer, rows, columns) == (rows, 1) != (1, 1)
