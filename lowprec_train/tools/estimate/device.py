@@ -63,10 +63,11 @@ H200 = Device(
     attention=330 * TERA,
     memory=4.1 * TERA,
     kernels={
-        "stochastic NVFP4": 3.3 * PICO,
-        "NVFP4": 1.9 * PICO,
-        "EDEN": 5.0 * PICO,
-        "candidate scales": 3.3 * PICO,
+        "NVFP4": 1.61 * PICO,
+        "stochastic NVFP4": 1.95 * PICO,
+        "rotated stochastic NVFP4": 2.37 * PICO,
+        "EDEN": 2.97 * PICO,  # with the largest rotated magnitude
+        "candidate scales": 2.86 * PICO,  # with the amax of its blocks
         "ladder, rows": 2.4 * PICO,
         "ladder, columns": 2.74 * PICO,
         "ladder, columns of codes": 3.11 * PICO,

@@ -27,6 +27,7 @@ from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.draws import Operand
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import ScaleRule
+from lowprec_train.numerics.rotated import rotates
 from lowprec_train.precision.gemm import Path
 from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
 from lowprec_train.tools.estimate import offload
@@ -123,7 +124,7 @@ class Pass:
         for operand, elements in ((plan.a, m * k), (plan.b, n * k)):
             read = weight_bytes if operand.name.startswith("W") else BF16
             seconds += elements * self._operand(layer, operand, read)
-            if plan.path is Path.DEQUANTIZE and operand.quantizer is not None:
+            if plan.path is Path.DEQUANTIZE and operand.quantizer is not None and operand.op is not Op.ROUND:
                 seconds += elements * DECODED / self.device.memory
             spanned = operand.quantizer is not None and operand.quantizer.exponent_span > 0
             if plan.path is Path.FP8_FOLDED and operand.op is Op.QUANTIZE and spanned:
@@ -160,14 +161,16 @@ class Pass:
         """Of `quantize` alone, a rotation and a copy of the transpose before it where the kernel takes neither."""
         quantizer, kernels, copy = operand.quantizer, self.device.kernels, 1 / self.device.memory
         assert quantizer is not None
-        before = (read + FP32) * copy if operand.rotation is not None else 0.0
-        before += 2 * read * copy if operand.transposed and operand.rotation is None else 0.0
+        alone = operand.rotation is not None and not rotates(quantizer, operand.cut)
+        before = (read + FP32) * copy if alone else 0.0
+        before += 2 * read * copy if operand.transposed and not alone else 0.0
         if quantizer.correction is Correction.GROUP:
-            return kernels["EDEN"]
+            return before + kernels["EDEN"]
         if quantizer.scale is ScaleRule.NVFP4:
             if quantizer.candidates is not Candidates.NONE:
                 return before + kernels["candidate scales"]
-            return before + kernels["stochastic NVFP4" if quantizer.stochastic else "NVFP4"]
+            rotated = "rotated " if operand.rotation is not None else ""
+            return before + kernels[f"{rotated}stochastic NVFP4" if quantizer.stochastic else "NVFP4"]
         if quantizer.stochastic:
             return before + kernels["stochastic"]
         if quantizer.tile[0] not in (1, -1):
