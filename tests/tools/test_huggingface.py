@@ -292,6 +292,13 @@ REFUSED = {
     "shape": ("llama", {"intermediate_size": 128}, "mlp.up_proj.weight give a tensor of shape (192, 64)"),
     "heads": ("llama", {"num_attention_heads": 5, "head_dim": None}, "heads must divide dim"),
     "no heads": ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0 is not a positive number"),
+    "no positions": ("llama", {"max_position_embeddings": 0}, "max_position_embeddings = 0 is not a positive number"),
+    "a flag as text": (
+        "llama",
+        {"tie_word_embeddings": "yes"},
+        "tie_word_embeddings = 'yes' is neither true nor false",
+    ),
+    "a flag as a number": ("qwen2", {"use_sliding_window": 0}, "use_sliding_window = 0 is neither true nor false"),
     "a size as text": ("llama", {"head_dim": "16"}, "head_dim = '16' is not a positive number"),
     "no number": ("llama", {"rms_norm_eps": "x"}, "rms_norm_eps = 'x' is not a positive number"),
     "no table": ("llama", {"rope_scaling": "x"}, "rope_scaling = 'x' is not a table"),

@@ -16,6 +16,7 @@ from lowprec_train.tools.huggingface.rows import Rows, Same
 Json = Mapping[str, Any]
 MAYBE_COUNTS = ("num_key_value_heads", "head_dim", "n_inner")  # sizes of config.json that may be null
 REALS = ("rms_norm_eps", "layer_norm_epsilon", "rope_theta")
+FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id")  # keys of config.json; each an id, a list of ids or null
 
 
@@ -73,6 +74,7 @@ class Family:
             _check_numbers({key: config[key] for key in self.counts}, int)
             _check_numbers({key: config[key] for key in MAYBE_COUNTS if config.get(key) is not None}, int)
             _check_numbers({key: config[key] for key in REALS if key in config}, int, float)
+            _check_flags(config)
             sizes = self.from_config(config)
             return ModelConfig(name=name, vocab_size=config["vocab_size"], **self.choices, **sizes)
         except KeyError as error:
@@ -83,6 +85,12 @@ def _check_numbers(values: Json, *kinds: type) -> None:
     for key, value in values.items():
         if type(value) not in kinds or not 0 < value < math.inf:
             raise ValueError(f"config.json: {key} = {value!r} is not a positive number")
+
+
+def _check_flags(config: Json) -> None:
+    for key in FLAGS:
+        if not isinstance(config.get(key), bool | None):
+            raise ValueError(f"config.json: {key} = {config[key]!r} is neither true nor false")
 
 
 def _in_block(module: str) -> tuple[str, str]:

@@ -18,7 +18,14 @@ from lowprec_train.tools.huggingface.family import Family, Json, expect
 from lowprec_train.tools.huggingface.rows import GroupedHeads, Interleaved, Rows, Same
 
 ROTARY = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rotary"}
-COUNTS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 INNER = {
     "attention_norm": ("input_layernorm",),
