@@ -60,7 +60,10 @@ def _compiled(name: str, variant: tuple) -> Callable:
     """One code object per variant: torch counts recompilations per code object and gives up after a few."""
     function = next(getattr(each, name) for each in (reference, four_over_six, ladder) if hasattr(each, name))
     code = function.__code__.replace(co_name=f"{name}_{hash(variant) & 0xFFFFFF:06x}")
-    return torch.compile(FunctionType(code, function.__globals__), fullgraph=True, dynamic=False)
+    renamed = FunctionType(
+        code, function.__globals__, argdefs=function.__defaults__
+    )  # torch leaves defaults out of calls
+    return torch.compile(renamed, fullgraph=True, dynamic=False)
 
 
 def _key(argument: Any) -> Any:

@@ -34,6 +34,7 @@ examples:
   lowprec study run tiny --nproc 2
   lowprec study list main_130m --slurm | sh
   lowprec study report short_33m --set data=indexed data.train=data/mix data.split=[9,1]
+  lowprec study report tiny --results other_machine/results.json
 """
 WHOLE_MACHINE = "all"
 
@@ -50,6 +51,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     list_.add_argument("--task", metavar="I", type=int, help="print the overrides of run number I, from 0, a line each")
     list_.add_argument("--slurm", action="store_true", help="print the command that trains all runs as a job array")
     report = kinds.add_parser("report", help="estimates of what is finished: Markdown, JSON, a figure and a page")
+    report.add_argument(
+        "--results", metavar="FILE", nargs="+", type=Path, default=[], help="results.json of reports of other machines"
+    )
     for each in (run_, list_, report):
         each.add_argument("file", metavar="STUDY", type=Path, help="YAML file, or the name of a shipped study")
         each.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs (default: runs/study/NAME)")
@@ -155,19 +159,20 @@ def _report(arguments: argparse.Namespace) -> int:
     from lowprec_train.train.packages import needs_package
 
     needs_package("scipy", extra="study", what="lowprec study report")
-    from lowprec_train.tools.study import figure, measure, page, report, results
+    from lowprec_train.tools.study import figure, measure, page, report, results, stored_results
 
     study, planned, out = _planned(arguments)
-    found, left = results.read(planned, out)
+    found, left = results.read(planned, out, stored_results.read(arguments.results, planned, study.name))
     measured, folder = measure.measure(study, found, left), out / "report"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     picture = folder / "figure.svg" if measured.cells else None
     if picture:
         figure.save(measured, picture)
     sweep = "sweep.svg" if figure.save_sweep(measured, folder / "sweep.svg") else ""
     text = report.to_markdown(measured, study, figure="figure.svg", sweep=sweep)
     contents = {"report.md": text, "report.json": report.to_json(measured)}
-    if curves := [each.run for each in found if each.logged]:
+    contents[stored_results.FILE] = stored_results.to_json(study.name, found)
+    if curves := [each.run for each in found if each.logged and (out / each.run.name).is_dir()]:
         contents["report.html"] = page.to_html(measured, curves, out, picture)
     for name, content in contents.items():
         (folder / name).write_text(content, encoding="utf-8")

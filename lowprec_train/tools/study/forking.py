@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,15 @@ def digest(checkpoint: Path) -> str:
     return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
-def check_start(runs: Sequence[Path]) -> None:
-    """ValueError where forks of one trunk did not begin with the same bits."""
-    found = {run: read_object(run / FILE) for run in runs}
-    for trunk in {each["trunk"] for each in found.values() if each}:
-        starts = {each["checkpoint"]: run for run, each in found.items() if each and each["trunk"] == trunk}
-        if len(starts) > 1:
-            raise ValueError(f"{' and '.join(map(str, starts.values()))} did not begin with the same state of {trunk}")
+def start_state(run: Path) -> dict[str, Any]:
+    """Content of a fork's fork.json; empty for a run that is no fork."""
+    return read_object(run / FILE)
+
+
+def check_start(starts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ValueError if forks of one run did not begin with the same bits. starts: `start_state` by name of run."""
+    forks = {name: start for name, start in starts.items() if start}
+    for trunk in {start["trunk"] for start in forks.values()}:
+        found = {start["checkpoint"]: name for name, start in forks.items() if start["trunk"] == trunk}
+        if len(found) > 1:
+            raise ValueError(f"{' and '.join(found.values())} did not begin with the same state of {trunk}")

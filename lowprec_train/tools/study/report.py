@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -184,7 +185,11 @@ def noise_text(cell: Cell) -> str:
             "below 0.01: intervals are from pairs" if cell.uneven else "so the SD is pooled (it is not below 0.01)"
         )
         lines.append(f"Levene's test of equal noise: p = {cell.levene:.3f}, {verdict}.")
-    lines += [f"{each.arm}, seed {each.seed}, trained twice: {each.difference:+.4f} nat." for each in cell.repeats]
+    differences = [each.difference for each in cell.repeats]
+    lines += [f"{each.arm}, seed {each.seed}, trained twice: {each.difference:+.5f} nat." for each in cell.repeats]
+    if len(differences) > 1:
+        sd = math.sqrt(sum(each * each for each in differences) / (2 * len(differences)))
+        lines.append(f"SD of one run between such repeats: {sd:.5f} nat.")
     return " ".join(lines)
 
 

@@ -31,7 +31,7 @@ class Result:
     clipped, spikes, rms_spikes, skipped: of a fork, behind the common start.
     unstable: why it counts as that, "" if it does not. logged: number of its training losses. rate: tokens a second,
     None where other runs shared its device. steps: of the whole run, also where it diverged. parameters: without
-    embedding and head.
+    embedding and head. start_state: of a fork, content of fork.json; empty otherwise.
     """
 
     run: StudyRun
@@ -52,25 +52,43 @@ class Result:
     parameters: int
     valid: Series
     facts: Mapping[str, Any]
+    start_state: Mapping[str, Any]
 
 
-def read(planned: Sequence[StudyRun], out: Path) -> tuple[list[Result], list[str]]:
-    """Results of the runs that are finished, and the names of the others.
+def read(planned: Sequence[StudyRun], out: Path, stored: Sequence[Result] = ()) -> tuple[list[Result], list[str]]:
+    """Results of the runs that are finished in `out` or stored, in the order of the plan, and the names of the others.
 
-    ValueError where they are of different corpora or have another configuration than the plan, or where forks did not
-    begin alike.
+    Raises ValueError if runs used different corpora or another configuration than the plan, if forks of one run began
+    with different states, or if a stored run is in `out` too, with another loss.
     """
     finished = [run for run in planned if state(out / run.name).finished]
     check_same(finished, out)
     slowed = shared(out)
     found = [result(run, out / run.name) for run in finished]
-    found = judged([replace(each, rate=None) if each.run.name in slowed else each for each in found])
+    found = judged(together([replace(each, rate=None) if each.run.name in slowed else each for each in found], stored))
     for each in found[1:]:
         own, first = (one.facts["corpus_hash"] for one in (each, found[0]))
         if own != first:
             raise ValueError(f"{each.run.name} has corpus hash {own}, and {found[0].run.name} has {first}")
-    forking.check_start([out / run.name for run in finished])
-    return found, [run.name for run in planned if run not in finished]
+    forking.check_start({each.run.name: each.start_state for each in found})
+    known = {each.run.name: each for each in found}
+    return [known[run.name] for run in planned if run.name in known], [
+        run.name for run in planned if run.name not in known
+    ]
+
+
+def together(own: Sequence[Result], stored: Sequence[Result]) -> list[Result]:
+    """Runs of the folder and stored runs. Raises ValueError for a run that is in both, with another loss."""
+    found = {each.run.name: each for each in stored}
+    for each in own:
+        other = found.get(each.run.name, each)
+        if other.loss != each.loss and not (math.isnan(other.loss) and math.isnan(each.loss)):
+            raise ValueError(
+                f"{each.run.name}: the stored loss is {other.loss}, that of the folder is {each.loss}: "
+                "give another --out or leave out the file"
+            )
+        found[each.run.name] = each
+    return list(found.values())
 
 
 def names(found: Iterable[Result]) -> list[str]:
@@ -108,6 +126,7 @@ def result(run: StudyRun, directory: Path) -> Result:
         parameters=parameters(facts, record.config),
         valid=record.series(VALID),
         facts=facts,
+        start_state=forking.start_state(directory),
     )
 
 

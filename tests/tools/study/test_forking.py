@@ -42,10 +42,13 @@ def test_a_fork_of_its_own_trunk_is_that_run(small, tmp_path):
     assert numbers(same) == numbers(trunk)
     assert numbers(other)[:20] == numbers(trunk)[:20] and numbers(other)[20] != numbers(trunk)[20]
 
-    forking.check_start([trunk, same, other])
+    states = {each.name: forking.start_state(each) for each in (trunk, same, other)}
+    assert states[trunk.name] == {} and states[same.name]["step"] == 20
+    forking.check_start(states)
     start = json.loads((other / "fork.json").read_text())
     (other / "fork.json").write_text(json.dumps(start | {"checkpoint": "0"}))
+    states[other.name] = forking.start_state(other)
     with pytest.raises(ValueError, match="did not begin with the same state of bf16-trunk20-s3"):
-        forking.check_start([trunk, same, other])
+        forking.check_start(states)
     with pytest.raises(ValueError, match="has no checkpoint step-21 to fork from"):
         forking.fork(trunk, tmp_path / "new", 21, {})

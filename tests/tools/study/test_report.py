@@ -116,6 +116,9 @@ def test_contrasts_gate_and_repeats(written):
     difference = losses["bf16-s101-again"][0] - losses["bf16-s101"][0]
     assert gate["repeats"][0]["difference"] == pytest.approx(difference)
     assert gate["freedom"] == 1  # repeats are no observations of the design
+    other = losses["bf16-s102-again"][0] - losses["bf16-s102"][0]
+    sd = math.sqrt((difference**2 + other**2) / 4)
+    assert f"SD of one run between such repeats: {sd:.5f} nat." in (report / "report.md").read_text()
 
 
 class Requests(HTMLParser):

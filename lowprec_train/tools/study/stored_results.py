@@ -1,0 +1,103 @@
+"""results.json of a report: the finished runs of a study in a few kilobytes each, without their directories.
+
+A study that is trained on several machines, or in several sessions, is reported as one: each part's report writes
+results.json, and `lowprec study report STUDY --results FILE ...` adds the runs of these files to those of its folder.
+A stored run has a digest of its training keys, so runs of another configuration are refused, and the digest of the
+checkpoint that it was forked from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lowprec_train.config import read_object
+from lowprec_train.tools.compare.report import strict
+from lowprec_train.tools.compare.runs import Series
+from lowprec_train.tools.study.plan import StudyRun, saved_form
+from lowprec_train.tools.study.results import Result
+from lowprec_train.tools.study.rms_spikes import RmsSpikes
+from lowprec_train.train.identity import training_keys
+
+FILE = "results.json"
+FACTS = ("corpus_hash", "valid_unigram_entropy", "device", "versions")  # of run.json
+NUMBERS = tuple(each.name for each in fields(Result) if each.name not in ("run", "valid", "facts", "start_state"))
+
+
+def configuration_digest(run: StudyRun) -> str:
+    """SHA-256 of a run's training keys; paths of text are not among them, the corpus hash stands in for these."""
+    keys = training_keys(saved_form(run, Path()))
+    return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def to_json(study: str, found: Iterable[Result]) -> str:
+    """Content of results.json."""
+    runs = {each.run.name: _stored(each) for each in found}
+    return json.dumps(strict({"study": study, "runs": runs}), indent=1, allow_nan=False) + "\n"
+
+
+def _stored(result: Result) -> dict[str, Any]:
+    kept = {name: getattr(result, name) for name in NUMBERS if name != "rms_spikes"}
+    return kept | {
+        "rms_spikes": None if result.rms_spikes is None else asdict(result.rms_spikes),
+        "valid": {"steps": result.valid.steps.tolist(), "values": result.valid.values.tolist()},
+        "facts": {name: result.facts[name] for name in FACTS if name in result.facts},
+        "configuration": configuration_digest(result.run),
+        "start_state": dict(result.start_state),
+    }
+
+
+def read(files: Sequence[Path], planned: Sequence[StudyRun], study: str) -> list[Result]:
+    """The runs of results.json files that `planned` has. Raises ValueError for a file of another study, a run of
+    another configuration, and a run that two files hold with different numbers.
+    """
+    named = {run.name: run for run in planned}
+    found: dict[str, tuple[Path, dict[str, Any]]] = {}
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"--results {file}: no such file")
+        content = read_object(file)
+        if content.get("study") != study or not isinstance(content.get("runs"), dict):
+            raise ValueError(f"--results {file}: not the results of study {study}, but of {content.get('study')!r}")
+        for name, stored in content["runs"].items():
+            if name not in named:
+                continue
+            if name in found and found[name][1] != stored:
+                raise ValueError(f"{file} and {found[name][0]} hold different results of {name}: give one of them")
+            found[name] = file, stored
+    return [_result(named[name], file, stored) for name, (file, stored) in found.items()]
+
+
+def _result(run: StudyRun, file: Path, stored: Mapping[str, Any]) -> Result:
+    if stored.get("configuration") != configuration_digest(run):
+        raise ValueError(
+            f"{file}: {run.name} was trained with another configuration than this study plans; "
+            "give the --set of the command that trained it"
+        )
+    try:
+        numbers = {name: _number(stored[name]) for name in NUMBERS if name != "rms_spikes"}
+        spikes = stored["rms_spikes"]
+        valid = Series(
+            steps=np.array(stored["valid"]["steps"], np.int64), values=np.array(stored["valid"]["values"], np.float64)
+        )
+        return Result(
+            run=run,
+            valid=valid,
+            facts=stored["facts"],
+            start_state=stored["start_state"],
+            rms_spikes=None if spikes is None else RmsSpikes(**spikes),
+            **numbers,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: {run.name}: {type(error).__name__}: {error}") from None
+
+
+def _number(value: Any) -> Any:
+    """`strict` writes non-finite numbers as names."""
+    return float(value) if value in ("nan", "inf", "-inf") else value
