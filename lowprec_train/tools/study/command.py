@@ -16,17 +16,18 @@ if TYPE_CHECKING:
 
 HELP = "train recipes on several seeds and estimate their loss gaps"
 DESCRIPTION = """\
-A study trains arms (recipes and overrides) on several seeds, a run a GPU, and estimates the gaps of their losses to a
-baseline with intervals that hold for other seeds. STUDY is a YAML file or the name of a shipped one (docs/study.md).
+Train arms (recipes with overrides) on several seeds, one run on each GPU, and estimate the gap of each arm to a
+baseline, with confidence intervals that hold for other seeds. STUDY is a YAML file or the name of a shipped study
+(docs/study.md).
 """
 EPILOG = """\
-`run` goes on with what an earlier call has left in the folder of the study, on any machine. With --minutes it asks the
-running ones to save when the time is over, says what is left, and ends.
+`run` continues a study from its folder, on any machine: it skips finished runs and resumes the others. After --minutes
+the active runs save a checkpoint and end, and the command lists the remaining runs.
 
 exit status:
-  0  done, or the time was over; what is left is said
-  1  a run has failed
-  2  bad input: no such study, recipe or key, a seed with two purposes
+  0  finished, or stopped after --minutes
+  1  a run failed
+  2  bad input: unknown study, recipe or key; a seed with two purposes
 
 examples:
   lowprec study list short_33m
@@ -41,44 +42,59 @@ WHOLE_MACHINE = "all"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="study", metavar="WHAT", required=True)
-    run_ = kinds.add_parser("run", help="train what is left of a study on this machine")
+    run_ = kinds.add_parser("run", help="train the runs of a study that are not finished, on this machine")
     where = run_.add_mutually_exclusive_group()
-    where.add_argument("--gpus", metavar="N", default=WHOLE_MACHINE, help="GPUs, or `all` (default: all)")
-    where.add_argument("--nproc", metavar="N", type=positive, help="so many runs at once on the CPU")
-    run_.add_argument("--per-gpu", metavar="N", type=positive, default=1, help="runs at once on a GPU (default: 1)")
-    run_.add_argument("--minutes", metavar="M", type=minutes, help="after which running ones save and the command ends")
-    list_ = kinds.add_parser("list", help="the runs of a study and how far each is")
-    list_.add_argument("--task", metavar="I", type=int, help="print the overrides of run number I, from 0, a line each")
-    list_.add_argument("--slurm", action="store_true", help="print the command that trains all runs as a job array")
-    report = kinds.add_parser("report", help="estimates of what is finished: Markdown, JSON, a figure and a page")
+    where.add_argument("--gpus", metavar="N", default=WHOLE_MACHINE, help="number of GPUs, or `all` (default: all)")
+    where.add_argument("--nproc", metavar="N", type=positive, help="train N runs at the same time on the CPU")
+    run_.add_argument(
+        "--per-gpu", metavar="N", type=positive, default=1, help="runs at the same time on each GPU (default: 1)"
+    )
+    run_.add_argument(
+        "--minutes", metavar="M", type=minutes, help="stop after M minutes; active runs save a checkpoint"
+    )
+    list_ = kinds.add_parser("list", help="list the runs of a study and the state of each")
+    list_.add_argument(
+        "--task", metavar="I", type=int, help="print the overrides of run I (counted from 0), one a line"
+    )
+    list_.add_argument(
+        "--slurm", action="store_true", help="print the sbatch command that trains all runs as a job array"
+    )
+    report = kinds.add_parser(
+        "report", help="write the estimates from the finished runs: Markdown, JSON, a figure and an HTML page"
+    )
     report.add_argument(
-        "--results", metavar="FILE", nargs="+", type=Path, default=[], help="results.json of reports of other machines"
+        "--results",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="also use the runs in these results.json files, written by `report` on other machines",
     )
     for each in (run_, list_, report):
         each.add_argument("file", metavar="STUDY", type=Path, help="YAML file, or the name of a shipped study")
-        each.add_argument("--out", metavar="DIR", type=Path, help="folder of the runs (default: runs/study/NAME)")
-        each.add_argument("--arms", metavar="ARM", nargs="+", help="only these arms")
-        each.add_argument("--purpose", choices=("gate", "sweep", "estimate"), help="only runs for this")
-        each.add_argument("--set", metavar="KEY=VALUE", nargs="+", default=[], help="overrides of all runs")
-    evaluate = kinds.add_parser("evaluate", help="final losses of runs that are done, where they are not known")
+        each.add_argument("--out", metavar="DIR", type=Path, help="folder of the study (default: runs/study/NAME)")
+        each.add_argument("--arms", metavar="ARM", nargs="+", help="use only these arms")
+        each.add_argument("--purpose", choices=("gate", "sweep", "estimate"), help="use only runs with this purpose")
+        each.add_argument("--set", metavar="KEY=VALUE", nargs="+", default=[], help="overrides for all runs")
+    evaluate = kinds.add_parser("evaluate", help="evaluate finished runs that have no evaluation.json")
     evaluate.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory")
     evaluate.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, list, evaluate or report. Raises ValueError for bad input."""
+    """Run the subcommand and return its exit status. Raises ValueError for bad input."""
     return {"run": _run, "list": _list, "evaluate": _evaluate, "report": _report}[arguments.study](arguments)
 
 
 def minutes(text: str) -> float:
-    """A time above 0."""
+    """Parse a positive, finite number of minutes."""
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if 0 < value < float("inf"):
         return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of minutes")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -86,11 +102,13 @@ def _run(arguments: argparse.Namespace) -> int:
     from lowprec_train.train.launch import world
 
     if world().processes > 1:
-        raise ValueError(f"WORLD_SIZE={world().processes}: a study starts its runs itself; start it without a launcher")
+        raise ValueError(
+            f"WORLD_SIZE={world().processes}: `lowprec study run` starts its runs; call it without torchrun or srun"
+        )
     study, planned, out = _planned(arguments)
     workers = _workers(arguments)
     plan.check_text(study, plan.check(study, planned))
-    _remember(study, out)
+    _record_purposes(study, out)
     runner = running.Runner(
         planned,
         out,
@@ -98,17 +116,17 @@ def _run(arguments: argparse.Namespace) -> int:
         minutes=arguments.minutes,
         keep_checkpoints=study.keep_checkpoints,
         whole=plan.runs(study),
-        say=_say,
+        say=_print_line,
     )
     try:
         failed = runner.run()
     except KeyboardInterrupt:
-        _say("aborted by a second interrupt; each run goes on from its last checkpoint")
+        _print_line("stopped by a second interrupt; each run resumes from its last checkpoint")
         return 1
     for name, text in failed.items():
-        _say(f"{name} failed:\n{text}")
+        _print_line(f"{name} failed:\n{text}")
     for line in progress.summary(planned, out):
-        _say(line)
+        _print_line(line)
     return int(bool(failed))
 
 
@@ -143,10 +161,12 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _array(arguments: argparse.Namespace, planned: list[StudyRun]) -> str:
-    """The command that submits a job array. ValueError for forks, which wait for each other."""
+    """Return the sbatch command of the job array. Raises ValueError for forks, which depend on another run."""
     forked = [run.name for run in planned if run.trunk]
     if forked:
-        raise ValueError(f"--slurm: {forked[0]} forks from another run of this study, and jobs of an array do not wait")
+        raise ValueError(
+            f"--slurm: {forked[0]} forks from another run, and the jobs of an array do not wait for each other"
+        )
     words = ["sbatch", f"--array=0-{len(planned) - 1}", "scripts/slurm/study.sbatch", str(arguments.file)]
     for option in ("out", "purpose"):
         words += [f"--{option}", str(value)] if (value := getattr(arguments, option)) else []
@@ -191,7 +211,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path]:
-    """The study, the runs of it that were asked for, and their folder."""
+    """Return the study, the selected runs with those that they fork from, and the folder."""
     from lowprec_train.tools.study import definition, plan
 
     study = definition.load(definition.find(arguments.file)).with_overrides(arguments.set)
@@ -209,8 +229,8 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
     return study, wanted, arguments.out or Path("runs") / "study" / study.name
 
 
-def _remember(study: Study, out: Path) -> None:
-    """Keep each seed's purpose in the folder: it may not change once runs are there. ValueError where it has."""
+def _record_purposes(study: Study, out: Path) -> None:
+    """Write each seed's purpose to seeds.json in the folder. Raises ValueError if a seed had another purpose there."""
     from lowprec_train.config import read_object
     from lowprec_train.data.appending import write_whole
 
@@ -218,11 +238,13 @@ def _remember(study: Study, out: Path) -> None:
     before = read_object(file)
     for seed, purpose in study.seeds.items():
         if before.get(str(seed), purpose) != purpose:
-            raise ValueError(f"seed {seed} was a {before[str(seed)]} seed in {out}, and is now to be a {purpose} seed")
+            raise ValueError(
+                f"seed {seed} has the purpose {before[str(seed)]} in {out / 'seeds.json'}, and {purpose} in the study"
+            )
     out.mkdir(parents=True, exist_ok=True)
-    kept = before | {str(seed): purpose for seed, purpose in study.seeds.items()}
-    write_whole(file, f"{json.dumps(kept, indent=2)}\n".encode())
+    purposes = before | {str(seed): purpose for seed, purpose in study.seeds.items()}
+    write_whole(file, f"{json.dumps(purposes, indent=2)}\n".encode())
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)

@@ -1,10 +1,10 @@
-"""STUDY.yaml: what is compared, on which seeds, and which questions were asked beforehand.
+"""STUDY.yaml: the arms, seeds and contrasts of a study.
 
-An arm is a recipe and overrides. Blocks say which arms train on which seeds, and what for:
+An arm is a recipe with overrides. A block lists which arms train on which seeds, for one purpose:
 
-    gate      to measure the noise and to settle the setting, before anything is compared
-    sweep     to choose a value, such as each arm's learning rate
-    estimate  the comparison
+    gate      measure the noise and fix the set-up before the comparison
+    sweep     choose a value, such as the learning rate of each arm
+    estimate  compare the arms
 
 A run that chose a setting does not judge it: estimates that reuse such runs are biased by up to 0.010 nat. So a seed
 has one purpose in a study, and no estimate uses a seed of the studies that it comes `after`.
@@ -33,8 +33,8 @@ OWN_KEYS = ("seed", "data.seed", "name", "run_root", "resume", "device", "weight
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A recipe, and overrides that come after those of the study. predicted: its gap to the baseline in percent, as
-    it is expected; the report shows both.
+    """A recipe with overrides, applied after those of the study. predicted: expected gap to the baseline in percent,
+    which the report shows beside the measured one.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """Every run of a block begins with the state of this arm after so many steps."""
+    """Every run of a block starts from the state of this arm after `step` steps."""
 
     arm: str
     step: int
@@ -53,9 +53,8 @@ class Fork:
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Arms on the same seeds. axes: key of the configuration -> its values, in all combinations.
-
-    again: arms that are trained a second time on the same seeds, which measures the noise of the machine alone.
+    """Arms that train on the same seeds. axes: configuration key -> values, used in all combinations. again: arms that
+    are trained twice on each seed, which measures the noise of the machine.
     """
 
     purpose: str
@@ -68,11 +67,10 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """A whole STUDY.yaml.
+    """Content of STUDY.yaml.
 
     contrasts: pairs (arm, other arm), named before the results are known. after: files of studies that chose settings
-    of this one. keep_checkpoints: of runs that are trained and evaluated; without them a study of 130M parameters takes
-    1.6 GB less a run.
+    of this study. keep_checkpoints: keep those of finished runs (1.6 GB a run at 130M parameters).
     """
 
     name: str
@@ -86,17 +84,17 @@ class Study:
 
     @property
     def seeds(self) -> dict[int, str]:
-        """Each seed's purpose."""
+        """Purpose of each seed."""
         return {seed: block.purpose for block in self.blocks for seed in block.seeds}
 
     def with_overrides(self, overrides: Sequence[str]) -> Study:
-        """The same study with these overrides in all runs. ValueError for one that a study sets itself."""
+        """Add overrides for all runs. Raises ValueError for a key that the study sets itself."""
         _check_overrides("--set", overrides)
         return replace(self, overrides=(*self.overrides, *overrides))
 
 
 def find(name: Path) -> Path:
-    """A study's file: a path, or the name of a shipped one. ValueError where there is neither."""
+    """Return the file of a study, given by path or shipped name. Raises ValueError if there is none."""
     if name.is_file():
         return name
     if str(name) in shipped():
@@ -105,12 +103,12 @@ def find(name: Path) -> Path:
 
 
 def shipped() -> list[str]:
-    """Names of the studies that come with the package."""
+    """Return the names of the shipped studies."""
     return sorted(path.stem for path in SHIPPED.glob("*.yaml"))
 
 
 def load(path: Path) -> Study:
-    """Read and check a study. ValueError that names the file, the key and the value."""
+    """Read and check a study. Raises ValueError with the file, the key and the value."""
     try:
         return _study(_container(path), path.parent)
     except ValueError as error:
@@ -217,7 +215,7 @@ def _contrasts(values: Sequence[Any], arms: Mapping[str, Arm]) -> tuple[tuple[st
 
 
 def _check_seeds(study: Study) -> None:
-    """One purpose for each seed, and none that an earlier study has used to choose a setting of this one."""
+    """Check that each seed has one purpose and was not used by an earlier study to choose a setting of this one."""
     seen: dict[int, str] = {}
     for block in study.blocks:
         for seed in block.seeds:

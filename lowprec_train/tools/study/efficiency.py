@@ -1,12 +1,12 @@
-"""From gaps to tokens: how much shorter the baseline's run could be for an arm's loss, and what a scaling law says.
+"""Gaps in tokens: how many fewer tokens the baseline needs for an arm's loss, and scaling-law efficiencies.
 
     L_base(D') = L_arm(D)        extra tokens = D / D' - 1
 
-L_base is interpolated in log D between runs of the baseline that were trained to their own length, with their own
-decay: points along one run of a decaying rate are no such curve.
+L_base is interpolated in log D between baseline runs of different lengths, each with its own learning-rate decay;
+points along one run with a decaying rate are not such a curve.
 
-With enough sizes and lengths, L = (A / N^a + B / D^b)^g + E is fitted to the baseline (Huber on log residuals), frozen,
-and each arm gets the eff_N and eff_D of L(N eff_N, D eff_D) that fit its own points (arXiv 2505.14669).
+With enough sizes and lengths, L = (A / N^a + B / D^b)^g + E is fitted to the baseline (Huber loss on log residuals).
+With this law fixed, eff_N and eff_D in L(N eff_N, D eff_D) are fitted to the points of each arm (arXiv 2505.14669).
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lowprec_train.tools.study.statistics import Estimate
 
 HUBER = 1e-4  # of log residuals
 FEWEST_POINTS, FEWEST_SIZES, FEWEST_OF_ARM = 8, 3, 4
-BEYOND = 2.0  # times the curve's ends, up to which its last straight part is followed
+BEYOND = 2.0  # the curve is extrapolated up to this factor beyond its ends
 
 Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Extra:
-    """Extra tokens as a share of the tokens, and the ends of its 95 % interval, which is that of the gap."""
+    """Extra tokens as a share of the tokens; low, high: from the ends of the gap's 95 % interval."""
 
     share: float
     low: float | None
@@ -38,7 +38,7 @@ class Extra:
 
 
 def extra_tokens(gap: Estimate, tokens: int, curve: Mapping[int, float]) -> Extra | None:
-    """What a gap is worth; None where the baseline has been trained to one length only, or the curve does not reach."""
+    """Convert a gap to extra tokens; None if the baseline has one length only or the loss is outside of its curve."""
     if len(curve) < 2 or tokens not in curve:
         return None
     base = curve[tokens]
@@ -53,9 +53,9 @@ def _share(loss: float, tokens: int, curve: Mapping[int, float]) -> float | None
 
 
 def tokens_for(loss: float, curve: Mapping[int, float]) -> float | None:
-    """The length at which the curve has this loss, straight in log D between its points and up to twice beyond them.
+    """Return the length at which the curve has this loss: linear in log D, extrapolated by at most a factor of two.
 
-    None where it is out of reach, or where the curve does not fall.
+    None if the length is further away, or if the curve is not decreasing.
     """
     lengths = sorted(curve)
     logs, values = np.log(lengths), np.array([curve[n] for n in lengths])
@@ -70,7 +70,7 @@ def tokens_for(loss: float, curve: Mapping[int, float]) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """L(N, D) = (A / N^a + B / D^b)^g + E; error: RMS of its log residuals."""
+    """L(N, D) = (A / N^a + B / D^b)^g + E. error: RMS of the log residuals."""
 
     A: float
     a: float
@@ -86,7 +86,7 @@ class Law:
 
 
 def fit_law(points: Sequence[tuple[float, float, float]]) -> Law | None:
-    """points: (parameters, tokens, loss). None with fewer than 8 points or 3 sizes: they determine no law."""
+    """Fit the law to points (parameters, tokens, loss); None with fewer than 8 points or 3 sizes."""
     if len(points) < FEWEST_POINTS or len({n for n, _, _ in points}) < FEWEST_SIZES:
         return None
     n, d, loss = np.array(points, float).T
@@ -109,7 +109,7 @@ def fit_law(points: Sequence[tuple[float, float, float]]) -> Law | None:
 
 
 def efficiency(law: Law, points: Sequence[tuple[float, float, float]]) -> tuple[float, float] | None:
-    """(eff_N, eff_D) of an arm's points under the baseline's law; None with fewer than 4."""
+    """Fit (eff_N, eff_D) to an arm's points under the baseline's law; None with fewer than 4 points."""
     if len(points) < FEWEST_OF_ARM:
         return None
     n, d, loss = np.array(points, float).T
@@ -127,8 +127,8 @@ def _least(
     low: Sequence[float],
     high: Sequence[float],
 ) -> Array:
-    """The best of several starts."""
-    how = {"loss": "huber", "f_scale": HUBER, "bounds": (low, high), "x_scale": "jac", "max_nfev": 4000}
-    found = [optimize.least_squares(residuals, np.clip(start, low, high), **how) for start in starts]
+    """Return the solution with the lowest cost over several starting points."""
+    options = {"loss": "huber", "f_scale": HUBER, "bounds": (low, high), "x_scale": "jac", "max_nfev": 4000}
+    found = [optimize.least_squares(residuals, np.clip(start, low, high), **options) for start in starts]
     best: Array = min(found, key=lambda each: each.cost).x
     return best

@@ -1,12 +1,11 @@
-"""The losses by which a finished run is judged, on every sample of the validation split.
+"""Final losses of a run on the whole validation split, written to evaluation.json.
 
-    run    with the run's own forward pass
-    bf16   of the same weights, with a forward pass in BF16: "in the weights"
+    run    forward pass of the recipe
+    bf16   BF16 forward pass with the same weights: the loss "in the weights"
 
-run - bf16 is the rounding of the forward pass that still goes on; bf16 - (a BF16 run's loss) is what training has lost.
-Samples are those of training, seq_len tokens one after another and each once, in micro-batches of the run's own size.
-The first 256 give the sharpness of the loss around their last logits (`sharpness`).
-The result is evaluation.json of the run's directory, and is computed once for a checkpoint.
+run - bf16 is the cost of rounding in the forward pass; bf16 minus the loss of a BF16 run is the cost in training.
+Samples are consecutive pieces of seq_len tokens, each evaluated once, in micro-batches of the run's size. The first 256
+samples also give the sharpness of the loss (`sharpness`). Each checkpoint is evaluated once.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained, dtype_of
 
 FILE = "evaluation.json"
 FORWARDS = (OF_RUN, UNQUANTISED)
-SHARP = 256  # samples whose last token is looked at
+SHARP = 256  # samples whose last token gives the sharpness
 
 
 def read(run: Path) -> dict[str, Any]:
-    """What a run's evaluation.json has; empty where it was not evaluated, or has trained on since."""
-    found = read_object(run / FILE, advice="remove it, and the run is evaluated again")
+    """Return the content of evaluation.json; empty if the run was not evaluated or was trained further since."""
+    found = read_object(run / FILE, advice="remove it to evaluate the run again")
     ended = read_object(run / "DONE")
     return found if found.get("step") == ended.get("step") is not None else {}
 
 
 def evaluated(run: Path, *, device: str = "auto") -> dict[str, Any]:
-    """The losses of a finished run, computed where they are not known. ValueError where they cannot be."""
+    """Return the losses of a finished run, and compute them if needed. Raises ValueError if the run is not finished."""
     if found := read(run):
         return found
     ended = read_object(run / "DONE")
     if not ended:
-        raise ValueError(f"{run} is not done: no DONE")
+        raise ValueError(f"{run} is not finished: it has no DONE file")
     tree: Any = OmegaConf.to_container(read_yaml(run / "config.yaml"))
     text: Corpus = construct(tree["data"], "data")
     checks.corpus(run.name, read_object(run / "run.json").get("corpus_hash"), text.hash)

@@ -19,7 +19,7 @@ from lowprec_train.tools.study.sweep import SweepRow
 
 
 def save(measured: Measured, file: Path) -> None:
-    """Draw the first cell, as the format that the file's name says; equal studies are equal files."""
+    """Draw the first cell. The file name sets the format; equal studies give equal files."""
     cell = measured.cells[0]
     rows = [row for row in cell.arms if row.arm != measured.baseline]
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "study"}):
@@ -37,7 +37,7 @@ def save(measured: Measured, file: Path) -> None:
 
 
 def save_sweep(measured: Measured, file: Path) -> bool:
-    """Draw mean losses against the value of the sweep; False for a sweep that is not over one number."""
+    """Draw mean losses against the value of the sweep; return False if the sweep is not over one number."""
     rows = measured.sweep
     if not rows or any(row.value is None or row.axis != rows[0].axis for row in rows):
         return False
@@ -61,7 +61,7 @@ def save_sweep(measured: Measured, file: Path) -> bool:
 
 
 def draw_sweep(axes: Axes, rows: list[SweepRow], place: int) -> None:
-    """One arm: a line through the means of stable values, a dot a seed, and crosses at the top for the others."""
+    """Draw an arm: a line through the means of stable values, a dot for each seed, crosses for unstable seeds."""
     rows = sorted(rows, key=lambda row: row.value or 0.0)
     colour, marker = colours.of_run(place)[0], MARKERS[place % len(MARKERS)]
     stable = [row for row in rows if row.loss is not None]
@@ -78,12 +78,12 @@ def draw_sweep(axes: Axes, rows: list[SweepRow], place: int) -> None:
 
 
 def write(figure: Figure, file: Path) -> None:
-    """As the format that the name says; an SVG without its date, so that equal figures are equal files."""
+    """Save in the format of the file name; an SVG has no date, so that equal figures are equal files."""
     figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None, dpi=160)
 
 
 def draw_along(axes: Axes, cell: Cell, rows: list[ArmRow]) -> None:
-    """Gap in percent against tokens; the band is the SD of the baseline's seeds."""
+    """Draw the gap in percent against tokens; the band is the SD of the baseline's seeds."""
     axes.axhline(0, color=colours.BASELINE[0], linewidth=1.2)
     if cell.band is not None:
         axes.axhspan(-cell.band, cell.band, color=QUIET, alpha=0.12, linewidth=0, label="SD of the baseline's seeds")
@@ -98,7 +98,7 @@ def draw_along(axes: Axes, cell: Cell, rows: list[ArmRow]) -> None:
 
 
 def draw_final(axes: Axes, cell: Cell, baseline: str, rows: list[ArmRow]) -> None:
-    """Final gaps in percent with their intervals, the first arm on top; an unstable one is said to be."""
+    """Draw the final gaps in percent with their intervals, the first arm on top; unstable arms are labelled."""
     base = next((row.loss for row in cell.arms if row.arm == baseline), None)
     axes.axvline(0, color=colours.BASELINE[0], linewidth=1.2)
     for place, row in enumerate(rows):

@@ -1,9 +1,9 @@
-"""Begin a run with the state of another one: weights, optimizer, position in the data, lines of metrics.jsonl.
+"""Starts a run from the state of another run: weights, optimizer, position in the data, lines of metrics.jsonl.
 
-The new run directory is one that the trainer would have left after that step under the new configuration, so the
-trainer goes on with it by itself, and reads and compares every byte of the checkpoint as ever. Files of the checkpoint
-are links to those of the trunk: nobody changes them in place. `fork.json` holds a digest of the checkpoint's manifest,
-which has a checksum of every 32 MiB: forks whose digests are equal began bit-equal (`check_start`).
+The new run directory is the one that the trainer would have written after that step under the new configuration, so the
+trainer resumes it and verifies the checkpoint as usual. The files of the checkpoint are hard links to those of the run
+that is forked (the trunk); they are never changed in place. `fork.json` holds a digest of the checkpoint's manifest,
+which has a checksum for every 32 MiB: forks with equal digests started bit-equal (`check_start`).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FILE = "fork.json"
 
 
 def fork(trunk: Path, run: Path, step: int, config: Mapping[str, Any]) -> None:
-    """Make the run directory `run` from that of a trunk after `step` steps, unless it is there. Whole or not at all.
+    """Create the run directory `run`, atomically, from the trunk's state after `step` steps, unless it exists.
 
-    config: resolved, of the new run. ValueError where the trunk has no such checkpoint.
+    config: resolved configuration of the new run. Raises ValueError if the trunk has no checkpoint of that step.
     """
     if run.exists():
         return
@@ -37,7 +37,7 @@ def fork(trunk: Path, run: Path, step: int, config: Mapping[str, Any]) -> None:
     if not (source / MANIFEST).is_file():
         there = folder.listed(trunk / "checkpoints")
         raise ValueError(
-            f"{trunk} has no checkpoint step-{step} to fork from; {there}; remove {trunk}, and it is trained again"
+            f"{trunk} has no checkpoint step-{step} to fork from; {there}; remove {trunk} to train it again"
         )
     made = run.with_name(f".tmp-{run.name}")
     shutil.rmtree(made, ignore_errors=True)
@@ -57,12 +57,12 @@ def fork(trunk: Path, run: Path, step: int, config: Mapping[str, Any]) -> None:
 
 
 def digest(checkpoint: Path) -> str:
-    """SHA-256 of the checksums of all its files."""
+    """Return the SHA-256 of the checkpoint's manifest, which holds the checksums of all files."""
     return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()
 
 
 def start_state(run: Path) -> dict[str, Any]:
-    """Content of a fork's fork.json; empty for a run that is no fork."""
+    """Return the content of fork.json; empty if the run is not a fork."""
     return read_object(run / FILE)
 
 

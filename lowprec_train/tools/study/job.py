@@ -1,10 +1,9 @@
-"""One run of a study in a process of its own: train it, or go on with it, then evaluate it.
+"""Process of one run of a study: train it or resume it, then evaluate it.
 
     python -m lowprec_train.tools.study.job [OVERRIDE ...]
 
-with the overrides of `lowprec train`, `name` and `run_root` among them. Training ends as ever: DONE, PREEMPTED after a
-signal, or an error and status 1. A run that is DONE is evaluated in the same process, which has a GPU and has imported
-everything.
+with the overrides of `lowprec train`, including `name` and `run_root`. Training ends with DONE, with PREEMPTED after a
+signal, or with an error and status 1. A run that is DONE is evaluated in the same process.
 """
 
 import sys
@@ -16,7 +15,7 @@ from lowprec_train.train import signals
 
 
 def main(overrides: Sequence[str]) -> int:
-    """Exit status: of the training; 1 where the evaluation fails."""
+    """Return the exit status of the training, or 1 if the evaluation fails."""
     given = dict(text.partition("=")[::2] for text in overrides)
     run = Path(given["run_root"]) / given["name"]
     with signals.blocked():

@@ -1,15 +1,15 @@
-"""The numbers of a study's report, as values that are written to JSON.
+"""The numbers of a study's report.
 
-A cell is a setting (the values of the axes, and where runs begin) under which arms are compared. Gaps are differences
-to the baseline, in nats a token on the whole validation split after the last step:
+A cell is one setting of the axes (and fork step) under which arms are compared. Gaps are differences to the baseline in
+nats a token on the whole validation split after the last step:
 
-    gap       with each arm's own forward pass
-    weights   the same weights with a forward pass in BF16: what training has lost
-    forward   gap - weights: the rounding of the forward pass that still goes on
-    tail      on the batches of the last tenth of the steps: a check, as arms of a seed share them
+    gap       with the forward pass of each arm's recipe
+    weights   with the same weights and a BF16 forward pass: the cost in training
+    forward   gap - weights: the cost of rounding in the forward pass
+    tail      on the training batches of the last tenth of the steps, which all arms of a seed share; a cross-check
 
-An arm with an unstable seed has no gap: leaving that seed out would judge the arm by its luck. One whose forward pass
-in BF16 is not finite has no gap in the weights.
+An arm with an unstable seed has no gap: without that seed, the estimate would be biased. An arm whose loss with a BF16
+forward pass is not finite has no gap in the weights.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lowprec_train.tools.study.rms_spikes import RmsSpikes, together
 from lowprec_train.tools.study.statistics import ALPHA, BlockFit, Estimate, Losses, holm, seeds_needed
 from lowprec_train.tools.study.sweep import SweepArm, SweepRow, sweep, sweep_arms
 
-RESOLUTION = 0.0015  # of the loss: the half-width that a study should reach
+RESOLUTION = 0.0015  # of the loss: the half-width of an interval that a study should reach
 APART = "no seed in common"
 Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Mean gap to the baseline in percent at a share of the run."""
+    """Mean gap to the baseline in percent after a share of the steps."""
 
     share: float
     percent: float
@@ -44,11 +44,11 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRow:
-    """An arm in a cell. Shares and counts are of its runs; speed is tokens a second over the baseline's, where runs had
-    a device to themselves. predicted, percent: gaps in percent of the baseline's loss.
+    """An arm in a cell.
 
-    extra: tokens by which the baseline's run could be shorter for this loss; at_loss: speed at the baseline's loss.
-    tokens, parameters: of each run; arms may differ in them by their overrides.
+    tokens, parameters: of each run; overrides may change them. predicted, percent: gaps in percent of the baseline's
+    loss. speed: tokens/s divided by the baseline's, of runs that did not share a device. extra: see `efficiency`.
+    at_loss: speed at the baseline's loss. Other fields: as in `Result`, means or sums over seeds.
     """
 
     arm: str
@@ -79,7 +79,7 @@ class ArmRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast:
-    """A question that was asked beforehand. p: adjusted over all of them (Holm)."""
+    """A contrast that the study names. p: adjusted over all contrasts (Holm)."""
 
     of: str
     to: str
@@ -91,7 +91,7 @@ class Contrast:
 
 @dataclass(frozen=True, kw_only=True)
 class Repeat:
-    """Two runs of one arm and seed: the noise of the machine."""
+    """Difference of two runs of one arm and seed: the noise of the machine."""
 
     arm: str
     seed: int
@@ -100,10 +100,11 @@ class Repeat:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One comparison. s, freedom: pooled residual SD; levene: p of equal noise; uneven: intervals are from pairs.
+    """One comparison.
 
-    needed: seeds for a half-width of 0.15 % of the loss. band: SD of the baseline's seeds in percent. tokens,
-    parameters, tokens_per_parameter: the fewest and the most of its runs.
+    s, freedom: pooled residual SD and its degrees of freedom. levene: p of equal noise in all arms. uneven: intervals
+    are made from pairs. needed: seeds for a half-width of 0.15 % of the loss. band: SD of the baseline's seeds in
+    percent. tokens, parameters, tokens_per_parameter: minimum and maximum over its runs.
     """
 
     name: str
@@ -122,7 +123,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """What an arm's arithmetic makes of parameters and of tokens, under the baseline's scaling law."""
+    """eff_N and eff_D of an arm under the baseline's scaling law (arXiv 2505.14669)."""
 
     arm: str
     parameters: float
@@ -131,7 +132,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A whole study. law: of the baseline, where it has enough sizes and lengths."""
+    """All numbers of a report. law: of the baseline, if it has enough sizes and lengths. left: unfinished runs."""
 
     name: str
     baseline: str
@@ -147,7 +148,7 @@ class Measured:
 
 
 def measure(study: Study, found: Sequence[Result], left: Sequence[str]) -> Measured:
-    """ValueError where no run is finished."""
+    """Compute the numbers of a report. Raises ValueError if no run is finished."""
     if not found:
         raise ValueError(f"study {study.name}: no run is finished, so there is nothing to report")
     by_purpose = {
@@ -173,26 +174,26 @@ def measure(study: Study, found: Sequence[Result], left: Sequence[str]) -> Measu
 
 
 def points(arm: str, cells: Iterable[Cell]) -> list[tuple[float, float, float]]:
-    """(parameters, tokens, loss) of an arm in each cell of whole runs."""
+    """Return (parameters, tokens, loss) of an arm in each cell without forks."""
     rows = [row for each in cells for row in each.arms if row.arm == arm and "from step" not in each.name]
     return [(float(row.parameters), float(row.tokens), row.loss) for row in rows if row.loss is not None]
 
 
 def efficiencies(study: Study, law: Law, cells: Sequence[Cell]) -> list[Efficiency]:
-    """Of every arm but the baseline that has points enough."""
+    """Return the efficiencies of every arm, except the baseline, that has enough points."""
     found = {arm: efficiency(law, points(arm, cells)) for arm in study.arms if arm != study.baseline}
     return [Efficiency(arm=arm, parameters=eff[0], tokens=eff[1]) for arm, eff in found.items() if eff]
 
 
 def losses(found: Iterable[Result], value: str = "loss") -> Losses:
-    """What a fit takes: of arms whose seeds are all stable and have this value, without repeats."""
+    """Return one value of each run by (arm, seed), without repeats and without arms that have an unstable seed."""
     counted = [each for each in found if not each.run.repeat]
     bad = {each.run.arm for each in counted if each.unstable or not math.isfinite(getattr(each, value))}
     return {(each.run.arm, each.run.seed): getattr(each, value) for each in counted if each.run.arm not in bad}
 
 
 def cell(study: Study, name: str, among: Sequence[Result]) -> Cell:
-    """One comparison of what is finished."""
+    """Compare the finished runs of one cell."""
     mine = [each for each in among if each.run.cell == name]
     fit = BlockFit(losses(mine))
     arms = [arm for arm in study.arms if any(each.run.arm == arm and not each.run.repeat for each in mine)]
@@ -216,7 +217,7 @@ def cell(study: Study, name: str, among: Sequence[Result]) -> Cell:
 
 
 def ends(values: Sequence[Number]) -> tuple[Number, Number]:
-    """The least and the greatest."""
+    """Return minimum and maximum."""
     return min(values), max(values)
 
 
@@ -257,7 +258,7 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
 
 
 def compared(fit: BlockFit, arm: str, other: str, *, pairs: bool = False) -> Estimate | None:
-    """arm - other; None where one of them has no number, or they have no seed in common."""
+    """Estimate arm - other; None if one of them has no losses or they have no seed in common."""
     if not {arm, other} <= set(fit.arms):
         return None
     try:
@@ -267,7 +268,7 @@ def compared(fit: BlockFit, arm: str, other: str, *, pairs: bool = False) -> Est
 
 
 def forward_losses(mine: Iterable[Result]) -> Losses:
-    """What the forward pass's rounding adds to each run's loss."""
+    """Return, for each run, the loss that rounding in the forward pass adds."""
     own, weights = losses(mine := list(mine)), losses(mine, "weights")
     return {key: own[key] - weights[key] for key in own if key in weights}
 
@@ -283,9 +284,9 @@ def speed_ratio(own: Sequence[Result], base: Sequence[Result]) -> float | None:
 
 
 def token_curve(study: Study, like: Result, among: Sequence[Result]) -> dict[int, float]:
-    """Tokens -> the baseline's mean loss, of runs of that length alone: those that differ in `steps` only.
+    """Return tokens -> mean loss of the baseline, from complete runs of each length that differ in `steps` only.
 
-    Lengths that no chain of seeds connects to this one are left out: their difference would be one of seeds.
+    Lengths without a seed in common, directly or through other lengths, are left out: they would compare seeds.
     """
 
     def rest(each: Result) -> tuple[object, ...]:
@@ -302,7 +303,7 @@ def token_curve(study: Study, like: Result, among: Sequence[Result]) -> dict[int
 
 
 def gap_curve(own: Sequence[Result], base: Sequence[Result]) -> list[Point]:
-    """Mean gap on the batches of the evaluations along the run, over the seeds that both have."""
+    """Return the mean gap at each evaluation along the run, over the seeds that both have."""
     reference = {each.run.seed: each.valid for each in base if not each.run.repeat}
     pairs = [
         (each, curves.at_common_steps(each.valid, reference[each.run.seed]))
@@ -319,7 +320,7 @@ def gap_curve(own: Sequence[Result], base: Sequence[Result]) -> list[Point]:
 
 
 def gap_words(fit: BlockFit, arm: str, other: str, gap: Estimate | None) -> str:
-    """What may be said of a gap: the ends of one-sided 95 % intervals, in percent of the baseline's mean."""
+    """Return the bound of a gap from one-sided 95 % intervals, in percent of the baseline's mean."""
     if gap is None:
         return APART if arm != other and {arm, other} <= set(fit.arms) else ""
     base = fit.mean(other)
@@ -331,12 +332,12 @@ def gap_words(fit: BlockFit, arm: str, other: str, gap: Estimate | None) -> str:
 
 
 def unstable_words(unstable: dict[int, str], runs: int) -> str:
-    told = "; ".join(f"seed {seed} {why}" for seed, why in unstable.items())
-    return f"unstable ({len(unstable)} of {runs}): {told}"
+    reasons = "; ".join(f"seed {seed} {why}" for seed, why in unstable.items())
+    return f"unstable ({len(unstable)} of {runs}): {reasons}"
 
 
 def contrasts(study: Study, estimates: Sequence[Result]) -> list[Contrast]:
-    """The named contrasts in every cell that has both arms; Holm over all of them."""
+    """Estimate the named contrasts in every cell that has both arms, with Holm's correction over all of them."""
     asked: list[tuple[str, str, str, Estimate | None, bool]] = []
     for name in names(estimates):
         fit = BlockFit(losses([each for each in estimates if each.run.cell == name]))
@@ -364,7 +365,7 @@ def contrast_words(of: str, to: str, difference: Estimate | None, p: float | Non
 
 
 def repeats(mine: Sequence[Result]) -> list[Repeat]:
-    """Second runs of an arm and seed against the first."""
+    """Return the differences between repeated runs and the first run of the same arm and seed."""
     first = {(each.run.arm, each.run.seed): each for each in mine if not each.run.repeat}
     second = [each for each in mine if each.run.repeat and (each.run.arm, each.run.seed) in first]
     return [

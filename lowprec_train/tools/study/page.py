@@ -1,4 +1,4 @@
-"""The page of a study: its tables and figure, above the curves of one block on the page of `lowprec compare`."""
+"""HTML page of a study: its tables and figure, then the curves of one block as in `lowprec compare`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowprec_train.tools.study.plan import StudyRun
 
 
 def to_html(measured: Measured, finished: Sequence[StudyRun], out: Path, figure: Path | None) -> str:
-    """One file without requests. finished: whose curves may be shown."""
+    """Return the page, which loads nothing else. finished: runs with curves."""
     block = shown(finished)
     runs = [read_run(out / run.name, read_info(out / run.name), run.name) for run in block]
     baseline = next((run.name for run in block if run.arm == measured.baseline), block[0].name)
@@ -29,7 +29,7 @@ def to_html(measured: Measured, finished: Sequence[StudyRun], out: Path, figure:
 
 
 def shown(finished: Sequence[StudyRun]) -> list[StudyRun]:
-    """The fullest block of runs of one cell and seed, estimates first."""
+    """Return the runs of the cell and seed with the most runs; estimates are preferred."""
     blocks: dict[tuple[bool, str, int], list[StudyRun]] = {}
     for run in finished:
         blocks.setdefault((run.purpose == "estimate", run.cell, run.seed), []).append(run)
@@ -37,7 +37,7 @@ def shown(finished: Sequence[StudyRun]) -> list[StudyRun]:
 
 
 def cell_section(cell: Cell, contrasts: Sequence[Contrast]) -> str:
-    """A comparison's table, noise and contrasts."""
+    """Return the section of a cell: table, noise and contrasts."""
     header, cells = report.arm_table(cell)
     rows = [[sections.escape(text) for text in row] for row in cells]
     asked = [each for each in contrasts if each.cell == cell.name]

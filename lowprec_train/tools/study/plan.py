@@ -1,8 +1,7 @@
-"""The runs of a study, in the order in which they are trained: block after block, seed after seed.
+"""The runs of a study in training order: block after block, seed after seed.
 
-All arms of a seed come before the next seed, so a study that ends early has whole blocks, and a comparison of fewer
-seeds. A run's name says its arm, its setting and its seed, and its directory follows from the name: the same command on
-another machine, or another day, finds what is there.
+All arms of a seed come before the next seed, so a study that ends early has complete blocks of fewer seeds. The
+name of a run, and so its directory, is made from its arm, setting and seed: the same command finds earlier runs again.
 """
 
 from __future__ import annotations
@@ -22,7 +21,12 @@ from lowprec_train.train import build, checks
 from lowprec_train.train.compose import composed
 from lowprec_train.train.identity import differences, flatten
 
-OF_STATE: tuple[str, ...] = ("model.", "data.", "tokens_per_step", "optim.rule")  # keys of what a checkpoint holds
+OF_STATE: tuple[str, ...] = (
+    "model.",
+    "data.",
+    "tokens_per_step",
+    "optim.rule",
+)  # keys that decide what a checkpoint holds
 OF_STATE += ("optim.first_moment.", "optim.second_moment.", "optim.master.")
 KEPT = 1000  # checkpoints of a trunk: all
 SHOWN = 4  # keys of a configuration that is not the planned one
@@ -57,9 +61,9 @@ class StudyRun:
 
 
 def runs(study: Study) -> list[StudyRun]:
-    """All runs in order, each once. ValueError where two different ones would have one name.
+    """Return all runs in order, each once. Raises ValueError if two different runs have the same name.
 
-    A trunk that several blocks share is a repeat where any of them has its arm.
+    A trunk that several blocks share is a repeat if any of them has its arm.
     """
     found: dict[str, StudyRun] = {}
     for block in study.blocks:
@@ -84,7 +88,7 @@ def _of_block(study: Study, block: Block) -> Iterator[StudyRun]:
 
 
 def _trunk(run: StudyRun, block: Block) -> StudyRun:
-    """The run that others fork from. It goes on to the end by itself: the repeat of its own fork."""
+    """Return the run that others fork from. It also trains to the end, as a repeat of its own fork."""
     assert block.fork
     saves = (f"checkpoint_interval={block.fork.step}", f"checkpoint_keep={KEPT}")
     name = run.name.removesuffix(f"-s{run.seed}") + f"-trunk{block.fork.step}-s{run.seed}"
@@ -111,22 +115,22 @@ def _run(study: Study, arm: Arm, block: Block, seed: int, setting: tuple[tuple[s
 
 
 def written(value: Any) -> str:
-    """A value as an override has it."""
+    """Format a value for an override."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _last(*overrides: str) -> tuple[str, ...]:
-    """Without those that a later one of the same key replaces."""
+    """Drop overrides that a later override of the same key replaces."""
     kept = {text.partition("=")[0].lstrip("+~"): text for text in overrides}
     return tuple(text for text in overrides if kept[text.partition("=")[0].lstrip("+~")] == text)
 
 
 def check(study: Study, planned: Sequence[StudyRun]) -> dict[str, RunConfig]:
-    """Compose and check every arm under every setting, before anything is trained: by name, of one run of each.
+    """Compose and check every arm under every setting before training; return one configuration of each, by run name.
 
-    ValueError names the arm, and what `train.py` would say.
+    Raises ValueError with the arm and the error of `train.py`.
     """
     first: dict[tuple[str, str, bool], str] = {}
     configured: dict[str, RunConfig] = {}
@@ -147,7 +151,7 @@ def check(study: Study, planned: Sequence[StudyRun]) -> dict[str, RunConfig]:
 
 
 def configuration(run: StudyRun, out: Path = Path("runs")) -> RunConfig:
-    """What `lowprec train` makes of a run's overrides. ValueError where it would refuse them."""
+    """Compose and check the configuration of a run. Raises ValueError if `lowprec train` would refuse it."""
     made = composed(*run.command(out))
     if made.data.get("seed", run.seed) != run.seed:
         raise ValueError(f"data.seed={made.data['seed']} does not follow seed: a block varies all draws together")
@@ -157,7 +161,7 @@ def configuration(run: StudyRun, out: Path = Path("runs")) -> RunConfig:
 
 
 def _check_layout(made: RunConfig, laid_out: set[str]) -> None:
-    """Tiles against shapes, once for arms that differ in numbers alone."""
+    """Check tiles against shapes, once for arms with equal shapes."""
     parts = (made.model, made.precision, made.micro_batch, made.data["seq_len"], made.parallel, made.steps)
     shape = repr(parts)
     if shape not in laid_out:
@@ -166,9 +170,9 @@ def _check_layout(made: RunConfig, laid_out: set[str]) -> None:
 
 
 def check_text(study: Study, configured: Mapping[str, RunConfig]) -> None:
-    """Open the text of every arm, prepared where it is not: once, before runs would do it at the same time.
+    """Open the text of every arm once, and prepare it if needed, before several runs would do so at the same time.
 
-    ValueError where there is none.
+    Raises ValueError if a text is missing.
     """
     opened: set[str] = set()
     for name, made in configured.items():
@@ -182,29 +186,27 @@ def check_text(study: Study, configured: Mapping[str, RunConfig]) -> None:
 
 
 def _check_fork(run: StudyRun, made: RunConfig, named: Mapping[str, StudyRun]) -> None:
-    """The state of the trunk must be a state of this run."""
+    """Check that the run can load the state of its trunk."""
     assert run.fork
     if run.fork.step >= made.steps:
-        raise ValueError(f"fork.step: {run.fork.step} leaves none of {made.steps} steps to take")
+        raise ValueError(f"fork.step: {run.fork.step} no steps remain of steps={made.steps}")
     if run.trunk is None:
         return
     own, other = (flatten(plain(each)) for each in (made, configuration(named[run.trunk])))
     for key in (key for key in {**own, **other} if key.startswith(OF_STATE)):
         if own.get(key) != other.get(key):
-            raise ValueError(
-                f"{key}={own.get(key)}, and {run.fork.arm}, whose state it is to go on with, has {other.get(key)}"
-            )
+            raise ValueError(f"{key}={own.get(key)}, and {run.fork.arm}, from which it forks, has {other.get(key)}")
 
 
 def plain(made: RunConfig) -> dict[str, Any]:
-    """A configuration as config.yaml of a run directory has it."""
+    """Return a configuration as it is written to config.yaml."""
     tree = OmegaConf.to_container(OmegaConf.structured(made), resolve=True, enum_to_str=True)
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}
 
 
 def saved_form(run: StudyRun, out: Path) -> dict[str, Any]:
-    """config.yaml of a run, composed once for all seeds."""
+    """Return the content of a run's config.yaml, composed once for all seeds."""
     made = _composed(run.overrides)
     data = made["data"] | ({"seed": run.seed} if "seed" in made["data"] else {})
     return {**made, "data": data, "seed": run.seed, "name": run.name, "run_root": str(out)}
@@ -216,7 +218,7 @@ def _composed(overrides: tuple[str, ...]) -> dict[str, Any]:
 
 
 def check_same(planned: Iterable[StudyRun], out: Path) -> None:
-    """ValueError where a run in the folder was trained with another configuration than is planned now."""
+    """Raises ValueError if a run in the folder was trained with another configuration than the plan."""
     for run in planned:
         saved = OmegaConf.to_container(read_yaml(out / run.name / "config.yaml"))
         assert isinstance(saved, dict)

@@ -1,4 +1,4 @@
-"""How far each run of a study is, read from its directory: what another launch, or another machine, has left counts."""
+"""State of each run of a study, read from its directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHARED = "shared.json"
 
 
 class State(Enum):
-    """Of a run. A diverged one is finished: it is a result, and is not trained again."""
+    """State of a run. A diverged run is finished: it is a result and is not trained again."""
 
     new = "not begun"
     begun = "begun"
@@ -30,12 +30,12 @@ class State(Enum):
 
     @property
     def ended(self) -> bool:
-        """Whether its training is over."""
+        """Whether training has ended; the evaluation may be missing."""
         return self.finished or self is State.trained
 
 
 def state(run: Path) -> State:
-    """ValueError for a file of the run that cannot be read."""
+    """Return the state of a run directory. Raises ValueError for a file that cannot be read."""
     if (run / "DIVERGED").exists():
         return State.diverged
     if (run / "DONE").exists():
@@ -44,12 +44,12 @@ def state(run: Path) -> State:
 
 
 def states(planned: Sequence[StudyRun], out: Path) -> dict[str, State]:
-    """By name."""
+    """Return the state of each run by name."""
     return {run.name: state(out / run.name) for run in planned}
 
 
 def shared(out: Path) -> list[str]:
-    """Names of the runs that had a device together with others, for a while at least: their speeds mean nothing."""
+    """Return the names of runs that shared a device with other runs, so that their speeds are not usable."""
     found = read_object(out / SHARED).get("runs", [])
     if not isinstance(found, list):
         raise ValueError(f"{out / SHARED}: runs is {found!r}, not a list of names")
@@ -57,27 +57,27 @@ def shared(out: Path) -> list[str]:
 
 
 def note_shared(out: Path, name: str) -> None:
-    """Add a run to them."""
+    """Add a run to shared.json."""
     if name not in (known := shared(out)):
         write_whole(out / SHARED, f"{json.dumps({'runs': [*known, name]}, indent=2)}\n".encode())
 
 
 def summary(planned: Sequence[StudyRun], out: Path) -> list[str]:
-    """What is finished and what is left, for people."""
+    """Return lines that say how many runs are in each state and which are not finished."""
     found = states(planned, out)
     counts = [f"{list(found.values()).count(each)} {each.value}" for each in reversed(State) if each in found.values()]
     lines = [f"{len(planned)} runs in {out}: {', '.join(counts)}"]
     left = [name for name, each in found.items() if not each.finished]
     if left:
-        lines.append(f"left: {', '.join(left[:8])}{f' and {len(left) - 8} more' if len(left) > 8 else ''}")
+        lines.append(f"not finished: {', '.join(left[:8])}{f' and {len(left) - 8} more' if len(left) > 8 else ''}")
     for purpose, cell in dict.fromkeys((run.purpose, run.cell) for run in planned):
         whole = whole_seeds([run for run in planned if (run.purpose, run.cell) == (purpose, cell)], found)
         of = f"{purpose}, {cell}" if cell else purpose
-        lines.append(f"whole blocks, {of}: seeds {', '.join(map(str, whole)) or '(none)'}")
+        lines.append(f"complete blocks, {of}: seeds {', '.join(map(str, whole)) or '(none)'}")
     return lines
 
 
 def whole_seeds(planned: Sequence[StudyRun], found: dict[str, State]) -> list[int]:
-    """Seeds of which every run is finished."""
+    """Return the seeds for which every run is finished."""
     seeds = dict.fromkeys(run.seed for run in planned)
     return [seed for seed in seeds if all(found[run.name].finished for run in planned if run.seed == seed)]

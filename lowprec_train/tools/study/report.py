@@ -1,4 +1,4 @@
-"""A study's report as text: Markdown for people, JSON for programs. It prints what was asked, n, noise and failures."""
+"""A study's report as Markdown and JSON, with contrasts, number of runs, noise and failures."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ HEALTH = (
 
 
 def to_json(measured: Measured) -> str:
-    """Strict JSON: absent values are null, non-finite ones their names; estimates with the ends of their intervals."""
+    """Return strict JSON: absent values are null, non-finite values are names; estimates include their intervals."""
     tree = {"version": __version__, **asdict(measured, dict_factory=_plain), "definitions": definitions(measured)}
     return json.dumps(strict(tree), indent=2, allow_nan=False) + "\n"
 
 
 def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A dataclass as a dictionary; of an estimate, with what follows from it."""
+    """Convert the fields of a dataclass; add intervals and p to an estimate."""
     found = dict(items)
     if found.keys() == {"nats", "error", "freedom"}:
         made = Estimate(**found)
@@ -51,7 +51,7 @@ def _plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def definitions(measured: Measured) -> dict[str, str]:
-    """How each number was made."""
+    """Return the definition of each number."""
     return {
         "loss": "nats a token on the whole validation split after the last step, with the arm's own forward pass; "
         "least-squares mean over all seeds of the cell, or the mean of an arm's own seeds where it has none in common",
@@ -83,7 +83,7 @@ def definitions(measured: Measured) -> dict[str, str]:
 
 
 def to_markdown(measured: Measured, study: Study, *, figure: str, sweep: str = "") -> str:
-    """The report; `figure` is the file name of the plot beside it, `sweep` that of the sweep's, "" without one."""
+    """Return the report. figure, sweep: file names of the plots; sweep is "" if there is none."""
     parts = [
         f"# Study {measured.name}: gaps to {measured.baseline}",
         *(cell_text(each, measured.contrasts) for each in measured.cells),
@@ -100,7 +100,7 @@ def to_markdown(measured: Measured, study: Study, *, figure: str, sweep: str = "
 
 
 def cell_text(cell: Cell, contrasts: Sequence[Contrast]) -> str:
-    """Everything about one comparison."""
+    """Return the section of a cell."""
     asked = [each for each in contrasts if each.cell == cell.name]
     lines = [
         f"## {cell.name or 'Whole runs'}",
@@ -115,12 +115,12 @@ def cell_text(cell: Cell, contrasts: Sequence[Contrast]) -> str:
 
 
 def ends_text(ends: tuple[float, float], form: str = ",") -> str:
-    """Both ends of a range, or its one value."""
+    """Format a range, or one value if both ends are equal."""
     return " to ".join(dict.fromkeys(format(each, form) for each in ends))
 
 
 def arm_table(cell: Cell) -> tuple[list[str], list[list[str]]]:
-    """Header and rows, without the columns of which nothing is known."""
+    """Return header and rows without empty columns."""
     rows = [arm_cells(each, lengths=cell.tokens[0] != cell.tokens[1]) for each in cell.arms]
     kept = [i for i in range(len(HEADER)) if any(row[i] != NONE for row in rows)]
     return [HEADER[i] for i in kept], [[row[i] for i in kept] for row in rows]
@@ -174,7 +174,7 @@ def extra(row: ArmRow) -> str:
 
 
 def noise_text(cell: Cell) -> str:
-    """s, its degrees of freedom, what it would need, and the noise of the machine."""
+    """Return the residual SD, its degrees of freedom, the seeds needed, and the noise between repeats."""
     if cell.s is None:
         lines = ["No residual, so no interval: that takes two seeds of two stable arms. Nothing can be ranked."]
     else:
@@ -201,7 +201,7 @@ def contrast_text(asked: Sequence[Contrast]) -> str:
 
 
 def sweep_text(measured: Measured) -> str:
-    """Losses, a row a setting and a column an arm; then what the settings make of each arm."""
+    """Return the tables of a sweep: losses by setting and arm, then a summary of each arm."""
     if not measured.sweep:
         return ""
     arms, axis = [each.arm for each in measured.sweep_arms], axis_of(measured.sweep)
@@ -238,7 +238,7 @@ def sweep_text(measured: Measured) -> str:
 
 
 def axis_of(rows: Sequence[SweepRow]) -> str:
-    """The key that all settings of a sweep are numbers of; "" without one."""
+    """Return the key whose values are swept; "" if the settings are not numbers of one key."""
     axes = {row.axis for row in rows}
     return axes.pop() if len(axes) == 1 else ""
 
@@ -278,7 +278,7 @@ def law_text(measured: Measured) -> str:
 
 
 def setting_text(measured: Measured, study: Study) -> str:
-    """What makes the study again."""
+    """Return the settings that reproduce the study."""
     lines = [f"- study `{study.name}`, overrides of all runs: `{' '.join(study.overrides)}`"]
     lines += [f"- {arm.name}: `{' '.join((f'+recipe={arm.recipe}', *arm.overrides))}`" for arm in study.arms.values()]
     lines.append(f"- corpus hash {measured.corpus_hash}")
@@ -288,7 +288,7 @@ def setting_text(measured: Measured, study: Study) -> str:
 
 
 def interval(estimate: Estimate | None) -> str:
-    """`+0.0030 [+0.0010, +0.0050]`."""
+    """Format an estimate, such as `+0.0030 [+0.0010, +0.0050]`."""
     if estimate is None:
         return NONE
     ends = "" if estimate.low is None else f" [{estimate.low:+.4f}, {estimate.high:+.4f}]"

@@ -1,4 +1,4 @@
-"""What the runs of a study came to: losses, stability and speed of each, read from its directory."""
+"""Results of the runs of a study: losses, stability and speed, read from the run directories."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ NORM = "train/grad_norm"
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One finished run. loss, weights: on the whole validation split, with its own forward pass and in BF16. tail: mean
-    training loss of the last tenth of its steps, NaN without one. start: its first training loss, the same.
+    """Result of one finished run.
 
-    sharpness: of its own forward pass, None where it was not measured.
-    clipped, spikes, rms_spikes, skipped: of a fork, behind the common start.
-    unstable: why it counts as that, "" if it does not. logged: number of its training losses. rate: tokens a second,
-    None where other runs shared its device. steps: of the whole run, also where it diverged. parameters: without
-    embedding and head. start_state: of a fork, content of fork.json; empty otherwise.
+    loss, weights: validation loss in nats a token on the whole split, with the recipe's forward pass and with a BF16
+    forward pass. tail: mean training loss of the last tenth of the steps. start: first training loss. Both are NaN if
+    no loss was logged. sharpness: with the recipe's forward pass; None if not measured. unstable: the reason, "" for a
+    stable run. logged: number of logged training losses. clipped: share of steps; spikes, skipped: counts; of a fork,
+    all after the fork. rate: tokens/s; None if the run shared its device. steps: planned, also of a diverged run.
+    parameters: without embedding and head. start_state: content of fork.json; empty if the run is not a fork.
     """
 
     run: StudyRun
@@ -78,7 +78,7 @@ def read(planned: Sequence[StudyRun], out: Path, stored: Sequence[Result] = ()) 
 
 
 def together(own: Sequence[Result], stored: Sequence[Result]) -> list[Result]:
-    """Runs of the folder and stored runs. Raises ValueError for a run that is in both, with another loss."""
+    """Merge the runs of the folder and stored runs. Raises ValueError if a run is in both with different losses."""
     found = {each.run.name: each for each in stored}
     for each in own:
         other = found.get(each.run.name, each)
@@ -92,12 +92,12 @@ def together(own: Sequence[Result], stored: Sequence[Result]) -> list[Result]:
 
 
 def names(found: Iterable[Result]) -> list[str]:
-    """Cells, in the order of the plan."""
+    """Return the names of the cells, in the order of the plan."""
     return list(dict.fromkeys(each.run.cell for each in found))
 
 
 def result(run: StudyRun, directory: Path) -> Result:
-    """One run's. ValueError for a file that cannot be read."""
+    """Read the result of one run. Raises ValueError for a file that cannot be read."""
     facts = read_info(directory)
     record = read_run(directory, facts, run.name)
     evaluated = evaluation.read(directory)
@@ -131,7 +131,7 @@ def result(run: StudyRun, directory: Path) -> Result:
 
 
 def part(record: Run, ends: tuple[float, float]) -> Run:
-    """Its metrics after the first step of `ends` and up to the last."""
+    """Return the run with only the metrics of steps in (ends[0], ends[1]]."""
 
     def within(each: Series) -> Series:
         kept = (each.steps > ends[0]) & (each.steps <= ends[1])
@@ -141,20 +141,20 @@ def part(record: Run, ends: tuple[float, float]) -> Run:
 
 
 def skipped(record: Run) -> int:
-    """Steps so far."""
+    """Return the number of skipped steps."""
     values = record.series(SKIPPED).values
     return int(np.max(values)) if len(values) else 0
 
 
 def tail(losses: Array) -> float:
-    """Mean of the last tenth; a step whose loss is not finite was skipped, and does not count."""
+    """Return the mean of the last tenth of the losses, without non-finite losses: those steps were skipped."""
     last = losses[-max(1, len(losses) // 10) :]
     counted = last[np.isfinite(last)]
     return float(np.mean(counted)) if len(counted) else math.nan
 
 
 def unstable(record: Run, loss: float) -> str:
-    """Why a finished run counts as unstable; "" if it does not."""
+    """Return why a finished run is unstable; "" for a stable run."""
     if record.status == "diverged":
         steps = record.loss.steps
         return f"diverged at step {int(steps[-1])}" if len(steps) else "diverged before a loss was logged"
@@ -162,7 +162,7 @@ def unstable(record: Run, loss: float) -> str:
 
 
 def judged(found: Sequence[Result]) -> list[Result]:
-    """The same; a run that knows no more than word frequencies, where others of its size and length do, is unstable."""
+    """Mark runs as unstable that end above the unigram entropy while others of the same size and length end below."""
 
     def above(each: Result) -> bool:
         entropy = each.facts.get("valid_unigram_entropy")
@@ -178,12 +178,12 @@ def judged(found: Sequence[Result]) -> list[Result]:
 
 
 def clipped(record: Run) -> float | None:
-    """Share of the logged steps whose gradient was longer than `max_grad_norm`; None without clipping."""
+    """Return the share of logged steps with a gradient norm above `max_grad_norm`; None without clipping."""
     limit, norms = float(record.config.get("max_grad_norm", 0)), record.series(NORM).values
     return float(np.mean(norms > limit)) if limit and len(norms) else None
 
 
 def parameters(facts: Mapping[str, Any], config: Mapping[str, Any]) -> int:
-    """Of the blocks: what scaling laws count."""
+    """Return the number of parameters without embedding and head, as scaling laws count them."""
     table = int(config["model.vocab_size"]) * int(config["model.dim"])
     return int(facts["parameters"]) - table * (1 if config["model.tied"] else 2)

@@ -1,8 +1,8 @@
 """Loss spikes that follow RMS spikes of AdamW's update (arXiv 2304.13013, section 3.4).
 
 An RMS spike, an event, is a step at which RMS_t = sqrt(mean(g^2 / max(v, eps^2))) of AdamW's update is above 2.3: the
-second moment is out of date, so the update is too large. A loss spike is preceded by an event if one lies 1 to 8 steps
-before it. Where events are frequent, many are by chance: the share of all steps that lie 1 to 8 steps behind an event
+second moment is out of date, so the update is too large. An event precedes a loss spike if it is 1 to 8 steps before
+it. If events are frequent, many precede a spike by chance; the share of all steps that are 1 to 8 steps after an event
 says how many.
 
 The RMS is `optim/update_rms` of runs with `log_update_rms=true`, the largest of all matrices but the embedding. In the
@@ -25,8 +25,8 @@ LARGE, AHEAD = 2.3, 8
 
 @dataclass(frozen=True, kw_only=True)
 class RmsSpikes:
-    """events: steps with a large update in a row are one. spikes: of the loss; preceded: of these, by an event. chance:
-    share of the steps behind one.
+    """events: number of RMS spikes; consecutive steps count as one. spikes: of the loss. preceded: loss spikes that an
+    event precedes. chance: share of steps that are 1 to 8 steps after an event.
     """
 
     events: int
@@ -36,7 +36,7 @@ class RmsSpikes:
 
 
 def rms_spikes(record: Run, spikes: Sequence[Spike]) -> RmsSpikes | None:
-    """None where the run has not logged the RMS."""
+    """Count the spikes of a run; None if it has not logged the RMS."""
     series = record.series(RMS)
     if not len(series.steps):
         return None
@@ -51,7 +51,7 @@ def rms_spikes(record: Run, spikes: Sequence[Spike]) -> RmsSpikes | None:
 
 
 def together(found: Iterable[RmsSpikes | None]) -> RmsSpikes | None:
-    """Of several runs; None where one has not logged the RMS."""
+    """Add the counts of several runs; None if one has not logged the RMS."""
     each = list(found)
     known = [one for one in each if one is not None]
     if not known or len(known) < len(each):

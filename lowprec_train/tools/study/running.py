@@ -1,9 +1,10 @@
-"""Train the runs of a study on this machine: some workers, one run on each at a time, in the order of the plan.
+"""Trains the runs of a study on this machine, one run at a time on each worker, in the order of the plan.
 
-Every run is a process of `tools.study.job`, which resumes from its own checkpoint; this one holds no state but files.
-When the time is over, or a signal comes, the running ones get SIGTERM or that signal, save after their step and end;
-the same command, here or where the folder was copied to, goes on. Killed outright, it takes its runs with it, and each
-goes on from its last checkpoint. A run that fails is named in the end; the other arms go on.
+Each run is a process of `tools.study.job`, which resumes from its own checkpoint. All state is in files, so the same
+command continues the study, also on a machine to which the folder was copied. When the time limit is reached or a
+signal arrives, the active runs receive SIGTERM or that signal, save after their step and end. If this process is
+killed, its runs are killed too and later resume from their last checkpoints. If a run fails, the others continue, and
+the command names the failed run at the end.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from lowprec_train.train.digests import CheckpointError
 
 JOB = "lowprec_train.tools.study.job"
 POLL = 0.1  # seconds
-SHOWN = 6  # last lines of a run that has failed
+SHOWN = 6  # last lines of the log of a failed run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Worker:
-    """A place for one run. values: of its environment; defaults: where the environment has none. shares: whether
-    other places are on its device.
+    """Trains one run at a time. values: environment variables; defaults: those that are set only if they are unset.
+    shares: whether other workers use its device.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Worker:
 
 
 def gpu_workers(gpus: Sequence[str], per_gpu: int) -> list[Worker]:
-    """`per_gpu` places on each GPU, the first ones of all GPUs first."""
+    """Return `per_gpu` workers for each GPU, ordered so that every GPU gets a run before any gets a second one."""
     return [
         Worker(
             name=f"GPU {gpu}" + f".{turn}" * (per_gpu > 1),
@@ -59,7 +60,7 @@ def gpu_workers(gpus: Sequence[str], per_gpu: int) -> list[Worker]:
 
 
 def cpu_workers(count: int) -> list[Worker]:
-    """Places on this machine's CPU, which share its cores."""
+    """Return `count` workers that share the cores of this machine's CPU."""
     threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count))}
     return [
         Worker(name=f"CPU {i}", shares=count > 1, defaults=threads, overrides=("device=cpu",)) for i in range(count)
@@ -68,8 +69,8 @@ def cpu_workers(count: int) -> list[Worker]:
 
 @dataclass
 class Active:
-    """A run that is being trained. fresh: nothing of it was there. begun: seconds of the clock of this machine.
-    stepped: until its first step. told: to stop.
+    """A run that is being trained. fresh: the run had no directory before. begun: start time, seconds since the epoch.
+    stepped: seconds until its first step. stopped: whether a signal was sent.
     """
 
     run: StudyRun
@@ -78,26 +79,25 @@ class Active:
     fresh: bool
     begun: float = field(default_factory=time.time)
     stepped: float | None = None
-    told: bool = False
+    stopped: bool = False
 
     def stop(self, number: int) -> None:
-        """Send a signal, the first one only."""
-        if not self.told:
-            self.told = True
+        """Send a signal, unless one was sent before."""
+        if not self.stopped:
+            self.stopped = True
             self.process.send_signal(number)
 
-    def look(self, metrics: Path) -> None:
-        """Note when the first step of this launch was logged."""
+    def note_first_step(self, metrics: Path) -> None:
+        """Record when the first step of this launch was logged."""
         if self.stepped is None and metrics.exists() and metrics.stat().st_mtime > self.begun:
             self.stepped = time.time() - self.begun
 
 
 class Runner:
-    """Trains what is left of a plan.
+    """Trains the runs of a plan that are not finished.
 
-    out: the folder of the study. minutes: after which running ones are asked to save; None: no end. say: tells people.
-    keep_checkpoints: also of runs that are done. whole: all runs of the study, of which `planned` may be a part; a
-    checkpoint from which one of them is to fork is kept.
+    out: folder of the study. minutes: time limit, or None. say: prints a line. keep_checkpoints: keep those of finished
+    runs. whole: all runs of the study, if `planned` is a part of it; checkpoints that these fork from are kept.
     """
 
     def __init__(
@@ -115,21 +115,21 @@ class Runner:
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.keep_checkpoints, self.whole = keep_checkpoints, whole or planned
         self.failed: dict[str, str] = {}
-        self._unfit: set[str] = set()  # arms of which a run has failed before its first step
+        self._unfit: set[str] = set()  # arms with a run that failed before its first step
         self._active: list[Active] = []
         self._stopping = 0
         self._startup = 0.0
         self._states: dict[str, State] = {}
 
     def run(self) -> dict[str, str]:
-        """Until nothing is left to begin, or the time is over; the runs that failed, and what they said.
+        """Train until all runs are finished or the time limit is reached; return the output of each failed run.
 
-        ValueError where a run that is trained has another configuration than the plan.
+        Raises ValueError if a trained run has another configuration than the plan.
         """
         self._states = states(self.planned, self.out)
         check_same([run for run in self.planned if self._states[run.name].ended], self.out)
         (self.out / "logs").mkdir(parents=True, exist_ok=True)
-        with signals.blocked(), self._heeded():
+        with signals.blocked(), self._signals_forwarded():
             try:
                 while self._begin() or self._active:
                     time.sleep(POLL)
@@ -140,15 +140,15 @@ class Runner:
         return self.failed
 
     @contextmanager
-    def _heeded(self) -> Iterator[None]:
-        """Hand signals on to all runs; a second interrupt ends them at once."""
+    def _signals_forwarded(self) -> Iterator[None]:
+        """Forward signals to all runs; a second interrupt kills them."""
 
-        def hand_on(number: int, _: FrameType | None) -> None:
+        def forward(number: int, _: FrameType | None) -> None:
             if number == signal.SIGINT == self._stopping:
                 raise KeyboardInterrupt
             self._stop(number)
 
-        with signals.handled(hand_on):
+        with signals.handled(forward):
             yield
 
     def _stop(self, number: int) -> None:
@@ -159,12 +159,12 @@ class Runner:
 
     def _end_in_time(self) -> None:
         if self.deadline is not None and time.monotonic() >= self.deadline and not self._stopping:
-            self.say(f"{_clock()} the time is over: {len(self._active)} runs save and end")
+            self.say(f"{_clock()} time limit reached: {len(self._active)} runs save and end")
             self._stop(signal.SIGTERM)
 
     def _begin(self) -> bool:
-        """Fill the free workers; whether a run has begun. None begins in less time than one has needed to its first
-        step.
+        """Start a run on a free worker; return whether one was started. A run is started only if more time is left than
+        an earlier run needed until its first step.
         """
         free = [worker for worker in self.workers if worker not in [each.worker for each in self._active]]
         left = None if self.deadline is None else self.deadline - time.monotonic()
@@ -175,7 +175,7 @@ class Runner:
             return False
         try:
             self._active.append(begun := self._started(run, free[0]))
-            if self._stopping:  # since a signal came while it was made
+            if self._stopping:  # a signal arrived while the run was started
                 begun.stop(self._stopping)
         except (ValueError, OSError, CheckpointError) as error:
             self.failed[run.name] = str(error)
@@ -183,7 +183,7 @@ class Runner:
         return True
 
     def _ready(self) -> Iterator[StudyRun]:
-        """Runs that may begin, in order."""
+        """Yield the runs that can start now, in the order of the plan."""
         active = {each.run.name for each in self._active}
         for run in self.planned:
             if self._states[run.name].finished or run.name in (*active, *self.failed) or run.arm in self._unfit:
@@ -200,7 +200,7 @@ class Runner:
         self.say(f"{_clock()} {worker.name}: {run.name} ({number} of {len(self.planned)})")
         arguments = [*run.command(self.out), *worker.overrides]
         if run.trunk is None and lost_checkpoints(self.out / run.name):
-            self.say(f"{run.name}: its checkpoints are not here; what it has is moved aside, and it begins again")
+            self.say(f"{run.name}: its checkpoints are missing; its directory is moved aside and the run starts again")
             arguments.append("resume=never")
         defaults = {"TORCHINDUCTOR_CACHE_DIR": str((self.out / "inductor").absolute()), **worker.defaults}
         if worker.shares:
@@ -210,7 +210,7 @@ class Runner:
 
     def _reap(self) -> None:
         for each in list(self._active):
-            each.look(self.out / each.run.name / "metrics.jsonl")
+            each.note_first_step(self.out / each.run.name / "metrics.jsonl")
             status = each.process.poll()
             if status is not None:
                 self._active.remove(each)
@@ -235,7 +235,7 @@ class Runner:
         self.say(f"{_clock()} {each.worker.name}: {name} {outcome} after {time.time() - each.begun:.0f} s")
 
     def _prune(self) -> None:
-        """Remove the checkpoints of runs that are finished and that nothing is to fork from."""
+        """Remove the checkpoints of finished runs from which no other run will fork."""
         if self.keep_checkpoints:
             return
         needed = {run.trunk for run in self.whole if state(self.out / run.name) is State.new}
@@ -255,7 +255,7 @@ class Runner:
 
 
 def lost_checkpoints(run: Path) -> bool:
-    """Whether a run was saved, and copied here without what was saved."""
+    """Whether a run has saved checkpoints and its directory has none, as after a copy without them."""
     checkpoints = run / "checkpoints"
     saved = (run / "PREEMPTED").exists() or not checkpoints.exists()
     return (run / "config.yaml").exists() and saved and not folder.steps(checkpoints)

@@ -1,10 +1,10 @@
-"""How steep the loss is around the logits of a sequence's last token (arXiv 2405.18710, after arXiv 1609.04836).
+"""Sharpness of the loss around the logits of the last token of each sequence (arXiv 2405.18710, 1609.04836).
 
     phi = 100 (max L(z) - L(y)) / (1 + L(y)),    |z_i - y_i| <= epsilon (|y_i| + 1)
 
-L is the mean cross-entropy over sequences, y the logits of their last tokens. It grows before runs diverge that do not
-show it in their loss yet. The published value is searched for by L-BFGS-B, but the maximum is known: the cross-entropy
-falls with the target's logit and grows with every other one, so it lies in the corner where that one is lowest and the
+L is the mean cross-entropy over sequences, y the logits of their last tokens. phi can grow before the loss of a run
+diverges. The papers search for the maximum with L-BFGS-B. Here it is exact: the cross-entropy decreases with the logit
+of the target and increases with all others, so the maximum is at the corner where the target's logit is lowest and the
 others are highest.
 """
 
@@ -23,7 +23,7 @@ EPSILON = 1e-3  # arXiv 1609.04836
 
 
 def losses(logits_BV: Tensor, targets_B: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """Cross-entropies of each row [B], FP64: at the logits, and the largest within the box around them."""
+    """Return the cross-entropy of each row at the logits and its maximum in the box around them, both FP64 [B]."""
     y, target = logits_BV.double(), F.one_hot(targets_B, logits_BV.shape[1])
     worst = y + epsilon * (y.abs() + 1) * (1 - 2 * target)
     return F.cross_entropy(y, targets_B, reduction="none"), F.cross_entropy(worst, targets_B, reduction="none")
@@ -31,7 +31,7 @@ def losses(logits_BV: Tensor, targets_B: Tensor, epsilon: float) -> tuple[Tensor
 
 @torch.inference_mode()
 def sharpness(model: Transformer, batches: Iterable[Batch], device: torch.device, epsilon: float = EPSILON) -> float:
-    """phi over the sequences of these batches; not finite where the model's loss is not."""
+    """Return phi over the sequences of these batches; not finite if the loss is not finite."""
     found = []
     for batch in batches:
         documents = None if batch.documents is None else batch.documents.to(device)

@@ -2,13 +2,13 @@
 
     loss of arm r on seed b = mu_r + beta_b + e,    e ~ N(0, s^2)
 
-A seed's weights, batches and draws are common to all arms, so its effect beta_b leaves every difference. The residual
-SD s is pooled over all arms: k arms on n seeds have (k - 1)(n - 1) degrees of freedom. Blocks that lack some arms count
-for what they have: degrees of freedom are observations minus the rank of the design, and a difference of two arms has
-the standard error s sqrt(c' (X'X)^+ c).
+All arms of a seed share initial weights, batches and draws, so the effect beta_b cancels in differences. The residual
+SD s is pooled over all arms: k arms on n seeds have (k - 1)(n - 1) degrees of freedom. Blocks may lack some arms: the
+degrees of freedom are the number of observations minus the rank of the design, and a difference of two arms has the
+standard error s sqrt(c' (X'X)^+ c).
 
-Where the arms' residuals differ in spread (Levene's test), one SD does not serve all; a difference is then estimated
-from its own pairs alone, with as many degrees of freedom as it has pairs less one.
+If the spread of the residuals differs between arms (Levene's test), a difference is estimated from the pairs of its two
+arms only, with (number of pairs - 1) degrees of freedom.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Losses = Mapping[tuple[str, int], float]  # (arm, seed) -> loss in nats
 
 LEVEL = 0.95
 ALPHA = 1 - LEVEL
-FEWEST = 3  # seeds of an arm whose spread is told
-UNEVEN = 0.01  # p of Levene's test: residuals of few seeds are correlated, and 0.05 would be met by chance too often
+FEWEST = 3  # seeds of an arm in Levene's test
+UNEVEN = 0.01  # p of Levene's test: residuals of few seeds are correlated, so 0.05 would be too frequent by chance
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A mean or a difference in nats. error: its standard error; None where there are too few runs to tell."""
+    """A mean or a difference in nats. error: standard error; None if there are too few runs. freedom: degrees of it."""
 
     nats: float
     error: float | None
@@ -47,7 +47,7 @@ class Estimate:
 
     @property
     def half(self) -> float | None:
-        """Half the two-sided 95 % interval."""
+        """Half-width of the two-sided 95 % interval."""
         return None if self.error is None else self._quantile(1 - ALPHA / 2) * self.error
 
     @property
@@ -70,7 +70,7 @@ class Estimate:
 
     @property
     def p(self) -> float | None:
-        """Of no difference, two-sided."""
+        """p of no difference, two-sided."""
         if self.error is None:
             return None
         return float(2 * stats.t.sf(abs(self.nats) / self.error, self.freedom)) if self.error else float(not self.nats)
@@ -78,7 +78,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class BlockFit:
-    """Least squares of arms and seeds. losses: finite."""
+    """Least-squares fit of arms and seeds. losses: finite values by (arm, seed)."""
 
     losses: Losses
 
@@ -92,7 +92,7 @@ class BlockFit:
 
     @cached_property
     def _design(self) -> Array:
-        """[observations, arms + seeds - 1]: a column an arm, and seeds that sum to zero."""
+        """Design matrix [observations, arms + seeds - 1]: one column an arm, and seed effects that sum to zero."""
         k, n = len(self.arms), len(self.seeds)
         rows = np.zeros((len(self.losses), k + max(0, n - 1)))
         for row, (arm, seed) in zip(rows, self.losses, strict=True):
@@ -115,7 +115,7 @@ class BlockFit:
 
     @cached_property
     def residuals(self) -> dict[tuple[str, int], float]:
-        """Of each observation."""
+        """Residual of each observation."""
         return dict(zip(self.losses, (self._values - self._design @ self._coefficients).tolist(), strict=True))
 
     @cached_property
@@ -129,8 +129,8 @@ class BlockFit:
         return math.sqrt(sum(r * r for r in self.residuals.values()) / self.freedom) if self.freedom else None
 
     def mean(self, arm: str) -> float:
-        """Of an arm over all seeds, those that it has not seen included; over its own where no chain of seeds connects
-        it to the others.
+        """Return the mean of an arm over all seeds, also those it lacks; over its own seeds if it shares none, directly
+        or through other arms, with the rest.
         """
         contrast = np.zeros(self._design.shape[1])
         contrast[self.arms.index(arm)] = 1
@@ -139,29 +139,29 @@ class BlockFit:
         return float(contrast @ self._coefficients)
 
     def _estimable(self, contrast: Array) -> bool:
-        """Whether the runs determine this combination of coefficients."""
+        """Return whether the runs determine this combination of coefficients."""
         return np.allclose(contrast @ self._pseudo_inverse @ self._design, contrast, atol=1e-8)
 
     def difference(self, arm: str, other: str) -> Estimate:
-        """arm - other. ValueError where no chain of seeds connects them."""
+        """Estimate arm - other. Raises ValueError if they share no seed, directly or through other arms."""
         contrast = np.zeros(self._design.shape[1])
         contrast[self.arms.index(arm)] += 1
         contrast[self.arms.index(other)] -= 1
         if not self._estimable(contrast):
-            raise ValueError(f"{arm} and {other} have no seed in common, so nothing is known of their difference")
+            raise ValueError(f"{arm} and {other} have no seed in common, so their difference is unknown")
         nats = float(contrast @ self._coefficients)
         scale = float(np.linalg.norm(contrast @ self._pseudo_inverse))
         return Estimate(nats=nats, error=None if self.s is None else self.s * scale, freedom=self.freedom)
 
     def spread(self, arm: str) -> float | None:
-        """SD of an arm's residuals, in units that make it `s` where all arms are alike; None for one seed."""
+        """Return the SD of an arm's residuals, scaled to equal `s` if all arms are alike; None for one seed."""
         mine = [r for (name, _), r in self.residuals.items() if name == arm]
         share = self.freedom / len(self.losses)
         return math.sqrt(sum(r * r for r in mine) / len(mine) / share) if len(mine) > 1 and share else None
 
     @cached_property
     def levene(self) -> float | None:
-        """p of equal spread of the arms' residuals; None with fewer than two arms on three seeds."""
+        """p of equal spread of the residuals of all arms; None with fewer than two arms that have three seeds."""
         groups = [[r for (name, _), r in self.residuals.items() if name == arm] for arm in self.arms]
         groups = [group for group in groups if len(group) >= FEWEST]
         if len(groups) < 2 or self.freedom < 1 or len(self.arms) < 3:  # of two arms residuals are mirror images
@@ -171,15 +171,15 @@ class BlockFit:
 
     @property
     def uneven(self) -> bool:
-        """Whether intervals are made from pairs, as the arms' noise differs."""
+        """Whether the noise differs between arms, so that intervals are made from pairs."""
         return self.levene is not None and self.levene < UNEVEN
 
     def compared(self, arm: str, other: str) -> Estimate:
-        """arm - other: pooled, or from pairs where the arms' noise differs."""
+        """Estimate arm - other with the pooled SD, or from pairs if the noise differs between arms."""
         return self.paired(arm, other) if self.uneven else self.difference(arm, other)
 
     def connected(self, arm: str) -> BlockFit:
-        """The fit of this arm and those that a chain of seeds connects to it."""
+        """Return the fit of this arm and of all arms that share seeds with it, directly or through other arms."""
         arms, seeds = {arm}, {seed for name, seed in self.losses if name == arm}
         while more := {name for name, seed in self.losses if seed in seeds} - arms:
             arms |= more
@@ -187,17 +187,17 @@ class BlockFit:
         return BlockFit({key: value for key, value in self.losses.items() if key[0] in arms})
 
     def paired(self, arm: str, other: str) -> Estimate:
-        """arm - other from seeds that both have. ValueError where there is none."""
+        """Estimate arm - other from the seeds that both have. Raises ValueError if there is none."""
         common = [seed for seed in self.seeds if {(arm, seed), (other, seed)} <= self.losses.keys()]
         if not common:
-            raise ValueError(f"{arm} and {other} have no seed in common, so they make no pair")
+            raise ValueError(f"{arm} and {other} have no seed in common, so there are no pairs")
         apart = np.array([self.losses[arm, seed] - self.losses[other, seed] for seed in common])
         error = float(apart.std(ddof=1)) / math.sqrt(len(apart)) if len(apart) > 1 else None
         return Estimate(nats=float(apart.mean()), error=error, freedom=len(apart) - 1)
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
-    """p adjusted for as many questions (Holm 1979): the smallest times m, the next times m - 1, ..., never falling."""
+    """Adjust m p-values (Holm 1979): the smallest times m, the next times m - 1, ..., made monotone."""
     order = sorted(range(len(probabilities)), key=lambda i: probabilities[i])
     adjusted, largest = [0.0] * len(order), 0.0
     for rank, i in enumerate(order):
@@ -207,5 +207,5 @@ def holm(probabilities: Sequence[float]) -> list[float]:
 
 
 def seeds_needed(s: float, freedom: int, half_width: float) -> int:
-    """Seeds of two arms whose difference is to have an interval of +- half_width: ceil(2 (t s / w)^2)."""
+    """Return the seeds of each arm for an interval of +- half_width: ceil(2 (t s / w)^2)."""
     return math.ceil(2 * (float(stats.t.ppf(1 - ALPHA / 2, freedom)) * s / half_width) ** 2)

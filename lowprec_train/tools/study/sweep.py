@@ -1,8 +1,8 @@
-"""A sweep: which value of a setting is best for each arm, which ones work, and what an arm gains by a value of its own.
+"""A sweep over a setting: the best value of each arm, the values that work, and the gap at the best values.
 
-A value works where no seed is unstable and the mean loss is within 2 % of the arm's best. How much an arm depends on
-the value is its sensitivity (arXiv 2309.14322): the mean over values and seeds of min(loss, loss at the start), less
-the loss of the best value; a run that diverged has the loss of its start.
+A value works if no seed is unstable and the mean loss is within 2 % of the arm's best mean loss. The sensitivity of an
+arm to the value (arXiv 2309.14322) is the mean over values and seeds of min(loss, initial loss), minus the loss of the
+best value; a diverged run counts with its initial loss.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from lowprec_train.tools.study.results import Result, names
 from lowprec_train.tools.study.rms_spikes import RmsSpikes, together
 from lowprec_train.tools.study.statistics import BlockFit, Estimate
 
-WORKABLE = 1.02  # times the loss of an arm's best value, up to which a value works
+WORKABLE = 1.02  # a value works up to this multiple of the arm's best loss
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRow:
-    """An arm under one setting of a sweep. axis, value: of a setting that is one number; else "" and None.
+    """An arm at one setting of a sweep.
 
-    loss: mean over the seeds of the arm's stable settings; None where a seed is unstable. spread: SD of its seeds, None
-    for one. losses: of each seed with a finite one, unstable or not. sharpness: mean of the runs that have one.
+    axis, value: if the setting is one number; otherwise "" and None. loss: mean over seeds; None if a seed is unstable.
+    spread: SD over seeds; None for one seed. losses: finite losses by seed, of unstable runs too. sharpness: mean over
+    the runs that have one.
     """
 
     arm: str
@@ -46,11 +47,11 @@ class SweepRow:
 
 @dataclass(frozen=True, kw_only=True)
 class SweepArm:
-    """An arm over all settings. own: its best value against the baseline's best one; common: both at the baseline's
-    best one. Each from the seeds that both have, None where there are none or one is unstable there.
+    """An arm over all settings.
 
-    edge: "lowest" or "highest" where the best value is at that end of the numbers that were tried: a better one may lie
-    beyond; else "".
+    own: gap to the baseline, each at its own best value. common: gap with both at the baseline's best value. Both are
+    from the seeds that both have; None if there are none or a seed is unstable. edge: "lowest" or "highest" if the best
+    value is the lowest or highest that was tried, so that a better one may lie beyond; otherwise "".
     """
 
     arm: str
@@ -64,7 +65,7 @@ class SweepArm:
 
 
 def sweep(study: Study, found: Sequence[Result]) -> list[SweepRow]:
-    """Every arm under every setting that has a finished run, in order of their numbers."""
+    """Return a row for each arm and setting with a finished run, sorted by value."""
     counted = [each for each in found if not each.run.repeat]
     return [row for arm in study.arms for row in _rows([each for each in counted if each.run.arm == arm])]
 
@@ -104,14 +105,14 @@ def _row(group: Sequence[Result], loss: float | None, *, best: bool, limit: floa
 
 
 def number_of(setting: Sequence[tuple[str, object]]) -> tuple[str, float | None]:
-    """The axis and the value of a setting that is one number."""
+    """Return axis and value of a setting that is one number; otherwise "" and None."""
     if len(setting) == 1 and type(setting[0][1]) in (int, float):
         return setting[0][0], float(str(setting[0][1]))
     return "", None
 
 
 def sweep_arms(study: Study, rows: Sequence[SweepRow], found: Sequence[Result]) -> list[SweepArm]:
-    """What the settings make of each arm."""
+    """Summarise the settings of each arm."""
     table = {(row.arm, row.setting): row for row in rows}
     best = {row.arm: row for row in rows if row.best}
     base = best.get(study.baseline)
@@ -142,7 +143,7 @@ def _edge(best: SweepRow | None, tried: Sequence[float]) -> str:
 
 
 def _gap(row: SweepRow | None, base: SweepRow | None) -> Estimate | None:
-    """Of two stable settings, seed by seed; None for the baseline's own."""
+    """Estimate the difference of two stable settings from pairs of seeds; None for the baseline itself."""
     if row is None or base is None or row is base or row.loss is None or not set(row.losses) & set(base.losses):
         return None
     losses = {(side, seed): loss for side, of in (("arm", row), ("base", base)) for seed, loss in of.losses.items()}
@@ -150,6 +151,6 @@ def _gap(row: SweepRow | None, base: SweepRow | None) -> Estimate | None:
 
 
 def _sensitivity(mine: Sequence[Result], best: float) -> float | None:
-    """None where a run that diverged has logged no loss."""
+    """Return the sensitivity; None if a diverged run has logged no loss."""
     ends = [min(each.loss if math.isfinite(each.loss) else math.inf, each.start) for each in mine]
     return float(np.mean(ends)) - best if all(map(math.isfinite, ends)) else None

@@ -129,7 +129,7 @@ UNFIT = {
     "arm own (steps=10): Could not override 'optim.lrr'": {
         "arms": {"bf16": None, "own": {"recipe": "fp8", "overrides": ["optim.lrr=1"]}}
     },
-    "leaves none of 10 steps": {"blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 10}}]},
+    "no steps remain of steps=10": {"blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 10}}]},
     "optim.first_moment._target_=lowprec_train.optim.codecs.scaled, and bf16": {
         "arms": {"bf16": None, "own": {"recipe": "fp8_lm", "overrides": ["optim=adamw_fp8lm"]}},
         "blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 5}}],
@@ -163,7 +163,7 @@ def test_a_seed_keeps_its_purpose_in_a_folder(tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "seeds.json").write_text('{"1": "estimate"}')
     assert cli.main(["study", "run", str(gate), "--nproc", "1", "--out", str(tmp_path / "out")]) == 2
-    assert "seed 1 was a estimate seed in" in capsys.readouterr().err
+    assert "seed 1 has the purpose estimate in" in capsys.readouterr().err
 
 
 def test_a_task_of_the_array_is_one_run(tmp_path):

@@ -83,8 +83,8 @@ def test_forks_of_a_trunk_without_its_checkpoint_fail_alone(tmp_path, begun):
     failed = run(tmp_path, planned)
     assert list(failed) == ["bf16-from200-s1", "fp8-from200-s1"] and begun == ["bf16-s2", "bf16-s3"]
     trunk = tmp_path / "bf16-trunk200-s1"
-    told = f"{trunk} has no checkpoint step-200 to fork from; checkpoints there: []; remove {trunk}, and it is "
-    assert set(failed.values()) == {f"{told}trained again"}
+    told = f"{trunk} has no checkpoint step-200 to fork from; checkpoints there: []; remove {trunk} "
+    assert set(failed.values()) == {f"{told}to train it again"}
 
 
 def test_forks_of_a_trunk_that_diverged_later_begin(tmp_path, begun):

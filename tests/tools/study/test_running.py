@@ -59,7 +59,7 @@ def test_killed_copied_and_gone_on_with(small, tmp_path, capsys):
     second = study(tmp_path / "second", moved, small)
     told, _ = second.communicate()
     assert second.poll() == 0 and "4 runs in" in told and "4 done" in told, told
-    assert "whole blocks, estimate: seeds 1, 2" in told
+    assert "complete blocks, estimate: seeds 1, 2" in told
     for name in ("bf16-s1", "fp8-s2"):
         recipe, seed = name.split("-s")
         alone = training(
@@ -90,7 +90,7 @@ def test_the_time_is_over_and_a_run_that_cannot_begin(small, tmp_path, capsys):
     until(lambda: (out / "bf16-s1" / "checkpoints" / "latest").exists(), process)
     process.send_signal(signal.SIGTERM)  # as the budget does
     told, _ = process.communicate()
-    assert process.poll() == 0 and "left: bf16-s1, bf16-s2" in told, told
+    assert process.poll() == 0 and "not finished: bf16-s1, bf16-s2" in told, told
     assert json.loads((out / "bf16-s1" / "PREEMPTED").read_text())["step"] < 4000
     shutil.rmtree(out / "bf16-s1" / "checkpoints")
     words = (
@@ -113,7 +113,7 @@ def test_the_time_is_over_and_a_run_that_cannot_begin(small, tmp_path, capsys):
     assert "study tiny, run bf16-s1: /nowhere" in capsys.readouterr().err
     assert cli.main([*words, "steps=4000", "optim.lr=0.5"]) == 1  # another run than the one that began
     told = capsys.readouterr().out
-    assert "bf16-s1: its checkpoints are not here" in told and "bf16-s2: its checkpoints" not in told
+    assert "bf16-s1: its checkpoints are missing" in told and "bf16-s2: its checkpoints" not in told
     assert "bf16-s2 failed:\n" in told and "optim.lr: saved 0.001, now 0.5" in told
 
 
