@@ -90,13 +90,13 @@ def main() -> None:
             failure.report(f"aborted by a second interrupt{again}", printed=launch.world().leads)
             if launch.world().processes > 1:
                 logging.shutdown()
-                os._exit(1)  # threads that wait for other ranks would be waited for
+                os._exit(1)  # a normal exit would join threads that wait for other ranks
             sys.exit(1)
     sys.exit(max(statuses, default=0))
 
 
 def status(cfg: DictConfig, stop: StopRequest) -> int:
-    """Exit status of one job, its mistakes told in one line, by one of the ranks that share them."""
+    """Run one job and return its exit status. An error that several ranks share is printed once, in one line."""
     world = launch.world()
     try:
         with rendezvous.met(world, rendezvous.minutes(cfg.parallel.timeout_minutes)) as meeting:
@@ -107,7 +107,7 @@ def status(cfg: DictConfig, stop: StopRequest) -> int:
 
 
 def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> int:
-    """`status`, once the ranks know each other."""
+    """Run one job after the rendezvous and return its exit status."""
     try:
         run(cfg, stop, meeting)
     except EXPECTED as error:
@@ -119,7 +119,7 @@ def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> int:
         if lost is not None:
             logging.shutdown()
             lost.end_absent()
-            os._exit(1)  # threads that wait for the rank that is lost would be waited for
+            os._exit(1)  # a normal exit would join threads that wait for the lost rank
         return 1
     except Exception:
         failure.report(traceback.format_exc().rstrip())
@@ -128,9 +128,9 @@ def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> int:
 
 
 def run(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> None:
-    """One run, from its checks to DONE or PREEMPTED. Raises what EXPECTED lists for mistakes."""
-    if stop():  # a sweep that was told to stop
-        log.info("%s: this job does not begin", stop.signal_name)
+    """Do one run, from its checks to DONE or PREEMPTED. Raises the exceptions of EXPECTED for user errors."""
+    if stop():  # a signal ended the sweep
+        log.info("%s: this job is not started", stop.signal_name)
         return
     world = meeting.world
     if not world.leads:
@@ -146,7 +146,7 @@ def run(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is asked of this process, and what it has to compute it with.
+    """The checked configuration of a run, and the device and world of this process.
 
     plain: the resolved configuration as plain values.
     """
@@ -167,31 +167,32 @@ class Job:
         return Path(self.options.run_root)
 
     def name(self) -> str:
-        """The run's name: the one that was given, or that of the configuration."""
-        found = self.options.name
-        return identity.found_name(self.root, self.plain, self.choice.recipe, self.resume) if found is None else found
+        """Return the name of the run: `name`, or the default name of the configuration."""
+        if self.options.name is not None:
+            return self.options.name
+        return identity.found_name(self.root, self.plain, self.choice.recipe, self.resume)
 
 
 def checked(cfg: DictConfig, world: World) -> Job:
-    """The composed configuration, checked. ValueError for mistakes."""
-    made = HydraConfig.get()
-    overrides = cast(list[str], OmegaConf.to_container(made.overrides.task, resolve=False))
+    """Check the composed configuration. Raises ValueError for user errors."""
+    hydra = HydraConfig.get()
+    overrides = cast(list[str], OmegaConf.to_container(hydra.overrides.task, resolve=False))
     options = typed(cfg, overrides)
     plain = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
     device, compiled = checks.configuration(options, world)
     checks.nodes(options)
-    choice = Choice.of(options.precision, made.runtime.choices, overrides)
+    choice = Choice.of(options.precision, hydra.runtime.choices, overrides)
     return Job(options=options, plain=plain, choice=choice, world=world, device=device, compiled=compiled)
 
 
 def facts_of_launch(job: Job) -> dict[str, Any]:
-    """What all ranks must have alike: every key of the configuration, and the code that runs."""
+    """Return what must be equal on all ranks: the configuration and the versions of the code."""
     facts = identity.flatten(job.plain) | describe.versions() | {"source": rendezvous.source_hash()}
     return facts | {"kind of device": job.device.type, "compiled": job.compiled}
 
 
 def train(job: Job, stop: StopRequest, hang: Watch) -> None:
-    """One run on processes that have found each other."""
+    """Do one run on connected processes."""
     options, plain, device, compiled = job.options, job.plain, job.device, job.compiled
     layout = build.layout(options)
     build.choices(options, layout).check_libraries(device)
@@ -201,12 +202,12 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
     self_test(device, block_formats=build.block_formats(plans))
     name = launch.first(job.name)
     with rundir.shared(job.root, name, plain, job.resume) as directory, failure.abort_explained(directory.path, stop):
-        way = launch.first(lambda: continuation.plan(directory, options, plain))
-        for line in way.told:
+        decision = launch.first(lambda: continuation.plan(directory, options, plain))
+        for line in decision.messages:
             log.info("%s", line)
-        if way.done:
+        if decision.done:
             return
-        facts: dict[str, Any] = {"name": name, **identity.facts(plain), **way.facts}
+        facts: dict[str, Any] = {"name": name, **identity.facts(plain), **decision.facts}
         facts |= build.facts(options, job.choice, layout, device, compiled=compiled)
         facts["lint"], facts["overrides"] = report.facts, facts["overrides"] + report.overrides
         facts["saved"] = describe.saved(layout.model, layout.phases[0].saved_activations, device)
@@ -222,16 +223,16 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         checks.corpus(name, directory.saved.get("corpus_hash"), corpus.hash)
         if options.name is None and not directory.resumed and job.resume is Resume.auto:
             launch.first(lambda: identity.refuse_twin(job.root, name, plain, corpus.hash))
-        if first and (strange := other_tokenizer(first, corpus.tokenizer)):
-            log.warning("warning: %s", strange)
+        if first and (mismatch := other_tokenizer(first, corpus.tokenizer)):
+            log.warning("warning: %s", mismatch)
         fill = fill_from(first, distribution.fill) if first else None
         trainer = build.trainer(options, layout, plans, corpus, distribution, device, compiled=compiled, fill=fill)
         facts["gathered"] = trainer.data_parallel.all_gather_formats()
         checkpointer = build.checkpointer(options, directory.path)
         if directory.resumed:
             optional = trainer.data_parallel.state_parts()
-            step = checkpointer.load(trainer.checkpoint_parts(), way.step, optional=optional) or 0
-            launch.first(lambda: continuation.take(directory, way, step, read=trainer.steps_done))
+            step = checkpointer.load(trainer.checkpoint_parts(), decision.step, optional=optional) or 0
+            launch.first(lambda: continuation.resume_at(directory, decision, step, loaded=trainer.steps_done))
             log.info("resuming after step %d of %d", step, options.steps)
         facts |= describe.text_facts(corpus)
         log.info("%s", overview.data(facts, plain))
@@ -239,23 +240,25 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.everyone())
         watch = build.watch(options, directory.path, device, job.world, hang.begin_step)
         rows, marked = build.rows(options, trainer, directory.path), divergence_marked(directory, trainer)
-        with sinks as listening, rows as write_rows, watch as begin_step, marked:
+        with sinks as open_sinks, rows as write_rows, watch as begin_step, marked:
             outcome = trainer.fit(
-                sinks=listening,
+                sinks=open_sinks,
                 checkpointer=checkpointer,
                 should_stop=lambda: stop.number,
                 consensus=consensus,
                 write_rows=write_rows,
                 begin_step=begin_step,
             )
-            asked = signal.Signals(consensus.learned).name if outcome == "preempted" else None
-            directory.end(outcome, step=trainer.steps_done, signal=asked)  # before sinks close: an upload may take long
+            received = signal.Signals(consensus.learned).name if outcome == "preempted" else None
+            directory.end(
+                outcome, step=trainer.steps_done, signal=received
+            )  # before the sinks' uploads, which may be long
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
 
 
 @contextmanager
 def divergence_marked(directory: RunDirectory, trainer: Trainer) -> Iterator[None]:
-    """Leave DIVERGED in the run's directory where training ends so: a result, unlike a crash."""
+    """Write DIVERGED to the run directory if training diverges, which is a result, unlike a crash."""
     try:
         yield
     except (TrainingDiverged, NothingTrained):
@@ -266,14 +269,14 @@ def divergence_marked(directory: RunDirectory, trainer: Trainer) -> Iterator[Non
 def announce(
     plain: dict[str, Any], linears: dict[str, Any], facts: dict[str, Any], choice: Choice, directory: Path
 ) -> None:
-    """Print once what runs: the sentence that matters first."""
+    """Log what runs, the most important line first."""
     for line in overview.short(plain, linears, facts, str(directory)):
         log.info("%s", line)
     if choice.undone:
         log.warning("warning: %s", choice.undone)
     if facts["by_reference"]:
         log.warning(
-            "warning: no compiled kernel of %s rounds %s: the slower reference does",
+            "warning: %s has no compiled kernel for %s; the slower reference is used",
             facts["device"],
             ", ".join(facts["by_reference"]),
         )
@@ -282,7 +285,7 @@ def announce(
 
 
 def refuse_sweep_of_many() -> None:
-    """Every rank would run the whole sweep: one error from rank 0, and a failure from every process."""
+    """Refuse --multirun with several ranks, each of which would run the whole sweep. Only rank 0 prints the error."""
     try:
         world = launch.world()
     except ValueError as error:
@@ -292,7 +295,7 @@ def refuse_sweep_of_many() -> None:
     if not world.leads:
         time.sleep(PATIENCE)
         sys.exit(1)
-    sys.exit(f"error: WORLD_SIZE={world.processes}: --multirun runs its jobs in one process; start one run a launch")
+    sys.exit(f"error: WORLD_SIZE={world.processes}: --multirun needs one process; start one run per launch")
 
 
 if __name__ == "__main__":

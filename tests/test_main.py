@@ -230,7 +230,7 @@ def test_hydra_refuses_unknown_keys_and_wrong_types(launch, arguments, message):
         (["resume=step-x"], "resume=step-x is none of"),
         (["resume=step-4", "name=new"], "resume=step-4: there is no run 'new' in runs"),
         (["resume=extend", "name=new"], "resume=extend: there is no run 'new' in runs"),
-        (["resume=extend"], "resume=extend: of the runs in runs that differ in their length alone there are none"),
+        (["resume=extend"], "resume=extend: no run in runs differs in length only"),
         (["device=tpu"], "device=tpu is not one of auto, cpu, cuda, cuda:N"),
         (["precision.override.dgrad.c=1", "+recipe=fp4"], "override.dgrad.c: no such field"),
         (["precision.override.dgrad.a.format=E9M9", "+recipe=fp4"], "unknown format 'E9M9'"),
@@ -261,7 +261,7 @@ def test_a_sweep_of_many_processes_is_refused_once(launch, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(sys, "argv", ["train.py", "--multirun", "+recipe=bf16,fp8"])
-    with pytest.raises(SystemExit, match=r"WORLD_SIZE=2: --multirun runs its jobs in one process"):
+    with pytest.raises(SystemExit, match=r"WORLD_SIZE=2: --multirun needs one process"):
         main.main()
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr(main, "PATIENCE", 0)

@@ -101,11 +101,11 @@ def test_the_table_says_who_computes(launch, tmp_path, library):
 
 
 REFUSED = {
-    "telemetry_interval=2": "its roundings are its own",
+    "telemetry_interval=2": "telemetry cannot observe its roundings",
     "model.recompute=full": "would run outside of its pass",
     "model.recompute=selective": "would run outside of its pass",
     "precision.override.dgrad.a.format=E4M3": "has its own options",
-    "precision/schedule=bf16_end": "remembers earlier steps",
+    "precision/schedule=bf16_end": "has state from earlier steps",
     "+precision/scaling=banana": "banana",
     "model.ffn=72": "multiples of 16",
     "data.seq_len=8 micro_batch=1 tokens_per_step=8": "8 tokens",

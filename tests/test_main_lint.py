@@ -67,7 +67,7 @@ def test_a_waiver_does_not_make_another_run(launch):
 
 def test_an_unknown_rule_is_refused(launch):
     status, _, err = launch("lint_allow=[floor]")
-    assert status == 1 and "'floor' is no rule; rules are floor-clips, ceil-headroom" in err
+    assert status == 1 and "'floor' is not a rule; the rules are floor-clips, ceil-headroom" in err
 
 
 def test_a_wrong_block_scaled_gemm_ends_the_run(launch, monkeypatch):

@@ -111,7 +111,7 @@ def test_a_lost_pointer_begins_nothing_again(launch, run, trained):
     (run / "checkpoints" / "latest").unlink()
     status, out, err = launch("name=run", "steps=12")
     assert (status, err) == (0, "") and "resuming after step 8 of 12" in out
-    assert out.count("latest is missing; going on from step-8") == 1
+    assert out.count("latest is missing; continuing from step-8") == 1
     assert numbers(run) == numbers(trained / "run") and steps(run) == [4, 8, 12]
 
 
@@ -120,7 +120,7 @@ def test_inverted_bytes_lead_to_the_checkpoint_before(launch, run, trained):
     status, out, _ = launch("name=run", "steps=12")
     assert status == 0 and "resuming after step 4 of 12" in out
     (line,) = [line for line in out.splitlines() if "is damaged" in line]
-    assert "__0_0.distcp is not as it was written" in line and line.endswith("; going on from step-4")
+    assert "__0_0.distcp is not as it was written" in line and line.endswith("; continuing from step-4")
     assert numbers(run) == numbers(trained / "run") and (run / "checkpoints" / "damaged-step-8").is_dir()
 
 
@@ -158,7 +158,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(launch, run, loss):
     before = contents(run)
     status, _, err = launch("name=run", "steps=12")
     assert status == 1 and err.startswith("error: ") and "Traceback" not in err and err.count("\n") <= 3
-    assert "runs/run" in err and "no checkpoint in" in err and "resume=never moves the run aside to run.1" in err
+    assert "runs/run" in err and "no checkpoint in" in err and "use resume=never to move the run to run.1" in err
     assert contents(run) == before
 
 
@@ -168,9 +168,9 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(launch, run, loss):
         ("config.yaml", None, "run 'run' in runs has checkpoints (4, 8) and metrics.jsonl but no config.yaml"),
         ("config.yaml", "", "config.yaml holds no settings; it is empty or was cut off"),
         ("config.yaml", "steps: [", "config.yaml is not YAML"),
-        ("config.yaml", "just words", "config.yaml is no configuration of a run"),
+        ("config.yaml", "just words", "config.yaml is not the configuration of a run"),
         ("config.yaml", b"\xff\xfe\x00", "config.yaml is not YAML"),
-        ("config.yaml", "model: {}", "config.yaml has steps: None, which is no number of steps"),
+        ("config.yaml", "model: {}", "config.yaml has steps: None, which is not a number of steps"),
         ("config.yaml", "model: {}\nsteps: 12\ncheckpoint_interval: a", "config.yaml has checkpoint_interval: a, "),
         ("run.json", None, "run.json is missing"),
         ("run.json", "", "run.json cannot be read"),
@@ -214,7 +214,7 @@ def test_lines_that_are_lost_are_told(launch, run, trained):
     """A crash of the machine takes lines that were not on the disk yet."""
     cut(run, 5)
     status, out, err = launch("name=run", "steps=12")
-    assert (status, err) == (0, "") and "metrics.jsonl has no line of step 6 to 8" in out
+    assert (status, err) == (0, "") and "metrics.jsonl has no metrics of step 6 to 8" in out
     assert numbers(run) == numbers(trained / "run")[:5] + numbers(trained / "run")[8:]
 
 
@@ -238,7 +238,7 @@ def test_a_run_goes_back_and_keeps_what_it_had(launch, trained, tmp_path):
     before = contents(run)
     status, out, err = launch("name=run", "steps=12", "resume=step-4")
     assert (status, err) == (0, "") and "resuming after step 4 of 12" in out
-    assert "run runs/run goes back to step 4" in out and "what it had after step 4 is kept in runs/run.1" in out
+    assert "run runs/run goes back to step 4" in out and "results after step 4 are kept in runs/run.1" in out
     assert numbers(run) == numbers(trained / "run") == numbers(kept) and (run / "DONE").exists()
     assert (steps(run), steps(kept)) == ([4, 8, 12], [8, 12])
     after = contents(kept)
@@ -272,10 +272,10 @@ def test_a_checkpoint_that_is_not_there(launch, run):
 
 def test_more_steps_say_how_to_go_on(launch):
     status, out, _ = launch("name=run", "steps=12")
-    assert status == 0 and "is done" in out and "a larger steps=... than 12 with resume=extend goes on" in out
+    assert status == 0 and "is done" in out and "to continue, set steps=... above 12 with resume=extend" in out
     status, _, err = launch("name=run", "steps=16")
     assert status == 1 and "steps: saved 12, now 16" in err
-    assert "resume=extend goes on to step 16 (docs/resuming.md)" in err and err.count("\n") <= 6
+    assert "resume=extend continues to step 16 (docs/resuming.md)" in err and err.count("\n") <= 6
 
 
 def test_an_extended_wsd_run_is_a_longer_one_bit_for_bit(launch, trained, tmp_path):
@@ -284,7 +284,7 @@ def test_an_extended_wsd_run_is_a_longer_one_bit_for_bit(launch, trained, tmp_pa
     assert steps(run) == [8, 12] and steps(trained / "long") == [12, 16]
     extend = ("name=short", "steps=16", "resume=extend", "checkpoint_keep=1", "checkpoint_interval=100")
     status, out, err = launch(*extend)
-    assert (status, err) == (0, "") and "of 12 steps, goes on after step 8 towards step 16" in out
+    assert (status, err) == (0, "") and "of 12 steps, continues after step 8 up to step 16" in out
     assert "learning rate 0.001 at step 8, then 0.001 at step 9, 0.001 at step 12, 0 at step 16" in out
     assert numbers(run) == numbers(trained / "long") and steps(run) == [12, 16]
     assert json.loads((run / "DONE").read_text())["step"] == 16
@@ -298,7 +298,7 @@ def test_without_a_checkpoint_of_the_plateau_the_change_of_the_rate_is_told(laun
     run = tmp_path / "runs" / "short"
     shutil.rmtree(run / "checkpoints" / "step-8")
     status, out, _ = launch("name=short", "steps=16", "resume=extend")
-    assert status == 0 and "goes on after step 12 towards step 16" in out
+    assert status == 0 and "continues after step 12 up to step 16" in out
     assert "learning rate 0 at step 12, then 0.00075 at step 13, 0.0005 at step 14, 0 at step 16" in out
     rates = [line["train/lr"] for line in numbers(run)]
     assert rates[11:] == pytest.approx([0.0, 0.00075, 0.0005, 0.00025, 0.0]) and len(rates) == 16
@@ -309,7 +309,7 @@ def test_another_schedule_from_a_chosen_checkpoint(launch, tmp_path):
     run = tmp_path / "runs" / "run"
     linear = ("optim.schedule.decay_steps=2", "optim.schedule.final_fraction=0.5")
     status, out, _ = launch("name=run", "steps=10", "resume=step-8", *linear)
-    assert status == 0 and "goes on after step 8 towards step 10" in out
+    assert status == 0 and "continues after step 8 up to step 10" in out
     assert [line["train/lr"] for line in numbers(run)][7:] == pytest.approx([0.001, 0.00075, 0.0005])
     assert steps(tmp_path / "runs" / "run.1") == [12]
 
@@ -319,7 +319,7 @@ def test_another_schedule_from_a_chosen_checkpoint(launch, tmp_path):
     [
         (("steps=12", "resume=extend", "optim.schedule.decay_steps=2"), "the run has 12 steps already"),
         (("steps=8", "resume=extend", "optim.schedule.decay_steps=2"), "resume=extend steps=8"),
-        (("steps=8", "resume=step-8", "optim.schedule.decay_steps=2"), "step-8 leaves no step to take"),
+        (("steps=8", "resume=step-8", "optim.schedule.decay_steps=2"), "no steps remain: the checkpoint is at step 8"),
         (("steps=16", "resume=extend", "optim.lr=0.5"), "optim.lr: saved 0.001, now 0.5"),
         (("steps=12", "resume=step-99"), "has no step-99; checkpoints there: [4, 8, 12]"),
     ],
@@ -340,11 +340,11 @@ def test_an_unnamed_run_is_extended_and_found_again(launch, tmp_path):
     (run,) = (tmp_path / "runs").iterdir()
     rest = ("steps=3", *BRIEF[1:])
     status, out, _ = launch(*rest, "resume=extend")
-    assert status == 0 and "goes on after step 1 towards step 3" in out and len(numbers(run)) == 3
+    assert status == 0 and "continues after step 1 up to step 3" in out and len(numbers(run)) == 3
     status, out, _ = launch(*rest)
     assert status == 0 and f"run runs/{run.name} is done" in out
     status, out, _ = launch("steps=4", *rest[1:])
-    assert status == 0 and f"this run in a shorter form is {run.name} in runs; resume=extend" in out
+    assert status == 0 and f"shorter versions of this run: {run.name} in runs; resume=extend" in out
 
 
 def test_a_run_is_its_text_and_not_the_place_of_it(launch, run, home, trained, tmp_path):
@@ -359,7 +359,10 @@ def test_a_run_is_its_text_and_not_the_place_of_it(launch, run, home, trained, t
     (tmp_path / "link").symlink_to(tmp_path / "moved" / "text")
     before = sorted((tmp_path / "runs").iterdir())
     status, _, err = launch(*BRIEF, "data.train=link")
-    assert status == 1 and "has this configuration and this text, from another path; name=llama_tiny-mxfp4-" in err
+    assert (
+        status == 1
+        and "has the same configuration and the same data under another path; use name=llama_tiny-mxfp4-" in err
+    )
     assert sorted((tmp_path / "runs").iterdir()) == before
     (tmp_path / "moved" / "text" / "0.txt").write_text("other words")
     for name in ("long", "run", "short"):
@@ -367,4 +370,4 @@ def test_a_run_is_its_text_and_not_the_place_of_it(launch, run, home, trained, t
     (unnamed,) = (tmp_path / "runs").iterdir()
     (unnamed / "DONE").unlink()
     status, _, err = launch(*BRIEF, "data.train=moved/text")
-    assert status == 1 and "began on a corpus with hash" in err
+    assert status == 1 and "was started on a corpus with hash" in err

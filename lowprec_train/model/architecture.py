@@ -60,8 +60,7 @@ class Architecture:
     def __post_init__(self) -> None:
         if self.offload and self.recompute != "full":
             raise ValueError(
-                f"offload=true moves inputs of blocks to the host, and with recompute={self.recompute} a block saves "
-                "more than its input; recompute=full does not"
+                f"model.offload=true needs model.recompute=full, not {self.recompute}: only block inputs are offloaded"
             )
         if self.loss_chunk is not None and self.loss_chunk < 1:
             raise ValueError(f"loss_chunk={self.loss_chunk} must be a number of tokens above 0, or null")

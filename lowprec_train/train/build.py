@@ -1,8 +1,8 @@
-"""Build a run: the one place that turns a configuration into a model, a corpus, an optimizer and a trainer.
+"""Build a run: turn a configuration into a model, a corpus, an optimizer and a trainer.
 
-Below this file nothing sees a configuration: parts take plain values. What a `_target_` names is built by `construct`;
-a mistake in its arguments is a ValueError like any other. The model is laid out on the meta device, checked there, and
-only then given memory.
+Packages below `train/` take plain values, not configurations. `construct` builds the object of each `_target_` node and
+raises ValueError for wrong arguments. The model is laid out on the meta device and checked there before memory is
+allocated.
 """
 
 import logging
@@ -64,7 +64,7 @@ LINT_RULES = rules_of(lint_recipes, lint_execution, lint_training)
 
 
 def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[str, LinearRecipe]:
-    """Pattern -> recipe of a policy's nodes, with the override applied to those that quantise."""
+    """Return pattern -> recipe of a policy's nodes. The override is applied to every recipe that quantises."""
     built: dict[str, LinearRecipe] = {p: construct(node, f"precision.policy.'{p}'") for p, node in nodes.items()}
     if not override_tree:
         return built
@@ -72,7 +72,7 @@ def recipes(nodes: Mapping[str, Any], override_tree: Mapping[str, Any]) -> dict[
 
 
 def layout(run: RunConfig) -> MetaModel:
-    """Model and policy on the meta device, checked against each other: costs no memory at any size."""
+    """Return model and policy on the meta device, checked against each other. Allocates no memory at any size."""
     model = without_memory(run.model)
     made, tokens = phases(run, model), run.micro_batch * run.data["seq_len"]
     check_settings(run, made)
@@ -83,7 +83,7 @@ def layout(run: RunConfig) -> MetaModel:
 
 
 def choices(run: RunConfig, laid_out: MetaModel) -> Choices:
-    """What excludes each other: `check_memory` and `check_libraries` say so."""
+    """Return the settings that `check_memory` and `check_libraries` compare."""
     return Choices(
         run=run,
         phases=laid_out.phases,
@@ -94,20 +94,20 @@ def choices(run: RunConfig, laid_out: MetaModel) -> Choices:
 
 
 def block_formats(plans: Sequence[Plans]) -> set[str]:
-    """Formats that block-scaled tensor cores multiply in some GEMM of the run."""
+    """Return the formats in which at least one GEMM of the run uses block-scaled tensor cores."""
     paths = {gemm.path for phase in plans for each in phase.values() for gemm in each.gemms().values()}
     return {path.name for path in paths} & set(BLOCK_SCALED)
 
 
 def lint(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> Report:
-    """The start-up linter's findings; ValueError where one of them is an error. plans: from `MetaModel.plans`."""
+    """Run the start-up linter. Raises ValueError if it finds an error. plans: from `MetaModel.plans`."""
     report = examine(plan(run, laid_out, plans, device), LINT_RULES, allow=run.lint_allow)
     refuse(report)
     return report
 
 
 def plan(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: torch.device) -> RunPlan:
-    """The values that the linter looks at."""
+    """Return the values that the linter's rules read."""
     return RunPlan(
         run=run,
         layer_groups=layer_groups(laid_out.phases, plans),
@@ -119,7 +119,7 @@ def plan(run: RunConfig, laid_out: MetaModel, plans: Sequence[Plans], device: to
 
 
 def phases(run: RunConfig, model: Transformer) -> tuple[Phase, ...]:
-    """The run's first phase and those of its schedule."""
+    """Return the run's first phase and the phases of its precision schedule."""
     precision = run.precision
     table = policy.resolve(model, recipes(precision.policy, precision.override))
     if precision.override and all(recipe.is_identity for recipe in table.values()):
@@ -145,12 +145,12 @@ def _later(run: RunConfig, model: Transformer, before: Phase, later: PhaseConfig
 
 
 def saved_activations(node: Mapping[str, Any]) -> SavedActivationPolicy:
-    """What norms and activations save; an empty node: their inputs."""
+    """Return the policy for what norms and activations save. With an empty node they save their inputs."""
     return construct(node, "precision.saved_activations") if node else SavedActivationPolicy()
 
 
 def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torch.device) -> Distribution:
-    """Cut the laid-out model over the processes; nothing for one of them."""
+    """Shard the laid-out model over the processes. With one process nothing is sharded."""
     grid = checks.layout(run, world.processes)
     choices(run, laid_out).check_memory(grid, on_gpu=device.type == "cuda")
     return distribute(
@@ -169,9 +169,10 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
 def weights(
     model: Transformer, device: torch.device, seed: int, fill: Fill | None = None, *, on_host: bool = False
 ) -> SeedTable:
-    """Give the model memory on `device`, its first weights and seeds. fill: as in `Transformer.init_weights`.
+    """Allocate the model on `device`, initialise its weights and return its seeds. fill: as in
+    `Transformer.init_weights`.
 
-    on_host: the weights begin in host memory: in FP32 they may be more than the device holds.
+    on_host: allocate the weights in host memory, because in FP32 they may not fit on the device.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # compiled kernels are launched on the current device
@@ -181,13 +182,13 @@ def weights(
 
 
 def first_weights(run: RunConfig, directory: Path, begun: int | None = None) -> Weights | None:
-    """What `weights` names, opened and checked; None where nothing is named and where the run in `directory` has a
-    checkpoint of its own to go on from: what it began with may be gone by then.
+    """Open and check the weights that `weights` names. Returns None if it is null, or if the run in `directory` has a
+    checkpoint: a resumed run does not need its initial weights, which may have been deleted.
 
-    begun: step of the checkpoint that an earlier launch of the run has begun with. Else a run that is named without a
-    step is read at its newest one, as rank 0 sees it: it may be training on.
+    begun: step of the checkpoint from which an earlier launch initialised this run. Without it, a source run that is
+    named without a step is read at its newest checkpoint, as seen by rank 0, because that run may still be training.
 
-    Raises ValueError when nothing can be read there, or another model.
+    Raises ValueError if the weights cannot be read or belong to another model.
     """
     if run.weights is None or launch.first(lambda: steps(directory / "checkpoints")):
         return None
@@ -198,14 +199,14 @@ def first_weights(run: RunConfig, directory: Path, begun: int | None = None) -> 
 
 
 def begun_with(opened: Weights | None, saved: Mapping[str, Any]) -> dict[str, Any]:
-    """What run.json says of `first_weights`; saved: what it has said before."""
+    """Return the entries of run.json about `first_weights`. saved: the existing run.json."""
     if opened is None:
         return {key: saved.get(key) for key in ("weights", "weights_step")}
     return {"weights": opened.source, "weights_step": opened.step if isinstance(opened, RunWeights) else None}
 
 
 def corpus(run: RunConfig) -> Corpus:
-    """The text, prepared on first use; its tokens have rows in the embedding."""
+    """Return the corpus, prepared on first use. Raises ValueError if its token ids exceed model.vocab_size."""
     built: Corpus = construct(run.data, "data")
     check_vocabulary(
         tokenizer=built.vocab_size, vocab_size=run.model.vocab_size, name=built.name, setting="model.vocab_size"
@@ -224,8 +225,8 @@ def trainer(
     compiled: bool,
     fill: Fill | None = None,
 ) -> Trainer:
-    """The trainer of a run at its first step. plans: from `MetaModel.plans`. fill: sets the first values of this
-    process's parts of the parameters; None: they are drawn from the seed.
+    """Return the trainer of a run at its first step. plans: from `MetaModel.plans`. fill: initialises this process's
+    shards of the parameters; None: they are drawn from the seed.
     """
     choices(run, laid_out).check_libraries(device)
     seq_len, model = run.data["seq_len"], laid_out.model
@@ -235,14 +236,14 @@ def trainer(
     updates = build_optimizer.optimizer(run, model, shards, device if on_host else None)
     sums = build_optimizer.grad_accumulation(run)
     if on_host:
-        model.to(device)  # buffers, and parameters that the optimizer has not moved
+        model.to(device)  # buffers, and parameters that the optimizer does not offload
     whole_sum = None if sums is None else lambda place: GradientSum(sums, seed=run.seed, place=place)
     rates = [throughput(run, model, each, device, distribution.sizes.processes) for each in plans]
     later = tuple((phase.first_step, rate) for phase, rate in zip(laid_out.phases[1:], rates[1:], strict=True))
     precision = PrecisionSchedule(laid_out.phases)
     precision.begin(model, 0)
     if compiled:
-        torch.compiler.reset()  # a sweep's earlier jobs leave graphs of the same code, and torch keeps only a few
+        torch.compiler.reset()  # earlier jobs of a sweep leave graphs of the same code, and torch keeps only a few
         model.compile_blocks(fullgraph=precision.one_graph)
     numbers = {each.name: getattr(run, each.name) for each in fields(TrainingOptions) if hasattr(run, each.name)}
     return Trainer(
@@ -273,8 +274,8 @@ def trainer(
 
 
 def throughput(run: RunConfig, model: Transformer, plans: Plans, device: torch.device, gpus: int = 1) -> Throughput:
-    """Rates of the run's steps, each GEMM measured against the peak of the path that it takes; the log says which of
-    them cannot be given.
+    """Return the throughput metrics of the run's steps. Each GEMM is compared with the peak of its execution path. The
+    log names the metrics that are left out because a peak is unknown.
     """
     name = device_name(device)
     kinds = {layer: each.peaks() for layer, each in plans.items()}
@@ -288,12 +289,12 @@ def throughput(run: RunConfig, model: Transformer, plans: Plans, device: torch.d
     )
     if without := rates.without_peak():
         also = "" if rates.peaks else " and perf/mfu_bf16peak"
-        log.info("no peak of %s on %r is known: perf/sol%s left out", ", ".join(without), name, also)
+        log.info("no peak FLOP/s known for %s on %r: perf/sol%s left out", ", ".join(without), name, also)
     return rates
 
 
 def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
-    """Saves under `<run directory>/checkpoints`. Its thread has a process group of its own."""
+    """Return the checkpointer of `<run directory>/checkpoints`. Asynchronous saves use a separate process group."""
     return Checkpointer(
         directory / "checkpoints",
         interval=run.checkpoint_interval,
@@ -307,8 +308,8 @@ def checkpointer(run: RunConfig, directory: Path) -> Checkpointer:
 
 @contextmanager
 def sinks(run: RunConfig, about: Trainer, directory: RunDirectory, plain: Mapping[str, Any]) -> Iterator[list[Sink]]:
-    """metrics.jsonl and what `logger` names, closed in the end; nothing on processes that do not hold the directory.
-    plain: the resolved configuration.
+    """Open metrics.jsonl and the sinks of `logger`; close them at the end. Processes that do not hold the directory get
+    no sinks. plain: the resolved configuration.
     """
     if not directory.held:
         yield []
@@ -331,7 +332,7 @@ def sinks(run: RunConfig, about: Trainer, directory: RunDirectory, plain: Mappin
 
 @contextmanager
 def rows(run: RunConfig, about: Trainer, directory: Path) -> Iterator[Callable[[Sequence[Row]], None]]:
-    """Writes telemetry's rows to telemetry.jsonl, which a run without telemetry does not have."""
+    """Yield a writer of telemetry rows to telemetry.jsonl. A run without telemetry does not have this file."""
     path = directory / "telemetry.jsonl"
     if not (run.telemetry_interval or path.exists()):
         yield lambda rows: None
@@ -344,17 +345,17 @@ def rows(run: RunConfig, about: Trainer, directory: Path) -> Iterator[Callable[[
 def watch(
     run: RunConfig, directory: Path, device: torch.device, world: World = ALONE, *others: Callable[[int], None]
 ) -> Iterator[Callable[[int], None]]:
-    """The profiler's window, memory snapshots, the heap and `others`: a callable for each step before it is taken."""
-    asked, chosen = run.profile, world.rank in run.profile.ranks
+    """Yield a callable that runs before each step: profiler, memory snapshots, heap trimming and `others`."""
+    profile, chosen = run.profile, world.rank in run.profile.ranks
     window = Window(
-        first=asked.first,
-        steps=asked.steps if chosen else 0,
+        first=profile.first,
+        steps=profile.steps if chosen else 0,
         directory=directory / "profile",
         device=device,
         rank=world.rank,
-        record_shapes=asked.shapes,
-        with_stack=asked.stacks,
-        profile_memory=asked.memory,
+        record_shapes=profile.shapes,
+        with_stack=profile.stacks,
+        profile_memory=profile.memory,
     )
     snapshots = Snapshots(directory, device, rank=world.rank, asked=chosen)
     watchers: list[Callable[[int], None]] = [HeapTrim(device), *others, window.begin_step, snapshots.begin_step]
@@ -363,14 +364,14 @@ def watch(
         for each in watchers:
             each(step)
 
-    with kept_history(asked.allocations), closing(window), snapshots.of_failures():
+    with kept_history(profile.allocations), closing(window), snapshots.of_failures():
         yield begin_step
 
 
 def facts(
     run: RunConfig, choice: Choice, laid_out: MetaModel, device: torch.device, *, compiled: bool
 ) -> dict[str, Any]:
-    """What run.json says of a run beside its configuration; `text_facts` completes it."""
+    """Return run.json's facts of a run, except for its configuration; `text_facts` adds those of the corpus."""
     model, documents = laid_out.model, bool(run.data.get("document_mask"))
     return {
         "recipe": choice.recipe,

@@ -1,4 +1,4 @@
-"""The optimizer of a run, its codecs and its rule, from the configuration."""
+"""Build a run's optimizer, its codecs and its update rule from the configuration."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from lowprec_train.train.construct import construct
 
 
 def codecs(run: RunConfig) -> Codecs:
-    """What stores the optimizer's moments and the master weights."""
+    """Return the codecs of the optimizer's moments and of the master weights."""
     parts = ("first_moment", "second_moment", "master")
     first, second, master = (construct(getattr(run.optim, part), f"optim.{part}") for part in parts)
     return Codecs(moments=(first, second), master=master)
 
 
 def rules(run: RunConfig) -> tuple[Rule, AdamWRule]:
-    """What the new moments and weights are: the run's rule, and AdamW for what it leaves."""
+    """Return the run's update rule, and AdamW for the parameters that the rule does not cover."""
     adamw = AdamWRule(**{key: getattr(run.optim, key) for key in ("beta1", "beta2", "eps", "clip_updates")})
     return (construct(run.optim.rule, "optim.rule") if run.optim.rule else adamw), adamw
 
 
 def grad_accumulation(run: RunConfig) -> StateCodec | None:
-    """What stores sums of gradients; None: autograd adds them up in FP32."""
+    """Return the codec of accumulated gradients; None: autograd accumulates them in FP32."""
     node = run.optim.grad_accumulation
     return accumulation.check(construct(node, "optim.grad_accumulation")) if node else None
 
@@ -43,11 +43,11 @@ def optimizer(
     shards: Mapping[Any, Shard] | None = None,
     device: torch.device | None = None,
 ) -> CodedOptimizer:
-    """The optimizer over the model's first weights. With a reduced master the parameters of matrices become BF16.
+    """Return the optimizer of the model's initial weights. With a reduced-precision master, matrices become BF16.
 
-    device: where updates are made and parameters lie from here on; None: where they are.
+    device: where updates are computed and parameters are stored from now on; None: where they are now.
     """
     groups = parameter_groups(model, run.optim.weight_decay, *rules(run))
-    where: dict[str, Any] = {"shards": shards, "offload": run.optim.offload, "device": device}
-    how: dict[str, Any] = {"codecs": codecs(run), "backend": run.optim.backend, **where}
-    return CodedOptimizer(groups, lr=run.optim.lr, seed=run.seed, **how)
+    options: dict[str, Any] = {"codecs": codecs(run), "backend": run.optim.backend, "shards": shards}
+    options |= {"offload": run.optim.offload, "device": device}
+    return CodedOptimizer(groups, lr=run.optim.lr, seed=run.seed, **options)

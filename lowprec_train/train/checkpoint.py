@@ -1,21 +1,21 @@
-"""Checkpoints that a crash, a signal or a full disk cannot spoil.
+"""Checkpoints that survive crashes, signals and full disks.
 
-    stage     copy the state to host memory; training goes on from here
-    write     torch.distributed.checkpoint into checkpoints/.tmp-step-N and a manifest of its files, synced to disk
+    stage     copy the state to host memory; training continues
+    write     torch.distributed.checkpoint (DCP) into checkpoints/.tmp-step-N, and a manifest; both synced to disk
     publish   rename to checkpoints/step-N, then write-and-rename `latest`
 
-`latest` names the newest complete checkpoint and is the last thing to change, so whenever a process dies the run
-resumes from a complete one. Loading compares every file with the manifest, its bytes too, and reads the metadata: a
-checkpoint of another model is refused, with the keys, before a byte of the model is touched; then DCP fills the live
-tensors in place, which needs no second copy of the state and casts nothing. One that is damaged is moved aside, and the
-newest whole one is taken instead.
+`latest` names the newest complete checkpoint and is written last, so a run resumes from a complete checkpoint whenever
+a process dies. A load compares every file with the manifest, including its bytes, and reads the metadata. A checkpoint
+of another model is refused, with the keys, before the model is changed. DCP then fills the live tensors in place,
+without a second copy of the state and without casts. A damaged checkpoint is moved aside, and the newest intact one is
+loaded instead.
 
-Of many processes each writes, hashes and reads its own parts, and rank 0 alone decides: it clears what a crash has
-left, publishes once all have written and synced, prunes, and says at a load which checkpoint it is. A save that fails
-on one fails on all, with the same words.
+With several processes each rank writes, hashes and reads its own shards. Rank 0 alone removes what a crash left,
+publishes after all ranks have written and synced, deletes old checkpoints, and chooses the checkpoint to load. A save
+that fails on one rank fails on all ranks with the same message.
 
-A checkpoint is a mapping of parts, each a `Stateful` whose state_dict is flat: `model.<fqn>`,
-`optimizer.<fqn>.exp_avg`, `trainer.step`. Hyper-parameters are not in it: they come from the configuration.
+A checkpoint maps names to parts. Each part is a `Stateful` with a flat state_dict: `model.<fqn>`,
+`optimizer.<fqn>.exp_avg`, `trainer.step`. Hyper-parameters are not saved: they come from the configuration.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class Writer(dcp.FileSystemWriter):
-    """Raises the cause of a failed write, not what torch has made of it: to the other processes an exception travels
-    without those that it came from. names: of the files that this process has written.
+    """A file writer that raises the original error of a failed write. Exceptions lose their causes when they are sent
+    to other processes, so DCP's wrapped error would hide it. names: the files that this process has written.
     """
 
     names: frozenset[str] = frozenset()
@@ -73,8 +73,8 @@ class Writer(dcp.FileSystemWriter):
 
 
 class _Planner(DefaultSavePlanner):
-    """Tensors that many processes hold are written by one of them; what is no tensor by rank 0, the only one that has
-    sinks and so knows what they want remembered.
+    """Saves a replicated tensor on one rank only, and entries that are not tensors on rank 0: only rank 0 has sinks,
+    which add such entries.
     """
 
     def create_local_plan(self) -> SavePlan:
@@ -84,20 +84,20 @@ class _Planner(DefaultSavePlanner):
 
 
 class Checkpointer:
-    """Saves and loads the checkpoints of one run. At most one save is in flight; its error surfaces at the next call.
+    """Saves and loads the checkpoints of one run. At most one save is in flight; the next call raises its error.
 
-    Where there are many processes, all of them make it and call `save`, `finish` and `load` in the same order.
+    With several processes, all of them create it and call `save`, `finish` and `load` in the same order.
 
     Args:
-        directory: `<run>/checkpoints`; made if absent. What a crash left there half-written is removed.
-        interval: `due(step)` every so many steps, >= 1.
-        keep: newest checkpoints to keep, >= 1.
-        asynchronous: write in a thread, from a staged copy.
-        verify: compare the bytes of files with the manifest at a load; their sizes are compared anyhow.
-        kept: steps that are due beside the interval, and whose checkpoints stay beside the newest.
-        process_group: a gloo group of all ranks, used for nothing else: a save goes on beside the training step.
+        directory: `<run>/checkpoints`; created if absent. Partial files of a crashed save are removed.
+        interval: steps between two saves, >= 1.
+        keep: number of newest checkpoints to keep, >= 1.
+        asynchronous: write in a background thread, from a staged copy.
+        verify: compare the bytes of files with the manifest on load; file sizes are always compared.
+        kept: further steps to save at, whose checkpoints are never deleted.
+        process_group: a gloo group of all ranks that nothing else uses, because a save runs beside the training step.
 
-    Raises ValueError for an interval or keep below 1, CheckpointError where the directory cannot be made.
+    Raises ValueError for an interval or keep below 1, CheckpointError if the directory cannot be created.
     """
 
     def __init__(
@@ -123,16 +123,16 @@ class Checkpointer:
         first(lambda: folder.prepare(self._directory), self._group)
 
     def due(self, step: int) -> bool:
-        """Whether `step` is one to save at."""
+        """Return whether a checkpoint is due at `step`."""
         return step % self._interval == 0 or step in self._kept
 
     def save(self, state: Parts, step: int, wait: bool = False, *, only_finite: bool = False) -> None:
-        """Save `state` as step-`step`. Without `wait` an asynchronous save goes on in the background.
+        """Save `state` as step-`step`. Without `wait` an asynchronous save continues in the background.
 
-        only_finite: refuse tensors that hold NaN or infinity, wherever they lie.
+        only_finite: refuse to save if a tensor has NaN or infinity on any rank.
 
-        Raises CheckpointError where this save, or an earlier one in the background, failed, or a tensor was refused.
-        The checkpoint that `latest` names is intact.
+        Raises CheckpointError if this save or an earlier background save failed, or if a tensor is not finite. The
+        checkpoint that `latest` names stays intact.
         """
         self.finish()
         flat = _flatten(state)
@@ -148,35 +148,36 @@ class Checkpointer:
 
     @property
     def failed(self) -> bool:
-        """Whether a background save has ended badly. The next `save` or `finish` raises its error."""
+        """Whether a background save has failed. The next `save` or `finish` raises its error."""
         return self._save is not None and self._save.done() and self._save.exception() is not None
 
     def check(self) -> None:
-        """Raise the error of a background save that has ended badly; waits for nothing.
+        """Raise the error of a failed background save, without waiting.
 
-        Not where there are many processes: they learn of it at different moments, and one that raises leaves the others
-        waiting for it. Let `failed` be a reason to stop together.
+        Does nothing with several processes: ranks see the failure at different times, and a rank that raises alone
+        leaves the others waiting. Use `failed` as a reason for all ranks to stop.
         """
         if self.failed and not dist.is_initialized():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save in flight and raise its error."""
+        """Wait for the save in flight and raise its error, if any."""
         save, self._save = self._save, None
         if save is not None:
             save.result()
 
     def load(self, state: Parts, step: int | None = None, *, optional: Collection[str] = ()) -> int | None:
-        """Fill `state` from `step`, or else from the checkpoint that `latest` names; return its step, None if there are
-        none. Where that one or `latest` is damaged the newest whole one is taken, and one line says so: what was
-        damaged is moved to damaged-step-N, and `latest` names what was taken.
+        """Fill `state` from checkpoint `step`, or from the one that `latest` names. Returns its step; None without any.
 
-        optional: parts that keep what they are where the checkpoint has nothing of them.
+        Without `step`, if that checkpoint or `latest` is damaged, the newest intact checkpoint is loaded and a warning
+        is logged. Damaged checkpoints are renamed to damaged-step-N, and `latest` names the loaded one.
+
+        optional: parts that keep their values if the checkpoint does not have them.
 
         Raises:
-            ValueError: the checkpoint is of another model: names the keys, shapes and dtypes that differ. Nothing has
-                been changed.
-            CheckpointError: none that could be taken is whole. Nothing on disk has been changed.
+            ValueError: the checkpoint is of another model; lists the keys, shapes and dtypes that differ. Nothing is
+                changed.
+            CheckpointError: no checkpoint to load is intact. Nothing on disk is changed.
         """
         self.finish()
         found, wrong = first(lambda: folder.to_load(self._directory, step), self._group)
@@ -195,12 +196,12 @@ class Checkpointer:
         if step is not None:
             raise CheckpointError(f"{causes}; {folder.listed(self._directory)}")
         raise CheckpointError(
-            f"{causes}\nNo checkpoint in {self._directory} is whole, and nothing was changed. Restore one, or "
-            "resume=never moves the run aside and starts afresh."
+            f"{causes}\nNo checkpoint in {self._directory} is intact, and nothing was changed. Restore one, or use "
+            "resume=never to move the run aside and start again."
         )
 
     def _load(self, state: Parts, step: int, optional: Collection[str]) -> None:
-        """Fill `state` from one checkpoint, if it is whole and finite."""
+        """Fill `state` from one checkpoint, if its files are intact and its values finite."""
         path, flat = folder.path_of(self._directory, step), _flatten(state)
         verify(path, self._group, whole=self._bytes)
         names = first(lambda: self._verify(path, flat, list(state), optional), self._group)
@@ -218,12 +219,12 @@ class Checkpointer:
             )
 
     def _settle(self, step: int, wrong: str, damaged: Mapping[int, CheckpointError]) -> None:
-        """`step` was taken in the place of others: say so, and let the next launch find it."""
+        """Log that `step` was loaded in place of other checkpoints, and make `latest` name it."""
         if not (wrong or damaged):
             return
         folder.point_to(self._directory, step)
         moved = [f"{error}; kept as {folder.set_aside(self._directory, s).name}" for s, error in damaged.items()]
-        log.warning("warning: %s; going on from step-%d", "; ".join([*filter(None, [wrong]), *moved]), step)
+        log.warning("warning: %s; continuing from step-%d", "; ".join([*filter(None, [wrong]), *moved]), step)
 
     def latest(self) -> int | None:
         """As `checkpoint_folder.latest`."""
@@ -267,18 +268,18 @@ class Checkpointer:
     def _complaint(self, step: int, error: BaseException) -> str:
         root = _root(error)
         full = isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
-        advice = "\nMake room or raise the limit, then start the run again: it resumes." if full else ""
+        advice = "\nFree disk space or raise the limit, then start the run again: it resumes." if full else ""
         latest = self.latest()
         intact = (
             f"{folder.path_of(self._directory, latest)} is intact"
             if latest is not None
             else "there is no earlier checkpoint"
         )
-        where = f"checkpoint of step {step} could not be written to {self._directory}"
-        return f"{where}: {_cause(error)}; {intact}.{advice}"
+        failed = f"checkpoint of step {step} could not be written to {self._directory}"
+        return f"{failed}: {_cause(error)}; {intact}.{advice}"
 
     def _verify(self, path: Path, flat: Mapping[str, Any], names: list[str], optional: Collection[str]) -> list[str]:
-        """Names of the parts to load. Raises where the checkpoint is another model's."""
+        """Return the names of the parts to load. Raises ValueError if the checkpoint is of another model."""
         metadata = read_metadata(dcp.FileSystemReader(path))
         there = {key.split(".", 1)[0] for key in metadata.state_dict_metadata}
         names = [name for name in names if name in there or name not in optional]
@@ -291,7 +292,7 @@ def _flatten(state: Parts) -> dict[str, Any]:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The OSError beneath DCP's wrapping and torch's stream errors, if there is one."""
+    """Return the OSError under the wrapped errors of DCP and torch; without one the innermost DCP failure."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, OSError):
         if isinstance(seen, CheckpointException):
@@ -303,7 +304,7 @@ def _root(error: BaseException) -> BaseException:
 
 
 def _cause(error: BaseException) -> str:
-    """The root of an error, and the rank that met it where there are many."""
+    """Return the first line of an error's root cause, with the rank if there are several."""
     met = sorted(error.failures) if isinstance(error, CheckpointException) and dist.is_initialized() else []
     root = _root(error)
     return f"{f'rank {met[0]}: ' if met else ''}{(str(root) or type(root).__name__).splitlines()[0]}"

@@ -1,11 +1,11 @@
-"""The folder of a run's checkpoints: list them, find the newest, move damaged ones aside.
+"""The directory of a run's checkpoints: list them, find the newest, move damaged ones aside.
 
-    step-N            a complete checkpoint: it gets its name by a rename, once all of it is on disk
-    latest            the name of the newest, replaced after that
-    damaged-step-N    one whose bytes were not those that were written, when an older one was taken in its place
-    .tmp-*            what a save or a removal has not finished
+    step-N            a complete checkpoint, renamed to this name after all its files are on disk
+    latest            the name of the newest checkpoint, replaced after that
+    damaged-step-N    a checkpoint whose bytes differ from its manifest, renamed when an older one was loaded instead
+    .tmp-*            an unfinished save or removal
 
-Nothing here reads a tensor, and only rank 0 comes here.
+This module reads no tensors. Only rank 0 changes the directory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ POINTER = "latest"
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the path of a step's checkpoint."""
     return directory / f"step-{step}"
 
 
 def latest(directory: Path) -> int | None:
-    """Step that `latest` names in a folder of checkpoints; None when there is no such file. CheckpointError when the
-    file holds something else, or cannot be read.
+    """Return the step that `latest` names; None if there is no such file. Raises CheckpointError if the file cannot be
+    read or parsed.
     """
     pointer = directory / POINTER
     try:
@@ -40,13 +40,13 @@ def latest(directory: Path) -> int | None:
         raise CheckpointError(f"cannot read {pointer}: {error.strerror}") from error
     named = re.fullmatch(r"step-(\d+)", text)
     if named is None:
-        raise CheckpointError(f"{pointer} should hold the name of a checkpoint, step-N, not {text[:80]!r}")
+        raise CheckpointError(f"{pointer} must contain the name of a checkpoint, step-N, not {text[:80]!r}")
     return int(named[1])
 
 
 def steps(directory: Path) -> list[int]:
-    """Steps of the checkpoints in a folder, ascending; none where there is no folder. CheckpointError when it cannot be
-    read.
+    """Return the steps of the checkpoints in a directory, ascending; empty if there is no directory. Raises
+    CheckpointError if it cannot be read.
     """
     try:
         names = os.listdir(directory)
@@ -58,21 +58,23 @@ def steps(directory: Path) -> list[int]:
 
 
 def listed(directory: Path) -> str:
-    """The checkpoints of a folder, for a message."""
+    """Return the list of a directory's checkpoints, for messages."""
     return f"checkpoints there: {steps(directory)}"
 
 
-def to_load(directory: Path, asked: int | None = None) -> tuple[list[int], str]:
-    """The steps to try, best first: `asked` alone, else the one that `latest` names, then the newest. Second: what is
-    wrong with `latest`, "" if nothing is. A launch that dies before it points leaves one newer checkpoint, and no more.
+def to_load(directory: Path, requested: int | None = None) -> tuple[list[int], str]:
+    """Return the steps to try, best first, and what is wrong with `latest` ("" if nothing is).
 
-    Raises CheckpointError where `asked` is not there, and where `latest` has a content and there is no checkpoint.
+    The steps are `requested` alone, or the step that `latest` names and then the others, newest first. One checkpoint
+    newer than `latest` is normal: a launch may die before it updates `latest`.
+
+    Raises CheckpointError if `requested` does not exist, or if `latest` has content but there is no checkpoint.
     """
     there = steps(directory)[::-1]
-    if asked is not None and asked not in there:
-        raise CheckpointError(f"{directory} has no step-{asked}; {listed(directory)}")
-    if asked is not None:
-        return [asked], ""
+    if requested is not None and requested not in there:
+        raise CheckpointError(f"{directory} has no step-{requested}; {listed(directory)}")
+    if requested is not None:
+        return [requested], ""
     try:
         named = latest(directory)
     except CheckpointError as error:
@@ -82,23 +84,23 @@ def to_load(directory: Path, asked: int | None = None) -> tuple[list[int], str]:
     if named is None:
         return there, f"{directory / POINTER} is missing" if there else ""
     if named not in there:
-        gone = f"{directory / POINTER} names step-{named}, which is not there"
+        gone = f"{directory / POINTER} names step-{named}, which does not exist"
         if not there:
             raise CheckpointError(f"{gone}; {listed(directory)}")
         return there, gone
     newer = [step for step in there[::-1] if step > named]
-    told = f"{directory / POINTER} names step-{named}, and there are newer ones: {newer}"
-    return [named, *(step for step in there if step != named)], told if len(newer) > 1 else ""
+    problem = f"{directory / POINTER} names step-{named}, but there are newer checkpoints: {newer}"
+    return [named, *(step for step in there if step != named)], problem if len(newer) > 1 else ""
 
 
 def point_to(directory: Path, step: int) -> None:
-    """Let `latest` name a checkpoint that is on disk."""
+    """Make `latest` name a checkpoint that is on disk."""
     write_whole(directory / POINTER, f"step-{step}\n".encode())
     sync(directory)
 
 
 def set_aside(directory: Path, step: int) -> Path:
-    """Move a damaged checkpoint out of the way of loads, saves and removals; where to."""
+    """Rename a damaged checkpoint so that loads, saves and removals ignore it. Returns its new path."""
     kept = directory / f"damaged-step-{step}"
     kept = path_of(directory, step).rename(aside(kept) if kept.exists() else kept)
     sync(directory)
@@ -106,12 +108,12 @@ def set_aside(directory: Path, step: int) -> Path:
 
 
 def aside(path: Path) -> Path:
-    """The first of `<name>.1`, `<name>.2`, ... that does not exist."""
+    """Return the first of `<name>.1`, `<name>.2`, ... that does not exist."""
     return next(free for number in count(1) if not (free := path.with_name(f"{path.name}.{number}")).exists())
 
 
 def prepare(directory: Path) -> None:
-    """Make the folder; finish or undo what a launch that died has left. CheckpointError when it cannot be."""
+    """Create the directory, and finish or undo what a crashed launch left. Raises CheckpointError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         sync(directory.parent)
@@ -126,10 +128,10 @@ def prepare(directory: Path) -> None:
 
 
 def publish(directory: Path, partial: Path, step: int) -> None:
-    """Give a checkpoint that is on disk its name, and let `latest` name it."""
+    """Rename a checkpoint that is on disk to its final name, and make `latest` name it."""
     sync(partial)
     final = path_of(directory, step)
-    if final.exists():  # of a launch that died before it pointed to it
+    if final.exists():  # from a launch that died before it updated `latest`
         retire(directory, step)
     partial.rename(final)
     sync(directory)
@@ -137,18 +139,18 @@ def publish(directory: Path, partial: Path, step: int) -> None:
 
 
 def retire(directory: Path, step: int) -> None:
-    """Out of sight in one rename: a removal that is cut short must not leave half a step-N."""
+    """Hide a checkpoint with one rename, so that an interrupted removal leaves no partial step-N."""
     path_of(directory, step).rename(directory / f".tmp-old-step-{step}")
 
 
 def clear(directory: Path) -> None:
-    """Remove what was retired."""
+    """Remove the retired checkpoints."""
     for retired in directory.glob(".tmp-old-step-*"):
         remove(retired)
 
 
 def remove(path: Path) -> None:
-    """A file or a folder."""
+    """Remove a file or a directory."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -156,7 +158,7 @@ def remove(path: Path) -> None:
 
 
 def sync(directory: Path) -> None:
-    """Names in a folder are on disk when this returns."""
+    """Sync a directory's entries to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

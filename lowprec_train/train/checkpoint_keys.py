@@ -14,7 +14,7 @@ from lowprec_train.train.digests import METADATA, CheckpointError
 
 
 def read_metadata(reader: FileSystemReader) -> Metadata:
-    """The keys of a checkpoint. Raises CheckpointError where they cannot be read."""
+    """Read the metadata of a checkpoint. Raises CheckpointError if that fails."""
     try:
         return reader.read_metadata()
     except Exception as error:  # unpickling garbage raises anything
@@ -22,9 +22,9 @@ def read_metadata(reader: FileSystemReader) -> Metadata:
 
 
 def same_keys(flat: Mapping[str, Any], metadata: Metadata, *, parts: list[str], path: Path) -> None:
-    """Raise ValueError unless the checkpoint in `path` has the keys of `flat`, each with its shape and dtype.
+    """Raise ValueError unless the checkpoint in `path` has the keys, shapes and dtypes of `flat`.
 
-    parts: names of those that are compared, the first words of keys.
+    parts: first words of the keys to compare.
     """
     saved = {k: v for k, v in metadata.state_dict_metadata.items() if k.split(".", 1)[0] in parts}
     complaints = [
@@ -46,7 +46,7 @@ def _mismatches(flat: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterator[s
 def _form(value: Any) -> str:
     if isinstance(value, TensorStorageMetadata):
         return f"{tuple(value.size)} {value.properties.dtype}"
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "no tensor"
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else "not a tensor"
 
 
 def _listed(title: str, keys: list[str], most: int = 8) -> list[str]:

@@ -1,7 +1,7 @@
-"""Checks before any work: one error per fault, with the offending values.
+"""Checks before any work starts: one ValueError per fault, with the offending values.
 
-Parts check their own arguments; this module has the checks that need two parts, or the machine. Code after them is not
-defensive. All raise ValueError.
+Each part checks its own arguments. This module checks settings that involve two parts or the machine. Code that runs
+after these checks is not defensive.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ SEQUENCE_MULTIPLE = 8
 
 
 def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, bool]:
-    """Numbers that must fit each other, and what this machine must have. Returns the device and whether to compile."""
+    """Check settings that depend on each other or on this machine. Returns the device and whether to compile."""
     parse_resume(run.resume)
     ranges.check(run)
     _words(run)
@@ -47,36 +47,36 @@ def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, b
 
 
 def _profile(run: RunConfig, on: torch.device, world: World) -> None:
-    asked = run.profile
-    if asked.steps and asked.first > run.steps:
-        raise ValueError(f"profile.first={asked.first} is after the last step, {run.steps}")
-    if asked.steps and not asked.ranks:
-        raise ValueError(f"profile.steps={asked.steps} with profile.ranks=[] profiles nothing")
-    unknown = [rank for rank in asked.ranks if not 0 <= rank < world.processes]
+    profile = run.profile
+    if profile.steps and profile.first > run.steps:
+        raise ValueError(f"profile.first={profile.first} is after the last step, {run.steps}")
+    if profile.steps and not profile.ranks:
+        raise ValueError(f"profile.steps={profile.steps} with profile.ranks=[] profiles nothing")
+    unknown = [rank for rank in profile.ranks if not 0 <= rank < world.processes]
     if unknown:
         raise ValueError(
-            f"profile.ranks={asked.ranks}: there is no rank {unknown[0]} among {world.processes} processes"
+            f"profile.ranks={profile.ranks}: there is no rank {unknown[0]} among {world.processes} processes"
         )
-    if asked.allocations and on.type != "cuda":
+    if profile.allocations and on.type != "cuda":
         raise ValueError(
-            f"profile.allocations={asked.allocations} records GPU memory, and this run is on {on.type}; "
-            "profile.memory=true with profile.steps shows tensors on any device"
+            f"profile.allocations={profile.allocations} records GPU memory, and this run is on {on.type}; "
+            "use profile.memory=true with profile.steps, which records tensors on any device"
         )
 
 
 def layout(run: RunConfig, processes: int) -> Sizes:
-    """The grid of processes that `parallel` asks for."""
-    asked = run.parallel
-    made = sizes(processes, dp_replicate=asked.dp_replicate, dp_shard=asked.dp_shard, tp=asked.tp)
-    check_nodes(made, run.comm.get("node_size"))
-    return made
+    """Return the process grid of the `parallel` settings."""
+    parallel = run.parallel
+    grid = sizes(processes, dp_replicate=parallel.dp_replicate, dp_shard=parallel.dp_shard, tp=parallel.tp)
+    check_nodes(grid, run.comm.get("node_size"))
+    return grid
 
 
-def choices(asked: ParallelConfig) -> None:
-    """Values of `parallel` that are names."""
+def choices(parallel: ParallelConfig) -> None:
+    """Check the values of `parallel` that are names."""
     for key, value, known in (
-        ("grad_reduce", asked.grad_reduce, GRAD_REDUCE),
-        ("param_all_gather", asked.param_all_gather, PARAM_ALL_GATHER),
+        ("grad_reduce", parallel.grad_reduce, GRAD_REDUCE),
+        ("param_all_gather", parallel.param_all_gather, PARAM_ALL_GATHER),
     ):
         if value not in known:
             raise ValueError(f"parallel.{key}={value!r} is not one of {', '.join(known)}")
@@ -85,23 +85,26 @@ def choices(asked: ParallelConfig) -> None:
 def _words(run: RunConfig) -> None:
     choices(run.parallel)
     if not NAME.fullmatch(run.model.name):
-        raise ValueError(f"model.name={run.model.name!r} cannot be part of a run's name: letters, digits, _ . = + -")
+        raise ValueError(
+            f"model.name={run.model.name!r} cannot be part of a run's name; use letters, digits, _ . = + -"
+        )
     if not 0 <= run.seed < 1 << 63:
         raise ValueError(f"seed={run.seed} must be at least 0 and below 2**63")
     if run.weights is not None and not run.weights.strip():
-        raise ValueError(f"weights={run.weights!r} names nothing; weights=null draws them")
+        raise ValueError(f"weights={run.weights!r} is empty; weights=null draws the weights from the seed")
     if not run.run_root.strip():
-        raise ValueError(f"run_root={run.run_root!r} names no directory; run_root=. is this one")
+        raise ValueError(f"run_root={run.run_root!r} is empty; run_root=. is the working directory")
 
 
 def sequence(run: RunConfig) -> None:
-    """The length of sequences."""
+    """Check data.seq_len."""
     seq_len = run.data.get("seq_len")
     if not isinstance(seq_len, int) or seq_len < 1:
         raise ValueError(f"data.seq_len={seq_len!r} must be a positive number of tokens")
     if seq_len % SEQUENCE_MULTIPLE:
         raise ValueError(
-            f"data.seq_len={seq_len} must be a multiple of {SEQUENCE_MULTIPLE}: draws are made for 8 tokens at a time"
+            f"data.seq_len={seq_len} must be a multiple of {SEQUENCE_MULTIPLE}: random draws are made for 8 tokens "
+            "at a time"
         )
     if seq_len > run.model.max_seq_len:
         raise ValueError(f"data.seq_len={seq_len} is longer than model.max_seq_len={run.model.max_seq_len}")
@@ -119,30 +122,30 @@ def _batch(run: RunConfig, grid: Sizes) -> None:
 
 
 def device(name: str, world: World = ALONE) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; of many processes each gets a GPU of its own."""
+    """Return the device that `name` selects: auto, cpu, cuda or cuda:N. With several processes each gets one GPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if world.processes > 1 and name.startswith("cuda:"):
-        raise ValueError(f"device={name}: {world.processes} processes cannot share one GPU; device=cuda gives each one")
+        raise ValueError(f"device={name}: {world.processes} processes cannot share one GPU; use device=cuda")
     if name == "cuda" and world.processes > 1:
         name = f"cuda:{world.local_rank}"
     kind, _, index = name.partition(":")
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise ValueError(f"device={name} is not one of auto, cpu, cuda, cuda:N")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name} was asked for, but torch {torch.__version__} finds no CUDA device")
+        raise ValueError(f"device={name} needs a GPU, but torch {torch.__version__} finds no CUDA device")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name} is not there: {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device={name} does not exist: torch finds {torch.cuda.device_count()} CUDA devices")
     return torch.device(kind, int(index or 0)) if kind == "cuda" else torch.device("cpu")
 
 
 def compiles(choice: Compile, on: torch.device) -> bool:
-    """Whether to compile; a compiler that is missing on this machine is an error only when the choice was made."""
+    """Return whether to compile. Raises ValueError if compilation is on and a compiler is missing."""
     if choice is Compile.off or (choice is Compile.auto and on.type == "cpu"):
         return False
     if on.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise ValueError(
-            f"compile={choice.name} on {on} needs triton, which is not installed; compile=off runs without"
+            f"compile={choice.name} on {on} needs triton, which is not installed; compile=off runs without it"
         )
     names = ("c++", "g++", "clang++") if on.type == "cpu" else ("cc", "gcc", "clang")
     if not any(map(shutil.which, names)):
@@ -151,7 +154,7 @@ def compiles(choice: Compile, on: torch.device) -> bool:
 
 
 def nodes(run: RunConfig) -> None:
-    """The open nodes of a configuration against what they name, before anything is built: ValueError as `construct`."""
+    """Check the arguments of every `_target_` node against its signature, before anything is built."""
     checked(run.data, "data")
     checked(run.comm, "comm")
     optional = [part for part in ("rule", "grad_accumulation") if getattr(run.optim, part)]
@@ -162,7 +165,7 @@ def nodes(run: RunConfig) -> None:
 
 
 def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int) -> None:
-    """Every tile and rotation divides its dimension. `tokens`: of one micro-batch."""
+    """Check that every tile and rotation divides its dimension. tokens: of one micro-batch."""
     for name, recipe in effective.items():
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
@@ -172,9 +175,9 @@ def linears(model: nn.Module, effective: Mapping[str, LinearRecipe], tokens: int
 
 
 def corpus(name: str, saved: str | None, now: str) -> None:
-    """A run goes on with the text it began with."""
+    """Check that a resumed run has the corpus that it started with."""
     if saved not in (None, now):
         raise ValueError(
-            f"run {name!r} began on a corpus with hash {saved}, the data now has {now}; restore the data, or choose "
-            "another name=..., or resume=never to move the earlier run aside"
+            f"run {name!r} was started on a corpus with hash {saved}, but the data now has hash {now}; restore the "
+            "data, or choose another name=..., or use resume=never to move the earlier run aside"
         )

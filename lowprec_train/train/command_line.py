@@ -1,8 +1,8 @@
-"""Errors of the command line in one line: the argument, the reason, and the likely intention.
+"""One-line errors for the command line: the argument, the reason, and the probable intention.
 
-Hydra's own messages take up to 25 lines and end with a hint at an environment variable. This module reads its
-exceptions and compares an unknown name with the known ones. It also refuses settings that a plus sign adds to typed
-parts of the configuration, because nothing reads them.
+Hydra's own messages have up to 25 lines and end with a hint at an environment variable. This module parses its
+exceptions and suggests the closest known name. It also refuses keys that a plus sign adds to typed parts of the
+configuration, because nothing reads them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from lowprec_train.config import RunConfig
 from lowprec_train.train import renamed_keys
 
 _WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
-ADDED = ("experiment", "recipe")  # groups that the defaults leave out: chosen with a plus sign
+ADDED = ("experiment", "recipe")  # groups that are not in the defaults list: chosen with a plus sign
 _ALIKE = 0.7
 
 
 def explained(error: BaseException, arguments: Sequence[str]) -> str:
-    """One line for what Hydra raised while it composed these arguments."""
+    """Return one line that explains an exception which Hydra raised while it composed these arguments."""
     given = settings(arguments)
     alone = not {"-m", "--multirun"} & set(arguments)
-    if told := renamed_keys.refusal(setting.renaming() for setting in given):
-        return told
+    if message := renamed_keys.refusal(setting.renaming() for setting in given):
+        return message
     for setting in given:
         if fault := setting.unreadable() or setting.misplaced():
             return fault
@@ -44,31 +44,31 @@ def explained(error: BaseException, arguments: Sequence[str]) -> str:
                 return _sweep(setting, setting.key, error)
         elif fault := setting.no_choice():
             return fault
-    if told := renamed_keys.refusal([_renaming_in_file(error)]):
-        return told
+    if message := renamed_keys.refusal([_renaming_in_file(error)]):
+        return message
     if isinstance(error, MissingConfigException):
         return _missing(error, given)
-    for pattern, say in _FAULTS:
+    for pattern, describe in _FAULTS:
         if match := re.search(pattern, str(error)):
             what = match["what"]
             typed = next((each for each in reversed(given) if what in (each.key, each.group)), Setting.of(what))
-            return say(typed, what, error)
+            return describe(typed, what, error)
     return one_line(error, arguments)
 
 
 def refusal(end: SystemExit, arguments: Sequence[str], written: str) -> str:
-    """`explained` for the exit by which Hydra answered these arguments, after what it has written."""
-    if end.code == 2:  # of argparse
-        said = (written.strip().splitlines() or ["?"])[-1].partition("error: ")[2]
-        option = said.removeprefix("unrecognized arguments: ")
-        if option == said:
-            return said
+    """Return the explanation of the exit with which Hydra rejected these arguments. written: what it printed before."""
+    if end.code == 2:  # from argparse
+        message = (written.strip().splitlines() or ["?"])[-1].partition("error: ")[2]
+        option = message.removeprefix("unrecognized arguments: ")
+        if option == message:
+            return message
         return f"there is no option {option}; a setting has no dashes: {option.lstrip('-').replace(' ', '=')}"
     return explained(end.__context__ or end, arguments)
 
 
 def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
-    """An error of Hydra or OmegaConf without its lists of paths and types. arguments: that may have caused it."""
+    """Return one line of a Hydra or OmegaConf error, without lists of paths and types. arguments: possible causes."""
     if isinstance(error, MissingMandatoryValue):
         missing = error.full_key or str(error).splitlines()[0].rpartition(" ")[2]
         return f"{missing} must be given: {missing}=..."
@@ -80,7 +80,7 @@ def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
 
 
 def refuse_unknown(run: DictConfig) -> None:
-    """ValueError for a key that has another name now, and for one that a plus sign has put where keys are fixed."""
+    """Raise ValueError for a renamed key, and for a key that a plus sign added to a typed part."""
     tree = OmegaConf.to_container(run, resolve=False)
     assert isinstance(tree, dict)
     renamed_keys.refuse(tree)
@@ -89,7 +89,7 @@ def refuse_unknown(run: DictConfig) -> None:
 
 
 def refuse_flags(overrides: Iterable[str]) -> None:
-    """ValueError for a number other than 0 and 1 where true or false is asked for: OmegaConf takes any for true."""
+    """Raise ValueError if a boolean key gets a number other than 0 and 1, which OmegaConf would read as true."""
     for override in overrides:
         setting = Setting.of(override)
         value = setting.parsed().value()
@@ -98,27 +98,27 @@ def refuse_flags(overrides: Iterable[str]) -> None:
 
 
 def meant(name: str, names: Iterable[str]) -> str | None:
-    """The one of `names` that was probably meant."""
+    """Return the one of `names` that is most similar to `name`; None if none is similar."""
     plain = {each.lower().replace("-", "_"): each for each in names}
     close = get_close_matches(name.lower().replace("-", "_"), plain, n=1, cutoff=_ALIKE)
     return plain[close[0]] if close else None
 
 
 def offered(name: str, names: Sequence[str], what: str) -> str:
-    """`; did you mean X? WHAT: X, Y, Z`, the question only where one of them is alike."""
+    """Return `; did you mean X? WHAT: X, Y, Z`; the question is left out if no name is similar."""
     guess = meant(name, names)
     return f"; did you mean {guess}? {what}: {', '.join(names)}" if guess else f"; {what}: {', '.join(names)}"
 
 
 def groups() -> list[str]:
-    """Directories of the shipped configuration, e.g. `optim/schedule`."""
+    """Return the groups of the shipped configuration, e.g. `optim/schedule`."""
     root = config.directory()
     return sorted({path.parent.relative_to(root).as_posix() for path in root.glob("*/**/*.yaml")})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One argument of the command line: `key=value`, with a sign before it or none."""
+    """One argument of the command line: `key=value`, with or without a sign before it."""
 
     argument: str
     sign: str
@@ -133,23 +133,23 @@ class Setting:
 
     @property
     def group(self) -> str:
-        """The group that it chooses from, if any: `optim/moment@optim.first_moment` is of optim/moment."""
+        """The configuration group of the key: `optim/moment` for `optim/moment@optim.first_moment`."""
         return self.key.partition("@")[0]
 
     def parsed(self) -> Override:
-        """As Hydra reads it."""
+        """Return the override as Hydra parses it."""
         return OverridesParser.create().parse_override(self.argument)
 
     def renaming(self) -> str | None:
-        """What it is called now, if its key or value was renamed."""
+        """Return what the setting is called now, if its key or value was renamed."""
         return renamed_keys.renaming(self.key, self.value if "=" in self.argument else None)
 
     def unreadable(self) -> str | None:
-        """What keeps it from being `key=value`."""
+        """Return why the argument is not `key=value`; None if it is."""
         shown = self.argument or "''"
         if "=" not in self.argument and self.sign != "~":
             colon = re.fullmatch(r"([\w./@]+):\s*(.+)", self.argument)
-            return f"{shown} is no setting; write {f'{colon[1]}={colon[2]}' if colon else 'key=value'}"
+            return f"{shown} is not a setting; write {f'{colon[1]}={colon[2]}' if colon else 'key=value'}"
         if not self.key:
             return f"{shown} has no key; write key=value"
         try:
@@ -157,19 +157,19 @@ class Setting:
         except Exception as error:
             reason = _first(error).removeprefix("LexerNoViableAltException: ")
             return (
-                f"cannot read {self.argument}: {reason}; close brackets and quotes, and put a value with signs in "
-                f"quotes of its own: '{self.key}=\"...\"'"
+                f"cannot read {self.argument}: {reason}; close brackets and quotes, and quote a value that has signs: "
+                f"'{self.key}=\"...\"'"
             )
         return None
 
     def misplaced(self) -> str | None:
-        """A group without the plus sign that it needs."""
+        """Return the error for a group without the plus sign that it needs."""
         if self.key in ADDED and self.sign != "+" and self.value:
             return f"{self.argument}: a {self.key} is added with a plus sign: +{self.key}={self.value}"
         return None
 
     def no_choice(self) -> str | None:
-        """A group given what can be no name of a file."""
+        """Return the error for a group whose value cannot be the name of a file."""
         if self.group not in groups() or self.sign == "~":
             return None
         value = self.parsed().value()
@@ -177,13 +177,13 @@ class Setting:
 
 
 def settings(arguments: Sequence[str]) -> list[Setting]:
-    """Arguments without Hydra's options and the values of those."""
+    """Return the settings among the arguments, without Hydra's options and their values."""
     after = [each for each, before in zip(arguments, ("", *arguments)) if before not in _WITH_VALUE]
     return [Setting.of(each) for each in after if not each.startswith("-")]
 
 
 def _renaming_in_file(error: BaseException) -> str | None:
-    """What a key or a choice is called now that a YAML file names and Hydra does not find."""
+    """Return the new name of a renamed key or choice that a YAML file uses and Hydra does not find."""
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").partition("/")
         return renamed_keys.renaming(error.missing_cfg_file or "") or renamed_keys.renaming(group, name)
@@ -195,19 +195,19 @@ def _renaming_in_file(error: BaseException) -> str | None:
 def _no_choice(setting: Setting, name: str, options: Sequence[str] = ()) -> str:
     known = [*options] or config.choices(setting.group)
     guess = meant(name, known) if name else None
-    asked = f"; did you mean {setting.sign}{setting.key}={guess}?" if guess else ";"
-    return f"{setting.argument}: there is no {setting.group} {name!r}{asked} one of {', '.join(known)}"
+    suggestion = f"; did you mean {setting.sign}{setting.key}={guess}?" if guess else ";"
+    return f"{setting.argument}: there is no {setting.group} {name!r}{suggestion} one of {', '.join(known)}"
 
 
 def _missing(error: MissingConfigException, given: Sequence[Setting]) -> str:
-    """A choice that no file stands for."""
+    """Return the error for a choice that has no configuration file."""
     group, _, name = (error.missing_cfg_file or "").rpartition("/")
     for setting in given:
         if setting.group == group and name in (each.strip() for each in setting.value.split(",")):
             return _no_choice(setting, name, error.options or ())
-    asking = [each.argument for each in given if each.group in groups()]
+    choices = [each.argument for each in given if each.group in groups()]
     return (
-        f"there is no configuration file {error.missing_cfg_file!r}, asked for by {' '.join(asking) or 'the defaults'}"
+        f"there is no configuration file {error.missing_cfg_file!r}, requested by {' '.join(choices) or 'the defaults'}"
     )
 
 
@@ -220,17 +220,17 @@ def _wrong_value(typed: Setting, argument: str, error: BaseException) -> str:
 
 
 def _no_plus(typed: Setting, key: str, error: BaseException) -> str:
-    return f"{typed.argument}: {key} is there already; without the plus: {typed.argument.lstrip('+')}"
+    return f"{typed.argument}: {key} exists already; write it without the plus: {typed.argument.lstrip('+')}"
 
 
 def _twice(typed: Setting, key: str, error: BaseException) -> str:
-    rest = "once is enough" if key in ADDED else f"without the plus: {typed.argument.lstrip('+')}"
-    return f"{typed.argument}: {key} is chosen already; {rest}"
+    advice = "choose it once" if key in ADDED else f"write it without the plus: {typed.argument.lstrip('+')}"
+    return f"{typed.argument}: {key} is chosen already; {advice}"
 
 
 def _sweep(typed: Setting, argument: str, error: BaseException) -> str:
     quoted = f"'{typed.argument.partition('=')[0]}=\"{typed.value}\"'"
-    return f"{typed.argument}: several values are a sweep, with --multirun; for a value with a comma: {quoted}"
+    return f"{typed.argument}: several values need --multirun (a sweep); quote a value that has a comma: {quoted}"
 
 
 _FAULTS = (
@@ -252,7 +252,7 @@ def _first(error: BaseException) -> str:
 
 
 def _meant(key: str, value: str, known: Sequence[str]) -> str:
-    """What to say after `there is no key`: the key or group that was meant, or those that stand beside it."""
+    """Return the end of a `there is no such key` message: a suggestion, or the keys at the same level."""
     guess = _guess(key, known)
     if guess in ADDED:
         return f"; did you mean +{guess}{f'={value}' if value else ''}?"
@@ -266,7 +266,7 @@ def _meant(key: str, value: str, known: Sequence[str]) -> str:
 
 
 def _guess(key: str, known: Sequence[str]) -> str | None:
-    """The key that was meant: one beside it, one alike anywhere, or one of the same last name elsewhere."""
+    """Return the most similar key: one at the same level, one with a similar last part, or a similar whole key."""
     above, _, last = key.rpartition(".")
     beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == above}
     names: dict[str, str] = {}
@@ -279,7 +279,7 @@ def _guess(key: str, known: Sequence[str]) -> str | None:
 
 
 def _keys(run: DictConfig | None = None) -> list[str]:
-    """Every key of the configuration, inner ones too; of the defaults where none is given."""
+    """Return every key of the configuration, inner keys included; of the defaults if `run` is None."""
     if run is None:
         config.register()
         GlobalHydra.instance().clear()
@@ -299,7 +299,7 @@ def _names(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
 
 
 def _type(key: str) -> Any:
-    """Of a key of the typed part of the configuration."""
+    """Return the type of a key in the typed part of the configuration."""
     at: Any = RunConfig
     for part in key.split("."):
         at = get_type_hints(at).get(part) if is_dataclass(at) else None
@@ -307,7 +307,7 @@ def _type(key: str) -> Any:
 
 
 def _unknown(tree: Mapping[Any, Any], schema: type, above: str = "") -> Iterator[str]:
-    """Keys of a tree that its dataclass does not have."""
+    """Yield the keys of a tree that its dataclass does not have."""
     types = get_type_hints(schema)
     for key, value in tree.items():
         if key not in types:

@@ -1,4 +1,4 @@
-"""The configuration of `train.py` as a value: composed by Hydra with overrides, without a command line."""
+"""Compose the configuration of `train.py` with overrides, without a command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowprec_train.train.command_line import explained, one_line, refuse_flags, 
 
 
 def composed(*overrides: str) -> RunConfig:
-    """What `train.py` with these overrides would run. Raises Hydra's errors, as ValueError."""
+    """Return the configuration that `train.py` would run with these overrides. Raises Hydra's errors as ValueError."""
     config.register()
     try:
         with initialize_config_dir(str(config.directory()), version_base="1.3"):
@@ -25,7 +25,7 @@ def composed(*overrides: str) -> RunConfig:
 
 
 def typed(composed: DictConfig, overrides: Sequence[str]) -> RunConfig:
-    """What Hydra has composed of overrides, as the types of `config`. ValueError for what they do not hold."""
+    """Convert a configuration that Hydra composed to the types of `config`. Raises ValueError if it does not fit."""
     refuse_unknown(composed)
     refuse_flags(overrides)
     try:

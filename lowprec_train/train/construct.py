@@ -1,7 +1,7 @@
-"""The object that a `_target_` node names.
+"""Build the object of a `_target_` node.
 
-`data`, `comm`, `optim.schedule` and the like are open nodes: Hydra knows neither their keys nor their types. The
-signature of the class or function does, and arguments are held against it before the call.
+`data`, `comm`, `optim.schedule` and similar nodes have no schema in Hydra. Their arguments are checked against the
+signature of the target before it is called.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from hydra.utils import get_object, instantiate
 
 from lowprec_train.train.command_line import offered
 
-OF_HYDRA = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
+HYDRA_KEYS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 _PLAIN: dict[type, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (float, int), str: (str,)}
 
 
 def construct(node: Mapping[str, Any], key: str | None = None, **extra: Any) -> Any:
-    """The object that a `_target_` node names, its arguments completed by `extra`, which are passed as they are.
+    """Return the object of a `_target_` node. `extra` arguments are added to the node's and passed unchanged.
 
-    key: where the node stands in the configuration, for messages; None: the target's name stands for it.
+    key: the node's key in the configuration, for messages; None: messages name the target instead.
 
-    Raises ValueError when there is no such target, when it does not take the arguments, or when it refuses their
-    values.
+    Raises ValueError if the target does not exist, or if it does not accept the arguments or their values.
     """
     target = checked(node, key, extra)
     try:
@@ -39,32 +38,34 @@ def construct(node: Mapping[str, Any], key: str | None = None, **extra: Any) -> 
 
 
 def checked(node: Mapping[str, Any], key: str | None = None, supplied: Collection[str] = ()) -> str:
-    """The name of a node's target, after a look at its arguments; nothing is called. supplied: arguments to come.
+    """Check a node's arguments against the signature of its target, which is not called. Returns the target's name.
 
-    Raises ValueError as `construct` does, but for what the target itself refuses.
+    supplied: names of arguments that the caller adds. Raises ValueError as `construct` does, except for values that the
+    target itself refuses.
     """
     name = node.get("_target_")
     if not isinstance(name, str):
-        raise ValueError(f"{key or dict(node)} names no class: {f'{key}.' if key else ''}_target_={name}")
+        raise ValueError(f"{key or dict(node)} needs a _target_, the name of a class or function; it is {name}")
+    setting = f"{key}._target_={name}" if key else f"_target_={name}"
     try:
         target = get_object(name)
     except Exception as error:
-        raise ValueError(f"{key or 'a part'} names what is not there: _target_={name}") from error
+        raise ValueError(f"{setting} cannot be imported; give the name of a class or function") from error
     if not callable(target):
-        raise ValueError(f"{key or 'a part'} names what is no class and no function: _target_={name}")
-    arguments = {each: value for each, value in node.items() if each not in OF_HYDRA}
+        raise ValueError(f"{setting} is neither a class nor a function")
+    arguments = {each: value for each, value in node.items() if each not in HYDRA_KEYS}
     _check(target, arguments, key or name, supplied)
     return name
 
 
 def _check(target: Callable[..., Any], given: Mapping[str, Any], where: str, supplied: Collection[str] = ()) -> None:
-    """Raises ValueError for an argument that `target` does not take, that is missing, or that is of another type.
+    """Raise ValueError for an argument that `target` does not accept, that is missing, or that has the wrong type.
 
-    where: the key of the node, for messages, e.g. `data`. supplied: names of arguments that the program adds.
+    where: the key of the node, for messages, e.g. `data`. supplied: names of arguments that the caller adds.
     """
     try:
         parameters = inspect.signature(target).parameters
-    except ValueError:  # of a type in C, which has none
+    except ValueError:  # a type implemented in C has no signature
         return
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return
@@ -74,14 +75,14 @@ def _check(target: Callable[..., Any], given: Mapping[str, Any], where: str, sup
         if name not in names:
             raise ValueError(f"{where}.{name}={value}: there is no such key{offered(name, names, f'{where} has')}")
         if not _fits(value, hints.get(name, Any)):
-            raise ValueError(f"{where}.{name}={_shown(value)} is no {_said(hints[name])}")
+            raise ValueError(f"{where}.{name}={_shown(value)} must be {_type_name(hints[name])}")
     for name in names:
         if parameters[name].default is inspect.Parameter.empty and name not in given:
             raise ValueError(f"{where}.{name} must be given: {where}.{name}=...")
 
 
 def _hints(target: Callable[..., Any]) -> dict[str, Any]:
-    """Types of the parameters; of a class those of its constructor, or of its fields."""
+    """Return the types of a callable's parameters; for a class those of its constructor and fields."""
     try:
         hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)  # type: ignore[misc]
         return hints | (typing.get_type_hints(target) if inspect.isclass(target) else {})
@@ -90,7 +91,7 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a plain value is of this type; True for types that no plain value has: their part judges."""
+    """Return whether a plain value has this type; True for types that are not plain, which the target checks."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, each) for each in inner)
@@ -105,18 +106,18 @@ def _fits(value: Any, hint: Any) -> bool:
     return True
 
 
-def _said(hint: Any) -> str:
-    """`int`, `str or None`, `list of str`."""
+def _type_name(hint: Any) -> str:
+    """Return a type in words: `a whole number`, `text or null`, `a list of text`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_said, inner))
+        return " or ".join(map(_type_name, inner))
     if origin is typing.Literal:
         return f"one of {', '.join(map(str, inner))}"
     if hint in (None, type(None)):
         return "null"
     if inspect.isclass(origin) and issubclass(origin, Sequence):
-        return f"list of {_said(inner[0])}"
-    return {str: "text", int: "whole number", float: "number", bool: "true or false"}.get(hint, str(hint))
+        return f"a list of {_type_name(inner[0]).removeprefix('a ')}"
+    return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, str(hint))
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Describe a run at its start: the recipe, its overrides, and how each GEMM of every layer is executed.
 
-Layers that compute alike share an entry. The same facts, one entry a layer, go into recipe.json.
+Layers with the same recipe and plan share an entry. recipe.json has the same facts with one entry per layer.
 """
 
 import dataclasses
@@ -30,18 +30,18 @@ from lowprec_train.precision.schedule import Phase
 from lowprec_train.train.identity import flatten
 from lowprec_train.train.weights import tokenizer_facts
 
-# What a command line may change in a recipe: how layers compute, how gradients travel, how states are stored.
+# Command-line arguments that change a recipe: how layers compute, how gradients are reduced, how states are stored.
 CHANGES = re.compile(
     r"[+~]*(precision\.(?!override\b)|comm[=.]|optim(=|/(moment|master)|\.(first|second)_moment|\.master|\.rule))"
 )
 Plans = dict[str, LinearPlan]  # by the name of the linear
 Linears = dict[str, dict[str, Any]]  # module name -> shape, gemms, execution, plan, recipe, ...
-INDEX = r"\.\d+\."  # of a block
+INDEX = r"\.\d+\."  # of a block, in a module name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The name of the recipe, and what the command line changed in it."""
+    """The name of the recipe, and the overrides that the command line adds to it."""
 
     recipe: str
     overrides: list[str]
@@ -50,33 +50,33 @@ class Choice:
     @classmethod
     def of(cls, precision: PrecisionConfig, groups: Mapping[str, str], command_line: Sequence[str]) -> "Choice":
         """groups: choices that Hydra made; command_line: overrides as they were typed."""
-        asked = groups.get("recipe")
-        replaced = precision.name != asked and any(typed.startswith("precision=") for typed in command_line)
-        undone = f"precision={precision.name} undoes +recipe={asked}" if asked and replaced else None
+        chosen = groups.get("recipe")
+        replaced = precision.name != chosen and any(typed.startswith("precision=") for typed in command_line)
+        undone = f"precision={precision.name} undoes +recipe={chosen}" if chosen and replaced else None
         tree = {"precision": {"override": precision.override}} if precision.override else {}
         changes = [f"{key}={value}" for key, value in flatten(tree).items()]
         typed = [argument for argument in command_line if CHANGES.match(argument)]
-        name = precision.name if undone or not asked else asked
+        name = precision.name if undone or not chosen else chosen
         return cls(recipe=name, overrides=changes + typed + ([undone] if undone else []), undone=undone)
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers of a run depend on."""
+    """Return the versions of the software on which a run's numbers depend."""
     return {"lowprec_train": lowprec_train.__version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def device_name(device: torch.device) -> str:
-    """`cpu`, or the product name of the GPU."""
+    """Return `cpu`, or the product name of the GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def first_line(facts: Mapping[str, Any]) -> str:
-    """One sentence that says what runs and in what it departs from the published recipe."""
+    """Return one sentence: what runs, and how it differs from the published recipe."""
     parts = [
         f"run {facts['name']}: recipe {facts['recipe']}",
         f"{facts['model']} with {facts['parameters'] / 1e6:.1f} M parameters",
         f"on {facts['device']}, {'compiled' if facts['compiled'] else 'eager'}, attention {facts['attention']}",
-        *([f"beginning with {facts['weights']}"] if facts.get("weights") else []),
+        *([f"initialised from {facts['weights']}"] if facts.get("weights") else []),
         *([f"overrides: {', '.join(facts['overrides'])}"] if facts["overrides"] else []),
         *([f"not as published: {', '.join(facts['deviations'])}"] if facts["deviations"] else []),
     ]
@@ -84,7 +84,7 @@ def first_line(facts: Mapping[str, Any]) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A recipe as JSON: dataclasses as dictionaries, things with a name (formats, rules) as that name."""
+    """Return a recipe as JSON: dataclasses as dictionaries, formats and rules by name."""
     if isinstance(value, Enum | Format | Rounding):
         return value.name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -97,15 +97,15 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class MetaModel:
-    """A model without memory, and what it will compute from which step on."""
+    """A model on the meta device, and its precision phases."""
 
     model: Transformer
     phases: tuple[Phase, ...]
-    tokens: int  # of a micro-batch
-    param_all_gather: str  # the form in which weights travel (`parallel.all_gather_format`)
+    tokens: int  # per micro-batch
+    param_all_gather: str  # format in which weights are all-gathered (`parallel.all_gather_format`)
 
     def plans(self, device: torch.device, *, shards: int = 1) -> list[Plans]:
-        """What each linear layer will do in each phase. shards: parts that each weight is in, along its rows."""
+        """Return the plan of each linear layer in each phase. shards: number of row shards of each weight."""
         return [self._plans(phase, device, shards) for phase in self.phases]
 
     def _plans(self, phase: Phase, device: torch.device, shards: int) -> Plans:
@@ -116,7 +116,7 @@ class MetaModel:
             linear = model.get_submodule(name)
             assert isinstance(linear, Linear)
             cut = None if linear.split is None else linear.split.dim
-            travels = all_gather_format(recipe, linear.part, shards=shards, param_all_gather=form, split=cut)
+            weight_format = all_gather_format(recipe, linear.part, shards=shards, param_all_gather=form, split=cut)
             found[name] = compile_plan(
                 recipe,
                 linear.part,
@@ -124,7 +124,7 @@ class MetaModel:
                 device,
                 dtype=model.dtype,
                 split=linear.split,
-                gathered=travels.quantizer is not None,
+                gathered=weight_format.quantizer is not None,
                 producer=producers.get(name, ""),
                 consumer=consumers.get(name, "") if linear.bias is None else "",
             )
@@ -134,7 +134,7 @@ class MetaModel:
 def amax_left(
     model: Transformer, policy: SavedActivationPolicy, device: torch.device
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """By linear, the op that leaves the amax of its X, and the op that leaves that of its dY."""
+    """Return, by linear, the op that computes the amax of its X, and the op that computes the amax of its dY."""
     producers: dict[str, str] = {}
     consumers: dict[str, str] = {}
     for name, module in saved_inputs(model):
@@ -145,9 +145,7 @@ def amax_left(
 
 
 def effective(recipes: Mapping[str, LinearRecipe], plans: Plans) -> Linears:
-    """Per linear layer: shape [out, in], recipe, and how each operand and each GEMM comes about. The content of
-    recipe.json.
-    """
+    """Return the content of recipe.json: per linear layer its shape [out, in], recipe, operands and execution paths."""
     return {
         name: {
             "shape": list(plans[name].shape),
@@ -162,37 +160,37 @@ def effective(recipes: Mapping[str, LinearRecipe], plans: Plans) -> Linears:
 
 
 def tables(meta: MetaModel, plans: Sequence[Plans], device: torch.device) -> list[dict[str, Any]]:
-    """The linears of the first phase, as from `effective`; then each later phase: its first step, its linears and what
-    it saves.
+    """Return the linears of the first phase as `effective` does; then for each later phase its first step, its linears
+    and what it saves.
     """
     first, *later = (effective(phase.recipes, each) for phase, each in zip(meta.phases, plans, strict=True))
     tables: list[dict[str, Any]] = [first]
     for phase, table in zip(meta.phases[1:], later, strict=True):
-        told = saved(meta.model, phase.saved_activations, device)
-        tables.append({"first_step": phase.first_step, "linears": table, "saved": told})
+        activations = saved(meta.model, phase.saved_activations, device)
+        tables.append({"first_step": phase.first_step, "linears": table, "saved": activations})
     return tables
 
 
 def saved(model: Transformer, policy: SavedActivationPolicy, device: torch.device) -> dict[str, str]:
-    """What the norms and the activations of blocks save for the backward pass, and the op that makes it."""
-    told = {}
+    """Return what the norms and activations of blocks save for the backward pass, and the op that produces it."""
+    described = {}
     for role in ("norm", "activation"):
-        how = policy.of(role)
-        ops = {module.runs(how, device, model.dtype) for _, module in saved_inputs(model) if module.role == role}
-        by = ", ".join(sorted(op or "several ops" for op in ops)) if how is not None or ops - {""} else ""
-        told[role] = f"{how or 'input'}{' by ' if by else ''}{by}"
-    return told
+        quantizer = policy.of(role)
+        ops = {module.runs(quantizer, device, model.dtype) for _, module in saved_inputs(model) if module.role == role}
+        by = ", ".join(sorted(op or "several ops" for op in ops)) if quantizer is not None or ops - {""} else ""
+        described[role] = f"{quantizer or 'input'}{' by ' if by else ''}{by}"
+    return described
 
 
 def backend(phases: Sequence[Phase]) -> dict[str, str]:
-    """The library that runs linear layers, with its version, and its own recipe's settings; nothing where none does."""
+    """Return the library that runs linear layers, its version and its recipe's settings; empty without one."""
     for found in filter(None, (phase.backend for phase in phases)):
         return {"backend": f"{found}, version {found.version}", "backend_settings": found.settings()}
     return {}
 
 
 def text_facts(text: Corpus) -> dict[str, Any]:
-    """What run.json says of the corpus."""
+    """Return run.json's facts of the corpus."""
     return {
         "corpus": text.name,
         "corpus_hash": text.hash,
@@ -204,25 +202,25 @@ def text_facts(text: Corpus) -> dict[str, Any]:
 
 
 def by_reference(phases: Sequence[Phase], device: torch.device) -> list[str]:
-    """The quantisers of a run whose format or rounding no compiled kernel of the device knows, in words."""
+    """Return the quantisers of a run that have no compiled kernel on this device, as text."""
     gemms = (gemm for phase in phases for recipe in phase.recipes.values() for gemm in recipe.gemms().values())
-    asked = [operand for gemm in gemms for operand in (gemm.a, gemm.b)]
-    asked += [phase.saved_activations.of(role) for phase in phases for role in ("norm", "activation")]
-    return sorted({str(each) for each in asked if isinstance(each, Quantizer) and each.on_reference(device)})
+    operands = [operand for gemm in gemms for operand in (gemm.a, gemm.b)]
+    operands += [phase.saved_activations.of(role) for phase in phases for role in ("norm", "activation")]
+    return sorted({str(each) for each in operands if isinstance(each, Quantizer) and each.on_reference(device)})
 
 
 def summary(table: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table for people: per kind of layer one line, then one line a GEMM with operands and [execution path], and
-    one line an operand: where it comes from and what makes it.
+    """Return the table as text: one line per kind of layer, one line per GEMM with operands and [execution path], and
+    one line per operand with its source and its kernel.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, row in table.items():
-        told = []
+        description = []
         for each, text in row["gemms"].items():
-            told.append(f"{each} {text} [{row['execution'][each]}]")
-            told += [f"  {operand:<5} {how}" for operand, how in row["operands"][each].items()]
+            description.append(f"{each} {text} [{row['execution'][each]}]")
+            description += [f"  {operand:<5} {origin}" for operand, origin in row["operands"][each].items()]
         label = f"{re.sub(INDEX, '.*.', name)} {'x'.join(map(str, row['shape']))}"
-        groups.setdefault((*told, row["estimator"]), []).append(label)
+        groups.setdefault((*description, row["estimator"]), []).append(label)
     lines = []
     for texts, names in groups.items():
         lines.append("  " + ", ".join(f"{name} ({n} layers)" if n > 1 else name for name, n in Counter(names).items()))

@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint: manifest.json, with the size and the CRC-32s of every file.
+"""The manifest of a checkpoint, manifest.json: the size and the CRC-32 checksums of every file.
 
     {"step": 8, "chunk_bytes": 33554432, "files": {"__0_0.distcp": {"bytes": 70000000, "crc32": ["0a1b2c3d", ...]}}}
 
-A CRC-32 a chunk finds what disks and copies do to a file (any burst of up to 32 bits, and all but one in 4e9 of other
-changes), and is the fastest hash of the standard library: 3.8 GB/s a core where SHA-256 takes 1.0 and BLAKE2b 0.7. It
-is no proof against a person who wants to forge one. Every rank hashes the files that it wrote; at a load the ranks
-share the chunks, each reads its own in threads, some of which hash while others wait for the disk.
+One CRC-32 per chunk detects disk and copy errors: every burst of up to 32 bits, and all but one in 4e9 of other
+changes. It is the fastest checksum of the standard library: 3.8 GB/s per core; SHA-256 reaches 1.0 and BLAKE2b 0.7. It
+does not protect against deliberate forgery. Every rank hashes the files that it wrote. On load the ranks share the
+chunks, and each rank reads its chunks in several threads.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ log = logging.getLogger(__name__)
 
 FILE = "manifest.json"
 METADATA = ".metadata"  # of torch.distributed.checkpoint
-CHUNK = 32 << 20  # bytes under one CRC-32
-PIECE = 4 << 20  # read at once
+CHUNK = 32 << 20  # bytes per CRC-32
+PIECE = 4 << 20  # bytes per read
 THREADS = 4
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says where, why, and which checkpoint is intact."""
+    """A checkpoint could not be written or read. The message has the path, the cause and the intact checkpoint."""
 
 
 @dataclass(frozen=True)
 class Digest:
-    """A file's size, and the CRC-32 of each of its chunks in order; None: written by a version that took none."""
+    """A file's size and the CRC-32 of each of its chunks in order; None: it was written without checksums."""
 
     bytes: int
     crc32: tuple[str, ...] | None
 
     @classmethod
     def of(cls, path: Path) -> Digest:
-        """Of a file as it lies there now."""
+        """Compute the digest of a file."""
         size = path.stat().st_size
         return cls(size, tuple(_crc32(path, start) for start in range(0, size, CHUNK)))
 
@@ -62,20 +62,18 @@ class Manifest:
     files: Mapping[str, Digest]
 
     def write(self) -> None:
-        """Write it; on disk when this returns. OSError when it cannot be written."""
+        """Write the manifest and sync it to disk. Raises OSError if that fails."""
         files = {name: {"bytes": each.bytes, "crc32": each.crc32} for name, each in self.files.items()}
-        told = {"step": self.step, "chunk_bytes": CHUNK, "files": files}
-        write_whole(self.directory / FILE, json.dumps(told).encode())
+        content = {"step": self.step, "chunk_bytes": CHUNK, "files": files}
+        write_whole(self.directory / FILE, json.dumps(content).encode())
 
     @property
     def hashed(self) -> bool:
-        """Whether the bytes of every file can be verified."""
+        """Whether the manifest has checksums of every file."""
         return all(digest.crc32 is not None for digest in self.files.values())
 
     def damage(self, index: int = 0, count: int = 1) -> str:
-        """Read part `index` of `count` of all chunks; what is wrong with the first that is not as it was written, "" if
-        all are.
-        """
+        """Verify part `index` of `count` of all chunks. Returns what is wrong with the first damaged one, or ""."""
         chunks = [(name, i) for name, digest in sorted(self.files.items()) for i in range(len(digest.crc32 or ()))]
         share = chunks[len(chunks) * index // count : len(chunks) * (index + 1) // count]
         with ThreadPoolExecutor(THREADS, "verify") as pool:
@@ -90,36 +88,38 @@ class Manifest:
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
         end = min(start + CHUNK, digest.bytes)
-        return "" if same else f"{name} is not as it was written: the CRC-32 of its bytes {start} to {end} differs"
+        return "" if same else f"{name} is not as it was written: the CRC-32 of bytes {start} to {end} differs"
 
 
 def read(directory: Path) -> Manifest:
-    """The manifest of a checkpoint, all of whose files are there and as long as when they were written; else
-    CheckpointError, which names the file.
+    """Read the manifest of a checkpoint and check that its files exist with the recorded sizes. Raises CheckpointError,
+    which names the file, if one does not.
     """
     try:
-        told = json.loads((directory / FILE).read_bytes())
-        manifest = Manifest(directory, told["step"], {name: _digest(each) for name, each in told["files"].items()})
+        content = json.loads((directory / FILE).read_bytes())
+        digests = {name: _digest(each) for name, each in content["files"].items()}
+        manifest = Manifest(directory, content["step"], digests)
     except FileNotFoundError:
         raise CheckpointError(f"checkpoint {directory} is incomplete ({FILE} is missing)") from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {directory} cannot be read: {FILE}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} is not what was written") from None
+        raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} has invalid content") from None
     if f"step-{manifest.step}" != directory.name or METADATA not in manifest.files:
-        raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} is of step {manifest.step!r}, or not whole")
+        wrong = f"{FILE} is for step {manifest.step!r}, or does not list {METADATA}"
+        raise CheckpointError(f"checkpoint {directory} is damaged: {wrong}")
     for name, digest in manifest.files.items():
         _check_size(directory, name, digest.bytes)
     if unknown := sorted({path.name for path in directory.glob("*.distcp")} - {*manifest.files}):
-        raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} says nothing of {unknown[0]}")
+        raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} does not list {unknown[0]}")
     return manifest
 
 
-def _digest(told: Any) -> Digest:
-    """As the manifest has it: before files were hashed it had their sizes alone."""
-    size, crc32 = (told, None) if isinstance(told, int) else (told["bytes"], tuple(map(str, told["crc32"])))
+def _digest(entry: Any) -> Digest:
+    """Parse an entry of a manifest. Older manifests have sizes only."""
+    size, crc32 = (entry, None) if isinstance(entry, int) else (entry["bytes"], tuple(map(str, entry["crc32"])))
     if not isinstance(size, int) or (crc32 is not None and len(crc32) != -(-size // CHUNK)):
-        raise ValueError(told)
+        raise ValueError(entry)
     return Digest(size, crc32)
 
 
@@ -135,8 +135,8 @@ def _check_size(directory: Path, name: str, size: int) -> None:
 
 
 def verify(directory: Path, group: dist.ProcessGroup | None = None, *, whole: bool = True) -> None:
-    """Compare a checkpoint with its manifest: sizes and, if `whole`, bytes. All ranks, those of `group`, call it and
-    share the reading. CheckpointError on all where a file is missing, or not as it was written; names the file.
+    """Compare a checkpoint with its manifest: sizes and, if `whole`, bytes. All ranks of `group` call it and share the
+    reading. Raises CheckpointError on all ranks, with the file's name, if a file is missing or differs.
     """
     manifest = first(lambda: read(directory), group)
     if not whole:
@@ -149,7 +149,7 @@ def verify(directory: Path, group: dist.ProcessGroup | None = None, *, whole: bo
 
 
 def _crc32(path: Path, start: int) -> str:
-    """Of the chunk that begins there."""
+    """Return the CRC-32 of the chunk that begins at `start`."""
     buffer, value, left = memoryview(bytearray(PIECE)), 0, CHUNK
     with path.open("rb", buffering=0) as file:
         os.lseek(file.fileno(), start, os.SEEK_SET)

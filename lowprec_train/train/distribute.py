@@ -1,10 +1,10 @@
-"""A model cut over the processes of a run: the one place where mesh, layers, optimizer and reduction meet.
+"""Distribute a model over the processes of a run: mesh, layers, optimizer and gradient reduction.
 
-    1. on the meta device   tensor parallel parts, then `fully_shard`: no memory is taken for more than a part
-    2. memory               every part is cut from the same first values, so all layouts begin with the same weights
-    3. with memory          what the optimizer, the gradient reduction and the trainer have to know of the others
+    1. on the meta device   tensor parallelism, then `fully_shard`: each process allocates its shards only
+    2. initialisation       every shard is cut from the same initial values, so all layouts start with equal weights
+    3. after allocation     process groups for the optimizer, the gradient reduction and the trainer
 
-One process takes none of these steps: its model, optimizer and trainer are what they would be without this file.
+With one process all three steps are skipped, and model, optimizer and trainer stay unchanged.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from lowprec_train.precision.schedule import Phase
 
 @dataclass(frozen=True, kw_only=True)
 class Distribution:
-    """How a model is cut. mesh and placements: None for one process."""
+    """How a model is distributed. mesh and placements: None with one process."""
 
     sizes: Sizes = field(default_factory=Sizes)
     mesh: Mesh | None = None
     placements: Placements | None = None
 
     def fill(self, name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:
-        """Set this process's part of a parameter from the first value of the whole."""
+        """Set this process's shard of a parameter from the initial value of the whole parameter."""
         if self.placements is None:
             fill_whole(name, parameter, first_value)
             return
         whole = first_value(torch.Size(self.placements.parameters[name].shape))
-        mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        mine.copy_(self.placements.local(name, whole))
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.copy_(self.placements.local(name, whole))
 
     def shards(self, model: nn.Module) -> dict[nn.Parameter, Shard] | None:
-        """Where the parts of parameters lie, for the optimizer; None where every parameter is whole."""
+        """Return the shards of the parameters, for the optimizer; None if every parameter is whole."""
         if self.mesh is None or self.placements is None:
             return None
         return {
@@ -67,8 +67,8 @@ class Distribution:
         param_all_gather: str,
         whole_sum: Callable[[int], GradientSum] | None = None,
     ) -> DataParallelContext:
-        """What a training step asks of the other processes; from here on weights are gathered as `param_all_gather`
-        says and gradients reduced as `reduction` does. whole_sum: as in `parallel.data.DataParallel`.
+        """Return the communication of a training step. From now on weights are all-gathered as `param_all_gather` says,
+        and `reduction` reduces gradients. whole_sum: as in `parallel.data.DataParallel`.
         """
         if self.mesh is None:
             return SingleProcess(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
@@ -122,11 +122,11 @@ def distribute(
     timeout: timedelta | None = None,
     node_size: int | None = None,
 ) -> Distribution:
-    """Cut `model`, still on the meta device, over the processes.
+    """Distribute `model`, still on the meta device, over the processes.
 
-    phases: of the run, with the recipe of every linear. tokens: of a micro-batch. values: as in `parallel.data.shard`.
-    timeout: of every collective between them, and node_size, as in `parallel.mesh.Mesh`.
-    Raises ValueError, with the numbers, for what the layout cannot cut.
+    phases: of the run, with the recipe of every linear. tokens: per micro-batch. values: as in `parallel.data.shard`.
+    timeout: of every collective. node_size: as in `parallel.mesh.Mesh`.
+    Raises ValueError, with the numbers, if the sizes of the model do not divide by those of the layout.
     """
     if sizes.processes == 1:
         return Distribution()

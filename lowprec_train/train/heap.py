@@ -1,9 +1,9 @@
-"""The heap of a run on the CPU, kept at what is in use.
+"""Return free heap memory to the system in CPU runs.
 
-glibc serves large tensors from its heap and keeps what is freed. A freed block of an aligned tensor does not fit the
-next tensor of the same size (glibc bug 14581, mended in 2.38), so a run takes new memory in every step: llama_tiny
-under fp8 grows from 0.6 to 3 GiB in 240 steps. `malloc_trim` gives the free pages back. A lower threshold for `mmap`
-would keep tensors out of the heap, but their pages are then faulted in anew, twice the processor time.
+glibc serves large tensors from its heap and keeps freed memory. A freed block of an aligned tensor does not fit the
+next tensor of the same size (glibc bug 14581, fixed in 2.38), so the heap grows in every step: llama_tiny under fp8
+grows from 0.6 to 3 GiB in 240 steps. `malloc_trim` returns the free pages. A lower `mmap` threshold would keep tensors
+out of the heap, but each new tensor would then fault in its pages, which doubles the processor time.
 """
 
 import ctypes
@@ -13,23 +13,23 @@ from pathlib import Path
 
 import torch
 
-GROWTH = 128 << 20  # bytes; giving back so much takes about 0.1 s
+GROWTH = 128 << 20  # bytes; trimming this much takes about 0.1 s
 
 
 def release() -> Callable[[int], int] | None:
-    """glibc's malloc_trim; None with another C library."""
+    """Return glibc's malloc_trim; None with another C library."""
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 class HeapTrim:
-    """Gives free memory of the heap back to the system: call it before each step. Does nothing for other devices.
+    """Returns free heap memory to the system. Call it before each step. Only acts on the CPU.
 
-    growth: bytes by which the process has to have grown since it last gave memory back.
+    growth: bytes by which the process must have grown since the last trim.
     """
 
     def __init__(self, device: torch.device, growth: int = GROWTH) -> None:

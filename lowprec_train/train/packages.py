@@ -1,4 +1,4 @@
-"""Optional packages: checked before work begins; the error names the command that installs one."""
+"""Optional packages: checked before work starts; the error has the command that installs the package."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import importlib.util
 
 
 def needs_package(package: str, *, extra: str, what: str, module: str | None = None) -> None:
-    """Raise ValueError where an optional package is missing.
+    """Raise ValueError if an optional package is missing.
 
-    extra: of this project, which has the package. what: needs it. module: to look for, where it has another name.
+    extra: the extra of this project that installs it. what: the feature that needs it. module: to look for, if its name
+    differs from the package's.
     """
     try:
         found = importlib.util.find_spec(module or package)
-    except ModuleNotFoundError:  # of the package around the module
+    except ModuleNotFoundError:  # the parent package of the module is missing
         found = None
-    if found is None or found.origin is None:  # a directory of this name that happens to lie here is a spec as well
+    if found is None or found.origin is None:  # a directory with this name gives a spec without an origin
         raise missing(package, extra=extra, what=what)
 
 
 def missing(package: str, *, extra: str, what: str, error: ImportError | None = None) -> ValueError:
-    """The error to raise; error: what the import said."""
+    """Return the error for a missing package. error: the exception of the import."""
     why = f" ({error})" if error else ""
     return ValueError(f"{what} needs the package '{package}'{why}: pip install 'lowprec_train[{extra}]'")

@@ -1,7 +1,7 @@
 """The batches of a step, loaded one step ahead.
 
-A batch is a pure function of (seed, step, index), so loading ahead is asking for step + 1 in a thread, and there is
-no loader state to save.
+A batch is a pure function of (seed, step, index). Prefetching loads step + 1 in a thread, and there is no loader state
+to save.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowprec_train.model.loss import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """One process's micro-batches of a global step, on the host; the number of their targets, 0-dim FP32."""
+    """One process's micro-batches of a step, on the host, and the number of their targets (0-dim FP32)."""
 
     micro: tuple[Batch, ...]
     targets: Tensor
@@ -28,10 +28,10 @@ class StepBatch:
 def load_step(
     dataset: Dataset, step: int, *, per_step: int, micro_batch: int, pinned: bool, index: int = 0, count: int = 1
 ) -> StepBatch:
-    """One process's share of the `per_step` sequences of a step, as micro-batches of `micro_batch` sequences.
+    """Load one process's share of the `per_step` sequences of a step, as micro-batches of `micro_batch` sequences.
 
-    index, count: process `index` of `count` takes micro-batches number i * count + index, for i = 0, 1, ... Every
-    process gets equally many: where they run out, one repeats the step's first sequences without targets.
+    index, count: process `index` of `count` gets the micro-batches i * count + index, for i = 0, 1, ... Every process
+    gets the same number: a missing micro-batch is replaced by the step's first sequences without targets.
     """
     micro = []
     for turn in range(0, per_step, count * micro_batch):
@@ -40,20 +40,20 @@ def load_step(
         targets = batch.targets if first < per_step else torch.full_like(batch.targets, IGNORED)
         batch = replace(batch, first=first, targets=targets)
         micro.append(batch.moved(Tensor.pin_memory) if pinned else batch)
-    wanted = sum(int((batch.targets != IGNORED).sum()) for batch in micro)
-    return StepBatch(micro=tuple(micro), targets=torch.tensor(float(wanted)))
+    target_count = sum(int((batch.targets != IGNORED).sum()) for batch in micro)
+    return StepBatch(micro=tuple(micro), targets=torch.tensor(float(target_count)))
 
 
 class Prefetcher:
-    """Hands out the batches of steps 0 .. steps - 1, the next one always loading. load: the batch of a step."""
+    """Returns the batches of steps 0 .. steps - 1 and loads one step ahead. load: returns the batch of a step."""
 
     def __init__(self, load: Callable[[int], StepBatch], *, steps: int) -> None:
         self._load, self._steps = load, steps
-        self._thread = ThreadPoolExecutor(1, "feed")
+        self._thread = ThreadPoolExecutor(1, "prefetch")
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
     def take(self, step: int) -> StepBatch:
-        """The batch of `step`; loading `step + 1` begins."""
+        """Return the batch of `step` and start to load `step + 1`."""
         if self._ahead is None or self._ahead[0] != step:
             self._ahead = (step, self._thread.submit(self._load, step))
         batch = self._ahead[1].result()

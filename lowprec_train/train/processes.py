@@ -1,11 +1,11 @@
-"""Several processes of one run on this machine: one stream of output, one message when it fails.
+"""Run several processes of one run on this machine: one output stream, one message if the run fails.
 
-`lowprec train` starts them as torchrun would (RANK, WORLD_SIZE, LOCAL_RANK, a store to meet at), but:
+`lowprec train` starts them as torchrun does (RANK, WORLD_SIZE, LOCAL_RANK, a rendezvous store), but:
 
-- Only rank 0 writes to the terminal. What the others print is kept, and shown where it explains a failure.
-- A process that ends badly ends the others at once, and one message says which one it was and why.
-- Each has a session of its own. A terminal's Ctrl-C therefore reaches this process alone, which passes every signal on
-  once to each, however it came. There is no deadline for saving.
+- Only rank 0 writes to the terminal. The output of the other ranks is stored and shown if it explains a failure.
+- If a process fails, the others are ended at once, and one message has the rank and the cause.
+- Each process has its own session, so Ctrl-C in a terminal reaches only the parent, which forwards every signal once
+  to each rank. There is no deadline for saving.
 """
 
 import os
@@ -30,15 +30,15 @@ from lowprec_train.train.diagnostics import failure
 
 HOST = "127.0.0.1"
 POLL = 0.05  # seconds
-PATIENCE = 10  # seconds in which processes end by themselves: rank 0 after another's failure, all after an abort
-SETTLING = 1  # seconds in which rank 0 says the same as another that failed before it
-SHOWN = 4  # last lines of what a process printed
-PLACE = re.compile(r"^error on rank \d+:", flags=re.MULTILINE)
+PATIENCE = 10  # seconds for processes to end by themselves: rank 0 after another's failure, all after an abort
+SETTLING = 1  # seconds for rank 0 to report the same error as another rank
+SHOWN = 4  # last lines of a process's output that are shown
+RANK_PREFIX = re.compile(r"^error on rank \d+:", flags=re.MULTILINE)
 
 
 @dataclass
 class Rank:
-    """A process of the run. folder: of its own, for what it prints and reports."""
+    """A process of the run. folder: its directory for output and error report."""
 
     number: int
     process: subprocess.Popen[Any]
@@ -46,7 +46,7 @@ class Rank:
 
     @property
     def status(self) -> int | None:
-        """None: it runs. Negative: the number of the signal that ended it."""
+        """Exit status; None while it runs; negative: the number of the signal that ended it."""
         return self.process.poll()
 
     @property
@@ -54,16 +54,16 @@ class Rank:
         return self.status not in (None, 0)
 
     def report(self) -> str | None:
-        """What it said of its failure."""
+        """Return its error report; None without one."""
         return failure.reported(str(self.folder / "error.json"))
 
     def reported_at(self) -> float:
-        """Time of its report in seconds; infinite without one."""
+        """Return the time of its report in seconds; infinity without one."""
         path = self.folder / "error.json"
         return path.stat().st_mtime if path.exists() else float("inf")
 
     def printed(self) -> list[str]:
-        """Its last lines, which the terminal has not seen; none for rank 0, whose lines it has."""
+        """Return the last lines of its output; none for rank 0, which writes to the terminal."""
         path = self.folder / "output"
         return path.read_text(errors="replace").splitlines()[-SHOWN:] if path.exists() else []
 
@@ -71,23 +71,23 @@ class Rank:
 def launch(count: int, arguments: Sequence[str]) -> int:
     """Train with `count` processes. arguments: of the training command line.
 
-    Returns the exit status: 0 when all ended well, else 1, with the reason on stderr.
+    Returns the exit status: 0 if all succeeded, else 1, with the reason on stderr.
     """
     store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="lowprec-") as folder, signals.blocked():
         ranks = [_start(number, count, store.port, arguments, Path(folder)) for number in range(count)]
         try:
-            with _passed_on(ranks) as interrupts:
+            with _forwarded_signals(ranks) as interrupts:
                 return _wait(ranks, interrupts)
         finally:
             _kill(ranks)
 
 
 def _start(number: int, count: int, port: int, arguments: Sequence[str], folder: Path) -> Rank:
-    own = folder / str(number)
-    own.mkdir()
+    directory = folder / str(number)
+    directory.mkdir()
     environment = {
-        "OMP_NUM_THREADS": "1",  # as under torchrun, unless it is set
+        "OMP_NUM_THREADS": "1",  # torchrun's default
         **os.environ,
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -96,19 +96,19 @@ def _start(number: int, count: int, port: int, arguments: Sequence[str], folder:
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": str(own / "error.json"),
+        "TORCHELASTIC_ERROR_FILE": str(directory / "error.json"),
         "LOWPREC_LAUNCHER": str(os.getpid()),
     }
     command = [sys.executable, "-P", "-m", "lowprec_train.tools.cli", "train", *arguments]
     start = partial(subprocess.Popen, command, env=environment, start_new_session=True)
     if number == 0:
-        return Rank(0, start(), own)
-    with (own / "output").open("wb") as output:
-        return Rank(number, start(stdout=output, stderr=subprocess.STDOUT), own)
+        return Rank(0, start(), directory)
+    with (directory / "output").open("wb") as output:
+        return Rank(number, start(stdout=output, stderr=subprocess.STDOUT), directory)
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that torch sees here, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that torch sees, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
     named = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
@@ -118,10 +118,10 @@ def visible_gpus() -> list[str]:
 def background(
     module: str, arguments: Sequence[str], output: Path, *, values: Mapping[str, str], defaults: Mapping[str, str]
 ) -> subprocess.Popen[Any]:
-    """A module of the package as a process of a session of its own, which ends when this one has ended.
+    """Start a module of the package as a process with its own session, which ends when this process ends.
 
-    output: file to which all is appended that it prints. values: of its environment, beside those of this process;
-    defaults: where this one has none.
+    output: file to which its stdout and stderr are appended. values: environment variables to set; defaults: those to
+    set only if this process does not have them.
     """
     command = [sys.executable, "-P", "-m", module, *arguments]
     environment = {**defaults, **os.environ, "LOWPREC_LAUNCHER": str(os.getpid()), **values}
@@ -130,22 +130,24 @@ def background(
 
 
 @contextmanager
-def _passed_on(ranks: Sequence[Rank]) -> Iterator[list[float]]:
-    """Hand signals on to all processes; yields the times of interrupts. They wait until here, and there: `listen`."""
+def _forwarded_signals(ranks: Sequence[Rank]) -> Iterator[list[float]]:
+    """Forward signals to all ranks; yield the times of interrupts. Signals are blocked until here, and in each rank
+    until `listen`.
+    """
     interrupts: list[float] = []
 
-    def hand_on(number: int, _: FrameType | None) -> None:
+    def forward(number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             interrupts.append(time.monotonic())
         for rank in ranks:
             rank.process.send_signal(number)
 
-    with signals.handled(hand_on):
+    with signals.handled(forward):
         yield interrupts
 
 
 def _wait(ranks: Sequence[Rank], interrupts: Sequence[float]) -> int:
-    """Until all have ended, or one has failed, or they were interrupted twice."""
+    """Wait until all ranks have ended, one has failed, or two interrupts came. Return the exit status."""
     while any(rank.status is None for rank in ranks) and not any(rank.failed for rank in ranks):
         if len(interrupts) > 1:
             break
@@ -155,8 +157,8 @@ def _wait(ranks: Sequence[Rank], interrupts: Sequence[float]) -> int:
     if len(interrupts) > 1:
         return _aborted(ranks, interrupts)
     lost = [rank for rank in ranks if rank.failed]
-    if all((rank.status or 0) > 0 for rank in lost):  # a mistake that all may find, and rank 0 is to tell
-        silent = all(rank.report() is None for rank in lost)  # Hydra's error: rank 0 writes it to the terminal
+    if all((rank.status or 0) > 0 for rank in lost):  # an error that all ranks may have, and that rank 0 reports
+        silent = all(rank.report() is None for rank in lost)  # an error of Hydra: rank 0 writes it to the terminal
         _ended(ranks[:1], time.monotonic() + (PATIENCE if silent else SETTLING))
     text = cause(ranks)
     _kill(ranks)
@@ -166,17 +168,17 @@ def _wait(ranks: Sequence[Rank], interrupts: Sequence[float]) -> int:
 
 
 def _aborted(ranks: Sequence[Rank], interrupts: Sequence[float]) -> int:
-    """After a second interrupt: what rank 0 says of it. A third one waits no longer."""
+    """Handle a second interrupt: print rank 0's report. A third interrupt ends the wait."""
     deadline = interrupts[1] + PATIENCE
     while len(interrupts) < 3 and time.monotonic() < deadline and not _ended(ranks, time.monotonic() + POLL):
         pass
     _kill(ranks)
-    print(ranks[0].report() or "aborted by a second interrupt; the last checkpoint stands", file=sys.stderr)
+    print(ranks[0].report() or "aborted by a second interrupt; the last checkpoint is intact", file=sys.stderr)
     return 1
 
 
 def _ended(ranks: Sequence[Rank], deadline: float) -> bool:
-    """Wait for all of these until then; whether they have ended."""
+    """Wait for these ranks until the deadline; return whether they have ended."""
     while any(rank.status is None for rank in ranks):
         if time.monotonic() >= deadline:
             return False
@@ -185,7 +187,7 @@ def _ended(ranks: Sequence[Rank], deadline: float) -> bool:
 
 
 def _kill(ranks: Sequence[Rank]) -> None:
-    """End what still runs, children included."""
+    """Kill the ranks that still run, with their children."""
     for rank in ranks:
         if rank.status is None:
             os.killpg(rank.process.pid, signal.SIGKILL)
@@ -194,15 +196,15 @@ def _kill(ranks: Sequence[Rank]) -> None:
 
 
 def cause(ranks: Sequence[Rank]) -> str:
-    """The first cause: the earliest report, of ranks that still run too, else a signal.
+    """Return the first cause of a failure: the earliest report, also of a rank that still runs, else a signal.
 
-    A process that loses another one fails as well, but takes seconds to report it, and in C++ ends by SIGABRT.
+    A rank that loses another rank fails too, but reports it seconds later, or ends with SIGABRT in C++.
     """
     lost = [rank for rank in ranks if rank.failed]
     first = min(ranks, key=Rank.reported_at)
     if text := first.report():
-        shared = PLACE.sub("error:", text)
-        others = [PLACE.sub("error:", rank.report() or "") for rank in ranks if rank is not first]
+        shared = RANK_PREFIX.sub("error:", text)
+        others = [RANK_PREFIX.sub("error:", rank.report() or "") for rank in ranks if rank is not first]
         return shared if shared in others else text
     killed = sorted((rank for rank in lost if (rank.status or 0) < 0), key=lambda rank: rank.status == -signal.SIGABRT)
     if killed:

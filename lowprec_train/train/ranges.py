@@ -1,8 +1,8 @@
-"""Allowed ranges of the numbers in a configuration, key by key; NaN and infinity are never allowed.
+"""Allowed ranges of the configuration's numbers, key by key. NaN and infinity are never allowed.
 
-Nodes that name their class (`data`, `comm`, `optim.schedule`, recipes) take what they are given; that class checks the
-rest of it. Sizes have upper ends too: beyond them a tensor has more elements than it could be counted with, or a model
-never gets built.
+Classes of `_target_` nodes (`data`, `comm`, `optim.schedule`, recipes) check their own arguments; NODES adds ranges for
+some of them. Sizes have upper limits too: above them tensors have too many elements to index, or a model takes too
+long to build.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Range:
 
     low: float
     high: float = math.inf
-    above: bool = False  # without `low` itself
-    below: bool = False  # without `high` itself
-    or_zero: str = ""  # zero too, and what it means
+    above: bool = False  # excludes `low`
+    below: bool = False  # excludes `high`
+    or_zero: str = ""  # allows 0 too, with this meaning
     whole: bool = False  # integers only
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is one of these numbers."""
+        """Return whether a value is in the range."""
         kinds = (int,) if self.whole else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
             return False
@@ -72,7 +72,7 @@ RANGES: dict[str, Range] = {
     "parallel.timeout_minutes": Range(0, 1e6, above=True, below=True),
 }
 WHOLE, SHARE = Range(1, whole=True), Range(0, 1)
-NODES: dict[str, Range] = {  # where a node has the key, and something other than null there
+NODES: dict[str, Range] = {  # checked if a node has the key with a value other than null
     "data.vocab_size": Range(1, 1 << 24, whole=True),
     "data.seed": Range(-(1 << 63), (1 << 63) - 1, whole=True),
     "data.valid_fraction": Range(0, 1, above=True, below=True),
@@ -91,7 +91,7 @@ NODES: dict[str, Range] = {  # where a node has the key, and something other tha
 
 
 def check(run: RunConfig) -> None:
-    """Raises one ValueError for the first key whose value is out of its range."""
+    """Raise ValueError for the first key whose value is out of its range."""
     for key, allowed in (RANGES | NODES).items():
         value = reduce(_entry, key.split("."), run)
         if not (allowed.holds(value) or (value is None and key in NODES)):
@@ -99,5 +99,5 @@ def check(run: RunConfig) -> None:
 
 
 def _entry(tree: Any, name: str) -> Any:
-    """None where a node has no such key."""
+    """Return an entry of a tree; None if a node does not have the key."""
     return (tree or {}).get(name) if tree is None or isinstance(tree, Mapping) else getattr(tree, name)

@@ -1,7 +1,7 @@
 """Configuration keys and values that were renamed before the first release, and the error that names the new ones.
 
-An old name is never taken for the new one: a run would be saved under keys that its user did not write. It is refused
-on the command line, in YAML files, and in the config.yaml of a run directory.
+An old name is refused, not translated: a run would otherwise be saved under keys that its user did not write. It is
+refused on the command line, in YAML files, and in the config.yaml of a run directory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ KEYS: dict[str, str] = {
     "precision.override.keep": "precision.override.saved_input",
     "precision.schedule.*.override.keep": "precision.schedule.*.override.saved_input",
 }
-"""Old key -> new key, for the key itself and all below it. `*` is any name."""
+"""Old key -> new key, for the key itself and all keys below it. `*` matches any name."""
 
 VALUES: dict[str, dict[str, str]] = {
     "parallel.grad_reduce": {"last": "last_microbatch", "each": "every_microbatch"},
@@ -42,15 +42,15 @@ for _change, _gemm, _side in product(
 
 
 def new_key(key: str) -> str | None:
-    """The new name of an old key, or of one below an old key; None for any other. `precision/keep` is a key too, and
-    `precision/keep@precision.keep` is two.
+    """Return the new name of an old key, or of a key below one; None for any other key. Handles `precision/keep` and
+    `precision/keep@precision.keep` too.
     """
     parts = [(part, _new_name(part)) for part in key.split("@")]
     return "@".join(new or part for part, new in parts) if any(new for _, new in parts) else None
 
 
 def renaming(key: str, value: str | None = None) -> str | None:
-    """`keep=3 is now checkpoint_keep=3`; None where neither key nor value was renamed. value: None for a key alone."""
+    """Return `keep=3 is now checkpoint_keep=3`; None if neither was renamed. value: None for a key alone."""
     now = new_key(key) or key
     given = value.strip("'\"") if value is not None else None
     new_value = _new_values(now).get(given, value) if given is not None else None
@@ -60,25 +60,25 @@ def renaming(key: str, value: str | None = None) -> str | None:
 
 
 def refusal(renamings: Iterable[str | None]) -> str | None:
-    """One sentence for all renamings that there are; None without any."""
+    """Return one sentence for all renamings; None if there are none."""
     found = [each for each in renamings if each]
     return f"renamed configuration keys: {', '.join(found)}" if found else None
 
 
 def in_tree(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
-    """Renamings of the keys and values of a configuration."""
+    """Yield the renamings of a configuration's keys and values."""
     for key, value in tree.items():
         name = f"{above}{key}"
-        if told := renaming(name, None if isinstance(value, Mapping) else str(value)):
-            yield told
+        if change := renaming(name, None if isinstance(value, Mapping) else str(value)):
+            yield change
         elif isinstance(value, Mapping):
             yield from in_tree(value, f"{name}.")
 
 
 def refuse(tree: Mapping[Any, Any], source: str = "", advice: str = "") -> None:
-    """ValueError for a configuration with renamed keys or values. source: its file; advice: what to do about it."""
-    if told := refusal(in_tree(tree)):
-        raise ValueError(f"{source} was written by an earlier version: {told}; {advice}" if source else told)
+    """Raise ValueError for a configuration with renamed keys or values. source: its file; advice: what to do."""
+    if message := refusal(in_tree(tree)):
+        raise ValueError(f"{source} was written by an earlier version: {message}; {advice}" if source else message)
 
 
 def _new_name(key: str) -> str | None:

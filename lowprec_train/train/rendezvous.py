@@ -1,10 +1,10 @@
-"""The ranks of one launch before and beside their process group: what they tell each other through torchrun's store.
+"""Communication between the ranks of a launch without the process group, through torchrun's store.
 
-    meet        every launch under a name that was never used, for the store outlives restarts (decision 0021)
-    agreed      configurations and versions are compared before anything is built
-    tell        an error that many ranks share is printed by one of them
+    met         connects the ranks under a new key prefix, because the store outlives restarts (decision 0021)
+    agreed      rank 0 compares configurations and versions before anything is built
+    tell        prints an error that several ranks share once
 
-The store answers when ranks hang, rank 0 among them: torchrun's agent keeps it. Without torchrun rank 0 does.
+The agent of torchrun keeps the store, so it answers even if ranks hang. Without torchrun rank 0 keeps it.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from lowprec_train.train.diagnostics import failure
 from lowprec_train.train.launch import World, attempt
 
 T = TypeVar("T")
-PATIENCE = 5.0  # seconds in which rank 0 has said what is wrong with all
-MAY_DIFFER = ("data.cache", "debug")  # a directory of the node's own; how errors are shown
-DEFAULT_MINUTES = 10.0  # for ranks that have no configuration yet
+PATIENCE = 5.0  # seconds for rank 0 to report an error that all ranks share
+MAY_DIFFER = ("data.cache", "debug")  # keys that ranks need not share: a node-local directory, the form of errors
+DEFAULT_MINUTES = 10.0  # timeout for ranks without a configuration
 MOST = 4  # differing keys that an error lists
 
 
 class Rendezvous:
-    """The processes of one launch, through a store that all of them reach.
+    """The ranks of one launch, connected by a store.
 
-    store: its keys are of this launch alone. again: opens another connection to it, for a thread that must not wait for
-    the others' requests.
+    store: with keys of this launch only. again: opens another connection to it, for a thread that must not wait for
+    requests of other threads.
     """
 
     def __init__(self, world: World, store: dist.Store, again: Callable[[], dist.Store] | None = None) -> None:
@@ -48,50 +48,49 @@ class Rendezvous:
         self.again = again or (lambda: store)
 
     def all(self, key: str) -> list[str]:
-        """What each rank has set `key/RANK` to, in rank order. Waits for all; ValueError names those that are late."""
+        """Return what each rank has stored as `key/RANK`, in rank order. Raises ValueError if ranks are missing."""
         keys = [f"{key}/{rank}" for rank in range(self.world.processes)]
         try:
             self.store.wait(keys)
         except dist.DistError:
             late = [rank for rank, each in enumerate(keys) if not self.store.check([each])]
-            raise ValueError(f"{numbered(late)} did not come to the start of the run in time") from None
+            raise ValueError(f"{numbered(late)} did not join the run in time") from None
         return [self.store.get(each).decode() for each in keys]
 
     def tell(self, text: str, *, alone: bool = False) -> None:
-        """Print an error: once where ranks share it, numbers aside. Rank 0 is first, if it meets it at all.
+        """Print an error once if several ranks share it. Numbers are ignored. If rank 0 has it, rank 0 prints it.
 
-        alone: this rank speaks for all.
+        alone: print without waiting for rank 0.
         """
-        speaks, until = alone or self.world.leads, time.monotonic() + PATIENCE
+        at_once, until = alone or self.world.leads, time.monotonic() + PATIENCE
         try:
-            while not (speaks or self.store.check(["told"]) or time.monotonic() > until):
+            while not (at_once or self.store.check(["told"]) or time.monotonic() > until):
                 time.sleep(0.05)
             first = self.claim(text)
-        except dist.DistError:  # who keeps the store has ended
+        except dist.DistError:  # the process that keeps the store has ended
             first = True
-        named = first and not speaks
+        named = first and not at_once
         failure.report(f"error{f' on rank {self.world.rank}' if named else ''}: {text}", printed=first)
         with suppress(dist.DistError):
             self.store.set("told", str(self.world.rank))
 
     def claim(self, text: str) -> bool:
-        """Whether no rank has told this yet, numbers aside; from now on one has."""
+        """Mark an error as printed, ignoring numbers. Returns whether no rank has printed it before."""
         same = hashlib.sha256(re.sub(r"\d+", "0", text).encode()).hexdigest()
         return self.store.add(f"told/{same}", 1) == 1
 
 
 @contextmanager
 def met(world: World, timeout: timedelta) -> Iterator[Rendezvous]:
-    """All ranks of this launch. Raises ValueError where one does not come within `timeout`."""
+    """Connect all ranks of this launch. Raises ValueError if a rank does not join within `timeout`."""
     if world.processes == 1:
         yield Rendezvous(world, dist.HashStore())
         return
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not address or not port:
-        raise ValueError(
-            f"WORLD_SIZE={world.processes}, but MASTER_ADDR={address}, MASTER_PORT={port}: torchrun sets both"
-        )
+        values = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+        raise ValueError(f"WORLD_SIZE={world.processes}, but {values}: start with torchrun, which sets both")
 
     def connected(serves: bool = False) -> dist.Store:
         return dist.TCPStore(address, int(port), is_master=serves, timeout=timeout, wait_for_workers=False)
@@ -100,62 +99,62 @@ def met(world: World, timeout: timedelta) -> Iterator[Rendezvous]:
         store = connected(world.leads and not shared)
         name = attempt(store, world, timeout) if shared else "run"
     except dist.DistError:
-        raise ValueError(f"rank 0 did not come to the start of the run within {timeout}") from None
+        raise ValueError(f"rank 0 did not join the run within {timeout}") from None
     yield Rendezvous(world, dist.PrefixStore(name, store), lambda: dist.PrefixStore(name, connected()))
 
 
 def agreed(ranks: Rendezvous, make: Callable[[], T], facts: Callable[[T], Mapping[str, Any]]) -> T:
-    """What `make` returns on this rank, where its facts are the same on all. Compared by rank 0, in one round.
+    """Call `make` on this rank and return its result, if its facts are the same on all ranks. Rank 0 compares them.
 
-    Raises ValueError on all ranks, with the same text: the facts that differ with their values and ranks, or what
-    `make` raised on any of them.
+    Raises ValueError with the same text on all ranks: the facts that differ, with their values and ranks, or the error
+    of `make` on any rank.
     """
     if ranks.world.processes == 1:
         return make()
     error: Exception | None = None
-    said: dict[str, Any]
+    report: dict[str, Any]
     try:
         made = make()
-        said = {"facts": {key: _text(value) for key, value in facts(made).items() if key not in MAY_DIFFER}}
+        report = {"facts": {key: _text(value) for key, value in facts(made).items() if key not in MAY_DIFFER}}
     except Exception as mistake:
-        error, said = mistake, {"error": str(mistake)}
-    verdict = compared(ranks, said)
+        error, report = mistake, {"error": str(mistake)}
+    difference = compared(ranks, report)
     if error is not None and not isinstance(error, ValueError | OSError | OmegaConfBaseException):
         raise error
-    if verdict:
-        raise ValueError(verdict) from error
+    if difference:
+        raise ValueError(difference) from error
     return made
 
 
-def compared(ranks: Rendezvous, said: Mapping[str, Any]) -> str:
-    """What is wrong with what ranks say, `{"facts": ...}` or `{"error": ...}`; empty where all facts are the same."""
+def compared(ranks: Rendezvous, report: Mapping[str, Any]) -> str:
+    """Compare the reports of all ranks, `{"facts": ...}` or `{"error": ...}`; return the difference or error, or ""."""
     rank = ranks.world.rank
-    ranks.store.set(f"facts/{rank}", json.dumps(said, sort_keys=True))
+    ranks.store.set(f"facts/{rank}", json.dumps(report, sort_keys=True))
     if ranks.world.leads:
         ranks.store.set("verdict", verdict([json.loads(each) for each in ranks.all("facts")]))
     try:
         return ranks.store.get("verdict").decode()
     except dist.DistError:
-        raise ValueError("rank 0 did not say whether all ranks have the same configuration") from None
+        raise ValueError("rank 0 did not report whether all ranks have the same configuration") from None
 
 
 def refused(world: World, text: str) -> None:
-    """Tell the others what this rank has against its command line, and print it once. Ranks that have nothing against
-    theirs raise it from `agreed`.
+    """Report this rank's error in its command line to the others, and print it once. Ranks without an error raise it
+    from `agreed`.
     """
     with met(world, timedelta(minutes=DEFAULT_MINUTES)) as ranks:
         ranks.tell(compared(ranks, {"error": text}))
 
 
-def minutes(asked: float) -> timedelta:
-    """How long ranks wait for each other before their configuration is checked."""
-    return timedelta(minutes=asked if 0 < asked < 1e6 else DEFAULT_MINUTES)
+def minutes(configured: float) -> timedelta:
+    """Return the timeout of the ranks before their configuration is checked."""
+    return timedelta(minutes=configured if 0 < configured < 1e6 else DEFAULT_MINUTES)
 
 
 class Refusal:
-    """What is written to stderr before a job begins, by all ranks alike: kept back, and printed by one.
+    """Collects what all ranks write to stderr before a job starts, so that it is printed once.
 
-    file: where it goes to.
+    file: the collected text.
     """
 
     def __init__(self, world: World) -> None:
@@ -164,21 +163,21 @@ class Refusal:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Within it stderr is `file`."""
+        """Redirect stderr to `file` within a `with` block."""
         with redirect_stderr(self.file):
             yield
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Within it, a job that has begun, stderr is itself."""
+        """Restore stderr within a `with` block, while a job runs."""
         self._inside = True
         with redirect_stderr(self._real):
             yield
         self._inside = False
 
     def print_once(self, end: SystemExit, explain: Callable[[str], str]) -> None:
-        """After the error exit of a command line that no job came of, or of a job that broke. explain: what is wrong
-        with the command line, from what was written.
+        """Print the errors after an exit: unchanged if a job had started or the exit is not an error, else once for all
+        ranks. explain: makes the message from the collected text.
         """
         if self._inside or not end.code:
             print(self.file.getvalue(), file=self._real, end="")
@@ -186,15 +185,15 @@ class Refusal:
             refused(self._world, explain(self.file.getvalue()))
 
 
-def verdict(said: list[dict[str, Any]]) -> str:
-    """Of what each rank says, in rank order: as `compared` returns it."""
-    errors = _by_value(each.get("error") for each in said)
+def verdict(reports: list[dict[str, Any]]) -> str:
+    """Return the difference between the reports of the ranks, in rank order, as `compared` does."""
+    errors = _by_value(each.get("error") for each in reports)
     if len(errors) == 1 and None not in errors:
         return str(next(iter(errors)))
     if mistakes := {text: ranks for text, ranks in errors.items() if text is not None}:
         return "\n".join(f"{text} ({numbered(ranks)} only)" for text, ranks in mistakes.items())
-    keys = sorted({key for each in said for key in each["facts"]})
-    values = {key: _by_value(each["facts"].get(key, "(absent)") for each in said) for key in keys}
+    keys = sorted({key for each in reports for key in each["facts"]})
+    values = {key: _by_value(each["facts"].get(key, "(absent)") for each in reports) for key in keys}
     differing = {key: found for key, found in values.items() if len(found) > 1}
     if not differing:
         return ""
@@ -207,7 +206,7 @@ def verdict(said: list[dict[str, Any]]) -> str:
 
 
 def source_hash() -> str:
-    """Of the package's Python files: nodes may have different checkouts."""
+    """Return a hash of the package's Python files: nodes may have different checkouts."""
     package = Path(__file__).resolve().parents[1]
     total = hashlib.sha256()
     for file in sorted(package.rglob("*.py")):
@@ -216,7 +215,7 @@ def source_hash() -> str:
 
 
 def numbered(ranks: Iterable[int]) -> str:
-    """`rank 3`, `ranks 0-2 and 5`."""
+    """Return rank numbers as text: `rank 3`, `ranks 0-2 and 5`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:

@@ -1,11 +1,11 @@
-"""The run directory: `<run_root>/<name>`, found by the name alone.
+"""The run directory `<run_root>/<name>`.
 
     config.yaml    resolved configuration            metrics.jsonl   one line a step
     recipe.json    what every linear layer computes  checkpoints/    step-N, latest
-    run.json       identity, corpus, deviations      telemetry.jsonl  a line a rounding, where it was watched
+    run.json       identity, corpus, deviations      telemetry.jsonl  one line per observed rounding, with telemetry
     DONE | PREEMPTED | DIVERGED   how the last launch ended (JSON)
 
-train/identity.py defines the identity of a run. Nothing here deletes a run: `resume=never` renames it.
+train/identity.py defines the identity of a run. This module deletes no run: `resume=never` renames it.
 """
 
 import fcntl
@@ -29,23 +29,23 @@ from lowprec_train.train.launch import first
 
 log = logging.getLogger(__name__)
 
-RESTORE = "restore it, or resume=never moves the run aside and starts afresh"
-ENDED = "it only says how the last launch ended: remove it, and the run goes on from its last checkpoint"
+RESTORE = "restore it, or use resume=never to move the run aside and start again"
+ENDED = "it only records how the last launch ended: remove it to continue from the last checkpoint"
 _UNREADABLE = {"DONE": ENDED, "PREEMPTED": ENDED, "DIVERGED": ENDED}
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]*")
 
 
 class RunDirectory:
-    """A run directory held by one process: the claim is a lock, which ends with the process, however it ends.
+    """A run directory that one process holds with a lock, which ends with the process.
 
-    Other processes of the run have it without a lock: they read, and what they are asked to write, the holder writes.
+    Other processes of the run have it without the lock: they read, and only the holder writes.
     """
 
     def __init__(
         self, path: Path, lock: IO[str] | None, config: Mapping[str, Any] | None = None, earlier: Path | None = None
     ) -> None:
-        """config: that the run was last started with; None: it is a new one. earlier: where the run was moved to that
-        had this name.
+        """config: with which the run was last started; None: it is new. earlier: new path of an earlier run with this
+        name, which was moved aside.
         """
         self.path = path
         self.resumed = config is not None
@@ -55,7 +55,7 @@ class RunDirectory:
 
     @property
     def held(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this process holds the lock and writes."""
         return self._lock is not None
 
     def __enter__(self) -> "RunDirectory":
@@ -70,19 +70,19 @@ class RunDirectory:
         return (self.path / "DONE").exists()
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
-        """Write `name` (.yaml, else JSON) whole or not at all; it is on disk when this returns."""
+        """Write `name` (.yaml, else JSON) atomically and sync it to disk."""
         as_yaml = name.endswith(".yaml")
         text = OmegaConf.to_yaml(OmegaConf.create(dict(content))) if as_yaml else json.dumps(content, indent=2)
         write_whole(self.path / name, f"{text}\n".encode())
         sync(self.path)
 
     def read(self, name: str) -> dict[str, Any]:
-        """A JSON file of the run; empty when it does not exist. ValueError when it holds no object; names the file."""
+        """Return a JSON file of the run; empty if it does not exist. Raises ValueError if it is not an object."""
         return read_object(self.path / name, advice=_UNREADABLE.get(name, RESTORE))
 
     def begin(self, *, config: Mapping[str, Any], recipe: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """The run goes on, an earlier PREEMPTED or DIVERGED no longer holds. With config.yaml, written last, the run
-        exists.
+        """Write the files of the run, and remove PREEMPTED and DIVERGED of an earlier launch. config.yaml is written
+        last: with it the run exists.
         """
         if not self.held:
             return
@@ -93,7 +93,7 @@ class RunDirectory:
             (self.path / mark).unlink(missing_ok=True)
 
     def end(self, outcome: str, *, step: int, signal: str | None) -> None:
-        """Say how the launch ended: DONE with the last losses, PREEMPTED with the signal, or DIVERGED."""
+        """Record how the launch ended: DONE with the last losses, PREEMPTED with the signal, or DIVERGED."""
         if not self.held:
             return
         if outcome == "preempted":
@@ -106,7 +106,7 @@ class RunDirectory:
             self.write("DONE", {"step": step, **losses})
 
     def release(self) -> None:
-        """Give the claim up; a directory in which no run began goes with it, and the run that made room comes back."""
+        """Release the lock. If no run has started, remove the directory and move an earlier run back."""
         if self._lock is None:
             return
         self._lock.close()
@@ -119,13 +119,13 @@ class RunDirectory:
 
 
 def claim(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> RunDirectory:
-    """The directory of run `name`, new or to be continued, for this process alone.
+    """Lock the directory of run `name`, new or to be continued, for this process.
 
-    Raises ValueError for an unusable name, a run that another process holds, and, unless `resume` is never, a saved
-    configuration with other training keys.
+    Raises ValueError for an invalid name, for a run that another process holds, and for a saved configuration with
+    other training keys, unless `resume` is never.
     """
     if not NAME.fullmatch(name):
-        raise ValueError(f"name={name!r} cannot name a directory: letters, digits and _ . = + - only")
+        raise ValueError(f"name={name!r} cannot name a directory; use only letters, digits and _ . = + -")
     path = root / name
     lock = _lock(path)
     begun = (path / "config.yaml").exists()
@@ -138,12 +138,12 @@ def claim(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> R
     if not begun:
         raise ValueError(f"run {name!r} in {root} has {remains} but no config.yaml; {RESTORE}")
     saved = _configuration(path / "config.yaml")
-    _same(path, saved, config, resume)
+    _check_same(path, saved, config, resume)
     return RunDirectory(path, lock, saved)
 
 
 def _remains(path: Path) -> str:
-    """What a directory has that a run has made; "" for none."""
+    """Return which results of a run a directory has; "" for none."""
     with suppress(CheckpointError):
         found = [f"checkpoints ({', '.join(map(str, there))})"] if (there := steps(path / "checkpoints")) else []
         found += [name for name in ("metrics.jsonl", "DONE", "PREEMPTED", "DIVERGED") if (path / name).exists()]
@@ -152,22 +152,22 @@ def _remains(path: Path) -> str:
 
 
 def _configuration(file: Path) -> dict[str, Any]:
-    """A run's config.yaml. ValueError when it is none; names the file."""
+    """Read a run's config.yaml. Raises ValueError, with the path, if it is invalid."""
     try:
         saved: Any = OmegaConf.to_container(read_yaml(file))
     except ValueError as error:
         raise ValueError(f"{error}; {RESTORE}") from error
     if not isinstance(saved.get("model"), dict):
-        raise ValueError(f"{file} is no configuration of a run; {RESTORE}")
-    renamed_keys.refuse(saved, f"{file}", "resume=never moves the run aside and starts afresh, another name=... too")
+        raise ValueError(f"{file} is not the configuration of a run; {RESTORE}")
+    renamed_keys.refuse(saved, f"{file}", "use resume=never to move the run aside and start again, or another name=...")
     for key in ("steps", "checkpoint_interval", "log_interval"):
         if not isinstance(saved.get(key, None if key == "steps" else 1), int):
-            raise ValueError(f"{file} has {key}: {saved.get(key)}, which is no number of steps; {RESTORE}")
+            raise ValueError(f"{file} has {key}: {saved.get(key)}, which is not a number of steps; {RESTORE}")
     return {str(key): value for key, value in saved.items()}
 
 
 def shared(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> RunDirectory:
-    """`claim` by rank 0 for all processes of the run; raises on all of them what it raises there."""
+    """Call `claim` on rank 0 for all processes of the run; raise its error on all of them."""
     claims: list[RunDirectory] = []
 
     def claimed() -> tuple[Path, Mapping[str, Any] | None, dict[str, Any]]:
@@ -183,23 +183,23 @@ def shared(root: Path, name: str, config: Mapping[str, Any], resume: Resume) -> 
     return directory
 
 
-def _same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], resume: Resume) -> None:
+def _check_same(path: Path, saved: Mapping[str, Any], now: Mapping[str, Any], resume: Resume) -> None:
     changed, length = differences(saved, now), longer(saved, now)
     if not changed or (length and resume in (Resume.extend, Resume.step)):
         return
     most = changed if len(changed) <= 4 else [*changed[:3], f"and {len(changed) - 3} more"]
     lines = "\n".join(f"  {line}" for line in most)
     more = length and now["steps"] > saved["steps"]
-    further = f"; resume=extend goes on to step {now['steps']} (docs/resuming.md)" if more else ""
+    further = f"; resume=extend continues to step {now['steps']} (docs/resuming.md)" if more else ""
     raise ValueError(
         f"run {path.name!r} in {path.parent} was started with another configuration:\n{lines}\n"
-        f"Choose another name=..., or resume=never to move the earlier run to {aside(path).name} and start afresh"
+        f"Choose another name=..., or use resume=never to move the earlier run to {aside(path).name} and start again"
         f"{further}."
     )
 
 
 def _lock(path: Path) -> IO[str]:
-    """A record lock: it is not inherited by children and ends with the process, SIGKILL included."""
+    """Lock a directory with a record lock: children do not inherit it, and it ends with the process."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         file = (path / ".lock").open("w")
@@ -211,5 +211,5 @@ def _lock(path: Path) -> IO[str]:
         file.close()
         raise ValueError(f"run {path.name!r} in {path.parent} is in use by another process") from error
     except OSError as error:
-        log.warning("%s: this file system has no locks (%s); start a run once only", path, error.strerror)
+        log.warning("%s: this file system has no locks (%s); do not start a run twice", path, error.strerror)
     return file

@@ -1,9 +1,9 @@
-"""Signals that ask a run to stop; the trainer stops after the current step.
+"""Signals that stop a run; the trainer stops after the current step.
 
-The handlers of SIGTERM, SIGUSR1, SIGUSR2 and SIGINT only record the signal. The trainer checks after each step, saves,
-and the process ends with status 0 and a PREEMPTED file; many ranks agree on the step first (`train.stop_consensus`). A
-second SIGINT aborts at once. torchrun kills its ranks 30 s after it has handed a signal on, so the scripts for Slurm
-give signals to the ranks without it (docs/slurm.md).
+The handlers of SIGTERM, SIGUSR1, SIGUSR2 and SIGINT only record the signal. The trainer checks it after each step and
+saves, and the process ends with status 0 and a PREEMPTED file. Several ranks first agree on the step
+(`train.stop_consensus`). A second SIGINT aborts at once. torchrun kills its ranks 30 s after it forwards a signal, so
+the Slurm scripts send signals to the ranks directly (docs/slurm.md).
 """
 
 import os
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-NOTICE = b"\nInterrupted: saving at the end of this step, then ending. Again: abort without saving.\n"
+NOTICE = b"\nInterrupted: the run saves after this step and stops. Interrupt again to abort without saving.\n"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopRequest:
-    """Callable that tells whether to stop. number: of the first signal, 0 before that. aborted: by a second SIGINT."""
+    """Callable that returns whether to stop. number: of the first signal, 0 before it. aborted: by a second SIGINT."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -29,11 +29,11 @@ class StopRequest:
 
     @property
     def signal_name(self) -> str | None:
-        """Name of the first signal that came."""
+        """Name of the first signal; None before it."""
         return signal.Signals(self.number).name if self.number else None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler. A forked child (data, checkpoint writer) inherits it and must die as it would without us."""
+        """Signal handler. A forked child (data, checkpoint writer) inherits it and must die as it would by default."""
         if os.getpid() != self._pid:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -43,14 +43,14 @@ class StopRequest:
         elif not self.number:
             self.number = number
             if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":
-                os.write(2, NOTICE)  # print may be what was interrupted
+                os.write(2, NOTICE)  # the signal may have interrupted a print
 
 
 @contextmanager
 def listen() -> Iterator[StopRequest]:
-    """Handle the signals within a `with` block, in the main thread; the earlier handlers come back after it.
+    """Handle the signals within a `with` block, in the main thread; restore the earlier handlers after it.
 
-    Signals that came while they were `blocked`, here or in the process that started this one, come now.
+    Signals that arrived while they were `blocked`, here or in the parent process, are handled now.
     """
     request = StopRequest()
     with handled(request.handle):
@@ -59,7 +59,7 @@ def listen() -> Iterator[StopRequest]:
 
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Give the signals to `handler` within a `with` block, those that were `blocked` too."""
+    """Pass the signals to `handler` within a `with` block, including those that arrived while `blocked`."""
     before = {number: signal.signal(number, handler) for number in HANDLED}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     try:
@@ -71,7 +71,7 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 @contextmanager
 def blocked() -> Iterator[None]:
-    """Let the signals wait within a `with` block, as while torch is imported; processes started in it inherit it."""
+    """Block the signals within a `with` block, e.g. while torch is imported; processes started in it inherit this."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     try:
         yield

@@ -1,12 +1,12 @@
 """The tensors of a run in a checkpoint, with names and whole shapes that do not depend on the layout of processes.
 
     model        <fqn>                 a parameter or a persistent buffer
-    optimizer    <fqn>.exp_avg, ...    what the optimizer keeps of a parameter
+    optimizer    <fqn>.exp_avg, ...    the optimizer's states of a parameter
 
-Where processes hold parts, a tensor that is cut is a DTensor over the whole mesh, made by data from this process's part
-and sharing its memory: saved at one layout, it is read at another, and reading fills the live part in place. What lies
-along a parameter is cut like it (codes in its very shape, the scales of groups with its rows and groups); what is one
-number for a whole matrix is the same on every process and stays a plain tensor. The codec says which is which.
+A sharded tensor becomes a DTensor over the whole mesh that shares the memory of the local shard. A checkpoint of one
+layout can therefore be loaded with another, and loading fills the live shards in place. States along a parameter are
+sharded like it (codes with its shape, group scales with its rows and groups). A state with one number per matrix is the
+same on every process and stays a plain tensor. The codec says which states lie along the parameter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lowprec_train.parallel.placement import Placements
 class ModelState:
     """A model's parameters and persistent buffers.
 
-    placements: of the parameters, where processes hold parts. optimizer: then knows what values they are rounded to:
-    where FSDP2 keeps BF16 values in FP32, a checkpoint has them in BF16, as every other layout does.
+    placements: of the parameters, if they are sharded. optimizer: gives the dtype to which their values are rounded.
+    FSDP2 may keep BF16 values in FP32; a checkpoint has them in BF16, as with every other layout.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ModelState:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """DCP has filled the live tensors in place, those of another dtype are copied."""
+        """Finish a load: DCP has filled the live tensors in place; tensors of another dtype are copied."""
         for name, tensor in self._model.state_dict(keep_vars=True).items():
             if tensor.dtype != state_dict[name].dtype:
                 _local(tensor).copy_(_local(state_dict[name]))
@@ -58,7 +58,7 @@ class ModelState:
 
 
 class OptimizerState:
-    """The tensors of an optimizer as `<parameter fqn>.<name>`. The optimizer must have its state from the start."""
+    """The tensors of an optimizer as `<parameter fqn>.<name>`. The optimizer must have its states before a load."""
 
     def __init__(self, model: nn.Module, optimizer: CodedOptimizer, placements: Placements | None = None) -> None:
         self._model, self._optimizer, self._placements = model, optimizer, placements
@@ -74,7 +74,7 @@ class OptimizerState:
         return flat
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """DCP has filled the live tensors in place."""
+        """Check that DCP has filled the live tensors in place."""
         for name, tensor in self.state_dict().items():
             _assert_live(name, tensor, state_dict[name])
 
@@ -89,8 +89,8 @@ class OptimizerState:
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    """The first name of every parameter. By way of state_dict: there FSDP2 shows the parts, also after a forward pass
-    that has left the whole matrices in their place.
+    """Return the first name of every parameter. Uses state_dict: there FSDP2 has the shards, even if a forward pass
+    has left the unsharded matrices in their place.
     """
     named = model.state_dict(keep_vars=True).items()
     return {tensor: name for name, tensor in reversed(list(named)) if isinstance(tensor, nn.Parameter)}

@@ -1,13 +1,13 @@
 """Stop requests, agreed on by all ranks: all stop after the same step.
 
-A signal may reach one rank only, or reach the ranks in different steps. A rank that saved by itself would wait for ever
-for the others' part of the checkpoint. So after each step all ranks exchange one short message on the CPU (gloo), begun
-after a step and read after the next one: nobody waits for it, the device least of all. All ranks read the same message,
-and so they decide alike, one step after the request.
+A signal may reach one rank only, or reach the ranks in different steps. A rank that saved alone would wait forever for
+the other ranks' shards. So after each step all ranks exchange a short message on the CPU (gloo). It is sent after one
+step and read after the next, so neither ranks nor devices wait for it. All ranks read the same message and decide
+alike, one step after the request.
 
-The message carries times as well, from which rank-wise numbers come at no further cost. One of them needs a thought.
-Gradients are summed across ranks, so a step ends on all ranks together and step times hardly differ, whoever was slow.
-What differs is when a rank has prepared its step: the rank that waits least for the others' message came last.
+The message also carries times, which give per-rank metrics at no further cost. Gradients are reduced across ranks, so
+all ranks end a step together, and step times hardly differ even if one rank is slow. The ranks differ in the time at
+which they have prepared a step: the rank that waits least for the message of the others is the slowest.
 
     late_ms of rank r = (largest wait of any rank for the previous message) - (wait of rank r)
 """
@@ -24,13 +24,13 @@ FIELDS = ("stop", "step_ms", "data_ms", "waited_ms")
 
 
 class _Message:
-    """One exchange under way: this rank's numbers, and on arrival everybody's."""
+    """One exchange in flight: this rank's numbers and, on arrival, those of all ranks."""
 
     def __init__(self, numbers: list[float], group: dist.ProcessGroup) -> None:
-        own = torch.tensor([numbers], dtype=torch.float64)
+        local = torch.tensor([numbers], dtype=torch.float64)
         self._all = torch.empty(group.size(), len(FIELDS), dtype=torch.float64)
         self._begun = self._arrived = time.perf_counter()
-        work = ALL_GATHER(self._all, own, group=group, async_op=True)
+        work = ALL_GATHER(self._all, local, group=group, async_op=True)
         assert work is not None
         self._work = work
         self._future = work.get_future().then(self._note_arrival)
@@ -39,16 +39,16 @@ class _Message:
         self._arrived = time.perf_counter()
 
     def read(self) -> tuple[Tensor, float]:
-        """[rank, FIELDS], and the milliseconds from sending to arrival. Waits until the last rank has sent."""
+        """Return [rank, FIELDS] and the milliseconds from sending to arrival. Waits until the last rank has sent."""
         self._work.wait()
         self._future.wait()
         return self._all, (self._arrived - self._begun) * 1e3
 
 
 class StopConsensus:
-    """Makes any rank's request to stop the decision of all, at the same step.
+    """Turns any rank's request to stop into a decision of all ranks at the same step.
 
-    group: of all ranks, takes host tensors, used by no other thread; None: this process is alone, and decides at once.
+    group: of all ranks, for host tensors, used by no other thread; None: a single process, which decides at once.
     learned: the largest request of any rank that has arrived: 0 for none, else True or a signal's number.
     """
 
@@ -60,10 +60,10 @@ class StopConsensus:
         self.learned = 0
 
     def agree(self, stop: int, *, step_ms: float = 0.0, data_ms: float = 0.0) -> bool:
-        """Whether to stop now: the same answer on all ranks. All ranks call it once after every step.
+        """Return whether to stop now; the answer is the same on all ranks. All ranks call it once after every step.
 
-        stop: this rank's request: False or 0, else True or the number of the signal that asks for it.
-        step_ms, data_ms: times of the newest step that this rank knows: of all of it, and of waiting for its data.
+        stop: this rank's request: False or 0, else True or the number of the signal.
+        step_ms, data_ms: duration of the newest measured step, and of its wait for data.
         """
         if self._group is None:
             self.learned = max(self.learned, int(stop))
@@ -75,7 +75,7 @@ class StopConsensus:
         return False
 
     def metrics(self) -> dict[str, float]:
-        """Extremes over ranks, of the newest message that has arrived; empty before that and in one process.
+        """Return extremes over ranks from the newest message; empty before the first one and with one process.
 
         time/slowest_rank is the rank that came last, time/late_ms_max its delay behind the first.
         """
@@ -92,7 +92,7 @@ class StopConsensus:
         }
 
     def close(self) -> None:
-        """Receive what is under way, after the last step, before the group ends."""
+        """Receive the message in flight, after the last step and before the group ends."""
         self._read_message()
 
     def _read_message(self) -> None:

@@ -1,12 +1,12 @@
-"""A trained model ready to compute: weights of a run or of an imported model, under the run's recipe or any other.
+"""A trained model for inference: the weights of a run or of an imported model, under the run's recipe or any other.
 
 Only the forward pass of a recipe is used. Operands of the backward GEMMs are not made, so tiles along the tokens do not
-restrict their number: a model that trained under MXFP4 reads a single token. The numbers of the forward pass are those
-of training, norms and activations that compute from rounded inputs (COAT) included. Weights are held in the dtype that
-linears compute in, which is what they cast them to in training.
+restrict the number of tokens: a model trained under MXFP4 can process a single token. The forward pass gives the same
+numbers as in training, including norms and activations with rounded inputs (COAT). Weights are stored in the dtype to
+which linears cast them in training.
 
-Scales that span the tokens of a pass, one for a whole tensor say, make a token's logits depend on what is computed with
-it, by a rounding: with `fp8` or `nvfp4` a loss moves by 1e-5 or 1e-4 nats with the size of the batch.
+Scales that span several tokens, e.g. one per tensor, make a token's logits depend on the other tokens of the batch by
+a rounding: with `fp8` or `nvfp4` a loss changes by 1e-5 or 1e-4 nats with the size of the batch.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from lowprec_train.train.compose import composed
 from lowprec_train.train.trainer import EVALUATION_STEP
 from lowprec_train.train.weights import RunWeights, fill_from, open_weights, without_memory
 
-OF_RUN = "run"  # instead of a recipe's name: what the run computed with at this checkpoint
+OF_RUN = "run"  # in place of a recipe's name: the recipe of the run at this checkpoint
 UNQUANTISED = "bf16"
-UNROUNDED = "fp32"  # nothing is rounded, for comparison with other programs
+UNROUNDED = "fp32"  # rounds nothing, for comparison with other programs
 
 
 class Trained:
-    """A run directory's checkpoint, or an imported directory, from which models are made.
+    """A run's checkpoint, or an imported directory, from which models are built.
 
-    path, step: as `weights.open_weights` takes them, which says what is refused.
+    path, step: as in `weights.open_weights`, which raises ValueError for invalid ones.
     """
 
     def __init__(self, path: Path, step: int | None = None) -> None:
@@ -52,15 +52,15 @@ class Trained:
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
-        """What run.json says; of an imported directory nothing."""
+        """The content of run.json; empty for an imported directory."""
         return read_object(self.directory / "run.json")
 
     def recipe_name(self, recipe: str) -> str:
-        """The recipe's own name, also where the run's was asked for. fp32, which rounds nothing, is one."""
+        """Return the name of a recipe; for "run" that of the run's recipe."""
         return str(self.facts.get("recipe", UNQUANTISED)) if recipe == OF_RUN else recipe
 
     def forward(self, recipe: str) -> Phase:
-        """What every linear, norm and activation computes in the forward pass: equal phases compute the same.
+        """Return what every linear, norm and activation computes in the forward pass. Equal phases compute the same.
 
         Raises ValueError for an unknown recipe and for one whose tiles do not divide the model's sizes.
         """
@@ -69,7 +69,7 @@ class Trained:
         return self._forward[recipe]
 
     def model(self, recipe: str, *, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
-        """The model on `device`, its residual stream and GEMMs in `dtype` where the recipe does not round.
+        """Return the model on `device`. The residual stream and unquantised GEMMs are in `dtype`.
 
         recipe: "run", "fp32", or the name of a file of configs/recipe. dtype: None for FP32 under "fp32", else BF16.
         Raises ValueError as `forward` does, for another dtype under "fp32", and for weights that cannot be read.
@@ -86,7 +86,7 @@ class Trained:
 
     def _made(self, recipe: str) -> Phase:
         model, run = self._laid_out(torch.bfloat16), self._precision(recipe)
-        step = max(0, (self.step or 0) - 1) if recipe == OF_RUN else 0  # the last, 0-based, that the run has done
+        step = max(0, (self.step or 0) - 1) if recipe == OF_RUN else 0  # the last finished step, 0-based
         last = [each for each in build.phases(run, model) if each.first_step <= step][-1]
         phase = Phase(
             first_step=0,
@@ -95,8 +95,8 @@ class Trained:
         )
         if phase.backend is not None:
             raise ValueError(
-                f"recipe {self.recipe_name(recipe)}: {phase.backend} runs its layers, in training alone; the weights "
-                f"are those of any recipe: --recipe {UNQUANTISED} or fp8 computes with them"
+                f"recipe {self.recipe_name(recipe)}: {phase.backend} supports training only; use --recipe "
+                f"{UNQUANTISED} or fp8, which compute with the same weights"
             )
         checks.linears(model, phase.recipes, tokens=1)
         phase.saved_activations.check(model)
@@ -106,7 +106,7 @@ class Trained:
         return without_memory(replace(self.weights.model, **LAUNCHED), dtype=dtype)
 
     def _precision(self, recipe: str) -> RunConfig:
-        """A run of which nothing matters but what its layers compute."""
+        """Return a run configuration of which only the precision is used."""
         saved = self.directory / "config.yaml"
         if recipe == OF_RUN and saved.is_file():
             tree: Any = config.read_yaml(saved)
@@ -118,21 +118,21 @@ class Trained:
         if name not in known:
             known = [OF_RUN, *known, UNROUNDED]
             guess = meant(name, known)
-            asked = f"; did you mean {guess}?" if guess else ""
-            raise ValueError(f"recipe {name!r} is none of {', '.join(known)}{asked}")
+            suggestion = f"; did you mean {guess}?" if guess else ""
+            raise ValueError(f"recipe {name!r} is not one of {', '.join(known)}{suggestion}")
         return composed(f"+recipe={name}")
 
 
 def dtype_of(recipe: str, dtype: torch.dtype | None = None) -> torch.dtype:
-    """What a model under this recipe computes in where it does not round. Raises ValueError for fp32 in another."""
-    own = torch.float32 if recipe == UNROUNDED else torch.bfloat16
-    if recipe == UNROUNDED and dtype not in (None, own):
-        raise ValueError(f"recipe {UNROUNDED} computes in {own}, not in {dtype}")
-    return dtype or own
+    """Return the dtype of unquantised ops under this recipe. Raises ValueError for "fp32" with another dtype."""
+    default = torch.float32 if recipe == UNROUNDED else torch.bfloat16
+    if recipe == UNROUNDED and dtype not in (None, default):
+        raise ValueError(f"recipe {UNROUNDED} computes in {default}, not in {dtype}")
+    return dtype or default
 
 
 def forward_part(recipe: LinearRecipe) -> LinearRecipe:
-    """The recipe whose forward GEMM is this one's and whose backward GEMMs round nothing."""
+    """Return a recipe with the forward GEMM of this one and unquantised backward GEMMs."""
     if recipe.backend is not None:
         return recipe
     fprop = Gemm() if recipe.fprop.codes_only else recipe.fprop

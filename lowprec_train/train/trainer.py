@@ -1,16 +1,15 @@
-"""The training loop. A step never waits for the device:
+"""The training loop. A step never synchronises with the device:
 
     for each micro-batch: draws = seeds.at(step, first token); backward of (sum of token losses / targets of the step)
     norm = |gradient|; bad = loss or norm not finite, or too large to square (`train.diagnostics.divergence`)
-    the optimizer divides gradients by max(norm / max_grad_norm, 1), and changes nothing where bad
+    the optimizer divides gradients by max(norm / max_grad_norm, 1), and skips the update if bad
     metrics are copied to the host asynchronously and logged one step later
 
 On a step that telemetry observes, an extra pass runs first and changes nothing (`train.diagnostics.telemetry`).
 
-So one NaN costs one step, not the run: the skip is decided, done and counted on the device. After `max_nonfinite_steps`
-skips in a row the run saves and stops, and one that comes to its end without updates fails. Everything a step does
-depends on its index alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and
-two counters.
+A NaN costs one step, not the run: the skip is decided, applied and counted on the device. After `max_nonfinite_steps`
+skipped steps in a row the run saves and stops; a run that ends without any update fails. A step depends on its index
+alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and two counters.
 """
 
 from __future__ import annotations
@@ -49,29 +48,29 @@ from lowprec_train.train.prefetcher import Prefetcher, load_step
 from lowprec_train.train.stop_consensus import StopConsensus
 
 EVALUATION_STEP = 1 << 32
-"""Step number that the draws of an evaluation are made from: no training step reaches it."""
+"""Step number for the draws of evaluations; no training step reaches it."""
 
 _IN_ROW = "train/skipped_in_row"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """The numbers of a training loop. `train.checks` says which are allowed, before anything is built."""
+    """The settings of a training loop. `train.checks` checks them before anything is built."""
 
     steps: int
-    tokens_per_step: int  # of all processes, a multiple of micro_batch * seq_len: the rest is accumulation
-    micro_batch: int  # sequences of one forward and backward
+    tokens_per_step: int  # over all processes, a multiple of micro_batch * seq_len; the rest is gradient accumulation
+    micro_batch: int  # sequences per forward and backward pass
     seq_len: int
     max_grad_norm: float  # 0: no clipping
     max_nonfinite_steps: int  # in a row, after which the run saves and stops
-    seed: int  # a checkpoint of another one is refused
-    eval_interval: int  # there is an evaluation at the end too
+    seed: int  # a checkpoint with another seed is refused
+    eval_interval: int  # in steps; an evaluation also follows the last step
     eval_batches: int  # micro-batches of the validation split
-    in_backward: bool = False  # step each parameter when its gradient is complete; max_grad_norm is 0
-    grad_accumulation: StateCodec | None = None  # what stores gradients of matrices until the update; None: FP32
+    in_backward: bool = False  # update each parameter when its gradient is complete; needs max_grad_norm=0
+    grad_accumulation: StateCodec | None = None  # codec of matrix gradients until the update; None: FP32
     log_update_rms: bool = False  # of matrices and of the embedding, before each update
-    log_interval: int = 1  # evaluations, observed steps and the last one are always logged
-    throughput: Throughput | None = None  # None: tokens per second alone
+    log_interval: int = 1  # in steps; evaluations, observed steps and the last step are always logged
+    throughput: Throughput | None = None  # None: only tokens per second
 
 
 class Trainer:
@@ -79,14 +78,14 @@ class Trainer:
 
     Args:
         model: has `loss(tokens, targets, normalizer, documents, draws) -> 0-dim FP32 tensor`, the sum of the token
-            losses / normalizer, which is handed over as a 0-dim FP32 tensor on the model's device; FP32 parameters.
+            losses / normalizer. normalizer is a 0-dim FP32 tensor on the model's device.
         schedule: 0-based step -> learning rate.
         corpus: its batches are pure functions of the step.
-        seeds: what the draws of each micro-batch come from; None for a model that takes none.
-        precision: gives the model the recipes of each step; None: it keeps those it has.
+        seeds: source of the draws of each micro-batch; None for a model without draws.
+        precision: sets the model's recipes at each step; None: the model keeps its recipes.
         telemetry: observes some of the steps; None: none.
-        data_parallel: the processes that share a step; None: this one alone.
-        placements, shards: where the shards of parameters lie, where they are sharded.
+        data_parallel: communication with the processes that share a step; None: a single process.
+        placements, shards: of the sharded parameters; None: all parameters are whole.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Trainer:
         self._sums, self._in_backward = self._gradients()
         self.steps_done = 0
         self._times = {"step_ms": 0.0, "data_ms": 0.0}  # of the newest step whose time is known
-        self._last_loss: float | None = None  # of validation, in this launch
+        self._last_loss: float | None = None  # validation loss, in this launch
         self.remembered: dict[str, str] = {}
         load = partial(
             load_step,
@@ -139,36 +138,37 @@ class Trainer:
         write_rows: Callable[[Sequence[Row]], None] = lambda rows: None,
         begin_step: Callable[[int], None] = lambda step: None,
     ) -> Literal["done", "preempted"]:
-        """Train up to `steps`, or until `should_stop`, which is asked after each step; save. The sinks stay open.
+        """Train up to `steps`, or until `should_stop` requests a stop, and save. The sinks stay open.
 
-        should_stop: 0, or the number of the signal that asks for it. consensus: makes it the decision of all processes.
-        write_rows: takes the rows of every step that telemetry watched; its series go to the sinks.
-        begin_step: hears of every step, counted from 1, before it is taken.
+        should_stop: called after each step; returns 0, or the number of the signal that requests a stop.
+        consensus: turns the request into a decision of all processes.
+        write_rows: receives the rows of every step that telemetry observed; its series go to the sinks.
+        begin_step: called before each step with its number, counted from 1.
 
         Raises:
             TrainingDiverged: after a checkpoint of the last good state.
-            NothingTrained: at the end, as `Skips.judge` says.
-            CheckpointError: a save failed, also one in the background, or was refused: something is not finite.
+            NothingTrained: at the end, as `Skips.judge` describes.
+            CheckpointError: a save failed, also in the background, or was refused because a value is not finite.
         """
-        late: DeferredMetrics | None = None
+        pending: DeferredMetrics | None = None
         consensus = consensus or StopConsensus()
         self.model.train()
         while self.steps_done < self.options.steps:
             begin_step(self.steps_done + 1)
-            begin = late.end if late is not None else Instant(self.device)
+            begin = pending.end if pending is not None else Instant(self.device)
             metrics = self.step() | consensus.metrics()
-            previous, late = late, DeferredMetrics(self.steps_done, metrics, begin, self.device)
+            previous, pending = pending, DeferredMetrics(self.steps_done, metrics, begin, self.device)
             if previous is not None:
                 self._report(previous, sinks, checkpointer, write_rows)
             if checkpointer is not None:
                 checkpointer.check()
             last = self.steps_done == self.options.steps
-            asked = should_stop() or (checkpointer is not None and checkpointer.failed)
-            stop = consensus.agree(asked, **self._times) and not last
+            request = should_stop() or (checkpointer is not None and checkpointer.failed)
+            stop = consensus.agree(request, **self._times) and not last
             save = checkpointer is not None and (stop or last or checkpointer.due(self.steps_done))
             if stop or save or self._evaluation_due():
-                self._report(late, sinks, checkpointer, write_rows)
-                late = None
+                self._report(pending, sinks, checkpointer, write_rows)
+                pending = None
             if save:
                 self._save(checkpointer, wait=stop or last)
             if stop:
@@ -179,7 +179,7 @@ class Trainer:
         return "done"
 
     def step(self) -> dict[str, Tensor | float]:
-        """One update. Tensors are 0-dim and on the device; nothing waits for them."""
+        """Do one update. The returned tensors are 0-dim and on the device; nothing waits for them."""
         if self.precision is not None:
             self.precision.begin(self.model, self.steps_done)
         self.data_parallel.prepare()
@@ -225,7 +225,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Mean loss per target token over fixed validation batches, whose draws are their own."""
+        """Return the mean loss per target token over fixed validation batches, with draws for evaluations."""
         batch = self._load_valid()
         one = torch.ones((), device=self.device)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -238,7 +238,7 @@ class Trainer:
         return {"valid/loss": float(self.data_parallel.total(total)) / float(targets)}
 
     def checkpoint_parts(self) -> dict[str, Stateful]:
-        """What `Checkpointer.save` and `.load` take."""
+        """Return the parts that `Checkpointer.save` and `.load` accept."""
         return {
             "model": ModelState(self.model, self.placements, self.optimizer),
             "optimizer": OptimizerState(self.model, self.optimizer, self.placements),
@@ -248,7 +248,7 @@ class Trainer:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Step, counters and what sinks want remembered. The counters are the live tensors."""
+        """Return the step, the counters and the strings of the sinks. The counters are the live tensors."""
         return {
             "step": self.steps_done,
             "seed": self.options.seed,
@@ -259,8 +259,8 @@ class Trainer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after `state_dict["step"]` steps. ValueError where that run has another seed or step size, and so
-        another data order.
+        """Continue after `state_dict["step"]` steps. Raises ValueError if that run has another seed or step size, and
+        therefore another data order.
         """
         for name in ("seed", "tokens_per_step"):
             found, expected = state_dict[name], getattr(self.options, name)
@@ -273,7 +273,7 @@ class Trainer:
         self.remembered.update(json.loads(state_dict["remembered"]))
 
     def _gradients(self) -> tuple[GradientSums | None, UpdatesInBackward | None]:
-        """What takes gradients as they are made. The sums come first: an update is of a sum."""
+        """Create the consumers of gradients in the backward pass. Sums come first: an update needs the sum."""
         codec, in_backward = self.options.grad_accumulation, self.options.in_backward
         made = [(place, p) for place, p in enumerate(self.model.parameters()) if p.requires_grad]
         complete = [(place, p) for place, p in made if self.data_parallel.complete_in_backward(p)]
@@ -284,13 +284,13 @@ class Trainer:
         return sums, UpdatesInBackward(self.optimizer, (p for _, p in complete)) if in_backward else None
 
     def _micro_loss(self, micro: Batch, normalizer: Tensor, step: int) -> Tensor:
-        part = micro.moved(lambda x: x.to(self.device, non_blocking=True))  # from pinned memory it waits for nothing
+        part = micro.moved(lambda x: x.to(self.device, non_blocking=True))  # asynchronous from pinned memory
         draws = None if self.seeds is None else self.seeds.at(step, micro.first * self.options.seq_len)
         with nullcontext() if self.precision is None else self.precision.around_pass(self.model):
             return self._loss(part.tokens, part.targets, normalizer, part.documents, draws)
 
     def _update(self, loss: Tensor, record: Record | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Clip, step or skip, count; the gradient norm before clipping, and what is to be logged of the update."""
+        """Clip, update or skip, and count. Returns the gradient norm before clipping and the update's metrics."""
         known = {p: s for each in (self._sums, self._in_backward) if each is not None for p, s in each.squares.items()}
         norm, squares = norm_and_squares(self.model.parameters(), self.shards, known)
         scale = ((norm + 1e-6) / (self.options.max_grad_norm or float("inf"))).clamp(min=1.0)
@@ -306,7 +306,7 @@ class Trainer:
         return norm, watched
 
     def _update_rms(self, scale: Tensor) -> dict[str, Tensor]:
-        """The largest of the matrices but the embedding, and the embedding's."""
+        """Return the largest update RMS of the matrices without the embedding, and that of the embedding."""
         looked_up = {module.weight for module in self.model.modules() if isinstance(module, nn.Embedding)}
         found = {p: rms for p, rms in self.optimizer.update_rms(grad_scale=scale).items() if p.ndim >= 2}
         sides = {
@@ -323,27 +323,27 @@ class Trainer:
 
     def _report(
         self,
-        late: DeferredMetrics,
+        pending: DeferredMetrics,
         sinks: Sequence[Sink],
         checkpointer: Checkpointer | None,
         write_rows: Callable[[Sequence[Row]], None],
     ) -> None:
-        """Read a step's numbers, stop a run that has diverged, evaluate where due, and log."""
-        metrics, seconds = late.read()
+        """Read a step's metrics, evaluate if due, log, and stop a run that has diverged."""
+        metrics, seconds = pending.read()
         in_row = int(metrics.pop(_IN_ROW))
         metrics["time/step_ms"] = seconds * 1e3
-        metrics |= self.throughput.of_step(late.step - 1)(seconds) | memory(self.device)
+        metrics |= self.throughput.of_step(pending.step - 1)(seconds) | memory(self.device)
         self._times = {"step_ms": metrics["time/step_ms"], "data_ms": metrics["time/data_ms"]}
-        if rows := self.telemetry.read(late.step):
+        if rows := self.telemetry.read(pending.step):
             write_rows(rows)
-        newest = late.step == self.steps_done
+        newest = pending.step == self.steps_done
         evaluated = self.evaluate() if newest and self._evaluation_due() else {}
         self._last_loss = evaluated.get("valid/loss", self._last_loss)
-        if evaluated or rows or late.step % self.options.log_interval == 0:
+        if evaluated or rows or pending.step % self.options.log_interval == 0:
             for sink in sinks:
-                sink.log(late.step, metrics | aggregates(rows) | evaluated)
+                sink.log(pending.step, metrics | aggregates(rows) | evaluated)
         if in_row >= self.options.max_nonfinite_steps:
-            self._stop(late.step, metrics, in_row, checkpointer)
+            self._stop(pending.step, metrics, in_row, checkpointer)
 
     def _stop(self, step: int, metrics: Mapping[str, float], in_row: int, checkpointer: Checkpointer | None) -> None:
         unsaved = ""

@@ -1,14 +1,14 @@
-"""A trained model's weights, read one whole tensor at a time: from a run's checkpoint or from an imported model.
+"""A trained model's weights, read one whole tensor at a time, from a run's checkpoint or from an imported model.
 
-A checkpoint stores tensors by names and whole shapes that do not depend on the layout, so one process reads what 1,024
-ranks have saved, without a process group and with memory for one tensor only. All users of a trained model (a new run
-that starts from it, export, evaluation) read it through `Weights` and do not distinguish the two sources.
+A checkpoint stores tensors under names and whole shapes that do not depend on the layout. One process can therefore
+read what 1,024 ranks have saved, without a process group and with memory for one tensor. All users of a trained model
+(a new run that starts from it, export, evaluation) read it through `Weights` and do not distinguish the two sources.
 
-    a run directory         config.yaml, checkpoints/step-N/           as `train.py` leaves it, also while it trains
-    an imported directory   model.yaml, *.safetensors                  as `lowprec import-hf` leaves it
+    a run directory         config.yaml, checkpoints/step-N/           as `train.py` writes it, also during training
+    an imported directory   model.yaml, *.safetensors                  as `lowprec import-hf` writes it
 
-Names are the model's own, `blocks.0.attention.qkv.weight`, and so is the layout of rows (qkv grouped by key-value head,
-gate and up alternating).
+Names are those of the model, `blocks.0.attention.qkv.weight`, and so is the order of rows (qkv grouped by key-value
+head, gate and up alternating).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ Form = tuple[torch.Size, torch.dtype]
 class Weights(ABC):
     """Named whole tensors of a model, read one at a time.
 
-    model: its sizes. path: the directory. source: where the tensors come from, for people. tensors: name -> form of
-    what is stored, in `place`. Raises ValueError where that is not the model.
+    model: its sizes. path: the directory. source: a description for messages. tensors: name -> stored shape and dtype.
+    place: the path for errors. Raises ValueError if the tensors do not fit the model.
     """
 
     def __init__(self, model: ModelConfig, path: Path, source: str, tensors: Mapping[str, Form], place: Path) -> None:
@@ -67,22 +67,22 @@ class Weights(ABC):
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """As stored: FP32, or BF16 where the run kept reduced masters of a matrix."""
+        """Return the stored dtype: FP32, or BF16 if the run has reduced-precision master weights of a matrix."""
         return self._tensors[name][1]
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """The whole tensor on the CPU, as stored. Raises ValueError when it cannot be read or is not finite."""
+        """Return the whole tensor on the CPU, as stored. Raises ValueError if it cannot be read or is not finite."""
 
 
 class RunWeights(Weights):
-    """The model in one checkpoint of a run, whatever the layout of processes that saved it. All ranks make it.
+    """The model in one checkpoint of a run, saved with any layout of processes. All ranks create it.
 
-    step: None: the one that `latest` names, as rank 0 sees it. Its bytes are compared with its manifest
-    (train/digests.py), unless the run says checkpoint_verify=false.
+    step: None: the one that `latest` names, as seen by rank 0. Its bytes are compared with its manifest
+    (train/digests.py), unless the run has checkpoint_verify=false.
 
-    Raises ValueError for a directory without a usable checkpoint, for one that is damaged (another is for the caller to
-    choose: none is taken in its place), and for one of another model than config.yaml says.
+    Raises ValueError for a directory without a usable checkpoint, for a damaged checkpoint (no other one is loaded
+    instead), and for a checkpoint that does not fit config.yaml.
     """
 
     def __init__(self, path: Path, step: int | None = None) -> None:
@@ -114,9 +114,9 @@ class RunWeights(Weights):
 
 
 def newest(path: Path) -> int:
-    """Step of the checkpoint of a run that `latest` names.
+    """Return the step of the checkpoint that `latest` names.
 
-    Raises ValueError where there is none, with those that could be asked for instead.
+    Raises ValueError if there is none; the message lists the others.
     """
     directory = path / "checkpoints"
     try:
@@ -124,21 +124,23 @@ def newest(path: Path) -> int:
     except CheckpointError as error:
         raise _refused(error, directory) from error
     if found is None and there:
-        raise ValueError(f"{directory / 'latest'} is missing; name one, {directory}/step-N; {listed(directory)}")
+        raise ValueError(
+            f"{directory / 'latest'} is missing; choose a checkpoint, {directory}/step-N; {listed(directory)}"
+        )
     if found is None:
         raise ValueError(f"{path} has no checkpoint yet (no checkpoints/latest)")
     return found
 
 
 def _refused(error: CheckpointError, directory: Path) -> ValueError:
-    """The error, with the checkpoints there are where they can be listed."""
+    """Return the error as a ValueError, with the existing checkpoints if they can be listed."""
     with suppress(CheckpointError):
         return ValueError(f"{error}; {listed(directory)}")
     return ValueError(str(error))
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads the metadata, which grows with the number of processes, once and not once a tensor."""
+    """Reads the metadata once, not once per tensor: its size grows with the number of processes."""
 
     known: Metadata | None = None
 
@@ -150,7 +152,7 @@ class _Reader(dcp.FileSystemReader):
 class ImportedWeights(Weights):
     """The model in a directory that `lowprec import-hf` wrote.
 
-    Raises ValueError for a directory whose files are absent, unreadable or of another model than model.yaml says.
+    Raises ValueError for a directory whose files are missing, unreadable or do not fit model.yaml.
     """
 
     def __init__(self, path: Path) -> None:
@@ -163,31 +165,31 @@ class ImportedWeights(Weights):
 
 
 def open_weights(path: Path, step: int | None = None) -> Weights:
-    """Weights of a run directory, at checkpoint `step` or else at the one that `latest` names, or of an imported one.
+    """Open the weights of a run directory, at checkpoint `step` or the one that `latest` names, or of an imported one.
 
-    path: `<run>/checkpoints/step-N` names a step too. Of many ranks all call it. Changes nothing in the directory.
-    Raises ValueError for anything else, for a checkpoint that is absent, incomplete or damaged, and where a package is
-    missing to read the files.
+    path: may also be `<run>/checkpoints/step-N`. All ranks call it. The directory is not changed.
+    Raises ValueError for any other path, for a checkpoint that is missing, incomplete or damaged, and if a package that
+    reads the files is missing.
     """
     directory, named = run_and_step(path)
     if (directory / "config.yaml").is_file():
         return RunWeights(directory, named if step is None else step)
     if step is not None:
-        raise ValueError(f"step {step} was asked for, but {path} is not a run directory (no config.yaml)")
+        raise ValueError(f"step {step} was requested, but {path} is not a run directory (no config.yaml)")
     return ImportedWeights(path)
 
 
 def tokenizer_facts(path: Path | None) -> dict[str, str | None]:
-    """What run.json says of a run's tokenizer: where it lies, and its SHA-256, which `tokenizer_of` compares."""
+    """Return run.json's facts of a run's tokenizer: its path, and its SHA-256, which `tokenizer_of` compares."""
     sha = sha256(path) if path and path.is_file() else None
     return {"tokenizer": str(path.resolve()) if path else None, "tokenizer_sha256": sha}
 
 
 def tokenizer_of(directory: Path) -> Path | None:
-    """Where the tokenizer of a model lies: the path that a run's run.json names, which may be there no more, or the
-    imported directory itself where it has one.
+    """Return the path of a model's tokenizer: the one that run.json names, which may no longer exist, or the imported
+    directory if it has one.
 
-    Raises ValueError when another one lies there now.
+    Raises ValueError if the tokenizer was replaced.
     """
     about = directory / "run.json"
     if not about.is_file():
@@ -197,34 +199,34 @@ def tokenizer_of(directory: Path) -> Path | None:
     path = named and Path(named)
     if path and was and path.is_file() and (now := sha256(path)) != was:
         raise ValueError(
-            f"{directory}: its tokenizer {path} has been replaced by another (SHA-256 {now[:12]}, was {was[:12]}); "
-            "--tokenizer FILE or --tokenizer none"
+            f"{directory}: the tokenizer {path} was replaced (SHA-256 {now[:12]}, was {was[:12]}); "
+            "use --tokenizer FILE or --tokenizer none"
         )
     return path
 
 
 def other_tokenizer(weights: Weights, corpus: Path | None) -> str:
-    """A warning where weights were trained on other ids than a corpus has, which a loss alone does not tell; else "".
+    """Return a warning if the weights were trained with other token ids than the corpus has; else "".
 
-    corpus: its tokenizer; what cannot be read is not compared.
+    corpus: its tokenizer. Tokenizers that cannot be read are not compared.
     """
     try:
-        own = tokenizer_of(weights.path)
-        here, there = (own and load(own)), (corpus and load(corpus))
+        trained_with = tokenizer_of(weights.path)
+        here, there = (trained_with and load(trained_with)), (corpus and load(corpus))
     except ValueError:
         return ""
     if not (here and there) or here.encode([PROBE]) == there.encode([PROBE]):
         return ""
     return (
-        f"{weights.source} was trained with the tokenizer {own}, and the data has {corpus}: its words have other ids, "
-        "and what it knows of them is lost"
+        f"{weights.source} was trained with the tokenizer {trained_with}, but the data has {corpus}: the token ids "
+        "differ, so the trained embeddings do not fit the data"
     )
 
 
 def fill_from(weights: Weights, fill: Fill = fill_whole) -> Fill:
-    """A `fill` for `Transformer.init_weights` that sets parameters to weights, a tensor at a time.
+    """Return a `fill` for `Transformer.init_weights` that sets parameters from weights, one tensor at a time.
 
-    fill: what sets a parameter, or this process's part of it, from the first value of the whole, e.g.
+    fill: sets a parameter, or this process's shard of it, from the value of the whole parameter, e.g.
     `Distribution.fill`.
     """
 
@@ -234,38 +236,38 @@ def fill_from(weights: Weights, fill: Fill = fill_whole) -> Fill:
     return from_weights
 
 
-def check_sizes(asked: ModelConfig, weights: Weights) -> None:
-    """Raise one ValueError with every size in which a run's model differs from the weights it shall begin with.
+def check_sizes(model: ModelConfig, weights: Weights) -> None:
+    """Raise ValueError with every size in which the run's model differs from the weights.
 
-    Rotary positions are computed, so max_seq_len may differ where there are no learned ones.
+    max_seq_len may differ with rotary positions, which are computed.
     """
-    free = NOT_SIZES | ({"max_seq_len"} if asked.positions == "rotary" else set())
-    keys = [each.name for each in fields(asked) if each.name not in free]
-    pairs = [(key, getattr(weights.model, key), getattr(asked, key)) for key in keys]
+    free = NOT_SIZES | ({"max_seq_len"} if model.positions == "rotary" else set())
+    keys = [each.name for each in fields(model) if each.name not in free]
+    pairs = [(key, getattr(weights.model, key), getattr(model, key)) for key in keys]
     differing = [f"  model.{key}: weights {there}, run {here}" for key, there, here in pairs if there != here]
     if differing:
         lines = "\n".join(differing)
-        raise ValueError(f"the run's model is not that of weights=...; model=from_checkpoint takes its sizes:\n{lines}")
+        raise ValueError(f"weights=... has other sizes than the run's model; use model=from_checkpoint:\n{lines}")
 
 
 def shapes(model: ModelConfig) -> dict[str, torch.Size]:
-    """Name -> whole shape of every parameter of a model, without memory."""
+    """Return name -> whole shape of every parameter of a model, without allocating it."""
     return {name: parameter.shape for name, parameter in without_memory(model).named_parameters()}
 
 
 def without_memory(model: ModelConfig, **options: Any) -> Transformer:
-    """The model of these sizes, on the meta device. options: of `Transformer` beside them."""
+    """Return the model on the meta device. options: further arguments of `Transformer`."""
     with torch.device("meta"):
         return Transformer(architecture(model), **options)
 
 
 def architecture(model: ModelConfig) -> Architecture:
-    """A configuration without its name."""
+    """Return a configuration as an `Architecture`, without its name."""
     return Architecture(**{key: value for key, value in asdict(model).items() if key != "name"})
 
 
 def weight_files(path: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file of a directory that holds it. Raises ValueError when there are none."""
+    """Return tensor name -> safetensors file of a directory. Raises ValueError if there are no readable weights."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -279,7 +281,7 @@ def weight_files(path: Path) -> dict[str, Path]:
 
 
 def stored(files: Mapping[str, Path]) -> dict[str, Form]:
-    """The form of every tensor, from the headers of their files. Raises ValueError when one cannot be read."""
+    """Return the shape and dtype of every tensor, from the file headers. Raises ValueError if one cannot be read."""
     forms: dict[str, Form] = {}
     for path in sorted(set(files.values())):
         with _opened(path, str(path)) as file:
@@ -291,9 +293,7 @@ def stored(files: Mapping[str, Path]) -> dict[str, Form]:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """One whole tensor, in pages of its file that stay mapped as long as it lives. Raises ValueError if unreadable, or
-    not finite.
-    """
+    """Read one whole tensor, memory-mapped. Raises ValueError if it cannot be read or is not finite."""
     with _opened(file, f"{name} from {file}") as opened:
         return finite.check(name, opened.get_tensor(name), file)
 
@@ -309,12 +309,12 @@ def _opened(file: Path, what: str) -> Iterator[Any]:
         raise ValueError(f"cannot read {what}: {error}") from error
 
 
-def _same_shapes(path: Path, wanted: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
+def _same_shapes(path: Path, expected: Mapping[str, torch.Size], found: Mapping[str, torch.Size]) -> None:
     wrong = [
         f"  {name}: {tuple(found[name]) if name in found else 'missing'}, the model has {tuple(shape)}"
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
         if found.get(name) != shape
     ]
     if wrong:
         more = [f"  and {len(wrong) - 8} more"] if len(wrong) > 8 else []
-        raise ValueError(f"{path} is not of the model that it describes:\n" + "\n".join(wrong[:8] + more))
+        raise ValueError(f"{path} does not fit the model that it describes:\n" + "\n".join(wrong[:8] + more))

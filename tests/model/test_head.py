@@ -158,7 +158,7 @@ def test_a_head_with_a_recipe_is_refused() -> None:
     run = composed(
         "+recipe=fp8", "model.loss_chunk=64", "precision.policy.head._target_=lowprec_train.recipes.fp8.recipe"
     )
-    with pytest.raises(ValueError, match="model.loss_chunk=64 multiplies the head's values.*recipe that rounds"):
+    with pytest.raises(ValueError, match="model.loss_chunk=64 computes the head in chunks.*quantises the head"):
         estimate(run)
 
 

@@ -75,9 +75,9 @@ def test_vectors_alone_are_refused():
 @pytest.mark.parametrize(
     ("overrides", "sizes", "said"),
     [
-        (("telemetry_interval=5",), Sizes(), "telemetry_interval=5 looks at them"),
-        (("log_update_rms=true",), Sizes(), "log_update_rms=true looks at them"),
-        ((), Sizes(dp_shard=4), "is for one GPU, and there are 4"),
+        (("telemetry_interval=5",), Sizes(), "telemetry_interval=5 reads them"),
+        (("log_update_rms=true",), Sizes(), "log_update_rms=true reads them"),
+        ((), Sizes(dp_shard=4), "supports one GPU, and this run has 4"),
     ],
 )
 def test_what_states_on_the_host_exclude_is_refused(overrides, sizes, said):

@@ -139,9 +139,9 @@ def test_recomputed_blocks_are_stepped_after_they_have_been_computed_again():
 @pytest.mark.parametrize(
     ("overrides", "sizes", "said"),
     [
-        (("max_grad_norm=1.0",), Sizes(), "max_grad_norm=1.0 divides by the norm of all gradients"),
-        (("telemetry_interval=5",), Sizes(), "telemetry_interval=5 looks at them"),
-        (("log_update_rms=true",), Sizes(), "log_update_rms=true looks at them"),
+        (("max_grad_norm=1.0",), Sizes(), "max_grad_norm=1.0 needs the norm of all gradients"),
+        (("telemetry_interval=5",), Sizes(), "telemetry_interval=5 reads them"),
+        (("log_update_rms=true",), Sizes(), "log_update_rms=true reads them"),
         (
             ("+recipe=fp4",),
             Sizes(dp_shard=2),

@@ -240,7 +240,7 @@ def test_a_file_that_cannot_be_written_is_told_before_anything_is_computed(made,
 
 def test_refusals(made, refused, tmp_path):
     assert "nothing to evaluate on" in refused()
-    assert "recipe 'fp3' is none of run, averis, bf16" in refused("--data", made.raw, "--recipe", "fp3")
+    assert "recipe 'fp3' is not one of run, averis, bf16" in refused("--data", made.raw, "--recipe", "fp3")
     assert "windows of 65 tokens: must be at least 1 and at most the model's 64" in refused(
         "--data", made.raw, "--seq-len", 65
     )

@@ -64,7 +64,7 @@ def test_an_empty_prompt_begins_a_document_and_the_length_is_the_model_s(generat
         (("--prompt", "tile " * 300), "tokens is too long: the model has positions for 64"),
         (("--start", "none"), "--start none and an empty prompt"),
         (("--temperature", -1), "temperature -1.0"),
-        (("--recipe", "fp3"), "recipe 'fp3' is none of"),
+        (("--recipe", "fp3"), "recipe 'fp3' is not one of"),
         (("--tokenizer", "none"), "name it with --tokenizer"),
         (("--max-tokens", 0), "must be at least 1"),
     ],

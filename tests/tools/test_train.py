@@ -52,7 +52,7 @@ def interrupted(run, process, after, number):
     assert status == 0, err
     saved = json.loads((run / "PREEMPTED").read_text())
     assert saved["signal"] == number.name and after <= saved["step"] < STEPS and "preempted at step" in out
-    assert err.count("Interrupted: saving") == (number == signal.SIGINT) and err.count("\n") <= 2
+    assert err.count("Interrupted: the run saves") == (number == signal.SIGINT) and err.count("\n") <= 2
     return saved["step"]
 
 
@@ -95,7 +95,7 @@ def test_a_second_interrupt_aborts_and_says_what_stands(command, tmp_path, optio
     told = [process.stderr.readline() for _ in range(2)]
     os.killpg(process.pid, signal.SIGINT)
     status, _, err = ends(process)
-    assert status == 1 and told[1].startswith("Interrupted: saving") and err.count("\n") == 1
+    assert status == 1 and told[1].startswith("Interrupted: the run saves") and err.count("\n") == 1
     saved = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
     assert err.startswith("aborted by a second interrupt; ") and f"{Path('run', 'checkpoints', saved)} stands" in err
     assert not (tmp_path / "run" / "PREEMPTED").exists()

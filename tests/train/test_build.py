@@ -121,7 +121,7 @@ def test_rates_count_every_gemm(caplog):
     weights = sum(torch.Size(plan.shape).numel() for plan in plans.values())
     attention = 3 * 3 * 2 * (2 * 64) * 128
     assert sum(rates.flops_per_token.values()) == 6 * weights + attention
-    assert "no peak of bf16 on 'cpu' is known: perf/sol and perf/mfu_bf16peak left out" in caplog.text
+    assert "no peak FLOP/s known for bf16 on 'cpu': perf/sol and perf/mfu_bf16peak left out" in caplog.text
     assert len(caplog.records) == 1
 
 

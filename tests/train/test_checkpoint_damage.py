@@ -51,7 +51,7 @@ def test_the_newest_whole_one_is_taken_and_the_damaged_one_kept(saved, trained, 
     assert keeper(saved).load(read.checkpoint_parts()) == 8 == read.steps_done
     assert same(bits(read), bits(trained[8]))
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert re.search(r"step-12 is (damaged|incomplete)\b.*; kept as damaged-step-12; going on from step-8$", said)
+    assert re.search(r"step-12 is (damaged|incomplete)\b.*; kept as damaged-step-12; continuing from step-8$", said)
     assert contents(saved / "damaged-step-12") == left
     assert (saved / "latest").read_text() == "step-8\n" and names(saved) == [
         *("damaged-step-12", "latest", "step-4", "step-8")
@@ -113,14 +113,14 @@ def test_what_torch_cannot_read_is_damage_too(saved, caplog):
     read = make_trainer()
     assert keeper(saved, verify=False).load(read.checkpoint_parts()) == 8 == read.steps_done
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "\n" not in said and said.endswith("; kept as damaged-step-12; going on from step-8")
+    assert "\n" not in said and said.endswith("; kept as damaged-step-12; continuing from step-8")
 
 
 def test_a_file_of_which_the_manifest_says_nothing_is_damage(saved):
     told = json.loads((saved / "step-12" / "manifest.json").read_text())
     del told["files"][shards(saved / "step-12")[0].name]
     (saved / "step-12" / "manifest.json").write_text(json.dumps(told))
-    with pytest.raises(CheckpointError, match="step-12 is damaged: manifest.json says nothing of __0_0.distcp"):
+    with pytest.raises(CheckpointError, match="step-12 is damaged: manifest.json does not list __0_0.distcp"):
         keeper(saved).load(make_trainer().checkpoint_parts(), 12)
 
 
@@ -128,7 +128,7 @@ def test_a_pointer_to_an_older_one_is_told(saved, caplog):
     (saved / "latest").write_text("step-4\n")
     assert keeper(saved).load(make_trainer().checkpoint_parts()) == 4
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said.endswith("latest names step-4, and there are newer ones: [8, 12]; going on from step-4")
+    assert said.endswith("latest names step-4, but there are newer checkpoints: [8, 12]; continuing from step-4")
 
 
 def test_a_checkpoint_without_checksums_loads_and_says_so(saved, caplog):
@@ -171,7 +171,7 @@ def test_a_lost_pointer_leads_to_the_newest(saved, pointer, caplog):
     read = make_trainer()
     assert keeper(saved).load(read.checkpoint_parts()) == 12 == read.steps_done
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "latest" in said and said.endswith("going on from step-12")
+    assert "latest" in said and said.endswith("continuing from step-12")
     assert (saved / "latest").read_text() == "step-12\n" and keeper(saved).steps() == [4, 8, 12]
 
 
@@ -184,7 +184,7 @@ def test_a_lost_pointer_and_a_damaged_newest(saved):
 def test_a_pointer_without_any_checkpoint_is_an_error(saved):
     for step in (4, 8, 12):
         (saved / f"step-{step}").rename(saved / f"elsewhere-{step}")
-    with pytest.raises(CheckpointError, match=r"latest names step-12, which is not there; checkpoints there: \[\]"):
+    with pytest.raises(CheckpointError, match=r"latest names step-12, which does not exist; checkpoints there: \[\]"):
         keeper(saved).load(make_trainer().checkpoint_parts())
 
 

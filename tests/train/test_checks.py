@@ -43,14 +43,14 @@ def test_devices_of_a_machine_with_gpus(two_gpus):
     assert checks.device("auto") == checks.device("cuda") == torch.device("cuda", 0)
     assert checks.device("cuda:1") == torch.device("cuda", 1)
     assert checks.device("cpu") == CPU
-    with pytest.raises(ValueError, match="cuda:2 is not there: 2 CUDA devices"):
+    with pytest.raises(ValueError, match="cuda:2 does not exist: torch finds 2 CUDA devices"):
         checks.device("cuda:2")
 
 
 def test_devices_of_a_machine_without(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert checks.device("auto") == CPU
-    with pytest.raises(ValueError, match="device=cuda was asked for, but torch .* finds no CUDA device"):
+    with pytest.raises(ValueError, match="device=cuda needs a GPU, but torch .* finds no CUDA device"):
         checks.device("cuda")
 
 
@@ -85,7 +85,7 @@ def test_compile_without_a_compiler(bare):
 def test_a_corpus_that_changed():
     checks.corpus("r", None, "aa")
     checks.corpus("r", "aa", "aa")
-    with pytest.raises(ValueError, match="run 'r' began on a corpus with hash aa, the data now has bb"):
+    with pytest.raises(ValueError, match="run 'r' was started on a corpus with hash aa, but the data now has hash bb"):
         checks.corpus("r", "aa", "bb")
 
 

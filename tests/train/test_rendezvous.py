@@ -73,9 +73,9 @@ def test_an_error_of_one_rank_is_that_of_all():
 def test_ranks_that_do_not_come():
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.3))
-    with pytest.raises(ValueError, match="ranks 1-2 did not come to the start of the run in time"):
+    with pytest.raises(ValueError, match="ranks 1-2 did not join the run in time"):
         rendezvous.compared(Rendezvous(World(0, 3), store), {"facts": {}})
-    with pytest.raises(ValueError, match="rank 0 did not say"):
+    with pytest.raises(ValueError, match="rank 0 did not report"):
         rendezvous.compared(Rendezvous(World(1, 3), dist.PrefixStore("other", store)), {"facts": {}})
 
 

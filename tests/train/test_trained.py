@@ -92,7 +92,7 @@ def test_a_cache_leaves_the_tokens_of_row_scaled_recipes(tmp_path):
 def test_refusals(tmp_path):
     trained = system("bf16")
     source = Trained(save(tmp_path / "run", trained.run, trained.model, 1))
-    with pytest.raises(ValueError, match="recipe 'fp3' is none of run, averis, bf16"):
+    with pytest.raises(ValueError, match="recipe 'fp3' is not one of run, averis, bf16"):
         source.forward("fp3")
     with pytest.raises(ValueError, match="fp32 computes in torch.float32, not in torch.bfloat16"):
         source.model("fp32", device=CPU, dtype=torch.bfloat16)

@@ -81,7 +81,7 @@ def test_what_cannot_be_read_is_refused(gpt, tmp_path):
     refused("is neither a run", tmp_path)
     refused(r"step-3 is incomplete .* checkpoints there: \[12\]", gpt, 3)
     imported = save_imported(tmp_path / "in", drawn(MODELS["gpt"]), MODELS["llama"], torch.float32)
-    refused("(?s)is not of the model that it describes.*blocks.0.mlp.gate_up.weight: missing", imported)
+    refused("(?s)does not fit the model that it describes.*blocks.0.mlp.gate_up.weight: missing", imported)
     refused("is not a run directory", imported, 3)
     (imported / "model.safetensors").write_bytes(b"\0" * 100)
     refused("has no readable weights", imported)
@@ -93,7 +93,7 @@ def test_what_cannot_be_read_is_refused(gpt, tmp_path):
     data.write_bytes(data.read_bytes()[:-1])
     refused("is incomplete: .*distcp has", gpt)
     (gpt / "checkpoints" / "latest").unlink()
-    refused(r"latest is missing; name one, .*step-N; checkpoints there: \[12\]", gpt)
+    refused(r"latest is missing; choose a checkpoint, .*step-N; checkpoints there: \[12\]", gpt)
     (gpt / "checkpoints" / f"step-{STEP}").rename(tmp_path / "elsewhere")
     refused("has no checkpoint yet", gpt)
 
@@ -142,7 +142,7 @@ def test_another_tokenizer_is_told(tmp_path, gpt):
     assert other_tokenizer(open_weights(gpt), other) == ""  # run.json names none
     (gpt / "run.json").write_text(json.dumps({"tokenizer": str(own)}))
     assert other_tokenizer(open_weights(gpt), same_text) == other_tokenizer(open_weights(gpt), None) == ""
-    assert f"the data has {other}: its words have other ids" in other_tokenizer(open_weights(gpt), other)
+    assert f"the data has {other}: the token ids differ" in other_tokenizer(open_weights(gpt), other)
     own.unlink()
     assert other_tokenizer(open_weights(gpt), other) == ""
 

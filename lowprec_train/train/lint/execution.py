@@ -1,7 +1,7 @@
-"""The linter's rules for the machine: settings that are slow on its GPU, or that compute other numbers than a CPU.
+"""Linter rules for the device: settings that are slow on a GPU, or that give other numbers there than on a CPU.
 
-They read each layer's plan (`precision.plan`), which names the path of every GEMM on the run's own device, and say
-nothing on a CPU. `small-gemm` follows the filter of torchao for H100s: one side up to SMALL and none over LARGE.
+The rules read each layer's plan (`precision.plan`), which has the path of every GEMM on the run's device. They do not
+apply on a CPU. `small-gemm` follows torchao's filter for H100s: one side up to SMALL, the other up to LARGE.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from lowprec_train.train.lint.rules import Fault, LayerGroup, RoundedOperand, Ru
 
 SMALL, LARGE = 1024, 4096
 ALIGNMENT = 16  # of FP8 GEMMs in cuBLASLt
-ROWS = ((1, -1), (-1, -1))  # tiles whose scale leaves the sum
+ROWS = ((1, -1), (-1, -1))  # tiles whose scale factors out of the sum
 
 
 def _slow(group: LayerGroup, name: str) -> GemmPlan | None:
-    """A GEMM whose operands both have FP8 carriers, and which runs in BF16 all the same; None for others."""
+    """Return the plan of a GEMM that runs in BF16 although both operands have FP8 carriers; None for others."""
     gemm = group.plan.gemms()[name]
     carried = all(codes.dtype in FP8 for codes in gemm.codes)
     return gemm if carried and gemm.path is Path.DEQUANTIZE else None
@@ -31,7 +31,7 @@ def _pair(gemm: Gemm) -> str:
 
 @rule(
     on_gpu=True,
-    why="cuBLASLt multiplies no two E5M2 matrices (pytorch/pytorch#132005), so this GEMM runs at BF16 speed",
+    why="cuBLASLt cannot multiply two E5M2 matrices (pytorch/pytorch#132005), so this GEMM runs at BF16 speed",
     instead="E4M3 for one side, or a span of at most 14 for one blocked side",
 )
 @gemms
@@ -54,7 +54,7 @@ def unfolded_blocks(group: LayerGroup, name: str, gemm: Gemm) -> str:
 
 @rule(
     on_gpu=True,
-    why=f"FP8 tensor cores take multiples of {ALIGNMENT} (pytorch/pytorch#106844): this GEMM runs at BF16 speed",
+    why=f"FP8 tensor cores need multiples of {ALIGNMENT} (pytorch/pytorch#106844): this GEMM runs at BF16 speed",
     instead=f"sizes, and tokens of a micro-batch, that are multiples of {ALIGNMENT}",
 )
 @gemms
@@ -76,22 +76,22 @@ def fast_backward(group: LayerGroup, name: str, gemm: Gemm) -> str:
 
 @rule(
     on_gpu=True,
-    why="code times an FP32 block scale is no BF16 value: a GPU rounds the operand a second time, a CPU does not "
+    why="a code times an FP32 block scale is not a BF16 value: a GPU rounds the operand a second time, a CPU does not "
     "(docs/numerics.md, Execution)",
     instead="scale=POW2 or E8M0_CEIL",
 )
 @operands
 def twice_rounded(operand: RoundedOperand) -> bool:
-    """Values of blocks with FP32 scales are no BF16 values."""
+    """Values of blocks with FP32 scales are not exact in BF16."""
     q = operand.quantizer
     return q.format.scaled and q.scale is ScaleRule.FP32 and q.tile not in ROWS
 
 
 @rule(
     on_gpu=True,
-    why="at this size FP8 costs more in rounding than the GEMM gains (NVIDIA/TransformerEngine#445; pytorch/ao's "
+    why="at this size quantising to FP8 takes longer than the GEMM saves (NVIDIA/TransformerEngine#445; pytorch/ao's "
     f"filter: a side up to {SMALL}, the other up to {LARGE})",
-    instead="+recipe=bf16 for speed; numerics are as good as at any size",
+    instead="+recipe=bf16 for speed; the size does not affect accuracy",
 )
 def small_gemm(plan: RunPlan) -> Iterator[Fault]:
     for group in plan.layer_groups:

@@ -1,6 +1,6 @@
-"""The linter's rules for linear layers: formats, scales, rounding and rotations that do not fit together.
+"""Linter rules for linear layers: formats, scales, rounding and rotations that do not fit together.
 
-They are about accuracy and hold on any machine.
+The rules are about accuracy and apply on any machine.
 """
 
 import math
@@ -18,8 +18,8 @@ FOUR_BITS = (E2M1, INT4)
 
 @rule(
     severity=Severity.ERROR,
-    why="values between the format's largest and the next power of two are clipped, which is a bias: 2.60 against "
-    "2.49 in the loss of a 345M model (arXiv 2502.20586, table 2, without rotation)",
+    why="values between the format's largest value and the next power of two are clipped, which is a bias: loss 2.60 "
+    "instead of 2.49 for a 345M model (arXiv 2502.20586, table 2, without rotation)",
     instead="scale=E8M0_CEIL, or headroom=0.75 for E2M1, with stochastic rounding where gradients are",
 )
 @operands
@@ -32,8 +32,8 @@ def floor_clips(operand: RoundedOperand) -> bool:
 
 @rule(
     severity=Severity.ERROR,
-    why="the ceil rule clips nothing, so head-room only throws away codes (arXiv 2506.08027 rounds up, arXiv "
-    "2502.20586 takes 3/4 under floor: one of the two)",
+    why="the ceil rule clips nothing, so headroom only wastes codes (arXiv 2506.08027 rounds up, arXiv 2502.20586 "
+    "uses 3/4 with floor: use one of the two)",
     instead="headroom=null",
 )
 @operands
@@ -44,19 +44,19 @@ def ceil_headroom(operand: RoundedOperand) -> bool:
 
 @rule(
     severity=Severity.ERROR,
-    why="tiles are (rows, k): a scale for every step along the reduction cannot leave the sum, so the tile is "
+    why="tiles are (rows, k): one scale per element of the reduction does not factor out of the sum, so the tile is "
     "transposed (arXiv 2310.10537 scales along the reduction)",
-    instead="the tile's two numbers exchanged",
+    instead="the tile's two numbers swapped",
 )
 @operands
 def scale_per_step(operand: RoundedOperand) -> bool:
-    """One element along k a tile, while the tile is longer the other way."""
+    """Tiles with one element along k and several rows."""
     rows, columns = operand.quantizer.tile
     return columns == 1 and rows != 1
 
 
 @rule(
-    why="stochastic rounding adds variance where nothing averages it out: worse than nearest in a forward pass "
+    why="stochastic rounding adds variance, which nothing averages out in a forward pass: worse than nearest "
     "(arXiv 2509.25149)",
     instead="precision.override.fprop.a.rounding=nearest (or b)",
 )
@@ -91,8 +91,8 @@ def unclamped_tokens(operand: RoundedOperand) -> bool:
 
 
 @rule(
-    why="the quantile leaves no value of a row outside, so outlier clamping does nothing (arXiv 2501.17116 works "
-    "on rows of 2048 and more)",
+    why="the quantile clamps no value of so short a row, so outlier clamping does nothing (arXiv 2501.17116 uses rows "
+    "of 2048 and more)",
     instead="a smaller quantile, or none",
 )
 @gemms
@@ -104,7 +104,7 @@ def idle_clamp(group: LayerGroup, name: str, gemm: Gemm) -> str:
 
 
 @rule(
-    why="E5M2 has two mantissa bits; weights and activations want the third, gradients range (arXiv 2209.05433)",
+    why="E5M2 has two mantissa bits; weights and activations need three, gradients need range (arXiv 2209.05433)",
     instead="format=E4M3",
 )
 @operands
@@ -123,20 +123,20 @@ def int8_wgrad(operand: RoundedOperand) -> bool:
 
 
 @rule(
-    why="an FP32 scale of all tokens changes every code when the batch is cut differently: dW moved by 4e-2 "
+    why="an FP32 scale of all tokens changes every code when the batch is split differently: dW changed by 4e-2 "
     "between layouts (docs/decisions/0001-current-scaling.md)",
     instead="scale=POW2, or a row per scale",
 )
 @operands
 def fp32_tensor_scale(operand: RoundedOperand) -> bool:
-    """An FP32 scale of a whole tensor of tokens: weights are the same however the tokens are cut."""
+    """FP32 scales of whole tensors of tokens. Weights are excluded: they do not depend on how tokens are split."""
     q, tokens = operand.quantizer, operand.side == "a" or operand.gemm == "wgrad"
     return tokens and q.format.scaled and q.tile == (-1, -1) and q.scale is ScaleRule.FP32
 
 
 @rule(
-    why="training in eight bits degraded with the language-model head among them (arXiv 2405.18710), and published "
-    "four-bit systems leave it out (arXiv 2509.25149)",
+    why="training in eight bits degraded when the language-model head was quantised (arXiv 2405.18710), and published "
+    "four-bit systems exclude it (arXiv 2509.25149)",
     instead="head: {_target_: lowprec_train.recipes.bf16.recipe} in the policy",
 )
 @operands
@@ -145,8 +145,8 @@ def quantised_head(operand: RoundedOperand) -> bool:
 
 
 @rule(
-    why="the estimator's slope is that of absmax scales per channel; other scales leave up to half of the grid "
-    "unused, and its slopes with it (arXiv 2501.17116, section 3.1)",
+    why="the slope of the estimator assumes absmax scales per channel; other scales leave up to half of the grid and "
+    "its slopes unused (arXiv 2501.17116, section 3.1)",
     instead="scale=FP32 with tile=[1,-1] for fprop.b, or estimator=null",
 )
 def dge_scale(plan: RunPlan) -> Iterator[Fault]:
@@ -165,7 +165,7 @@ def dge_scale(plan: RunPlan) -> Iterator[Fault]:
 )
 @gemms
 def short_rotation(group: LayerGroup, name: str, gemm: Gemm) -> str:
-    """The rotation mixes fewer elements than share a scale."""
+    """Rotations whose size is not a multiple of the scale block."""
     blocks = [q.tile[1] for q in (gemm.a, gemm.b) if isinstance(q, Quantizer) and q.tile[1] != -1]
     if gemm.rotation is None or all(gemm.rotation.block % block == 0 for block in blocks):
         return ""
@@ -173,11 +173,12 @@ def short_rotation(group: LayerGroup, name: str, gemm: Gemm) -> str:
 
 
 @rule(
-    why="all GEMMs in four bits to the last block diverged; the last blocks stay in BF16 (arXiv 2509.25149)",
+    why="training with all GEMMs of the last block in four bits diverged; the last blocks stay in BF16 (arXiv "
+    "2509.25149)",
     instead='"blocks[85%:].*": {_target_: lowprec_train.recipes.bf16.recipe} first in the policy',
 )
 def four_bit_end(plan: RunPlan) -> Iterator[Fault]:
-    """All three GEMMs in E2M1 or INT4 in the last block."""
+    """Last blocks with all three GEMMs in E2M1 or INT4."""
     for group in plan.layer_groups:
         forward, *backward = (gemm.a for gemm in group.recipe.gemms().values())
         if group.last and all(q is not None and q.format in FOUR_BITS for q in (forward, *backward)):

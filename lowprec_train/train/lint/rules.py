@@ -1,12 +1,12 @@
-"""The linter: rules that find settings which train but silently give bad results, before the first step.
+"""The linter: find settings that train but silently give bad results, before the first step.
 
-A rule looks at what a run is about to do (its numbers, the recipe of every linear in every phase, the path each GEMM
-takes) and names what is known to fail, with the paper or the report it is known from and a way out. Errors end the run
-before any work; warnings are printed and kept in run.json. `lint_allow=[rule]` waives a rule by name: an experiment may
-want the very combination, and its run says so.
+A rule reads the plan of a run: its settings, the recipe of every linear in every phase, and the path of each GEMM. It
+reports combinations that are known to fail, with the source (a paper or an issue) and an alternative. Errors end the
+run before any work; warnings are printed and stored in run.json. `lint_allow=[rule]` waives a rule by name, for
+experiments that need the combination; run.json records it.
 
-Settings that cannot work (sizes that do not divide, missing devices) are refused in checks.py; the linter is about
-settings that work but are not advisable.
+checks.py refuses settings that cannot work (sizes that do not divide, missing devices). The linter reports settings
+that work but are not advisable.
 """
 
 import re
@@ -36,7 +36,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Linears that compute alike: `blocks.*.mlp.down`, their recipe and plan. last: one is in the last block."""
+    """Linears with the same recipe and plan, e.g. `blocks.*.mlp.down`. last: one of them is in the last block."""
 
     layers: str
     recipe: LinearRecipe
@@ -51,7 +51,7 @@ class LayerGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedOperand:
-    """One quantised side of one GEMM. side: `a` (X, dY, dY^T) or `b` (W, W^T, X^T)."""
+    """One quantised operand of one GEMM. side: `a` (X, dY, dY^T) or `b` (W, W^T, X^T)."""
 
     group: LayerGroup
     gemm: str
@@ -60,13 +60,13 @@ class RoundedOperand:
 
     @property
     def fault(self) -> "Fault":
-        """This operand as what a rule found."""
+        """The fault that a rule reports for this operand."""
         return Fault(what=f"{self.gemm}.{self.side} = {self.quantizer}", where=self.group.layers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """What a run is about to do, as values."""
+    """The settings and plans of a run that the rules read."""
 
     run: RunConfig
     layer_groups: tuple[LayerGroup, ...]
@@ -76,11 +76,11 @@ class RunPlan:
     on_gpu: bool = False
 
     def gemms(self) -> Iterator[tuple[LayerGroup, str, Gemm]]:
-        """Every GEMM that quantises something."""
+        """Yield every GEMM that quantises an operand."""
         return ((s, name, g) for s in self.layer_groups for name, g in s.recipe.gemms().items() if not g.is_identity)
 
     def operands(self) -> Iterator[RoundedOperand]:
-        """Every operand that is rounded; fprop's codes in a backward GEMM were counted in fprop."""
+        """Yield every quantised operand. Codes of fprop that a backward GEMM reuses are yielded for fprop only."""
         for group, name, gemm in self.gemms():
             for side in ("a", "b"):
                 quantizer = getattr(gemm, side)
@@ -90,7 +90,7 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is wrong, with the offending value, and the layers where it is (none for the run as a whole)."""
+    """What is wrong, with the offending value, and the affected layers ("" for the run as a whole)."""
 
     what: str
     where: str = ""
@@ -101,20 +101,20 @@ Find = Callable[[RunPlan], Iterable[Fault]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One combination known to go wrong."""
+    """A combination of settings that is known to fail."""
 
     name: str
     severity: Severity
     find: Find
     why: str  # with its source, an arXiv id or owner/repo#N
-    instead: str  # a way out
-    on_gpu: bool  # holds on a CUDA device only
+    instead: str  # an alternative
+    on_gpu: bool  # applies on a CUDA device only
 
 
 def rule(
     *, why: str, instead: str, severity: Severity = Severity.WARNING, on_gpu: bool = False
 ) -> Callable[[Find], Rule]:
-    """Make a rule, of the function's name, out of a function that finds the faults of a run."""
+    """Make a rule from a function that finds the faults of a run. The rule has the function's name."""
 
     def made(find: Find) -> Rule:
         name = find.__name__.replace("_", "-")
@@ -124,12 +124,12 @@ def rule(
 
 
 def rules_of(*modules: ModuleType) -> tuple[Rule, ...]:
-    """The rules that modules define, in the order of their lines."""
+    """Return the rules that modules define, in source order."""
     return tuple(each for module in modules for each in vars(module).values() if isinstance(each, Rule))
 
 
 def operands(wrong: Callable[[RoundedOperand], bool]) -> Find:
-    """The faults of a run whose operands `wrong` looks at one at a time."""
+    """Make a rule's function from a test of one operand."""
 
     @wraps(wrong)
     def find(plan: RunPlan) -> Iterator[Fault]:
@@ -139,7 +139,7 @@ def operands(wrong: Callable[[RoundedOperand], bool]) -> Find:
 
 
 def gemms(wrong: Callable[[LayerGroup, str, Gemm], str]) -> Find:
-    """The faults of a run whose GEMMs `wrong` looks at one at a time; it says what is wrong, or nothing."""
+    """Make a rule's function from a test of one GEMM that returns what is wrong, or ""."""
 
     @wraps(wrong)
     def find(plan: RunPlan) -> Iterator[Fault]:
@@ -151,7 +151,7 @@ def gemms(wrong: Callable[[LayerGroup, str, Gemm], str]) -> Find:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A rule that applies, with every value it applies to."""
+    """A rule that applies, with all values to which it applies."""
 
     rule: str
     severity: Severity
@@ -172,28 +172,28 @@ class Report:
 
     @property
     def errors(self) -> list[Finding]:
-        """Not waived, and the run must not begin."""
+        """Errors that are not waived: the run must not start."""
         return [f for f in self.findings if f.severity is Severity.ERROR and not f.waived]
 
     @property
     def lines(self) -> list[str]:
-        """What the log says of warnings and of rules that were waived."""
+        """Log lines about warnings and waived rules."""
         waived = [f"waived by lint_allow: {f.rule}: {f.what}: {f.why}" for f in self.findings if f.waived]
         return waived + [str(f) for f in self.findings if f.severity is Severity.WARNING and not f.waived]
 
     @property
     def overrides(self) -> list[str]:
-        """Waived rules, as a run names what was changed in it."""
+        """The waived rules, in the form of overrides."""
         return [f"lint_allow={f.rule}" for f in self.findings if f.waived]
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        """For run.json."""
+        """The findings as JSON, for run.json."""
         return [asdict(f) | {"severity": f.severity.value} for f in self.findings]
 
 
 def layer_groups(phases: Sequence[Phase], plans: Sequence[Plans]) -> tuple[LayerGroup, ...]:
-    """The linears of all phases, those that compute alike as one. plans: of each phase, by name."""
+    """Group the linears of all phases by recipe and shape. plans: per phase, by name."""
     groups: dict[tuple[Any, ...], list[LayerGroup]] = {}
     for phase, table in zip(phases, plans, strict=True):
         names = list(phase.recipes)
@@ -205,17 +205,17 @@ def layer_groups(phases: Sequence[Phase], plans: Sequence[Plans]) -> tuple[Layer
 
 
 def _is_last(name: str, names: Sequence[str]) -> bool:
-    """True for the linears of the last block."""
+    """Return whether the linear is in the last block."""
     numbered = [match[0] for match in (re.match(rf".*?{INDEX}", each) for each in names) if match]
     return bool(numbered) and name.startswith(numbered[-1])
 
 
 def examine(plan: RunPlan, rules: Sequence[Rule], allow: Sequence[str] = ()) -> Report:
-    """Every rule over the plan. allow: names of rules that are waived. ValueError for a name that is no rule."""
+    """Apply every rule to the plan. allow: names of waived rules. Raises ValueError for an unknown name."""
     known = [rule.name for rule in rules]
     for name in allow:
         if name not in known:
-            raise ValueError(f"lint_allow: {name!r} is no rule; rules are {', '.join(known)}")
+            raise ValueError(f"lint_allow: {name!r} is not a rule; the rules are {', '.join(known)}")
     found = (_finding(rule, plan, waived=rule.name in allow) for rule in rules if plan.on_gpu or not rule.on_gpu)
     return Report(tuple(finding for finding in found if finding is not None))
 
@@ -231,6 +231,6 @@ def _finding(rule: Rule, plan: RunPlan, *, waived: bool) -> Finding | None:
 
 
 def refuse(report: Report) -> None:
-    """ValueError that lists every error of the report that is not waived."""
+    """Raise ValueError that lists every error of the report that is not waived."""
     if report.errors:
         raise ValueError("\n".join(["the start-up linter refuses this run:", *(f"  {f}" for f in report.errors)]))

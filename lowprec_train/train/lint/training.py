@@ -1,7 +1,7 @@
-"""The linter's rules for the optimizer: moments, master weights, clipping.
+"""Linter rules for the optimizer: moments, master weights, clipping.
 
-Most of them are about updates that a format is too coarse to take in. Under rounding to nearest a number with p
-mantissa bits moves only if it changes by half a step, which is 1 / (2^(p+1) + 2) of it at the coarsest place.
+Most rules are about updates that are too small for a format. Under rounding to nearest, a number with p mantissa bits
+changes only if the update is half a step or more: 1 / (2^(p+1) + 2) of the number where the format is coarsest.
 """
 
 import math
@@ -14,16 +14,16 @@ from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.train.lint.rules import Fault, RunPlan, Severity, rule
 
 EXPANSION = (1.9, 7.0)
-"""Exponents that range expansion takes for groups of first and second moments (medians; arXiv 2410.19313)."""
-WEIGHT = 0.02  # of the order of a trained matrix's entries, and the standard deviation that they begin with
-HALF_STEP = 2.0**-12  # of FP16, at the finest place of a binade
-SHARE = 0.25  # of a run's steps
+"""Exponents of range expansion for groups of first and second moments (medians; arXiv 2410.19313)."""
+WEIGHT = 0.02  # typical magnitude of a trained matrix's entries, and their initial standard deviation
+HALF_STEP = 2.0**-12  # of FP16, relative, at the finest place of a binade
+SHARE = 0.25  # least share of a run's steps with lost updates
 SAMPLES = 100
-STILL = 0.9  # of a second moment's codes
+STILL = 0.9  # least share of a second moment's codes that do not change
 
 
 def half_step(codec: StateCodec, expansion: float) -> float:
-    """Largest relative change that a stored moment may not show; 0 for FP32."""
+    """Return the largest relative change that rounding of a stored moment may lose; 0 for FP32."""
     if codec.exact:
         return 0.0
     step = 1 / (2.0 ** (parse_format(codec.format).mantissa_bits + 1) + 2)
@@ -31,8 +31,8 @@ def half_step(codec: StateCodec, expansion: float) -> float:
 
 
 def unmoved(codec: StateCodec, beta: float) -> float:
-    """Share of a second moment's codes that are the same after a step of gradient noise: lognormal magnitudes over some
-    four decades, in rows of 1024.
+    """Return the share of a second moment's codes that a step of gradient noise does not change: lognormal magnitudes
+    over about four decades, in rows of 1024.
     """
     draws = torch.Generator().manual_seed(0)
     size, spread, gradient = (torch.randn(8, 1024, generator=draws) for _ in range(3))
@@ -44,7 +44,7 @@ def unmoved(codec: StateCodec, beta: float) -> float:
 
 
 def typical_update(beta1: float) -> float:
-    """Of a weight whose gradients are noise, in learning rates: the RMS of m over that of g."""
+    """Return the typical update of a weight with noise gradients, in learning rates: RMS of m over RMS of g."""
     return math.sqrt((1 - beta1) / (1 + beta1))
 
 
@@ -60,7 +60,7 @@ def fp8_second_moment(plan: RunPlan) -> Iterator[Fault]:
 
 
 @rule(
-    why="a moving average that changes by less than half a step of its format stays where it is (arXiv 2603.16731)",
+    why="a moving average that changes by less than half a step of its format does not change (arXiv 2603.16731)",
     instead="a smaller beta, or a finer format",
 )
 def stalled_moments(plan: RunPlan) -> Iterator[Fault]:
@@ -72,9 +72,9 @@ def stalled_moments(plan: RunPlan) -> Iterator[Fault]:
         least = half_step(codec, expansion)
         still = unmoved(codec, beta) if name == "beta2" and least else 0.0
         if still >= STILL:
-            yield Fault(what=f"beta2={beta} with {codec}, which leaves {still:.0%} of its codes unmoved in a step")
+            yield Fault(what=f"beta2={beta} with {codec}, which leaves {still:.0%} of its codes unchanged in a step")
         elif 1 - beta < least:
-            yield Fault(what=f"{name}={beta} with {codec}, which may not show changes below {least:.2g}")
+            yield Fault(what=f"{name}={beta} with {codec}, which may lose changes below {least:.2g}")
 
 
 @rule(
@@ -83,7 +83,7 @@ def stalled_moments(plan: RunPlan) -> Iterator[Fault]:
     instead="optim/master=fp16, which rounds stochastically, or fp32",
 )
 def lost_updates(plan: RunPlan) -> Iterator[Fault]:
-    """An Adam step changes a weight by the learning rate at most, and one with noisy gradients by much less."""
+    """Updates that FP16 loses. An Adam step changes a weight by the learning rate at most; noisy gradients by less."""
     master = plan.codecs.master
     if master.stochastic or master.exact:
         return
@@ -93,7 +93,9 @@ def lost_updates(plan: RunPlan) -> Iterator[Fault]:
     share = sum(plan.learning_rate(step) < least for step in sampled) / len(sampled)
     if share >= SHARE:
         rate = f"optim.lr={plan.run.optim.lr}, a learning rate below {least:.2g} for {share:.0%} of the steps,"
-        yield Fault(what=f"{rate} with {master}: updates of {typical_update(beta1):.2g} of it (beta1={beta1}) stall")
+        yield Fault(
+            what=f"{rate} with {master}: updates of {typical_update(beta1):.2g} times it (beta1={beta1}) are lost"
+        )
 
 
 @rule(

@@ -1,1 +1,1 @@
-"""What a run reports: metrics, and the sinks that take them."""
+"""Metrics of a run, and the sinks that write them."""

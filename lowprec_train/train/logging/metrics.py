@@ -1,15 +1,14 @@
-"""Metrics of a step: FLOPs, time, memory, and utilisation of the chip.
+"""Metrics of a step: FLOPs, time, memory and utilisation.
 
-A linear layer of n inputs and m outputs computes three GEMMs a token, 2nm FLOPs each: fprop, dgrad, wgrad. Together
-they are the 6N of the rule "6N FLOPs a token" for N weights in GEMMs. Attention adds its own; recomputed activations
-are not counted (model FLOPs, not hardware FLOPs). Each GEMM runs in a precision p of its own, so one utilisation says
-too little:
+A linear layer with n inputs and m outputs computes three GEMMs per token, 2nm FLOPs each: fprop, dgrad, wgrad. Together
+they are the 6N of the rule "6N FLOPs per token" for N weights in GEMMs. Attention is added; recomputed activations are
+not counted (model FLOPs, not hardware FLOPs). GEMMs run in different precisions p, so there are two utilisations:
 
     mfu_bf16peak = sum_p F_p / peak_bf16 / time        comparable between recipes; may exceed 1 for FP8
-    sol          = sum_p (F_p / peak_p) / time         part of the speed of light of exactly this mixture; at most 1
+    sol          = sum_p (F_p / peak_p) / time         share of the peak speed of exactly this mixture; at most 1
 
-Peaks are dense ones from NVIDIA's data sheets (a sparse figure is twice as high). An unknown chip has none, and those
-two metrics are left out.
+Peaks are the dense ones of NVIDIA's data sheets (sparse ones are twice as high). For an unknown GPU both metrics are
+left out.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _PEAK_TFLOPS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 def peak_flops(device_name: str) -> dict[str, float]:
-    """Dense peak in FLOP/s per precision kind; empty for a chip that is not in the table."""
+    """Return the dense peak in FLOP/s per precision kind; empty for a GPU that is not in the table."""
     for pattern, peaks in _PEAK_TFLOPS:
         if re.search(pattern, device_name):
             return {kind: tera * 1e12 for kind, tera in peaks.items()}
@@ -58,17 +57,17 @@ def peak_flops(device_name: str) -> dict[str, float]:
 def flops_per_token(
     model: nn.Module, *, kinds: Mapping[str, Mapping[str, str]], attention_flops: float = 0.0
 ) -> dict[str, float]:
-    """Training FLOPs a token, forward and backward, per precision kind.
+    """Return training FLOPs per token, forward and backward, per precision kind.
 
-    kinds: {module name: {"fprop": kind, "dgrad": kind, "wgrad": kind}}; what is not named computes in "bf16".
-    attention_flops: of the attention GEMMs, forward and backward, a token; counted as "bf16".
+    kinds: {module name: {"fprop": kind, "dgrad": kind, "wgrad": kind}}; other modules compute in "bf16".
+    attention_flops: FLOPs of the attention GEMMs per token, forward and backward; counted as "bf16".
 
-    Raises ValueError where `kinds` names a module that is no linear layer.
+    Raises ValueError if `kinds` names a module that is not a linear layer.
     """
     linears = {name: module for name, module in model.named_modules() if hasattr(module, "in_features")}
     unknown = sorted(set(kinds) - set(linears))
     if unknown:
-        raise ValueError(f"precision kinds for modules that are no linear layers: {unknown}")
+        raise ValueError(f"precision kinds for modules that are not linear layers: {unknown}")
     total: dict[str, float] = {"bf16": float(attention_flops)}
     for name, linear in linears.items():
         for gemm in GEMMS:
@@ -79,9 +78,9 @@ def flops_per_token(
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """Turns the time of a step into rates.
+    """Converts the time of a step to rates.
 
-    later: (0-based first step, rates from there on) of phases in which GEMMs compute in other precisions.
+    later: (0-based first step, rates from that step on) of phases whose GEMMs compute in other precisions.
     """
 
     tokens_per_step: int  # of all GPUs
@@ -91,11 +90,11 @@ class Throughput:
     later: tuple[tuple[int, Throughput], ...] = ()
 
     def of_step(self, step: int) -> Throughput:
-        """The rates of a 0-based step."""
+        """Return the rates of a 0-based step."""
         return [self, *(rates for first, rates in self.later if first <= step)][-1]
 
     def __call__(self, seconds: float) -> dict[str, float]:
-        """Metrics of a step that took `seconds`."""
+        """Return the metrics of a step that took `seconds`."""
         tokens = self.tokens_per_step / seconds / self.gpus
         flops = sum(self.flops_per_token.values())
         metrics = {"perf/tokens_per_sec_per_gpu": tokens}
@@ -108,12 +107,12 @@ class Throughput:
         return metrics
 
     def without_peak(self) -> list[str]:
-        """Kinds of which FLOPs are computed and no peak is known: then there is no `perf/sol`."""
+        """Return the kinds that have FLOPs but no known peak. If there is one, `perf/sol` is left out."""
         return sorted(kind for kind, flops in self.flops_per_token.items() if flops and kind not in self.peaks)
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Peak memory so far in GiB: allocated by torch on a GPU, resident on a CPU. Reading it waits for nothing."""
+    """Return the peak memory so far in GiB: allocated by torch on a GPU, resident on a CPU. Does not synchronise."""
     if device.type != "cuda":
         unit = 1 if sys.platform == "darwin" else 1024
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -123,7 +122,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 class Instant:
-    """A point in a device's time: on a GPU when its stream gets here, else now. Making one waits for nothing."""
+    """A point in a device's timeline: on a GPU when its stream reaches it, else now. Creating it waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -133,19 +132,19 @@ class Instant:
         self._time = time.perf_counter()
 
     def wait(self) -> None:
-        """Return once the device has got here."""
+        """Wait until the device has reached this point."""
         if self._event is not None:
             self._event.synchronize()
 
     def since(self, earlier: Instant) -> float:
-        """Seconds between two instants that the device has reached."""
+        """Return the seconds between two instants that the device has reached."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._time - earlier._time
 
 
 class AsyncHostCopy:
-    """A copy of a device's numbers to pinned memory of the host, made while the device computes."""
+    """An asynchronous copy of device values to pinned host memory."""
 
     def __init__(self, values: Tensor, device: torch.device) -> None:
         self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=device.type == "cuda")
@@ -153,7 +152,7 @@ class AsyncHostCopy:
         self._copied = Instant(device)
 
     def read(self) -> list[float]:
-        """The numbers. Waits until the device has sent them."""
+        """Return the values. Waits until the copy is complete."""
         self._copied.wait()
         numbers: list[float] = self._values.tolist()
         return numbers
@@ -174,7 +173,7 @@ class DeferredMetrics:
         self._values = AsyncHostCopy(torch.stack([tensor.detach().double() for tensor in tensors.values()]), device)
 
     def read(self) -> tuple[dict[str, float], float]:
-        """The metrics in the order given, and the seconds of the step. Waits until the device has finished it."""
+        """Return the metrics in the order given, and the step's seconds. Waits until the device has finished it."""
         order, names = self._names
         values = self._floats | dict(zip(names, self._values.read(), strict=True))
         return {name: values[name] for name in order}, self.end.since(self._begin)

@@ -1,4 +1,4 @@
-"""The messages of a run at its start, about ten lines. The run directory has the rest; verbose=true prints it too."""
+"""The messages of a run at its start, about ten lines. The run directory has the details; verbose=true prints them."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from lowprec_train.train.describe import Linears
 
 
 def short(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any], directory: str) -> list[str]:
-    """The lines before data is read, widest facts first. plain: the configuration; linears: as `describe.effective`."""
+    """Return the lines before data is read. plain: the configuration; linears: as from `describe.effective`."""
     later = [f"{paths(phase['linears'])} from step {phase['first_step']} on" for phase in facts["schedule"]]
     return [
         describe.first_line(facts),
@@ -27,36 +27,36 @@ def short(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any], 
 
 
 def data(facts: Mapping[str, Any], plain: Mapping[str, Any]) -> str:
-    """The line about the corpus and what of it the run reads."""
-    asked = plain["steps"] * plain["tokens_per_step"]
+    """Return the line about the corpus and the part of it that the run reads."""
+    tokens = plain["steps"] * plain["tokens_per_step"]
     return (
         f"  data       {facts['corpus']}: {facts['train_tokens']:,} tokens, {facts['valid_tokens']:,} held out; "
-        f"{plain['steps']:,} steps of {plain['tokens_per_step']:,} are {asked:,}"
+        f"{plain['steps']:,} steps of {plain['tokens_per_step']:,} are {tokens:,}"
     )
 
 
 def verbose(plain: Mapping[str, Any], linears: Linears, facts: Mapping[str, Any]) -> list[str]:
-    """The whole configuration, every layer's GEMMs and every kernel."""
+    """Return the whole configuration, every layer's GEMMs and every kernel."""
     lines = [OmegaConf.to_yaml(OmegaConf.create(dict(plain)))]
-    lines += [f"linear layers, and the path that each GEMM takes:\n{describe.summary(linears)}"]
+    lines += [f"linear layers, and the execution path of each GEMM:\n{describe.summary(linears)}"]
     lines += [f"saved for backward: {saved(facts['saved'])}"]
     lines += [f"from step {each['first_step']} on:\n{describe.summary(each['linears'])}" for each in facts["schedule"]]
     return [*lines, "kernels: " + ", ".join(f"{op}: {kernel}" for op, kernel in facts["kernels"].items())]
 
 
 def paths(linears: Linears) -> str:
-    """How many GEMMs take which path: `fp8_tensor 48, bf16 3`."""
+    """Return the number of GEMMs per execution path: `fp8_tensor 48, bf16 3`."""
     taken = Counter(path for layer in linears.values() for path in layer["execution"].values())
     return ", ".join(f"{path} {count}" for path, count in taken.most_common())
 
 
 def saved(facts: Mapping[str, str]) -> str:
-    """What norms and activations save for the backward pass."""
+    """Return what norms and activations save for the backward pass."""
     return ", ".join(f"by {role}s {what}" for role, what in facts.items())
 
 
 def kernels(live: Mapping[str, str]) -> str:
-    """How many ops each library serves: `C++ 15 ops, reference 14`."""
+    """Return the number of ops per kernel library: `C++ 15, reference 14 ops`."""
     served = Counter(live.values())
     return ", ".join(f"{library} {count}" for library, count in served.most_common()) + " ops"
 

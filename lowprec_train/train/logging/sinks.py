@@ -1,12 +1,12 @@
 """Sinks of metrics: the trainer passes the same `{name: float}` to every sink at each step.
 
-`metrics.jsonl` is always written: one JSON object a line, `{"step": 12, "train/loss": 3.25, ...}`, floats in full
-precision, so that equal runs are equal files. A skipped step's loss is the bare word NaN, as Python's json writes and
-reads it. Console, TensorBoard and Weights & Biases are added by configuration, and a package that is missing is an
-error when the sink is built, before the first step.
+`metrics.jsonl` is always written: one JSON object per line, `{"step": 12, "train/loss": 3.25, ...}`, with floats in
+full precision, so that equal runs give equal files. The loss of a skipped step is NaN, as Python's json module writes
+and reads it. The configuration adds console, TensorBoard and Weights & Biases. A missing package is an error when the
+sink is built, before the first step.
 
-A resumed run takes the steps after its checkpoint again. No sink may show one of them twice: metrics.jsonl and
-TensorBoard drop the first attempt, W&B keeps it (docs/logging.md).
+A resumed run repeats the steps after its checkpoint. No sink may show a step twice: metrics.jsonl and TensorBoard drop
+the first attempt, W&B keeps it (docs/logging.md).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rich.table import Column
 
 from lowprec_train.data.appending import write_whole
 
-_SPOILED = "restore the file, or remove the line: the run goes on without it"
+_SPOILED = "restore the file, or remove the line to continue without it"
 RECIPE_GROUPS = ("precision", "comm", "optim")
 
 
 class Sink(Protocol):
-    """Receives one line per logged step."""
+    """Receives the metrics of each logged step."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -40,9 +40,9 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What sinks may know of the run they belong to.
+    """Facts of a run that sinks may use.
 
-    remembered: strings that the checkpoint carries from launch to launch (`Trainer.remembered`); sinks may add some.
+    remembered: strings that the checkpoint stores (`Trainer.remembered`); sinks may add entries.
     """
 
     name: str
@@ -51,17 +51,17 @@ class RunFacts:
     resumed_step: int = 0  # steps done when this process started
     config: Mapping[str, Any] = field(default_factory=dict)  # resolved, plain values
     recipe: str = ""
-    comparison: str | None = None  # name that the run shares with those that it can be compared with
+    comparison: str | None = None  # name shared by the runs that this run can be compared with
     remembered: dict[str, str] = field(default_factory=dict)
 
     def recipe_text(self) -> str:
-        """The parts of the configuration that a recipe is made of, as YAML."""
+        """Return the parts of the configuration that a recipe sets, as YAML."""
         parts = {name: self.config[name] for name in RECIPE_GROUPS if name in self.config}
         return OmegaConf.to_yaml(OmegaConf.create(parts))
 
 
 class StepLines:
-    """A file of JSON lines, each with its `step`. On resume, lines past the resumed step and a torn last one go."""
+    """A file of JSON lines, each with its `step`. A resume removes lines after its step and an incomplete last line."""
 
     def __init__(self, path: Path, *, resumed_step: int) -> None:
         if path.exists():
@@ -71,7 +71,7 @@ class StepLines:
         self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines. OSError, with the path, when one cannot be written."""
+        """Append lines. Raises OSError, with the path, if one cannot be written."""
         for line in lines:
             try:
                 self._file.write(json.dumps(line) + "\n")
@@ -90,12 +90,12 @@ class JsonlSink(StepLines):
         super().__init__(run.directory / "metrics.jsonl", resumed_step=run.resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line; OSError when it cannot be written."""
+        """Write one line. Raises OSError if it cannot be written."""
         self.write([{"step": step, **metrics}])
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of such a file, without a last one that a crash tore. ValueError for any other that cannot be read."""
+    """Read such a file without an incomplete last line. Raises ValueError if any other line is invalid."""
     lines = path.read_bytes().splitlines(keepends=True)
     return [_read(line, path, number) for number, line in enumerate(lines, start=1) if line.endswith(b"\n")]
 
@@ -106,19 +106,19 @@ def _read(line: bytes, path: Path, number: int) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, line {number} cannot be read ({error}); {_SPOILED}") from error
     if not isinstance(read, dict) or not isinstance(read.get("step"), int):
-        raise ValueError(f"{path}, line {number}: {line[:80]!r} is no object with a step; {_SPOILED}")
+        raise ValueError(f"{path}, line {number}: {line[:80]!r} is not an object with a step; {_SPOILED}")
     return read
 
 
 class ConsoleSink:
-    """A progress bar in 80 columns: step, loss, tokens/s, time left. No terminal: a line every `every` steps."""
+    """A progress bar in 80 columns: step, loss, tokens/s, time left. Without a terminal: a line every `every` steps."""
 
     def __init__(self, *, run: RunFacts, every: int = 10, console: Console | None = None) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
         self._run, self._every = run, every
         self._console = console or Console(soft_wrap=True)
-        self._begun: tuple[int, float] | None = None  # first logged step, and when
+        self._begun: tuple[int, float] | None = None  # first logged step, and its time
         self._bar: Progress | None = None
         if self._console.is_terminal:
             text = "{task.completed:.0f}/{task.total:.0f}  {task.fields[numbers]}"
@@ -129,7 +129,7 @@ class ConsoleSink:
             self._bar.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar; print evaluations, and without a bar every n-th step."""
+        """Update the bar; print evaluations and, without a bar, every n-th step."""
         self._begun = self._begun or (step, time.monotonic())
         due = "valid/loss" in metrics
         if self._bar is not None:
@@ -145,7 +145,7 @@ class ConsoleSink:
             self._bar.stop()
 
     def _left(self, step: int) -> str:
-        """Time left at the pace of the steps so far; nothing where there is no pace, or nothing to do."""
+        """Return the time left at the pace of the steps so far; "" without a pace or without steps left."""
         assert self._begun is not None
         first, when = self._begun
         if not first < step < self._run.steps:

@@ -1,8 +1,7 @@
-"""TensorBoard: every metric a scalar of its own name, the recipe as text, under `<run directory>/tensorboard`.
+"""TensorBoard: every metric as a scalar and the recipe as text, under `<run directory>/tensorboard`.
 
-Each launch writes a file of its own and begins it by saying from which step on earlier files no longer hold, so a step
-that a resumed run takes again is shown once, as it was taken last. Every step is handed to the system at once: what a
-killed launch has logged is there.
+Each launch writes a new file. It begins with the step from which TensorBoard ignores earlier files, so a step that a
+resumed run repeats is shown once, with its last values. Every step is flushed: a killed launch loses none.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from lowprec_train.train.packages import missing
 
 
 class TensorBoardSink:
-    """Writes event files that TensorBoard reads, also while the run goes on. ValueError without its package."""
+    """Writes event files, which TensorBoard can read during the run. Raises ValueError without the package."""
 
     def __init__(self, *, run: RunFacts) -> None:
         try:
@@ -22,14 +21,14 @@ class TensorBoardSink:
         except ImportError as error:
             raise missing("tensorboard", extra="tensorboard", what="logger=tensorboard", error=error) from error
         directory = run.directory / "tensorboard"
-        begun = any(directory.glob("events.*"))  # by an earlier launch, whose text stays: scalars alone are purged
+        begun = any(directory.glob("events.*"))  # an earlier launch wrote the text: only scalars are purged
         self._writer = SummaryWriter(str(directory), purge_step=run.resumed_step + 1)
         if not begun:
             self._writer.add_text("recipe", f"```yaml\n# {run.recipe}\n{run.recipe_text()}```", 0)
             self._writer.flush()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write every metric as a scalar of its own name."""
+        """Write every metric as a scalar."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()

@@ -1,15 +1,15 @@
-"""Read the files in which W&B stores a run on disk, `wandb/[offline-]run-DATE-ID/run-ID.wandb`.
+"""Read the local files of a W&B run, `wandb/[offline-]run-DATE-ID/run-ID.wandb`.
 
-A file is a log in LevelDB's format: 7 bytes of header, then blocks of 32 KiB of chunks
+A file is a log in LevelDB's format: a header of 7 bytes, then blocks of 32 KiB with chunks
 
     checksum (4 bytes), length n (2, little endian), kind (1), n bytes        kind: 1 whole, 2 first, 3 middle, 4 last
 
-whose payloads, joined, are W&B's own protobuf records. A chunk does not cross a block; fewer than 7 bytes at a block's
-end are padding. W&B writes through a buffer, so the file of a killed launch ends early and maybe within a record: what
-is whole before that counts, and `mend` leaves nothing else, for `wandb sync` stops at such an end and never gets to the
-files of later launches. A record that is no protobuf message, from a disk that lost a block say, is such an end too.
+The joined payloads are W&B's protobuf records. A chunk does not cross a block; fewer than 7 bytes at the end of a block
+are padding. W&B buffers its writes, so the file of a killed launch may end within a record. `mend` cuts the file after
+its last complete record, because `wandb sync` stops at an incomplete one and does not reach the files of later
+launches. A record that is not a protobuf message, e.g. after a disk lost a block, counts as incomplete.
 
-An online launch keeps its file as `run-DATE-ID`, whatever of it the server has.
+An online launch also keeps its file, as `run-DATE-ID`, whatever part of it the server has.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ WHOLE, FIRST, LAST = 1, 2, 4
 
 
 def files(run: Path) -> list[Path]:
-    """W&B's files in a run directory, one a launch, in the order in which they were begun."""
+    """Return W&B's files in a run directory, one per launch, in the order of their start."""
     found = [path for path in (run / "wandb").glob("*run-*/run-*.wandb") if not path.parent.is_symlink()]
     return sorted(found, key=lambda path: path.parent.name.removeprefix("offline-"))
 
 
 def run_id(file: Path) -> str:
-    """The W&B run id in the name of such a file."""
+    """Return the W&B run id in the name of a file."""
     return file.stem.removeprefix("run-")
 
 
 def history(file: Path) -> list[dict[str, Any]]:
-    """The points of such a file, each with its `_step`. Needs the wandb package."""
+    """Return the points of a file, each with its `_step`. Needs the wandb package."""
     points = []
     for record, _ in messages(file.read_bytes()):
         if record.WhichOneof("record_type") == "history":
@@ -48,14 +48,14 @@ def history(file: Path) -> list[dict[str, Any]]:
 
 
 def last_step(run: Path, identity: str) -> int:
-    """The last step of a W&B run that is on disk, in files of online launches too; 0 where there is none."""
+    """Return the last step of a W&B run on disk, in files of online launches too; 0 if there is none."""
     steps = [point["_step"] for file in files(run) if run_id(file) == identity for point in history(file)]
     return max(steps, default=0)
 
 
 def mend(file: Path) -> None:
-    """Cut a file of a launch that has ended after its last whole record; without any it is out of W&B's sight.
-    Needs the wandb package.
+    """Cut the file of an ended launch after its last complete record. A file without one is renamed, and W&B ignores
+    it. Needs the wandb package.
     """
     log = file.read_bytes()
     end = max((end for _, end in messages(log)), default=0)
@@ -66,7 +66,7 @@ def mend(file: Path) -> None:
 
 
 def messages(log: bytes) -> Iterator[tuple[Any, int]]:
-    """W&B's records up to the first that cannot be read, each with the position of its end."""
+    """Yield W&B's records up to the first unreadable one, each with its end position."""
     from google.protobuf.message import DecodeError
     from wandb.proto import wandb_internal_pb2
 
@@ -79,7 +79,7 @@ def messages(log: bytes) -> Iterator[tuple[Any, int]]:
 
 
 def records(log: bytes) -> Iterator[tuple[bytes, int]]:
-    """The whole records of a log, each with the position of its end."""
+    """Yield the complete records of a log, each with its end position."""
     position, parts = FILE_HEADER, b""
     while position + CHUNK_HEADER.size <= len(log):
         left = BLOCK - position % BLOCK

@@ -1,14 +1,14 @@
 """Weights & Biases: one W&B run for one run, however often it is interrupted, online or offline.
 
-    which run    its id travels in the checkpoint; a launch that died before its first one has left it in its directory
-    which steps  a resumed launch takes steps again that W&B may have (the earlier one went on after its checkpoint),
-                 and W&B may lack steps that were taken (it writes through a buffer, which a kill empties)
+    which run    the checkpoint stores the W&B run id; before the first checkpoint it is read from the run directory
+    which steps  a resumed launch repeats steps that W&B may have (the earlier launch went on after its checkpoint), and
+                 W&B may lack steps that were done (it buffers its writes, and a kill loses them)
 
-So a launch asks for the last step that W&B has, the server online, the files on disk offline. Steps up to it are left
-out, as W&B itself does. Steps between it and the checkpoint are filled in from metrics.jsonl. Every step is there once,
-in order, also when the directories of several launches are synced later: what a kill has torn is mended before.
+So a launch reads the last step that W&B has: from the server online, from the files on disk offline. Steps up to it are
+not sent again. Steps between it and the checkpoint are sent from metrics.jsonl. Each step appears once and in order,
+also if the directories of several launches are synced later: incomplete files are repaired first.
 
-Once a launch has begun W&B cannot end it: after its first error it is left alone, with one warning.
+After a launch has started, W&B cannot end it: its first error disables it, with one warning.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ TOKENS = "data/tokens"
 
 
 class WandbSink:
-    """Logs to W&B, with tokens as the axis. wandb's environment variables are wandb's own and are honoured by it.
+    """Logs to W&B, with tokens as the x-axis. The wandb package reads its environment variables itself.
 
-    project, entity, tags: as in `wandb.init`. group: of the runs that are compared; None: `run.comparison`. job_type:
-    None: the recipe. mode: "online", "offline", "disabled"; None leaves it to W&B: WANDB_MODE, else online.
+    project, entity, tags: as in `wandb.init`. group: None for `run.comparison`. job_type: None for the recipe. mode:
+    "online", "offline", "disabled"; None: WANDB_MODE, else online.
 
-    Raises ValueError where the wandb package is missing, or W&B cannot be reached under this mode.
+    Raises ValueError if the wandb package is missing, or if W&B cannot be reached in this mode.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class WandbSink:
             advice = "logger.wandb.mode=offline needs neither network nor account"
             raise ValueError(f"W&B: {' '.join(str(error).split())}; {advice}") from error
         run.remembered[REMEMBERED] = self._run.id
-        self._gone = False
+        self._disabled = False
         self._last = 0
-        with self._spared():
+        with self._warn_once():
             self._run.define_metric(TOKENS)
             self._run.define_metric("*", step_metric=TOKENS)
             self._save_recipe(run)
@@ -87,27 +87,27 @@ class WandbSink:
         self._fill_in(run)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Send one step, unless W&B has it."""
-        if step > self._last and not self._gone:
-            with self._spared():
+        """Send one step, unless W&B already has it."""
+        if step > self._last and not self._disabled:
+            with self._warn_once():
                 self._run.log(dict(metrics), step=step, commit=True)
                 self._last = step
 
     def close(self) -> None:
-        """Send what is left. Within the handling of an error the run is marked as failed."""
-        with self._spared():
+        """Send the remaining data. If an exception is being handled, the run is marked as failed."""
+        with self._warn_once():
             self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
 
     @contextmanager
-    def _spared(self) -> Iterator[None]:
-        """What W&B raises, and its service's connection raises anything, is one warning for the rest of the launch."""
+    def _warn_once(self) -> Iterator[None]:
+        """Turn any exception of W&B into one warning, and disable W&B for the rest of the launch."""
         try:
             yield
         except Exception as error:
-            if not self._gone:
-                told = " ".join(str(error).split()) or type(error).__name__
-                log.warning("W&B: %s; this launch goes on without it, and metrics.jsonl has every step", told)
-            self._gone = True
+            if not self._disabled:
+                message = " ".join(str(error).split()) or type(error).__name__
+                log.warning("W&B: %s; this launch continues without it, and metrics.jsonl has every step", message)
+            self._disabled = True
 
     def _fill_in(self, run: RunFacts) -> None:
         taken = run.directory / "metrics.jsonl"
@@ -116,7 +116,7 @@ class WandbSink:
                 self.log(line["step"], {name: value for name, value in line.items() if name != "step"})
 
     def _save_recipe(self, run: RunFacts) -> None:
-        """recipe.yaml and recipe.json among the run's files, where a sync finds them."""
+        """Save recipe.yaml and recipe.json as files of the W&B run, so that a sync uploads them."""
         if self._run.disabled:
             return
         files = Path(self._run.dir)

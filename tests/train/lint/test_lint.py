@@ -163,7 +163,7 @@ def test_a_rule_can_be_waived_by_name():
     assert found.lines[0].startswith("waived by lint_allow: floor-clips: dgrad.a = E2M1[1x32] E8M0_FLOOR")
     assert {f["rule"]: f["waived"] for f in found.facts} == {"floor-clips": True, "nearest-gradient": False}
     assert report(composed("lint_allow=[floor-clips]")).overrides == []  # nothing to waive
-    with pytest.raises(ValueError, match="lint_allow: 'nothing' is no rule; rules are floor-clips, "):
+    with pytest.raises(ValueError, match="lint_allow: 'nothing' is not a rule; the rules are floor-clips, "):
         report(composed("lint_allow=[nothing]"))
 
 

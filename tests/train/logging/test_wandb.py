@@ -215,7 +215,7 @@ def test_a_run_outlives_the_errors_of_wandb(broken, tmp_path, online, monkeypatc
     for step in (1, 2):
         sink.log(step, {"x": 2.0})
     sink.close()
-    assert caplog.text.count("W&B: the service is gone; this launch goes on without it") == 1
+    assert caplog.text.count("W&B: the service is gone; this launch continues without it") == 1
     assert len(made[0].lines) == (2 if broken == "finish" else 0)
 
 
