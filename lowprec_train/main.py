@@ -250,9 +250,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
                 begin_step=begin_step,
             )
             received = signal.Signals(consensus.learned).name if outcome == "preempted" else None
-            directory.end(
-                outcome, step=trainer.steps_done, signal=received
-            )  # before the sinks' uploads, which may be long
+            directory.end(outcome, step=trainer.steps_done, signal=received)  # before slow uploads as sinks close
         log.info("%s: %s at step %d", directory.path, outcome, trainer.steps_done)
 
 

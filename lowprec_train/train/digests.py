@@ -104,7 +104,7 @@ def read(directory: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"checkpoint {directory} cannot be read: {FILE}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} has invalid content") from None
+        raise CheckpointError(f"checkpoint {directory} is damaged: {FILE} is not a valid manifest") from None
     if f"step-{manifest.step}" != directory.name or METADATA not in manifest.files:
         wrong = f"{FILE} is for step {manifest.step!r}, or does not list {METADATA}"
         raise CheckpointError(f"checkpoint {directory} is damaged: {wrong}")

@@ -97,7 +97,7 @@ def test_a_skipped_step_leaves_every_bit(library):
         (AdamWRule(clip_updates=True), Codecs(), "without update clipping"),
         (Muon(), Codecs(), "without update clipping"),
         (AdamWRule(), Codecs(moments=(scaled("E4M3"), scaled("FP16"))), "in FP32, not as E4M3"),
-        (AdamWRule(), Codecs(), "needs a CUDA GPU, and this run is on cpu"),
+        (AdamWRule(), Codecs(), "computes on CUDA GPUs, and this run is on cpu"),
     ],
 )
 def test_what_it_cannot_do_is_refused(library, rule, codecs, says):

@@ -152,7 +152,7 @@ def test_recomputed_blocks_are_stepped_after_they_have_been_computed_again():
         (
             ("+recipe=fp4", "optim=adamw_coat", "parallel.param_all_gather=quantized"),
             Sizes(dp_shard=2),
-            "param_all_gather=quantized multiplies DifferentiableEstimator",
+            "param_all_gather=quantized multiplies gradients by DifferentiableEstimator",
         ),
     ],
 )

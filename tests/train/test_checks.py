@@ -137,7 +137,10 @@ def test_choices_of_parallel(composed, asked, message):
         ({"steps": -1}, "profile.steps=-1"),
         ({"ranks": [0, 1]}, "profile.ranks=.0, 1.: there is no rank 1 among 1 processes"),
         ({"steps": 3, "ranks": []}, "profile.steps=3 with profile.ranks=.. profiles nothing"),
-        ({"allocations": 9}, "profile.allocations=9 records GPU memory, and this run is on cpu; profile.memory=true"),
+        (
+            {"allocations": 9},
+            "profile.allocations=9 records GPU memory, and this run is on cpu; use profile.memory=true",
+        ),
     ],
 )
 def test_profiles_that_cannot_be(composed, asked, message):
