@@ -1,10 +1,10 @@
-"""An indexed dataset that grows document by document and survives being killed.
+"""An indexed dataset that is written document by document and survives crashes.
 
-Until it is complete it is in `<prefix>.unfinished/`: the tokens and the documents' lengths, which are only appended to,
-and `state.json`, which is replaced after the two are on disk. The state holds the lengths of the files and data of the
-caller (how far its input was read). After a crash the next writer truncates both files to the state and continues from
-there, so the result does not depend on the number of crashes. At the end .bin and .idx get their names; the manifest
-that the caller then writes marks them as complete.
+Until it is complete it lies in `<prefix>.unfinished/`: two append-only files with the tokens and the document lengths,
+and `state.json`, which is replaced after both are synced. The state has the lengths of the files and the caller's
+progress (how far its input was read). After a crash the next writer truncates both files to the state and continues, so
+the result does not depend on crashes. At the end .bin and .idx get their final names; the manifest that the caller then
+writes marks them as complete.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ import numpy as np
 
 from lowprec_train.data.indexed import to_disk, write_index
 
-_LONGEST = 2**31 - 1  # tokens of a document, an int32 in the index
+_LONGEST = 2**31 - 1  # tokens of a document: an int32 in the index
 
 
 class AppendingWriter:
-    """Appends to the unfinished dataset of a prefix, a new one or one that was left behind.
+    """Appends to the unfinished dataset of a prefix: a new one, or one that an earlier writer left.
 
-    identity: what must be the same for the work of an earlier writer to be gone on with; plain JSON values.
-    `remembered`: what the last commit was given; empty for a new dataset. `whole`: nothing is to be appended any more.
+    identity: must be equal for the work of an earlier writer to be continued; plain JSON values.
+    `remembered`: the argument of the last commit; empty for a new dataset. `whole`: nothing is left to append.
 
     Raises:
-        ValueError: another process writes it, it was begun with another identity, or finished files lie there that
-            nobody knows.
-        OSError: of each method that writes: the disk is full or fails; names the place.
+        ValueError: another process writes it, it was started with another identity, or there are finished files without
+            a manifest.
+        OSError: from every method that writes, with the path: the disk is full or fails.
     """
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], identity: Mapping[str, Any]) -> None:
@@ -46,10 +46,10 @@ class AppendingWriter:
         self._lock = _locked(self._directory)
         try:
             state = self._read_state()
-            for ending in () if state["whole"] else ("bin", "idx"):  # whole: a writer may have died between two names
+            for ending in () if state["whole"] else ("bin", "idx"):  # whole: a writer may have died between two renames
                 if Path(f"{prefix}.{ending}").exists():
                     raise ValueError(
-                        f"{prefix}.{ending} exists, without a manifest of this command; choose another place"
+                        f"{prefix}.{ending} exists, without a manifest of this command; choose another output path"
                     )
         except ValueError:
             self._lock.close()
@@ -58,7 +58,7 @@ class AppendingWriter:
         self.whole: bool = state["whole"]
         self.documents: int = state["documents"]
         self.tokens: int = state["tokens"]
-        self._open: int = state.get("open", 0)  # tokens of a document that goes on
+        self._open: int = state.get("open", 0)  # tokens of a document that is not complete
 
     def __enter__(self) -> AppendingWriter:
         if not self.whole:
@@ -77,12 +77,12 @@ class AppendingWriter:
             self._lock.close()
 
     def append(self, tokens: bytes, lengths: np.ndarray) -> None:
-        """Add documents of these lengths (in tokens), one after the other, in the dataset's dtype.
+        """Append documents of these lengths (in tokens), in the dataset's dtype.
 
-        Tokens beyond these lengths begin a document, to which the first length of a later call adds its last tokens.
+        Tokens beyond these lengths start a document. The first length of a later call adds its last tokens.
 
         Raises:
-            ValueError: a document has more tokens than the index can say.
+            ValueError: a document has more tokens than the index can represent.
         """
         lengths = lengths.astype(np.int64)
         rest = len(tokens) // self._dtype.itemsize - int(lengths.sum())
@@ -100,7 +100,7 @@ class AppendingWriter:
         self.documents += len(lengths)
 
     def commit(self, remembered: Mapping[str, Any], *, whole: bool = False) -> None:
-        """From here on, what was appended and this survive whatever happens to the process."""
+        """Make everything that was appended, and `remembered`, survive a crash."""
         with named(self._directory):
             for file in (self._bin, self._lengths):
                 to_disk(file)
@@ -115,7 +115,7 @@ class AppendingWriter:
         write_whole(self._directory / "state.json", json.dumps(state, indent=1).encode())
 
     def finish(self, remembered: Mapping[str, Any]) -> None:
-        """Give .bin and .idx their names. Killed on the way, the next writer is `whole` and does the rest of it."""
+        """Rename .bin and .idx to their final names. If this is interrupted, the next writer is `whole` and does it."""
         if not self.whole:
             self.commit(remembered, whole=True)
         bin_, idx = self._directory / "bin", self._directory / "idx"
@@ -136,19 +136,19 @@ class AppendingWriter:
             old = {key: state["identity"].get(key) for key in differ}
             new = {key: self._identity[key] for key in differ}
             raise ValueError(
-                f"{self._directory} was begun with other input: {old}, now {new}; remove it to begin anew, or give the "
-                "same again to go on"
+                f"{self._directory} was started with other input: {old}, now {new}; remove it to start again, or give "
+                "the same input to continue"
             )
         return state
 
 
 def unfinished(prefix: Path) -> Path:
-    """Where the dataset of a prefix lives until it is whole."""
+    """Return the directory of the dataset of a prefix until it is complete."""
     return prefix.with_name(f"{prefix.name}.unfinished")
 
 
 def forget(prefix: Path) -> None:
-    """Remove what is left of the work on a dataset that is whole."""
+    """Remove the unfinished directory of a complete dataset."""
     shutil.rmtree(unfinished(prefix), ignore_errors=True)
 
 
@@ -158,24 +158,24 @@ def _locked(directory: Path) -> IO[bytes]:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ValueError(f"{directory}: another process is at work there") from None
+        raise ValueError(f"{directory}: another process is writing there") from None
     except OSError:
-        pass  # a file system without locks: two at once are the user's to avoid
+        pass  # a file system without locks: the user must avoid two writers
     return lock
 
 
 def _cut(path: Path, size: int) -> IO[bytes]:
-    """The file, `size` bytes long, open for appending."""
+    """Truncate the file to `size` bytes and open it for appending."""
     path.touch()
     os.truncate(path, size)
     return path.open("ab")
 
 
 def write_whole(path: Path, content: bytes, *, shared: bool = False) -> None:
-    """Write a file whole or not at all; it is on disk when this returns. `shared`: several processes may do so at once.
+    """Write a file atomically and sync it to disk. `shared`: several processes may write it at the same time.
 
     Raises:
-        OSError: it cannot be written, with the path.
+        OSError: it cannot be written; has the path.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial" if shared else f"{path.name}.partial")
     with named(path):
@@ -187,7 +187,7 @@ def write_whole(path: Path, content: bytes, *, shared: bool = False) -> None:
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """A full disk says where it is: Python names the file when it cannot be opened, not when it cannot be written."""
+    """Add the path to an OSError: Python names the file if it cannot be opened, not if it cannot be written."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Data that is tokenised already: Megatron's indexed datasets, alone or blended, split the way Megatron splits them.
+"""Tokenised data: Megatron's indexed datasets, alone or blended, with Megatron's splits.
 
 A blend is written as on Megatron's command line, `[weight, prefix, weight, prefix, ...]`. Without weights, `[prefix,
-prefix, ...]` or a directory of them, datasets are one set that lies in several files. A split is a list of shares
-for train, validation and test, `949,50,1`: each dataset is cut into runs of whole documents in that order.
+prefix, ...]` or a directory of datasets is one set in several files. A split is a list of shares for train, validation
+and test, `949,50,1`: each dataset is divided into ranges of whole documents in that order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowprec_train.data.manifest import Manifest
 from lowprec_train.data.order import Blend
 from lowprec_train.data.tokenizer import check_vocabulary
 
-_READ_WHOLE = 256 << 20  # bytes; of a longer file as much is hashed, in evenly spaced blocks
+_READ_WHOLE = 256 << 20  # bytes; of a longer file this many are hashed, in evenly spaced blocks
 _BLOCK = 1 << 20
 _WHOLE = (1.0, 0.0, 0.0)
 
@@ -38,17 +38,17 @@ def indexed(
     document_mask: bool = False,
     name: str = "indexed",
 ) -> Corpus:
-    """Existing `<prefix>.bin` and `<prefix>.idx` files, named without extension.
+    """Return the corpus of existing `<prefix>.bin` and `<prefix>.idx` files, named without extension.
 
     train, valid: one prefix, several, a directory of them, or `[weight, prefix, weight, prefix, ...]`.
-    split: shares of train, validation (and test) by which the documents of `train` are cut; instead of `valid`.
-    vocab_size: of the tokenizer that made the data; a token outside it is an error when it is met. None: as the
-        manifests of `lowprec prepare-data` say.
+    split: shares of train, validation (and test) that divide the documents of `train`; replaces `valid`.
+    vocab_size: of the tokenizer that made the data; reading a token outside it is an error. None: as in the manifests
+        of `lowprec prepare-data`.
 
     Raises:
-        ValueError: a blend or split that cannot be read, both or neither of valid and split, a file that is absent,
-            truncated or foreign, a part without documents or too short for seq_len, datasets of different tokenizers,
-            or vocab_size None where a manifest is missing.
+        ValueError: a blend or split that cannot be parsed, both or neither of valid and split, a file that is missing,
+            truncated or of another format, a part without documents or too short for seq_len, datasets of different
+            tokenizers, or vocab_size None without a manifest.
     """
     if (valid is None) == (split is None):
         raise ValueError(f"exactly one of valid and split must be given, not valid={valid!r} and split={split!r}")
@@ -61,7 +61,7 @@ def indexed(
         else _Part("valid", parse_blend(valid, "data.valid"), _WHOLE, 0)
     )
     prefixes = dict.fromkeys((*training.blend.prefixes, *held_out.blend.prefixes))
-    # A file that is absent or garbled is told before what its manifest does not say. Each is mapped once.
+    # Missing and invalid files are reported before manifests are read. Each file is mapped once.
     mapped = {prefix: IndexedDataset(prefix) for prefix in prefixes}
     size, tokenizer = _tokenizer(prefixes, vocab_size)
 
@@ -86,15 +86,15 @@ def indexed(
 
 
 def _tokenizer(prefixes: Iterable[str], vocab_size: int | None) -> tuple[int, Path | None]:
-    """The one tokenizer of all these datasets: its size, and its file where a manifest names it."""
+    """Return the size of the tokenizer that all datasets share, and its file if a manifest names it."""
     manifests = {prefix: Manifest.read(prefix) for prefix in sorted(prefixes)}
     known = {prefix: manifest for prefix, manifest in manifests.items() if manifest}
     if len({manifest.tokenizer["sha256"] for manifest in known.values()}) > 1:
-        told = {prefix: manifest.tokenizer for prefix, manifest in known.items()}
-        raise ValueError(f"datasets of different tokenizers cannot be read together: {told}")
+        tokenizers = {prefix: manifest.tokenizer for prefix, manifest in known.items()}
+        raise ValueError(f"datasets of different tokenizers cannot be read together: {tokenizers}")
     if vocab_size is None and len(known) < len(manifests):
         unknown = [prefix for prefix in manifests if prefix not in known]
-        raise ValueError(f"data.vocab_size must be given: {unknown} have no .manifest.json that says it")
+        raise ValueError(f"data.vocab_size must be given: {unknown} have no .manifest.json")
     if not known:
         assert vocab_size is not None
         return vocab_size, None
@@ -107,20 +107,20 @@ def _tokenizer(prefixes: Iterable[str], vocab_size: int | None) -> tuple[int, Pa
 
 @dataclass(frozen=True)
 class Mixture:
-    """Prefixes of indexed datasets and the order in which their samples are dealt; None: they are one set."""
+    """Prefixes of indexed datasets, and the order in which their samples are read; None: they are one set."""
 
     prefixes: tuple[str, ...]
     order: Blend | None = None
 
 
 def parse_blend(blend: Blended, key: str = "blend") -> Mixture:
-    """A prefix, a directory of datasets, `[prefix, prefix, ...]` or `[weight, prefix, weight, prefix, ...]`.
+    """Parse a prefix, a directory of datasets, `[prefix, prefix, ...]` or `[weight, prefix, weight, prefix, ...]`.
 
     key: names the blend in errors.
 
     Raises:
-        ValueError: it is none of these, names a dataset twice, a directory has none, or has a weight, or `Blend`
-            refuses a weight.
+        ValueError: it is none of these, it has a dataset twice, a directory without datasets or with a weight, or
+            `Blend` refuses a weight.
     """
     items = [blend] if isinstance(blend, str) else list(blend)
     weighted = len(items) > 1 and any(map(_is_number, items))
@@ -139,7 +139,7 @@ def parse_blend(blend: Blended, key: str = "blend") -> Mixture:
 
 
 def _datasets(prefix: str) -> list[str]:
-    """The dataset with this prefix, or all that lie in the directory and below, sorted by path."""
+    """Return the dataset with this prefix, or all datasets in the directory and below, sorted by path."""
     if not os.path.isdir(prefix) or os.path.isfile(f"{prefix}.idx"):
         return [prefix]
     found = [str(path.with_suffix("")) for path in sorted(Path(prefix).rglob("*.idx"))]
@@ -149,10 +149,10 @@ def _datasets(prefix: str) -> list[str]:
 
 
 def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
-    """Shares of train, validation and test that sum to 1, from `949,50,1`, `[949, 50, 1]` or the first two of these.
+    """Return shares of train, validation and test that sum to 1, from `949,50,1`, `[949, 50, 1]` or two numbers.
 
     Raises:
-        ValueError: other than two or three numbers, or no share for train or validation.
+        ValueError: not two or three numbers, or no share for train or validation.
     """
     written = split.split(",") if isinstance(split, str) else list(split)
     if not all(map(_is_number, written)):
@@ -166,7 +166,7 @@ def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
 
 
 def split_documents(count: int, shares: Sequence[float], position: int) -> range:
-    """The documents of one part: Megatron's rounding, whole documents in file order."""
+    """Return the documents of one part, with Megatron's rounding: whole documents in file order."""
     return range(round(sum(shares[:position]) * count), round(sum(shares[: position + 1]) * count))
 
 
@@ -189,7 +189,7 @@ class _Part:
         return Stream(source, documents)
 
     def digest(self) -> bytes:
-        """SHA-256 of shares and contents, not of places."""
+        """Return the SHA-256 of shares and contents, without paths."""
         blended = self.blend.order.shares if self.blend.order else (1.0,)
         digest = hashlib.sha256(f"{blended} {self.shares} {self.position}".encode())
         for prefix in self.blend.prefixes:
@@ -207,7 +207,7 @@ def _is_number(value: object) -> bool:
 
 
 def _file_digest(path: Path) -> bytes:
-    """SHA-256 of size and content. A file above 256 MiB is sampled: a terabyte is not read at start-up."""
+    """Return the SHA-256 of size and content. A file above 256 MiB is sampled: start-up does not read a terabyte."""
     size = path.stat().st_size
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     with open(path, "rb") as file:

@@ -1,8 +1,8 @@
-"""A directory that is built once, however many processes ask for it first.
+"""A directory that is built once, even if several processes need it first.
 
-The build goes to a directory of its own and is renamed when it is whole: whoever sees the final name sees everything. A
-file lock lets one process build while the others wait; the lock saves work and is not what makes this correct, so file
-systems without locks only build more than once.
+A build goes to a temporary directory, which is renamed when it is complete, so the final name always has complete
+content. A file lock lets one process build while the others wait. The lock only saves work: on file systems without
+locks several processes build, with the same result.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _UNFINISHED = ".unfinished"
 
 
 def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
-    """`directory`, filled by `build(an empty directory)` if it does not exist yet.
+    """Return `directory`, filled by `build(an empty directory)` if it does not exist.
 
     Raises:
-        ValueError: the place cannot be written to.
+        ValueError: the directory cannot be written.
         OSError: the disk fails or is full; nothing is left behind.
     """
     if directory.is_dir():
@@ -52,26 +52,26 @@ def _build(directory: Path, build: Callable[[Path], None]) -> None:
         try:
             os.rename(unfinished, directory)
         except OSError:
-            if not directory.is_dir():  # else another process was first, without a lock to wait for
+            if not directory.is_dir():  # otherwise another process was first, without a lock
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _clear(directory: Path) -> None:
-    """Remove what builders that were killed have left."""
+    """Remove what killed builders left."""
     for left in directory.parent.glob(f"{glob.escape(directory.name)}.*{_UNFINISHED}"):
         shutil.rmtree(left, ignore_errors=True)
 
 
 def _lock(file: IO[bytes], directory: Path) -> bool:
-    """Hold the lock until `file` is closed; False where the file system has no locks."""
+    """Hold the lock until `file` is closed; return False if the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         _log.info("waiting for another process to prepare %s", directory)
         fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
-        _log.warning("no file locks in %s (%s): every process prepares it for itself", directory.parent, error.strerror)
+        _log.warning("no file locks in %s (%s): every process prepares it", directory.parent, error.strerror)
         return False
     return True

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowprec_train.data.records import Damaged
 
-_ROWS = 64  # read at once
+_ROWS = 64  # per read
 
 
 class Column:
@@ -35,9 +35,9 @@ class Column:
         self.rows = sum(self._counts)
 
     def values(self, skipped: int, size: int) -> Iterator[list[Any]]:
-        """Values from row `skipped` on, in lists of about `size` bytes; row groups before it are not read.
+        """Yield values from row `skipped` on, in lists of about `size` bytes. Earlier row groups are not read.
 
-        Raises Damaged where a row cannot be read, after the rows before it.
+        Raises Damaged if a row cannot be read, after the rows before it.
         """
         row, gathered = skipped, []
         try:
@@ -55,7 +55,7 @@ class Column:
             yield gathered
 
     def _batches(self, skipped: int) -> Iterator[list[Any]]:
-        """Group by group, so that rows are read in the same batches wherever reading began."""
+        """Read group by group, so that the batches do not depend on where reading starts."""
         ends = [*itertools.accumulate(self._counts)]
         first = bisect.bisect_right(ends, skipped)
         skipped -= sum(self._counts[:first])
@@ -67,7 +67,7 @@ class Column:
 
 
 def pyarrow_for(path: str) -> Any:
-    """The package that reads .parquet and .zst. Raises ValueError when it is not installed."""
+    """Return pyarrow, which reads .parquet and .zst. Raises ValueError if it is not installed."""
     try:
         import pyarrow
     except ImportError as error:

@@ -1,7 +1,7 @@
-"""The text of a run: a training and a validation set, and a hash that is equal if two runs read the same text.
+"""The data of a run: a training and a validation set, and a hash that is equal if two runs read the same text.
 
-`stdlib` needs nothing but the running Python; `text` takes the user's files; `blend.indexed` takes tokenised data. Each
-is named by a `_target_` of configs/data and called with what stands beside it.
+`stdlib` needs only the running Python, `text` reads the user's files, `blend.indexed` reads tokenised data. Each file
+of configs/data names one of them as `_target_`; its other keys are the arguments.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ VALID_SEED = 0  # validation reads the same samples in every run, whatever its s
 
 @dataclass(frozen=True, kw_only=True)
 class Corpus:
-    """What a run trains on and is judged by. `hash` names the tokens; `vocab_size` is the tokenizer's.
+    """Training and validation data of a run. `hash`: of the tokens; `vocab_size`: of the tokenizer.
 
-    `tokenizer`: its file, where it is known.
+    `tokenizer`: its file, if known.
     """
 
     train: Dataset
@@ -46,11 +46,11 @@ def stdlib(
     root: str | None = None,
     name: str = "stdlib",
 ) -> Corpus:
-    """The running Python's standard library (or the Python sources under `root`), a file a document.
+    """Return a corpus of the running Python's standard library (or the Python sources under `root`), a document a file.
 
     Raises:
         ValueError: there are no sources, they are too few for this vocabulary, split or seq_len, or the cache cannot be
-            written to.
+            written.
     """
     preparation = Preparation(train=PythonSources(root), valid_fraction=valid_fraction, vocab_size=vocab_size)
     return _corpus(preparation, cache, name, seq_len=seq_len, seed=seed, document_mask=document_mask)
@@ -71,20 +71,20 @@ def text(
     cache: str | None = None,
     name: str = "text",
 ) -> Corpus:
-    """Files of text: .txt, .md, .jsonl, .parquet, or directories of them (see `documents.TextFiles`).
+    """Return a corpus of text files: .txt, .md, .jsonl, .parquet, or directories of them (see `documents.TextFiles`).
 
     `valid`: held-out files; None holds out `valid_fraction` of the documents of `train`, by their names.
-    `tokenizer`: an existing SentencePiece model or `tokenizer.json`; None learns one of `vocab_size` pieces
-    from the training documents. With an existing one `vocab_size` is a bound on its size, or None.
-    `skip_bad`: leave out what cannot be read.
+    `tokenizer`: an existing SentencePiece model or `tokenizer.json`; None trains one of `vocab_size` pieces on the
+    training documents. With an existing one `vocab_size` is an upper limit of its size, or None.
+    `skip_bad`: skip what cannot be read.
 
     Raises:
-        ValueError: see `TextFiles`; the files hold no text; they are too few for this vocabulary, split or seq_len; the
+        ValueError: see `TextFiles`; the files have no text; they are too few for this vocabulary, split or seq_len; the
             tokenizer has more pieces than vocab_size, or cannot be read.
     """
     model = None if tokenizer is None else load(tokenizer)
     if model is None and vocab_size is None:
-        raise ValueError("vocab_size None: a tokenizer learnt from the text needs a size, or name an existing one")
+        raise ValueError("vocab_size is None: give the size of the tokenizer to train, or an existing tokenizer")
     if model is not None and vocab_size is not None:
         check_vocabulary(tokenizer=model.vocab_size, vocab_size=vocab_size, name=str(tokenizer))
     texts = partial(TextFiles, field=field, skip_bad=skip_bad, remedy="data.skip_bad=true")

@@ -1,7 +1,7 @@
-"""Where text comes from: the running Python's own sources, or files that the user names.
+"""Sources of text: the running Python's own sources, or files that the user names.
 
-A document is a name and a text. Names do not hold the place where the files lie, so the same files give the same corpus
-anywhere; which half of the split a document falls into depends on its name alone.
+A document is a name and a text. Names do not include the directory of the files, so the same files give the same corpus
+anywhere. A document's name alone decides whether it is for training or validation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NOT_PORTABLE = ("_sysconfigdata", "sitecustomize", "usercustomize")  # written 
 
 
 class Documents(Protocol):
-    """A collection that can be read again and again, always in the same order."""
+    """A collection that can be read several times, always in the same order."""
 
     name: str
 
     def __iter__(self) -> Iterator[Document]: ...
 
     def digest(self) -> str:
-        """SHA-256 of names and contents: equal digests hold equal documents."""
+        """Return the SHA-256 of names and contents, equal for equal documents."""
         ...
 
 
@@ -41,7 +41,7 @@ class PythonSources:
     `root`: None for the standard library of the running Python. Files that are not UTF-8 are skipped.
 
     Raises:
-        ValueError: the directory is absent, or holds no source.
+        ValueError: the directory is missing, or has no source.
     """
 
     def __init__(self, root: str | Path | None = None) -> None:
@@ -61,8 +61,8 @@ class PythonSources:
             try:
                 text = content.decode()
             except UnicodeDecodeError:
-                if path not in self._skipped:  # told once, however often the sources are read
-                    _log.warning("warning: %s: skipped, for it is not UTF-8", self._root / path)
+                if path not in self._skipped:  # warn once, even if the sources are read several times
+                    _log.warning("warning: %s: skipped: it is not UTF-8", self._root / path)
                 self._skipped.add(path)
                 continue
             yield Document(path, text)
@@ -83,15 +83,15 @@ class PythonSources:
 
 
 class TextFiles:
-    """Files of text, or directories of them (`finding`): a .txt or .md file is a document, so is a line of .jsonl, its
-    text in `field`, and a row of .parquet.
+    """Text files, or directories of them (`finding`). Documents are .txt and .md files, lines of .jsonl (with the text
+    in `field`) and rows of .parquet.
 
-    skip_bad: leave out, instead of stopping, records without text and what follows damage in a file, with a warning;
-    `bad` counts those of the last time through. remedy: how the user asks for that, for errors.
+    skip_bad: skip records without text, and the rest of damaged files, with a warning, instead of raising; `bad` counts
+    those of the last iteration. remedy: how the user enables it, for errors.
 
     Raises:
-        ValueError: a path is absent or of another kind, a directory holds no such file, a record has no text in this
-            field, a file is not UTF-8, or .zst or .parquet is asked for without pyarrow.
+        ValueError: a path is missing or of another kind, a directory has no such file, a record has no text in this
+            field, a file is not UTF-8, or pyarrow is missing for .zst or .parquet.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class TextFiles:
             raise ValueError(f"empty corpus: no file is named in {paths!r}")
         self.name = ", ".join(given)
         self._field, self._skip_bad, self.bad = field, skip_bad, 0
-        self._remedy, self._told = f"{remedy} leaves out what cannot be read", False
+        self._remedy, self._warned = f"{remedy} leaves out what cannot be read", False
         self._sources = finding.find(given)
         check_sources(self._sources, field, skip_bad=skip_bad, remedy=self._remedy)
 
@@ -116,7 +116,7 @@ class TextFiles:
                     self.bad += 1
                 else:
                     raise ValueError(f"{found.reason}; {self._remedy}")
-        self._told = True
+        self._warned = True
 
     def digest(self) -> str:
         contents = ((source.name, bytes.fromhex(source.sha256())) for source in self._sources)
@@ -128,7 +128,7 @@ class TextFiles:
             for segment, _, _ in source.segments(self._field):
                 yield from segment.documents(self._field)
         except Damaged as error:
-            if self._skip_bad and not self._told:  # once, however often the files are read
+            if self._skip_bad and not self._warned:  # once, even if the files are read several times
                 _log.warning("warning: the rest of this file is left out: %s", error)
             yield Bad(str(error))
 

@@ -2,4 +2,4 @@
 
 
 class NoEnding(ValueError):
-    """A tokenizer that can be read, but has no end-of-document token, not the one asked for, or several candidates."""
+    """The tokenizer can be read, but has no end-of-document token, not the requested one, or several candidates."""

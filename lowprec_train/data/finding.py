@@ -1,8 +1,8 @@
-"""Files of text as they lie on disk: .txt, .md and .jsonl, also as .gz, .xz or .zst and cut into parts, and .parquet.
+"""Find text files: .txt, .md and .jsonl, also as .gz, .xz or .zst and split into parts, and .parquet.
 
-A directory stands for all such files below it, sorted by path: of a data set as it comes from a hub too, with folders
-of `train-00000-of-00012.parquet`. Whatever is left out is named: files of other kinds, and the README.md of a data set,
-which is about it. Hidden files and folders are none of the user's text.
+A directory gives all such files below it, sorted by path, e.g. a data set from a hub with directories of
+`train-00000-of-00012.parquet`. Warnings name the skipped files: files of other kinds, and the README.md of a data set,
+which describes it. Hidden files and directories are ignored.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SHOWN = 5  # names of skipped files in a message
 
 
 def find(paths: Sequence[str | Path]) -> list[Source]:
-    """The sources that paths name, in their order; a directory stands for all below it, sorted, a part for its whole.
+    """Return the sources of the paths, in their order: for a directory all below it, sorted; for a part the whole file.
 
     Raises:
-        ValueError: a path is absent or of another kind, a directory holds no text, a part is missing or there twice, a
+        ValueError: a path is missing or of another kind, a directory has no text, a part is missing or exists twice, a
             file is named twice, or as a whole and as its parts.
     """
     found = [source for path in paths for source in _find(Path(path).expanduser())]
@@ -39,11 +39,11 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
     for source in found:
         first, whole = source.paths[0], source.whole
         if whole in once and once[whole].paths != source.paths:
-            raise ValueError(f"{whole}: there whole and in parts; name one of the two, or remove it")
+            raise ValueError(f"{whole}: exists whole and in parts; name one of the two, or remove it")
         if whole in once and len(source.paths) == 1:
             raise ValueError(f"{first}: named twice")
         once[whole] = source
-    _tell_of_shards(once.values())
+    _warn_about_shards(once.values())
     return list(once.values())
 
 
@@ -57,30 +57,30 @@ def _find(path: Path) -> list[Source]:
             found = f", only {others}" if others else ""
             raise ValueError(f"empty corpus: {path} holds no file that ends in {_ENDINGS}{found}")
         if others:
-            _log.warning("warning: %s: skipped, for they do not end in %s: %s", path, _ENDINGS, others)
+            _log.warning("warning: %s: skipped files that do not end in %s: %s", path, _ENDINGS, others)
         return [_source(each, path) for each in _without_cards(inside, path)]
     if not path.exists():
         raise ValueError(f"{path}: no such file or directory of text")
     if not _NAME.fullmatch(path.name):
-        raise ValueError(f"{path}: can read files that end in {_ENDINGS}")
+        raise ValueError(f"{path}: not a text file that can be read: it must end in {_ENDINGS}")
     return [_source(path, path.parent)]
 
 
 def _without_cards(files: list[Path], directory: Path) -> list[Path]:
-    """Without README.md where there is .parquet or .jsonl: it tells of these, as hubs ask for."""
+    """Remove README.md if there is .parquet or .jsonl: it describes these files, as hubs require."""
     if all(_NAME.fullmatch(file.name)["kind"] in ("txt", "md") for file in files):  # type: ignore[index]
         return files
     cards = [file for file in files if file.name.lower() == "readme.md"]
     if cards:
         names = _shown([card.relative_to(directory) for card in cards])
         _log.warning(
-            "warning: %s: skipped, for it tells of the data beside it: %s; name it to read it too", directory, names
+            "warning: %s: skipped, because it describes the data: %s; name it to read it too", directory, names
         )
     return [file for file in files if file not in cards]
 
 
-def _tell_of_shards(sources: Iterable[Source]) -> None:
-    """Warn of shards NAME-00003-of-00012 that are missing, and of several sets, such as train and test, at once."""
+def _warn_about_shards(sources: Iterable[Source]) -> None:
+    """Warn about missing shards NAME-00003-of-00012, and about several sets, such as train and test, at once."""
     shards: dict[tuple[Path, str, int], set[int]] = defaultdict(set)
     for source in sources:
         if match := _SHARD.fullmatch(source.whole.name):
@@ -97,7 +97,7 @@ def _tell_of_shards(sources: Iterable[Source]) -> None:
 
 
 def _shown(names: Sequence[Path | int]) -> str:
-    """The first of them."""
+    """Return the first names as text."""
     return ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
 
 
@@ -106,7 +106,7 @@ def _hidden(path: Path) -> bool:
 
 
 def _source(path: Path, root: Path) -> Source:
-    """The source that this file is, or is a part of; named relative to `root`."""
+    """Return the source of a file or a part, named relative to `root`."""
     match = _NAME.fullmatch(path.name)
     assert match, path
     whole = path.with_name(match["whole"])
@@ -122,9 +122,9 @@ def _parts(whole: Path) -> tuple[Path, ...]:
         match = _NAME.fullmatch(path.name)
         if match and match["whole"] == whole.name and match["part"]:
             if (number := int(match["part"])) in numbered:
-                raise ValueError(f"{whole}: part {number} is there twice: {numbered[number].name} and {path.name}")
+                raise ValueError(f"{whole}: part {number} exists twice: {numbered[number].name} and {path.name}")
             numbered[number] = path
     numbers = sorted(numbered)
     if numbers != [*range(numbers[0], numbers[0] + len(numbers))] or numbers[0] > 1:
-        raise ValueError(f"{whole}: cut into parts, of which some are missing: there are {numbers}")
+        raise ValueError(f"{whole}: some of its parts are missing: there are {numbers}")
     return tuple(numbered[number] for number in numbers)

@@ -1,10 +1,10 @@
-"""Tokenizers in the `tokenizer.json` of Hugging Face's `tokenizers` library, which is needed to read them.
+"""Tokenizers in the `tokenizer.json` format of Hugging Face's `tokenizers` library, which must be installed.
 
 The file does not say which of its special tokens ends a document. `eos_token` of the `tokenizer_config.json` beside it
-does, where there is one; else the one special token that is known to mean this. A choice that the user makes is stored
-as such a `tokenizer_config.json`, so that whoever finds the files later makes it too.
+says so, if there is one; otherwise the only special token with a known name is used. The user's choice is stored in
+such a `tokenizer_config.json`, so that later readers use the same token.
 
-Text is text: a document that spells `<|endoftext|>` gets ordinary pieces for it, not the token.
+Documents are plain text: `<|endoftext|>` in a document gives ordinary pieces, not the special token.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _CONFIG = "tokenizer_config.json"
 
 
 class HuggingFaceTokenizer:
-    """A `Tokenizer` from the text of a `tokenizer.json` and its `tokenizer_config.json`. `eod`: what ends a document.
+    """A `Tokenizer` from the text of a `tokenizer.json` and its `tokenizer_config.json`. `eod`: ends a document.
 
     Raises:
-        ValueError: not such a file, no token of this name, or none named and none or several found that could be meant.
+        ValueError: not such a file, no token of this name, or, without a name, no candidate or several.
     """
 
     file_name = "tokenizer.json"
@@ -40,24 +40,24 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         self._ending = eod or _written(config) or _known_ending(self._tokenizer, name)
         if self._ending not in vocabulary:
-            raise NoEnding(f"{name}: has no token {self._ending!r} to close documents with")
+            raise NoEnding(f"{name}: has no token {self._ending!r} to end documents with")
         self.eod = vocabulary[self._ending]
 
     @classmethod
     def read(cls, path: Path, eod: str | None = None) -> HuggingFaceTokenizer:
-        """From the file, and the configuration beside it. Raises ValueError as the class does."""
+        """Read the file, and the configuration beside it. Raises ValueError as the class does."""
         beside = path.with_name(_CONFIG)
         try:
             config = json.loads(beside.read_text(encoding="utf-8")) if beside.is_file() else {}
             if not isinstance(config, dict):
-                raise ValueError(f"{beside}: holds {type(config).__name__}, not a table of settings")
+                raise ValueError(f"{beside}: has a {type(config).__name__}, not an object")
             return cls(path.read_text(encoding="utf-8"), config, str(path), eod)
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not UTF-8: {error}") from error
 
     @property
     def files(self) -> dict[str, bytes]:
-        """The file as it was, and a configuration that names the end-of-document token."""
+        """The original file, and a configuration that names the end-of-document token."""
         config = json.dumps({**self._config, "eos_token": self._ending}, indent=2, ensure_ascii=False) + "\n"
         return {self.file_name: self._content.encode(), _CONFIG: config.encode()}
 
@@ -81,7 +81,7 @@ class HuggingFaceTokenizer:
         return [each.ids for each in encoded]
 
     def cut(self, text: str) -> int | None:
-        """At an end of a word, where the parts of this tokenizer are known (`CutRule`)."""
+        """Return the last place to cut, at an end of a word; None if the tokenizer has unknown parts (`CutRule`)."""
         if (rule := self._cut_rule) is None:
             return None
         return last_cut(text, rule, lambda texts: self.encode(texts, parallel=False, continued=True))
@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _continuing(self) -> Any:
-        """For text after a cut: without the space that the file may put before a text."""
+        """The tokenizer for text after a cut: without the space that the file may put before a text."""
         rule = self._cut_rule
         return self._tokenizer if rule is None else _parse(rule.continuing, "after a cut")
 
@@ -102,7 +102,7 @@ class HuggingFaceTokenizer:
 
 
 def _parse(content: str, name: str) -> Any:
-    """The library's object, without the padding, truncation and special treatment of text that the file may ask for."""
+    """Return the library's tokenizer, without padding, truncation and special tokens in text."""
     try:
         import tokenizers
     except ImportError as error:
@@ -119,7 +119,7 @@ def _parse(content: str, name: str) -> Any:
 
 @lru_cache(maxsize=1 << 16)
 def _spell_bytes(text: str) -> str:
-    """The bytes of a text as byte-level pieces spell them, a sign for each."""
+    """Return the bytes of a text as byte-level pieces spell them, one character per byte."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     ((spelled, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
@@ -127,7 +127,7 @@ def _spell_bytes(text: str) -> str:
 
 
 def _written(config: dict[str, Any]) -> str | None:
-    """`eos_token` as transformers writes it: a string, or a table whose `content` it is."""
+    """Return `eos_token` as transformers writes it: a string, or an object with `content`."""
     token = config.get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
@@ -138,6 +138,6 @@ def _known_ending(tokenizer: Any, name: str) -> str:
     found = [ending for ending in ENDINGS if ending in special]
     if len(found) != 1:
         raise NoEnding(
-            f"{name}: which token ends a document? Name it (--eod); its special tokens are {special or 'none'}"
+            f"{name}: which token ends a document is unknown; name it with --eod; special tokens: {special or 'none'}"
         )
     return found[0]

@@ -1,11 +1,11 @@
-"""Where a tokenizer of Hugging Face's library may cut text: from the parts that its `tokenizer.json` names.
+"""Places where a tokenizer of Hugging Face's library may cut text, from the parts that its `tokenizer.json` names.
 
-A pre-tokenizer that splits at white space and signs (the patterns of GPT-2, GPT-4, LLaMA 3, Qwen, BERT; Metaspace) ends
-a word before a space or a line break that follows a letter or digit, and begins the next there, whatever lies further
-away. With byte-pair encoding two more kinds of places are free: before a sign that follows a letter, and, where bytes
-are encoded without a normaliser, between two characters of a script without words or two symbols, whose bytes no piece
-holds as neighbours. A tokenizer without pre-tokenizer (LLaMA 2) merges over the whole text: free is every place whose
-two neighbours no piece holds.
+A pre-tokenizer that splits at white space and punctuation (the patterns of GPT-2, GPT-4, LLaMA 3, Qwen, BERT;
+Metaspace) ends a word before a space or a line break that follows a letter or digit, and begins the next word there,
+whatever text is further away. Byte-pair encoding allows two more kinds of cuts: before punctuation that follows a
+letter; and, if bytes are encoded without a normaliser, between two characters of a script without words or two symbols,
+if no piece has their bytes as neighbours. A tokenizer without pre-tokenizer (LLaMA 2) merges over the whole text: it
+allows a cut wherever no piece has the two neighbours.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from lowprec_train.data.cuts import neighbours
 
-_SPACE = "▁"  # what a space is in pieces of Metaspace and its like
+_SPACE = "▁"  # a space in pieces of Metaspace and similar tokenizers
 _WORDS = {
     "ByteLevel",
     "Split",
@@ -31,21 +31,21 @@ _WORDS = {
     "BertPreTokenizer",
 }
 _LOCAL = {"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "BertNormalizer", "Precompiled", "Nmt", "Replace"}
-_ANCHORED = re.compile(r"\(\?<[=!]|\\[AbBGzZ]|(?<!\[)\^|\$(?=$|[|)])")  # looks back, or at the ends of the text
-_COUNTED = re.compile(r"(?<!\\[xu])\{(\d+)(?:,(\d+))?\}")  # so many of something, and no more
-_NUMBERS = re.compile(r"(?:\\p\{N[dlo]?\}|\\d|\[0-9\])$")  # which end where a cut may be
-_SEVERAL = re.compile(r"(?<!\\)\.|(\\[a-zA-Z](?:\{\w+\})?|\[[^\]]*\])\1(?![+*])")  # any character, two of a kind
-_MARKS = frozenset("'’`´")  # in words, or part of one
+_ANCHORED = re.compile(r"\(\?<[=!]|\\[AbBGzZ]|(?<!\[)\^|\$(?=$|[|)])")  # lookbehind, or anchors at the ends of the text
+_COUNTED = re.compile(r"(?<!\\[xu])\{(\d+)(?:,(\d+))?\}")  # a bounded number of repetitions
+_NUMBERS = re.compile(r"(?:\\p\{N[dlo]?\}|\\d|\[0-9\])$")  # digits, which end where a cut may be
+_SEVERAL = re.compile(r"(?<!\\)\.|(\\[a-zA-Z](?:\{\w+\})?|\[[^\]]*\])\1(?![+*])")  # any character, or one class twice
+_MARKS = frozenset("'’`´")  # in words, or part of a word
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutRule:
-    """Whether text may be cut between two characters. `continuing`: the tokenizer for what follows a cut, as JSON.
+    """Decides whether text may be cut between two characters. `continuing`: the JSON tokenizer for text after a cut.
 
-    joined: neighbours inside of a piece, as pieces spell them. spelled: a text as pieces spell it.
-    added: neighbours inside of a token that is looked for in the text itself.
-    words: cuts are at ends of words. signs, runs: and before signs, inside of runs (see above).
-    alphabet: characters that are pieces, where unknown neighbours become one token; None: each is spelled in bytes.
+    joined: neighbours inside of a piece, as pieces spell them. spelled: spells a text as pieces do.
+    added: neighbours inside of an added token, which is searched in the text itself.
+    words: cut only at ends of words. signs, runs: also before punctuation, inside of runs (see above).
+    alphabet: characters that are pieces; unknown neighbours become one token. None: unknown ones are spelled in bytes.
     """
 
     joined: frozenset[str]
@@ -65,7 +65,7 @@ class CutRule:
         return known and end + begin not in self.joined and left + right not in self.added
 
     def _ends(self, left: str, right: str) -> bool:
-        """Whether a word ends before, and another begins after, or a run of one kind of sign goes on."""
+        """Return whether a word ends before the cut and another begins after it, or a run of one kind goes on."""
         before, after = unicodedata.category(left), unicodedata.category(right)
         if right in " \n":
             return before[0] in ("LN" if right == "\n" else "LNMPS")
@@ -75,7 +75,7 @@ class CutRule:
 
     @classmethod
     def of(cls, content: str, vocabulary: Iterable[str], spell_bytes: Callable[[str], str]) -> CutRule | None:
-        """The rule of a tokenizer; None where a part of it is unknown, or acts on the text as a whole."""
+        """Return the rule of a tokenizer; None if one of its parts is unknown, or acts on the text as a whole."""
         parts = json.loads(content)
         model, splits = parts["model"], [*_flat(parts.get("pre_tokenizer"))]
         kinds, changes = {each["type"] for each in splits}, [*_flat(parts.get("normalizer"))]
@@ -106,7 +106,7 @@ class CutRule:
 
 
 def _flat(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """The parts of a sequence of normalisers or pre-tokenizers, or of one."""
+    """Yield the parts of a sequence of normalisers or pre-tokenizers, or the part itself."""
     if part is None:
         return
     inner = part.get("normalizers", part.get("pretokenizers"))
@@ -118,26 +118,26 @@ def _flat(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def _splits(part: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer cuts text into words: some only respell it."""
+    """Return whether a pre-tokenizer splits text into words: some only respell it."""
     return bool(part.get({"ByteLevel": "use_regex", "Metaspace": "split"}.get(part["type"], ""), True))
 
 
 def _far(part: Mapping[str, Any]) -> bool:
-    """Whether a pattern may tell what is to the left of a cut: it looks there, or counts from there."""
+    """Return whether a pattern depends on text to the left of a cut: by lookbehind, or because it counts from there."""
     pattern = part.get("pattern") or {}
     text = pattern.get("Regex", "") if isinstance(pattern, dict) else ""
     return _ANCHORED.search(text) is not None or (part["type"] == "Split" and _counts(text))
 
 
 def _counts(text: str) -> bool:
-    """Whether a pattern takes so many characters and no more, of others than digits: groups begin at a text's start."""
+    """Return whether a pattern takes a bounded number of other characters than digits, counted from a text's start."""
     bounded = (each for each in _COUNTED.finditer(text) if int(each[2] or each[1]) > 1)
     others = any(not _NUMBERS.search(text[: each.start()]) for each in bounded)
     return others or _SEVERAL.search(text) is not None
 
 
 def _is_space(change: Mapping[str, Any]) -> bool:
-    """Whether a normaliser does no more than to spell a space, or to put one before a text."""
+    """Return whether a normaliser only spells a space, or only puts one before a text."""
     spells = change.get("pattern") == {"String": " "} and change.get("content") == _SPACE
     return change["type"] == "Prepend" or (change["type"] == "Replace" and spells)
 

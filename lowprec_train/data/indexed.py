@@ -1,7 +1,7 @@
-"""Megatron's indexed dataset: token sequences in two files, read by mapping them into memory.
+"""Megatron's indexed dataset: token sequences in two memory-mapped files.
 
-`<prefix>.bin` is nothing but the tokens of all sequences, one after the other. `<prefix>.idx` says where they lie
-(little-endian, no padding; S sequences, D - 1 documents):
+`<prefix>.bin` has the tokens of all sequences, one after the other. `<prefix>.idx` has their positions (little-endian,
+no padding; S sequences, D - 1 documents):
 
     0         9 bytes   b"MMIDIDX\\0\\0"
     9         uint64    version = 1
@@ -42,11 +42,11 @@ DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-_CHECKED_AT_ONCE = 1 << 20  # sequences; keeps the check of a large index from doubling it in memory
+_CHECKED_AT_ONCE = 1 << 20  # sequences; limits the memory for the check of a large index
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The dtype Megatron stores a vocabulary of `vocab_size` tokens in: uint16 below 65,500, else int32."""
+    """Return the dtype in which Megatron stores `vocab_size` different tokens: uint16 below 65,500, else int32."""
     return DTYPES[8] if vocab_size < 65_500 else DTYPES[4]
 
 
@@ -57,7 +57,7 @@ class IndexedDataset:
     `documents` int64 [D] sequence numbers, `modes` int8 [S] or None. `self[i]` is sequence i, a view.
 
     Raises:
-        ValueError: a file is absent, truncated, foreign or contradicts itself; names the path and the value.
+        ValueError: a file is missing, truncated, of another format or inconsistent; names the path and the value.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -91,7 +91,7 @@ class IndexedDataset:
         return len(self.documents) - 1
 
     def boundary(self, sequence: int) -> int:
-        """The byte at which `sequence` begins; for sequence S, the byte after the last one."""
+        """Return the byte at which `sequence` begins; for sequence S, the byte after the last one."""
         if sequence < len(self):
             return int(self.offsets[sequence])
         return int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize if len(self) else 0
@@ -108,7 +108,7 @@ def write_index(file: IO[bytes], dtype: np.dtype[Any], lengths: np.ndarray, docu
 
 
 def to_disk(file: IO[bytes]) -> None:
-    """Return when all that was written is on the disk."""
+    """Flush a file and sync it to disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -120,7 +120,7 @@ def _map(path: Path) -> mmap.mmap | bytes:
 
 
 def _read_header(path: Path, index: mmap.mmap | bytes) -> tuple[np.dtype[Any], int, int]:
-    """The token dtype, S and D of an index whose size agrees with them."""
+    """Return the token dtype, S and D of an index, after a check of its size."""
     magic = bytes(index[: len(MAGIC)])
     if magic != MAGIC[: len(magic)]:
         raise ValueError(f"{path}: not a Megatron index: begins with {magic!r}, expected {MAGIC!r}")
@@ -169,6 +169,6 @@ def _check_sequences(idx: Path, bin_: Path, dataset: IndexedDataset, size: int) 
 
 
 def parts(count: int) -> Iterator[slice]:
-    """Slices that cover `count` sequences, as many in each as are checked at once."""
+    """Yield slices that cover `count` sequences, each with the number of sequences that are checked at once."""
     for start in range(0, count, _CHECKED_AT_ONCE):
         yield slice(start, min(count, start + _CHECKED_AT_ONCE))

@@ -1,12 +1,11 @@
 """Batches as a pure function of (seed, step): packed documents, shuffled by arithmetic.
 
-The documents of a stream lie end to end, each closed by its end-of-document token. Sample j is the seq_len + 1 tokens
-from j * seq_len on: its last token (a target only) is the first of the next, as in Megatron's GPTDataset; a tail
-shorter than that is never read. An epoch visits every sample once in an order of its own; documents keep their order on
-disk, and an epoch ends at a sample, not inside one.
+The documents of a stream lie end to end; each ends with its end-of-document token. Sample j is the seq_len + 1 tokens
+from j * seq_len on. Its last token, which is only a target, is the first of the next sample, as in Megatron's
+GPTDataset. A shorter tail is never read. An epoch reads every sample once, in its own order. Documents keep their order
+on disk, and an epoch ends at the end of a sample.
 
-Sequence i of step s stands at place s * per_step + i of the run, whatever rank asks for it. The state of the loader is
-the step.
+Sequence i of step s has position s * per_step + i in the run, on any rank. The state of the loader is the step.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ _COUNTED_AT_ONCE = 1 << 22  # tokens
 class Batch:
     """Sequences of tokens and their successors, int64 [count, seq_len] on the host.
 
-    `documents` numbers the documents of each sequence from 0, token by token (None unless asked for); an
-    end-of-document token belongs to the document that it closes. `first`: index of the first sequence in its step.
+    `documents`: the document number of each token, from 0 in each sequence (None unless requested); an end-of-document
+    token belongs to the document that it ends. `first`: index of the first sequence in its step.
     """
 
     tokens: Tensor
@@ -39,7 +38,7 @@ class Batch:
     first: int = 0
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> Batch:
-        """The same, `move` done to each tensor."""
+        """Return the batch with `move` applied to each tensor."""
         documents = None if self.documents is None else move(self.documents)
         return replace(self, tokens=move(self.tokens), targets=move(self.targets), documents=documents)
 
@@ -67,11 +66,11 @@ class Stream:
         return len(self.tokens)
 
     def samples(self, seq_len: int) -> int:
-        """How many samples of seq_len + 1 tokens an epoch has."""
+        """Return the number of samples of seq_len + 1 tokens in an epoch."""
         return max(0, len(self) - 1) // seq_len
 
     def document_ids(self, start: int, length: int) -> np.ndarray:
-        """The document of each token from `start` on, counted from 0 at the first; int64 [length]."""
+        """Return the document number of each token from `start` on, counted from 0 at the first; int64 [length]."""
         begin = self._begin + start * self._itemsize
         end = begin + length * self._itemsize
         first = bisect_right(self._documents, begin, key=self._start)
@@ -99,10 +98,10 @@ def _check_contiguous(source: IndexedDataset, sequences: range) -> None:
 
 
 class Dataset:
-    """Endless batches of `seq_len` tokens from one stream, or from several.
+    """Endless batches of `seq_len` tokens from one or several streams.
 
-    order: the proportions of several streams, each shuffled by itself; None: they are one set, whose samples are
-    shuffled together and each read once an epoch.
+    order: the proportions of several streams, each shuffled separately; None: the streams are one set, whose samples
+    are shuffled together and read once per epoch.
 
     Raises:
         ValueError: a stream is too short for one sample.
@@ -132,14 +131,14 @@ class Dataset:
 
     @property
     def tokens(self) -> int:
-        """Tokens on disk, all streams together."""
+        """Number of tokens on disk, in all streams."""
         return sum(len(stream) for stream in self.streams)
 
     def batch(self, step: int, first: int, count: int, per_step: int) -> Batch:
-        """Sequences first .. first + count - 1 of the `per_step` sequences of global step `step`.
+        """Return sequences first .. first + count - 1 of the `per_step` sequences of step `step`.
 
         Raises:
-            ValueError: the range leaves the step, or a token is outside the vocabulary.
+            ValueError: the range exceeds the step, or a token is outside the vocabulary.
         """
         if step < 0 or first < 0 or count < 1 or first + count > per_step:
             raise ValueError(f"sequences {first}..{first + count} of step {step}, which has {per_step}")
@@ -160,10 +159,10 @@ class Dataset:
         )
 
     def unigram_entropy(self, limit: int = 1 << 26) -> float:
-        """Entropy of the token frequencies in nats: the loss of the best model that ignores its context.
+        """Return the entropy of the token frequencies in nats: the loss of the best model that ignores its context.
 
-        Streams weigh as they are blended. A stream longer than `limit` tokens is counted in evenly spaced pieces that
-        hold about `limit` together.
+        Streams are weighted as they are blended. A stream longer than `limit` tokens is counted in evenly spaced blocks
+        with about `limit` tokens in total.
         """
         frequency = np.zeros(self.vocab_size)
         shares = self._sizes / self._sizes.sum() if self._order is None else self._order.shares
@@ -179,10 +178,10 @@ class Dataset:
         source, ordinal = self._order(places)
         sample = np.empty_like(ordinal)
         for number in np.unique(source):
-            mine = source == number
+            selected = source == number
             size = int(self._sizes[number])
-            epoch, index = np.divmod(ordinal[mine], size)
-            sample[mine] = permute(index, size, shuffle_key(self.seed, int(number), epoch))
+            epoch, index = np.divmod(ordinal[selected], size)
+            sample[selected] = permute(index, size, shuffle_key(self.seed, int(number), epoch))
         return [(self.streams[number], int(j)) for number, j in zip(source, sample, strict=True)]
 
     def _of_one_set(self, places: np.ndarray) -> list[tuple[Stream, int]]:

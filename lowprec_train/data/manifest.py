@@ -1,6 +1,6 @@
-"""The facts of a prepared dataset: `<prefix>.manifest.json` beside `<prefix>.bin` and `<prefix>.idx`.
+"""The manifest of a prepared dataset: `<prefix>.manifest.json` beside `<prefix>.bin` and `<prefix>.idx`.
 
-It is written last, so a dataset with a manifest is complete. Equal input gives equal manifests, byte for byte. The file
+It is written last, so a dataset with a manifest is complete. Equal input gives byte-identical manifests. The file
 of the tokenizer lies in the same directory.
 """
 
@@ -22,9 +22,9 @@ LAYOUT = 1
 class Manifest:
     """Counts, hashes and the tokenizer of a prepared dataset.
 
-    documents, tokens: stored; a document's end-of-document token counts.
-    text_bytes: of the stored documents, in UTF-8. empty, bad: records left out, without text and unreadable ones.
-    inexact_cuts: places in long documents where tokens can differ from those of the whole (`cuts`).
+    documents, tokens: stored ones; end-of-document tokens count.
+    text_bytes: of the stored documents, in UTF-8. empty, bad: number of skipped records without text, and unreadable.
+    inexact_cuts: places in long documents where tokens may differ from those of the whole document (`cuts`).
     field: of .jsonl lines and .parquet rows. tokenizer: `file`, `sha256`, `vocab_size`, `eod`.
     inputs: `name`, `bytes`, `sha256` of each file read, in order. files: `bytes` and `sha256` of `bin` and `idx`.
     """
@@ -45,10 +45,10 @@ class Manifest:
 
     @classmethod
     def read(cls, prefix: str | Path) -> Manifest | None:
-        """The manifest of a dataset; None where there is none.
+        """Return the manifest of a dataset; None if there is none.
 
         Raises:
-            ValueError: the file is no manifest of this layout, or .bin or .idx is absent or not as long as it says.
+            ValueError: the file is not a manifest of this layout, or .bin or .idx is missing or has another size.
         """
         path = manifest_path(prefix)
         if not path.is_file():
@@ -65,26 +65,26 @@ class Manifest:
         return found
 
     def write(self, prefix: Path) -> None:
-        """Write the manifest whole or not at all; it is on disk when this returns."""
+        """Write the manifest atomically and sync it to disk."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False) + "\n"
         write_whole(manifest_path(prefix), text.encode())
 
     def _check_types(self) -> None:
-        if not all(isinstance(told, dict) and "bytes" in told for told in dict(self.files).values()):
+        if not all(isinstance(entry, dict) and "bytes" in entry for entry in dict(self.files).values()):
             raise ValueError(f"files is {self.files!r}")
         if missing := {"file", "sha256", "vocab_size", "eod"} - dict(self.tokenizer).keys():
             raise ValueError(f"tokenizer has no {', '.join(sorted(missing))}")
 
     def _check_sizes(self, prefix: str | Path) -> None:
-        for ending, told in self.files.items():
+        for ending, entry in self.files.items():
             file = Path(f"{prefix}.{ending}")
             if not file.is_file():
-                raise ValueError(f"{manifest_path(prefix)} tells of a file that is absent: {file}")
-            if (size := file.stat().st_size) != told["bytes"]:
-                raise ValueError(f"{file} has {size} bytes, its manifest tells of {told['bytes']}")
+                raise ValueError(f"{manifest_path(prefix)} names a missing file: {file}")
+            if (size := file.stat().st_size) != entry["bytes"]:
+                raise ValueError(f"{file} has {size} bytes, but its manifest says {entry['bytes']}")
 
     def tokenizer_path(self, prefix: str | Path) -> Path:
-        """The tokenizer's file of the dataset with this prefix."""
+        """Return the path of the tokenizer of the dataset with this prefix."""
         return Path(prefix).parent / str(self.tokenizer["file"])
 
 
@@ -93,12 +93,12 @@ def manifest_path(prefix: str | Path) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hashes(prefix: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of a dataset's two files, by their endings."""
+    """Return size and SHA-256 of a dataset's two files, by their endings."""
     paths = {ending: Path(f"{prefix}.{ending}") for ending in ("bin", "idx")}
     return {ending: {"bytes": path.stat().st_size, "sha256": sha256(path)} for ending, path in paths.items()}

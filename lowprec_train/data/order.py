@@ -1,13 +1,12 @@
 """The order of samples as arithmetic: a function of the position in the run, without a stored permutation.
 
-Shuffling is a keyed bijection of 0 .. size-1: a Feistel network permutes the next power of four, and a value that falls
-outside is sent through again until it lands inside (cycle walking; Black and Rogaway 2002). The epoch is part of the
-key. Any element costs the same few operations, so resuming at step 10^6 is as quick as at step 0, and no index array
-exists for any size of corpus.
+Shuffling is a keyed bijection of 0 .. size-1. A Feistel network permutes the next power of four; a value outside of the
+range is permuted again until it lies inside (cycle walking; Black and Rogaway 2002). The epoch is part of the key. Each
+element costs the same few operations, so resuming at step 10^6 is as fast as at step 0, and there is no index array.
 
-Blending is Megatron's greedy rule: place n goes to the dataset with the largest error `share * (n + 1) - taken`. With
-shares p_i / q of integers the errors return to zero after q places, so the sequence has period q and a table of one
-period answers for every n.
+Blending uses Megatron's greedy rule: position n goes to the dataset with the largest error `share * (n + 1) - taken`.
+With shares p_i / q of integers the errors return to zero after q positions, so the sequence has period q and a table of
+one period is sufficient.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LONGEST_PERIOD = 1 << 16
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """A bijection of uint64 in which every input bit reaches every output bit (the finaliser of splitmix64)."""
+    """A bijection of uint64 in which every input bit affects every output bit (the finaliser of splitmix64)."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -32,14 +31,14 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def shuffle_key(seed: int, stream: int, epoch: np.ndarray) -> np.ndarray:
-    """The key of each epoch (any integer array) of one stream of a run, uint64 of the same shape."""
+    """Return the key of each epoch (any integer array) of one stream of a run, uint64 of the same shape."""
     key = mix(np.full(epoch.shape, seed & (2**64 - 1), np.uint64))
     key = mix(key ^ np.uint64(stream))
     return mix(key ^ epoch.astype(np.uint64))
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """The image of each index in 0 .. size-1 under the permutation named by its key; int64, uint64 -> int64 [n]."""
+    """Permute each index in 0 .. size-1 with the permutation of its key; int64, uint64 -> int64 [n]."""
     half = np.uint64((max(2, (size - 1).bit_length()) + 1) // 2)
     image = _feistel(index.astype(np.uint64), half, key)
     outside = np.flatnonzero(image >= size)
@@ -58,10 +57,10 @@ def _feistel(x: np.ndarray, half: np.uint64, key: np.ndarray) -> np.ndarray:
 
 
 class Blend:
-    """Deals the places of a run to datasets in proportion to `weights`.
+    """Assigns the positions of a run to datasets in proportion to `weights`.
 
     Weights need not sum to 1. Shares that are multiples of 1/q for some q <= 65,536 (such as weights of up to four
-    decimals that sum to 1) are met exactly in every q places; others are rounded to such multiples first. Megatron's
+    decimals that sum to 1) are met exactly in every q positions; other shares are rounded to such multiples. Megatron's
     own loop (build_blending_indices, core 0.19) has max(n, 1) for n + 1: the same proportions, some neighbours swapped.
 
     Raises:
@@ -80,14 +79,14 @@ class Blend:
         return tuple(float(part) / self._period for part in self._parts)
 
     def __call__(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The dataset at each place, and how many of its samples were dealt before; int64 [n] -> int64 [n] twice."""
+        """Return the dataset of each position, and the number of its earlier samples; int64 [n] -> int64 [n] twice."""
         period, within = np.divmod(place, self._period)
         source = self._source[within]
         return source, period * self._parts[source] + self._nth[within]
 
 
 def _integer_shares(weights: Sequence[float]) -> list[int]:
-    """The shares as integers without a common divisor, their sum no longer than the longest period."""
+    """Return the shares as integers without a common divisor; their sum is at most the longest period."""
     for weight in weights:
         if not (math.isfinite(weight) and weight > 0):
             raise ValueError(f"blend weight {weight}: must be a positive number; weights: {list(weights)}")
@@ -101,7 +100,7 @@ def _integer_shares(weights: Sequence[float]) -> list[int]:
 
 
 def _rounded(shares: list[Fraction], weights: Sequence[float]) -> list[int]:
-    """Largest-remainder rounding to multiples of the shortest representable share."""
+    """Round the shares to multiples of the smallest share, by largest remainder."""
     scaled = [share * _LONGEST_PERIOD for share in shares]
     smallest = min(scaled)
     if smallest < 1:
@@ -117,7 +116,7 @@ def _rounded(shares: list[Fraction], weights: Sequence[float]) -> list[int]:
 
 
 def _greedy(parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """One period of the greedy rule: dataset and ordinal at each place. Errors are integers (times the period)."""
+    """Compute one period of the greedy rule: dataset and ordinal per position. Errors are integers (times period)."""
     step, period = np.asarray(parts, np.int64), sum(parts)
     error, taken = np.zeros_like(step), np.zeros_like(step)
     source, nth = np.empty(period, np.int64), np.empty(period, np.int64)
@@ -127,5 +126,5 @@ def _greedy(parts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         error[chosen] -= period
         source[place], nth[place] = chosen, taken[chosen]
         taken[chosen] += 1
-    assert not error.any(), error  # the period that makes `Blend` a pure function
+    assert not error.any(), error  # so `Blend` is periodic
     return source, nth

@@ -1,10 +1,10 @@
-"""From text to tokens on disk: a tokenizer learnt from the text itself, a split by document, and a cache.
+"""Convert text to tokens on disk: a tokenizer trained on the text itself, a split by document, and a cache.
 
 The first use writes a directory named after the SHA-256 of everything that decides its content (documents, tokenizer
-settings, versions); later uses only map it:
+settings, versions); later uses map it:
 
     tokenizer.model                      SentencePiece, or tokenizer.json
-    {train,valid}_text_document.bin,idx  Megatron's layout, each document closed by the end-of-document token
+    {train,valid}_text_document.bin,idx  Megatron's layout, each document ends with the end-of-document token
     corpus.json                          hash, sizes and versions
 
 The hash is the SHA-256 of train's .bin followed by valid's: runs with equal hashes read the same tokens.
@@ -32,7 +32,7 @@ from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 from lowprec_train.data.tokenizer import Tokenizer, encode_documents, store
 
 _log = logging.getLogger(__name__)
-_LAYOUT = 2  # of the cache directory; raised when the same text gives other tokens or files
+_LAYOUT = 2  # of the cache directory; increased if the same text gives other tokens or files
 DEFAULT_CACHE = "~/.cache/lowprec_train"
 
 
@@ -51,8 +51,8 @@ class Prepared:
 class Preparation:
     """Text to tokenise, and how.
 
-    `valid` None: the documents of `train` whose names draw below `valid_fraction` are held out.
-    `tokenizer` None: one of `vocab_size` pieces is learnt from the training documents.
+    `valid` None: documents of `train` are held out if a draw from their names is below `valid_fraction`.
+    `tokenizer` None: one of `vocab_size` pieces is trained on the training documents.
     """
 
     train: Documents
@@ -66,10 +66,10 @@ class Preparation:
             raise ValueError(f"valid_fraction {self.valid_fraction} must lie between 0 and 1")
 
     def run(self, cache: str | None, name: str) -> Prepared:
-        """The prepared corpus, from `cache` (None: the user's) if it is there.
+        """Return the prepared corpus, from `cache` (None: the user's cache) if it is there.
 
         Raises:
-            ValueError: a split has no text, the text cannot fill the vocabulary, or the cache cannot be written to.
+            ValueError: a split has no text, the text cannot fill the vocabulary, or the cache cannot be written.
         """
         place = Path(cache or DEFAULT_CACHE).expanduser() / f"{name}-{self.digest()[:16]}"
         directory = build_once(place, self._build)
@@ -84,12 +84,10 @@ class Preparation:
                 tokenizer=directory / described["tokenizer"],
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{about} cannot be read ({error}); remove {directory}, and it is prepared anew"
-            ) from error
+            raise ValueError(f"{about} cannot be read ({error}); remove {directory} to prepare it again") from error
 
     def digest(self) -> str:
-        """Names everything that decides the tokens."""
+        """Return the hash of everything that decides the tokens."""
         parts = {
             "layout": _LAYOUT,
             "train": self.train.digest(),
@@ -105,7 +103,7 @@ class Preparation:
         return [self.vocab_size, learning.SAMPLE_CHARACTERS, learning.SETTINGS]
 
     def _split(self, held_out: bool) -> Iterator[Document]:
-        """The documents of train or of valid that hold any text."""
+        """Return the documents of train or of valid that have text."""
         if self.valid:
             return (doc for doc in (self.valid if held_out else self.train) if doc.text)
         return (doc for doc in self.train if doc.text and is_held_out(doc.name, self.valid_fraction) == held_out)
@@ -153,13 +151,13 @@ class Preparation:
 
 
 def is_held_out(name: str, fraction: float) -> bool:
-    """Whether the document of this name belongs to validation: a fixed coin of this bias for every name."""
+    """Return whether the document of this name is for validation: a draw from its name, true for this fraction."""
     draw = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
     return draw < fraction * 2**64
 
 
 def _tokenise(documents: Iterable[Document], tokenizer: Tokenizer, prefix: Path) -> int:
-    """Write each document and the token that closes it; how many they are."""
+    """Write each document and its end-of-document token; return the number of documents."""
     dtype = token_dtype(tokenizer.vocab_size)
     with AppendingWriter(prefix, dtype, {}) as writer:
         for ids in encode_documents((doc.text for doc in documents), tokenizer):

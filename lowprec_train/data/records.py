@@ -1,7 +1,7 @@
 """Documents from stored records: a line of JSON, a row of a table, a whole file.
 
-A document is a name and a text. Names do not hold the place where the files lie, so the same files give the same corpus
-anywhere: `file` for a file that is one document, `file:line` and `file:row` else, counted from 1.
+A document is a name and a text. Names do not include the directory of the files, so the same files give the same corpus
+anywhere: `file` for a file that is one document, otherwise `file:line` and `file:row`, counted from 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowprec_train.data.cuts import Cutter, TextSpan, blocks, pieces
 
 @dataclass(frozen=True)
 class Document:
-    """A text and the name that places it in the split."""
+    """A text, and the name that decides its split."""
 
     name: str
     text: str
@@ -24,20 +24,20 @@ class Document:
 
 @dataclass(frozen=True)
 class Bad:
-    """A record that holds no text, and why."""
+    """A record without text, and the reason."""
 
     reason: str
 
 
 class Damaged(ValueError):
-    """A file that cannot be read, or not past some record; what came before that is whole."""
+    """A file that cannot be read, or not beyond some record; the records before it are valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Records that follow each other in a file, after `before` others: its bytes, or rows of a column.
+    """Consecutive records of a file, after `before` others: bytes, or rows of a column.
 
-    piece: of a file that is one long document, this part; else None.
+    piece: this part of a file that is one long document; else None.
     """
 
     kind: str
@@ -49,7 +49,7 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """Number of bytes of text, approximately."""
+        """Approximate number of bytes of text."""
         if self.piece:
             return len(self.piece.text)
         if isinstance(self.content, bytes):
@@ -57,11 +57,11 @@ class Segment:
         return sum(len(text) for text in self.content if isinstance(text, str))
 
     def documents(self, field: str) -> Iterator[Document | Bad]:
-        """Each record as a document, or why it is none. Lines without anything on them are no records."""
+        """Yield each record as a document, or the reason why it is not one. Blank lines are not records."""
         return _READERS[self.kind](self, field)
 
     def pieces(self, field: str, cutter: Cutter) -> Iterator[TextSpan | Bad]:
-        """Each record as one piece or, where it is long, as several, or why it is none."""
+        """Yield each record as one piece, or as several if it is long, or the reason why it is not a document."""
         if self.piece:
             yield self.piece
             return
@@ -113,7 +113,7 @@ def _document(name: str, record: Any, field: str, place: str) -> Document | Bad:
 
 
 def _shown(value: Any) -> str:
-    """The type of a value and the first 40 characters of its JSON."""
+    """Return the type of a value and the first 40 characters of its JSON."""
     written = json.dumps(value, default=repr)
     return f"{type(value).__name__} {written if len(written) <= 40 else written[:37] + '...'}"
 

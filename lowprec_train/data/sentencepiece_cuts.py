@@ -1,10 +1,10 @@
-"""Where a SentencePiece model may cut text: read from the few fields of the model's file that decide it.
+"""Places where a SentencePiece model may cut text, from the fields of the model's file that decide them.
 
-A model merges (or chooses) pieces over the whole text, so two sides are independent where no piece holds the last
-character of one and the first of the other. The normaliser has to do the same to both: the identity does; one that
-composes characters, or drops runs of spaces, does so before a space that follows a letter or digit of ASCII. A space
-that is put before a text (`add_dummy_prefix`) must not be put before its other pieces, unless spaces at the beginning
-are dropped: then it takes the place of theirs.
+A model merges (or chooses) pieces over the whole text, so the two sides of a cut are independent if no piece has the
+last character of one and the first of the other. The normaliser must treat both sides as it treats the whole: the
+identity does; one that composes characters, or drops runs of spaces, does so before a space that follows a letter or
+digit of ASCII. The space that a model may put before a text (`add_dummy_prefix`) must not be put before the later
+pieces, unless the model drops spaces at the beginning: then it replaces the dropped one.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 
 from lowprec_train.data.cuts import neighbours
 
-_SPACE = "▁"  # what a space is within pieces
-_COMPOSING = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # of SentencePiece; no rule of theirs has a space inside
+_SPACE = "▁"  # a space within pieces
+_COMPOSING = ("nmt_nfkc", "nfkc", "nmt_nfkc_cf", "nfkc_cf")  # of SentencePiece; none of their rules has a space inside
 _TRAINER, _NORMALIZER = 2, 3  # fields of the model
 _MODEL_TYPE, _SUFFIX = 3, 24  # of the trainer's settings
 _NAME, _CHARACTERS, _PREFIX, _REMOVE, _ESCAPE = 1, 2, 3, 4, 5  # of the normaliser's settings
-_WORD = 3  # the model type that knows words only
-_PIECES, _TEXT, _KIND, _OF_USERS = 1, 1, 3, 4  # field of the model; of a piece; the kind that is looked for in the text
+_WORD = 3  # the model type that has words only
+_PIECES, _TEXT, _KIND, _OF_USERS = 1, 1, 3, 4  # field of the model; fields of a piece; the kind searched in the text
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutRule:
-    """Whether text may be cut between two characters. `continuing`: the model for what follows a cut.
+    """Decides whether text may be cut between two characters. `continuing`: the model for text after a cut.
 
-    joined: neighbours inside of a piece. alphabet: characters that are pieces, where unknown neighbours become one
-    token; None: each is spelled in bytes. plain: the normaliser leaves text as it is.
+    joined: neighbours inside of a piece. alphabet: characters that are pieces; unknown neighbours become one token;
+    None: unknown ones are spelled in bytes. plain: the normaliser does not change text.
     """
 
     joined: frozenset[str]
@@ -46,8 +46,8 @@ class CutRule:
 
     @classmethod
     def of(cls, content: bytes, processor: Any) -> CutRule | None:
-        """The rule of a model; None for one that knows words only, marks ends of words, has rules of its own, or drops
-        spaces but those of symbols that hold some.
+        """Return the rule of a model; None for one that has words only, marks ends of words, has its own normalisation
+        rules, or drops spaces although some user-defined symbols have spaces.
         """
         model = dict(_fields(content))
         trainer, normalizer = dict(_fields(model[_TRAINER])), dict(_fields(model.get(_NORMALIZER, b"")))
@@ -75,14 +75,14 @@ class CutRule:
 
 
 def _is_spaced_symbol(piece: bytes) -> bool:
-    if piece[-2:] != bytes([_KIND << 3, _OF_USERS]):  # the last field: pieces of other kinds are many
+    if piece[-2:] != bytes([_KIND << 3, _OF_USERS]):  # the last field, checked first: most pieces are of other kinds
         return False
     text = dict(_fields(piece))[_TEXT].decode()
     return " " in text or _SPACE in text
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of the fields of a protocol buffer message: integers, and bytes of all others."""
+    """Yield number and value of each field of a protocol buffer message: integers, and bytes of all others."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)

@@ -1,7 +1,7 @@
-"""SentencePiece byte-pair encoding that loses nothing: identity normalisation, byte fallback, newlines kept.
+"""Lossless SentencePiece byte-pair encoding: identity normalisation, byte fallback, newlines kept.
 
-Training is single-threaded and takes its lines in a fixed order, so the same text gives the same model, byte for byte.
-Lines are a thinned-out sample of the text: every k-th, with k doubling whenever the sample outgrows its budget.
+Training is single-threaded and reads its lines in a fixed order, so the same text gives the same model, byte for byte.
+Lines are a sample of the text: every k-th, and k doubles whenever the sample exceeds its limit.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lowprec_train.data.cuts import last_cut
 from lowprec_train.data.endings import NoEnding
 from lowprec_train.data.sentencepiece_cuts import CutRule
 
-SAMPLE_CHARACTERS = 16_000_000  # training takes about 0.2 s a million
-_LONGEST_LINE = 1000  # characters; a longer one is learnt from in pieces (SentencePiece drops lines above 4192 bytes)
+SAMPLE_CHARACTERS = 16_000_000  # training takes about 0.2 s per million
+_LONGEST_LINE = 1000  # characters; longer lines are split for training (SentencePiece drops lines above 4192 bytes)
 
 _LEAST = 259  # 256 bytes, the newline, the unknown piece and the end of a document
 
@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece `Tokenizer`; its end-of-sequence piece closes documents (`eod`, where given, must be that piece).
+    """A SentencePiece `Tokenizer`. Its end-of-sequence piece ends documents; `eod`, if given, must be that piece.
 
     Raises:
         ValueError: the bytes are not a SentencePiece model, or it has no end-of-sequence piece, or another.
@@ -66,7 +66,7 @@ class SentencePieceTokenizer:
         if eod is not None and (self.eod < 0 or self._processor.id_to_piece(self.eod) != eod):
             raise NoEnding(f"{name}: its end-of-sequence piece is not {eod!r}; a SentencePiece model has no other")
         if self.eod < 0:
-            raise NoEnding(f"{name}: has no end-of-sequence piece (eos_id {self.eod}) to close documents with")
+            raise NoEnding(f"{name}: has no end-of-sequence piece (eos_id {self.eod}) to end documents with")
 
     @cached_property
     def _cut_rule(self) -> CutRule | None:
@@ -74,7 +74,7 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _continuing(self) -> sentencepiece.SentencePieceProcessor:
-        """For text after a cut: without the space that the model may put before a text."""
+        """The model for text after a cut: without the space that it may put before a text."""
         rule = self._cut_rule
         return self._processor if rule is None else sentencepiece.SentencePieceProcessor(model_proto=rule.continuing)
 
@@ -90,20 +90,20 @@ class SentencePieceTokenizer:
     def train(
         cls, texts: Iterable[str], vocab_size: int, name: str, sample: int = SAMPLE_CHARACTERS
     ) -> SentencePieceTokenizer:
-        """Learn `vocab_size` pieces from `sample` characters of the texts; `name` says in errors whose they are.
+        """Train `vocab_size` pieces on `sample` characters of the texts. `name`: of the texts, for errors.
 
         Raises:
             ValueError: the text is too small or too varied for this vocabulary.
         """
         if sample < 1:
-            raise ValueError(f"a sample of {sample} characters is none to learn from")
+            raise ValueError(f"sample={sample} must be at least 1 character")
         if vocab_size < _LEAST:
             raise ValueError(
-                f"vocab_size {vocab_size} is too small for a tokenizer: {_LEAST} pieces stand for bytes and signs"
+                f"vocab_size {vocab_size} is too small for a tokenizer: {_LEAST} pieces are bytes and special tokens"
             )
         lines = sample_lines(texts, sample)
         if not any(line.strip() for line in lines):
-            raise ValueError(f"{name}: no text to learn a tokenizer from, or nothing but white space")
+            raise ValueError(f"{name}: no text to train a tokenizer on, or nothing but white space")
         model = io.BytesIO()
         try:
             sentencepiece.SentencePieceTrainer.train(
@@ -116,7 +116,7 @@ class SentencePieceTokenizer:
             )
         except RuntimeError as error:
             raise ValueError(
-                f"{name}: no tokenizer of {vocab_size} pieces can be learnt from it{_why(error)}"
+                f"{name}: no tokenizer of {vocab_size} pieces can be trained on it{_why(error)}"
             ) from error
         return cls(model.getvalue(), name)
 
@@ -126,7 +126,7 @@ class SentencePieceTokenizer:
         return ids
 
     def cut(self, text: str) -> int | None:
-        """Where no piece holds both neighbours; in text that is normalised, only before a space (`CutRule`)."""
+        """Return the last place where no piece has both neighbours; with a normaliser, only before a space."""
         if (rule := self._cut_rule) is None:
             return None
         return last_cut(text, rule, lambda texts: self.encode(texts, parallel=False, continued=True))
@@ -137,7 +137,7 @@ class SentencePieceTokenizer:
 
 
 def _why(error: Exception) -> str:
-    """The limit that SentencePiece's message names, as a clause; empty for another message."""
+    """Return the limit in SentencePiece's message as a clause; "" for another message."""
     if most := re.search(r"value <= (\d+)", str(error)):
         return f": it has text for at most {most[1]}"
     if least := re.search(r"required_chars\. \d+ vs (\d+)", str(error)):
@@ -146,7 +146,7 @@ def _why(error: Exception) -> str:
 
 
 def sample_lines(texts: Iterable[str], budget: int) -> list[str]:
-    """Every k-th non-empty line, k the smallest power of two that keeps the sample within `budget` characters."""
+    """Return every k-th line that is not empty, k the smallest power of two with at most `budget` characters."""
     kept: list[str] = []
     stride, size, seen = 1, 0, 0
     for text in texts:

@@ -1,9 +1,9 @@
-"""Reading a source: its segments, runs of records still as they are stored, so that others turn them into documents.
+"""Read a source in segments: stored records that follow each other, which others turn into documents.
 
-A source is one file, or the parts `NAME.00`, `NAME.01`, ... of one that was cut: their bytes, end to end, are the file.
-A `Place` says how far it was read; reading may begin at any place where a segment ended. A long .txt or .md file is
-read in pieces (`cuts`) where a cutter is given, and then twice: no piece is handed over before all of the file is known
-to be text.
+A source is one file, or the parts `NAME.00`, `NAME.01`, ... of one that was split: their concatenated bytes are the
+file. A `Place` is a position in a source; reading may start at any place where a segment ended. A long .txt or .md file
+is read in pieces (`cuts`) if there is a cutter. It is then read twice: no piece is returned before the whole file is
+known to be text.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from lowprec_train.data.cuts import PIECE, Cutter, TextSpan, pieces
 from lowprec_train.data.records import Damaged, Segment
 from lowprec_train.data.unpacking import BUFFER, Joined, Unpacked
 
-SEGMENT = 1 << 20  # bytes of text read at once, and handed to a worker: a fraction of a second of work
-LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl, which is read whole: twenty times its size in memory
+SEGMENT = 1 << 20  # bytes of text per read, and per task of a worker: a fraction of a second of work
+LONGEST_LINE = 64 << 20  # bytes of a line of .jsonl, which is read whole: it needs twenty times its size in memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """How far a source was read: bytes of its unpacked text (0 in .parquet), and lines, rows or whole documents."""
+    """A position in a source: bytes of unpacked text (0 in .parquet), and number of lines, rows or whole documents."""
 
     offset: int = 0
     records: int = 0
@@ -36,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Source:
-    """One file of text: a name without the place where it lies, its kind, and the parts it is stored in."""
+    """One file of text: its name without the directory, its kind, and the parts in which it is stored."""
 
     name: str
     kind: str
@@ -45,30 +45,30 @@ class Source:
 
     @property
     def path(self) -> str:
-        """The name for messages: the file, or the name that its parts share."""
+        """The path for messages: the file, or the common path of its parts."""
         return str(self.paths[0] if len(self.paths) == 1 else self.whole)
 
     @property
     def whole(self) -> Path:
-        """The name that its parts share, or its own."""
+        """The common path of its parts, or its own."""
         return self.paths[0].with_name(Path(self.name).name)
 
     @property
     def size(self) -> int:
-        """Bytes of all parts as stored, packed or not."""
+        """Stored bytes of all parts, packed or not."""
         return sum(path.stat().st_size for path in self.paths)
 
     def sha256(self) -> str:
-        """SHA-256 of the stored bytes, parts end to end."""
+        """Return the SHA-256 of the stored bytes of all parts."""
         with Joined(self.paths) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def check(self, field: str) -> None:
-        """Whether it can be read here, as far as its beginning or footer says.
+        """Check from its beginning or footer that the source can be read here.
 
         Raises:
             Damaged: it is not of its kind, or lacks the column `field`.
-            ValueError: its kind needs a package that is missing.
+            ValueError: a package that reads its kind is missing.
         """
         if self.kind == "parquet":
             Column(self.path, field)
@@ -82,14 +82,14 @@ class Source:
         cutter: Cutter | None = None,
         longest_line: int = LONGEST_LINE,
     ) -> Iterator[tuple[Segment, Place, int]]:
-        """Segments of about `size` bytes, the place where each ends, and the stored bytes read by then.
+        """Yield segments of about `size` bytes, the place where each ends, and the stored bytes read so far.
 
-        A segment of .jsonl is whole lines, of .parquet rows, of .txt and .md the whole file or, with a cutter, a piece.
+        A segment is whole lines of .jsonl, rows of .parquet, a whole .txt or .md file or, with a cutter, a piece of it.
 
         Raises:
-            Damaged: the file cannot be unpacked or read to its end; after the records before that place.
-            ValueError: what reads its kind is not installed (as `check`), or a line of .jsonl has more than
-                `longest_line` bytes (give or take `size`).
+            Damaged: the file cannot be unpacked or read to its end; raised after the records before that place.
+            ValueError: a package that reads its kind is missing, or a line of .jsonl has more than `longest_line` bytes
+                (within `size`).
         """
         if self.kind == "parquet":
             return self._rows(field, start, size)
@@ -114,9 +114,9 @@ class Source:
                 if len(rest := stream.readline(longest + 1)) > longest:
                     number = place.records + content.count(b"\n") + 1
                     raise ValueError(
-                        f"{self.path}:{number}: a line of more than {longest:,} "
-                        "bytes, which would be read whole: --max-line-mib of prepare-data raises the limit, and a long "
-                        "document that is a .txt file is read in pieces"
+                        f"{self.path}:{number}: a line of more than {longest:,} bytes, and lines are read whole; raise "
+                        "the limit with --max-line-mib of prepare-data, or store long documents as .txt files, which "
+                        "are read in pieces"
                     )
                 content += rest
                 if unpacked.error:
@@ -145,7 +145,7 @@ class Source:
         yield from self._pieces(start, cutter)
 
     def _check_text(self) -> None:
-        """Read all of it. Raises `Damaged` if it cannot be read to its end, or is not UTF-8."""
+        """Read the whole file. Raises `Damaged` if it cannot be read to its end, or is not UTF-8."""
         unpacked, stream = self._open()
         decoder, read = codecs.getincrementaldecoder("utf-8")(), 0
         with stream:
@@ -167,7 +167,7 @@ class Source:
         unpacked, stream = self._open(offset)
         with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
             for piece in pieces(iter(lambda: text.read(PIECE), ""), cutter, continued=bool(offset)):
-                if unpacked.error:  # all of it could be read a moment ago
+                if unpacked.error:  # the whole file could be read before
                     raise ValueError(f"{self.path}: cannot be read again: {unpacked.error}")
                 offset += len(piece.text.encode())
                 place = Place(offset=offset, records=int(piece.last))
@@ -183,7 +183,7 @@ class Source:
 
 
 def check_sources(sources: Iterable[Source], field: str, *, skip_bad: bool, remedy: str) -> None:
-    """Check each before any is read; with `skip_bad` say nothing of damage, which is told when its file is reached.
+    """Check each source before any is read. With `skip_bad` damage is reported when its file is read.
 
     Raises:
         ValueError: a file cannot be read; says what to do about damage (`remedy`).

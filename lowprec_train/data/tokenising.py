@@ -1,9 +1,9 @@
-"""Tokenise large text into an indexed dataset: one process reads, many tokenise; the output keeps the input order.
+"""Tokenise large text into an indexed dataset: one process reads, several tokenise; the output keeps the input order.
 
-Reading and unpacking are quick beside tokenising, so the first process cuts the input into chunks of a megabyte and
-hands them to workers; it appends what they return, in order, and notes with it how far the input was read. So the
-dataset depends neither on the number of workers nor on how often the work was interrupted, and what an interruption
-costs is the chunks in flight. A long document is tokenised in pieces (`cuts`), which may lie in several chunks.
+Reading and unpacking are fast compared with tokenising. The first process splits the input into chunks of a megabyte
+and passes them to workers. It appends their results in order, and stores with them how far the input was read. So the
+dataset depends neither on the number of workers nor on interruptions, and an interruption loses the chunks in flight
+only. A long document is tokenised in pieces (`cuts`), which may lie in several chunks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REMEDY = "--skip-bad leaves out what cannot be read"
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Of what was done: `read` bytes of the stored input from its beginning, and what the manifest counts."""
+    """Counts of finished work: `read` bytes of the stored input, and the counts of the manifest."""
 
     read: int = 0
     documents: int = 0
@@ -54,11 +54,10 @@ class Counts:
 class Job:
     """Text to tokenise.
 
-    field: of .jsonl lines and .parquet rows. workers: processes beside this one; 0: this one alone.
-    skip_bad: leave out records that hold no text, and what follows damage in a file, and count them, instead of
-    stopping at the first; files are named in a warning.
-    chunk: bytes of text that a worker is given at once. longest_line: bytes of a line of .jsonl; a longer one is an
-    error.
+    field: of .jsonl lines and .parquet rows. workers: number of worker processes; 0: this process tokenises.
+    skip_bad: skip and count records without text, and the rest of damaged files, instead of stopping at the first;
+    warnings name the files.
+    chunk: bytes of text per task of a worker. longest_line: bytes of a line of .jsonl; a longer one is an error.
     """
 
     inputs: Sequence[Source]
@@ -80,14 +79,14 @@ class Job:
 
 
 def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda counts: None) -> Manifest:
-    """Write `<prefix>.bin`, `.idx` and `.manifest.json` and, beside them, the tokenizer.
+    """Write `<prefix>.bin`, `.idx` and `.manifest.json` and, in the same directory, the tokenizer.
 
-    What an earlier call that was killed has left is gone on with; a dataset that is whole already is left as it is.
-    `report` is told the counts so far, after every chunk.
+    The work of an earlier call that was killed is continued; a complete dataset is left unchanged.
+    `report` is called with the counts so far after every chunk.
 
     Raises:
-        ValueError: another dataset or tokenizer lies there, an unfinished one was begun with other input, an input
-            cannot be read, or was changed meanwhile, or, unless skip_bad, a record holds no text.
+        ValueError: another dataset or tokenizer is there, an unfinished one was started with other input, an input
+            cannot be read, or has changed meanwhile, or, unless skip_bad, a record has no text.
         OSError: the disk is full, or a worker died.
     """
     check_sources(job.inputs, job.field, skip_bad=job.skip_bad, remedy=_REMEDY)
@@ -116,7 +115,7 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
 def _append_all(
     job: Job, tokenizer: Path, writer: AppendingWriter, counts: Counts, report: Callable[[Counts], None]
 ) -> Counts:
-    """Append the rest of the input to what an earlier writer left; returns the counts of all of it."""
+    """Append the rest of the input; return the counts of the whole input."""
     report(counts)
     committed = time.monotonic()
     for done in in_order(_encode, _chunks(job, str(tokenizer), writer.remembered.get("position", {})), job.workers):
@@ -133,10 +132,10 @@ def _append_all(
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A worker's task: segments that follow each other.
+    """A worker's task: consecutive segments.
 
-    position: where the input was after them, the number of the source and the `Place` in it. read: stored bytes of all
-    sources up to there. tokenizer, digest: the file, and what it holds.
+    position: in the input after them, the number of the source and the `Place` in it. read: stored bytes of all sources
+    up to there. tokenizer, digest: its file, and the hash of its content.
     """
 
     segments: tuple[Segment, ...]
@@ -150,9 +149,9 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """A chunk as tokens, in the dataset's dtype, and the lengths of documents that end in it. counts: of it alone.
+    """A chunk as tokens in the dataset's dtype, and the lengths of the documents that end in it. counts: of this chunk.
 
-    Tokens beyond these lengths are of a document that goes on in the next chunk. damage: of files, as errors say it.
+    Tokens beyond these lengths belong to a document that continues in the next chunk. damage: errors of damaged files.
     """
 
     tokens: bytes
@@ -163,7 +162,7 @@ class Encoded:
 
 
 def _chunks(job: Job, tokenizer: str, start: Mapping[str, int]) -> Iterator[Chunk]:
-    """The rest of the input, cut into chunks of about `job.chunk` bytes."""
+    """Yield the rest of the input in chunks of about `job.chunk` bytes."""
     segments: list[Segment] = []
     size, digest = 0, job.tokenizer.digest
     for segment, position, read in _segments(job, **start):
@@ -188,7 +187,7 @@ def _chunks(job: Job, tokenizer: str, start: Mapping[str, int]) -> Iterator[Chun
 def _segments(
     job: Job, *, source: int = 0, offset: int = 0, records: int = 0
 ) -> Iterator[tuple[Segment, dict[str, int], int]]:
-    """The input from a place in one source on: segments, the position after each, and the bytes read by then."""
+    """Yield the input from a place in one source on: segments, the position after each, and the bytes read so far."""
     before = sum(each.size for each in job.inputs[:source])
     place = Place(offset=offset, records=records)
     for number, each in enumerate(job.inputs[source:], source):
@@ -202,12 +201,12 @@ def _segments(
 
 
 def _damage(source: Source, error: Damaged) -> Segment:
-    """What stands for the rest of a source that cannot be read on."""
+    """Return the segment that replaces the unreadable rest of a source."""
     return Segment(kind="damaged", name=source.name, path=source.path, before=0, content=[str(error)])
 
 
 def _encode(chunk: Chunk) -> Encoded:
-    """The work of a worker. Raises ValueError for a record that holds no text, unless these are skipped."""
+    """Tokenise a chunk, in a worker. Raises ValueError for a record without text, unless these are skipped."""
     tokenizer = _tokenizer(chunk.tokenizer, chunk.digest)
     dtype = token_dtype(tokenizer.vocab_size)
     pieces, empty, bad = _pieces(chunk, tokenizer)
@@ -237,7 +236,7 @@ def _encode(chunk: Chunk) -> Encoded:
 
 
 def _pieces(chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[TextSpan], int, int]:
-    """The chunk's documents in pieces; how many records were empty, and how many bad."""
+    """Return the chunk's documents in pieces, and the numbers of empty and of bad records."""
     pieces, empty, bad = [], 0, 0
     for segment in chunk.segments:
         for found in segment.pieces(chunk.field, tokenizer):
@@ -254,12 +253,12 @@ def _pieces(chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[TextSpan], int, in
 
 @lru_cache(maxsize=1)
 def _tokenizer(path: str, digest: str) -> Tokenizer:
-    """Read once a process and job: it does not travel with every chunk. `digest` tells another one of the same path."""
+    """Load it once per process and job, not with every chunk. `digest` distinguishes tokenizers of the same path."""
     return load(path)
 
 
 def _identity(job: Job) -> dict[str, Any]:
-    """What an unfinished dataset depends on; contents of files stand in by their sizes and times of change."""
+    """Return what an unfinished dataset depends on; sizes and modification times represent the contents of files."""
     return {
         "field": job.field,
         "tokenizer": job.tokenizer.digest,
@@ -271,14 +270,14 @@ def _identity(job: Job) -> dict[str, Any]:
 
 
 def _check_unchanged(identity: Mapping[str, Any], job: Job, prefix: Path) -> None:
-    """Whether what was read is still what lies there, so that a manifest's hashes are those of the text."""
+    """Check that the input has not changed while it was read, so that the manifest's hashes are those of the text."""
     both = zip(identity["inputs"], _identity(job)["inputs"], strict=True)
     if changed := [name for (name, old), (_, new) in both if old != new]:
-        raise ValueError(f"{', '.join(changed)} changed while read; remove {unfinished(prefix)} and begin anew")
+        raise ValueError(f"{', '.join(changed)} changed while read; remove {unfinished(prefix)} and start again")
 
 
 def _check_same(done: Manifest, job: Job, prefix: Path) -> None:
-    """Whether a whole dataset is the one that is asked for; reads the input, unless its sizes say enough."""
+    """Check that a complete dataset is the requested one. Reads the input, unless its sizes differ."""
     pairs = {
         "field": (done.field, job.field),
         "tokenizer": (done.tokenizer["sha256"], job.tokenizer.digest),
@@ -287,12 +286,12 @@ def _check_same(done: Manifest, job: Job, prefix: Path) -> None:
     for what, (old, new) in pairs.items():
         if old != new:
             raise ValueError(
-                f"{prefix}: is prepared already, with other {what}: {old}, now {new}; choose another place"
+                f"{prefix}: is prepared already, with other {what}: {old}, now {new}; choose another output path"
             )
     both = zip(done.inputs, job.inputs, strict=True)
     if changed := [source.name for each, source in both if each["sha256"] != source.sha256()]:
         raise ValueError(
-            f"{prefix}: is prepared already, from other contents of {', '.join(changed)}; choose another place"
+            f"{prefix}: is prepared already, from other contents of {', '.join(changed)}; choose another output path"
         )
 
 

@@ -1,7 +1,7 @@
-"""The bytes of stored files: parts end to end, unpacked from .gz, .xz or .zst, as far as they can be.
+"""The bytes of stored files: parts joined, and unpacked from .gz, .xz or .zst, as far as they can be.
 
-A packed file that was cut off or damaged gives all that can be unpacked before that place, whatever the size of the
-reads, and remembers what is wrong: records before the damage are as good as any.
+A packed file that was truncated or damaged gives all bytes before that place, for any size of the reads, and stores the
+error: records before the damage are valid.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import IO, Any
 from lowprec_train.data.columns import pyarrow_for
 
 BUFFER = 1 << 20
-_BLOCK = 1 << 12  # bytes unpacked at once, on one grid from the beginning of the file: of .zst, what damage takes along
+_BLOCK = 1 << 12  # bytes unpacked at once, on a grid from the beginning of the file: the most that damage in .zst loses
 
 _TOO_SHORT = "Compressed file ended before the end-of-stream marker was reached"
 _ERRORS: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
-if find_spec("_lzma"):  # some Pythons are built without
+if find_spec("_lzma"):  # some Pythons are built without it
     import lzma
 
     _ERRORS += (lzma.LZMAError,)
 
 
 class Joined(io.RawIOBase):
-    """The bytes of files, end to end, from byte `position` on."""
+    """The concatenated bytes of files, from byte `position` on."""
 
     def __init__(self, paths: Sequence[Path], position: int = 0) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class Joined(io.RawIOBase):
 
 
 class Unpacked(io.RawIOBase):
-    """The unpacked bytes of stored files. `error`: what ended them before their end, None while all is well.
+    """The unpacked bytes of stored files. `error`: what ended them early; None if nothing did.
 
-    skipped: unpacked bytes that are not wanted. Read it through `io.BufferedReader`.
+    skipped: unpacked bytes to skip. Read it through `io.BufferedReader`.
 
     Raises:
-        ValueError: what unpacks this kind is not installed.
+        ValueError: the package that unpacks this kind is not installed.
     """
 
     def __init__(self, paths: Sequence[Path], packed: str, path: str, skipped: int = 0) -> None:
@@ -69,7 +69,7 @@ class Unpacked(io.RawIOBase):
         self.error: Exception | None = None
         self._stored = Joined(paths, 0 if packed else skipped)
         self._stream = _OPENERS[packed](self._stored, path)
-        # A read of exactly _BLOCK bytes loses those before damage; read1 of Python's own streams hands them over first.
+        # A read of exactly _BLOCK bytes loses those before damage; read1 of Python's own streams returns them first.
         self._read = partial(self._stream.read, _BLOCK) if packed == ".zst" else partial(self._stream.read1, BUFFER)
         self._held = b""
         if packed and not sum(path.stat().st_size for path in paths):
@@ -81,7 +81,7 @@ class Unpacked(io.RawIOBase):
 
     @property
     def position(self) -> int:
-        """Stored bytes that were read."""
+        """Number of stored bytes that were read."""
         return self._stored.position
 
     def readable(self) -> bool:
@@ -110,7 +110,7 @@ class Unpacked(io.RawIOBase):
 
 
 def check(packed: str, path: str) -> None:
-    """Raises ValueError when what unpacks this kind is not installed."""
+    """Raise ValueError if the package that unpacks this kind is not installed."""
     if packed == ".zst":
         pyarrow_for(path)
     elif packed == ".xz":
@@ -130,8 +130,8 @@ def _xz(stored: Joined, path: str) -> Any:
 
 
 class _XzStreams:
-    """The streams of a .xz file one after another, with zeros between and behind them. Python's LZMAFile takes whatever
-    is no stream for the end, so that the rest of a damaged file is lost without a word, and refuses the zeros.
+    """Reads the streams of a .xz file one after another, with zeros between and after them. Python's LZMAFile treats
+    anything that is not a stream as the end, which silently loses the rest of a damaged file, and refuses the zeros.
     """
 
     def __init__(self, stored: Joined, module: Any) -> None:

@@ -1,7 +1,7 @@
 """Apply a function to a stream of items in worker processes; results keep the order of the items.
 
-Processes are spawned: they inherit nothing, and end when this process does, even when it is killed outright. A bounded
-number of items is in flight, so an endless stream takes bounded memory.
+Processes are spawned: they inherit nothing, and end when this process ends, also by SIGKILL. A bounded number of items
+is in flight, so an endless stream needs bounded memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Result = TypeVar("Result")
 
 
 def in_order(function: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
-    """`function` of each item, in order, by `workers` processes; 0: by this one. It is a function of a module.
+    """Yield `function` of each item, in order, from `workers` processes; 0: from this one.
 
     Raises:
-        OSError: a process died. Whatever `function` raises is raised here, at its place in the order.
+        OSError: a process died. Exceptions of `function` are raised here, at their place in the order.
     """
     if not workers:
         yield from map(function, items)
@@ -39,13 +39,13 @@ def in_order(function: Callable[[Item], Result], items: Iterable[Item], workers:
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
-        raise OSError("a worker process died, of a signal or for lack of memory; the same command goes on") from error
+        raise OSError("a worker process died, by a signal or for lack of memory; the same command continues") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _begin() -> None:
-    """A terminal's interrupt is for the first process alone; a worker does not outlive it."""
+    """Ignore a terminal's interrupt, which the first process handles, and end when that process ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

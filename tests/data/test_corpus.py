@@ -153,7 +153,7 @@ def test_held_out_files_and_an_existing_tokenizer(story, cache, tmp_path):
     assert (same.hash, same.vocab_size) == (corpus.hash, 400)
     with pytest.raises(ValueError, match="vocab_size 399 is smaller than the 400 pieces of the tokenizer of .*model"):
         build(story, cache, tokenizer=model, vocab_size=399)
-    with pytest.raises(ValueError, match="needs a size"):
+    with pytest.raises(ValueError, match="give the size"):
         build(story, cache, vocab_size=None)
 
 

@@ -107,7 +107,7 @@ def test_text_that_cannot_be_read(tmp_path, files, message):
 def test_paths_that_cannot_be_read(tmp_path):
     with pytest.raises(ValueError, match=r"absent: no such file or directory of text"):
         TextFiles(str(tmp_path / "absent"))
-    with pytest.raises(ValueError, match=r"a\.csv: can read files that end in \.txt, \.md"):
+    with pytest.raises(ValueError, match=r"a\.csv: not a text file that can be read: it must end in \.txt, \.md"):
         TextFiles(str(put(tmp_path, {"a.csv": "x"}) / "a.csv"))
     with pytest.raises(ValueError, match=r"empty corpus: no files in \[\]"):
         TextFiles([])
@@ -144,4 +144,4 @@ def test_sources_that_are_not_utf8_are_named_once(tmp_path, caplog):
     (tmp_path / "b.py").write_bytes(b"# caf\xe9\n")
     sources = PythonSources(tmp_path)
     assert [document.name for _ in range(2) for document in sources] == ["a.py", "a.py"]
-    assert caplog.messages == [f"warning: {tmp_path / 'b.py'}: skipped, for it is not UTF-8"]
+    assert caplog.messages == [f"warning: {tmp_path / 'b.py'}: skipped: it is not UTF-8"]

@@ -64,5 +64,7 @@ def test_other_kinds(tmp_path, name):
     (tmp_path / name).write_text("")
     if name == "a.parquet.xz":
         return  # looked at below: packed .parquet is no kind
-    with pytest.raises(ValueError, match=rf"{name}: can read files that end in \.txt, \.md or \.jsonl"):
+    with pytest.raises(
+        ValueError, match=rf"{name}: not a text file that can be read: it must end in \.txt, \.md or \.jsonl"
+    ):
         finding.find([tmp_path / name])

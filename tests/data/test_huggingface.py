@@ -93,10 +93,10 @@ def test_stored_with_its_end(path, tmp_path):
     }
     assert stored.read_bytes() == path.read_bytes()
     assert store(again, elsewhere) == stored
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: another tokenizer lies there"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: another tokenizer is there"):
         store(load(path), elsewhere)
     learnt = SentencePieceTokenizer.train([text * 50 for text in TEXTS], 300, "texts")
-    with pytest.raises(ValueError, match=r"tokenizer\.json: another tokenizer lies there"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json: another tokenizer is there"):
         store(learnt, elsewhere)
     assert sorted(each.name for each in elsewhere.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 

@@ -110,7 +110,7 @@ def test_a_line_over_the_limit(root, tmp_path, place, packed):
     inputs, longest = finding.find([path]), len(lines[2])
     for skip_bad in (False, True):
         short = job(root, inputs=inputs, chunk=8, longest_line=longest - 100, skip_bad=skip_bad, workers=0)
-        said = rf"in.jsonl(.xz)?:3: a line of more than {longest - 100:,} bytes.*--max-line-mib .*raises the limit"
+        said = rf"in.jsonl(.xz)?:3: a line of more than {longest - 100:,} bytes.*raise the limit with --max-line-mib"
         with pytest.raises(ValueError, match=said):
             prepare(short, place)
     assert prepare(job(root, inputs=inputs, chunk=8, longest_line=longest), place.parent / "long").documents == 4

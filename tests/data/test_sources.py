@@ -156,7 +156,7 @@ def test_what_comes_before_damage_is_kept(tmp_path, form, caplog):
 def test_parts_that_are_missing(tmp_path):
     path = stored(tmp_path, ".parts")
     path.unlink()
-    with pytest.raises(ValueError, match=r"a\.jsonl: cut into parts, of which some are missing: there are \[0, 2\]"):
+    with pytest.raises(ValueError, match=r"a\.jsonl: some of its parts are missing: there are \[0, 2\]"):
         finding.find([tmp_path])
     path.with_name("a.jsonl.00").unlink()
     with pytest.raises(ValueError, match=r"missing: there are \[2\]"):
@@ -183,13 +183,13 @@ def test_no_document_twice_and_none_dropped(tmp_path):
         (tmp_path / name).write_bytes(LINES)
     whole, part = tmp_path / "z.jsonl", tmp_path / "z.jsonl.00"
     for named in ([tmp_path], [whole, part], [part, whole]):
-        with pytest.raises(ValueError, match=r"z\.jsonl: there whole and in parts; name one of the two"):
+        with pytest.raises(ValueError, match=r"z\.jsonl: exists whole and in parts; name one of the two"):
             finding.find(named)
     assert [finding.find([path])[0].paths for path in (whole, part)] == [(whole,), (part,)]
     whole.unlink()
     for name in ("y.txt.0", "y.txt.1", "y.txt.01"):
         (tmp_path / name).write_text(name)
-    with pytest.raises(ValueError, match=r"y\.txt: part 1 is there twice: y\.txt\.01 and y\.txt\.1"):
+    with pytest.raises(ValueError, match=r"y\.txt: part 1 exists twice: y\.txt\.01 and y\.txt\.1"):
         finding.find([tmp_path])
 
 

@@ -139,10 +139,10 @@ def test_prepared_already(root, place, monkeypatch):
     with pytest.raises(ValueError, match=r"all: is prepared already, with other inputs: .*a\.jsonl"):
         prepare(job(root, inputs=finding.find([root / "text" / "b.jsonl"])), place)
     os.truncate(place.with_suffix(".bin"), 10)
-    with pytest.raises(ValueError, match=r"all\.bin has 10 bytes, its manifest tells of \d+"):
+    with pytest.raises(ValueError, match=r"all\.bin has 10 bytes, but its manifest says \d+"):
         prepare(job(root), place)
     place.with_suffix(".bin").unlink()
-    with pytest.raises(ValueError, match=r"all\.manifest\.json tells of a file that is absent: .*all\.bin"):
+    with pytest.raises(ValueError, match=r"all\.manifest\.json names a missing file: .*all\.bin"):
         prepare(job(root), place)
 
 
@@ -155,10 +155,10 @@ def test_only_the_same_input_is_gone_on_with(root, place):
     with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
         patched.setattr(tokenising, "_COMMIT_SECONDS", 0)
         prepare(tokenising_job, place, lambda counts: counts.documents > 100 and die(counts))
-    with pytest.raises(ValueError, match=r"all\.unfinished was begun with other input: \{'field': 'text'\}"):
+    with pytest.raises(ValueError, match=r"all\.unfinished was started with other input: \{'field': 'text'\}"):
         prepare(job(root, field="body"), place)
     os.utime(root / "text" / "b.jsonl")
-    with pytest.raises(ValueError, match=r"begun with other input: \{'inputs': .*; remove it to begin anew"):
+    with pytest.raises(ValueError, match=r"started with other input: \{'inputs': .*; remove it to start again"):
         prepare(job(root), place)
 
 
@@ -170,7 +170,7 @@ def test_the_manifest_is_of_the_text_that_was_read(root, tmp_path, place):
         if counts.documents > 100:
             path.write_text(path.read_text().replace("a", "o"))  # of the same length
 
-    with pytest.raises(ValueError, match=r"^a\.jsonl changed while read; remove .*all\.unfinished and begin anew"):
+    with pytest.raises(ValueError, match=r"^a\.jsonl changed while read; remove .*all\.unfinished and start again"):
         prepare(job(root, inputs=source), place, edit)
     assert not place.with_suffix(".bin").exists()
     shutil.rmtree(appending.unfinished(place))
@@ -193,7 +193,7 @@ def test_another_tokenizer_in_the_same_place(root, place):
 
 def test_one_at_a_time_and_nothing_foreign_is_overwritten(root, place):
     def second(counts) -> None:
-        with pytest.raises(ValueError, match=r"all\.unfinished: another process is at work there"):
+        with pytest.raises(ValueError, match=r"all\.unfinished: another process is writing there"):
             prepare(job(root), place)
 
     prepare(job(root), place, second)

@@ -62,7 +62,7 @@ def test_sample_takes_every_kth_line():
 
 def test_too_little_text():
     with pytest.raises(
-        ValueError, match=r"tiny: no tokenizer of 4096 pieces can be learnt from it: it has text for at most \d+"
+        ValueError, match=r"tiny: no tokenizer of 4096 pieces can be trained on it: it has text for at most \d+"
     ):
         SentencePieceTokenizer.train(["a few words, too few\n"], 4096, "tiny")
 

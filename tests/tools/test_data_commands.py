@@ -141,7 +141,7 @@ def test_again_and_interrupted(text, prefix, tmp_path, capsys, monkeypatch):
         ("train-tokenizer {text} --vocab-size 384 --out {model}", "tokenizer.model exists; choose another name"),
         (
             "train-tokenizer {text} --vocab-size 99999 --out {here}/m",
-            "no tokenizer of 99999 pieces can be learnt from it",
+            "no tokenizer of 99999 pieces can be trained on it",
         ),
         ("inspect-data {here}/none", "none.idx: no such file"),
     ],
