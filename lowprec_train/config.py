@@ -1,9 +1,9 @@
 """The typed configuration of a run. Hydra checks every configuration against these types.
 
 `configs/train.yaml` and its groups give the values; the dataclasses here give their names and types, so Hydra refuses
-an unknown key or a wrong type before anything is built. Two places are open on purpose: nodes that name their class
-(`data`, `comm`, `optim.schedule` and the codecs beside it, the entries of `precision.policy` and `logger`: a `_target_`
-and its keyword arguments), and `precision.override`, a free tree of changes to the recipe, so that
+an unknown key or a wrong type before anything is built. Two parts are open: nodes that name their class (`data`,
+`comm`, `optim.schedule` and the codecs beside it, the entries of `precision.policy` and `logger`: a `_target_` and its
+keyword arguments), and `precision.override`, a free tree of changes to the recipe, so that
 `precision.override.dgrad.a.format=E4M3` needs no `+`.
 """
 
@@ -19,46 +19,46 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-MODEL_FILE = "model.yaml"  # of an imported directory
+MODEL_FILE = "model.yaml"  # in the directory of an imported model
 LAUNCH_FACTS: dict[str, str] = {
     "name": "a label of the run",
-    "run_root": "where the run is kept",
+    "run_root": "where the run is stored",
     "resume": "what to do with an earlier run of that name",
-    "device": "a requeued job may land on another machine",
+    "device": "a requeued job may run on another machine",
     "compile": "compiled and eager draw the same bits and differ by rounding only",
     "debug": "how errors are shown",
     "verbose": "what is printed",
-    "logger": "who listens",
-    "log_interval": "who listens",
-    "telemetry_interval": "watching leaves training alone",
+    "logger": "where metrics are written",
+    "log_interval": "how often metrics are written",
+    "telemetry_interval": "observing does not change training",
     "log_update_rms": "the same",
     "profile": "the same",
-    "eval_interval": "evaluation has draws and batches of its own and leaves training alone",
+    "eval_interval": "evaluation has its own draws and batches and does not change training",
     "eval_batches": "the same",
-    "checkpoint_interval": "saving leaves training alone",
+    "checkpoint_interval": "saving does not change training",
     "checkpoint_async": "the same",
     "checkpoint_verify": "the same",
     "checkpoint_keep": "the same",
-    "max_nonfinite_steps": "when to give up, not how to train",
-    "model.recompute": "recomputed activations are the same bits",
-    "optim.offload": "a copy of a state is the same bits",
-    "model.offload": "a copy of an activation is the same bits",
+    "max_nonfinite_steps": "when to stop, not how to train",
+    "model.recompute": "recomputed activations have the same bits",
+    "optim.offload": "a copy of a state has the same bits",
+    "model.offload": "a copy of an activation has the same bits",
     "model.loss_chunk": "the head's gradient differs by the order of a sum",
-    "data.cache": "where prepared data is kept; the corpus hash says what it is",
-    "precision.deviations": "a sentence for people",
-    "lint_allow": "a permission; what was waived is in run.json",
+    "data.cache": "where prepared data is stored; the corpus hash identifies it",
+    "precision.deviations": "a note for readers",
+    "lint_allow": "a permission; run.json records what was waived",
     "parallel": "layouts compute the same codes and draws and differ by the order of sums",
 }
-"""Keys that do not change what is learned, with the reason. All others are training keys: they make the run's identity.
+"""Keys that do not change the result of training, with the reason. All others are training keys, the run's identity.
 
 `steps` is a training key: the learning rate of every step depends on it, so a longer run is another run, unless
-resume=extend says otherwise.
-`micro_batch` is one: a scale per tensor spans a micro-batch.
+resume=extend is given.
+`micro_batch` is a training key: a scale per tensor spans a micro-batch.
 """
-LAUNCHED: dict[str, Any] = {"recompute": "none", "offload": False, "loss_chunk": None}  # of `model`, what is no size
+LAUNCHED: dict[str, Any] = {"recompute": "none", "offload": False, "loss_chunk": None}  # of `model`, without sizes
 PLACES = ("data.train", "data.valid", "data.root", "data.tokenizer")
-"""Keys that say where text lies. What lies there is told by the corpus hash, and a run goes on wherever that is found;
-of the default name they decide by the last part of their paths.
+"""Keys with the paths of data. The corpus hash identifies the data, and a run continues wherever the data is stored.
+The default name depends on the last part of these paths.
 """
 
 
@@ -66,17 +66,17 @@ class Resume(Enum):
     """What a launch does with an earlier run of its name: `resume=` auto, never, extend or step-N."""
 
     auto = "auto"  # continues it
-    never = "never"  # moves it aside to `<name>.1`, `.2`, ... and starts afresh
+    never = "never"  # moves it aside to `<name>.1`, `.2`, ... and starts again
     extend = "extend"  # continues it with more steps
-    step = "step-N"  # goes back to one of its checkpoints; maybe with other steps
+    step = "step-N"  # goes back to one of its checkpoints, possibly with other steps
 
 
 def parse_resume(text: str) -> tuple[Resume, int | None]:
-    """`resume=` as a choice and, of step-N, the step. Raises ValueError for anything else."""
+    """Parse `resume=`: the choice and, for step-N, the step. Raises ValueError for anything else."""
     if named := re.fullmatch(r"step-(\d+)", text):
         return Resume.step, int(named[1])
     if text not in (Resume.auto.value, Resume.never.value, Resume.extend.value):
-        raise ValueError(f"resume={text} is none of {', '.join(choice.value for choice in Resume)}")
+        raise ValueError(f"resume={text} is not one of {', '.join(choice.value for choice in Resume)}")
     return Resume(text), None
 
 
@@ -120,7 +120,7 @@ class ModelConfig:
 
 @dataclass(kw_only=True)
 class PhaseConfig:
-    """A later part of the run under a policy of its own; policy and saved_activations as in `PrecisionConfig`."""
+    """A later part of the run with its own policy; policy and saved_activations as in `PrecisionConfig`."""
 
     at: float = MISSING  # fraction of the run's steps after which it begins, in (0, 1)
     forward_only: bool = False  # only the forward GEMMs change; backward GEMMs and saved activations stay
@@ -130,7 +130,7 @@ class PhaseConfig:
 
 @dataclass(kw_only=True)
 class PrecisionConfig:
-    """Which linear layer computes how.
+    """How linear layers compute, and what is saved for the backward pass.
 
     policy: pattern over module names -> `_target_` of a recipe and its options; first match wins.
     saved_activations: `_target_` of what norms and activation functions save for the backward pass; empty: inputs.
@@ -142,24 +142,24 @@ class PrecisionConfig:
     saved_activations: dict[str, Any] = field(default_factory=dict)
     schedule: dict[str, PhaseConfig] = field(default_factory=dict)  # later phases of the run, by name
     override: dict[str, Any] = field(default_factory=dict)
-    deviations: list[str] = field(default_factory=list)  # parts of the published scheme that are not built yet
+    deviations: list[str] = field(default_factory=list)  # parts of the published scheme that are not implemented
 
 
 @dataclass(kw_only=True)
 class OptimConfig:
     """The optimizer and its learning rate.
 
-    rule: `_target_` of another rule than AdamW (`ops.updates.Rule`); empty: AdamW. beta1, beta2, eps: AdamW's, also of
-        the parameters that another rule leaves to it.
+    rule: `_target_` of an update rule other than AdamW (`ops.updates.Rule`); empty: AdamW. beta1, beta2, eps: AdamW's,
+        also for the parameters that another rule does not update.
     schedule: `_target_` of a class of `lowprec_train.optim.schedule`.
     first_moment, second_moment: `_target_` of the codecs that store the moments of matrices (`optim.codecs`).
     master: `_target_` of the codec of the weights that updates are added to.
     clip_updates: StableAdamW's update clipping.
-    grad_accumulation: `_target_` of the codec that stores gradients of matrices from one micro-batch to the next and to
-        the update; empty: FP32.
-    in_backward: step each parameter inside of the backward pass, when its gradient is complete, and free the gradient.
-    backend: who computes the step: "own", or "apex", NVIDIA's library.
-    offload: keep states of matrices in pinned host memory between updates.
+    grad_accumulation: `_target_` of the codec that stores gradients of matrices between micro-batches and until the
+        update; empty: FP32.
+    in_backward: update each parameter during the backward pass, when its gradient is complete, and free the gradient.
+    backend: the implementation of the update: "own", or "apex", NVIDIA's library.
+    offload: keep optimizer states of matrices in pinned host memory between updates.
     """
 
     lr: float = MISSING
@@ -181,7 +181,7 @@ class OptimConfig:
 
 @dataclass(kw_only=True)
 class ParallelConfig:
-    """How the processes share a run. Values and their meaning: `configs/parallel`."""
+    """Layout of the processes and their communication. Values and their meaning: `configs/parallel`."""
 
     dp_replicate: int = MISSING
     dp_shard: int = MISSING
@@ -194,7 +194,7 @@ class ParallelConfig:
 
 @dataclass(kw_only=True)
 class ProfileConfig:
-    """What of a launch is looked at closely. Values and their meaning: `configs/train.yaml`."""
+    """Profiling of a launch. Values and their meaning: `configs/train.yaml`."""
 
     first: int = MISSING
     steps: int = MISSING
@@ -247,30 +247,30 @@ class RunConfig:
 
 
 def is_launch_fact(key: str) -> bool:
-    """Whether a key, or a group that it lies in, is one of `LAUNCH_FACTS`."""
+    """Return whether a key, or a group that contains it, is one of `LAUNCH_FACTS`."""
     return any(key == fact or key.startswith(f"{fact}.") for fact in LAUNCH_FACTS)
 
 
 def directory() -> Path:
-    """The shipped configuration files: inside an installed package, beside it in a checkout."""
+    """Return the directory of the shipped configuration: inside an installed package, beside it in a checkout."""
     package = Path(__file__).resolve().parent
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
 
 def choices(group: str) -> list[str]:
-    """Names of the shipped files of a configuration group, e.g. `recipe`."""
+    """Return the names of the shipped files of a configuration group, e.g. `recipe`."""
     return sorted(path.stem for path in (directory() / group).glob("*.yaml"))
 
 
 def run_and_step(path: Path) -> tuple[Path, int | None]:
-    """A path that may name one checkpoint of a run, `<run>/checkpoints/step-N`: its run and its step."""
+    """Split a path that may name one checkpoint of a run, `<run>/checkpoints/step-N`, into the run and its step."""
     named = re.fullmatch(r"step-(\d+)", path.name)
     return (path.parents[1], int(named[1])) if named and path.parent.name == "checkpoints" else (path, None)
 
 
 def read_object(file: Path, *, advice: str = "restore it") -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. ValueError where it holds anything else; names the file."""
+    """Read a JSON object; empty if there is no such file. Raises ValueError, with the path, for any other content."""
     if not file.exists():
         return {}
     try:
@@ -278,12 +278,12 @@ def read_object(file: Path, *, advice: str = "restore it") -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} cannot be read ({error}); {advice}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds {str(content)[:80]!r}, no JSON object; {advice}")
+        raise ValueError(f"{file} holds {str(content)[:80]!r}, not a JSON object; {advice}")
     return content
 
 
 def read_yaml(path: Path) -> DictConfig:
-    """The settings in a YAML file. Raises ValueError with the file's name where it holds none."""
+    """Read the settings of a YAML file. Raises ValueError, with the path, if there are none."""
     try:
         found = OmegaConf.load(path)
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
@@ -294,9 +294,9 @@ def read_yaml(path: Path) -> DictConfig:
 
 
 def model_of(path: Path) -> ModelConfig:
-    """Sizes of a trained model: of a run directory, a checkpoint of one, or a directory of `lowprec import-hf`.
+    """Return the sizes of a trained model, from a run directory, one of its checkpoints, or an imported directory.
 
-    Raises ValueError for another directory, and when the file that should say it does not describe a model.
+    Raises ValueError for another directory, and if its file does not describe a model.
     """
     directory, _ = run_and_step(path)
     source = directory / "config.yaml"
@@ -313,14 +313,14 @@ def model_of(path: Path) -> ModelConfig:
 
 
 def _of_checkpoint(key: str, *, _root_: DictConfig) -> Any:
-    """What `${of_checkpoint:dim}` stands for under `model=from_checkpoint`."""
+    """Return the value of `${of_checkpoint:dim}` under `model=from_checkpoint`."""
     if _root_.weights is None:
         raise ValueError("model=from_checkpoint takes its sizes from weights=..., which is null")
     return getattr(model_of(Path(_root_.weights).expanduser()), key)
 
 
 def register() -> None:
-    """Give Hydra the schema that `train.yaml` starts from, and the model whose sizes are those of `weights`."""
+    """Register the schema of `train.yaml`, and the model `from_checkpoint`, whose sizes are those of `weights`."""
     OmegaConf.register_new_resolver("of_checkpoint", _of_checkpoint, replace=True)
     schema = OmegaConf.structured(RunConfig)
     OmegaConf.set_struct(schema.precision.override, False)

@@ -1,4 +1,4 @@
-"""The ranks that share a tensor, as all code above sees them: four collectives.
+"""The ranks that share a tensor: an interface of four collectives.
 
 Sums are added in rank order, in FP32 or wider: the same bits on every rank, with any library and any algorithm. Groups
 are process groups (`comm.process_group`), one process (`SINGLE`), or shapes without processes (`tools.estimate`).
@@ -14,8 +14,8 @@ from torch import Tensor
 
 
 class Group(Protocol):
-    """Some ranks. All of them call the same methods in the same order; torch.compile traces the calls. Results are not
-    differentiable. Groups are hashable, and equal where they are the same ranks.
+    """A group of ranks. All of them call the same methods in the same order; torch.compile traces the calls. Results
+    are not differentiable. Groups are hashable, and equal if they have the same ranks.
     """
 
     @property
@@ -33,7 +33,7 @@ class Group(Protocol):
         ...
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
-        """Elementwise sum over ranks of floating-point x, in x's dtype. Meant for a few numbers."""
+        """Elementwise sum over ranks of floating-point x, in x's dtype. For small tensors."""
         ...
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -69,13 +69,13 @@ SINGLE = SingleRank()
 
 
 def nan_as_infinity(x: Tensor) -> Tensor:
-    """What a rank gives to a maximum, FP32: libraries may drop a NaN, but no infinity."""
+    """Return x for a maximum: FP32, with NaN as infinity. Libraries may drop NaN, but not infinity."""
     x = x.detach().float()
     return x.masked_fill(x.isnan(), torch.inf)
 
 
 def sum_in_order(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    """The parts added one after the other in FP32, or in FP64 where they are, and rounded once to their dtype."""
+    """Add the parts one after the other in FP32, or FP64 for FP64 parts, and round once to their dtype."""
     first, *others = parts
     total = first.to(torch.promote_types(first.dtype, torch.float32))
     for part in others:
@@ -96,7 +96,7 @@ def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
 
 
 class _Rows(torch.autograd.Function):
-    """Each of the two collectives is the other's backward."""
+    """The two collectives as autograd functions: each is the backward of the other."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, gather: bool) -> Tensor:

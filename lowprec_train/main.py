@@ -2,8 +2,8 @@
 
 Hydra composes `configs/train.yaml` with the command line (`--help` lists the groups), once, or once per job under
 `--multirun`. A configuration error is one line on stderr and exit status 1; `debug=true` adds the trace
-(HYDRA_FULL_ERROR=1 for errors of Hydra's own). How a launch ended is a file in the run directory, DONE, PREEMPTED
-or DIVERGED: under torchrun the exit status is the agent's.
+(HYDRA_FULL_ERROR=1 for Hydra's own errors). A file in the run directory records how a launch ended: DONE, PREEMPTED or
+DIVERGED. Under torchrun the exit status is that of its agent.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ from lowprec_train.train.weights import fill_from, other_tokenizer
 
 log = logging.getLogger(__name__)
 
-# Told in one line.
+# Reported in one line, without a trace.
 EXPECTED: tuple[type[Exception], ...]
 EXPECTED = (ValueError, OSError, OmegaConfBaseException, CheckpointError, TrainingDiverged, KernelError, OutOfMemory)
 EXPECTED += (PeerLost, NothingTrained)

@@ -174,7 +174,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_begun_again(launch, run, loss):
         ("config.yaml", "model: {}\nsteps: 12\ncheckpoint_interval: a", "config.yaml has checkpoint_interval: a, "),
         ("run.json", None, "run.json is missing"),
         ("run.json", "", "run.json cannot be read"),
-        ("run.json", "[1]", "run.json holds '[1]', no JSON object"),
+        ("run.json", "[1]", "run.json holds '[1]', not a JSON object"),
         ("run.json", '{"name": "run"}', "run.json has no corpus_hash"),
         ("DONE", "", "DONE cannot be read"),
         ("DONE", b"\x00\x01", "DONE cannot be read"),
@@ -317,7 +317,7 @@ def test_another_schedule_from_a_chosen_checkpoint(launch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("steps=12", "resume=extend", "optim.schedule.decay_steps=2"), "the run has 12 steps already"),
+        (("steps=12", "resume=extend", "optim.schedule.decay_steps=2"), "the run already has 12 steps"),
         (("steps=8", "resume=extend", "optim.schedule.decay_steps=2"), "resume=extend steps=8"),
         (("steps=8", "resume=step-8", "optim.schedule.decay_steps=2"), "no steps remain: the checkpoint is at step 8"),
         (("steps=16", "resume=extend", "optim.lr=0.5"), "optim.lr: saved 0.001, now 0.5"),
@@ -344,7 +344,7 @@ def test_an_unnamed_run_is_extended_and_found_again(launch, tmp_path):
     status, out, _ = launch(*rest)
     assert status == 0 and f"run runs/{run.name} is done" in out
     status, out, _ = launch("steps=4", *rest[1:])
-    assert status == 0 and f"shorter versions of this run: {run.name} in runs; resume=extend" in out
+    assert status == 0 and f"runs has shorter versions of this run: {run.name}; resume=extend" in out
 
 
 def test_a_run_is_its_text_and_not_the_place_of_it(launch, run, home, trained, tmp_path):

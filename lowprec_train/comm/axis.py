@@ -1,13 +1,13 @@
-"""Sums of gradients over one axis of the mesh, with count kept of what they send and lose.
+"""Gradient sums over one axis of the mesh, with an account of the bytes that they send and the error that they make.
 
-What a step lost is measured as a share of what went in, as in block_scaled.py, and told in decibels:
+The error of a step is relative to the contributions, as in block_scaled.py, in decibels:
 
-    SQNR = 10 log10( sum_i |g_i|^2 / sum_i |e_i|^2 )        i: ranks; e_i: what rank i's rounding does to the sum
+    SQNR = 10 log10( sum_i |g_i|^2 / sum_i |e_i|^2 )        i: ranks; e_i: effect of rank i's rounding on the sum
 
-With one encode and FP32 sums e_i = decode(encode(g_i)) - g_i, which each rank knows by itself: it decodes one of its
-rows, another one each time; and of the sums inside nodes those that it encodes for that row. The second encode of a
-two-step all-reduce is taken to lose the share that the first one did. Sums in FP8 round where no rank sees it alone:
-they are compared with an FP32 sum, which is sent for the purpose.
+With one encode and FP32 sums e_i = decode(encode(g_i)) - g_i, which each rank computes alone: it decodes one of its
+rows, a different one each time, and, of the sums inside nodes, those that it encodes for that row. The second encode of
+a two-step all-reduce is assumed to lose the same share as the first. No single rank sees the rounding of FP8 sums: they
+are compared with an FP32 sum, which is sent for this purpose.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ EXACT = BlockScaledCodec(FP32)
 
 
 class Axis:
-    """The ranks of `group` (None: this rank alone), by node, and one step's account of their reductions.
+    """The ranks of `group` (None: this rank alone), by node, and the account of one step's reductions.
 
-    head_room: FP8-LM's mu, moved by whoever ends the step.
-    energy: (signal, noise) on this rank, to be added up over ranks, FP32 [2]; zeros unless the step is measured.
-    sent: bytes, by what they travel over.
+    head_room: FP8-LM's mu, updated by the caller at the end of a step.
+    energy: (signal, noise) on this rank, to be summed over ranks, FP32 [2]; zeros unless the step is measured.
+    sent: bytes, by kind of link.
 
-    Only one CUDA stream may call an axis: `fully_shard` gives its reduce-scatters one and its hooks another.
+    Only one CUDA stream may use an axis: `fully_shard` has one for its reduce-scatters and another for its hooks.
     """
 
     def __init__(self, group: dist.ProcessGroup | Nodes | None, codec: GradCodec, device: torch.device | str) -> None:
@@ -50,16 +50,16 @@ class Axis:
         self.head_room = MuSchedule(self.ranks, device)
         self.energy = torch.zeros(2, device=device)
         self.sent = Links(0, 0)
-        self._at_maximum: list[tuple[Tensor, int]] = []  # of each reduction: this rank's count, all ranks' codes
+        self._at_maximum: list[tuple[Tensor, int]] = []  # per reduction: this rank's count, all ranks' codes
         self._measured_row: int | None = None
 
     @property
     def rounds(self) -> bool:
-        """Whether anything can be lost."""
+        """Whether the reductions round."""
         return self.ranks > 1 and not self.codec.exact
 
     def begin_step(self, sample: int | None) -> None:
-        """Start a new account. sample: the number of measurements so far when this step is one, else None."""
+        """Start a new account. sample: the number of earlier measurements if this step is measured, else None."""
         self._measured_row = None if sample is None else sample % self.ranks
         self._at_maximum.clear()
         self.energy.zero_()
@@ -67,7 +67,7 @@ class Axis:
 
     @torch.no_grad()
     def reduce_scatter(self, flat: Tensor, out: Tensor, layout: FlatLayout, op: Any = dist.ReduceOp.SUM) -> None:
-        """`collectives.reduce_scatter` of `flat` to `out`."""
+        """Reduce-scatter `flat` to `out` with `collectives.reduce_scatter`."""
         self.sent = self.sent.plus(collectives.reduce_scatter_links(self.codec, layout, self.ranks, self.node))
         reduced = collectives.reduce_scatter(flat, self.group, self.codec, layout, mu=self._mu, op=op, out=out)
         self._note(reduced, self.ranks * layout.coded_size)
@@ -79,28 +79,28 @@ class Axis:
 
     @torch.no_grad()
     def all_reduce(self, flat: Tensor, layout: FlatLayout) -> None:
-        """`collectives.all_reduce` of FP32 [layout.size], in place."""
+        """All-reduce FP32 [layout.size] in place with `collectives.all_reduce`."""
         self.sent = self.sent.plus(collectives.all_reduce_links(self.codec, layout, self.ranks, self.node))
         measured = self._measured_row is not None and self.rounds
-        mine = flat.clone() if measured else flat
+        contribution = flat.clone() if measured else flat
         reduced = collectives.all_reduce(flat, self.group, self.codec, layout, mu=self._mu, out=flat)
         self._note(reduced, layout.coded_size)
         if measured:
-            self.energy += self._all_reduce_energy(mine, flat, layout)
+            self.energy += self._all_reduce_energy(contribution, flat, layout)
             if reduced.of_nodes is not None:
                 part = self.codec.wire_layout(layout).split(self.ranks, self.codec.block)
                 self.energy[1] += self._noise(reduced.of_nodes, part)
 
     def at_maximum(self) -> Tensor:
-        """The largest share of codes at the maximum that a shared-scale reduction of the step left on all ranks of this
-        axis, 0-dim FP32. One collective, that all ranks call.
+        """Return the largest share of codes at the maximum in a shared-scale reduction of the step, over all ranks of
+        this axis, 0-dim FP32. It is one collective, which all ranks call.
         """
         if not self._at_maximum:
             return torch.zeros_like(self.energy[0])
         group = self.group.whole if isinstance(self.group, Nodes) else self.group
-        mine = torch.stack([count for count, _ in self._at_maximum]).double()
-        codes = _numbers(tuple(codes for _, codes in self._at_maximum), mine.device)
-        return (DistributedGroup.of(group).all_reduce_sum(mine).float() / codes).amax()
+        counts = torch.stack([count for count, _ in self._at_maximum]).double()
+        codes = _numbers(tuple(codes for _, codes in self._at_maximum), counts.device)
+        return (DistributedGroup.of(group).all_reduce_sum(counts).float() / codes).amax()
 
     @property
     def _mu(self) -> Tensor | None:
@@ -118,11 +118,11 @@ class Axis:
         return self.ranks * rounding_energy(rows, self.codec, layout).sum(0)
 
     def _noise(self, rows: Tensor, layout: FlatLayout) -> Tensor:
-        """Of rows that this rank encoded: sums inside its node."""
+        """Return the noise of rows that this rank encoded: sums inside its node."""
         return rounding_energy(rows, self.codec, layout)[:, 1].sum()
 
     def _all_reduce_energy(self, flat: Tensor, total: Tensor, layout: FlatLayout) -> Tensor:
-        """Every rank holds the whole sum: its share of that sum's noise is one of `ranks` parts."""
+        """Return (signal, noise). Every rank has the whole sum and counts 1 / ranks of its noise."""
         if self.codec.shares_scales:
             exact = collectives.all_reduce(flat, self.group, EXACT, layout).total
             return torch.stack((_squares(flat), _squares(total - exact) / self.ranks))
@@ -135,7 +135,7 @@ class Axis:
 
 @cache
 def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """FP32, copied to the device once."""
+    """Return an FP32 tensor, copied to the device once."""
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 

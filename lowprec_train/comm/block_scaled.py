@@ -2,12 +2,12 @@
 
     g = sum_i decode(encode(g_i))        encode: codes and one power-of-two scale per 256 consecutive elements
 
-Each contribution is rounded once and the sum is taken in FP32, in rank order. The error of a parameter's sum is a share
-of sqrt(sum_i |g_i|^2), whatever the number of ranks: 2.6 % for E4M3, 5.2 % for E5M2 (rounding errors of ranks add like
-independent noise). A scale is its exponent, one byte, so an element costs 1 + 1/256 bytes instead of BF16's 2.
+Each contribution is rounded once, and the sum is computed in FP32, in rank order. The error of a parameter's sum
+relative to sqrt(sum_i |g_i|^2) does not depend on the number of ranks: 2.6 % for E4M3, 5.2 % for E5M2 (rounding errors
+of ranks add like independent noise). A scale is one exponent byte, so an element needs 1 + 1/256 bytes; BF16 needs 2.
 
-A non-finite element makes its whole block NaN wherever it arrives; a finite one never saturates (power-of-two scales
-round up); a block of zeros is exact.
+A non-finite element makes its whole block NaN on the receiver. A finite element never saturates (power-of-two scales
+round up). A block of zeros is exact.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class BlockScaledCodec:
-    """A `GradCodec`: FP32 and BF16 as they are, E4M3 and E5M2 in blocks along the buffer.
+    """A `GradCodec`: FP32 and BF16 unchanged, E4M3 and E5M2 in blocks along the buffer.
 
-    format: of the coded ranges of a layout; the others travel in BF16, or in FP32 when everything does.
+    format: of the coded ranges of a layout; the other ranges are sent in BF16, or in FP32 if `format` is FP32.
     block: consecutive elements that share a scale.
 
     Raises ValueError for another format and for an empty block.
@@ -43,7 +43,7 @@ class BlockScaledCodec:
 
     def __post_init__(self) -> None:
         if self.format not in (FP32, BF16, E4M3, E5M2):
-            raise ValueError(f"gradients travel in FP32, BF16, E4M3 or E5M2, not {self.format}")
+            raise ValueError(f"gradients are sent in FP32, BF16, E4M3 or E5M2, not {self.format}")
         if self.block < 1:
             raise ValueError(f"a block has at least one element, not {self.block}")
 
@@ -52,26 +52,26 @@ class BlockScaledCodec:
         return self.format is FP32
 
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
-        """Without scales there are no blocks to keep apart: a row is one range."""
+        """Return the layout as sent. Without scales there are no blocks, so a row is one range."""
         return layout if self.format.scaled else FlatLayout.plain(layout.size)
 
     def sends_whole(self, layout: FlatLayout, ranks: int) -> bool:
-        """Where that sends no more bytes: one rounding instead of two."""
+        """Return whether sending whole contributions needs no more bytes; it rounds once instead of twice."""
         shard = self.wire_layout(layout).split(ranks, self.block)
         return self.row_bytes(layout) <= 2 * self.row_bytes(shard)
 
     def row_bytes(self, layout: FlatLayout) -> int:
-        """Plain elements, codes, block exponents, and one more where that is odd."""
+        """Return the bytes of a row: plain elements, codes, block exponents, and one more if that is odd."""
         return row_bytes(*self.wire_layout(layout).table(), self.format.name, self.block)
 
     def scales(self, rows: Tensor, layout: FlatLayout, group: Group, mu: Tensor | None) -> None:
-        """Blocks have scales of their own, which travel with them."""
+        """Return None: blocks have their own scales, which are sent with them."""
 
     def encode(
         self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
     ) -> Tensor:
-        """In one pass; in none where the elements are what travels."""
-        if inner == 1 and len(parts) == 1 and self._travels(parts[0], rows * layout.size):
+        """Encode in one pass, or return the elements as bytes if they are sent unchanged."""
+        if inner == 1 and len(parts) == 1 and self._sent_unchanged(parts[0], rows * layout.size):
             return parts[0].view(torch.uint8).view(rows, -1)
         encode = torch.ops.lowprec.encode_gradients
         return encode(parts, rows, *self.wire_layout(layout).table(), self.format.name, self.block, inner)
@@ -86,11 +86,11 @@ class BlockScaledCodec:
         senders: int = 1,
         inner: int = 1,
     ) -> None:
-        """In one pass, whatever the number of senders."""
+        """Decode in one pass, for any number of senders."""
         decode = torch.ops.lowprec.decode_gradients
         decode(wire, parts, *self.wire_layout(layout).table(), self.format.name, self.block, senders, inner)
 
-    def _travels(self, part: Tensor, size: int) -> bool:
+    def _sent_unchanged(self, part: Tensor, size: int) -> bool:
         plain = not self.format.scaled and part.dtype == self.format.carrier
         return plain and part.is_contiguous() and part.numel() == size and size * part.itemsize % 2 == 0
 

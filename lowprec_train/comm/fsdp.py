@@ -1,17 +1,17 @@
-"""Low-precision gradient reduction behind FSDP2's public hooks.
+"""Low-precision gradient reduction with FSDP2's public hooks.
 
     backward of a unit -> FP32 [shard ranks * size] -> our reduce-scatter over the shard axis -> FP32 [size]
                        -> our all-reduce over the replicas, in a hook -> cast to the parameter's dtype -> .grad
 
-Hybrid sharding is `fully_shard` over the shard axis alone and the hook: over a mesh of two dimensions FSDP2 would run
-an all-reduce of its own. A shard axis of one rank skips the reduce-scatter and still calls the hook: replication.
+Hybrid sharding is `fully_shard` over the shard axis plus the hook: over a mesh of two dimensions FSDP2 would run its
+own all-reduce. A shard axis of one rank skips the reduce-scatter and still calls the hook: replication.
 
-What is reduced is a sum. FSDP2 asks for an average unless it is told otherwise, and `attach` tells it (sums forced, a
-divide factor of 1): the loss is divided where it is defined, by the targets of the whole step.
+Reductions are sums. FSDP2 averages by default, and `attach` turns that off (forced sums, a divide factor of 1): the
+loss is divided where it is defined, by the targets of the whole step.
 
-FP32 takes the same path. Added in rank order they have the same bits on any back end and however messages are
-cut; the order of a ring or a tree depends on the back end and on sizes. With one micro-batch a rank and over one axis
-these are the bits of a process that accumulates the same micro-batches. Hybrid sharding adds within shard groups first:
+FP32 gradients take the same path. Sums in rank order have the same bits on any back end and for any split of messages;
+the order of a ring or a tree depends on the back end and on sizes. With one micro-batch per rank and one axis these
+are the bits of one process that accumulates the same micro-batches. Hybrid sharding adds within shard groups first:
 (g0 + g1) + (g2 + g3), not ((g0 + g1) + g2) + g3.
 """
 
@@ -42,13 +42,13 @@ SAMPLE_INTERVAL = 16  # steps; a measured step rounds its gradients a second tim
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How gradients travel.
+    """How gradients are sent.
 
     codec: of matrices.
-    exclude: patterns (`*embedding*`) of names of matrices that travel in BF16 all the same.
-    node_size: processes of a node, inside of which sums are made first; None: as the launcher says.
+    exclude: patterns (`*embedding*`) of names of matrices that are sent in BF16.
+    node_size: processes per node, inside which sums are made first; None: as the launcher sets it.
 
-    Raises ValueError for nodes of no process.
+    Raises ValueError for a node_size below 1.
     """
 
     codec: GradCodec
@@ -63,26 +63,26 @@ class Reduction:
 def encoded(
     *, format: str = "E4M3", block: int = BLOCK, exclude: Sequence[str] = (), node_size: int | None = None
 ) -> Reduction:
-    """One rounding of each contribution, and another of each node's sum where there are several; sums in FP32. Raises
-    ValueError for what `BlockScaledCodec` and `Reduction` refuse.
+    """Return a reduction that rounds each contribution once, and each node's sum again if there are several nodes; sums
+    are in FP32. Raises ValueError as `BlockScaledCodec` and `Reduction` do.
     """
     codec = BlockScaledCodec(parse_format(format), block)
     return Reduction(codec=codec, exclude=tuple(exclude), node_size=node_size)
 
 
 def shared_scale(*, format: str = "E4M3", every_addition: bool = True, exclude: Sequence[str] = ()) -> Reduction:
-    """FP8-LM's scale of all ranks, FP8 sums and automatic mu. Raises ValueError for what `SharedScaleCodec` refuses."""
+    """Return FP8-LM's reduction: a shared scale, FP8 sums, automatic mu. Raises ValueError as `SharedScaleCodec`."""
     return Reduction(codec=SharedScaleCodec(parse_format(format), every_addition), exclude=tuple(exclude))
 
 
 class ReducingScatter:
-    """The reduce-scatter of one FSDP2 unit, as `FSDPModule.set_custom_reduce_scatter` takes it."""
+    """The reduce-scatter of one FSDP2 unit, for `FSDPModule.set_custom_reduce_scatter`."""
 
     def __init__(self, axis: Axis, layout: FlatLayout) -> None:
         self._axis, self._layout = axis, layout
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for the input or the output of a call."""
+        """Allocate the input or the output of a call."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -93,7 +93,7 @@ class ReducingScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """output_tensor: FP32 [layout.size]; input_tensor: [ranks * layout.size].
+        """Reduce-scatter input_tensor, [ranks * layout.size], to output_tensor, FP32 [layout.size].
 
         Raises:
             ValueError: `op` is not SUM, or a parameter of the unit has no gradient.
@@ -102,22 +102,22 @@ class ReducingScatter:
 
 
 class ReducingHook:
-    """The all-reduce of one unit over its replicas, in place, as `FSDPModule.set_all_reduce_hook` takes it."""
+    """The all-reduce of one unit over its replicas, in place, for `FSDPModule.set_all_reduce_hook`."""
 
     def __init__(self, axis: Axis, layout: FlatLayout) -> None:
         self._axis, self._layout = axis, layout
 
     def __call__(self, reduce_output: Tensor) -> None:
-        if reduce_output.is_cuda:  # FSDP2 drops it after a cast, but only its own stream would wait for this one
+        if reduce_output.is_cuda:  # FSDP2 frees it after a cast, but only its own stream would wait for this one
             reduce_output.record_stream(torch.cuda.current_stream())
         self._axis.all_reduce(reduce_output, self._layout)
 
 
 class Sampling:
-    """Which steps' roundings are measured, counted from the start of the run, and what the last of them lost: a part of
-    a checkpoint, so that a resumed run measures the steps and rows that it would have measured, and repeats the value.
+    """Selects the steps whose rounding is measured, counted from the start of the run, and stores the last SQNR. It is
+    part of a checkpoint, so that a resumed run measures the same steps and rows, and repeats the value.
 
-    A checkpoint of other numbers of ranks is not continued: the first step is measured.
+    A checkpoint with other numbers of ranks is ignored: the first step is measured.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
@@ -129,38 +129,38 @@ class Sampling:
 
     @property
     def rounds(self) -> bool:
-        """Whether anything can be lost."""
+        """Whether the reductions round."""
         return any(axis.rounds for axis in self._axes)
 
     def finish_step(self, measure: Callable[[], Tensor]) -> Tensor:
-        """The last SQNR, 0-dim FP32; `measure` tells this step's where it is one to measure."""
+        """Return the last SQNR, 0-dim FP32. `measure` returns that of this step, if it is to be measured."""
         if self.rounds and self._steps % SAMPLE_INTERVAL == 0:
             self._sqnr_db = measure()
         self._steps += 1
         return self._sqnr_db
 
     def begin_step(self) -> None:
-        """Begin a new account on every axis."""
+        """Start a new account on every axis."""
         number, rest = divmod(self._steps, SAMPLE_INTERVAL)
         for axis in self._axes:
             axis.begin_step(number if self.rounds and not rest else None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Ranks int64 [2], steps done 0-dim int64, the last SQNR 0-dim FP32."""
+        """Return ranks int64 [2], steps done 0-dim int64, the last SQNR 0-dim FP32."""
         return {"ranks": self._ranks.clone(), "steps": torch.tensor(self._steps), "sqnr_db": self._sqnr_db.clone()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on after those steps, on as many ranks."""
+        """Continue after those steps, if the numbers of ranks are the same."""
         if torch.equal(state_dict["ranks"], self._ranks):
             self._steps, self._sqnr_db = int(state_dict["steps"]), state_dict["sqnr_db"].clone()
             self.begin_step()
 
 
 class Reducer:
-    """What the gradient reductions of a model have in common: a step's account, and FP8-LM's head-room.
+    """The common state of a model's gradient reductions: the account of a step, and FP8-LM's head-room.
 
-    The head-room is one number an axis, moved once a step by the largest share of codes at the maximum that any unit on
-    any rank saw: the same everywhere, whatever the layout, and no unit's saturation is averaged away.
+    The head-room is one number per axis. It moves once per step, by the largest share of codes at the maximum over all
+    units and ranks: it is the same everywhere, in any layout, and no unit's saturation is averaged away.
     """
 
     def __init__(self, shard: Axis, replicas: Axis) -> None:
@@ -170,7 +170,7 @@ class Reducer:
         self._metrics: dict[str, Tensor | float] = {}
 
     def finish_step(self) -> None:
-        """Agree on what the step sent and lost. Called by every rank after the last backward pass of a step."""
+        """Combine what all ranks sent and lost. Every rank calls it after the last backward pass of a step."""
         self._metrics |= {"comm/grad_bytes": float(sum(sum(axis.sent) for axis in self._axes))}
         if any(axis.node < axis.ranks for axis in self._axes):
             self._metrics["comm/grad_bytes_nic"] = float(sum(axis.sent.nic for axis in self._axes))
@@ -182,17 +182,17 @@ class Reducer:
         self.sampling.begin_step()
 
     def metrics(self) -> dict[str, Tensor | float]:
-        """Of the last finished step; tensors are 0-dim, on the device, the same on every rank.
+        """Return the metrics of the last finished step; tensors are 0-dim, on the device, the same on every rank.
 
-        comm/grad_bytes      sent by this rank, from sizes alone
-        comm/grad_bytes_nic  of these, to other nodes; absent where there is one
-        comm/grad_sqnr_db    of the last measured step (every `SAMPLE_INTERVAL`); absent where nothing is rounded
+        comm/grad_bytes      bytes that this rank sends, from sizes alone
+        comm/grad_bytes_nic  the part that goes to other nodes; absent with one node
+        comm/grad_sqnr_db    of the last measured step (every `SAMPLE_INTERVAL`); absent if nothing is rounded
         comm/grad_mu, comm/grad_at_maximum    of a shared scale: the smaller mu, and the largest share of codes
         """
         return dict(self._metrics)
 
     def state_dict(self) -> dict[str, Any]:
-        """The head-room of a shared scale, with the number of ranks that it is for; empty for other codecs."""
+        """Return the head-room of a shared scale and its numbers of ranks; empty for other codecs."""
         if not self._is_shared:
             return {}
         return {
@@ -201,7 +201,7 @@ class Reducer:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue on axes of as many ranks as before; where that has changed, mu starts anew at 1 / ranks."""
+        """Continue on axes with the same number of ranks; on others mu starts at 1 / ranks."""
         for axis, level, ranks in zip(self._axes, state_dict.get("level", ()), state_dict.get("ranks", ())):
             if int(ranks) == axis.ranks:
                 axis.head_room.load_state_dict({"level": level})
@@ -211,7 +211,7 @@ class Reducer:
         return self.shard.codec.shares_scales
 
     def _sqnr_db(self) -> Tensor:
-        """All roundings against what the ranks put in at first."""
+        """Return the SQNR of all roundings relative to the first contributions."""
         energy = DistributedGroup.of(None).all_reduce_sum(torch.stack([axis.energy for axis in self._axes]))
         signal = energy[0 if self.shard.rounds else 1, 0]
         return 10 * torch.log10(signal / energy[:, 1].sum())
@@ -236,9 +236,8 @@ def attach(
     Args:
         model: sharded on dimension 0 over a mesh of one dimension, with MixedPrecisionPolicy(reduce_dtype=float32).
         reduction: the same on every rank.
-        shard_group: of that mesh, by node where it lies on several. None: nothing is sharded, as in a run of one
-            process.
-        replica_group: the ranks that hold the same shards. None: this one alone.
+        shard_group: of that mesh, by node if there are several. None: nothing is sharded, as with one process.
+        replica_group: the ranks with the same shards. None: this rank alone.
 
     Raises:
         ValueError: a pattern of `reduction.exclude` that matches no parameter.
@@ -270,11 +269,11 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
 
 
 def managed(unit: FSDPModule, prefix: str = "") -> dict[str, DTensor]:
-    """The trainable parameters that `fully_shard` manages in a unit, by name in the model, in the order of its buffers.
+    """Return the trainable parameters that `fully_shard` manages in a unit, by name in the model, in buffer order.
 
     That order is by module, children before their parent (`named_parameters` has the parent first), without nested
-    units and what those hold, and without ignored parameters, which are no DTensors. A parameter that modules share is
-    where it is met first.
+    units and their parameters, and without ignored parameters, which are not DTensors. A parameter that modules share
+    has the place of its first module.
     """
     names: dict[DTensor, str] = {}
     for name, module in _children_first(cast(nn.Module, unit), prefix, set()):

@@ -1,9 +1,9 @@
-"""The wire format of one rank's gradient contribution: what a codec is, and what codecs share.
+"""The wire format of one rank's gradient contribution: the interface of codecs, and functions for all of them.
 
-    g = sum_i decode(encode(g_i))        one contribution a rank, as bytes; the sum is the receiver's
+    g = sum_i decode(encode(g_i))        one contribution per rank, as bytes; the receiver sums them
 
-Two codecs: blocks with scales of their own (`block_scaled`), one scale for all ranks (`shared_scale`). What is not
-coded (vectors) travels in BF16 or FP32.
+There are two codecs: blocks with their own scales (`block_scaled`), and one scale for all ranks (`shared_scale`).
+Vectors are not coded: they are sent in BF16 or FP32.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from lowprec_train.group import Group
 
 
 class GradCodec(Protocol):
-    """How gradients travel; the same value on every rank.
+    """A wire format of gradients; equal on every rank.
 
     parts: the elements of each range of a layout in all rows, [rows, size] with any stride between rows, or 1-D: rows
-    one after the other, which may end early (what is missing is zeros, and is not written). Wires are uint8
-    [rows, row_bytes]. inner: rows lie as [inner, rows / inner] (ops/gradients.py); 1 is their own order.
+    one after the other, maybe truncated (missing elements are zeros, and are not written). Wires are uint8
+    [rows, row_bytes]. inner: rows are ordered as [inner, rows / inner] (ops/gradients.py); 1 is their natural order.
     """
 
     @property
     def block(self) -> int:
-        """Consecutive elements that are not parted."""
+        """Number of consecutive elements that must stay together."""
         ...
 
     @property
@@ -42,27 +42,27 @@ class GradCodec(Protocol):
         ...
 
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
-        """The layout with the ranges that this codec keeps apart."""
+        """Return the layout with the ranges that this codec distinguishes."""
         ...
 
     def sends_whole(self, layout: FlatLayout, ranks: int) -> bool:
-        """Whether an all-reduce gathers every contribution whole, instead of scattering parts and gathering sums."""
+        """Return whether an all-reduce gathers whole contributions, instead of scattering parts and gathering sums."""
         ...
 
     def row_bytes(self, layout: FlatLayout) -> int:
-        """Bytes of one row on the wire."""
+        """Return the bytes of one row on the wire."""
         ...
 
     def scales(self, rows: Tensor, layout: FlatLayout, group: Group, mu: Tensor | None) -> Tensor | None:
-        """What `group` agrees on before its ranks encode these rows, None where each does so by itself. mu: head-room
-        in [1 / ranks, 1], 0-dim FP32, of codecs that share scales.
+        """Return the scales on which `group` agrees before its ranks encode these rows; None if each rank has its own.
+        mu: head-room in [1 / ranks, 1], 0-dim FP32, of codecs that share scales.
         """
         ...
 
     def encode(
         self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
     ) -> Tensor:
-        """Elements of a wire layout, any float dtype, as bytes."""
+        """Encode the elements of a wire layout, of any float dtype, as bytes."""
         ...
 
     def decode(
@@ -75,15 +75,15 @@ class GradCodec(Protocol):
         senders: int = 1,
         inner: int = 1,
     ) -> Tensor | None:
-        """Write to `parts`, FP32, the sums of rows of `senders`, in their order. wire: each sender's rows together.
+        """Write to `parts`, FP32, the sums of the rows of `senders`, in their order. wire: the senders' rows in turn.
 
-        Returns the number of their codes at the maximum, 0-dim int64; None where none can be.
+        Returns the number of codes at the maximum in these sums, 0-dim int64; None if the sums are not codes.
         """
         ...
 
 
 def decoded(wire: Tensor, codec: GradCodec, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:
-    """Each row of a wire, FP32 [rows, layout.size]."""
+    """Decode each row of a wire to FP32 [rows, layout.size]."""
     rows = torch.empty(len(wire), layout.size, device=wire.device)
     layout = codec.wire_layout(layout)
     codec.decode(wire, layout.pieces(rows), layout, scales)
@@ -91,11 +91,11 @@ def decoded(wire: Tensor, codec: GradCodec, layout: FlatLayout, scales: Tensor |
 
 
 def rounding_energy(rows: Tensor, codec: GradCodec, layout: FlatLayout) -> Tensor:
-    """(signal, noise) of each range as this rank's encode sees it: sums of g^2 and of (decode(encode(g)) - g)^2, FP32
+    """Return (signal, noise) of each range under this rank's encode: sums of g^2 and of (decode(encode(g)) - g)^2, FP32
     [ranges, 2]. For codecs that need no scales of other ranks.
 
-    Added up over the ranks, sqrt(noise / signal) is the reduction's error as a share of sqrt(sum_i |g_i|^2), without
-    an FP32 reduction to compare with.
+    Summed over the ranks, sqrt(noise / signal) is the error of the reduction relative to sqrt(sum_i |g_i|^2). No FP32
+    reduction is needed to compare with.
     """
     wire = codec.wire_layout(layout)
     error = decoded(codec.encode(wire.pieces(rows), len(rows), wire), codec, layout) - rows.float()
@@ -104,6 +104,6 @@ def rounding_energy(rows: Tensor, codec: GradCodec, layout: FlatLayout) -> Tenso
 
 
 def sqnr_db(exact: Tensor, reduced: Tensor) -> Tensor:
-    """Signal-to-quantisation-noise ratio of a reduction in dB, 10 log10(|exact|^2 / |reduced - exact|^2), 0-dim."""
+    """Return 10 log10(|exact|^2 / |reduced - exact|^2), the signal-to-quantisation-noise ratio in dB, 0-dim."""
     noise = (reduced.double() - exact.double()).square().sum()
     return 10.0 * torch.log10(exact.double().square().sum() / noise)

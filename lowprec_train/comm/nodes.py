@@ -1,12 +1,12 @@
-"""The ranks of a reduction by node: which links its bytes take, and sums inside of a node before any leaves it.
+"""The ranks of a reduction by node: bytes by kind of link, and sums inside each node before data leaves it.
 
-    rank r of nodes of `node` ranks: number r % node on node r // node
+    rank r, with `node` ranks per node: number r % node on node r // node
 
     reduce_scatter   rows for the same-numbered ranks of all nodes | exchange inside the node | decode and sum
                      one more encode                               | exchange between nodes   | decode and sum
 
-A flat exchange sends `ranks - node` rows through a GPU's NIC, this one `ranks / node - 1`: less than the 1 / node of
-`ranks - 1` rows that is a GPU's share of a ring. It rounds twice, as ZeRO++ does (arXiv 2306.10209, section 3.3).
+A flat exchange sends `ranks - node` rows through a GPU's NIC; this one sends `ranks / node - 1`. That is less than a
+GPU's share of a ring, 1 / node of `ranks - 1` rows. It rounds twice, as ZeRO++ does (arXiv 2306.10209, section 3.3).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch.distributed as dist
 
 
 class Links(NamedTuple):
-    """Bytes that a rank sends to ranks of its node, and to others."""
+    """Bytes that a rank sends inside its node (nvlink) and to other nodes (nic)."""
 
     nvlink: int
     nic: int
 
     def plus(self, other: Links) -> Links:
-        """The sums of both."""
+        """Return the sums of both."""
         return Links(self.nvlink + other.nvlink, self.nic + other.nic)
 
 
 def links(row: int, ranks: int, node: int, *, flat: bool = False) -> Links:
-    """Of rows of `row` bytes that go to, or come from, each of the other ranks, inside the node first, or all of them
-    directly where `flat`. Raises ValueError where nodes of `node` ranks do not divide the ranks.
+    """Return the bytes for rows of `row` bytes to or from each of the other ranks: inside the node first, or directly
+    if `flat`. Raises ValueError if `node` does not divide the ranks.
     """
     if node < 1 or ranks % node:
         raise ValueError(f"nodes of {node} ranks do not divide {ranks} ranks")
@@ -39,7 +39,7 @@ def links(row: int, ranks: int, node: int, *, flat: bool = False) -> Links:
 
 
 def ring(row: int, ranks: int, node: int) -> Links:
-    """Of a library's ring of all ranks: what leaves a node goes through one GPU of it, in turns."""
+    """Return a rank's bytes in a library's ring of all ranks: the GPUs of a node share what leaves it."""
     total = (ranks - 1) * row
     nic = total // node if node < ranks else 0
     return Links(total - nic, nic)
@@ -47,10 +47,10 @@ def ring(row: int, ranks: int, node: int) -> Links:
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The ranks of a process group, `node` neighbours a node.
+    """The ranks of a process group, with `node` consecutive ranks per node.
 
-    whole: the group; None: the default one. inside, across: of this rank's node, and of the ranks of its number on all
-    nodes, where there are several of several ranks; then sums are made inside of nodes first.
+    whole: the group; None: the default group. inside, across: the groups of this rank's node, and of the ranks with its
+    number on all nodes. They are set if there are several nodes of several ranks: sums are made inside nodes first.
     """
 
     whole: dist.ProcessGroup | None
@@ -60,15 +60,15 @@ class Nodes:
 
     @classmethod
     def one(cls, group: dist.ProcessGroup | None) -> Nodes:
-        """A group whose ranks are on one node."""
+        """Return a group whose ranks are on one node."""
         return cls(whole=group, node=dist.get_world_size(group))
 
     @property
     def ranks(self) -> int:
-        """Of the whole group."""
+        """Number of ranks of the whole group."""
         return dist.get_world_size(self.whole)
 
     @property
     def count(self) -> int:
-        """Of nodes."""
+        """Number of nodes."""
         return self.ranks // self.node

@@ -1,11 +1,11 @@
-"""Process groups as `group.Group`: real ones, and the product of two.
+"""Process groups as `group.Group`, and products of groups.
 
-The network takes maxima, for their order does not matter. Sums are taken here: every rank sends its contribution (in a
-reduce-scatter by an all-to-all, which sends the same bytes), and the receiver adds them in rank order. The result
-depends neither on the library nor on its algorithm: a ring that adds BF16 rounds at every hop.
+The communication library computes maxima, because their order does not matter. Sums are computed here: every rank sends
+its contribution (a reduce-scatter uses an all-to-all, which sends the same bytes), and the receiver adds in rank order.
+The result depends neither on the library nor on its algorithm: a ring that adds BF16 rounds at every hop.
 
-Collectives are PyTorch's functional operations, which name their group by a string: they run eagerly and inside a graph
-of torch.compile alike, on gloo and on NCCL. They have no public name (decision 0017).
+Collectives are PyTorch's functional operations, which take the name of their group: they run eagerly and inside a graph
+of torch.compile, on gloo and on NCCL. They have no public name (decision 0017).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class DistributedGroup:
-    """The ranks of a process group: how many, which of them this is, the group's name."""
+    """The ranks of a process group: their number, this rank's number, and the group's name."""
 
     size: int
     rank: int
@@ -32,7 +32,7 @@ class DistributedGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None) -> DistributedGroup:
-        """Those of `group`, which this process belongs to; None: the default one."""
+        """Wrap `group`, to which this process belongs; None: the default group."""
         group = group or dist.group.WORLD
         assert group is not None
         return cls(group.size(), group.rank(), group.group_name)
@@ -44,7 +44,7 @@ class DistributedGroup:
         return sum_in_order(self.all_gather(x[None]).unbind())
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Codes travel as bytes: gloo knows no FP8."""
+        """Gather x. Codes are sent as bytes: gloo has no FP8."""
         wire = x.detach().contiguous()
         wire = wire.view(torch.uint8) if x.element_size() == 1 else wire
         parts = _arrived(_c10d.all_gather_into_tensor(wire, self.size, self.name)).view(x.dtype)
@@ -57,8 +57,8 @@ class DistributedGroup:
 
 @dataclass(frozen=True, init=False)
 class GroupProduct:
-    """The ranks of a grid, along whose axes this rank has a group each: collectives go over one axis after the other.
-    Rank r of the product is rank r % n of the first group, which has n, and so on.
+    """The ranks of a grid, with one group per axis: collectives run over one axis after the other. Rank r of the
+    product is rank r % n of the first group, which has n ranks, and so on.
     """
 
     groups: tuple[Group, ...]
@@ -93,13 +93,13 @@ class GroupProduct:
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
-        """Rounded once an axis."""
+        """Reduce-scatter over one axis after the other; rounds once per axis."""
         for group in reversed(self.groups):
             x = group.reduce_scatter(x)
         return x
 
 
 def _arrived(x: Tensor) -> Tensor:
-    """x once the device's stream has waited for it."""
+    """Return x after the device's stream has waited for it."""
     waited: Tensor = _c10d.wait_tensor(x)
     return waited

@@ -1,1 +1,1 @@
-"""Many processes as one: a mesh, tensor parallel as small styles, data parallel as `fully_shard`, parts as data."""
+"""Parallelism over processes: mesh, tensor parallelism, data parallelism by `fully_shard`, placements."""

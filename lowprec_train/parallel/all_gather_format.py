@@ -1,13 +1,13 @@
-"""In which format FSDP2 gathers the weights of linear layers, and how many bytes that is.
+"""The format in which FSDP2 all-gathers the weights of linear layers, and its size in bytes.
 
-    master   as they are stored: 4 bytes a number, or 2 of a reduced master
-    bf16     rounded once, as every layer would after it: 2 bytes, the same bits of every loss and gradient
-    codes    those of the layer's own GEMMs, with the scales that not every rank knows: 1 byte, or 1/2 in E2M1
+    fp32        as stored: 4 bytes per element, or 2 with a reduced-precision master
+    bf16        rounded once, as every layer would round after it: 2 bytes, the same bits of every loss and gradient
+    quantized   codes of the layer's own GEMMs, with the scales that differ between ranks: 1 byte, or 1/2 in E2M1
 
-Codes travel where each GEMM takes the weight as fprop's codes (`precision.all_gathered_weight.weight_codes`) and where
-the scales of a rank's rows depend on other ranks' rows by one amax at most, which can be all-reduced before; otherwise
-the layer's weight travels as bf16. They are the codes of the BF16 rounding, so the GEMMs compute what they would
-compute with weights that are gathered in BF16 and rounded after it.
+Codes are gathered if each GEMM uses the weight as fprop's codes (`precision.all_gathered_weight.weight_codes`), and if
+the scales of a rank's rows depend on the rows of other ranks by at most one amax, which can be all-reduced before.
+Otherwise the layer's weight is gathered in bf16. The codes are those of the BF16 rounding, so the GEMMs compute the
+same numbers as with weights that are gathered in BF16 and quantised after it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ PARAM_ALL_GATHER = ("fp32", "bf16", "quantized")
 
 @dataclass(frozen=True, kw_only=True)
 class AllGatherFormat:
-    """Of one weight. rows, columns: of a rank's part, padded where ranks' parts differ. quantizer: of codes. cut:
-    dimensions of the weight that lie on several ranks, those of dp_shard first.
+    """The format of one weight. rows, columns: of a rank's shard, padded if shards differ in size. quantizer: of codes.
+    cut: dimensions of the weight that are divided among ranks, that of dp_shard first.
     """
 
     rows: int
@@ -38,28 +38,28 @@ class AllGatherFormat:
 
     @property
     def packed(self) -> bool:
-        """Two codes a byte."""
+        """Whether a byte has two codes."""
         return self.quantizer is not None and self.quantizer.format is E2M1 and self.columns % 2 == 0
 
     @property
     def amax_dims(self) -> tuple[int, ...]:
-        """Dimensions over whose ranks an amax is all-reduced before codes can be made."""
+        """Dimensions over whose ranks an amax is all-reduced before quantising."""
         return tuple(dim for dim in self.cut if self.quantizer is not None and self.quantizer.crosses(dim))
 
     @property
     def amax_dim(self) -> int:
-        """Of `amax_dims`, the one that the quantiser is told of: along which a tile spans the whole, if any does."""
+        """The one of `amax_dims` for the quantiser: a dimension along which a tile spans the whole, if there is one."""
         assert self.quantizer is not None
         return next((dim for dim in self.amax_dims if self.quantizer.tile[dim] == -1), self.amax_dims[0])
 
     @property
     def sends_scales(self) -> bool:
-        """True when scales differ between ranks."""
+        """Whether scales differ between ranks."""
         return self.quantizer is not None and self.quantizer.tile[0] != -1
 
     @property
     def bytes(self) -> int:
-        """That a rank sends to each of the others."""
+        """Bytes that a rank sends to each of the others."""
         if self.quantizer is None:
             return self.rows * self.columns * self.dtype.itemsize
         codes = self.rows * self.columns // (2 if self.packed else 1)
@@ -82,11 +82,11 @@ def all_gather_format(
     stored: torch.dtype = torch.float32,
     split: int | None = None,
 ) -> AllGatherFormat:
-    """The format of a weight's all-gather.
+    """Return the format of a weight's all-gather.
 
-    recipe: of the layer; None for a matrix that is no linear layer's. shape: of the tensor-parallel part. dtype: of the
-    residual stream. stored: what FSDP2 gathers by itself. split: the dimension that is cut over tensor-parallel
-    ranks. param_all_gather: one of `PARAM_ALL_GATHER`.
+    recipe: of the layer; None for a matrix that is not in a linear layer. shape: of the tensor-parallel part. dtype: of
+    the residual stream. stored: dtype that FSDP2 gathers by default. split: dimension that is divided over
+    tensor-parallel ranks. param_all_gather: one of `PARAM_ALL_GATHER`.
     """
     rows, columns = -(-shape[0] // shards), shape[1]
     if param_all_gather == "fp32" or recipe is None:
@@ -107,7 +107,7 @@ def _tiles_fit(format: AllGatherFormat) -> bool:
 
 
 def _one_amax(format: AllGatherFormat) -> bool:
-    """Whether the ranks along all cut dimensions need the same amax."""
+    """Return whether the ranks along all divided dimensions need the same amax."""
     quantizer, crossed = format.quantizer, set(format.amax_dims)
     assert quantizer is not None
     spanned = {dim for dim in crossed if quantizer.tile[dim] == -1}

@@ -1,13 +1,13 @@
-"""Data parallel: `fully_shard` around each block, and what a training step asks of the ranks that see other data.
+"""Data parallelism: `fully_shard` around each block, and the communication of a training step.
 
-    matrices   parts of their rows on every dp_shard rank; gathered before a block computes, their gradients summed by
-               `comm.fsdp` after it did
-    vectors    whole on every rank; their gradients are summed once a step, in FP32 and in rank order
+    matrices   row shards on every dp_shard rank; all-gathered before a block computes; `comm.fsdp` reduces their
+               gradients after its backward pass
+    vectors    whole on every rank; their gradients are summed once per step, in FP32 and in rank order
 
-ZeRO by two settings: with `reshard_after_forward` a block's weights are gathered again for its backward pass (ZeRO-3)
-instead of staying (ZeRO-2); with grad_reduce="every_microbatch" every micro-batch's gradients are summed over the ranks
-at once and only this rank's shard is stored; with grad_reduce="last_microbatch" the whole gradients are accumulated and
-summed over the ranks at the last micro-batch (ZeRO-1's traffic).
+Two settings choose the stage of ZeRO. With `reshard_after_forward` a block's weights are gathered again for its
+backward pass (ZeRO-3) instead of staying (ZeRO-2). With grad_reduce="every_microbatch" every micro-batch's gradients
+are reduced at once, and only this rank's shard is stored. With grad_reduce="last_microbatch" whole gradients are
+accumulated and reduced at the last micro-batch (the traffic of ZeRO-1).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowprec_train.comm.fsdp import Reducer
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
-from lowprec_train.parallel.fsdp_parameters import hold_sums
+from lowprec_train.parallel.fsdp_parameters import accumulate_in
 from lowprec_train.parallel.mesh import Mesh
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 from lowprec_train.parallel.weight_amax import WeightAmax
@@ -43,12 +43,12 @@ def shard(
     reshard: bool,
     values: torch.dtype = torch.float32,
 ) -> list[FSDPModule]:
-    """Cut the matrices of `model` over dp_shard, on the meta device or with memory; returns the units, the root last.
+    """Shard the matrices of `model` over dp_shard, on the meta device or allocated; return the units, the root last.
 
-    blocks: gathered and released one by one. staying: gathered one by one and kept until their backward pass. What is
-    in neither (embeddings, positions) belongs to the root and stays gathered during a pass. values: what the matrices
-    of units other than the root are rounded to; where that is less than FP32 they are gathered so, and their gradients
-    come so out of a micro-batch, as those of one process whose parameters have that dtype.
+    blocks: gathered and released one by one. staying: gathered one by one and kept until their backward pass. Other
+    matrices (embeddings, positions) belong to the root and stay gathered during a pass. values: dtype to which matrices
+    of units other than the root are rounded. If it is not FP32 they are gathered in it, and the gradients of a
+    micro-batch have it, as in one process whose parameters have that dtype.
     """
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     rounded, exact = (
@@ -72,12 +72,12 @@ def shard(
 
 
 class DataParallel:
-    """The ranks of one training step. grad_reduce: one of `GRAD_REDUCE`, as above.
+    """Communication of the ranks of one training step. grad_reduce: one of `GRAD_REDUCE`, as above.
 
-    model: after `shard`. reducer: of its matrices' gradients. partial: names of vectors of which every tp rank holds a
-    part of the gradient. all_gather: of its weights, where they are not gathered as they are stored. weight_amax: of
-    those that are cut. whole_sum: of a parameter by its place in the model, what holds whole gradients between the
-    micro-batches of a step; None: they are added up in FP32.
+    model: after `shard`. reducer: of its matrices' gradients. partial: names of vectors whose gradient is a partial sum
+    on every tp rank. all_gather: of its weights, if they are not gathered as stored. weight_amax: of weights that are
+    divided over tp. whole_sum: returns, for the index of a parameter, what accumulates whole gradients between the
+    micro-batches of a step; None: FP32 sums.
     """
 
     def __init__(
@@ -101,38 +101,38 @@ class DataParallel:
         if whole_sum is not None and isinstance(model, FSDPModule):
             places: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(model.parameters())}
             for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
-                hold_sums(unit, lambda parameter: whole_sum(places[parameter]), lambda: self._number)
+                accumulate_in(unit, lambda parameter: whole_sum(places[parameter]), lambda: self._number)
 
     @property
     def index(self) -> int:
-        """Place among the ranks that see different data."""
+        """Index of this rank among the ranks that see different data."""
         return self._mesh.dp_rank
 
     @property
     def count(self) -> int:
-        """Ranks that see different data."""
+        """Number of ranks that see different data."""
         return self._mesh.sizes.dp
 
     def prepare(self) -> None:
-        """Before the first micro-batch of a step, and before an evaluation."""
+        """Prepare the weights. Call it before the first micro-batch of a step, and before an evaluation."""
         for each in self._of_weights:
             each.prepare()
 
     def begin_backward(self, number: int, *, last: bool) -> None:
-        """Before each micro-batch of a step. number: in the run, of this rank's. last: of the step."""
+        """Call before each micro-batch of a step. number: of this rank's micro-batch in the run. last: of the step."""
         self._number = number * self.count + self.index
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last or self._grad_reduce == "every_microbatch")
 
     def complete_in_backward(self, parameter: nn.Parameter) -> bool:
-        """Whether a gradient is this rank's part of the sum once the backward pass has made it. Those of vectors are
-        added up after it.
+        """Return whether the backward pass makes the complete sum of a gradient, or this rank's shard of it. Gradients
+        of vectors are summed after it.
         """
         return parameter.ndim >= 2
 
     @torch.no_grad()
     def end_backward(self) -> None:
-        """After the last backward pass of a step: sum the gradients of vectors, close the account of the others."""
+        """Sum the gradients of vectors and finish the reducer's step, after the last backward pass of a step."""
         for parameters, group in ((self._partial, dist.group.WORLD), (self._whole, self._mesh.dp_group)):
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if gradients:
@@ -144,27 +144,27 @@ class DataParallel:
         self._reducer.finish_step()
 
     def metrics(self) -> dict[str, Tensor | float]:
-        """Of the last step's gradient reductions; tensors are 0-dim, on the device."""
+        """Return the metrics of the last step's gradient reductions; tensors are 0-dim, on the device."""
         return self._reducer.metrics()
 
     def all_gather_formats(self) -> dict[str, str]:
-        """Of each linear layer's weight under its present recipe; empty where weights are gathered as stored."""
+        """Return the format of each linear layer's weight under its current recipe; empty if gathered as stored."""
         return {} if self._all_gather is None else {n: str(form) for n, form in self._all_gather.formats().items()}
 
     def state_parts(self) -> dict[str, Stateful]:
-        """What of this a checkpoint holds, by name."""
+        """Return the parts for a checkpoint, by name."""
         return {"reduction": self._reducer, "sampling": self._reducer.sampling}
 
     @torch.no_grad()
     def total(self, value: Tensor) -> Tensor:
-        """The sum of a value over the ranks that see different data, in FP32, the same bits on each."""
+        """Return the sum of a value over the ranks that see different data, in FP32, with the same bits on each."""
         return _in_rank_order(value.float().flatten(), self._mesh.dp_group).view_as(value)
 
 
 class SingleProcess:
-    """One process: the methods of `DataParallel`, which has their meaning, without a copy, a collective or a rounding.
+    """The interface of `DataParallel` for one process, without a copy, a collective or a rounding.
 
-    parts: what of the communication checkpoints of any layout hold.
+    parts: the parts that checkpoints of any layout have.
     """
 
     index, count = 0, 1
@@ -195,8 +195,8 @@ class SingleProcess:
 
 
 DataParallelContext = SingleProcess | DataParallel
-"""The processes that share a training step, as the trainer sees them: it calls the same methods in every layout, on all
-processes in the same order.
+"""The processes that share a training step. The trainer calls the same methods in every layout, on all processes in the
+same order.
 """
 
 
@@ -205,5 +205,5 @@ def _in_rank_order(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def units(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Those of `modules` that own matrices: the only ones that a unit can be made of."""
+    """Return those of `modules` that have matrices: only these can be FSDP units."""
     return [module for module in modules if any(p.ndim >= 2 for p in module.parameters())]

@@ -1,6 +1,5 @@
-"""What FSDP2 has no public name for, in the one place that asks for it: which tensor it looks at for the functions that
-gather a parameter, the buffers that it made at the first gather (decision 0020), and where it adds up whole gradients
-(decision 0079).
+"""All uses of FSDP2's private names: the tensor with the extension functions of an all-gather, the buffers of the first
+all-gather (decision 0020), and the accumulation of whole gradients (decision 0079).
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.optim.accumulation import GradientSum
 
 
-def looked_at(parameter: DTensor) -> Tensor:
-    """The very tensor whose attributes `fsdp_pre_all_gather` and `fsdp_post_all_gather` FSDP2 takes; `to_local` may
-    return a view of it.
+def extension_tensor(parameter: DTensor) -> Tensor:
+    """Return the tensor on which FSDP2 looks up `fsdp_pre_all_gather` and `fsdp_post_all_gather`; `to_local` may return
+    a view of it.
     """
     part: Tensor = parameter._local_tensor
     return part
 
 
-def forget_buffers(unit: FSDPModule, module: nn.Module) -> None:
-    """Let the next gather of the parameters of `module`, a part of `unit`, choose dtypes and sizes anew. The unit is
-    resharded and no gradient is waiting.
+def reset_buffers(unit: FSDPModule, module: nn.Module) -> None:
+    """Make the next all-gather of the parameters of `module`, a part of `unit`, choose dtypes and sizes again. The unit
+    must be resharded, without pending gradients.
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     for parameter in group.fsdp_params:
@@ -35,29 +34,30 @@ def forget_buffers(unit: FSDPModule, module: nn.Module) -> None:
             parameter.__dict__.pop("_unsharded_param", None)
 
 
-def hold_sums(unit: FSDPModule, sum_of: Callable[[Tensor], GradientSum], number: Callable[[], int]) -> None:
-    """Let `sum_of` a sharded parameter hold what FSDP2 adds up in FP32 over backward passes that reduce nothing.
+def accumulate_in(unit: FSDPModule, sum_of: Callable[[Tensor], GradientSum], number: Callable[[], int]) -> None:
+    """Accumulate gradients of backward passes without reduction in `sum_of(parameter)`, not in FSDP2's FP32 sum.
 
-    number: of the micro-batch. The first pass that reduces takes the sum, with its own gradient, in FP32.
+    number: returns the number of the micro-batch. The first pass that reduces gets the sum, with its own gradient, in
+    FP32.
     """
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     for parameter in () if group is None else group.fsdp_params:
-        held = sum_of(parameter.sharded_param)
-        parameter.accumulate_unsharded_grad_if_needed = partial(_join, parameter, held, group)
-        parameter.to_accumulated_grad_if_needed = partial(_put, parameter, held, number)
+        accumulated = sum_of(parameter.sharded_param)
+        parameter.accumulate_unsharded_grad_if_needed = partial(_take_sum, parameter, accumulated, group)
+        parameter.to_accumulated_grad_if_needed = partial(_add_to_sum, parameter, accumulated, number)
 
 
-def _join(parameter: Any, held: GradientSum, group: Any) -> None:
-    """Where a backward pass is about to reduce."""
-    if group.reduce_grads and not held.empty:
+def _take_sum(parameter: Any, accumulated: GradientSum, group: Any) -> None:
+    """Give FSDP2 the sum, if the backward pass is about to reduce."""
+    if group.reduce_grads and not accumulated.empty:
         whole = parameter._unsharded_param
         gradient, whole.grad = whole.grad, None
-        parameter.unsharded_accumulated_grad = held.take(gradient)
+        parameter.unsharded_accumulated_grad = accumulated.take(gradient)
 
 
-def _put(parameter: Any, held: GradientSum, number: Callable[[], int]) -> None:
-    """Where it has reduced nothing."""
+def _add_to_sum(parameter: Any, accumulated: GradientSum, number: Callable[[], int]) -> None:
+    """Add the gradient of a backward pass that has reduced nothing."""
     whole = parameter._unsharded_param
     gradient, whole.grad = whole.grad, None
     if gradient is not None:
-        held.add(gradient, number())
+        accumulated.add(gradient, number())

@@ -1,12 +1,12 @@
-"""Which ranks share what: a grid of processes with three axes.
+"""The grid of processes, with three axes.
 
-    dp_replicate    copies of everything below; gradients are summed between them (hybrid sharding)
-    dp_shard        parameters, gradients and optimizer state in equal parts, gathered to compute (ZeRO)
+    dp_replicate    replicas of everything below; gradients are summed between them (hybrid sharding)
+    dp_shard        equal shards of parameters, gradients and optimizer states, gathered to compute (ZeRO)
     tp              parts of a layer and of a sequence, on the GPUs that are closest to each other
 
-Rank = (replicate * dp_shard + shard) * tp + part, so that tensor-parallel ranks are neighbours. In the DeviceMesh the
-same ranks are ordered (dp_replicate, tp, dp_shard): a weight is cut over tp first and each part over dp_shard, which a
-DTensor then says as plain shards, from left to right.
+Rank = (replicate * dp_shard + shard) * tp + part, so tensor-parallel ranks are neighbours. The DeviceMesh orders the
+same ranks as (dp_replicate, tp, dp_shard): a weight is divided over tp first and each part over dp_shard. A DTensor
+represents this order with plain shards, from left to right.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ class Sizes:
 
 
 def sizes(processes: int, *, dp_replicate: int, dp_shard: int, tp: int) -> Sizes:
-    """The grid of `processes` ranks; a dp_shard of -1 takes what the other axes leave.
+    """Return the grid of `processes` ranks; dp_shard=-1 is set to what the other axes leave.
 
     Raises ValueError for an axis that is not positive and for a product that is not the number of processes.
     """
-    asked = f"parallel.dp_replicate={dp_replicate}, parallel.dp_shard={dp_shard}, parallel.tp={tp}"
+    settings = f"parallel.dp_replicate={dp_replicate}, parallel.dp_shard={dp_shard}, parallel.tp={tp}"
     if min(dp_replicate, tp) < 1 or (dp_shard < 1 and dp_shard != -1):
-        raise ValueError(f"{asked}: each is at least 1; a dp_shard of -1 takes what the others leave")
+        raise ValueError(f"{settings}: each must be at least 1; dp_shard=-1 takes what the others leave")
     if dp_shard == -1:
         if processes % (dp_replicate * tp):
-            raise ValueError(f"{asked}: {dp_replicate} * {tp} does not divide {processes} processes")
+            raise ValueError(f"{settings}: {dp_replicate} * {tp} does not divide {processes} processes")
         dp_shard = processes // (dp_replicate * tp)
     made = Sizes(dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     if made.processes != processes:
-        raise ValueError(f"{asked} need {made.processes} processes, and {processes} were started")
+        raise ValueError(f"{settings} need {made.processes} processes, and {processes} were started")
     return made
 
 
 class Mesh:
-    """The grid with its process groups. Made by all ranks together, after `init_process_group`.
+    """The grid with its process groups. All ranks create it together, after `init_process_group`.
 
-    device_type: "cuda" or "cpu". timeout: after which a collective of any of the groups is an error; None: torch's own,
-    which is half an hour. node_size: processes of a node; None: all of them. Raises ValueError when `sizes` is not the
-    number of processes.
+    device_type: "cuda" or "cpu". timeout: of collectives of its groups; None: torch's default of half an hour.
+    node_size: processes per node; None: all of them. Raises ValueError if `sizes` do not multiply to the number of
+    processes.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Mesh:
         made = [_group(groups_along(sizes, axis), timeout, backend) for axis in AXES]
         self.device_mesh = DeviceMesh.from_group(made, device_type, ordered, mesh_dim_names=AXES)
         self.dp_group = self._data_group(grid, timeout, backend)
-        on_node = sizes.processes if node_size is None else _agreed(node_size)
+        on_node = sizes.processes if node_size is None else _common_node_size(node_size)
         self._nodes = {
             name: _by_node(made[AXES.index(name)], groups_along(sizes, name), on_node, timeout, backend)
             for name in ("dp_replicate", "dp_shard")
         }
 
     def _data_group(self, grid: torch.Tensor, timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
-        """Of the ranks that train on different data: an axis where one has them all."""
+        """Return the group of the ranks that train on different data: that of an axis, if the axis has them all."""
         for axis, other in (("dp_shard", self.sizes.dp_replicate), ("dp_replicate", self.sizes.dp_shard)):
             if other == 1:
                 return self.group(axis)
@@ -96,46 +96,46 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        """Place among the ranks that train on different data."""
+        """Index of this rank among the ranks that train on different data."""
         return self.rank // self.sizes.tp
 
     @property
     def tp_rank(self) -> int:
-        """Place among the ranks that hold the parts of a layer."""
+        """Index of this rank among the ranks that have the parts of a layer."""
         return self.rank % self.sizes.tp
 
     @property
     def shard_rank(self) -> int:
-        """Place along dp_shard."""
+        """Index of this rank along dp_shard."""
         return self.dp_rank % self.sizes.dp_shard
 
     def axis(self, name: str) -> DeviceMesh:
-        """The one-dimensional mesh of an axis that this rank lies on."""
+        """Return the one-dimensional mesh of this rank along an axis."""
         return self.device_mesh[name]
 
     def nodes(self, name: str) -> Nodes:
-        """The group of dp_replicate or dp_shard, with its ranks by node."""
+        """Return the group of dp_replicate or dp_shard, with its ranks by node."""
         return self._nodes[name]
 
     def group(self, name: str) -> dist.ProcessGroup:
-        """The process group of an axis that this rank lies on."""
+        """Return the process group of this rank along an axis."""
         return self.device_mesh.get_group(name)
 
 
 def groups_along(sizes: Sizes, axis: str) -> torch.Tensor:
-    """The ranks of every group along an axis, [groups, ranks]."""
+    """Return the ranks of every group along an axis, [groups, ranks]."""
     grid = torch.arange(sizes.processes, device="cpu").view(sizes.dp_replicate, sizes.dp_shard, sizes.tp)
     return grid.transpose(1, 2).movedim(AXES.index(axis), -1).flatten(0, 1)
 
 
 def node_ranks(groups: torch.Tensor, node_size: int) -> int | None:
-    """How many ranks of a group lie on one node, where that is the same for all nodes and all groups; else None."""
+    """Return the number of a group's ranks per node, if it is the same for all nodes and groups; else None."""
     counts = {int(count) for nodes in groups // node_size for count in nodes.unique_consecutive(return_counts=True)[1]}
     return counts.pop() if len(counts) == 1 else None
 
 
 def check_nodes(sizes: Sizes, node_size: int | None) -> None:
-    """ValueError where `comm.node_size` does not divide the processes, or an axis lies unequally on the nodes."""
+    """Raise ValueError if `comm.node_size` does not divide the processes, or if nodes differ in ranks of an axis."""
     if node_size is None:
         return
     if sizes.processes % node_size:
@@ -145,12 +145,12 @@ def check_nodes(sizes: Sizes, node_size: int | None) -> None:
         if node_ranks(found, node_size) is None:
             ranks = found.shape[1]
             raise ValueError(
-                f"comm.node_size={node_size}: the {ranks} ranks of {axis} are not equally many on each node"
+                f"comm.node_size={node_size}: the {ranks} ranks of {axis} do not spread evenly over the nodes"
             )
 
 
-def _agreed(node_size: int) -> int:
-    """What all ranks say of their node; 1 where a launcher has started unequal numbers, which only some can see."""
+def _common_node_size(node_size: int) -> int:
+    """Return the node size of all ranks; 1 if a launcher has started unequal numbers, which only some ranks see."""
     seen = torch.tensor([node_size, -node_size], device="cpu")
     dist.all_reduce(seen, dist.ReduceOp.MAX)
     largest, smallest = int(seen[0]), -int(seen[1])
@@ -160,7 +160,7 @@ def _agreed(node_size: int) -> int:
 def _by_node(
     group: dist.ProcessGroup, groups: torch.Tensor, node_size: int, timeout: timedelta | None, backend: str | None
 ) -> Nodes:
-    """Ranks that lie unequally on nodes are taken to be on nodes of their own. Made by all ranks together."""
+    """Return the ranks by node; if they spread unevenly, each rank counts as a node. All ranks call it together."""
     node, ranks = node_ranks(groups, node_size) or 1, groups.shape[1]
     if not 1 < node < ranks:
         return Nodes(whole=group, node=node)
@@ -170,12 +170,12 @@ def _by_node(
 
 
 def _group(rows: Iterable[torch.Tensor], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
-    """The group of the row of ranks that this rank is in. All ranks make all groups, in the same order."""
-    mine = None
+    """Create a group per row of ranks and return this rank's. All ranks create all groups, in the same order."""
+    own = None
     for row in rows:
         ranks = row.tolist()
         group = dist.new_group(ranks, timeout=timeout, backend=backend)
         if dist.get_rank() in ranks:
-            mine = group
-    assert mine is not None
-    return mine
+            own = group
+    assert own is not None
+    return own

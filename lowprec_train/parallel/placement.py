@@ -1,7 +1,8 @@
-"""Which part of every parameter this rank holds, as data: what cuts tensors at the start and joins them in checkpoints.
+"""The placement of every parameter: which part of it this rank has. It cuts tensors at the start and joins them in
+checkpoints.
 
-A matrix is cut over tp along one of its dimensions, or not; then the rows of each part are cut over dp_shard as
-torch.chunk cuts them, uneven and empty parts included. Vectors are whole everywhere.
+A matrix may be divided over tp along one of its dimensions. The rows of each part are then divided over dp_shard as
+torch.chunk does, uneven and empty parts included. Vectors are whole on every rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lowprec_train.parallel.mesh import Mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """One parameter. shape: of the whole; tp: the dimension that is cut over tp; sharded: rows cut over dp_shard."""
+    """One parameter. shape: of the whole; tp: dimension divided over tp; sharded: rows are divided over dp_shard."""
 
     shape: tuple[int, ...]
     tp: int | None
@@ -37,21 +38,21 @@ class Placements:
     parameters: Mapping[str, Placed]
 
     def shard(self, name: str, group: Group | None) -> Shard:
-        """Where this rank's part of parameter `name` lies. group: the ranks that hold the shards, where it is cut."""
+        """Return this rank's shard of parameter `name`. group: the ranks that have the shards, if it is divided."""
         placed = self.parameters[name]
         first, local = self._within(placed)
         return Shard(shape=placed.shape, first=first, local=local, group=group if self._cut(placed) else None)
 
     def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor of parameter `name`'s whole shape, as a view."""
+        """Return this rank's part of a tensor with the whole shape of parameter `name`, as a view."""
         first, local = self._within(self.parameters[name])
         for dim, (start, size) in enumerate(zip(first, local, strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole
 
     def whole(self, name: str, local: Tensor, shape: tuple[int, ...] | None = None) -> DTensor:
-        """This rank's part as a DTensor over the mesh, sharing its memory. shape: of the whole, where the tensor goes
-        with the parameter without having its shape (scales of groups).
+        """Return this rank's part as a DTensor over the mesh that shares its memory. shape: of the whole, if the tensor
+        lies along the parameter but has another shape (scales of groups).
         """
         placed = self.parameters[name]
         shape = placed.shape if shape is None else shape

@@ -1,15 +1,15 @@
 """All-gather of quantised weights in FSDP2, by extension functions on the sharded parameters.
 
-    shard, FP32 -> BF16 -> (codes, scales), once a step -> every all-gather -> the layer's GEMMs       W
-    leaf <- dW, FP32  -> reduce-scatter -> the shard's gradient -> the estimator's slope, once a step
+    shard, FP32 -> BF16 -> (codes, scales), once per step -> every all-gather -> the layer's GEMMs       W
+    leaf <- dW, FP32  -> reduce-scatter -> the shard's gradient -> the estimator's slope, once per step
 
-`all_gather_format` says what travels. It is made before the first micro-batch of a step and before an evaluation
-(`QuantizedAllGather.prepare`), sent as it lies by every all-gather, and dropped after the last backward pass
-(`finish`). A scale of the whole tensor needs the amax of all shards: one all-reduce for all weights in `prepare`, and
-none in an all-gather. Gathered codes take no gradient; a leaf takes it, and its hook adds it to the parameter that
-FSDP2 reads (`precision.all_gathered_weight`).
+`all_gather_format` chooses the format. `QuantizedAllGather.prepare` quantises before the first micro-batch of a step
+and before an evaluation. Every all-gather sends the result, and `finish` frees it after the last backward pass. A scale
+of the whole tensor needs the amax of all shards: `prepare` all-reduces those of all weights at once, and an all-gather
+needs none. Gathered codes have no gradient: a leaf has it, and its hook adds it to the parameter that FSDP2 reads
+(`precision.all_gathered_weight`).
 
-DGE's slope f' is elementwise and the same for all contributions, and needs the weight itself: with codes each rank
+DGE's slope f' is elementwise, the same for all contributions, and needs the weight itself. With codes each rank
 multiplies it once into its shard of the summed gradient (`QuantizedAllGather.finish`). That is f' sum(g) for sum(f' g):
 n + 1 roundings of FP32 in another place.
 """
@@ -32,20 +32,20 @@ from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
 from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
-from lowprec_train.parallel.fsdp_parameters import forget_buffers, looked_at
+from lowprec_train.parallel.fsdp_parameters import extension_tensor, reset_buffers
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.linear_plan import Op, OperandPlan, Source
 
-BYTE = torch.float8_e4m3fn  # what codes of one byte are called where a floating dtype is asked for
+BYTE = torch.float8_e4m3fn  # dtype of one-byte codes where FSDP2 needs a floating dtype
 
 
 class QuantizedAllGather:
-    """The weights of the linear layers of `model`, gathered as `param_all_gather` says ("bf16" or "quantized").
+    """All-gathers the weights of the linear layers of `model` as `param_all_gather` says ("bf16" or "quantized").
 
-    model: sharded, with memory, before its first forward pass. dtype: of its residual stream. shards: the group of
-    dp_shard. parts: the group of tp, where layers are cut.
+    model: sharded, allocated, before its first forward pass. dtype: of its residual stream. shards: the group of
+    dp_shard. parts: the group of tp, if layers are divided.
     """
 
     def __init__(
@@ -71,27 +71,27 @@ class QuantizedAllGather:
         self._whole_units = [made for made, unit in zip(by_unit, self._units) if len(made) == len(managed(unit))]
 
     def formats(self) -> dict[str, AllGatherFormat]:
-        """Of each layer's weight under its present recipe, by the layer's name."""
+        """Return the format of each layer's weight under its current recipe, by the layer's name."""
         return {name: weight.current_format() for name, weight in self.weights.items()}
 
     def coded(self) -> set[Linear]:
-        """The layers whose weights arrive as codes, from `prepare` on."""
+        """Return the layers whose weights are gathered as codes, from `prepare` on."""
         return {weight.linear for weight in self.weights.values() if weight.sends_codes}
 
     @classmethod
-    def of(cls, model: nn.Module, *, param_all_gather: str, **how: Any) -> QuantizedAllGather | None:
-        """None for "fp32": FSDP2 gathers parameters as stored."""
-        return None if param_all_gather == "fp32" else cls(model, param_all_gather=param_all_gather, **how)
+    def of(cls, model: nn.Module, *, param_all_gather: str, **options: Any) -> QuantizedAllGather | None:
+        """Create it; None for "fp32": FSDP2 gathers parameters as stored."""
+        return None if param_all_gather == "fp32" else cls(model, param_all_gather=param_all_gather, **options)
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Before the first micro-batch of a step and before an evaluation, with the weights and recipes of both: drop
-        what stayed gathered as codes from an earlier pass, all-reduce amaxes, and round every shard.
+        """Free what stayed gathered as codes from an earlier pass, all-reduce amaxes, and quantise every shard. Call it
+        before the first micro-batch of a step and before an evaluation, after the change of weights and recipes.
         """
         if self._coded:
             for unit in self._units:
                 unit.reshard()
-            self._agree([weight for weight in self.weights.values() if weight.refresh_format()])
+            self._all_reduce_amaxes([weight for weight in self.weights.values() if weight.refresh_format()])
         for weight in self.weights.values():
             weight.round()
         for weights in self._whole_units:
@@ -99,8 +99,8 @@ class QuantizedAllGather:
             for weight in weights:
                 weight.keeps_dtype = plain
 
-    def _agree(self, waiting: list[_Weight]) -> None:
-        """On the amaxes of these weights: one all-reduce for each axis that cuts one."""
+    def _all_reduce_amaxes(self, waiting: list[_Weight]) -> None:
+        """All-reduce the amaxes of these weights: one all-reduce for each axis that divides one of them."""
         for name, group in sorted(self._groups.items()):
             members = [weight for weight in waiting if name in weight.amax_groups]
             amaxes = over_groups([(group, weight.amax) for weight in members], lambda group, x: group.all_reduce_max(x))
@@ -109,8 +109,8 @@ class QuantizedAllGather:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the last backward pass of a step, when gradients are sums: the slopes of estimators; and drop what was
-        gathered.
+        """Multiply the slopes of estimators into the summed gradients, and free what was gathered. Call it after the
+        last backward pass of a step.
         """
         for weight in self.weights.values():
             weight.finish()
@@ -118,7 +118,7 @@ class QuantizedAllGather:
 
 @dataclass(frozen=True, kw_only=True)
 class _Sent:
-    """A shard rounded. wide: what FSDP2 gathers. Of codes: `known`, scales that all ranks have, and `scale`."""
+    """A shard as sent. wide: the tensors that FSDP2 gathers. For codes: `known`, scales of all ranks, and `scale`."""
 
     wide: tuple[Tensor, ...]
     known: tuple[Tensor, ...] | None = None
@@ -134,7 +134,7 @@ class _Weight:
         parameter = linear.weight
         assert isinstance(parameter, DTensor)
         self.linear, self.unit, self._parameter = linear, unit, parameter
-        self._part, self._shape = looked_at(parameter), (parameter.shape[0], parameter.shape[1])
+        self._part, self._shape = extension_tensor(parameter), (parameter.shape[0], parameter.shape[1])
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._split = None if linear.split is None else linear.split.dim
         self._format = self.current_format()
@@ -142,7 +142,7 @@ class _Weight:
         self._sent: _Sent | None = None
         self.amax = torch.empty(0)
         self._leaf: Tensor | None = None
-        self.keeps_dtype = False  # of gradients as they are made, where all of a unit are made in one
+        self.keeps_dtype = False  # gradients keep the dtype in which they are made, if it is one for all of a unit
         found = cast(Any, self._part)
         found.fsdp_pre_all_gather, found.fsdp_post_all_gather = self._pre_all_gather, self._post_all_gather
 
@@ -154,7 +154,7 @@ class _Weight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its product is of values in the stream's dtype, and so is its gradient."""
+        """Whether its GEMM multiplies values in the dtype of the residual stream; its gradient then has that dtype."""
         return self.linear.recipe.takes_values
 
     @property
@@ -163,7 +163,7 @@ class _Weight:
         return self._format.quantizer is not None
 
     def current_format(self) -> AllGatherFormat:
-        """Under the present recipe."""
+        """Return the format under the current recipe."""
         return all_gather_format(
             self.linear.recipe,
             self._shape,
@@ -174,12 +174,12 @@ class _Weight:
         )
 
     def refresh_format(self) -> bool:
-        """Refresh the all-gather format from the current recipe; True if a global amax is needed, `amax` is then the
-        shard's.
+        """Refresh the all-gather format from the current recipe. Returns True if a global amax is needed; `amax` then
+        is that of the shard.
         """
         now = self.current_format()
         if now != self._format:
-            forget_buffers(self.unit, self.linear)
+            reset_buffers(self.unit, self.linear)
             self._format, self.linear.gathered = now, None
         quantizer = now.quantizer
         if quantizer is None or not now.amax_dims:
@@ -197,12 +197,12 @@ class _Weight:
         self._sent, self.amax = None, torch.empty(0)
 
     def round(self) -> None:
-        """Make what all-gathers send from here to `finish`."""
+        """Compute what all-gathers send until `finish`."""
         self._sent = None
         self._sent = self._rounding()
 
     def _rounding(self) -> _Sent:
-        """What an all-gather sends: that of the step, else of the weight as it is."""
+        """Return what an all-gather sends: that of the step, or else of the current weight."""
         if self._sent is not None:
             return self._sent
         w = self._rounded()
@@ -219,18 +219,18 @@ class _Weight:
         return self._part.detach().to(self._dtype)
 
     def _codes(self, w: Tensor) -> Quantized:
-        """Of this rank's shard, with the scales of the whole."""
-        how = self._format
-        assert how.quantizer is not None
-        if how.amax_dims and not self.amax.numel():
-            raise RuntimeError("weights whose scale depends on all shards are gathered after `prepare`")
-        shared = Shared(dim=how.amax_dim, amax=self.amax) if how.amax_dims else None
-        return how.quantizer(w, shared=shared)
+        """Quantise this rank's shard, with the scales of the whole weight."""
+        form = self._format
+        assert form.quantizer is not None
+        if form.amax_dims and not self.amax.numel():
+            raise RuntimeError("a weight whose scale depends on all shards was gathered before `prepare`")
+        shared = Shared(dim=form.amax_dim, amax=self.amax) if form.amax_dims else None
+        return form.quantizer(w, shared=shared)
 
     def _pre_all_gather(
         self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What FSDP2 gathers, and what `_post_all_gather` gets without a gather."""
+        """Return the tensors that FSDP2 gathers, and what `_post_all_gather` gets from this rank."""
         if self.linear.observer is not None and self._format.quantizer is not None:
             w_plan = OperandPlan(
                 gemm=Gemms.FPROP,
@@ -247,8 +247,8 @@ class _Weight:
     def _post_all_gather(
         self, gathered: Sequence[Tensor], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Give the layer its weight. out: None the first time; the result is then what FSDP2 takes as the parameter
-        from there on, and the tensors that it frees and allocates for it. dtype: of gradients.
+        """Give the layer its weight. out: None at the first call, which returns the tensor that FSDP2 uses as the
+        parameter from then on, and the tensors that it frees and allocates for it. dtype: of gradients.
         """
         if self._leaf is None:
             self._leaf = torch.zeros((), dtype=dtype, device=self._part.device).expand(self._shape).requires_grad_()
@@ -269,17 +269,17 @@ class _Weight:
 
     def _post_all_gather_values(self, values: Tensor, *, first: bool) -> tuple[Tensor, tuple[Tensor, ...]] | None:
         if first:
-            own = values[: self._shape[0]].detach().requires_grad_()
-            own.register_post_accumulate_grad_hook(self._accumulate_grad)
-            self._values = own
+            leaf = values[: self._shape[0]].detach().requires_grad_()
+            leaf.register_post_accumulate_grad_hook(self._accumulate_grad)
+            self._values = leaf
         assert self._leaf is not None
         self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._values,))
         return (values, ()) if first else None
 
     def _accumulate_grad(self, leaf: Tensor) -> None:
-        """Add a leaf's gradient to the parameter's: that of the gathered one, until its unit's backward is over. FSDP2
-        takes gradients of one dtype from a unit, adds those of micro-batches in FP32, and casts as it copies them. A
-        compiled block calls this for a leaf without a gradient too.
+        """Add a leaf's gradient to that of the gathered parameter, until the backward pass of its unit is over. FSDP2
+        needs gradients of one dtype per unit, adds those of micro-batches in FP32, and casts when it copies them. A
+        compiled block also calls this for a leaf without a gradient.
         """
         parameter, gradient, leaf.grad = self.linear.weight, leaf.grad, None
         if gradient is None:

@@ -1,13 +1,13 @@
-"""Tensor parallel: which part of each layer a rank holds, and that a layout can hold such parts at all.
+"""Tensor parallelism: which part of each layer a rank has, and checks that a layout can have such parts.
 
-    column      rows of a weight [n, k], so a part of the outputs: qkv, gate_up, up, the head (its words)
-    row         columns of a weight, so a part of the inputs: attention.out, mlp.down
-    vocabulary  words of an embedding
+    column      rows of a weight [n, k], a part of the outputs: qkv, gate_up, up, the head (its vocabulary)
+    row         columns of a weight, a part of the inputs: attention.out, mlp.down
+    vocabulary  rows of an embedding
 
-A column-parallel layer with a row-parallel one behind it needs one gather of rows before and one scatter of sums after:
-between them a rank has whole key-value heads and whole (gate, up) pairs of all tokens, outside of them its own rows of
-the tokens. The model says which module is cut how (`Transformer.tensor_plan`); here parameters become parts, still on
-the meta device, and modules learn of their `Split`. A part is a plain tensor.
+A column-parallel layer followed by a row-parallel one needs one all-gather of rows before and one reduce-scatter of
+sums after. Between them a rank has whole key-value heads and whole (gate, up) pairs of all tokens; elsewhere it has its
+own rows of the tokens. `Transformer.tensor_plan` says how each module is divided. This module replaces parameters by
+parts, still on the meta device, and sets the `Split` of modules. A part is a plain tensor.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from lowprec_train.precision.recipe import check as check_recipe
 from lowprec_train.precision.saved_activations import QuantizedSavedInput, SavedActivationPolicy
 from lowprec_train.precision.split import Split
 
-CUT = {"column": 0, "vocabulary": 0, "row": 1}  # dimension of the weight
-GROUP = 8  # elements that one draw is made for
+CUT = {"column": 0, "vocabulary": 0, "row": 1}  # the divided dimension of the weight
+GROUP = 8  # elements per random draw
 
 
 class Cuttable(Protocol):
-    """What a model says of itself, and what it is told."""
+    """What tensor parallelism reads from a model, and what it sets."""
 
     kv_heads: int
     vocab_size: int
@@ -38,7 +38,7 @@ class Cuttable(Protocol):
     cross_entropy: Any
 
     def tensor_plan(self) -> dict[str, str]:
-        """How each module with a matrix is cut, by name; the rest is whole on every rank."""
+        """Return how each module with a matrix is divided, by name; other modules are whole on every rank."""
         ...
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
@@ -56,25 +56,25 @@ def check(
     recipes: Sequence[Mapping[str, LinearRecipe]],
     saved_activations: Sequence[SavedActivationPolicy] = (),
 ) -> None:
-    """ValueError, with the numbers, where `parts` ranks cannot share a micro-batch of `tokens` and each whole layer.
+    """Raise ValueError, with the numbers, if `parts` ranks cannot divide a micro-batch of `tokens` and each layer.
 
     recipes: of every linear, for each phase of the run: tiles and rotations must lie within a part.
-    saved_activations: what norms and activations save, likewise: groups of channels must.
+    saved_activations: what norms and activations save: groups of channels must lie within a part.
     """
     problems = [f"model.{what}={size}" for what, size in _shared(model) if size % parts]
     if tokens % (parts * GROUP):
-        problems.append(f"{tokens} tokens of a micro-batch (in groups of {GROUP} a rank)")
+        problems.append(f"{tokens} tokens of a micro-batch (in groups of {GROUP} per rank)")
     if problems:
         raise ValueError(f"parallel.tp={parts} does not divide {', '.join(problems)}")
     for name, module in model.named_modules():
         if getattr(module, "across_heads", False):
             raise ValueError(
-                f"parallel.tp={parts} cuts heads, and {name} ({type(module).__name__}) needs all of a token"
+                f"parallel.tp={parts} divides heads, and {name} ({type(module).__name__}) needs all heads of a token"
             )
     for name, how in model.tensor_plan().items():
         part = _whole(model.get_submodule(name), how) // parts
         if part % GROUP:
-            raise ValueError(f"parallel.tp={parts} leaves {part} of {name} to a rank; draws come in groups of {GROUP}")
+            raise ValueError(f"parallel.tp={parts} gives a rank {part} of {name}; random draws need groups of {GROUP}")
         for table in recipes if name in recipes[0] else ():
             _check_linear(table[name], model.get_submodule(name), name, how, part, tokens)
     for quantizer in (saved.activation for saved in saved_activations if saved.activation is not None):
@@ -82,15 +82,15 @@ def check(
             group = width if quantizer.tile[1] == -1 else quantizer.tile[1]
             if width // parts % group:
                 raise ValueError(
-                    f"parallel.tp={parts} leaves {width // parts} of model.ffn={width} to a rank, and activations are "
-                    f"kept in groups of {group} channels"
+                    f"parallel.tp={parts} gives a rank {width // parts} of model.ffn={width}, and activations are "
+                    f"saved in groups of {group} channels"
                 )
 
 
 def apply(model: Cuttable, group: Group) -> dict[str, int]:
     """Replace the planned parameters of `model`, on the meta device, by this rank's parts without values.
 
-    Returns the dimension along which each parameter is cut, by name; what is not named is whole.
+    Returns the divided dimension of each parameter, by name; other parameters are whole.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     cuts: dict[str, int] = {}
@@ -111,7 +111,7 @@ def apply(model: Cuttable, group: Group) -> dict[str, int]:
 
 
 def summed_over_tp(model: nn.Module) -> list[str]:
-    """Names of the vectors that meet a rank's own rows of the tokens: every rank has a part of their gradients' sum.
+    """Return the names of the vectors whose gradient is a partial sum on every rank: each meets its rows of the tokens.
 
     Norms, and biases that are added to sums (row-parallel layers); column-parallel biases are cut like their outputs.
     """
@@ -124,7 +124,7 @@ def summed_over_tp(model: nn.Module) -> list[str]:
 
 
 def _shared(model: Cuttable) -> list[tuple[str, int]]:
-    """What must come in equal and whole parts."""
+    """Return the sizes that must be divisible."""
     widths = {module.width for module in _activations(model)}
     return [
         ("kv_heads", model.kv_heads),
@@ -134,12 +134,12 @@ def _shared(model: Cuttable) -> list[tuple[str, int]]:
 
 
 def _activations(model: Cuttable) -> list[QuantizedSavedInput]:
-    """Layers between a column-parallel linear and a row-parallel one."""
+    """Return the layers between a column-parallel linear and a row-parallel one."""
     return [m for _, m in model.named_modules() if isinstance(m, QuantizedSavedInput) and m.role == "activation"]
 
 
 def _whole(module: nn.Module, how: str) -> int:
-    """Extent of the dimension that is cut; a tied head has no weight of its own."""
+    """Return the size of the divided dimension; a tied head has no weight of its own."""
     if isinstance(module, Linear):
         return module.in_features if how == "row" else module.out_features
     assert isinstance(module, nn.Embedding)

@@ -1,10 +1,10 @@
-"""Maxima of weights that tensor-parallel ranks hold parts of: agreed once a step, not at every product.
+"""Maxima of weights whose parts are on tensor-parallel ranks: all-reduced once per step, not in every GEMM.
 
     part, or shard of it -> its dtype in the GEMM -> amax      all of the model's -> one all-reduce for each axis
 
-A scale of a whole matrix, cut or not, follows from one number, and the weight does not change between the micro-batches
-of a step. Layers read it from `Linear.weight_amax`. What needs a number a row, and what is rotated first, asks the
-other ranks as it is rounded; weights that arrive as codes have their scales already.
+A scale of a whole matrix follows from one number, and the weight does not change between the micro-batches of a step.
+Layers read it from `Linear.weight_amax`. Recipes that need a number per row, or that rotate first, communicate when
+they quantise. Weights that are gathered as codes have their scales already.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from lowprec_train.precision.linear import Linear
 
 
 class WeightAmax:
-    """Of the linear layers of `model` that are cut. dtype: of its residual stream. groups: the ranks that hold other
-    parts of a weight, and other shards of this part where there are any. all_gather: of its weights.
+    """Of the divided linear layers of `model`. dtype: of its residual stream. groups: of the ranks with other parts of
+    a weight, and of those with other shards of this part, if any. all_gather: of its weights.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class WeightAmax:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Before the first micro-batch of a step and before an evaluation, with the weights and recipes of both, after
-        that of the all-gather.
+        """Compute the maxima. Call it before the first micro-batch of a step and before an evaluation, after the change
+        of weights and recipes, and after `prepare` of the all-gather.
         """
         coded = set() if self._all_gather is None else self._all_gather.coded()
         layers = [layer for layer in self._layers if layer not in coded]
@@ -50,22 +50,26 @@ class WeightAmax:
             flat = torch.cat([amax.flatten() for _, amax in found])
             for group in self._groups:
                 flat = group.all_reduce_max(flat)
-            for (layer, amax), agreed in zip(found, flat.unbind(), strict=True):
-                layer.weight_amax = agreed.view_as(amax).clone()
+            for (layer, amax), reduced in zip(found, flat.unbind(), strict=True):
+                layer.weight_amax = reduced.view_as(amax).clone()
 
     def finish(self) -> None:
-        """After the last backward pass of a step, before weights change."""
+        """Clear the maxima, after the last backward pass of a step and before weights change."""
         for layer in self._layers:
             layer.weight_amax = None
 
     def _local(self, layer: Linear) -> Tensor | None:
-        """[1, 1], of this rank's shard; None where no number of the whole matrix makes its scales."""
-        how, split = layer.recipe.fprop.b, layer.split
+        """Return the amax of this rank's shard, [1, 1]; None if scales do not follow from one number of the matrix."""
+        quantizer, split = layer.recipe.fprop.b, layer.split
         assert split is not None
-        if not isinstance(how, Quantizer) or layer.recipe.fprop.rotation is not None or not how.crosses(split.dim):
+        if not isinstance(quantizer, Quantizer) or layer.recipe.fprop.rotation is not None:
+            return None
+        if not quantizer.crosses(split.dim):
             return None
         weight = layer.weight.to_local() if isinstance(layer.weight, DTensor) else layer.weight
-        if how.tile != WHOLE and not (how.scale is ScaleRule.NVFP4 and how.outer == WHOLE):
+        if quantizer.tile != WHOLE and not (quantizer.scale is ScaleRule.NVFP4 and quantizer.outer == WHOLE):
             return None
         weight = weight.detach().to(self._dtype)
-        return how.local_amax(weight, split.dim) if weight.numel() else weight.new_zeros((1, 1), dtype=torch.float32)
+        if not weight.numel():
+            return weight.new_zeros((1, 1), dtype=torch.float32)
+        return quantizer.local_amax(weight, split.dim)

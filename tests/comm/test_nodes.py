@@ -154,7 +154,7 @@ def test_ranks_of_a_node():
     ("sizes", "node_size", "words"),
     [
         (Sizes(dp_shard=8), 3, "comm.node_size=3 does not divide 8 processes"),
-        (Sizes(dp_replicate=2, dp_shard=6), 4, "the 6 ranks of dp_shard are not equally many on each node"),
+        (Sizes(dp_replicate=2, dp_shard=6), 4, "the 6 ranks of dp_shard do not spread evenly over the nodes"),
     ],
 )
 def test_nodes_that_do_not_divide_are_refused(sizes, node_size, words):

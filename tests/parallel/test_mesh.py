@@ -17,10 +17,10 @@ def test_a_shard_axis_takes_what_is_left():
     [
         (8, (1, 2, 2), "parallel.dp_replicate=1, parallel.dp_shard=2, parallel.tp=2 need 4 processes, and 8"),
         (6, (2, -1, 2), r"2 \* 2 does not divide 6 processes"),
-        (2, (0, -1, 1), "each is at least 1"),
-        (2, (1, 0, 1), "each is at least 1"),
-        (2, (1, -2, 1), "each is at least 1"),
-        (2, (1, -1, -1), "each is at least 1"),
+        (2, (0, -1, 1), "each must be at least 1"),
+        (2, (1, 0, 1), "each must be at least 1"),
+        (2, (1, -2, 1), "each must be at least 1"),
+        (2, (1, -1, -1), "each must be at least 1"),
     ],
 )
 def test_what_does_not_multiply(processes, axes, message):
