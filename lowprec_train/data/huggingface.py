@@ -138,6 +138,7 @@ def _known_ending(tokenizer: Any, name: str) -> str:
     found = [ending for ending in ENDINGS if ending in special]
     if len(found) != 1:
         raise NoEnding(
-            f"{name}: it is unknown which token ends a document; name it with --eod; its special tokens are {special or 'none'}"
+            f"{name}: it is unknown which token ends a document; name it with --eod. "
+            f"Special tokens: {special or 'none'}"
         )
     return found[0]

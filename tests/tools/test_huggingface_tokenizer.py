@@ -191,7 +191,7 @@ def test_only_a_tokenizer_that_names_no_ending_has_none(tmp_path):
     tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[])).save(str(tmp_path / "tokenizer.json"))
     assert of_model(tmp_path, None, max_length=8)[1] is None
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json holds '\[\]', no JSON object"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json holds '\[\]', not a JSON object"):
         of_model(tmp_path, None, max_length=8)
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
