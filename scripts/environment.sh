@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Makes sure that there is an environment with torch, the pinned needs and this project, and prints its python.
+# Makes sure that there is an environment with torch, the pinned dependencies and this project; prints its python.
 #
 #   scripts/environment.sh          print the python to use; messages go to stderr
 #   scripts/environment.sh --hint   print how to activate that environment
 #
-# The active environment is used when its python is 3.11 or newer and imports torch 2.11 to 2.13; nothing is changed
-# about its torch. Else VENV (default .venv) is made with PYTHON (default: the first of python3, python3.12, python3.11
+# The active environment is used if its python is 3.11 or newer and imports torch 2.11 to 2.13; its torch is not
+# changed. Otherwise VENV (default .venv) is created with PYTHON (default: the first of python3, python3.12, python3.11
 # that is 3.11 or 3.12) and gets the torch that constraints.txt pins.
 #
 #   TORCH_INDEX   package index for torch alone (a CPU-only one saves about 3 GB of download)
 #   PIP_INDEX     package index for everything else
-#   KERNELS=off   leave out the compiled kernels; else scripts/kernels.sh builds into the checkout what it can
-# A stamp in the environment holds the hash of what was installed, so that a second call takes a moment.
+#   KERNELS=off   do not build the compiled kernels; else scripts/kernels.sh builds into the checkout what it can
+# A stamp file in the environment has the hash of what was installed, so that a second call is fast.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${VENV:-.venv}
@@ -20,7 +20,7 @@ root=$PWD
 say() { printf '%s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 
-# Is this an interpreter whose environment already fits (python >= 3.11, torch 2.11 to 2.13, open to pip)?
+# Returns whether the environment of this interpreter fits (python >= 3.11, torch 2.11 to 2.13, writable by pip).
 fits() {
     "$1" - <<'PYTHON' 2>/dev/null
 import os, sys, sysconfig
@@ -68,7 +68,7 @@ make_venv() {
     "$base" -m venv "$venv"
 }
 
-# An editable install holds the list of packages: one that a module has become is found only after a new install.
+# An editable install stores the list of packages: a module that became a package is found after a new install only.
 fingerprint() {
     { cat pyproject.toml constraints.txt; find lowprec_train -name __init__.py | sort; echo "$root"; } | sha256sum | cut -c1-32
 }
@@ -80,14 +80,14 @@ install_torch() {
     "$1" -m pip install --quiet ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$pinned" >&2
 }
 
-# CMake and ninja as wheels, where there is a compiler to drive and they are not there.
+# Installs CMake and ninja as wheels if there is a compiler and they are missing.
 build_tools() {
     command -v c++ g++ clang++ >/dev/null || return 0
     command -v cmake >/dev/null || echo cmake
     command -v ninja >/dev/null || echo ninja
 }
 
-# The other pinned needs, then the project: no build isolation, which would hide torch from the build.
+# Installs the other pinned dependencies, then the project without build isolation, which would hide torch.
 install_project() {
     local python=$1 pins torch
     pins=$(mktemp)

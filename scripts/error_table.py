@@ -1,11 +1,11 @@
-"""How far each recipe's three GEMMs are from the exact products of the same BF16 inputs, as signal-to-noise in dB.
+"""Error of each recipe's three GEMMs relative to exact products of the same BF16 inputs, as signal-to-noise in dB.
 
     SQNR = 10 log10( sum |exact|^2 / sum |computed - exact|^2 )        6.02 dB are one bit
 
 Y = X W^T, dX = dY W and dW = dY^T X of one linear layer, against FP64, on three kinds of data; medians over seeds. The
-rounding of a BF16 result alone leaves 55.6 dB. For optimizer codecs: relative RMS errors of Adam's moments and of the
-update m / (sqrt(v) + eps) that is made of them. Synthetic: it orders recipes and sets tolerances, and says nothing
-about a loss.
+rounding of a BF16 result alone gives 55.6 dB. For optimizer codecs: relative RMS errors of Adam's moments and of the
+update m / (sqrt(v) + eps) computed from them. The data is synthetic: the table orders recipes and sets tolerances, and
+says nothing about a loss.
 
     python scripts/error_table.py               measure, write docs/results/recipe_errors.json, its .md and the pages
     python scripts/error_table.py --render      write .md and pages again from the JSON
@@ -41,7 +41,7 @@ MARKS = ("<!-- errors, written by scripts/error_table.py -->", "<!-- end of erro
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of one linear layer and its batch."""
+    """Sizes of one linear layer and its batch."""
 
     tokens: int = 512
     in_features: int = 512
@@ -159,7 +159,7 @@ def inputs(kind: str, sizes: Sizes, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def sqnr(computed: Tensor, exact: Tensor) -> float:
-    """10 log10 of signal to noise power."""
+    """Return 10 log10 of signal to noise power."""
     noise = (computed.double() - exact).square().sum().item()
     return 10 * math.log10(exact.square().sum().item() / noise) if noise else math.inf
 
@@ -185,7 +185,7 @@ def one(recipe: LinearRecipe, kind: str, sizes: Sizes, seed: int) -> dict[str, f
 
 def linear_errors(recipe: LinearRecipe, kind: str, sizes: Sizes, seeds: Sequence[int]) -> dict[str, float]:
     """Medians over seeds, in dB, two decimals. `dw` is taken straight through; `dw_estimator` with the recipe's
-    estimator, where it has one that changes dW by design.
+    estimator, if it has one that changes dW by design.
     """
     straight = replace(recipe, estimator=StraightThrough())
     found = medians([one(straight, kind, sizes, seed) for seed in seeds])
@@ -216,7 +216,7 @@ def moments(spread: float, shape: tuple[int, int], seed: int) -> tuple[Tensor, T
 
 
 def relative(computed: Tensor, exact: Tensor) -> float:
-    """RMS of the error over RMS of the exact, in per cent."""
+    """Return the RMS of the error over the RMS of the exact values, in per cent."""
     return 100 * ((computed.double() - exact.double()).norm() / exact.double().norm()).item()
 
 
@@ -244,7 +244,7 @@ def measure_codecs(sizes: Sizes = Sizes(), seeds: Sequence[int] = SEEDS) -> dict
 
 
 def linear_table(results: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Markdown: a row a case, Y, dX, dW for each kind of data."""
+    """Return a Markdown table with a row per case: Y, dX, dW for each kind of data."""
     kinds = list(DATA)
     lines = ["| SQNR, dB | " + " | ".join(f"{kind}: Y | dX | dW" for kind in kinds) + " |", "|---" * 10 + "|"]
     for name in names:
@@ -260,7 +260,7 @@ def linear_table(results: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def codec_table(results: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Markdown: a row a pair of codecs; m, v, update for each spread, in per cent."""
+    """Return a Markdown table with a row per pair of codecs: m, v, update for each spread, in per cent."""
     head = " | ".join(f"{kind}: m | v | update" for kind in SPREADS)
     lines = [f"| relative RMS error, % | {head} |", "|---" * (1 + 3 * len(SPREADS)) + "|"]
     for name in names:
@@ -298,7 +298,7 @@ lognormal number of each element's own. A second moment in plain E4M3 loses its 
 
 
 def page_table(results: Mapping[str, Any], page: str) -> str:
-    """What stands between the marks of a recipe's page."""
+    """Return the text between the marks of a recipe's page."""
     names = ALSO.get(page, [name for name, case in CASES.items() if case.page == page])
     tables = [linear_table(results["linears"], names)]
     if page in OPTIMIZERS:
@@ -307,14 +307,14 @@ def page_table(results: Mapping[str, Any], page: str) -> str:
 
 
 def with_table(text: str, table: str) -> str:
-    """The page with what is between its marks replaced."""
+    """Return the page with the text between its marks replaced."""
     begin, end = map(re.escape, MARKS)
     assert len(re.findall(f"{begin}.*?{end}", text, flags=re.DOTALL)) == 1, "a page has its marks once"
     return re.sub(f"{begin}.*?{end}", lambda _: f"{MARKS[0]}\n{table}\n{MARKS[1]}", text, flags=re.DOTALL)
 
 
 def pages(docs: Path = DOCS) -> list[Path]:
-    """The pages that a table belongs on: of recipes whose GEMMs are this project's own."""
+    """Return the pages that have a table: those of recipes whose GEMMs this project computes."""
     return sorted(page for page in (docs / "recipes").glob("*.md") if MARKS[0] in page.read_text())
 
 

@@ -1,4 +1,4 @@
-"""Steps that were measured beside the times that `lowprec estimate` gives them, as a table.
+"""A table of measured step times and the estimates of `lowprec estimate`.
 
     python scripts/estimate_time.py         writes docs/results/estimate_time.json and .md from the results beside it
 
@@ -51,7 +51,7 @@ Row = dict[str, Any]
 
 
 def rows() -> Iterator[Row]:
-    """Every measured step once, under the first result that has it."""
+    """Return every measured step once, from the first result that has it."""
     seen: set[tuple[str, tuple[str, ...]]] = set()
     for name, model in STEPS.items():
         for row in _of_steps(name, model):
@@ -107,7 +107,7 @@ def _row(source: str, name: str, measured: float, seconds: dict[str, float]) -> 
 
 
 def markdown(found: list[Row]) -> str:
-    """The table."""
+    """Return the table."""
     parts = list(dict.fromkeys(part for row in found for part in row["parts"]))
     head = ["step", "of", "measured ms", "estimated ms", "off", *parts]
     lines = table(

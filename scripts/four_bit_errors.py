@@ -1,11 +1,11 @@
 #!/usr/bin/env python
-"""What four bits lose: squared errors of the forward quantisers, slope and noise of the backward ones.
+"""Errors of four-bit quantisers: squared errors of the forward ones, slope and noise of the backward ones.
 
     forward     mean |Q(x) - x|^2 / mean |x|^2 on N(0, 1), Student t (4 degrees), Laplace
     backward    over R random Hadamard transforms:  error     mean |Q(y) - y|^2 / |y|^2 of a draw
                                                     slope     mean <y, Q(y)> / |y|^2        1: no shrinkage
                                                     residual  |mean of Q(y), rotated back, - x| / |x|
-                                                    unbiased  sqrt(error / R): what the residual is without a bias
+                                                    unbiased  sqrt(error / R): the residual of an unbiased quantiser
 
 Rows of normal data, and of tokens of lognormal size with eight channels 30 times as large. FP64 over FP32 codes.
 
@@ -79,7 +79,7 @@ def forward_error(how: Quantizer, x: Tensor) -> float:
 
 
 def backward_errors(how: Quantizer, x: Tensor, rotations: int) -> dict[str, float]:
-    """The figures above of one quantiser behind `rotations` rotations of x."""
+    """Return the figures above of one quantiser after `rotations` rotations of x."""
     size = x.double().square().sum(1)
     total, slope, error = torch.zeros_like(x, dtype=torch.float64), 0.0, 0.0
     for draw in range(rotations):

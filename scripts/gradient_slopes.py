@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""What a format of dY does to the size of gradients: slopes against BF16's, block by block.
+"""Effect of the format of dY on the size of gradients: slopes relative to BF16's, block by block.
 
-    slope = sum over micro-batches of <g, g_BF16> / sum of <g_BF16, g_BF16>        1: neither shrunk nor stretched
+    slope = sum over micro-batches of <g, g_BF16> / sum of <g_BF16, g_BF16>        1: same size
 
     python scripts/gradient_slopes.py [--layers 16] [--batches 8]
 
@@ -24,7 +24,7 @@ TOKENS, VOCABULARY = (4, 64), 256
 
 
 def model(recipe: LinearRecipe, layers: int) -> Transformer:
-    """The blocks under `recipe`, the same weights each time."""
+    """Return the blocks under `recipe`, with the same weights each time."""
     sizes = Architecture(
         vocab_size=VOCABULARY, dim=128, layers=layers, heads=4, kv_heads=4, ffn=352, max_seq_len=TOKENS[1],
         norm="rmsnorm", activation="swiglu", positions="rotary", bias=False, tied=False,
@@ -36,7 +36,7 @@ def model(recipe: LinearRecipe, layers: int) -> Transformer:
 
 
 def gradients(recipe: LinearRecipe, layers: int, batch: int) -> list[torch.Tensor]:
-    """Of each block's weights, as one vector a block, FP64."""
+    """Return the gradients of each block's weights, as one FP64 vector per block."""
     made = model(recipe, layers)
     tokens = torch.randint(0, VOCABULARY, TOKENS, generator=torch.Generator().manual_seed(batch))
     made.loss(tokens, tokens.roll(-1, 1), float(tokens.numel())).backward()
@@ -47,7 +47,7 @@ def gradients(recipe: LinearRecipe, layers: int, batch: int) -> list[torch.Tenso
 
 
 def slopes(gradient: str, layers: int, batches: int) -> list[float]:
-    """Of each block, and of all of them last."""
+    """Return the slope of each block, and of all blocks last."""
     along, square = torch.zeros(layers, dtype=torch.float64), torch.zeros(layers, dtype=torch.float64)
     for batch in range(batches):
         exact = gradients(bf16.recipe(), layers, batch)

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the kernels of csrc/ into the checkout, lowprec_train/ops/_C.abi3.so and _cuda.so, and only what has changed.
+# Builds the kernels of csrc/ into the checkout, lowprec_train/ops/_C.abi3.so and _cuda.so, only what has changed.
 #
 #   scripts/kernels.sh PYTHON     the interpreter whose torch gives the headers
 #
-#   CUDA            ON, OFF, or AUTO (default): where nvcc and a GPU are found
+#   CUDA            ON, OFF, or AUTO (default): if nvcc and a GPU are found
 #   ARCHITECTURES   GPUs to compile for, separated by semicolons (default 90a)
 #   NATIVE          ON: C++ for this machine's processor only (default OFF)
-# Without a compiler, or without CMake, it says so and builds nothing: the package then runs on its reference. Code that
+# Without a compiler or CMake it prints a message and builds nothing: the package then uses its reference ops. Code that
 # does not compile is an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -30,6 +30,6 @@ cmake -S csrc -B $build -G "$generator" -DCMAKE_MAKE_PROGRAM="$(command -v ninja
     -DPython_EXECUTABLE="$python" -DSKBUILD_STATE=editable -DLOWPREC_CUDA="${CUDA:-AUTO}" \
     -DLOWPREC_CUDA_ARCHITECTURES="${ARCHITECTURES:-90a}" -DLOWPREC_NATIVE="${NATIVE:-OFF}" >$log 2>&1 || { cat $log; exit 1; }
 grep -- "lowprec:" $log
-touch $build/begun # scripts/environment.sh says when a source is newer
+touch $build/begun # scripts/environment.sh compares it with the sources
 cmake --build $build --parallel
 mv $build/begun $build/built

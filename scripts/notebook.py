@@ -1,7 +1,7 @@
 """Run a notebook from its first cell to its last: `python scripts/notebook.py NOTEBOOK OUT`.
 
-It runs in a directory of its own that is thrown away, with this Python; an error in a cell is the error of this
-command. OUT is the notebook with its outputs. The stored one has none: what it prints depends on the day.
+It runs with this Python in a temporary directory. If a cell fails, this command fails. OUT is the notebook with its
+outputs. The stored notebook has none, because they depend on the date.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The perplexity of an exported model by `transformers` alone, to hold `lowprec evaluate --recipe fp32` against.
+"""The perplexity of an exported model with `transformers` alone, a reference for `lowprec evaluate --recipe fp32`.
 
     lowprec export-hf RUN --out EXPORTED --dtype fp32
     python scripts/perplexity.py EXPORTED TEXT.jsonl --seq-len 256 --stride 64
@@ -21,7 +21,7 @@ import transformers
 
 @torch.no_grad()
 def perplexity(exported: Path, documents: Iterable[list[int]], length: int, stride: int) -> tuple[float, int]:
-    """(perplexity, tokens) of documents of ids, in windows of `length` inputs."""
+    """Return (perplexity, tokens) of documents of ids, in windows of `length` inputs."""
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32).eval()
     nll, count = 0.0, 0
     for ids in documents:
@@ -39,7 +39,7 @@ def perplexity(exported: Path, documents: Iterable[list[int]], length: int, stri
 
 
 def documents_of(exported: Path, file: Path) -> list[list[int]]:
-    """Ids of the field `text` of each line, by the exported tokenizer, behind its end-of-document token."""
+    """Return the ids of the field `text` of each line, by the exported tokenizer, after its end-of-document token."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     texts = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [[tokenizer.eos_token_id, *tokenizer(text, add_special_tokens=False).input_ids] for text in texts]

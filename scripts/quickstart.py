@@ -1,12 +1,12 @@
-"""The demonstration: llama_tiny under bf16, fp8, mxfp4 and fp4 on the same batches, then what low precision cost.
+"""The demonstration: llama_tiny under bf16, fp8, mxfp4 and fp4 on the same batches, then their comparison.
 
-bf16, fp8 and mxfp4 differ in precision alone. fp4 is a whole system with FP4's own optimizer states, so it runs twice:
+bf16, fp8 and mxfp4 differ in precision only. fp4 is a whole system with its own optimizer states, so it runs twice:
 `fp4-adamw` has the optimizer and the gradients of the others, and `fp4` is as published.
 
 Every run is an ordinary `python -m lowprec_train.main +recipe=...`, one after another, with its progress bar; a run
-that is finished is left alone and an interrupted one continues, so the same command can be given again at any time.
-Ends with `lowprec compare` as a gate: status 1 when a loss is further than --max-gap from bf16's, either way, or is not
-below the unigram entropy of the held-out text, which a network that uses its context reaches soon.
+that is finished is skipped and an interrupted one continues, so the same command can be repeated at any time. It ends
+with `lowprec compare` as a gate: status 1 if a loss differs from bf16's by more than --max-gap, or if it is not below
+the unigram entropy of the held-out text, which a network that uses its context reaches soon.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from types import FrameType
 from lowprec_train.tools import cli
 
 RUNS = ("bf16", "fp8", "mxfp4", "fp4-adamw", "fp4")
-SAME_OPTIMIZER = "-adamw"  # ends the name of a run that takes a recipe's precision alone
+SAME_OPTIMIZER = "-adamw"  # suffix of a run that has only the precision of a recipe
 STEPS = 56
 QUIET_WAIT = {"OMP_WAIT_POLICY": "passive"}  # threads that spin at barriers take the cores that the others need
 
 
 def main() -> int:
-    """Train, compare, say what to do next; the exit status of the first thing that went wrong."""
+    """Train, compare, print the next steps; return the exit status of the first failure."""
     arguments = parser().parse_args()
     started = time.monotonic()
     for number, recipe in enumerate(arguments.recipes, start=1):
@@ -63,13 +63,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def overrides(run: str) -> list[str]:
-    """Of the run of this name: `fp4` is the recipe, `fp4-adamw` its precision with AdamW and BF16 gradients."""
+    """Return the overrides of a run: `fp4` is the recipe, `fp4-adamw` its precision with AdamW and BF16 gradients."""
     recipe = run.removesuffix(SAME_OPTIMIZER)
     return [f"+recipe={recipe}", *(["optim=adamw", "comm=bf16"] if recipe != run else [])]
 
 
 def train(recipe: str, arguments: argparse.Namespace) -> int:
-    """One run in a process of its own on this terminal. 0 when it is finished, now or before."""
+    """Do one run in a separate process on this terminal. Return 0 if it is finished, now or before."""
     command = [
         *(sys.executable, "-m", "lowprec_train.main", *overrides(recipe)),
         *(f"name={recipe}", f"run_root={arguments.root}", f"steps={arguments.steps}", *arguments.overrides),
@@ -89,11 +89,11 @@ def train(recipe: str, arguments: argparse.Namespace) -> int:
 
 
 def call(command: Sequence[str]) -> int:
-    """The command's exit status. A run that is told to stop saves first, so this process waits for it."""
+    """Return the command's exit status. A run that gets a signal saves first, so this process waits for it."""
     started: list[subprocess.Popen[bytes]] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
-        if number != signal.SIGINT:  # the terminal sends that to both
+        if number != signal.SIGINT:  # the terminal sends it to both processes
             for process in started:
                 process.send_signal(number)
 
@@ -107,7 +107,7 @@ def call(command: Sequence[str]) -> int:
 
 
 def compare(arguments: argparse.Namespace) -> int:
-    """The report and its verdict."""
+    """Print the report; return its exit status."""
     runs = [str(arguments.root / recipe) for recipe in arguments.recipes]
     out = arguments.root / "comparison"
     status = cli.main(["compare", *runs, "--max-gap", str(arguments.max_gap), "--out", str(out)])

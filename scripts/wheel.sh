@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds a wheel for other machines: the compiled kernels inside, the tag of the oldest C library that they run on.
+# Builds a wheel for other machines, with the compiled kernels and the tag of the oldest C library that they run on.
 #
-#   scripts/wheel.sh PYTHON DIRECTORY     where it goes; the environment of PYTHON has torch and the extra `wheel`
+#   scripts/wheel.sh PYTHON DIRECTORY     output directory; the environment of PYTHON has torch and the extra `wheel`
 #
 #   CUDA            ON, OFF, or AUTO (default), as for scripts/kernels.sh: with ON the CUDA kernels are in the same wheel
 #   ARCHITECTURES   GPUs to compile for, separated by semicolons (default 90a)
-# torch's libraries are not copied into it: they are in the process already when the kernels are loaded. The tag follows
-# from the system that it is built on: manylinux_2_28 on AlmaLinux 8, _2_34 on Debian 12, _2_39 at most on Ubuntu 24.04.
+# torch's libraries are not copied into it: they are loaded before the kernels. The tag depends on the system of the
+# build: manylinux_2_28 on AlmaLinux 8, _2_34 on Debian 12, _2_39 at most on Ubuntu 24.04.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v "$1") out=$2

@@ -1,7 +1,7 @@
-"""What the site has beside docs/: the README and its like, notebooks as pages, and the files that pages link to.
+"""Pages of the site besides docs/: the README and similar files, notebooks, and the files that pages link to.
 
 Pages link as on a code host, relative to their place in the repository. A link out of docs/ leads to a page of the site
-that shows that file, so that every link works without a host. A folder in `nav` stands for its pages.
+that shows that file, so that every link works without a host. A folder in `nav` is replaced by its pages.
 """
 
 import base64
@@ -61,7 +61,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Links as the site has them; source listings are left as they are."""
+    """Convert links to those of the site; source listings do not change."""
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
@@ -81,7 +81,7 @@ def mapped(markdown: str, to_uri: Callable[[str], str | None], folder: str) -> s
 
 
 def repository_path(origin: str, target: str) -> str | None:
-    """Where a link of a page leads, from the root of the repository; None: out of it."""
+    """Return the target of a page's link, from the root of the repository; None: it is outside."""
     if re.match(r"[a-z]+:", target):
         return None
     path = posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))

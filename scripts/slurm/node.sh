@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# One node's part of a job: torchrun over its GPUs. Started by srun, once a node: node.sh HEAD-NODE OTHER-NODE OVERRIDE...
+# Runs torchrun over the GPUs of one node. srun starts it once per node: node.sh HEAD-NODE OTHER-NODE OVERRIDE...
 #
-# torchrun kills its ranks 30 seconds after it has received a signal, and a save may take longer. So it is started deaf,
-# and the signal goes to the ranks from here: once a second, so that one which is just starting hears it too (they are
-# deaf as well before they listen, and after it). They save and exit 0, and torchrun ends as after any other run.
-# The restart count makes the rendezvous of a requeued job a new one.
+# torchrun kills its ranks 30 seconds after it receives a signal, and a save may take longer. So torchrun is started with
+# the signal ignored, and this script sends it to the ranks, once a second, so that a rank that is starting gets it too
+# (ranks ignore it before they handle it, and after). They save and exit 0, and torchrun ends as after any other run.
+# The restart count gives a requeued job a new rendezvous.
 set -euo pipefail
 head=$1 other=$2
 shift 2
 
-# gloo takes the interface that the node's name stands for, which on many systems is the loopback: name the one that
-# leads to the other nodes, as NCCL finds it by itself.
+# gloo uses the interface to which the node's name resolves, which is the loopback on many systems. This finds the one
+# that reaches the other nodes. NCCL finds it by itself.
 interface() {
     local named=${NCCL_SOCKET_IFNAME:-} address
     if [ -n "$named" ] && [ -e "/sys/class/net/${named#=}" ]; then
