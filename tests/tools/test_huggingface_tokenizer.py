@@ -181,7 +181,7 @@ def test_another_tokenizer_in_its_place_is_told(tmp_path, learnt):
     (tmp_path / "run.json").write_text(json.dumps(tokenizer_facts(path)))
     assert of_model(tmp_path, None, max_length=8)[1] == learnt.eod
     path.write_bytes(trained(model_type="bpe"))
-    with pytest.raises(ValueError, match="was replaced .SHA-256 [0-9a-f]{12}, was [0-9a-f]{12}.; --tok"):
+    with pytest.raises(ValueError, match="was replaced .SHA-256 [0-9a-f]{12}, was [0-9a-f]{12}.; use --tok"):
         of_model(tmp_path, None, max_length=8)
     assert of_model(tmp_path, Path("none"), max_length=8) == ({}, None)
     assert tokenizer_facts(None) == {"tokenizer": None, "tokenizer_sha256": None}
