@@ -1,12 +1,12 @@
-"""Which steps are skipped, and when a run has failed.
+"""Decide which steps are skipped, and when a run has failed.
 
-With finite weights and moments, v >= 0 and eps > 0, AdamW's update is finite where the gradient's square is:
+With finite weights and moments, v >= 0 and eps > 0, AdamW's update is finite if the gradient's square is:
 
     m' = m + (1 - b1) (g - m),   v' = b2 v + (1 - b2) g^2,   w' = w (1 - r decay) - r m'^ / (sqrt(v'^) + eps)
 
-So a step is skipped unless the loss is finite and the norm of the clipped gradient is below 1e19, whose square FP32 and
-BF16 hold. Nothing waits for the device: the decision, the update and the counts are made there. Overflow from extreme
-learning rates (1e30) is found before it is saved (`finite`).
+So a step is skipped unless the loss is finite and the norm of the clipped gradient is below 1e19, whose square fits in
+FP32 and BF16. Nothing waits for the device: it decides, updates and counts. Overflow from extreme learning rates (1e30)
+is found before it is saved (`finite`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TrainingDiverged(RuntimeError):
     """The loss or the gradient was not finite for too many steps in a row.
 
     gradients: names of the parameters whose gradients were not finite in the last skipped step. unsaved: why the
-    state from before them could not be saved.
+    state before these steps could not be saved.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class TrainingDiverged(RuntimeError):
         self.step, self.loss, self.grad_norm, self.skipped, self.lr = step, loss, grad_norm, skipped, lr
         self.gradients = tuple(gradients)
         more = f" and {len(gradients) - NAMED} more" if len(gradients) > NAMED else ""
-        saved = "The weights and optimizer state from before them are saved."
+        saved = "The weights and optimizer states from before these steps are saved."
         where = f" (gradients not finite: {', '.join(gradients[:NAMED])}{more})" if gradients else ""
         super().__init__(
             f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
@@ -55,13 +55,13 @@ class TrainingDiverged(RuntimeError):
 
 
 class NothingTrained(RuntimeError):
-    """The run came to its last step with weights that compute no finite loss, or most of its steps were skipped, or as
-    many of the last as end a run.
+    """The run has reached its last step, but its loss is not finite, most steps were skipped, or the last
+    `max_nonfinite_steps` were.
     """
 
     def __init__(self, *, steps: int, skipped: int, in_row: int, loss: float) -> None:
         what = f"{skipped} of {steps} steps were skipped as not finite"
-        so = "the weights are those from before them"
+        so = "the weights are those from before these steps"
         if skipped >= steps:
             what, so = f"all {steps} steps were skipped as not finite", "no weight has moved"
         elif not math.isfinite(loss):
@@ -72,12 +72,12 @@ class NothingTrained(RuntimeError):
 
 
 def usable(loss: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
-    """0-dim bool: whether a step with gradients of this norm, divided by `scale`, leaves finite numbers."""
+    """Return whether a step with gradients of this norm, divided by `scale`, gives finite numbers; 0-dim bool."""
     return loss.isfinite() & scale.isfinite() & (norm / scale <= LARGEST_NORM)
 
 
 class Skips:
-    """Counts of skipped steps, 0-dim int64 on the device; how the gradients of the last of them were, bool [p]."""
+    """Counts of skipped steps, 0-dim int64 on the device, and the non-finite gradients of the last one, bool [p]."""
 
     def __init__(self, device: torch.device, parameters: int) -> None:
         self.total = torch.zeros((), dtype=torch.int64, device=device)
@@ -85,20 +85,20 @@ class Skips:
         self._bad = torch.zeros(parameters, dtype=torch.bool, device=device)
 
     def count(self, taken: Tensor, squares: Tensor) -> None:
-        """One step. taken: 0-dim bool. squares: of each parameter's gradient, FP64 [p], on this process."""
+        """Count one step. taken: 0-dim bool. squares: of each parameter's gradient, FP64 [p], on this process."""
         self.total += ~taken
         self.in_row.add_(1).mul_(~taken)
         self._bad = torch.where(taken, self._bad, ~squares.isfinite())
 
     def gradients(self, names: Sequence[str], total: Callable[[Tensor], Tensor]) -> list[str]:
-        """Parameters whose gradients were not finite on any process in the last skipped step.
+        """Return the parameters whose gradients were not finite on any process in the last skipped step.
 
-        total: the sum over the processes.
+        total: sums a tensor over the processes.
         """
         return [name for name, bad in zip(names, total(self._bad.float()).tolist(), strict=True) if bad]
 
     def judge(self, steps: int, max_nonfinite_steps: int, loss: float) -> None:
-        """At the end of a run, of its last validation loss. Raises NothingTrained."""
+        """Raise NothingTrained at the end of a run that has not trained. loss: the last validation loss."""
         total, in_row = int(self.total), int(self.in_row)
         if 2 * total > steps or in_row >= max_nonfinite_steps or not math.isfinite(loss):
             raise NothingTrained(steps=steps, skipped=total, in_row=in_row, loss=loss)

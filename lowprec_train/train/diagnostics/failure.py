@@ -1,8 +1,8 @@
 """Report the failure of a process: once on the terminal, and in a file for its launcher.
 
-A launcher names a file a process in TORCHELASTIC_ERROR_FILE. torchrun quotes it in the last lines of its own report.
-`lowprec train` prints the earliest one of all processes and nothing else (`train.processes`), so that one mistake is
-one message; LOWPREC_LAUNCHER says that it does.
+A launcher names one file per process in TORCHELASTIC_ERROR_FILE. torchrun quotes it at the end of its own report.
+`lowprec train`, which sets LOWPREC_LAUNCHER, prints only the earliest report of all processes (`train.processes`), so
+that one mistake gives one message.
 """
 
 import json
@@ -17,9 +17,9 @@ from lowprec_train.train.signals import StopRequest
 
 
 def report(text: str, *, printed: bool = True) -> None:
-    """Say why this process fails, to the launcher that asks for it and to whoever reads stderr.
+    """Report why this process fails: in the launcher's file, and on stderr.
 
-    printed: False where another process prints it for all.
+    printed: False if another process prints it.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
@@ -31,17 +31,17 @@ def report(text: str, *, printed: bool = True) -> None:
 
 
 def reported(path: str) -> str | None:
-    """What a process reported in its file; None for a process that ended without a word."""
+    """Return what a process reported in its file; None without a report."""
     with suppress(OSError, ValueError), open(path, encoding="utf-8") as file:
         return json.load(file)["message"]["message"]
-    return None  # no file, or one that was cut short with its process
+    return None  # no file, or an incomplete one
 
 
 @contextmanager
 def abort_explained(run: Path, stop: StopRequest) -> Iterator[None]:
-    """Make an abort within the block one KeyboardInterrupt that says what a run's directory has to continue from.
+    """Turn an abort within the block into one KeyboardInterrupt that names the run's last checkpoint.
 
-    torch's checkpoints report an interrupt as an error of theirs, so the request is asked and not the exception.
+    torch's checkpoints replace an interrupt by their own error, so the stop request is checked, not the exception.
     """
     try:
         yield
@@ -50,5 +50,7 @@ def abort_explained(run: Path, stop: StopRequest) -> Iterator[None]:
             raise
         checkpoints = run / "checkpoints"
         latest = checkpoints / "latest"
-        stands = f"{checkpoints / latest.read_text().strip()} stands" if latest.exists() else f"{run} has no checkpoint"
-        raise KeyboardInterrupt(f"; {stands}") from again
+        state = (
+            f"{checkpoints / latest.read_text().strip()} is intact" if latest.exists() else f"{run} has no checkpoint"
+        )
+        raise KeyboardInterrupt(f"; {state}") from again

@@ -1,8 +1,8 @@
 """Check that tensors are finite, before they are saved and after they are read.
 
 A step whose gradients are not finite is skipped (`train.diagnostics.divergence`), so parameters and optimizer states
-stay finite unless an update overflows. NaN in a row of an embedding that no token looks up would then show in no loss:
-it is found here, before it replaces a good checkpoint or is exported. One pass, without a copy of the tensor.
+stay finite unless an update overflows. NaN in an embedding row that no token uses does not change the loss. This check
+finds it before it replaces a good checkpoint or is exported, in one pass and without a copy of the tensor.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.train.launch import every
 
 Found = dict[str, tuple[int, int]]
-"""Name of a tensor -> its elements that are NaN or infinite, and all of its elements."""
+"""Name of a tensor -> number of its elements that are NaN or infinite, and of all its elements."""
 
 NAMED = 3  # tensors that a message lists
-SLICE = 1 << 24  # elements that are counted at a time
-NOT_FINITE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # the least such code, its sign left out
+SLICE = 1 << 24  # elements per count
+NOT_FINITE = {torch.float8_e4m3fn: 0x7F, torch.float8_e5m2: 0x7C}  # smallest such code, without the sign
 
 
 def found(tensors: Mapping[str, Any]) -> Found:
-    """The tensors that are not finite; what is no tensor of a float dtype is left out. The host waits once."""
+    """Return the tensors that are not finite. Only float tensors are checked. The host waits for the device once."""
     floats = {name: _local(each) for name, each in tensors.items() if isinstance(each, Tensor)}
     floats = {name: each for name, each in floats.items() if each.is_floating_point() and each.numel()}
     if not floats:
@@ -40,7 +40,7 @@ def found(tensors: Mapping[str, Any]) -> Found:
 
 
 def found_anywhere(tensors: Mapping[str, Any], group: dist.ProcessGroup | None) -> Found:
-    """`found`, added up over the processes of a group, the same on each; all of them ask, with tensors of one name."""
+    """Return `found`, summed over the processes of a group. All of them call it, with tensors of the same names."""
     everyone = every(lambda: found(tensors), group)
     names = sorted({name for each in everyone for name in each})
     pairs = {name: [each[name] for each in everyone if name in each] for name in names}
@@ -48,14 +48,14 @@ def found_anywhere(tensors: Mapping[str, Any], group: dist.ProcessGroup | None) 
 
 
 def told(bad: Found) -> str:
-    """`head.weight (3 of 4,096 elements), ... and 2 more tensors`."""
+    """Return a text for messages: `head.weight (3 of 4,096 elements), ... and 2 more tensors`."""
     listed = [f"{name} ({count:,} of {size:,} elements)" for name, (count, size) in list(bad.items())[:NAMED]]
     more = f" and {len(bad) - NAMED} more tensors" if len(bad) > NAMED else ""
     return ", ".join(listed) + more
 
 
 def check(name: str, tensor: Tensor, source: object) -> Tensor:
-    """The tensor itself. Raises ValueError that names it, its source and how much of it is NaN or infinite."""
+    """Return the tensor. Raises ValueError with its name, its source and the number of NaN or infinite elements."""
     bad = found({name: tensor})
     if bad:
         raise ValueError(f"{source} holds NaN or infinity: {told(bad)}")
@@ -63,7 +63,7 @@ def check(name: str, tensor: Tensor, source: object) -> Tensor:
 
 
 def count(x: Tensor) -> int:
-    """Elements that are NaN or infinite."""
+    """Return the number of elements that are NaN or infinite."""
     parts = x.detach().flatten().split(SLICE)
     if x.dtype in NOT_FINITE:
         return sum(int(((part.view(torch.uint8) & 0x7F) >= NOT_FINITE[x.dtype]).sum()) for part in parts)
@@ -71,7 +71,7 @@ def count(x: Tensor) -> int:
 
 
 def _all_finite(x: Tensor) -> Tensor:
-    """0-dim bool. aminmax hands NaN on."""
+    """Return whether all elements are finite, 0-dim bool; aminmax propagates NaN."""
     if x.dtype in NOT_FINITE:
         return (x.detach().view(torch.uint8) & 0x7F).amax() < NOT_FINITE[x.dtype]
     low, high = torch.aminmax(x.detach())

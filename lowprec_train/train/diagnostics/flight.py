@@ -1,8 +1,8 @@
-"""torch's flight recorder: the last collectives that a process began, with the Python lines that did.
+"""torch's flight recorder: the last collectives that a process began, with their Python stacks.
 
-torch keeps it for NCCL and gloo alike. NCCL's watchdog writes it to `<prefix><rank>` before it aborts a process;
-for gloo, and for what has not ended yet, it is read here. `torchfrtrace` compares the files of the ranks. Reading has a
-private name only, so this is its adapter (decision 0008).
+torch records NCCL and gloo. NCCL's watchdog writes the records to `<prefix><rank>` before it aborts a process; for
+gloo, and for unfinished collectives, this module reads them. `torchfrtrace` compares the files of the ranks. torch has
+only a private name for reading, which this module wraps (decision 0008).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch._C import _distributed_c10d as c10d
 
-NAMES = ("_dump_nccl_trace", "_dump_fr_trace")  # the first where torch has NCCL
+NAMES = ("_dump_nccl_trace", "_dump_fr_trace")  # the first if torch has NCCL
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,10 @@ class Begun:
 
 
 def switch_on(prefix: Path) -> None:
-    """Record 2,000 collectives, and let NCCL's watchdog write them to `<prefix><rank>`. Before the first process group.
+    """Record 2,000 collectives, and make NCCL's watchdog write them to `<prefix><rank>`. Call it before the first
+    process group is created.
 
-    What the environment already says, under new names or old, stays as it is.
+    Variables that the environment already has, under new names or old, keep their values.
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
@@ -41,7 +42,7 @@ def switch_on(prefix: Path) -> None:
 
 
 def recording() -> bytes | None:
-    """The recorder's content, a pickle; None where torch has no recorder for the back ends that it was built with."""
+    """Return the recorder's content, a pickle; None if torch has no recorder for its back ends."""
     for name in NAMES:
         if dump := getattr(c10d, name, None):
             return bytes(dump())
@@ -49,9 +50,9 @@ def recording() -> bytes | None:
 
 
 def unfinished() -> Begun | None:
-    """The oldest collective of this process that the device has not finished; None where there is none, or no recorder.
+    """Return the oldest collective of this process that the device has not finished; None without one or a recorder.
 
-    gloo's collectives are never marked as finished, so this is for GPUs.
+    gloo's collectives are never marked as finished, so this works on GPUs only.
     """
     content = recording()
     entries: list[dict[str, Any]] = pickle.loads(content)["entries"] if content else []

@@ -1,11 +1,11 @@
 """End a run with a hung rank within `parallel.timeout_minutes`; the error names the rank and where it hangs.
 
-A collective cannot know who is missing: it only waits. So a thread of each rank looks where its main thread is and,
-where that has been long in one step, writes into the launch's store what the rank waits for. When a collective fails,
-the ranks that said nothing, or are elsewhere, are those that did not arrive. Each rank that still can leaves its Python
-stacks and torch's flight recorder in `<run>/hang`.
+A collective only waits: it does not report which rank is missing. So a thread of each rank inspects the stack of the
+main thread. If a step takes long, the thread writes to the launch's store what the rank waits for. When a collective
+fails, the missing ranks are those that wrote nothing, or are elsewhere. Each rank that can writes its Python stacks and
+torch's flight recorder to `<run>/hang`.
 
-What a rank does is read off its stack, so a step pays nothing for it.
+The position of a rank is read from its stack, so steps have no extra cost.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ PLACES: tuple[tuple[str, str, str], ...] = (
     ("fsdp/_fully_shard/_fsdp_param_group.py", "post_backward", "the reduce-scatter of gradients"),
     ("train/logging/metrics.py", "", "the GPU"),
 )
-"""(file, function, what a rank in it waits for): the first that is on the stack counts; no function: any of them."""
+"""(file, function, what a rank in it waits for). The first entry on the stack counts; "" matches any function."""
 
 BROKEN = re.compile(
     r"/gloo/|Timed out waiting \d+ms|Connection (closed|reset) by peer|NCCL (error|communicator|time)|nccl\w+Error"
 )
-PATIENCE = 4.0  # seconds in which the others say where they are, once one has failed
+PATIENCE = 4.0  # seconds for the other ranks to report their positions after a failure
 Lines = list[tuple[str, str]]  # (file, function), innermost first
 Said = Mapping[int, Mapping[str, Any]]  # rank -> its "step", "what" it does and whether it "waits"
 
@@ -75,16 +75,16 @@ class Place:
 
 
 class PeerLost(RuntimeError):
-    """A collective failed because a rank hung or died; the message says where, and which."""
+    """A collective failed because a rank hung or died; the message has the rank and the place."""
 
     def __init__(self, message: str, absent: Sequence[Place] = (), *, told: bool = False) -> None:
-        """told: whether another rank has told this, or the error of its own that made it fail."""
+        """told: whether another rank has printed this, or the error that caused it."""
         super().__init__(message)
         self._absent, self.told = absent, told
 
     def end_absent(self) -> None:
-        """Kill those that did not arrive, where they were started by this rank's launcher: a stopped process ignores
-        what torchrun asks of it for half a minute.
+        """Kill the absent ranks of this rank's launcher: a stopped process would ignore torchrun's SIGTERM for half a
+        minute.
         """
         for place in self._absent:
             if place.host == socket.gethostname() and _parent(place.process) == os.getppid():
@@ -92,19 +92,19 @@ class PeerLost(RuntimeError):
 
 
 def _parent(process: int) -> int | None:
-    """Process id of a process's parent, where this machine tells."""
+    """Return the process id of a process's parent; None if it is not known."""
     with suppress(OSError, ValueError):
         return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return None
 
 
 def chain(error: BaseException | None) -> list[BaseException]:
-    """An error, what it came from, and so on."""
+    """Return an error and its causes."""
     return [] if error is None else [error, *chain(error.__cause__ or error.__context__)]
 
 
 def of_peers(error: BaseException) -> bool:
-    """Whether an error is that of a collective whose other ranks did not come."""
+    """Return whether an error is that of a collective that other ranks did not join."""
     network = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
     return any(
         isinstance(each, network) or (isinstance(each, RuntimeError) and BROKEN.search(str(each)))
@@ -113,7 +113,7 @@ def of_peers(error: BaseException) -> bool:
 
 
 def doing(lines: Lines) -> tuple[str, bool]:
-    """What a process with these lines on its stack does, and whether that is to wait for other ranks."""
+    """Return what a process with these lines on its stack does, and whether it waits for other ranks."""
     for file, function, what in PLACES:
         if any(path.endswith(file) and function in ("", name) for path, name in lines):
             return what, True
@@ -130,7 +130,7 @@ def of_frame(frame: FrameType | None) -> Lines:
 
 
 def of_error(error: BaseException) -> Lines:
-    """Of the innermost error of a chain that has lines of its own: where the collective failed."""
+    """Return the stack lines of an error's causes, innermost first: where the collective failed."""
     return [line for each in reversed(chain(error)) for line in _lines(traceback.extract_tb(each.__traceback__))]
 
 
@@ -139,10 +139,10 @@ def _lines(stack: traceback.StackSummary) -> Lines:
 
 
 class Watch:
-    """Knows what this rank does, and tells the others when it has long been at it.
+    """Watches what this rank does, and reports it to the other ranks if a step takes long.
 
-    minutes: `parallel.timeout_minutes`. directory: where a rank leaves what it last did; made when there is something
-    to leave. on_gpu: whether the device runs collectives, which the host does not wait for.
+    minutes: `parallel.timeout_minutes`. directory: for stacks and flight records; created when there are some. on_gpu:
+    whether the device runs collectives, for which the host does not wait.
     """
 
     def __init__(self, ranks: Rendezvous, minutes: float, directory: Path, *, on_gpu: bool) -> None:
@@ -159,7 +159,7 @@ class Watch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Look from a thread beside the work; turn the failure of a collective into PeerLost, which names the rank."""
+        """Watch from a background thread; turn the failure of a collective into PeerLost, which names the rank."""
         ended = threading.Event()
         if self._ranks.world.processes > 1:
             place = Place(os.getpid(), socket.gethostname())
@@ -177,7 +177,7 @@ class Watch:
             ended.set()
 
     def explained(self, error: BaseException) -> PeerLost:
-        """Which rank did not arrive, and where the others waited for it. Asks them, which takes a few seconds."""
+        """Return which rank did not arrive, and where the others waited. Asks all ranks, which takes a few seconds."""
         what, _ = doing(of_error(error))
         timed_out = "imed out" in str(error) or "timeout" in str(error).lower()
         cause = (str(error).strip().splitlines() or ["no message"])[-1][:200]
@@ -195,7 +195,7 @@ class Watch:
         return answer[0] if answer else PeerLost(self._with_records(f"{at(self._step)}: {what}: {how}, and {silent}"))
 
     def _ask(self, what: str, how: str, answer: list[PeerLost]) -> None:
-        """Say where this rank is; the first rank that asks says what follows from all that the others said."""
+        """Report this rank's position. The first rank that calls it makes the message from all reports."""
         with suppress(dist.DistError):
             store = self._store
             self._say(what, waits=True)
@@ -217,7 +217,7 @@ class Watch:
         return f"{text}\nwhat each rank was doing: {self._directory}"
 
     def _gathered(self, places: Mapping[int, Place]) -> dict[int, dict[str, Any]]:
-        """What the ranks have said, once all wait for this step's collectives or a few seconds have passed."""
+        """Return the ranks' reports, after all wait for this step's collectives or a few seconds have passed."""
         until, store = time.monotonic() + PATIENCE, self._store
         while True:
             keys = {rank: f"said/{rank}" for rank in places if store.check([f"said/{rank}"])}
@@ -244,7 +244,7 @@ class Watch:
                     return
 
     def _tell_of_gpu(self) -> bool:
-        """Where the device's oldest collective is about to end the process: NCCL's watchdog gives no other chance."""
+        """Report a device collective that is about to time out: NCCL's watchdog then ends the process at once."""
         oldest = flight.unfinished()
         if oldest is None or oldest.seconds < 0.9 * self._seconds:
             return False
@@ -264,11 +264,11 @@ class Watch:
 
     @cached_property
     def _store(self) -> dist.Store:
-        """A connection of this class's own, made when it is first needed."""
+        """A separate connection to the store, opened when it is first needed."""
         return self._ranks.again()
 
     def _record(self) -> None:
-        """Stacks of all threads to `rank-N.txt`, the flight recorder to `rank_N`, as torch's own tool expects it."""
+        """Write all stacks to `rank-N.txt` and the flight recorder to `rank_N`, as torch's tool expects."""
         if self._recorded:
             return
         self._recorded = True
@@ -282,21 +282,21 @@ class Watch:
 
 
 def missing(said: Said, step: int, places: Mapping[int, Place]) -> list[int]:
-    """Ranks that do not wait in a collective of this step, by what they have said."""
+    """Return the ranks that do not wait in a collective of this step, according to their reports."""
     waiting = [rank for rank, each in said.items() if each["step"] == step and each["waits"]]
     return [rank for rank in places if rank not in waiting]
 
 
 def at(step: int) -> str:
-    """When: in a step, counted from 1, or before the first."""
+    """Return the time of an event as text: a step, counted from 1, or before the first."""
     return f"step {step}" if step else "before the first step"
 
 
 def verdict(
     said: Said, step: int, places: Mapping[int, Place], how: str, failed: Mapping[int, str] | None = None
 ) -> str:
-    """The sentence about a failed collective. said: {rank: {"step", "what", "waits"}} of those that said something.
-    step: of the rank that asks. how: what befell those that waited. failed: errors of ranks that met one of their own.
+    """Return the message about a failed collective. said: {rank: {"step", "what", "waits"}} of ranks that reported.
+    step: of this rank. how: what happened to the ranks that waited. failed: errors of ranks that failed otherwise.
     """
     absent = missing(said, step, places)
     groups: dict[str, list[int]] = {}

@@ -1,8 +1,8 @@
 """Sum the times of torch's profiler by kernel, and by class of kernel.
 
-Classes go by the kernels' names, the first pattern that matches. `quantise` is our own kernels and the peers' casts;
-what torch.compile generates is `norm, elementwise`, whatever it fused into it. Without a GPU there are no kernels: the
-operations of the CPU take their place, each with its own time, that of the operations within it left out.
+The first pattern that matches a kernel's name gives its class. `quantise` is this package's kernels and the casts of
+other libraries. Kernels that torch.compile generates are `norm, elementwise`, whatever they fuse. Without a GPU, CPU
+operations are listed instead, each without the time of its inner operations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ CLASSES = {  # class -> pattern over the name of a kernel; the first that matche
 }
 OTHER = "other"
 COPIES = re.compile(r"memcpy|memset|direct_copy", re.IGNORECASE)
-SPANS = re.compile(r"^(Optimizer|ProfilerStep|Torch-Compiled|CompiledFunction|## )")  # spans, which hold kernels
+SPANS = re.compile(r"^(Optimizer|ProfilerStep|Torch-Compiled|CompiledFunction|## )")  # spans, which contain kernels
 
 
 def kernel_class(name: str) -> str:
-    """The class of a kernel by its name."""
+    """Return the class of a kernel from its name."""
     if COPIES.search(name):
         return "copy"
     return next((each for each, pattern in CLASSES.items() if re.search(pattern, name, re.IGNORECASE)), OTHER)
@@ -48,20 +48,20 @@ class KernelTime:
 
 
 def kernel_times(events: Iterable[Any], *, on_gpu: bool) -> list[KernelTime]:
-    """The kernels among the events of a `torch.profiler.profile`, the longest first; on a CPU its operations."""
+    """Return the kernels among a profile's events, the longest first; on a CPU its operations."""
     asked = (each for each in events if is_kernel(each, on_gpu=on_gpu))
     times = ((e.name, e.time_range.elapsed_us() if on_gpu else e.self_cpu_time_total) for e in asked)
     return _summed(KernelTime(name=name, calls=1, ms=us / 1e3) for name, us in times)
 
 
 def is_kernel(event: Any, *, on_gpu: bool) -> bool:
-    """Whether an event of a profile is work of the GPU, or of the CPU, and not a span that holds work."""
+    """Return whether an event of a profile is work of the GPU, or of the CPU, and not a span around work."""
     holds_work = event.is_user_annotation or SPANS.search(event.name)
     return not holds_work and str(event.device_type).endswith("CUDA") is on_gpu
 
 
 def _summed(kernels: Iterable[KernelTime]) -> list[KernelTime]:
-    """Those of one name together, the longest first."""
+    """Sum kernels of the same name, the longest first."""
     found: dict[str, KernelTime] = {}
     for each in kernels:
         before = found.get(each.name, replace(each, calls=0, ms=0.0))
@@ -70,7 +70,7 @@ def _summed(kernels: Iterable[KernelTime]) -> list[KernelTime]:
 
 
 def table(kernels: Sequence[KernelTime], *, steps: int) -> str:
-    """Classes, then kernels, each with its share, milliseconds and calls a step."""
+    """Return a table of classes, then kernels, each with its share, milliseconds and calls per step."""
     total = sum(kernel.ms for kernel in kernels) or 1.0
 
     def lines(kernels: Iterable[KernelTime]) -> list[str]:

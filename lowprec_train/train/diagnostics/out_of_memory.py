@@ -1,4 +1,4 @@
-"""Out of memory in one line: the size asked for, the memory in use, and suggestions."""
+"""Report out of memory in one line: the requested size, the memory in use, and suggestions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class OutOfMemory(RuntimeError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch says it by type on a GPU, and by words on a CPU and in libraries; in compiled kernels of this package, that
-    an output could not be made.
+    """Return whether an error means out of memory: by type on a GPU, by its text on a CPU and in libraries. Compiled
+    kernels of this package report that an output could not be allocated.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -36,13 +36,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def of_host(error: BaseException) -> bool:
-    """Whether it was the host's memory: Python's and that of tensors on the CPU, also where a GPU computes."""
+    """Return whether the host ran out of memory, for Python or tensors on the CPU, also in a run on a GPU."""
     return isinstance(error, MemoryError) or HOST_SIGNS.search(str(error)) is not None
 
 
 @contextmanager
 def told(device: torch.device) -> Iterator[None]:
-    """Turn what torch raises into OutOfMemory with one line."""
+    """Turn torch's errors into OutOfMemory with one line."""
     try:
         yield
     except Exception as error:
@@ -52,7 +52,7 @@ def told(device: torch.device) -> Iterator[None]:
 
 
 def explained(error: BaseException, device: torch.device) -> str:
-    """The line: sizes, the notes of the error (`Snapshots` adds some), advice."""
+    """Return the line: sizes, advice, the notes of the error (`Snapshots` adds some)."""
     asked = ASKED.search(str(error))
     device = torch.device("cpu") if of_host(error) else device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
@@ -65,7 +65,7 @@ def explained(error: BaseException, device: torch.device) -> str:
 
 
 def _held(device: torch.device, asked: float) -> list[str]:
-    """What torch holds, and a word where what was asked for (bytes) would fit if the free pieces were one."""
+    """Return what torch has allocated, and advice if the requested bytes would fit into the free pieces together."""
     if device.type != "cuda":
         return []
     held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

@@ -1,10 +1,10 @@
-"""A window of steps under torch's profiler: a trace to look at, and a table of what took how long.
+"""Profile a window of steps with torch's profiler: a trace, and a table of times.
 
     profile/steps-10-12.rank-0.json.gz    Chrome trace, for ui.perfetto.dev or chrome://tracing
     profile/steps-10-12.rank-0.txt        time by class of kernel and by kernel
 
-The step before the window warms the profiler up, whose start takes seconds. Training computes the same bits under it,
-more slowly. Outside of the window there is no profiler: a step costs one comparison.
+The profiler warms up in the step before the window, because its start takes seconds. Training computes the same bits
+under it, more slowly. Outside the window there is no profiler, and a step costs one comparison.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class Window:
     """Profiles the steps first, ..., first + steps - 1 of a run, counted from 1.
 
-    0 steps: none. A launch that begins after `first` has none either, and says so. directory: takes the files; made
-    when there are some. record: what to record beside times, as arguments of `torch.profiler.profile`.
+    With 0 steps it profiles nothing. A launch that begins after `first` profiles nothing and logs it. directory: for
+    the files; created when there are some. record: further arguments of `torch.profiler.profile`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Window:
             self._begin(step)
 
     def close(self) -> None:
-        """Write what there is of a window that the run's end cuts short."""
+        """Write the part of a window that was recorded before the run ended."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
@@ -59,7 +59,7 @@ class Window:
             log.warning("profile.first=%d is before step %d, the first of this launch: no profile", self._first, step)
             return
         on_gpu, steps = self._device.type == "cuda", self._last - self._first + 1
-        with warnings.catch_warnings(action="ignore"):  # that a window from the first step on has no warm-up
+        with warnings.catch_warnings(action="ignore"):  # a window from the first step on has no warm-up
             schedule = torch.profiler.schedule(wait=0, warmup=self._first - step, active=steps, repeat=1)
         self._profiler = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
@@ -76,7 +76,7 @@ class Window:
             self.close()
             return
         if step == self._first and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what is under way belongs to the step before
+            torch.cuda.synchronize(self._device)  # pending work belongs to the step before
         self._profiler.step()
 
     def _write(self, profiler: torch.profiler.profile) -> None:

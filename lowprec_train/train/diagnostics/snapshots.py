@@ -1,13 +1,13 @@
-"""Snapshots of a GPU's memory: every block that torch holds, and who asked for it where that was recorded.
+"""Snapshots of a GPU's memory: every block that torch has allocated, with its stack if that was recorded.
 
     touch runs/NAME/SNAPSHOT            memory/step-12.rank-0.pickle, before the next step
     a step that runs out of memory      memory/oom-step-12.rank-0.pickle
 
-https://docs.pytorch.org/memory_viz draws them. A file asks, not a signal: it needs no process id and no login to the
-node, and all signals that reach a rank under torchrun and Slurm mean "stop". Blocks have a Python stack and the
-snapshot a history of events if the last `allocations` of them are kept, which costs a few microseconds an allocation.
+https://docs.pytorch.org/memory_viz draws them. A file requests a snapshot, not a signal: it needs no process id and no
+login to the node, and all signals that reach a rank under torchrun and Slurm mean "stop". With `allocations` > 0,
+blocks have a Python stack and the snapshot a history of events, which costs a few microseconds per allocation.
 
-torch offers recording and saving under private names only, so this is their adapter (decision 0008).
+torch has only private names for recording and saving, which this module wraps (decision 0008).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUEST = "SNAPSHOT"
 
 @contextmanager
 def kept_history(allocations: int) -> Iterator[None]:
-    """Remember the last so many allocations and releases with their Python stacks; 0: none."""
+    """Record the last `allocations` allocations and releases with their Python stacks; 0: none."""
     if allocations:
         torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=allocations)
     try:
@@ -48,7 +48,7 @@ def save(path: Path) -> None:
 class Snapshots:
     """Snapshots of one process of a run.
 
-    run: the run directory. asked: whether this process answers requests. patience: seconds between two looks for one.
+    run: the run directory. asked: whether this process handles requests. patience: seconds between two checks.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Snapshots:
         self._asked, self._next, self._step = asked, time.monotonic() + patience, 0
 
     def begin_step(self, step: int) -> None:
-        """Call before every step, counted from 1: answers a request that is newer than the last."""
+        """Call before every step, counted from 1. Handles a request that is newer than the last one."""
         self._step = step
         if not self._asked or time.monotonic() < self._next:
             return
@@ -91,8 +91,8 @@ class Snapshots:
             log.warning("%s: snapshots are of GPU memory, and this run is on %s", self._request, self._device.type)
 
     def _saved(self, prefix: str = "") -> tuple[bool, str]:
-        """Whether a snapshot could be written, and what to say of it: neither a healthy run nor the error of memory
-        may be lost with it.
+        """Try to write a snapshot; return whether it was written, and a message. A failure must neither end a healthy
+        run nor replace an out-of-memory error.
         """
         path = self._run / "memory" / f"{prefix}step-{self._step}.rank-{self._rank}.pickle"
         try:
@@ -102,8 +102,8 @@ class Snapshots:
         return True, f"memory snapshot: {path}"
 
     def _newest(self) -> int | None:
-        """When the request was made, in nanoseconds; None where there is none. A file system that cannot say, as NFS
-        at times, is no new request.
+        """Return the time of the request in nanoseconds; None without one. A file system error, as on NFS, is not a new
+        request.
         """
         try:
             return self._request.stat().st_mtime_ns
