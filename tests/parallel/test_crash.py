@@ -33,7 +33,7 @@ def test_a_full_disk_of_one_rank_is_the_error_of_both(tmp_path, stage, target, a
         f"rank {target}: [Errno 27] File too large" if stage == "full disk" else "[Errno 28] No space left on device"
     )
     assert f"checkpoint of step 2 could not be written to {tmp_path}/run: {cause}; " in said[0]["error"]
-    assert f"{tmp_path}/run/step-1 is intact.\nMake room" in said[0]["error"]
+    assert f"{tmp_path}/run/step-1 is intact.\nFree disk space" in said[0]["error"]
     assert all(each["seconds"] < 20 and each["latest"] == 1 and each["after"] == 3 for each in said)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["latest", "step-3"]
 

@@ -97,7 +97,7 @@ def test_a_second_interrupt_aborts_and_says_what_stands(command, tmp_path, optio
     status, _, err = ends(process)
     assert status == 1 and told[1].startswith("Interrupted: the run saves") and err.count("\n") == 1
     saved = (tmp_path / "run" / "checkpoints" / "latest").read_text().strip()
-    assert err.startswith("aborted by a second interrupt; ") and f"{Path('run', 'checkpoints', saved)} stands" in err
+    assert err.startswith("aborted by a second interrupt; ") and f"{Path('run', 'checkpoints', saved)} is intact" in err
     assert not (tmp_path / "run" / "PREEMPTED").exists()
 
 
