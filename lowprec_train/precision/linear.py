@@ -1,7 +1,7 @@
-"""nn.Linear with a recipe: precision is a property of the layer, not a subclass of it.
+"""nn.Linear with a recipe for its precision.
 
-What crosses autograd is flat tensors: the Function takes x and the weight and returns y; codes live between forward and
-backward only.
+One class serves all recipes. Its autograd Function takes x and the weight and returns y. Quantised codes exist only
+between the forward and the backward pass.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from lowprec_train.precision.recipe import LinearRecipe
 from lowprec_train.precision.saved import SavedOperand
 from lowprec_train.precision.split import Split
 
-PLANS = 32  # that a layer holds: texts of every length are evaluated, one after the other
+PLAN_CACHE_SIZE = 32  # per layer; evaluation calls it with many sequence lengths
 
 
 class Linear(nn.Linear):
-    """y = x W^T + b with master weights in the parameter's dtype and GEMMs in x's dtype or in the recipe's.
+    """y = x W^T + b. The parameter holds the master weight; GEMMs run in x's dtype or in the recipe's formats.
 
-    recipe: a LinearRecipe; the default is bit-equal to F.linear in x's dtype. x [..., in] -> [..., out].
-    site: which row of the draws that `forward` takes is this layer's. draws: what it draws from where it is given none,
-    from `precision.policy.attach_draws`. A layer outside of a run draws as a run of seed 0 does at its step 0, the same
-    bits at every call; in a run, `site` is set, and a call without draws is an error where the recipe draws.
-    observer: told of every operand that is rounded; None adds nothing to the pass.
-    split: where the weight is one rank's part of a larger one, and x [..., in] this rank's part of the rows (dim 0) or
-    of the columns (dim 1) of the whole x; y [1, rows, out] is then this rank's part of the columns, or of the rows.
-    gathered: the weight after its all-gather, where it is sharded; None: the parameter itself.
-    weight_amax: of a weight that is cut, what makes the scale of the whole (`parallel.weight_amax`); None: ranks ask.
+    x [..., in] -> y [..., out]. Attributes:
+
+    recipe: a LinearRecipe. The default is bit-equal to F.linear in x's dtype.
+    site: index of this layer in the seed table that `forward` receives.
+    draws: seeds used if `forward` receives none; set by `precision.policy.attach_draws`. By default they are those of
+    seed 0 at step 0, the same at every call. A layer with a `site` has no default: calling it without draws is an
+    error if the recipe is stochastic.
+    observer: called with every operand that is quantised; None costs nothing.
+    split: set if the weight is one tensor-parallel rank's shard. x [..., in] is then this rank's shard of the rows
+    (dim 0) or of the columns (dim 1), and y [1, rows, out] its shard of the columns or of the rows.
+    gathered: the weight after its all-gather if it is sharded by FSDP; None: the parameter itself.
+    weight_amax: amax of the whole tensor-parallel weight (`parallel.weight_amax`); None: it is all-reduced here.
     """
 
     site: int | None
@@ -68,32 +71,32 @@ class Linear(nn.Linear):
 
     @property
     def part(self) -> tuple[int, int]:
-        """Shape of the weight [n, k], or of this rank's part of it."""
+        """Shape [n, k] of the weight, or of this rank's shard."""
         cut = self.split
         n = cut.part if cut is not None and cut.dim == 0 else self.out_features
         return n, cut.part if cut is not None and cut.dim == 1 else self.in_features
 
     def plan(self, tokens: int, dtype: torch.dtype, device: torch.device) -> LinearPlan:
-        """What this layer does with so many rows of x in its GEMMs; made once under a recipe; the last few are held.
+        """The layer's plan for this number of rows of x. Plans are cached per recipe, up to PLAN_CACHE_SIZE.
 
-        In a compiled region it is made while the region is traced: a table that is filled there would be a side effect.
+        While torch.compile traces, the cache is not used: filling it would be a side effect.
         """
         fused, coded = self.observer is None, self.gathered is not None and self.gathered.coded
         key = (tokens, dtype, device, fused, coded, self.split is None)
         compiling = torch.compiler.is_compiling()
         if not compiling and key in self._plans:
             return self._plans[key]
-        made = compile_plan(
+        plan = compile_plan(
             self.recipe, self.part, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
         )
         if not compiling:
-            if len(self._plans) == PLANS:
+            if len(self._plans) == PLAN_CACHE_SIZE:
                 del self._plans[next(iter(self._plans))]
-            self._plans[key] = made
-        return made
+            self._plans[key] = plan
+        return plan
 
     def backend_layer(self) -> BackendLayer:
-        """What runs this layer where its recipe names a backend; made once under a recipe."""
+        """The backend's implementation of this layer; created once per recipe."""
         if self._backend_layer is None:
             assert self.recipe.backend is not None
             bias = self.bias is not None
@@ -103,24 +106,27 @@ class Linear(nn.Linear):
     def forward(
         self, x: Tensor, amax: Tensor | None = None, *, with_grad_amax: bool = False, draws: Draws | None = None
     ) -> Any:
-        """y [..., out]; `with_grad_amax`: as that method returns. amax: any tensor whose largest element is max |x|,
-        where the kernel that made x left it. draws: of the micro-batch, this layer's at `site`.
+        """y [..., out]; with `with_grad_amax`, what the method of that name returns.
+
+        amax: a tensor whose largest element is max |x|, if the kernel that produced x wrote one. draws: seeds of the
+        micro-batch; this layer uses those at `site`.
         """
-        own = self.draws if draws is None or self.site is None else draws.site(self.site)
+        site_draws = self.draws if draws is None or self.site is None else draws.site(self.site)
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        wanted = with_grad_amax and bias is None
+        needs_grad_amax = with_grad_amax and bias is None
         if self.split is None:
-            y, grad_amax = self._product(x, bias, amax, own, wanted)
+            y, grad_amax = self._product(x, bias, amax, site_draws, needs_grad_amax)
         else:
-            y, grad_amax = self._part(self.split, x.flatten(end_dim=-2), bias, amax, own, wanted)
+            y, grad_amax = self._part(self.split, x.flatten(end_dim=-2), bias, amax, site_draws, needs_grad_amax)
         return (y, grad_amax) if with_grad_amax else y
 
     def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
-        """(y, grad_amax): whoever consumes y hands the amax of dY back as the gradient of `grad_amax`, an FP32
-        vector of zeros, one a row; None where no GEMM of this layer would use it, as after a bias.
+        """(y, grad_amax). grad_amax is an FP32 vector of zeros, one element per row, or None if the layer has a bias.
+
+        The consumer of y returns the amax of dY as the gradient of `grad_amax`, which spares this layer a pass over dY.
         """
-        found: tuple[Tensor, Tensor | None] = self(x, with_grad_amax=True, draws=draws)
-        return found
+        result: tuple[Tensor, Tensor | None] = self(x, with_grad_amax=True, draws=draws)
+        return result
 
     def _product(
         self,
@@ -128,7 +134,7 @@ class Linear(nn.Linear):
         bias: Tensor | None,
         amax: Tensor | None,
         draws: SiteDraws | None,
-        wanted: bool,
+        needs_grad_amax: bool,
         plan: LinearPlan | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         given, rows = self.gathered, x.flatten(end_dim=-2)
@@ -141,10 +147,10 @@ class Linear(nn.Linear):
         leaf, coded = (self.weight, False) if given is None else (given.leaf, given.coded)
         tensors = () if given is None else tuple(each.detach() for each in given.tensors)
         plan = self.plan(rows.shape[0], x.dtype, x.device) if plan is None else plan
-        how = (plan, self.observer, self.split, amax, self.weight_amax, wanted, coded, len(seeds))
-        out = _LinearFunction.apply(rows, leaf, *how, *seeds, *tensors)
-        y, grad_amax = out if wanted else (out, None)
-        y = y.unflatten(0, (-1, *x.shape[1:-1]))  # of more rows than x has, where their codes were gathered
+        arguments = (plan, self.observer, self.split, amax, self.weight_amax, needs_grad_amax, coded, len(seeds))
+        out = _LinearFunction.apply(rows, leaf, *arguments, *seeds, *tensors)
+        y, grad_amax = out if needs_grad_amax else (out, None)
+        y = y.unflatten(0, (-1, *x.shape[1:-1]))  # more rows than x if its codes were gathered
         return y if bias is None else y + bias, grad_amax
 
     def _part(
@@ -154,28 +160,31 @@ class Linear(nn.Linear):
         bias: Tensor | None,
         amax: Tensor | None,
         draws: SiteDraws | None,
-        wanted: bool,
+        needs_grad_amax: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows of x, or codes of them, are gathered before, or partial sums of y are scattered after, and the bias is
-        added to whole sums.
+        """The tensor-parallel layer: all-gathers x or its codes first (dim 0), or reduce-scatters y after (dim 1).
+
+        With dim 1 the bias is added after the reduction.
         """
-        if split.dim == 0:  # the amax is that of this rank's rows
+        if split.dim == 0:  # `amax` is not used: it covers this rank's rows only
             plan = self.plan(x_MK.shape[0] * split.group.size, x_MK.dtype, x_MK.device)
             x_MK = x_MK if plan.gathers_rows else all_gather_rows(x_MK, split.group)
-            y_MN, grad_amax = self._product(x_MK, bias, None, draws, wanted, plan)
+            y_MN, grad_amax = self._product(x_MK, bias, None, draws, needs_grad_amax, plan)
             return y_MN.unsqueeze(0), grad_amax
-        partial, _ = self._product(x_MK, None, amax, draws, wanted=False)
+        partial, _ = self._product(x_MK, None, amax, draws, needs_grad_amax=False)
         y_MN = reduce_scatter_rows(partial, split.group)
         return (y_MN if bias is None else y_MN + bias).unsqueeze(0), None
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x [m, k], leaf [n, k] -> y [m, n], and the stand-in [m] for the amax of dy where it is `wanted`. The leaf takes
-    the weight's gradient. tensors: seeds, then the weight's values or codes where the leaf is not the weight.
+    """x [m, k], leaf [n, k] -> y [m, n], and with `needs_grad_amax` a placeholder [m] for the amax of dy.
+
+    The leaf receives the weight's gradient. tensors: `drawn` seeds, then the weight's values or codes if the leaf is
+    not the weight.
     """
 
     @staticmethod
-    def forward(ctx, x, leaf, plan, observer, split, amax, weight_amax, wanted, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, leaf, plan, observer, split, amax, weight_amax, needs_grad_amax, coded, drawn, *tensors):  # type: ignore[no-untyped-def]
         seeds, given = tensors[:drawn], tensors[drawn:]
         weight = given[0] if given and not coded else leaf
         gathered = SavedOperand(plan.saved_w, given) if coded else None
@@ -184,7 +193,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx.gemms_of, ctx.dtype, ctx.into = (plan, observer, split), x.dtype, leaf.dtype
         ctx.drawn, ctx.tensors = drawn, len(tensors)
         ctx.save_for_backward(weight, *seeds, *saved)
-        return (y, x.new_zeros(y.shape[0], dtype=torch.float32)) if wanted else y
+        return (y, x.new_zeros(y.shape[0], dtype=torch.float32)) if needs_grad_amax else y
 
     @staticmethod
     def backward(ctx, dy, amax=None):  # type: ignore[no-untyped-def]

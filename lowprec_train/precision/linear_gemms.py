@@ -1,9 +1,9 @@
-"""The three GEMMs of one linear layer, as its plan says.
+"""Runs the three GEMMs of one linear layer as its plan prescribes.
 
-    forward     Y  = X W^T, saves X (or codes of it) and, where dgrad takes fprop's codes, those of W
+    forward     Y  = X W^T; saves X or its codes, and the codes of W if dgrad reuses them
     backward    dX = dY W,  dW = f'(dY^T X)
 
-What is decided is in `precision.plan`; here it is done. Codes live between forward and backward only.
+`precision.plan` makes all decisions; this module executes them.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from lowprec_train.precision.saved import SavedOperand, flatten, unflatten
 from lowprec_train.precision.split import Split
 
 Observer = Callable[[OperandPlan, Tensor, Quantized], None]
-"""Told of every operand that is rounded: its plan, the matrix as the quantiser saw it, what came out."""
+"""Called with every quantised operand: its plan, the quantiser's input and the result."""
 
 Factor = Tensor | None
-"""Row scales of one operand that are multiplied into the other, [1, k]."""
+"""Row scales [1, k] of one operand, multiplied into the other operand before that is rounded."""
 
 
 @dataclass(frozen=True)
 class Means:
-    """rest: dY without its mean, FP32. dy, x: means over the tokens, FP32 [n] and [k]; x only where wgrad adds them."""
+    """rest: dY minus its mean, FP32. dy, x: means over the tokens, FP32 [n] and [k]; x only if wgrad adds them."""
 
     rest: Tensor
     dy: Tensor
@@ -44,8 +44,10 @@ class Means:
 
 @dataclass(frozen=True)
 class LinearGemms:
-    """One layer in one pass: its plan, its draws and who watches. draws: None for a recipe that needs none. split:
-    where x, weight and dy are this rank's parts; codes and scales are those of the whole, cut alike.
+    """One linear layer in one pass.
+
+    draws: None for a deterministic recipe. split: set if x, weight and dy are this rank's shards; codes and scales are
+    then equal to the same shards of the unsharded layer's.
     """
 
     plan: LinearPlan
@@ -61,11 +63,10 @@ class LinearGemms:
         gathered: SavedOperand | None = None,
         weight_amax: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, what `backward` needs besides the weight).
+        """x [m, k], weight [n, k] -> (y [m, n] in x's dtype, tensors that `backward` needs besides the weight).
 
-        amax: any tensor whose largest element is max |x|, where the kernel that made x left it. gathered: codes of the
-        weight that others made; the weight is then asked for its dtype only, that of dw. weight_amax: of the whole
-        weight, where all ranks know it already.
+        amax: a tensor whose largest element is max |x|, if available. gathered: all-gathered codes of the weight; then
+        only the dtype of `weight` is used, for dw. weight_amax: amax of the whole weight, if already all-reduced.
         """
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
         rest, mean = without_mean(x) if self.plan.splits_x else (x, None)
@@ -91,8 +92,8 @@ class LinearGemms:
         amax: Tensor | None = None,
         into: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in `into` or the weight's dtype), each where it is needed.
-        amax: of dy, as in `forward`.
+        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in `into` or the weight's dtype); None for what is not needed.
+        amax: a tensor whose largest element is max |dy|, if available.
         """
         plan, into = self.plan, into or weight.dtype
         x, w = unflatten(saved, plan.saved_x, plan.saved_w)
@@ -119,10 +120,8 @@ class LinearGemms:
             dx = self.split.group.reduce_scatter(dx)
         return dx, None if dw is None else self._estimated(by_channel, dw, weight, x, w, means, dtype, into)
 
-    # --- forward ---
-
     def _means(self, x: SavedOperand, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[SavedOperand, Means]:
-        """X as wgrad takes it, and what the products are put together with."""
+        """X as wgrad uses it, and the means that are added to the products."""
         rest, mean = without_mean(dy)
         if not self.plan.adds_means:
             return x, Means(rest, mean)
@@ -131,22 +130,24 @@ class LinearGemms:
         x_rest, x_mean = without_mean(x.tensors[0])
         return replace(x, tensors=(x_rest,)) if self.plan.wgrad.b.mean_split else x, Means(rest, mean, x_mean)
 
+    # --- forward ---
+
     def _input(
         self, x: Tensor, rest: Tensor, amax: Tensor | None
     ) -> tuple[Quantized | None, Residual | None, SavedOperand]:
-        """Codes of X; what the clamp left over; what backward needs of X. rest: X, or X without its mean."""
-        how, form, later = self.plan.fprop.a, self.plan.saved_x, self.plan.wgrad.b
+        """(codes of X, outliers, X as saved for backward). rest: X, or X minus its mean."""
+        spec, form, later = self.plan.fprop.a, self.plan.saved_x, self.plan.wgrad.b
         codes = codes_t = residual = None
-        if how.source is Source.ALL_GATHERED:
-            codes = self._gathered_rows(how, rest)
-        elif how.op is Op.QUANTIZE_OUTLIERS:
-            codes, residual = self._clamped(how, rest)
-        elif how.op is Op.ROTATE_FOLD:
-            codes = self._folded(how, rest)
-        elif how.op is Op.QUANTIZE_BOTH:
-            codes, codes_t = self._both(how, form.quantizer, rest, amax)
-        elif how.quantizer is not None:
-            codes = self._rounded(how, rest)
+        if spec.source is Source.ALL_GATHERED:
+            codes = self._gathered_rows(spec, rest)
+        elif spec.op is Op.QUANTIZE_OUTLIERS:
+            codes, residual = self._clamped(spec, rest)
+        elif spec.op is Op.ROTATE_FOLD:
+            codes = self._folded(spec, rest)
+        elif spec.op is Op.QUANTIZE_BOTH:
+            codes, codes_t = self._both(spec, form.quantizer, rest, amax)
+        elif spec.quantizer is not None:
+            codes = self._rounded(spec, rest)
         if form.quantizer is None:
             return codes, residual, SavedOperand(form, (x,))
         if codes_t is None and later.source is Source.FORWARD:
@@ -158,32 +159,30 @@ class LinearGemms:
         assert saved is not None
         return codes, residual, SavedOperand.of(form, saved, residual)
 
-    def _gathered_rows(self, how: OperandPlan, x: Tensor) -> Quantized:
-        """fprop's codes of all ranks' rows, from this rank's rows of x: a byte an element travels, where BF16 takes
-        two, and the bits are those of rounding after the gather.
-        """
-        assert self.split is not None and how.quantizer is not None
-        group, whole = self.split.group, how.quantizer.tile[0] == -1
-        if how.op is Op.ROTATE_FOLD:
-            mine = self._folded(how, x)
-        elif how.outliers is None:
-            mine = how.quantizer(x, shared=Shared(dim=0, group=group))
+    def _gathered_rows(self, spec: OperandPlan, x: Tensor) -> Quantized:
+        """fprop's codes of all ranks' rows: quantises this rank's rows and all-gathers the codes."""
+        assert self.split is not None and spec.quantizer is not None
+        group, whole = self.split.group, spec.quantizer.tile[0] == -1
+        if spec.op is Op.ROTATE_FOLD:
+            mine = self._folded(spec, x)
+        elif spec.outliers is None:
+            mine = spec.quantizer(x, shared=Shared(dim=0, group=group))
         else:
-            mine, _ = how.outliers(x, how.quantizer, None, None)
+            mine, _ = spec.outliers(x, spec.quantizer, None, None)
         assert not mine.parts, "scales of several levels are not gathered"
         scale = mine.scale if whole else group.all_gather(mine.scale)
         return replace(mine, codes=group.all_gather(mine.codes), scale=scale)
 
     def _weight(self, w: Tensor, amax: Tensor | None) -> tuple[Quantized | None, SavedOperand | None]:
-        """Codes of W, where fprop or a later GEMM takes them; what backward needs of them."""
-        how, form = self.plan.fprop.b, self.plan.saved_w
-        if how.quantizer is None:
+        """(codes of W if a GEMM uses them, what is saved of them for backward)."""
+        spec, form = self.plan.fprop.b, self.plan.saved_w
+        if spec.quantizer is None:
             return None, None
-        if how.op is Op.QUANTIZE_BOTH:
+        if spec.op is Op.QUANTIZE_BOTH:
             assert form is not None
-            codes, codes_t = self._both(how, form.quantizer, w, whole_amax=amax)
+            codes, codes_t = self._both(spec, form.quantizer, w, whole_amax=amax)
             return codes, SavedOperand.of(form, codes_t)
-        codes = self._folded(how, w) if how.op is Op.ROTATE_FOLD else self._rounded(how, w, amax)
+        codes = self._folded(spec, w) if spec.op is Op.ROTATE_FOLD else self._rounded(spec, w, amax)
         return codes, None if form is None else SavedOperand.of(form, codes)
 
     # --- backward ---
@@ -191,40 +190,40 @@ class LinearGemms:
     def _weight_t(
         self, weight: Tensor, w: SavedOperand | None, dtype: torch.dtype
     ) -> tuple[Tensor | Quantized, Factor]:
-        """W^T [k, n] or its codes, and their row scales where dY takes them."""
-        how = self.plan.dgrad.b
-        if how.source is Source.FPROP_CODES:
+        """W^T [k, n] or its codes, and their row scales if these are multiplied into dY."""
+        spec = self.plan.dgrad.b
+        if spec.source is Source.FPROP_CODES:
             assert w is not None
-            return self._carriers_t(w) if how.folded else _without_scale(w.transposed_codes(), self.plan.dgrad.a)
+            return self._carriers_t(w) if spec.folded else _without_scale(w.transposed_codes(), self.plan.dgrad.a)
         coded = w is not None and not w.form.scale_only
         matrix = cast(w.codes().dequantize(dtype), dtype) if w is not None and coded else cast(weight, dtype)
-        if how.op is Op.ROTATE_FOLD:
-            return self._folded(how, matrix), None
-        return self._operand(how, matrix.t().contiguous()), None
+        if spec.op is Op.ROTATE_FOLD:
+            return self._folded(spec, matrix), None
+        return self._operand(spec, matrix.t().contiguous()), None
 
     def _carriers_t(self, w: SavedOperand) -> tuple[Quantized, Factor]:
-        """Codes of W^T [k, n] with the block scales in them, and the row scales of W, which dY takes."""
+        """Codes of W^T [k, n] with block scales folded in, and the row scales of W, which are multiplied into dY."""
         codes = w.codes()
         folded, scale = torch.ops.lowprec.fold(codes.codes, codes.scale, carrier_of(codes.exponent_span))
-        if self.split is not None and self.split.dim == 1:  # a row's largest block may lie on another rank
+        if self.split is not None and self.split.dim == 1:  # a row's largest block may be on another rank
             whole = self.split.group.all_reduce_max(scale)
             folded, scale = torch.ops.lowprec.dequantize(folded, scale / whole).to(folded.dtype), whole
         return Quantized(torch.ops.lowprec.transpose(folded), torch.ones_like(scale[:1])), scale.t()
 
     def _input_t(self, x: SavedOperand, dtype: torch.dtype) -> tuple[Tensor | Quantized, Factor]:
-        """X^T [k, m] or its codes, and their row scales where dY^T takes them."""
-        how, plain = self.plan.wgrad.b, x.form.quantizer is None
-        if how.source is Source.FORWARD:
+        """X^T [k, m] or its codes, and their row scales if these are multiplied into dY^T."""
+        spec, plain = self.plan.wgrad.b, x.form.quantizer is None
+        if spec.source is Source.FORWARD:
             return x.codes(), None
-        if how.source is Source.FPROP_CODES:
+        if spec.source is Source.FPROP_CODES:
             return _without_scale(x.transposed_codes(), self.plan.wgrad.a)
-        if how.op is Op.ROTATE_FOLD:
+        if spec.op is Op.ROTATE_FOLD:
             if plain:
-                return self._folded(how, x.tensors[0]), None
+                return self._folded(spec, x.tensors[0]), None
             codes = x.codes()
-            return self._folded(how, codes.codes, codes.scale), None
+            return self._folded(spec, codes.codes, codes.scale), None
         matrix = x.tensors[0] if plain else cast(x.codes().dequantize(dtype), dtype)
-        return self._operand(how, matrix.t().contiguous()), None
+        return self._operand(spec, matrix.t().contiguous()), None
 
     def _dgrad(
         self,
@@ -243,17 +242,19 @@ class LinearGemms:
         self, dy: Tensor, codes: Quantized | None, x: SavedOperand, dtype: torch.dtype, product: torch.dtype | None
     ) -> Tensor:
         wgrad = self.plan.wgrad
-        if wgrad.path is Path.BF16 and x.form.quantizer is None:  # the very product that nn.Linear's backward makes
+        if (
+            wgrad.path is Path.BF16 and x.form.quantizer is None
+        ):  # the same product as nn.Linear's backward, bit for bit
             return cast(dy.t() @ x.tensors[0], product or torch.float32)
         b, factor = self._input_t(x, dtype)
         return self._product(wgrad, codes.t() if codes else self._gradient(wgrad.a, dy, factor), b, product)
 
-    def _gradient(self, how: OperandPlan, dy: Tensor, factor: Factor) -> Tensor | Quantized:
-        """dY or dY^T, as its GEMM takes it."""
-        if how.op is Op.ROTATE_FOLD:
-            return self._folded(how, dy)
-        a = dy.t().contiguous() if how.transposed else dy
-        return self._operand(how, a if factor is None else a.float() * factor)
+    def _gradient(self, spec: OperandPlan, dy: Tensor, factor: Factor) -> Tensor | Quantized:
+        """dY or dY^T as the operand of its GEMM."""
+        if spec.op is Op.ROTATE_FOLD:
+            return self._folded(spec, dy)
+        a = dy.t().contiguous() if spec.transposed else dy
+        return self._operand(spec, a if factor is None else a.float() * factor)
 
     def _estimated(
         self,
@@ -266,7 +267,7 @@ class LinearGemms:
         dtype: torch.dtype,
         into: torch.dtype,
     ) -> Tensor:
-        """The weight's gradient from the product of wgrad: the residual's and the means' shares, the slope."""
+        """The weight's gradient: wgrad's product, terms of residual and means, the estimator's slope."""
         if x.form.residual:
             rest = x.residual(dw.shape[1]).dense(dtype)
             dw = dw + accumulate(dy.t().contiguous(), rest.t().contiguous())
@@ -280,46 +281,46 @@ class LinearGemms:
     # --- operands ---
 
     def _product(
-        self, how: GemmPlan, a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype | None
+        self, spec: GemmPlan, a: Tensor | Quantized, b: Tensor | Quantized, dtype: torch.dtype | None
     ) -> Tensor:
-        return multiply(a, b, how.path, split_accumulation=how.split_accumulation, dtype=dtype)
+        return multiply(a, b, spec.path, split_accumulation=spec.split_accumulation, dtype=dtype)
 
     def _with_row(
-        self, how: GemmPlan, a: Tensor | Quantized, b: Tensor | Quantized, row: Tensor | None, dtype: torch.dtype
+        self, spec: GemmPlan, a: Tensor | Quantized, b: Tensor | Quantized, row: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """The product, plus the same row of FP32 numbers for each token where there is one."""
+        """The product, plus an FP32 row that is added for every token, if given."""
         if row is None:
-            return self._product(how, a, b, dtype)
-        return cast(self._product(how, a, b, torch.float32) + row, dtype)
+            return self._product(spec, a, b, dtype)
+        return cast(self._product(spec, a, b, torch.float32) + row, dtype)
 
-    def _operand(self, how: OperandPlan, x: Tensor) -> Tensor | Quantized:
-        return x if how.quantizer is None else self._rounded(how, x)
+    def _operand(self, spec: OperandPlan, x: Tensor) -> Tensor | Quantized:
+        return x if spec.quantizer is None else self._rounded(spec, x)
 
-    def _rounded(self, how: OperandPlan, x: Tensor, whole_amax: Tensor | None = None) -> Quantized:
-        """x [m, k], rotated and rounded: in one op where there is one and nobody watches. whole_amax: `Shared.amax`."""
-        assert how.quantizer is not None
-        noise, shared = self._noise(how), self._shared(how, whole_amax)
-        signs, block = (None, 0) if how.rotation is None else (self._drawn.signs(how.gemm), how.rotation.block)
-        if how.op is Op.ROUND:
-            return rotated.values(how.quantizer, x, signs, block, *noise, shared)
-        if block and rotated.rotates(how.quantizer, how.cut) and self.observer is None:
-            return rotated.of_rotated(how.quantizer, x, signs, block, *noise, shared)
-        x = self._rotated(how, x)
-        codes = how.quantizer(x, *noise, shared)
-        self._observe(how, x, codes)
+    def _rounded(self, spec: OperandPlan, x: Tensor, whole_amax: Tensor | None = None) -> Quantized:
+        """Rotates and quantises x [m, k], in one op if possible. whole_amax: `Shared.amax`."""
+        assert spec.quantizer is not None
+        noise, shared = self._noise(spec), self._shared(spec, whole_amax)
+        signs, block = (None, 0) if spec.rotation is None else (self._drawn.signs(spec.gemm), spec.rotation.block)
+        if spec.op is Op.ROUND:
+            return rotated.values(spec.quantizer, x, signs, block, *noise, shared)
+        if block and rotated.rotates(spec.quantizer, spec.cut) and self.observer is None:
+            return rotated.of_rotated(spec.quantizer, x, signs, block, *noise, shared)
+        x = self._rotated(spec, x)
+        codes = spec.quantizer(x, *noise, shared)
+        self._observe(spec, x, codes)
         return codes
 
-    def _clamped(self, how: OperandPlan, x: Tensor) -> tuple[Quantized, Residual | None]:
-        """x, rotated and rounded without its outliers; the outliers."""
-        assert how.outliers is not None and how.quantizer is not None
-        x, split = self._rotated(how, x), None if how.cut is None else self.split
-        codes, residual = how.outliers(x, how.quantizer, *self._noise(how), split)
-        self._observe(how, x, codes)
+    def _clamped(self, spec: OperandPlan, x: Tensor) -> tuple[Quantized, Residual | None]:
+        """(codes of the rotated and clamped x, its outliers)."""
+        assert spec.outliers is not None and spec.quantizer is not None
+        x, split = self._rotated(spec, x), None if spec.cut is None else self.split
+        codes, residual = spec.outliers(x, spec.quantizer, *self._noise(spec), split)
+        self._observe(spec, x, codes)
         return codes, residual
 
     def _both(
         self,
-        how: OperandPlan,
+        spec: OperandPlan,
         second: Quantizer | None,
         x: Tensor,
         amax: Tensor | None = None,
@@ -327,23 +328,23 @@ class LinearGemms:
         down: Factor = None,
         whole_amax: Tensor | None = None,
     ) -> tuple[Quantized, Quantized]:
-        """x, and its transpose by `second`, each multiplied by its factor and rounded, in one op."""
-        assert how.quantizer is not None and second is not None
+        """Quantises x, and its transpose by `second`, in one op; each is first multiplied by its factor."""
+        assert spec.quantizer is not None and second is not None
         factors = {"across": across, "down": None if down is None else down.t()}
-        produced, shared = how.operand is Operand.A, self._shared(how, whole_amax)
-        amax = None if how.mean_split else amax  # which is that of the matrix with its mean
-        return both(x, how.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
+        produced, shared = spec.operand is Operand.A, self._shared(spec, whole_amax)
+        amax = None if spec.mean_split else amax  # it is the amax of the matrix with its mean
+        return both(x, spec.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
 
-    def _folded(self, how: OperandPlan, x: Tensor, scale: Tensor | None = None) -> Quantized:
-        """One operand, rotated, rounded and folded. x: as it lies, with `scale` the codes of it."""
-        quantizer, rotation = how.quantizer, how.rotation
+    def _folded(self, spec: OperandPlan, x: Tensor, scale: Tensor | None = None) -> Quantized:
+        """Rotates, quantises and folds an operand. x: the untransposed matrix, or its codes if `scale` is given."""
+        quantizer, rotation = spec.quantizer, spec.rotation
         assert quantizer is not None
-        signs, block = (None, 0) if rotation is None else (self._drawn.signs(how.gemm), rotation.block)
+        signs, block = (None, 0) if rotation is None else (self._drawn.signs(spec.gemm), rotation.block)
         if quantizer.scale is ScaleRule.LADDER:
             kernel = quantizer.kernel("rotate_fold_ladder", x.device)
             ladder = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
             corrected = quantizer.correction is Correction.ROW
-            return Quantized(*kernel(x, scale, how.transposed, signs, block, *ladder, corrected))
+            return Quantized(*kernel(x, scale, spec.transposed, signs, block, *ladder, corrected))
         rule = (
             quantizer.scale.value,
             quantizer.range_share,
@@ -352,44 +353,48 @@ class LinearGemms:
             quantizer.rounding.name,
         )
         kernel = quantizer.kernel("rotate_fold", x.device)
-        codes, row = kernel(x, scale, how.transposed, signs, block, *rule, *self._noise(how))
+        codes, row = kernel(x, scale, spec.transposed, signs, block, *rule, *self._noise(spec))
         return Quantized(codes, row, exponent_span=quantizer.exponent_span)
 
-    def _rotated(self, how: OperandPlan, x: Tensor) -> Tensor:
-        return x if how.rotation is None else how.rotation(x, self._drawn.signs(how.gemm))
+    def _rotated(self, spec: OperandPlan, x: Tensor) -> Tensor:
+        return x if spec.rotation is None else spec.rotation(x, self._drawn.signs(spec.gemm))
 
-    def _observe(self, how: OperandPlan, x: Tensor, codes: Quantized) -> None:
+    def _observe(self, spec: OperandPlan, x: Tensor, codes: Quantized) -> None:
         if self.observer is not None:
-            self.observer(how, x, codes)
+            self.observer(spec, x, codes)
 
-    def _noise(self, how: OperandPlan) -> tuple[Tensor | None, Tensor | None]:
-        """Seed and origin of a stochastic operand; (None, None) for one that is rounded to nearest."""
-        if how.quantizer is None or not how.quantizer.stochastic:
+    def _noise(self, spec: OperandPlan) -> tuple[Tensor | None, Tensor | None]:
+        """Seed and origin of an operand that is rounded stochastically; otherwise (None, None)."""
+        if spec.quantizer is None or not spec.quantizer.stochastic:
             return None, None
         draws = self._drawn
-        seed, tokens = draws.seed(how.gemm, how.operand), _token_origin(how, draws)
-        return seed, tokens if self.split is None else self.split.origin(how.gemm, how.operand, tokens, seed.device)
+        seed, tokens = draws.seed(spec.gemm, spec.operand), _token_origin(spec, draws)
+        return seed, tokens if self.split is None else self.split.origin(spec.gemm, spec.operand, tokens, seed.device)
 
-    def _shared(self, how: OperandPlan, amax: Tensor | None = None) -> Shared | None:
-        """What an operand's scales take from other ranks; None for an operand that is not cut."""
-        return None if how.cut is None or self.split is None else Shared(dim=how.cut, group=self.split.group, amax=amax)
+    def _shared(self, spec: OperandPlan, amax: Tensor | None = None) -> Shared | None:
+        """How the scales of a sharded operand are reduced over ranks; None for an operand that is not sharded."""
+        return (
+            None if spec.cut is None or self.split is None else Shared(dim=spec.cut, group=self.split.group, amax=amax)
+        )
 
     @property
     def _drawn(self) -> SiteDraws:
         if self.draws is None:
-            raise ValueError("a stochastic recipe needs draws: forward(x, draws=...), or attach_draws before it")
+            raise ValueError(
+                "a stochastic recipe needs draws: call forward(x, draws=...), or attach_draws(model, draws) first"
+            )
         return self.draws
 
 
-def _token_origin(how: OperandPlan, draws: SiteDraws) -> Tensor | None:
-    """Where the operand's tokens lie: rows of X and dY, columns of dY^T and X^T, none in W."""
-    if how.gemm is Gemms.WGRAD:
+def _token_origin(spec: OperandPlan, draws: SiteDraws) -> Tensor | None:
+    """Global position of the operand's first token: a row of X and dY, a column of dY^T and X^T; None for W."""
+    if spec.gemm is Gemms.WGRAD:
         return draws.token_columns
-    return draws.token_rows if how.operand is Operand.A else None
+    return draws.token_rows if spec.operand is Operand.A else None
 
 
 def _without_scale(codes: Quantized, other: OperandPlan) -> tuple[Quantized, Factor]:
-    """Codes without the scale [1, k] that the other operand takes."""
+    """Splits off the scale [1, k] if it is multiplied into the other operand."""
     if not other.scaled:
         return codes, None
     return Quantized(codes.codes, torch.ones_like(codes.scale[:, :1])), codes.scale

@@ -1,7 +1,7 @@
-"""What each GEMM of a linear layer does, as one value (`precision.plan` makes it).
+"""The plan of a linear layer: what each of its GEMMs does, as one value. `precision.plan` compiles it.
 
-Six operands: X, W of fprop; dY, W^T of dgrad; dY^T, X^T of wgrad. Each says where it comes from, which op makes it and
-what is multiplied into it; each GEMM says its path; X and W say the form in which they wait for the backward pass.
+There are six operands: X, W of fprop; dY, W^T of dgrad; dY^T, X^T of wgrad. The plan gives the source of each operand,
+the op that produces it, the path of each GEMM, and the form in which X and W are saved for the backward pass.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ class Source(Enum):
 
 
 class Op(Enum):
-    """The op that makes it. QUANTIZE_BOTH makes an operand and its transpose; ROTATE_FOLD reads the matrix as it lies
-    and writes codes in an FP8 carrier, of the matrix or of its transpose; ROUND writes what codes stand for, in BF16.
+    """The op that produces an operand.
+
+    QUANTIZE_BOTH writes an operand and its transpose. ROTATE_FOLD writes codes in an FP8 carrier, of a matrix or of its
+    transpose. ROUND writes the rounded values in BF16.
     """
 
     NONE = ""
@@ -52,10 +54,12 @@ class Op(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class OperandPlan:
-    """One operand of one GEMM. quantizer: that its codes were made by; None where it is plain. scaled: the row scales
-    of the other operand are multiplied in first. amax_from: the op that makes the matrix and leaves its amax, which
-    spares a pass over it. mean_split: its mean over the tokens is taken out first. folded: its block
-    scales are in its codes. cut: the dimension along which ranks hold parts of it.
+    """One operand of one GEMM.
+
+    quantizer: None if the operand is not quantised. scaled: it is first multiplied by the row scales of the other
+    operand. mean_split: its mean over the tokens is subtracted first. folded: its block scales are multiplied into its
+    codes. amax_from: the op that produces the matrix and its amax, which spares a pass over it. cut: the dimension
+    along which tensor-parallel ranks hold shards; None if it is not sharded.
     """
 
     gemm: Gemms
@@ -73,12 +77,12 @@ class OperandPlan:
 
     @property
     def name(self) -> str:
-        """X, W, dY or a transpose of one."""
+        """Name of the operand: X, W, dY, W^T, dY^T or X^T."""
         return NAMES[self.gemm][self.operand]
 
     @property
     def rounding(self) -> str:
-        """Format, tile, scale and outliers: "E2M1[1x*] FP32, OCC 0.99 carrier"; "BF16" for what is not rounded."""
+        """Format, tile, scale and outliers, such as "E2M1[1x*] FP32, OCC 0.99 carrier"; "BF16" if not quantised."""
         parts = [str(self.quantizer or "BF16")]
         parts += (
             [f"span {self.quantizer.exponent_span}"]
@@ -90,7 +94,7 @@ class OperandPlan:
 
     @property
     def transposed(self) -> bool:
-        """True for the transpose of a matrix that the layer has: W^T, dY^T, X^T."""
+        """True for W^T, dY^T and X^T."""
         return self.gemm is Gemms.WGRAD or (self.gemm is Gemms.DGRAD and self.operand is Operand.B)
 
     def __str__(self) -> str:
@@ -109,8 +113,9 @@ class OperandPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class GemmPlan:
-    """a[m, k] @ b[n, k]^T. sizes: (m, n, k). codes: of both operands, as the path was chosen by. codes_only: the
-    product takes plain operands, and codes are made for the backward pass.
+    """a[m, k] @ b[n, k]^T. sizes: (m, n, k). codes: properties of both operands that determined the path.
+
+    codes_only: the product uses the unquantised operands; codes are made for the backward pass only.
     """
 
     sizes: tuple[int, int, int]
@@ -124,7 +129,7 @@ class GemmPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearPlan:
-    """Of one layer, in one phase of a run, for so many tokens on one kind of device. shape: of the whole weight."""
+    """The plan of one layer for one recipe, number of tokens and kind of device. shape: of the unsharded weight."""
 
     shape: tuple[int, int]
     fprop: GemmPlan
@@ -141,18 +146,18 @@ class LinearPlan:
 
     @property
     def saves_mean(self) -> bool:
-        """True when the mean of X is saved beside codes that no longer have it."""
+        """True when the mean of X is saved beside the codes of X minus its mean."""
         return self.adds_means and self.saved_x.quantizer is not None
 
     @property
     def splits_x(self) -> bool:
-        """True when the forward pass takes the mean out of X."""
+        """True when the forward pass subtracts the mean from X."""
         later = self.wgrad.b.mean_split and self.wgrad.b.source is Source.FORWARD
         return self.fprop.a.mean_split or later
 
     @property
     def splits_dy(self) -> bool:
-        """True when the backward pass takes the mean out of dY, or needs it."""
+        """True when the backward pass computes the mean of dY."""
         return self.dgrad.a.mean_split or self.adds_means
 
     @property
@@ -162,31 +167,31 @@ class LinearPlan:
 
     @property
     def gathers_rows(self) -> bool:
-        """True when the layer takes this rank's rows of X and gathers codes of them."""
+        """True when the layer quantises this rank's rows of X and all-gathers the codes."""
         return self.fprop.a.source is Source.ALL_GATHERED
 
     def gemms(self) -> dict[str, GemmPlan]:
-        """By name."""
+        """The three GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     def paths(self) -> dict[str, str]:
-        """The path of each GEMM, as recipe.json names it."""
+        """Name of each GEMM's path, as in recipe.json."""
         return {name: each.path.value for name, each in self.gemms().items()}
 
     def peaks(self) -> dict[str, str]:
-        """Which of the device's peaks each GEMM is measured against."""
+        """The device peak that bounds each GEMM: "bf16", "fp8", "fp4" or "int8"."""
         return {name: each.path.peak for name, each in self.gemms().items()}
 
     def operands(self) -> Iterator[OperandPlan]:
-        """X, W; dY, W^T; dY^T, X^T."""
+        """The six operands: X, W; dY, W^T; dY^T, X^T."""
         return (operand for each in self.gemms().values() for operand in (each.a, each.b))
 
     def saved(self, operand: OperandPlan) -> SavedForm | None:
-        """The form of one of fprop's operands between the passes; None for others, and for W that is not saved."""
+        """The form in which an operand of fprop is saved; None for other operands, and if W is not saved."""
         return {"X": self.saved_x, "W": self.saved_w}.get(operand.name)
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """GEMM -> operand -> how it comes about."""
+        """GEMM -> operand -> text that describes how the operand is produced."""
         table: dict[str, dict[str, str]] = {name: {} for name in self.gemms()}
         for operand in self.operands():
             saved = None if operand.source is Source.LIBRARY else self.saved(operand)

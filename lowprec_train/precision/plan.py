@@ -1,11 +1,11 @@
-"""Decides what a linear layer does under a recipe, once: the one place where a recipe becomes ops and paths.
+"""Compiles a recipe into the plan of a linear layer: the ops and GEMM paths that it uses.
 
     plan = compile_plan(recipe, (n, k), tokens, device, split=split, fused=True)
 
-`precision.linear_gemms` executes a plan; the start-up table, the linter, the estimate and telemetry read it.
+`precision.linear_gemms` executes a plan; the start-up table, the linter, the memory estimate and telemetry read it.
 
-A scale that lies along the reduction of a backward GEMM, one per row of W or of X, cannot leave its sum: it is
-multiplied into dY before dY is rounded (docs/numerics.md).
+Row scales of W or X lie along the reduction of a backward GEMM, so they cannot be applied after it. They are multiplied
+into dY before dY is quantised (docs/numerics.md).
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def compile_plan(
 ) -> LinearPlan:
     """The plan of a layer.
 
-    shape: of its weight [n, k], or of this rank's part of it. tokens: rows of X in its GEMMs. dtype: of X. split: what
-    of the layer other ranks hold. fused: False makes every operand by an op of its own, for an observer. gathered: the
-    weight arrives as fprop's codes, and whoever has the weight multiplies by the estimator's slope. producer, consumer:
-    ops that leave the amax of X, and of dY. capability: compute capability to plan for; None: that of the device.
+    shape: [n, k] of the weight or of this rank's shard. tokens: rows of X in the GEMMs. dtype: of X. split: the
+    tensor-parallel split, if any. fused: False produces every operand by a separate op, which an observer requires.
+    gathered: FSDP all-gathers the weight as fprop's codes; the estimator's slope is then applied by the owner of the
+    shard, not here. producer, consumer: ops that provide the amax of X and of dY. capability: compute capability to
+    plan for; None: that of `device`.
     """
     if recipe.backend is not None:
         return _by_backend(recipe.backend, shape, tokens)
@@ -58,7 +59,7 @@ def compile_plan(
 
 
 def _by_backend(backend: Backend, shape: tuple[int, int], tokens: int) -> LinearPlan:
-    """Sizes and paths: the rest is the library's."""
+    """A plan with sizes and paths only; the library decides the rest."""
     (n, k), plain = shape, Codes(None)
     sizes = {Gemms.FPROP: (tokens, n, k), Gemms.DGRAD: (tokens, k, n), Gemms.WGRAD: (n, k, tokens)}
     gemms = {
@@ -73,13 +74,13 @@ def _by_backend(backend: Backend, shape: tuple[int, int], tokens: int) -> Linear
         )
         for which, each in sizes.items()
     }
-    made = dict(zip(("fprop", "dgrad", "wgrad"), gemms.values(), strict=True))
-    return LinearPlan(shape=shape, **made, saved_x=SavedForm(), saved_w=None, estimator=StraightThrough())
+    by_name = dict(zip(("fprop", "dgrad", "wgrad"), gemms.values(), strict=True))
+    return LinearPlan(shape=shape, **by_name, saved_x=SavedForm(), saved_w=None, estimator=StraightThrough())
 
 
 @dataclass(frozen=True)
 class _Compiler:
-    """The arguments of `compile_plan`, and one decision a method."""
+    """The arguments of `compile_plan`; each method makes one decision."""
 
     recipe: LinearRecipe
     n: int
@@ -125,7 +126,7 @@ class _Compiler:
         return (self.split.whole, self.k) if self.split.dim == 0 else (self.n, self.split.whole)
 
     def without_means(self, *operands: OperandPlan) -> tuple[OperandPlan, ...]:
-        """Operands with tokens: those that are rounded, and X^T where it comes from fprop's codes, lose their means."""
+        """Sets `mean_split` for operands that are quantised, and for X^T if it comes from fprop's codes."""
         if not self.recipe.mean_split:
             return operands
 
@@ -163,25 +164,30 @@ class _Compiler:
         )
 
     def as_values(self, operand: OperandPlan, path: Path) -> OperandPlan:
-        """One whose codes nobody takes but a GEMM that would dequantise them is made as their values."""
+        """The operand as rounded BF16 values if its codes would only be dequantised by this GEMM."""
         quantizer, fprop = operand.quantizer, operand.gemm is Gemms.FPROP
-        kept = fprop and (operand.operand is Operand.B or self.recipe.saves_codes)
-        made = operand.source is Source.FRESH and operand.op is Op.QUANTIZE and self.fused and not kept
-        if path is not Path.DEQUANTIZE or not made or quantizer is None or not makes_values(quantizer, operand.cut):
+        saved = fprop and (operand.operand is Operand.B or self.recipe.saves_codes)
+        single_use = operand.source is Source.FRESH and operand.op is Op.QUANTIZE and self.fused and not saved
+        if (
+            path is not Path.DEQUANTIZE
+            or not single_use
+            or quantizer is None
+            or not makes_values(quantizer, operand.cut)
+        ):
             return operand
         return replace(operand, op=Op.ROUND)
 
     def codes(self, operand: OperandPlan, rows: int, columns: int) -> Codes:
-        """What the choice of a path sees of an operand."""
+        """The properties of an operand that the choice of a path depends on."""
         quantizer = operand.quantizer
         if quantizer is None:
             return Codes(None)
         if operand.source is Source.FPROP_CODES:
             return gemm.codes_of(quantizer.transposed(), rows, columns, exponent_span=0)
-        carried = operand.outliers is not None and operand.outliers.variant == "carrier"
-        return gemm.codes_of(quantizer, rows, columns, exponent_span=0 if carried else quantizer.exponent_span)
+        in_carrier = operand.outliers is not None and operand.outliers.variant == "carrier"
+        return gemm.codes_of(quantizer, rows, columns, exponent_span=0 if in_carrier else quantizer.exponent_span)
 
-    # --- fprop, and what it leaves ---
+    # --- fprop, and what it saves ---
 
     def x(self) -> OperandPlan:
         fprop, a = self.recipe.fprop, self.recipe.fprop.a
@@ -198,8 +204,10 @@ class _Compiler:
         )
 
     def gathers_rows(self, a: Quantizer) -> bool:
-        """True when fprop's codes of X are a byte each, are all that is needed, and are found row by row, up to one
-        scale of everything. An observer has to see the whole X.
+        """True when the all-gather of X can move fprop's codes in place of BF16 values.
+
+        The codes must be one byte each, suffice for all GEMMs, and be computable row by row, except for a per-tensor
+        scale. An observer needs the whole X, so it disables this.
         """
         fprop = self.recipe.fprop
         if (
@@ -208,20 +216,18 @@ class _Compiler:
             or self.split.dim != 0
             or fprop.codes_only
             or fprop.rotation is not None
-            or self.recipe.mean_split  # a mean is that of all ranks' rows
+            or self.recipe.mean_split  # the mean is over all ranks' rows
         ):
             return False
         by_rows = a.tile == (-1, -1) or a.tile[0] == 1
         small = a.format.carrier.itemsize == 1 and not a.stochastic and a.scale is not ScaleRule.NVFP4
         carried = fprop.outliers is None or fprop.outliers.variant == "carrier"
         folded = self.recipe.wgrad.b is not Reuse.FPROP_CODES and self.folds_ladder(Operand.A, a)
-        rowed = (
-            a.scale is not ScaleRule.LADDER or folded
-        )  # else codes come with scales of blocks, which are not gathered
+        rowed = a.scale is not ScaleRule.LADDER or folded  # else block scales, which cannot be gathered
         return self.recipe.saves_codes and by_rows and small and carried and rowed
 
     def pairs_x(self, a: Quantizer) -> bool:
-        """One op rounds X for fprop and X^T for wgrad. E2M1 codes that are taken again are packed instead."""
+        """One op quantises X for fprop and X^T for wgrad. E2M1 codes that are reused are packed instead."""
         recipe = self.recipe
         if recipe.fprop.rotation is not None:
             return False
@@ -250,13 +256,13 @@ class _Compiler:
 
     def w(self) -> OperandPlan:
         fprop, b = self.recipe.fprop, self.recipe.fprop.b
-        used = not fprop.codes_only or self.keeps_w or not isinstance(self.recipe.estimator, StraightThrough)
+        used = not fprop.codes_only or self.saves_w or not isinstance(self.recipe.estimator, StraightThrough)
         if not isinstance(b, Quantizer) or not used:
             return self.operand(Gemms.FPROP, Operand.B)
         source = Source.ALL_GATHERED if self.gathered else Source.FRESH
         pair = self.reuses_w and self.pairs(Gemms.FPROP, Operand.B, b, b.transposed())
         op = Op.NONE if self.gathered else Op.QUANTIZE_BOTH if pair else Op.QUANTIZE
-        if op is Op.QUANTIZE and not self.keeps_w and self.folds_ladder(Operand.B, b):
+        if op is Op.QUANTIZE and not self.saves_w and self.folds_ladder(Operand.B, b):
             op = Op.ROTATE_FOLD
         return self.operand(Gemms.FPROP, Operand.B, source=source, quantizer=b, op=op)
 
@@ -265,12 +271,12 @@ class _Compiler:
         return self.recipe.dgrad.b is Reuse.FPROP_CODES
 
     @property
-    def keeps_w(self) -> bool:
-        """dgrad needs fprop's codes of W: as they are, or to round what they stand for."""
+    def saves_w(self) -> bool:
+        """dgrad needs fprop's codes of W: it reuses them, or dequantises and rounds them again."""
         return self.reuses_w or self.recipe.weight_from_codes
 
     def saved_w(self, w: OperandPlan) -> SavedForm | None:
-        if w.quantizer is None or not self.keeps_w:
+        if w.quantizer is None or not self.saves_w:
             estimated = w.quantizer is not None and not isinstance(self.recipe.estimator, StraightThrough)
             return SavedForm(quantizer=w.quantizer, scale_only=True) if estimated else None
         if w.op is Op.QUANTIZE_BOTH:
@@ -307,7 +313,7 @@ class _Compiler:
         )
 
     def fresh(self, which: Gemms, how: Gemm, op: Op = Op.QUANTIZE) -> tuple[OperandPlan, OperandPlan]:
-        """Both operands, each rounded for this GEMM where it has a quantiser."""
+        """Both operands; those with a quantiser are quantised for this GEMM alone."""
 
         def of(operand: Operand, quantizer: Quantizer | Reuse | None) -> OperandPlan:
             if not isinstance(quantizer, Quantizer):
@@ -317,7 +323,7 @@ class _Compiler:
         return of(Operand.A, how.a), of(Operand.B, how.b)
 
     def folds(self, which: Gemms, how: Gemm) -> bool:
-        """Both operands go from plain values to folded carriers in one op each."""
+        """One op per operand turns values into folded FP8 carriers."""
         operands = ((Operand.A, how.a), (Operand.B, how.b))
         foldable = self.fused and all(
             isinstance(q, Quantizer) and gemm.folds(q) and not self.crosses(which, operand, q)
@@ -326,21 +332,19 @@ class _Compiler:
         return foldable and not self.is_native(which, how)
 
     def is_native(self, which: Gemms, how: Gemm) -> bool:
-        """Tensor cores take the codes and block scales of both operands, so nothing is folded."""
+        """Tensor cores apply the block scales of both operands, so nothing is folded."""
         _, n, k = self.sizes(which)
         a, b = (gemm.block_format(q) if isinstance(q, Quantizer) else "" for q in (how.a, how.b))
         return self.recipe.native_block_scales and gemm.is_native(a, b, n, k, self.capability)
 
     def folds_ladder(self, operand: Operand, quantizer: Quantizer) -> bool:
-        """fprop's codes are folded as they are made, and only fprop takes them as codes of its rows."""
+        """The op that makes fprop's codes also folds them; no backward GEMM may need the unfolded codes."""
         ladder = quantizer.scale is ScaleRule.LADDER and isinstance(self.recipe.estimator, StraightThrough)
         whole = not self.crosses(Gemms.FPROP, operand, quantizer) and self.recipe.fprop.outliers is None
         return self.fused and ladder and whole and gemm.folds(quantizer)
 
     def decodes(self, saved_x: SavedForm) -> bool:
-        """The folding op takes values, or unpacked codes under one scale, which it decodes to BF16; that of the ladder
-        takes codes under a scale per row, too.
-        """
+        """The folding op can read the saved X: values, or unpacked codes under one scale (the ladder: one per row)."""
         x, b = saved_x.quantizer, self.recipe.wgrad.b
         if x is None:
             return True
@@ -351,14 +355,14 @@ class _Compiler:
         return one and not (saved_x.transposed or saved_x.packed) and self.dtype == torch.bfloat16
 
     def pairs_dy(self, a: OperandPlan, a_t: OperandPlan) -> bool:
-        """One op rounds dY for dgrad and dY^T for wgrad."""
+        """One op quantises dY for dgrad and dY^T for wgrad."""
         folded, rotated = a.scaled or a_t.scaled, self.rotates_dy
         if rotated or a.quantizer is None or a_t.quantizer is None:
             return False
         return self.pairs(a.gemm, a.operand, a.quantizer, a_t.quantizer, folded=folded)
 
     def shares_dy(self, a: OperandPlan, a_t: OperandPlan) -> bool:
-        """dgrad and wgrad see the same codes of dY: one scale, nothing rotated, drawn or multiplied in."""
+        """dgrad and wgrad share the codes of dY: per-tensor scale, deterministic, no rotation or row scales."""
         q, changed = a.quantizer, a.scaled or a_t.scaled or self.rotates_dy
         return q is not None and q == a_t.quantizer and q.tile == (-1, -1) and not q.stochastic and not changed
 
@@ -371,8 +375,9 @@ class _Compiler:
     def pairs(
         self, which: Gemms, operand: Operand, first: Quantizer, second: Quantizer, *, folded: bool = False
     ) -> bool:
-        """One op rounds an operand by `first` and its transpose by `second`: no scale depends on what other ranks hold,
-        or one number for everything does. folded: row scales are multiplied in.
+        """One op can quantise an operand by `first` and its transpose by `second`.
+
+        Scales must not depend on other ranks' shards unless both are per-tensor. folded: row scales are multiplied in.
         """
         if not self.fused or not pairs(first, second):
             return False
@@ -380,7 +385,7 @@ class _Compiler:
         return not crossing or (_whole(first, second) and not folded)
 
     def crosses(self, which: Gemms, operand: Operand, quantizer: Quantizer, *, transposed: bool = False) -> bool:
-        """A scale depends on what other ranks hold."""
+        """A scale of the operand depends on other ranks' shards."""
         cut = None if self.split is None else self.split.cut(which, operand)
         return cut is not None and quantizer.crosses(1 - cut if transposed else cut)
 
@@ -390,5 +395,5 @@ def _whole(*quantizers: Quantizer | None) -> bool:
 
 
 def _transposed(quantizer: Quantizer) -> Quantizer:
-    """Of codes that are not rounded again: exponents are bounded along the rows that they were made for."""
+    """The quantiser of transposed codes, without exponent_span, which bounds the original rows."""
     return replace(quantizer.transposed(), exponent_span=0) if quantizer.exponent_span else quantizer.transposed()

@@ -1,8 +1,7 @@
-"""Which linear gets which recipe: an ordered map of name patterns, first match wins, every linear exactly one.
+"""Assigns recipes to linear layers by an ordered map of name patterns. The first matching pattern decides.
 
-A pattern is a glob over fully qualified names, in which a numbered part may be a slice, in positions or per cent of the
-depth: `blocks.*`, `blocks.*.mlp.*`, `blocks[:1].*`, `blocks[-4:].*`, `blocks[85%:].*`. Per cent round outward: a slice
-holds at least its share.
+A pattern is a glob over fully qualified names. A numbered part may be a slice, in positions or per cent of the depth:
+`blocks.*`, `blocks.*.mlp.*`, `blocks[:1].*`, `blocks[-4:].*`, `blocks[85%:].*`. Percentages round outward.
 """
 
 from __future__ import annotations
@@ -23,29 +22,29 @@ _SLICED = re.compile(r"(?P<stem>[^\[\]]+)\[(?P<start>[^\[\]:]*):(?P<stop>[^\[\]:
 
 
 def named_linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """Every Linear with its fully qualified name, in the order of the model."""
+    """Every Linear with its fully qualified name, in model order."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Linear))
 
 
 def count_linears(model: nn.Module) -> int:
-    """Number of sites that draws are needed for."""
+    """Number of Linear layers, which is the number of sites in a seed table."""
     return sum(1 for _ in named_linears(model))
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """One pattern of a policy over the names of one model. Raises ValueError for a slice that cannot be read."""
+    """One pattern of a policy, and the names of the model's linears. Raises ValueError for an invalid slice."""
 
     text: str
     names: tuple[str, ...]
 
     def __post_init__(self) -> None:
         if re.search(r"\[[^\]]*:", self.text) and not _SLICED.fullmatch(self.text):
-            raise ValueError(f"the policy's pattern {self.text!r} holds a slice that is not [start:stop]")
+            raise ValueError(f"the policy's pattern {self.text!r} has an invalid slice; the form is [start:stop]")
         self.matches("")
 
     def matches(self, name: str) -> bool:
-        """Whether a linear's name fits."""
+        """True when a linear's name matches the pattern."""
         sliced = _SLICED.fullmatch(self.text)
         if sliced is None:
             return fnmatchcase(name, self.text)
@@ -64,19 +63,21 @@ class Pattern:
             return int(outward(round(float(text[:-1]) * depth / 100, 9)))
         if re.fullmatch(r"-?\d+", text):
             return int(text)
-        raise ValueError(f"the policy's pattern {self.text!r}: {text!r} is no position and no share of up to 100%")
+        raise ValueError(
+            f"the policy's pattern {self.text!r}: {text!r} is neither a position nor a percentage up to 100%"
+        )
 
 
 def _index(stem: str, name: str) -> int:
-    """The number that follows the stem in a name; -1 when none does."""
+    """The number after the stem in a name; -1 if there is none."""
     number = re.match(rf"{re.escape(stem)}\.(\d+)(?=\.|$)", name)
     return int(number[1]) if number else -1
 
 
 def resolve(model: nn.Module, policy: Mapping[str, LinearRecipe]) -> dict[str, LinearRecipe]:
-    """The recipe of every Linear by the first pattern that its name matches; nothing is set.
+    """The recipe of every Linear: that of the first pattern that matches its name. Does not change the model.
 
-    Raises ValueError for a linear that no pattern matches, for a pattern that no linear gets, and for a bad slice.
+    Raises ValueError for a linear without a matching pattern, an unused pattern and an invalid slice.
     """
     names = tuple(name for name, _ in named_linears(model))
     patterns = [Pattern(text, names) for text in policy]
@@ -95,8 +96,8 @@ def resolve(model: nn.Module, policy: Mapping[str, LinearRecipe]) -> dict[str, L
 def _all_used(patterns: Sequence[Pattern], used: set[str], names: tuple[str, ...]) -> None:
     for pattern in patterns:
         if pattern.text not in used:
-            seen = any(pattern.matches(name) for name in names)
-            why = "comes after patterns that match first" if seen else "matches no linear"
+            shadowed = any(pattern.matches(name) for name in names)
+            why = "matches only linears that earlier patterns match" if shadowed else "matches no linear"
             order = [each.text for each in patterns]
             raise ValueError(
                 f"the policy's pattern {pattern.text!r} {why}; linears are {list(names)}, patterns in order {order}"
@@ -104,7 +105,7 @@ def _all_used(patterns: Sequence[Pattern], used: set[str], names: tuple[str, ...
 
 
 def assign(model: nn.Module, table: Mapping[str, LinearRecipe]) -> None:
-    """Sets `.recipe` of every Linear from a table that names them all."""
+    """Sets `.recipe` of every Linear from a complete table."""
     for name, module in named_linears(model):
         module.recipe = table[name]
 
@@ -117,6 +118,6 @@ def apply_policy(model: nn.Module, policy: Mapping[str, LinearRecipe]) -> dict[s
 
 
 def attach_draws(model: nn.Module, draws: Draws) -> None:
-    """Gives every Linear draws of its own for good, in the order of the model: for passes that are given none."""
+    """Sets the default draws of every Linear, in model order, for forward passes that receive none."""
     for index, (_, module) in enumerate(named_linears(model)):
         module.draws = draws.site(index)

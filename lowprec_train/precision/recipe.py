@@ -1,6 +1,6 @@
-"""A recipe is a value: three GEMMs, the weight's gradient estimator, and what is saved for the backward pass.
+"""The recipe of a linear layer, as a value: its three GEMMs, the gradient estimator, and what is saved for backward.
 
-Every GEMM is a[m, k] @ b[n, k]^T, and tiles, rotations and outliers lie along its own k:
+Every GEMM is a[m, k] @ b[n, k]^T. Tiles, rotations and outliers are laid out along the k of that GEMM:
 
     fprop   Y  = X W^T       a = X   [tokens, in]    b = W   [out, in]
     dgrad   dX = dY W        a = dY  [tokens, out]   b = W^T [in, out]
@@ -24,7 +24,7 @@ from lowprec_train.precision.outliers import OutlierClamp
 
 
 class Reuse(Enum):
-    """An operand of a backward GEMM that takes fprop's codes as they are: no second rounding (docs/numerics.md)."""
+    """An operand of a backward GEMM that reuses fprop's codes without a second rounding (docs/numerics.md)."""
 
     FPROP_CODES = "fprop codes"
 
@@ -33,9 +33,12 @@ class Reuse(Enum):
 
 
 class SavedInput(Enum):
-    """What a Linear saves of its input for wgrad: the BF16 tensor, fprop's codes, or wgrad's own operand, rotated and
-    rounded in the forward pass. E2M1 codes are packed, two a byte; carriers of FOLD3 are a byte each as CODES, and E2M1
-    codes with a byte for the scale of each block, the same numbers, as PACKED.
+    """What a Linear saves of its input for wgrad.
+
+    INPUT    the BF16 tensor
+    CODES    fprop's codes: E2M1 codes two a byte, FOLD3's FP8 carriers one a byte
+    PACKED   FOLD3 only: E2M1 codes two a byte and a byte per block scale; the same values as CODES
+    OPERAND  wgrad's operand, rotated and quantised in the forward pass
     """
 
     INPUT = "input"
@@ -45,18 +48,17 @@ class SavedInput(Enum):
 
     @property
     def of_fprop(self) -> bool:
-        """fprop's codes are saved."""
+        """True for CODES and PACKED, which save fprop's codes."""
         return self in (SavedInput.CODES, SavedInput.PACKED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """Operand quantisers (None: BF16) and what must match across the pair, so that a mismatch cannot be written down.
+    """One GEMM: the quantisers of its operands (None: BF16), and the options that both operands share.
 
-    split_accumulation: FP8 partial sums are promoted to FP32 as they go (slower, exact for FP4 codes) instead of at the
-    end.
-    codes_only: of fprop; the product takes its operands as they are, and codes are made only where the backward pass
-    takes them (a forward pass in BF16 before an unchanged backward pass, arXiv 2509.25149, appendix D).
+    split_accumulation: FP8 partial sums are promoted to FP32 at intervals: slower, but exact for FP4 codes.
+    codes_only: fprop only. The product runs in BF16, and codes are made for the backward pass only (arXiv 2509.25149,
+    appendix D). Raises ValueError for options that exclude each other.
     """
 
     a: Quantizer | None = None
@@ -68,28 +70,26 @@ class Gemm:
 
     def __post_init__(self) -> None:
         if self.rotation is not None and (self.a is None or not isinstance(self.b, Quantizer)):
-            raise ValueError(
-                "a rotation needs a quantiser on both operands: codes that exist already cannot be rotated"
-            )
+            raise ValueError("a rotation needs a quantiser on both operands: reused codes cannot be rotated")
         if self.outliers is not None and (self.a is None or self.a.format is not E2M1 or self.a.tile != (1, -1)):
-            raise ValueError(f"outlier clamping belongs to row-wise E2M1 activations, not to {self.a}")
+            raise ValueError(f"outlier clamping needs row-wise E2M1 activations, not {self.a}")
         if self.rotation is not None and self.outliers is not None and self.outliers.variant == "residual":
-            raise ValueError("a residual of rotated activations cannot multiply the weight as it is; take the carrier")
+            raise ValueError("outliers.variant=residual cannot be used with a rotation: use variant=carrier")
         if (
             self.outliers is not None
             and self.outliers.variant == "carrier"
             and self.a is not None
             and self.a.rounding is not NEAREST
         ):
-            raise ValueError(f"carrier outliers are rounded to nearest; a {self.a.rounding} quantiser cannot hold them")
+            raise ValueError(f"outliers.variant=carrier needs rounding to nearest, not {self.a.rounding}")
 
     @property
     def is_identity(self) -> bool:
-        """True when both operands stay as they are."""
+        """True when neither operand is quantised."""
         return self.a is None and self.b is None
 
     def check(self, m: int, n: int, k: int) -> None:
-        """ValueError when a tile or the rotation does not divide a dimension."""
+        """Raises ValueError if a tile or the rotation does not divide a dimension."""
         if self.a is not None:
             self.a.check(m, k)
         if isinstance(self.b, Quantizer):
@@ -109,12 +109,11 @@ class Gemm:
 class LinearRecipe:
     """The precision of one linear layer. The default is the identity: bit-equal to nn.Linear.
 
-    mean_split: X and dY lose their means over the tokens before they are rounded (`precision.mean_split`).
-    weight_from_codes: dgrad's W^T is rounded from what fprop's codes of W stand for, as wgrad's X^T is where
-    saved_input is CODES; False rounds it from W.
-    native_block_scales: block-scaled tensor cores multiply codes and scales whose format they know; False multiplies
-    them as GPUs without these do.
-    backend: a library that runs the layer; the other fields then stay as they are by default, and say nothing.
+    mean_split: subtract the means over the tokens from X and dY before rounding (`precision.mean_split`).
+    weight_from_codes: round dgrad's W^T from the dequantised codes of fprop, not from W.
+    native_block_scales: use block-scaled tensor cores if they support the format; False uses the paths of GPUs without.
+    backend: a library that runs the layer; all other fields must then have their defaults.
+    Raises ValueError for a combination that no plan can execute.
     """
 
     fprop: Gemm = field(default_factory=Gemm)
@@ -129,11 +128,11 @@ class LinearRecipe:
 
     def __post_init__(self) -> None:
         if self.backend is not None and replace(self, backend=None) != LinearRecipe():
-            raise ValueError(f"{self.backend} runs the layer: no other field of its recipe is read")
+            raise ValueError(f"a recipe with backend={self.backend} must leave all other fields at their defaults")
         if self.dgrad.b is Reuse.FPROP_CODES and not isinstance(self.fprop.b, Quantizer):
-            raise ValueError("dgrad.b reuses fprop's weight codes, but fprop.b quantises nothing")
+            raise ValueError("dgrad.b reuses fprop's weight codes, but fprop.b has no quantiser")
         if self.wgrad.b is Reuse.FPROP_CODES and self.fprop.a is None:
-            raise ValueError("wgrad.b reuses fprop's input codes, but fprop.a quantises nothing")
+            raise ValueError("wgrad.b reuses fprop's input codes, but fprop.a has no quantiser")
         if isinstance(self.fprop.b, Reuse) or (self.saved_input.of_fprop and self.fprop.a is None):
             raise ValueError("fprop has no codes to reuse or to save")
         reused = Reuse.FPROP_CODES in (self.dgrad.b, self.wgrad.b) or self.saved_input.of_fprop
@@ -141,32 +140,32 @@ class LinearRecipe:
         carriers = a is not None and a.scale is ScaleRule.LADDER and folds(a)
         if self.saved_input is SavedInput.PACKED and (not carriers or b is Reuse.FPROP_CODES):
             raise ValueError(
-                f"saved_input=packed is for FOLD3 codes that wgrad rounds again, not for {a} and wgrad.b {b}"
+                f"saved_input=packed needs FOLD3 codes in fprop.a and a quantiser in wgrad.b, not {a} and {b}"
             )
         if self.weight_from_codes and not (isinstance(self.fprop.b, Quantizer) and isinstance(self.dgrad.b, Quantizer)):
             raise ValueError(
-                f"weight_from_codes=true rounds fprop's codes of W for dgrad: fprop.b is {self.fprop.b}, dgrad.b "
+                f"weight_from_codes=true needs quantisers in fprop.b and dgrad.b: fprop.b is {self.fprop.b}, dgrad.b "
                 f"{self.dgrad.b}"
             )
         if self.fprop.rotation is not None and (reused or self.weight_from_codes):
             raise ValueError("fprop's codes are rotated along its own k, so a backward GEMM cannot reuse them")
-        for how, codes in ((self.dgrad, self.fprop.b), (self.wgrad, self.fprop.a)):
-            if how.b is Reuse.FPROP_CODES and isinstance(codes, Quantizer) and codes.outer != (-1, -1):
+        for backward, codes in ((self.dgrad, self.fprop.b), (self.wgrad, self.fprop.a)):
+            if backward.b is Reuse.FPROP_CODES and isinstance(codes, Quantizer) and codes.outer != (-1, -1):
                 raise ValueError(
-                    f"the outer scales of {codes} lie along a backward reduction: no GEMM reuses its codes"
+                    f"no backward GEMM reuses codes of {codes}: their outer scales lie along its reduction"
                 )
         if self.saved_input is SavedInput.OPERAND and (not isinstance(self.wgrad.b, Quantizer) or self.wgrad.a is None):
             raise ValueError(f"saved_input=operand needs a quantiser on both operands of wgrad, not {self.wgrad}")
         if self.mean_split and all(gemm.a is None and gemm.b is None for gemm in self.gemms().values()):
-            raise ValueError("mean_split=true takes means out of what is rounded, and no GEMM rounds anything")
+            raise ValueError("mean_split=true needs a GEMM with a quantised operand; this recipe has none")
         if self.dgrad.codes_only or self.wgrad.codes_only:
-            raise ValueError("codes_only is for fprop: no GEMM takes the codes of a backward one")
+            raise ValueError("codes_only is allowed in fprop only: no GEMM reuses codes of dgrad or wgrad")
         if self.dgrad.outliers is not None or self.wgrad.outliers is not None:
-            raise ValueError("outlier clamping is for fprop's activations")
+            raise ValueError("outliers are allowed in fprop only, not in dgrad or wgrad")
         if isinstance(self.estimator, DifferentiableEstimator) and (
             not isinstance(self.fprop.b, Quantizer) or self.fprop.b.format is not E2M1
         ):
-            raise ValueError(f"DGE corrects E2M1 weights, but fprop.b is {self.fprop.b}")
+            raise ValueError(f"the DGE estimator needs E2M1 weights in fprop.b, not {self.fprop.b}")
 
     @property
     def is_identity(self) -> bool:
@@ -175,7 +174,7 @@ class LinearRecipe:
 
     @property
     def takes_values(self) -> bool:
-        """True when the layer multiplies the weight's values as they come, and autograd goes through them."""
+        """True when the layer uses the weight's values directly, and autograd differentiates the product."""
         return self.is_identity or self.backend is not None
 
     @property
@@ -191,12 +190,12 @@ class LinearRecipe:
         return self.wgrad.b is Reuse.FPROP_CODES or self.saved_input.of_fprop
 
     def gemms(self) -> dict[str, Gemm]:
-        """By name."""
+        """The three GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
 
 def check(recipe: LinearRecipe, *, name: str, in_features: int, out_features: int, tokens: int) -> None:
-    """ValueError naming the linear and the GEMM whose tile or rotation does not divide. tokens: of one micro-batch."""
+    """Raises ValueError if a tile or rotation does not divide a GEMM's dimensions. tokens: of one micro-batch."""
     if recipe.backend is not None:
         recipe.backend.check(name, out_features, in_features, tokens)
     shapes = {
@@ -214,13 +213,12 @@ def check(recipe: LinearRecipe, *, name: str, in_features: int, out_features: in
 
 
 def override(recipe: LinearRecipe, changes: Mapping[str, Any]) -> LinearRecipe:
-    """The recipe with nested changes, such as {"dgrad": {"a": {"format": "E5M2"}}}. ValueError for a field that is not
-    there.
+    """The recipe with nested changes, such as {"dgrad": {"a": {"format": "E5M2"}}}.
+
+    Raises ValueError for an unknown field or a value of a wrong type.
     """
     if recipe.backend is not None:
-        raise ValueError(
-            f"precision.override={dict(changes)}: {recipe.backend} runs these layers, and has its own options"
-        )
+        raise ValueError(f"precision.override={dict(changes)}: use the options of {recipe.backend} instead")
     return _replace(recipe, changes, "override")
 
 
@@ -251,7 +249,7 @@ def _changed(old: Any, change: Any, key: str, path: str) -> Any:
     if isinstance(change, Mapping):
         base = old if is_dataclass(old) else DEFAULTS.get(key, lambda: None)()
         if base is None:
-            raise ValueError(f"{path} is a plain value, not a group of fields")
+            raise ValueError(f"{path} is a single value and has no fields")
         return _replace(base, change, path)
     return _parsed(old, change, key, path)
 
@@ -267,20 +265,20 @@ def _parsed(old: Any, change: Any, key: str, path: str) -> Any:
     if isinstance(old, Enum):
         members = type(old).__members__
         if str(change).upper() not in members:
-            raise ValueError(f"{path}: {change!r} is none of {', '.join(members)}")
+            raise ValueError(f"{path}: {change!r} is not one of {', '.join(members)}")
         return members[str(change).upper()]
     if key in ("tile", "outer"):
         return tuple(change)
     if key == "estimator" and change is None:
         return StraightThrough()
     if is_dataclass(old) and change is not None:
-        raise ValueError(f"{path}: give its fields or null, not {change!r}")
+        raise ValueError(f"{path}: expected its fields or null, not {change!r}")
     return _same_type(old, change, path)
 
 
 def _same_type(old: Any, change: Any, path: str) -> Any:
-    """A number or a flag stays one; a field that may be None takes its value as it is, for the part itself to judge."""
-    wanted = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(type(old))
-    if wanted is None or (isinstance(change, wanted) and isinstance(change, bool) == isinstance(old, bool)):
+    """Returns `change` if it has the type of `old`. Fields that may be None are checked by their dataclass."""
+    allowed = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}.get(type(old))
+    if allowed is None or (isinstance(change, allowed) and isinstance(change, bool) == isinstance(old, bool)):
         return change
-    raise ValueError(f"{path}: {change!r} is no {type(old).__name__}")
+    raise ValueError(f"{path}: {change!r} is not of type {type(old).__name__}")

@@ -1,3 +1,3 @@
-"""One published scheme a file, each a function `recipe(...) -> LinearRecipe`. Nobody imports them: Hydra's `_target_`
-is the only door.
+"""One published scheme per file, each a function `recipe(...) -> LinearRecipe`. Hydra loads them by `_target_`; no
+module imports them.
 """

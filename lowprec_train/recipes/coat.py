@@ -1,12 +1,11 @@
-"""COAT (arXiv 2410.19313, ICLR 2025): FP8 for what training keeps, around the GEMMs of fp8.
+"""COAT (arXiv 2410.19313, ICLR 2025): FP8 saved activations and optimizer states, with the GEMMs of fp8.
 
     linears      E4M3 codes of their inputs, a scale per tensor          recipe `fp8`
-    norms        input rounded to E4M3 in groups of 1x16, and kept so
+    norms        input rounded to E4M3 in groups of 1x16 and saved as codes
     activations  gate and up, or GELU's input, likewise
     Adam         both moments in E4M3 with range expansion, groups of up to 128  configs/optim/adamw_coat.yaml
 
-The residual stream and attention stay in BF16. This file holds the part that is not a linear's: what norms and
-activations keep.
+The residual stream and attention stay in BF16. This file defines what norms and activations save.
 """
 
 from __future__ import annotations

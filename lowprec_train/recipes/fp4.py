@@ -1,12 +1,12 @@
 """FP4 training with a differentiable estimator and outlier compensation (arXiv 2501.17116, ICML 2025).
 
     Y  = E2M1(clamp(X)) E2M1(W)^T, plus X's outliers    X scaled per token, W per output channel, scale = amax / 6
-    dX = E5M2(dY * s_W) codes(W)                        s_W lies along k there: folded into dY before its rounding
+    dX = E5M2(dY * s_W) codes(W)                        s_W varies along k here: multiplied into dY before rounding
     dW = E5M2(dY^T * s_X) codes(X) * f'(W / s_W)        DGE, k = 5, slope capped at 3
 
 Backward GEMMs are FP8, dY scaled along each GEMM's rows. Outliers are the values of a token outside its quantiles [1 -
-alpha, alpha]. Differs from the released code where that departs from the paper: nearest-even ties, FP32
-scales, channels of W along the output.
+alpha, alpha]. This follows the paper if the released code departs from it: ties to even,
+FP32 scales, scales of W per output channel.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""FOLD3 in all three GEMMs: NVFP4's blocks and error, exact on FP8 tensor cores.
+"""FOLD3 in all three GEMMs: blocks and error of NVFP4, computed exactly on FP8 tensor cores.
 
     Y  = Q(X) Q(W)^T
     dX = E(dY H) E(W^T H)^T,   dW = E(dY^T H') E(X^T H')^T
 
-Q rounds blocks of 1x16 to E2M1, to nearest, under the rung of {1, 1.25, 1.5} 2^e with the least squared error of three;
-codes times rungs are E4M3 numbers, so that a row's blocks share one scale (docs/numerics.md). E is Q with EDEN's factor
-for each row, sum y^2 / sum y Q(y) (arXiv 2601.22813 has one for each 128 elements, in E4M3 scales that are rounded
-stochastically): unbiased over the signs of the random Hadamard transform H, which are drawn anew for every GEMM,
-without a draw for an element. wgrad rounds the codes of X that fprop kept, W is rounded anew.
+Q rounds blocks of 1x16 to the nearest E2M1 code. Block scales have the form {1, 1.25, 1.5} 2^e; the one with the least
+squared error of three candidates is used. Codes times block scales are E4M3 numbers, so the blocks of a row share one
+scale in the GEMM (docs/numerics.md). E is Q times EDEN's factor of each row, sum y^2 / sum y Q(y). It is unbiased for
+the signs of the random Hadamard transform H, drawn for every GEMM, without stochastic rounding. (arXiv 2601.22813 has a
+factor per 128 elements, in stochastically rounded E4M3 scales.) wgrad rounds the codes of X that fprop saved; dgrad
+rounds W again.
 """
 
 from __future__ import annotations

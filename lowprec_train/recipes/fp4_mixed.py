@@ -1,14 +1,14 @@
-"""FP4 feed-forward GEMMs among FP8 ones (arXiv 2502.11458): precision chosen by module, and by time.
+"""FP4 feed-forward GEMMs among FP8 ones (arXiv 2502.11458): the format depends on the module and on the step.
 
     feed-forward   Y  = E2M1(X) E2M1(W)^T in blocks of 1x128 along the reduction
                    dX = E5M2(dY) E4M3(W),  dW = E5M2(dY)^T E4M3(X)        a scale per tensor
     attention      fp8 in all three GEMMs: four bits flatten the attention scores
     at the end     BF16 (the paper's target-precision schedule): the precision bundle's `schedule`
 
-Gradients around 0.02 would underflow E2M1, so the backward pass is FP8, with X and W rounded anew from BF16: its
-operands are not the forward pass's. The paper scales blocks by their maximum in high precision and does not give the
-share of steps in the final stage; here block scales are powers of two (ceil rule, arXiv 2506.08027), which keeps the
-codes exact on FP8 tensor cores, and the last tenth of the steps is BF16.
+Gradients around 0.02 would underflow E2M1, so the backward pass is FP8. It rounds X and W again from BF16. The paper
+scales blocks by their maximum in high precision, and does not give the share of steps in the final stage. Here block
+scales are powers of two (ceil rule, arXiv 2506.08027), which FP8 tensor cores apply exactly, and the last tenth of the
+steps is BF16.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""FP8 with current scaling: every operand rounded with one power-of-two scale for the tensor, taken from the tensor
-itself.
+"""FP8 with current scaling: one power-of-two scale per tensor, from the amax of that tensor.
 
     Y  = E4M3(X) E4M3(W)^T       fast accumulation
-    dX = E5M2(dY) E4M3(W)        split accumulation; codes of W and X are fprop's own
-    dW = E5M2(dY)^T E4M3(X)      split accumulation; one byte of X kept
+    dX = E5M2(dY) E4M3(W)        split accumulation; reuses fprop's codes of W and X
+    dW = E5M2(dY)^T E4M3(X)      split accumulation; saves one byte per element of X
 
-Formats as in FP8-LM (arXiv 2310.18313) and TransformerEngine's hybrid; no amax history. Power-of-two scales make the
-data-parallel layouts agree.
+Formats as in FP8-LM (arXiv 2310.18313) and TransformerEngine's hybrid; no amax history. With power-of-two scales,
+results do not depend on the data-parallel layout.
 """
 
 from __future__ import annotations

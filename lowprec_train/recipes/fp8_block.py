@@ -2,7 +2,7 @@
 
     Y  = Q(X) Q(W)^T           X in 1x128 along the input channels, W in 128x128
     dX = Q(dY) Q(W)            dY in 1x128 along the output channels; a square block serves W and W^T alike
-    dW = Q(dY^T) Q(X^T)^T      both in 1x128 along the tokens; the codes of X^T are made in the forward pass and kept
+    dW = Q(dY^T) Q(X^T)^T      both in 1x128 along the tokens; codes of X^T are made in the forward pass and saved
 
 The granularity of DeepSeek-V3 (arXiv 2412.19437, section 3.3), E4M3 throughout. Scales are powers of two, as
 TransformerEngine's Float8BlockScaling takes them on Hopper: code times scale is then exact in BF16 on any hardware.

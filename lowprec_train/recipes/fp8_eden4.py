@@ -1,10 +1,10 @@
-"""FP8 forward, four-bit backward without a draw for an element: `fp8`'s Y, `fp4_fold`'s dX and dW.
+"""FP8 forward and four-bit backward without stochastic rounding: Y of `fp8`, dX and dW of `fp4_fold`.
 
     Y  = E4M3(X) E4M3(W)^T
     dX = E(dY H) E(W^T H)^T,   dW = E(dY^T H') E(X^T H')^T
 
-Published runs lose almost all of what four bits cost in the forward pass (arXiv 2601.22813, its table of runs). wgrad
-rounds the E4M3 codes of X that fprop kept.
+In published runs almost all of the loss from four bits comes from the forward pass (arXiv 2601.22813). wgrad rounds
+the E4M3 codes of X that fprop saved.
 """
 
 from __future__ import annotations

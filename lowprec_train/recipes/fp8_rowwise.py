@@ -4,8 +4,8 @@
     dX = E4M3(dY) E4M3(W^T)^T        per token of dY, per input channel of W
     dW = E4M3(dY^T) E4M3(X^T)^T      per output channel of dY, per input channel of X, over the tokens
 
-Row-wise current scaling as in torchao's `rowwise` recipe: an outlier costs its own row only, and scales leave the sums
-of a GEMM. The price is that no code serves two GEMMs, so X is kept in BF16. Scales are powers of two.
+Row-wise current scaling as in torchao's `rowwise` recipe: an outlier affects the scale of its row only, and scales are
+applied after the sums of a GEMM. No codes can be shared by two GEMMs, so X is saved in BF16. Scales are powers of two.
 """
 
 from __future__ import annotations

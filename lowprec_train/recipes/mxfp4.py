@@ -4,9 +4,9 @@
     dX = 16/9 Q(dY H) Q(W^T H)^T,   dW = 16/9 Q(dY^T H') Q(X^T H')^T
 
 Q rounds 3/4 of a block of 32 stochastically to E2M1 under 2**(floor(log2 amax) - 2): nothing saturates, so E[Q(v)] =
-3/4 v and the GEMM is unbiased; the factor 4/3 of each operand sits in its scale, never in the codes. H is a random
-Hadamard transform of 64 along the reduction, signs drawn anew for every GEMM. Block exponents stay within one FP8
-carrier's range of their row (docs/numerics.md).
+3/4 v and the GEMM is unbiased; the factor 4/3 of each operand is part of its scale. H is a random
+Hadamard transform of 64 along the reduction, signs drawn for every GEMM. Block exponents of a row stay within the range
+of one FP8 carrier (docs/numerics.md).
 """
 
 from __future__ import annotations

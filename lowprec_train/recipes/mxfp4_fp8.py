@@ -1,6 +1,6 @@
-"""MXFP4 backward with an FP8 forward (arXiv 2502.20586, section 4.2): the two schemes' halves put together.
+"""MXFP4 backward with an FP8 forward (arXiv 2502.20586, section 4.2).
 
-Y as in fp8; dX and dW as in mxfp4, wgrad requantising the E4M3 codes of X that fprop kept.
+Y as in fp8; dX and dW as in mxfp4. wgrad requantises the E4M3 codes of X that fprop saved.
 """
 
 from __future__ import annotations

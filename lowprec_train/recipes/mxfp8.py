@@ -2,10 +2,10 @@
 
     Y  = Q(X) Q(W)^T           both in 1x32 along the input channels
     dX = Q(dY) Q(W^T)^T        both in 1x32 along the output channels; W is rounded along each of its dimensions
-    dW = Q(dY^T) Q(X^T)^T      both in 1x32 along the tokens; the codes of X^T are made in the forward pass and kept
+    dW = Q(dY^T) Q(X^T)^T      both in 1x32 along the tokens; codes of X^T are made in the forward pass and saved
 
-A block's scale is 2**ceil(log2(amax / 448)): nothing saturates, where the floor rule of OCP MX v1.0 clips, which
-may diverge. Gradients take E4M3 too: a block of 32 needs no range of E5M2.
+A block's scale is 2**ceil(log2(amax / 448)): nothing saturates. The floor rule of OCP MX v1.0 clips, which may
+diverge. Gradients are E4M3 too: within a block of 32 they do not need the range of E5M2.
 """
 
 from __future__ import annotations

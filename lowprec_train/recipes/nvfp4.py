@@ -4,11 +4,11 @@
     dX = SR(dY) Q2(W)                 dY in 1x16, stochastic; a square block serves W and W^T alike
     dW = SR(dY^T H) Q(X^T H)^T        a random Hadamard transform of 16 along the tokens, 1x16
 
-A block's scale is E4M3 under one FP32 scale of the tensor. Stochastic rounding takes 17/16 of head-room, without which
-a block scale that was rounded down clips its maximum (IST-DASLab's Quartet II). Signs are drawn for every GEMM; the
-paper keeps one vector for all of training. X^T H is rounded in the forward pass and kept, two codes a byte. Squares of
-W cost loss in the forward pass (Quartet II's published runs, arXiv 2601.22813) and spare a rounding. The paper leaves
-the last blocks in BF16: the precision bundle's policy.
+A block's scale is E4M3 under one FP32 scale of the tensor. Stochastic rounding uses 17/16 of head-room; without it, a
+block scale that was rounded down would clip its maximum (IST-DASLab's Quartet II). Signs are drawn for every GEMM; the
+paper uses one vector for all of training. X^T H is rounded in the forward pass and saved, two codes a byte. Blocks of
+16x16 in W save a second rounding, but increase the loss (Quartet II's published runs, arXiv 2601.22813). As in the
+paper, the bundle's policy leaves the last blocks in BF16.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Quartet II (arXiv 2601.22813): NVFP4 in all three GEMMs, the backward ones almost without loss by MS-EDEN.
+"""Quartet II (arXiv 2601.22813): NVFP4 in all three GEMMs, with MS-EDEN in the backward ones.
 
     Y  = Q(X) Q(W)^T                        blocks of 1x16 to nearest that reach 6 or 4 (arXiv 2512.02010)
     dX = E(dY H) E(codes(W)^T H)^T,   dW = E(dY^T H') E(codes(X)^T H')^T
 
-E rounds blocks of 1x16 to nearest behind a random Hadamard transform of 128, and multiplies EDEN's factor of each 128
-elements, sum y^2 / sum y E(y), into their E4M3 scales, which are rounded stochastically (`ops.eden`): unbiased but
-for rows of one or two large values, with .0098 of squared error where stochastic rounding of elements leaves .0235.
-What the backward pass rounds of X and W is what fprop multiplied, so that two codes a byte are all that is saved.
+E rounds blocks of 1x16 to nearest after a random Hadamard transform of 128. It multiplies EDEN's factor of each 128
+elements, sum y^2 / sum y E(y), into their E4M3 scales, which are rounded stochastically (`ops.eden`). E is unbiased,
+except for rows with one or two large values. Its squared error is .0098; that of stochastic rounding is .0235. The
+backward pass rounds fprop's codes of X and W, so only these are saved, two a byte.
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
     Y = T(X) T(W)^T        dX = T(dY) T(W)        dW = T(dY)^T T(X)
 
 T keeps m of the 7 bits of a BF16 mantissa: E8M7 is BF16, E8M3 has E4M3's relative precision without its range or
-scales. As in arXiv 2405.18710 the other bits are cut off, so that |T(x)| <= |x|; `nearest` rounds to the nearest, ties
-to even. What the range of an eight-bit format and its scales add is left out: the rest of a recipe's loss is theirs.
+scales. As in arXiv 2405.18710 the other bits are truncated, so that |T(x)| <= |x|; `nearest` rounds to nearest, ties
+to even. This isolates the effect of the mantissa from those of range and scales.
 
-The formats and the rounding are of this recipe alone, and no compiled kernel knows them: on a GPU the reference runs
-through torch.compile, and products of BF16 values on BF16 tensor cores.
+No compiled kernel implements these formats: on a GPU torch.compile compiles the reference implementation, and the
+GEMMs run on BF16 tensor cores.
 """
 
 from __future__ import annotations

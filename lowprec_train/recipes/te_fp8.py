@@ -2,8 +2,8 @@
 
     Y = E4M3(X) E4M3(W)^T,   dX = E5M2(dY) E4M3(W),   dW = E5M2(dY)^T E4M3(X)        scales by `scaling`
 
-Formats are those of arXiv 2209.05433; delayed scaling takes a tensor's scale from the largest magnitudes of earlier
-steps. Weights, their first values, data and optimizer are this project's own, so the library is what differs.
+Formats are those of arXiv 2209.05433; delayed scaling uses the amax of earlier steps. Initial weights, data and
+optimizer are those of the other recipes, so a comparison isolates the library.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     Y  = Q(X H) Q(W H)^T
     dX = SR(dY H) Q(W^T H)^T
-    dW = SR(dY^T H) Q(X^T H)^T          each with signs of its own; X^T H is rounded in the forward pass and kept
+    dW = SR(dY^T H) Q(X^T H)^T          each GEMM has its own signs; X^T H is made in the forward pass
 
-Q rounds blocks of 16 along the reduction to -7 .. 7 under one FP32 scale a block, max / 7; H is a transform of 16, so
-rotation and block are one. No second level of scales, no squares of W. Only dY is rounded stochastically. The steps of
-E2M1 grow with the value, so a rotated operand, which has no large values, shrinks under it; a uniform grid does not.
+Q rounds blocks of 16 along the reduction to -7 .. 7 under one FP32 scale a block, max / 7; H is a transform of 16, the
+size of the block. There is no second level of scales, and no square block of W. Only dY is rounded stochastically. The
+grid of E2M1 is non-uniform, which shrinks a rotated operand on average; a uniform grid does not.
 """
 
 from __future__ import annotations

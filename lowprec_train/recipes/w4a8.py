@@ -1,12 +1,13 @@
 """Four-bit weights, eight-bit activations: MXFP4 W in FP8 GEMMs, forward and backward.
 
     Y  = E4M3(X) MX(W)^T              X under one scale, W in E2M1 1x32 under powers of two
-    dX = E5M2(dY s_W) carriers(W)     W's codes folded into E4M3 as fprop multiplies them; row scales s_W go into dY
-    dW = E5M2(dY)^T E4M3(X)           codes of X are fprop's own; one byte of X is kept
+    dX = E5M2(dY s_W) carriers(W)     fprop's codes of W folded into E4M3; row scales s_W are multiplied into dY
+    dW = E5M2(dY)^T E4M3(X)           reuses fprop's codes of X; saves one byte per element
 
-The format that DeepSeek-V4 (arXiv 2606.19348) and Kimi K3 (arXiv 2607.24653) train for and ship: weights in four bits,
-GEMMs in eight. Straight-through for W. Block exponents of a row lie within 14 binades, so that a code times its block's
-power of two is an E4M3 number: the FP8 GEMMs multiply MXFP4 exactly, and sharded weights travel as packed codes.
+The format that DeepSeek-V4 (arXiv 2606.19348) and Kimi K3 (arXiv 2607.24653) train for and release: four-bit weights,
+eight-bit GEMMs. The estimator for W is straight-through. Block exponents of a row lie within 14 binades, so a code
+times its block's power of two is an E4M3 number. FP8 GEMMs therefore multiply MXFP4 exactly, and the FSDP all-gather
+moves packed codes.
 """
 
 from __future__ import annotations

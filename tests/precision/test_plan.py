@@ -12,7 +12,7 @@ from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision import gemm
 from lowprec_train.precision.estimators import DifferentiableEstimator
-from lowprec_train.precision.linear import PLANS, Linear
+from lowprec_train.precision.linear import PLAN_CACHE_SIZE, Linear
 from lowprec_train.precision.linear_plan import LinearPlan, Op, Source
 from lowprec_train.precision.plan import compile_plan
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, override
@@ -161,9 +161,9 @@ def test_what_the_table_says():
 def test_a_layer_holds_its_last_plans():
     layer = Linear(64, 32, bias=False)
     layer.recipe = RECIPES["fp8"]
-    first, *others = (layer.plan(tokens, torch.bfloat16, CPU) for tokens in range(1, PLANS + 1))
+    first, *others = (layer.plan(tokens, torch.bfloat16, CPU) for tokens in range(1, PLAN_CACHE_SIZE + 1))
     assert layer.plan(1, torch.bfloat16, CPU) is first
-    layer.plan(PLANS + 1, torch.bfloat16, CPU)
+    layer.plan(PLAN_CACHE_SIZE + 1, torch.bfloat16, CPU)
     assert layer.plan(2, torch.bfloat16, CPU) is others[0] and layer.plan(1, torch.bfloat16, CPU) is not first
     layer.recipe = RECIPES["fp4"]
     assert layer.plan(2, torch.bfloat16, CPU).fprop != others[0].fprop

@@ -119,7 +119,7 @@ def test_a_stochastic_recipe_without_draws_says_so():
 
 def test_a_shadowed_pattern_is_refused():
     model = torch.nn.ModuleDict({"head": Linear(8, 8)})
-    with pytest.raises(ValueError, match=r"'head' comes after patterns that match first"):
+    with pytest.raises(ValueError, match=r"'head' matches only linears that earlier patterns match"):
         apply_policy(model, {"*": LinearRecipe(), "head": LinearRecipe()})
 
 
