@@ -1,4 +1,4 @@
-"""`lowprec generate`: what a trained model writes after a prompt."""
+"""`lowprec generate`: generate text with a trained model."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lowprec_train.tools import options
 
-HELP = "text that a trained model writes after a prompt"
+HELP = "generate text with a trained model"
 DESCRIPTION = """\
-Let a trained model continue a prompt, under the recipe that it trained with or any other. The prompt is read in one
-pass; each token after it costs one pass over one token, whatever came before. The text goes to stdout as it comes, its
-rate to stderr.
+Continue a prompt with a trained model, under its training recipe or any other. The prompt is processed in one forward
+pass; keys and values are cached, so each new token needs a pass over one token. The text is printed to stdout while it
+is generated, the speed to stderr.
 """
 EPILOG = """\
-The prompt begins a document: it stands after the end-of-document token, as in training (--start none: alone). The model
-stops when it closes the document, or at --max-tokens. The same seed gives the same text.
+The prompt follows the end-of-document token, as a document in training; with --start none it follows no token.
+Generation stops at the end-of-document token or after --max-tokens. The same seed gives the same text.
 
 exit status:
   0  done
-  2  bad input: no checkpoint, no tokenizer, no such recipe, a prompt that is too long
+  2  bad input: missing checkpoint or tokenizer, unknown recipe, prompt too long
 
 examples:
   lowprec generate runs/fp4 --prompt "def main("
@@ -33,22 +33,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.trained_model(parser)
     parser.add_argument("--prompt", default="", help="text to continue (default: none, a new document)")
     parser.add_argument(
-        "--max-tokens", metavar="N", type=int, help="at most (default: 128, or what the model has room for)"
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        help="maximum number of new tokens (default: 128, or less at the model's max_seq_len)",
     )
     parser.add_argument(
-        "--temperature", metavar="T", type=float, default=0.8, help="0: the likeliest (default: %(default)s)"
+        "--temperature",
+        metavar="T",
+        type=float,
+        default=0.8,
+        help="sampling temperature; 0: most likely token (default: %(default)s)",
     )
     parser.add_argument(
-        "--top-p", metavar="P", type=float, default=0.95, help="mass of the nucleus (default: %(default)s)"
+        "--top-p",
+        metavar="P",
+        type=float,
+        default=0.95,
+        help="probability mass of nucleus sampling (default: %(default)s)",
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the choices (default: %(default)s)")
     parser.add_argument(
-        "--recipe", metavar="NAME", default="run", help="to compute with: run, fp32, or a recipe (default: run)"
+        "--seed", metavar="N", type=int, default=0, help="random seed of sampling (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--recipe", metavar="NAME", default="run", help="run (the run's recipe), fp32, or a recipe name (default: run)"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the prompt and the text that the model adds. Raises ValueError for bad input."""
+    """Print the prompt and the generated text. Raises ValueError for bad input."""
     from lowprec_train.model.generation import Sampling, check_length, generate
     from lowprec_train.tools.evaluate import evaluation
     from lowprec_train.train import checks
@@ -89,18 +102,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def pieces(tokens: Iterable[int], decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> Iterator[str]:
-    """Text that follows the prompt's, as it becomes certain: a character whose bytes are not all there yet waits for
-    them. Decoded together with the prompt: by itself, a text's first word may lose the space before it.
+    """Pieces of the generated text. A character is held back until all its bytes are generated.
+
+    Prompt and new tokens are decoded together, because decoding only the new tokens may lose the space before the first
+    word.
     """
     ids = list(prompt)
-    told = decode(ids)
+    printed = decode(ids)
     for token in tokens:
         ids.append(token)
         text = decode(ids)
-        if text.startswith(told) and not text.endswith("\ufffd"):
-            yield text[len(told) :]
-            told = text
-    yield decode(ids)[len(told) :]
+        if text.startswith(printed) and not text.endswith("\ufffd"):
+            yield text[len(printed) :]
+            printed = text
+    yield decode(ids)[len(printed) :]
 
 
 def rate(prompt: int, times: Sequence[float]) -> str:

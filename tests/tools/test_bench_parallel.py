@@ -103,7 +103,7 @@ def test_nothing_to_draw(tmp_path, capsys):
     assert not parallel_plot.save({"rows": [{"name": "fp8", "error": "no"}]}, tmp_path / "figure.svg")
     stored = ROOT / "docs" / "results" / "gemm.json"
     assert cli.main(["bench", "report", str(stored), "--figure", str(tmp_path / "figure.svg")]) == 2
-    assert "has nothing to draw: it is of bench gemm" in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert "is from bench gemm; allowed: parallel, memory" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_tensor_parallel_parts_take_as_many_tokens_a_gpu():

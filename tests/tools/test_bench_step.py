@@ -42,7 +42,7 @@ def test_groups_hold_four_at_most_and_bf16_each(others, sizes):
 def test_groups_refuse_what_they_cannot_compare():
     with pytest.raises(ValueError, match="BF16 baseline"):
         groups.plan([named("fp8")])
-    with pytest.raises(ValueError, match="at least 2, not 1"):
+    with pytest.raises(ValueError, match="--groups 1 must be at least 2"):
         groups.plan([named("bf16", baseline=True)], 1)
 
 

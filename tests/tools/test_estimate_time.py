@@ -147,7 +147,7 @@ def test_proposals_have_a_rate_and_the_table_of_layouts_refuses_a_device(capsys)
     first = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| as asked for"))
     assert float(first.split("|")[-2].replace(",", "")) > 0
     assert cli.main(["estimate", "--device", "h200", "--table"]) == 2
-    assert "--table has no times: leave --device h200 out" in capsys.readouterr().err
+    assert "--table has no times; remove --device h200" in capsys.readouterr().err
 
 
 def test_shards_communicate_and_tensor_parallel_gemms_are_cut():

@@ -116,7 +116,7 @@ def test_without_a_start_the_first_token_is_context_only(made, exported, evaluat
     found, out = evaluate("--data", made.prefix, "--recipe", "fp32", "--start", "none")
     assert found["text"]["tokens"] == tokens == sum(max(0, len(ids) - 1) for ids in documents)
     assert found["text"]["results"]["fp32"]["perplexity"] == pytest.approx(expected, abs=1e-3)
-    assert "own first token is context only" in out and found["start"] is None
+    assert "the first token of each document is context only" in out and found["start"] is None
 
 
 # --- what is counted and told ---
@@ -133,7 +133,7 @@ def test_recipes_are_compared_on_the_same_text(made, evaluate):
         assert each["bits_per_byte"] == pytest.approx(each["loss"] * text["tokens"] / math.log(2) / text["bytes"])
     assert text["differences"]["to"] == "fp4" and text["differences"]["of"]["run"]["nats"] == 0
     assert text["differences"]["of"]["bf16"]["nats"] == pytest.approx(losses["bf16"] - losses["fp4"])
-    assert "run (fp4) - fp4: +0.00000" in out and "fp4 computes in the forward pass what run (fp4) does" in out
+    assert "run (fp4) - fp4: +0.00000" in out and "fp4 has the same forward pass as run (fp4)" in out
     assert (raw["step"], raw["seq_len"], raw["start"]) == (4, 32, made.tokenizer.eod)
 
     prepared = evaluate("--data", f"{made.prefix}.bin", "--recipe", "run", "bf16", "fp4")[0]["text"]
@@ -225,36 +225,36 @@ def test_tokenizers_must_fit(made, evaluate, refused, tmp_path):
     counts = dict.fromkeys(("documents", "tokens", "text_bytes", "empty", "bad"), 0)
     lists = {"dtype": "uint16", "field": "text", "inputs": [], "files": {}, "versions": {}}
     Manifest(**counts, **lists, tokenizer=about).write(tmp_path / "texts")
-    assert f"was prepared with the tokenizer of SHA-256 {other.digest[:12]}" in refused("--data", tmp_path / "texts")
+    assert f"was prepared with a tokenizer of SHA-256 {other.digest[:12]}" in refused("--data", tmp_path / "texts")
     found, _ = evaluate("--data", tmp_path / "texts", "--tokenizer", "none", "--recipe", "fp32", "--limit", 2)
     assert found["start"] == other.eod and found["text"]["bytes"]  # the set brings its own
 
 
 def test_a_file_that_cannot_be_written_is_told_before_anything_is_computed(made, refused, tmp_path, monkeypatch):
     monkeypatch.setattr(Trained, "model", lambda *_, **__: pytest.fail("a model was made"))
-    assert f"there is no directory {tmp_path / 'missing'}" in refused(
+    assert f"directory {tmp_path / 'missing'} does not exist" in refused(
         "--data", made.raw, "--out", tmp_path / "missing" / "x.json"
     )
     assert "is a directory" in refused("--data", made.raw, "--out", tmp_path)
 
 
 def test_refusals(made, refused, tmp_path):
-    assert "nothing to evaluate on" in refused()
+    assert "nothing to evaluate: " in refused()
     assert "recipe 'fp3' is not one of run, averis, bf16" in refused("--data", made.raw, "--recipe", "fp3")
-    assert "windows of 65 tokens: must be at least 1 and at most the model's 64" in refused(
+    assert "--seq-len 65 must lie between 1 and the model's max_seq_len 64" in refused(
         "--data", made.raw, "--seq-len", 65
     )
-    assert "windows of 0 tokens: must be at least 1" in refused("--data", made.raw, "--seq-len", 0)
-    assert "stride of 40 must be" in refused("--data", made.raw, "--stride", 40)
-    assert "batch of 0" in refused("--data", made.raw, "--batch", 0)
+    assert "--seq-len 0 must lie between 1" in refused("--data", made.raw, "--seq-len", 0)
+    assert "--stride 40 must lie between 1 and" in refused("--data", made.raw, "--stride", 40)
+    assert "--batch 0 must be at least 1" in refused("--data", made.raw, "--batch", 0)
     assert "--limit 0" in refused("--data", made.raw, "--limit", 0)
-    assert "--start 384 is none of eod, none, and the ids below 384" in refused("--data", made.raw, "--start", 384)
-    assert "name it with --tokenizer" in refused("--data", made.raw, "--tokenizer", "none")
+    assert "--start 384 must be eod, none or a token id below 384" in refused("--data", made.raw, "--start", 384)
+    assert "give one with --tokenizer" in refused("--data", made.raw, "--tokenizer", "none")
     assert "no such file" in refused("--data", tmp_path / "absent.txt")
     assert "step-9" in refused("--data", made.raw, "--step", 9)
     assert "neither a run" in refused("--data", made.raw, model=tmp_path)
     (tmp_path / "empty.jsonl").write_text('{"text": ""}\n')
-    assert "no text, nothing to predict" in refused("--data", tmp_path / "empty.jsonl")
+    assert "no text, so there is no token to predict" in refused("--data", tmp_path / "empty.jsonl")
 
 
 def test_ids_beyond_the_model_are_refused():
@@ -264,5 +264,5 @@ def test_ids_beyond_the_model_are_refused():
         name, tokenizer = "a set", None
 
     how = Cutting(seq_len=8, stride=8, batch=1, start=None)
-    with pytest.raises(ValueError, match="a set: document 1 holds token 9, and the model has 8"):
+    with pytest.raises(ValueError, match="a set: document 1 has token id 9, but the model's vocabulary has 8"):
         list(how.taken(Source(documents), 8))

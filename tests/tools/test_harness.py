@@ -140,7 +140,10 @@ def test_from_the_command_line(made, files, tmp_path, capsys):
 
 def test_refusals(made, files, tmp_path, capsys):
     (tmp_path / "bad.yaml").write_text("output_type: multiple_choice\n")
-    for file, said in ((tmp_path / "absent.yaml", "no such task file"), (tmp_path / "bad.yaml", "describes no task")):
+    for file, said in (
+        (tmp_path / "absent.yaml", "no such task file"),
+        (tmp_path / "bad.yaml", "is not a valid task file"),
+    ):
         assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", str(file)]) == 2
         assert said in capsys.readouterr().err
 
@@ -155,7 +158,7 @@ def test_bad_task_files_are_told_before_anything_is_computed(made, files, tmp_pa
     (tmp_path / "bad.yaml").write_text("output_type: multiple_choice\n")
     tasks = [str(files[0]), str(tmp_path / "bad.yaml")]
     assert main(["evaluate", str(made.run), "--device", "cpu", "--data", str(made.raw), "--tasks", *tasks]) == 2
-    assert "bad.yaml describes no task" in capsys.readouterr().err
+    assert "bad.yaml is not a valid task file" in capsys.readouterr().err
 
 
 def test_nothing_is_downloaded(made, files, tmp_path, capsys, no_model):
@@ -163,7 +166,7 @@ def test_nothing_is_downloaded(made, files, tmp_path, capsys, no_model):
     (tmp_path / "far.yaml").write_text("task: far\ndataset_path: hellaswag\ntest_split: test\n" + CHOICE)
     assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", str(tmp_path / "far.yaml")]) == 2
     (line,) = (each for each in capsys.readouterr().err.splitlines() if "error:" in each)
-    assert "far.yaml describes no task" in line and "'hellaswag'" in line and "OfflineModeIsEnabled" in line
+    assert "far.yaml is not a valid task file" in line and "'hellaswag'" in line and "OfflineModeIsEnabled" in line
     from lowprec_train.tools.evaluate import harness
 
     assert all(getattr(sys.modules[module], switch) for module, switch in harness.OFFLINE.items())

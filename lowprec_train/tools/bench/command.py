@@ -15,14 +15,14 @@ from lowprec_train.tools.options import positive
 
 HELP = "time of kernels, GEMMs and training steps on a GPU"
 DESCRIPTION = """\
-Measure on one GPU, or between several, and write JSON and a Markdown table made from it. Compare figures of one run
-only: GPUs of one kind differ, and so does one GPU from hour to hour.
+Benchmark one GPU or several, and write the results as JSON and as a Markdown table. Compare only numbers of one run:
+GPUs of the same model differ, and the speed of one GPU changes over time.
 """
 EPILOG = """\
 exit status:
-  0  done; what failed is a row with its error
+  0  done; a contestant that failed has its error in its row
   1  --dry-run: a contestant cannot be built
-  2  bad input, or no CUDA device where one is needed
+  2  bad input, or the benchmark needs a CUDA device and there is none
 
 examples:
   lowprec bench kernels --only 'rotate_fold*'
@@ -43,121 +43,146 @@ RECIPES = "fp8,fp4,mxfp4"
 LEAN = "optim=adamw_coat optim/master=bf16 optim.in_backward=true precision/saved_activations=coat"
 ARMS = ("bf16", "coat", "fp4_fold", f"fp4_fold {LEAN}")  # of memory: the last one is the leanest
 OUT = Path("bench")
-COMM_MINUTES = 5.0  # that a collective may hang
+COMM_MINUTES = 5.0  # timeout of a collective
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="bench", metavar="WHAT", required=True)
-    kernels = kinds.add_parser("kernels", help="every op and the optimizers, beside a device copy")
+    kernels = kinds.add_parser("kernels", help="time of every op and optimizer, compared with a device copy")
     kernels.add_argument("--only", metavar="PATTERN", default="*", help="shell pattern, or part, of 'op case'")
     gemm = kinds.add_parser("gemm", help="TFLOP/s by format, and exactness")
-    gemm.add_argument("--no-exactness", action="store_true", help="speeds alone")
+    gemm.add_argument("--no-exactness", action="store_true", help="measure speeds only")
     linear = kinds.add_parser("linear", help="a linear layer forward and backward, by recipe")
     linear.add_argument("--recipes", type=names, default="fp8,fp4,mxfp4,mxfp4_fp8", help="default: %(default)s")
     _step_options(kinds.add_parser("step", help="training steps of recipes and peers, interleaved"))
     comm = kinds.add_parser("comm", help="gradient reductions by payload, under torchrun")
-    comm.add_argument("--model", default="llama_7b", help="whose block's gradients are summed (default: %(default)s)")
-    comm.add_argument("--rounds", type=positive, default=20, metavar="N", help="calls of each (default: %(default)s)")
-    comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: over gloo")
+    comm.add_argument(
+        "--model", default="llama_7b", help="reduce the gradients of one block of this model (default: %(default)s)"
+    )
+    comm.add_argument(
+        "--rounds", type=positive, default=20, metavar="N", help="timed calls per payload (default: %(default)s)"
+    )
+    comm.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu uses the gloo backend")
     _parallel_options(kinds.add_parser("parallel", help="training steps on several GPUs, under torchrun"))
-    _memory_options(kinds.add_parser("memory", help="what a step holds, by category, with a figure"))
+    _memory_options(kinds.add_parser("memory", help="peak memory of a training step by category, with a figure"))
     for each in (kernels, gemm, linear, comm, *(kinds.choices[name] for name in ("step", "parallel", "memory"))):
         each.add_argument("--out", metavar="DIR", type=Path, default=OUT, help="default: %(default)s")
-    report = kinds.add_parser("report", help="the table of a JSON file, and its figure")
+    report = kinds.add_parser("report", help="print the table of a JSON result, and draw its figure")
     report.add_argument("file", metavar="FILE.json", type=Path)
-    report.add_argument("--figure", metavar="FILE.svg", type=Path, help="draw it (of parallel and memory)")
+    report.add_argument("--figure", metavar="FILE.svg", type=Path, help="also draw the figure (parallel and memory)")
 
 
 def _step_options(step: argparse.ArgumentParser) -> None:
-    step.add_argument("--model", default=MODEL, help="a configuration or sizes: dim=..,heads=..,ffn=..,layers=..")
-    step.add_argument("--batch", type=positive, default=BATCH, help="sequences of a step (default: %(default)s)")
+    step.add_argument("--model", default=MODEL, help="model configuration, or sizes: dim=..,heads=..,ffn=..,layers=..")
+    step.add_argument("--batch", type=positive, default=BATCH, help="sequences per step (default: %(default)s)")
     step.add_argument("--seq-len", type=positive, default=SEQ_LEN, help="default: %(default)s")
     step.add_argument(
         "--recipes",
         type=names,
         default=RECIPES,
-        help="with +own (own optimizer) or +head (FP8 head); default: %(default)s",
+        help="recipes; suffix +own: with the recipe's optimizer, +head: with an FP8 head; default: %(default)s",
     )
     step.add_argument(
         "--peers",
         type=names,
         default="plain",
-        help="plain, linear, torchao, te, or a part as te:Delayed; default: %(default)s",
+        help="plain, linear, torchao, te, or one variant such as te:Delayed; default: %(default)s",
     )
-    step.add_argument("--head", metavar="RECIPE", help="the recipe of every head but BF16's")
-    step.add_argument("--parameters", choices=("bf16", "fp32"), default="bf16", help="fp32: with the own optimizers")
-    step.add_argument("--optimizer", choices=("fused", "own"), default="fused", help="own: for every recipe but bf16")
-    step.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="largest gradient norm (default: none)")
-    step.add_argument("--eager", action="store_true", help="compile nothing")
-    step.add_argument("--set", metavar="OVERRIDE", action="append", default=[], help="Hydra override of our own models")
-    step.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants of a group (default: 4)")
+    step.add_argument("--head", metavar="RECIPE", help="recipe of the output head, except for BF16")
     step.add_argument(
-        "--apart", action="store_true", help="everyone in a process of its own, taking turns; TE always is"
+        "--parameters", choices=("bf16", "fp32"), default="bf16", help="dtype of the weight matrices (default: bf16)"
     )
-    step.add_argument("--resident", type=positive, metavar="N", help="models in memory (default: as many as fit)")
+    step.add_argument(
+        "--optimizer",
+        choices=("fused", "own"),
+        default="fused",
+        help="fused: torch's fused AdamW; own: each recipe's optimizer, except for bf16",
+    )
+    step.add_argument("--clip", type=float, default=0.0, metavar="NORM", help="maximum gradient norm (default: none)")
+    step.add_argument("--eager", action="store_true", help="do not compile")
+    step.add_argument(
+        "--set", metavar="OVERRIDE", action="append", default=[], help="Hydra override for the models of this package"
+    )
+    step.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants per group (default: 4)")
+    step.add_argument(
+        "--apart", action="store_true", help="run each contestant in a separate process (always so for te)"
+    )
+    step.add_argument(
+        "--resident", type=positive, metavar="N", help="models in GPU memory at once (default: as many as fit)"
+    )
     step.add_argument("--warm-up", type=positive, default=4, metavar="N")
     step.add_argument("--rounds", type=positive, default=8, metavar="N")
     step.add_argument(
-        "--profile", metavar="NAME", action="append", default=[], help="part of a name; 'all' for everyone"
+        "--profile",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="profile contestants whose name contains NAME; 'all': every one",
     )
-    step.add_argument("--dry-run", action="store_true", help="build on the meta device; needs no GPU, writes nothing")
+    step.add_argument("--dry-run", action="store_true", help="only build the models on the meta device; needs no GPU")
 
 
 def _parallel_options(parallel: argparse.ArgumentParser) -> None:
-    parallel.add_argument("--model", default=MODEL, help="a configuration, or sizes as of step (default: %(default)s)")
+    parallel.add_argument("--model", default=MODEL, help="configuration or sizes, as for step (default: %(default)s)")
     parallel.add_argument(
-        "--batch", type=positive, default=4, help="sequences of a micro-batch, a GPU (default: %(default)s)"
+        "--batch", type=positive, default=4, help="sequences per micro-batch and GPU (default: %(default)s)"
     )
     parallel.add_argument("--seq-len", type=positive, default=SEQ_LEN, help="default: %(default)s")
-    parallel.add_argument("--micro-batches", type=positive, default=1, metavar="N", help="of a step (default: 1)")
+    parallel.add_argument("--micro-batches", type=positive, default=1, metavar="N", help="per step (default: 1)")
     parallel.add_argument(
         "--arm",
         metavar="'RECIPE OVERRIDE ...'",
         action="append",
         default=[],
-        help="a run; with the word alone each GPU trains by itself, which is the recipe's limit",
+        help="a run to measure; with the word `alone`, each GPU trains without communication: the upper bound",
     )
     parallel.add_argument("--peers", type=names, default="plain", help="plain, torchao, torchao-rowwise, or none")
-    parallel.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: over gloo")
-    parallel.add_argument("--eager", action="store_true", help="compile nothing")
-    parallel.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants of a group (default: 4)")
-    parallel.add_argument("--resident", type=positive, metavar="N", help="models in memory (default: as many as fit)")
+    parallel.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu uses the gloo backend")
+    parallel.add_argument("--eager", action="store_true", help="do not compile")
+    parallel.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants per group (default: 4)")
+    parallel.add_argument(
+        "--resident", type=positive, metavar="N", help="models in GPU memory at once (default: as many as fit)"
+    )
     parallel.add_argument("--warm-up", type=positive, default=4, metavar="N")
     parallel.add_argument("--rounds", type=positive, default=8, metavar="N")
-    parallel.add_argument("--no-profile", action="store_true", help="times and memory alone")
+    parallel.add_argument("--no-profile", action="store_true", help="measure times and memory only")
 
 
 def _memory_options(memory: argparse.ArgumentParser) -> None:
-    memory.add_argument("--model", default=MODEL, help="a configuration, or sizes as of step (default: %(default)s)")
+    memory.add_argument("--model", default=MODEL, help="configuration or sizes, as for step (default: %(default)s)")
     memory.add_argument("--seq-len", type=positive, default=SEQ_LEN, help="default: %(default)s")
     memory.add_argument(
         "--batches",
         type=counts,
         metavar="N,N",
         default="4,2",
-        help="sequences of a micro-batch: the first is timed, two give the largest that fits (default: %(default)s)",
+        help="micro-batch sizes; the first is timed, and two determine the largest that fits (default: %(default)s)",
     )
-    memory.add_argument("--arm", metavar="'RECIPE OVERRIDE ...'", action="append", default=[], help="a run")
-    memory.add_argument("--peers", type=names, default="none", help="as of step (default: %(default)s)")
-    memory.add_argument("--limit", metavar="SIZE", default="80GB", help="of a GPU, as 24GiB (default: %(default)s)")
-    memory.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: storages are counted")
-    memory.add_argument("--eager", action="store_true", help="compile nothing")
+    memory.add_argument(
+        "--arm", metavar="'RECIPE OVERRIDE ...'", action="append", default=[], help="a run to measure; repeatable"
+    )
+    memory.add_argument("--peers", type=names, default="none", help="as for step (default: %(default)s)")
+    memory.add_argument("--limit", metavar="SIZE", default="80GB", help="GPU memory, e.g. 24GiB (default: %(default)s)")
+    memory.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu: count the bytes of tensor storages"
+    )
+    memory.add_argument("--eager", action="store_true", help="do not compile")
     memory.add_argument("--warm-up", type=positive, default=3, metavar="N")
     memory.add_argument("--rounds", type=positive, default=5, metavar="N")
 
 
 def counts(text: str) -> list[int]:
-    """Counts by commas."""
+    """Parse a comma-separated list of positive integers."""
     return [positive(each) for each in text.split(",")]
 
 
 def names(text: str) -> list[str]:
-    """A list by commas; `none` and nothing are an empty one."""
+    """Parse a comma-separated list of names; `none` and the empty string give an empty list."""
     return [] if text in ("", "none") else text.split(",")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print, write."""
+    """Run a benchmark; print its table and write the results. Raises ValueError for bad input."""
     commands = {"kernels": _kernels, "gemm": _gemm, "linear": _linear, "step": _step, "report": _report}
     commands |= {"comm": _comm, "parallel": _parallel, "memory": _memory}
     return commands[arguments.bench](arguments)
@@ -167,7 +192,7 @@ def _cuda() -> Any:
     import torch
 
     if not torch.cuda.is_available():
-        raise ValueError(f"this measures a GPU, and torch {torch.__version__} finds no CUDA device")
+        raise ValueError(f"this benchmark needs a GPU, and torch {torch.__version__} finds no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -257,20 +282,20 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 
 def _eager(arguments: argparse.Namespace) -> list[str]:
-    """What makes `lowprec estimate` count a run as it is measured."""
+    """Overrides that make `lowprec estimate` describe the run as it is measured."""
     return ["compile='off'"] if arguments.eager else []
 
 
 @contextmanager
 def _ranks(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
-    """(world, device) within the process group of all ranks. ValueError for one process."""
+    """(world, device) within the process group of all ranks. Raises ValueError for one process."""
     import torch
 
     from lowprec_train.train import checks, launch, rendezvous
 
     world = launch.world()
     if world.processes < 2:
-        raise ValueError("this measures what processes send each other: start it by torchrun, with two or more")
+        raise ValueError("this benchmark needs at least 2 processes: start it with torchrun --nproc-per-node N")
     device = checks.device(arguments.device)
     if device.type == "cuda":
         device = torch.device("cuda", world.local_rank)
@@ -286,12 +311,12 @@ def _report(arguments: argparse.Namespace) -> int:
     found = result.load(arguments.file)
     print(report.markdown(found))
     if arguments.figure and not _drawn(found, arguments.figure):
-        raise ValueError(f"{arguments.file} has nothing to draw: it is of bench {found['bench']}")
+        raise ValueError(f"--figure: {arguments.file} is from bench {found['bench']}; allowed: parallel, memory")
     return 0
 
 
 def _drawn(result: dict[str, Any], file: Path) -> bool:
-    """Whether a result has a figure, which is written then."""
+    """Write the figure of a result. Returns False if this benchmark has none."""
     from lowprec_train.tools.bench import memory_plot, parallel_plot
 
     saves = {"memory": memory_plot.save, "parallel": parallel_plot.save}
@@ -317,18 +342,18 @@ def _finish(arguments: argparse.Namespace, device: Any, name: str, measured: dic
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    """What to type to measure again; where the result went is nobody's business."""
+    """The command that repeats this measurement, without --out."""
     from lowprec_train.train import launch
 
-    kept = list(arguments)
-    if "--out" in kept:
-        del kept[kept.index("--out") : kept.index("--out") + 2]
+    words = list(arguments)
+    if "--out" in words:
+        del words[words.index("--out") : words.index("--out") + 2]
     processes = launch.world().processes
     if processes == 1:
-        return ["lowprec", *kept]
-    return ["torchrun", "--nproc-per-node", str(processes), "-m", "lowprec_train.tools.cli", *kept]
+        return ["lowprec", *words]
+    return ["torchrun", "--nproc-per-node", str(processes), "-m", "lowprec_train.tools.cli", *words]
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
-    kept = {key: value for key, value in vars(arguments).items() if key not in ("run", "command", "bench", "out")}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
+    given = {key: value for key, value in vars(arguments).items() if key not in ("run", "command", "bench", "out")}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in given.items()}

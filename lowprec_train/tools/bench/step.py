@@ -1,8 +1,8 @@
-"""`lowprec bench step`: whole training steps of our recipes and of the peers, interleaved.
+"""`lowprec bench step`: training steps of this package's recipes and of peer libraries, interleaved.
 
-The contestants of a group (`groups.py`) are built and warmed up one after another, which also tells what each needs by
-itself, and then take turns: one step each, round after round. A contestant that cannot be built or fails becomes a row
-with its error; the others go on. One that is `apart` lives, and takes its turns, in a process of its own (`turns.py`).
+The contestants of a group (`groups.py`) are built and warmed up one after another, which measures the memory of each.
+Then each contestant runs one step per round. A contestant that fails gets a row with its error; the others continue. A
+contestant that is `apart` runs in a child process (`turns.py`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from lowprec_train.tools.bench import groups, turns
 from lowprec_train.tools.bench.contestant import Contestant, Entrant, Work
 from lowprec_train.tools.bench.result import cause
-from lowprec_train.tools.bench.turns import Ready, Turns, told
+from lowprec_train.tools.bench.turns import Ready, Turns, error_line
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
-MEMORY_SHARE = 0.9  # of the device's; the rest is for fragments and libraries
+MEMORY_SHARE = 0.9  # usable fraction of the free memory; the rest is for fragmentation and libraries
 
 
 def measure(
@@ -39,9 +39,10 @@ def measure(
     ready: Ready = turns.ready,
     say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """`rows` in order, one a contestant and group; `profiles` by name. profiled: parts of names; "" is everyone.
+    """Measure all contestants. Returns `rows`, one per contestant and group, and `profiles` by name.
 
-    resident: models that may live together; None asks the device's memory. ready: makes a contestant that takes turns.
+    largest: contestants per group. resident: models in memory at once, None: as many as fit. profiled: contestants
+    whose name contains one of these strings are profiled. ready: builds and warms up a contestant.
     """
     if resident is None:
         resident = fitting(work)
@@ -62,7 +63,7 @@ def measure(
 
 
 def fitting(work: Work) -> int:
-    """How many models live on the device together."""
+    """Number of models that fit the device's memory at once."""
     if work.device.type != "cuda":
         return groups.LARGEST
     free, _ = torch.cuda.mem_get_info(work.device)
@@ -78,7 +79,7 @@ def _together(
     ready: Ready,
     say: Say,
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Rows of one group whose models live together, and the profiles that were asked for."""
+    """Measure contestants that are in memory at the same time. Returns their rows and the requested profiles."""
     rows: dict[str, Row] = {each.name: {"name": each.name, "baseline": each.baseline} for each in group}
     taking: dict[str, Turns] = {}
     for contestant in group:
@@ -87,7 +88,7 @@ def _together(
             taking[contestant.name] = ready(contestant, work, warm_up - 1)
             row |= taking[contestant.name].facts
         except Exception as error:
-            row["error"] = told(error)
+            row["error"] = error_line(error)
             say(traceback.format_exc())
         row["ready_s"] = time.perf_counter() - begin
         say(f"{contestant.name}: {row.get('error', 'ready')} after {row['ready_s']:.0f} s")
@@ -96,8 +97,8 @@ def _together(
         times = _rounds(taking, rows, rounds)
         for name, each in times.items():
             rows[name] |= {"ms": statistics.median(each), "times_ms": each}
-        wanted = [name for name in taking if any(part in name for part in profiled)]
-        profiles = {name: taking[name].profile() for name in wanted}
+        selected = [name for name in taking if any(part in name for part in profiled)]
+        profiles = {name: taking[name].profile() for name in selected}
     finally:
         for each_turns in taking.values():
             each_turns.close()
@@ -108,9 +109,9 @@ def _together(
 
 
 def _rounds(ready: dict[str, Turns], rows: dict[str, Row], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each step after one round that does not count; who fails leaves.
+    """Milliseconds of each step, after one untimed round. A contestant that fails is removed.
 
-    `device_allocations` of a row: how often its timed steps went to the device for memory, which is slow.
+    Sets `device_allocations` of a row: device memory allocations in the timed steps, which are slow.
     """
     times: dict[str, list[float]] = {name: [] for name in ready}
     for number in range(rounds + 1):
@@ -118,7 +119,7 @@ def _rounds(ready: dict[str, Turns], rows: dict[str, Row], rounds: int) -> dict[
             try:
                 ms, allocations = ready[name].turn()
             except Exception as error:
-                rows[name]["error"] = told(error)
+                rows[name]["error"] = error_line(error)
                 ready.pop(name).close()
                 del times[name]
                 continue
@@ -135,8 +136,10 @@ def _collect(work: Work) -> None:
 
 
 def rates(rows: Sequence[Row], tokens: int) -> list[Row]:
-    """Rows with tokens per second, and how many times as fast as BF16 they are: as the baseline beside them
-    (`of_group`), and as the fastest BF16 of the run, by way of it (`of_fastest`).
+    """Add tokens per second and speed-ups to the rows.
+
+    of_group: speed relative to the BF16 baseline of the same group. of_fastest: of_group divided by that of the fastest
+    BF16 contestant.
     """
     beside: dict[int, float] = {}
     for row in rows:
@@ -156,7 +159,7 @@ def rates(rows: Sequence[Row], tokens: int) -> list[Row]:
 
 
 def dry_run(contestants: Sequence[Contestant], work: Work, *, largest: int = groups.LARGEST) -> dict[str, Any]:
-    """Every model on the meta device: its parameters, or the error that it would end in; and the groups."""
+    """Build every model on the meta device. Returns its number of parameters or its error, and the groups."""
     on_meta = replace(work, device=torch.device("meta"), compiled=False)
     rows: list[Row] = []
     for contestant in contestants:

@@ -1,8 +1,7 @@
-"""A contestant that is built, warm, and takes a step when it is its turn: in this process, or in one of its own.
+"""Run the steps of a contestant one at a time, in this process (`Here`) or in a child process (`Apart`).
 
-Libraries that cannot be loaded side by side are compared by `Apart`: the contestant lives in a child process, is asked
-for one step at a time through a pipe, and times it there with its own clock, as `Here` does. Nobody else steps
-meanwhile, so contestants of several processes take turns as those of one do.
+`Apart` is for libraries that cannot be loaded in one process. The parent requests one step at a time through a pipe;
+the child runs and times the step as `Here` does. Only one contestant runs at any time.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from lowprec_train.tools.bench.contestant import Entrant, Work
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Interval
 
-END_S = 60.0  # that a child may take to leave
+END_S = 60.0  # timeout for the exit of a child process
 
 
 class ChildError(RuntimeError):
-    """What a child process said of its error, in one line."""
+    """An error in a child process, in one line."""
 
 
 class Turns(Protocol):
-    """facts: what it took to get ready, for the contestant's row."""
+    """A contestant that is built and warmed up. facts: losses and memory of the warm-up, for its row."""
 
     facts: dict[str, Any]
 
     def turn(self) -> tuple[float, int]:
-        """One step: (milliseconds, how often it went to the device for memory)."""
+        """Run one step. Returns its milliseconds and its number of device memory allocations (cudaMalloc)."""
         ...
 
     def profile(self) -> dict[str, Any]:
@@ -44,15 +43,15 @@ class Turns(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the device."""
+        """Free the device."""
         ...
 
 
-Ready = Callable[[Entrant, Work, int], Turns]  # a contestant that has been built and warmed up by so many steps
+Ready = Callable[[Entrant, Work, int], Turns]  # (contestant, work, warm-up steps) -> contestant ready to run
 
 
 class Here:
-    """In this process. Building warms up, and tells its first and last loss and its own memory."""
+    """A contestant in this process. The constructor warms it up and records its first and last loss and its memory."""
 
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         on_gpu = work.device.type == "cuda"
@@ -78,17 +77,17 @@ class Here:
         return profile.profile(self._step, self._device)
 
     def close(self) -> None:
-        """Nothing: the models go with their last reference."""
+        """Do nothing: the model is freed with its last reference."""
 
     def _allocations(self) -> int:
-        """The allocator goes to the device, which is slow, when blocks that one model left do not fit the next one."""
+        """Number of device allocations so far. They are slow, and occur if cached blocks do not fit the next model."""
         if self._device.type != "cuda":
             return 0
         return int(torch.cuda.memory_stats(self._device).get("num_device_alloc", 0))
 
 
 class Apart:
-    """In a child process. Raises ChildError with the child's error, or with its exit code where it died."""
+    """A contestant in a child process. Raises ChildError with the child's error, or with its exit code if it died."""
 
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -146,31 +145,31 @@ class Apart:
 
 
 def serve(pipe: Connection, contestant: Entrant, work: Work, warm_up: int) -> None:
-    """The child: gets ready, then answers until the parent closes the pipe, or is gone. Answers are (error, value)."""
+    """The child's loop: build the contestant, then answer requests with (error, value) until the pipe is closed."""
     with suppress(EOFError, OSError):
         here: Turns | None = None
-        asked = "facts"
+        request = "facts"
         while True:
             try:
                 here = here or Here(contestant, work, warm_up)
-                value, error = here.facts if asked == "facts" else getattr(here, asked)(), ""
+                value, error = here.facts if request == "facts" else getattr(here, request)(), ""
             except Exception as caught:
                 traceback.print_exc(file=sys.stderr)
                 value, error = None, cause(caught)
             pipe.send((error, value))
-            asked = pipe.recv()
+            request = pipe.recv()
 
 
 def ready(contestant: Entrant, work: Work, warm_up: int) -> Turns:
-    """In the process that it asks for."""
+    """Build and warm up a contestant, in a child process if it is `apart`."""
     return (Apart if contestant.apart else Here)(contestant, work, warm_up)
 
 
-def told(error: Exception) -> str:
-    """One line for a row, wherever the error was."""
+def error_line(error: Exception) -> str:
+    """An error of this process or of a child process in one line, for a table row."""
     return str(error) if isinstance(error, ChildError) else cause(error)
 
 
 def attention(profiled: dict[str, Any]) -> str:
-    """The attention kernel that took longest, which names its library; empty where none is among the longest."""
+    """Name of the slowest attention kernel, which identifies its library; "" if none is among the longest kernels."""
     return next((each["kernel"] for each in profiled["longest"] if each["class"] == "attention"), "")

@@ -1,4 +1,4 @@
-"""`lowprec compare`: the loss gap between runs on the same data as a table, a figure, JSON and, if asked, a verdict."""
+"""`lowprec compare`: compare the losses of runs on the same data, as a table, a figure, JSON and an optional check."""
 
 import argparse
 import math
@@ -18,14 +18,14 @@ needs no GPU.
 """
 
 EPILOG = """\
-Writes report.md (also printed), curves.png and report.json, and heatmap-NAME.png for runs with telemetry: a figure of
-every rounding, layer by step. With --html also report.html: all of it on one page, with curves to hover and zoom and
-every figure of telemetry to choose from; one file, which needs no network. How each number is made is said at the end.
+Writes report.md (also printed), curves.png and report.json. For runs with telemetry it also writes heatmap-NAME.png:
+one statistic of every quantisation, layer by step. --html also writes report.html: one self-contained page with
+interactive curves and all telemetry. The report defines each number at its end.
 
 exit status:
-  0  done; with --max-gap: every gap is within it
-  1  --max-gap: a gap is larger, either way, or not a number; or an unfinished run ends before the others
-  2  bad input: no such run, no metrics, different corpora, no common steps
+  0  done; with --max-gap: every gap is within the limit
+  1  --max-gap: a gap exceeds the limit or is not finite, or an unfinished run ends before the others
+  2  bad input: missing run or metrics, different corpora, no common steps
 
 examples:
   lowprec compare runs/bf16 runs/fp4
@@ -38,29 +38,29 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="run directory; two or more")
     parser.add_argument(
-        "--baseline", metavar="NAME", help="run to measure against, by name or directory (default: the first bf16 run)"
+        "--baseline", metavar="NAME", help="baseline run, by name or directory (default: the first bf16 run)"
     )
     parser.add_argument(
         "--out",
         metavar="DIR",
         type=Path,
-        help="where the report goes (default: 'comparison' beside the runs, or here when they lie apart)",
+        help="output directory (default: 'comparison' in the runs' common parent, else in the current directory)",
     )
     parser.add_argument(
-        "--max-gap", metavar="NATS", type=nats, help="gate: exit 1 when a gap exceeds this, above or below the baseline"
+        "--max-gap", metavar="NATS", type=nats, help="exit with status 1 if the absolute gap of a run exceeds this"
     )
     parser.add_argument(
         "--smooth",
         metavar="N",
         type=options.positive,
-        help="logged steps in a smoothed point and in the final mean (default: a tenth of the run, within 30 and 200)",
+        help="window of smoothing and of the final mean, in logged steps (default: a tenth of the run, 30 to 200)",
     )
     parser.add_argument(
         "--heatmap",
         metavar="FIGURE",
         default="sqnr_db",
         choices=LABELS,
-        help=f"what the heat maps show: {', '.join(LABELS)} (default: %(default)s)",
+        help=f"statistic of the heat maps: {', '.join(LABELS)} (default: %(default)s)",
     )
     parser.add_argument(
         "--html", action="store_true", help="also write report.html: one page to open in a browser, no network needed"
@@ -68,7 +68,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, measure, write, print. Returns 1 when the gate says no; raises ValueError or OSError for bad input."""
+    """Write the report. Returns 1 if --max-gap fails. Raises ValueError or OSError for bad input."""
     from lowprec_train.tools.compare import heatmap, plot
     from lowprec_train.tools.compare.page import document
 
@@ -91,14 +91,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def default_out(paths: list[Path]) -> Path:
-    """Beside the runs when they share a folder, else here."""
+    """`comparison` in the runs' common parent directory, or in the current directory if they have none."""
     parents = {path.resolve().parent for path in paths}
     return (paths[0].parent if len(parents) == 1 else Path()) / "comparison"
 
 
 def nats(text: str) -> float:
-    """A gap: finite and not negative."""
+    """Parse a finite gap of at least 0."""
     with suppress(ValueError):
         if math.isfinite(value := float(text)) and value >= 0:
             return value
-    raise argparse.ArgumentTypeError(f"{text!r} is not a number of nats, 0 or more")
+    raise argparse.ArgumentTypeError(f"{text!r} must be a finite number of nats, at least 0")

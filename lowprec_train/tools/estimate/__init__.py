@@ -1,1 +1,1 @@
-"""What a configuration needs of each GPU and of the network, from the configuration alone."""
+"""Estimates of a run's memory, communication and step time, computed from its configuration."""

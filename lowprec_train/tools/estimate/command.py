@@ -7,11 +7,11 @@ import json
 
 from lowprec_train.tools.estimate.device import DEVICES, device_of
 
-HELP = "memory, traffic and time of a run, before there is a GPU"
+HELP = "estimate memory, communication and step time of a run, without a GPU"
 DESCRIPTION = """\
-What a run needs of each GPU and of the network, from its configuration alone: no GPU is touched and no memory taken.
-Takes the overrides that train.py takes. Memory is at the moment of a step when it is most; CUDA's context, NCCL's
-buffers and fragmentation come on top (docs/parallelism.md). With --device, the time of a step from measured rates.
+Estimate the memory per GPU and the communication of a run from its configuration, without a GPU. Accepts the overrides
+of train.py. Memory is the peak within a step, without the CUDA context, NCCL buffers and fragmentation
+(docs/parallelism.md). With --device, also the time of a step, from measured rates.
 """
 EPILOG = """\
 examples:
@@ -24,21 +24,19 @@ examples:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="of the configuration, as for train.py")
-    parser.add_argument("--gpus", type=int, help="processes; a dp_shard of -1 takes what the other axes leave")
-    parser.add_argument(
-        "--device", metavar="NAME", help=f"the GPU that the time of a step is for: {', '.join(DEVICES)}"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="Hydra override, as for train.py")
+    parser.add_argument("--gpus", type=int, help="number of GPUs; determines dp_shard=-1")
+    parser.add_argument("--device", metavar="NAME", help=f"GPU for the estimate of time: {', '.join(DEVICES)}")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="numbers in bytes and FLOPs, with every moment of a step")
+    form.add_argument("--json", action="store_true", help="print JSON, in bytes and FLOPs, with all phases of a step")
     form.add_argument(
-        "--fit", metavar="SIZE", help="settings and micro-batches that fit a GPU of so much memory, as 24GiB or 80GB"
+        "--fit", metavar="SIZE", help="find settings and micro-batches that fit a GPU of this memory, e.g. 24GiB, 80GB"
     )
-    form.add_argument("--table", action="store_true", help="the table of docs/parallelism.md: recipes by layouts")
+    form.add_argument("--table", action="store_true", help="print the table of docs/parallelism.md: recipes by layouts")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Estimate and print."""
+    """Print the estimate. Raises ValueError for bad input."""
     from lowprec_train.tools.estimate import fit, report, table
     from lowprec_train.train import ranges
     from lowprec_train.train.compose import composed
@@ -46,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = None if arguments.device is None else device_of(arguments.device)
     if arguments.table:
         if device is not None:
-            raise ValueError(f"--table has no times: leave --device {arguments.device} out")
+            raise ValueError(f"--table has no times; remove --device {arguments.device}")
         print(table.markdown(arguments.overrides))
         return 0
     if arguments.gpus is not None and arguments.gpus < 1:

@@ -1,1 +1,1 @@
-"""How good a trained model is: perplexity and bits per byte of text, and tasks, under any recipe."""
+"""Evaluation of trained models: perplexity, bits per byte and lm-evaluation-harness tasks, under any recipe."""

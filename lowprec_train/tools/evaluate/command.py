@@ -10,19 +10,20 @@ from lowprec_train.tools import options
 
 HELP = "perplexity, bits per byte and tasks of a trained model, under its recipe and in BF16"
 DESCRIPTION = """\
-How good a trained model is, under the recipe that it trained with and in BF16: perplexity and bits per byte of any
-text, and tasks of lm-evaluation-harness. The difference between the two is what the recipe costs in use.
+Evaluate a trained model under its training recipe and in BF16: perplexity and bits per byte of a text, and tasks of
+lm-evaluation-harness. The difference shows how much the recipe's rounding costs at inference.
 """
 EPILOG = """\
-Text is what `lowprec prepare-data` reads, .txt, .md, .jsonl and .parquet, or directories of them; or a set in
-Megatron's layout, named by its prefix. Each document is by itself, after the end-of-document token, as in training;
-every token of it is predicted once, its closing token is not (docs/evaluation.md).
+--data is a .txt, .md, .jsonl or .parquet file, a directory of such files, or the prefix of a data set in Megatron's
+layout. Documents are evaluated independently. Each starts after the end-of-document token, as in training, and each of
+its tokens is predicted once; the closing token is not predicted (docs/evaluation.md).
 
-A recipe is `run`, a name of configs/recipe, or `fp32`: nothing rounded, for comparison with other programs.
+--recipe names: `run` (the run's recipe), any recipe of configs/recipe, or `fp32` (no rounding, for comparison with
+other programs).
 
 exit status:
   0  done
-  2  bad input: no checkpoint, no such text or recipe, no tokenizer, a package that is missing
+  2  bad input: missing checkpoint, text, tokenizer or package, or an unknown recipe
 
 examples:
   lowprec evaluate runs/fp4 --data valid.jsonl.zst
@@ -35,7 +36,7 @@ examples:
 def add_options(parser: argparse.ArgumentParser) -> None:
     options.trained_model(parser)
     parser.add_argument(
-        "--data", metavar="PATH", type=Path, help="file or directory of text, or prefix of a prepared set"
+        "--data", metavar="PATH", type=Path, help="text file, directory of text files, or prefix of a prepared data set"
     )
     parser.add_argument(
         "--tasks", metavar="FILE", type=Path, nargs="+", default=[], help="task files of lm-evaluation-harness"
@@ -46,25 +47,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["run", "bf16"],
         dest="recipes",
-        help="to compute with (default: run bf16)",
+        help="recipes to evaluate with (default: run bf16)",
     )
     parser.add_argument(
-        "--seq-len", metavar="N", type=int, help="tokens of a window (default: those of the run's sequences)"
+        "--seq-len", metavar="N", type=int, help="tokens per window (default: the sequence length of the run)"
     )
-    parser.add_argument("--stride", metavar="N", type=int, help="tokens from window to window (default: --seq-len)")
     parser.add_argument(
-        "--batch", metavar="N", type=int, default=8, help="windows computed together (default: %(default)s)"
+        "--stride", metavar="N", type=int, help="tokens between the starts of two windows (default: --seq-len)"
     )
-    parser.add_argument("--limit", metavar="N", type=int, help="documents, of the text and of each task (default: all)")
-    parser.add_argument("--field", default="text", help="of .jsonl lines and .parquet rows (default: %(default)s)")
+    parser.add_argument("--batch", metavar="N", type=int, default=8, help="windows per batch (default: %(default)s)")
     parser.add_argument(
-        "--skip-bad", action="store_true", help="leave out text that cannot be read instead of stopping"
+        "--limit", metavar="N", type=int, help="use the first N documents of the text and of each task (default: all)"
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the results as JSON, too")
+    parser.add_argument(
+        "--field", default="text", help="field of .jsonl lines and .parquet rows with the text (default: %(default)s)"
+    )
+    parser.add_argument("--skip-bad", action="store_true", help="skip unreadable text instead of stopping")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the results to a JSON file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluate a model; print the results and write them as JSON. Raises ValueError or OSError for bad input."""
+    """Evaluate a model, print the results and write the JSON file. Raises ValueError or OSError for bad input."""
     from lowprec_train.tools.evaluate import report
     from lowprec_train.tools.evaluate.evaluation import Evaluation
 
@@ -79,8 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_writable(out: Path) -> None:
-    """Raises ValueError where no file can be made: found before anything is computed."""
+    """Raises ValueError if the file cannot be created, before the evaluation starts."""
     if out.is_dir():
         raise ValueError(f"--out {out} is a directory")
     if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: there is no directory {out.parent}")
+        raise ValueError(f"--out {out}: directory {out.parent} does not exist; create it first")

@@ -1,6 +1,6 @@
-"""One call of `lowprec evaluate`: a model under several recipes, on one text and some tasks.
+"""The evaluation of one model under several recipes, on a text, on tasks, or both.
 
-Recipes that compute the same forward pass (MXFP4 trains with a forward pass in BF16) are computed once.
+Recipes with equal forward passes are evaluated once: MXFP4, for example, trains with a BF16 forward pass.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from lowprec_train.train.trained import Trained, dtype_of
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is evaluated, checked before any weight is read.
+    """The inputs of an evaluation, checked before the weights are loaded.
 
-    computed_as: each recipe of the command line -> the first of them that computes the same forward pass.
+    computed_as: requested recipe -> first requested recipe with the same forward pass.
     """
 
     trained: Trained
@@ -41,41 +41,41 @@ class Evaluation:
     device: torch.device
 
     @classmethod
-    def of(cls, asked: argparse.Namespace) -> Evaluation:
-        """asked: the options of `lowprec evaluate`. Raises ValueError for what cannot be evaluated."""
-        if asked.data is None and not asked.tasks:
-            raise ValueError("nothing to evaluate on: --data PATH, --tasks FILE or both")
-        if asked.limit is not None and asked.limit < 1:
-            raise ValueError(f"--limit {asked.limit} must be at least 1")
-        for file in asked.tasks:
+    def of(cls, options: argparse.Namespace) -> Evaluation:
+        """Check the options of `lowprec evaluate`. Raises ValueError for invalid options."""
+        if options.data is None and not options.tasks:
+            raise ValueError("nothing to evaluate: give --data PATH, --tasks FILE or both")
+        if options.limit is not None and options.limit < 1:
+            raise ValueError(f"--limit {options.limit} must be at least 1")
+        for file in options.tasks:
             if not file.is_file():
                 raise ValueError(f"{file}: no such task file")
-        if asked.tasks:
+        if options.tasks:
             needs_package("lm_eval", extra="eval", what="--tasks")
-        trained = Trained(asked.model, asked.step)
-        tokenizer = tokenizer_of(trained, asked.tokenizer)
-        if asked.tasks:
+        trained = Trained(options.model, options.step)
+        tokenizer = tokenizer_of(trained, options.tokenizer)
+        if options.tasks:
             if tokenizer is None:
-                raise ValueError(f"{asked.model} has no tokenizer to read tasks with: name it with --tokenizer")
+                raise ValueError(f"--tasks: {options.model} has no tokenizer; give one with --tokenizer FILE")
             from lowprec_train.tools.evaluate import harness
 
-            harness.check(asked.tasks)
+            harness.check(options.tasks)
         source = None
-        if asked.data is not None:
-            source = texts.open_text(asked.data, field=asked.field, tokenizer=tokenizer, skip_bad=asked.skip_bad)
+        if options.data is not None:
+            source = texts.open_text(options.data, field=options.field, tokenizer=tokenizer, skip_bad=options.skip_bad)
         tokenizer = tokenizer or (source.tokenizer if source else None)
         return cls(
             trained=trained,
-            computed_as=_computed_as(trained, asked.recipes),
+            computed_as=_computed_as(trained, options.recipes),
             source=source,
-            cutting=_cutting(trained, asked, tokenizer),
-            tasks=asked.tasks,
+            cutting=_cutting(trained, options, tokenizer),
+            tasks=options.tasks,
             tokenizer=tokenizer,
-            device=checks.device(asked.device),
+            device=checks.device(options.device),
         )
 
     def results(self) -> dict[str, Any]:
-        """All results, as values that JSON can hold."""
+        """All results as a JSON-serialisable dictionary."""
         measured: dict[str, Measured] = {}
         tasks: dict[str, Any] = {}
         for recipe in dict.fromkeys(self.computed_as.values()):
@@ -95,24 +95,24 @@ class Evaluation:
         if self.source is not None:
             found["text"] = {"data": self.source.name, **self._text(measured)}
         if tasks:
-            found["tasks"] = {recipe: tasks[how] for recipe, how in self.computed_as.items()}
+            found["tasks"] = {recipe: tasks[computed] for recipe, computed in self.computed_as.items()}
         return found
 
     def _compute(self, recipe: str, measured: dict[str, Measured], tasks: dict[str, Any]) -> None:
-        """Add the results of one model, which is freed before the next one is read."""
+        """Evaluate under one recipe and add the results. The model is freed before the next one is loaded."""
         model = self.trained.model(recipe, device=self.device)
-        if self.tasks:  # first: the harness may find late that a task does not fit its data
+        if self.tasks:  # before the text: errors in task files may appear only now
             from lowprec_train.tools.evaluate import harness
 
             assert self.tokenizer is not None
-            answering = harness.Answering(model, self.tokenizer, self.cutting.batch)
-            tasks[recipe] = harness.run_tasks(answering, self.tasks, self.cutting.documents)
+            adapter = harness.Answering(model, self.tokenizer, self.cutting.batch)
+            tasks[recipe] = harness.run_tasks(adapter, self.tasks, self.cutting.documents)
         if self.source is not None:
-            with progress.of_evaluation(recipe) as told:
-                measured[recipe] = measure(model, self.source, self.cutting, told)
+            with progress.of_evaluation(recipe) as report_tokens:
+                measured[recipe] = measure(model, self.source, self.cutting, report_tokens)
 
     def _text(self, measured: dict[str, Measured]) -> dict[str, Any]:
-        of = {recipe: measured[how] for recipe, how in self.computed_as.items()}
+        of = {recipe: measured[computed] for recipe, computed in self.computed_as.items()}
         *others, last = of
         return {
             "documents": of[last].documents,
@@ -128,14 +128,17 @@ class Evaluation:
 
 
 def _computed_as(trained: Trained, recipes: Sequence[str]) -> dict[str, str]:
-    """Raises ValueError for an unknown recipe, and for one that does not fit the model."""
+    """Map each recipe to the first with the same forward pass. Raises ValueError if one is unknown or does not fit."""
     passes = {recipe: (trained.forward(recipe), dtype_of(recipe)) for recipe in recipes}
     return {recipe: next(first for first in passes if passes[first] == passes[recipe]) for recipe in passes}
 
 
-def tokenizer_of(trained: Trained, asked: Path | None) -> Tokenizer | None:
-    """The tokenizer asked for, else the model's own; None where none is known. Raises ValueError for an unfit one."""
-    path = tokenizers.find(trained.directory, asked)
+def tokenizer_of(trained: Trained, file: Path | None) -> Tokenizer | None:
+    """The tokenizer in `file`, or else that of the model; None if there is none.
+
+    Raises ValueError if its vocabulary does not fit the model.
+    """
+    path = tokenizers.find(trained.directory, file)
     if path is None:
         return None
     tokenizer = load(path)
@@ -143,27 +146,27 @@ def tokenizer_of(trained: Trained, asked: Path | None) -> Tokenizer | None:
     return tokenizer
 
 
-def start_token(asked: str, tokenizer: Tokenizer | None, vocab_size: int) -> int | None:
-    """The token before each document; None: none. Raises ValueError for one that the model does not have."""
-    if asked == "none":
+def start_token(start: str, tokenizer: Tokenizer | None, vocab_size: int) -> int | None:
+    """The token id that precedes each document, from --start; None for no token. Raises ValueError for a bad id."""
+    if start == "none":
         return None
-    if asked == "eod":
+    if start == "eod":
         return None if tokenizer is None else tokenizer.eod
-    if not asked.isdecimal() or int(asked) >= vocab_size:
-        raise ValueError(f"--start {asked} is none of eod, none, and the ids below {vocab_size}")
-    return int(asked)
+    if not start.isdecimal() or int(start) >= vocab_size:
+        raise ValueError(f"--start {start} must be eod, none or a token id below {vocab_size}")
+    return int(start)
 
 
-def _cutting(trained: Trained, asked: argparse.Namespace, tokenizer: Tokenizer | None) -> Cutting:
+def _cutting(trained: Trained, options: argparse.Namespace, tokenizer: Tokenizer | None) -> Cutting:
     model = trained.weights.model
-    seq_len = (_trained_length(trained) or model.max_seq_len) if asked.seq_len is None else asked.seq_len
-    stride = seq_len if asked.stride is None else asked.stride
-    windows.check(seq_len=seq_len, stride=stride, batch=asked.batch, max_seq_len=model.max_seq_len)
-    start = start_token(asked.start, tokenizer, model.vocab_size)
-    return Cutting(seq_len=seq_len, stride=stride, batch=asked.batch, start=start, documents=asked.limit)
+    seq_len = (_trained_length(trained) or model.max_seq_len) if options.seq_len is None else options.seq_len
+    stride = seq_len if options.stride is None else options.stride
+    windows.check(seq_len=seq_len, stride=stride, batch=options.batch, max_seq_len=model.max_seq_len)
+    start = start_token(options.start, tokenizer, model.vocab_size)
+    return Cutting(seq_len=seq_len, stride=stride, batch=options.batch, start=start, documents=options.limit)
 
 
 def _trained_length(trained: Trained) -> int | None:
-    """Sequence length that the run trained with; None for an imported model."""
+    """Sequence length of the training run; None for an imported model."""
     saved = trained.directory / "config.yaml"
     return OmegaConf.select(read_yaml(saved), "data.seq_len") if saved.is_file() else None

@@ -1,12 +1,12 @@
-"""Tasks of lm-evaluation-harness, answered by a model of ours under any recipe; needs the package `lm_eval`.
+"""Adapter of a model to lm-evaluation-harness (package `lm_eval`), under any recipe.
 
-The harness asks three things of a model: how likely a continuation is after a context, how likely a text is, and what
-it would write. Text becomes tokens as in the harness's own adapter of Hugging Face models, so an exported model gets
-the same requests there: a context is not closed or begun by a special token, an empty one is the end-of-document token,
-and what is too long loses its beginning.
+The harness sends three kinds of requests: the log-likelihood of a continuation after a context, the log-likelihood of
+a text, and generation. Text is tokenised as in the harness's adapter for Hugging Face models, so an exported model
+receives the same tokens there: no special token is added to a context, an empty context is the end-of-document token,
+and a text that is too long is truncated on the left.
 
-Task files are YAML; they and the data that they name are local. Nothing is looked up by name or downloaded: the
-libraries that could are told to stay offline, whatever the environment says.
+Task files are YAML. The files and their data must be local: nothing is downloaded, and the libraries of the harness are
+set to offline mode, regardless of environment variables.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from lowprec_train.model.transformer import Transformer
 from lowprec_train.tools.evaluate.perplexity import score_all
 from lowprec_train.tools.evaluate.windows import Window
 
-LONGEST_ANSWER = 256  # tokens, where a task does not say
-# Modules that hold the switch HF_..._OFFLINE of a library, read when it is used.
+LONGEST_ANSWER = 256  # tokens, if the task sets no max_gen_toks
+# Modules with the offline flag of a library; the library reads the flag at each use.
 OFFLINE = {
     "huggingface_hub.constants": "HF_HUB_OFFLINE",
     "datasets.config": "HF_HUB_OFFLINE",
     "evaluate.config": "HF_EVALUATE_OFFLINE",
 }
-RESAMPLES = 1000  # for the standard errors of metrics that have no formula
+RESAMPLES = 1000  # bootstrap samples, for standard errors of metrics without a formula
 
 
 class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """The harness's view of a model and its tokenizer. batch: requests of equal length that are computed together."""
+    """`lm_eval` model interface of a model and its tokenizer. batch: requests of equal length in one forward pass."""
 
     def __init__(self, model: Transformer, tokenizer: Tokenizer, batch: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return self.texts.encode([string])[0]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each text: every token once, the last window of a text full."""
+        """Log-likelihood of each text. Each token counts once; the last window is extended backwards to full length."""
         of, windows = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
@@ -72,7 +72,7 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to the first of the task's stopping strings."""
+        """Generated text after each context, up to the first stop string of the task."""
         return [self._answer(*request.args) for request in requests]
 
     def _loglikelihood_tokens(
@@ -83,14 +83,14 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _scored(self, windows: Iterable[Window]) -> list[tuple[float, bool]]:
         return [(-each.nll, each.greedy) for each in score_all(self.model, windows, self.batch)]
 
-    def _answer(self, context: str, asked: dict[str, Any]) -> str:
-        stops = [asked["until"]] if isinstance(asked.get("until"), str) else list(asked.get("until") or [])
-        room = min(int(asked.get("max_gen_toks", LONGEST_ANSWER)), self.max_length - 1)
-        prompt = (self.tok_encode(context) or [self.eot_token_id])[-(self.max_length - room) :]
-        warm = float(asked.get("temperature", 1.0)) if asked.get("do_sample") else 0.0
-        sampling = Sampling(temperature=warm, top_p=float(asked.get("top_p", 1.0)))
+    def _answer(self, context: str, settings: dict[str, Any]) -> str:
+        stops = [settings["until"]] if isinstance(settings.get("until"), str) else list(settings.get("until") or [])
+        limit = min(int(settings.get("max_gen_toks", LONGEST_ANSWER)), self.max_length - 1)
+        prompt = (self.tok_encode(context) or [self.eot_token_id])[-(self.max_length - limit) :]
+        temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
+        sampling = Sampling(temperature=temperature, top_p=float(settings.get("top_p", 1.0)))
         ids: list[int] = []
-        for token in generate(self.model, prompt, max_tokens=room, sampling=sampling, stop=self.eot_token_id):
+        for token in generate(self.model, prompt, max_tokens=limit, sampling=sampling, stop=self.eot_token_id):
             ids.append(token)
             text = self.texts.decode(ids)
             if any(stop in text for stop in stops):
@@ -99,9 +99,9 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
 
 def run_tasks(answering: Answering, files: Sequence[Path], limit: int | None) -> dict[str, dict[str, Any]]:
-    """Metrics by task, as the harness names them. limit: documents of each task.
+    """Run the tasks; returns task -> metrics, with the harness's names. limit: documents per task.
 
-    Raises ValueError for what `check` finds, and for a task that does not fit its data.
+    Raises ValueError for an invalid task file (`check`) and for a task that does not fit its data.
     """
     manager = check(files)
     try:
@@ -113,46 +113,45 @@ def run_tasks(answering: Answering, files: Sequence[Path], limit: int | None) ->
             bootstrap_iters=RESAMPLES,
             log_samples=False,
         )
-    except RuntimeError:  # of the model: out of memory
+    except RuntimeError:  # from the model, such as out of memory
         raise
-    except Exception as error:  # as below; of templates and metrics
+    except Exception as error:  # from templates and metrics; the harness raises many types
         named = ", ".join(map(str, files))
-        raise ValueError(f"{named}: a task does not fit its data: {_told(error)}") from error
+        raise ValueError(f"{named}: a task does not fit its data: {_one_line(error)}") from error
     return {str(name): _plain(values) for name, values in found["results"].items()}
 
 
 def check(files: Sequence[Path]) -> TaskManager:
-    """Read the task files and the data that they name. Raises ValueError for one that describes no task that can
-    be run.
-    """
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it tells of every default that a task file relies on
+    """Load the task files and their data. Raises ValueError for an invalid task file."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # hides a warning for every default value of a task file
     for module, switch in OFFLINE.items():
         setattr(importlib.import_module(module), switch, True)
     manager = TaskManager(include_defaults=False)
     for file in files:
         try:
             manager.load([str(file)])
-        except Exception as error:  # the harness raises whatever it meets
-            raise ValueError(f"{file} describes no task that can be run: {_told(error)}") from error
+        except Exception as error:  # the harness raises many types
+            raise ValueError(f"{file} is not a valid task file: {_one_line(error)}") from error
     return manager
 
 
-def _told(error: Exception) -> str:
-    """An error in one line, with its type: the message of a KeyError is the key alone."""
+def _one_line(error: Exception) -> str:
+    """Type and message of an error in one line. The message of a KeyError is only the key, so the type is needed."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """Numbers and strings; the harness writes N/A where it has no standard error."""
+    """The metrics with NumPy numbers as floats. A missing standard error is the string N/A."""
     return {key: float(each) if isinstance(each, np.floating) else each for key, each in values.items()}
 
 
 def _window(tokens: list[int], scored: int, longest: int) -> Window:
-    kept = np.asarray(tokens[-(longest + 1) :], np.int64)
-    return Window(kept, min(scored, len(kept) - 1))
+    """A window of the last `longest` inputs."""
+    last = np.asarray(tokens[-(longest + 1) :], np.int64)
+    return Window(last, min(scored, len(last) - 1))
 
 
 def _before(text: str, stops: Sequence[str]) -> str:
-    """The text up to the first of the stopping strings."""
+    """The text up to the first stop string."""
     places = [text.index(stop) for stop in stops if stop and stop in text]
     return text[: min(places)] if places else text

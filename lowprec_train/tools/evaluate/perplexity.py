@@ -1,11 +1,11 @@
 """Perplexity and bits per byte.
 
-    nll = -sum_t log p(t | what its window holds before it)        over all predicted tokens, nats
+    nll = -sum_t log p(t | preceding tokens of its window)        over all predicted tokens, nats
 
     perplexity = exp(nll / tokens)        bits per byte = nll / (log 2 * bytes of text)
 
-Perplexity compares models of one tokenizer; bits per byte compares any two on the same text. A token's loss is taken
-in FP32 from logits in the model's dtype, sums are in FP64.
+Perplexity compares models with the same tokenizer; bits per byte compares any models on the same text. Losses are
+computed in FP32 from logits in the model's dtype and summed in FP64.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lowprec_train.tools.evaluate.windows import Window, cut, of_equal_length
 
 @dataclass(frozen=True)
 class Scored:
-    """One window: the sum of its counted tokens' losses in nats, and whether each of them was the likeliest."""
+    """Score of one window. nll: sum of the losses of its scored tokens in nats. greedy: all of them were the argmax."""
 
     nll: float
     greedy: bool
@@ -36,7 +36,7 @@ class Scored:
 
 @torch.inference_mode()
 def score(model: Transformer, windows: Sequence[Window]) -> list[Scored]:
-    """Losses of windows of equal length, computed together. ValueError where they are not finite."""
+    """Score windows of equal length in one forward pass. Raises ValueError if a loss is not finite."""
     tokens = torch.from_numpy(np.stack([window.tokens for window in windows])).to(model.embedding.weight.device)
     targets = tokens[:, 1:].clone()
     for row, window in enumerate(windows):
@@ -51,24 +51,29 @@ def score(model: Transformer, windows: Sequence[Window]) -> list[Scored]:
 
 
 def score_all(
-    model: Transformer, windows: Iterable[Window], batch: int, told: Callable[[int], None] = lambda tokens: None
+    model: Transformer,
+    windows: Iterable[Window],
+    batch: int,
+    report_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> list[Scored]:
-    """Losses of windows, in their order; at most `batch` of equal length are computed together.
+    """Score windows, at most `batch` of equal length in one forward pass. Returns the scores in the order of `windows`.
 
-    told: is given the number of tokens that were predicted since its last call.
+    report_tokens: called with the number of tokens predicted since the last call.
     """
     found: dict[int, Scored] = {}
     for group in of_equal_length(enumerate(windows), batch, lambda item: item[1].inputs):
         numbers, together = zip(*group, strict=True)
         found |= zip(numbers, score(model, together), strict=True)
-        told(sum(window.scored for window in together))
+        report_tokens(sum(window.scored for window in together))
     return [found[number] for number in range(len(found))]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cutting:
-    """How text becomes windows. start: the token put before each document; None: its own first token is context only
-    and is not predicted. documents: of the text, at most; None: all.
+    """Options for cutting text into windows.
+
+    start: token id that precedes each document; None: the document's first token is context only and not predicted.
+    documents: maximum number of documents, None for all.
     """
 
     seq_len: int
@@ -83,20 +88,22 @@ class Cutting:
         return list(cut(ids, self.seq_len, self.stride))
 
     def taken(self, source: Source, vocab_size: int) -> Iterator[Encoded]:
-        """The documents to evaluate. Raises ValueError at an id that the model has no row for."""
+        """The documents to evaluate. Raises ValueError for a token id outside the model's vocabulary."""
         for number, document in enumerate(islice(source, self.documents)):
             if len(document.ids) and document.ids.max() >= vocab_size:
                 raise ValueError(
-                    f"{source.name}: document {number} holds token {document.ids.max()}, and the model has {vocab_size}"
+                    f"{source.name}: document {number} has token id {document.ids.max()}, but the model's vocabulary "
+                    f"has {vocab_size} tokens"
                 )
             yield document
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """The losses of a text. documents: those with anything to predict. bytes: of their text; None: unknown.
+    """The losses of a text.
 
-    tokens: predicted. nll: nats of each window, in the order of the text. seconds: of computing.
+    documents: number of documents with at least one predicted token. bytes: UTF-8 bytes of these documents, None if
+    unknown. tokens: number of predicted tokens. nll: nats of each window, in text order. seconds: computing time.
     """
 
     documents: int
@@ -107,7 +114,7 @@ class Measured:
 
     @property
     def loss(self) -> float:
-        """Nats a token."""
+        """Nats per token."""
         return float(self.nll.sum()) / self.tokens
 
     @property
@@ -129,32 +136,40 @@ class Measured:
 
 
 def measure(
-    model: Transformer, source: Source, how: Cutting, told: Callable[[int], None] = lambda tokens: None
+    model: Transformer,
+    source: Source,
+    cutting: Cutting,
+    report_tokens: Callable[[int], None] = lambda tokens: None,
 ) -> Measured:
-    """The losses of all documents. told: as in `score_all`. Raises ValueError for a text with nothing to predict."""
+    """Compute the losses of all documents. report_tokens: as in `score_all`.
+
+    Raises ValueError if the text has no token to predict.
+    """
     documents, tokens = 0, 0
     size: int | None = 0
 
     def windows() -> Iterator[Window]:
         nonlocal documents, size, tokens
-        for document in how.taken(source, model.vocab_size):
-            if found := how.windows(document):
+        for document in cutting.taken(source, model.vocab_size):
+            if found := cutting.windows(document):
                 documents += 1
                 size = None if size is None or document.bytes is None else size + document.bytes
                 tokens += sum(window.scored for window in found)
                 yield from found
 
     began = time.perf_counter()
-    nll = np.array([each.nll for each in score_all(model, windows(), how.batch, told)])
+    nll = np.array([each.nll for each in score_all(model, windows(), cutting.batch, report_tokens)])
     if not len(nll):
-        raise ValueError(f"{source.name}: no text, nothing to predict")
+        raise ValueError(f"{source.name}: no text, so there is no token to predict")
     return Measured(documents=documents, bytes=size, tokens=tokens, nll=nll, seconds=time.perf_counter() - began)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Nats a token that one recipe loses over another on the same windows, and the standard error of that mean: losses
-    of the same text go together, so the difference is known far better than either. None: of a single window.
+    """Mean loss difference between two recipes on the same windows, in nats per token, with its standard error.
+
+    The losses of the two recipes are correlated, so the difference is more precise than either loss. standard_error is
+    None for a single window.
     """
 
     nats: float
@@ -162,7 +177,7 @@ class Difference:
 
 
 def difference(of: Measured, to: Measured) -> Difference:
-    """The difference of - to."""
+    """The difference `of` - `to`."""
     each, tokens = of.nll - to.nll, of.tokens
     error = math.sqrt(len(each)) * float(each.std(ddof=1)) / tokens if len(each) > 1 else None
     return Difference(float(each.sum()) / tokens, error)

@@ -1,4 +1,4 @@
-"""The results of an evaluation for people."""
+"""The results of an evaluation as printed text."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lowprec_train.tools.markdown import aligned
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """What was evaluated, a table of results, and what of a recipe is the same as another."""
+    """Model and text, the tables of results, and a line for each recipe with the same forward pass as another."""
     step = "" if found["step"] is None else f", step {found['step']}"
     parts = [f"{found['model']}{step}: {found['name']} on {found['device']}"]
     parts += [_perplexity(found)] if "text" in found else []
     parts += [_tasks(found)] if "tasks" in found else []
     parts += [
-        f"{_label(found, asked)} computes in the forward pass what {_label(found, how)} does: computed once"
-        for asked, how in found["computed_as"].items()
-        if asked != how
+        f"{_label(found, recipe)} has the same forward pass as {_label(found, computed)}: computed once"
+        for recipe, computed in found["computed_as"].items()
+        if recipe != computed
     ]
     return "\n\n".join(parts)
 
@@ -26,7 +26,9 @@ def _perplexity(found: Mapping[str, Any]) -> str:
     about = found["text"]
     size = "" if about["bytes"] is None else f", {about['bytes']:,} bytes"
     lead = (
-        "each document's own first token is context only" if found["start"] is None else f"after token {found['start']}"
+        "the first token of each document is context only"
+        if found["start"] is None
+        else f"each document after token {found['start']}"
     )
     head = [
         f"{about['data']}: {about['documents']:,} documents{size}",
@@ -34,14 +36,14 @@ def _perplexity(found: Mapping[str, Any]) -> str:
         f"stride {found['stride']}; {lead}",
     ]
     rows = [["recipe", "nats/token", "perplexity", "bits/byte", "tokens/s"]]
-    for asked, each in about["results"].items():
+    for recipe, each in about["results"].items():
         bits = "-" if each["bits_per_byte"] is None else f"{each['bits_per_byte']:.5f}"
         speed = f"{each['tokens_per_second']:,.0f}"
-        rows.append([_label(found, asked), f"{each['loss']:.5f}", f"{each['perplexity']:.4f}", bits, speed])
+        rows.append([_label(found, recipe), f"{each['loss']:.5f}", f"{each['perplexity']:.4f}", bits, speed])
     to = about["differences"]["to"]
     lines = [
-        f"{_label(found, asked)} - {_label(found, to)}: {each['nats']:+.5f}{_error(each['standard_error'])} nats/token"
-        for asked, each in about["differences"]["of"].items()
+        f"{_label(found, recipe)} - {_label(found, to)}: {each['nats']:+.5f}{_error(each['standard_error'])} nats/token"
+        for recipe, each in about["differences"]["of"].items()
     ]
     return "\n".join([*head, "", _table(rows), *([""] if lines else []), *lines])
 
@@ -51,7 +53,7 @@ def _error(standard_error: float | None) -> str:
 
 
 def _tasks(found: Mapping[str, Any]) -> str:
-    rows = [["task", "metric", *(_label(found, asked) for asked in found["tasks"])]]
+    rows = [["task", "metric", *(_label(found, recipe) for recipe in found["tasks"])]]
     every = list(found["tasks"].values())
     for task, values in every[0].items():
         for key in (key for key in values if "," in key and "_stderr," not in key):
@@ -66,10 +68,10 @@ def _value(value: Any, error: Any) -> str:
     return f"{shown} ± {error:.4f}" if isinstance(error, float) else shown
 
 
-def _label(found: Mapping[str, Any], asked: str) -> str:
-    """`run (fp4)`, `bf16`."""
-    name = found["recipes"][asked]
-    return asked if name == asked else f"{asked} ({name})"
+def _label(found: Mapping[str, Any], recipe: str) -> str:
+    """Label of a recipe, such as `run (fp4)` or `bf16`."""
+    name = found["recipes"][recipe]
+    return recipe if name == recipe else f"{recipe} ({name})"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,7 +1,7 @@
-"""Where evaluated text comes from: files of text, or a set prepared by `lowprec prepare-data` or by Megatron.
+"""Readers of the evaluated text: text files, or a data set prepared by `lowprec prepare-data` or by Megatron.
 
-Either gives documents as token ids without the token that closes them, and the bytes of text that they stand for, so
-that a raw file and what was prepared from it are the same text.
+Both give documents as token ids without the closing end-of-document token, and the number of UTF-8 bytes of each
+document. A raw file and the data set prepared from it therefore give equal results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowprec_train.data.tokenizer import Tokenizer, batches, encode_documents, l
 
 @dataclass(frozen=True)
 class Encoded:
-    """A document: its ids, and the bytes of its text in UTF-8, None where there is no tokenizer to tell."""
+    """A document: its token ids, and the UTF-8 bytes of its text (None without a tokenizer)."""
 
     ids: NDArray[np.int64]
     bytes: int | None
@@ -29,7 +29,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Source:
-    """Documents that can be read again and again, in the same order, by the tokenizer that they are known by."""
+    """Documents and their tokenizer. Each iteration reads the documents again, in the same order."""
 
     name: str
     tokenizer: Tokenizer | None
@@ -40,30 +40,30 @@ class Source:
 
 
 def open_text(path: Path, *, field: str, tokenizer: Tokenizer | None, skip_bad: bool = False) -> Source:
-    """The documents of files of text, or of the prepared set with this prefix (or with this .bin or .idx).
+    """Open text files, or the prepared data set with this prefix (or .bin or .idx file).
 
-    Raises ValueError when neither is there, for raw text without a tokenizer or as `data.documents.TextFiles` does, and
-    for a set that contradicts itself or that another tokenizer made.
+    Raises ValueError if neither exists, for raw text without a tokenizer, for unreadable text
+    (`data.documents.TextFiles`), and for a data set that is inconsistent or was prepared with another tokenizer.
     """
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if Path(f"{prefix}.idx").is_file():
         dataset, made_by = IndexedDataset(prefix), _tokenizer_of(prefix, tokenizer)
         return Source(str(prefix), made_by, lambda: _stored(dataset, made_by))
     if tokenizer is None:
-        raise ValueError(f"{path} is text, and no tokenizer is known for the model: name it with --tokenizer")
+        raise ValueError(f"{path} is raw text, and the model has no tokenizer; give one with --tokenizer FILE")
     files = TextFiles(str(path), field, skip_bad=skip_bad)
     return Source(str(path), tokenizer, lambda: _encoded(files, tokenizer))
 
 
 def _encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Encoded]:
-    """Encode the documents that are not empty: no prepared set has empty ones."""
+    """Encode the non-empty documents; a prepared data set has no empty documents."""
     for batch in batches(document.text for document in documents if document.text):
         for text, ids in zip(batch, encode_documents(batch, tokenizer), strict=True):
             yield Encoded(np.asarray(ids, np.int64), len(text.encode()))
 
 
 def _stored(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> Iterator[Encoded]:
-    """Read the documents of a prepared set; their bytes are those of the decoded text."""
+    """Read the documents of a prepared data set. Bytes are counted in the decoded text."""
     closing = None if tokenizer is None else tokenizer.eod
     for first, end in zip(dataset.documents[:-1], dataset.documents[1:]):
         parts = [dataset[sequence] for sequence in range(first, end)]
@@ -80,7 +80,7 @@ def _tokenizer_of(prefix: Path, tokenizer: Tokenizer | None) -> Tokenizer | None
         return load(manifest.tokenizer_path(prefix))
     if tokenizer.digest != manifest.tokenizer["sha256"]:
         raise ValueError(
-            f"{prefix} was prepared with the tokenizer of SHA-256 {manifest.tokenizer['sha256'][:12]}, the model's is "
-            f"{tokenizer.digest[:12]}"
+            f"{prefix} was prepared with a tokenizer of SHA-256 {manifest.tokenizer['sha256'][:12]}, but the model's "
+            f"tokenizer has {tokenizer.digest[:12]}; evaluate the raw text instead"
         )
     return tokenizer

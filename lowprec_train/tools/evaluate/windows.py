@@ -1,13 +1,13 @@
-"""What of a text is predicted from what: documents cut into windows that predict every token exactly once.
+"""Cut documents into windows that predict every token exactly once.
 
-A document of N + 1 tokens has N to predict, t_1 .. t_N; t_0 is context only. A window holds at most L of them as
-inputs. Windows begin `stride` tokens apart, and each counts the tokens that the windows before it have not predicted:
+In a document of N + 1 tokens, t_1 .. t_N are predicted and t_0 is context only. A window has at most L input tokens.
+Windows begin `stride` tokens apart, and a window scores the tokens that no earlier window has predicted:
 
     stride = L    windows do not overlap: after L tokens the context starts again
     stride < L    every token but a document's first L is predicted from at least L - stride before it
 
-The last window of a document ends with it and may be shorter. No window holds tokens of two documents, and none is
-padded: those that are computed together have equal lengths.
+The last window ends at the end of the document and may be shorter. No window has tokens of two documents. Windows are
+not padded: the windows of a batch have equal lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens int64 [T + 1]: T inputs, and the T that follow them, of which the last `scored` count."""
+    """Consecutive token ids, int64 [T + 1]: T inputs and their T targets. The last `scored` targets are scored."""
 
     tokens: NDArray[np.int64]
     scored: int
@@ -35,7 +35,7 @@ class Window:
 
 
 def cut(tokens: NDArray[np.int64], seq_len: int, stride: int) -> Iterator[Window]:
-    """The windows of a document, t_0 .. t_N; none for fewer than two tokens."""
+    """The windows of a document t_0 .. t_N. A document with fewer than two tokens has none."""
     last, predicted, begin = len(tokens) - 1, 0, 0
     while predicted < last:
         end = min(begin + seq_len, last)
@@ -44,7 +44,7 @@ def cut(tokens: NDArray[np.int64], seq_len: int, stride: int) -> Iterator[Window
 
 
 def of_equal_length(items: Iterable[T], count: int, length: Callable[[T], int]) -> Iterator[list[T]]:
-    """Groups of at most `count` items of one length, as soon as they are full; what is left over comes last."""
+    """Group items of equal length, at most `count` per group. Full groups come first, incomplete groups at the end."""
     waiting: dict[int, list[T]] = {}
     for item in items:
         group = waiting.setdefault(length(item), [])
@@ -55,10 +55,10 @@ def of_equal_length(items: Iterable[T], count: int, length: Callable[[T], int]) 
 
 
 def check(*, seq_len: int, stride: int, batch: int, max_seq_len: int) -> None:
-    """Raises ValueError for numbers that make no windows, or windows that the model has no positions for."""
+    """Raises ValueError for a window length, stride or batch size out of range."""
     if not 1 <= seq_len <= max_seq_len:
-        raise ValueError(f"windows of {seq_len} tokens: must be at least 1 and at most the model's {max_seq_len}")
+        raise ValueError(f"--seq-len {seq_len} must lie between 1 and the model's max_seq_len {max_seq_len}")
     if not 1 <= stride <= seq_len:
-        raise ValueError(f"a stride of {stride} must be at least 1, and at most the window's {seq_len} tokens")
+        raise ValueError(f"--stride {stride} must lie between 1 and the window length {seq_len}")
     if batch < 1:
-        raise ValueError(f"a batch of {batch} windows must be at least 1")
+        raise ValueError(f"--batch {batch} must be at least 1")

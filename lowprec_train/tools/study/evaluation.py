@@ -74,14 +74,14 @@ def computes_alike(trained: Trained, one: str, other: str) -> bool:
 
 
 def of(model: Transformer, dataset: Dataset, micro_batch: int, device: torch.device) -> tuple[float, float]:
-    """(mean loss in nats a token, sharpness)."""
+    """(mean loss in nats per token, sharpness)."""
     first = islice(samples(dataset, micro_batch), max(1, SHARP // micro_batch))
     return loss(model, dataset, micro_batch, device), sharpness.sharpness(model, first, device)
 
 
 @torch.inference_mode()
 def loss(model: Transformer, dataset: Dataset, micro_batch: int, device: torch.device) -> float:
-    """Mean loss in nats a token over all samples; not finite where the model's is not."""
+    """Mean loss in nats per token over all samples; non-finite if the model overflows."""
     total, targets = torch.zeros((), dtype=torch.float64, device=device), 0
     for batch in samples(dataset, micro_batch):
         documents = None if batch.documents is None else batch.documents.to(device)
@@ -91,7 +91,7 @@ def loss(model: Transformer, dataset: Dataset, micro_batch: int, device: torch.d
 
 
 def samples(dataset: Dataset, count: int) -> Iterator[Batch]:
-    """Every sample of every stream once, `count` together and the last ones of a stream fewer."""
+    """Every sample of every stream once, in batches of `count`; the last batch of a stream may be smaller."""
     for stream in dataset.streams:
         alone = Dataset(
             streams=(stream,),

@@ -1,5 +1,5 @@
-"""The figures of a study: each arm's gap against the tokens of the run and its final gap with the 95 % interval, and
-the losses of a sweep against its value.
+"""The figures of a study: gap against tokens and final gap with its 95 % interval for each arm; loss against value of a
+sweep.
 """
 
 from __future__ import annotations

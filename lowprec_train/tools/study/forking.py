@@ -67,7 +67,7 @@ def start_state(run: Path) -> dict[str, Any]:
 
 
 def check_start(starts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ValueError if forks of one run did not begin with the same bits. starts: `start_state` by name of run."""
+    """Raises ValueError if forks of one trunk started from different bits. starts: run name -> `start_state`."""
     forks = {name: start for name, start in starts.items() if start}
     for trunk in {start["trunk"] for start in forks.values()}:
         found = {start["checkpoint"]: name for name, start in forks.items() if start["trunk"] == trunk}

@@ -34,9 +34,10 @@ SHOWN = 4  # keys of a configuration that is not the planned one
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRun:
-    """One run. setting: the value of each axis. repeat: another run has its arm, setting and seed.
+    """One run. setting: the value of each axis. repeat: another run has the same arm, setting and seed.
 
-    fork, trunk: it begins with the state of the run `trunk`; of a trunk itself `trunk` is None.
+    fork, trunk: a forked run starts from the state of the run `trunk` at step `fork.step`. A trunk has `fork` but no
+    `trunk`.
     """
 
     name: str
@@ -51,12 +52,12 @@ class StudyRun:
 
     @property
     def cell(self) -> str:
-        """What all runs of one comparison share: the setting, and where they begin."""
+        """Name of the comparison that the run belongs to: its setting and its fork."""
         parts = [f"{key}={written(value)}" for key, value in self.setting]
         return ", ".join(parts + ([f"from step {self.fork.step} of {self.fork.arm}"] if self.fork else []))
 
     def command(self, out: Path) -> list[str]:
-        """Overrides of `lowprec train` that train it."""
+        """Overrides of the `lowprec train` command that trains the run."""
         return [*self.overrides, f"seed={self.seed}", f"name={self.name}", f"run_root={out}"]
 
 

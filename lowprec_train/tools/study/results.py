@@ -56,10 +56,10 @@ class Result:
 
 
 def read(planned: Sequence[StudyRun], out: Path, stored: Sequence[Result] = ()) -> tuple[list[Result], list[str]]:
-    """Results of the runs that are finished in `out` or stored, in the order of the plan, and the names of the others.
+    """Results of all finished runs, in `out` or `stored`, in the order of the plan, and the names of unfinished runs.
 
-    Raises ValueError if runs used different corpora or another configuration than the plan, if forks of one run began
-    with different states, or if a stored run is in `out` too, with another loss.
+    Raises ValueError if runs used different corpora, if a configuration differs from the plan, if forks of one run
+    started from different states, or if a run is in `out` and in `stored` with different losses.
     """
     finished = [run for run in planned if state(out / run.name).finished]
     check_same(finished, out)

@@ -1,9 +1,9 @@
-"""results.json of a report: the finished runs of a study in a few kilobytes each, without their directories.
+"""results.json: the results of a study's finished runs, a few kilobytes per run.
 
-A study that is trained on several machines, or in several sessions, is reported as one: each part's report writes
-results.json, and `lowprec study report STUDY --results FILE ...` adds the runs of these files to those of its folder.
-A stored run has a digest of its training keys, so runs of another configuration are refused, and the digest of the
-checkpoint that it was forked from.
+Parts of a study can be trained on different machines. The report of each part writes results.json, and
+`lowprec study report STUDY --results FILE ...` combines these files with the runs of its own folder. Each stored run
+has a digest of its training configuration, so a run with another configuration is refused. A forked run also has the
+digest of the checkpoint that it started from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NUMBERS = tuple(each.name for each in fields(Result) if each.name not in ("run",
 
 
 def configuration_digest(run: StudyRun) -> str:
-    """SHA-256 of a run's training keys; paths of text are not among them, the corpus hash stands in for these."""
+    """SHA-256 of a run's training keys. Paths of text are excluded; the corpus hash identifies the text."""
     keys = training_keys(saved_form(run, Path()))
     return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()
 
@@ -54,8 +54,10 @@ def _stored(result: Result) -> dict[str, Any]:
 
 
 def read(files: Sequence[Path], planned: Sequence[StudyRun], study: str) -> list[Result]:
-    """The runs of results.json files that `planned` has. Raises ValueError for a file of another study, a run of
-    another configuration, and a run that two files hold with different numbers.
+    """Read the results of the planned runs from results.json files.
+
+    Raises ValueError for a file of another study, for a run with another configuration, and if two files have different
+    results of one run.
     """
     named = {run.name: run for run in planned}
     found: dict[str, tuple[Path, dict[str, Any]]] = {}
@@ -99,5 +101,5 @@ def _result(run: StudyRun, file: Path, stored: Mapping[str, Any]) -> Result:
 
 
 def _number(value: Any) -> Any:
-    """`strict` writes non-finite numbers as names."""
+    """A stored value; non-finite numbers are stored as strings."""
     return float(value) if value in ("nan", "inf", "-inf") else value
