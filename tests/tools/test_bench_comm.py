@@ -71,4 +71,4 @@ def test_ratios_go_by_the_library_in_bf16():
 
 def test_one_process_sends_nothing(capsys):
     assert cli.main(["bench", "comm", "--device", "cpu"]) == 2
-    assert "start it by torchrun" in capsys.readouterr().err
+    assert "start it with torchrun" in capsys.readouterr().err

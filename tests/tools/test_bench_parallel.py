@@ -136,7 +136,7 @@ def test_without_peers_the_baseline_is_our_bf16():
 
 def test_one_process_is_refused(capsys):
     assert cli.main(["bench", "parallel", "--device", "cpu", "--arm", "fp8"]) == 2
-    assert "start it by torchrun" in capsys.readouterr().err
+    assert "start it with torchrun" in capsys.readouterr().err
 
 
 def test_exposed_and_idle_are_lengths_of_unions():
