@@ -12,8 +12,8 @@ ACTIVATIONS = ("none", "dynamic", "mx", "static")
 
 HELP = "export a run's model to Hugging Face format"
 DESCRIPTION = """\
-Write a run's model as a directory that Hugging Face's transformers opens: config.json, safetensors and the tokenizer.
-Reads the checkpoint of any parallel layout, one tensor at a time, without a GPU and without transformers.
+Export a run's model for Hugging Face transformers: config.json, safetensors and the tokenizer. Reads checkpoints of any
+parallel layout, one tensor at a time. Needs neither a GPU nor transformers.
 """
 
 EPILOG = """\
@@ -21,8 +21,7 @@ LLaMA models become LlamaForCausalLM, GPT models GPT2LMHeadModel. In FP32 the lo
 
 exit status:
   0  done
-  2  bad input: no checkpoint, a model that transformers has no class for, a directory in use, no tokenizer where
-     run.json says that there was one
+  2  bad input: missing checkpoint, a model without a transformers class, --out exists, or a missing tokenizer
 
 examples:
   lowprec export-hf runs/fp4 --out exported/fp4
@@ -37,9 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN", type=Path, help="run directory, or one that import-hf made")
     options.weights_directory(parser)
     options.step(parser)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of all tensors (default: the narrowest that holds the checkpoint's exactly)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the narrowest that is exact)")
     parser.add_argument(
         "--quantized",
         choices=FORMATS,

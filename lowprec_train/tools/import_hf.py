@@ -8,18 +8,17 @@ from lowprec_train.tools import options
 
 HELP = "import a Hugging Face model as the initial weights of a run"
 DESCRIPTION = """\
-Turn a LLaMA, Mistral, Qwen 2 or 3, OLMo 2 or GPT-2 model of Hugging Face's transformers into a directory that runs,
-evaluation and export read: model.yaml, safetensors in this project's names and layout, and the tokenizer's files. Reads
-one tensor at a time.
+Convert a LLaMA, Mistral, Qwen 2 or 3, OLMo 2 or GPT-2 model from Hugging Face format to a directory for training,
+evaluation and export: model.yaml, safetensors in this package's layout, and the tokenizer. Reads one tensor at a time.
 """
 
 EPILOG = """\
-Tensors keep their dtype. A model that this project does not compute is refused: another RoPE scaling than that of
-Llama 3.1, another activation function, a sliding window, quantised weights.
+Tensors keep their dtype. Unsupported models are refused: RoPE scaling other than that of Llama 3.1, other activation
+functions, sliding windows, quantised weights.
 
 exit status:
   0  done
-  2  bad input: no such model, one of another family, tensors that do not fit config.json, a directory in use
+  2  bad input: missing model, unsupported family, tensors that do not fit config.json, or --out exists
 
 examples:
   lowprec import-hf downloads/llama --out imported/llama

@@ -1,4 +1,4 @@
-"""`lowprec inspect-data`: what is in a tokenised dataset, in figures and as text."""
+"""`lowprec inspect-data`: statistics and decoded samples of a tokenised dataset."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 HELP = "documents, lengths and decoded samples of a tokenised dataset"
 DESCRIPTION = """\
-Show a dataset in Megatron's layout, this project's or another's: documents, tokens, lengths, and samples decoded.
+Show the number of documents and tokens, document lengths and decoded samples of a dataset in Megatron's layout.
 """
 EPILOG = """\
-The tokenizer is the one that the manifest of `lowprec prepare-data` names; without a manifest give --tokenizer, or see
-ids only.
+The tokenizer is that of the manifest from `lowprec prepare-data`. For a dataset without a manifest, give --tokenizer;
+otherwise samples are shown as token ids.
 
 exit status:
-  0  shown
-  1  --check: the files are not those of the manifest, a document is not closed, or a token is outside the vocabulary
-  2  bad input: no such dataset, files that contradict each other, --check without manifest and tokenizer
+  0  done
+  1  --check: files differ from the manifest, a document has no end-of-document token, or a token is out of range
+  2  bad input: missing or inconsistent dataset, or --check without manifest and tokenizer
 
 examples:
   lowprec inspect-data data/mix
@@ -36,15 +36,15 @@ _AT_ONCE = 1 << 24  # tokens
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prefix", metavar="PREFIX", type=Path, help="the dataset, without .bin and .idx")
-    parser.add_argument("--samples", metavar="N", type=int, default=3, help="evenly spaced documents to show")
-    parser.add_argument("--document", metavar="I", type=int, action="append", help="show this one, counted from 0")
-    parser.add_argument("--characters", metavar="N", type=int, default=300, help="shown of a document")
-    parser.add_argument("--tokenizer", metavar="FILE", help="where there is no manifest")
-    parser.add_argument("--check", action="store_true", help="read all tokens, and compare hashes with a manifest")
+    parser.add_argument("--samples", metavar="N", type=int, default=3, help="number of evenly spaced documents to show")
+    parser.add_argument("--document", metavar="I", type=int, action="append", help="show document I, counted from 0")
+    parser.add_argument("--characters", metavar="N", type=int, default=300, help="characters shown per document")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer of a dataset without a manifest")
+    parser.add_argument("--check", action="store_true", help="check all tokens, and the hashes of the manifest")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read and print. Returns 1 when --check finds something; raises ValueError for bad input."""
+    """Print the statistics and samples. Returns 1 if --check finds an error. Raises ValueError for bad input."""
     for name in ("characters", "samples"):
         if getattr(arguments, name) < 0:
             raise ValueError(f"--{name} {getattr(arguments, name)} must not be negative")

@@ -1,4 +1,4 @@
-"""`lowprec prepare-data`: text files to a Megatron dataset, by many processes, and again where it was interrupted."""
+"""`lowprec prepare-data`: tokenise text files into a Megatron dataset, in parallel; resumable."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowprec_train.data.manifest import Manifest
 
-HELP = "text files to a tokenised dataset, restartable"
+HELP = "tokenise text files into a dataset; resumable"
 DESCRIPTION = """\
-Tokenise text into PREFIX.bin and PREFIX.idx, which `data=indexed data.train=PREFIX` trains on and Megatron reads too.
-Reads .txt and .md (a document a file), .jsonl (a document a line), these also as .gz, .xz and .zst and cut into parts
-(NAME.zst.00 NAME.zst.01 ...), and .parquet (a document a row); a directory stands for all of these below it.
+Tokenise text into PREFIX.bin and PREFIX.idx, for training with `data=indexed data.train=PREFIX` or with Megatron.
+Reads .txt and .md (one document per file), .jsonl (one per line) and .parquet (one per row). Text files may be
+compressed (.gz, .xz, .zst) and split into parts (NAME.zst.00 NAME.zst.01 ...). Directories are read recursively.
 """
 EPILOG = """\
-Every document is closed by the tokenizer's end-of-document token; documents without text are left out. Beside the two
-files go the tokenizer and PREFIX.manifest.json: counts, and SHA-256 of what was read and written.
+Each document ends with the tokenizer's end-of-document token; empty documents are left out. The command also writes the
+tokenizer and PREFIX.manifest.json, with counts and the SHA-256 of all inputs and outputs.
 
-A long document is tokenised in pieces that are cut where no token changes; a text without such a place is cut all the
-same, which is counted and said. --skip-bad leaves out records that hold no text, files that are damaged from the damage
-on, and counts them; files are named.
+Long documents are tokenised in pieces, split where the split changes no token. If there is no such place, the document
+is split anyway; the command counts and reports these splits. With --skip-bad, records without text are skipped and
+counted, and a damaged file is read up to the damage and reported.
 
-Killed at any moment, the same command goes on where it was, and what comes out is the same, byte for byte, whatever the
-number of workers. Until it is whole the dataset lives in PREFIX.unfinished/.
+If the command is interrupted or killed, the same command resumes it. The result is the same, byte for byte, for any
+number of workers. An incomplete dataset is in PREFIX.unfinished/.
 
 exit status:
-  0    done, or done already
-  2    bad input: no such file, a record without text, another dataset in that place
-  130  interrupted; the same command goes on
+  0    done, also if the dataset was complete before
+  2    bad input: missing file, record without text, or another dataset at PREFIX
+  130  interrupted; run the same command to resume
 
 examples:
   lowprec train-tokenizer wiki.jsonl.zst --vocab-size 32000 --out tokenizer.model

@@ -1,4 +1,4 @@
-"""`lowprec train-tokenizer`: a byte-pair encoding learnt from text files."""
+"""`lowprec train-tokenizer`: train a byte-pair encoding on text files."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ import argparse
 from itertools import islice
 from pathlib import Path
 
-HELP = "learn a SentencePiece model from text files"
+HELP = "train a SentencePiece tokenizer on text files"
 DESCRIPTION = """\
-Learn a SentencePiece byte-pair encoding from text: any text encodes and decodes without loss, digits are single pieces,
-newlines are kept, and bytes stand in for rare characters. Takes what `lowprec prepare-data` takes.
+Train a SentencePiece byte-pair encoding. Any text is encoded and decoded without loss: newlines are kept, digits are
+single pieces, and rare characters are encoded as bytes. Accepts the same files as `lowprec prepare-data`.
 """
 EPILOG = """\
-All input is read, and an evenly spaced sample of its lines is learnt from. The same input gives the same model, byte
-for byte.
+The command reads all input and trains on an evenly spaced sample of its lines. The same input gives the same model,
+byte for byte.
 
 exit status:
   0  done
-  2  bad input: no such file, a record without text, too little text for so many pieces, a file in that place
+  2  bad input: missing file, record without text, too little text for --vocab-size, or --out exists
 
 examples:
   lowprec train-tokenizer wiki.jsonl.zst books/ --vocab-size 32000 --out tokenizer.model
 """
-_TRIED = 200  # documents that the compression is measured on
+_TRIED = 200  # documents on which the compression is measured
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("inputs", metavar="INPUT", nargs="+", help="file, part of a file, or directory")
-    parser.add_argument("--vocab-size", metavar="N", type=int, required=True, help="pieces; 256 of them are bytes")
-    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the model goes")
-    parser.add_argument("--field", default="text", help="that holds the text (default: %(default)s)")
+    parser.add_argument(
+        "--vocab-size", metavar="N", type=int, required=True, help="number of pieces; 256 of them are bytes"
+    )
+    parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file of the tokenizer model")
+    parser.add_argument("--field", default="text", help="field with the text (default: %(default)s)")
     parser.add_argument(
         "--sample",
         metavar="CHARACTERS",
         type=int,
         default=16_000_000,
-        help="learnt from; 16 million take some seconds (default: %(default)s)",
+        help="size of the training sample; 16 million take some seconds (default: %(default)s)",
     )
-    parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read instead of stopping")
+    parser.add_argument("--skip-bad", action="store_true", help="skip unreadable text instead of stopping")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Learn a tokenizer, write it and print how well it compresses. Raises ValueError or OSError for bad input."""
+    """Train a tokenizer, write it and print its compression. Raises ValueError or OSError for bad input."""
     from lowprec_train.data.appending import write_whole
     from lowprec_train.data.documents import TextFiles
     from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer

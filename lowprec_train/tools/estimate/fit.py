@@ -1,11 +1,10 @@
-"""What to choose so that a run fits a GPU: settings from the fastest to the leanest, each with its largest micro-batch.
+"""Settings that make a run fit a GPU, from fastest to smallest memory, each with its largest micro-batch.
 
-A step of one micro-batch is tried first, for which no gradients wait. Of several, memory is linear in their tokens, so
-two estimates tell the largest one that fits, which is estimated once more before it is proposed. A tenth of the GPU
-stays free for what is not counted (`memory`).
+A step of one micro-batch is tried first, because it accumulates no gradients. With several micro-batches, memory is
+linear in their tokens, so two estimates give the largest that fits. It is estimated again before it is proposed. A
+tenth of the GPU memory stays free for allocations that the estimate does not include (`memory`).
 
-What was asked for stays: a choice is made of those of its settings whose keys nobody named, and an optimizer counts as
-named where the run would not have the default one.
+Keys that the user has set are not changed. An optimizer other than the default counts as set by the user.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lowprec_train.train import checks, ranges
 from lowprec_train.train.compose import composed
 
 Estimates = Callable[[RunConfig], Estimate]
-SHARE = 0.9  # of the GPU
+SHARE = 0.9  # usable fraction of the GPU memory
 UNITS = {"GiB": 2**30, "GB": 10**9}
 FREED = ("optim.in_backward=true", "max_grad_norm=0")
 OPTIMIZER, MASTER = "optim=adamw_coat", "optim/master=bf16"
@@ -130,7 +129,7 @@ def _with(run: RunConfig, micro_batch: int) -> RunConfig:
 
 
 def text(found: Sequence[Fit], size: int) -> str:
-    """A table, and the first choice that fits: the least that must be given up."""
+    """A table of all settings, and the first that fits, which changes the run least."""
     rows = []
     for fit in found:
         about = [fit.refused or "does not fit", "", "", "", ""]
@@ -150,8 +149,8 @@ def text(found: Sequence[Fit], size: int) -> str:
         "tokens/s and GPU",
     ]
     chosen = next((fit for fit in found if fit.found is not None), None)
-    told = "nothing fits: take more GPUs or a smaller model"
+    advice = "nothing fits: take more GPUs or a smaller model"
     if chosen is not None:
-        told = " ".join(["take", *chosen.settings, f"micro_batch={chosen.micro_batch}"])
+        advice = " ".join(["take", *chosen.settings, f"micro_batch={chosen.micro_batch}"])
     room = f"{SHARE:.0%} of {size / GIB:,.1f} GiB; the rest is for what is not counted"
-    return "\n".join([*table(head, rows), "", f"{room}: {told}"])
+    return "\n".join([*table(head, rows), "", f"{room}: {advice}"])
