@@ -2,9 +2,8 @@
 
     x, values or codes, leaf -> y        dY -> dX, dW into the leaf, in the leaf's dtype
 
-What arrives is in a narrow dtype, and autograd hands a parameter a gradient of the parameter's own dtype: to an FP8
-parameter an FP8 one, without a word. So what arrives enters the graph without a gradient, and the leaf, which has the
-weight's shape, the master's dtype and no memory, takes it.
+Autograd casts a gradient to the dtype of its tensor, silently: to FP8 for an FP8 tensor. The gathered tensors therefore
+do not require gradients. The leaf receives the gradient; it has the weight's shape, the master's dtype and no storage.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from lowprec_train.precision.recipe import LinearRecipe, Reuse
 class AllGatheredWeight:
     """A weight [n, k] after its all-gather.
 
-    leaf: takes the gradient. coded: whether `tensors` are codes, then their scale or its two levels (as a
-    `precision.saved.SavedOperand` has them); otherwise they are the values, themselves a leaf that takes the gradient
-    of a plain product.
+    leaf: receives the gradient. coded: True if `tensors` are codes and their scale or its two levels, in the order of
+    `precision.saved.SavedOperand`. Otherwise they are the values, a leaf that receives the gradient of a BF16 product.
     """
 
     leaf: Tensor
@@ -32,12 +30,11 @@ class AllGatheredWeight:
 
 
 def weight_codes(recipe: LinearRecipe) -> Quantizer | None:
-    """What rounds the weight, where each GEMM takes it as these codes and in no other way; None for other recipes.
+    """The weight's quantiser if all GEMMs can work from its codes alone; otherwise None.
 
-    That is so where fprop's codes are made by rounding to nearest to a byte or less, are multiplied in fprop, and are
-    reused in dgrad, as they are or rounded again. The estimator's slope asks for the weight too: whoever has it
-    multiplies by the slope, which is the same for all contributions to a sum. Means that are split off are multiplied
-    by the weight itself.
+    This requires that fprop uses the codes, that dgrad reuses or requantises them, rounding to nearest, and at most one
+    byte per code. An estimator is allowed: the shard's owner applies the slope after the reduction. A mean split is
+    not, because means are multiplied by the unquantised weight.
     """
     fprop, quantizer = recipe.fprop, recipe.fprop.b
     again = recipe.dgrad.b is Reuse.FPROP_CODES or recipe.weight_from_codes

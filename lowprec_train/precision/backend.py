@@ -1,8 +1,7 @@
-"""A library that runs linear layers in place of this project's own GEMMs: what a recipe and a Linear know of it.
+"""Interface of a library that runs linear layers in place of this project's GEMMs.
 
-A recipe names a backend and says nothing of GEMMs; the layer hands x, its weight and its bias over. Parameters, their
-names and their first values stay the layer's own, so a checkpoint of any other recipe fits. What the library remembers
-between steps is kept beside the model's tensors.
+A recipe names the backend; the layer passes x, its weight and its bias. The layer owns the parameters, so checkpoints
+of other recipes can be loaded. State of the library between steps is a separate part of the checkpoint.
 """
 
 from __future__ import annotations
@@ -18,57 +17,57 @@ from lowprec_train.precision.gemm import Path
 
 
 class BackendLayer(Protocol):
-    """One linear layer [n, k], made by a backend."""
+    """A backend's implementation of one linear layer [n, k]."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., k], weight [n, k], bias [n] -> [..., n]; all in one dtype."""
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """What outlives a step, as copies."""
+        """Copies of the tensors that persist between steps."""
         ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from what `state` gave."""
+        """Restores what `state` returned."""
         ...
 
 
 class Backend(Protocol):
-    """A value: equal ones run layers alike. Its text says which library, and by which of its recipes."""
+    """A library and its settings, as a value. `str()` names the library and its recipe."""
 
     @property
     def path(self) -> Path:
-        """How its GEMMs run."""
+        """The path of its GEMMs."""
         ...
 
     @property
     def stateful(self) -> bool:
-        """True where a layer remembers something between steps."""
+        """True if layers have state between steps."""
         ...
 
     def layer(self, n: int, k: int, *, bias: bool, dtype: torch.dtype) -> BackendLayer:
-        """A layer without parameters of its own."""
+        """Creates a layer; the weight and bias are passed at each call."""
         ...
 
     def around_pass(self) -> AbstractContextManager[Any]:
-        """What a forward pass of the whole model runs in."""
+        """Context manager for a forward pass of the whole model."""
         ...
 
     def check(self, name: str, n: int, k: int, tokens: int) -> None:
-        """ValueError for a layer whose sizes the library does not take."""
+        """Raises ValueError if the library does not support the layer's sizes."""
         ...
 
     @property
     def version(self) -> str:
-        """Of the library that is installed."""
+        """Version of the installed library."""
         ...
 
     def settings(self) -> str:
-        """Of its recipe, every one, also those that nobody has chosen."""
+        """All settings of the library's recipe, including defaults."""
         ...
 
     def check_machine(self, device: torch.device) -> None:
-        """ValueError where the library, or this device, cannot run it: asked before a run begins."""
+        """Raises ValueError if this library or device cannot run it. Called before a run begins."""
         ...
 
 
@@ -79,10 +78,9 @@ def run(layer: Callable[[], BackendLayer], x: Tensor, weight: Tensor, bias: Tens
 
 
 class BackendState:
-    """What the backend of a model's layers remembers, as a part of a checkpoint: `<layer>.<name>`, bits as int32.
+    """State of the backend's layers in a checkpoint: `<layer>.<name>`, FP32 bits as int32.
 
-    Bits, since what is saved must be finite and this need not be: TransformerEngine keeps its scale where an amax is
-    infinite, and such an amax stays in its history until it is pushed out.
+    Checkpoints must be finite, but an amax history of TransformerEngine may contain infinities; hence bits.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,7 +1,7 @@
-"""Picks the cheapest exact execution for a pair of operands, and says which.
+"""Chooses the cheapest exact path for a pair of GEMM operands, and runs it.
 
     bf16         neither operand is quantised
-    fp8_tensor   FP8 tensor cores, one scale an operand (E2M1 rides as E4M3)
+    fp8_tensor   FP8 tensor cores, one scale an operand (E2M1 is stored as E4M3)
     fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue; blocks on the ladder, folded, are that
     fp8_block    FP8 tensor cores, a scale per 1x128 or 128x128 block in the main loop (compute capability 9.0)
     fp8_folded   power-of-two blocks of E2M1 folded into E5M2 / E4M3 carriers (docs/numerics.md), then as fp8_row
@@ -30,7 +30,7 @@ from lowprec_train.ops.rotated import BLOCK
 
 
 class Path(Enum):
-    """How a GEMM runs."""
+    """The execution path of a GEMM."""
 
     BF16 = "bf16"
     FP8_TENSOR = "fp8_tensor"
@@ -47,7 +47,7 @@ class Path(Enum):
 
     @property
     def peak(self) -> str:
-        """Which of the device's peaks it is measured against: "bf16", "fp8", "fp4" or "int8"."""
+        """The device peak that bounds it: "bf16", "fp8", "fp4" or "int8"."""
         kind = self.value.removeprefix("mx").removeprefix("nv").partition("_")[0]
         return kind if kind in ("fp8", "fp4", "int8") else "bf16"
 
@@ -66,7 +66,7 @@ class Codes:
 
     @property
     def carrier(self) -> str | None:
-        """The FP8 format that they enter the tensor core in; None when their blocks do not fold."""
+        """FP8 format of the codes in the tensor core; None if their blocks do not fold."""
         if self.granularity != "block":
             return "E5M2" if self.dtype is torch.float8_e5m2 else "E4M3"
         return carrier_of(self.exponent_span) if 0 < self.exponent_span <= FOLD_SPAN["E5M2"] else None
@@ -77,19 +77,19 @@ Capability = tuple[int, int] | None
 
 
 def capability_of(device: torch.device) -> Capability:
-    """Of a device. The meta device stands for 9.0 where memory and arithmetic are counted before there is a GPU."""
+    """Compute capability of a device. The meta device counts as 9.0, for estimates without a GPU."""
     if device.type == "meta":
         return 9, 0
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def has_fp8(capability: Capability) -> bool:
-    """True where tensor cores take FP8."""
+    """True if tensor cores support FP8."""
     return capability is not None and capability >= (8, 9)
 
 
 def has_block_scales(capability: Capability) -> bool:
-    """True where cuBLASLt scales FP8 by blocks of FP32 numbers."""
+    """True if cuBLASLt supports FP32 block scales for FP8."""
     return capability == (9, 0)
 
 
@@ -100,7 +100,7 @@ def native_formats(capability: Capability) -> tuple[str, ...]:
 
 
 LINE, SQUARE = (1, 128), (128, 128)
-PRODUCT_BYTES = 64 * 2**20  # of FP32, that are added to a sum at a time
+PRODUCT_BYTES = 64 * 2**20  # of FP32 partial products held at a time
 
 
 def choose(a: Codes, b: Codes, n: int, k: int, capability: Capability, *, m: int = 16, native: bool = True) -> Path:

@@ -1,4 +1,4 @@
-"""The mean split: an operand loses its mean over the tokens before it is rounded, and the GEMM gets it back after.
+"""The mean split: subtracts an operand's mean over the tokens before rounding, and adds its product after the GEMM.
 
     X = 1 mu^T + R,  dY = 1 mu_g^T + R_g          mu, mu_g: means over the rows (tokens), so 1^T R = 1^T R_g = 0
 
@@ -6,10 +6,10 @@
     dgrad   dX = Q(R_g) Q(W)   + 1 (mu_g W)
     wgrad   dW = Q(R_g)^T Q(R) + T mu_g mu^T       the cross terms vanish before rounding; T tokens
 
-After Averis (arXiv 2603.10444), which rounds the means to four bits too and leaves dX and dW at Q(R_g) + Q(mu_g). A
-scale then follows what varies between tokens, whatever a channel has in common with all of them. The means are those of
-the GEMM's tokens, one micro-batch; a channel's mean asks for no other channel, so tensor parallel ranks tell each other
-nothing. Sums in FP64 are, of BF16 values, exact but for extreme ranges, so that no order of tokens changes a bit.
+After Averis (arXiv 2603.10444), which rounds the means to four bits too. Scales then follow the variation of tokens
+instead of the offset of each channel. Means are over the GEMM's tokens, one micro-batch. They are per channel: tensor
+parallelism needs no communication. FP64 sums of BF16 values are exact except for extreme ranges, so the order of tokens
+does not change the result.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ BF16_BITS = -0x10000  # sign, exponent and the seven bits of the mantissa that B
 
 
 def without_mean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [tokens, channels] -> what varies FP32 [tokens, channels], the mean FP32 [channels]."""
+    """x [tokens, channels] -> (x minus its mean FP32 [tokens, channels], the mean FP32 [channels])."""
     mean = (x.sum(dim=0, dtype=torch.float64) / x.shape[0]).float()
     return x.float() - mean, mean
 
 
 def mean_product(mean: Tensor, weight: Tensor) -> Tensor:
-    """mean [k], weight [n, k] -> mean W^T [n] in FP32, where the weight has values that BF16 holds or is on a CPU.
+    """mean [k], weight [n, k] -> mean W^T [n] in FP32. On a GPU the weight must be exact in BF16.
 
-    The mean goes as three BF16 terms, so that no FP32 copy of the weight is made. They are cut from the bits, because a
-    compiler may leave out a cast to BF16 and back.
+    The mean is split into three BF16 terms, which avoids an FP32 copy of the weight. The split masks bits, because a
+    compiler may remove a cast to BF16 and back.
     """
     terms, rest = [], mean
     for _ in range(TERMS):

@@ -1,9 +1,9 @@
-"""Outlier clamping and compensation (OCC, arXiv 2501.17116, section 3.2): four bits for the body, more for the few.
+"""Outlier clamping and compensation (OCC, arXiv 2501.17116, section 3.2): four bits for most values, more for outliers.
 
-Per token, the values outside the quantiles [1 - q, q] are outliers. The E2M1 scale follows the clamped body; outliers
-come back in one of two ways:
+Per token, the values outside the quantiles [1 - q, q] are outliers. The E2M1 scale is that of the clamped
+values. Outliers are restored in one of two ways:
 
-    carrier     rounded once to E4M3 in the FP8 code that carries E2M1 anyway: no second GEMM, but they meet a 4-bit W
+    carrier     rounded once to E4M3 in the same FP8 carrier: no second GEMM, but they are multiplied by a 4-bit W
     residual    the paper's: R = A - clamp(A) is kept sparsely and multiplies the BF16 weight
 """
 

@@ -1,6 +1,6 @@
-"""What a linear layer saves of X and of W for its backward pass: the form, which its plan knows, and the tensors.
+"""What a linear layer saves of X and W for its backward pass: the form, which is part of the plan, and the tensors.
 
-Autograd saves flat tensors. `SavedOperand.tensors` are what it is given, and a form knows how many of them are its own.
+Autograd saves a flat tuple of tensors; `SavedForm.count` is the number that belongs to one operand.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from lowprec_train.precision.outliers import Residual
 
 @dataclass(frozen=True, kw_only=True)
 class SavedForm:
-    """quantizer: what made the codes; None for the matrix as it came. transposed: the codes are those of the transposed
-    matrix, as a backward GEMM takes them. packed: two E2M1 codes a byte. folded: carriers of FOLD3 under a scale per
-    row; packed, they are E2M1 codes and E4M3 scales of blocks. residual: with the outliers that were clamped.
-    scale_only: without the codes, for an estimator.
+    """The form in which an operand is saved.
+
+    quantizer: None if the matrix is saved unquantised. transposed: codes of the transposed matrix. packed: two E2M1
+    codes a byte. folded: FOLD3's FP8 carriers under a scale per row; if also packed, E2M1 codes and E4M3 block scales.
+    residual: includes the clamped outliers. scale_only: only the scale, for an estimator.
     """
 
     quantizer: Quantizer | None = None
@@ -37,14 +38,14 @@ class SavedForm:
 
     @property
     def count(self) -> int:
-        """Number of tensors."""
+        """Number of saved tensors."""
         if self.quantizer is None or self.scale_only:
             return 1
         return 2 + self.two_level + 2 * self.residual + self.split_carriers
 
     @property
     def split_carriers(self) -> bool:
-        """Carriers in two parts."""
+        """True when carriers are saved as codes and block scales."""
         return self.folded and self.packed
 
     def __str__(self) -> str:
@@ -57,8 +58,10 @@ class SavedForm:
 
 @dataclass(frozen=True)
 class SavedOperand:
-    """tensors: the matrix; or codes, then the scale or its two levels, then values and columns of a residual. Split
-    carriers: codes, scales of blocks, those of rows.
+    """A saved operand.
+
+    tensors: the matrix; or codes, the scale or its two levels, then values and columns of the residual. Split carriers:
+    codes, block scales, row scales.
     """
 
     form: SavedForm
@@ -66,7 +69,7 @@ class SavedOperand:
 
     @classmethod
     def of(cls, form: SavedForm, codes: Quantized, residual: Residual | None = None) -> SavedOperand:
-        """Of what `form.quantizer` made."""
+        """Saves codes made by `form.quantizer`."""
         if form.scale_only:
             return cls(form, (codes.scale,))
         if form.split_carriers:
@@ -77,7 +80,7 @@ class SavedOperand:
         return cls(form, (stored, *levels, *rest))
 
     def codes(self) -> Quantized:
-        """As they were made."""
+        """The codes, unpacked."""
         quantizer = self.form.quantizer
         assert quantizer is not None
         stored, scale = self.tensors[:2]
@@ -90,11 +93,11 @@ class SavedOperand:
         return quantizer.wrap(codes, scale.float() * tensor, {"block": scale, "tensor": tensor})
 
     def transposed_codes(self) -> Quantized:
-        """Of the transposed matrix."""
+        """The codes of the transposed matrix."""
         return self.codes() if self.form.transposed else self.codes().t()
 
     def scale(self) -> Tensor:
-        """FP32, of the tiles of the matrix as it lies."""
+        """FP32 scales of the untransposed matrix."""
         if self.form.scale_only:
             return self.tensors[0]
         scale = self.codes().scale
@@ -106,12 +109,12 @@ class SavedOperand:
 
 
 def flatten(*saved: SavedOperand | None) -> tuple[Tensor, ...]:
-    """For autograd."""
+    """The tensors of all operands, for autograd to save."""
     return tuple(tensor for each in saved if each is not None for tensor in each.tensors)
 
 
 def unflatten(tensors: Sequence[Tensor], *forms: SavedForm | None) -> tuple[SavedOperand | None, ...]:
-    """What `flatten` took, by the forms of a plan."""
+    """Inverse of `flatten`, given the forms of a plan."""
     found: list[SavedOperand | None] = []
     for form in forms:
         count = 0 if form is None else form.count
