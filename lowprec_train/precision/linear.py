@@ -121,7 +121,8 @@ class Linear(nn.Linear):
         return (y, grad_amax) if with_grad_amax else y
 
     def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
-        """(y, grad_amax). grad_amax is an FP32 vector of zeros, one element per row, or None if the layer has a bias.
+        """(y, grad_amax). grad_amax is an FP32 vector of zeros, one element per row, or None if no GEMM of the backward
+        pass would use it: with a bias, in BF16, under another library's backend, or if dY is divided between ranks.
 
         The consumer of y returns the amax of dY as the gradient of `grad_amax`, which spares this layer a pass over dY.
         """
