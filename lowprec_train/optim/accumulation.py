@@ -1,10 +1,10 @@
-"""Sums of gradients between the micro-batches of a step, stored in codes instead of FP32.
+"""Gradient accumulation over the micro-batches of a step in quantised form instead of FP32.
 
     held = encode(decode(held) + gradient),   once a micro-batch; the gradient is freed,   update(decode(held))
 
-`StateCodec` stores them: BF16, or E4M3, E5M2 and FP16 under one power of two for this rank's part of a matrix. To
-nearest, A roundings of half a unit each stall where a gradient is below half a unit of its sum; stochastic roundings
-keep sums right on average. Vectors are summed in FP32.
+A `StateCodec` stores the sums: BF16, or E4M3, E5M2 and FP16 with one power-of-two scale for this rank's shard of a
+matrix. With rounding to nearest, a gradient below half a unit of its sum is lost; with stochastic rounding, sums are
+correct on average. Vectors are summed in FP32.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ STORED = ("none", "tensor")  # scalings that need no groups within a row
 
 
 def check(codec: StateCodec) -> StateCodec:
-    """`codec` where it can store sums of gradients. Raises ValueError."""
+    """Return `codec` if it can store sums of gradients. Raises ValueError otherwise."""
     if codec.scaling not in STORED:
         raise ValueError(f"sums of gradients are stored as BF16, or scaled E4M3, E5M2 or FP16, not as {codec}")
     return codec
 
 
 class GradientSum:
-    """The sum of one matrix's gradients. place: of the parameter in the model. origin: row and column of its first
-    element, where it is a shard.
+    """Sum of the gradients of one matrix. place: index of the parameter in the model. origin: of a shard, row and
+    column of its first element in the whole matrix.
     """
 
     def __init__(self, codec: StateCodec, *, seed: int, place: int, origin: tuple[int, int] = (0, 0)) -> None:
@@ -39,7 +39,7 @@ class GradientSum:
         self._parts: dict[str, Tensor] = {}
 
     def add(self, gradient: Tensor, number: int) -> None:
-        """Add a gradient, FP32 or BF16. number: of the micro-batch in the run; draws differ from one to the next."""
+        """Add a gradient, FP32 or BF16. number: index of the micro-batch in the run, which selects the random draws."""
         total = self._total(gradient)
         seed = origin = None
         if self._codec.stochastic:
@@ -49,11 +49,11 @@ class GradientSum:
         self._parts = self._codec.encode(total, seed=seed, origin=origin)
 
     def value(self) -> Tensor:
-        """The sum so far, FP32 [n, k]."""
+        """Return the sum so far, FP32 [n, k]."""
         return self._codec.decode(self._parts)
 
     def take(self, gradient: Tensor | None = None) -> Tensor:
-        """The sum with one more gradient that is not rounded, FP32 in its shape; nothing stays."""
+        """Return the sum plus one more gradient, without rounding, in FP32; clear the stored sum."""
         total = self.value() if gradient is None else self._total(gradient).view(gradient.shape)
         self._parts = {}
         return total
@@ -68,10 +68,10 @@ class GradientSum:
 
 
 class GradientSums:
-    """The sums of `parameters`, matrices whose gradients are this rank's parts of sums over the ranks.
+    """Sums of the gradients of `parameters`: matrices whose gradients are already reduced over the ranks.
 
-    in_backward: the last gradient of a step is not rounded but left with the sum in `.grad`, for who steps it there.
-    squares: of each finished sum, 0-dim FP64, until the next step.
+    in_backward: the last gradient of a step is added without rounding and the sum is left in `.grad`, for an update in
+    the backward pass. squares: sum of squares of each finished sum, 0-dim FP64, until the next step.
     """
 
     def __init__(
@@ -92,12 +92,14 @@ class GradientSums:
             parameter.register_post_accumulate_grad_hook(self._complete)
 
     def begin(self, number: int, *, last: bool) -> None:
-        """Before the backward pass of a micro-batch. number: in the run. last: of its step."""
+        """Call before the backward pass of a micro-batch. number: its index in the run. last: whether it is the last of
+        its step.
+        """
         self._number, self._last = number, last
         self.squares.clear()
 
     def gradients(self) -> Iterable[nn.Parameter]:
-        """Each parameter in turn with its sum as `.grad`, which is freed when the next one is asked for."""
+        """Yield each parameter with its sum as `.grad`, which is freed before the next one."""
         for parameter, held in self._sums.items():
             if not held.empty:
                 assert isinstance(parameter, nn.Parameter)

@@ -1,7 +1,7 @@
-"""AdamW by the kernel of NVIDIA's apex, that of apex.optimizers.FusedAdam(adam_w_mode=True, capturable=True).
+"""AdamW with the kernel of NVIDIA's apex, as in apex.optimizers.FusedAdam(adam_w_mode=True, capturable=True).
 
-States have the names and FP32 values of our own AdamW, so a checkpoint of either resumes under the other. The kernel
-multiplies gradients by 1 / grad_scale, where ours divides, and counts one step for all tensors of a launch.
+States have the same names and FP32 values as in our AdamW, so each resumes checkpoints of the other. The kernel
+multiplies gradients by 1 / grad_scale, while ours divides, and has one step counter for all tensors of a launch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DECOUPLED, BIAS_CORRECTED = 1, 1
 
 
 def check(rule: Rule, codecs: Codecs, device: torch.device) -> None:
-    """ValueError for what the kernel does not compute, a device that it does not run on, and an apex without it."""
+    """Raises ValueError for settings or devices that the kernel does not support, and if apex lacks the kernel."""
     what = "optim.backend=apex"
     if not isinstance(rule, AdamWRule) or rule.clip_updates:
         raise ValueError(f"{what} is AdamW without update clipping (apex.optimizers.FusedAdam), not {rule}")
@@ -35,7 +35,7 @@ def check(rule: Rule, codecs: Codecs, device: torch.device) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ApexAdamW(Batch):
-    """`amp_C.multi_tensor_adam_capturable`: a step that is skipped changes nothing, and the host does not wait."""
+    """`amp_C.multi_tensor_adam_capturable`: a skipped step changes nothing, without a host synchronization."""
 
     rule: AdamWRule
 

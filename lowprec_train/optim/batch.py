@@ -1,6 +1,6 @@
-"""One step of parameters that are stepped alike, tensor by tensor: any rule, any codecs.
+"""One step of parameters with the same codecs, tensor by tensor, for any rule and codecs.
 
-What a shard cannot know by itself, the RMS and the amax of the whole tensor, is found before (`optim.tensor_stats`).
+The RMS and the amax of whole tensors, of which a rank may have a shard, are computed before (`optim.tensor_stats`).
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ one, the new one as it was stored; FP32. A step that is skipped is reported as i
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Parameters with the same codecs, whose shards lie on the same ranks.
+    """Parameters with the same codecs and shards on the same ranks.
 
-    grad_scale: gradients are divided by it. found_inf: 1.0 leaves every bit as it is. Both 0-dim FP32. seed: the run's.
+    grad_scale: divisor of gradients. found_inf: 1.0 leaves all bits unchanged. Both 0-dim FP32. seed: of the run.
     """
 
     rule: Rule
@@ -40,7 +40,7 @@ class Batch:
     seed: int
 
     def squares(self) -> Tensor:
-        """Each shard's `Rule.squares`, FP64 [p]."""
+        """Return `Rule.squares` of each shard, FP64 [p]."""
         found = []
         for member in self.members:
             old, gradient, step = self._given(member, None)
@@ -48,7 +48,7 @@ class Batch:
         return torch.stack(found)
 
     def amax(self, rms: Tensor | None) -> Tensor:
-        """Each shard's amax of what is stored under one scale, FP32 [p, names]."""
+        """Return, for each shard, the amax of values that are stored with one scale, FP32 [p, names]."""
         found = []
         for place, member in enumerate(self.members):
             given = self._given(member, None if rms is None else rms[place])
@@ -64,7 +64,7 @@ class Batch:
             updates.write(member.state["step"], member.state["step"] + 1.0, skip)
 
     def report(self, observer: Observer, rms: Tensor | None, amax: Tensor | None) -> None:
-        """Tell of the roundings that `step` will make."""
+        """Report the roundings of `step` to the observer."""
         if self.codecs.exact:
             return
         for member, old, new, coded in self._advanced(rms, amax):
@@ -75,7 +75,7 @@ class Batch:
                         observer(member.owner, name, old[name], new[name], stored[name])
 
     def seeds(self) -> Tensor | None:
-        """Of the masters' draws, int64 [p]; None where nothing is drawn."""
+        """Return the seeds for rounding master weights, int64 [p]; None without stochastic rounding."""
         if not self.codecs.master.stochastic:
             return None
         steps = torch.stack([member.state["step"] for member in self.members]) + 1.0
@@ -85,7 +85,7 @@ class Batch:
         return torch.stack([member.index for member in self.members])
 
     def _advanced(self, rms: Tensor | None, amax: Tensor | None) -> Iterator[tuple[ParamState, Values, Values, Parts]]:
-        """Of each member the values before and after the step, and these as they are stored."""
+        """Yield, for each parameter, values before and after the step, and the stored values."""
         seeds = self.seeds()
         for place, member in enumerate(self.members):
             old, gradient, step = self._given(member, None if rms is None else rms[place])
@@ -101,7 +101,7 @@ class Batch:
             yield member, old, new, coded
 
     def _given(self, member: ParamState, rms: Tensor | None) -> tuple[Values, Tensor, Step]:
-        """What the rule is given."""
+        """Return the inputs of the rule."""
         old = self.codecs.decode(member.parameter, member.state, member.segments)
         step = Step(
             lr=self.lr,

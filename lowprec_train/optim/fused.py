@@ -1,4 +1,4 @@
-"""AdamW's step on many tensors in a few launches: our op, or torch's kernel for what is FP32 throughout."""
+"""AdamW on many tensors in a few launches: with our op, or with torch's kernel if everything is FP32."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lowprec_train.optim.batch import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class FusedAdamW(Batch):
-    """`lowprec::adamw` and what finds its statistics: one op each, whatever the number of parameters."""
+    """`lowprec::adamw` and the ops of its statistics: one call each for any number of parameters."""
 
     rule: AdamWRule
 
     @staticmethod
     def serves(batch: Batch) -> bool:
-        """Whether the ops can take these: AdamW, row-major parameters, one length of groups."""
+        """Return whether the ops support these: AdamW, row-major parameters, one group length."""
         groups = {codec.group for _, codec in batch.codecs.moments if codec.expanded}
         return isinstance(batch.rule, AdamWRule) and len(groups) < 2 and batch.members[0].parameter.is_contiguous()
 
@@ -55,7 +55,7 @@ class FusedAdamW(Batch):
         )
 
     def _tensors(self, rms: Tensor | None) -> tuple[Any, ...]:
-        """The ops' tensors, as far as they share them."""
+        """Return the tensors that all of the ops need."""
         gradients = [each.gradient.contiguous() for each in self.members]
         if gradients[0].dtype not in (torch.float32, torch.bfloat16):
             gradients = [gradient.float() for gradient in gradients]
@@ -80,7 +80,7 @@ class TorchAdamW(FusedAdamW):
 
     @staticmethod
     def serves(batch: Batch) -> bool:
-        """Where our kernel is not compiled."""
+        """Return whether our kernel is not compiled."""
         rule, device = batch.rule, batch.members[0].parameter.device.type
         exact = isinstance(rule, AdamWRule) and batch.codecs.exact and not rule.clip_updates
         return exact and "adamw" not in SERVED.get(device, ())

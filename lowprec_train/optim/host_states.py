@@ -1,12 +1,12 @@
-"""Optimizer states in pinned host memory: a parameter's are brought to the device for its update and taken back.
+"""Optimizer states in pinned host memory, copied to the device for the update of their parameter and back.
 
     fetch stream     host -> slot n                  waits until slot n was stored
     update           slot n, in place                waits until slot n was fetched
     store stream     slot n -> host                  waits until the update is done
 
-Slots are a ring of device buffers that are made once, so that the next parameters are fetched while one is updated and
-others are stored, and the host never waits. What is fetched ahead follows from the order of the step before. On a CPU
-the same copies are made without streams. A copy is a copy: offloaded or not, a run has the same bits.
+Slots are a ring of device buffers that are allocated once. While one parameter is updated, the next ones are fetched
+and earlier ones are stored, without host synchronization. States are fetched in the order of the previous step. On a
+CPU the same copies are made without streams. Offloading does not change the bits of a run.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ALIGNED = 256  # bytes
 
 
 class HostStates:
-    """States of the parameters that `take` was called for, then `ready`; of a state what has the elements of a matrix.
+    """States of the parameters that `take` was called for, then `ready`: those tensors with the elements of a matrix.
 
-    The tensors in a state are the host's, so that checkpoints save and fill them; inside of `there` they are the
-    device's.
+    The tensors of a state are in host memory, where checkpoints read and write them; inside `there` they are on the
+    device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class HostStates:
             self._host[parameter], self._states[parameter] = host, state
 
     def ready(self) -> None:
-        """Make the slots. Raises ValueError where nothing was moved."""
+        """Allocate the slots. Raises ValueError if no state was moved."""
         sizes = [sum(map(_room, host.values())) for host in self._host.values()]
         if not sizes:
             raise ValueError("optim.offload=true, and no parameter has a state that could be in host memory")
@@ -66,13 +66,13 @@ class HostStates:
         return parameter in self._host
 
     def begin(self) -> None:
-        """Before a step: the first states are fetched while the step computes."""
+        """Start to fetch the first states. Call it before a step."""
         self._order, self._now = self._now or self._order, []
         self._fetch_ahead(self._order)
 
     @contextmanager
     def there(self, parameter: nn.Parameter) -> Iterator[None]:
-        """States of `parameter` on the device, for an update in place."""
+        """Context in which the states of `parameter` are on the device, for an in-place update."""
         place = len(self._now)
         if place >= len(self._order) or self._order[place] is not parameter:
             self._order = []  # another order than the step before: nothing is fetched ahead until the next one
@@ -90,7 +90,7 @@ class HostStates:
         self._fetch_ahead(self._order[len(self._now) :])
 
     def synchronize(self) -> None:
-        """Before the host's tensors are read or filled: wait for what is stored, drop what was fetched ahead."""
+        """Wait for all stores and drop prefetched states. Call it before host tensors are read or written."""
         if self._store is not None:
             self._store.synchronize()
         for slot in self._slots:
@@ -114,7 +114,7 @@ class HostStates:
                 self._begin_fetch(parameter, free)
 
     def _ring(self) -> list[_Slot]:
-        """The slots, the one whose states were stored first in front."""
+        """Return the slots, the one that was stored first in front."""
         return self._slots[self._next :] + self._slots[: self._next]
 
     def _begin_fetch(self, parameter: nn.Parameter, slot: _Slot) -> None:
@@ -141,7 +141,7 @@ class HostStates:
 
 
 class _Slot:
-    """One device buffer, and the parameter whose states it holds."""
+    """A device buffer and the parameter whose states it contains."""
 
     def __init__(self, buffer: Tensor) -> None:
         self._buffer = buffer
@@ -150,7 +150,7 @@ class _Slot:
         self.stored: Any = None
 
     def views(self, host: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Parts of the buffer in the shapes and dtypes of `host`."""
+        """Return views of the buffer with the shapes and dtypes of `host`."""
         found, begin = {}, 0
         for name, part in host.items():
             flat = self._buffer[begin : begin + part.numel() * part.element_size()]

@@ -1,12 +1,12 @@
-"""Updates inside of the backward pass: a parameter is stepped when its gradient is complete, and the gradient is freed
-(LOMO, arXiv 2306.09782, for any rule and codecs).
+"""Updates in the backward pass: a parameter is updated when its gradient is complete, and the gradient is freed (LOMO,
+arXiv 2306.09782, for any rule and codecs).
 
     backward of a layer -> its gradients -> the optimizer's step of these parameters -> no gradients
 
-No step knows a norm over all gradients, so nothing is clipped. A step whose loss is not finite changes nothing. Where a
-gradient is not finite, or too large to square, its parameter stays as it is, and the others are stepped: the ranks that
-hold shards of it add up their squares first, one number each, so that all of them step it or none. All else has the
-bits of a step after the backward pass.
+The norm of all gradients is not known during the pass, so gradients are not clipped. A step with a non-finite loss
+changes nothing. If a gradient is not finite, or too large to square, its parameter is not updated and all others are:
+the ranks with shards of it first all-reduce their sums of squares, one number each, so that either all of them update
+it or none. Otherwise the bits are those of a step after the backward pass.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LARGEST_SQUARES = 1e38  # of a gradient whose square FP32 holds
 
 
 class UpdatesInBackward:
-    """Steps each of `parameters` by the optimizer once its gradient is there. Others are left to `optimizer.step`.
+    """Updates each of `parameters` when its gradient is complete; `optimizer.step` updates the others.
 
-    squares: of each stepped gradient on this rank, 0-dim FP64, until the next `begin`.
+    squares: sum of squares of each used gradient on this rank, 0-dim FP64, until the next `begin`.
     """
 
     def __init__(self, optimizer: CodedOptimizer, parameters: Iterable[nn.Parameter]) -> None:
@@ -36,8 +36,8 @@ class UpdatesInBackward:
             parameter.register_post_accumulate_grad_hook(self._complete)
 
     def begin(self, loss: Tensor | None) -> None:
-        """Before a backward pass. loss: of the step, 0-dim; None before a micro-batch that is not its last: gradients
-        are added up.
+        """Call before a backward pass. loss: of the step, 0-dim; None if the micro-batch is not the last of its step,
+        so that its gradients are accumulated.
         """
         self._active = loss is not None
         self.squares.clear()

@@ -5,11 +5,11 @@
     w' = w (1 - lr weight_decay) - lr c O
 
 NS is the quintic Newton-Schulz iteration X <- a X + (b A + c A A) X, A = X X^T, from X = u / |u|, in BF16 on whole
-matrices: shards are gathered, every rank computes the same bits and takes its own part. c, by `adjust_lr`, for [n, k]:
-`original` sqrt(max(1, n / k)), `match_rms_adamw` 0.2 sqrt(max(n, k)), whose updates have the RMS of AdamW's, so that
-its learning rate and decay serve (arXiv 2502.16982, section 2.2).
+matrices: shards are gathered, and every rank computes the same bits and uses its own part. `adjust_lr` selects c for a
+matrix [n, k]: `original` is sqrt(max(1, n / k)); `match_rms_adamw` is 0.2 sqrt(max(n, k)), which gives updates the RMS
+of AdamW's, so that AdamW's learning rate and decay apply (arXiv 2502.16982, section 2.2).
 
-Muon steps hidden matrices; vectors, embeddings and the head take AdamW.
+Muon updates hidden matrices; AdamW updates vectors, embeddings and the head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EPS = 1e-7
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(Rule):
-    """momentum: mu, in [0, 1). iterations: of Newton-Schulz. Raises ValueError for a number out of its range."""
+    """Muon's rule. momentum: mu in [0, 1). iterations: of Newton-Schulz. Raises ValueError for a value out of range."""
 
     momentum: float = 0.95
     nesterov: bool = True
@@ -67,7 +67,7 @@ class Muon(Rule):
 
 
 def orthogonalised(x: Tensor, iterations: int) -> Tensor:
-    """x [n, k] with its singular values brought near one, by Newton-Schulz in x's dtype."""
+    """Return x [n, k] with singular values near one, by Newton-Schulz in the dtype of x."""
     a, b, c = COEFFICIENTS
     tall = x.shape[0] > x.shape[1]
     x = x.t() if tall else x

@@ -1,9 +1,9 @@
-"""The norm of all gradients, wherever their shards lie.
+"""The global norm of sharded gradients.
 
     norm^2 = sum over parameters, once each, and over all shards of them, of g^2
 
-Squares are added in FP64, where those of FP32 numbers are exact, and the norm is rounded to FP32 once: it has the same
-bits however parameters are sharded (`ops.updates.wide_sum`), so a clipped step does too.
+Squares are added in FP64, in which squares of FP32 numbers are exact, and the norm is rounded to FP32 once. It has the
+same bits for any sharding of parameters (`ops.updates.wide_sum`), and so has a clipped step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ def norm_and_squares(
     shards: Mapping[nn.Parameter, Shard] | None = None,
     known: Mapping[nn.Parameter, Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The norm, 0-dim FP32, the same on every rank, zero where no parameter has a gradient; and the sum of squares of
-    each parameter's gradient on this rank, 0-dim FP64, zero without one. One collective for each set of ranks that hold
-    shards.
+    """Return the norm, 0-dim FP32 and equal on all ranks, and each parameter's sum of squares on this rank, 0-dim FP64.
 
-    shards: of parameters that this rank may have a shard of; those without a group count as whole. known: sums of
-    squares of gradients that are gone.
+    Both are zero without gradients. One collective for each set of ranks that share parameters. shards: of parameters;
+    those without a group are whole. known: sums of squares of gradients that were freed.
     """
     groups: dict[Group | None, list[nn.Parameter]] = {}
     squares: dict[nn.Parameter, Tensor] = dict(known or {})

@@ -1,12 +1,12 @@
-"""An optimizer is a rule times codecs: what the new moments and weights are, and how they are stored between two steps.
+"""The optimizer: a rule computes new moments and weights, codecs store them between two steps.
 
-A rule (`ops.updates.Rule`; AdamW is `ops.adamw`) computes in FP32; codecs (`optim.codecs`) decode before and encode
-after it. Vectors keep FP32 state. Clipping and skipping happen on the device: global-norm clipping is a division by
-max(norm / clip, 1), and a non-finite step is a found_inf of 1: weights, codes, scales and step counters stay as they
-were, and the host never waits to learn which it was.
+A rule (`ops.updates.Rule`; AdamW is `ops.adamw`) computes in FP32; codecs (`optim.codecs`) decode its inputs and encode
+its results. Vectors have FP32 states. Clipping and skipping happen on the device, without host synchronization:
+global-norm clipping divides by max(norm / clip, 1), and with found_inf = 1 weights, codes, scales and step counters are
+unchanged.
 
-Parameters may be shards of whole tensors, as DTensors or plain: each rank steps its own, to the bits that the whole
-would have there. Global amax and RMS are all-reduced before the step (`optim.tensor_stats`).
+Parameters may be shards, as DTensors or plain tensors: each rank updates its shard, with the same bits as an update of
+the whole tensor. Global amax and RMS are all-reduced before the step (`optim.tensor_stats`).
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ __all__ = ["CodedOptimizer", "Observer", "parameter_groups"]
 
 
 class CodedOptimizer(torch.optim.Optimizer):
-    """A rule over coded state, also on CPU, with a device-side gradient divisor and skip flag.
+    """Optimizer with quantised states, on CPU and GPU, with a gradient divisor and a skip flag on the device.
 
-    State exists from the start (a checkpoint of step 0 has it, and a lack of memory shows before the first step): plain
-    tensors by flat names, `exp_avg` for codes, `exp_avg.scale` for what belongs to them, `master` where the parameter
-    is not the master itself. With a reduced master the parameters of matrices become BF16 here, and their gradients
-    stay FP32, so that micro-batches are summed in FP32; build the optimizer before a forward pass. A DTensor parameter
-    stays FP32 and holds the BF16 values: FSDP2 rounds gradients to the dtype of the parameters that it keeps.
+    States are allocated at construction, so that checkpoints of step 0 contain them and a lack of memory is noticed
+    before the first step. They are plain tensors with flat names: `exp_avg` for codes, `exp_avg.scale` for their
+    scales, `master` if the parameter is not the master. With a reduced master, parameters of matrices become BF16 here
+    and their gradients stay FP32, so that micro-batches are summed in FP32: build the optimizer before a forward pass.
+    A DTensor parameter stays FP32 with BF16 values, because FSDP2 rounds gradients to the dtype of its parameters.
 
     Args:
         params: FP32 parameters or groups, see `parameter_groups`.
-        rule: of groups that name none.
+        rule: of groups without a rule.
         codecs: of moments and master weights of matrices.
         lr: learning rate, a float; `set_lr` changes it between steps.
-        weight_decay: of groups that name none.
+        weight_decay: of groups without a value.
         seed: the run's seed, for stochastic rounding.
-        backend: "apex": NVIDIA's kernel steps everything (`optim.apex`, whose `check` says what it takes).
-        fused: torch's kernel for AdamW where everything is FP32 and ours is not compiled; False: our op there too.
-        offload: keep states of matrices in pinned host memory, and bring each to the device for its update
-            (`optim.host_states`). Parameters may then be on the host before, and lie on `device` after.
-        device: where updates are made; None: where the parameters are.
-        shards: of parameters that this rank has a shard of. Building the optimizer and stepping it are then collective:
-            all ranks do so, with the same gradients present.
+        backend: "apex": NVIDIA's kernel updates all parameters (`optim.apex.check` lists what it supports).
+        fused: use torch's AdamW kernel if everything is FP32 and our kernel is not compiled; False: always our op.
+        offload: keep states of matrices in pinned host memory and copy them to the device for their update
+            (`optim.host_states`). Parameters may be on the host before; they are on `device` afterwards.
+        device: device of the updates; None: that of the parameters.
+        shards: shards of sharded parameters. Construction and steps are then collective: all ranks call them, with the
+            same gradients present.
 
     Raises:
-        ValueError: a hyper-parameter out of its range, a DTensor without a shard, a shard that its codecs cannot store.
+        ValueError: a hyper-parameter out of range, a DTensor without a shard, a shard that its codecs cannot store.
     """
 
     def __init__(
@@ -104,17 +104,17 @@ class CodedOptimizer(torch.optim.Optimizer):
             group["lr"] = lr
 
     def along(self, parameter: nn.Parameter, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of the state tensors that are sharded with `parameter`, whose whole has `shape`; the others are
-        the same wherever a shard of it is held.
+        """Return the unsharded shapes of state tensors that are sharded like `parameter`, whose unsharded shape is
+        `shape`. Other state tensors are equal on all ranks with a shard.
         """
         return self._states[parameter].codecs.along(shape)
 
     def value_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """What the values of `parameter` are rounded to: its dtype, or less than that where FSDP2 wants FP32."""
+        """Return the dtype to which values of `parameter` are rounded: its own, or a smaller one if FSDP2 needs FP32."""
         return self._states[parameter].codecs.master.parameter_dtype
 
     def group_of(self, parameter: nn.Parameter) -> Group | None:
-        """The ranks that hold shards of `parameter`; None where it is whole."""
+        """Return the ranks with shards of `parameter`; None if it is not sharded."""
         return self._states[parameter].group
 
     @torch.no_grad()
@@ -125,12 +125,12 @@ class CodedOptimizer(torch.optim.Optimizer):
         found_inf: Tensor | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """One update.
+        """Update all parameters with gradients.
 
         Args:
-            grad_scale: 0-dim FP32 tensor on the parameters' device; gradients are divided by it. `.grad` may change.
-            found_inf: 0-dim FP32 tensor there; 1.0 leaves parameters and state bit for bit as they are.
-            observer: is told of every state that is rounded.
+            grad_scale: divisor of gradients, 0-dim FP32 on the device of the parameters. `.grad` may change.
+            found_inf: 0-dim FP32 there; 1.0 leaves all bits of parameters and states unchanged.
+            observer: called for every state that is rounded.
         """
         away = set() if self._host is None else {p for p in self._states if p.grad is not None and p in self._host}
         for parameter in (each for each in self._states if each in away):
@@ -146,7 +146,7 @@ class CodedOptimizer(torch.optim.Optimizer):
     def step_only(
         self, parameter: nn.Parameter, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
-        """One update of one parameter, which has a gradient, to the bits of `step`, whose arguments these are."""
+        """Update one parameter that has a gradient, with the bits and the arguments of `step`."""
         (group,) = (each for each in self.param_groups if any(member is parameter for member in each["params"]))
         with nullcontext() if self._host is None or parameter not in self._host else self._host.there(parameter):
             batches = list(self._batches(group | {"params": [parameter]}, grad_scale, found_inf))
@@ -155,27 +155,27 @@ class CodedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update_rms(self, *, grad_scale: Tensor | None = None) -> dict[nn.Parameter, Tensor]:
-        """Before a step, of each parameter with a gradient: sqrt(mean(g^2 / max(v', eps^2))), v' being Adam's second
-        moment after it, without its bias (arXiv 2304.13013). About 1; larger where gradients outgrow it.
+        """Return sqrt(mean(g^2 / max(v', eps^2))) of each parameter with a gradient, before a step; v' is the
+        bias-corrected second moment after it (arXiv 2304.13013). About 1; larger if the second moment is out of date.
         """
         batches = [each for group in self.param_groups for each in self._batches(group, grad_scale, None)]
         pairs = zip(batches, update_rms(batches), strict=True)
         return {held.owner: rms[place] for batch, rms in pairs for place, held in enumerate(batch.members)}
 
     def prefetch(self) -> None:
-        """Before a step, where states are on the host: fetch the first ones while it computes."""
+        """Start to fetch offloaded states. Call it before a step."""
         if self._host is not None:
             self._host.begin()
 
     def synchronize(self) -> None:
-        """Before states are read or filled elsewhere: wait until those on the host are those of the last step."""
+        """Wait until offloaded states are up to date. Call it before other code reads or writes states."""
         if self._host is not None:
             self._host.synchronize()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Hyper-parameters, and every tensor bit for bit, into the live ones: torch would cast codes to the parameter's
-        dtype.
+        """Copy hyper-parameters and all tensors into the existing ones, bit for bit; torch would cast codes to the
+        dtype of the parameter.
         """
         self.synchronize()
         live = {parameter: held.state for parameter, held in self._states.items()}
@@ -202,7 +202,7 @@ class CodedOptimizer(torch.optim.Optimizer):
         return added
 
     def _start(self) -> None:
-        """Codes of zero moments and of the first weights."""
+        """Return the codes of zero moments and of the initial weights."""
         sharded = {
             parameter: (held.group, held.codecs.amax({"master": as_matrix(held.parameter)}, held.index.device))
             for parameter, held in self._states.items()
@@ -229,7 +229,7 @@ class CodedOptimizer(torch.optim.Optimizer):
                 self._host.take(parameter, held.state)
 
     def _batches(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterable[Batch]:
-        """The group's parameters that have gradients, those together that are stepped alike."""
+        """Group parameters with gradients by codecs and ranks."""
         alike: dict[tuple[StateCodecs, Group | None, object], list[ParamState]] = {}
         for parameter in (each for each in group["params"] if each.grad is not None):
             held = self._states[parameter]
@@ -255,15 +255,14 @@ class CodedOptimizer(torch.optim.Optimizer):
 def parameter_groups(
     model: nn.Module, weight_decay: float, rule: Rule | None = None, adamw: AdamWRule | None = None
 ) -> list[dict[str, Any]]:
-    """Decay for weights with two or more dimensions, embeddings among them, none for norms and biases.
+    """Return parameter groups: decay for weights with two or more dimensions, also embeddings; none for norms and
+    biases.
 
-    `indexed` of a group: places of the weights that are looked up by index (`codecs.Codecs`). rule: the
-    optimizer's if left out. adamw: takes what is no hidden matrix where the rule wants these alone: vectors,
-    embeddings and `head`.
+    `indexed` of a group: indices of embeddings (`codecs.Codecs`). rule: default: that of the optimizer. adamw: the rule
+    for vectors, embeddings and `head`, if `rule` is for hidden matrices only.
 
     Raises:
-        ValueError: a negative decay, a parameter that is not FP32 (master weights are), or one that is still on the
-            meta device.
+        ValueError: a negative decay, a parameter that is not FP32, or a parameter on the meta device.
     """
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay must be a number and not negative, got {weight_decay}")

@@ -1,4 +1,4 @@
-"""One parameter of an optimizer: how it and its state are stored, and where this rank's shard of it lies."""
+"""One parameter of an optimizer: the storage of the parameter and its states, and the position of this rank's shard."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from lowprec_train.optim.shard import Shard, local
 
 @dataclass(frozen=True, kw_only=True)
 class ParamState:
-    """A parameter and its state, both live.
+    """A parameter and its states.
 
-    index: among all parameters, 0-dim int64. origin: row and column of the shard's first element in the whole, int64
-    [2]. numbers: elements of the whole, 0-dim FP64. All on the parameter's device. segments: of a row of the shard.
-    regions: first row and column, rows and columns of every rank's shard, where whole matrices are gathered.
+    index: among all parameters, 0-dim int64. origin: row and column of the shard's first element in the whole matrix,
+    int64 [2]. numbers: number of elements of the whole tensor, 0-dim FP64. All on the device of the parameter.
+    segments: of a row of the shard. regions: first row and column, rows and columns of each rank's shard, if whole
+    matrices are gathered.
     """
 
     owner: nn.Parameter
@@ -45,16 +46,16 @@ class ParamState:
 
     @property
     def group(self) -> Group | None:
-        """The ranks that hold shards; None where the parameter is whole."""
+        """Ranks with shards of the parameter; None if it is not sharded."""
         return None if self.shard is None else self.shard.group
 
     @property
     def where(self) -> dict[str, Any]:
-        """What a codec is told of the place of a shard."""
+        """Position of the shard, for its codecs."""
         return {"segments": self.segments, "origin": self.origin}
 
     def gather(self, x: Tensor) -> Tensor:
-        """The whole matrix, of which this rank's shard is x [n, k]; all ranks of the group call it."""
+        """Return the whole matrix, gathered from the shards x [n, k]; collective over the group."""
         if self.group is None:
             return x
         sizes = [max(region[dim] for region in self.regions) for dim in (2, 3)]
@@ -66,7 +67,7 @@ class ParamState:
         return whole
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's shard of a whole matrix."""
+        """Return this rank's shard of a whole matrix."""
         if self.group is None:
             return whole
         row, column, rows, columns = self.regions[self.group.rank]
@@ -74,7 +75,7 @@ class ParamState:
 
 
 def with_regions(states: Sequence[ParamState]) -> list[ParamState]:
-    """The same, told where all ranks' shards lie: one collective for each group."""
+    """Return the states with the regions of all ranks' shards; one collective for each group."""
     found = list(states)
     for group in dict.fromkeys(state.group for state in states if state.group is not None):
         mine = [place for place, state in enumerate(states) if state.group == group]
@@ -95,8 +96,8 @@ def param_state(
     state: Parts,
     device: torch.device | None = None,
 ) -> ParamState:
-    """device: where updates are made; None: where the parameter is. Raises ValueError for a shard that is not where its
-    codecs can be cut.
+    """Create the state of a parameter. device: of the updates; None: that of the parameter. Raises ValueError for a
+    shard whose boundaries its codecs do not support.
     """
     here = local(owner)
     whole = tuple(here.shape) if shard is None else shard.shape
@@ -115,7 +116,7 @@ def param_state(
 
 
 def _segments(shard: Shard, codecs: StateCodecs) -> int:
-    """Segments of the shard's rows."""
+    """Return the segments of the shard's rows."""
     columns, first, here = shard.shape[-1], shard.first[-1], shard.local[-1]
     unit = columns // row_segments(columns)
     for _, codec in codecs.named:

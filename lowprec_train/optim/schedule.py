@@ -5,8 +5,8 @@ A schedule maps the 0-based index of an update to its learning rate. With W warm
     warm-up          lr(s) = peak * (s + 1) / W                          s < W       lr(W - 1) = peak
     decay            lr(s) = peak * (f + (1 - f) * shape(p))             s >= W      lr(N - 1) = f * peak
 
-where f is the final fraction and p in (0, 1] the part of the decay that is done after this update. Past the last step
-the final value stays.
+where f is the final fraction and p in (0, 1] the completed part of the decay after this update. After the last step the
+final value is kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup:
-    """What all schedules share: the peak, the length of the run, a linear warm-up.
+    """Parts of all schedules: the peak, the length of the run, a linear warm-up.
 
     Args:
         peak: highest learning rate, > 0.
@@ -34,7 +34,7 @@ class Warmup:
         final_fraction: last learning rate as a fraction of the peak, in [0, 1].
 
     Raises:
-        ValueError: a value out of its range, both forms of the warm-up, or a warm-up that leaves no step.
+        ValueError: a value out of range, both forms of the warm-up, or a warm-up that is not shorter than the run.
     """
 
     peak: float
@@ -61,7 +61,7 @@ class Warmup:
 
     @property
     def warmup(self) -> int:
-        """Warm-up length in updates."""
+        """Length of the warm-up in updates."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         return round((self.warmup_fraction or 0.0) * self.steps)
@@ -74,11 +74,11 @@ class Warmup:
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * self._shape(step))
 
     def _shape(self, step: int) -> float:
-        """1 at the peak, 0 at the end of the decay."""
+        """Return the factor: 1 at the peak, 0 at the end of the decay."""
         raise NotImplementedError
 
     def _progress(self, step: int, start: int) -> float:
-        """Part of the decay, which fills the run from update `start` on, that is done after update `step`."""
+        """Return the completed part, after update `step`, of a decay from update `start` to the end of the run."""
         return min(1.0, max(0, step - start + 1) / (self.steps - start))
 
 
@@ -131,7 +131,7 @@ class WarmupStableDecay(Warmup):
 
     @property
     def decay(self) -> int:
-        """Length of the tail in updates."""
+        """Length of the decay in updates."""
         if self.decay_steps is not None:
             return self.decay_steps
         return round((0.1 if self.decay_fraction is None else self.decay_fraction) * self.steps)
@@ -142,7 +142,7 @@ class WarmupStableDecay(Warmup):
 
 
 def before_decay(schedule: Schedule) -> tuple[int, ...]:
-    """The number of updates before a WSD schedule decays, where a longer run can be continued from; else nothing."""
+    """Return (updates before the decay,) of a WSD schedule, from where a longer run can continue; () for others."""
     if not isinstance(schedule, WarmupStableDecay) or schedule.steps == schedule.decay:
         return ()
     return (schedule.steps - schedule.decay,)

@@ -1,9 +1,9 @@
-"""Where one rank's shard of a parameter lies in the whole, and which ranks hold the rest, as data.
+"""Position of a rank's shard in the whole parameter, and the ranks with the other shards.
 
     shape (6, 8), sharded by rows over 2 and by columns over 2: first (3, 4), local (3, 4) is the last of four shards
 
-A scale of the whole tensor needs the amax of all shards, a mean needs their sums, a draw the place of its element in
-the whole: with these an optimizer that holds one shard computes the bits of one that holds everything.
+A per-tensor scale needs the amax of all shards, a mean needs their sums, and a random draw depends on the position of
+its element in the whole tensor. With these, an update of a shard has the same bits as an update of the whole tensor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lowprec_train.group import Group
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Where this rank's shard of a parameter lies in the whole.
+    """Position of this rank's shard of a parameter.
 
-    shape: of the whole. first: index there of the shard's first element. local: shape of the shard; dimension 0 may be
-    empty on the last ranks. group: the ranks that hold the shards; None where this rank holds the whole.
+    shape: of the whole parameter. first: index of the shard's first element in it. local: shape of the shard; dimension
+    0 may be empty on the last ranks. group: ranks with shards; None if the parameter is not sharded.
     """
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Shard:
 
     @property
     def origin(self) -> tuple[int, int]:
-        """Row and column of the first element in the whole as a matrix."""
+        """Row and column of the first element in the whole matrix."""
         row = 0
         for first, size in zip(self.first[:-1], self.shape[:-1], strict=True):
             row = row * size + first
@@ -39,7 +39,7 @@ class Shard:
 
 
 def local(x: Tensor) -> Tensor:
-    """What this rank has of x: the shard of a DTensor, sharing its memory; anything else as it is."""
+    """Return the local shard of a DTensor, sharing its memory; any other tensor unchanged."""
     if not isinstance(x, DTensor):
         return x
     (inner, *_), _ = x.__tensor_flatten__()  # `to_local` would make a view of a parameter's shard, an op a call

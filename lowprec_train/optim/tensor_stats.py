@@ -1,11 +1,11 @@
 """Global amax and update RMS of sharded tensors, all-reduced before the step.
 
-    RMS of a clipped update        sqrt(sum over all shards of g'^2 / max(v'^, eps^2), by the number of elements)
-    scale of what has one scale    from the amax, over all shards, of the new moment or weight
+    RMS of a clipped update     sqrt(sum over all shards of g'^2 / max(v'^, eps^2), by the number of elements)
+    per-tensor scale            from the amax, over all shards, of the new moment or weight
 
-The update is made once for its statistics and once more to be stored: nothing is kept between the sweeps but a few
-numbers a tensor. All tensors whose shards lie on the same ranks share one collective a sweep. Sums are taken in FP64
-(`ops.updates.wide_sum`), so that an RMS does not depend on the shards.
+The update is computed twice, once for its statistics and once to be stored; only a few numbers per tensor are kept in
+between. Tensors with shards on the same ranks share one collective per pass. Sums are in FP64 (`ops.updates.wide_sum`),
+so an RMS does not depend on the sharding.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lowprec_train.optim.batch import Batch
 
 @dataclass(frozen=True, kw_only=True)
 class TensorStats:
-    """Of a batch: RMS [p] and amax [p, names], FP32; None where they are not needed, or where tensors are whole."""
+    """RMS [p] and amax [p, names] of a batch, FP32; None if they are not needed or tensors are not sharded."""
 
     rms: Tensor | None = None
     amax: Tensor | None = None
 
 
 def tensor_stats(batches: Sequence[Batch]) -> list[TensorStats]:
-    """Of each batch, before any of them is stepped. Collective for the ranks that hold shards."""
+    """Return the statistics of each batch, before any batch is updated. Collective for the ranks with shards."""
     sharded = [place for place, batch in enumerate(batches) if batch.group is not None]
     squares = {place: batches[place].squares() for place in sharded if batches[place].rule.needs_rms}
     totals = _reduced(batches, squares, lambda group, x: group.all_reduce_sum(x))
@@ -41,7 +41,9 @@ def tensor_stats(batches: Sequence[Batch]) -> list[TensorStats]:
 
 
 def update_rms(batches: Sequence[Batch]) -> list[Tensor]:
-    """Of each batch, RMS [p] of the whole tensors' updates, whether they are clipped by it or not. Collective, too."""
+    """Return the RMS [p] of the updates of each batch's whole tensors, clipped or not. Collective for the ranks with
+    shards.
+    """
     squares = {place: batch.squares() for place, batch in enumerate(batches)}
     cut = {place: total for place, total in squares.items() if batches[place].group is not None}
     squares |= _reduced(batches, cut, lambda group, x: group.all_reduce_sum(x))
@@ -49,7 +51,7 @@ def update_rms(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def over_groups(values: Sequence[tuple[Group, Tensor]], reduce: Callable[[Group, Tensor], Tensor]) -> list[Tensor]:
-    """Tensors of one dtype, each reduced over its group: one collective for all that share one."""
+    """Reduce tensors of one dtype, each over its group, with one collective for each group."""
     reduced: dict[int, Tensor] = {}
     for group in dict.fromkeys(group for group, _ in values):
         mine = [place for place, (each, _) in enumerate(values) if each == group]
