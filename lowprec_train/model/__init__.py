@@ -1,1 +1,1 @@
-"""One decoder for LLaMA and GPT: knows nothing of precision schemes (its Linears carry them) nor of meshes."""
+"""The decoder for LLaMA and GPT; independent of recipes, which its Linears apply, and of meshes."""

@@ -1,7 +1,7 @@
-"""Norms and activations: formulas with their derivatives, and layers' functions that one op computes.
+"""Norms and activations: formulas with their derivatives, and layer functions that are computed by one op.
 
-A layer that saves its input as it is leaves the derivative to autograd; one that saves codes has to say it. The
-expressions are those of `ops.activations`, where they also are the meaning of the fused ops.
+A layer that saves its input uses autograd for the derivative; one that saves codes defines it. The expressions are
+those of `ops.activations`, which also define the fused ops.
 """
 
 from __future__ import annotations
@@ -80,33 +80,33 @@ class TanhGELU:
 def gated_silu(gate_up: Tensor, grad_amax: Tensor | None = None) -> WithAmax:
     """silu(gate) up [..., F] of gate_up [..., 2 F], whose columns alternate gate, up.
 
-    grad_amax: of the linear that made `gate_up` (`precision.linear.Linear.with_grad_amax`), None where it has none; its
-    gradient will be the amax of gate_up's gradient.
+    grad_amax: from the linear that made `gate_up` (`precision.linear.Linear.with_grad_amax`), or None; its gradient is
+    the amax of the gradient of gate_up.
     """
     return _activation("gated_silu", gate_up, grad_amax)
 
 
 def quantized_gated_silu(gate_up: Tensor, grad_amax: Tensor | None, how: Quantizer) -> WithAmax:
-    """silu(Q(gate)) Q(up), codes of both saved; arguments as of `gated_silu`."""
+    """silu(Q(gate)) Q(up), with codes of both saved; arguments as for `gated_silu`."""
     return _activation("quantized_gated_silu", gate_up, grad_amax, how.format.name, how.tile[1])
 
 
 def quantized_gelu(x: Tensor, grad_amax: Tensor | None, how: Quantizer) -> WithAmax:
-    """Tanh-GELU of Q(x) [..., width], codes of x saved; grad_amax as of `gated_silu`."""
+    """Tanh-GELU of Q(x) [..., width], with codes of x saved; grad_amax as for `gated_silu`."""
     return _activation("quantized_gelu", x, grad_amax, how.format.name, how.tile[1])
 
 
 def quantized_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, how: Quantizer
 ) -> WithAmax:
-    """RMSNorm or LayerNorm of Q(x) [..., width], codes of x saved."""
+    """RMSNorm or LayerNorm of Q(x) [..., width], with codes of x saved."""
     rows, arguments = x.flatten(end_dim=-2), (weight, bias, eps, centered, how.format.name, how.tile[1])
     y, amax, *_ = _QuantizedNorm.apply(rows, *arguments) if torch.is_grad_enabled() else _norm(rows, *arguments)
     return y.unflatten(0, x.shape[:-1]), amax
 
 
 def _activation(op: str, x: Tensor, grad_amax: Tensor | None, *how: str | int) -> WithAmax:
-    """Matrices inside, so that what a Function returns is no view of a value in it."""
+    """Apply `_Activation` to matrices, so that the Function does not return a view of an inner value."""
     rows = x.flatten(end_dim=-2)
     if torch.is_grad_enabled():
         y, amax = _Activation.apply(op, rows, grad_amax, *how)
@@ -116,7 +116,7 @@ def _activation(op: str, x: Tensor, grad_amax: Tensor | None, *how: str | int) -
 
 
 class _Activation(torch.autograd.Function):
-    """x [m, k], grad_amax [m] -> y [m, width], amax [m]. Saves what the op returns besides, or else x."""
+    """x [m, k], grad_amax [m] -> y [m, width], amax [m]. Saves the other results of the op, or x if there are none."""
 
     @staticmethod
     def forward(ctx, op, x, grad_amax, *how):  # type: ignore[no-untyped-def]

@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm by the fused kernels of NVIDIA's apex: the same parameters, under the same names.
+"""RMSNorm and LayerNorm with the fused kernels of NVIDIA's apex, with the same parameters and names.
 
-apex's kernels of mixed dtypes take the BF16 stream and FP32 weights and return FP32, rounded once to the stream's dtype
-as our own norms are. They run outside of compiled graphs.
+apex's mixed-dtype kernels read the BF16 residual stream and FP32 weights and return FP32, which is rounded once to the
+stream's dtype, as in our norms. They run outside of compiled graphs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from lowprec_train.model.layers import LayerNorm, RMSNorm
 
 
 class ApexRMSNorm(RMSNorm):
-    """`RMSNorm` by apex."""
+    """`RMSNorm` with apex's kernel."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return _rms_norm(x_BTD, self.weight, self.eps)
 
 
 class ApexLayerNorm(LayerNorm):
-    """`LayerNorm` by apex, with a bias of zeros where it has none."""
+    """`LayerNorm` with apex's kernel; without a bias, zeros are used."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         bias = torch.zeros_like(self.weight) if self.bias is None else self.bias

@@ -1,4 +1,4 @@
-"""Sizes and choices of a decoder, as a value."""
+"""Sizes and options of a decoder."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """Sizes and choices of a decoder; `configs/model` holds the published ones.
+    """Sizes and options of a decoder; `configs/model` has the published models.
 
     vocab_size, dim, layers, heads, ffn: the usual sizes. head_dim: channels of a head; None: dim / heads.
     kv_heads: key-value heads, each shared by heads / kv_heads query heads (arXiv 2305.13245).
-    max_seq_len: longest sequence that has positions.
+    max_seq_len: longest sequence.
     norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
     attention: "causal" | "qk_norm" | "full_qk_norm", see `model.attention`.  Each of these four may also be
-        `module.Class`, a class of the caller's own with the same constructor and forward (docs/adding_a_model.md).
-    norm_backend: "own", or "apex", NVIDIA's library, which computes the norms of blocks and the last one.
-    norm_placement: "pre", before attention and feed-forward net, or "post", behind them, before their sums with the
-        residual stream (arXiv 2501.00656).
+        `module.Class`, a class with the same constructor and forward (docs/adding_a_model.md).
+    norm_backend: "own", or "apex": NVIDIA's library computes the norms of blocks and the last norm.
+    norm_placement: "pre", before attention and feed-forward network, or "post", after them and before the residual sum
+        (arXiv 2501.00656).
     bias: of every linear layer but the head, and of layernorm.  qkv_bias: of queries, keys and values; None: as bias.
     tied: the head uses the embedding's weight.
     rope_theta: base of the rotary frequencies; unused when positions are learned.
-    rope_scaling: how these are scaled, see `layers.scaled_frequencies`; None: not.
+    rope_scaling: scaling of these frequencies, see `layers.scaled_frequencies`; None: none.
     recompute: "none" | "selective" | "full", see `model.recompute`.
-    offload: inputs of blocks lie in host memory between the passes, see `model.offload`; with recompute "full".
-    loss_chunk: tokens whose logits exist at a time, see `model.head`; None: those of the whole micro-batch.
+    offload: keep inputs of blocks in host memory between the passes, see `model.offload`; needs recompute "full".
+    loss_chunk: number of tokens whose logits exist at a time, see `model.head`; None: all of a micro-batch.
 
-    Raises ValueError for sizes that do not divide, for offload without that, and for a loss_chunk, rope_theta or
-    norm_eps that is no positive number.
+    Raises ValueError for sizes that do not divide, for offload without recompute "full", and for a loss_chunk,
+    rope_theta or norm_eps that is not a positive number.
     """
 
     vocab_size: int
@@ -78,5 +78,5 @@ class Architecture:
 
     @property
     def head_width(self) -> int:
-        """Channels of a head."""
+        """Number of channels of a head."""
         return self.dim // self.heads if self.head_dim is None else self.head_dim

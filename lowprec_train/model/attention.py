@@ -1,11 +1,11 @@
 """Causal attention with rotary positions and grouped queries, on PyTorch's fused kernels.
 
 The q, k and v projections are one GEMM. Its rows are grouped by key-value head, (K, G + 2, H): the G query heads that
-share a key-value head, then that key, then that value. A tensor-parallel shard of the rows is then whole groups, and
-`forward` reads the number of groups from the tensor it gets, so it runs on a shard as it does on all of it.
+share a key-value head, then that key, then that value. A tensor-parallel shard of the rows then has whole groups.
+`forward` reads the number of groups from its input, so it works on shards too.
 
-Which kernel runs is PyTorch's choice among those that accept the call; we rank cuDNN first, the fastest on Hopper. The
-ranking is set around the call itself, so it holds in a compiled graph and when a block is run again in backward.
+PyTorch selects the kernel among those that support the call; we rank cuDNN first, which is the fastest on Hopper. The
+ranking is set around the call, so it also applies in compiled graphs and when a block is recomputed.
 
 Shapes: B batch, T tokens, D model width, K key-value heads, G query heads per key-value head, H head width.
 """
@@ -33,7 +33,7 @@ _RANKING = [
 
 
 class Attention(nn.Module):
-    """x [B, T, D] -> [B, T, D]: causal, scaled by 1/sqrt(H), within a document when a mask says so.
+    """x [B, T, D] -> [B, T, D]: causal, scaled by 1/sqrt(H), within documents if a mask is given.
 
     head_dim: H; None: dim / heads. qkv_bias: of queries, keys and values; None: as bias.
     """
@@ -66,8 +66,8 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
-        """seq_len: T, where the rows of x are a rank's part of all tokens, [1, BT / ranks, D]. cache: of the tokens
-        before x; takes in those of x. draws: of the block.
+        """seq_len: T, if x has a rank's share of all tokens, [1, BT / ranks, D]. cache: keys and values of earlier
+        tokens; those of x are appended. draws: of the block.
         """
         qkv_BTN = self.qkv(x_BTD, draws=draws)
         if seq_len is not None:
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         return self.out(scaled_dot_product(q, k, v, mask_B1TT).transpose(1, 2).flatten(2), draws=draws)
 
     def queries_and_keys(self, q_BTKGH: Tensor, k_BTKGH: Tensor) -> tuple[Tensor, Tensor]:
-        """Before they are rotated: as the GEMM made them. A variant overrides this (docs/adding_a_model.md)."""
+        """Return queries and keys before the rotation. Variants override this (docs/adding_a_model.md)."""
         return q_BTKGH, k_BTKGH
 
 
@@ -106,7 +106,7 @@ class QKNorm(Attention):
         self.q_norm, self.k_norm = (RMSNorm(width, norm_eps) for width in self.norm_widths(heads, kv_heads))
 
     def norm_widths(self, heads: int, kv_heads: int) -> tuple[int, int]:
-        """Channels that a norm of queries, and one of keys, goes over."""
+        """Return the number of channels of the norm of queries and of the norm of keys."""
         return self.head_dim, self.head_dim
 
     def queries_and_keys(self, q_BTKGH: Tensor, k_BTKGH: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,8 +129,8 @@ class FullQKNorm(QKNorm):
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(H)) v for q [B, K*G, T, H] and k, v [B, K, T, H]; causal unless a mask says what is seen. A
-    single query sees all keys; where else there are more keys than queries, a mask must say it.
+    """softmax(q k^T / sqrt(H)) v for q [B, K*G, T, H] and k, v [B, K, T, H]; causal unless a mask is given. A
+    single query attends to all keys; otherwise more keys than queries need a mask.
     """
     if q.is_meta:
         return _without_memory(q, k, v, mask_B1TT)
@@ -142,18 +142,18 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None
 
 
 def _without_memory(q: Tensor, k: Tensor, v: Tensor, mask_B1TT: Tensor | None) -> Tensor:
-    """The shape, and for autograd what is kept, of a fused kernel: on the meta device torch would compose attention of
-    products [T, T].
+    """Return the output shape and the saved tensors of a fused kernel; on the meta device torch would use products of
+    shape [T, T].
     """
     output, _ = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, mask_B1TT is None, attn_mask=mask_B1TT)
     return output
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:
-    """True where a query [.., T, .] may see a key [.., ., T]: not later, and of the same document. [B, 1, T, T] bool.
+    """Return the mask [B, 1, T, T], True if a query attends to a key: not later, and of the same document.
 
-    Dense: B*T^2 bytes once per micro-batch (67 MB for 16 sequences of 2048), and a kernel that takes masks and computes
-    the half it throws away: attention costs about twice the causal kernel's time.
+    The mask is dense: B*T^2 bytes per micro-batch (67 MB for 16 sequences of 2048). Kernels with masks also compute the
+    half that is masked, so attention takes about twice the time of the causal kernel.
     """
     same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
     return same_BTT.tril()[:, None]
@@ -169,9 +169,9 @@ def attention_backend(
     dtype: torch.dtype = torch.bfloat16,
     documents: bool = False,
 ) -> str:
-    """The kernel that attention of this shape runs on: "cudnn", "flash", "efficient" or "math".
+    """Return the kernel of attention for this shape: "cudnn", "flash", "efficient" or "math".
 
-    Found by running it once, for one sequence and one key-value head, and reading which backward it recorded.
+    Runs it once, for one sequence and one key-value head, and reads the recorded backward.
     """
     queries = heads // kv_heads
     q = torch.zeros(1, seq_len, queries, head_dim, device=device, dtype=dtype, requires_grad=True).transpose(1, 2)
@@ -182,7 +182,7 @@ def attention_backend(
 
 
 def _recorded_backend(output: Tensor) -> str:
-    """Walk back to the fused kernel's node; a kernel composed of plain operations leaves none."""
+    """Find the autograd node of the fused kernel; attention composed of plain operations has none."""
     pending, seen = [output.grad_fn], set()
     while pending:
         node = pending.pop()

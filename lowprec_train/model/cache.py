@@ -1,12 +1,12 @@
-"""Keys and values of the tokens that a model has seen, so that the next token costs one token and not all of them.
+"""Key-value cache for generation.
 
-In a causal decoder the keys and values of a token do not depend on what comes after it. Generation therefore computes
-each token once, leaves its keys and values here, and attends from the new tokens to all that are held:
+In a causal decoder the keys and values of a token do not depend on later tokens. Generation therefore computes each
+token once, stores its keys and values, and attends from the new tokens to all stored ones:
 
     attention(t) = softmax(q_t [k_0 .. k_t]^T / sqrt(H)) [v_0 .. v_t]
 
-The memory is taken at the start, for the longest sequence that will be held. Keys are held after the rotation, which
-depends on their own position alone. Training never has one: without a cache the model's graph is what it was.
+Memory for the longest sequence is allocated at the start. Keys are stored after the rotation, which depends only on
+their position. Training does not use a cache, and without one the graph of the model is unchanged.
 
 Shapes: L layers, B sequences, K key-value heads, T new tokens, S tokens held with them, M tokens at most, H head width.
 """
@@ -21,14 +21,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's part; keys and values are views [B, K, M, H] of the whole, `length` tokens of them are there."""
+    """Cache of one layer: views [B, K, M, H] of the whole cache, filled with `length` tokens."""
 
     keys: Tensor
     values: Tensor
     length: int
 
     def extend(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Put new keys and values behind those that are there; all of them, [B, K, S, H] each."""
+        """Append keys and values; return all stored ones, [B, K, S, H] each."""
         end = self.length + k_BKTH.shape[2]
         self.keys[:, :, self.length : end] = k_BKTH
         self.values[:, :, self.length : end] = v_BKTH
@@ -36,7 +36,7 @@ class LayerCache:
 
 
 class Cache:
-    """What `Transformer.hidden` takes and fills: `length` tokens of `batch` sequences so far, `tokens` at most.
+    """Cache for `Transformer.hidden`: `length` tokens of `batch` sequences are stored, at most `tokens`.
 
     Bytes: 2 * layers * batch * kv_heads * tokens * head_dim * bytes of dtype.
     """
@@ -59,16 +59,16 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """Tokens that can be held in all."""
+        """Maximum number of tokens."""
         return self.keys.shape[3]
 
     def layer(self, index: int) -> LayerCache:
-        """The part of one layer, for the tokens that come next."""
+        """Return the cache of one layer for the next tokens."""
         return LayerCache(self.keys[index], self.values[index], self.length)
 
     def mask(self, tokens: int) -> Tensor | None:
-        """Which of the S tokens each of the next T sees: [1, 1, T, S] bool. None where attention knows without: all are
-        new, or one is, which sees all.
+        """Return which of the S tokens each of the next T attends to: [1, 1, T, S] bool. None if no mask is needed: all
+        tokens are new, or only one is.
         """
         if self.length == 0 or tokens == 1:
             return None
@@ -76,5 +76,5 @@ class Cache:
         return all_TS.tril(self.length)[None, None]
 
     def advance(self, tokens: int) -> None:
-        """All layers have taken the next `tokens` tokens."""
+        """Call after all layers have stored the next `tokens` tokens."""
         self.length += tokens

@@ -3,8 +3,8 @@
     p = softmax(logits / temperature);   token ~ p restricted to its nucleus
 
 The nucleus is the smallest set of likeliest tokens whose probabilities sum to top_p or more (arXiv 1904.09751).
-Temperature 0 takes the likeliest token. The prompt is read in one pass; after it each token is one pass over one token
-and the keys and values of those before it (`model.cache`).
+Temperature 0 selects the most likely token. The prompt is processed in one pass; each further token needs a pass over
+one token, with the cached keys and values of earlier ones (`model.cache`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowprec_train.model.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is chosen. seed: of the choices; the same seed, model and prompt choose the same tokens.
+    """Options of sampling. The same seed, model and prompt give the same tokens.
 
     Raises ValueError for a temperature that is negative or not finite, top_p outside of (0, 1], and a seed of over 64
     bits.
@@ -40,7 +40,9 @@ class Sampling:
             raise ValueError(f"seed {self.seed} must fit into 64 bits")
 
     def choose(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """A token id; generator: on the CPU, so that a seed chooses alike on every device. ValueError for NaN."""
+        """Sample a token id. generator: on the CPU, so that a seed gives the same ids on all devices. Raises ValueError
+        for NaN.
+        """
         logits_V = logits_V.float().cpu()
         if not logits_V.isfinite().all():
             raise ValueError("the model's logits are not finite: its weights overflow under this recipe")
@@ -51,14 +53,14 @@ class Sampling:
 
 
 def nucleus(probability_V: Tensor, top_p: float) -> Tensor:
-    """Probabilities with those outside the nucleus set to 0; not normalised again."""
+    """Set probabilities outside the nucleus to 0, without normalising."""
     ordered_V, words_V = probability_V.sort(descending=True, stable=True)
     likelier_V = ordered_V.cumsum(dim=-1) - ordered_V  # what comes before each; the first is always in
     return torch.zeros_like(probability_V).scatter(-1, words_V, ordered_V.where(likelier_V < top_p, 0.0))
 
 
 def check_length(prompt: int, max_tokens: int, max_seq_len: int) -> None:
-    """Raises ValueError for an empty prompt and for one that leaves too little of the model's length."""
+    """Raises ValueError for an empty prompt, and if prompt and new tokens exceed the length of the model."""
     if prompt < 1 or max_tokens < 1:
         raise ValueError(f"a prompt of {prompt} tokens and {max_tokens} to generate: both must be at least 1")
     if prompt + max_tokens > max_seq_len:
@@ -77,7 +79,7 @@ def generate(
     sampling: Sampling,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """The ids that follow the prompt, one by one as they are chosen: up to `max_tokens`, or until `stop`, left out.
+    """Yield the ids after the prompt, one by one: up to `max_tokens`, or until `stop`, which is not included.
 
     Raises ValueError before the first token, see `check_length`.
     """

@@ -1,14 +1,14 @@
-"""The output projection, and with it the loss in chunks of tokens: the logits of one chunk exist at a time.
+"""The output projection, and the loss in chunks of tokens, with the logits of only one chunk in memory.
 
     for each chunk of rows of x:   logits = x W^T;  losses;  g = d loss / d logits, in place of the logits
                                    dx = g W         dW += g^T x, in FP32
 
-Gradients are made in the forward pass, for a gradient of the loss of 1, while a chunk's logits are there (Liger Kernel,
-arXiv 2410.10989): no GEMM is computed twice. Backward multiplies them by the gradient that it is given, which changes
-no bit where that is 1. The loss and dx are those of all tokens at once where GEMMs give a row the same bits whatever
-the number of rows; dW is a sum over chunks, one after the other, rounded once.
+Gradients are computed in the forward pass, for a loss gradient of 1, while the logits of a chunk exist (Liger Kernel,
+arXiv 2410.10989), so no GEMM is computed twice. Backward multiplies them by the actual loss gradient; if it is 1, no
+bit changes. The loss and dx equal those of all tokens at once if GEMMs give a row the same bits for any number of rows;
+dW is a sum over chunks in order, rounded once.
 
-Shapes: M tokens, D model width, V words, of which a tensor-parallel rank holds a part.
+Shapes: M tokens, D model width, V words, or a tensor-parallel rank's share of them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from lowprec_train.precision.linear import Linear
 
 
 class Head(Linear):
-    """x [..., D] -> logits [..., V] by the recipe."""
+    """x [..., D] -> logits [..., V], under the recipe."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, *args: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None, **options: Any
     ) -> Any:
-        """loss: of x [M, D] and the weight [V, D] in x's dtype, returned in place of the logits, for a head whose
-        recipe multiplies values as they come (`train.exclusions`).
+        """loss: a function of x [M, D] and the weight [V, D] in x's dtype, whose result is returned instead of logits.
+        The head must not quantise (`train.exclusions`).
         """
         if loss is None:
             return super().forward(x, *args, **options)
@@ -46,9 +46,9 @@ class Head(Linear):
 
 
 class TiedHead(Head):
-    """The output projection of a tied model: a Linear, with a recipe like any other, whose weight is the embedding's.
+    """The output projection of a tied model: a Linear with the embedding's weight.
 
-    It owns no parameter: a shared one comes apart in `to_empty`, and would be saved twice.
+    It has no parameter: a shared parameter would be separated by `to_empty` and saved twice.
     """
 
     def __init__(self, embedding: nn.Embedding) -> None:
@@ -70,7 +70,7 @@ def chunked_loss(
     *,
     tokens: int,
 ) -> Tensor:
-    """`cross_entropy` of x W^T in chunks of so many tokens: 0-dim FP32. A second backward pass raises."""
+    """`cross_entropy` of x W^T in chunks of tokens: 0-dim FP32. A second backward pass raises an error."""
     loss: Tensor = _ChunkedLoss.apply(
         x_MD, weight_VD, targets_M, normalizer, cross_entropy, tokens, torch.is_grad_enabled()
     )

@@ -1,9 +1,9 @@
-"""The small parts of a decoder: norms, positions, feed-forward nets and the output head of a tied model.
+"""Parts of a decoder: norms, positions and feed-forward networks.
 
-Each is one choice of a model's configuration, a module that `Transformer` picks from a table by name; no forward asks
-which model it is in. The residual stream is BF16 (FP32 in tests); norms and activations compute in FP32 and round once
-to the stream's dtype, so that an eager and a compiled run hand the same numbers to the quantisers behind them. Under a
-`SavedActivationPolicy` they compute from rounded inputs and save codes of them.
+Each is an option of the configuration, a module that `Transformer` selects from a table by name. The residual stream is
+BF16 (FP32 in tests); norms and activations compute in FP32 and round once to the stream's dtype, so that eager and
+compiled runs give the same numbers to the following quantisers. Under a `SavedActivationPolicy` they compute from
+rounded inputs and save the codes.
 
 Shapes: B batch, T tokens, D model width, F feed-forward width, H head width, M maximal sequence length.
 """
@@ -37,7 +37,7 @@ Angles = tuple[Tensor, Tensor]  # cos and sin [T, H/2], FP32
 
 
 class RMSNorm(QuantizedSavedInput):
-    """y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in FP32, returned in x's dtype; never a bias."""
+    """y = x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467), in FP32, returned in x's dtype; without bias."""
 
     role, op = "norm", "quantized_norm"
 
@@ -77,7 +77,7 @@ class LayerNorm(QuantizedSavedInput):
 class SwiGLU(QuantizedSavedInput):
     """down(silu(gate) * up) (arXiv 2002.05202). `gate_up` is one GEMM whose rows alternate gate, up: (F, 2).
 
-    Interleaved rows let a tensor-parallel shard of the rows hold whole (gate, up) pairs.
+    With interleaved rows, a tensor-parallel shard of the rows has whole (gate, up) pairs.
     """
 
     role, op, plain_op = "activation", "quantized_gated_silu", "gated_silu"
@@ -123,12 +123,13 @@ class GELU(QuantizedSavedInput):
 
 
 class Rotary(nn.Module):
-    """Rotary positions (arXiv 2104.09864): the pair (x_i, x_{i + H/2}) turns by t * theta^(-2i/H) at position t.
+    """Rotary positions (arXiv 2104.09864): the pair (x_i, x_{i + H/2}) is rotated by t * theta^(-2i/H) at position t.
 
-    scaling: of the frequencies, as `scaled_frequencies` takes it.
+    scaling: of the frequencies, see `scaled_frequencies`.
 
-    The tables are FP32, rounded from FP64 on the CPU, so they are the same on every device. They are not saved; `reset`
-    fills them again after `to_empty`. Attention sees only differences of positions: packed documents need no restart.
+    The tables are FP32, rounded from FP64 on the CPU, so they are equal on all devices. They are not saved; `reset`
+    fills them after `to_empty`. Attention depends only on differences of positions, so packed documents need no
+    restart.
     """
 
     cos: Tensor
@@ -157,7 +158,7 @@ class Rotary(nn.Module):
         return x_BTD
 
     def angles(self, seq_len: int, first: int = 0) -> Angles:
-        """Of the positions first .. first + seq_len - 1."""
+        """Return the angles of positions first .. first + seq_len - 1."""
         return self.cos[first : first + seq_len], self.sin[first : first + seq_len]
 
 
@@ -165,13 +166,13 @@ ROPE_SCALINGS = {"llama3": ("factor", "low_freq_factor", "high_freq_factor", "or
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tensor:
-    """Rotary frequencies f, FP64, for sequences longer than those of a first training (Llama 3.1, arXiv 2407.21783).
+    """Return rotary frequencies f, FP64, scaled for longer sequences (Llama 3.1, arXiv 2407.21783).
 
-    scaling: rope_type "llama3" and its numbers, by the names of `ROPE_SCALINGS`. A wave that turns less than
-    low_freq_factor times within original_max_position_embeddings tokens is made slower by `factor`, one that turns more
-    than high_freq_factor times stays, and between them turns / original share the two linearly.
+    scaling: rope_type "llama3" and its parameters, named in `ROPE_SCALINGS`. A frequency with fewer than
+    low_freq_factor turns within original_max_position_embeddings tokens is divided by `factor`, one with more than
+    high_freq_factor turns is kept, and between them the two are interpolated linearly.
 
-    Raises ValueError for another rope_type and for numbers that are missing, unknown or not positive.
+    Raises ValueError for another rope_type and for parameters that are missing, unknown or not positive.
     """
     if not isinstance(scaling, Mapping):
         raise ValueError(f"model.rope_scaling={scaling} must be a mapping, with a rope_type, or null")
@@ -192,13 +193,13 @@ def scaled_frequencies(frequencies: Tensor, scaling: Mapping[str, Any]) -> Tenso
 
 
 class LearnedPositions(nn.Embedding):
-    """One trained vector per position, added to the token's. With documents, positions start again at each document."""
+    """One trained vector per position, added to the embedding. With documents, positions restart at each document."""
 
     def __init__(self, max_seq_len: int, dim: int, head_dim: int, theta: float) -> None:
         super().__init__(max_seq_len, dim)
 
     def add(self, x_BTD: Tensor, documents_BT: Tensor | None, first: int = 0) -> Tensor:
-        """first: position of the first token, where x is one document."""
+        """Add positions. first: position of the first token, if x is one document."""
         if documents_BT is None:
             return x_BTD + self.weight[first : first + x_BTD.shape[1]]
         return x_BTD + self(positions_in_document(documents_BT))
@@ -208,14 +209,14 @@ class LearnedPositions(nn.Embedding):
 
 
 def positions_in_document(documents_BT: Tensor) -> Tensor:
-    """Distance of each token to the first of its run of equal document ids: [B, T] int64."""
+    """Return the distance of each token to the first token of its document: [B, T] int64."""
     place_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
     begins_BT = documents_BT.diff(dim=1, prepend=documents_BT[:, :1] - 1) != 0
     return place_T - torch.where(begins_BT, place_T, 0).cummax(dim=1).values
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Turn x [B, T, ..., H] by its positions' angles, in FP32, dtype kept; halves pair up (Hugging Face's layout)."""
+    """Rotate x [B, T, ..., H] by the angles of its positions, in FP32; halves are paired (Hugging Face's layout)."""
     cos, sin = (table.view(-1, *(1,) * (x.ndim - 3), table.shape[-1]) for table in angles)
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, low * sin + high * cos), dim=-1).to(x.dtype)

@@ -5,8 +5,8 @@
     loss = cross_entropy(head(norm(x)), targets)
 
 LLaMA: norm=rmsnorm, activation=swiglu, positions=rotary, untied, no bias. GPT: layernorm, gelu, learned, tied, bias.
-The choices are data: each names a module in a table below. Parameters are FP32 masters; modules cast them to the
-stream's dtype. Every GEMM with a weight is a `precision.linear.Linear`, which is all that a recipe needs to find.
+Each option names a module in a table below. Parameters are FP32 masters; modules cast them to the dtype of the residual
+stream. Every GEMM with a weight is a `precision.linear.Linear`, to which recipes are applied.
 
 Shapes: B sequences, T tokens of a sequence, D model width, V vocabulary.
 """
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward net around a residual stream [B, T, D]."""
+    """Pre-norm attention and feed-forward network with residual connections, [B, T, D]."""
 
     def __init__(self, attention: Attention, mlp: nn.Module, norms: tuple[nn.Module, nn.Module], recompute: Recompute):
         super().__init__()
@@ -84,13 +84,13 @@ class Block(nn.Module):
         return x_BTD + self.branch(self.mlp, self.mlp_norm, x_BTD, draws)
 
     def branch(self, module: nn.Module, norm: nn.Module, x_BTD: Tensor, *context: Any) -> Tensor:
-        """What is added to the residual stream."""
+        """Return what is added to the residual stream."""
         branch: Tensor = module(norm(x_BTD), *context)
         return branch
 
 
 class PostNormBlock(Block):
-    """Attention and feed-forward net read the residual stream as it is; norms are behind them (arXiv 2501.00656)."""
+    """Attention and feed-forward network with norms after them, before the residual sum (arXiv 2501.00656)."""
 
     def branch(self, module: nn.Module, norm: nn.Module, x_BTD: Tensor, *context: Any) -> Tensor:
         branch: Tensor = norm(module(x_BTD, *context))
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
 
     dtype: of the residual stream and of the GEMMs; torch.float32 is for tests.
 
-    Raises ValueError for an unknown choice, and for a class of the caller's own that does not take what is asked for.
+    Raises ValueError for an unknown option, and for a given class that does not accept a requested argument.
     """
 
     def __init__(self, architecture: Architecture, *, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -151,12 +151,12 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
-        """What the head reads, in the stream's dtype: [B, T, D] after the last norm; tensor-parallel, a rank's rows,
+        """Return the input of the head, after the last norm, [B, T, D]; under tensor parallelism a rank's rows,
         [1, BT / ranks, D].
 
-        documents_BT: an id per token; attention stays within runs of one id. None: the sequence is one document.
-        cache: of the tokens before these, from `new_cache`; then the sequence is one document, and takes these in.
-        draws: of the micro-batch; None: linears draw from what `attach_draws` gave them.
+        documents_BT: document id of each token; attention does not cross documents. None: one document a sequence.
+        cache: keys and values of earlier tokens, from `new_cache`; the sequence is one document and is appended to it.
+        draws: of the micro-batch; None: those of `attach_draws`.
         """
         seq_len, first = tokens_BT.shape[1], 0 if cache is None else cache.length
         if first + seq_len > self.max_seq_len:
@@ -183,12 +183,12 @@ class Transformer(nn.Module):
         return x_BTD
 
     def new_cache(self, batch: int, tokens: int) -> Cache:
-        """Room for the keys and values of `tokens` tokens of each of `batch` sequences, where the weights are."""
+        """Return an empty cache for `tokens` tokens of each of `batch` sequences, on the device of the weights."""
         sizes = {"layers": self.layers, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         return Cache(**sizes, batch=batch, tokens=tokens, dtype=self.dtype, device=self.embedding.weight.device)
 
     def logits(self, tokens_BT: Tensor, documents_BT: Tensor | None = None, draws: Draws | None = None) -> Tensor:
-        """[B, T, V] in the stream's dtype; tensor-parallel, [1, BT, V / ranks] of a rank's words."""
+        """Return logits [B, T, V] in the stream's dtype; under tensor parallelism [1, BT, V / ranks]."""
         return self.head(self.hidden(tokens_BT, documents_BT, draws=draws), draws=draws)
 
     forward = logits
@@ -201,9 +201,10 @@ class Transformer(nn.Module):
         documents_BT: Tensor | None = None,
         draws: Draws | None = None,
     ) -> Tensor:
-        """Sum over tokens of the cross-entropy in nats / normalizer: 0-dim FP32. Targets of -100 are ignored.
+        """Return the sum over tokens of the cross-entropy in nats, / normalizer: 0-dim FP32. Targets of -100 are
+        ignored.
 
-        draws: of this micro-batch, from `SeedTable.at`; sites are numbered by `number_sites`.
+        draws: of this micro-batch, from `SeedTable.at`, with sites numbered by `number_sites`.
         """
         if self.loss_chunk is None:
             return self.cross_entropy(self.logits(tokens_BT, documents_BT, draws), targets_BT, normalizer)
@@ -218,8 +219,8 @@ class Transformer(nn.Module):
         return found
 
     def number_sites(self) -> int:
-        """Gives every Linear its row of a run's draws, in the order of the model, and returns their number. Those of a
-        block are counted from its first one, so that equal blocks share a compiled graph.
+        """Assign to each Linear its row of a run's draws, in model order; return the number of rows. Rows of a block
+        are counted from its first one, so that equal blocks share a compiled graph.
         """
         linears = [module for module in self.modules() if isinstance(module, Linear)]
         for index, linear in enumerate(linears):
@@ -233,8 +234,8 @@ class Transformer(nn.Module):
         return len(linears)
 
     def tensor_plan(self) -> dict[str, str]:
-        """How tensor parallel cuts the modules with matrices: "column" (rows of the weight, outputs), "row" (columns of
-        the weight, inputs) or "vocabulary" (words). The rest is whole on every rank.
+        """Return how tensor parallelism shards each module with a matrix: "column" (outputs, rows of the weight), "row"
+        (inputs, columns of the weight) or "vocabulary". Other modules are replicated.
         """
         plan = {"embedding": "vocabulary", "head": "column"}
         for name, module in self.named_modules():
@@ -246,7 +247,8 @@ class Transformer(nn.Module):
     def init_weights(self, seed: int, fill: Fill | None = None) -> None:
         """Set every parameter from (seed, name, shape) and fill the rotary tables; works after `to_empty`.
 
-        fill: (name, parameter, whole shape -> first value) sets a parameter, which may be a part of the whole.
+        fill: called with name, parameter and a function of the whole shape that returns the initial value; sets the
+        parameter, which may be a shard.
         """
         for name, parameter in self.named_parameters():
             (fill or fill_whole)(name, parameter, partial(initial_value, name, seed=seed, layers=self.layers))
@@ -256,8 +258,8 @@ class Transformer(nn.Module):
     def compile_blocks(self, *, fullgraph: bool = True, **options: Any) -> None:
         """Compile each block, the last norm, the head and the loss with torch.compile(fullgraph=fullgraph, **options).
 
-        Equal blocks share one graph. Hooks of the modules stay outside of the graphs. A head that makes its loss in
-        chunks is GEMMs alone and stays as it is. fullgraph: False where a module runs outside of graphs, by a library.
+        Equal blocks share one graph. Hooks of the modules stay outside of the graphs. A head with a chunked loss has
+        only GEMMs and is not compiled. fullgraph: False if a module calls a library outside of graphs.
         """
         whole = fullgraph and not self.breaks_graphs
         for block in self.blocks:
@@ -267,15 +269,15 @@ class Transformer(nn.Module):
         self.cross_entropy.compile(**options)
 
     def attention_flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of q k^T and p v per token, forward and backward (twice forward), over all layers.
+        """Return the FLOPs of q k^T and p v per token, forward and backward (twice forward), over all layers.
 
-        Causal, counted half: a query sees seq_len / 2 keys on average. GEMMs with a weight are not counted here.
+        Causal attention counts half: a query attends to seq_len / 2 keys on average. GEMMs with weights are excluded.
         """
         forward = 2 * (2 * self.heads * self.head_dim) * (seq_len / 2)
         return 3 * self.layers * forward
 
     def attention_backend(self, device: torch.device | str, seq_len: int, documents: bool = False) -> str:
-        """The kernel that this model's attention runs on, found by running it: see `attention.attention_backend`."""
+        """Return the kernel of this model's attention, found by running it: see `attention.attention_backend`."""
         sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
         return attention_backend(device, **sizes, seq_len=seq_len, dtype=self.dtype, documents=documents)
 
@@ -289,12 +291,12 @@ def compile_block(block: nn.Module, **options: Any) -> None:
 
 
 def fill_whole(name: str, parameter: Tensor, first_value: Callable[[torch.Size], Tensor]) -> None:
-    """Set a whole parameter."""
+    """Set the whole parameter."""
     parameter.copy_(first_value(parameter.shape))
 
 
 def _taken(what: str, made: type, **options: Any) -> dict[str, Any]:
-    """The options that are asked for. ValueError where a class of the caller's own does not take one of them."""
+    """Return the requested arguments. Raises ValueError if a given class does not accept one of them."""
     asked = {name: value for name, value in options.items() if value is not None}
     for name, value in asked.items():
         if name not in signature(made).parameters:
@@ -303,7 +305,7 @@ def _taken(what: str, made: type, **options: Any) -> dict[str, Any]:
 
 
 def _choose(what: str, name: str, table: Mapping[str, T]) -> T:
-    """The table's entry of a name, or the class that `module.Class` names. ValueError where there is none."""
+    """Return the table's entry, or the class `module.Class`. Raises ValueError if there is none."""
     if name in table:
         return table[name]
     module, _, member = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What a tile's scale has beside its rule: which of several it takes, and what is multiplied into it after rounding."""
+"""Options of a tile's scale beside its rule: the choice among candidates, and a correction factor after rounding."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from enum import Enum
 
 
 class Candidates(Enum):
-    """Which scale a tile takes: the rule's own (NONE), or of the rule's candidates the one of least error, the larger
-    one of equals: the sum of squares (MSE), of magnitudes (MAE), or the largest magnitude (MAX) of codes * scale - x.
+    """Choice of a tile's scale: that of the rule (NONE), or the candidate with the least error of codes * scale - x:
+    sum of squares (MSE), sum of magnitudes (MAE) or largest magnitude (MAX). Of equal errors the larger scale is
+    chosen.
 
-    LADDER's candidates are the rung below its own, its own and the rung above. NVFP4's are its own block scale and 3/2
-    of it, under an outer scale for 256 instead of 448 ("four over six", arXiv 2512.02010); its own of equals.
+    The candidates of LADDER are its rung and the rungs below and above it. Those of NVFP4 are its block scale and 3/2
+    of it, under an outer scale for 256 instead of 448 ("four over six", arXiv 2512.02010); of equals its block scale.
     """
 
     NONE = "none"
@@ -20,11 +21,11 @@ class Candidates(Enum):
 
 
 class Correction(Enum):
-    """What is multiplied into scales after rounding to nearest, so that the error of rounding has no part along x:
-    EDEN's factor c = sum x**2 / sum x (codes * scale), arXiv 2601.22813.
+    """Correction factor of scales after rounding to nearest, which makes the rounding error orthogonal to x: EDEN's
+    factor c = sum x**2 / sum x (codes * scale), arXiv 2601.22813.
 
-    ROW    of a row, for all of k, in FP32; of LADDER scales
-    GROUP  of 128 elements, into NVFP4's block scales, which are rounded stochastically then: a seed is needed
+    ROW    one FP32 factor for a row, over all of k; for LADDER scales
+    GROUP  one factor for 128 elements, multiplied into NVFP4's block scales with stochastic rounding (needs a seed)
     """
 
     NONE = "none"

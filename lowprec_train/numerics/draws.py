@@ -1,17 +1,17 @@
-"""Seeds for every stochastic operand of every linear, as data: a table for each micro-batch, an argument of the model.
+"""Seeds for all stochastic operands of all linears: a table for each micro-batch, which is an argument of the model.
 
     seed[site, stream] = first 63 bits of Philox4x32-10(counter = (site, stream, step + 2^36 u), key = run seed)
     u = 0 for an operand with tokens;   u = the micro-batch's first token / 8 for weights and for signs
 
-A site is a linear layer, a stream one GEMM's rotation or one of its operands. Nothing inside the graph draws, and no
-table is written to once it is made: compiled, recomputed and resumed runs read the same numbers, and several
-micro-batches may be in flight. First tokens are counted within the global step, so they name a
-micro-batch whatever rank and turn it falls to.
+A site is a linear layer; a stream is the rotation or an operand of one of its GEMMs. No random state changes inside the
+graph, and tables are never modified: compiled, recomputed and resumed runs read the same numbers, and several
+micro-batches may be in flight. First tokens are counted within the global step, so they identify a micro-batch
+independently of rank and order.
 
-An operand with tokens (X, dY and their transposes) has the same seed in all micro-batches of a step, and `origin` moves
-it to its tokens: their draws do not depend on how the batch is split. A weight has no tokens, and the signs of a
-rotation belong to a whole GEMM: their seeds are new in each micro-batch, as arXiv 2502.20586 draws them, so that
-accumulation and data-parallel ranks average the noise of W too.
+An operand with tokens (X, dY and their transposes) has the same seed in all micro-batches of a step, with an offset
+`origin` for its tokens: their draws do not depend on how the batch is split. Weights and the signs of rotations have
+new seeds in each micro-batch, as in arXiv 2502.20586, so that accumulation and data parallelism also average the noise
+of W.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gemms(IntEnum):
 
 
 class Operand(IntEnum):
-    """The two of a GEMM a[m, k] @ b[n, k]^T, by the stream that their rounding draws from; 0 is the rotation's."""
+    """Operands of a GEMM a[m, k] @ b[n, k]^T, by the stream of their rounding; stream 0 is the rotation's."""
 
     A = 1
     B = 2
@@ -53,25 +53,25 @@ LAST_TOKEN = GROUP << 28  # 64 bits of the counter hold a step below 2^36 and a 
 
 @dataclass(frozen=True)
 class SiteDraws:
-    """One linear's draws: seeds int64 [9]; origins of token-major and channel-major operands, int64 [2] each."""
+    """Draws of one linear: seeds int64 [9]; origins of token-major and channel-major operands, int64 [2] each."""
 
     seeds: Tensor
     token_rows: Tensor
     token_columns: Tensor
 
     def seed(self, gemm: Gemms, operand: Operand) -> Tensor:
-        """Of an operand's stochastic rounding, 0-dim int64."""
+        """Return the seed of an operand's stochastic rounding, 0-dim int64."""
         return self.seeds[gemm * PER_GEMM + operand]
 
     def signs(self, gemm: Gemms) -> Tensor:
-        """Seed of the signs of a GEMM's rotation, 0-dim int64."""
+        """Return the seed of the signs of a GEMM's rotation, 0-dim int64."""
         return self.seeds[gemm * PER_GEMM]
 
 
 class Draws(NamedTuple):
-    """What one micro-batch draws from, an argument of the model's forward pass: seeds int64 [sites, 9], and the origins
-    that all sites share. Nothing writes to these tensors, so the micro-batch's backward pass and a recomputed forward
-    pass see the same bits, whatever other micro-batches were begun meanwhile.
+    """Draws of one micro-batch, an argument of the model's forward pass: seeds int64 [sites, 9], and origins shared by
+    all sites. These tensors are never modified, so the backward pass and a recomputed forward pass use the same bits,
+    even if other micro-batches started in between.
     """
 
     seeds: Tensor
@@ -79,11 +79,11 @@ class Draws(NamedTuple):
     token_columns: Tensor
 
     def site(self, index: int) -> SiteDraws:
-        """Of one linear layer."""
+        """Return the draws of one linear layer."""
         return SiteDraws(self.seeds[index], self.token_rows, self.token_columns)
 
     def part(self, first: int, count: int) -> Draws:
-        """Of `count` sites from `first` on, which are then counted from 0: equal blocks see equal numbers."""
+        """Return the draws of `count` sites from `first` on, renumbered from 0: equal blocks have equal indices."""
         return self._replace(seeds=self.seeds[first : first + count])
 
 
@@ -95,9 +95,9 @@ class SeedTable:
         self.device = torch.device(device)
 
     def at(self, step: int, first_token: int) -> Draws:
-        """The draws of a step's micro-batch, named by its first token (counted within the step, a multiple of 8).
+        """Return the draws of a micro-batch, given by its first token (counted within the step, a multiple of 8).
 
-        ValueError for a token that is not, or that the counter cannot hold.
+        Raises ValueError for a token that is not a multiple of 8 or exceeds the counter.
         """
         if first_token % GROUP or not 0 <= first_token < LAST_TOKEN:
             raise ValueError(
@@ -111,7 +111,7 @@ class SeedTable:
         return Draws(table[:-1, :STREAMS], table[-1, :2], table[-1, 2:4])
 
     def _sent(self, table: Tensor) -> Tensor:
-        """One copy from host to device, without waiting, from pinned memory of its own."""
+        """Copy asynchronously from pinned host memory to the device."""
         return (table.pin_memory() if self.device.type == "cuda" else table).to(self.device, non_blocking=True)
 
     def _seeds(self, step: int, micro_batch: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What recipes name: number formats (`ops.formats` has the table) and rounding rules (`ops.rounding`)."""
+"""Number formats (table in `ops.formats`) and rounding rules (`ops.rounding`), for recipes."""
 
 from lowprec_train.ops.formats import (
     BF16,

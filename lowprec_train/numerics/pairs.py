@@ -1,4 +1,4 @@
-"""One matrix rounded for two GEMMs in one op: as it lies, and transposed (`ops.pairs`)."""
+"""Rounding of a matrix and its transpose for two GEMMs in one op (`ops.pairs`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lowprec_train.numerics.quantizer import OWN_OPS, Quantized, Quantizer, Shar
 
 
 def pairs(first: Quantizer, second: Quantizer) -> bool:
-    """True when one op rounds a matrix by `first` and its transpose by `second`: to nearest, on the same grid, by the
-    same rule.
+    """Return whether one op can round a matrix by `first` and its transpose by `second`: both to nearest, with the same
+    format and scale rule.
     """
     plain = first.rounding is second.rounding is NEAREST and not (first.exponent_span or second.exponent_span)
     alike = all(getattr(first, name) == getattr(second, name) for name in ("format", "scale", "headroom"))
@@ -29,11 +29,11 @@ def both(
     produced: bool = False,
     shared: Shared | None = None,
 ) -> tuple[Quantized, Quantized]:
-    """x [m, k] * across [1, k] rounded by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
+    """Round x [m, k] * across [1, k] by `first`, and the transpose of x * down [m, 1] by `second`; see `pairs`.
 
-    amax: any tensor whose largest element is max |x|, left by what made x; it spares a pass. produced: x comes from a
-    compiled kernel, which takes the maximum along where it can. shared: of x, where no scale depends on other parts, or
-    one number for everything does, without `across` and `down`.
+    amax: a tensor whose largest element is max |x|, from the producer of x; it saves a pass. produced: x comes from a
+    compiled kernel, which computes the maximum if it can. shared: of x, if no scale depends on other parts or only one
+    scale for everything does, without `across` and `down`.
     """
     first.check(x.shape[0], x.shape[1])
     second.check(x.shape[1], x.shape[0])

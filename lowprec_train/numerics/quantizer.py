@@ -1,9 +1,9 @@
-"""A Quantizer is the only lossy thing: it rounds a matrix to a format, with one scale per tile.
+"""Quantizer: rounds a matrix to a format, with one scale per tile.
 
     x[i, j] ~ codes[i, j] * scale[i // rows, j // columns]
 
-GEMM operands, gradient payloads, kept activations and optimizer moments are its users. Granularity is a tile shape:
-(-1, -1) is one scale for the tensor, (1, -1) one per row, (1, 32) an MX block, (128, 128) a weight block.
+GEMM operands, gradient communication, saved activations and optimizer moments use it. The granularity is a tile shape:
+(-1, -1) is per tensor, (1, -1) per row, (1, 32) an MX block, (128, 128) a weight block.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lowprec_train.ops.schema import tile_shape
 
 
 class ScaleRule(Enum):
-    """How a tile's scale follows from its largest magnitude amax (format maximum M, exponent of M e_M).
+    """Rules for a tile's scale from its largest magnitude amax (M: maximum of the format, e_M: exponent of M).
 
     FP32        amax / M
-    POW2        2**ceil(log2(amax / M)): never saturates, and layouts agree on it
+    POW2        2**ceil(log2(amax / M)): never saturates, and parallel layouts agree on it
     E8M0_FLOOR  2**(floor(log2 amax) - e_M), OCP MX v1.0: values beyond M saturate unless `headroom` is 3/4
     E8M0_CEIL   2**ceil(log2(amax / M)), arXiv 2506.08027: never saturates
-    NVFP4       amax / M rounded to E4M3 under an FP32 scale of the outer tile, arXiv 2509.25149; E2M1 only
-    LADDER      the first of {1, 1.25, 1.5} x 2**e that amax / M does not exceed; E2M1 to nearest in rows only
+    NVFP4       amax / M rounded to E4M3 relative to an FP32 scale of the outer tile, arXiv 2509.25149; E2M1 only
+    LADDER      the smallest of {1, 1.25, 1.5} x 2**e that is at least amax / M; E2M1 to nearest in rows only
     """
 
     FP32 = "FP32"
@@ -59,16 +59,14 @@ OWN_OPS = (ScaleRule.NVFP4, ScaleRule.LADDER)  # rules that no op takes by name
 
 @dataclass(frozen=True)
 class Quantized:
-    """Codes and scale as plain tensors; not a Tensor subclass. It never crosses autograd: Functions take and return its
-    tensors.
+    """Codes and scale as plain tensors. It is not a Tensor subclass, and autograd Functions use its tensors.
 
     codes: [m, k] in the format's carrier. scale: FP32 [m / rows, k / columns], the effective dequantisation multiplier.
-    parts: what is stored where the scale has levels (NVFP4: `block` in E4M3, `tensor` in FP32, their product is the
-    scale of every tile that is not all zero; `tensor` is [1, 1], or [m, 1] under an outer scale per row. LADDER:
-    `block`, the rungs; `row` [m, 1], what they are folded by, where a span bounds them; `factor` [m, 1] where rows are
-    corrected).
-    gain: scale / gain is a power of two for MX scales with head-room (4/3 for 3/4), else 1.
-    exponent_span: binades that the block exponents of a row lie within, 0 when unbounded.
+    parts: stored parts of a scale with several levels. NVFP4: `block` in E4M3 and `tensor` in FP32, whose product is
+    the scale of every non-zero tile; `tensor` is [1, 1], or [m, 1] with an outer scale per row. LADDER: `block`, the
+    rungs; `row` [m, 1], the scale of the folded codes, if a span bounds the rungs; `factor` [m, 1], if rows are
+    corrected. gain: scale / gain is a power of two for MX scales with head-room (4/3 for 3/4), else 1. exponent_span:
+    range of the block exponents of a row in binades, 0 if unbounded.
     """
 
     codes: Tensor
@@ -90,7 +88,7 @@ class Quantized:
         return (ops.dequantize_bf16 if dtype is torch.bfloat16 else ops.dequantize)(self.codes, self.scale)
 
     def t(self) -> Quantized:
-        """The transposed matrix, codes laid out row-major again. The op transposes codes of one byte."""
+        """Return the transposed matrix, with row-major codes. The op transposes codes of one byte."""
         parts = {name: part.t() for name, part in self.parts.items()}
         wide = self.codes.element_size() > 1
         codes = self.codes.t().contiguous() if wide else torch.ops.lowprec.transpose(self.codes)
@@ -99,9 +97,9 @@ class Quantized:
 
 @dataclass(frozen=True, kw_only=True)
 class Shared:
-    """A matrix of which this is one rank's part: its rows (dim 0) or its columns (1) lie on the ranks of `group`.
+    """A matrix whose rows (dim 0) or columns (dim 1) are sharded over the ranks of `group`.
 
-    amax: the maximum over all parts of `Quantizer.local_amax`, where it is known already; no rank is asked then.
+    amax: the maximum of `Quantizer.local_amax` over all shards, if it is already known; this saves a collective.
     """
 
     dim: int
@@ -109,7 +107,7 @@ class Shared:
     amax: Tensor | None = None
 
     def global_amax(self, local: Tensor) -> Tensor:
-        """The elementwise maximum of all ranks' `local`, FP32."""
+        """Return the elementwise maximum of `local` over all ranks, FP32."""
         return self.group.all_reduce_max(local) if self.amax is None else self.amax
 
 
@@ -118,15 +116,15 @@ class Quantizer:
     """Rounds a 2-D tensor to `format` with a scale per `tile` = (rows, columns), -1 meaning the whole extent.
 
     rounding: NEAREST, STOCHASTIC (needs a seed; E[dequantize()] = x) or another rule of `ops.rounding`.
-    headroom: share of the format's range that amax may take; None takes 3/4 for stochastic E8M0_FLOOR, 16/17 for
-    stochastic NVFP4, else 1.
-    exponent_span: MX exponents are raised to at least the row's largest minus this, before rounding, so that the codes
-    fold into an FP8 carrier (28 for E5M2, 14 for E4M3, 11 for LADDER) and nothing flushes to zero; 0 leaves them alone.
-    outer: of NVFP4, what has one FP32 scale: the whole matrix, or each row, (1, -1), as TransformerEngine's
+    headroom: share of the format's range for amax; None: 3/4 for stochastic E8M0_FLOOR, 16/17 for stochastic NVFP4,
+    else 1.
+    exponent_span: MX exponents are raised before rounding to at least the row's largest minus this, so that the codes
+    fold into an FP8 carrier (28 for E5M2, 14 for E4M3, 11 for LADDER) without underflow; 0: unchanged.
+    outer: tile of NVFP4's FP32 scale: the whole matrix, or each row, (1, -1), as TransformerEngine's
     `row_scaled_activation`.
-    candidates: which of the rule's scales a tile takes. correction: what is multiplied into scales after rounding.
+    candidates: choice among scales. correction: factor of scales after rounding.
 
-    Raises ValueError for a format, tile or field that the rule does not know.
+    Raises ValueError for a format, tile or field that the scale rule does not support.
     """
 
     format: Format
@@ -214,7 +212,7 @@ class Quantizer:
             )
 
     def _pair_with_transposed(self) -> None:
-        """Make the transposed quantiser here: torch 2.11 does not trace the making of one inside a graph."""
+        """Create the transposed quantiser in advance: torch 2.11 cannot trace its construction inside a graph."""
         transposed = self
         if self.tile[0] != self.tile[1] or self.outer != WHOLE:
             transposed = object.__new__(Quantizer)
@@ -224,18 +222,18 @@ class Quantizer:
 
     @property
     def stochastic(self) -> bool:
-        """True when the rounding of codes or of scales draws, and so needs a seed."""
+        """Whether codes or scales are rounded stochastically, so that a seed is needed."""
         return self.rounding.stochastic or self.correction is Correction.GROUP
 
     @property
     def range_share(self) -> float:
-        """The head-room in force."""
+        """The head-room, with the default resolved."""
         if self.headroom is not None:
             return self.headroom
         return STOCHASTIC_HEADROOM.get(self.scale, 1.0) if self.rounding.stochastic else 1.0
 
     def check(self, rows: int, columns: int) -> None:
-        """ValueError when the tile does not divide a rows x columns matrix."""
+        """Raises ValueError if the tile does not divide a rows x columns matrix."""
         tile_shape(rows, columns, self.tile)
         if self.correction is Correction.GROUP:
             tile_shape(rows, columns, (1, EDEN_GROUP))
@@ -243,8 +241,9 @@ class Quantizer:
     def __call__(
         self, x: Tensor, seed: Tensor | None = None, origin: Tensor | None = None, shared: Shared | None = None
     ) -> Quantized:
-        """x [m, k], any float dtype. seed: 0-dim int64, required exactly when stochastic. origin: int64 [2], global row
-        and column of x[0, 0]. shared: where x is a part, whose codes are then those of the whole, cut alike.
+        """Quantise x [m, k], of any float dtype. seed: 0-dim int64, required if and only if stochastic. origin: int64
+        [2], global row and column of x[0, 0]. shared: if x is a shard; the codes are then the shard of the whole's
+        codes.
         """
         self._check_call(x, seed)
         if shared is not None and self.crosses(shared.dim) and self.correction is not Correction.GROUP:
@@ -272,8 +271,8 @@ class Quantizer:
         origin: Tensor | None = None,
         shared: Shared | None = None,
     ) -> Quantized:
-        """Of x after its random Hadamard transform, for GROUP alone, whose op rotates. signs: seed of its signs, None
-        for +1; rotation: its block, 0 for none. The rest as in a call.
+        """Quantise x after a random Hadamard transform, for GROUP only, whose op rotates. signs: seed of the signs,
+        None for +1. rotation: block size, 0 for none. Other arguments as in a call.
         """
         top = torch.ops.lowprec.rotated_amax(x, signs, rotation)
         top = top if shared is None else shared.global_amax(top)
@@ -281,17 +280,17 @@ class Quantizer:
         return self.wrap(codes, scale, {"block": block, "tensor": tensor})
 
     def kernel(self, op: str, device: torch.device) -> Callable[..., Any]:
-        """What runs an op for this format and rounding on a device."""
+        """Return the overload of an op for this format and rounding on a device."""
         return library.kernel(op, device, *self._names)
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """What a compiled kernel has to know."""
+        """Return the names that a compiled kernel must support."""
         chosen = () if self.candidates is Candidates.NONE else (self.candidates.value,)
         return self.format.name, self.rounding.name, *chosen
 
     def on_reference(self, device: torch.device) -> bool:
-        """True where a device has a compiled kernel for this scale rule, which does not know the format or rounding."""
+        """Return whether a device has a compiled kernel for this scale rule that lacks the format or rounding."""
         if self.correction is Correction.GROUP:
             return library.lacks("quantize_eden", "quantize_nvfp4", device)
         if self.candidates is not Candidates.NONE and self.scale is ScaleRule.NVFP4:
@@ -303,17 +302,17 @@ class Quantizer:
 
     @property
     def _takes_maxima(self) -> bool:
-        """NVFP4 whose maxima are found before the op that rounds."""
+        """Whether this is NVFP4 with maxima that are computed before the rounding op."""
         return self.scale is ScaleRule.NVFP4 and (self.outer != WHOLE or self.candidates is not Candidates.NONE)
 
     @property
     def _how(self) -> tuple[Any, ...]:
-        """Arguments of the ops that round by any scale rule but NVFP4 and LADDER."""
+        """Arguments of the ops of all scale rules except NVFP4 and LADDER."""
         name, tile, rule = self.format.name, self.tile, self.scale.value
         return name, tile, rule, self.range_share, self.exponent_span, self.rounding.name
 
     def crosses(self, dim: int) -> bool:
-        """True when a scale depends on more than one part of a matrix whose dimension `dim` is cut."""
+        """Return whether a scale depends on several shards of a matrix that is sharded along `dim`."""
         nvfp4 = self.scale is ScaleRule.NVFP4 and self.outer[dim] == -1
         rows = self.exponent_span > 0 or self.correction is Correction.ROW
         levels = nvfp4 or (rows and dim == 1)
@@ -334,7 +333,7 @@ class Quantizer:
         return self.wrap(codes, scale)
 
     def _under(self, x: Tensor, amax: Tensor, top: Tensor, seed: Tensor | None, origin: Tensor | None) -> Quantized:
-        """NVFP4 codes of x under outer scales that follow from `top`."""
+        """Return NVFP4 codes of x with outer scales from the maxima `top`."""
         if self.candidates is not Candidates.NONE:
             chosen = torch.ops.lowprec.quantize_four_over_six(x, amax, top, self.tile, self.candidates.value)
             return self.wrap(chosen[0], chosen[1], {"block": chosen[2], "tensor": chosen[3]})
@@ -343,7 +342,7 @@ class Quantizer:
         return self.wrap(codes, scale, {"block": block, "tensor": tensor})
 
     def _outer_amax(self, amax: Tensor) -> Tensor:
-        """Maxima of outer tiles, from those of tiles or of parts of outer tiles."""
+        """Return the maxima of outer tiles from those of tiles or of parts of outer tiles."""
         return amax.amax(dim=[dim for dim in (0, 1) if self.outer[dim] == -1], keepdim=True)
 
     def _on_ladder(self, x: Tensor, tops: Tensor | None, shared: Shared | None) -> Quantized:
@@ -358,22 +357,22 @@ class Quantizer:
         return self.wrap(codes, block * factor, parts | {"factor": factor})
 
     def local_amax(self, x: Tensor, dim: int) -> Tensor:
-        """What this part of a matrix that is cut along `dim` gives to the maximum over all parts, where `crosses`."""
+        """Return this shard's contribution to the maximum over shards along `dim`, if `crosses`."""
         return self._above_tiles(torch.ops.lowprec.amax(x, self.tile), dim)
 
     def _above_tiles(self, amax: Tensor, dim: int) -> Tensor:
-        """Maxima of tiles that lie on several ranks, or of what tiles have one number for: the matrix or a row."""
+        """Return maxima of tiles that span several ranks, or of the outer tile: the matrix or a row."""
         if self.tile[dim] == -1:
             return amax
         return self._outer_amax(amax) if self.scale is ScaleRule.NVFP4 else amax.amax(dim=1, keepdim=True)
 
     def wrap(self, codes: Tensor, scale: Tensor, parts: dict[str, Tensor] | None = None) -> Quantized:
-        """Tensors that this quantiser made, as the Quantized that it made of them."""
+        """Combine tensors that this quantiser made to a Quantized."""
         gain = 1 / self.range_share if self.scale is ScaleRule.E8M0_FLOOR else 1.0
         return Quantized(codes, scale, parts or {}, gain, self.exponent_span)
 
     def transposed(self) -> Quantizer:
-        """What makes the same codes of the transposed matrix."""
+        """The quantiser that makes the same codes of the transposed matrix."""
         return self._transposed  # type: ignore[attr-defined,no-any-return]
 
     def _check_call(self, x: Tensor, seed: Tensor | None) -> None:

@@ -1,8 +1,8 @@
-"""NVFP4 behind a random Hadamard transform by one op: codes, or what they stand for.
+"""NVFP4 after a random Hadamard transform in one op, as codes or as values.
 
-of_rotated   codes under their scales, as `Quantizer` makes them of a matrix that was rotated before
-values       codes times block scales in BF16, which holds them exactly, under the outer scale alone: for a GEMM that
-             multiplies them so, and is spared codes, scales and a pass that decodes them
+of_rotated   codes and scales, as `Quantizer` makes them from a matrix that was rotated before values       codes times
+block scales in BF16, which represents them exactly, with the outer scale apart: for BF16 GEMMs,
+             without codes, block scales and a pass that decodes them
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lowprec_train.ops.eden import BLOCK
 
 
 def rotates(how: Quantizer, cut: int | None) -> bool:
-    """True where one op rotates and rounds a matrix, or a part of one that is cut along dimension `cut`: for GROUP, and
-    for NVFP4 under one outer scale whose maxima the op finds itself.
+    """Return whether one op rotates and rounds a matrix, or a shard of one along dimension `cut`: for GROUP, and for
+    NVFP4 with one outer scale whose maximum the op computes.
     """
     if how.correction is Correction.GROUP:
         return True
@@ -26,7 +26,7 @@ def rotates(how: Quantizer, cut: int | None) -> bool:
 
 
 def makes_values(how: Quantizer, cut: int | None) -> bool:
-    """True where `values` serves."""
+    """Return whether `values` supports this quantiser."""
     return rotates(how, cut) and how.tile == (1, BLOCK)
 
 
@@ -39,8 +39,8 @@ def of_rotated(
     origin: Tensor | None,
     shared: Shared | None,
 ) -> Quantized:
-    """Codes of x [m, k] after its transform. signs: seed of its signs, None for +1; rotation: its block, 0 for none.
-    The rest as in a quantiser's call. Only where `rotates`.
+    """Return codes of x [m, k] after the transform. signs: seed of the signs, None for +1. rotation: block size, 0 for
+    none. Other arguments as in a quantiser's call. Requires `rotates`.
     """
     if how.correction is Correction.GROUP:
         return how.of_rotated(x, signs, rotation, seed, origin, shared)
@@ -58,7 +58,7 @@ def values(
     origin: Tensor | None,
     shared: Shared | None,
 ) -> Quantized:
-    """BF16 [m, k] and the outer scale [1, 1]. Arguments as in `of_rotated`. Only where `makes_values`."""
+    """Return BF16 values [m, k] and the outer scale [1, 1]. Arguments as in `of_rotated`. Requires `makes_values`."""
     if how.correction is Correction.GROUP:
         top = torch.ops.lowprec.rotated_amax(x, signs, rotation)
         top = top if shared is None else shared.global_amax(top)

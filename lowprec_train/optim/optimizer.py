@@ -110,7 +110,7 @@ class CodedOptimizer(torch.optim.Optimizer):
         return self._states[parameter].codecs.along(shape)
 
     def value_dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype to which values of `parameter` are rounded: its own, or a smaller one if FSDP2 needs FP32."""
+        """Return the dtype to which values of `parameter` are rounded: its own, or less if FSDP2 needs FP32."""
         return self._states[parameter].codecs.master.parameter_dtype
 
     def group_of(self, parameter: nn.Parameter) -> Group | None:
@@ -255,8 +255,7 @@ class CodedOptimizer(torch.optim.Optimizer):
 def parameter_groups(
     model: nn.Module, weight_decay: float, rule: Rule | None = None, adamw: AdamWRule | None = None
 ) -> list[dict[str, Any]]:
-    """Return parameter groups: decay for weights with two or more dimensions, also embeddings; none for norms and
-    biases.
+    """Return groups: with decay for weights of two or more dimensions and embeddings, without for norms and biases.
 
     `indexed` of a group: indices of embeddings (`codecs.Codecs`). rule: default: that of the optimizer. adamw: the rule
     for vectors, embeddings and `head`, if `rule` is for hidden matrices only.
