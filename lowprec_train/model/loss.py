@@ -1,4 +1,4 @@
-"""Cross-entropy that never holds all FP32 logits.
+"""Cross-entropy without an FP32 copy of all logits.
 
 The head's GEMM gives the logits in BF16, N tokens by V words: at V = 128256 their FP32 copy would be the largest tensor
 of the whole step. With lse_n = log sum_v exp(x_nv),
@@ -6,9 +6,9 @@ of the whole step. With lse_n = log sum_v exp(x_nv),
     loss = sum_n (lse_n - x_n,target) / normalizer
     d loss / d x_nv = (exp(x_nv - lse_n) - [v = target_n]) / normalizer
 
-so forward keeps the logits and one FP32 number per token, and backward turns the logits into their gradient in place, a
-chunk of tokens at a time. The head's GEMM is not computed twice and no second matrix of that size exists. Compiled,
-both passes are one kernel each, the FP32 values live in registers, and the chunk is everything.
+so forward saves the logits and one FP32 number per token, and backward overwrites the logits with their gradient, a
+chunk of tokens at a time. The head's GEMM is not computed twice, and there is no second matrix of that size. Compiled,
+each pass is one kernel over all tokens, with FP32 values in registers only.
 
 Shapes: N tokens, V vocabulary.
 """
@@ -29,10 +29,10 @@ CHUNK_BYTES = 64 * 2**20  # FP32 logits of one chunk
 
 
 class CrossEntropy:
-    """Callable loss; `compile` trades the chunks of its eager form for fused kernels over all tokens.
+    """Callable loss; `compile` replaces the chunks of the eager form by fused kernels over all tokens.
 
-    split: where the logits are those of a rank's part of the vocabulary. Ranks tell each other two numbers a token, and
-    all come to the same bits.
+    split: position of a rank's share of the vocabulary, if logits are sharded. Ranks exchange two numbers per token,
+    and all compute the same bits.
     """
 
     split: Split | None = None
@@ -52,11 +52,11 @@ class CrossEntropy:
 
     @property
     def first(self) -> int:
-        """The word that the first logit is of."""
+        """The word of the first logit."""
         return 0 if self.split is None else self.split.first
 
     def losses(self, logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses and log-sum-exp over the whole vocabulary, [N] FP32 each."""
+        """Return losses and log-sum-exp over the whole vocabulary, [N] FP32 each."""
         tokens, vocab = logits_NV.shape
         chunks = zip(*(each.split(self.rows(vocab, tokens)) for each in (logits_NV, targets_N)))
         if self.split is None:
@@ -66,21 +66,21 @@ class CrossEntropy:
         return joined(self.split.group.all_gather(parts_2N.unsqueeze(0)), targets_N)
 
     def become_gradients(self, logits_NV: Tensor, targets_N: Tensor, lse_N: Tensor, scale: Tensor) -> None:
-        """Turn logits into their gradients in place; scale: the gradient of the sum of the losses."""
+        """Overwrite logits with their gradients. scale: gradient of the sum of the losses."""
         tokens, vocab = logits_NV.shape
         parts = (each.split(self.rows(vocab, tokens)) for each in (logits_NV, targets_N, lse_N))
         for logits, targets, lse in zip(*parts, strict=True):
             self.become_gradient(logits, targets, lse, scale, self.first)
 
     def rows(self, vocab_size: int, tokens: int) -> int:
-        """Tokens of one chunk."""
+        """Number of tokens of a chunk."""
         return tokens if self.chunk_bytes is None else max(1, self.chunk_bytes // (4 * vocab_size))
 
     def __call__(self, logits: Tensor, targets: Tensor, normalizer: Tensor | float) -> Tensor:
-        """Sum of the token losses / normalizer: 0-dim FP32.
+        """Return the sum of the token losses / normalizer: 0-dim FP32.
 
-        logits [..., V], consumed: backward overwrites them with their gradient (a second backward raises).
-        targets [...] int64, -100 where a token carries no loss. normalizer: a number or a 0-dim tensor on the device.
+        logits [..., V]: backward overwrites them with their gradient, so a second backward pass raises an error.
+        targets [...] int64; -100 excludes a token. normalizer: a number or a 0-dim tensor on the device.
         """
         return _Loss.apply(logits.flatten(0, -2), targets.flatten(), normalizer, self)
 
@@ -106,22 +106,22 @@ class _Loss(torch.autograd.Function):
 
 
 def _whole_rows(options: dict[str, Any]) -> dict[str, Any]:
-    """Inductor would split a row over thread blocks below 8448 tokens, and then read the logits twice."""
+    """Keep a row in one thread block: below 8448 tokens Inductor would split it and read the logits twice."""
     if options.get("backend", "inductor") != "inductor" or "mode" in options:
         return options
     return options | {"options": {"split_reductions": False} | options.get("options", {})}
 
 
 def token_losses(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and log-sum-exp of some tokens, [N] FP32 each; the loss is 0 where the target is -100."""
+    """Return losses and log-sum-exp of some tokens, [N] FP32 each; the loss is 0 for the target -100."""
     lse_N = logits_NV.float().logsumexp(dim=-1)
     chosen_N = logits_NV.gather(-1, targets_N.clamp(min=0)[:, None]).squeeze(-1).float()
     return (lse_N - chosen_N).masked_fill(targets_N == IGNORED, 0.0), lse_N
 
 
 def token_parts(logits_NV: Tensor, targets_N: Tensor, first: int) -> Tensor:
-    """log-sum-exp over a part of the vocabulary that begins at word `first`, and the target's logit where it is in
-    there, else 0: [2, N] FP32.
+    """Return [2, N] FP32: log-sum-exp over a share of the vocabulary from word `first` on, and the target's logit if it
+    is in that share, else 0.
     """
     local_N = targets_N - first
     here_N = (local_N >= 0) & (local_N < logits_NV.shape[-1])
@@ -130,7 +130,7 @@ def token_parts(logits_NV: Tensor, targets_N: Tensor, first: int) -> Tensor:
 
 
 def joined(parts_R2N: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """What `token_losses` returns, from the parts of all ranks."""
+    """Combine the parts of all ranks to the result of `token_losses`."""
     lse_N, chosen_N = parts_R2N[:, 0].logsumexp(dim=0), parts_R2N[:, 1].sum(dim=0)
     return (lse_N - chosen_N).masked_fill(targets_N == IGNORED, 0.0), lse_N
 

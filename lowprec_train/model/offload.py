@@ -1,12 +1,12 @@
 """Inputs of blocks in pinned host memory between the forward and the backward pass.
 
-    forward    block i: input -> host on a stream of its own; block i + 2 waits until it is there
-    backward   block i begins: host -> device for block i - 1 on another stream, into one of two buffers
+    forward    block i: input -> host on a separate stream; block i + 2 waits until the copy is complete
+    backward   at the start of block i: host -> device for block i - 1 on another stream, into one of two buffers
 
-With `recompute=full` a block saves its input alone, so no more than two of them are on the device, beside those that
-compute. A second backward pass over one forward pass finds other inputs in the buffers, and is refused. On a CPU the
-same copies are made without streams. The hooks are `torch.autograd.graph.saved_tensors_hooks`; a
-copy is a copy: offloaded or not, a run has the same bits.
+With `recompute=full` a block saves only its input, so at most two saved inputs are on the device. A second backward
+pass over one forward pass is refused, because the buffers contain other inputs by then. On a CPU the same copies are
+made without streams. The hooks are `torch.autograd.graph.saved_tensors_hooks`. Offloading does not change the bits of a
+run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BUFFERS = 2
 
 
 class BlockInputs:
-    """The inputs of a model's blocks, of each micro-batch that is in flight; a backward pass is made as a whole."""
+    """Inputs of a model's blocks, for each micro-batch in flight; a backward pass covers all blocks."""
 
     def __init__(self) -> None:
         self._flight = _Flight()
@@ -33,7 +33,7 @@ class BlockInputs:
         self._fetch: Any = None
 
     def saved(self, block: int, x: Tensor) -> AbstractContextManager[Any]:
-        """While a block runs on x: what autograd saves of x goes to the host."""
+        """Context for a block that runs on x: if autograd saves x, it is moved to the host."""
         if not torch.is_grad_enabled():
             return nullcontext()
         if block == 0:
@@ -73,7 +73,7 @@ class BlockInputs:
         x.record_stream(self._store)
 
     def _take(self, flight: _Flight, block: int) -> Tensor:
-        """The input of a block, whose backward pass begins."""
+        """Return the input of a block at the start of its backward pass."""
         for wanted in (block, block - 1):
             if wanted in flight.host and wanted not in flight.fetched:
                 self._begin_fetch(flight, wanted)
@@ -89,7 +89,7 @@ class BlockInputs:
         return x
 
     def _begin_fetch(self, flight: _Flight, block: int) -> None:
-        """Into the buffer of block + 2, whose backward pass is over or queued."""
+        """Fetch into the buffer of block + 2, whose backward pass is complete or queued."""
         host, event = flight.host[block], None
         if self._fetch is None:
             x = host.clone()
@@ -112,7 +112,7 @@ class BlockInputs:
 
 
 class _Flight:
-    """One micro-batch: by block its input on the host, the event after which it is there, and what came back."""
+    """One micro-batch: for each block its input on the host, the event of that copy, and the fetched input."""
 
     def __init__(self) -> None:
         self.host: dict[int, Tensor] = {}

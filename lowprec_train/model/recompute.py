@@ -1,13 +1,12 @@
-"""Activation recomputation: what a block saves for its backward pass, and what it computes again.
+"""Activation recomputation: what a block saves for its backward pass, and what it recomputes.
 
-`none` keeps everything. `full` keeps a block's input and runs the block again. `selective` runs again only what is
-cheap (norms, activations, rotary, residual sums, casts, decoding) and keeps what is dear: the outputs of GEMMs, of
-attention, and of our own operations, `torch.ops.lowprec.*`, so that backward meets the very codes that forward made.
-The three give the same bits: all draws are functions of tensors that do not change between forward and backward, so no
-random state is saved. Under a `SavedActivationPolicy` it has little left
-to drop: the codes are what it would save.
+`none` saves everything. `full` saves the input of a block and recomputes the block. `selective` recomputes only cheap
+operations (norms, activations, rotary embedding, residual sums, casts, decoding) and saves the outputs of expensive
+ones: GEMMs, attention, and our ops `torch.ops.lowprec.*`, so that backward uses the codes of forward. All three give
+the same bits: random draws are functions of tensors that do not change between forward and backward, so no random state
+is saved. Under a `SavedActivationPolicy`, `selective` saves little more memory, because codes are saved anyway.
 
-The choice sits inside a block's forward, where both eager autograd and a compiled graph see it.
+The mode is applied inside a block's forward, where it works for eager autograd and for compiled graphs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _DECODING |= {torch.ops.lowprec.unpack_e2m1.default, torch.ops.lowprec.unpack_la
 
 
 def keep_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep GEMMs, attention and quantisation; the signature is torch.utils.checkpoint's."""
+    """Save outputs of GEMMs, attention and quantisation; the signature is that of torch.utils.checkpoint."""
     ours = getattr(operation, "namespace", None) == "lowprec" and operation not in _DECODING
     return CheckpointPolicy.MUST_SAVE if ours or operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -1,4 +1,4 @@
-"""How the gradient passes the forward rounding of the weight: dL/dW = dL/dW_q * f'(W / scale).
+"""Gradient estimators for the forward rounding of the weight: dL/dW = dL/dW_q * f'(W / scale).
 
 Straight-through takes f' = 1. The differentiable estimator (DGE, arXiv 2501.17116, section 3.1) takes the slope of a
 smooth staircase
@@ -22,7 +22,7 @@ from torch import Tensor
 
 class Estimator(Protocol):
     """Corrects dW [n, k] for the weight quantiser of fprop, given W [n, k] and the scale of its codes. dtype: of the
-    result, where it shall not be FP32.
+    result, if it is not FP32.
     """
 
     def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
@@ -41,8 +41,8 @@ class DifferentiableEstimator:
     """k: sharpness (5 in the paper; 1 is straight-through). cap: largest slope (3 in the paper). ValueError when k < 1
     or cap <= 0.
 
-    permuted: each weight takes the slope of the one before it in its row (in this rank's part of it): the same slopes,
-    without what they say of their weights. A control: what it gains is a matter of step sizes, not of rounding.
+    permuted: each weight uses the slope of the previous one in its row (of this rank's shard): the same slopes without
+    relation to their weights. As a control, its effect is due to step sizes and not to rounding.
     """
 
     k: float = 5.0

@@ -2,7 +2,7 @@
 
     a' = a diag(s) H_g,   b' = b diag(s) H_g,   a' b'^T = a b^T   since H_g diag(s) diag(s) H_g^T = I
 
-One sign vector a GEMM, shared by all blocks and by both operands, along the reduction dimension (arXiv 2502.20586,
+Each GEMM has one sign vector, shared by all blocks and both operands, along the reduction dimension (arXiv 2502.20586,
 section 3.2).
 """
 
@@ -25,11 +25,13 @@ class RandomHadamard:
             raise ValueError(f"a Hadamard block is a power of two from 2 to 256, not {self.block}")
 
     def check(self, k: int) -> None:
-        """ValueError when the block does not divide the reduction dimension."""
+        """Raises ValueError if the block does not divide the reduction dimension."""
         if k % self.block:
             raise ValueError(f"a Hadamard block of {self.block} does not divide the reduction dimension {k}")
 
     def __call__(self, x: Tensor, seed: Tensor) -> Tensor:
-        """x [m, k] -> FP32 [m, k]. seed: 0-dim int64, the same for both operands of the GEMM. ValueError as `check`."""
+        """x [m, k] -> FP32 [m, k]. seed: 0-dim int64, the same for both operands of a GEMM. Raises ValueError as
+        `check`.
+        """
         self.check(x.shape[1])
         return torch.ops.lowprec.hadamard(x, seed, self.block)

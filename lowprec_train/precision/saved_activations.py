@@ -3,14 +3,14 @@ section 5).
 
     x^ = Q(x) in groups along the last dimension,   y = f(x^),   dx = f'(x^) dy        straight through Q
 
-The layer computes from the rounded input, so the codes are all that its backward pass needs: one byte an element (E2M1:
-half a byte) and one a group, the exponent of its power-of-two scale; 1.0625 bytes an element for E4M3 in groups of 16,
-where BF16 takes two and an FP32 copy four. What else a derivative needs (the norm's rate, silu) is computed again from
-the codes; COAT keeps silu as well. The residual stream itself stays in BF16. Rounding is to nearest: recomputed and
-first computed are the same bits.
+The layer computes from the rounded input, so its backward pass needs only the codes: one byte per element (E2M1: half a
+byte) and one byte per group for the exponent of its power-of-two scale. E4M3 in groups of 16 needs 1.0625 bytes per
+element, BF16 two and an FP32 copy four. Other values of the derivative (the norm's rate, silu) are recomputed from the
+codes; COAT also saves silu. The residual stream stays in BF16. Rounding is to nearest, so recomputation gives the same
+bits.
 
 There are two forms: any function of rounded inputs, op by op (`through_codes`), and norms and activations in one kernel
-(`model.activations`), which a layer takes where a kernel serves it and nobody watches.
+(`model.activations`), which is used if there is a kernel and no observer.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ EXPONENTS = (ScaleRule.POW2, ScaleRule.E8M0_CEIL)  # never saturate, and a byte 
 
 @dataclass(frozen=True)
 class SavedActivationPolicy:
-    """How the norms and the activations of blocks save their inputs; None: as they are.
+    """Quantisers of the saved inputs of norms and activations in blocks; None: saved without quantisation.
 
-    Raises ValueError for a quantiser that does not round to nearest, for one whose tiles span several tokens, and for
-    scales that are not powers of two: they would take four bytes a group, and a compiler that finds the same
-    dequantisation in forward and backward keeps its FP32 result.
+    Raises ValueError for a quantiser that does not round to nearest, for tiles that span several tokens, and for scales
+    that are not powers of two: they need four bytes per group, and a compiler that finds the same dequantisation in
+    forward and backward saves its FP32 result.
     """
 
     norm: Quantizer | None = None
@@ -64,12 +64,12 @@ class SavedActivationPolicy:
                 )
 
     def of(self, role: str) -> Quantizer | None:
-        """The quantiser of a role, "norm" or "activation"."""
+        """Return the quantiser of a role, "norm" or "activation"."""
         quantizer: Quantizer | None = getattr(self, role)
         return quantizer
 
     def check(self, model: nn.Module) -> None:
-        """ValueError for a module whose width a group does not divide."""
+        """Raises ValueError for a module whose width is not a multiple of the group."""
         for name, module in saved_inputs(model):
             quantizer = self.of(module.role)
             if quantizer is None:
@@ -82,9 +82,9 @@ class SavedActivationPolicy:
 
 
 class Formula(Protocol):
-    """A function of inputs that may be rounded and of parameters that are not, with its derivative; all FP32.
+    """A function of inputs, which may be rounded, and of parameters, with its derivative; all FP32.
 
-    forward(inputs, parameters) -> y.  backward(dy, inputs, parameters) -> a gradient for each of them.
+    forward(inputs, parameters) -> y.  backward(dy, inputs, parameters) -> a gradient for each input and parameter.
     """
 
     def forward(self, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor: ...
@@ -97,11 +97,10 @@ class Formula(Protocol):
 class QuantizedSavedInput(nn.Module):
     """A layer whose input may be saved in codes.
 
-    role: "norm" or "activation". op: computes from rounded inputs and saves their codes in one pass, where it has a
-    kernel; plain_op: computes from inputs as they are. Both leave the amax of what they make, forward and backward:
-    fed_by and feeds are the linears, inside this module, that take it with dY and with X.
-    width: channels of what is rounded. quantizer: None computes as if this class were not there. observer: told of
-    every rounding; None adds nothing.
+    role: "norm" or "activation". op: rounds the inputs, computes, and saves the codes in one pass, if it has a kernel.
+    plain_op: computes without rounding. Both compute the amax of their results in forward and backward: fed_by and
+    feeds are the linears inside this module that use it for dY and for X. width: channels of the rounded input.
+    quantizer: None: no rounding. observer: called for every rounding; None: none.
     """
 
     role: ClassVar[str]
@@ -114,12 +113,12 @@ class QuantizedSavedInput(nn.Module):
     observer: Observer | None = None
 
     def fuses(self, x: Tensor) -> bool:
-        """Whether the compiled kernel of `op` rounds x, computes and saves the codes in one pass."""
+        """Return whether the compiled kernel of `op` rounds x, computes and saves the codes in one pass."""
         how = self.quantizer
         return how is not None and self.observer is None and self._has_kernel(how, x.device, x.dtype)
 
     def runs(self, how: Quantizer | None, device: torch.device, dtype: torch.dtype) -> str:
-        """The op that this module runs under a quantiser; "" for several."""
+        """Return the op that this module runs under a quantiser; "" if there are several."""
         return self.plain_op if how is None else self.op if self._has_kernel(how, device, dtype) else ""
 
     def _has_kernel(self, how: Quantizer, device: torch.device, dtype: torch.dtype) -> bool:
@@ -129,7 +128,7 @@ class QuantizedSavedInput(nn.Module):
         return plain and activations.has_kernel(self.op, self.width, how.format.name, how.tile[1])
 
     def through_codes(self, formula: Formula, inputs: tuple[Tensor, ...], parameters: tuple[Tensor, ...]) -> Tensor:
-        """formula of the rounded inputs [..., width], in their dtype, saving codes alone."""
+        """Compute the formula from the rounded inputs [..., width], in their dtype, and save only codes."""
         assert self.quantizer is not None
         if not torch.is_grad_enabled():  # nothing is saved; a compiled Function without gradients loses its context
             _, values = _rounded(inputs, self.quantizer, self.observer)
@@ -162,7 +161,7 @@ class _ThroughCodes(torch.autograd.Function):
 def _rounded(
     inputs: tuple[Tensor, ...], quantizer: Quantizer, observer: Observer | None
 ) -> tuple[list[Quantized], tuple[Tensor, ...]]:
-    """Codes of each input, and what they stand for, FP32 in the input's shape."""
+    """Return the codes of each input, and their values, FP32 in the shape of the input."""
     codes = [_round(x, quantizer, observer) for x in inputs]
     return codes, tuple(q.dequantize().view(x.shape) for q, x in zip(codes, inputs, strict=True))
 
@@ -176,7 +175,7 @@ def _round(x: Tensor, quantizer: Quantizer, observer: Observer | None) -> Quanti
 
 
 def _stored(rounded: Quantized, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """What is saved: codes, two E2M1 ones a byte, and the biased exponents of the scales (as E8M0; 255 for NaN)."""
+    """Return the codes (two E2M1 codes a byte) and the biased exponents of the scales (E8M0; 255 for NaN)."""
     codes = torch.ops.lowprec.pack_e2m1(rounded.codes) if quantizer.format is E2M1 else rounded.codes
     return codes, (rounded.scale.view(torch.int32) >> 23).to(torch.uint8)
 
@@ -187,12 +186,12 @@ def _restored(codes: Tensor, exponents: Tensor, quantizer: Quantizer) -> Quantiz
 
 
 def saved_inputs(model: nn.Module) -> Iterator[tuple[str, QuantizedSavedInput]]:
-    """The norms and activations inside of blocks, by name."""
+    """Return the norms and activations inside blocks, by name."""
     found = ((name, module) for name, module in model.named_modules() if isinstance(module, QuantizedSavedInput))
     return ((name, module) for name, module in found if name.startswith("blocks."))
 
 
 def apply_saved_activations(model: nn.Module, policy: SavedActivationPolicy) -> None:
-    """Set what the norms and activations of blocks save; may be called at any step."""
+    """Set the policy of the norms and activations in blocks; may be called at any step."""
     for _, module in saved_inputs(model):
         module.quantizer = policy.of(module.role)

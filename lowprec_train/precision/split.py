@@ -1,10 +1,10 @@
-"""A linear layer cut over ranks: which part of its weight one of them holds, and what they tell each other.
+"""Tensor parallelism of a linear layer: the shard of a rank, and the communication between ranks.
 
-    dim 0, columns of Y cut     Y[:, mine] = X W[mine]^T              X's rows are gathered before, dX's scattered after
-    dim 1, columns of X cut     Y = sum over ranks X[:, mine] W[:, mine]^T    Y's rows are scattered, dY's gathered
+    dim 0, column-parallel   Y[:, mine] = X W[mine]^T                      all-gather of X, reduce-scatter of dX
+    dim 1, row-parallel      Y = sum over ranks X[:, mine] W[:, mine]^T    reduce-scatter of Y, all-gather of dY
 
-Codes are those of one process with the whole weight: a tile that spans the cut dimension has one scale for all of it,
-so its maximum is taken over ranks; draws count elements of the whole, from `first` on.
+Codes equal those of one process with the whole weight: a tile that spans the sharded dimension has one scale, from the
+maximum over ranks, and random draws are indexed by elements of the whole weight, from `first` on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OPERANDS = {  # rows and columns of X, W; dY, W^T; dY^T, X^T
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One rank's part of a weight [n, k]: its rows (dim 0, column-parallel) or its columns (dim 1, row-parallel).
+    """A rank's shard of a weight [n, k]: rows (dim 0, column-parallel) or columns (dim 1, row-parallel).
 
     whole: n or k of the whole weight, a multiple of the number of ranks.
     """
@@ -38,26 +38,26 @@ class Split:
 
     @property
     def part(self) -> int:
-        """Rows or columns that this rank holds."""
+        """Number of rows or columns of this rank's shard."""
         return self.whole // self.group.size
 
     @property
     def first(self) -> int:
-        """Where in the whole they begin."""
+        """Index of the shard's first row or column in the whole."""
         return self.group.rank * self.part
 
     def cut(self, gemm: Gemms, operand: Operand) -> int | None:
-        """The dimension along which the ranks hold parts of an operand; None: each of them holds all of it."""
+        """Return the dimension along which an operand is sharded; None if it is replicated."""
         dim = OPERANDS[gemm.name][operand.name].find("nk"[self.dim])
         return None if dim == -1 else dim
 
     def shared(self, gemm: Gemms, operand: Operand) -> Shared | None:
-        """What rounds this rank's part of an operand as a part of the whole."""
+        """Return the description of this rank's shard of an operand for its quantiser."""
         dim = self.cut(gemm, operand)
         return None if dim is None else Shared(dim=dim, group=self.group)
 
     def origin(self, gemm: Gemms, operand: Operand, tokens: Tensor | None, device: torch.device) -> Tensor | None:
-        """Global row and column of the part's first element. tokens: those of the whole operand's, None for zeros."""
+        """Return global row and column of the shard's first element. tokens: of the whole operand; None: zeros."""
         dim = self.cut(gemm, operand)
         if dim is None:
             return tokens
