@@ -65,8 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
     from lowprec_train.model.generation import Sampling, check_length, generate
     from lowprec_train.tools.evaluate import evaluation
     from lowprec_train.train import checks
+    from lowprec_train.train.launch import check_one_process
     from lowprec_train.train.trained import Trained
 
+    check_one_process("lowprec generate")
     sampling = Sampling(temperature=arguments.temperature, top_p=arguments.top_p, seed=arguments.seed)
     trained, device = Trained(arguments.model, arguments.step), checks.device(arguments.device)
     tokenizer = evaluation.tokenizer_of(trained, arguments.tokenizer)

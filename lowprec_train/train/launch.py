@@ -56,6 +56,12 @@ def world() -> World:
     return World(int(rank), int(processes), int(local_rank), int(local) if local.isdecimal() and int(local) else None)
 
 
+def check_one_process(command: str) -> None:
+    """Raises ValueError if a launcher started several processes, which would repeat the work. command: its name."""
+    if (processes := world().processes) > 1:
+        raise ValueError(f"WORLD_SIZE={processes}: `{command}` is one process; call it without torchrun or srun")
+
+
 def end_with_launcher(seconds: float = 1.0) -> None:
     """Under a launcher, end this process when the launcher has ended for any reason; otherwise it would run on and
     keep its GPU. Without a launcher do nothing. seconds: between two checks.

@@ -89,3 +89,13 @@ def test_a_first_word_keeps_the_space_before_it():
 
     assert list(pieces([1, 2], decode, prompt=[0])) == [" world", " é", ""]
     assert list(pieces([0, 1], decode)) == ["Hello", " world", ""]
+
+
+@pytest.mark.parametrize("command", [("generate",), ("evaluate", "--data", "text.txt"), ("study", "run", "tiny")])
+def test_a_command_of_one_process_refuses_a_launcher(made, monkeypatch, capsys, command):
+    """Each of the launcher's processes would do the whole work."""
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    run = () if command[0] == "study" else (str(made.run),)
+    assert main([command[0], *run, *command[1:]]) == 2
+    assert f"WORLD_SIZE=2: `lowprec {command[0]}" in capsys.readouterr().err

@@ -70,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Evaluate a model, print the results and write the JSON file. Raises ValueError or OSError for bad input."""
     from lowprec_train.tools.evaluate import report
     from lowprec_train.tools.evaluate.evaluation import Evaluation
+    from lowprec_train.train.launch import check_one_process
 
+    check_one_process("lowprec evaluate")
     if arguments.out:
         _check_writable(arguments.out)
     found = Evaluation.of(arguments).results()

@@ -99,12 +99,9 @@ def minutes(text: str) -> float:
 
 def _run(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools.study import plan, progress, running
-    from lowprec_train.train.launch import world
+    from lowprec_train.train.launch import check_one_process
 
-    if world().processes > 1:
-        raise ValueError(
-            f"WORLD_SIZE={world().processes}: `lowprec study run` starts its runs; call it without torchrun or srun"
-        )
+    check_one_process("lowprec study run")
     study, planned, out = _planned(arguments)
     workers = _workers(arguments)
     plan.check_text(study, plan.check(study, planned))
