@@ -70,7 +70,7 @@ def orthogonalised(x: Tensor, iterations: int) -> Tensor:
     """Return x [n, k] with singular values near one, by Newton-Schulz in the dtype of x."""
     a, b, c = COEFFICIENTS
     tall = x.shape[0] > x.shape[1]
-    x = x.t() if tall else x
+    x = x.t().contiguous() if tall else x  # the same bits for x and its transpose, whatever the GEMM's kernels
     x = x / x.norm().clamp(min=EPS)
     for _ in range(iterations):
         gram = x @ x.t()

@@ -179,7 +179,7 @@ def test_a_task_that_does_not_fit_its_data_is_told_before_text_is_read(made, fil
         tasks = ["--tasks", str(tmp_path / "odd.yaml")]
         assert main(["evaluate", str(made.run), "--device", "cpu", "--data", str(made.raw), *tasks]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert "odd.yaml" in line and ("no task that can be run" in line or "does not fit its data" in line)
+        assert "odd.yaml" in line and ("is not a valid task file" in line or "does not fit its data" in line)
 
 
 def test_without_the_package_it_says_what_to_install(made, tmp_path, capsys, monkeypatch):
