@@ -110,9 +110,11 @@ def row_exponent(tops: Tensor) -> Tensor:
     return _split(first_rung(tops))[0]
 
 
-def raised(amax: Tensor, exponent_span: int) -> Tensor:
-    """Which blocks of rows [m, tiles] the span gives a larger rung than their own."""
-    return first_rung(amax) < 3 * (row_exponent(amax.amax(dim=1, keepdim=True)) - exponent_span)
+def below_floor(amax: Tensor, row: Tensor, exponent_span: int) -> Tensor:
+    """Return which blocks, from their amax [m, tiles], have a larger rung than their own because of the span. row
+    [m, 1]: scales 2^(e_row - 5).
+    """
+    return first_rung(amax) < 3 * (exponent(row) + TOP - exponent_span)
 
 
 def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[no-untyped-def]

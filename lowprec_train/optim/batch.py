@@ -18,8 +18,9 @@ from lowprec_train.ops.updates import Rule, Step
 from lowprec_train.optim.param_state import ParamState
 
 Observer = Callable[[nn.Parameter, str, Tensor, Tensor, Tensor], None]
-"""Told of everything that is rounded: parameter, name of the moment or "master", its value before the step, the new
-one, the new one as it was stored; FP32. A step that is skipped is reported as if it were taken."""
+"""Called for everything that is rounded: parameter, name of the moment or "master", its value before the step, the new
+value, and the new value as stored; FP32; of this rank's shard, which may be empty. A skipped step is reported as if it
+were taken."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,11 +69,11 @@ class Batch:
         if self.codecs.exact:
             return
         for member, old, new, coded in self._advanced(rms, amax):
-            if member.parameter.numel():
-                stored = self.codecs.decode(coded["parameter"], coded, member.segments)
-                for name, codec in self.codecs.named:
-                    if not codec.exact:
-                        observer(member.owner, name, old[name], new[name], stored[name])
+            whole = member.parameter.numel() > 0  # of an empty shard there is nothing to decode
+            stored = self.codecs.decode(coded["parameter"], coded, member.segments) if whole else new
+            for name, codec in self.codecs.named:
+                if not codec.exact:
+                    observer(member.owner, name, old[name], new[name], stored[name])
 
     def seeds(self) -> Tensor | None:
         """Return the seeds for rounding master weights, int64 [p]; None without stochastic rounding."""

@@ -12,7 +12,8 @@ accumulated and reduced at the last micro-batch (the traffic of ZeRO-1).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from lowprec_train.comm.fsdp import Reducer
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
-from lowprec_train.parallel.fsdp_parameters import accumulate_in
+from lowprec_train.parallel.fsdp_parameters import accumulate_in, without_gradients
 from lowprec_train.parallel.mesh import Mesh
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 from lowprec_train.parallel.weight_amax import WeightAmax
@@ -124,6 +125,18 @@ class DataParallel:
         if isinstance(self._model, FSDPModule):
             self._model.set_requires_gradient_sync(last or self._grad_reduce == "every_microbatch")
 
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        """Passes inside this context reduce no gradients, and gradients of matrices are dropped as they are made. Enter
+        it before the first micro-batch of a step, after `prepare`.
+        """
+        with ExitStack() as stack:
+            if isinstance(self._model, FSDPModule):
+                self._model.set_requires_gradient_sync(False)
+            for unit in (module for module in self._model.modules() if isinstance(module, FSDPModule)):
+                stack.enter_context(without_gradients(unit))
+            yield
+
     def complete_in_backward(self, parameter: nn.Parameter) -> bool:
         """Return whether the backward pass makes the complete sum of a gradient, or this rank's shard of it. Gradients
         of vectors are summed after it.
@@ -175,6 +188,10 @@ class SingleProcess:
     def prepare(self) -> None: ...
 
     def begin_backward(self, number: int, *, last: bool) -> None: ...
+
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        yield
 
     def complete_in_backward(self, parameter: nn.Parameter) -> bool:
         return True

@@ -1,10 +1,11 @@
 """All uses of FSDP2's private names: the tensor with the extension functions of an all-gather, the buffers of the first
-all-gather (decision 0020), and the accumulation of whole gradients (decision 0079).
+all-gather (decision 0020), and the accumulation of whole gradients (decision 0079) or their removal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,27 @@ def accumulate_in(unit: FSDPModule, sum_of: Callable[[Tensor], GradientSum], num
         accumulated = sum_of(parameter.sharded_param)
         parameter.accumulate_unsharded_grad_if_needed = partial(_take_sum, parameter, accumulated, group)
         parameter.to_accumulated_grad_if_needed = partial(_add_to_sum, parameter, accumulated, number)
+
+
+@contextmanager
+def without_gradients(unit: FSDPModule) -> Iterator[None]:
+    """Drop the gradients of backward passes without reduction, at the end of the unit's backward pass."""
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    parameters = [] if group is None else group.fsdp_params
+    replaced = [(p, p.__dict__.get("to_accumulated_grad_if_needed")) for p in parameters]
+    for parameter in parameters:
+        parameter.to_accumulated_grad_if_needed = partial(_drop, parameter)
+    try:
+        yield
+    finally:
+        for parameter, before in replaced:
+            del parameter.to_accumulated_grad_if_needed  # that of the class is visible again
+            if before is not None:
+                parameter.to_accumulated_grad_if_needed = before
+
+
+def _drop(parameter: Any) -> None:
+    parameter._unsharded_param.grad = None
 
 
 def _take_sum(parameter: Any, accumulated: GradientSum, group: Any) -> None:

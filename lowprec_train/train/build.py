@@ -260,7 +260,13 @@ def trainer(
         corpus=text,
         seeds=seeds,
         precision=precision,
-        telemetry=Telemetry(model, updates, interval=run.telemetry_interval),
+        telemetry=Telemetry(
+            model,
+            updates,
+            interval=run.telemetry_interval,
+            tp=distribution.tp_group,
+            first_data=distribution.first_data,
+        ),
         data_parallel=distribution.data_parallel(
             model,
             grad_reduce=run.parallel.grad_reduce,

@@ -34,11 +34,6 @@ def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, b
     ranges.check(run)
     _words(run)
     _batch(run, layout(run, world.processes))
-    if run.telemetry_interval and world.processes > 1:
-        raise ValueError(
-            f"telemetry_interval={run.telemetry_interval} watches the roundings of one process, and "
-            f"{world.processes} were started; telemetry_interval=0 turns it off"
-        )
     _profile(run, on := device(run.device, world), world)
     for package in OPTIONAL_PACKAGES:
         if package in run.logger:

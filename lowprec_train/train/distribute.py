@@ -102,6 +102,16 @@ class Distribution:
             whole_sum=whole_sum,
         )
 
+    @property
+    def tp_group(self) -> Group | None:
+        """The ranks with the other parts of a layer; None without tensor parallelism."""
+        return None if self.mesh is None or self.sizes.tp == 1 else DistributedGroup.of(self.mesh.group("tp"))
+
+    @property
+    def first_data(self) -> bool:
+        """Whether this rank has the first micro-batch of every step."""
+        return self.mesh is None or self.mesh.dp_rank == 0
+
     def _group(self, placed: Placed) -> Group | None:
         assert self.mesh is not None
         groups = [("tp", placed.tp is not None and self.sizes.tp > 1)]

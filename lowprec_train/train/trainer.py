@@ -190,7 +190,8 @@ class Trainer:
         normalizer = self.data_parallel.total(self._to_device(batch.targets)).clamp(min=1.0)
         record: Record | None = None
         if self.telemetry.due(self.steps_done + 1):
-            record = self.telemetry.probe(lambda: self._micro_loss(batch.micro[0], normalizer, self.steps_done))
+            with self.data_parallel.without_reduction():
+                record = self.telemetry.probe(lambda: self._micro_loss(batch.micro[0], normalizer, self.steps_done))
         lr = self.schedule(self.steps_done)
         self.optimizer.set_lr(lr)
         loss = torch.zeros((), device=self.device)
