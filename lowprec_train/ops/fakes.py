@@ -1,4 +1,4 @@
-"""Shapes and dtypes that each op returns, for tracing without data; the schemas are in ops/schema.py."""
+"""Fake kernels: shapes and dtypes of each op's outputs, for tracing. The schemas are in ops/schema.py."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _as_float32(x, *_):  # type: ignore[no-untyped-def]
 
 
 def _in_place(*_):  # type: ignore[no-untyped-def]
-    """Nothing: the op writes into its arguments."""
+    """Return nothing: the op writes to its arguments."""
 
 
 def _encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: ignore[no-untyped-def]
@@ -141,7 +141,7 @@ def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-de
 
 
 def _kept(x, columns, format, group):  # type: ignore[no-untyped-def]
-    """Codes of a matrix of that many columns, two E2M1 ones a byte, and the exponents of its groups."""
+    """Return codes of x.shape[0] rows of `columns`, two E2M1 codes per byte, and the exponents of their groups."""
     wide, dtype = (columns // 2, torch.uint8) if format == "E2M1" else (columns, parse_format(format).carrier)
     return x.new_empty((x.shape[0], wide), dtype=dtype), x.new_empty((x.shape[0], columns // group), dtype=torch.uint8)
 
