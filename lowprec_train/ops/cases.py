@@ -1,8 +1,9 @@
-"""Small inputs for every op, at whose edges kernels go wrong: zeros of both signs, a row of zeros, subnormals, values
-next to powers of two, Inf and NaN in one tile, sizes that no vector width divides, draws with and without an origin.
+"""Small test inputs for every op, with the values at which kernels fail: zeros of both signs, a zero row, subnormals,
+values next to powers of two, Inf and NaN in one tile, sizes that no vector width divides, random bits with and without
+an origin.
 
-`cases(op)` gives the arguments; what they should return is the reference's word (ops/self_test.py). Draws are Philox's,
-so the cases are the same everywhere.
+`cases(op)` returns arguments; the expected outputs are those of the reference (ops/self_test.py). Random bits are from
+Philox, so the cases are the same on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lowprec_train.ops.philox import random_bits
 
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
 
-# Ops that promise bits of their codes alone (norms and activations).
+# Ops of which only the codes are bit-exact (norms and activations).
 BOUNDED = {f"quantized_{op}{way}" for op in ("norm", "gated_silu", "gelu") for way in ("", "_backward")}
 BOUNDED |= {"gated_silu", "gated_silu_backward"}
 
@@ -77,7 +78,7 @@ def _quantize_nvfp4() -> Cases:
 
 
 def _rotated_nvfp4() -> Cases:
-    """`quantize_nvfp4` behind a rotation."""
+    """Return cases of `quantize_nvfp4` with a rotation."""
     signs, seed, origin = torch.tensor(5), torch.tensor(11), torch.tensor([2, 16])
     line = ([1, 16], 16 / 17, "stochastic", seed, origin, signs)
     return {
@@ -90,7 +91,7 @@ def _rotated_nvfp4() -> Cases:
 
 
 def _round_nvfp4() -> Cases:
-    """Those of `quantize_nvfp4` in blocks of 1x16."""
+    """Return the cases of `quantize_nvfp4` with blocks of 1x16."""
     found = {name: (*each, None, 0)[:8] for name, each in (_quantize_nvfp4() | _rotated_nvfp4()).items()}
     return {name: (x, *how) for name, (x, tile, *how) in found.items() if tile == [1, 16]}
 
@@ -102,7 +103,7 @@ def _amax() -> Cases:
 
 
 def _quantize_by() -> Cases:
-    """The cases of `quantize` as the first half of a matrix whose second half is eight times as large."""
+    """Return the cases of `quantize` as the first half of a matrix whose second half is eight times as large."""
     made: Cases = {}
     for name, (x, format, tile, rule, headroom, exponent_span, *draws) in _quantize().items():
         amax = reference.amax(x, tile) * 8.0
@@ -120,7 +121,7 @@ def _quantize_nvfp4_by() -> Cases:
 
 
 def _four_over_six() -> Cases:
-    """Those of `quantize_nvfp4_by` that are rounded to nearest, by each error; and blocks that a 4 is better for."""
+    """Return the round-to-nearest cases of `quantize_nvfp4_by` for each error, and blocks that round better to 4."""
     made: Cases = {}
     for name, (x, amax, top, tile, *_) in _quantize_nvfp4_by().items():
         made |= {f"{name} by {error}": (x, amax, top, tile, error) for error in ("mse", "mae", "max")}
@@ -186,7 +187,7 @@ def _expanded() -> Cases:
 
 
 def _decoded(made: Cases) -> Cases:
-    """What the reference encodes, to be decoded."""
+    """Return cases to decode: outputs of the reference encoder."""
     encode = library.EAGER["quantize_expanded"]
     return {name: (*encode(*arguments), *arguments[1:]) for name, arguments in made.items()}
 
@@ -201,8 +202,8 @@ def _step(
     beta1: float = 0.9,
     shards: bool = False,
 ) -> dict[str, Any]:
-    """A third step of two matrices, rows of one number among them, whose state the reference has coded. The arguments
-    of `adamw` by name. shards: of larger tensors, the last one empty; their parameters are FP32.
+    """Return the arguments of `adamw` by name, for the third step of matrices that include rows of one element, with
+    state encoded by the reference. shards: tensors are shards of larger ones, the last empty; parameters are FP32.
     """
     shapes, segments, group = [(5, 1024), (6, 72), (7, 1)] + [(0, 64)] * shards, [8, 8, 1] + [8] * shards, 128
     codecs = StateCodecs((("exp_avg", first), ("exp_avg_sq", second)), master)
@@ -265,7 +266,7 @@ def _adamw() -> dict[str, dict[str, Any]]:
 
 
 def _arguments(op: str) -> Cases:
-    """Of `adamw` and of what finds its statistics, in the order of the schema."""
+    """Return the arguments of `adamw` or of an op for its statistics, in the order of the schema."""
     own = ("amax", "origins", "indices", "found_inf", "stochastic", "seed", "clip") if op != "adamw" else ()
     made = {}
     for name, named in _adamw().items():
@@ -295,7 +296,7 @@ def _quantized_norm() -> Cases:
 
 
 def _backward(op: str, kept: slice) -> Cases:
-    """Gradients of what the reference keeps of the forward op's cases."""
+    """Return backward cases from the tensors that the reference saves in the forward op's cases."""
     made: Cases = {}
     for name, arguments in cases(op).items():
         outputs = library.EAGER[op](*arguments)
@@ -337,7 +338,7 @@ def _dequantize() -> Cases:
 
 
 def cases(op: str) -> Cases:
-    """The cases of an op, on the CPU."""
+    """Return the cases of an op, on the CPU."""
     e4m3, codes, bounds = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96), library.EAGER
     blocks = 2.0 ** (random_bits(torch.tensor(5), None, 6, 3) % 25 - 12).float()
     x, clipped = _outliers()
