@@ -1,5 +1,4 @@
-// Interface between torch's stable ABI and kernels: argument checks, enum names, new tensors, dtype switches, the
-// stream.
+// Interface of kernels to torch's stable ABI: argument checks, enum names, new tensors, dtype switches, the stream.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

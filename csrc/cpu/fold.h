@@ -1,4 +1,4 @@
-// Multiplies block exponents into the carrier: code * 2^(e_block - e_row + top), one scale a row (ops/reference.py fold).
+// Block exponents multiplied into the carrier: code * 2^(e_block - e_row + top), a scale per row (ops/reference.py).
 #pragma once
 
 #include "cpu/rows.h"

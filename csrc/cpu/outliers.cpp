@@ -78,7 +78,7 @@ LOWPREC_CLONES void carrier_row(float* v, int64_t n, Bounds bounds, float scale,
     const float x = v[i], scaled = x / scale;
     const bool outside = (x < bounds.low) | (x > bounds.high);
     const float code = (outside ? scaled : round_nearest<Format::E2M1>(clamp(scaled, 6.0f))) * DOWN;
-    const bool visible = !is_finite(x) | is_nan(scaled);  // only Inf must not saturate silently
+    const bool visible = !is_finite(x) | is_nan(scaled);  // Inf becomes NaN instead of saturating
     codes[i] = encode<Format::E4M3>(visible ? bits_float(0x7fc00000u) : code);
   }
 }

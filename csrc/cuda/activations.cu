@@ -72,7 +72,7 @@ struct GatedForward {
   In* y;
   float* amax;
   Saved gate, up;
-  int vectors, shift;  // vectors of a row of y, vectors of a group
+  int vectors, shift;  // vectors of a row of y, log2 of the vectors of a group
 };
 
 template <typename In, Format F>

@@ -12,8 +12,8 @@
 // One correction is enough for a quotient: with y the correctly rounded inverse of b, the error of q = a y is below 1.5
 // units of its last place, so that a - b q is almost exact. The corrected sum is wrong by at most 2^-22 units before it
 // is rounded, which matters only if a / b is that close to the midpoint of two numbers. Then q is one of these two, the
-// correction is half a unit, and its error is below the distance to the midpoint, at least 2^-24 / b units for b in [1,
-// 2). The quotients of all such a and b were tested.
+// correction is half a unit, and its error is below the distance to the midpoint, at least 2^-24 / b units for
+// 1 <= b < 2. The quotients of all such a and b were tested.
 #include <algorithm>
 
 #include "cuda/adamw_groups.h"

@@ -9,8 +9,7 @@ namespace lowprec {
 
 #if defined(__CUDACC__)
 
-// log2 of the codes of E4M3 and E5M2, in shared memory; the first 256 threads of a block fill it, then a barrier
-// follows.
+// log2 of the codes of E4M3 and E5M2, in shared memory; filled by the first 256 threads of a block before a barrier.
 struct CodeLogs {
   float of[2][128];
   __device__ __forceinline__ void fill() {

@@ -8,8 +8,8 @@
 //
 // The bound d, in logarithms, u = 2^-24, |k log2(x / A)| <= P = 17 for E4M3 and 31 for E5M2: roundings of the exact
 // formula, k (2 * 1.41 + 1) u + 2 P u; lg2.approx within 2^-22 absolutely or relatively, 4 k u + 4 P u; roundings of
-// the sum and its constants, P u + 2 k u + 40 u; ex2.approx, the polynomial and the products, 10 u. The total, times ln
-// 2, is 0.7 (7 P + 10 k + 50) u, below 118 u + 7 k u and 187 u + 7 k u; d is 128 u + 8 k u and 256 u + 8 k u.
+// the sum and its constants, P u + 2 k u + 40 u; ex2.approx, the polynomial and the products, 10 u. The total times
+// ln 2 is 0.7 (7 P + 10 k + 50) u, below 118 u + 7 k u and 187 u + 7 k u; d is 128 u + 8 k u and 256 u + 8 k u.
 #pragma once
 
 #include "numerics/expansion.h"
@@ -63,8 +63,7 @@ struct alignas(16) DecodeParams {
     plain = bottom + of_center > -125.0f;
     return center >= 0x1p-120f && bottom > -240.0f && top + of_center < 125.0f && scale >= TINY;
   }
-  // The value of byte `i`. lane4: 4 * lane, selects the lane's copy of the table. PLAIN: no value below 2^-126, no
-  // zero.
+  // The value of byte `i`. lane4: 4 * lane, selects the lane's copy of the table. PLAIN: no zero, nothing below 2^-126.
   template <bool SIGNED, bool PLAIN>
   __device__ __forceinline__ float value(uint32_t codes, int i, const char* logs, uint32_t lane4) const {
     const uint32_t row = (i == 0 ? codes << 7 : codes >> (8 * i - 7)) & 0x3f80u;
@@ -81,8 +80,7 @@ struct alignas(16) DecodeParams {
   }
 };
 
-// Encoding parameters of one moment of a group. Values are expanded to y (1 - d), and multiplied by `rise` to y (1 +
-// d).
+// Encoding parameters of one moment of a group. Values are expanded to y (1 - d); `rise` makes them y (1 + d).
 struct alignas(16) EncodeParams {
   float k, offset, stretch_by, rise;
   float part;  // fractional part of log2 of the largest magnitude

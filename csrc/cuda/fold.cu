@@ -1,5 +1,4 @@
-// fold (ops/reference.py): multiplies block exponents into the carrier, code * 2^(e_block - e_row + top), one scale a
-// row.
+// fold (ops/reference.py): block exponents multiplied into the carrier, code * 2^(e_block - e_row + top), a row scale.
 //
 // A block per row: first its few scales, then eight codes per thread at a time. The hardware conversion saturates where
 // a cast would overflow, so overflowing values and NaN are converted in software.

@@ -2,8 +2,7 @@
 // ranges and rows. A warp processes a few hundred elements of one range and row, four neighbours per lane, so that its
 // loads and stores are whole sectors; decode adds the rows of all senders in registers and writes once.
 //
-// Blocks of 256 at aligned addresses use vectors, others single elements. Tables of more than TABLE ranges need several
-// launches.
+// Blocks of 256 at aligned addresses use vectors, others single elements. More than TABLE ranges need several launches.
 #include "cuda/vectors.h"
 #include "wire.h"
 

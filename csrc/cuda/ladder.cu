@@ -2,8 +2,7 @@
 // carriers, a factor per row. This file has rows of x and the op; ladder_transposed.cu has rows of the transpose.
 //
 // As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Kernels leave
-// the parts of row scales in memory, with sums as integers, which are exact in any order; a last kernel computes the
-// scales.
+// the parts of row scales in memory, with sums as integers, exact in any order; a last kernel computes scales.
 //
 // Bound by instructions: of about 40 per element, 15 try three rungs (two elements per instruction), 9 round and
 // encode, 5 are the row's sums, 7 butterflies.

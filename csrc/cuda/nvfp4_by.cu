@@ -61,8 +61,7 @@ __device__ __forceinline__ Pair candidates_of(float amax, float outer) {
   return {candidate_of(share, outer), candidate_of(share * 1.5f, outer)};
 }
 
-// x / scale of a candidate, correctly rounded: by division below 2^-40 scales, where the corrected product may be
-// inexact.
+// x / scale of a candidate, correctly rounded: by division below 2^-40 scales, where the product may be inexact.
 __device__ __forceinline__ float place_of(float x, const Candidate& of) {
   const bool quick = regular(of.scale) && fabsf(x) >= of.scale * 0x1p-40f && fabsf(x) <= of.scale * 0x1p40f;
   return quick ? quotient(x, of.scale, of.inverse) : divide(x, of.scale);

@@ -1,5 +1,4 @@
-// E2M1 codes, two per byte (ops/reference.py pack_e2m1): bit 3 of a nibble is the sign, bits 0..2 the place in the
-// grid.
+// E2M1 codes, two per byte (ops/reference.py pack_e2m1): bit 3 of a nibble is the sign, bits 0..2 the grid index.
 //
 // Four codes per word: packing uses byte-parallel arithmetic, unpacking uses the byte permutation as an eight-entry
 // table. Memory traffic is 1.5 bytes per code.

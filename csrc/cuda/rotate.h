@@ -62,8 +62,7 @@ struct RotateCall {
   cudaStream_t stream;
 };
 
-// rotate.cu: x or its transpose in FP32; with a scale, one (step 0) or one per row (step 1), x is first decoded to
-// BF16.
+// rotate.cu: x or its transpose in FP32; with one scale (step 0) or one per row (1), x is decoded to BF16 first.
 Tensor plain_matrix(const Tensor& x, const float* scale, int step, bool transposed);
 
 // rotate_transposed.cu: codes of the transpose. keys: int32 [columns], zeros; saved: uint16 [ceil(rows / 64), columns].

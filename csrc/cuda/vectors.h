@@ -94,8 +94,8 @@ __device__ __forceinline__ void over_scale(float (&v)[VECTOR], const TileScale& 
   }
 }
 
-// E2M1 of a finite value, nearest even, by integer steps: |v| is limited to 6; the last bit of the sum with 1.5 * 2^(23
-// - 1 + e) is one step of the grid, so the sum rounds.
+// E2M1 of a finite value, nearest even, by integer steps: |v| is limited to 6; the sum with 1.5 * 2^(23 - 1 + e)
+// rounds, because its last bit is one step of the grid.
 __device__ __forceinline__ float round_e2m1(float v) {
   const uint32_t size = min(magnitude_bits(v), 0x40c00000u);
   const float magic = bits_float(max(size & INFINITE, 0x3f800000u) + 0x0b400000u);
@@ -131,8 +131,7 @@ struct Codes {
       words[i / each] = i % each ? words[i / each] | raw << (bits * (i % each)) : raw;
     }
   }
-  // `inverse`: of the tile's scale. If it is a finite positive number, the tile's amax was finite, and so are its
-  // values.
+  // `inverse`: of the tile's scale. If it is positive and finite, so are the tile's amax and its values.
   __device__ __forceinline__ void encode_nearest(const float (&v)[VECTOR], float inverse = 0.0f) {
     const bool finite = F != Format::E2M1 || (inverse > 0.0f && inverse < bits_float(INFINITE));
     if (is_fp8<F> && finite) {

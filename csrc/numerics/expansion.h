@@ -91,8 +91,8 @@ LOWPREC_HD float code_log2(uint32_t code) {
   return static_cast<float>(exponent(value) + fraction[float_bits(value) >> 20 & 7u]);
 }
 
-// The magnitude of a non-zero code. log_code: its code_log2; log_scale: log2_float of the group's scale; inverse: 1 /
-// k.
+// The magnitude of a non-zero code. log_code: its code_log2; log_scale: log2_float of the group's scale;
+// inverse: 1 / k.
 LOWPREC_HD float expanded_value(float log_code, float log_scale, float inverse, float center) {
   const float value = exp2_times((log_code + log_scale) * inverse, center);
   return value < TINY ? TINY : value;

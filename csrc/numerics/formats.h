@@ -86,8 +86,7 @@ std::string served_format() {
   return line;
 }
 
-// One line per format with its name and numbers; one line per rounding and per choice of scale candidates with its
-// name.
+// One line per format with its name and numbers; one line per rounding and scale choice with its name.
 inline std::string served_names(std::initializer_list<const char*> candidates) {
   std::string made = served_format<Format::E2M1>() + served_format<Format::E4M3>() + served_format<Format::E5M2>() +
                      served_format<Format::INT4>() + served_format<Format::INT8>() + served_format<Format::BF16>() + served_format<Format::FP16>() +

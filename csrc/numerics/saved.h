@@ -17,8 +17,7 @@ constexpr uint32_t top_exponent = F == Format::E2M1 ? 2 : F == Format::E4M3 ? 8 
 template <Format F>
 constexpr uint32_t top_mantissa = F == Format::E2M1 ? 0x400000u : 0x600000u;
 
-// amax: bits of the group's largest magnitude. If its mantissa exceeds that of the format's maximum, it carries into
-// the exponent.
+// amax: bits of the group's largest magnitude. A mantissa above that of the format's maximum carries into the exponent.
 template <Format F>
 LOWPREC_HD SavedScale saved_scale(uint32_t amax) {
   static_assert(F == Format::E2M1 || F == Format::E4M3 || F == Format::E5M2, "eight bits or fewer, with an exponent");
