@@ -86,19 +86,19 @@ def has_kernel(op: str, width: int, format: str, group: int) -> bool:
     return format in ("E4M3", "E5M2", "E2M1") and group in (16, 32, 64, 128, 256) and width % group == 0
 
 
-def _rounded(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _quantized(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (codes and exponents, which are saved; x^, their dequantised values)."""
     codes, scale = reference.quantize(x, format, (1, group), "POW2", 1.0, 0, "nearest", None, None)
     stored = reference.pack_e2m1(codes) if format == "E2M1" else codes
     return stored, (scale.view(torch.int32) >> 23).to(torch.uint8), reference.dequantize(codes, scale)
 
 
-def _restore(codes: Tensor, exponents: Tensor, format: str) -> Tensor:
+def _dequantized(codes: Tensor, exponents: Tensor, format: str) -> Tensor:
     codes = reference.unpack_e2m1(codes) if format == "E2M1" else codes
     return reference.dequantize(codes, (exponents.int() << 23).view(torch.float32))
 
 
-def _rounded_once(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _cast_with_amax(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return y in `dtype`, and the largest magnitude of each row, FP32."""
     y = y.to(dtype)
     return y, y.float().abs().amax(-1)
@@ -109,46 +109,46 @@ def _rounded_once(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def gated_silu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Map gate_up [m, 2 F] to y [m, F] in its dtype, and amax FP32 [m]."""
-    return _rounded_once(swiglu(*gate_up.float().unflatten(1, (-1, 2)).unbind(2)), gate_up.dtype)
+    return _cast_with_amax(swiglu(*gate_up.float().unflatten(1, (-1, 2)).unbind(2)), gate_up.dtype)
 
 
 def gated_silu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Map dy [m, F] to the gradient of `gate_up` [m, 2 F] in the dtype of dy, and amax FP32 [m]."""
     gradients = swiglu_gradients(dy.float(), *gate_up.float().unflatten(1, (-1, 2)).unbind(2))
-    return _rounded_once(torch.stack(gradients, dim=2).flatten(1), dy.dtype)
+    return _cast_with_amax(torch.stack(gradients, dim=2).flatten(1), dy.dtype)
 
 
 def quantized_norm(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
     """Map x [m, k], weight and bias [k] FP32 to y [m, k] in x's dtype, amax [m], codes, exponents [m, k / group]."""
-    codes, exponents, values = _rounded(x, format, group)
-    return *_rounded_once(norm(values, weight, bias, eps, centered), x.dtype), codes, exponents
+    codes, exponents, values = _quantized(x, format, group)
+    return *_cast_with_amax(norm(values, weight, bias, eps, centered), x.dtype), codes, exponents
 
 
 def quantized_norm_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
     """Return dx in the dtype of dy; dweight and dbias [k] FP32, dbias empty unless `biased`."""
-    values = _restore(codes, exponents, format)
+    values = _dequantized(codes, exponents, format)
     dx, dweight = norm_gradients(dy.float(), values, weight, eps, centered)
     return dx.to(dy.dtype), dweight, over_tokens(dy.float()) if biased else dweight.new_empty(0)
 
 
 def quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
     """Map gate_up [m, 2 F] to y [m, F], amax [m], codes and exponents of gate, codes and exponents of up."""
-    gate, up = (_rounded(part, format, group) for part in gate_up.unflatten(1, (-1, 2)).unbind(2))
-    return *_rounded_once(swiglu(gate[2], up[2]), gate_up.dtype), *gate[:2], *up[:2]
+    gate, up = (_quantized(part, format, group) for part in gate_up.unflatten(1, (-1, 2)).unbind(2))
+    return *_cast_with_amax(swiglu(gate[2], up[2]), gate_up.dtype), *gate[:2], *up[:2]
 
 
 def quantized_gated_silu_backward(dy, gate, gate_exponents, up, up_exponents, format, group):  # type: ignore[no-untyped-def]
     """Return the gradient of `gate_up`, [m, 2 F] in the dtype of dy, and its amax [m]."""
-    values = _restore(gate, gate_exponents, format), _restore(up, up_exponents, format)
-    return _rounded_once(torch.stack(swiglu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
+    values = _dequantized(gate, gate_exponents, format), _dequantized(up, up_exponents, format)
+    return _cast_with_amax(torch.stack(swiglu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
 
 
 def quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
     """Map x [m, k] to y in its dtype, amax [m], codes, exponents [m, k / group]."""
-    codes, exponents, values = _rounded(x, format, group)
-    return *_rounded_once(tanh_gelu(values), x.dtype), codes, exponents
+    codes, exponents, values = _quantized(x, format, group)
+    return *_cast_with_amax(tanh_gelu(values), x.dtype), codes, exponents
 
 
 def quantized_gelu_backward(dy, codes, exponents, format, group):  # type: ignore[no-untyped-def]
     """Return dx [m, k] in the dtype of dy, and its amax [m]."""
-    return _rounded_once(tanh_gelu_gradient(dy.float(), _restore(codes, exponents, format)), dy.dtype)
+    return _cast_with_amax(tanh_gelu_gradient(dy.float(), _dequantized(codes, exponents, format)), dy.dtype)

@@ -17,13 +17,13 @@ RUNGS = torch.tensor([1.0, 1.25, 1.5, 2.0, 3.0, 0.5, 0.0, 4.0])
 GAIN = 4 / 3
 
 
-def _drawn(rows: int, columns: int, below: int, seed: int) -> Tensor:
+def _random_integers(rows: int, columns: int, below: int, seed: int) -> Tensor:
     return random_bits(torch.tensor(seed), None, rows, columns).to(torch.int64) % below
 
 
 def _codes(rows: int, k: int, seed: int) -> Tensor:
     """Return E2M1 values in E4M3, of which one in four is not zero; the last of several rows is all zero."""
-    x = torch.where(_drawn(rows, k, 4, seed) == 0, e2m1(rows, k).float(), 0.0)
+    x = torch.where(_random_integers(rows, k, 4, seed) == 0, e2m1(rows, k).float(), 0.0)
     if rows > 1:
         x[-1] = 0.0
     return x.to(torch.float8_e4m3fn)
@@ -38,7 +38,7 @@ def _one_hot(rows: int, k: int, values: list[float]) -> Tensor:
 
 def _scales(format: str, rows: int, k: int, seed: int) -> Tensor:
     """Return scales whose neighbours differ along both dimensions; those of NVFP4 include zero."""
-    drawn = _drawn(rows, k // BLOCKS[format], 8, seed)
+    drawn = _random_integers(rows, k // BLOCKS[format], 8, seed)
     return RUNGS[drawn].to(torch.float8_e4m3fn) if format == "NVFP4" else 2.0 ** (drawn % 4).float()
 
 

@@ -192,7 +192,7 @@ def _decoded(made: Cases) -> Cases:
     return {name: (*encode(*arguments), *arguments[1:]) for name, arguments in made.items()}
 
 
-def _step(
+def _adamw_arguments(
     first: StateCodec,
     second: StateCodec,
     master: StateCodec = FP32,
@@ -250,18 +250,18 @@ def _adamw() -> dict[str, dict[str, Any]]:
     coat, coat_e5m2 = (StateCodec(f, "expanded", 128) for f in ("E4M3", "E5M2"))
     drawn = {"BF16": StateCodec("BF16", stochastic=True), "FP16": StateCodec("FP16", "tensor", stochastic=True)}
     return {
-        "FP32": _step(FP32, FP32),
-        "expanded": _step(coat, coat),
-        "expanded, BF16 gradients": _step(coat_e5m2, coat_e5m2, dtype=torch.bfloat16),
-        "expanded, skipped": _step(coat, coat, found=1.0),
-        "expanded, shards": _step(coat, coat, drawn["BF16"], shards=True),
-        "scaled": _step(e4m3, fp16, fp16),
-        "scaled, shards": _step(e4m3, fp16, drawn["FP16"], shards=True),
-        "BF16": _step(bf16, bf16, drawn["BF16"], dtype=torch.bfloat16),
-        "BF16, slow": _step(bf16, FP32, beta1=0.999),
-        "BF16, shards": _step(bf16, bf16, drawn["BF16"], shards=True),
-        "scaled, slow": _step(fp16, fp16, beta1=0.99),
-        "mixed": _step(e5m2, coat, drawn["FP16"]),
+        "FP32": _adamw_arguments(FP32, FP32),
+        "expanded": _adamw_arguments(coat, coat),
+        "expanded, BF16 gradients": _adamw_arguments(coat_e5m2, coat_e5m2, dtype=torch.bfloat16),
+        "expanded, skipped": _adamw_arguments(coat, coat, found=1.0),
+        "expanded, shards": _adamw_arguments(coat, coat, drawn["BF16"], shards=True),
+        "scaled": _adamw_arguments(e4m3, fp16, fp16),
+        "scaled, shards": _adamw_arguments(e4m3, fp16, drawn["FP16"], shards=True),
+        "BF16": _adamw_arguments(bf16, bf16, drawn["BF16"], dtype=torch.bfloat16),
+        "BF16, slow": _adamw_arguments(bf16, FP32, beta1=0.999),
+        "BF16, shards": _adamw_arguments(bf16, bf16, drawn["BF16"], shards=True),
+        "scaled, slow": _adamw_arguments(fp16, fp16, beta1=0.99),
+        "mixed": _adamw_arguments(e5m2, coat, drawn["FP16"]),
     }
 
 
@@ -280,7 +280,7 @@ def _arguments(op: str) -> Cases:
     return made
 
 
-def _normed(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, group: int) -> tuple[Any, ...]:
+def _norm_arguments(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, group: int) -> tuple[Any, ...]:
     weight = 1 + 0.1 * values(1, x.shape[1], seed=31)[0].sign()
     return x, weight, bias, 1e-5, centered, format, group
 
@@ -288,10 +288,10 @@ def _normed(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, grou
 def _quantized_norm() -> Cases:
     bias = normal(1, 128)[0].float()
     return {
-        "RMS": _normed(normal(5, 256), None, centered=False, format="E4M3", group=128),
-        "centred": _normed(normal(7, 128), bias, centered=True, format="E4M3", group=16),
-        "E2M1": _normed(normal(6, 96), None, centered=False, format="E2M1", group=32),
-        "FP32": _normed(normal(3, 64).float(), None, centered=False, format="E5M2", group=32),
+        "RMS": _norm_arguments(normal(5, 256), None, centered=False, format="E4M3", group=128),
+        "centred": _norm_arguments(normal(7, 128), bias, centered=True, format="E4M3", group=16),
+        "E2M1": _norm_arguments(normal(6, 96), None, centered=False, format="E2M1", group=32),
+        "FP32": _norm_arguments(normal(3, 64).float(), None, centered=False, format="E5M2", group=32),
     }
 
 

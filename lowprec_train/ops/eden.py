@@ -54,7 +54,7 @@ def quantize_eden(x, top, signs, rotation, seed, origin):  # type: ignore[no-unt
     blocks = None if origin is None else torch.stack((origin[0], origin[1] // BLOCK))
     bits = random_bits(seed, blocks, *block.shape)
     stored = encode(
-        block * spread(_factor(place, codes, block), block.shape, (1, GROUP // BLOCK)), E4M3, STOCHASTIC, bits
+        block * spread(_correction(place, codes, block), block.shape, (1, GROUP // BLOCK)), E4M3, STOCHASTIC, bits
     )
     return codes, torch.where(amax == 0, 1.0, stored.float() * outer), stored, outer
 
@@ -65,21 +65,23 @@ def round_eden(x, top, signs, rotation, seed, origin):  # type: ignore[no-untype
     return dequantize_bf16(codes, block.float()), outer
 
 
-def _factor(place: Tensor, codes: Tensor, block: Tensor) -> Tensor:
+def _correction(place: Tensor, codes: Tensor, block: Tensor) -> Tensor:
     """Return c of each group. place [m, k]: y / (b t). block [m, k / 16]: b."""
-    own, made = (_pairs(_eights(place * of) * (block * block), GROUP // BLOCK) for of in (place, codes.float()))
+    own, made = (
+        _pairwise_sums(_block_sums(place * of) * (block * block), GROUP // BLOCK) for of in (place, codes.float())
+    )
     return torch.where(made == 0, 1.0, divide(own, made.double()))
 
 
-def _eights(x: Tensor) -> Tensor:
+def _block_sums(x: Tensor) -> Tensor:
     """Return the sums of blocks of 16: eight elements by halving (j with j + 4, ..), then the two halves."""
     x = x.unflatten(1, (-1, 8))
     for half in (4, 2, 1):
         x = x[..., :half] + x[..., half:]
-    return _pairs(x[..., 0], 2)
+    return _pairwise_sums(x[..., 0], 2)
 
 
-def _pairs(x: Tensor, count: int) -> Tensor:
+def _pairwise_sums(x: Tensor, count: int) -> Tensor:
     """Return the sums of `count` neighbours, a power of two: of pairs, then of pairs of these, and so on."""
     while count > 1:
         x, count = x[:, 0::2] + x[:, 1::2], count // 2

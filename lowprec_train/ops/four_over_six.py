@@ -40,14 +40,14 @@ def quantize_four_over_six(x, amax, top, tile, candidates):  # type: ignore[no-u
     outer = divide(top, 6.0 * 256.0).clamp_min(TINY * 2.0**9)
     share = divide(divide(amax, 6.0), outer.double())
     six, four = (encode((share * by).clamp_min(2.0**-9), E4M3) for by in (1.0, 1.5))
-    (codes, error), (lower, of_lower) = (_rounded(x, block, outer, shape, candidates) for block in (six, four))
+    (codes, error), (lower, of_lower) = (_round_to_scale(x, block, outer, shape, candidates) for block in (six, four))
     better = of_lower < error
     block = torch.where(better, four.float(), six.float()).to(torch.float8_e4m3fn)
     scale = torch.where(amax == 0, 1.0, block.float() * outer)
     return torch.where(spread(better, x.shape, shape), lower, codes).to(torch.float8_e4m3fn), scale, block, outer
 
 
-def _rounded(x: Tensor, block: Tensor, outer: Tensor, tile: tuple[int, int], by: str) -> tuple[Tensor, Tensor]:
+def _round_to_scale(x: Tensor, block: Tensor, outer: Tensor, tile: tuple[int, int], by: str) -> tuple[Tensor, Tensor]:
     """Return (codes FP32, error of each tile in units of the outer scale)."""
     v = over(x, block.float() * outer, tile)
     codes = encode(v, E2M1).float()

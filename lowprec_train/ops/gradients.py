@@ -44,7 +44,7 @@ def encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: 
     for part, size, has_codes in zip(parts, sizes, coded, strict=True):
         x = in_rows(part, rows, size)
         if has_codes:
-            made = _blocks(x, format, block)
+            made = _encode_blocks(x, format, block)
             codes.append(made[0])
             exponents.append(made[1])
         else:
@@ -73,7 +73,7 @@ def decode_gradients(wire, parts, sizes, coded, format, block, senders, inner): 
         ends[has_codes] = end = start + (blocks * block if has_codes else size * plain_bytes(format))
         total = None
         for sent in each:
-            x = _opened(sent[:, start:end], sent[:, scales : scales + blocks], has_codes, format, block)[:, :size]
+            x = _decode_range(sent[:, start:end], sent[:, scales : scales + blocks], has_codes, format, block)[:, :size]
             total = x if total is None else total + x
         scales += blocks * has_codes
         write(part, total)
@@ -94,7 +94,7 @@ def write(part: Tensor, rows: Tensor) -> None:
     part.copy_(rows.reshape(-1)[: part.numel()].view_as(part))
 
 
-def _blocks(x: Tensor, format: str, block: int) -> tuple[Tensor, Tensor]:
+def _encode_blocks(x: Tensor, format: str, block: int) -> tuple[Tensor, Tensor]:
     """Return codes [rows, padded size] and exponents [rows, blocks] of a range, as bytes."""
     x = F.pad(x.float(), (0, -x.shape[1] % block)).unflatten(1, (-1, block))
     scale, inverse = tile_scale(x.abs().amax(2), parse_format(format), "POW2", 1.0, 0)
@@ -109,7 +109,7 @@ def plain(x: Tensor, format: str) -> Tensor:
     return x.bfloat16().masked_fill(x.isnan(), torch.nan).contiguous().view(torch.uint8)
 
 
-def _opened(sent: Tensor, exponents: Tensor, has_codes: int, format: str, block: int) -> Tensor:
+def _decode_range(sent: Tensor, exponents: Tensor, has_codes: int, format: str, block: int) -> Tensor:
     """Decode a range's bytes to FP32 [rows, elements]."""
     if not has_codes:
         return sent.contiguous().view(torch.float32 if format == "FP32" else torch.bfloat16).float()

@@ -65,16 +65,16 @@ def names(folder: Path = FOLDER) -> dict[str, frozenset[str]]:
     served = dict.fromkeys(FILES, frozenset[str]())
     for device, path in present(folder).items():
         try:
-            said = ctypes.CDLL(str(path)).lowprec_served
+            list_names = ctypes.CDLL(str(path)).lowprec_served
         except AttributeError as error:
             raise ImportError(f"{path} was built from older sources: build it again with `make kernels`") from error
-        said.restype = ctypes.c_char_p
-        rows = [line.split() for line in said().decode().splitlines()]
+        list_names.restype = ctypes.c_char_p
+        rows = [line.split() for line in list_names().decode().splitlines()]
         for name, *numbers in rows:
-            if numbers and _numbers(FORMATS[name]) != (here := _parsed(numbers)):
+            if numbers and _numbers_of(FORMATS[name]) != (here := _parse_numbers(numbers)):
                 raise ImportError(
                     f"{path} was built from other sources: its {name} is {here}, that of ops/formats.py "
-                    f"{_numbers(FORMATS[name])} (mantissa bits, smallest exponent, largest value, scaled, bytes); "
+                    f"{_numbers_of(FORMATS[name])} (mantissa bits, smallest exponent, largest value, scaled, bytes); "
                     "build it again with `make kernels`"
                 )
         served[device] = frozenset(row[0] for row in rows)
@@ -84,12 +84,12 @@ def names(folder: Path = FOLDER) -> dict[str, frozenset[str]]:
 Numbers = tuple[int, int, float, bool, int]
 
 
-def _numbers(format: Format) -> Numbers:
+def _numbers_of(format: Format) -> Numbers:
     return format.mantissa_bits, format.min_exponent, format.max, format.scaled, format.carrier.itemsize
 
 
-def _parsed(said: list[str]) -> Numbers:
-    mantissa, lowest, largest, scaled, size = said
+def _parse_numbers(fields: list[str]) -> Numbers:
+    mantissa, lowest, largest, scaled, size = fields
     return int(mantissa), int(lowest), float.fromhex(largest), scaled == "1", int(size)
 
 

@@ -44,7 +44,7 @@ def _table(values: tuple[float, ...], place: Tensor) -> Tensor:
     return torch.where(place == 0, first, torch.where(place == 1, second, third)).float()
 
 
-def _split(rung: Tensor) -> tuple[Tensor, Tensor]:
+def _exponent_and_place(rung: Tensor) -> tuple[Tensor, Tensor]:
     """Return (exponent, place of the mantissa) of rung numbers."""
     e = torch.div(rung, 3, rounding_mode="floor")
     return e, rung - 3 * e
@@ -61,13 +61,13 @@ def first_rung(amax: Tensor) -> Tensor:
 
 def rung_value(rung: Tensor) -> Tensor:
     """Return the scale of a rung, FP32."""
-    e, place = _split(rung)
+    e, place = _exponent_and_place(rung)
     return exp2_int(e) * _table(MANTISSAS, place)
 
 
 def rung_inverse(rung: Tensor) -> Tensor:
     """Return the factor of x before rounding, FP32."""
-    e, place = _split(rung)
+    e, place = _exponent_and_place(rung)
     return exp2_int(-e) * _table(INVERSES, place)
 
 
@@ -79,7 +79,7 @@ def halving(x: Tensor, join=torch.add) -> Tensor:  # type: ignore[no-untyped-def
     return x[..., 0]
 
 
-def _error(size: Tensor, ratio: Tensor, inverse: Tensor, by: str) -> Tensor:
+def _candidate_error(size: Tensor, ratio: Tensor, inverse: Tensor, by: str) -> Tensor:
     """Return the error of a candidate, FP32. size: FP16 magnitudes of a block in the last dimension, in units of a
     power of two; ratio: the candidate's scale in that unit; inverse: 1 / ratio.
     """
@@ -90,16 +90,16 @@ def _error(size: Tensor, ratio: Tensor, inverse: Tensor, by: str) -> Tensor:
     return halving(off.abs(), torch.add if by == "mae" else torch.maximum).float() * ratio
 
 
-def _chosen(x: Tensor, rung: Tensor, floor: Tensor, by: str) -> Tensor:
+def _best_rung(x: Tensor, rung: Tensor, floor: Tensor, by: str) -> Tensor:
     """Return the rung with the least error of `rung` and its neighbours, at least `floor`. x [m, tiles, n]."""
-    unit = _split(rung)[0]
+    unit = _exponent_and_place(rung)[0]
     size = (x.abs() * exp2_int(-unit).unsqueeze(-1)).half()
     found, least = rung, None
     for step in (1, 0, -1):
         candidate = torch.maximum(rung + step, floor)
-        e, place = _split(candidate)
+        e, place = _exponent_and_place(candidate)
         shift = exp2_int(e - unit)
-        error = _error(size, shift * _table(MANTISSAS, place), _table(INVERSES, place) / shift, by)
+        error = _candidate_error(size, shift * _table(MANTISSAS, place), _table(INVERSES, place) / shift, by)
         better = error < least if least is not None else torch.ones_like(error, dtype=torch.bool)
         found, least = torch.where(better, candidate, found), error if least is None else torch.minimum(error, least)
     return found
@@ -107,7 +107,7 @@ def _chosen(x: Tensor, rung: Tensor, floor: Tensor, by: str) -> Tensor:
 
 def row_exponent(tops: Tensor) -> Tensor:
     """Return e_row [m, 1] from the largest magnitudes of rows [m, 1]."""
-    return _split(first_rung(tops))[0]
+    return _exponent_and_place(first_rung(tops))[0]
 
 
 def raised(amax: Tensor, exponent_span: int) -> Tensor:
@@ -132,7 +132,7 @@ def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[n
     floor = (3 * (e_row - exponent_span)).clamp_min(LOWEST) if exponent_span else torch.full_like(e_row, LOWEST)
     rung = torch.maximum(first_rung(amax), floor)
     if candidates != "none":
-        rung = _chosen(x.unflatten(1, (-1, width)), rung, floor, candidates)
+        rung = _best_rung(x.unflatten(1, (-1, width)), rung, floor, candidates)
     lost = ~(tops if exponent_span else amax).isfinite()
     v = x * spread(rung_inverse(rung), x.shape, (1, width))
     codes = encode(torch.where(spread(lost.expand_as(rung), x.shape, (1, width)), torch.nan, v), E2M1)

@@ -103,7 +103,7 @@ def over(x: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
     return torch.where(by.isnan(), by, divide(x, by))
 
 
-def _rounded(v, format, rounding, seed, origin):  # type: ignore[no-untyped-def]
+def _encode_scaled(v, format, rounding, seed, origin):  # type: ignore[no-untyped-def]
     """Return codes of scaled values [m, k]. seed, origin: for stochastic rounding; ignored otherwise."""
     if rounding.stochastic and seed is None:
         raise ValueError(f"{rounding} rounding draws from a seed, and there is none")
@@ -140,7 +140,7 @@ def quantize_by(  # type: ignore[no-untyped-def]
     scale, inverse = tile_scale(amax, format, scale_rule, headroom, exponent_span, tops)
     divides = scale_rule == "FP32" and format.scaled  # the inverse of a power of two is exact
     v = over(x, scale, shape) if divides else x * spread(inverse, x.shape, shape)
-    return _rounded(v, format, parse_rounding(rounding), seed, origin), scale
+    return _encode_scaled(v, format, parse_rounding(rounding), seed, origin), scale
 
 
 def quantize_nvfp4(x, tile, headroom, rounding, seed, origin, signs=None, rotation=0):  # type: ignore[no-untyped-def]
@@ -170,13 +170,13 @@ def quantize_nvfp4_by(x, amax, top, tile, headroom, rounding, seed, origin):  # 
     wanted = divide(divide(amax, 6.0 * headroom), tensor_scale.double())
     block = encode(wanted.clamp_min(2.0**-9), E4M3)  # a block scale of zero would flush the block
     if headroom < 1.0:
-        block = _not_below(block, tensor_scale, amax)
+        block = _raise_clipping_scales(block, tensor_scale, amax)
     scale = torch.where(amax == 0, 1.0, block.float() * tensor_scale)
     v = over(x, scale, shape)
-    return _rounded(v, E2M1, parse_rounding(rounding), seed, origin), scale, block, tensor_scale
+    return _encode_scaled(v, E2M1, parse_rounding(rounding), seed, origin), scale, block, tensor_scale
 
 
-def _not_below(block: Tensor, tensor_scale: Tensor, amax: Tensor) -> Tensor:
+def _raise_clipping_scales(block: Tensor, tensor_scale: Tensor, amax: Tensor) -> Tensor:
     """Increase block scales that are too small for their block by one E4M3 step. Headroom covers half a step of a
     normal number, but subnormal numbers are coarser, and a block far below the tensor's amax would clip.
     """
@@ -205,7 +205,7 @@ def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
     body = round_to(v.clamp(-6.0, 6.0), E2M1)
     shift = 2.0**-CARRIER_SHIFT
     codes = torch.where((x < low) | (x > high), v, body) * shift
-    codes = torch.where(x.isfinite() & ~v.isnan(), codes, torch.nan)  # only Inf must not saturate silently
+    codes = torch.where(x.isfinite() & ~v.isnan(), codes, torch.nan)  # Inf becomes NaN instead of saturating
     return encode(codes, E4M3), scale * 2.0**CARRIER_SHIFT
 
 

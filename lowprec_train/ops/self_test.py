@@ -45,7 +45,7 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool(torch.where(finite, (a - b).abs() <= bound, a.isfinite() == finite).all())
 
 
-def _promised(x: Tensor) -> Tensor:
+def _order_independent(x: Tensor) -> Tensor:
     """Return an FP64 sum as FP32, which does not depend on the order of additions (`updates.wide_sum`); else x."""
     return x.float() if x.dtype == torch.float64 else x
 
@@ -61,10 +61,10 @@ def written(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     return tuple(x for each in lists for x in each if isinstance(x, Tensor))
 
 
-def _moved(argument: Any, device: torch.device) -> Any:
+def _copied(argument: Any, device: torch.device) -> Any:
     """Return a copy on the device."""
     if isinstance(argument, list):
-        return [_moved(each, device) for each in argument]
+        return [_copied(each, device) for each in argument]
     return argument.to(device, copy=True) if isinstance(argument, Tensor) else argument
 
 
@@ -76,7 +76,7 @@ def check(
     """
     what = f"{what or 'the compiled kernel'} of lowprec::{op} on {device}, case '{case}'"
     remedy = remedy or f"build it again with `make kernels`, or remove {kernels.FOLDER / kernels.FILES[device.type]}"
-    moved = tuple(_moved(each, device) for each in arguments)
+    moved = tuple(_copied(each, device) for each in arguments)
     try:
         got = [each.cpu() for each in (*listed(getattr(torch.ops.lowprec, op)(*moved)), *written(moved))]
     except Exception as error:
@@ -84,7 +84,7 @@ def check(
     agree = close if op in BOUNDED else same
     expected = (*listed(library.EAGER[op](*arguments)), *written(arguments))
     for index, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
-        if not agree(_promised(mine), _promised(wanted)):
+        if not agree(_order_independent(mine), _order_independent(wanted)):
             raise kernels.KernelError(f"{what}, output {index}, differs from the reference; {remedy}")
 
 

@@ -29,7 +29,7 @@ def encode_gradients_by(parts, rows, sizes, coded, scales, format):  # type: ign
 
     parts: as in `encode_gradients`. scales: s of each range, FP32 [ranges]; ignored for plain ranges.
     """
-    width, kind = row_bytes_by(sizes, coded, format), _checked(format, sizes, scales)
+    width, kind = row_bytes_by(sizes, coded, format), _checked_format(format, sizes, scales)
     ends: list[list[Tensor]] = [[], []]
     for part, size, has_codes, s in zip(parts, sizes, coded, scales.unbind(), strict=True):
         x = in_rows(part, rows, size)
@@ -47,7 +47,7 @@ def decode_gradients_by(wire, parts, sizes, coded, scales, format, senders, ever
     """
     if wire.shape != (len(wire), row_bytes_by(sizes, coded, format)) or len(wire) % senders:
         raise ValueError(f"a wire of shape {tuple(wire.shape)} does not hold rows of {senders} senders and {sizes}")
-    kind = _checked(format, sizes, scales)
+    kind = _checked_format(format, sizes, scales)
     sent = wire.unflatten(0, (senders, -1))
     coded_size = sum(size for size, has_codes in zip(sizes, coded, strict=True) if has_codes)
     starts = [0, 0]
@@ -64,7 +64,7 @@ def decode_gradients_by(wire, parts, sizes, coded, scales, format, senders, ever
     return count
 
 
-def _checked(format: str, sizes: Sequence[int], scales: Tensor) -> Format:
+def _checked_format(format: str, sizes: Sequence[int], scales: Tensor) -> Format:
     if format not in ("E4M3", "E5M2"):
         raise ValueError(f"codes under a shared scale are E4M3 or E5M2, not {format}")
     if scales.shape != (len(sizes),) or scales.dtype != torch.float32:

@@ -28,7 +28,7 @@ GRADIENT_STREAM = STREAM + 1
 SLICE = 1 << 24  # elements converted to FP64 at a time
 
 
-def _same(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
@@ -45,8 +45,8 @@ class Step:
     weight_decay: float
     count: Tensor
     rms: Tensor | None = None
-    gather: Callable[[Tensor], Tensor] = _same
-    shard: Callable[[Tensor], Tensor] = _same
+    gather: Callable[[Tensor], Tensor] = _identity
+    shard: Callable[[Tensor], Tensor] = _identity
 
 
 class Rule(Protocol):
@@ -114,12 +114,12 @@ def wide_sum(x: Tensor) -> Tensor:
     """Return the sum in FP64, 0-dim; zero for an empty x. Rounding errors are so small that its FP32 rounding is the
     same in any order and any number of parts of x, except for one case in about 2^27.
     """
-    return _wide(x, lambda part: part.sum(dtype=torch.float64))
+    return _sum_slices(x, lambda part: part.sum(dtype=torch.float64))
 
 
 def wide_squares(x: Tensor) -> Tensor:
     """Return the sum of squares as in `wide_sum`: squares of FP32 numbers are exact."""
-    return _wide(x, lambda part: torch.linalg.vector_norm(part, dtype=torch.float64).square())
+    return _sum_slices(x, lambda part: torch.linalg.vector_norm(part, dtype=torch.float64).square())
 
 
 def sum_squares(xs: Sequence[Tensor]) -> Tensor:
@@ -127,7 +127,7 @@ def sum_squares(xs: Sequence[Tensor]) -> Tensor:
     return torch.stack([wide_squares(x) for x in xs])
 
 
-def _wide(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+def _sum_slices(x: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=x.device)
     for part in x.flatten().split(SLICE):  # torch converts all of x before it adds
         total = total + add(part)
