@@ -110,7 +110,7 @@ LOWPREC_HD bool carrier_plain(float low, float high, const CarrierScale& by) {
 }
 
 // |value| from which the carrier code of a finite x is rounded, with the carrier's shift: scale 2^8, inverse 2^-8.
-// Values within the bounds need no clamp: they are at most 6. Outliers whose quotient overflows become the largest code.
+// Values within the bounds need no clamp: they are at most 6. Outliers whose quotient overflows get the largest code.
 LOWPREC_HD float carrier_size(float x, float low, float high, float scale, float inverse) {
   const float over = bits_float(magnitude_bits(quotient(x, scale, inverse)));
 #if defined(__CUDA_ARCH__)

@@ -46,7 +46,7 @@ def _quantize() -> Cases:
         "MX span": (values(9, 96).bfloat16(), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 14, "stochastic", seed, None),
         "stochastic rows": (values(11, 37), "E4M3", [1, -1], "FP32", 1.0, 0, "stochastic", seed, origin),
         "stochastic tensor": (values(4, 44).half(), "E5M2", [-1, -1], "POW2", 1.0, 0, "stochastic", seed, None),
-        "nearest, whatever the seed": (values(9, 96), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, "nearest", seed, origin),
+        "nearest, seed ignored": (values(9, 96), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, "nearest", seed, origin),
         "stochastic BF16": (values(5, 24), "BF16", [-1, -1], "FP32", 1.0, 0, "stochastic", seed, origin),
     }
     for format in ("E2M1", "E4M3", "E5M2", "INT4", "INT8"):
@@ -69,7 +69,7 @@ def _quantize_nvfp4() -> Cases:
         "rows": (values(7, 48), [1, 16], 1.0, "nearest", None, None),
         "squares": (values(32, 64).bfloat16(), [16, 16], 1.0, "nearest", None, None),
         "stochastic": (values(5, 80).bfloat16(), [1, 16], 16 / 17, "stochastic", seed, origin),
-        "nearest, whatever the seed": (values(5, 80), [1, 16], 1.0, "nearest", seed, origin),
+        "nearest, seed ignored": (values(5, 80), [1, 16], 1.0, "nearest", seed, origin),
         "one value": (torch.full((1, 16), 1e-30), [1, 16], 1.0, "nearest", None, None),
         "ties": (ties("E2M1", 16)[4:5].repeat(16, 3), [1, 16], 1.0, "nearest", None, None),
         "ties in squares": (ties("E2M1", 16)[7:8].repeat(16, 2).bfloat16(), [16, 16], 1.0, "nearest", None, None),
@@ -135,7 +135,7 @@ def _quantize_both() -> Cases:
     across, down = 2.0 ** values(1, 72).sign(), 2.0 ** values(33, 1, seed=3).sign()
     return {
         "tensor": (x, None, None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
-        "tensor, amax left": (x, x.float().abs().amax(1), None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
+        "tensor, given amax": (x, x.float().abs().amax(1), None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
         "a part": (x, torch.tensor([1e9]), None, None, "E5M2", [-1, -1], [-1, -1], "POW2", 1.0),
         "a small part": (short, values(7, 1).abs() * 8, None, None, "E4M3", [-1, -1], [-1, -1], "FP32", 1.0),
         "folded": (x, None, across, down, "E5M2", [1, -1], [1, -1], "FP32", 1.0),
@@ -166,7 +166,7 @@ def _rotate_fold() -> Cases:
         "columns": (x, None, True, signs, 64, *rule, 14, "E4M3", "stochastic", seed, None),
         "no rotation": (x, None, False, None, 0, *rule, 28, "E5M2", "stochastic", seed, None),
         "nearest": (x, None, True, signs, 32, "E8M0_FLOOR", 1.0, 14, "E4M3", "nearest", None, None),
-        "nearest, whatever the seed": (x, None, False, signs, 32, "E8M0_CEIL", 1.0, 28, "E5M2", "nearest", seed, None),
+        "nearest, seed ignored": (x, None, False, signs, 32, "E8M0_CEIL", 1.0, 28, "E5M2", "nearest", seed, None),
         "codes": (codes, torch.tensor([[0.25]]), False, signs, 64, *rule, 14, "E4M3", "stochastic", seed, origin),
         "codes, columns": (codes, torch.tensor([[0.25]]), True, signs, 32, *rule, 14, "E4M3", "stochastic", seed, None),
         "Inf and NaN": (spoilt(4, 96).bfloat16(), None, False, signs, 32, *rule, 28, "E5M2", "stochastic", seed, None),

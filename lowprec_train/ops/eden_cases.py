@@ -21,7 +21,7 @@ def _inputs() -> dict[str, tuple[Tensor, int]]:
         "rotated": (x, 128),
         "FP32, short rotation": (x.float(), 32),
         "FP16, long rotation": (x[:, :256].half(), 256),
-        "as it lies": (x, 0),
+        "not rotated": (x, 0),
         "wide": (values(9, 256), 0),
         "ties": (ties("E2M1", 128)[3:7], 0),
         "one group": (values(1, 128).bfloat16(), 16),

@@ -35,7 +35,8 @@ def quantize_four_over_six(x, amax, top, tile, candidates):  # type: ignore[no-u
     count = shape[0] * shape[1]
     if count & (count - 1) or candidates not in ERRORS:
         raise ValueError(
-            f"tiles of {shape[0]}x{shape[1]} by {candidates!r}: a power of two by one of {', '.join(ERRORS)}"
+            f"tiles need a power of two of elements and candidates one of {', '.join(ERRORS)}, "
+            f"not {shape[0]}x{shape[1]} and {candidates!r}"
         )
     outer = divide(top, 6.0 * 256.0).clamp_min(TINY * 2.0**9)
     share = divide(divide(amax, 6.0), outer.double())

@@ -63,7 +63,9 @@ def decode_gradients(wire, parts, sizes, coded, format, block, senders, inner): 
     Rows are decoded and added in the order of the senders, in FP32.
     """
     if wire.shape != (len(wire), row_bytes(sizes, coded, format, block)) or len(wire) % senders:
-        raise ValueError(f"a wire of shape {tuple(wire.shape)} does not hold rows of {senders} senders and {sizes}")
+        raise ValueError(
+            f"gradients of shape {tuple(wire.shape)} are not rows of {senders} senders with ranges of {sizes}"
+        )
     rows = len(wire) // senders
     each = wire.unflatten(0, (senders, rows))[:, places(rows, inner)]
     ends = {0: 0, 1: plain_bytes(format) * sum(s for s, has_codes in zip(sizes, coded, strict=True) if not has_codes)}
@@ -84,7 +86,7 @@ def in_rows(part: Tensor, rows: int, size: int) -> Tensor:
     if part.shape == (rows, size):
         return part
     if part.dim() != 1 or part.numel() > rows * size:
-        raise ValueError(f"a range of {rows} rows of {size} is not of shape {tuple(part.shape)}")
+        raise ValueError(f"a part with {rows} rows of {size} elements cannot have shape {tuple(part.shape)}")
     return F.pad(part, (0, rows * size - part.numel())).view(rows, size)
 
 

@@ -124,7 +124,7 @@ def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[n
     if tile[0] != 1 or width & (width - 1):
         raise ValueError(f"rungs belong to tiles of one row and a power of two of columns, not to {tuple(tile)}")
     if candidates not in CANDIDATES:
-        raise ValueError(f"candidates are chosen by one of {', '.join(CANDIDATES)}, not {candidates!r}")
+        raise ValueError(f"candidates must be one of {', '.join(CANDIDATES)}, not {candidates!r}")
     x = x.float()
     amax = tile_amax(x, (1, width))
     tops = amax.amax(dim=1, keepdim=True) if tops is None else tops

@@ -43,7 +43,7 @@ def rotate_fold_ladder() -> Cases:
     rows = 2.0 ** (torch.arange(256) % 5).float()[:, None]
     bad = x.clone()
     bad[3, 40], bad[200, 7] = torch.nan, torch.inf
-    made: Cases = {f"{n}, as it lies": (x, None, False, None, 0, *how, False) for n, x in _ladder_inputs().items()}
+    made: Cases = {f"{n}, not rotated": (x, None, False, None, 0, *how, False) for n, x in _ladder_inputs().items()}
     for transposed in (False, True):
         way = "columns" if transposed else "rows"
         made[way] = (x, None, transposed, signs, 128, *how, True)

@@ -169,9 +169,9 @@ def row_bytes(sizes: list[int], coded: list[int], format: str, block: int) -> in
     (ops/gradients.py). Raises ValueError for empty ranges or blocks, and for codes of a format without scales.
     """
     if block < 1 or not sizes or min(sizes) < 1 or len(sizes) != len(coded):
-        raise ValueError(f"a row has ranges of at least one element and blocks of at least one, not {sizes}, {block}")
+        raise ValueError(f"ranges and blocks must have at least one element, not {sizes} and {block}")
     if any(coded) and not parse_format(format).scaled:
-        raise ValueError(f"{format} has no scale: its ranges are plain")
+        raise ValueError(f"{format} has no scale, so its ranges cannot be coded")
     blocks = sum(-(-size // block) for size, has_codes in zip(sizes, coded, strict=True) if has_codes)
     plain = sum(size for size, has_codes in zip(sizes, coded, strict=True) if not has_codes)
     count = plain * plain_bytes(format) + blocks * (block + 1)

@@ -46,7 +46,9 @@ def decode_gradients_by(wire, parts, sizes, coded, scales, format, senders, ever
     round their FP32 sum once, and count the results.
     """
     if wire.shape != (len(wire), row_bytes_by(sizes, coded, format)) or len(wire) % senders:
-        raise ValueError(f"a wire of shape {tuple(wire.shape)} does not hold rows of {senders} senders and {sizes}")
+        raise ValueError(
+            f"gradients of shape {tuple(wire.shape)} are not rows of {senders} senders with ranges of {sizes}"
+        )
     kind = _checked_format(format, sizes, scales)
     sent = wire.unflatten(0, (senders, -1))
     coded_size = sum(size for size, has_codes in zip(sizes, coded, strict=True) if has_codes)
@@ -68,7 +70,7 @@ def _checked_format(format: str, sizes: Sequence[int], scales: Tensor) -> Format
     if format not in ("E4M3", "E5M2"):
         raise ValueError(f"codes under a shared scale are E4M3 or E5M2, not {format}")
     if scales.shape != (len(sizes),) or scales.dtype != torch.float32:
-        raise ValueError(f"{len(sizes)} ranges have FP32 scales, not {scales.dtype} {list(scales.shape)}")
+        raise ValueError(f"scales must be FP32 [{len(sizes)}], not {scales.dtype} {list(scales.shape)}")
     return parse_format(format)
 
 
