@@ -114,7 +114,7 @@ def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> int:
         if cfg.debug:
             traceback.print_exc()
         lost = error if isinstance(error, PeerLost) else None
-        if lost is None or not lost.told:
+        if lost is None or not lost.reported:
             meeting.tell(str(error), alone=lost is not None)
         if lost is not None:
             logging.shutdown()

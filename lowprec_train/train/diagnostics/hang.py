@@ -77,10 +77,10 @@ class Place:
 class PeerLost(RuntimeError):
     """A collective failed because a rank hung or died; the message has the rank and the place."""
 
-    def __init__(self, message: str, absent: Sequence[Place] = (), *, told: bool = False) -> None:
-        """told: whether another rank has printed this, or the error that caused it."""
+    def __init__(self, message: str, absent: Sequence[Place] = (), *, reported: bool = False) -> None:
+        """reported: whether another rank has printed this, or the error that caused it."""
         super().__init__(message)
-        self._absent, self.told = absent, told
+        self._absent, self.reported = absent, reported
 
     def end_absent(self) -> None:
         """Kill the absent ranks of this rank's launcher: a stopped process would ignore torchrun's SIGTERM for half a
@@ -202,7 +202,7 @@ class Watch:
             store.set("hung", "1")
             if store.add("asked", 1) > 1:
                 store.wait(["answer"], timedelta(seconds=2 * PATIENCE))
-                answer.append(PeerLost(store.get("answer").decode(), told=True))
+                answer.append(PeerLost(store.get("answer").decode(), reported=True))
                 return
             places = self._places()
             said = self._gathered(places)
@@ -211,7 +211,7 @@ class Watch:
             store.set("answer", text)
             news = [self._ranks.claim(own) for own in failed.values()]
             absent = [places[rank] for rank in missing(said, self._step, places) if rank not in failed]
-            answer.append(PeerLost(text, absent, told=bool(failed) and not absent and not any(news)))
+            answer.append(PeerLost(text, absent, reported=bool(failed) and not absent and not any(news)))
 
     def _with_records(self, text: str) -> str:
         return f"{text}\nwhat each rank was doing: {self._directory}"
@@ -251,7 +251,7 @@ class Watch:
         what = f"{doing(oldest.lines)[0]} ({oldest.name})"
         how = f"waited {oldest.seconds / 60:.2g} minutes (parallel.timeout_minutes={self._minutes:g})"
         lost = self._explained(what, how)
-        if not lost.told:
+        if not lost.reported:
             self._ranks.tell(str(lost), alone=True)
         lost.end_absent()
         return True
