@@ -140,7 +140,7 @@ def run(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> None:
     flight.switch_on(directory / "rank_")
     minutes, device = job.options.parallel.timeout_minutes, job.device
     watch = Watch(meeting, minutes, directory, on_gpu=device.type == "cuda")
-    with watch.watching(), launch.joined(world, device, minutes, meeting.store), out_of_memory.told(device):
+    with watch.watching(), launch.joined(world, device, minutes, meeting.store), out_of_memory.converted(device):
         train(job, stop, watch)
 
 

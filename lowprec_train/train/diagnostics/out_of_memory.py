@@ -41,7 +41,7 @@ def of_host(error: BaseException) -> bool:
 
 
 @contextmanager
-def told(device: torch.device) -> Iterator[None]:
+def converted(device: torch.device) -> Iterator[None]:
     """Turn torch's errors into OutOfMemory with one line."""
     try:
         yield
