@@ -41,13 +41,13 @@ def found(tensors: Mapping[str, Any]) -> Found:
 
 def found_anywhere(tensors: Mapping[str, Any], group: dist.ProcessGroup | None) -> Found:
     """Return `found`, summed over the processes of a group. All of them call it, with tensors of the same names."""
-    everyone = every(lambda: found(tensors), group)
-    names = sorted({name for each in everyone for name in each})
-    pairs = {name: [each[name] for each in everyone if name in each] for name in names}
+    of_ranks = every(lambda: found(tensors), group)
+    names = sorted({name for each in of_ranks for name in each})
+    pairs = {name: [each[name] for each in of_ranks if name in each] for name in names}
     return {name: (sum(bad for bad, _ in those), sum(size for _, size in those)) for name, those in pairs.items()}
 
 
-def told(bad: Found) -> str:
+def summary(bad: Found) -> str:
     """Return a text for messages: `head.weight (3 of 4,096 elements), ... and 2 more tensors`."""
     listed = [f"{name} ({count:,} of {size:,} elements)" for name, (count, size) in list(bad.items())[:NAMED]]
     more = f" and {len(bad) - NAMED} more tensors" if len(bad) > NAMED else ""
@@ -58,7 +58,7 @@ def check(name: str, tensor: Tensor, source: object) -> Tensor:
     """Return the tensor. Raises ValueError with its name, its source and the number of NaN or infinite elements."""
     bad = found({name: tensor})
     if bad:
-        raise ValueError(f"{source} holds NaN or infinity: {told(bad)}")
+        raise ValueError(f"{source} holds NaN or infinity: {summary(bad)}")
     return tensor
 
 
