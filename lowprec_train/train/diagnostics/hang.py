@@ -265,7 +265,7 @@ class Watch:
     @cached_property
     def _store(self) -> dist.Store:
         """A separate connection to the store, opened when it is first needed."""
-        return self._ranks.again()
+        return self._ranks.connect()
 
     def _record(self) -> None:
         """Write all stacks to `rank-N.txt` and the flight recorder to `rank_N`, as torch's tool expects."""
