@@ -116,10 +116,12 @@ class MetaModel:
             linear = model.get_submodule(name)
             assert isinstance(linear, Linear)
             cut = None if linear.split is None else linear.split.dim
-            weight_format = all_gather_format(recipe, linear.part, shards=shards, param_all_gather=form, split=cut)
+            weight_format = all_gather_format(
+                recipe, linear.shard_shape, shards=shards, param_all_gather=form, split=cut
+            )
             found[name] = compile_plan(
                 recipe,
-                linear.part,
+                linear.shard_shape,
                 self.tokens,
                 device,
                 dtype=model.dtype,
