@@ -69,7 +69,7 @@ class LinearGemms:
         only the dtype of `weight` is used, for dw. weight_amax: amax of the whole weight, if already all-reduced.
         """
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
-        rest, mean = without_mean(x) if self.plan.splits_x else (x, None)
+        rest, mean = without_mean(x) if self.plan.needs_x_mean else (x, None)
         codes_x, residual, saved_x = self._input(x, rest, amax)
         codes_w, saved_w = self._weight(w, weight_amax) if gathered is None else (gathered.codes(), gathered)
         saved = flatten(saved_x, saved_w) + ((mean,) if self.plan.saves_mean and mean is not None else ())
@@ -98,7 +98,7 @@ class LinearGemms:
         plan, into = self.plan, into or weight.dtype
         x, w = unflatten(saved, plan.saved_x, plan.saved_w)
         assert x is not None
-        x, means = self._means(x, saved, dy) if plan.splits_dy else (x, None)
+        x, means = self._means(x, saved, dy) if plan.needs_dy_mean else (x, None)
         by_token, by_channel = (means.rest if means and each.a.mean_split else dy for each in (plan.dgrad, plan.wgrad))
         whole = plan.saved_x.residual or plan.adds_means
         product = torch.float32 if whole else into if plan.straight_through else None

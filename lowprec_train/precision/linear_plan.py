@@ -150,13 +150,13 @@ class LinearPlan:
         return self.adds_means and self.saved_x.quantizer is not None
 
     @property
-    def splits_x(self) -> bool:
+    def needs_x_mean(self) -> bool:
         """True when the forward pass subtracts the mean from X."""
         later = self.wgrad.b.mean_split and self.wgrad.b.source is Source.FORWARD
         return self.fprop.a.mean_split or later
 
     @property
-    def splits_dy(self) -> bool:
+    def needs_dy_mean(self) -> bool:
         """True when the backward pass computes the mean of dY."""
         return self.dgrad.a.mean_split or self.adds_means
 
