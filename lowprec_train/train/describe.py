@@ -166,11 +166,11 @@ def tables(meta: MetaModel, plans: Sequence[Plans], device: torch.device) -> lis
     and what it saves.
     """
     first, *later = (effective(phase.recipes, each) for phase, each in zip(meta.phases, plans, strict=True))
-    tables: list[dict[str, Any]] = [first]
+    found: list[dict[str, Any]] = [first]
     for phase, table in zip(meta.phases[1:], later, strict=True):
         activations = saved(meta.model, phase.saved_activations, device)
-        tables.append({"first_step": phase.first_step, "linears": table, "saved": activations})
-    return tables
+        found.append({"first_step": phase.first_step, "linears": table, "saved": activations})
+    return found
 
 
 def saved(model: Transformer, policy: SavedActivationPolicy, device: torch.device) -> dict[str, str]:
