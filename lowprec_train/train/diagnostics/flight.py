@@ -21,7 +21,7 @@ NAMES = ("_dump_nccl_trace", "_dump_fr_trace")  # the first if torch has NCCL
 
 @dataclass(frozen=True)
 class Begun:
-    """An unfinished collective: its name, seconds since its start, and its stack of (file, function), innermost first."""
+    """An unfinished collective: name, seconds since its start, stack of (file, function) with the innermost first."""
 
     name: str
     seconds: float
