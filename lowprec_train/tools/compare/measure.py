@@ -271,7 +271,7 @@ def time_to(target: float, run: Run, window: int) -> float | None:
 
 
 def below_unigram(run: Run, final: Interval, validation: Validation | None) -> bool | None:
-    """Return whether training and held-out losses are below the unigram entropy, so more than frequencies is learned."""
+    """Return whether training and held-out losses are below the unigram entropy: more than frequencies was learned."""
     if run.unigram_entropy is None:
         return None
     return final.mean < run.unigram_entropy and (validation is None or validation.loss < run.unigram_entropy)
