@@ -92,12 +92,7 @@ class Apart:
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        given = (
-            theirs,
-            contestant,
-            replace(work),
-            warm_up,
-        )  # replaced: without what this process has cached on a device
+        given = (theirs, contestant, replace(work), warm_up)  # `replace` drops tensors cached on a device
         self._process = context.Process(target=serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
