@@ -192,12 +192,12 @@ def largest_batch(points: Sequence[tuple[int, int]], limit: int) -> int | None:
 def _in_process(each: Measurable, work: Work, batches: Sequence[int], rounds: int, warm_up: int) -> Row:
     given = (each, replace(work), tuple(batches), rounds, warm_up)
     if work.device.type != "cuda":
-        return look(*given)
+        return measure_one(*given)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(look, *given).result()
+        return pool.submit(measure_one, *given).result()
 
 
-def look(each: Measurable, work: Work, batches: Sequence[int], rounds: int, warm_up: int) -> Row:
+def measure_one(each: Measurable, work: Work, batches: Sequence[int], rounds: int, warm_up: int) -> Row:
     """Measure one contestant and return its row."""
     row: Row = each.facts(work) if isinstance(each, Run) else {}
     points = []

@@ -21,20 +21,20 @@ from lowprec_train.tools.bench import groups, step
 from lowprec_train.tools.bench.contestant import Entrant, Work
 from lowprec_train.tools.bench.sharded import Arm, Sharded
 from lowprec_train.tools.bench.sharded import peers as chosen_peers
-from lowprec_train.tools.bench.turns import Here
+from lowprec_train.tools.bench.turns import InProcess
 from lowprec_train.train import launch
 from lowprec_train.train.launch import World
 
 Row = dict[str, Any]
 
 
-class Together:
+class OnAllRanks:
     """A contestant that runs its steps on all ranks together. Raises the first rank's error on all ranks."""
 
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         assert isinstance(contestant, Sharded)
-        made: list[Here] = []
-        launch.every(lambda: made.append(Here(contestant, work, warm_up)))
+        made: list[InProcess] = []
+        launch.every(lambda: made.append(InProcess(contestant, work, warm_up)))
         (self._here,) = made
         found = launch.every(lambda: self._here.facts)
         self.facts = found[0] | launch.first(lambda: contestant.facts(work))
@@ -69,7 +69,7 @@ def measure(
     """
     if resident is None:
         resident = fitting(work, world.processes)
-    result = step.measure(found, work, resident=resident, ready=Together, **how)
+    result = step.measure(found, work, resident=resident, ready=OnAllRanks, **how)
     rows = [row | _watched(result["profiles"].get(row["name"])) for row in result["rows"]]
     limits = {
         name: ms for row in rows if (ms := limit(row, result["profiles"], world.processes)) for name in [row["name"]]

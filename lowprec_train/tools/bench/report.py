@@ -105,12 +105,12 @@ def step(result: Result) -> list[str]:
 
 def _profiles(result: Result) -> list[str]:
     lines: list[str] = []
-    for name, watched in result["profiles"].items():
-        if not watched["longest"]:
+    for name, profile in result["profiles"].items():
+        if not profile["longest"]:
             continue
-        lines += ["", f"{name}: {number(watched['total_ms'], 1)} ms of kernels a step", ""]
-        lines += table(("class", "ms", "share"), _classes(watched))
-        longest = ([each["kernel"], each["class"], number(each["ms"])] for each in watched["longest"])
+        lines += ["", f"{name}: {number(profile['total_ms'], 1)} ms of kernels a step", ""]
+        lines += table(("class", "ms", "share"), _classes(profile))
+        longest = ([each["kernel"], each["class"], number(each["ms"])] for each in profile["longest"])
         lines += ["", *table(("longest kernels", "class", "ms"), longest)]
     return lines
 
@@ -124,9 +124,9 @@ def _step(row: Mapping[str, Any]) -> list[object]:
     return [row["name"], row["group"], number(row["ms"], 1), rate, *ratios, peak, loss]
 
 
-def _classes(watched: Mapping[str, Any]) -> Iterable[Sequence[object]]:
-    total = watched["total_ms"]
-    return ([name, number(ms, 1), f"{ms / total:.0%}"] for name, ms in watched["ms"].items())
+def _classes(profile: Mapping[str, Any]) -> Iterable[Sequence[object]]:
+    total = profile["total_ms"]
+    return ([name, number(ms, 1), f"{ms / total:.0%}"] for name, ms in profile["ms"].items())
 
 
 def dry(result: Result) -> str:
@@ -194,10 +194,10 @@ def memory(result: Result) -> list[str]:
         "",
     ]
     header = ("run", "parameters", "optimizer states", "gradients", "activations", "peak", "BF16 / peak", "reserved")
-    return lines + table((*header, "estimated", "largest", "tokens/s"), (_held(row) for row in result["rows"]))
+    return lines + table((*header, "estimated", "largest", "tokens/s"), (_memory_row(row) for row in result["rows"]))
 
 
-def _held(row: Mapping[str, Any]) -> list[object]:
+def _memory_row(row: Mapping[str, Any]) -> list[object]:
     if "peak" not in row:
         return [row["name"], row.get("error", ""), *[""] * 9]
     sizes = ("parameters", "optimizer states", "gradients", "activations", "peak")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CURTAIN_BYTES = 1 << 30  # its read takes about 0.25 ms on an H200: longer than the host needs for the next launch
+FLUSH_BYTES = 1 << 30  # its read takes about 0.25 ms on an H200: longer than the host needs for the next launch
 L2_WITHOUT_GPU = 1 << 16
 
 
@@ -53,8 +53,8 @@ class Clock:
 
     def __init__(self, device: torch.device, *, budget_ms: float = 40.0, fewest: int = 5, most: int = 40) -> None:
         self.device, self.budget_ms, self.fewest, self.most = device, budget_ms, fewest, most
-        size = CURTAIN_BYTES if device.type == "cuda" else 8
-        self._curtain = torch.ones(size // 4, dtype=torch.float32, device=device)
+        size = FLUSH_BYTES if device.type == "cuda" else 8
+        self._flush_buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
 
     def median_ms(self, calls: Sequence[Callable[[], Any]]) -> float:
         """Return the median milliseconds of a call. calls: the same work on different buffers, called in turn."""
@@ -65,14 +65,14 @@ class Clock:
         turns = min(self.most, max(self.fewest, round(self.budget_ms / max(first.ms, 1e-3))))
         intervals = []
         for turn in range(turns):
-            self._draw_curtain()
+            self._flush_l2()
             with Interval(self.device) as interval:
                 calls[turn % len(calls)]()
             intervals.append(interval)
         return statistics.median(each.ms for each in intervals)
 
-    def _draw_curtain(self) -> Tensor:
-        return self._curtain.amax()
+    def _flush_l2(self) -> Tensor:
+        return self._flush_buffer.amax()
 
 
 def copies(bytes_of_one: int, device: torch.device) -> int:

@@ -72,10 +72,10 @@ def fits(overrides: Sequence[str], size: int, gpus: int | None, device: Device |
 def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
     """Return CHOICES without the keys that `overrides` set, without duplicates."""
     named = {key(each) for each in overrides}
-    asked, default = composed(*overrides).optim, composed().optim
-    if any(getattr(asked, part) != getattr(default, part) for part in PARTS):
+    chosen, default = composed(*overrides).optim, composed().optim
+    if any(getattr(chosen, part) != getattr(default, part) for part in PARTS):
         named.add(key(OPTIMIZER))
-    if asked.master != default.master or asked.backend == "apex":  # whose masters are FP32
+    if chosen.master != default.master or chosen.backend == "apex":  # whose masters are FP32
         named.add(key(MASTER))
     return list(dict.fromkeys(tuple(each for each in settings if key(each) not in named) for settings in CHOICES))
 

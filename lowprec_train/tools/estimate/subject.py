@@ -65,11 +65,11 @@ class Weight:
         return (-(-rows // over.dp_shard) if self.matrix else rows, *rest)
 
 
-def grid(asked: ParallelConfig, gpus: int | None) -> Sizes:
+def grid(parallel: ParallelConfig, gpus: int | None) -> Sizes:
     """Return the number of processes along each axis. Without a number of GPUs, dp_shard=-1 means 1."""
-    axes = {"dp_replicate": asked.dp_replicate, "dp_shard": asked.dp_shard, "tp": asked.tp}
+    axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
     if gpus is None:
-        axes["dp_shard"] = 1 if asked.dp_shard == -1 else asked.dp_shard
+        axes["dp_shard"] = 1 if parallel.dp_shard == -1 else parallel.dp_shard
     return sizes(math.prod(axes.values()) if gpus is None else gpus, **axes)
 
 

@@ -39,10 +39,10 @@ def _recipes(overrides: Sequence[str]) -> list[str]:
     """Return the table of recipes: bytes per parameter of a model on one GPU, and bytes per token and block."""
     stored, saved = ("weights", "gradients", "states"), ("saved of weights", "saved a token")
     header = ("recipe", *stored, *saved)
-    return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe") if _is_own(recipe)))
+    return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe") if _without_library(recipe)))
 
 
-def _is_own(recipe: str) -> bool:
+def _without_library(recipe: str) -> bool:
     """Return whether no library runs layers of the recipe: the memory of a library is not known."""
     made = build.recipes(composed(f"+recipe={recipe}").precision.policy, {})
     return all(each.backend is None for each in made.values())

@@ -243,10 +243,10 @@ class Watch:
                 self._report(what, waits=waits)
                 if self._store.check(["hung"]):
                     self._record()
-                if self._on_gpu and quiet > 0.9 * self._seconds and self._tell_of_gpu():
+                if self._on_gpu and quiet > 0.9 * self._seconds and self._report_gpu_timeout():
                     return
 
-    def _tell_of_gpu(self) -> bool:
+    def _report_gpu_timeout(self) -> bool:
         """Report a device collective that is about to time out: NCCL's watchdog then ends the process at once."""
         oldest = flight.unfinished()
         if oldest is None or oldest.seconds < 0.9 * self._seconds:

@@ -49,8 +49,8 @@ class KernelTime:
 
 def kernel_times(events: Iterable[Any], *, on_gpu: bool) -> list[KernelTime]:
     """Return the kernels among a profile's events, the longest first; on a CPU the operations."""
-    asked = (each for each in events if is_kernel(each, on_gpu=on_gpu))
-    times = ((e.name, e.time_range.elapsed_us() if on_gpu else e.self_cpu_time_total) for e in asked)
+    selected = (each for each in events if is_kernel(each, on_gpu=on_gpu))
+    times = ((e.name, e.time_range.elapsed_us() if on_gpu else e.self_cpu_time_total) for e in selected)
     return _summed(KernelTime(name=name, calls=1, ms=us / 1e3) for name, us in times)
 
 

@@ -43,7 +43,7 @@ class Window:
         """Call before every step, counted from 1."""
         self._seen = step
         if self._profiler is not None:
-            self._go_on(step)
+            self._advance(step)
         elif not self._begun and step >= self._first - 1:
             self._begin(step)
 
@@ -70,7 +70,7 @@ class Window:
         )
         self._profiler.start()
 
-    def _go_on(self, step: int) -> None:
+    def _advance(self, step: int) -> None:
         assert self._profiler is not None
         if step > self._last:
             self.close()
