@@ -1,4 +1,4 @@
-// Between torch's stable ABI and the kernels: argument checks, enum names, new tensors, dtype switches, the stream.
+// Interface of kernels to torch's stable ABI: argument checks, enum names, new tensors, dtype switches, the stream.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -57,7 +57,7 @@ inline ScalarType carrier_of(Format format) {
   }
 }
 
-// A compile-time format: with_format(f, [&](auto g) { using G = Grid<decltype(g)::value>; ... }).
+// Call with a compile-time format: with_format(f, [&](auto g) { using G = Grid<decltype(g)::value>; ... }).
 template <Format F>
 struct FormatTag {
   static constexpr Format value = F;
@@ -92,7 +92,7 @@ inline ScaleRule scale_rule_of(Format format, Rule rule, double headroom, int64_
   });
 }
 
-// What inputs are read as: 16-bit and 32-bit floats by their bits.
+// Element types of inputs: 16-bit and 32-bit floats by their bits.
 struct Bf16 {
   uint16_t bits;
   LOWPREC_HD float value() const { return bf16_value(bits); }
@@ -111,7 +111,7 @@ struct InputTag {
   using Type = T;
 };
 
-// with_input(x, [&](auto tag) { using In = typename decltype(tag)::Type; const In* data = ...; })
+// Call with the element type: with_input(x, [&](auto tag) { using In = typename decltype(tag)::Type; ... })
 template <typename Body>
 auto with_input(const Tensor& x, Body&& body) {
   const ScalarType type = x.scalar_type();
@@ -140,7 +140,7 @@ struct Tile {
   int64_t rows, columns;
 };
 
-// The tile with -1 resolved; it has to divide the matrix (ops/schema.py tile_shape).
+// The tile with -1 replaced by the whole extent; it must divide the matrix (ops/schema.py tile_shape).
 inline Tile resolve_tile(int64_t rows, int64_t columns, const std::vector<int64_t>& tile) {
   STD_TORCH_CHECK(tile.size() == 2, "a tile is (rows, columns)");
   const Tile made{tile[0] == -1 ? rows : tile[0], tile[1] == -1 ? columns : tile[1]};
@@ -149,7 +149,7 @@ inline Tile resolve_tile(int64_t rows, int64_t columns, const std::vector<int64_
   return made;
 }
 
-// What rungs take: tiles of one row and a power of two of columns (ops/ladder.py quantize_ladder).
+// Width of a ladder tile: one row, and a power of two of columns (ops/ladder.py quantize_ladder).
 inline int64_t ladder_width(int64_t rows, int64_t columns, const std::vector<int64_t>& tile) {
   const Tile made = resolve_tile(rows, columns, tile);
   STD_TORCH_CHECK(made.rows == 1 && (made.columns & (made.columns - 1)) == 0,
@@ -157,12 +157,12 @@ inline int64_t ladder_width(int64_t rows, int64_t columns, const std::vector<int
   return made.columns;
 }
 
-// A seed or an origin: 0-dim or [2] int64 on the op's device; nullptr where there is none.
+// Pointer to a seed or an origin: 0-dim or [2] int64 on the op's device; nullptr if there is none.
 inline const int64_t* seed_of(const std::optional<Tensor>& seed) {
   return seed.has_value() ? data_of<int64_t>(*seed) : nullptr;
 }
 
-// What a rounding draws from; nullptr for rounding to nearest, whatever seed there is.
+// Pointer to the seed of a rounding; nullptr for rounding to nearest, which ignores seeds.
 inline const int64_t* seed_of(const std::string& rounding, const std::optional<Tensor>& seed) {
   if (parse_rounding(rounding) == Rounding::NEAREST) return nullptr;
   STD_TORCH_CHECK(seed.has_value(), rounding, " rounding draws from a seed, and there is none");

@@ -1,4 +1,4 @@
-// Arguments of the ops of gradients, checked: what both the C++ and the CUDA kernels start from.
+// Checked arguments of the gradient ops, for C++ and CUDA kernels.
 #pragma once
 
 #include "binding.h"
@@ -10,14 +10,14 @@ struct Wire {
   std::vector<WireRange> ranges;
   Format format;
   int64_t rows, block, inner, row_bytes;
-  bool padded;  // by a byte, to an even number
+  bool padded;  // with one byte, to an even number of bytes
 };
 
 inline Format plain_of(Format format) { return format == Format::FP32 ? Format::FP32 : Format::BF16; }
 
 inline int64_t wire_blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
 
-// The one format of all parts: FP32 copies where they differ, or are neither 16-bit nor 32-bit floats.
+// The common format of all parts; parts are copied to FP32 if formats differ or are neither 16-bit nor 32-bit floats.
 inline Format held_in(std::vector<Tensor>& parts) {
   const ScalarType type = parts[0].scalar_type();
   bool same = type == ScalarType::BFloat16 || type == ScalarType::Half || type == ScalarType::Float;
@@ -64,7 +64,7 @@ inline Wire wire_of(std::vector<Tensor>& parts, int64_t rows, const std::vector<
   return made;
 }
 
-// Of codes whose scales are not sent: without exponents, and plain elements in BF16 (ops/shared_gradients.py).
+// For shared scales, which are not sent: no exponents, and plain elements in BF16 (ops/shared_gradients.py).
 inline Wire wire_of_shared(std::vector<Tensor>& parts, int64_t rows, const std::vector<int64_t>& sizes,
                            const std::vector<int64_t>& coded, const Tensor& scales, const std::string& format) {
   STD_TORCH_CHECK(format == "E4M3" || format == "E5M2", "codes under a shared scale are E4M3 or E5M2, not ", format);
@@ -79,7 +79,7 @@ inline Wire wire_of_shared(std::vector<Tensor>& parts, int64_t rows, const std::
   return made;
 }
 
-// Of a decode, whose parts are sums.
+// For decoding; parts are the sums.
 inline Wire wire_of_sent(const Tensor& sent, std::vector<Tensor>& parts, const std::vector<int64_t>& sizes,
                          const std::vector<int64_t>& coded, const std::string& format, int64_t block, int64_t senders,
                          int64_t inner) {

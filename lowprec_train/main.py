@@ -114,7 +114,7 @@ def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> int:
         if cfg.debug:
             traceback.print_exc()
         lost = error if isinstance(error, PeerLost) else None
-        if lost is None or not lost.told:
+        if lost is None or not lost.reported:
             meeting.tell(str(error), alone=lost is not None)
         if lost is not None:
             logging.shutdown()
@@ -140,7 +140,7 @@ def run(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> None:
     flight.switch_on(directory / "rank_")
     minutes, device = job.options.parallel.timeout_minutes, job.device
     watch = Watch(meeting, minutes, directory, on_gpu=device.type == "cuda")
-    with watch.watching(), launch.joined(world, device, minutes, meeting.store), out_of_memory.told(device):
+    with watch.watching(), launch.joined(world, device, minutes, meeting.store), out_of_memory.converted(device):
         train(job, stop, watch)
 
 
@@ -237,7 +237,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         facts |= describe.text_facts(corpus)
         log.info("%s", overview.data(facts, plain))
         directory.begin(config=plain, recipe=linears, facts=facts)
-        sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.everyone())
+        sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.default_group())
         watch = build.watch(options, directory.path, device, job.world, hang.begin_step)
         rows, marked = build.rows(options, trainer, directory.path), divergence_marked(directory, trainer)
         with sinks as open_sinks, rows as write_rows, watch as begin_step, marked:

@@ -129,5 +129,5 @@ def test_tensor_parallel_is_refused():
 
 def test_a_cpu_is_refused(tmp_path, monkeypatch, capfd):
     status, _, err = launcher((*SMALL, "device=cpu"), tmp_path, monkeypatch, capfd)(TE)
-    assert status == 1 and "computes on CUDA GPUs, and this run is on cpu" in err
+    assert status == 1 and "needs a CUDA GPU, and this run is on cpu" in err
     assert not (tmp_path / "runs").exists()

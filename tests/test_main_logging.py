@@ -92,4 +92,4 @@ def test_out_of_memory_is_one_line(launch, monkeypatch):
     monkeypatch.setattr(Trainer, "step", lambda self: torch.empty(2**50))
     status, _, err = launch("name=greedy")
     assert status == 1 and err.count("\n") == 1
-    assert err.startswith("error: out of memory on the CPU in step 1: 4503599627370496 bytes asked for. Try a smaller")
+    assert err.startswith("error: out of memory on the CPU in step 1: 4503599627370496 bytes requested. Try a smaller")

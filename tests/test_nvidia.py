@@ -155,7 +155,7 @@ def test_a_fault_of_a_run_is_told_before_its_first_step(installed, monkeypatch):
     text = refused(lambda: TransformerEngine(scaling="delayed").check_machine(device))
     assert "scaling=delayed cannot run on NVIDIA A100 (compute capability 8.0): Device compute capability 8.9" in text
     text = refused(lambda: TransformerEngine(scaling="nvfp4").check_machine(device))
-    assert text == "TransformerEngine 2.20.2 knows no NVFP4BlockScaling (no is_nvfp4_available)"
+    assert text == "TransformerEngine 2.20.2 has no NVFP4BlockScaling (no is_nvfp4_available)"
 
 
 ANSWERS = """

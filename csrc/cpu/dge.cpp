@@ -12,7 +12,7 @@ struct Slope {
   float power, share, cap;  // 1/k - 1, 1/k
 };
 
-// grad *= slope(weight), the weight scaled.
+// grad *= slope(weight), for scaled weights.
 LOWPREC_CLONES void correct(float* grad, const float* weight, int64_t n, Slope how) {
   for (int64_t i = 0; i < n; ++i) {
     const float size = bits_float(magnitude_bits(weight[i]));

@@ -1,4 +1,4 @@
-// rotated_amax, quantize_eden (ops/eden.py): a row is rotated, rounded and corrected while it lies in the cache.
+// rotated_amax, quantize_eden (ops/eden.py): each row is rotated, rounded and corrected while it is in the cache.
 #include "numerics/eden.h"
 
 #include "cpu/fold.h"
@@ -7,7 +7,7 @@
 namespace lowprec {
 namespace {
 
-// Sum of 16 products by halves of eight elements, then the two of them.
+// Sum of 16 products: each eight elements by halving, then the two halves.
 LOWPREC_HD float block_sum(const float* a, const float* b) {
   float half[2];
   for (int i = 0; i < 2; ++i) {
@@ -23,7 +23,7 @@ LOWPREC_HD float pairs_sum(const float* v) {
   return ((v[0] + v[1]) + (v[2] + v[3])) + ((v[4] + v[5]) + (v[6] + v[7]));
 }
 
-// c of a group: its places, their codes' values, its eight block scales.
+// c of a group from its scaled values, its dequantised codes and its eight block scales.
 LOWPREC_CLONES float factor_of(const float* place, const float* codes, const float* block) {
   constexpr int blocks = EDEN_GROUP / EDEN_BLOCK;
   float own[blocks], made[blocks];

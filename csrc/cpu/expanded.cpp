@@ -1,4 +1,4 @@
-// quantize_expanded, dequantize_expanded: COAT's dynamic range expansion (arXiv 2410.19313), a group of a row at a time
+// quantize_expanded, dequantize_expanded: COAT's dynamic range expansion (arXiv 2410.19313), group by group
 // (ops/states.py has the formulas).
 #include "cpu/rows.h"
 
@@ -25,13 +25,13 @@ LOWPREC_CLONES Extremes extremes(const float* v, int64_t n) {
   return {largest, bits_float(smallest)};
 }
 
-// Stretched values of a finite group, still to be rounded.
+// Expands the values of a finite group, without rounding.
 template <Format F>
 LOWPREC_CLONES void stretch_all(float* v, int64_t n, float k, Log2Parts largest) {
   for (int64_t i = 0; i < n; ++i) v[i] = stretch<F>(v[i], k, largest);
 }
 
-// A group's constants; v becomes its stretched values.
+// Computes a group's parameters, and expands v in place.
 template <Format F>
 Expansion expand(float* v, int64_t n) {
   const Extremes found = extremes(v, n);
@@ -44,7 +44,7 @@ Expansion expand(float* v, int64_t n) {
   return made;
 }
 
-// Groups of a row: body(index of the group, first element, elements).
+// Calls body(index of the group, first element, elements) for the groups of a row.
 template <typename Body>
 void for_groups(int64_t columns, int64_t group, int64_t segments, const Body& body) {
   const int64_t length = columns / segments;
@@ -104,7 +104,8 @@ const CodeLogs& code_logs() {
   return logs;
 }
 
-// Values of one group. `out` holds the logarithms first: a loop of look-ups, then one of vectors.
+// Decodes one group. On entry `out` has the logarithms of codes, looked up in a separate loop so that this one
+// vectorises.
 LOWPREC_CLONES void contract(const uint8_t* codes, int64_t n, float log_scale, float inverse, float center,
                              float* out) {
   for (int64_t i = 0; i < n; ++i) {

@@ -1,4 +1,4 @@
-// dequantize, fold: codes times their scale, and block exponents moved into a wider carrier.
+// dequantize, fold: codes times their scale, and block exponents multiplied into a wider carrier.
 #include "cpu/fold.h"
 
 namespace lowprec {
@@ -13,7 +13,7 @@ float fold_scales(const float* scale, int64_t n, int top, float* shift) {
   float most = scale[0];
   for (int64_t i = 0; i < n; ++i) {
     row = std::max(row, exponent(scale[i]));
-    if (is_nan(scale[i]) || scale[i] > most) most = scale[i];  // nothing is greater than NaN
+    if (is_nan(scale[i]) || scale[i] > most) most = scale[i];  // NaN stays: no comparison with it is true
   }
   for (int64_t i = 0; i < n; ++i) shift[i] = exp2_int(bounded(exponent(scale[i]) - row + top));
   return most * exp2_int(-top);
@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::s
   return {folded, row_scale};
 }
 
-// One row of codes times their scales at a time, to `write`(row, values).
+// Decodes one row of codes times their scales at a time, and calls `write`(row, values).
 template <typename Write>
 void decode_rows(const Tensor& codes, const Tensor& scale, const Write& write) {
   const int64_t rows = codes.size(0), columns = codes.size(1);

@@ -1,14 +1,14 @@
-// Block exponents moved into the carrier: code * 2^(e_block - e_row + top), one scale a row (ops/reference.py fold).
+// Block exponents multiplied into the carrier: code * 2^(e_block - e_row + top), a scale per row (ops/reference.py).
 #pragma once
 
 #include "cpu/rows.h"
 
 namespace lowprec {
 
-// The exponent that a row's largest block takes in a carrier.
+// Exponent of a row's largest block in a carrier.
 int fold_top(Format carrier);
 
-// shift[i] = the power of two of block i; returns the row's scale.
+// shift[i] = power-of-two factor of block i; returns the scale of the row.
 float fold_scales(const float* scale, int64_t n, int top, float* shift);
 
 // Codes times their scales, rounded to BF16.

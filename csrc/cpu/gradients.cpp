@@ -1,15 +1,15 @@
-// encode_gradients, decode_gradients (ops/gradients.py): a thread takes blocks of a range, and rows of a plain one.
+// encode_gradients, decode_gradients (ops/gradients.py): threads process blocks of a range, or pieces of a plain range.
 #include "cpu/rows.h"
 #include "wire.h"
 
 namespace lowprec {
 namespace {
 
-constexpr int64_t PLAIN = 4096;  // elements of a plain range at a time
+constexpr int64_t PLAIN = 4096;  // elements in a piece of a plain range
 
 int64_t bytes_of(Format format) { return format == Format::FP32 ? 4 : 2; }
 
-// Calls body(range, row, first element, elements) for every block of every row; plain ranges in pieces of PLAIN.
+// Calls body(range, row, first element, elements) for every block of every row, with blocks of PLAIN in plain ranges.
 template <typename Body>
 void for_blocks(const Wire& wire, const Body& body) {
   for (const WireRange& range : wire.ranges) {
@@ -23,7 +23,7 @@ void for_blocks(const Wire& wire, const Body& body) {
   }
 }
 
-// n elements of row r from `first` on in FP32, zeros where there are none.
+// Reads n elements of row r from `first` on as FP32, with zeros for missing elements.
 void read(const WireRange& range, int64_t r, int64_t first, int64_t n, float* v) {
   const int64_t there = elements_left(range, r, first, n);
   if (there > 0) load(range.data + (r * range.stride + first) * bytes_of(range.held), range.held, there, v);

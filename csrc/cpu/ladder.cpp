@@ -1,5 +1,5 @@
-// quantize_ladder, row_sums, fold_ladder, rotate_fold_ladder (ops/ladder.py): E2M1 under the best of three rungs, its
-// carriers, a factor per row. A row goes through all of it while it lies in the cache.
+// quantize_ladder, row_sums, fold_ladder, rotate_fold_ladder (ops/ladder.py): E2M1 with the best of three rungs, its
+// carriers, a factor per row. A row goes through all steps while it is in the cache.
 #include "numerics/ladder.h"
 
 #include "cpu/rotate.h"
@@ -7,7 +7,7 @@
 namespace lowprec {
 namespace {
 
-// A sum or product in half precision: both operands are halves, and the FP32 result is rounded once more.
+// Result of a half-precision sum or product: operands are halves, and the FP32 result is rounded to half.
 LOWPREC_HD float half_of(float v) { return round_nearest<Format::FP16>(v); }
 
 template <typename Join>
@@ -24,7 +24,7 @@ struct LadderHow {
   int span;
 };
 
-// Error of a candidate. size: magnitudes in half precision; ratio: its scale, inverse: of it, rounded to FP32.
+// Error of a candidate. size: magnitudes in half precision; ratio: its scale; inverse: 1 / ratio, rounded to FP32.
 LOWPREC_CLONES float candidate_error(const float* size, int64_t n, float ratio, float inverse, Candidates by, float* off) {
   const float factor = half_of(inverse);
   for (int64_t i = 0; i < n; ++i) {
@@ -59,7 +59,7 @@ struct Buffers {
       : v(n), spare(n), size(width), off(width), scale(n / width), inverse(n / width), shift(n / width), amax(n / width) {}
 };
 
-// Rungs of the row in b.v: b.scale, b.inverse and, of carriers, b.shift. top: bits of the row's largest magnitude.
+// Computes the rungs of the row in b.v: b.scale, b.inverse and, for carriers, b.shift. top: bits of the row's amax.
 LadderRow row_rungs(Buffers& b, int64_t n, const LadderHow& how, const uint32_t* top) {
   const int64_t blocks = n / how.width;
   std::fill(b.amax.begin(), b.amax.end(), 0u);
@@ -81,7 +81,8 @@ LadderRow row_rungs(Buffers& b, int64_t n, const LadderHow& how, const uint32_t*
   return row;
 }
 
-// Products of the row's values in units of 4^e_row with themselves and with codes * shift, over 2^lift, as whole numbers.
+// Adds a block's sums of y^2 and y q s, truncated to multiples of 2^-28, to sums[0] and sums[1], in units of 2^-28,
+// with y = x * unit and q s = codes * shift * lift.
 LOWPREC_CLONES void add_block(const float* x, const float* codes, int64_t n, float unit, float shift, float lift,
                               float* square, float* product, double* sums) {
   for (int64_t i = 0; i < n; ++i) {
@@ -94,7 +95,7 @@ LOWPREC_CLONES void add_block(const float* x, const float* codes, int64_t n, flo
   sums[1] += std::trunc(static_cast<double>(halved(product, n, add) * (SUM_UNITS * lift)));
 }
 
-// Scales [rows, tiles] of codes [rows, columns], and one number a row.
+// Checks for scales [rows, tiles] of codes [rows, columns], and one number per row.
 void check_scales(const Tensor& codes, const Tensor& scale, const Tensor& row) {
   const int64_t rows = codes.size(0), columns = codes.size(1);
   STD_TORCH_CHECK(scale.dim() == 2 && scale.size(0) == rows && scale.size(1) > 0 && columns % scale.size(1) == 0,

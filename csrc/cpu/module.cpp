@@ -1,5 +1,5 @@
-// The kernels register themselves when the library is loaded. This makes the file a Python module as well, an empty
-// one, by the limited API: `import lowprec_train.ops._C` works on every Python from 3.11 on.
+// Kernels register themselves when the library is loaded. This file also makes it an empty Python module with the
+// limited API, so that `import lowprec_train.ops._C` works on every Python from 3.11 on.
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 

@@ -1,4 +1,4 @@
-// quantize_nvfp4: E2M1 codes under E4M3 block scales under one FP32 scale of the tensor (ops/reference.py).
+// quantize_nvfp4: E2M1 codes with E4M3 block scales and one FP32 scale of the tensor (ops/reference.py).
 #include "cpu/nvfp4.h"
 
 #include "cpu/fold.h"

@@ -10,13 +10,13 @@ struct BlockScale {
   uint8_t code;
 };
 
-// Of the largest magnitude that it serves; reach: what that becomes, 6 times the largest block scale.
+// Outer scale from an amax; reach: the value to which the amax is scaled, 6 times the largest block scale.
 inline float outer_scale(float top, double reach) {
   const float share = static_cast<float>(static_cast<double>(top) / reach);
   return share < 0x1p-117f ? 0x1p-117f : share;
 }
 
-// The code of a block's scale in units of the outer one; of zero, which would lose the block, the smallest.
+// Code of a block scale relative to the outer scale, at least the smallest, because zero would flush the block.
 inline uint8_t block_code(float wanted) { return encode<Format::E4M3>(wanted < 0x1p-9f ? 0x1p-9f : wanted); }
 
 inline BlockScale block_scale(float amax, float outer, double headroom) {

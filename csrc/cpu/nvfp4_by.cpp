@@ -1,12 +1,12 @@
-// quantize_nvfp4_by (ops/reference.py), quantize_four_over_six (ops/four_over_six.py): NVFP4 from maxima that were found
-// before, of tiles and of what has one outer scale.
+// quantize_nvfp4_by (ops/reference.py), quantize_four_over_six (ops/four_over_six.py): NVFP4 from a given amax of tiles
+// and of the regions with one outer scale.
 #include "cpu/nvfp4.h"
 #include "numerics/ladder.h"
 
 namespace lowprec {
 namespace {
 
-// Maxima by tile, and the outer scale that follows from those above.
+// Amax by tile, and the outer scales from the amax of regions.
 struct Outer {
   std::vector<float> amax, scale;
   int64_t down, along, bands, across;
@@ -68,14 +68,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4_by(const Tensor& x, co
   return {made.codes, made.scale, made.block, made.outer};
 }
 
-// --- 6 or 4 ---
+// --- four over six ---
 
 LOWPREC_HD float join(float a, float b, Candidates by) {
   if (by != Candidates::MAX) return a + b;
   return is_nan(a) || a > b ? a : b;
 }
 
-// Places of a tile's elements under a scale, in `place`; its error in units of the outer scale. off: scratch.
+// Writes a tile's scaled elements to `place`; returns its error in units of the outer scale. off: scratch.
 LOWPREC_CLONES float error_of(const float* x, int64_t n, float scale, float block, Candidates by, float* place, float* off) {
   for (int64_t i = 0; i < n; ++i) {
     place[i] = divide(x[i], scale);

@@ -1,5 +1,5 @@
-// outlier_bounds, quantize_carrier, quantize_outliers: the body of a row clamped at its (clipped + 1)-th smallest and
-// largest values and rounded to E2M1, what lies outside rounded once to E4M3, both in one carrier (ops/reference.py).
+// outlier_bounds, quantize_carrier, quantize_outliers: values of a row within its (clipped + 1)-th smallest and largest
+// values are rounded to E2M1, values outside are rounded once to E4M3, both in one carrier (ops/reference.py).
 #include "cpu/rows.h"
 
 #include <cmath>
@@ -7,13 +7,13 @@
 namespace lowprec {
 namespace {
 
-constexpr float UP = 0x1p8f, DOWN = 0x1p-8f;  // the carrier rides at 2^-8
+constexpr float UP = 0x1p8f, DOWN = 0x1p-8f;  // the carrier is scaled by 2^-8
 
 struct Bounds {
   float low, high;
 };
 
-// Integers in the order of the numbers; their complements are in the opposite one.
+// Integer keys in the order of the numbers; their complements have the opposite order.
 LOWPREC_CLONES bool keys_of(const float* v, int64_t n, int32_t* keys, int32_t* complements) {
   uint32_t most = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -43,11 +43,11 @@ LOWPREC_CLONES int32_t greatest(const int32_t* keys, int64_t n) {
   return most;
 }
 
-// The `place`-th largest key, counted from one: a bracket below the largest that grows until it holds enough keys, then
-// bisection. Half a dozen counts of a row at the speed of vectors, where a selection moves elements one by one.
+// The `place`-th largest key, counted from one: an interval below the largest grows until it has enough keys, then
+// bisection. About six vectorised counts of a row, while a selection would move single elements.
 int32_t select(const int32_t* keys, int64_t n, int64_t place) {
   int64_t low = INT32_MIN, high = greatest(keys, n);
-  for (int64_t step = 1 << 24; low < high; step *= 4) {  // two binades, and on
+  for (int64_t step = 1 << 24; low < high; step *= 4) {  // two binades, then more
     const int64_t start = std::max<int64_t>(high - step, INT32_MIN);
     if (count_from(keys, n, static_cast<int32_t>(start)) >= place) {
       low = start;
@@ -66,7 +66,7 @@ int32_t select(const int32_t* keys, int64_t n, int64_t place) {
 
 float value_of(int32_t key) { return bits_float(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff))); }
 
-// NaN where the row holds one.
+// Bounds of a row; NaN if the row has a NaN.
 Bounds bounds_of(const float* v, int64_t n, int64_t clipped, std::vector<int32_t>& spare) {
   spare.resize(2 * n);
   if (!keys_of(v, n, spare.data(), spare.data() + n)) return {bits_float(0x7fc00000u), bits_float(0x7fc00000u)};
@@ -78,12 +78,12 @@ LOWPREC_CLONES void carrier_row(float* v, int64_t n, Bounds bounds, float scale,
     const float x = v[i], scaled = x / scale;
     const bool outside = (x < bounds.low) | (x > bounds.high);
     const float code = (outside ? scaled : round_nearest<Format::E2M1>(clamp(scaled, 6.0f))) * DOWN;
-    const bool visible = !is_finite(x) | is_nan(scaled);  // only what is infinite must not saturate silently
+    const bool visible = !is_finite(x) | is_nan(scaled);  // Inf becomes NaN instead of saturating
     codes[i] = encode<Format::E4M3>(visible ? bits_float(0x7fc00000u) : code);
   }
 }
 
-// codes of the row in v; returns its scale.
+// Codes of the row in v; returns its scale.
 float quantize_row(float* v, int64_t n, Bounds bounds, uint8_t* codes) {
   static const ScaleRule how = scale_rule_of(Format::E2M1, Rule::FP32, 1.0, 0);
   const uint32_t most = larger(magnitude_bits(bounds.low), magnitude_bits(bounds.high));
@@ -116,7 +116,7 @@ std::tuple<Tensor, Tensor> outlier_bounds(const Tensor& x, int64_t clipped) {
   return {low, high};
 }
 
-// bounds_of_row(r, v) gives the bounds of the row in v.
+// Quantises rows with the bounds from bounds_of_row(r, v), v the values of row r.
 template <typename BoundsOfRow>
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const BoundsOfRow& bounds_of_row) {
   const int64_t rows = x.size(0), columns = x.size(1);

@@ -1,4 +1,4 @@
-// E2M1 codes two a byte (ops/reference.py pack_e2m1): bit 3 of a nibble is the sign, bits 0..2 the place in the grid
+// E2M1 codes, two per byte (ops/reference.py pack_e2m1): bit 3 of a nibble is the sign, bits 0..2 the place in the grid
 // 0 .5 1 1.5 2 3 4 6, whose E4M3 bytes are 00 30 38 3c 40 44 48 4c. pack_ladder (ops/ladder.py): carriers as such codes
 // and a scale for each 16 of them.
 #include "cpu/rows.h"
@@ -7,7 +7,7 @@
 namespace lowprec {
 namespace {
 
-constexpr int64_t BYTES = 1 << 16;  // of packed codes for a thread
+constexpr int64_t BYTES = 1 << 16;  // packed bytes per thread
 constexpr float PLACES[] = {0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
 
 inline uint8_t nibble(uint8_t code) {
@@ -59,7 +59,7 @@ Tensor unpack_e2m1(const Tensor& packed) {
   return codes;
 }
 
-// Codes of E2M1 whose products with `scale` are v; false where there are none.
+// Computes E2M1 codes whose products with `scale` are v; returns false if there are none.
 bool codes_under(const float* v, float scale, uint8_t* codes) {
   bool serves = true;
   for (int64_t i = 0; i < LADDER_BLOCK; ++i) {
@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor> pack_ladder(const Tensor& carriers) {
       load(source, block * LADDER_BLOCK, LADDER_BLOCK, v);
       for (const float each : v) top = larger_magnitude(top, each);
       out_scale[block] = 0x7f;
-      for (const float place : PLACES) {  // that of the largest magnitude: the smallest scale that serves
+      for (const float place : PLACES) {  // code of the largest magnitude; the last match has the smallest scale
         const uint8_t code = encode<Format::E4M3>(top == 0 ? 1.0f : divide(magnitude_of(top), place));
         if (!codes_under(v, decode<Format::E4M3>(code), codes)) continue;
         out_scale[block] = code;

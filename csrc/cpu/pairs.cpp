@@ -1,4 +1,4 @@
-// transpose: codes transposed in blocks that fit the first-level cache.
+// transpose of codes, in blocks that fit the first-level cache.
 #include "cpu/rows.h"
 
 namespace lowprec {

@@ -1,5 +1,5 @@
-// Rows shared out among torch's threads (OMP_NUM_THREADS, torch.set_num_threads), and one loop compiled for several
-// instruction sets, chosen when the library is loaded: the bits are the same, as nothing is contracted.
+// Division of rows among torch's threads (OMP_NUM_THREADS, torch.set_num_threads), and loops compiled for several
+// instruction sets, chosen when the library is loaded; bits are equal, because there is no contraction.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,9 +14,9 @@
 
 namespace lowprec {
 
-constexpr int64_t GRAIN = 1 << 15;  // elements below which a thread is not worth waking
+constexpr int64_t GRAIN = 1 << 15;  // fewer elements are not worth another thread
 
-// body(first, last) over rows of `columns` elements.
+// Calls body(first, last) for ranges of rows of `columns` elements.
 template <typename Body>
 void for_rows(int64_t rows, int64_t columns, const Body& body) {
   if (rows == 0) return;

@@ -1,6 +1,6 @@
-// quantize, quantize_both: the largest magnitude of each tile, its scale, and the codes of the scaled values.
+// quantize, quantize_both: amax of each tile, its scale, and the codes of the scaled values.
 //
-// A tile of one row needs one pass over the matrix; taller ones need their maximum first, so the rows are read twice.
+// Tiles of one row need one pass over the matrix; taller ones need their amax first, so rows are read twice.
 #include "cpu/rows.h"
 
 namespace lowprec {
@@ -125,7 +125,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::ve
   return {made.codes, made.scale};
 }
 
-// A factor [1, k] or [m, 1] in FP32, dense; one number stands for n of them.
+// A dense FP32 factor [1, k] or [m, 1]; a single number is repeated n times.
 struct Factor {
   std::vector<float> values;
   Factor(const std::optional<Tensor>& factor, int64_t n) {
@@ -139,7 +139,7 @@ struct Factor {
   const float* data() const { return values.empty() ? nullptr : values.data(); }
 };
 
-// The largest of the given numbers by magnitude.
+// Bits of the largest magnitude of a tensor.
 uint32_t largest_of(const Tensor& given) {
   std::vector<float> values(given.numel());
   load(source_of(given), 0, given.numel(), values.data());
@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::o
   const bool folded = across.has_value() || down.has_value();
   const bool everything = made.scale.numel() == 1 && made_t.scale.numel() == 1 && !folded;
   const uint32_t largest = everything && amax.has_value() ? largest_of(*amax) : 0u;
-  const uint32_t* known = everything && amax.has_value() ? &largest : nullptr;  // x may be a part of a larger whole
+  const uint32_t* known = everything && amax.has_value() ? &largest : nullptr;  // x may be a part of a larger tensor
   quantize_matrix(source, rows, columns, by_column.data(), cast, Draws{}, made.codes.mutable_data_ptr(),
                   mutable_data_of<float>(made.scale), known);
   const std::vector<float> flipped = transposed(source, rows, columns, by_row.data());

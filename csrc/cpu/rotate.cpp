@@ -1,5 +1,5 @@
 // hadamard, rotate_fold: rotate, round to E2M1 in blocks of 32, fold the block exponents into the carrier. A row goes
-// through all of it while it lies in the cache.
+// through all steps while it is in the cache.
 #include "cpu/rotate.h"
 
 #include "cpu/fold.h"
@@ -67,7 +67,7 @@ Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block) {
   return rotated;
 }
 
-// What a row goes through.
+// Parameters of the steps for each row.
 struct Pipeline {
   std::vector<float> signs;
   int64_t rotation;
@@ -85,7 +85,7 @@ struct Buffers {
       : v(n), spare(n), scale(n / MX_BLOCK), inverse(n / MX_BLOCK), shift(n / MX_BLOCK), amax(n / MX_BLOCK) {}
 };
 
-// The row in b.v to codes; returns its scale.
+// Converts the row in b.v to codes; returns its scale.
 float rotate_fold_row(const Pipeline& how, int64_t r, int64_t n, Buffers& b, uint8_t* codes) {
   const int64_t blocks = n / MX_BLOCK;
   if (how.rotation != 0) rotate_row(b.v.data(), n, how.signs.data(), how.rotation, b.spare.data());

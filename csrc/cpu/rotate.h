@@ -1,20 +1,20 @@
-// What the rotating ops share: random signs, and rows of a matrix or of its transpose, decoded where they are codes.
+// Common functions of the rotating ops: random signs, and rows of a matrix (or its codes) or of its transpose.
 #pragma once
 
 #include "cpu/rows.h"
 
 namespace lowprec {
 
-// Random signs from the lowest bits of the draws of row 0; all +1 without a seed.
+// Random signs from the lowest random bits of row 0; all +1 without a seed.
 std::vector<float> signs_of(const std::optional<Tensor>& seed, int64_t block);
 
 void check_block(int64_t columns, int64_t block);
 
-// x [m, k], or E4M3 codes of it under one scale or one a row, which are decoded to BF16; as it lies or transposed.
+// Rows of x [m, k] or its transpose; with one scale or one per row, x is E4M3 codes, which are decoded to BF16.
 class Decoded {
  public:
   Decoded(const Tensor& x, const std::optional<Tensor>& scale, bool transpose);
-  // Row r of what was asked for, `columns` numbers.
+  // Row r of x or its transpose, `columns` numbers.
   void row(int64_t r, int64_t columns, float* out) const;
 
  private:
@@ -22,7 +22,7 @@ class Decoded {
   std::vector<float> factors_, turned_;
 };
 
-// The rows of x, rotated.
+// Rows of x after rotation.
 class Rotated {
  public:
   Rotated(const Tensor& x, const std::optional<Tensor>& signs, int64_t rotation)

@@ -1,4 +1,4 @@
-// The vector loops of rows.h.
+// Vectorised loops of rows.h.
 #include "cpu/rows.h"
 
 #include <cmath>
@@ -17,7 +17,7 @@ LOWPREC_CLONES uint32_t largest(const float* v, int64_t n) {
   return most;
 }
 
-// Tiles of a width known to the compiler: one call a row.
+// Tiles of a width known at compile time: one call per row.
 template <int width>
 LOWPREC_CLONES void amax_of(const float* v, int64_t n, uint32_t* out) {
   for (int64_t i = 0; i < n / width; ++i) {
@@ -103,7 +103,7 @@ LOWPREC_CLONES void cast_blocks_to(const float* v, int64_t n, const float* facto
   }
 }
 
-// One stage: sums and differences of elements `stride` apart.
+// One stage: sums and differences of elements at a distance of `stride`.
 template <int stride>
 LOWPREC_CLONES void butterflies(const float* in, int64_t n, float* out) {
   for (int64_t i = 0; i < n; i += 2 * stride) {
@@ -185,7 +185,7 @@ LOWPREC_CLONES void scale_to_bf16(float* v, int64_t n, float factor) {
   for (int64_t i = 0; i < n; ++i) v[i] = bf16_value(bf16_bits(v[i] * factor));
 }
 
-// A buffer of groups at a time: the words of a call lie apart until they are interleaved.
+// One buffer of groups at a time: the words of a call are in separate arrays until they are interleaved.
 LOWPREC_CLONES void draw(uint64_t seed, uint64_t row, uint64_t group, int64_t n, uint16_t* out) {
   constexpr int lanes = 32;
   uint32_t words[4][lanes];

@@ -1,5 +1,5 @@
-// The loops of the CPU kernels: each works on one row in FP32 that lies in the first-level cache, without branches, so
-// that the compiler makes vectors of it. An op is a few of them in turn; the row travels through memory once.
+// Loops of the CPU kernels: each processes one row in FP32 in the first-level cache, without branches, so that the
+// compiler vectorises it. An op runs several of them on a row, which is read from and written to memory once.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,7 @@
 
 namespace lowprec {
 
-// A dense matrix of any format's codes or values, read as FP32.
+// A dense matrix of codes or values in any format, read as FP32.
 struct Source {
   Tensor owner;
   const char* data;
@@ -36,7 +36,7 @@ inline Format format_of(ScalarType type) {
   }
 }
 
-// Types without a format of their own (FP64, integers) go by FP32, as `.float()` does.
+// Types without a format (FP64, integers) are converted to FP32, as `.float()` does.
 inline Source source_of(const Tensor& x) {
   const Format format = format_of(x.scalar_type());
   const bool converted = format == Format::FP32 && x.scalar_type() != ScalarType::Float;
@@ -48,48 +48,48 @@ inline Source source_of(const Tensor& x) {
   return {owner, data, format, bytes};
 }
 
-// n elements of a format.
+// Loads n elements of a format.
 void load(const char* data, Format format, int64_t n, float* out);
 
-// n elements from element `first` on.
+// Loads n elements from element `first` on.
 void load(const Source& x, int64_t first, int64_t n, float* out);
 
 // out[i] = the larger of out[i] and the largest magnitude of the i-th `width` elements, as bits.
 void tile_amax(const float* v, int64_t n, int64_t width, uint32_t* out);
 
-// v *= factor of its tile. Where the factor is NaN the tile becomes that NaN, whatever NaN it held.
+// v *= factor of its tile. If the factor is NaN, the whole tile becomes that NaN, even if it had another NaN.
 void scale_tiles(float* v, int64_t n, int64_t width, const float* factor);
 
-// v /= scale of its tile; a NaN makes the tile NaN.
+// v /= scale of its tile; a NaN scale makes the tile NaN.
 void divide_tiles(float* v, int64_t n, int64_t width, const float* scale);
 
-// v *= factor, element by element.
+// v *= factor, elementwise.
 void multiply(float* v, int64_t n, const float* factor);
 
 // v = BF16(v * factor).
 void scale_to_bf16(float* v, int64_t n, float factor);
 
-// 16 random bits for each of n elements that start at a multiple of eight; `out` holds n rounded up to eight.
+// 16 random bits for each of n elements, which start at a multiple of eight; `out` has room for n rounded up to eight.
 void draw(uint64_t seed, uint64_t row, uint64_t group, int64_t n, uint16_t* out);
 
-// Scaled values to codes; bits: of stochastic rounding, or nullptr.
+// Codes of scaled values; bits: for stochastic rounding, or nullptr.
 void encode_row(Format format, const float* v, const uint16_t* bits, int64_t n, void* codes);
 
-// Scaled values, clamped and rounded to E2M1, still in FP32.
+// Clamps scaled values and rounds them to E2M1, in FP32.
 void round_e2m1(float* v, const uint16_t* bits, int64_t n);
 
-// v * factor of its tile as FP8 codes by an IEEE cast: to nearest even, too large becomes infinite (NaN in E4M3).
+// FP8 codes of v * factor of its tile by an IEEE cast: to nearest even, overflow gives infinity (NaN in E4M3).
 void cast_tiles(Format carrier, const float* v, int64_t n, int64_t width, const float* factor, uint8_t* codes);
 
-// Orthonormal Walsh-Hadamard transform of each `block` elements, signs [block] first. `spare` holds n; the result is v.
+// Orthonormal Walsh-Hadamard transform of each `block` elements in place, after signs [block]. `spare` has room for n.
 void rotate_row(float* v, int64_t n, const float* signs, int64_t block, float* spare);
 
-// Where a matrix lies in the global one that its draws belong to.
+// Seed, and position of a matrix in the global one, for random bits.
 struct Draws {
   const int64_t* seed = nullptr;
   uint64_t row = 0, group = 0;
 
-  // Bits of a row, or nullptr when rounding is to nearest.
+  // Random bits of a row, or nullptr if rounding is to nearest.
   const uint16_t* of_row(int64_t r, int64_t n, std::vector<uint16_t>& buffer) const {
     if (seed == nullptr) return nullptr;
     buffer.resize((n + 7) / 8 * 8);
@@ -108,19 +108,19 @@ inline Draws draws_of(const int64_t* seed, const std::optional<Tensor>& origin) 
   return draws;
 }
 
-// Scales and inverses of the tiles of one row of tiles, from the bits of their amax.
+// Scales and inverses of one row of tiles, from the bits of their amax.
 void tile_scales(const uint32_t* bits, int64_t n, const ScaleRule& how, float* scale, float* inverse);
 
 inline float magnitude_of(uint32_t bits) { return bits_float(bits > INFINITE ? 0x7fc00000u : bits); }
 
-// What `quantize` does to a matrix: format, rule and tile.
+// Parameters of `quantize` for a matrix.
 struct Cast {
   Format format;
   ScaleRule how;
   Tile tile;
 };
 
-// codes, scale of x * across [1, k]; `across` may be nullptr. known: bits of the maximum, for a tile of everything.
+// Codes and scale of x * across [1, k]; `across` may be nullptr. known: bits of the amax, for a per-tensor tile.
 void quantize_matrix(const Source& x, int64_t rows, int64_t columns, const float* across, const Cast& cast,
                      const Draws& draws, void* codes, float* scale, const uint32_t* known = nullptr);
 

@@ -1,4 +1,4 @@
-// What the library says of itself: its formats and roundings (ops/kernels.py).
+// Lists the formats and roundings of the library (ops/kernels.py).
 #include "numerics/formats.h"
 
 extern "C" __attribute__((visibility("default"))) const char* lowprec_served() {

@@ -1,4 +1,4 @@
-// encode_gradients_by, decode_gradients_by (ops/shared_gradients.py): a thread takes pieces of a range's rows.
+// encode_gradients_by, decode_gradients_by (ops/shared_gradients.py): threads process pieces of a range's rows.
 #include <atomic>
 
 #include "cpu/rows.h"
@@ -7,9 +7,9 @@
 namespace lowprec {
 namespace {
 
-constexpr int64_t PIECE = 4096;  // elements at a time
+constexpr int64_t PIECE = 4096;  // elements of a piece
 
-// Calls body(range, its scale, row, first element, elements) for every piece that a part holds, or for all pieces.
+// Calls body(range, its scale, row, first element, elements) for every piece of every row.
 template <typename Body>
 void for_pieces(const Wire& wire, const Tensor& scales, const Body& body) {
   const float* s = data_of<float>(scales);
@@ -45,7 +45,7 @@ Tensor encode_gradients_by(std::vector<Tensor> parts, int64_t rows, std::vector<
   return made;
 }
 
-// A sum to the format's grid; marks what that left at the maximum.
+// Rounds sums to the format's grid; sets `at` where the result is at the maximum.
 void round_sum(Format format, int64_t n, float* v, uint8_t* codes, uint8_t* at) {
   encode_row(format, v, nullptr, n, codes);
   load(reinterpret_cast<const char*>(codes), format, n, v);

@@ -1,11 +1,11 @@
-// quantized_gated_silu, quantized_gelu and their derivatives: activations of inputs that are rounded, with the codes saved.
+// quantized_gated_silu, quantized_gelu and their gradients: activations of quantised inputs, whose codes are saved.
 //
-// A block takes a row, for the largest magnitude of what it writes; nothing waits for anything until then.
+// A thread block processes a row, for the amax of its outputs; it only synchronises for that.
 //
 // Gate and up alternate, so eight pairs are two 16-byte chunks. Neighbouring lanes exchange chunks, so that each access
 // of a warp covers whole 32-byte sectors:
 //
-//     memory      0 1 2 3          lane 0 works on 0 1, lane 1 on 2 3
+//     memory      0 1 2 3          lane 0 computes 0 1, lane 1 computes 2 3
 //     accesses    first: lane 0 chunk 0, lane 1 chunk 1     second: lane 0 chunk 2, lane 1 chunk 3
 #include "cuda/saved.h"
 #include "numerics/activations.h"
@@ -14,10 +14,10 @@ namespace lowprec {
 namespace {
 
 constexpr int MOST_THREADS = 384;
-constexpr int EACH = 2;  // vectors of a thread in flight
+constexpr int EACH = 2;  // vectors in flight per thread
 
-// Turns (own even chunk, own odd chunk) into what the accesses move, and back: even lanes give their second, odd lanes
-// their first. All lanes of a warp call it.
+// Converts between (own even chunk, own odd chunk) and the order of accesses: even lanes give their second chunk, odd
+// lanes their first. All lanes of a warp must call it.
 template <typename In>
 __device__ __forceinline__ void exchange(Vector<In>& a, Vector<In>& b) {
   const bool odd = threadIdx.x & 1;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void exchange(Vector<In>& a, Vector<In>& b) {
   }
 }
 
-// Chunks of 8 elements that a lane accesses for the pairs of `vector`: the first and, two further on, the second.
+// First chunk of 8 elements that a lane accesses for the pairs of `vector`; the second is two chunks after it.
 __device__ __forceinline__ int64_t chunk_of(int64_t vector) { return 2 * vector - (threadIdx.x & 1); }
 
 // Largest magnitudes of even and of odd elements within a group.
@@ -40,7 +40,7 @@ struct PairAmax {
 
 template <typename In>
 __device__ __forceinline__ PairAmax pair_amax(const Vector<In>& a, const Vector<In>& b, int shift) {
-  if constexpr (sizeof(In) == 2) {  // BF16 patterns order as magnitudes do, two at a time
+  if constexpr (sizeof(In) == 2) {  // BF16 patterns have the order of magnitudes, two per word
     uint32_t both = 0;
 #pragma unroll
     for (int i = 0; i < Vector<In>::WORDS; ++i) {
@@ -72,7 +72,7 @@ struct GatedForward {
   In* y;
   float* amax;
   Saved gate, up;
-  int vectors, shift;  // of a row of y, of a group
+  int vectors, shift;  // vectors of a row of y, log2 of the vectors of a group
 };
 
 template <typename In, Format F>
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows(const GatedForward
     Vector<In> a[EACH], b[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-      const int at = base + i * blockDim.x + threadIdx.x;  // lanes of a pair are inside or outside together
+      const int at = base + i * blockDim.x + threadIdx.x;  // both lanes of a pair are inside or both outside
       const In* from = to.gate_up + chunk_of(first + at) * VECTOR;
       if (at < to.vectors) {
         a[i].load(from);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows(const GatedForward
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) gate[j] = silu(gate[j]) * up[j];
       const Vector<In> y = round_to_stream<In>(gate);
-      most = larger(most, y.largest());  // zero outside
+      most = larger(most, y.largest());  // zero if outside
       if (inside) store_vector(to.y + (first + at) * VECTOR, y);
     }
   }
@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows_backward(const Gat
         high[2 * j] = g[j + 4], high[2 * j + 1] = u[j + 4];
       }
       Vector<In> a = round_to_stream<In>(low), b = round_to_stream<In>(high);
-      most = larger(most, larger(a.largest(), b.largest()));  // zero outside
+      most = larger(most, larger(a.largest(), b.largest()));  // zero if outside
       exchange(a, b);
       const int at = base + i * blockDim.x + threadIdx.x;
       if (at >= of.vectors) continue;
@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows_backward(const Gelu
   store_row_maximum(most, scratch, of.amax + blockIdx.x);
 }
 
-// Threads of a row's block: as few rounds of EACH vectors as MOST_THREADS need, evenly filled.
+// Threads of a row's block: the fewest rounds of EACH vectors for at most MOST_THREADS, evenly filled.
 int row_threads(int64_t vectors) {
   const int64_t rounds = ceil_div(vectors, EACH * MOST_THREADS);
   return static_cast<int>(ceil_div(ceil_div(vectors, EACH * rounds), 32) * 32);
@@ -277,7 +277,7 @@ SavedTensors new_saved(const Tensor& x, int64_t columns, Format format, int64_t 
   return {saved_codes(x, rows, columns, format), empty_like_device(x, {rows, columns / group}, ScalarType::Byte)};
 }
 
-// Saved codes as a backward kernel reads them, [m, columns] of dy.
+// Saved codes for a backward kernel, as [m, columns] of dy.
 SavedTensors read_saved(const Tensor& codes, const Tensor& exponents, const Tensor& dy, Format format, int64_t group) {
   const int64_t bytes = dy.numel() / (format == Format::E2M1 ? 2 : 1);
   STD_TORCH_CHECK(codes.numel() == bytes && exponents.numel() == dy.numel() / group,

@@ -1,28 +1,28 @@
-// adamw: one step of AdamW over many tensors, in place, whatever their state is stored in (ops/adamw.py is the meaning);
-// adamw_squares and adamw_amax: what shards tell each other before it.
+// adamw: one in-place step of AdamW over many tensors, for all state formats (defined by ops/adamw.py); adamw_squares
+// and adamw_amax: statistics of shards, which ranks reduce before it.
 //
-//     tables   the tensors' addresses and this step's constants go to device memory, as parameters of small kernels
-//     squares  with update clipping, where no RMS is given: the updates' RMS, and the rates that follow
-//     amax   where codes lie under one scale a tensor and no amax is given: the new amax, by the update without writing
-//     update   moments, weights, codes and what belongs to groups
-//     finish   scales of whole tensors and step counters, which the passes before still read
+//     tables   copies the tensors' addresses and this step's constants to device memory, as parameters of small kernels
+//     squares  with update clipping and without a given RMS: computes the RMS of updates, and rates from it
+//     amax     with per-tensor scales and without a given amax: computes the new amax, without writing the update
+//     update   writes moments, weights, codes and scales of groups
+//     finish   writes per-tensor scales and step counters, which earlier passes read
 //
-// Bytes: the amax's pass reads the gradient and the old state once more (not the weights, where these are no codes).
+// Memory traffic: the amax pass reads the gradient and the old state once more (but no weights, if they are not codes).
 #include "cuda/adamw_kernels.h"
 
 namespace lowprec {
 namespace {
 
-constexpr int BATCH = 25;  // tensors of one launch: kernel parameters are 4 KB
-constexpr uint32_t STREAM = 1u << 16;  // of masters' draws (ops/updates.py)
+constexpr int BATCH = 25;  // tensors per launch: kernel parameters are 4 KB
+constexpr uint32_t STREAM = 1u << 16;  // of random bits for master weights (ops/updates.py)
 
 struct Batch {
   Item items[BATCH];
   int start, count;
 };
 
-// What the tables are made of. rms [p], amax [p, 3]: of whole tensors, where parameters are shards; origins [p, 2] of
-// these. indices [p]: where masters draw. All may be nullptr.
+// Inputs of the tables. rms [p], amax [p, 3]: of whole tensors, if parameters are shards; origins [p, 2] of the shards.
+// indices [p]: if masters use stochastic rounding. All may be nullptr.
 struct Schedule {
   double rate, decay, beta1, beta2;
   const float *rms, *amax;
@@ -31,7 +31,7 @@ struct Schedule {
 };
 static_assert(sizeof(Batch) + sizeof(Schedule) + 16 <= 4096, "kernel parameters");
 
-// The seed of a tensor's rounding in the step that is made: 63 bits.
+// Seed for rounding a tensor in the current step: 63 bits.
 __device__ uint64_t master_seed(int64_t index, float count, int64_t seed) {
   const uint64_t step = static_cast<uint64_t>(count);
   const Words words = philox(static_cast<uint32_t>(index), STREAM, static_cast<uint32_t>(step),
@@ -39,7 +39,7 @@ __device__ uint64_t master_seed(int64_t index, float count, int64_t seed) {
   return static_cast<uint64_t>(words.w[1] & 0x7fffffffu) << 32 | words.w[0];
 }
 
-// lr, divided by an RMS above one.
+// Rates from lr, which is divided by the RMS if that is above one.
 __device__ AdamRate rate_of(const Schedule& schedule, const Numbers& of, float rms) {
   const double limit = rms < 1.0f ? 1.0 : static_cast<double>(rms);
   return adam_rate(schedule.rate / limit, schedule.decay, of.correction1, of.correction2_wide);
@@ -63,7 +63,7 @@ __global__ void write_table(Batch batch, Schedule schedule, Item* items, Numbers
   numbers[at] = made;
 }
 
-// Sums of squares, a warp a tensor: handed out by place, or made into the rates of tensors whose updates are clipped.
+// Adds the sums of squares, a warp per tensor; writes them to `handed_out`, or computes the rates of clipped updates.
 __global__ void add_squares(Table table, Schedule schedule, double* handed_out) {
   const int which = blockIdx.x;
   const Item* items = table.items;
@@ -160,7 +160,7 @@ StateTensors state_tensors(const std::vector<Tensor>& parts, size_t place, Store
   return held;
 }
 
-// The ops' arguments, as far as they share them (ops/adamw.py).
+// Common arguments of the ops (ops/adamw.py).
 struct Lists {
   const std::vector<Tensor>&params, &grads, &first, &second, &masters, &steps;
   const std::optional<Tensor>& grad_scale;
@@ -223,7 +223,7 @@ Item item_of_lists(const Lists& lists, size_t i, const How& how) {
   return item;
 }
 
-// Tensors of one kind of kernel in device memory; `space` holds them. fast: of adamw_expanded.cu.
+// Tensors of one kernel in device memory, stored in `space`. fast: for adamw_expanded.cu.
 struct Tables {
   Tensor space;
   Table table;
@@ -257,7 +257,7 @@ void pass_over(Pass pass, const Table& table, const How& how, cudaStream_t strea
   if (table.units > 0) (in_groups(how) ? launch_groups : launch_flat)(pass, table, how, stream);
 }
 
-// One kind of kernel's tensors, all passes that the schedule leaves to be made.
+// Runs all passes over the tensors of one kernel, except for statistics that the schedule has.
 void step(std::vector<Item>& items, const How& how, const Schedule& schedule, bool clip, bool fast, const Tensor& like,
           cudaStream_t stream) {
   if (items.empty()) return;

@@ -1,6 +1,6 @@
-// What the kernels of the fused AdamW share: the table of tensors that a call updates, and reading and writing of state
-// in every codec. A call's tensors have the same codecs; their table lies in device memory, written there by kernels
-// that take it as parameters, so that nothing is copied from the host.
+// Common definitions of the fused AdamW: the table of tensors that a call updates, and reads and writes of state in
+// every codec. The tensors of a call have the same codecs; their table is in device memory, written by kernels that
+// take it as parameters, so that nothing is copied from the host.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -12,9 +12,9 @@
 
 namespace lowprec {
 
-// How a moment is stored: a cast, codes under one power of two (FP16, E4M3, E5M2), or range expansion.
+// Storage of a moment: a cast, codes with one power-of-two scale (FP16, E4M3, E5M2), or range expansion.
 enum class Store : int { FP32, BF16, FP16, E4M3, E5M2, EXPANDED_E4M3, EXPANDED_E5M2 };
-// How a weight is: the FP32 parameter, FP16 codes under one power of two, the BF16 parameter.
+// Storage of a weight: the FP32 parameter, FP16 codes with one power-of-two scale, or the BF16 parameter.
 enum class Master : int { FP32, FP16, FP16_STOCHASTIC, BF16 };
 
 LOWPREC_HD bool expanded(Store store) { return store >= Store::EXPANDED_E4M3; }
@@ -35,29 +35,29 @@ struct Item {
   float *master_scale, *step;
   int64_t numbers, columns;
   int64_t length;        // elements of a segment
-  int64_t first;         // its first unit of work among those of all tensors
+  int64_t first;         // index of its first unit of work among those of all tensors
   int32_t per_segment;   // groups of a segment
-  int32_t aligned;       // every array at 16 bytes
-  int32_t place;         // among the parameters of the call
+  int32_t aligned;       // every array is aligned to 16 bytes
+  int32_t place;         // index among the parameters of the call
 };
 
-// A tensor's constants of this step, and what the first passes find.
+// Constants of a tensor in this step, and statistics from the first passes.
 struct Numbers {
   AdamRate rate;
   float correction2;
   uint64_t seed;
   double correction1, correction2_wide;
-  uint32_t amax[3];  // bits of the new moments' and the new weights' amax
-  int64_t origin[2];   // row and column of a shard's first element in the whole
+  uint32_t amax[3];  // bits of the amax of new moments and new weights
+  int64_t origin[2];   // row and column of a shard's first element in the whole tensor
 };
 
 struct How {
   Store stores[2];
   Master master;
   int32_t bf16_gradient;
-  int32_t fp32_parameter;  // also where it holds BF16 values, as FSDP2 wants it
+  int32_t fp32_parameter;  // also if it has BF16 values, as FSDP2 needs
   AdamConstants constants;
-  uint32_t slowest;  // the largest code of a first moment that `decaying` may move
+  uint32_t slowest;  // the largest code of a first moment that `decaying` may change
   float floor;       // eps^2
   int64_t group;
   const float *grad_scale, *found_inf;
@@ -71,7 +71,7 @@ __device__ __forceinline__ bool skipped(const How& how) { return how.found_inf !
 
 __device__ __forceinline__ float divisor(const How& how) { return how.grad_scale == nullptr ? 1.0f : *how.grad_scale; }
 
-// The last item whose first unit is not beyond `unit`.
+// Index of the item that contains `unit`.
 __device__ __forceinline__ int item_of(const Item* items, int count, int64_t unit) {
   int low = 0, high = count;
   while (high - low > 1) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ int item_of(const Item* items, int count, int64_t uni
   return low;
 }
 
-// The power of two that a largest magnitude asks for; rules are made of literals, so that the compiler knows them.
+// Power-of-two scale for a largest magnitude; its rule has literals only, which the compiler can fold.
 template <Format F>
 __device__ __forceinline__ TileScale power_scale(float amax) {
   constexpr int offset = F == Format::E4M3 ? 8 : 15;
@@ -100,7 +100,7 @@ __device__ __forceinline__ float read_fp8(uint32_t code, __nv_fp8_interpretation
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(static_cast<__nv_fp8_storage_t>(code), kind)));
 }
 
-// FP16 of a scaled value, cut off at the largest number.
+// FP16 of a scaled value, clamped to the largest number.
 __device__ __forceinline__ uint16_t write_fp16(float v) {
   return __half_as_ushort(__float2half_rn(clamp(v, Grid<Format::FP16>::max)));
 }
@@ -109,7 +109,7 @@ __device__ __forceinline__ uint8_t write_fp8(float v, __nv_fp8_interpretation_t 
   return __nv_cvt_float_to_fp8(v, __NV_SATFINITE, kind);
 }
 
-// A value that is cast, or under a scale; at one place.
+// The value at one index, for moments that are cast or have one scale.
 __device__ __forceinline__ float read_one(Store store, const void* codes, int64_t at, float scale) {
   switch (store) {
     case Store::FP32:
@@ -145,7 +145,7 @@ __device__ __forceinline__ void write_one(Store store, void* codes, int64_t at, 
   }
 }
 
-// `decaying`, of a first moment that was written there to nearest.
+// Applies `decaying` to the code of a first moment that was written to nearest.
 template <Format F>
 __device__ __forceinline__ void decay_at(void* codes, int64_t at, float x, float old, float scale, const How& how) {
   auto* of = static_cast<typename Grid<F>::Code*>(codes) + at;
@@ -166,7 +166,7 @@ __device__ __forceinline__ float read_master(const How& how, const Item& item, i
   return bf16_value(static_cast<const uint16_t*>(item.parameter)[at]);
 }
 
-// bits: in [0, 65536), where rounding is stochastic.
+// bits: in [0, 65536), for stochastic rounding.
 __device__ __forceinline__ void write_master(const How& how, const Item& item, int64_t at, float w, TileScale to,
                                              uint32_t bits) {
   if (how.master == Master::FP32) {

@@ -1,19 +1,19 @@
-// AdamW over moments expanded in groups of 128, FP32 weights: one pass, a warp eight groups, four lanes a group. Eight
-// elements a lane at a time are decoded and updated, their weights written, their new moments left in shared memory.
-// When the groups' extremes are known, each of 16 lanes makes what one group's moment is encoded by, and the moments
-// are taken up again. What is made once a group is thus shared by 128 elements, up to a lane that repeats it; and the
-// loops are short, so that six warps a scheduler find them in the instruction cache.
+// AdamW for moments expanded in groups of 128 and FP32 weights, in one pass: a warp per eight groups, four lanes per
+// group. Each lane decodes and updates eight elements at a time, writes their weights, and stores the new moments in
+// shared memory. When the extremes of the groups are known, each of 16 lanes computes the encoding parameters of one
+// moment of one group, and the moments are read again. So work per group is shared by 128 elements, and the loops are
+// short, so that six warps per scheduler run from the instruction cache.
 //
-// It is bound by instructions, not by memory: about 120 an element, of which decoding takes 47 and encoding 19, both
-// by other means than numerics/ (approx_encode.h). Quotients and roots are corrected products with an inverse, without a
-// test of the operands, which is made once for four elements instead: outside the tested range, the correctly rounded
-// operators.
+// The kernel is bound by instructions, not by memory: about 120 per element, of which decoding takes 47 and encoding
+// 19, both by approximations with the bits of numerics/ (approx_encode.h). Quotients and roots are products with an
+// inverse and a correction. They need operands in a range, which is tested once for four elements; outside it the
+// kernel uses the correctly rounded operators.
 //
-// One correction makes a quotient: with y the correctly rounded inverse of b, q = a y is less than 1.5 units of its
-// last place off, so that a - b q is as good as exact. The corrected sum is wrong by at most 2^-22 units before it is
-// rounded, which matters where a / b is that close to the middle of two numbers. There q is one of these two, the
-// correction half a unit, and it is wrong by less than the distance to the middle, at least 2^-24 / b units for b in
-// [1, 2). StateTensors against the quotients of all such a and b.
+// One correction is enough for a quotient: with y the correctly rounded inverse of b, the error of q = a y is below 1.5
+// units of its last place, so that a - b q is almost exact. The corrected sum is wrong by at most 2^-22 units before it
+// is rounded, which matters only if a / b is that close to the midpoint of two numbers. Then q is one of these two, the
+// correction is half a unit, and its error is below the distance to the midpoint, at least 2^-24 / b units for
+// 1 <= b < 2. The quotients of all such a and b were tested.
 #include <algorithm>
 
 #include "cuda/adamw_groups.h"
@@ -24,7 +24,7 @@ namespace lowprec {
 namespace {
 
 constexpr int MOST_THREADS = 768, GROUP = 128, GROUPS = 8;
-constexpr int EACH = 8, TURNS = GROUP / 4 / EACH;  // elements of a lane in one turn
+constexpr int EACH = 8, TURNS = GROUP / 4 / EACH;  // elements of a lane per turn
 constexpr uint32_t ALL = 0xffffffffu;
 
 __device__ __forceinline__ float hardware_inverse(float x) {
@@ -45,25 +45,25 @@ __device__ __forceinline__ float root_of(float x) {
   return __fmaf_rn(__fmaf_rn(-s, s, x), 0.5f * inverse, s);
 }
 
-// Correctly rounded inverse of a number from 2^-100 to 2^100, by the steps that the compiler emits for it.
+// Correctly rounded inverse of a number from 2^-100 to 2^100, by the instructions that the compiler emits for it.
 __device__ __forceinline__ float inverse_of(float b) {
   const float rough = hardware_inverse(b);
   return __fmaf_rn(__fmaf_rn(-b, rough, 1.0f), rough, rough);
 }
 
-// Correctly rounded a / b from the correctly rounded inverse of b: no underflow on the way.
+// Correctly rounded a / b from the correctly rounded inverse of b; needs operands without intermediate underflow.
 __device__ __forceinline__ float quotient_of(float a, float b, float inverse) {
   const float q = a * inverse;
   return __fmaf_rn(__fmaf_rn(-b, q, a), inverse, q);
 }
 
-__device__ __forceinline__ float larger_of(float a, float b) {  // of a and |b|; NaN wins
+__device__ __forceinline__ float larger_of(float a, float b) {  // of a and |b|; NaN propagates
   float made;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(made) : "f"(a), "f"(fabsf(b)));
   return made;
 }
 
-// A warp's share of shared memory.
+// Shared memory of a warp.
 struct Work {
   float4 moments[TURNS][2][EACH / 4][32];
   union {
@@ -73,7 +73,7 @@ struct Work {
 };
 constexpr int TABLE = 128 * 32 * sizeof(float);
 
-// A group of the matrix; an existing one, of which nothing is written, where there is none of this index.
+// A group of the matrix. For an index beyond the last, `written` is 0 and the rest describes an existing group.
 struct Span {
   int64_t index, start;
   int count, written;
@@ -92,7 +92,7 @@ __device__ __forceinline__ Span locate(const Item& item, int64_t index) {
   return made;
 }
 
-// What the weights' steps share, and the range in which quotients and roots need no test.
+// Constants of the weight update, and the range in which quotients and roots need no test.
 struct Step {
   AdamRate rate;
   AdamConstants constants;
@@ -105,17 +105,17 @@ struct Step {
     const float inverse = hardware_inverse(rate.step_size);
     least = regular ? fmaxf(0x1p-79f * inverse, TINY) : bits_float(INFINITE);
     most = fminf(0x1p59f * inverse, Grid<Format::FP32>::max);
-    asm volatile("" : "+f"(inverse_root), "+f"(least), "+f"(most));  // made here, not where they are used
+    asm volatile("" : "+f"(inverse_root), "+f"(least), "+f"(most));  // computed here, not at each use
   }
 };
 
-// Extremes of a lane's new moments. tiny: bits 0 and 1, there is one other than zero below 2^-126.
+// Extremes of a lane's new moments. tiny: bits 0 and 1 are set if a non-zero element of that moment is below 2^-126.
 struct Gathered {
   float low[2] = {bits_float(INFINITE), bits_float(INFINITE)}, high[2] = {0.0f, 0.0f};
   uint32_t tiny = 0;
 };
 
-// Four elements; they turn into the new weights and moments.
+// Updates four elements in place: w, m, v become the new weights and moments.
 template <bool PLAIN>
 __device__ __forceinline__ void step_four(float (&w)[4], const float (&g)[4], float (&m)[4], float (&v)[4],
                                           uint32_t first, uint32_t second, const DecodeParams& past_first,
@@ -160,14 +160,14 @@ __device__ __forceinline__ void spread(float (&to)[2][4], const float4& a, const
   to[1][0] = b.x, to[1][1] = b.y, to[1][2] = b.z, to[1][3] = b.w;
 }
 
-// The codes of a group, four lanes' share: new moments from shared memory, rounded under the group's new constants.
+// Encodes a group, divided among four lanes: reads new moments from shared memory and uses the group's new parameters.
 template <Format F>
 __device__ __forceinline__ void encode_group(const Work& work, int quartet, int own, int written, uint32_t tiny,
                                              uint8_t* of_first, uint8_t* of_second) {
   const int lane = threadIdx.x & 31;
   const EncodeParams* to = work.coming[quartet];
   const float4 a = *reinterpret_cast<const float4*>(to), b = *reinterpret_cast<const float4*>(to + 1);
-  // What counts as zero could be stretched to a code: its lane takes the exact formula.
+  // A value that counts as zero could be expanded to a code: its lane uses the exact formula.
   const uint32_t all_first = to[0].doubtful | (tiny & 1u) ? ALL : 0u;
   const uint32_t all_second = to[1].doubtful | (tiny & 2u) ? ALL : 0u;
   of_first += own, of_second += own;
@@ -207,13 +207,13 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
   if (skipped(how)) return;
   logs.fill();
   __syncthreads();
-  float* copies = reinterpret_cast<float*>(shared);  // a lane each
+  float* copies = reinterpret_cast<float*>(shared);  // one per lane
   for (int i = threadIdx.x; i < 128 * 32; i += blockDim.x) copies[i] = logs.of[F == Format::E5M2][i >> 5];
   __syncthreads();
   const char* table = reinterpret_cast<const char*>(copies);
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, quartet = lane >> 2, own = EACH * (lane & 3);
   Work& work = reinterpret_cast<Work*>(shared + TABLE)[warp];
-  const int side = lane & 1;  // the moment whose constants are this lane's
+  const int side = lane & 1;  // the moment whose parameters this lane computes
   const float grad_scale = divisor(how);
   int which = 0;
   for (int64_t unit = static_cast<int64_t>(warp) * gridDim.x + blockIdx.x; unit < units;
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
       }
       continue;
     }
-    __syncwarp();  // the last unit's constants have been read
+    __syncwarp();  // all lanes have read the parameters of the previous unit
     if ((lane & 2) == 0) work.past[quartet][side] = past;
     __syncwarp();
     const DecodeParams past_first = work.past[quartet][0], past_second = work.past[quartet][1];
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
     auto* of_second = static_cast<uint8_t*>(item.moments[1].codes) + span.start;
 #pragma unroll 1
     for (int turn = 0; turn < TURNS; ++turn) {
-      const int at = min(turn * 4 * EACH + own, span.count - EACH);  // beyond the end, its last elements once more
+      const int at = min(turn * 4 * EACH + own, span.count - EACH);  // beyond the end: repeat the last elements
       const uint2 first = __ldcs(reinterpret_cast<const uint2*>(of_first + at));
       const uint2 second = __ldcs(reinterpret_cast<const uint2*>(of_second + at));
       float4* weights = reinterpret_cast<float4*>(parameter + at);
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
       }
     }
     __syncwarp();
-    // --- the groups' new constants: even lanes take the first moment's, odd lanes the second's ---
+    // --- new parameters of the groups: even lanes for the first moment, odd lanes for the second ---
     uint32_t high = float_bits(side ? found.high[1] : found.high[0]);
     uint32_t low = float_bits(side ? found.low[1] : found.low[0]);
     high = max(high, __shfl_xor_sync(ALL, float_bits(side ? found.high[0] : found.high[1]), 1));

@@ -1,5 +1,5 @@
-// The passes of the fused AdamW over moments that are cast or lie under one scale a tensor: eight neighbouring elements a
-// thread, 16 bytes at a time where the arrays allow it.
+// Passes of the fused AdamW for moments that are cast or have one scale per tensor: eight neighbouring elements per
+// thread, in 16-byte accesses if the arrays are aligned.
 #include "cuda/adamw_kernels.h"
 
 namespace lowprec {
@@ -8,7 +8,7 @@ namespace {
 constexpr int THREADS = 256, TURNS = 4;
 constexpr int64_t SHARE = THREADS * VECTOR * TURNS;  // elements of a block
 
-// `count` of eight are there; all of them, and aligned, where `whole`.
+// Reads `count` of eight elements; `whole`: all eight exist and are aligned.
 template <typename In>
 __device__ __forceinline__ void read_floats(const void* data, int64_t at, int count, bool whole, float scale,
                                             float (&v)[VECTOR]) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ void write_eight(Store store, void* data, int64_t at,
   }
 }
 
-// The codes of a first moment whose old values were `old`: to nearest, and `decaying`.
+// Writes the codes of a first moment, to nearest with `decaying`; old: its old values.
 template <Format F>
 __device__ __forceinline__ void keep_decaying(const Codes<F>& nearest, void* data, int64_t at, int count, bool whole,
                                               float scale, const How& how, const float (&x)[VECTOR],
@@ -148,7 +148,7 @@ __device__ __forceinline__ void read_weights(Master master, const How& how, cons
   else read_floats<Bf16>(item.parameter, at, count, whole, scale, w);
 }
 
-// The eight draws: one call where eight neighbours are in one row.
+// Random bits of eight elements: one Philox call if they are in one row.
 __device__ __forceinline__ void draws_of(const Item& item, const Numbers& numbers, int64_t at,
                                          uint32_t (&bits)[VECTOR]) {
   if (item.columns % VECTOR == 0) {
@@ -195,7 +195,7 @@ __device__ __forceinline__ void write_weights(Master master, const How& how, con
   keep(narrow, item.parameter, at, count, whole);
 }
 
-// PLAIN: everything FP32, known when the kernel is compiled.
+// PLAIN: everything is FP32, known at compile time.
 template <Pass pass, bool PLAIN>
 __global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__ items, Numbers* __restrict__ numbers,
                                                      int count, How how, double* __restrict__ partial) {

@@ -1,4 +1,4 @@
-// The passes of the fused AdamW over expanded moments of any format, beside any other codec: a warp a group.
+// Passes of the fused AdamW if a moment is expanded, in any format and with any other codec: a warp per group.
 #include "cuda/adamw_groups.h"
 #include "cuda/adamw_kernels.h"
 
@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(THREADS, 2) step_groups(const Item* __restrict
   const Item item = items[which];
   const int64_t index = (blockIdx.x - item.first) * WARPS + (threadIdx.x >> 5);
   Found found;
-  if (index < item.numbers / item.length * item.per_segment) {  // whole warps
+  if (index < item.numbers / item.length * item.per_segment) {  // uniform over a warp
     step_group<pass>(item, numbers[which], how, index, logs, found);
   }
   if constexpr (pass == Pass::AMAX) leave_amax(found.amax, numbers[which], how, scratch);

@@ -1,6 +1,6 @@
-// AdamW over one group of 128 (or any number of) elements, by one warp, with at least one moment expanded: the update is
-// computed once for the group's extremes and once more to be coded. Any codecs, any length; the fast kernel beside it
-// (adamw_expanded.cu) takes the usual ones, and leaves groups that are not finite to this.
+// AdamW on one group of any number of elements by one warp, with at least one expanded moment: the update is computed
+// once for the extremes of the group and again to encode it. Supports all codecs and lengths; the faster
+// adamw_expanded.cu supports the usual ones, and leaves groups with Inf or NaN to this code.
 #pragma once
 
 #include "cuda/adamw.h"
@@ -9,7 +9,7 @@ namespace lowprec {
 
 #if defined(__CUDACC__)
 
-// log2 of E4M3's and E5M2's codes; shared, filled by the first 256 threads of a block, a barrier later.
+// log2 of the codes of E4M3 and E5M2, in shared memory; filled by the first 256 threads of a block before a barrier.
 struct CodeLogs {
   float of[2][128];
   __device__ __forceinline__ void fill() {
@@ -19,12 +19,12 @@ struct CodeLogs {
   }
 };
 
-// How one moment of a group is read and, once its extremes are known, written.
+// Parameters to read one moment of a group and, once its extremes are known, to write it.
 struct Coding {
   Store store;
   uint8_t* codes;
   const float* logs;
-  float scale, log_scale, inverse, center;  // `scale` for what is not expanded
+  float scale, log_scale, inverse, center;  // `scale` if not expanded
   Expansion to;
   bool finite;
   TileScale to_scale;
@@ -56,7 +56,7 @@ struct Coding {
     else if (store == Store::EXPANDED_E5M2) codes[at] = encode_expanded<Format::E5M2>(x, to, finite);
     else write_one(store, codes, at, x, to_scale.inverse);
   }
-  // The same of a first moment, which was `old`.
+  // Writes a first moment, which was `old`, with `decaying`.
   __device__ __forceinline__ void write(int64_t at, float x, float old, const How& how) const {
     write(at, x);
     if (!expanded(store)) decay_one(store, codes, at, x, old, to_scale.scale, how);
@@ -69,7 +69,7 @@ struct Coding {
   }
 };
 
-// What a warp finds of its group: amax of the new state, each lane its own; the sum of update_square.
+// Statistics of a group: amax of the new state, of each lane separately; the sum of update_square.
 struct Found {
   uint32_t amax[3] = {0, 0, 0};
   double squares = 0.0;

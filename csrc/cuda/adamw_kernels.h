@@ -1,12 +1,12 @@
-// The fused AdamW's kernels, and what its passes leave behind: amax by atomics, whose order changes nothing, and sums
-// of FP64, one a block, which are added up in a fixed order.
+// Kernels of the fused AdamW, and the reductions of their passes: amax by atomics, which are exact in any order, and
+// FP64 sums, one per block, added in a fixed order.
 #pragma once
 
 #include "cuda/adamw.h"
 
 namespace lowprec {
 
-// Tensors of one kernel in device memory. units: blocks, or what the kernel counts.
+// Tensors of one kernel in device memory. units: blocks, or the kernel's own unit of work.
 struct Table {
   Item* items;
   Numbers* numbers;
@@ -15,8 +15,8 @@ struct Table {
   int64_t units;
 };
 
-// Of plain and scaled moments (adamw_flat.cu), of expanded ones (adamw_groups.cu), and of the usual ones among these
-// (adamw_expanded.cu): units of work of a tensor, and a pass over all of them.
+// Kernels of plain and scaled moments (adamw_flat.cu), of expanded ones (adamw_groups.cu), and of the usual expanded
+// ones (adamw_expanded.cu): units of work of a tensor, and a launch of a pass over all tensors.
 int64_t flat_units(const Item& item, const How& how);
 void launch_flat(Pass pass, const Table& table, const How& how, cudaStream_t stream);
 int64_t group_units(const Item& item, const How& how);
@@ -27,7 +27,7 @@ void launch_expanded(const Table& table, const How& how, cudaStream_t stream);
 
 #if defined(__CUDACC__)
 
-// scratch: a word a warp. All threads of the block come here.
+// scratch: a word per warp. All threads of the block must call it.
 __device__ __forceinline__ void leave_amax(const uint32_t (&amax)[3], Numbers& numbers, const How& how,
                                              uint32_t* scratch) {
   const bool wanted[3] = {scaled(how.stores[0]), scaled(how.stores[1]), scaled(how.master)};
@@ -47,7 +47,7 @@ __device__ __forceinline__ double warp_sum(double x) {
   return x;
 }
 
-// sums: one a warp, shared.
+// sums: one per warp, in shared memory.
 __device__ __forceinline__ void leave_sum(double x, double* to, double* sums) {
   x = warp_sum(x);
   if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = x;

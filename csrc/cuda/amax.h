@@ -1,4 +1,4 @@
-// The largest magnitude of a whole tensor: a grid that strides over it, one atomic maximum a block.
+// Amax of a whole tensor: a grid-stride loop, one atomic maximum per block.
 #pragma once
 
 #include "cuda/vectors.h"
@@ -9,7 +9,7 @@ namespace lowprec {
 
 constexpr int THREADS = 256;
 
-// amax: zero before. `x` is 16-byte aligned.
+// amax: must be zero before. `x` is aligned to 16 bytes.
 template <typename In>
 __global__ void __launch_bounds__(THREADS) amax_all(const In* __restrict__ x, uint32_t* __restrict__ amax, int64_t count) {
   constexpr int EACH = sizeof(In) == 2 ? 8 : 4;

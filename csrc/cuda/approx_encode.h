@@ -1,15 +1,15 @@
-// Codes of range expansion (numerics/expansion.h) by fewer instructions, to the same bits, for kernels that these bind:
+// Range expansion (numerics/expansion.h) with the same bits by fewer instructions, for kernels bound by instructions:
 //
-//   decoding   the power of two is added to the exponent's field; groups for which this could leave FP32's normal
-//              numbers are told apart by `ordinary`
-//   encoding   a code needs 3 bits of (|x| / A)^k M. The hardware's log2 and 2^x give y within d of it (below); where
-//              y (1 - d) and y (1 + d) round to the same code, that is the code, and where not, one in some thousand,
+//   decoding   the power of two is added to the exponent field; `ordinary` is false for groups whose values
+//              could leave the normal numbers of FP32
+//   encoding   a code needs 3 bits of (|x| / A)^k M. The hardware's log2 and 2^x give y within d of it (below). If
+//              y (1 - d) and y (1 + d) round to the same code, that is the code; otherwise, about once in a thousand,
 //              the exact formula decides
 //
-// The bound d, in logarithms, u = 2^-24, |k log2(x / A)| <= P = 17 for E4M3 and 31 for E5M2: the exact formula's own
-// roundings, k (2 * 1.41 + 1) u + 2 P u; lg2.approx within 2^-22 absolutely or relatively, 4 k u + 4 P u; roundings
-// of the sum and its constants, P u + 2 k u + 40 u; ex2.approx, the polynomial and the products, 10 u. Together, times
-// ln 2: 0.7 (7 P + 10 k + 50) u, below 118 u + 7 k u and 187 u + 7 k u; d is 128 u + 8 k u and 256 u + 8 k u.
+// The bound d, in logarithms, u = 2^-24, |k log2(x / A)| <= P = 17 for E4M3 and 31 for E5M2: roundings of the exact
+// formula, k (2 * 1.41 + 1) u + 2 P u; lg2.approx within 2^-22 absolutely or relatively, 4 k u + 4 P u; roundings of
+// the sum and its constants, P u + 2 k u + 40 u; ex2.approx, the polynomial and the products, 10 u. The total times
+// ln 2 is 0.7 (7 P + 10 k + 50) u, below 118 u + 7 k u and 187 u + 7 k u; d is 128 u + 8 k u and 256 u + 8 k u.
 #pragma once
 
 #include "numerics/expansion.h"
@@ -30,7 +30,7 @@ __device__ __forceinline__ float hardware_exp2(float x) {
   return y;
 }
 
-// Four codes; a, b, c, d scaled magnitudes.
+// Codes of four scaled magnitudes a, b, c, d.
 template <Format F>
 __device__ __forceinline__ uint32_t four_codes(float a, float b, float c, float d) {
   uint32_t made;
@@ -50,12 +50,12 @@ constexpr float LOWEST = F == Format::E4M3 ? -9.0f : -16.0f;
 template <Format F>
 constexpr float HIGHEST = F == Format::E4M3 ? 8.807355f : 15.807355f;
 
-// What a group's codes of one moment are decoded by. plain: no value can be below 2^-126.
+// Decoding parameters of one moment of a group. plain: no value can be below 2^-126.
 struct alignas(16) DecodeParams {
   float log_scale, inverse, center;
   uint32_t plain;
 
-  // Whether exponents may be added up.
+  // Whether exponents can be added in the exponent field.
   template <Format F>
   __device__ __forceinline__ bool ordinary(float scale) {
     const float top = (HIGHEST<F> + log_scale) * inverse, bottom = (LOWEST<F> + log_scale) * inverse;
@@ -63,7 +63,7 @@ struct alignas(16) DecodeParams {
     plain = bottom + of_center > -125.0f;
     return center >= 0x1p-120f && bottom > -240.0f && top + of_center < 125.0f && scale >= TINY;
   }
-  // Of byte `i`; lane4: four times the lane, whose own copy of the table is read. PLAIN: nothing below 2^-126, no zero.
+  // The value of byte `i`. lane4: 4 * lane, selects the lane's copy of the table. PLAIN: no zero, nothing below 2^-126.
   template <bool SIGNED, bool PLAIN>
   __device__ __forceinline__ float value(uint32_t codes, int i, const char* logs, uint32_t lane4) const {
     const uint32_t row = (i == 0 ? codes << 7 : codes >> (8 * i - 7)) & 0x3f80u;
@@ -80,11 +80,10 @@ struct alignas(16) DecodeParams {
   }
 };
 
-// What a group's new values of one moment are encoded by. They are stretched to y (1 - d) and this, times `rise`, to
-// y (1 + d).
+// Encoding parameters of one moment of a group. Values are expanded to y (1 - d); `rise` makes them y (1 + d).
 struct alignas(16) EncodeParams {
   float k, offset, stretch_by, rise;
-  float part;  // of log2 of the largest magnitude
+  float part;  // fractional part of log2 of the largest magnitude
   int whole;
   uint32_t doubtful;  // 1: every code by the exact formula; 3: all codes are zeros
   uint32_t unused;
@@ -104,7 +103,7 @@ struct alignas(16) EncodeParams {
   }
 };
 
-// Codes of four magnitudes, and in `open` the bytes that are not settled.
+// Codes of four magnitudes; `open` has the bytes that are still undecided.
 template <Format F>
 __device__ __forceinline__ uint32_t approx_encode(const float4& of, float k, float offset, float stretch_by, float rise,
                                                 uint32_t& open) {
@@ -117,7 +116,7 @@ __device__ __forceinline__ uint32_t approx_encode(const float4& of, float k, flo
   return made;
 }
 
-// The open bytes by the exact formula. from: the four values.
+// Recomputes the undecided bytes by the exact formula. from: the four values.
 template <Format F>
 __device__ __noinline__ uint32_t exact_fallback(uint32_t made, uint32_t open, const float* from, const EncodeParams& to) {
   while (open != 0) {

@@ -1,8 +1,8 @@
 // dge: the gradient times the slope of the differentiable estimator (arXiv 2501.17116, eq. 8; ops/reference.py dge).
 //
-// What binds: instructions. A power is a logarithm and an exponential, each product rounded before its sum: about 60
-// instructions an element for 8 bytes (FP32 gradient, BF16 weight and result). Floors and integers go by sums with a
-// magic number, since conversions run at a fraction of the rate.
+// Bound by instructions: a power is a logarithm and an exponential, with each product rounded before its sum, about 60
+// instructions per element for 8 bytes (FP32 gradient, BF16 weight and result). Floors and integers are computed by
+// sums with a magic number, because conversions have a fraction of the throughput.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -13,7 +13,7 @@ namespace lowprec {
 namespace {
 
 constexpr int DGE_THREADS = 256;
-constexpr float MAGIC = 0x1.8p23f;  // its bits plus i are those of MAGIC + i
+constexpr float MAGIC = 0x1.8p23f;  // bits of MAGIC plus i are those of MAGIC + i
 constexpr uint32_t MAGIC_BITS = 0x4b400000u;
 
 struct Slope {
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store(Out* to, const float (&v)[VECTOR], int cou
   }
 }
 
-// A block a row. `shared`: the eight elements of a vector have one scale.
+// A block per row. `shared`: the eight elements of a vector have one scale.
 template <typename Grad, typename Weight, typename Out>
 __global__ void __launch_bounds__(DGE_THREADS)
     dge_rows(const Grad* __restrict__ grad, const Weight* __restrict__ weight, const float* __restrict__ scale,

@@ -1,10 +1,10 @@
-// rotated_amax, quantize_eden (ops/eden.py): a random Hadamard transform, E2M1 in blocks of 16 under E4M3 scales, and the
-// factor of 128 elements in these scales.
+// rotated_amax, quantize_eden (ops/eden.py): a random Hadamard transform, E2M1 in blocks of 16 with E4M3 scales, and
+// the correction factor of 128 elements in these scales.
 //
-// A thread takes a block, eight of them a group. A matrix is one long row, as rotations and groups divide its rows. x is
-// read twice, for the maximum of the rotated matrix and for codes; it is rotated twice.
+// A thread per block, eight threads per group. A matrix is one long row, because rotations and groups divide its rows.
+// x is read and rotated twice: for the amax of the rotated matrix, and for codes.
 //
-// A group takes one call of Philox: of a thread's two groups each of eight threads makes a word of one, and hands it on.
+// A group needs one call of Philox: a thread has two groups, and each of eight threads computes a word of one of them.
 #include "cuda/amax.h"
 #include "cuda/nvfp4.h"
 #include "numerics/eden.h"
@@ -25,14 +25,14 @@ __device__ __forceinline__ float block_sum(const float (&p)[LINE]) {
   return half[0] + half[1];
 }
 
-// The sum over a group of what its blocks give.
+// The sum over a group of its blocks' sums.
 __device__ __forceinline__ float group_sum(float sum) {
 #pragma unroll
   for (int lanes = 1; lanes < LANES; lanes *= 2) sum = sum + __shfl_xor_sync(0xffffffffu, sum, lanes);
   return sum;
 }
 
-// A word of the draws of the group of this thread's block number (lane / 4) of two: word number (lane % 4).
+// Random word number (lane % 4) of one of two groups, those of this thread's block number (lane / 4).
 __device__ __forceinline__ uint32_t word_of_group(const Draw& draw, int64_t first, int64_t groups_of_row) {
   const int lane = threadIdx.x & (LANES - 1);
   const uint32_t group = static_cast<uint32_t>((first + (lane >> 2) * THREADS) / LANES);

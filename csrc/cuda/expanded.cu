@@ -1,5 +1,5 @@
-// quantize_expanded, dequantize_expanded: COAT's dynamic range expansion, a warp a group (numerics/expansion.h). The
-// optimizer's fused update has kernels of its own (adamw.cu); these serve its start, its observer and its tests.
+// quantize_expanded, dequantize_expanded: COAT's dynamic range expansion, a warp per group (numerics/expansion.h). The
+// optimizer's fused update has its own kernels (adamw.cu); these are for its initialisation, its observer and tests.
 #include "cuda/groups.h"
 
 namespace lowprec {
@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(THREADS) encode_groups(const In* __restrict__ 
                                                          float* __restrict__ scale, float* __restrict__ exponents,
                                                          float* __restrict__ center, Groups groups) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * WARPS + (threadIdx.x >> 5);
-  if (index >= groups.count) return;  // whole warps
+  if (index >= groups.count) return;  // uniform over a warp
   const int lane = threadIdx.x & 31;
   const Place place = place_of(groups, index);
   Extremes found;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(THREADS) decode_groups(const uint8_t* __restri
   }
 }
 
-// body(FormatTag) for the two formats that moments are expanded to.
+// Calls body(FormatTag) for the two formats of expanded moments.
 template <typename Body>
 void with_fp8(Format format, const Body& body) {
   STD_TORCH_CHECK(format == Format::E4M3 || format == Format::E5M2, "expanded codes are E4M3 or E5M2");

@@ -1,7 +1,7 @@
-// fold (ops/reference.py): block exponents moved into the carrier, code * 2^(e_block - e_row + top), one scale a row.
+// fold (ops/reference.py): block exponents multiplied into the carrier, code * 2^(e_block - e_row + top), a row scale.
 //
-// A block a row: its scales first, which are few, then eight codes a thread at a time. The hardware's conversion
-// saturates where a cast would overflow, so what is too large, and NaN, is cast by hand.
+// A block per row: first its few scales, then eight codes per thread at a time. The hardware conversion saturates where
+// a cast would overflow, so overflowing values and NaN are converted in software.
 #include "cuda/rotate.h"
 
 namespace lowprec {
@@ -11,7 +11,7 @@ constexpr int THREADS = 256;
 
 template <Format F>
 __device__ __forceinline__ uint32_t folded_code(uint32_t code, float shift) {
-  if ((code & 0x7fu) == 0x7fu) return code;  // NaN looks the same in both carriers
+  if ((code & 0x7fu) == 0x7fu) return code;  // NaN has the same code in both carriers
   return cast_ieee<F>(decode<Format::E4M3>(static_cast<uint8_t>(code)) * shift);
 }
 
@@ -40,7 +40,7 @@ __device__ __forceinline__ float shift_of(float scale, int row, int top) {
   return exp2_int(bounded(exponent(scale) - row + top));
 }
 
-// whole: eight codes lie in one block, and aligned.
+// whole: each eight codes are in one block, and are aligned.
 template <Format F, bool whole>
 __global__ void __launch_bounds__(THREADS) fold_rows(const uint8_t* __restrict__ codes, const float* __restrict__ scale,
                                                      uint8_t* __restrict__ folded, float* __restrict__ row_scale,

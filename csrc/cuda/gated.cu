@@ -1,6 +1,6 @@
-// SwiGLU without saved codes: y = silu(gate) up from rows whose columns alternate gate, up, and its gradient; each in one
-// pass that also leaves the largest |y| (or |gradient|) of every row, so that a per-tensor quantiser behind it needs no
-// pass of its own for its maximum (ops/activations.py).
+// SwiGLU without saved codes: y = silu(gate) up for rows whose columns alternate gate, up, and its gradient. Each is
+// one pass that also computes the amax of each output row, so that per-tensor quantisation needs no extra pass for it
+// (ops/activations.py).
 #include <cuda_bf16.h>
 
 #include "cuda/vectors.h"
@@ -14,7 +14,7 @@ constexpr int THREADS = 256;
 template <typename In>
 constexpr Format format_of = std::is_same_v<In, Bf16> ? Format::BF16 : std::is_same_v<In, Fp16> ? Format::FP16 : Format::FP32;
 
-// Eight values rounded to the stream's dtype, and the largest magnitude of what was rounded.
+// Eight values rounded to the output dtype, and their largest magnitude after rounding.
 template <typename In>
 struct Rounded {
   Vector<In> made;
@@ -52,7 +52,7 @@ __device__ __forceinline__ void write_one(In* data, float v) {
   else data->bits = v;
 }
 
-// A block a row. Vectors of eight outputs where the width and the addresses allow it, else one by one.
+// A block per row. Vectors of eight outputs if width and addresses allow it, else single elements.
 template <typename In, bool whole>
 __global__ void __launch_bounds__(THREADS) gated_rows(const In* __restrict__ gate_up, In* __restrict__ y,
                                                       float* __restrict__ amax, int64_t width) {

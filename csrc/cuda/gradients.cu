@@ -1,9 +1,8 @@
-// encode_gradients, decode_gradients (ops/gradients.py): one launch each over a table of ranges, whatever their number and
-// the number of rows. A warp takes a few hundred elements of one range and row, four neighbours a lane, so that every
-// load and store of a warp is whole sectors; decode adds what all senders sent in registers and writes once.
+// encode_gradients, decode_gradients (ops/gradients.py): one launch each over a table of ranges, for any number of
+// ranges and rows. A warp processes a few hundred elements of one range and row, four neighbours per lane, so that its
+// loads and stores are whole sectors; decode adds the rows of all senders in registers and writes once.
 //
-// Blocks of 256 at aligned addresses go by vectors, anything else element by element. Tables of more than TABLE ranges
-// take another launch.
+// Blocks of 256 at aligned addresses use vectors, others single elements. More than TABLE ranges need several launches.
 #include "cuda/vectors.h"
 #include "wire.h"
 
@@ -11,11 +10,11 @@ namespace lowprec {
 namespace {
 
 constexpr int TABLE = 48, WIRE_THREADS = 256, WARPS = WIRE_THREADS / 32, STEP = 128, BLOCK = 256;
-constexpr int DECODED = 512, ENCODED_BYTES = 4096;  // of a warp: elements that it writes, bytes that it reads
+constexpr int DECODED = 512, ENCODED_BYTES = 4096;  // per warp: elements that it writes, bytes that it reads
 template <typename In>
 constexpr int ENCODED = ENCODED_BYTES / sizeof(In);
 
-// Ranges of a launch; warps first[i] to first[i + 1] of a row work on range i, `each` elements a warp.
+// Ranges of a launch; in each row, warps first[i] to first[i + 1] process range i, `each` elements per warp.
 struct Table {
   WireRange ranges[TABLE];
   int32_t first[TABLE + 1];
@@ -24,11 +23,11 @@ struct Table {
   int count;
   int32_t rows, inner;
   int64_t row_bytes, block;
-  bool padded;  // the last byte of a row is there for evenness alone, and is this launch's to clear
+  bool padded;  // the row ends with a padding byte, which this launch clears
 };
 
 struct Work {
-  int64_t row, first;  // of the range: its row, its first element
+  int64_t row, first;  // in the range: row, first element
   int range;
 };
 
@@ -54,7 +53,7 @@ struct Quad {
   uint32_t words[WORDS];
 
   __device__ __forceinline__ float operator[](int i) const { return element<In>(words, i); }
-  // The first `count`; the rest are zeros. Whole ones are aligned.
+  // Loads the first `count` elements; the rest are zeros. With count >= 4, `data` is aligned.
   __device__ __forceinline__ void load(const In* data, int64_t count) {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) words[i] = 0;
@@ -83,7 +82,7 @@ struct Quad {
   }
 };
 
-// Codes of four values under a scale, one a byte.
+// Codes of four values with one scale, one per byte.
 template <Format F>
 __device__ __forceinline__ uint32_t four_codes(float a, float b, float c, float d, const TileScale& of) {
   if (is_nan(of.scale)) return NAN_CODE * 0x01010101u;
@@ -111,7 +110,7 @@ __device__ void encode_vectors(const WireRange& range, const In* data, int64_t l
   if (lane < ENCODED<In> / BLOCK && first + lane * BLOCK < range.size) row[range.exponents + first / BLOCK + lane] = exponent;
 }
 
-// Any block, at any address: `each` is the block.
+// A block of any size at any address, with `each` = block.
 template <Format F, typename In>
 __device__ void encode_block(const WireRange& range, const In* data, int64_t left, int64_t first, int64_t block,
                              const ScaleRule& how, uint8_t* row) {
@@ -189,7 +188,7 @@ __device__ __forceinline__ float2 two_values(uint32_t codes) {
   return __half22float2(__half2(both));
 }
 
-// What one sender sent of a lane's elements, loaded and not yet decoded.
+// Bytes of one sender for a lane's elements, loaded and not yet decoded.
 template <Format F>
 struct SentCodes {
   static constexpr int FLIGHT = 4;  // senders whose bytes are loaded before the first is added
@@ -229,7 +228,7 @@ struct SentPlain {
   }
 };
 
-// step: bytes from a sender's row to the next one's.
+// step: bytes between rows of successive senders.
 template <typename Sent>
 __device__ void decode_vectors(const WireRange& range, const uint8_t* row, int64_t step, int64_t senders, int64_t first,
                                float* out, int64_t left) {
@@ -304,7 +303,7 @@ __global__ void __launch_bounds__(WIRE_THREADS, 3) decode_ranges(const __grid_co
 
 // --- launches --------------------------------------------------------------------------------------------------------
 
-// Whether every quad of a range lies at a multiple of its own size, in memory and on the wire.
+// Whether every four elements of a range are aligned to their size, in memory and on the wire.
 bool by_vectors(const Wire& wire, const WireRange& range, const void* bytes) {
   const int64_t held = range.held == Format::FP32 ? 16 : 8;
   const bool coded = range.exponents >= 0;
@@ -313,8 +312,8 @@ bool by_vectors(const Wire& wire, const WireRange& range, const void* bytes) {
          aligned(bytes, sent) && wire.row_bytes % sent == 0 && range.bytes % sent == 0;
 }
 
-// each: elements of a warp, but that of an encode which cannot go by vectors takes a block. Calls launch(table, grid) for
-// every TABLE ranges.
+// Calls launch(table, grid) for every TABLE ranges. each: elements per warp; in an encode without vectors a warp has
+// one block instead.
 template <typename Launch>
 void for_tables(const Wire& wire, const void* bytes, int64_t each, bool encodes, const Launch& launch) {
   STD_TORCH_CHECK(wire.rows < 65536, "a wire of ", wire.rows, " rows");
@@ -336,7 +335,7 @@ void for_tables(const Wire& wire, const void* bytes, int64_t each, bool encodes,
   }
 }
 
-// body(tag) with the format of codes; plain elements of BF16 need none, and any that has them will do.
+// Calls body(tag) with the format of codes; for plain BF16 rows, which have no codes, with any format.
 template <typename Body>
 void with_codes(Format format, const Body& body) {
   if (format == Format::FP32) return body(FormatTag<Format::FP32>{});

@@ -1,5 +1,5 @@
-// Groups of a row-major matrix as ops/states.py lays them: `group` elements each, restarting at every segment of a row.
-// Rows are made of whole segments, so group `index` lies in segment index / per_segment of the matrix.
+// Groups of a row-major matrix as in ops/states.py: `group` elements each, restarting at every segment of a row. Rows
+// have whole segments, so group `index` is in segment index / per_segment of the matrix.
 #pragma once
 
 #include "cuda/launch.h"
@@ -9,7 +9,7 @@ namespace lowprec {
 
 struct Groups {
   int64_t length;       // elements of a segment
-  int64_t group;        // elements of a group; the last one of a segment may be short
+  int64_t group;        // elements of a group; the last one of a segment may be shorter
   int64_t per_segment;  // groups of a segment
   int64_t count;        // groups of the matrix
 };
@@ -25,7 +25,7 @@ inline Groups groups_of(int64_t rows, int64_t columns, int64_t group, int64_t se
 #if defined(__CUDACC__)
 
 struct Place {
-  int64_t start;  // first element in the matrix
+  int64_t start;  // index of the first element in the matrix
   int64_t count;
 };
 
@@ -34,7 +34,7 @@ __device__ __forceinline__ Place place_of(const Groups& groups, int64_t index) {
   return {segment * groups.length + offset, min(groups.group, groups.length - offset)};
 }
 
-// A group's extremes, gathered one magnitude at a time.
+// Extremes of a group, updated with one magnitude at a time.
 struct Extremes {
   uint32_t largest = 0, smallest = INFINITE;
 

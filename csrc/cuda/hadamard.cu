@@ -1,17 +1,16 @@
 // hadamard (ops/reference.py): random signs, then the orthonormal Walsh-Hadamard transform of each block.
 //
-// Blocks lie one after the other in memory, so rows do not matter: a thread takes eight neighbouring elements, the
-// strides 1, 2, 4 stay in its registers, 8 to 128 go across the lanes of its warp. Longer blocks take one more pass a
-// stride.
+// Blocks are contiguous in memory, so rows do not matter: a thread has eight neighbouring elements; strides 1, 2, 4 are
+// in its registers, 8 to 128 across the lanes of its warp. Longer blocks need one more pass per stride.
 #include "cuda/rotate.h"
 
 namespace lowprec {
 namespace {
 
 constexpr int THREADS = 256;
-constexpr int WARP_BLOCK = 32 * VECTOR;  // the longest block that a warp holds
+constexpr int WARP_BLOCK = 32 * VECTOR;  // the longest block within a warp
 
-// signs: a seed, or nullptr; they repeat every `period` elements. block: at most WARP_BLOCK.
+// signs: a seed, or nullptr; signs repeat every `period` elements. block: at most WARP_BLOCK.
 template <typename In>
 __global__ void __launch_bounds__(THREADS)
     rotate_blocks(const In* __restrict__ x, float* __restrict__ out, int64_t count, const int64_t* __restrict__ signs,

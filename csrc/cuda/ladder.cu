@@ -1,11 +1,11 @@
-// rotate_fold_ladder (ops/ladder.py): random Hadamard transform, E2M1 under the best of three rungs in blocks of 16,
-// carriers, a factor per row. This file: rows as they lie, and the op. ladder_transposed.cu: rows of the transpose.
+// rotate_fold_ladder (ops/ladder.py): random Hadamard transform, E2M1 with the best of three rungs in blocks of 16,
+// carriers, a factor per row. This file has rows of x and the op; ladder_transposed.cu has rows of the transpose.
 //
-// As in rotate.cu a thread block holds a whole row in registers, since rungs hang from the row's largest magnitude. What
-// a row's scale is made of is left in memory, its sums as whole numbers that are added in any order; a last kernel makes it.
+// As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Kernels leave
+// the parts of row scales in memory, with sums as integers, exact in any order; a last kernel computes scales.
 //
-// What binds: instructions. Of some 40 an element 15 try three rungs (two elements an instruction), 9 round and make the
-// code, 5 are the row's sums, 7 butterflies.
+// Bound by instructions: of about 40 per element, 15 try three rungs (two elements per instruction), 9 round and
+// encode, 5 are the row's sums, 7 butterflies.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_rows.h"
@@ -14,7 +14,7 @@ namespace lowprec {
 namespace {
 
 template <int held>
-constexpr int WARPS_OF = held == HELD ? 16 : 28;  // rows of 32768 and of 28672
+constexpr int WARPS_OF = held == HELD ? 16 : 28;  // for rows of 32768 and of 28672
 constexpr int STATIC_SHARED = 2048;
 
 template <typename In, int fixed, bool corrected, int held>
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(32 * WARPS_OF<held>, 1)
     for (int b = 0; b < blocks; ++b) most = larger(most, amax[b] = block_amax(v + b * LADDER_BLOCK));
     most = warp_largest(most);
     if (lane == 0) of_warps[turn][warp] = most;
-    __syncthreads();  // one a row: a warp reaches the slots again only after all have left the other turn
+    __syncthreads();  // one per row: these slots are written again only after the barrier of the next row
     most = warp_largest(of_warps[turn][lane < warps ? lane : 0]);
     const LadderRow here = ladder_row(most, rule.span);
     if (threadIdx.x == 0) left.keys[row] = most;
@@ -99,9 +99,9 @@ void launch_rows(const LadderCall& call) {
   launch_rows<In, 0, corrected>(call);
 }
 
-// --- step by step: shapes that the fused kernels leave out -----------------------------------------------------------
+// --- step by step: shapes that the fused kernels do not support ------------------------------------------------------
 
-// A block a row of FP32, read twice; a thread takes blocks of 16.
+// A block per row of FP32, which it reads twice; a thread processes blocks of 16.
 template <bool corrected>
 __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x, uint8_t* __restrict__ codes, RowLeft left,
                                                     int64_t columns, LadderRule rule) {
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x,
   }
 }
 
-// Scales of rows, from what the kernels left of each.
+// Scales of rows from `left`, the results of the other kernels.
 __global__ void row_scales(RowLeft left, int64_t rows, LadderRule rule, bool corrected, float* __restrict__ scale) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= rows) return;
@@ -176,7 +176,7 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   call.codes = mutable_data_of<uint8_t>(codes);
   call.how.block = static_cast<int>(rotation), call.how.factor = hadamard_factor(rotation);
   call.how.signs = seed_of(signs);
-  const Tensor held = scale.has_value() ? dense(*scale) : x;  // alive until the kernels are launched
+  const Tensor held = scale.has_value() ? dense(*scale) : x;  // must live until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
   call.rule = {static_cast<int>(span), by == Candidates::MSE};
   call.corrected = corrected, call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);

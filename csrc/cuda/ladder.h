@@ -1,7 +1,7 @@
-// A thread's blocks of 16 on the ladder (ops/ladder.py): the best of three rungs, codes in their carrier, sums of the row.
+// A thread's blocks of 16 with ladder scales (ops/ladder.py): the best of three rungs, carrier codes, sums of the row.
 //
-// Errors of candidates are judged in half precision, two elements an instruction; their order of summation is that of
-// the reference, as is the FP32 one of the row's sums. These become whole numbers, which are added in any order.
+// Errors of candidates are computed in half precision, two elements per instruction, in the reference's order of
+// summation; so are the FP32 sums of blocks. These are converted to integers, which are added in any order.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -25,14 +25,14 @@ __device__ __forceinline__ uint32_t block_amax(const float* v) {
 __device__ __forceinline__ uint32_t bits_of_pair(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
 __device__ __forceinline__ __half2 pair_of_bits(uint32_t bits) { return *reinterpret_cast<const __half2*>(&bits); }
 
-// A block's first rung, by the exponent and the place of its mantissa; `lowest` where no rung below it may be taken.
+// First rung of a block, by its exponent and the place of its mantissa; `lowest`: no rung below it is allowed.
 struct BlockRung {
   int step, place;
   bool lowest;
 };
 
-// The first rung of ladder.h's `first_rung`, not below the row's floor. Mantissas of 6 L are 1.125, 1.5 and 1.875: what
-// lies above the first of them, in thirds of .375.
+// `first_rung` of numerics/ladder.h, but not below the row's floor. Mantissas of 6 L are 1.125, 1.5 and 1.875: the
+// excess above 1.125 is divided into thirds of .375.
 __device__ __forceinline__ BlockRung block_rung(uint32_t amax_bits, int floor) {
   const int over = static_cast<int>(amax_bits - 0x100001u), step = (over >> 23) - 129 - LADDER_LOW;
   const int place = static_cast<int>((static_cast<uint32_t>(over) >> 20 & 7u) * 11u >> 5);
@@ -40,10 +40,10 @@ __device__ __forceinline__ BlockRung block_rung(uint32_t amax_bits, int floor) {
   return {max(step, floor), under ? 0 : place, step < floor || (step == floor && place == 0)};
 }
 
-// By place: inverses of the rungs above, at and below in half precision, twice a word, and squares of their scales in
-// units of 2^step; by `candidate`, the place plus 0 (below), 1 (at) or 2 (above): inverse and scale of the rung at step 0.
-// The last words lift a binade's bits to those of 1.5 times the number whose last bit is a step of its grid: constants
-// that ptxas would move to a register before each use.
+// Indexed by place: inverses of the rungs above, at and below in half precision, twice per word, and squares of their
+// scales in units of 2^step. Indexed by `candidate`, the place plus 0 (below), 1 (at) or 2 (above): inverse and scale
+// of the rung at step 0. The last words convert a binade's bits to 1.5 times the number whose last bit is a grid step:
+// as constants, ptxas would move them to a register before each use.
 struct LadderTables {
   uint4 inverses[3];
   float4 weights[3];
@@ -52,7 +52,7 @@ struct LadderTables {
 
 constexpr uint32_t LIFT = 0x0b400000u, LIFT_OF_PAIR = 0x26002600u;
 
-// By a block's first threads; a barrier follows.
+// Called by a block's first threads; the caller adds a barrier.
 __device__ __forceinline__ void make_ladder_tables(LadderTables& tables) {
   const int at = threadIdx.x;
   if (at < 3) {
@@ -71,7 +71,7 @@ __device__ __forceinline__ void make_ladder_tables(LadderTables& tables) {
   }
 }
 
-// Sum of squared errors of eight pairs under a scale, in units of its square. factor: its inverse, twice.
+// Sum of squared errors of eight pairs with a scale, in units of its square. factor: its inverse, twice.
 template <bool clips>
 __device__ __forceinline__ float squared_error(const __half2 (&size)[8], uint32_t factor, uint32_t lift) {
   const auto square = [&](__half2 value) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ float squared_error(const __half2 (&size)[8], uint32_
   return __half2float(__hadd_rn(__low2half(sum), __high2half(sum)));
 }
 
-// The candidate of least error: 2 + place, 1 + place or place.
+// The candidate with the least error: 2 + place, 1 + place or place.
 __device__ __forceinline__ int chosen_candidate(const float* v, const BlockRung& rung, const LadderTables& tables) {
   const float unit = exp2_int(-(rung.step + LADDER_LOW));
   __half2 size[8];
@@ -112,14 +112,14 @@ struct RowSums {
   int64_t own = 0, made = 0;
 };
 
-// |v| on E2M1's grid, at most 6, to nearest even.
+// |v| rounded to the nearest value of E2M1's grid, ties to even, at most 6.
 __device__ __forceinline__ float size_on_grid(float v, uint32_t lift) {
   const float size = fminf(fabsf(v), 6.0f);
   const float magic = bits_float(__viaddmax_u32(float_bits(size) & INFINITE, lift, 0x3f800000u + LIFT));
   return (size + magic) - magic;
 }
 
-// Carrier codes of a block of 16, four a word; its share of the row's sums.
+// Carrier codes of a block of 16, four per word, and its contribution to the row's sums.
 template <bool corrected>
 __device__ __forceinline__ void emit_block(const float* v, uint32_t amax_bits, const LadderRow& row, bool chooses,
                                            const LadderTables& tables, uint32_t* words, RowSums& sums) {
@@ -161,7 +161,7 @@ __device__ __forceinline__ void emit_block(const float* v, uint32_t amax_bits, c
   }
 }
 
-// Two sums of a warp, in every lane: parts of 24 bits, so that 32 of them fit a word.
+// Sum over a warp, in every lane: by parts of 24 bits, so that the sum of 32 fits a word.
 __device__ __forceinline__ int64_t warp_sum(int64_t value) {
   const uint32_t low = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(value & 0xffffff));
   const uint32_t high = __reduce_add_sync(0xffffffffu, static_cast<uint32_t>(value >> 24));

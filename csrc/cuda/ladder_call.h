@@ -1,4 +1,4 @@
-// A call of rotate_fold_ladder, as its kernels of either orientation take it.
+// Arguments of rotate_fold_ladder for the kernels of both orientations.
 #pragma once
 
 #include "cuda/rotate.h"
@@ -7,10 +7,10 @@ namespace lowprec {
 
 struct LadderRule {
   int span;
-  bool chooses;  // of three rungs the one of least squared error
+  bool chooses;  // the rung with the least squared error of three
 };
 
-// What kernels leave of each row of codes: bits of its largest magnitude, and its two sums. Zeros before.
+// Results of kernels for each row of codes: bits of its amax, and its two sums. Must be zeros before.
 struct RowLeft {
   uint32_t* keys;
   unsigned long long* sums;
@@ -23,7 +23,7 @@ struct RowLeft {
 #endif
 };
 
-// One call: the matrix as it lies [rows, columns], its codes in either orientation.
+// One call: the matrix [rows, columns], its codes in either orientation.
 struct LadderCall {
   const void* x;
   int64_t rows, columns;

@@ -1,8 +1,7 @@
-// rotate_fold_ladder of the transpose: a row of codes is a column of x, its rotations and blocks run down the tokens.
+// rotate_fold_ladder of the transpose: a row of codes is a column of x; its rotations and blocks are along tokens.
 //
-// x is read twice, as in rotate_transposed.cu: the first read leaves the largest magnitude of each column by an atomic
-// maximum; the second rotates again, tries the rungs, writes codes and adds whole numbers to the column's two sums, in any
-// order.
+// x is read twice, as in rotate_transposed.cu: the first read computes the amax of each column by an atomic maximum;
+// the second rotates again, tries the rungs, writes codes and adds integers to the column's two sums, in any order.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_columns.h"
@@ -24,7 +23,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
     for (int b = 0; b < HELD / LADDER_BLOCK; ++b) most = larger(most, block_amax(v + b * LADDER_BLOCK));
     most = larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
     most = larger(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    // A product with the factor keeps the order of magnitudes, so it waits until after the maximum.
+    // A product with the factor keeps the order of magnitudes, so it is applied after the maximum.
     if (mine.inside && (threadIdx.x & 3) == 0) atomicMax(keys + mine.column, float_bits(bits_float(most) * how.factor));
   });
 }
@@ -64,7 +63,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
       uint8_t* to = codes + static_cast<int64_t>(column) * rows + token;
       if (column < columns && token < rows) *reinterpret_cast<uint4*>(to) = made;
     });
-    __syncwarp();  // before the warp's own bytes are written again
+    __syncwarp();  // before the warp's own bytes are overwritten
   });
 }
 

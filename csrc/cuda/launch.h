@@ -1,4 +1,4 @@
-// Launching on the current stream of a tensor's device, and the few device functions that every kernel uses.
+// Launches on the current stream of a tensor's device, and device functions that all kernels use.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -32,7 +32,7 @@ inline bool aligned(const void* pointer, size_t bytes) { return reinterpret_cast
 
 __device__ __forceinline__ uint32_t warp_largest(uint32_t bits) { return __reduce_max_sync(0xffffffffu, bits); }
 
-// Largest of a block's values, in every thread; `scratch` holds a word a warp. Ends with a barrier.
+// Maximum over a block, in every thread; `scratch` has a word per warp. Ends with a barrier.
 __device__ __forceinline__ uint32_t block_largest(uint32_t bits, uint32_t* scratch) {
   bits = warp_largest(bits);
   const int warp = threadIdx.x >> 5, warps = (blockDim.x + 31) >> 5;

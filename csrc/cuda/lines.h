@@ -1,4 +1,4 @@
-// Blocks of 16 elements, a thread each (NVFP4's lines): loaded, rotated, measured, placed on E2M1's grid and packed.
+// Blocks of 16 elements, one per thread (NVFP4): load, rotate, amax, rounding to E2M1's grid, packing.
 #pragma once
 
 #include "cuda/amax.h"
@@ -11,29 +11,29 @@ namespace lowprec {
 
 constexpr int LINE = 16;  // elements of a block
 
-// The hardware's conversions, of numbers that are not negative: bits of `encode` and `decode`.
+// Hardware conversions of non-negative numbers, with the bits of `encode` and `decode`.
 __device__ __forceinline__ uint8_t e4m3_code(float v) { return __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3); }
 __device__ __forceinline__ float e4m3_value(uint8_t code) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
 }
 
-// E2M1's number nearest to |v|, at most 6.
+// The E2M1 value nearest to |v|, at most 6.
 __device__ __forceinline__ float e2m1_size(float v) {
-  constexpr uint32_t lift = 0x0b400000u;  // a binade's bits to those of 1.5 times the number whose last bit is a step
+  constexpr uint32_t lift = 0x0b400000u;  // from a binade's bits to 1.5 times the number whose last bit is a step
   const float size = fminf(fabsf(v), 6.0f);
   const float magic = bits_float(__viaddmax_u32(float_bits(size) & INFINITE, lift, 0x3f800000u + lift));
   return (size + magic) - magic;
 }
 
-// A thread's rotation of blocks that lie in order: signs, and a random Hadamard transform across neighbouring threads.
+// Rotation of contiguous blocks across neighbouring threads: signs, and a Hadamard transform.
 struct Turn {
   const int64_t* signs;  // null: all +1
   int block;             // 0: none
   float factor;
 };
-constexpr int LONGEST = 256;  // rotation
+constexpr int LONGEST = 256;  // rotation block
 
-// Flips of the sixteen elements of each thread of a warp; they repeat every `block` elements. Ends with a barrier.
+// Sign bits of the sixteen elements of each thread of a warp; they repeat every `block` elements. Ends with a barrier.
 __device__ __forceinline__ void make_flips(uint16_t (&flips)[32], const Turn& turn) {
   if (threadIdx.x < 32) {
     const bool drawn = turn.signs != nullptr && turn.block > 0;
@@ -61,7 +61,7 @@ struct Line {
 #pragma unroll
     for (int i = 0; i < LINE; ++i) v[i] = held[i / VECTOR][i % VECTOR];
   }
-  // By whole warps.
+  // Must be called by whole warps.
   __device__ __forceinline__ void rotated(float (&v)[LINE], uint32_t flips, const Turn& turn) const {
     values(v);
     if (turn.block == 0) return;
@@ -74,7 +74,7 @@ struct Line {
   }
 };
 
-// Bits of the largest magnitude; NaN wins.
+// Bits of the largest magnitude; NaN propagates.
 __device__ __forceinline__ uint32_t line_amax(const float (&v)[LINE]) {
   uint32_t most = 0;
 #pragma unroll
@@ -84,7 +84,7 @@ __device__ __forceinline__ uint32_t line_amax(const float (&v)[LINE]) {
 
 constexpr int LINES_EACH = 2;
 
-// The blocks of a thread: `first`, and another one THREADS on.
+// Loads the blocks of a thread: `first`, and others at a distance of THREADS.
 template <typename In>
 __device__ __forceinline__ void fetch(const In* __restrict__ x, int64_t first, int64_t blocks, Line<In> (&held)[LINES_EACH]) {
 #pragma unroll
@@ -95,7 +95,7 @@ __device__ __forceinline__ void fetch(const In* __restrict__ x, int64_t first, i
   }
 }
 
-// amax: zero before.
+// amax: must be zero before.
 template <typename In>
 static __global__ void __launch_bounds__(THREADS)
     largest_rotated(const In* __restrict__ x, uint32_t* __restrict__ amax, int64_t blocks, Turn turn) {
@@ -132,7 +132,7 @@ inline Turn lines_turn(const Tensor& x, const std::optional<Tensor>& signs, int6
   return {seed_of(signs), static_cast<int>(rotation), hadamard_factor(rotation)};
 }
 
-// Sixteen joined in the order of halving.
+// Reduction of sixteen values in the order of halving.
 template <typename Join>
 __device__ __forceinline__ float halved(const float (&p)[LINE], const Join& join) {
   float of[4];
@@ -141,7 +141,7 @@ __device__ __forceinline__ float halved(const float (&p)[LINE], const Join& join
   return join(join(of[0], of[2]), join(of[1], of[3]));
 }
 
-// E4M3 codes of values on its grid.
+// E4M3 codes of values on the E4M3 grid.
 __device__ __forceinline__ void pack_fp8(const float (&v)[LINE], uint32_t (&words)[LINE / 4]) {
 #pragma unroll
   for (int i = 0; i < LINE / 4; ++i) {
@@ -151,12 +151,13 @@ __device__ __forceinline__ void pack_fp8(const float (&v)[LINE], uint32_t (&word
   }
 }
 
-// Whether a block's codes are found the short way. A scale of the whole matrix that is not finite loses each of its blocks.
+// Whether codes of a block can be computed without special cases. A non-finite scale of the matrix makes this false for
+// all blocks.
 __device__ __forceinline__ bool plain(float most, const TileScale& of) {
   return is_finite(most) && of.inverse > 0.0f && of.inverse < bits_float(INFINITE);
 }
 
-// Values over a scale, correctly rounded where their code is not zero.
+// Divides values by a scale, correctly rounded where the code is not zero.
 __device__ __forceinline__ void places(float (&v)[LINE], const TileScale& of) {
   if (regular(of.scale)) {
 #pragma unroll
@@ -167,7 +168,7 @@ __device__ __forceinline__ void places(float (&v)[LINE], const TileScale& of) {
   }
 }
 
-// Codes of places that may not be finite; of_place(i): that of the i-th.
+// Codes of values that may not be finite; of_place(i): code of the i-th value.
 template <typename Code>
 __device__ __forceinline__ void each_code(uint32_t (&words)[LINE / 4], const Code& of_place) {
 #pragma unroll
@@ -177,7 +178,7 @@ __device__ __forceinline__ void each_code(uint32_t (&words)[LINE / 4], const Cod
   }
 }
 
-// E2M1 of finite places: to nearest, or up with the probability of the distance by `drawn`.
+// E2M1 codes of finite scaled values: to nearest, or stochastic with the random bits `drawn`.
 __device__ __forceinline__ void nearest_codes(const float (&place)[LINE], uint32_t (&words)[LINE / 4]) {
   float v[LINE];
 #pragma unroll

@@ -1,20 +1,20 @@
-// quantized_norm and its derivative: RMSNorm or LayerNorm of an input that is rounded, with the codes saved.
+// quantized_norm and its gradient: RMSNorm or LayerNorm of a quantised input, whose codes are saved.
 //
-//   forward    a block a row, held in registers: one read of x; y, codes and exponents are written
-//   backward   a fixed number of blocks, each over many rows, the next row's loads in flight while one is reduced; the
-//              weight's gradient grows in registers, one partial row a block, which a second kernel adds up
+//   forward    a block per row, in registers: reads x once; writes y, codes and exponents
+//   backward   a fixed number of blocks, each over many rows; loads of the next row overlap the reductions of one; the
+//              weight's gradient is accumulated in registers, a partial row per block, which a second kernel adds
 //
-// The number of blocks depends on the shape alone and every sum has one order: the same bits at each run.
+// The number of blocks depends on the shape only and every sum has a fixed order: all runs give the same bits.
 #include "cuda/saved.h"
 
 namespace lowprec {
 namespace {
 
 constexpr int MOST_THREADS = 512;
-constexpr int64_t WIDEST = MOST_THREADS * VECTOR * 4;  // columns: four vectors a thread
+constexpr int64_t WIDEST = MOST_THREADS * VECTOR * 4;  // columns: four vectors per thread
 
-// Sums over a block, in every thread, of one value or of two. `scratch` has two halves, taken in turn: one barrier a
-// sum, since a thread that is still reading a half is waited for at the barrier of the other one.
+// Sums of one or two values over a block, in every thread. `scratch` has two halves, used alternately, so that one
+// barrier per sum is enough: a half is written again only after the barrier of the other one.
 struct BlockSums {
   float2 (*scratch)[MOST_THREADS / 32];
   int turn;
@@ -55,14 +55,14 @@ template <typename In>
 struct Forward {
   const In* x;
   const float* weight;
-  const float* bias;  // nullptr: none
+  const float* bias;  // nullptr if there is none
   float eps;
   bool centered;
   In* y;
   float* amax;
   uint8_t* codes;
   uint8_t* exponents;
-  int vectors, shift;  // of a row, of a group
+  int vectors, shift;  // vectors of a row, log2 of the vectors of a group
 };
 
 template <typename In, Format F, int per_thread, int most_threads>
@@ -136,18 +136,18 @@ struct Backward {
   float eps;
   bool centered;
   In* dx;
-  float* dweight;  // [blocks, columns]: a partial row a block
-  float* dbias;    // the same; nullptr without a bias
+  float* dweight;  // [blocks, columns]: a partial row per block
+  float* dbias;    // likewise; nullptr without a bias
   int64_t rows;
   int vectors, shift;
 };
 
-// What a thread reads of a row for one vector.
+// Inputs that a thread reads for one vector of a row.
 template <typename In, Format F>
 struct Read {
   Vector<In> dy;
   SavedCodes<F> codes;
-  uint32_t scale;  // bits; infinite in a group that is not finite, whose codes are NaN
+  uint32_t scale;  // bits; infinity for a group with Inf or NaN, whose codes are NaN
 
   __device__ __forceinline__ void load(const Backward<In>& of, int64_t row, int at) {
     const int64_t vector = row * of.vectors + at;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void read_row(Read<In, F> (&read)[per_thread], const 
   }
 }
 
-// Up to two vectors a thread stay in registers; a wider row is read again, from the caches.
+// Up to two vectors per thread stay in registers; wider rows are read again, from the caches.
 template <typename In, Format F, int per_thread, bool biased>
 __global__ void __launch_bounds__(MOST_THREADS, per_thread == 1 && sizeof(In) == 2 ? 2 : 1)
     norm_rows_backward(const Backward<In> of) {
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(MOST_THREADS, per_thread == 1 && sizeof(In) ==
         each(i, at, now[i].dy, x);
       }
     };
-    float2 sum = make_float2(0.0f, 0.0f);  // RMS: of x^2 and g x; centred: of x and g
+    float2 sum = make_float2(0.0f, 0.0f);  // RMS: sums of x^2 and g x; centred: of x and g
     visit([&](int, int, const Vector<In>& dy, const float(&x)[VECTOR]) {
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(MOST_THREADS, per_thread == 1 && sizeof(In) ==
   }
 }
 
-// Columns of the partial rows added up, 32 columns a block: 16 threads a column take every sixteenth row, then a tree.
+// Adds columns of the partial rows, 32 columns per block: 16 threads per column add every sixteenth row, then a tree.
 __global__ void __launch_bounds__(512) add_rows(const float* __restrict__ partial, float* __restrict__ total, int rows,
                                                 int columns) {
   __shared__ float sums[16][33];
@@ -271,7 +271,7 @@ __global__ void __launch_bounds__(512) add_rows(const float* __restrict__ partia
 
 int threads_for(int64_t vectors, int per_thread) { return static_cast<int>(ceil_div(ceil_div(vectors, per_thread), 32) * 32); }
 
-// Blocks of the backward pass: the threads of 132 multiprocessors, filled to a half.
+// Blocks of the backward pass: enough threads to fill half of 132 multiprocessors.
 int64_t blocks_for(int64_t rows, int threads) {
   const int64_t each = 1024 / threads < 2 ? 2 : 1024 / threads > 8 ? 8 : 1024 / threads;
   return rows < 132 * each ? rows : 132 * each;

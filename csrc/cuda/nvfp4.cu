@@ -1,11 +1,11 @@
-// quantize_nvfp4: E2M1 codes under E4M3 block scales under one FP32 scale of the tensor (ops/reference.py).
+// quantize_nvfp4: E2M1 codes with E4M3 block scales and one FP32 scale of the tensor (ops/reference.py).
 //
-//   blocks    tile (1, 16)         a thread each
-//   lines     tile (1, 8 .. 256)   the lanes that share a line exchange their amax
-//   squares   tile (16, 16)        a block holds 16 rows of 8 tiles, one vector a thread
+//   blocks    tile (1, 16)         one per thread
+//   lines     tile (1, 8 .. 256)   lanes that share a line exchange their amax
+//   squares   tile (16, 16)        a block has 16 rows of 8 tiles, one vector per thread
 //   tiles     any other            amax and scales first, then codes
 //
-// The tensor's maximum comes first in each, so x is read twice (three times in the last): 4.5 bytes an element of BF16.
+// All compute the tensor's amax first, so x is read twice (three times for `tiles`): 4.5 bytes per element of BF16.
 #include "cuda/nvfp4.h"
 #include "cuda/rotate.h"
 
@@ -87,12 +87,12 @@ __global__ void __launch_bounds__(THREADS)
     if (vector >= vectors) continue;
     const Block of = block_of(bits_float(most), tensor_scale, room);
     if (vector % lanes == 0) leave(to, vector / lanes, of.of.scale, of.code);
-    const int64_t row = random ? vector * VECTOR / columns : 0;  // without draws, the matrix is one long row
+    const int64_t row = random ? vector * VECTOR / columns : 0;  // without random bits, the matrix is one long row
     emit<random>(held[i], of.of, to.codes, draw, row, vector * VECTOR - row * columns, columns);
   }
 }
 
-// A block takes 16 rows of 128 columns; two threads side by side and 16 down share a tile.
+// A block has 16 rows of 128 columns; two neighbouring threads and 16 below each other share a tile.
 template <typename In, bool random>
 __global__ void __launch_bounds__(THREADS)
     nvfp4_squares(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, int64_t columns,
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(THREADS)
   if (column < columns) emit<random>(held, scales[across >> 1], to.codes, draw, row, column, columns);
 }
 
-// A block a tile: its maximum and scale.
+// A block per tile computes its amax and scale.
 template <typename In>
 __global__ void __launch_bounds__(THREADS)
     nvfp4_scales(const In* __restrict__ x, const uint32_t* __restrict__ amax, Outputs to, int64_t columns, Tile tile,
@@ -170,7 +170,7 @@ void launch(const Tensor& x, const uint32_t* amax, const Outputs& to, Tile tile,
   }
 }
 
-// How x is rounded; rotation 0 once it is rotated.
+// Arguments of a call; rotation is 0 if x is already rotated.
 struct Request {
   Tensor x;
   Tile tile;
@@ -189,7 +189,7 @@ Request request_of(const Tensor& given, const std::vector<int64_t>& tile_given, 
   return {x, tile, head_room(headroom), {seed_of(rounding, seed), seed_of(origin)}, lines_turn(x, signs, rotation)};
 }
 
-// Leaves the outer scale, of the largest magnitude, and codes or values.
+// Writes the outer scale, from the amax, and codes or values.
 void run(const Request& r, const Outputs& to) {
   Tensor amax = torch::stable::new_zeros(r.x, {1}, ScalarType::Int);
   uint32_t* found = mutable_data_of<uint32_t>(amax);

@@ -1,4 +1,4 @@
-// What the kernels of NVFP4 share: scales of the outer tile and of blocks, codes of eight values.
+// Common functions of the NVFP4 kernels: outer scales and block scales, codes of eight values.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,11 +10,11 @@ namespace lowprec {
 #if defined(__CUDACC__)
 
 struct Draw {
-  const int64_t* seed;  // null: to nearest
+  const int64_t* seed;  // null: round to nearest
   const int64_t* origin;
 };
 
-// limit: 6 * headroom; `exact` where FP32 holds it.
+// limit: 6 * headroom; `exact`: FP32 represents it.
 struct HeadRoom {
   double limit;
   bool exact, raises;
@@ -30,13 +30,13 @@ struct Block {
   uint8_t code;
 };
 
-// Of the largest magnitude that it serves; reach: what that becomes, 6 times the largest block scale.
+// Outer scale from an amax; reach: the value to which the amax is scaled, 6 times the largest block scale.
 __device__ __forceinline__ float outer_scale(float top, float reach) {
   const float share = divide(top, reach);
   return share < 0x1p-117f ? 0x1p-117f : share;
 }
 
-// The code of a block's scale in units of the outer one; of zero, which would lose the block, the smallest.
+// Code of a block scale relative to the outer scale, at least the smallest, because zero would flush the block.
 __device__ __forceinline__ uint8_t block_code(float wanted) {
   return e4m3_code(wanted < 0x1p-9f ? 0x1p-9f : wanted);
 }
@@ -51,7 +51,7 @@ __device__ __forceinline__ Block block_of(float amax, float tensor_scale, const 
   return {{scale, divide(1.0f, scale)}, code};
 }
 
-// inverse: that of the values' scale; 0 where they differ in it.
+// inverse: that of the values' scale; 0 if they have different scales.
 template <bool random>
 __device__ __forceinline__ Codes<Format::E2M1> coded(const float (&v)[VECTOR], float inverse, const Draw& draw,
                                                      int64_t row, int64_t column) {
@@ -66,7 +66,7 @@ __device__ __forceinline__ Codes<Format::E2M1> coded(const float (&v)[VECTOR], f
   return codes;
 }
 
-// Codes, their scales and the blocks' codes; or, where there are `values`, what they stand for but for the outer scale.
+// Outputs: codes, their scales and codes of block scales; or `values`, dequantised codes without the outer scale.
 struct Outputs {
   uint8_t *codes, *block;
   float *scale, *tensor_scale;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void leave(const Outputs& to, int64_t tile, float sca
   to.scale[tile] = scale;
   to.block[tile] = code;
 }
-// A block of 16. stored: the code of its scale.
+// Writes a block of 16. stored: the code of its scale.
 __device__ __forceinline__ void leave_line(const Outputs& to, int64_t line, float scale, uint8_t stored,
                                            const uint32_t (&words)[LINE / 4]) {
   if (to.values == nullptr) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void leave_line(const Outputs& to, int64_t line, floa
   const __half2 by = __half2half2(__half(__nv_cvt_fp8_to_halfraw(stored, __NV_E4M3)));
   uint32_t made[LINE / 2];
 #pragma unroll
-  for (int i = 0; i < LINE / 2; ++i) {  // products of E2M1 and E4M3 are numbers of FP16 and of BF16
+  for (int i = 0; i < LINE / 2; ++i) {  // FP16 and BF16 represent products of E2M1 and E4M3
     const uint32_t pair = words[i >> 1] >> (16 * (i & 1)) & 0xffffu;
     const __half2 codes = __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
     const float2 v = __half22float2(__hmul2_rn(codes, by));
@@ -99,7 +99,7 @@ __device__ __forceinline__ void leave_line(const Outputs& to, int64_t line, floa
   out[1] = make_uint4(made[4], made[5], made[6], made[7]);
 }
 
-// Codes under scales that are there: a thread takes eight elements of a row. x is 16-byte aligned.
+// Codes with given scales: eight elements of a row per thread. x is aligned to 16 bytes.
 template <typename In, bool random>
 static __global__ void __launch_bounds__(256)
     nvfp4_codes(const In* __restrict__ x, const float* __restrict__ scale, uint8_t* __restrict__ codes, int64_t rows,

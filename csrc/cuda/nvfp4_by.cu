@@ -1,9 +1,9 @@
-// quantize_nvfp4_by (ops/reference.py): NVFP4 from maxima that were found before, of tiles and of what has one outer
-// scale, the matrix or each row. quantize_four_over_six (ops/four_over_six.py): the same, where each block takes its own
-// scale or 3/2 of it, by the error.
+// quantize_nvfp4_by (ops/reference.py): NVFP4 from a given amax of tiles and of the regions with one outer scale: the
+// matrix, its rows or its columns. quantize_four_over_six (ops/four_over_six.py): the same, but each block uses its
+// scale or 3/2 of it, whichever has the smaller error.
 //
-//   lines   blocks of 1x16, a thread each
-//   tiles   any other of a power of two of elements: a thread block each
+//   lines   blocks of 1x16, one per thread
+//   tiles   any other tile with a power of two of elements: one per thread block
 #include "cuda/nvfp4.h"
 #include "numerics/ladder.h"
 
@@ -12,11 +12,11 @@ namespace {
 
 constexpr uint32_t TWELVE_BITS = ~0xfffu;
 
-// Largest magnitudes: of tiles, and of what one outer scale serves, [1 or bands, 1 or across].
+// Amax of tiles, and of regions with one outer scale, [1 or bands, 1 or across].
 struct Maxima {
   const float *tiles, *tops;
-  int64_t across;             // tiles of a row
-  int64_t down_step, along_step;  // between tops of neighbouring tiles
+  int64_t across;             // tiles in a row
+  int64_t down_step, along_step;  // steps in `tops` between neighbouring tiles
 
   __device__ __forceinline__ float top(int64_t tile) const {
     if (down_step == 0 && along_step == 0) return *tops;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(THREADS)
   if (at < count) outer[at] = outer_scale(tops[at], reach);
 }
 
-// --- 6 or 4 ---
+// --- four over six ---
 
 constexpr float REACH = 6.0f * 256.0f;
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ Pair candidates_of(float amax, float outer) {
   return {candidate_of(share, outer), candidate_of(share * 1.5f, outer)};
 }
 
-// x over a candidate's scale, correctly rounded: where the corrected product may be off, below 2^-40 scales, by division.
+// x / scale of a candidate, correctly rounded: by division below 2^-40 scales, where the product may be inexact.
 __device__ __forceinline__ float place_of(float x, const Candidate& of) {
   const bool quick = regular(of.scale) && fabsf(x) >= of.scale * 0x1p-40f && fabsf(x) <= of.scale * 0x1p40f;
   return quick ? quotient(x, of.scale, of.inverse) : divide(x, of.scale);
@@ -71,7 +71,7 @@ __device__ __forceinline__ float code_of(float place) {
   return is_finite(place) ? round_e2m1(place) : is_nan(place) ? place : with_sign(6.0f, place);
 }
 
-// What one element adds to the error of its block.
+// Contribution of an element to the error of its block.
 __device__ __forceinline__ float off_by(float place, float block, Candidates by) {
   const float off = bits_float(float_bits(bits_float(magnitude_bits(code_of(place) - place)) * block) & TWELVE_BITS);
   return by == Candidates::MSE ? off * off : off;
@@ -90,7 +90,7 @@ __device__ __forceinline__ float error_of_line(const float (&place)[LINE], float
   return halved(each, [by](float a, float b) { return join(a, b, by); });
 }
 
-// The same by squares, of finite magnitudes. size: on the grid.
+// Squared error of a block of finite values. size: magnitudes on the grid.
 __device__ __forceinline__ float squares_of_line(const float (&place)[LINE], float block, float (&size)[LINE]) {
   float each[LINE];
 #pragma unroll
@@ -102,8 +102,8 @@ __device__ __forceinline__ float squares_of_line(const float (&place)[LINE], flo
   return halved(each, [](float a, float b) { return a + b; });
 }
 
-// A thread takes a block. By squares, where quotients of all its elements take the short way, both candidates go without
-// a branch.
+// A thread per block. For squared errors, if quotients of all elements need no division, both candidates are computed
+// without a branch.
 template <typename In>
 __global__ void __launch_bounds__(THREADS)
     chosen_lines(const In* __restrict__ x, Maxima maxima, Outputs to, int64_t tiles, Candidates by) {
@@ -155,8 +155,8 @@ struct TileErrors {
   float six, four;
 };
 
-// Errors of a tile of `count` elements, a power of two, in thread 0: element j is joined with j + count / 2, then with
-// j + count / 4, and so on. A thread visits those it has in the order in which neighbours are joined: bits reversed.
+// Errors of a tile of `count` elements, a power of two, in thread 0: element j is added to j + count / 2, then to
+// j + count / 4, and so on. A thread reads its elements in bit-reversed order, so that it adds neighbours.
 template <typename Place>
 __device__ TileErrors tile_errors(int64_t count, const Pair& pair, Candidates by, const Place& value, float (*shared)[THREADS]) {
   const int threads = static_cast<int>(count < THREADS ? count : THREADS);

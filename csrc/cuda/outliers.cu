@@ -1,15 +1,16 @@
-// outlier_bounds, quantize_carrier, and both in one pass (ops/reference.py, ops/pairs.py quantize_outliers): a row is
-// read once, its (clipped + 1)-th smallest and largest values are selected (cuda/row_in_shared_memory.h), its codes are written.
+// outlier_bounds, quantize_carrier, and both in one pass (ops/reference.py, ops/pairs.py quantize_outliers): reads a
+// row once, selects its (clipped + 1)-th smallest and largest values (cuda/row_in_shared_memory.h), and writes its
+// codes.
 //
-// What binds: instructions, not bytes. Of about 23 an element, 14 round (quotient, magic sum, two comparisons with the
-// bounds, half a conversion), 1 finds the clusters' extremes, 2 mark the list of candidates, the rest is the descents,
-// shared by the 100 or so elements of a thread. FP32 and odd rows are read again for each bit of their bounds.
+// Bound by instructions, not by memory. Of about 23 per element, 14 round (quotient, magic sum, two comparisons with
+// the bounds, half a conversion), 1 finds extremes of clusters, 2 mark candidates; the rest is the bitwise searches,
+// shared by about 100 elements of a thread. FP32 and odd rows are read again for each bit of their bounds.
 #include "cuda/row_in_shared_memory.h"
 
 namespace lowprec {
 namespace {
 
-// Codes of four values, words a and b.
+// Carrier codes of four values in words a and b.
 template <typename In>
 __device__ __forceinline__ uint32_t carrier_codes(uint32_t a, uint32_t b, const Bounds& of, float scale,
                                                   float inverse) {
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(warps == 1 ? 64 : 32 * warps)
 
 constexpr int ANY_WARPS = 8;
 
-// Bits that every key of a type has alike.
+// Bits that are the same in all keys of a type.
 template <typename In>
 constexpr int spare = sizeof(In) == 4 ? 0 : 13;
 
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(256)
 // --- ops -------------------------------------------------------------------------------------------------------------
 
 struct Outputs {
-  uint8_t* codes;  // null: bounds alone
+  uint8_t* codes;  // null: compute bounds only
   float *scale, *low, *high;
 };
 
@@ -154,7 +155,7 @@ void launch_team(const Tensor& x, const Outputs& to, uint32_t clipped) {
       data_of<In>(x), to.codes, to.scale, to.low, to.high, rows, static_cast<int>(columns), clipped);
 }
 
-// False: not a row of 16-bit floats that a group of warps holds.
+// Returns false unless the rows have 16-bit floats and fit a group of warps.
 template <typename In>
 bool launch_held(const Tensor& x, const Outputs& to, uint32_t clipped) {
   const int64_t columns = x.size(1);

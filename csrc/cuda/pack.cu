@@ -1,7 +1,7 @@
-// E2M1 codes two a byte (ops/reference.py pack_e2m1): bit 3 of a nibble is the sign, bits 0..2 the place in the grid.
+// E2M1 codes, two per byte (ops/reference.py pack_e2m1): bit 3 of a nibble is the sign, bits 0..2 the grid index.
 //
-// Four codes a word: places by byte-parallel arithmetic one way, by the byte permutation as an eight-entry table the
-// other way. 1.5 bytes move for each code.
+// Four codes per word: packing uses byte-parallel arithmetic, unpacking uses the byte permutation as an eight-entry
+// table. Memory traffic is 1.5 bytes per code.
 #include "cuda/launch.h"
 
 namespace lowprec {
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int PACK_THREADS = 256, EACH = 4;
 
-// Four E4M3 bytes to four nibbles, each in the low half of its byte.
+// Converts four E4M3 bytes to four nibbles, each in the low half of its byte.
 __device__ __forceinline__ uint32_t places(uint32_t codes) {
   const uint32_t size = codes & 0x7f7f7f7fu;
   const uint32_t above = size + 0x48484848u;  // bit 7: size >= 0x38; the bits below: size - 0x38
@@ -18,20 +18,20 @@ __device__ __forceinline__ uint32_t places(uint32_t codes) {
   return (normal & mask) | (size >> 5 & 0x01010101u & ~mask) | (codes >> 4 & 0x08080808u);
 }
 
-// Eight codes to four bytes.
+// Packs eight codes into four bytes.
 __device__ __forceinline__ uint32_t packed(uint32_t low, uint32_t high) {
   low = places(low);
   high = places(high);
   return __byte_perm(low | low >> 4, high | high >> 4, 0x6420);
 }
 
-// The low 16 bits, four nibbles, to four codes.
+// Unpacks the low 16 bits, four nibbles, into four codes.
 __device__ __forceinline__ uint32_t unpacked(uint32_t nibbles) {
   const uint32_t size = __byte_perm(0x3c383000u, 0x4c484440u, nibbles & 0x7777u);
   return size | __byte_perm(0x00008000u, 0u, nibbles >> 3 & 0x1111u);
 }
 
-// 16 codes to 8 bytes, four of them in flight; both sides are whole sectors a warp.
+// Packs 16 codes into 8 bytes, four times per thread; a warp accesses whole sectors on both sides.
 __global__ void __launch_bounds__(PACK_THREADS) pack_words(const uint4* __restrict__ codes, uint2* __restrict__ out,
                                                            int64_t count) {
   const int64_t first = static_cast<int64_t>(blockIdx.x) * PACK_THREADS * EACH + threadIdx.x;
@@ -89,7 +89,7 @@ std::vector<int64_t> with_last(const Tensor& x, int64_t last) {
   return shape;
 }
 
-// Whole 8 bytes of the packed side by words, what is left by bytes.
+// Launches `words` for whole 8 bytes of the packed side, and `bytes` for the rest.
 template <typename In, typename Out, typename Bytes>
 void launch(const uint8_t* in, uint8_t* out, int64_t count, cudaStream_t stream,
             void (*words)(const In*, Out*, int64_t), Bytes bytes) {

@@ -1,18 +1,18 @@
-// quantize_both and transpose: a matrix as it lies and transposed, by blocks of 128x128.
+// quantize_both and transpose: a matrix and its transpose, in blocks of 128x128.
 //
-// A thread holds 8x8 elements: eight 16-byte loads are in flight before the first use, rows are written 128 bytes at a
-// time by 16 threads, and the transposed codes go through 16 KB of shared memory, 8-byte chunks swizzled by their column
-// so that neither side meets a bank twice. Tiles within 128x128 need one read; a row's, a column's or the tensor's
-// maximum is a first read of its own (or the producer's `amax`).
+// A thread has 8x8 elements: eight 16-byte loads are in flight before the first use, 16 threads write 128 bytes of a
+// row at a time, and transposed codes go through 16 KB of shared memory, in 8-byte chunks swizzled by column to avoid
+// bank conflicts on both sides. Tiles within 128x128 need one read; the amax of a row, a column or the tensor needs a
+// read before it (or the producer's `amax`).
 #include "cuda/amax.h"
 #include "cuda/quantize.h"
 
 namespace lowprec {
 namespace {
 
-constexpr int BLOCK = 128;  // rows and columns of a thread block's matrix; 16 x 16 threads, 8 x 8 elements each
+constexpr int BLOCK = 128;  // rows and columns of a thread block's matrix; 16 x 16 threads with 8 x 8 elements each
 
-// What shares a scale, in coordinates of x: everything, a row, a column, 1x128, 128x1, 128x128.
+// Region of a scale, in coordinates of x: everything, a row, a column, 1x128, 128x1, 128x128.
 enum class Share : int { ALL, ROW, COLUMN, LINE, POST, SQUARE, OTHER };
 
 Share share_of(int64_t rows, int64_t columns, Tile tile) {
@@ -25,16 +25,16 @@ Share share_of(int64_t rows, int64_t columns, Tile tile) {
   return tile.rows == BLOCK && tile.columns == BLOCK ? Share::SQUARE : Share::OTHER;
 }
 
-// One orientation: what shares a scale, the multiplier of x, where an amax was left, where scales go.
+// Parameters of one orientation: region of a scale, factor of x, amax, output of scales.
 struct Side {
   Share share;
-  const float* fold;  // side a: of each column; side b: of each row
+  const float* fold;  // side a: for each column; side b: for each row
   uint32_t* amax;
   float* scale;
 };
 
 struct Place {
-  int group, lane_column;  // of this thread: rows 8 * group .., columns 8 * lane_column ..
+  int group, lane_column;  // of this thread: rows from 8 * group, columns from 8 * lane_column
   int64_t row, column;
   __device__ Place()
       : group(threadIdx.x >> 4), lane_column(threadIdx.x & 15),
@@ -51,13 +51,13 @@ __device__ __forceinline__ void load_block(Vector<In> (&x)[8], const In* data, c
   }
 }
 
-// The multipliers of eight columns, ones where there are none.
+// Loads the factors of eight columns, or ones if there are none.
 __device__ __forceinline__ void load_fold(float (&fold)[8], const float* data, int64_t first, int64_t count) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) fold[i] = data != nullptr && first + i < count ? data[first + i] : 1.0f;
 }
 
-// Maxima of this block's rows under `across` and of its columns under `down`, as bits, into shared memory.
+// Amax, as bits in shared memory, of this block's rows times `across` and of its columns times `down`.
 template <typename In, bool folded>
 __device__ __forceinline__ void block_amax(const Vector<In> (&x)[8], const float (&across)[8], const float (&down)[8],
                                              bool want_rows, bool want_columns, uint32_t* of_rows, uint32_t* of_columns,
@@ -79,7 +79,7 @@ __device__ __forceinline__ void block_amax(const Vector<In> (&x)[8], const float
   }
   if (want_columns) {
     uint32_t found[8];
-    if constexpr (!folded && std::is_same_v<In, Bf16>) {  // patterns order as magnitudes do: two columns at a time
+    if constexpr (!folded && std::is_same_v<In, Bf16>) {  // bits have the order of magnitudes: two columns at a time
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         uint32_t two = x[0].words[w] & 0x7fff7fffu;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void block_amax(const Vector<In> (&x)[8], const float
   }
 }
 
-// First read: amax of whole rows, whole columns, or of everything.
+// First read: amax of whole rows, whole columns, or everything.
 template <typename In, bool folded>
 __global__ void __launch_bounds__(THREADS) outer_amax(const In* __restrict__ data, int64_t rows, int64_t columns, Side a, Side b) {
   __shared__ uint32_t of_rows[BLOCK], of_columns[BLOCK];
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(THREADS) outer_amax(const In* __restrict__ dat
   if (index < (first ? rows : columns)) atomicMax(amax + index, found);
 }
 
-// Scale of the block's i-th row (side a) or column (side b), and its inverse; writes the scale where this block is the one to do so, and into
-// `also`, in the transposed matrix's order, where both sides share it.
+// Scale and inverse of the block's i-th row (side a) or column (side b). One block of those that share a scale writes
+// it, also to `also`, in the order of the transposed matrix, if both sides share it.
 __device__ __forceinline__ TileScale block_scale(const Side& side, float* also, uint32_t inside, int i, int64_t block,
                                                  int64_t blocks, int64_t along, int64_t blocks_along, int64_t count,
                                                  const ScaleRule& how) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ TileScale block_scale(const Side& side, float* also, 
   return of;
 }
 
-// Eight rows of eight one-byte codes, written transposed: chunk `group` of 16 in each of the eight columns.
+// Writes eight rows of eight one-byte codes transposed: chunk `group` of 16 in each of the eight columns.
 __device__ __forceinline__ void transpose_block(const uint32_t (&words)[8][2], uint8_t* transposed, const Place& at) {
 #pragma unroll
   for (int w = 0; w < 2; ++w) {
@@ -190,7 +190,7 @@ __device__ __forceinline__ void transpose_block(const uint32_t (&words)[8][2], u
   }
 }
 
-// After a barrier: 128 columns of 128 bytes, 16 bytes a thread.
+// Writes 128 columns of 128 bytes, 16 bytes per thread; the caller adds a barrier before.
 __device__ __forceinline__ void write_transposed(const uint8_t* transposed, uint8_t* codes_t, int64_t rows, int64_t columns) {
   const int quarter = threadIdx.x & 7;
   const int64_t row = static_cast<int64_t>(blockIdx.y) * BLOCK + quarter * 16;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void write_transposed(const uint8_t* transposed, uint
   }
 }
 
-// Eight values over scales of their own. short_way: all of them are `regular`.
+// Divides eight values by their scales. short_way: all scales are `regular`.
 __device__ __forceinline__ void over_scales(float (&v)[8], const TileScale (&of)[8], bool divides, bool short_way) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
@@ -215,7 +215,7 @@ __device__ __forceinline__ void over_scales(float (&v)[8], const TileScale (&of)
   }
 }
 
-// same: both orientations hold the same codes, scaled by rows. Otherwise a is scaled by rows and b by columns.
+// same: both orientations have the same codes, scaled by rows. Otherwise a is scaled by rows and b by columns.
 template <typename In, Format F, bool same, bool folded>
 __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data, uint8_t* __restrict__ codes,
                                                      uint8_t* __restrict__ codes_t, int64_t rows, int64_t columns, Side a,
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(THREADS) emit_both(const In* __restrict__ data
     block_amax<In, folded>(x, across, down, inner_a, inner_b, of_rows, of_columns, at);
     __syncthreads();
     const bool square_a = a.share == Share::SQUARE, square_b = !same && b.share == Share::SQUARE;
-    if (square_a || square_b) {  // a warp a side
+    if (square_a || square_b) {  // one warp per side
       if (threadIdx.x < 64 && (threadIdx.x < 32 ? square_a : square_b)) {
         uint32_t* found = threadIdx.x < 32 ? of_rows : of_columns;
         const int lane = threadIdx.x & 31;
@@ -321,7 +321,7 @@ __global__ void __launch_bounds__(THREADS) transpose_any(const uint8_t* __restri
   if (index < rows * columns) codes_t[index % columns * rows + index / columns] = codes[index];
 }
 
-// Values transposed, by tiles in shared memory.
+// Transpose by tiles in shared memory.
 constexpr int TRANSPOSE_TILE = 32;
 template <typename Bits>
 __global__ void __launch_bounds__(THREADS) transpose_values(const Bits* __restrict__ x, Bits* __restrict__ out, int64_t rows,
@@ -349,7 +349,7 @@ Tensor transposed_values(const Tensor& x) {
   return out;
 }
 
-// FP32 copies with the folds in them, for tilings and shapes that the blocks do not cover.
+// FP32 copies multiplied by the factors, for tilings and shapes that the blocks do not support.
 template <typename In>
 __global__ void __launch_bounds__(THREADS) folded_copies(const In* __restrict__ x, const float* __restrict__ across,
                                                          const float* __restrict__ down, float* __restrict__ plain,
@@ -369,7 +369,7 @@ struct Request {
   std::optional<Tensor> amax;
   const float *across, *down;
   Format format;
-  Tile tile, tile_t;  // both as (rows, columns) of the matrix that they tile
+  Tile tile, tile_t;  // each as (rows, columns) of the matrix that it tiles
   ScaleRule how;
 };
 

@@ -1,10 +1,10 @@
-// quantize, dequantize, transpose: one matrix, any format, any tiling.
+// quantize, dequantize, transpose of one matrix, for all formats and tilings.
 //
-//   rows     tile (1, all)        a block holds a row in registers: one read, one write
-//   lines    tile (1, 8 .. 256)   the lanes that share a line exchange their amax: one read, one write
+//   rows     tile (1, all)        a block has a row in registers: one read, one write
+//   lines    tile (1, 8 .. 256)   lanes that share a line exchange their amax: one read, one write
 //   tiles    any other            amax first, then codes: two reads, one write
 //
-// amax is taken on bit patterns (numerics/amax.h), so the order of a reduction does not show.
+// amax uses bit patterns (numerics/amax.h), so it does not depend on the order of a reduction.
 #include "cuda/amax.h"
 #include "cuda/quantize.h"
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ Vector<In> read(const In* x, int64_t row, int64_t col
   return made;
 }
 
-// A block a row; `per_thread` vectors a thread stay in registers, what is beyond them is read again.
+// A block per row; up to `per_thread` vectors per thread stay in registers, others are read again.
 template <typename In, Format F, bool random, int threads, int per_thread>
 __global__ void __launch_bounds__(threads) quantize_rows(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
                                                          float* __restrict__ scale, int64_t columns, ScaleRule how, Draw draw) {
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(threads) quantize_rows(const In* __restrict__ 
   }
 }
 
-// 2^shift threads, at most 32, share a line of 8 * 2^shift elements; columns are a multiple of it.
+// 2^shift threads, at most 32, share a line of 8 * 2^shift elements; the number of columns is a multiple of it.
 template <typename In, Format F, bool random>
 __global__ void __launch_bounds__(THREADS) quantize_lines(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
                                                           float* __restrict__ scale, int64_t columns, int64_t vectors,
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(THREADS) amax_lines(const In* __restrict__ x, 
   }
 }
 
-// A block a tile.
+// A block per tile.
 template <typename In>
 __global__ void __launch_bounds__(THREADS) amax_tiles(const In* __restrict__ x, uint32_t* __restrict__ amax, int64_t columns,
                                                       Tile tile) {
@@ -156,8 +156,8 @@ __global__ void __launch_bounds__(THREADS) amax_tiles(const In* __restrict__ x, 
   if (threadIdx.x == 0) amax[blockIdx.x] = found;
 }
 
-// Scales of tiles from their amax, a block a row of tiles; with a span, exponents are raised to the row's. by: what
-// values are multiplied by, or divided by where the rule divides.
+// Scales of tiles from their amax, a block per row of tiles; with a span, exponents have a minimum that depends on the
+// row. by: factor of values, or divisor if the rule divides.
 __global__ void __launch_bounds__(THREADS) tile_scales(const uint32_t* __restrict__ amax, float* __restrict__ scale,
                                                        float* __restrict__ by, int64_t across, ScaleRule how) {
   __shared__ int top;
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(THREADS) emit_tiles(const In* __restrict__ x, 
   else made.store_some(codes + row * columns + column, static_cast<int>(min(columns - column, int64_t{VECTOR})));
 }
 
-// The two reads of a tensor with one scale.
+// Second read of a tensor with one scale.
 template <typename In, Format F, bool random>
 __global__ void __launch_bounds__(THREADS) emit_tensor(const In* __restrict__ x, typename Grid<F>::Code* __restrict__ codes,
                                                        const uint32_t* __restrict__ amax, float* __restrict__ scale,
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(THREADS) emit_tensor(const In* __restrict__ x,
   }
 }
 
-// log2 of the vectors of a line that the threads of a warp share; -1 for another tiling.
+// log2 of the number of vectors in a line, for lines within a warp; -1 for other tilings.
 int shift_of_lines(Tile tile) {
   const int64_t lanes = tile.columns / VECTOR;
   if (tile.rows != 1 || tile.columns % VECTOR != 0 || lanes > 32 || (lanes & (lanes - 1)) != 0) return -1;
@@ -235,7 +235,7 @@ int shift_of_lines(Tile tile) {
   return shift;
 }
 
-// Whole vectors: rows, lines and the whole tensor have kernels of their own. False: another tiling.
+// Whole vectors: rows, lines and whole tensors have separate kernels. Returns false for other tilings.
 template <typename In, Format F, bool random>
 bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale, Tile tile, const ScaleRule& how, Draw draw) {
   const int64_t rows = x.size(0), columns = x.size(1);

@@ -1,4 +1,4 @@
-// The general quantiser, for kernels that hand a rare tiling over to it.
+// The general quantiser, for kernels that do not support a tiling.
 #pragma once
 
 #include "cuda/launch.h"
@@ -9,7 +9,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::ve
                                     double headroom, int64_t span, std::string rounding, std::optional<Tensor> seed,
                                     std::optional<Tensor> origin);
 
-// One scale for everything, to nearest, from amax (FP32) that was left: x may be a part of what it is of.
+// Rounds x to nearest with one scale from `amax` (FP32), the amax of a tensor of which x may be a part.
 std::tuple<Tensor, Tensor> quantize_whole(const Tensor& x, const Tensor& amax, std::string format, std::string rule,
                                           double headroom);
 

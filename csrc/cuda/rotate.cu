@@ -1,28 +1,28 @@
 // rotate_fold (ops/rotated.py): random Hadamard transform, E2M1 with stochastic rounding in blocks of 32, block
-// exponents folded into an FP8 carrier. This file: rows as they lie, and the op. rotate_transposed.cu: rows of the
+// exponents folded into an FP8 carrier. This file has rows of x and the op; rotate_transposed.cu has rows of the
 // transpose.
 //
-// A row's largest exponent must be known before its first code, so a thread block holds a whole row in registers and
-// reads x once; the copy of the next row into shared memory runs meanwhile, swizzled so that neither side meets a bank
-// twice. In the usual case a thread holds 32 neighbouring elements: the last butterfly of 64 is an exchange between two
-// lanes, one instruction an element more than within a thread, and 72 registers leave room for 28 warps. In the other
-// cases, and in rows of more than 28672, it holds 64.
+// The first code of a row needs the row's largest exponent, so a thread block has a whole row in registers and reads x
+// once. Meanwhile the next row is copied into shared memory, swizzled to avoid bank conflicts on both sides. In the
+// usual case a thread has 32 neighbouring elements: the last butterfly of 64 is an exchange between two lanes, one
+// instruction per element more than within a thread, but 72 registers leave room for 28 warps. In the other cases, and
+// for rows of more than 28672, a thread has 64.
 //
-// What binds: instructions, not bytes. Of about 27 an element (BF16, blocks of 64, stochastic), 7 are butterflies, 5
-// are an eighth of a Philox call (2.2 wide products, 2.5 exclusive ors), 4 round (product, fixed point, permutation of
-// bytes, multiply-add), 2 make the code, 1.8 unpack and negate, 1 finds the maximum; the rest copies and places. 132
-// multiprocessors issue 1.1 such elements a picosecond, 3 bytes each: 3.3 TB/s at the very most.
+// Bound by instructions, not by memory. Of about 27 per element (BF16, blocks of 64, stochastic), 7 are butterflies, 5
+// an eighth of a Philox call (2.2 wide products, 2.5 exclusive ors), 4 round (product, fixed point, byte permutation,
+// multiply-add), 2 encode, 1.8 unpack and negate, 1 computes the amax; the rest are copies and addresses. 132
+// multiprocessors issue 1.1 such elements per picosecond, with 3 bytes each: at most 3.3 TB/s.
 #include "cuda/quantize.h"
 #include "cuda/rotate_rows.h"
 
 namespace lowprec {
 namespace {
 
-constexpr int MOST_WARPS = 16;        // a row of 32768, 64 elements a thread
-constexpr int MOST_PLAIN_WARPS = 28;  // of 28672, 32 elements a thread
+constexpr int MOST_WARPS = 16;        // a row of 32768, 64 elements per thread
+constexpr int MOST_PLAIN_WARPS = 28;  // a row of 28672, 32 elements per thread
 constexpr int STATIC_SHARED = 2048;
 
-// A block a row, and the next row when it is done. Dynamic shared memory: two stages of the row.
+// A block per row, then its next row. Dynamic shared memory: two stages of the row.
 template <typename In, bool random, bool plain, int held>
 __global__ void __launch_bounds__(32 * (plain ? MOST_PLAIN_WARPS : MOST_WARPS), 1)
     rotate_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, float* __restrict__ scale, int64_t rows,
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(32 * (plain ? MOST_PLAIN_WARPS : MOST_WARPS), 
     for (int b = 0; b < blocks; ++b) key[b] = block_key(v + b * MX_BLOCK, how);
     int largest = __reduce_max_sync(0xffffffffu, max(key[0], key[blocks - 1]));
     if (lane == 0) of_warps[turn][warp] = largest;
-    __syncthreads();  // one a row: a warp reaches the slots again only after all have left the other turn
+    __syncthreads();  // one per row: these slots are written again only after the barrier of the next row
     largest = __reduce_max_sync(0xffffffffu, of_warps[turn][lane < warps ? lane : 0]);
     if (threadIdx.x == 0) scale[row] = row_scale(largest, how);
     uint32_t words[held / 4];
@@ -104,7 +104,7 @@ void launch_rows(const RotateCall& call) {
   random ? launch_rows<In, true, false>(call) : launch_rows<In, false, false>(call);
 }
 
-// --- step by step: shapes and rules that the fused kernels leave out -------------------------------------------------
+// --- step by step: shapes and rules that the fused kernels do not support --------------------------------------------
 
 template <typename In>
 __global__ void plain_values(const In* __restrict__ x, const float* __restrict__ scale, int step, bool transposed,
@@ -136,8 +136,9 @@ Rotation constants(int64_t rotation, const ScaleRule& rule, const std::string& c
   return how;
 }
 
-// Blocks of 64, whose factor is a power of two. Values are multiples of 2^-133, so that their product with the factor
-// is exact, as the head-room's is, and one product with both rounds as two do; no value exceeds 6.
+// Whether one product can apply both factors: blocks of 64, whose factor is a power of two. Values are multiples of
+// 2^-133, so products with the factor and with the headroom are exact, and one product with both rounds as two do; no
+// value exceeds 6.
 bool plain_products(const Rotation& how, const ScaleRule& rule) {
   const bool few_bits = (float_bits(how.headroom) & 0xffffu) == 0;
   const bool floors = rule.rule == Rule::E8M0_FLOOR;
@@ -172,7 +173,7 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
   if (!fused) {
     Tensor v = plain_matrix(x, tensor_scale, 0, transposed);
     if (rotation > 0) v = hadamard(v, signs, rotation);
-    const int64_t within = rule.rule == Rule::FP32 ? 0 : span;  // FP32 scales know no span
+    const int64_t within = rule.rule == Rule::FP32 ? 0 : span;  // FP32 scales have no span
     auto [codes, block_scale] = quantize(v, "E2M1", {1, MX_BLOCK}, scale_rule, headroom, within, rounding, seed, origin);
     return fold(codes, block_scale, carrier);
   }

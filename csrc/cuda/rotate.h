@@ -1,5 +1,5 @@
-// What both orientations of rotate_fold share: a thread's 32 or 64 elements, from words to rotated values, and from
-// these to codes once the row's exponent is known.
+// Common functions of rotate_fold in both orientations: a thread's 32 or 64 elements from words to rotated values, and
+// to codes once the row's exponent is known.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,65 +10,65 @@
 
 namespace lowprec {
 
-// ops fold and hadamard, for what the fused kernels hand over.
+// Ops fold and hadamard, for cases that the fused kernels do not support.
 std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::string carrier);
 Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block);
 
 constexpr int MX_BLOCK = 32;
-constexpr int HELD = 64;          // elements of a thread: a rotation, two MX blocks; half of it where `count` says so
-constexpr int LOST = 256;         // added to the key of a block that is not finite
-constexpr int LOST_BYTE = 255;    // such a key in a byte
+constexpr int HELD = 64;          // elements per thread: a rotation, two MX blocks; half of it if `count` says so
+constexpr int LOST = 256;         // added to the key of a block with Inf or NaN
+constexpr int LOST_BYTE = 255;    // byte for such a key
 constexpr int TOP_SHIFT = 13;     // of the wider carrier
 constexpr int NAN_TABLE = TOP_SHIFT - LEAST_SHIFT + 1;
 constexpr int TABLES = NAN_TABLE + 1;
-constexpr int SIGN_WORDS = 128;   // pairs of BF16 sign bits of 256 elements
+constexpr int SIGN_WORDS = 128;   // pairs of BF16 sign bits for 256 elements
 
 struct Code8 {
   uint8_t bits;  // E4M3
 };
 
-// Constants of a call, made on the host.
+// Constants of a call, computed on the host.
 struct Rotation {
   int block;                 // 0: none
   float factor;              // block^-1/2
-  uint32_t carry;            // added to amax's bits, it takes a mantissa above the threshold to the next exponent
+  uint32_t carry;            // added to amax bits: carries a mantissa above the threshold into the exponent
   int offset, span;          // exponent of the format's limit minus one; binades below the row's largest exponent
-  float headroom, quotient;  // of x; 1 / headroom, of scales
-  int lift, top;             // exponent of the quotient; exponent of the row's largest block in the carrier
+  float headroom, quotient;  // factor of x; 1 / headroom, factor of scales
+  int lift, top;             // exponent of `quotient`; exponent of the row's largest block in the carrier
   bool e5m2;
   const int64_t* signs;
   const int64_t* seed;
   const int64_t* origin;
-  const float* scale;        // of E4M3 codes
-  int scale_step;            // 0: one scale; 1: one a row of x
+  const float* scale;        // scale of E4M3 codes
+  int scale_step;            // 0: one scale; 1: one per row of x
 };
 
-// Body: called with the element type of x.
+// Calls the body with the element type of x.
 template <typename Body>
 auto with_operand(const Tensor& x, Body&& body) {
   if (x.scalar_type() == ScalarType::Float8_e4m3fn) return body(InputTag<Code8>{});
   return with_input(x, body);
 }
 
-// One call: the matrix as it lies [rows, columns], its codes in either orientation.
+// One call: the matrix [rows, columns], its codes in either orientation.
 struct RotateCall {
   const void* x;
   int64_t rows, columns;
   uint8_t* codes;
   float* scale;
   Rotation how;
-  bool plain;  // blocks of 64; factor and headroom in one product; nothing above 6 (rotate.cu)
+  bool plain;  // blocks of 64; factor and headroom in one product; values are at most 6 (rotate.cu)
   int device;
   cudaStream_t stream;
 };
 
-// rotate.cu: x or its transpose in FP32, decoded to BF16 first where there is a scale, one (step 0) or one a row of x (1).
+// rotate.cu: x or its transpose in FP32; with one scale (step 0) or one per row (1), x is decoded to BF16 first.
 Tensor plain_matrix(const Tensor& x, const float* scale, int step, bool transposed);
 
 // rotate_transposed.cu: codes of the transpose. keys: int32 [columns], zeros; saved: uint16 [ceil(rows / 64), columns].
 template <typename In>
 void launch_transposed(const RotateCall& call, uint32_t* keys, uint16_t* saved);
-// As many blocks as the GPU holds at once, at most `most`.
+// Number of blocks that the GPU can run at once, at most `most`.
 template <typename Kernel>
 int64_t resident_blocks(Kernel kernel, int threads, size_t shared, int64_t most, int device) {
   int each = 0, multiprocessors = 0;
@@ -81,15 +81,15 @@ int64_t resident_blocks(Kernel kernel, int threads, size_t shared, int64_t most,
 
 #if defined(__CUDACC__)
 
-// --- copies that run beside the arithmetic ---------------------------------------------------------------------------
+// --- asynchronous copies ---------------------------------------------------------------------------------------------
 
-// `bytes` of 8 or 16 from global to shared memory.
+// Copies 8 or 16 `bytes` from global to shared memory.
 template <int bytes>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(bytes) : "memory");
 }
-// Zeros where `inside` is false.
+// Copies, or writes zeros if `inside` is false.
 template <int bytes>
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool inside) {
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -100,7 +100,7 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool insi
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-// Place of chunk c of thread r, `chunks` of 16 bytes a thread: eight neighbouring threads meet no bank twice.
+// Index of chunk c of thread r, `chunks` of 16 bytes per thread: eight neighbouring threads have no bank conflicts.
 template <int chunks>
 __device__ __forceinline__ int swizzled(int r, int c) {
   return r * chunks + (chunks >= 8 ? c ^ (r & 7) : chunks == 4 ? c ^ (r >> 1 & 3) : c ^ (r >> 2 & 1));
@@ -108,13 +108,13 @@ __device__ __forceinline__ int swizzled(int r, int c) {
 
 // --- from words to rotated values ------------------------------------------------------------------------------------
 
-// A grid's tables in shared memory, filled by its first 64 threads at least once a launch.
+// Tables in shared memory, filled by `make_tables`.
 struct Tables {
   PlaceCodes codes[TABLES];
   alignas(16) uint32_t signs[SIGN_WORDS];
 };
 
-// Signs of 256 elements, by the first 32 threads of a block.
+// Computes signs of 256 elements, by the first 32 threads of a block.
 __device__ __forceinline__ void make_signs(uint32_t* signs, const Rotation& how) {
   if (threadIdx.x >= 32) return;
   const bool drawn = how.block > 0 && how.signs != nullptr;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void make_signs(uint32_t* signs, const Rotation& how)
   }
 }
 
-// By a block of 32 threads or more; ends with a barrier.
+// For blocks of 32 threads or more; ends with a barrier.
 __device__ __forceinline__ void make_tables(Tables& tables, const Rotation& how) {
   for (int i = threadIdx.x; i < TABLES; i += blockDim.x) {
     const int shift = i + LEAST_SHIFT;
@@ -135,7 +135,7 @@ __device__ __forceinline__ void make_tables(Tables& tables, const Rotation& how)
   __syncthreads();
 }
 
-// Two E4M3 codes under the tensor's scale, as BF16.
+// Decodes two E4M3 codes with a scale to BF16.
 __device__ __forceinline__ uint32_t decoded_pair(uint32_t codes, float scale) {
   const __half2 both = __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3));
   const float2 v = __half22float2(both);
@@ -143,7 +143,7 @@ __device__ __forceinline__ uint32_t decoded_pair(uint32_t codes, float scale) {
   return *reinterpret_cast<const uint32_t*>(&made);
 }
 
-// Signs onto pairs of BF16, which become FP32.
+// Applies signs to pairs of BF16 and converts to FP32.
 template <int count>
 __device__ __forceinline__ void signed_values(float (&v)[count], const uint32_t (&pairs)[count / 2],
                                               const uint32_t* signs) {
@@ -168,13 +168,13 @@ __device__ __forceinline__ void flip_signs(float (&v)[count], const uint32_t* si
   }
 }
 
-// Signs of the thread's elements: a rotation of more than `count` spans lanes.
+// Signs of the thread's elements: a rotation of more than `count` elements spans lanes.
 template <int count = HELD>
 __device__ __forceinline__ const uint32_t* signs_of_lane(const uint32_t* signs, int block) {
   return signs + (block > count ? (threadIdx.x & (block / count - 1)) * (count / 2) : 0);
 }
 
-// All stages but the factor, which later products hold. fixed: the block, without a branch; 0 takes it from the call.
+// All stages without the factor, which is part of later products. fixed: block known at compile time; 0: from the call.
 template <int fixed, int count>
 __device__ __forceinline__ void rotate(float (&v)[count], const Rotation& how) {
   const int block = fixed > 0 ? fixed : how.block;
@@ -182,7 +182,7 @@ __device__ __forceinline__ void rotate(float (&v)[count], const Rotation& how) {
   if (block > count) butterflies_across(v, block);
 }
 
-LOWPREC_HD float larger_size(float a, float b) {  // NaN wins
+LOWPREC_HD float larger_size(float a, float b) {  // NaN propagates
 #if defined(__CUDA_ARCH__)
   float made;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(made) : "f"(fabsf(a)), "f"(fabsf(b)));
@@ -192,8 +192,8 @@ LOWPREC_HD float larger_size(float a, float b) {  // NaN wins
 #endif
 }
 
-// The key of a block before its row is known: its exponent + 127, and LOST where its maximum is not finite. A product
-// with the factor keeps the order of magnitudes, so it waits until after the maximum.
+// Key of a block before its row is known: exponent + 127, plus LOST if its maximum is not finite. A product with the
+// factor keeps the order of magnitudes, so it is applied after the maximum.
 LOWPREC_HD int block_key(const float* v, const Rotation& how) {
   float most[4];
 #pragma unroll
@@ -210,7 +210,7 @@ LOWPREC_HD int block_key(const float* v, const Rotation& how) {
 
 // --- from rotated values to codes ------------------------------------------------------------------------------------
 
-// The row's scale from its largest key.
+// Scale of a row from its largest key.
 LOWPREC_HD float row_scale(int row, const Rotation& how) {
   if (row >= LOST) return bits_float(0x7fc00000u);
   return how.quotient * exp2_int(row - 127) * exp2_int(-how.top);
@@ -221,7 +221,7 @@ struct BlockCodes {
   PlaceCodes table;
 };
 
-// key, row: as block_key makes them.
+// key, row: from block_key.
 LOWPREC_HD BlockCodes block_codes(int key, int row, const Tables& tables, const Rotation& how) {
   const int row_e = row & 255, e = max(key, row_e - how.span);
   const int largest = row >= LOST ? 255 : min(row_e + how.lift, 255);
@@ -232,7 +232,7 @@ LOWPREC_HD BlockCodes block_codes(int key, int row, const Tables& tables, const 
   return {lost ? bits_float(0x7fc00000u) : power * how.headroom, tables.codes[entry]};
 }
 
-// Codes of a block of 32; group: the first column >> 3, of the global matrix.
+// Codes of a block of 32; group: the first global column >> 3.
 template <bool random, bool plain>
 LOWPREC_HD void emit(const float* v, const BlockCodes& of, const Rotation& how, uint64_t seed, uint32_t row,
                      uint32_t group, uint32_t* words) {
@@ -249,7 +249,7 @@ LOWPREC_HD void emit(const float* v, const BlockCodes& of, const Rotation& how, 
       for (int i = 0; i < 4; ++i) {
         const float x = v[g * 8 + half * 4 + i];
         scaled[i] = plain ? x * product : x * how.factor * of.inverse;
-        // A lost block's NaN becomes 6 or nothing: its table knows NaN alone.
+        // NaN in a block with LOST becomes 6 or 0: its table has NaN codes only.
         const float bounded = plain ? scaled[i] : fminf(fabsf(scaled[i]), 6.0f);
         if constexpr (random) place[i] = random_place(bounded, drawn.w[half * 2 + (i >> 1)], i & 1);
         else place[i] = nearest_place(bounded);
@@ -259,7 +259,7 @@ LOWPREC_HD void emit(const float* v, const BlockCodes& of, const Rotation& how, 
   }
 }
 
-// The warp's codes, through as many bytes of shared memory, out in 16-byte pieces: put(piece, codes).
+// Stages a warp's codes in shared memory, and writes them in 16-byte pieces: put(piece, codes).
 template <int words_each, typename Put>
 __device__ __forceinline__ void write_codes(const uint32_t (&words)[words_each], uint4* staged, Put&& put) {
   const int lane = threadIdx.x & 31;

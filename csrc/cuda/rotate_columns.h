@@ -1,9 +1,9 @@
-// Tiles of a matrix, a column's neighbouring tokens in a thread: rows of the transpose, without the transpose.
+// Tiles of a matrix with neighbouring tokens of a column in one thread: rows of the transpose, without transposing x.
 //
-// A tile of 256 tokens x 64 columns goes into shared memory while the one before is worked on. Each warp takes 8
-// columns; the four lanes of a column hold 64 consecutive tokens each, so that a rotation of 64 needs no exchange.
-// ldmatrix turns 8x8 numbers on the way to the registers: its rows are told apart lane by lane, so any eight tokens
-// make a matrix.
+// A tile of 256 tokens x 64 columns is copied to shared memory while the previous one is processed. Each warp has 8
+// columns; the four lanes of a column have 64 consecutive tokens each, so that a rotation of 64 needs no exchange.
+// ldmatrix transposes 8x8 numbers on the way to registers; each lane gives the address of a row, so any eight tokens
+// can form a matrix.
 #pragma once
 
 #include "cuda/rotate.h"
@@ -13,14 +13,14 @@ namespace lowprec {
 #if defined(__CUDACC__)
 
 constexpr int TOKENS = 256, COLUMNS = 64, WARPS = 8;
-constexpr int STAGED_CODES = 32 * HELD;  // bytes of a warp
+constexpr int STAGED_CODES = 32 * HELD;  // bytes per warp
 
 template <typename In>
 constexpr size_t STAGE = TOKENS * COLUMNS * sizeof(In);
-// Blocks that a multiprocessor holds: FP32's stages fill its shared memory.
+// Blocks per multiprocessor: the stages of FP32 fill its shared memory.
 template <typename In>
 constexpr int RESIDENT = sizeof(In) == 4 ? 1 : 2;
-// The warp's own bytes: codes on their way out, which E4M3's decoded values share.
+// A warp's own bytes: codes before they are written, or decoded values of E4M3.
 template <typename In, bool emits>
 constexpr size_t OWN = sizeof(In) == 1 ? TOKENS * 16 : emits ? STAGED_CODES : 0;
 
@@ -28,11 +28,11 @@ struct TileAt {
   int token, column;
 };
 
-// Tokens the lanes of a column differ by: their places in a bank row must, too.
+// Index of the lane of a column that has the token; tokens of different lanes must be in different banks.
 __device__ __forceinline__ int lane_of_token(int token) { return token >> 6 & 3; }
 
 template <typename In>
-__device__ __forceinline__ int place(int token, int chunk) {  // in chunks of 16 bytes, of 8 for E4M3
+__device__ __forceinline__ int place(int token, int chunk) {  // in chunks of 16 bytes, for E4M3 of 8
   if constexpr (sizeof(In) == 4) return token * 16 + (chunk ^ lane_of_token(token) << 1);
   if constexpr (sizeof(In) == 2) return token * 8 + (chunk ^ ((token & 1) | lane_of_token(token) << 1));
   return token * 8 + (chunk ^ (token >> 1 & 7));
@@ -60,8 +60,8 @@ __device__ __forceinline__ void fetch(const In* x, const TileAt& at, int rows, i
   }
 }
 
-// Word j of lane (column, t): tokens 64 t + 2 j and the next. Row r of matrix j is token 64 (r / 2) + 2 j + r % 2;
-// `from` is where the first four matrices of this lane's row lie, `step` bytes on the next four.
+// Word j of lane (column, t): tokens 64 t + 2 j and the next one. Row r of matrix j is token 64 (r / 2) + 2 j + r % 2;
+// `from` is the address of this lane's row in the first four matrices, and `step` bytes further in the next four.
 __device__ __forceinline__ int first_token() {
   const int lane = threadIdx.x & 31;
   return HELD * (lane >> 1 & 3) + 2 * (lane >> 3) + (lane & 1);
@@ -78,12 +78,12 @@ __device__ __forceinline__ void turn(uint32_t (&pairs)[HELD / 2], const uint8_t*
   }
 }
 
-// The warp's 8 columns, decoded to BF16: 16 bytes a token.
+// Address of the warp's 8 columns of a token, decoded to BF16: 16 bytes per token.
 __device__ __forceinline__ uint8_t* decoded_at(uint8_t* own, int token) {
   return own + ((token & ~7) | ((token & 7) ^ lane_of_token(token) << 1)) * 16;
 }
 
-// Scales of E4M3 codes: one, or one a token.
+// Scales of E4M3 codes: one, or one per token.
 struct GivenScale {
   const float* scale;
   int step, token, rows;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void decode_columns(const uint8_t* stage, uint8_t* ow
   __syncwarp();
 }
 
-// The thread's 64 tokens of its column, with their signs.
+// Reads the thread's 64 tokens of its column, with their signs.
 template <typename In>
 __device__ __forceinline__ void take(float (&v)[HELD], uint8_t* stage, uint8_t* own, const uint32_t* signs,
                                      const GivenScale& given) {
@@ -130,13 +130,13 @@ __device__ __forceinline__ void take(float (&v)[HELD], uint8_t* stage, uint8_t* 
   }
 }
 
-// What a thread works on: a column of x, 64 tokens from `token` on.
+// Elements of a thread: a column of x, 64 tokens from `token` on.
 struct Share {
   int token, column;
   bool inside;
 };
 
-// The tiles of this block in turn; body(share, rotated values, the warp's own bytes).
+// Calls body(share, rotated values, the warp's own bytes) for each tile of this block.
 template <typename In, bool emits, int fixed, typename Body>
 __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, const Rotation& how, const uint32_t* drawn,
                                           uint8_t* shared, Body&& body) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void each_tile(const In* x, int rows, int columns, co
   commit_copies();
   for (; tile < tiles; tile += gridDim.x, turn ^= 1) {
     wait_copies();
-    __syncthreads();  // this stage is filled, and all have left the other one
+    __syncthreads();  // this stage is filled, and all threads have finished with the other one
     if (tile + gridDim.x < tiles) {
       fetch<In, (fixed > 0)>(x, place_of(tile + gridDim.x), rows, columns, shared + (turn ^ 1) * STAGE<In>);
     }

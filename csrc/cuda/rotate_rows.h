@@ -1,5 +1,5 @@
-// A warp's part of a row: copied into shared memory while the row before is worked on, swizzled so that neither side meets
-// a bank twice, and taken from there with its signs, neighbouring elements in a thread.
+// A warp's part of a row: copied into shared memory while the previous row is processed, swizzled to avoid bank
+// conflicts on both sides, and read with its signs, neighbouring elements in a thread.
 #pragma once
 
 #include "cuda/rotate.h"
@@ -9,9 +9,9 @@ namespace lowprec {
 #if defined(__CUDACC__)
 
 template <typename In, int held>
-constexpr int CHUNKS = held * sizeof(In) / 16;  // of a thread
+constexpr int CHUNKS = held * sizeof(In) / 16;  // chunks per thread
 
-// The warp's part of a row, zeros beyond its end.
+// Copies the warp's part of a row, with zeros beyond its end.
 template <typename In, int held>
 __device__ __forceinline__ void fetch(const In* row, int columns, uint4* to) {
   const int lane = threadIdx.x & 31, first = (threadIdx.x >> 5) * 32 * held;
@@ -23,7 +23,7 @@ __device__ __forceinline__ void fetch(const In* row, int columns, uint4* to) {
     for (int j = 0; j < chunks; ++j) {
       const int chunk = j * 32 + lane;
       uint4* here = to + swizzled<chunks>(chunk / chunks, chunk % chunks);
-      if constexpr (chunks <= 4) here = first_chunk + j * 32;  // the same: eight threads on, no bit changes
+      if constexpr (chunks <= 4) here = first_chunk + j * 32;  // the same: the swizzle repeats every 8 threads
       copy_async<16>(here, from + j * 32 * each);
     }
     return;
@@ -36,7 +36,7 @@ __device__ __forceinline__ void fetch(const In* row, int columns, uint4* to) {
   }
 }
 
-// The thread's elements with their signs.
+// Reads the thread's elements with their signs.
 template <typename In, int held>
 __device__ __forceinline__ void take(float (&v)[held], const uint4* from, const uint32_t* signs, float scale) {
   const int lane = threadIdx.x & 31;

@@ -1,11 +1,11 @@
-// rotate_fold of the transpose: a row of codes is a column of x, its rotations and blocks run down the tokens.
+// rotate_fold of the transpose: a row of codes is a column of x; its rotations and blocks are along tokens.
 //
-// No thread block sees a whole column, so x is read twice: the first read leaves the exponent of each block (a byte
-// for 32 elements) and, by an atomic maximum, that of each column; the second rotates again, rounds and writes. Bytes
-// moved: two reads, one write, and 1/16 byte an element for the exponents.
+// No thread block has a whole column, so x is read twice: the first read writes the exponent of each block (a byte for
+// 32 elements) and, by an atomic maximum, that of each column; the second rotates again, rounds and writes codes.
+// Memory traffic: two reads, one write, and 1/16 byte per element for the exponents.
 //
-// What binds: instructions, in both reads. About 13 an element in the first (6 butterflies, 1.8 unpack, 1 finds the
-// maximum, 1.5 copy), 26 in the second (rotate.cu), for 5 bytes: 3.8 to 4.3 TB/s at the very most.
+// Both reads are bound by instructions: about 13 per element in the first (6 butterflies, 1.8 unpack, 1 amax, 1.5
+// copy), 26 in the second (rotate.cu), for 5 bytes: at most 3.8 to 4.3 TB/s.
 #include "cuda/rotate_columns.h"
 
 namespace lowprec {
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
       uint8_t* to = codes + static_cast<int64_t>(column) * rows + token;
       if (column < columns && token < rows) *reinterpret_cast<uint4*>(to) = of;
     });
-    __syncwarp();  // before the warp's own bytes are written again
+    __syncwarp();  // before the warp's own bytes are overwritten
   });
 }
 

@@ -1,13 +1,14 @@
-// The bounds of a row of 16-bit floats that a group of warps holds in shared memory. Few of its values can be one:
+// Bounds of a row of 16-bit floats in shared memory, by a group of warps. Only few values can be bounds:
 //
-//   1  maximum and minimum of clusters of 8 to 24 elements, packed two at a time
-//   2  clipped + 1 clusters reach the (clipped + 1)-th largest cluster maximum, so the bound does: a descent over eight
-//      words a thread finds it to an eighth of a binade, for both ends at once (numerics/selection.h)
-//   3  the values beyond these limits, 2 to 4 % of a row, go to a list
-//   4  a descent over the list, to the last bit
+//   1  compute maximum and minimum of clusters of 8 to 24 elements, packed two at a time
+//   2  clipped + 1 clusters have at least the (clipped + 1)-th largest cluster maximum, so the bound is at least that;
+//      a bitwise search over eight words per thread finds it to an eighth of a binade, for both ends at once
+//      (numerics/selection.h)
+//   3  write the values beyond these limits, 2 to 4 % of a row, to a list
+//   4  search the list, to the last bit
 //
-// No histogram: a row's values crowd in a few binades, where shared atomics would queue. Rows that defeat the limits
-// (too few clusters, a long list of equal values) take a count over the whole row for each bit.
+// A histogram would be slow: a row's values are in a few binades, whose shared atomics would serialise. Rows for which
+// the limits fail (too few clusters, a long list of equal values) are counted as a whole for each bit.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,8 +21,8 @@ namespace lowprec {
 
 #if defined(__CUDACC__)
 
-constexpr int CLUSTERS = 8;  // of a thread
-constexpr int LISTED = 8;    // places of a thread in the list of candidates
+constexpr int CLUSTERS = 8;  // per thread
+constexpr int LISTED = 8;    // entries per thread in the list of candidates
 
 // --- pairs of 16-bit floats in a word --------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ __device__ __forceinline__ uint32_t min_pair(uint32_t a, uint32_t b) {
   using Pair = typename Pairs<In>::Pair;
   return cast_bits<uint32_t>(__hmin2_nan(cast_bits<Pair>(a), cast_bits<Pair>(b)));
 }
-// All ones in the halves of w at or above `high`, or at or below `low`.
+// All ones in the halves of w that are >= `high` or <= `low`.
 template <typename In>
 __device__ __forceinline__ uint32_t beyond(uint32_t w, uint32_t low, uint32_t high) {
   using Pair = typename Pairs<In>::Pair;
@@ -71,15 +72,15 @@ __device__ __forceinline__ uint32_t beyond(uint32_t w, uint32_t low, uint32_t hi
 
 struct Bounds {
   float low, high;
-  bool finite;  // every value of the row
+  bool finite;  // all values of the row are finite
 };
 
 __device__ __forceinline__ Bounds no_bounds() { return {bits_float(0x7fc00000u), bits_float(0x7fc00000u), false}; }
 
 // --- rows of 16-bit floats in shared memory --------------------------------------------------------------------------
 
-// `depth` vectors of 8 make a cluster; vector i of a thread is the row's vector rank + i * group size. A thread reads back
-// what it wrote itself, so the row needs no barrier.
+// `depth` vectors of 8 form a cluster; vector i of a thread is vector rank + i * group size of the row. A thread only
+// reads what it wrote itself, so the row needs no barrier.
 template <typename In, int warps, int depth>
 struct SharedMemoryRow {
   using Row = WarpGroup<warps>;
@@ -104,7 +105,7 @@ struct SharedMemoryRow {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  // The distances of the largest x and -x of each cluster; returns the row's `top`, keys of its largest x and -x.
+  // Computes distances of the largest x and -x of each cluster; returns the row's `top`, keys of its largest x and -x.
   __device__ uint32_t clusters(Row& group, uint32_t (&of)[CLUSTERS]) const {
     uint32_t top = 0;
 #pragma unroll
@@ -129,7 +130,7 @@ struct SharedMemoryRow {
     return top;
   }
 
-  // Counts, among the first n words, of what is nearer than the limits.
+  // Counts distances below the limits among the first n words.
   template <int n>
   __device__ static uint32_t below(Row& group, const uint32_t (&of)[8], uint32_t limits) {
     uint32_t negated = 0;
@@ -138,8 +139,7 @@ struct SharedMemoryRow {
     return group.sum(counts_of(negated));
   }
 
-  // Largest distance a bound can have at each end, from the clusters. An end that is all FAR: unknown. An end of 0: the
-  // bound is the extreme itself.
+  // Upper bounds of the distances at each end, from the clusters. All FAR: unknown. 0: the bound is the extreme value.
   __device__ static uint32_t reach(Row& group, const uint32_t (&of)[CLUSTERS], uint32_t clipped) {
     constexpr int coarse = P::mantissa - 4, wide = P::mantissa + 3;
     const auto count = [&](uint32_t limits) { return below<CLUSTERS>(group, of, limits); };
@@ -154,7 +154,7 @@ struct SharedMemoryRow {
     return found | (high_end ? 0 : step) | (low_end ? 0 : step) << 16;
   }
 
-  // Values at the given reaches or beyond, listed; false where the list is too short. An end of reach 0 is left out.
+  // Lists the values at or beyond the given reaches; false if the list is too short. An end with reach 0 is omitted.
   __device__ bool gather(Row& group, uint32_t top, uint32_t reaches, uint32_t& length) {
     const int floor = 0xffff - static_cast<int>(P::infinity | 0x8000u);  // key of -inf
     const auto limit = [&](int key, int reach) -> uint32_t {
@@ -194,7 +194,7 @@ struct SharedMemoryRow {
     return true;
   }
 
-  // The ranks' distances from the list.
+  // Exact distances of the bounds, from the list.
   __device__ uint32_t exact(Row& group, uint32_t top, uint32_t reaches, uint32_t length, uint32_t clipped) const {
     uint32_t of[LISTED];
 #pragma unroll

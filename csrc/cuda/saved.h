@@ -1,7 +1,7 @@
-// Eight neighbouring values of a saved group: to codes, to what the codes stand for, to the stream's dtype.
+// Eight neighbouring values of a saved group: encoding, dequantising, rounding to the dtype of the op's input.
 //
-// A group of 16 to 256 lies in 2 to 32 neighbouring lanes, which exchange their amax. E4M3 and E5M2 go by the
-// hardware's conversions: scaled values are within the format's range or NaN, so these round as numerics/rounding.h.
+// A group of 16 to 256 is in 2 to 32 neighbouring lanes, which exchange their amax. E4M3 and E5M2 use hardware
+// conversions: scaled values are within the format's range or NaN, so these round as numerics/rounding.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +13,7 @@ namespace lowprec {
 
 constexpr int64_t SMALLEST_GROUP = 16, LARGEST_GROUP = 256;
 
-// log2 of the vectors in a group. Raises where the kernels do not serve a group or a width.
+// log2 of the number of vectors in a group. Raises an error for unsupported groups or widths.
 inline int group_shift(int64_t columns, int64_t group) {
   const bool power = group >= SMALLEST_GROUP && group <= LARGEST_GROUP && (group & (group - 1)) == 0;
   STD_TORCH_CHECK(power && columns % group == 0, "groups of saved codes are 16, 32, 64, 128 or 256 columns ",
@@ -23,7 +23,7 @@ inline int group_shift(int64_t columns, int64_t group) {
   return shift;
 }
 
-// A matrix as the kernels read it: row-major from a 16-byte boundary.
+// A matrix that kernels can read: row-major and aligned to 16 bytes.
 inline Tensor vectorised(const Tensor& given) {
   STD_TORCH_CHECK(given.dim() == 2, "saved codes are those of a matrix");
   const Tensor x = dense(given);
@@ -88,7 +88,7 @@ struct SavedCodes {
       words[0] = 0;
 #pragma unroll
       for (int i = 0; i < VECTOR; ++i) words[0] |= nibble(pairs[i >> 1] >> (8 * (i & 1)) & 0xffu) << (4 * i);
-      if (is_nan(inverse)) words[0] = 0x33333333u;  // what NaN's byte packs to; the group's exponent is what shows it
+      if (is_nan(inverse)) words[0] = 0x33333333u;  // packed bits of NaN; the group's exponent marks it
     } else {
       words[0] = pairs[0] | pairs[1] << 16;
       words[1] = pairs[2] | pairs[3] << 16;
@@ -98,7 +98,7 @@ struct SavedCodes {
   __device__ __forceinline__ void decode(float (&v)[VECTOR], float scale) const {
     if constexpr (F == Format::E2M1) {
 #pragma unroll
-      for (int i = 0; i < VECTOR; ++i) {  // a nibble is the head of an FP32 number of exponent -126
+      for (int i = 0; i < VECTOR; ++i) {  // a nibble is the top of an FP32 number of exponent -126
         const uint32_t bits = words[0] >> (4 * i);
         v[i] = bits_float((bits & 7u) << 22 | (bits & 8u) << 28) * 0x1p126f * scale;
       }
@@ -115,14 +115,14 @@ struct SavedCodes {
   }
 
  private:
-  // pack_e2m1 of ops/reference.py, of one E4M3 byte.
+  // pack_e2m1 of ops/reference.py for one E4M3 byte.
   static __device__ __forceinline__ uint32_t nibble(uint32_t byte) {
     const uint32_t size = byte & 0x7fu;
     return ((size < 0x38u ? size >> 5 : ((size - 0x38u) >> 2) + 2u) & 7u) | (byte >> 4 & 8u);
   }
 };
 
-// Of the group that this lane's vector belongs to; all lanes of a warp call it.
+// Maximum over the group of this lane's vector; all lanes of a warp must call it.
 __device__ __forceinline__ uint32_t group_largest(uint32_t bits, int shift) {
   for (int offset = 1; offset < 1 << shift; offset <<= 1) {
     bits = larger(bits, __shfl_xor_sync(0xffffffffu, bits, offset));
@@ -130,7 +130,7 @@ __device__ __forceinline__ uint32_t group_largest(uint32_t bits, int shift) {
   return bits;
 }
 
-// Rounds a vector and saves its codes; v becomes what they stand for. `vector`: its index in the matrix.
+// Rounds a vector and saves its codes; v becomes the dequantised values. `vector`: its index in the matrix.
 template <Format F>
 __device__ __forceinline__ void save(float (&v)[VECTOR], uint32_t amax, bool inside, int64_t vector, int shift,
                                      uint8_t* codes, uint8_t* exponents) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ void save(float (&v)[VECTOR], uint32_t amax, bool ins
   if ((vector & ((1 << shift) - 1)) == 0) exponents[vector >> shift] = of.exponent;
 }
 
-// Largest of a block's values into `maximum`. `scratch` holds a word a warp.
+// Writes the maximum over a block to `maximum`. `scratch` has a word per warp.
 __device__ __forceinline__ void store_row_maximum(uint32_t bits, uint32_t* scratch, float* maximum) {
   bits = warp_largest(bits);
   if ((threadIdx.x & 31) == 0) scratch[threadIdx.x >> 5] = bits;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void store_row_maximum(uint32_t bits, uint32_t* scrat
   if (threadIdx.x == 0) *maximum = bits_float(bits);
 }
 
-// A stored exponent as a multiplier; 255, of a group that is not finite, is infinity, and its codes are NaN.
+// Multiplier from a stored exponent; 255, of a group with Inf or NaN, gives infinity, and the codes are NaN.
 __device__ __forceinline__ float saved_multiplier(uint8_t exponent) {
   return bits_float(static_cast<uint32_t>(exponent) << 23);
 }

@@ -1,19 +1,19 @@
-// sum_squares: of many tensors, in FP64, in one pass and a fixed order (ops/updates.py is the meaning).
+// sum_squares of many tensors in FP64, in one pass and a fixed order (defined by ops/updates.py).
 //
-//     squares   a block a chunk of one tensor; the tensors' addresses are parameters of the kernel
-//     add_up    a warp a tensor, over its chunks
+//     squares   a block per chunk of a tensor; the tensors' addresses are kernel parameters
+//     add_up    a warp per tensor adds its chunks
 #include "cuda/adamw_kernels.h"
 
 namespace lowprec {
 namespace {
 
-constexpr int BATCH = 100;  // tensors of one launch: kernel parameters are 4 KB
+constexpr int BATCH = 100;  // tensors per launch: kernel parameters are 4 KB
 constexpr int THREADS = 256, EACH = 8;
-constexpr int64_t CHUNK = THREADS * VECTOR * EACH;  // numbers of a block
+constexpr int64_t CHUNK = THREADS * VECTOR * EACH;  // elements of a block
 
 struct Listed {
   const void* data;
-  int64_t count, first;  // its first chunk, among those of the batch
+  int64_t count, first;  // index of its first chunk in the batch
   bool bf16, whole_vectors;
 };
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ double squares_of(const In* x, int64_t count, bool wh
 __global__ void __launch_bounds__(THREADS) squares(const __grid_constant__ Batch batch, double* partial) {
   __shared__ double sums[THREADS / 32];
   int low = 0, high = batch.count - 1;
-  while (low < high) {  // the last tensor that begins at this chunk or before; one without numbers has no chunk
+  while (low < high) {  // the last tensor that begins at or before this chunk; empty tensors have no chunk
     const int middle = (low + high + 1) / 2;
     if (batch.tensors[middle].first <= blockIdx.x) low = middle;
     else high = middle - 1;

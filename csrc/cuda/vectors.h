@@ -1,5 +1,5 @@
-// Eight neighbouring elements at a time: 16-byte loads of 16-bit inputs, codes packed into words by the hardware's own
-// conversions where these round as numerics/rounding.h does.
+// Eight neighbouring elements at a time: 16-byte loads of 16-bit inputs, codes packed into words by hardware
+// conversions where these round as numerics/rounding.h.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -17,7 +17,7 @@ namespace lowprec {
 
 constexpr int VECTOR = 8;
 
-// Element i of eight, held in words; i is a constant once loops are unrolled.
+// Element i of eight in words; i is a constant once loops are unrolled.
 template <typename In>
 __device__ __forceinline__ float element(const uint32_t* words, int i);
 template <>
@@ -43,7 +43,7 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) words[i] = 0;
   }
-  // `data` is 16-byte aligned.
+  // `data` must be aligned to 16 bytes.
   __device__ __forceinline__ void load(const In* data) {
 #pragma unroll
     for (int i = 0; i < WORDS / 4; ++i) {
@@ -51,7 +51,7 @@ struct Vector {
       words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
     }
   }
-  // The first `count` of them, one by one; the rest are zeros.
+  // Loads the first `count` elements one by one; the rest are zeros.
   __device__ __forceinline__ void load_some(const In* data, int count) {
     clear();
 #pragma unroll
@@ -64,7 +64,7 @@ struct Vector {
       }
     }
   }
-  // Largest magnitude, as bits of an FP32 number; BF16 patterns order as magnitudes do, two at a time.
+  // Largest magnitude, as bits of an FP32 number; BF16 patterns have the order of magnitudes, two per word.
   __device__ __forceinline__ uint32_t largest() const {
     if constexpr (std::is_same_v<In, Bf16>) {
       uint32_t both = words[0] & 0x7fff7fffu;
@@ -80,7 +80,7 @@ struct Vector {
   }
 };
 
-// Eight values over the scale of their tile: products with the inverse, or quotients where the rule `divides`.
+// Divides eight values by the scale of their tile: by the inverse, or by division if the rule `divides`.
 __device__ __forceinline__ void over_scale(float (&v)[VECTOR], const TileScale& of, bool divides) {
   if (!divides) {
 #pragma unroll
@@ -94,15 +94,15 @@ __device__ __forceinline__ void over_scale(float (&v)[VECTOR], const TileScale& 
   }
 }
 
-// E2M1 of a finite value, nearest even, by integer steps: |v| cut off at 6, then the sum with 1.5 * 2^(23 - 1 + e), whose
-// last bit is worth one step of the grid, rounds.
+// E2M1 of a finite value, nearest even, by integer steps: |v| is limited to 6; the sum with 1.5 * 2^(23 - 1 + e)
+// rounds, because its last bit is one step of the grid.
 __device__ __forceinline__ float round_e2m1(float v) {
   const uint32_t size = min(magnitude_bits(v), 0x40c00000u);
   const float magic = bits_float(max(size & INFINITE, 0x3f800000u) + 0x0b400000u);
   return with_sign((bits_float(size) + magic) - magic, v);
 }
 
-// Codes of two scaled values, the first one low. NaN becomes 0x7f; for E2M1 values are finite.
+// Codes of two scaled values, the first one in the low byte. NaN becomes 0x7f; E2M1 needs finite values.
 template <Format F>
 __device__ __forceinline__ uint32_t encode_fp8_pair(float a, float b) {
   if constexpr (F == Format::E2M1) {
@@ -131,7 +131,7 @@ struct Codes {
       words[i / each] = i % each ? words[i / each] | raw << (bits * (i % each)) : raw;
     }
   }
-  // `inverse`: that of the tile's scale. Where it is a positive number, the tile's maximum was finite, and so are they.
+  // `inverse`: of the tile's scale. If it is positive and finite, so are the tile's amax and its values.
   __device__ __forceinline__ void encode_nearest(const float (&v)[VECTOR], float inverse = 0.0f) {
     const bool finite = F != Format::E2M1 || (inverse > 0.0f && inverse < bits_float(INFINITE));
     if (is_fp8<F> && finite) {
@@ -146,7 +146,7 @@ struct Codes {
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) put(i, encode_stochastic<F>(v[i], bits_of(random, i)));
   }
-  // `data` is aligned to min(16, 8 codes).
+  // `data` must be aligned to min(16, 8 codes).
   __device__ __forceinline__ void store_all(Code* data) const {
     if constexpr (WORDS == 2) {
       *reinterpret_cast<uint2*>(data) = make_uint2(words[0], words[1]);

@@ -1,6 +1,5 @@
-// A group of warps that shares one row: sums, amax and places in a list, in every thread of the group. One warp needs
-// no barrier; of several, each leaves its share in a slot, and slots are used in turn, so that one barrier an exchange
-// is enough.
+// A group of warps that shares one row: sums, amax and offsets in a list, in every thread of the group. One warp needs
+// no barrier; several write their values to slots, which alternate, so that one barrier per exchange is enough.
 #pragma once
 
 #include "cuda/launch.h"
@@ -12,7 +11,7 @@ namespace lowprec {
 
 constexpr uint32_t ALL = 0xffffffffu;
 
-// `warps` warps; several make a block.
+// `warps` warps; if several, they are a whole block.
 template <int warps>
 struct WarpGroup {
   static constexpr int size = 32 * warps;
@@ -25,7 +24,7 @@ struct WarpGroup {
     if constexpr (warps == 1) __syncwarp();
     else __syncthreads();
   }
-  // The warps' values, in every thread.
+  // Returns the values of all warps, in every thread.
   __device__ const uint32_t* exchange(uint32_t of_warp) {
     uint32_t* mine = slots + turn * warps;
     turn ^= 1;
@@ -52,7 +51,7 @@ struct WarpGroup {
     }
     return value;
   }
-  // Where a thread's `count` entries start in a list of the group's; `total`: its length.
+  // Returns the offset of a thread's `count` entries in a list of the group, and its length in `total`.
   __device__ uint32_t place(uint32_t count, uint32_t& total) {
     const int lane = threadIdx.x & 31;
     uint32_t until = count;
@@ -76,8 +75,8 @@ struct WarpGroup {
   }
 };
 
-// Both ranks by counts over the whole row. keys(f): f of the key of each of this thread's values; `top`, `bottom`: the
-// row's largest and smallest key.
+// Keys of both bounds by counting over the whole row. keys(f): calls f with the key of each of this thread's values;
+// `top`, `bottom`: largest and smallest key of the row.
 template <typename Row, typename Keys>
 __device__ __forceinline__ uint2 ranks_of_all(Row& group, uint32_t clipped, uint32_t top, uint32_t bottom,
                                               const Keys& keys) {

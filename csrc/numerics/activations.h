@@ -2,8 +2,8 @@
 //
 //     silu(x) = x s(x)        gelu(x) = x (1 + tanh u) / 2 = x s(2 u)        s(z) = 1 / (1 + 2^(-z log2 e))
 //
-// An exponential that overflows gives s = 0, one that underflows 1. The power's argument is rounded, which costs |z| of
-// FP32's half steps where s is small. No bit claim is made here: the device's power and reciprocal are its own.
+// If 2^(-z log2 e) overflows, s = 0; if it underflows, s = 1. Rounding of the exponent costs |z| half steps of FP32
+// where s is small. Results are not bit-exact: the device has its own exponential and reciprocal.
 #pragma once
 
 #include "numerics/platform.h"
@@ -33,7 +33,7 @@ LOWPREC_HD Sigmoid sigmoid_of_power(float t) {
   const float e = std::exp2(t);
   const float open = 1.0f / (1.0f + e);
 #endif
-  return {open, t > 0.0f ? 1.0f - open : e * open};  // without cancellation, and never infinity times zero
+  return {open, t > 0.0f ? 1.0f - open : e * open};  // no cancellation, and never infinity times zero
 }
 
 constexpr double LOG2_E = 1.4426950408889634;
@@ -45,7 +45,7 @@ struct GatedGradients {
   float gate, up;
 };
 
-// Of silu(gate) up.
+// Gradients of silu(gate) up.
 LOWPREC_HD GatedGradients gated_silu_gradients(float dy, float gate, float up) {
   const Sigmoid s = sigmoid_of_power(gate * POWER_OF_SILU);
   return {dy * up * (s.open * multiply_add(gate, s.shut, 1.0f)), dy * (gate * s.open)};
@@ -53,7 +53,7 @@ LOWPREC_HD GatedGradients gated_silu_gradients(float dy, float gate, float up) {
 
 constexpr double GELU_SLOPE = 2 * 0.7978845608028654;  // 2 sqrt(2 / pi)
 constexpr double GELU_CUBIC = GELU_SLOPE * 0.044715;
-constexpr float GELU_FLAT = 100.0f;  // of x^2: the sigmoid is 0 or 1 beyond, and nothing may overflow beside a zero
+constexpr float GELU_FLAT = 100.0f;  // limit of x^2, against overflow times zero: the sigmoid is 0 or 1 beyond
 
 LOWPREC_HD float gelu_power(float x, float square) {
   return x * multiply_add(static_cast<float>(-LOG2_E * GELU_CUBIC), square, static_cast<float>(-LOG2_E * GELU_SLOPE));

@@ -1,11 +1,11 @@
-// AdamW's update of one element in FP32, each operation rounded by itself, in the order of ops/adamw.py `AdamWRule`.
+// AdamW's update of one element in FP32, every operation rounded, in the order of ops/adamw.py `AdamWRule`.
 #pragma once
 
 #include "numerics/rounding.h"
 
 namespace lowprec {
 
-// What all tensors of a call share.
+// Constants of a call, for all tensors.
 struct AdamConstants {
   float share1;         // 1 - beta1
   float beta2, share2;  // 1 - beta2
@@ -18,7 +18,7 @@ inline AdamConstants adam_constants(double beta1, double beta2, double eps) {
           static_cast<float>(eps), static_cast<float>(2.0 * beta1)};
 }
 
-// What all elements of a tensor share: lr / (1 - beta1^t), 1 - lr weight_decay, sqrt(1 - beta2^t), rounded from FP64.
+// Constants of a tensor: lr / (1 - beta1^t), 1 - lr weight_decay, sqrt(1 - beta2^t), rounded from FP64.
 struct AdamRate {
   float step_size, decay, root;
 };
@@ -39,28 +39,28 @@ LOWPREC_HD float next_first(float m, float g, const AdamConstants& of) { return 
 
 LOWPREC_HD float next_second(float v, float g, const AdamConstants& of) { return v * of.beta2 + g * g * of.share2; }
 
-// The weight from the new moments.
+// The new weight from the new moments.
 LOWPREC_HD float next_weight(float w, float m, float v, const AdamConstants& of, const AdamRate& rate) {
   const float denominator = divide(square_root(v), rate.root) + of.eps;
   return w * rate.decay - divide(m * rate.step_size, denominator);
 }
 
-// The code of a first moment x, rounded to nearest under `scale`, or the next one towards zero where it would stay at or
-// above `old` for lack of codes (ops/codecs.py `decaying`).
+// The code of a first moment x, rounded to nearest with `scale`, or the next one towards zero if rounding would keep it
+// at or above `old` because the grid is coarse (ops/codecs.py `decaying`).
 template <Format F>
 LOWPREC_HD typename Grid<F>::Code decaying(typename Grid<F>::Code code, float x, float old, float scale,
                                            const AdamConstants& of) {
   using Code = typename Grid<F>::Code;
   const float size = bits_float(magnitude_bits(old));
   if (!(bits_float(magnitude_bits(x)) < size)) return code;
-  const Code lower = static_cast<Code>(code - 1);  // not looked at where the code is zero: that is less than `size`
+  const Code lower = static_cast<Code>(code - 1);  // unused for code zero, which is below `size`
   const float here = bits_float(magnitude_bits(decode<F>(code) * scale));
   const float below = bits_float(magnitude_bits(decode<F>(lower) * scale));
   return here >= size && here + below <= size * of.twice1 ? lower : code;
 }
 
-// No code above it, without its sign, is moved by `decaying`: a step of the grid there is less than 2 (1 - beta1) of the
-// number. Below 2^(mantissa + 1) codes count steps, from there on a step is at most 2^-mantissa of a number.
+// Largest code, without sign, that `decaying` may change: above it a step of the grid is less than 2 (1 - beta1) of the
+// value. Codes below 2^(mantissa + 1) count steps; from there on a step is at most 2^-mantissa of the value.
 template <Format F>
 inline uint32_t slowest_code(double beta1) {
   const double decay = 2.0 * (1.0 - beta1) * (1.0 - 1e-6);

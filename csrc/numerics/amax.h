@@ -1,5 +1,5 @@
-// Largest magnitude on bit patterns: non-negative floats order as their bits do, infinity lies above every number and
-// NaN above infinity, so an integer maximum keeps both visible, in any order of the elements.
+// Largest magnitude by bit patterns: non-negative floats have the order of their bits, infinity is above all numbers
+// and NaN above infinity, so an integer maximum propagates both, in any order of the elements.
 #pragma once
 
 #include "numerics/platform.h"

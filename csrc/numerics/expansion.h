@@ -1,8 +1,8 @@
-// COAT's dynamic range expansion (arXiv 2410.19313, section 4; ops/states.py has the formulas): from a group's extremes
-// to its exponent, scale and centre, one value into the format's range and back.
+// COAT's dynamic range expansion (arXiv 2410.19313, section 4; ops/states.py has the formulas): exponent, scale and
+// center of a group from its extremes, and encoding and decoding of a value.
 //
-// Finite groups only, of numbers that are not zero: magnitudes below 2^-126 count as zeros and are the caller's, as is
-// the NaN of a group that is not finite.
+// For finite groups and non-zero values only: callers handle magnitudes below 2^-126, which count as zeros, and the NaN
+// of groups with Inf or NaN.
 #pragma once
 
 #include "numerics/powers.h"
@@ -13,30 +13,30 @@ constexpr float EXPANSION_STEPS = 16.0f;  // exponents are multiples of 1 / EXPA
 constexpr float LARGEST_EXPONENT = 64.0f;
 constexpr uint32_t SMALLEST_NORMAL = 1u << 23;  // bits of 2^-126
 
-// log2 of the binades' quotient M^2 / 2, which a group is stretched over.
+// log2 of M^2 / 2, the ratio to which a group is expanded.
 template <Format F>
 constexpr double EXPANSION_BOUND = F == Format::E4M3 ? 16.614709844115207 : 30.614709844115207;
 
-// log2(a / b) of normal positive numbers; 0 exactly where they are equal.
+// log2(a / b) of normal positive numbers; exactly 0 if they are equal.
 LOWPREC_HD float log2_quotient(Log2Parts a, Log2Parts b) {
   return static_cast<float>(a.whole - b.whole) + (a.part - b.part);
 }
 
-// 2^power * factor, the power of two applied in halves: neither overflows where the product does not.
+// 2^power * factor; the power of two is applied in halves, which overflow only if the product does.
 LOWPREC_HD float exp2_times(float power, float factor) {
   const Exp2Parts made = exp2_parts(power);
   const int half = made.whole >> 1;
   return made.part * factor * exp2_int(half) * exp2_int(made.whole - half);
 }
 
-// What a group's codes are decoded by, and the logarithm of its largest magnitude, which they are made with.
+// Decoding parameters of a group, and log2 of its largest magnitude, for encoding.
 struct Expansion {
   float scale, exponent, center;
   Log2Parts largest;
 };
 
-// largest: bits of the largest magnitude. smallest: those of the smallest one from 2^-126 on, INFINITE where there is
-// none. A group that is not finite has a scale and a centre of NaN, and all its codes are zeros.
+// largest: bits of the largest magnitude. smallest: bits of the smallest one that is at least 2^-126, INFINITE if there
+// is none. A group with Inf or NaN has scale and center NaN, and all its codes are zeros.
 template <Format F>
 LOWPREC_HD Expansion expansion_of(uint32_t largest, uint32_t smallest) {
   const float nan = bits_float(0x7fc00000u);
@@ -58,7 +58,7 @@ LOWPREC_HD Expansion expansion_of(uint32_t largest, uint32_t smallest) {
   return {divide(exp2_times(k * span * 0.5f, 1.0f), Grid<F>::max), any ? k : 1.0f, center, log_amax};
 }
 
-// M (|x| / A)^k with the sign of x, still to be rounded.
+// M (|x| / A)^k with the sign of x, before rounding.
 template <Format F>
 LOWPREC_HD float stretch(float x, float k, Log2Parts largest) {
   const float size = bits_float(magnitude_bits(x));
@@ -67,13 +67,13 @@ LOWPREC_HD float stretch(float x, float k, Log2Parts largest) {
   return with_sign(present ? exp2_times(power, Grid<F>::max) : 0.0f, x);
 }
 
-// The code of an element of a group that is `finite`.
+// The code of an element; `finite`: of a finite group.
 template <Format F>
 LOWPREC_HD uint8_t encode_expanded(float x, const Expansion& how, bool finite) {
   return encode<F>(finite ? stretch<F>(x, how.exponent, how.largest) : with_sign(0.0f, x));
 }
 
-// log2 of a code without its sign, rounded to nearest: 0 at zero, NaN where the code is no finite number.
+// log2 of a code without its sign, rounded to nearest: 0 at zero, NaN if the code is not finite.
 template <Format F>
 LOWPREC_HD float code_log2(uint32_t code) {
   // log2(1 + m / 8)
@@ -91,8 +91,8 @@ LOWPREC_HD float code_log2(uint32_t code) {
   return static_cast<float>(exponent(value) + fraction[float_bits(value) >> 20 & 7u]);
 }
 
-// The magnitude that a code other than zero stands for. log_code: code_log2 of it; log_scale: log2_float of the group's
-// scale; inverse: 1 / k.
+// The magnitude of a non-zero code. log_code: its code_log2; log_scale: log2_float of the group's scale;
+// inverse: 1 / k.
 LOWPREC_HD float expanded_value(float log_code, float log_scale, float inverse, float center) {
   const float value = exp2_times((log_code + log_scale) * inverse, center);
   return value < TINY ? TINY : value;

@@ -1,6 +1,6 @@
-// The formats and roundings that compiled kernels serve, as data: mantissa bits, exponent of the smallest normal number,
-// largest value, whether there is a scale, and what a code is stored in. E2M1 and INT4 ride as E4M3. A library says these numbers
-// when it is loaded, and is refused where ops/formats.py has others (ops/kernels.py).
+// Formats and roundings of compiled kernels as data: mantissa bits, exponent of the smallest normal number, largest
+// value, whether there is a scale, and the type of codes. E2M1 and INT4 are stored as E4M3. ops/kernels.py reads these
+// numbers when it loads a library, and raises an error if they differ from ops/formats.py.
 #pragma once
 
 #include <cstdio>
@@ -86,7 +86,7 @@ std::string served_format() {
   return line;
 }
 
-// A line a format, its name and numbers; a line a rounding or a choice among candidate scales, its name alone.
+// One line per format with its name and numbers; one line per rounding and scale choice with its name.
 inline std::string served_names(std::initializer_list<const char*> candidates) {
   std::string made = served_format<Format::E2M1>() + served_format<Format::E4M3>() + served_format<Format::E5M2>() +
                      served_format<Format::INT4>() + served_format<Format::INT8>() + served_format<Format::BF16>() + served_format<Format::FP16>() +

@@ -1,17 +1,17 @@
-// The Walsh-Hadamard transform of a block that is spread over registers and, beyond them, over the lanes of a warp
-// (ops/reference.py hadamard): stride 1 first, (a, b) -> (a + b, a - b), the factor block^-1/2 last.
+// Walsh-Hadamard transform of a block in registers of one thread or of several lanes of a warp (ops/reference.py
+// hadamard): stride 1 first, (a, b) -> (a + b, a - b), the factor block^-1/2 last.
 #pragma once
 
 #include "numerics/philox.h"
 
 namespace lowprec {
 
-// As Python's block ** -0.5, rounded to FP32.
+// block^-1/2 as Python's block ** -0.5, rounded to FP32.
 inline float hadamard_factor(int64_t block) {
   return block == 0 ? 1.0f : static_cast<float>(std::pow(static_cast<double>(block), -0.5));
 }
 
-// Eight signs, bit j set where element 8 * group + j of a row is negated; they repeat every `block` elements.
+// Eight signs: bit j is set if element 8 * group + j of a row is negated; they repeat every `block` elements.
 LOWPREC_HD uint32_t sign_bits(uint64_t seed, int group, int block) {
   const Words words = random_words(seed, 0, static_cast<uint64_t>((8 * group & (block - 1)) >> 3));
   uint32_t bits = 0;
@@ -23,7 +23,7 @@ LOWPREC_HD uint32_t sign_bits(uint64_t seed, int group, int block) {
   return block == 4 ? (bits & 15u) * 0x11u : block == 2 ? (bits & 3u) * 0x55u : (bits & 1u) * 0xffu;
 }
 
-// The stages within `count` values of one thread, those of strides below `block`.
+// Stages with strides below `count` and `block`, within a thread.
 template <int count>
 LOWPREC_HD void butterflies(float (&v)[count], int block) {
 #if defined(__CUDACC__)
@@ -45,8 +45,8 @@ LOWPREC_HD void butterflies(float (&v)[count], int block) {
 
 #if defined(__CUDACC__)
 
-// The stages across lanes, `count` values each: lane l holds values count * l and on. A product with +-1 is exact, so
-// the fused sum rounds as the sum or difference does.
+// Stages across lanes with `count` values each: lane l has values from count * l on. Products with +-1 are exact, so a
+// fused multiply-add rounds like the sum or difference.
 template <int count>
 __device__ __forceinline__ void butterflies_across(float (&v)[count], int block) {
 #pragma unroll 1

@@ -1,5 +1,5 @@
 // Block scales on the ladder {1, 1.25, 1.5} 2^e (ops/ladder.py). Rungs are numbered from 2^-121 on: number / 3 is the
-// exponent, what is left over the place of the mantissa. A rung's bits are its exponent's and two bits of the mantissa.
+// exponent, the remainder is the place of the mantissa. The bits of a rung are its exponent and two mantissa bits.
 #pragma once
 
 #include "numerics/rounding.h"
@@ -7,10 +7,10 @@
 namespace lowprec {
 
 constexpr int LADDER_LOW = -121;                      // exponent of rung 0
-constexpr int LADDER_HIGH = 3 * (125 - LADDER_LOW) + 2;  // the last one that has a rung above it
-constexpr int LADDER_TOP = 5;                         // exponent that a row's largest rung takes in a carrier
+constexpr int LADDER_HIGH = 3 * (125 - LADDER_LOW) + 2;  // the last one with a rung above it
+constexpr int LADDER_TOP = 5;                         // exponent of a row's largest rung in a carrier
 constexpr int LADDER_BLOCK = 16;
-constexpr float SUM_UNITS = 0x1p28f;                  // blocks' sums are multiples of its inverse
+constexpr float SUM_UNITS = 0x1p28f;                  // sums of blocks are multiples of its inverse
 
 enum class Candidates : int { NONE, MSE, MAE, MAX };
 constexpr const char* CANDIDATE_NAMES[] = {"none", "mse", "mae", "max"};
@@ -23,9 +23,9 @@ LOWPREC_HD int first_rung(uint32_t amax_bits) {
   return rung < 0 ? 0 : rung > LADDER_HIGH ? LADDER_HIGH : rung;
 }
 
-LOWPREC_HD int rung_step(int rung) { return static_cast<int>(static_cast<uint32_t>(rung) / 3u); }  // from LADDER_LOW
+LOWPREC_HD int rung_step(int rung) { return static_cast<int>(static_cast<uint32_t>(rung) / 3u); }  // - LADDER_LOW
 
-// 2^shift times the rung's mantissa.
+// 2^shift times the mantissa of a rung.
 LOWPREC_HD float rung_times(int place, int shift) {
   return bits_float((static_cast<uint32_t>(shift + 127) << 23) + (static_cast<uint32_t>(place) << 21));
 }
@@ -44,23 +44,23 @@ LOWPREC_HD float rung_inverse(int rung) {
   return inverse_times(rung - 3 * step, step + LADDER_LOW);
 }
 
-// What the rungs of a row have in common.
+// Parameters of a row.
 struct LadderRow {
-  int step;   // of e_row
-  int floor;  // of the lowest rung, which has place 0
-  bool lost;  // a NaN or an infinity in it
+  int step;   // e_row, relative to LADDER_LOW
+  int floor;  // exponent of the lowest rung, which has place 0
+  bool lost;  // the row has NaN or Inf
 };
 LOWPREC_HD LadderRow ladder_row(uint32_t amax_bits, int span) {
   const int step = rung_step(first_rung(amax_bits)), floor = step - span;
   return {step, span == 0 || floor < 0 ? 0 : floor, amax_bits >= INFINITE};
 }
 
-// 2^(e_row - 5), NaN for a row that is lost.
+// 2^(e_row - 5), NaN for a row with NaN or Inf.
 LOWPREC_HD float ladder_scale(const LadderRow& row) {
   return row.lost ? bits_float(0x7fc00000u) : exp2_int(row.step + LADDER_LOW - LADDER_TOP);
 }
 
-// c of a row from its sums in multiples of 2^-28.
+// Correction factor c of a row from its sums in units of 2^-28.
 LOWPREC_HD float row_factor(double own, double made) {
   return made == 0.0 ? 1.0f : static_cast<float>(own / made);
 }

@@ -38,12 +38,12 @@ LOWPREC_HD Words philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint
   return {{c0, c1, c2, c3}};
 }
 
-// The words of eight elements: global row, and global column >> 3.
+// Random words of eight elements. row: global; group: global column >> 3.
 LOWPREC_HD Words random_words(uint64_t seed, uint64_t row, uint64_t group) {
   return philox(static_cast<uint32_t>(group), static_cast<uint32_t>(row), 0u, 0u, seed);
 }
 
-// Bits of the j-th of eight elements, in [0, 65536).
+// Random bits of the j-th of eight elements, in [0, 65536).
 LOWPREC_HD uint32_t bits_of(const Words& words, int j) { return words.w[j >> 1] >> (16 * (j & 1)) & 0xffffu; }
 
 }  // namespace lowprec

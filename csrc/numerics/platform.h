@@ -1,7 +1,7 @@
-// What host and device share: bit casts, and the two operations that a compiler may approximate, correctly rounded.
+// Operations for host and device: bit casts, and correctly rounded operations that compilers might approximate.
 //
-// Everything under numerics/ is compiled by the C++ kernels and by the CUDA kernels without contraction
-// (-ffp-contract=off, --fmad=false): one rounding rule, the same bits everywhere.
+// C++ and CUDA kernels compile numerics/ without contraction (-ffp-contract=off, --fmad=false), so that both round
+// equally and have the same bits.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
-// log2 and 2^x from + - x and the exponent field (ops/powers.py): minimax polynomials by Horner's rule, each product
-// rounded before its sum.
+// log2 and 2^x from + - x and the exponent field (ops/powers.py): minimax polynomials by Horner's rule, with each
+// product rounded before its sum.
 #pragma once
 
 #include "numerics/rounding.h"

@@ -1,5 +1,5 @@
-// The rounding rules (ops/rounding.py): to nearest even, or up with the probability of the distance,
-// and the codes of the result. Values are clamped before they are rounded; NaN stays NaN.
+// Rounding rules (ops/rounding.py), to nearest even or stochastic, and codes of the result. Values are clamped before
+// they are rounded; NaN stays NaN.
 #pragma once
 
 #include "numerics/formats.h"
@@ -12,7 +12,7 @@ LOWPREC_HD int exponent(float x) { return static_cast<int>((float_bits(x) >> 23)
 // 2^e for e in [-126, 127], exactly.
 LOWPREC_HD float exp2_int(int e) { return bits_float(static_cast<uint32_t>(e + 127) << 23); }
 
-// Exponent of the binade whose grid step `v` is rounded by.
+// Exponent of the binade whose grid step applies to `v`.
 template <Format F>
 LOWPREC_HD int step_exponent(float v) {
   constexpr bool uniform = Grid<F>::low >= 0 && Grid<F>::max < static_cast<float>(2u << (Grid<F>::low & 31));
@@ -22,14 +22,14 @@ LOWPREC_HD int step_exponent(float v) {
   return e > floor_exponent ? e : floor_exponent;
 }
 
-// A finite value in range, on the grid, nearest even: the last bit of the sum is worth one step, so the sum rounds.
+// Round a finite value in range to the nearest grid value, ties to even: the sum's last bit is one step, so it rounds.
 template <Format F>
 LOWPREC_HD float round_nearest(float v) {
   const float magic = exp2_int(step_exponent<F>(v) + (23 - Grid<F>::mantissa)) * 1.5f;
   return with_sign((v + magic) - magic, v);
 }
 
-// The same, up with the probability of the distance; bits: uniform in [0, 65536).
+// Round stochastically: up with a probability equal to the distance. bits: uniform in [0, 65536).
 template <Format F>
 LOWPREC_HD float round_stochastic(float v, uint32_t bits) {
   const int e = step_exponent<F>(v);
@@ -43,13 +43,13 @@ LOWPREC_HD float round_stochastic(float v, uint32_t bits) {
   return with_sign(whole * exp2_int(e - Grid<F>::mantissa), v);
 }
 
-// torch.clamp(v, -limit, limit): NaN passes.
+// torch.clamp(v, -limit, limit); NaN is kept.
 LOWPREC_HD float clamp(float v, float limit) {
   const float low = v < -limit ? -limit : v;
   return low > limit ? limit : low;
 }
 
-// Bits of a value that lies on the grid of E4M3 (which holds E2M1's and INT4's) or E5M2; NaN keeps its sign.
+// Bits of a value on the grid of E4M3 (which includes those of E2M1 and INT4) or E5M2; NaN keeps its sign.
 template <int mantissa, int low>
 LOWPREC_HD uint8_t fp8_bits(float v) {
   const uint32_t bits = float_bits(v), size = bits & MAGNITUDE;
@@ -68,7 +68,7 @@ LOWPREC_HD uint16_t bf16_bits(float v) {
 
 LOWPREC_HD float bf16_value(uint16_t code) { return bits_float(static_cast<uint32_t>(code) << 16); }
 
-// |v| <= 65504 on the way in, or NaN.
+// Requires |v| <= 65504, or NaN.
 LOWPREC_HD uint16_t fp16_bits(float v) {
   const uint32_t sign = float_bits(v) >> 16 & 0x8000u;
   if (is_nan(v)) return static_cast<uint16_t>(sign | 0x7e00u);
@@ -87,7 +87,7 @@ LOWPREC_HD float fp16_value(uint16_t code) {
   return bits_float(sign | ((size << 13) + (112u << 23)));
 }
 
-// The carrier's code of a value that is on the format's grid already, or NaN.
+// The carrier code of a value that is on the format's grid, or NaN.
 template <Format F>
 LOWPREC_HD typename Grid<F>::Code store(float v) {
   if constexpr (F == Format::E5M2) {
@@ -105,7 +105,7 @@ LOWPREC_HD typename Grid<F>::Code store(float v) {
   }
 }
 
-// A scaled value to its code: clamped first, nearest even.
+// The code of a scaled value: clamped, then rounded to nearest even.
 template <Format F>
 LOWPREC_HD typename Grid<F>::Code encode(float v) {
   if constexpr (F == Format::FP32 || F == Format::BF16) {

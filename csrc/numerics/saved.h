@@ -1,5 +1,5 @@
-// The scale of a group whose codes are saved (ops/activations.py): a power of two that never saturates, its reciprocal,
-// and the byte that is stored, its biased exponent. numerics/scale.h says the same for any rule, by a division.
+// Scale of a group of saved codes (ops/activations.py): a power of two that never saturates, its reciprocal, and the
+// stored byte, its biased exponent. numerics/scale.h computes the same for any rule, by a division.
 #pragma once
 
 #include "numerics/formats.h"
@@ -11,13 +11,13 @@ struct SavedScale {
   uint8_t exponent;
 };
 
-// Exponent of a format's largest value, and its mantissa bits.
+// Exponent and mantissa bits of a format's largest value.
 template <Format F>
 constexpr uint32_t top_exponent = F == Format::E2M1 ? 2 : F == Format::E4M3 ? 8 : 15;
 template <Format F>
 constexpr uint32_t top_mantissa = F == Format::E2M1 ? 0x400000u : 0x600000u;
 
-// amax: bits of the group's largest magnitude. A mantissa above the format's carries into the exponent.
+// amax: bits of the group's largest magnitude. A mantissa above that of the format's maximum carries into the exponent.
 template <Format F>
 LOWPREC_HD SavedScale saved_scale(uint32_t amax) {
   static_assert(F == Format::E2M1 || F == Format::E4M3 || F == Format::E5M2, "eight bits or fewer, with an exponent");

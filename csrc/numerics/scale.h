@@ -1,5 +1,5 @@
-// From a tile's largest magnitude to its scale (ops/reference.py tile_scale): FP32 quotients, powers of two by exponent
-// extraction (a logarithm is wrong just below powers of two), OCP MX floors, and block exponents held within a span.
+// Scale of a tile from its largest magnitude (ops/reference.py tile_scale): FP32 quotients, powers of two by exponent
+// fields (a logarithm errs just below powers of two), OCP MX floors, and block exponents limited to a span.
 #pragma once
 
 #include "numerics/rounding.h"
@@ -8,31 +8,31 @@ namespace lowprec {
 
 enum class Rule : int { FP32, POW2, E8M0_FLOOR, E8M0_CEIL };
 
-// scale: what codes are multiplied by. inverse: what values are multiplied by before rounding, where the rule makes powers
-// of two; under FP32 scales values are divided by the scale, because a product with the rounded inverse moves them off ties.
+// scale: factor of codes. inverse: factor of values before rounding if the rule gives powers of two; with FP32 scales
+// values are divided by the scale, because a product with the rounded inverse moves ties off the midpoint.
 struct TileScale {
   float scale, inverse;
 };
 
-// Whether `quotient` is the correctly rounded one for every |x| up to 2^60 scales whose code is not zero.
+// Whether `quotient` is correctly rounded for all |x| up to 2^60 scales whose code is not zero.
 LOWPREC_HD bool regular(float scale) { return scale >= 0x1p-60f && scale <= 0x1p60f; }
 
-// x / scale from the correctly rounded inverse: its product is corrected by the remainder, which is exact (Markstein, IBM
-// Journal of Research and Development 34, 1990). Below 2^-42 scales it may be off, where all codes are zeros. The
-// remainder is subtracted, not added: a remainder of +0 would turn a quotient of -0 into +0.
+// x / scale from the correctly rounded inverse: the product is corrected by the remainder, which is exact (Markstein,
+// IBM Journal of Research and Development 34, 1990). Below 2^-42 scales it may be inexact, but all codes are zeros
+// there. The remainder is subtracted, not added: adding a remainder of +0 would turn a quotient of -0 into +0.
 LOWPREC_HD float quotient(float x, float scale, float inverse) {
   const float q = x * inverse;
   return fused(fused(scale, q, -x), -inverse, q);
 }
 
-// The constants of a format, a rule and a head-room, made once on the host.
+// Constants of a format, a rule and a headroom, computed once on the host.
 struct ScaleRule {
   Rule rule;
   bool unscaled;
   double share;      // limit * headroom
   double headroom;
   int offset;        // exponent of the limit, minus one
-  float threshold;   // mantissas above it take the next power of two
+  float threshold;   // larger mantissas use the next power of two
   int span;
 
   // Whether values are divided by their scale.
@@ -56,7 +56,7 @@ LOWPREC_HD int wanted_exponent(float amax, const ScaleRule& how) {
 
 LOWPREC_HD int bounded(int e) { return e < -126 ? -126 : e > 127 ? 127 : e; }
 
-// A tile's exponent before its row is known (span > 0).
+// Exponent of a tile before that of its row is known (span > 0).
 LOWPREC_HD int block_exponent(float amax, const ScaleRule& how) { return bounded(wanted_exponent(amax, how)); }
 
 // 1 / 2^e, exactly; NaN for NaN.
@@ -74,7 +74,7 @@ LOWPREC_HD TileScale of_power(float power, const ScaleRule& how) {
   return made;
 }
 
-// row: the largest block exponent of the tile's row. A zero block takes the row's floor.
+// row: the largest block exponent of the tile's row. A zero block gets the smallest exponent of the row.
 LOWPREC_HD TileScale spanned_scale(float amax, int block, int row, const ScaleRule& how) {
   const int e = block > row - how.span ? block : row - how.span;
   return of_power(is_finite(amax) ? exp2_int(e) : bits_float(0x7fc00000u), how);

@@ -1,12 +1,12 @@
-// Ranks by bits: floats as unsigned keys of the same order, and the value of a rank found one bit at a time.
+// Selection of the n-th smallest and largest value: floats as unsigned keys of the same order, searched bit by bit.
 //
 //     key(x) = bits ^ (x < 0 ? all ones : the sign bit)       -inf .. -0 +0 .. +inf ascending
 //     d(x)   = key(largest) - key(x)                          distance below the largest, in units in the last place
 //
-// The (clipped + 1)-th smallest distance is the largest T with count(d < T) <= clipped: every bit of T, the highest
-// first, costs one count. The two ends of a row go side by side in the halves of a word, the low end negated, so one
-// comparison serves both. Distances of 16-bit floats are held at FAR; as patterns of FP16 numbers they order as they do
-// as integers, and FP16 pairs compare in one instruction.
+// The (clipped + 1)-th smallest distance is the largest T with count(d < T) <= clipped: each bit of T, from the highest
+// on, needs one count. Both ends of a row are processed in the two halves of a word, the low end negated, so that one
+// comparison serves both. Distances of 16-bit floats are limited to FAR; as patterns of FP16 numbers they have the same
+// order as integers, and one instruction compares a pair of FP16 numbers.
 #pragma once
 
 #include "numerics/scale.h"
@@ -23,7 +23,7 @@ constexpr uint32_t BOTH = 0x00010001u;
 LOWPREC_HD uint32_t ordered(uint32_t bits) { return bits ^ (bits & SIGN ? 0xffffffffu : SIGN); }
 LOWPREC_HD uint32_t unordered(uint32_t key) { return key ^ (key & SIGN ? SIGN : 0xffffffffu); }
 
-// The same for the two 16-bit halves of a word, and for one.
+// `ordered` for the two 16-bit halves of a word, and the inverse for one half.
 LOWPREC_HD uint32_t ordered_pair(uint32_t bits) { return bits ^ (0x80008000u + (bits >> 15 & BOTH) * 0x7fffu); }
 LOWPREC_HD uint32_t unordered_half(uint32_t key) { return key ^ (key & 0x8000u ? 0x8000u : 0xffffu); }
 
@@ -36,7 +36,7 @@ LOWPREC_HD uint32_t smaller_pair(uint32_t a, uint32_t b) {
 #endif
 }
 
-// All ones in the halves where d < limit; neither above the pattern of FP16's infinity.
+// All ones in halves with d < limit; neither may exceed the pattern of FP16 infinity.
 LOWPREC_HD uint32_t below_pair(uint32_t d, uint32_t limit) {
 #if defined(__CUDA_ARCH__)
   __half2 a, b;
@@ -48,15 +48,16 @@ LOWPREC_HD uint32_t below_pair(uint32_t d, uint32_t limit) {
 #endif
 }
 
-// Masks are summed as plain words, each 65536 high + low of all ones; this takes their negated sum to the two counts.
+// Two counts from the negated sum of masks, which are added as words of 65536 high + low.
 LOWPREC_HD uint32_t counts_of(uint32_t negated) { return negated + (negated << 16); }
 
-// Distances to the two ends: `word` holds x low and -x high, `top` the keys of the row's largest x and -x.
+// Distances to both ends: `word` has x in its low half and -x in its high half, `top` the keys of the row's largest x
+// and largest -x.
 LOWPREC_HD uint32_t distances(uint32_t top, uint32_t word) {
   return smaller_pair(top - ordered_pair(word), FAR * BOTH);
 }
 
-// Bits `first` .. `last` of both ranks' distances. below(limits): the counts of smaller distances, under 2^15 each.
+// Bits `first` .. `last` of the distances for both ends. below(limits): counts of smaller distances, each below 2^15.
 template <typename Below>
 LOWPREC_HD uint32_t descend(int first, int last, uint32_t clipped, Below&& below) {
   uint32_t found = 0;
@@ -67,7 +68,7 @@ LOWPREC_HD uint32_t descend(int first, int last, uint32_t clipped, Below&& below
   return found;
 }
 
-// The same for keys of any width, one end. below(limit): the count of smaller distances.
+// `descend` for keys of any width and one end. below(limit): count of smaller distances.
 template <typename Below>
 LOWPREC_HD uint32_t descend_wide(int first, uint32_t clipped, Below&& below) {
   uint32_t found = 0;
@@ -81,7 +82,7 @@ LOWPREC_HD uint32_t descend_wide(int first, uint32_t clipped, Below&& below) {
 
 constexpr float CARRIER_SHIFT = 0x1p-8f;
 
-// of_carrier: the carrier rides at 2^-8. scale: what values are divided by.
+// of_carrier: scale of the carrier, which is shifted by 2^-8. scale: divisor of values.
 struct CarrierScale {
   float of_carrier, scale, inverse;
 };
@@ -95,7 +96,7 @@ LOWPREC_HD CarrierScale carrier_scale(float low, float high) {
   return {scale * 256.0f, scale, divide(1.0f, scale)};
 }
 
-// Any x, any bounds.
+// The code for any x and any bounds.
 LOWPREC_HD uint8_t carrier_code(float x, float low, float high, float scale) {
   const float v = divide(x, scale);
   if (!is_finite(x) || is_nan(v)) return 0x7f;
@@ -103,17 +104,17 @@ LOWPREC_HD uint8_t carrier_code(float x, float low, float high, float scale) {
   return encode<Format::E4M3>((outlier ? v : round_nearest<Format::E2M1>(clamp(v, 6.0f))) * CARRIER_SHIFT);
 }
 
-// True where `carrier_size` gives the same: no infinities, and a scale whose quotients take the short way.
+// Whether `carrier_size` gives the same codes: no infinities, and a scale with regular quotients.
 LOWPREC_HD bool carrier_plain(float low, float high, const CarrierScale& by) {
   return is_finite(low) && is_finite(high) && regular(by.of_carrier);
 }
 
-// |value| that the carrier's code of a finite x is rounded from, at the carrier's shift: scale 2^8, inverse 2^-8. The body
-// needs no clamp: it reaches 6 at most. An outlier whose quotient overflows is the carrier's largest.
+// |value| from which the carrier code of a finite x is rounded, with the carrier's shift: scale 2^8, inverse 2^-8.
+// Values within the bounds need no clamp: they are at most 6. Outliers whose quotient overflows get the largest code.
 LOWPREC_HD float carrier_size(float x, float low, float high, float scale, float inverse) {
   const float over = bits_float(magnitude_bits(quotient(x, scale, inverse)));
 #if defined(__CUDA_ARCH__)
-  const float v = fminf(over, 448.0f);  // of NaN and a number the number
+  const float v = fminf(over, 448.0f);  // fminf(NaN, a number) is the number
 #else
   const float v = over <= 448.0f ? over : 448.0f;
 #endif

@@ -1,18 +1,18 @@
-// Stochastic rounding to E2M1 in four instructions, and codes in a carrier by a table of eight bytes.
+// Stochastic rounding to E2M1 in four instructions, and carrier codes by a table of eight bytes.
 //
-// A magnitude on E2M1's grid is one of eight places: 0 .5 1 1.5 2 3 4 6. |v| * 2^-126 has the grid's own exponent
-// range: what lies below 1 becomes a subnormal number, in fixed point. Its bits >> 22 are the place below |v|, and
-// the 22 bits left over are the distance to it in units of 2^-22 steps. round_stochastic (numerics/rounding.h) goes
-// up where distance * 65536 > bits + 1/2, that is where the 22 bits, rounded up, exceed 64 * bits + 32; four times
-// that, negated, is made of the two random bytes by one byte permutation, and a sum leaves the rounded place in the
-// top byte. Equal to round_stochastic for all magnitudes up to 6, at the draws beside each threshold too.
+// A magnitude on the grid of E2M1 has one of eight places: 0 .5 1 1.5 2 3 4 6. |v| * 2^-126 has the exponent range of
+// the grid: values below 1 become subnormal numbers, in fixed point. Its bits >> 22 are the place below |v|, and the
+// lower 22 bits are the distance to it in units of 2^-22 steps. round_stochastic (numerics/rounding.h) rounds up if
+// distance * 65536 > bits + 1/2, that is if the 22 bits, rounded up, exceed 64 * bits + 32. One byte permutation makes
+// four times that, negated, from the two random bytes, and a sum leaves the rounded place in the top byte. Equal to
+// round_stochastic for all magnitudes up to 6, also for random bits next to each threshold.
 #pragma once
 
 #include "numerics/rounding.h"
 
 namespace lowprec {
 
-// Byte i of the result is the byte of (b, a) that nibble i of `select` names; a nibble's top bit is not used here.
+// Byte i of the result is the byte of (b, a) that nibble i of `select` selects; the top bits of nibbles are not used.
 LOWPREC_HD uint32_t permute(uint32_t a, uint32_t b, uint32_t select) {
 #if defined(__CUDA_ARCH__)
   uint32_t made;
@@ -40,12 +40,12 @@ LOWPREC_HD uint32_t place_bits(float v) {
 #endif
 }
 
-// The rounded place of v, |v| <= 6, in the top byte; the other bytes are what is left. half: which 16 bits of `word`.
+// The stochastically rounded place of v, |v| <= 6, in the top byte; other bytes are undefined. half: 16 bits of `word`.
 LOWPREC_HD uint32_t random_place(float v, uint32_t word, int half) {
   return place_bits(v) * 4u - permute(word, 0xff81u, half == 0 ? 0x5104u : 0x5324u);
 }
 
-// The same to nearest even.
+// The place rounded to nearest even, in the top byte.
 LOWPREC_HD uint32_t nearest_place(float v) {
   const float size = bits_float(magnitude_bits(v));
   const uint32_t binade = float_bits(size) & INFINITE, least = 127u << 23;
@@ -57,7 +57,7 @@ struct PlaceCodes {
   uint32_t low, high;  // carrier codes of places 0..3 and 4..7
 };
 
-// Bytes of four values: their places by `table`, their signs as they are.
+// Carrier codes of four values: magnitudes by `table` from their places, signs from the values.
 LOWPREC_HD uint32_t carrier_codes(const float (&v)[4], const uint32_t (&place)[4], const PlaceCodes& table) {
   const uint32_t select = permute(place[0], place[2], 0x73u) + 16u * permute(place[1], place[3], 0x73u);
   const uint32_t signs = permute(permute(float_bits(v[0]), float_bits(v[1]), 0x73u),
@@ -65,7 +65,7 @@ LOWPREC_HD uint32_t carrier_codes(const float (&v)[4], const uint32_t (&place)[4
   return permute(table.low, table.high, select) | (signs & 0x80808080u);
 }
 
-// An IEEE cast: nearest even, too large becomes infinite (NaN in E4M3), as torch's .to(float8) does.
+// Cast as torch's .to(float8): nearest even; overflow gives infinity (NaN in E4M3).
 template <Format F>
 LOWPREC_HD uint8_t cast_ieee(float v) {
   float rounded = is_finite(v) ? round_nearest<F>(v) : v;
@@ -73,10 +73,10 @@ LOWPREC_HD uint8_t cast_ieee(float v) {
   return store<F>(rounded);
 }
 
-// Exponents that a block takes in its carrier: below LEAST_SHIFT all of its codes are zeros.
+// Smallest exponent of a block in its carrier: below it all codes are zeros.
 constexpr int LEAST_SHIFT = -24;
 
-// Codes of the eight places times 2^shift.
+// Carrier codes of the eight places times 2^shift.
 LOWPREC_HD PlaceCodes place_codes(bool e5m2, int shift) {
   PlaceCodes made{0, 0};
   for (int place = 0; place < 8; ++place) {

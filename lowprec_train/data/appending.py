@@ -30,7 +30,7 @@ class AppendingWriter:
     """Appends to the unfinished dataset of a prefix: a new one, or one that an earlier writer left.
 
     identity: must be equal for the work of an earlier writer to be continued; plain JSON values.
-    `remembered`: the argument of the last commit; empty for a new dataset. `whole`: nothing is left to append.
+    progress: the argument of the last commit; empty for a new dataset. complete: nothing is left to append.
 
     Raises:
         ValueError: another process writes it, it was started with another identity, or there are finished files without
@@ -54,14 +54,14 @@ class AppendingWriter:
         except ValueError:
             self._lock.close()
             raise
-        self.remembered: dict[str, Any] = state["remembered"]
-        self.whole: bool = state["whole"]
+        self.progress: dict[str, Any] = state["remembered"]
+        self.complete: bool = state["whole"]
         self.documents: int = state["documents"]
         self.tokens: int = state["tokens"]
         self._open: int = state.get("open", 0)  # tokens of a document that is not complete
 
     def __enter__(self) -> AppendingWriter:
-        if not self.whole:
+        if not self.complete:
             self._bin = _cut(self._directory / "bin", self.tokens * self._dtype.itemsize)
             self._lengths = _cut(self._directory / "lengths", self.documents * 4)
         return self
@@ -70,7 +70,7 @@ class AppendingWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if not self.whole:
+            if not self.complete:
                 with named(self._directory), self._lengths, self._bin:
                     pass
         finally:
@@ -99,8 +99,8 @@ class AppendingWriter:
         self.tokens += len(tokens) // self._dtype.itemsize
         self.documents += len(lengths)
 
-    def commit(self, remembered: Mapping[str, Any], *, whole: bool = False) -> None:
-        """Make everything that was appended, and `remembered`, survive a crash."""
+    def commit(self, progress: Mapping[str, Any], *, complete: bool = False) -> None:
+        """Make everything that was appended, and `progress`, survive a crash."""
         with named(self._directory):
             for file in (self._bin, self._lengths):
                 to_disk(file)
@@ -109,15 +109,15 @@ class AppendingWriter:
             "documents": self.documents,
             "tokens": self.tokens,
             "open": self._open,
-            "whole": whole,
-            "remembered": dict(remembered),
+            "whole": complete,
+            "remembered": dict(progress),
         }
         write_whole(self._directory / "state.json", json.dumps(state, indent=1).encode())
 
-    def finish(self, remembered: Mapping[str, Any]) -> None:
-        """Rename .bin and .idx to their final names. If this is interrupted, the next writer is `whole` and does it."""
-        if not self.whole:
-            self.commit(remembered, whole=True)
+    def finish(self, progress: Mapping[str, Any]) -> None:
+        """Rename .bin and .idx to their final names. After an interruption the next writer repeats this."""
+        if not self.complete:
+            self.commit(progress, complete=True)
         bin_, idx = self._directory / "bin", self._directory / "idx"
         lengths = np.fromfile(self._directory / "lengths", "<i4")
         with named(idx), open(idx, "wb") as file:

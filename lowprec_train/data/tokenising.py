@@ -98,8 +98,8 @@ def prepare(job: Job, prefix: Path, report: Callable[[Counts], None] = lambda co
     tokenizer = store(job.tokenizer, prefix.parent)
     identity = _identity(job)
     with AppendingWriter(prefix, token_dtype(job.tokenizer.vocab_size), identity) as writer:
-        counts = Counts(**writer.remembered.get("counts", {}))
-        if not writer.whole:
+        counts = Counts(**writer.progress.get("counts", {}))
+        if not writer.complete:
             counts = _append_all(job, tokenizer, writer, counts, report)
         if not counts.documents:
             raise ValueError(f"no document with text in {', '.join(source.path for source in job.inputs)}")
@@ -118,7 +118,7 @@ def _append_all(
     """Append the rest of the input; return the counts of the whole input."""
     report(counts)
     committed = time.monotonic()
-    for done in in_order(_encode, _chunks(job, str(tokenizer), writer.remembered.get("position", {})), job.workers):
+    for done in in_order(_encode, _chunks(job, str(tokenizer), writer.progress.get("position", {})), job.workers):
         writer.append(done.tokens, done.lengths)
         for damage in done.damage:
             _log.warning("warning: the rest of this file is left out: %s", damage)

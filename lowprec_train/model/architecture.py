@@ -18,7 +18,7 @@ class Architecture:
     norm: "rmsnorm" | "layernorm".  activation: "swiglu" | "gelu".  positions: "rotary" | "learned".
     attention: "causal" | "qk_norm" | "full_qk_norm", see `model.attention`.  Each of these four may also be
         `module.Class`, a class with the same constructor and forward (docs/adding_a_model.md).
-    norm_backend: "own", or "apex": NVIDIA's library computes the norms of blocks and the last norm.
+    norm_backend: "own" | "apex"; with "apex" NVIDIA's library computes the norms of blocks and the last norm.
     norm_placement: "pre", before attention and feed-forward network, or "post", after them and before the residual sum
         (arXiv 2501.00656).
     bias: of every linear layer but the head, and of layernorm.  qkv_bias: of queries, keys and values; None: as bias.

@@ -1,4 +1,4 @@
-"""What the machine does: `torch.ops.lowprec.*`, each op declared once, with plain PyTorch as its meaning."""
+"""Custom ops `torch.ops.lowprec.*`: each has one schema, and a definition in plain PyTorch."""
 
 from lowprec_train.ops import library
 

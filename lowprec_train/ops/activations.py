@@ -1,20 +1,20 @@
-"""Norms and activations, their derivatives, and the ops that compute them in one pass.
+"""Norms and activations with their derivatives, and the ops that compute them in one pass.
 
     norm         y = n weight + bias;  n = (x - mean) / sqrt(var + eps), or without centring x / sqrt(mean(x^2) + eps)
     gated_silu   y = silu(gate) up (SwiGLU, arXiv 2002.05202); the columns of `gate_up` alternate gate, up
     gelu         y = x (1 + tanh u) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3)
 
-What goes on to a linear, y or an activation's dx, comes with `amax`, the largest magnitude of each row: the quantiser
-of a whole tensor there (`quantize_both`) then needs no pass of its own for it. All in FP32, rounded once to the
-stream's dtype.
+Outputs that are inputs of a linear or its backward pass (y, and dx of an activation) come with `amax`, the largest
+magnitude of each row, so that per-tensor quantisation (`quantize_both`) needs no extra pass for it. Arithmetic is FP32,
+rounded once to the dtype of the input.
 
-The `quantized_` ops round their input and save its codes (COAT, arXiv 2410.19313, section 5):
+The `quantized_` ops round their input and save its codes for the backward pass (COAT, arXiv 2410.19313, section 5):
 
-    forward     x^ = Q(x) in groups along a row,  y = f(x^)        one read of x; y, codes and exponents are written
-    backward    dx = f'(x^) dy, x^ from the codes                  one read of dy and of the codes
+    forward     x^ = Q(x) in groups along a row,  y = f(x^)        reads x once; writes y, codes and exponents
+    backward    dx = f'(x^) dy, x^ from the codes                  reads dy and the codes once
 
-Scales are powers of two that never saturate (POW2 and E8M0_CEIL agree), stored as biased exponents of one byte; two
-E2M1 codes share a byte. Statistics and derivatives are computed again from the codes.
+Scales are powers of two that never saturate (POW2 and E8M0_CEIL are equal here), stored as biased exponents of one
+byte; two E2M1 codes share a byte. The backward pass recomputes statistics and derivatives from the codes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: b
 
 
 def norm_gradients(dy: Tensor, x: Tensor, weight: Tensor, eps: float, centered: bool) -> tuple[Tensor, Tensor]:
-    """(dx, dweight); a bias takes the sum of dy over all rows, as a weight does that of dy n."""
+    """Return (dx, dweight), dweight summed over rows; the gradient of a bias is the sum of dy over rows."""
     if centered:
         x = x - x.mean(-1, keepdim=True)
     rate = (x.square().mean(-1, keepdim=True) + eps).rsqrt()
@@ -69,37 +69,37 @@ def tanh_gelu_gradient(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def over_tokens(each: Tensor) -> Tensor:
-    """The sum over all dimensions but the last."""
+    """Return the sum over all dimensions except the last."""
     return each.flatten(end_dim=-2).sum(0)
 
 
 # --- saved codes ---
 
 
-WIDEST_NORM = 16384  # columns; a row stays on one multiprocessor
+WIDEST_NORM = 16384  # columns; one thread block holds a row
 
 
 def has_kernel(op: str, width: int, format: str, group: int) -> bool:
-    """Whether a compiled kernel takes rows of `width` columns in groups of `group`; the reference takes any."""
+    """Return whether a compiled kernel supports rows of `width` columns in groups of `group`; the reference does."""
     if op == "quantized_norm" and width > WIDEST_NORM:
         return False
     return format in ("E4M3", "E5M2", "E2M1") and group in (16, 32, 64, 128, 256) and width % group == 0
 
 
-def _rounded(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes and exponents, which are saved; x^, which they stand for)."""
+def _quantized(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (codes and exponents, which are saved; x^, their dequantised values)."""
     codes, scale = reference.quantize(x, format, (1, group), "POW2", 1.0, 0, "nearest", None, None)
     stored = reference.pack_e2m1(codes) if format == "E2M1" else codes
     return stored, (scale.view(torch.int32) >> 23).to(torch.uint8), reference.dequantize(codes, scale)
 
 
-def _restore(codes: Tensor, exponents: Tensor, format: str) -> Tensor:
+def _dequantized(codes: Tensor, exponents: Tensor, format: str) -> Tensor:
     codes = reference.unpack_e2m1(codes) if format == "E2M1" else codes
     return reference.dequantize(codes, (exponents.int() << 23).view(torch.float32))
 
 
-def _rounded_once(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """y in `dtype`, and the largest magnitude of each of its rows, FP32."""
+def _cast_with_amax(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return y in `dtype`, and the largest magnitude of each row, FP32."""
     y = y.to(dtype)
     return y, y.float().abs().amax(-1)
 
@@ -108,47 +108,47 @@ def _rounded_once(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def gated_silu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """gate_up [m, 2 F] -> y [m, F] in its dtype, amax FP32 [m]."""
-    return _rounded_once(swiglu(*gate_up.float().unflatten(1, (-1, 2)).unbind(2)), gate_up.dtype)
+    """Map gate_up [m, 2 F] to y [m, F] in its dtype, and amax FP32 [m]."""
+    return _cast_with_amax(swiglu(*gate_up.float().unflatten(1, (-1, 2)).unbind(2)), gate_up.dtype)
 
 
 def gated_silu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """dy [m, F] -> the gradient of `gate_up` [m, 2 F] in dy's dtype, amax FP32 [m]."""
+    """Map dy [m, F] to the gradient of `gate_up` [m, 2 F] in the dtype of dy, and amax FP32 [m]."""
     gradients = swiglu_gradients(dy.float(), *gate_up.float().unflatten(1, (-1, 2)).unbind(2))
-    return _rounded_once(torch.stack(gradients, dim=2).flatten(1), dy.dtype)
+    return _cast_with_amax(torch.stack(gradients, dim=2).flatten(1), dy.dtype)
 
 
 def quantized_norm(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
-    """x [m, k], weight and bias [k] FP32 -> y [m, k] in x's dtype, amax [m], codes, exponents [m, k / group]."""
-    codes, exponents, values = _rounded(x, format, group)
-    return *_rounded_once(norm(values, weight, bias, eps, centered), x.dtype), codes, exponents
+    """Map x [m, k], weight and bias [k] FP32 to y [m, k] in x's dtype, amax [m], codes, exponents [m, k / group]."""
+    codes, exponents, values = _quantized(x, format, group)
+    return *_cast_with_amax(norm(values, weight, bias, eps, centered), x.dtype), codes, exponents
 
 
 def quantized_norm_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
-    """dx in dy's dtype; dweight and dbias [k] FP32, dbias empty unless `biased`."""
-    values = _restore(codes, exponents, format)
+    """Return dx in the dtype of dy; dweight and dbias [k] FP32, dbias empty unless `biased`."""
+    values = _dequantized(codes, exponents, format)
     dx, dweight = norm_gradients(dy.float(), values, weight, eps, centered)
     return dx.to(dy.dtype), dweight, over_tokens(dy.float()) if biased else dweight.new_empty(0)
 
 
 def quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
-    """gate_up [m, 2 F] -> y [m, F], amax [m], codes and exponents of gate, codes and exponents of up."""
-    gate, up = (_rounded(part, format, group) for part in gate_up.unflatten(1, (-1, 2)).unbind(2))
-    return *_rounded_once(swiglu(gate[2], up[2]), gate_up.dtype), *gate[:2], *up[:2]
+    """Map gate_up [m, 2 F] to y [m, F], amax [m], codes and exponents of gate, codes and exponents of up."""
+    gate, up = (_quantized(part, format, group) for part in gate_up.unflatten(1, (-1, 2)).unbind(2))
+    return *_cast_with_amax(swiglu(gate[2], up[2]), gate_up.dtype), *gate[:2], *up[:2]
 
 
 def quantized_gated_silu_backward(dy, gate, gate_exponents, up, up_exponents, format, group):  # type: ignore[no-untyped-def]
-    """The gradient of `gate_up`, [m, 2 F] in dy's dtype, and its amax [m]."""
-    values = _restore(gate, gate_exponents, format), _restore(up, up_exponents, format)
-    return _rounded_once(torch.stack(swiglu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
+    """Return the gradient of `gate_up`, [m, 2 F] in the dtype of dy, and its amax [m]."""
+    values = _dequantized(gate, gate_exponents, format), _dequantized(up, up_exponents, format)
+    return _cast_with_amax(torch.stack(swiglu_gradients(dy.float(), *values), dim=2).flatten(1), dy.dtype)
 
 
 def quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
-    """x [m, k] -> y in x's dtype, amax [m], codes, exponents [m, k / group]."""
-    codes, exponents, values = _rounded(x, format, group)
-    return *_rounded_once(tanh_gelu(values), x.dtype), codes, exponents
+    """Map x [m, k] to y in its dtype, amax [m], codes, exponents [m, k / group]."""
+    codes, exponents, values = _quantized(x, format, group)
+    return *_cast_with_amax(tanh_gelu(values), x.dtype), codes, exponents
 
 
 def quantized_gelu_backward(dy, codes, exponents, format, group):  # type: ignore[no-untyped-def]
-    """dx [m, k] in dy's dtype, and its amax [m]."""
-    return _rounded_once(tanh_gelu_gradient(dy.float(), _restore(codes, exponents, format)), dy.dtype)
+    """Return dx [m, k] in the dtype of dy, and its amax [m]."""
+    return _cast_with_amax(tanh_gelu_gradient(dy.float(), _dequantized(codes, exponents, format)), dy.dtype)

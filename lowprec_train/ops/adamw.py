@@ -1,4 +1,4 @@
-"""AdamW, and its step over many tensors at once: what the fused CUDA kernels of `adamw*` mean.
+"""AdamW, and its step over many tensors at once: the definition of the fused CUDA kernels `adamw*`.
 
     m' = m + (1 - b1) (g - m),   v' = b2 v + (1 - b2) g^2
     w' = w (1 - r weight_decay) - r m'^ / (sqrt(v'^) + eps)
@@ -7,11 +7,12 @@
 m^ and v^ are the bias-corrected moments (arXiv 1711.05101: decoupled decay); update clipping is StableAdamW (arXiv
 2304.13013, algorithm 2).
 
-The ops take tensors of like codecs, as flat lists: `first` and `second` hold a parameter's parts of a moment (codes,
-scale, exponent, center as far as the codec has them), `masters` codes and scale, where the master lies under one. A
-codec crosses as its fields. Where parameters are shards, `adamw_squares` and `adamw_amax` give each rank's part of what
-concerns whole tensors, and `adamw` takes it back, combined, as rms FP32 [p] and amax FP32 [p, 3]; without them tensors
-are whole, and the op finds them itself. origins, int64 [p, 2], say where shards begin. found_inf = 1 leaves all bits.
+The ops take flat lists of tensors whose codecs are equal. `first` and `second` have the parts of each parameter's
+moments (codes, scale, exponent, center, as far as the codec has them), `masters` has codes and scale if the master has
+a scale. Codecs are passed as their fields. If parameters are shards, `adamw_squares` and `adamw_amax` return the
+statistics of each rank's shards, and `adamw` takes them after reduction over ranks: rms FP32 [p] and amax FP32 [p, 3].
+Without them tensors are whole, and `adamw` computes the statistics. origins, int64 [p, 2]: global row and column at
+which each shard begins. found_inf = 1 leaves all bits unchanged.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from lowprec_train.ops.updates import Rule, Step, wide_sum
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWRule(Rule):
-    """AdamW. clip_updates: StableAdamW's. Raises ValueError for a hyper-parameter out of its range."""
+    """AdamW. clip_updates: use StableAdamW's update clipping. Raises ValueError for hyper-parameters out of range."""
 
     beta1: float = 0.9
     beta2: float = 0.95
@@ -61,7 +62,7 @@ class AdamWRule(Rule):
         return self.clip_updates
 
     def squares(self, new: Values, gradient: Tensor, step: Step) -> Tensor:
-        """About the number of elements in a steady state, large when the gradient jumps."""
+        """Return the sum: about the number of elements in a steady state, large if the gradient jumps."""
         correction2 = 1.0 - self.beta2 ** step.count.double()
         second = (new["exp_avg_sq"] / correction2.float()).clamp_min(self.eps * self.eps)
         return wide_sum(gradient * gradient / second)
@@ -77,8 +78,8 @@ class AdamWRule(Rule):
 
 
 EPS = (1e-18, 1.0)
-"""Least and largest eps. Zero makes 0 / 0 of a row that has seen no gradient; below 1e-18 eps^2, which update clipping
-divides by, is no normal FP32 number."""
+"""Smallest and largest eps. Zero gives 0 / 0 in a row that never had a gradient; below 1e-18, eps^2, by which update
+clipping divides, is not a normal FP32 number."""
 
 
 def adamw(  # type: ignore[no-untyped-def]
@@ -86,8 +87,8 @@ def adamw(  # type: ignore[no-untyped-def]
     first_format, first_scaling, second_format, second_scaling, master_format, master_scaling, stochastic, group,
     segments, seed, lr, beta1, beta2, eps, weight_decay, clip,
 ):  # fmt: skip
-    """One step, in place. steps: updates that were made, FP32 0-dim. indices: of the parameters, int64 [p], for their
-    masters' draws. segments: of a row, per parameter.
+    """Apply one step in place. steps: number of updates so far, 0-dim FP32 each. indices: of the parameters, int64 [p],
+    for the random bits of master weights. segments: per row, for each parameter.
     """
     codecs = _codecs(first_format, first_scaling, second_format, second_scaling, master_format, master_scaling,
                      stochastic, group)  # fmt: skip
@@ -116,7 +117,7 @@ def adamw_squares(  # type: ignore[no-untyped-def]
     params, grads, first, second, masters, steps, grad_scale, rms, first_format, first_scaling, second_format,
     second_scaling, master_format, master_scaling, group, segments, lr, beta1, beta2, eps, weight_decay,
 ):  # fmt: skip
-    """Each shard's sum of squared updates, FP64 [p]."""
+    """Return the sum of squared updates of each shard, FP64 [p]."""
     codecs = _codecs(first_format, first_scaling, second_format, second_scaling, master_format, master_scaling,
                      False, group)  # fmt: skip
     rule = AdamWRule(beta1=beta1, beta2=beta2, eps=eps, clip_updates=True)
@@ -129,7 +130,7 @@ def adamw_amax(  # type: ignore[no-untyped-def]
     params, grads, first, second, masters, steps, grad_scale, rms, first_format, first_scaling, second_format,
     second_scaling, master_format, master_scaling, group, segments, lr, beta1, beta2, eps, weight_decay,
 ):  # fmt: skip
-    """Each shard's amax of the new moments and weights, FP32 [p, 3]; zero for what is not stored under one scale."""
+    """Return the amax of new moments and weights of each shard, FP32 [p, 3]; zero if not stored with one scale."""
     codecs = _codecs(first_format, first_scaling, second_format, second_scaling, master_format, master_scaling,
                      False, group)  # fmt: skip
     rule = AdamWRule(beta1=beta1, beta2=beta2, eps=eps)
@@ -148,7 +149,7 @@ def _codecs(*fields) -> StateCodecs:  # type: ignore[no-untyped-def]
 def _tensors(  # type: ignore[no-untyped-def]
     codecs, lists, grad_scale, rms, segments, lr, weight_decay
 ) -> Iterator[tuple[Parts, Values, Tensor, Step]]:
-    """Of each parameter its state by flat names, old values, gradient, and what the rule is told."""
+    """Yield, for each parameter, its state by flat names, old values, gradient, and the `Step` for the rule."""
     params, grads, *held, steps = lists
     for place, parameter in enumerate(params):
         state: Parts = {}

@@ -1,5 +1,5 @@
-"""Cases of `block_scaled_mm` whose products are the same numbers in any order of summation: codes are few and their
-sums keep to 17 bits, so a tensor core returns the reference's bits, or its scales lie in another order.
+"""Test cases of `block_scaled_mm` whose sums are exact in any order: few codes are not zero, and sums need at most 17
+bits. So a tensor core must return the bits of the reference; other bits mean that its scales have another layout.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ RUNGS = torch.tensor([1.0, 1.25, 1.5, 2.0, 3.0, 0.5, 0.0, 4.0])
 GAIN = 4 / 3
 
 
-def _drawn(rows: int, columns: int, below: int, seed: int) -> Tensor:
+def _random_integers(rows: int, columns: int, below: int, seed: int) -> Tensor:
     return random_bits(torch.tensor(seed), None, rows, columns).to(torch.int64) % below
 
 
 def _codes(rows: int, k: int, seed: int) -> Tensor:
-    """E2M1 values in E4M3, one of four not zero; a row of zeros at the end of several."""
-    x = torch.where(_drawn(rows, k, 4, seed) == 0, e2m1(rows, k).float(), 0.0)
+    """Return E2M1 values in E4M3, of which one in four is not zero; the last of several rows is all zero."""
+    x = torch.where(_random_integers(rows, k, 4, seed) == 0, e2m1(rows, k).float(), 0.0)
     if rows > 1:
         x[-1] = 0.0
     return x.to(torch.float8_e4m3fn)
@@ -37,8 +37,8 @@ def _one_hot(rows: int, k: int, values: list[float]) -> Tensor:
 
 
 def _scales(format: str, rows: int, k: int, seed: int) -> Tensor:
-    """Neighbours along both dimensions differ; zero among those of NVFP4."""
-    drawn = _drawn(rows, k // BLOCKS[format], 8, seed)
+    """Return scales whose neighbours differ along both dimensions; those of NVFP4 include zero."""
+    drawn = _random_integers(rows, k // BLOCKS[format], 8, seed)
     return RUNGS[drawn].to(torch.float8_e4m3fn) if format == "NVFP4" else 2.0 ** (drawn % 4).float()
 
 
@@ -56,7 +56,7 @@ def _case(format: str, m: int, n: int, k: int, dtype: torch.dtype, tall: int = 1
 
 
 def _extremes(format: str) -> tuple[Any, ...]:
-    """The largest scales beside the smallest, the largest codes; with the gains of MXFP4's head-room."""
+    """Return a case with the largest and smallest scales, the largest codes, and the gains of MXFP4's headroom."""
     high, low = (448.0, 2.0**-9) if format == "NVFP4" else (2.0**100, 2.0**-100)
     codes = [448.0, -1.625, 2.0**-9] if format == "MXFP8" else [6.0, -1.5, 0.5]
     odd = torch.arange(64 // BLOCKS[format]) % 2 == 1
@@ -69,7 +69,7 @@ def _extremes(format: str) -> tuple[Any, ...]:
 
 
 def block_scaled_cases(format: str) -> dict[str, tuple[Any, ...]]:
-    """Arguments of the op, by name: several shapes, FP32 and BF16, which is all that the kernel of MXFP4 writes."""
+    """Return arguments of the op by case name: several shapes, in FP32 and BF16 (MXFP4: BF16 only)."""
     whole, narrow = torch.bfloat16 if format == "MXFP4" else torch.float32, torch.bfloat16
     return {
         f"{format}, one row, least k": _case(format, 1, 16, 32, whole),
@@ -81,5 +81,5 @@ def block_scaled_cases(format: str) -> dict[str, tuple[Any, ...]]:
 
 
 def cases() -> dict[str, tuple[Any, ...]]:
-    """Of all formats."""
+    """Return the cases of all formats."""
     return {name: case for format in BLOCKS for name, case in block_scaled_cases(format).items()}

@@ -1,8 +1,9 @@
-"""Small inputs for every op, at whose edges kernels go wrong: zeros of both signs, a row of zeros, subnormals, values
-next to powers of two, Inf and NaN in one tile, sizes that no vector width divides, draws with and without an origin.
+"""Small test inputs for every op, with the values at which kernels fail: zeros of both signs, a zero row, subnormals,
+values next to powers of two, Inf and NaN in one tile, sizes that no vector width divides, random bits with and without
+an origin.
 
-`cases(op)` gives the arguments; what they should return is the reference's word (ops/self_test.py). Draws are Philox's,
-so the cases are the same everywhere.
+`cases(op)` returns arguments; the expected outputs are those of the reference (ops/self_test.py). Random bits are from
+Philox, so the cases are the same on every machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lowprec_train.ops.philox import random_bits
 
 Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
 
-# Ops that promise bits of their codes alone (norms and activations).
+# Ops of which only the codes are bit-exact (norms and activations).
 BOUNDED = {f"quantized_{op}{way}" for op in ("norm", "gated_silu", "gelu") for way in ("", "_backward")}
 BOUNDED |= {"gated_silu", "gated_silu_backward"}
 
@@ -45,7 +46,7 @@ def _quantize() -> Cases:
         "MX span": (values(9, 96).bfloat16(), "E2M1", [1, 32], "E8M0_FLOOR", 0.75, 14, "stochastic", seed, None),
         "stochastic rows": (values(11, 37), "E4M3", [1, -1], "FP32", 1.0, 0, "stochastic", seed, origin),
         "stochastic tensor": (values(4, 44).half(), "E5M2", [-1, -1], "POW2", 1.0, 0, "stochastic", seed, None),
-        "nearest, whatever the seed": (values(9, 96), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, "nearest", seed, origin),
+        "nearest, seed ignored": (values(9, 96), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0, "nearest", seed, origin),
         "stochastic BF16": (values(5, 24), "BF16", [-1, -1], "FP32", 1.0, 0, "stochastic", seed, origin),
     }
     for format in ("E2M1", "E4M3", "E5M2", "INT4", "INT8"):
@@ -68,7 +69,7 @@ def _quantize_nvfp4() -> Cases:
         "rows": (values(7, 48), [1, 16], 1.0, "nearest", None, None),
         "squares": (values(32, 64).bfloat16(), [16, 16], 1.0, "nearest", None, None),
         "stochastic": (values(5, 80).bfloat16(), [1, 16], 16 / 17, "stochastic", seed, origin),
-        "nearest, whatever the seed": (values(5, 80), [1, 16], 1.0, "nearest", seed, origin),
+        "nearest, seed ignored": (values(5, 80), [1, 16], 1.0, "nearest", seed, origin),
         "one value": (torch.full((1, 16), 1e-30), [1, 16], 1.0, "nearest", None, None),
         "ties": (ties("E2M1", 16)[4:5].repeat(16, 3), [1, 16], 1.0, "nearest", None, None),
         "ties in squares": (ties("E2M1", 16)[7:8].repeat(16, 2).bfloat16(), [16, 16], 1.0, "nearest", None, None),
@@ -77,7 +78,7 @@ def _quantize_nvfp4() -> Cases:
 
 
 def _rotated_nvfp4() -> Cases:
-    """`quantize_nvfp4` behind a rotation."""
+    """Return cases of `quantize_nvfp4` with a rotation."""
     signs, seed, origin = torch.tensor(5), torch.tensor(11), torch.tensor([2, 16])
     line = ([1, 16], 16 / 17, "stochastic", seed, origin, signs)
     return {
@@ -90,7 +91,7 @@ def _rotated_nvfp4() -> Cases:
 
 
 def _round_nvfp4() -> Cases:
-    """Those of `quantize_nvfp4` in blocks of 1x16."""
+    """Return the cases of `quantize_nvfp4` with blocks of 1x16."""
     found = {name: (*each, None, 0)[:8] for name, each in (_quantize_nvfp4() | _rotated_nvfp4()).items()}
     return {name: (x, *how) for name, (x, tile, *how) in found.items() if tile == [1, 16]}
 
@@ -102,7 +103,7 @@ def _amax() -> Cases:
 
 
 def _quantize_by() -> Cases:
-    """The cases of `quantize` as the first half of a matrix whose second half is eight times as large."""
+    """Return the cases of `quantize` as the first half of a matrix whose second half is eight times as large."""
     made: Cases = {}
     for name, (x, format, tile, rule, headroom, exponent_span, *draws) in _quantize().items():
         amax = reference.amax(x, tile) * 8.0
@@ -120,7 +121,7 @@ def _quantize_nvfp4_by() -> Cases:
 
 
 def _four_over_six() -> Cases:
-    """Those of `quantize_nvfp4_by` that are rounded to nearest, by each error; and blocks that a 4 is better for."""
+    """Return the round-to-nearest cases of `quantize_nvfp4_by` for each error, and blocks that round better to 4."""
     made: Cases = {}
     for name, (x, amax, top, tile, *_) in _quantize_nvfp4_by().items():
         made |= {f"{name} by {error}": (x, amax, top, tile, error) for error in ("mse", "mae", "max")}
@@ -134,7 +135,7 @@ def _quantize_both() -> Cases:
     across, down = 2.0 ** values(1, 72).sign(), 2.0 ** values(33, 1, seed=3).sign()
     return {
         "tensor": (x, None, None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
-        "tensor, amax left": (x, x.float().abs().amax(1), None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
+        "tensor, given amax": (x, x.float().abs().amax(1), None, None, "E4M3", [-1, -1], [-1, -1], "POW2", 1.0),
         "a part": (x, torch.tensor([1e9]), None, None, "E5M2", [-1, -1], [-1, -1], "POW2", 1.0),
         "a small part": (short, values(7, 1).abs() * 8, None, None, "E4M3", [-1, -1], [-1, -1], "FP32", 1.0),
         "folded": (x, None, across, down, "E5M2", [1, -1], [1, -1], "FP32", 1.0),
@@ -165,7 +166,7 @@ def _rotate_fold() -> Cases:
         "columns": (x, None, True, signs, 64, *rule, 14, "E4M3", "stochastic", seed, None),
         "no rotation": (x, None, False, None, 0, *rule, 28, "E5M2", "stochastic", seed, None),
         "nearest": (x, None, True, signs, 32, "E8M0_FLOOR", 1.0, 14, "E4M3", "nearest", None, None),
-        "nearest, whatever the seed": (x, None, False, signs, 32, "E8M0_CEIL", 1.0, 28, "E5M2", "nearest", seed, None),
+        "nearest, seed ignored": (x, None, False, signs, 32, "E8M0_CEIL", 1.0, 28, "E5M2", "nearest", seed, None),
         "codes": (codes, torch.tensor([[0.25]]), False, signs, 64, *rule, 14, "E4M3", "stochastic", seed, origin),
         "codes, columns": (codes, torch.tensor([[0.25]]), True, signs, 32, *rule, 14, "E4M3", "stochastic", seed, None),
         "Inf and NaN": (spoilt(4, 96).bfloat16(), None, False, signs, 32, *rule, 28, "E5M2", "stochastic", seed, None),
@@ -186,12 +187,12 @@ def _expanded() -> Cases:
 
 
 def _decoded(made: Cases) -> Cases:
-    """What the reference encodes, to be decoded."""
+    """Return cases to decode: outputs of the reference encoder."""
     encode = library.EAGER["quantize_expanded"]
     return {name: (*encode(*arguments), *arguments[1:]) for name, arguments in made.items()}
 
 
-def _step(
+def _adamw_arguments(
     first: StateCodec,
     second: StateCodec,
     master: StateCodec = FP32,
@@ -201,8 +202,8 @@ def _step(
     beta1: float = 0.9,
     shards: bool = False,
 ) -> dict[str, Any]:
-    """A third step of two matrices, rows of one number among them, whose state the reference has coded. The arguments
-    of `adamw` by name. shards: of larger tensors, the last one empty; their parameters are FP32.
+    """Return the arguments of `adamw` by name, for the third step of matrices that include rows of one element, with
+    state encoded by the reference. shards: tensors are shards of larger ones, the last empty; parameters are FP32.
     """
     shapes, segments, group = [(5, 1024), (6, 72), (7, 1)] + [(0, 64)] * shards, [8, 8, 1] + [8] * shards, 128
     codecs = StateCodecs((("exp_avg", first), ("exp_avg_sq", second)), master)
@@ -249,23 +250,23 @@ def _adamw() -> dict[str, dict[str, Any]]:
     coat, coat_e5m2 = (StateCodec(f, "expanded", 128) for f in ("E4M3", "E5M2"))
     drawn = {"BF16": StateCodec("BF16", stochastic=True), "FP16": StateCodec("FP16", "tensor", stochastic=True)}
     return {
-        "FP32": _step(FP32, FP32),
-        "expanded": _step(coat, coat),
-        "expanded, BF16 gradients": _step(coat_e5m2, coat_e5m2, dtype=torch.bfloat16),
-        "expanded, skipped": _step(coat, coat, found=1.0),
-        "expanded, shards": _step(coat, coat, drawn["BF16"], shards=True),
-        "scaled": _step(e4m3, fp16, fp16),
-        "scaled, shards": _step(e4m3, fp16, drawn["FP16"], shards=True),
-        "BF16": _step(bf16, bf16, drawn["BF16"], dtype=torch.bfloat16),
-        "BF16, slow": _step(bf16, FP32, beta1=0.999),
-        "BF16, shards": _step(bf16, bf16, drawn["BF16"], shards=True),
-        "scaled, slow": _step(fp16, fp16, beta1=0.99),
-        "mixed": _step(e5m2, coat, drawn["FP16"]),
+        "FP32": _adamw_arguments(FP32, FP32),
+        "expanded": _adamw_arguments(coat, coat),
+        "expanded, BF16 gradients": _adamw_arguments(coat_e5m2, coat_e5m2, dtype=torch.bfloat16),
+        "expanded, skipped": _adamw_arguments(coat, coat, found=1.0),
+        "expanded, shards": _adamw_arguments(coat, coat, drawn["BF16"], shards=True),
+        "scaled": _adamw_arguments(e4m3, fp16, fp16),
+        "scaled, shards": _adamw_arguments(e4m3, fp16, drawn["FP16"], shards=True),
+        "BF16": _adamw_arguments(bf16, bf16, drawn["BF16"], dtype=torch.bfloat16),
+        "BF16, slow": _adamw_arguments(bf16, FP32, beta1=0.999),
+        "BF16, shards": _adamw_arguments(bf16, bf16, drawn["BF16"], shards=True),
+        "scaled, slow": _adamw_arguments(fp16, fp16, beta1=0.99),
+        "mixed": _adamw_arguments(e5m2, coat, drawn["FP16"]),
     }
 
 
 def _arguments(op: str) -> Cases:
-    """Of `adamw` and of what finds its statistics, in the order of the schema."""
+    """Return the arguments of `adamw` or of an op for its statistics, in the order of the schema."""
     own = ("amax", "origins", "indices", "found_inf", "stochastic", "seed", "clip") if op != "adamw" else ()
     made = {}
     for name, named in _adamw().items():
@@ -279,7 +280,7 @@ def _arguments(op: str) -> Cases:
     return made
 
 
-def _normed(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, group: int) -> tuple[Any, ...]:
+def _norm_arguments(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, group: int) -> tuple[Any, ...]:
     weight = 1 + 0.1 * values(1, x.shape[1], seed=31)[0].sign()
     return x, weight, bias, 1e-5, centered, format, group
 
@@ -287,15 +288,15 @@ def _normed(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, grou
 def _quantized_norm() -> Cases:
     bias = normal(1, 128)[0].float()
     return {
-        "RMS": _normed(normal(5, 256), None, centered=False, format="E4M3", group=128),
-        "centred": _normed(normal(7, 128), bias, centered=True, format="E4M3", group=16),
-        "E2M1": _normed(normal(6, 96), None, centered=False, format="E2M1", group=32),
-        "FP32": _normed(normal(3, 64).float(), None, centered=False, format="E5M2", group=32),
+        "RMS": _norm_arguments(normal(5, 256), None, centered=False, format="E4M3", group=128),
+        "centred": _norm_arguments(normal(7, 128), bias, centered=True, format="E4M3", group=16),
+        "E2M1": _norm_arguments(normal(6, 96), None, centered=False, format="E2M1", group=32),
+        "FP32": _norm_arguments(normal(3, 64).float(), None, centered=False, format="E5M2", group=32),
     }
 
 
 def _backward(op: str, kept: slice) -> Cases:
-    """Gradients of what the reference keeps of the forward op's cases."""
+    """Return backward cases from the tensors that the reference saves in the forward op's cases."""
     made: Cases = {}
     for name, arguments in cases(op).items():
         outputs = library.EAGER[op](*arguments)
@@ -337,7 +338,7 @@ def _dequantize() -> Cases:
 
 
 def cases(op: str) -> Cases:
-    """The cases of an op, on the CPU."""
+    """Return the cases of an op, on the CPU."""
     e4m3, codes, bounds = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96), library.EAGER
     blocks = 2.0 ** (random_bits(torch.tensor(5), None, 6, 3) % 25 - 12).float()
     x, clipped = _outliers()

@@ -1,12 +1,13 @@
-"""How an optimizer stores a matrix [n, k] of FP32 numbers between two steps, as data.
+"""Codecs of optimizer states: storage formats of an FP32 matrix [n, k] between two steps.
 
-    none       a cast to FP32 or BF16                                                  4 or 2 bytes a number
-    tensor     codes * 2^e, one e a tensor: E4M3, E5M2, FP16 (arXiv 2310.18313)        1 or 2 bytes
-    expanded   sign(code) |code s|^(1/k) c, three FP32 numbers a group: COAT's dynamic range expansion (arXiv
+    none       a cast to FP32 or BF16                                                  4 or 2 bytes per element
+    tensor     codes * 2^e, one e per tensor: E4M3, E5M2, FP16 (arXiv 2310.18313)      1 or 2 bytes
+    expanded   sign(code) |code s|^(1/k) c, three FP32 numbers per group: COAT's dynamic range expansion (arXiv
                2410.19313, `ops.states`) of E4M3 or E5M2                               1.094 bytes in groups of 128
 
-Moments and master weights are stored by the same codecs. A shard of a matrix gets the codes that it has in the whole:
-where one scale serves the tensor, the codec is told the whole's amax; where rows have segments, how many the shard has.
+Moments and master weights use the same codecs. A shard of a matrix has the same codes as it has in the whole matrix:
+a codec with one scale per tensor takes the amax of the whole tensor; one with segments in rows takes their number in
+the shard.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class StateCodec:
-    """Format of the codes, how they are scaled (a key of PARTS), elements of a group, rounding."""
+    """Codec: format of the codes, scaling (a key of PARTS), elements per group, rounding."""
 
     format: str = "FP32"
     scaling: str = "none"
@@ -45,22 +46,22 @@ class StateCodec:
 
     @property
     def exact(self) -> bool:
-        """Whether decode(encode(x)) is x, bit for bit."""
+        """Return whether decode(encode(x)) is x, bit for bit."""
         return self.format == "FP32"
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        """Of a matrix whose master is stored so."""
+        """Return the dtype of a matrix whose master weights use this codec."""
         return torch.float32 if self.exact else torch.bfloat16
 
     @property
     def one_scale(self) -> bool:
-        """Whether every code depends on the amax of the whole tensor."""
+        """Return whether codes have one scale per tensor, so that all depend on the amax of the whole tensor."""
         return self.scaling == "tensor"
 
     @property
     def expanded(self) -> bool:
-        """Whether groups have scales of their own."""
+        """Return whether each group has its own scale."""
         return self.scaling == "expanded"
 
     def encode(
@@ -72,12 +73,13 @@ class StateCodec:
         seed: Tensor | None = None,
         origin: Tensor | None = None,
     ) -> Parts:
-        """x FP32 [n, k] -> `codes` [n, k] and their scales.
+        """Encode x FP32 [n, k] to `codes` [n, k] and their scales.
 
-        amax: of the whole tensor, one FP32 number. segments: of a row of x. seed: 0-dim int64, of stochastic rounding.
-        origin: int64 [2], global row and column of x[0, 0]. The last three are needed for a shard alone, or for draws.
+        amax: of the whole tensor, one FP32 number. segments: per row of x. seed: 0-dim int64, for stochastic rounding.
+        origin: int64 [2], global row and column of x[0, 0]. Shards need amax and segments, stochastic rounding needs a
+        seed, and stochastic rounding of shards needs an origin.
         """
-        if x.shape[0] == 0:  # an empty shard knows the scale of the whole
+        if x.shape[0] == 0:  # an empty shard has the scale of the whole tensor
             parts = self.encode(x.new_zeros((1, x.shape[1])), amax=amax, segments=segments, seed=seed)
             return {name: part[:0] if name in self.along((0, x.shape[1])) else part for name, part in parts.items()}
         if self.expanded:
@@ -94,7 +96,7 @@ class StateCodec:
         return dict(zip(PARTS[self.scaling], made, strict=False))
 
     def decode(self, parts: Mapping[str, Tensor], *, segments: int | None = None) -> Tensor:
-        """FP32 [n, k]; the codes may have the parameter's shape."""
+        """Decode to FP32 [n, k]; the codes may have the shape of the parameter."""
         codes = as_matrix(parts["codes"])
         if self.expanded:
             scales = (parts[name] for name in PARTS["expanded"][1:])
@@ -103,21 +105,19 @@ class StateCodec:
         return torch.ops.lowprec.dequantize(codes, parts["scale"]) if self.one_scale else codes.float()
 
     def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the parts that lie along a matrix of `shape` and are sharded with it; the others are the same on
-        every rank.
-        """
+        """Return shapes of the parts that are sharded with a matrix of `shape`; other parts are equal on all ranks."""
         if not self.expanded:
             return {"codes": shape}
         return {"codes": shape} | dict.fromkeys(PARTS["expanded"][1:], (shape[0], self._groups(shape[-1])))
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
-        """What a matrix of `shape` takes, scales included."""
+        """Return the bytes of a matrix of `shape`, with its scales."""
         numbers, rows = torch.Size(shape).numel(), torch.Size(shape[:-1]).numel()
         scales = 3 * rows * self._groups(shape[-1]) if self.expanded else int(self.one_scale)
         return numbers * parse_format(self.format).carrier.itemsize + 4 * scales
 
     def _groups(self, columns: int) -> int:
-        """Groups of a whole row."""
+        """Return the groups of a whole row."""
         return row_segments(columns) * segment_groups(columns, self.group, row_segments(columns))
 
 
@@ -127,10 +127,11 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class StateCodecs:
-    """How one parameter is stored: a codec for each moment by name, and one for the weights.
+    """Codecs of one parameter: one for each moment by name, and one for the master weights.
 
-    State is flat: `exp_avg` holds codes, `exp_avg.scale` what belongs to them. The parameter itself is the master where
-    the master's codec is a cast; under a scale the parameter is the BF16 rounding of `master`, `master.scale`.
+    The state is a flat dict: `exp_avg` has codes, `exp_avg.scale` their scale. If the master's codec is a cast, the
+    parameter is the master; if it has a scale, the master is `master` and `master.scale`, and the parameter is its
+    BF16 rounding.
     """
 
     moments: tuple[tuple[str, StateCodec], ...]
@@ -138,26 +139,26 @@ class StateCodecs:
 
     @property
     def named(self) -> tuple[tuple[str, StateCodec], ...]:
-        """All codecs by name, the master's last."""
+        """Return all codecs by name, the master's last."""
         return (*self.moments, ("master", self.master))
 
     @property
     def kept(self) -> tuple[tuple[str, StateCodec], ...]:
-        """Those that have state of their own."""
+        """Return the codecs that have state tensors besides the parameter."""
         return self.named if self.master.one_scale else self.moments
 
     @property
     def exact(self) -> bool:
-        """FP32 throughout."""
+        """Return whether everything is FP32."""
         return all(codec.exact for _, codec in self.named)
 
     @property
     def one_scale(self) -> bool:
-        """Whether something is stored under one scale a tensor."""
+        """Return whether any codec has one scale per tensor."""
         return any(codec.one_scale for _, codec in self.named)
 
     def decode(self, parameter: Tensor, state: Parts, segments: int | None = None) -> Values:
-        """Everything in FP32 [n, k]."""
+        """Decode everything to FP32 [n, k]."""
         stored = state if self.master.one_scale else state | {"master": parameter}
         return {name: codec.decode(parts_of(stored, name), segments=segments) for name, codec in self.named}
 
@@ -172,10 +173,10 @@ class StateCodecs:
         seed: Tensor | None = None,
         origin: Tensor | None = None,
     ) -> Parts:
-        """The new state by its flat names, and the new value of the parameter as "parameter".
+        """Return the new state by flat names, and the new value of the parameter as "parameter".
 
-        old, decays: values before the step, and of moments that decay without gradients the factor (`decaying`). amax:
-        of the whole tensors, FP32 [names], as `amax` makes them. The rest as for one codec.
+        old, decays: values before the step, and the decay factors of moments that decay without gradients (`decaying`).
+        amax: of the whole tensors, FP32 [names], as from `amax`. The rest as in `StateCodec.encode`.
         """
         coded: Parts = {}
         for place, (name, codec) in enumerate(self.named):
@@ -193,56 +194,58 @@ class StateCodecs:
         return coded
 
     def amax(self, values: Values, device: torch.device) -> Tensor:
-        """Largest magnitudes, FP32 [names]: zero for what has no scale of the whole tensor, for what is not among
-        `values`, and where the shard is empty.
+        """Return the largest magnitudes, FP32 [names]: zero for codecs without a scale per tensor, for names that are
+        not in `values`, and for empty shards.
         """
         zero = torch.zeros((), device=device)
         asked = {name for name, codec in self.named if codec.one_scale and name in values and values[name].numel()}
         return torch.stack([values[name].abs().amax() if name in asked else zero for name, _ in self.named])
 
     def along(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """Shapes of the state tensors that are sharded with a parameter of `shape`, by flat name."""
+        """Return the shapes of the state tensors that are sharded with a parameter of `shape`, by flat name."""
         return {key: each for name, codec in self.kept for key, each in flat(name, codec.along(shape)).items()}
 
     def state_bytes(self, shape: tuple[int, ...]) -> int:
-        """What the optimizer keeps beside a parameter of `shape`."""
+        """Return the bytes of state for a parameter of `shape`, without the parameter."""
         return sum(codec.state_bytes(shape) for _, codec in self.kept)
 
 
 def row_segments(columns: int) -> int:
-    """Segments of a whole row, where groups restart: 8 where 8 divides it, so that 2, 4 or 8 ranks hold whole ones."""
+    """Return the segments of a whole row, at which groups restart: 8 if it divides the row, so that each of 2, 4 or 8
+    ranks has whole segments.
+    """
     return 1 if columns % 8 else 8
 
 
 def as_matrix(x: Tensor) -> Tensor:
-    """[..., k] -> [n, k]; a vector is a row, a single number a row of one."""
+    """Reshape [..., k] to [n, k]; a vector becomes one row, a 0-dim tensor one element."""
     return x.reshape(-1, x.shape[-1] if x.ndim else 1)
 
 
 def flat(name: str, parts: Mapping[str, T]) -> dict[str, T]:
-    """`codes` under the state's own name, the rest as `<name>.<part>`."""
+    """Name parts for a flat state: `codes` by the state's name, others as `<name>.<part>`."""
     return {name if part == "codes" else f"{name}.{part}": value for part, value in parts.items()}
 
 
 def parts_of(state: Mapping[str, Tensor], name: str) -> Parts:
-    """The parts that `flat` named."""
+    """Return the parts of `name` from a flat state."""
     keys = {part: name if part == "codes" else f"{name}.{part}" for part in PARTS["expanded"]}
     return {part: state[key] for part, key in keys.items() if key in state}
 
 
 def decaying(codes: Tensor, scale: Tensor | None, x: Tensor, old: Tensor, beta: float) -> Tensor:
-    """Codes of a first moment that cannot stay where they are without gradients.
+    """Return codes of a first moment that decays even where rounding to nearest would keep it constant.
 
-    To nearest, b1 m rounds back to m where the grid is coarse: in E4M3 the four smallest magnitudes stay for ever at
-    b1 = .9, while v decays below them. So where nearest would store x, though smaller than `old`, as no less than
-    `old`, and would do the same with b1 `old`, x takes the next code towards zero.
+    On a coarse grid, b1 m rounds to nearest back to m: in E4M3 the four smallest magnitudes never change at b1 = .9,
+    while v decays below them. So where the nearest value of x is at least |old| although |x| < |old|, and the same
+    would hold for b1 `old`, x takes the next code towards zero.
 
-    codes: `x` [n, k] rounded to nearest under `scale` ([1, 1]; None: 1). x, old: the moment after and before the step,
+    codes: `x` [n, k] rounded to nearest with `scale` ([1, 1]; None: 1). x, old: the moment after and before the step,
     FP32 [n, k]. beta: b1.
     """
     one, size = torch.ones_like(x[:1, :1]) if scale is None else scale, old.abs()
     bits = codes.view(BITS[codes.element_size()])
-    lower = (bits - 1).view(codes.dtype)  # not looked at where the code is zero: that is less than `size`
+    lower = (bits - 1).view(codes.dtype)  # invalid for code zero, which is excluded because it is below `size`
     here = reference.dequantize(codes, one).abs()
     stays = (x.abs() < size) & (here >= size)
     stays &= here + reference.dequantize(lower, one).abs() <= size * (2.0 * beta)

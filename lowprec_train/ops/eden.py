@@ -1,17 +1,17 @@
-"""MS-EDEN (arXiv 2601.22813): NVFP4 blocks to nearest, and a factor for each 128 elements in their block scales.
+"""MS-EDEN (arXiv 2601.22813): NVFP4 codes to nearest, and a correction factor per 128 elements in their block scales.
 
-    y    = rotated x                            by the random Hadamard transform that the factor needs
+    y    = rotated x                            by the random Hadamard transform, which the factor requires
     t    = h max |y| of the matrix / 255.99     h = 17/16 .93 / 6: the largest magnitude of a block is 6.072 in codes
     b_j  = E4M3(h max_16 |y| / t),  q = RN_E2M1(y / (b_j t)), at most 6
-    c    = sum_128 y^2 / sum_128 y q b_j t      1 where nothing is left to correct
+    c    = sum_128 y^2 / sum_128 y q b_j t      1 if the denominator is 0
     b_j' = SR_E4M3(c b_j)                       stochastic: the mean over the draws is c b_j
     y ~ q b_j' t
 
-Before scales are rounded <y, c q b t> = |y|^2 in every group; over signs and draws the mean of y^ is y, without a draw
-for an element. 255.99 instead of 448 leaves scales the room that c takes.
+Before block scales are rounded <y, c q b t> = |y|^2 in every group; the mean of y^ over signs and scale roundings is y,
+without random bits for single elements. 255.99 instead of 448 leaves room to multiply block scales by c.
 
-A group's sums are FP32: of eight elements by halving, of two such halves of a block, times b_j^2 (exact), of blocks in
-pairs. Element (row, j) of the draws belongs to block j of a row, so eight blocks take one call of Philox.
+Sums of a group are FP32: eight elements by halving, then the two halves of a block, times b_j^2 (exact), then pairs of
+blocks. Random bits of element (row, j) belong to block j of the row, so one call of Philox serves eight blocks.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ LARGEST = 255.99  # block scale
 
 
 def rotated_amax(x, signs, rotation):  # type: ignore[no-untyped-def]
-    """Largest magnitude of x [m, k] after its rotation, FP32 [1, 1]. signs, rotation: as in `quantize_eden`."""
+    """Return the amax of x [m, k] after its rotation, FP32 [1, 1]. signs, rotation: as in `quantize_eden`."""
     y = hadamard(x, signs, rotation) if rotation else x.float()
     return y.abs().amax().reshape(1, 1)
 
 
 def quantize_eden(x, top, signs, rotation, seed, origin):  # type: ignore[no-untyped-def]
-    """(codes, scale, block, outer scale) of x [m, k], k a multiple of 128, as `quantize_nvfp4` of blocks of 1x16.
+    """Return (codes, scale, block scale, outer scale) of x [m, k], k a multiple of 128, as in `quantize_nvfp4` with
+    blocks of 1x16.
 
-    top [1, 1]: largest rotated magnitude of the matrix that x is a part of. signs: seed of the rotation's signs, None
-    for +1; rotation: its block, 0 for none. seed: of the scales' rounding. origin: int64 [2], global row and column of
-    x[0, 0]; the column a multiple of 128. Raises ValueError for other k.
+    top [1, 1]: amax of the whole rotated matrix, of which x may be a part. signs: seed of the rotation's signs, None
+    for +1; rotation: its block size, 0 for none. seed: for the stochastic rounding of scales. origin: int64 [2], global
+    row and column of x[0, 0]; the column a multiple of 128. Raises ValueError for other k.
     """
     tile_shape(x.shape[0], x.shape[1], (1, GROUP))
     y = hadamard(x, signs, rotation) if rotation else x.float()
@@ -53,33 +54,35 @@ def quantize_eden(x, top, signs, rotation, seed, origin):  # type: ignore[no-unt
     blocks = None if origin is None else torch.stack((origin[0], origin[1] // BLOCK))
     bits = random_bits(seed, blocks, *block.shape)
     stored = encode(
-        block * spread(_factor(place, codes, block), block.shape, (1, GROUP // BLOCK)), E4M3, STOCHASTIC, bits
+        block * spread(_correction(place, codes, block), block.shape, (1, GROUP // BLOCK)), E4M3, STOCHASTIC, bits
     )
     return codes, torch.where(amax == 0, 1.0, stored.float() * outer), stored, outer
 
 
 def round_eden(x, top, signs, rotation, seed, origin):  # type: ignore[no-untyped-def]
-    """What codes of `quantize_eden` stand for, as `round_nvfp4`."""
+    """Return the dequantised codes of `quantize_eden` in BF16, without the outer scale, and the outer scale."""
     codes, _, block, outer = quantize_eden(x, top, signs, rotation, seed, origin)
     return dequantize_bf16(codes, block.float()), outer
 
 
-def _factor(place: Tensor, codes: Tensor, block: Tensor) -> Tensor:
-    """c of each group. place [m, k]: y / (b t). block [m, k / 16]: b."""
-    own, made = (_pairs(_eights(place * of) * (block * block), GROUP // BLOCK) for of in (place, codes.float()))
+def _correction(place: Tensor, codes: Tensor, block: Tensor) -> Tensor:
+    """Return c of each group. place [m, k]: y / (b t). block [m, k / 16]: b."""
+    own, made = (
+        _pairwise_sums(_block_sums(place * of) * (block * block), GROUP // BLOCK) for of in (place, codes.float())
+    )
     return torch.where(made == 0, 1.0, divide(own, made.double()))
 
 
-def _eights(x: Tensor) -> Tensor:
-    """Sums of blocks of 16: eight elements by halving (j with j + 4, ..), then the two halves."""
+def _block_sums(x: Tensor) -> Tensor:
+    """Return the sums of blocks of 16: eight elements by halving (j with j + 4, ..), then the two halves."""
     x = x.unflatten(1, (-1, 8))
     for half in (4, 2, 1):
         x = x[..., :half] + x[..., half:]
-    return _pairs(x[..., 0], 2)
+    return _pairwise_sums(x[..., 0], 2)
 
 
-def _pairs(x: Tensor, count: int) -> Tensor:
-    """Sums of `count` neighbours, a power of two: of pairs, then of pairs of these, and so on."""
+def _pairwise_sums(x: Tensor, count: int) -> Tensor:
+    """Return the sums of `count` neighbours, a power of two: of pairs, then of pairs of these, and so on."""
     while count > 1:
         x, count = x[:, 0::2] + x[:, 1::2], count // 2
     return x

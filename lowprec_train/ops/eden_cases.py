@@ -1,4 +1,4 @@
-"""Cases of the ops of `ops.eden`, which `ops.cases` gives with the others."""
+"""Test cases of the ops of `ops.eden`, for `ops.cases`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Cases = dict[str, tuple[Any, ...]]
 
 
 def _inputs() -> dict[str, tuple[Tensor, int]]:
-    """Matrices and rotations: rows over the whole range, at ties, of zeros beside others, with Inf and NaN."""
+    """Return matrices and rotations: rows of wide range, ties, zeros beside other values, Inf and NaN."""
     x = normal(33, 384) * 2.0 ** (torch.arange(33) % 7)[:, None].bfloat16()
     x[5, :128], x[6, 256:] = 0.0, 0.0
     return {
         "rotated": (x, 128),
         "FP32, short rotation": (x.float(), 32),
         "FP16, long rotation": (x[:, :256].half(), 256),
-        "as it lies": (x, 0),
+        "not rotated": (x, 0),
         "wide": (values(9, 256), 0),
         "ties": (ties("E2M1", 128)[3:7], 0),
         "one group": (values(1, 128).bfloat16(), 16),
@@ -37,7 +37,7 @@ def rotated_amax() -> Cases:
 
 
 def quantize_eden() -> Cases:
-    """Tops that are found, and of a larger whole; draws with and without an origin."""
+    """Return cases with the matrix's amax and with that of a larger matrix; random bits with and without an origin."""
     seed, origin, made = torch.tensor(7 << 33 | 5), torch.tensor([3, 256]), {}
     for name, arguments in rotated_amax().items():
         top = eden.rotated_amax(*arguments)

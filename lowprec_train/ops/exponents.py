@@ -1,5 +1,5 @@
-"""Exponent fields of FP32 numbers, read and written as integers: exact, where a logarithm is wrong just below powers
-of two."""
+"""Exponent fields of FP32 numbers by integer operations: exact, unlike a logarithm, which errs just below powers of
+two."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def exponent(x: Tensor) -> Tensor:
-    """floor(log2 |x|) as int32; -127 for zeros and subnormals, 128 for Inf and NaN."""
+    """Return floor(log2 |x|) as int32; -127 for zeros and subnormals, 128 for Inf and NaN."""
     return ((x.contiguous().view(torch.int32) >> 23) & 255) - 127
 
 
 def exp2_int(e: Tensor) -> Tensor:
-    """2**e for int32 e in [-126, 127], exactly."""
+    """Return 2**e for int32 e in [-126, 127], exactly."""
     return ((e + 127) << 23).view(torch.float32)

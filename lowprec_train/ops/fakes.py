@@ -1,4 +1,4 @@
-"""Shapes and dtypes that each op returns, for tracing without data; the schemas are in ops/schema.py."""
+"""Fake kernels: shapes and dtypes of each op's outputs, for tracing. The schemas are in ops/schema.py."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _as_float32(x, *_):  # type: ignore[no-untyped-def]
 
 
 def _in_place(*_):  # type: ignore[no-untyped-def]
-    """Nothing: the op writes into its arguments."""
+    """Return nothing: the op writes to its arguments."""
 
 
 def _encode_gradients(parts, rows, sizes, coded, format, block, inner):  # type: ignore[no-untyped-def]
@@ -140,8 +140,8 @@ def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-de
     return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
 
 
-def _kept(x, columns, format, group):  # type: ignore[no-untyped-def]
-    """Codes of a matrix of that many columns, two E2M1 ones a byte, and the exponents of its groups."""
+def _saved_codes(x, columns, format, group):  # type: ignore[no-untyped-def]
+    """Return codes of x.shape[0] rows of `columns`, two E2M1 codes per byte, and the exponents of their groups."""
     wide, dtype = (columns // 2, torch.uint8) if format == "E2M1" else (columns, parse_format(format).carrier)
     return x.new_empty((x.shape[0], wide), dtype=dtype), x.new_empty((x.shape[0], columns // group), dtype=torch.uint8)
 
@@ -151,10 +151,10 @@ def _row_amax(x):  # type: ignore[no-untyped-def]
 
 
 def _quantized_norm(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), _row_amax(x), *_kept(x, x.shape[1], format, group)
+    return x.new_empty(x.shape), _row_amax(x), *_saved_codes(x, x.shape[1], format, group)
 
 
-def _norm_keep_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
+def _quantized_norm_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
     dweight = weight.new_empty(weight.shape, dtype=torch.float32)
     return dy.new_empty(dy.shape), dweight, dweight.new_empty(weight.shape if biased else 0)
 
@@ -169,19 +169,19 @@ def _gated_silu_backward(dy, gate_up):  # type: ignore[no-untyped-def]
 
 def _quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
     width = gate_up.shape[1] // 2
-    kept = (part for _ in range(2) for part in _kept(gate_up, width, format, group))
+    kept = (part for _ in range(2) for part in _saved_codes(gate_up, width, format, group))
     return gate_up.new_empty((gate_up.shape[0], width)), _row_amax(gate_up), *kept
 
 
-def _gated_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
+def _quantized_gated_silu_backward(dy, *_):  # type: ignore[no-untyped-def]
     return dy.new_empty((dy.shape[0], 2 * dy.shape[1])), _row_amax(dy)
 
 
 def _quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), _row_amax(x), *_kept(x, x.shape[1], format, group)
+    return x.new_empty(x.shape), _row_amax(x), *_saved_codes(x, x.shape[1], format, group)
 
 
-def _gelu_keep_backward(dy, *_):  # type: ignore[no-untyped-def]
+def _quantized_gelu_backward(dy, *_):  # type: ignore[no-untyped-def]
     return dy.new_empty(dy.shape), _row_amax(dy)
 
 
@@ -228,9 +228,9 @@ FAKES: dict[str, Callable] = {
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,
     "quantized_norm": _quantized_norm,
-    "quantized_norm_backward": _norm_keep_backward,
+    "quantized_norm_backward": _quantized_norm_backward,
     "quantized_gated_silu": _quantized_gated_silu,
-    "quantized_gated_silu_backward": _gated_keep_backward,
+    "quantized_gated_silu_backward": _quantized_gated_silu_backward,
     "quantized_gelu": _quantized_gelu,
-    "quantized_gelu_backward": _gelu_keep_backward,
+    "quantized_gelu_backward": _quantized_gelu_backward,
 }

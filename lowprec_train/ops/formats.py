@@ -1,15 +1,15 @@
-"""Number formats as data: one table, for the reference, the compiled kernels and whoever adds a format of their own.
+"""Number formats as one table, for the reference, the compiled kernels and formats of users.
 
-A format with p mantissa bits, smallest normal exponent e0 and largest value M holds
+The values of a format with p mantissa bits, smallest normal exponent e0 and largest value M are
 
     +- n 2^(e - p),    0 <= n < 2^(p + 1),  e >= e0,  n 2^(e - p) <= M
 
-so below 2^e0 the grid is uniform. E2M1 is OCP's FP4 (0 .5 1 1.5 2 3 4 6), E4M3 and E5M2 are OCP's FP8 (E4M3 without
+so the grid is uniform below 2^e0. E2M1 is OCP's FP4 (0 .5 1 1.5 2 3 4 6), E4M3 and E5M2 are OCP's FP8 (E4M3 without
 infinities, M = 448). INT8 is the uniform grid of step 1: p = e0 = 6, M = 127; INT4 likewise, p = e0 = 2, M = 7. Codes
-travel in a torch dtype, the carrier, that holds every value of the format: E2M1 rides as float8_e4m3fn.
+are stored in a torch dtype, the carrier, that represents every value of the format: E2M1 uses float8_e4m3fn.
 
-`register_format` adds a format from outside of the package (docs/adding_a_format.md). The reference serves every format
-of the table; a compiled kernel serves those that its library was built with (`ops.library`).
+`register_format` adds a format from other packages (docs/adding_a_format.md). The reference supports all formats of the
+table; a compiled kernel supports those that its library was built with (`ops.library`).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ CARRIERS = (
     torch.float16,
     torch.float32,
 )
-"""The dtypes that the ops decode."""
+"""The dtypes that the ops can decode."""
 
-FEW = 128  # values of a format that are listed
+FEW = 128  # `Format.grid` lists formats with at most twice as many non-negative values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A grid of values and the dtype that its codes travel in.
+    """A grid of values and the dtype that stores its codes.
 
-    name: in capitals, as configurations name it. mantissa_bits: p, min_exponent: e0, max: M above.
-    scaled: False for formats with FP32's own exponent range, whose scale is always 1.
-    native: the carrier holds this format and nothing else, so that torch's cast rounds to nearest.
+    name: in capitals, as in configurations. mantissa_bits: p, min_exponent: e0, max: M above.
+    scaled: False for formats with the exponent range of FP32, whose scale is always 1.
+    native: the values of the carrier are those of the format, so torch's cast rounds to nearest.
 
-    Raises ValueError for numbers that are no grid, and for a carrier that does not hold all of them.
+    Raises ValueError for numbers that do not define a grid, and for a carrier that cannot represent all values.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Format:
     def __post_init__(self) -> None:
         object.__setattr__(self, "scaled", self.min_exponent > -126)
         if not self.name or self.name != self.name.upper() or not self.name.isidentifier():
-            raise ValueError(f"a format's name is letters and digits in capitals, not {self.name!r}")
+            raise ValueError(f"a format's name has letters and digits in capitals, not {self.name!r}")
         if not 0 <= self.mantissa_bits <= 23 or not -126 <= self.min_exponent <= 127:
             raise ValueError(
                 f"{self.name}: {self.mantissa_bits} mantissa bits from exponent {self.min_exponent} are not within FP32"
@@ -62,14 +62,14 @@ class Format:
         if self.scaled and self.min_exponent - self.mantissa_bits < -125:
             raise ValueError(f"{self.name}: a step of 2^{self.min_exponent - self.mantissa_bits} is below 2^-125")
         if not 0 < self.max < math.inf or self.max < 2.0 ** (self.min_exponent - self.mantissa_bits):
-            raise ValueError(f"{self.name}: the largest value is a positive number of the grid, not {self.max}")
+            raise ValueError(f"{self.name}: the largest value must be a positive number of the grid, not {self.max}")
         top = max(math.frexp(self.max)[1] - 1, self.min_exponent)
         if self.max % 2.0 ** (top - self.mantissa_bits):
             raise ValueError(f"{self.name}: {self.max} is not on a grid with {self.mantissa_bits} mantissa bits")
         if self.carrier not in CARRIERS:
-            raise ValueError(f"{self.name}: codes travel in one of {', '.join(map(str, CARRIERS))}, not {self.carrier}")
+            raise ValueError(f"{self.name}: carriers are {', '.join(map(str, CARRIERS))}, not {self.carrier}")
         if not self._fits():
-            raise ValueError(f"{self.name}: {self.carrier} does not hold all of its values")
+            raise ValueError(f"{self.name}: {self.carrier} cannot represent all of its values")
         here = (self.mantissa_bits, self.min_exponent, self.max)
         object.__setattr__(self, "native", self.carrier.is_floating_point and here == _floating(self.carrier))
 
@@ -82,7 +82,7 @@ class Format:
 
     @property
     def grid(self) -> tuple[float, ...]:
-        """The values that are not negative, in order, where there are no more than 128; else nothing."""
+        """Return the non-negative values in order if there are at most 256, else an empty tuple."""
         p, top = self.mantissa_bits, math.frexp(self.max)[1] - 1
         if (max(top - self.min_exponent, 0) + 2) << p > 2 * FEW:
             return ()
@@ -96,19 +96,19 @@ class Format:
 
 
 def _floating(dtype: torch.dtype) -> tuple[int, int, float]:
-    """(mantissa bits, exponent of the smallest normal number, largest value) of a torch dtype."""
+    """Return (mantissa bits, exponent of the smallest normal number, largest value) of a torch dtype."""
     info = torch.finfo(dtype)
     return 1 - math.frexp(info.eps)[1], math.frexp(info.smallest_normal)[1] - 1, info.max
 
 
 FORMATS: dict[str, Format] = {}
-"""Name -> format: what an op is told by a name, it looks up here."""
+"""Name -> format; ops look up format names here."""
 
 
 def register_format(format: Format) -> Format:
-    """Put a format into the table, and return it; the same one again changes nothing.
+    """Add a format to the table, and return it; adding it again changes nothing.
 
-    Raises ValueError for a name that another format has.
+    Raises ValueError if another format has the name.
     """
     taken = FORMATS.setdefault(format.name, format)
     if taken != format:
@@ -117,7 +117,7 @@ def register_format(format: Format) -> Format:
 
 
 def parse_format(name: str) -> Format:
-    """The format of a name, in capitals or not. Raises ValueError for an unknown one."""
+    """Return the format of a name in upper or lower case. Raises ValueError for an unknown one."""
     if name.upper() not in FORMATS:
         raise ValueError(f"unknown format {name!r}; formats are {', '.join(FORMATS)}")
     return FORMATS[name.upper()]

@@ -1,6 +1,6 @@
-"""Cases of the ops that put gradients on the wire (ops/cases.py): ranges that end within a block, rows that end early,
-blocks of 256 and of odd sizes, rows out of order, several senders, Inf and NaN in one block; scales that all ranks
-share, at which sums saturate, one of them NaN.
+"""Test cases of the ops of gradient communication (ops/cases.py): ranges that end within a block, rows that end early,
+blocks of 256 and of odd sizes, permuted rows, several senders, Inf and NaN in one block; scales shared by all ranks,
+with which sums saturate, one of them NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARTS, FEW = [384, 90], [1, 0]
 
 
 def encode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
-    """rows, bad: FP32 [4, sum(SIZES)]; the second with Inf and NaN."""
+    """Return cases of `encode_gradients`. rows, bad: FP32 [4, sum(SIZES)]; `bad` has Inf and NaN."""
     flat, how = rows.flatten(), (4, SIZES, CODED)
 
     def parts(x: Tensor) -> list[Tensor]:
@@ -40,7 +40,7 @@ def encode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
 
 
 def decode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
-    """What the reference makes of `encode_cases`, as one row of each of several senders, and as rows of one sender."""
+    """Return encoded `encode_cases`, as rows of one sender, and with each row from another sender."""
     made: dict[str, tuple[Any, ...]] = {}
     for name, arguments in encode_cases(rows, bad).items():
         parts, count, sizes, coded, format, block, inner = arguments
@@ -54,7 +54,7 @@ def decode_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
 
 
 def encode_by_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
-    """rows, bad: as in `encode_cases`."""
+    """Return cases of `encode_gradients_by`. rows, bad: as in `encode_cases`."""
     flat, s = rows.flatten(), torch.tensor([0.3, 1.0, 2.0**7, torch.nan])
     parts = {dtype: [part.to(dtype).contiguous() for part in rows.split(SIZES, 1)] for dtype in (FP32, BF16)}
     return {
@@ -67,8 +67,8 @@ def encode_by_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
 
 
 def decode_by_cases(rows: Tensor, bad: Tensor) -> dict[str, tuple[Any, ...]]:
-    """What the reference makes of `encode_by_cases`, as rows of one sender, and one row of each of several, rounded
-    after every addition and once.
+    """Return encoded `encode_by_cases`, as rows of one sender, and with each row from another sender, rounded after
+    every addition or once.
     """
     made: dict[str, tuple[Any, ...]] = {}
     for name, arguments in encode_by_cases(rows, bad).items():

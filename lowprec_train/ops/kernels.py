@@ -1,12 +1,12 @@
-"""The compiled kernels: two shared libraries beside this file, built from csrc/ (docs/building.md).
+"""Compiled kernels: two shared libraries in this folder, built from csrc/ (docs/building.md).
 
     _C.abi3.so   C++, dispatch key CPU
-    _cuda.so     CUDA, dispatch key CUDA; loaded where torch itself has CUDA, for it asks for symbols of that
+    _cuda.so     CUDA, dispatch key CUDA; loaded only if torch has CUDA, whose symbols it needs
 
-A library registers its ops when it is loaded, and torch's dispatcher then says which ones: no list of them is written
-down here. It says itself which formats and roundings its kernels know, with their numbers, which have to be those of
-`ops.formats`. A library that is not there is no error, the reference runs; one that is there and does not load is.
-This is the second file that may touch torch's private names (decision 0016): the dispatcher has no public question.
+A library registers its ops when it is loaded, and torch's dispatcher then lists them. It also lists the formats and
+roundings of its kernels, with their numbers, which must equal those of `ops.formats`. If a library does not exist, the
+reference runs; if it exists and does not load, that is an error. This is the second file that may use private names of
+torch (decision 0016): the dispatcher has no public query.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ FILES = {"cpu": "_C.abi3.so", "cuda": "_cuda.so"}  # device type -> library
 
 
 class KernelError(RuntimeError):
-    """A compiled kernel that cannot be trusted with a run on this device."""
+    """Raised if a compiled kernel cannot be used on this device or differs from the reference."""
 
 
 def present(folder: Path = FOLDER) -> dict[str, Path]:
-    """Device type -> the library that this torch can load, where it was built."""
+    """Return device type -> path of the library, for libraries that exist and that this torch can load."""
     wanted = {device: folder / name for device, name in FILES.items() if device == "cpu" or torch.version.cuda}
     return {device: path for device, path in wanted.items() if path.exists()}
 
 
 def has_kernel(op: str, device: str) -> bool:
-    """Whether the dispatcher holds a kernel of `lowprec::op` for this very type of device, fallbacks not counted."""
+    """Return whether the dispatcher has a kernel of `lowprec::op` for this device type, without fallbacks."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"lowprec::{op}", device.upper())
 
 
 def load(ops: Iterable[str], folder: Path = FOLDER) -> dict[str, frozenset[str]]:
-    """Load what is present; device type -> the ops that a library serves there. The ops' schemas are defined already.
+    """Load the libraries that exist; return device type -> ops with a kernel there. Schemas must be defined before.
 
-    Raises ImportError, with the file and the loader's words, when a library does not load.
+    Raises ImportError, with the file and the loader's message, if a library does not load.
     """
     ops, served = tuple(ops), dict.fromkeys(FILES, frozenset[str]())
     for device, path in present(folder).items():
@@ -58,23 +58,23 @@ def load(ops: Iterable[str], folder: Path = FOLDER) -> dict[str, frozenset[str]]
 
 
 def names(folder: Path = FOLDER) -> dict[str, frozenset[str]]:
-    """Device type -> the formats and roundings that the kernels of its library know, by name.
+    """Return device type -> names of the formats and roundings that the kernels of its library support.
 
-    Raises ImportError where a library does not say so, or has other numbers for a format than `ops.formats`.
+    Raises ImportError if a library does not list them, or has other numbers for a format than `ops.formats`.
     """
     served = dict.fromkeys(FILES, frozenset[str]())
     for device, path in present(folder).items():
         try:
-            said = ctypes.CDLL(str(path)).lowprec_served
+            list_names = ctypes.CDLL(str(path)).lowprec_served
         except AttributeError as error:
             raise ImportError(f"{path} was built from older sources: build it again with `make kernels`") from error
-        said.restype = ctypes.c_char_p
-        rows = [line.split() for line in said().decode().splitlines()]
+        list_names.restype = ctypes.c_char_p
+        rows = [line.split() for line in list_names().decode().splitlines()]
         for name, *numbers in rows:
-            if numbers and _numbers(FORMATS[name]) != (here := _parsed(numbers)):
+            if numbers and _numbers_of(FORMATS[name]) != (here := _parse_numbers(numbers)):
                 raise ImportError(
                     f"{path} was built from other sources: its {name} is {here}, that of ops/formats.py "
-                    f"{_numbers(FORMATS[name])} (mantissa bits, smallest exponent, largest value, scaled, bytes); "
+                    f"{_numbers_of(FORMATS[name])} (mantissa bits, smallest exponent, largest value, scaled, bytes); "
                     "build it again with `make kernels`"
                 )
         served[device] = frozenset(row[0] for row in rows)
@@ -84,24 +84,24 @@ def names(folder: Path = FOLDER) -> dict[str, frozenset[str]]:
 Numbers = tuple[int, int, float, bool, int]
 
 
-def _numbers(format: Format) -> Numbers:
+def _numbers_of(format: Format) -> Numbers:
     return format.mantissa_bits, format.min_exponent, format.max, format.scaled, format.carrier.itemsize
 
 
-def _parsed(said: list[str]) -> Numbers:
-    mantissa, lowest, largest, scaled, size = said
+def _parse_numbers(fields: list[str]) -> Numbers:
+    mantissa, lowest, largest, scaled, size = fields
     return int(mantissa), int(lowest), float.fromhex(largest), scaled == "1", int(size)
 
 
 def architectures(path: Path) -> list[str]:
-    """The GPU architectures that a CUDA library holds code for: ["90a"]."""
+    """Return the GPU architectures for which a CUDA library has code, such as ["90a"]."""
     name = ctypes.CDLL(str(path)).lowprec_architectures
     name.restype = ctypes.c_char_p
     return name().decode().split("_")
 
 
 def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
-    """Machine code for sm_89 runs on 8.9 and later minor versions; that for sm_90a on 9.0 alone."""
+    """Return whether code for `architecture` runs: sm_89 on 8.9 and later minor versions; sm_90a on 9.0 only."""
     number, suffix = re.fullmatch(r"(\d+)([a-z]?)", architecture).groups()  # type: ignore[union-attr]
     major, minor = divmod(int(number), 10)
     same = capability[0] == major
@@ -109,7 +109,7 @@ def runs_on(architecture: str, capability: tuple[int, int]) -> bool:
 
 
 def check_architecture(device: torch.device, folder: Path = FOLDER) -> None:
-    """KernelError where the CUDA library has no code for this GPU."""
+    """Raise KernelError if the CUDA library has no code for this GPU."""
     path = present(folder)["cuda"]
     built, capability = architectures(path), torch.cuda.get_device_capability(device)
     if not any(runs_on(each, capability) for each in built):

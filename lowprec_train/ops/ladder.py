@@ -1,20 +1,20 @@
-"""Block scales on the ladder {1, 1.25, 1.5} 2^e, whose E2M1 codes fold into E4M3 carriers, and a factor per row.
+"""Block scales on the ladder {1, 1.25, 1.5} 2^e, with which E2M1 codes fold into E4M3 carriers, and a factor per row.
 
-    b      first rung with 6 L_b >= max |x| of the block, not below 2^(e_row - span)
-    s      of L_(b-1), L_b, L_(b+1) the one of least error (`candidates`), the larger one of equals
+    b      smallest rung with 6 L_b >= max |x| of the block, at least 2^(e_row - span)
+    s      the one of L_(b-1), L_b, L_(b+1) with the least error (`candidates`); of equal errors the larger one
     q      RN_E2M1(x / s), at most 6                          x / s: a product with the rounded inverse of the rung
-    carrier = q (s / 2^e_row) 2^5 in E4M3, exactly, for a span of up to 11;    row scale 2^(e_row - 5)
+    carrier = q (s / 2^e_row) 2^5 in E4M3, exact for a span of up to 11;    row scale 2^(e_row - 5)
 
-e_row is the exponent of the rung that the row's largest magnitude asks for. "FOLD3" names the whole: blocks of 1x16,
-three candidates by their squared error, a span of 11. The rungs' three mantissas times E2M1's two have no more than
-E4M3's four bits.
+e_row is the exponent of the first rung for the row's largest magnitude. "FOLD3" is the combination of blocks of 1x16,
+three candidates by squared error, and a span of 11. Products of the three mantissas of rungs and the two of E2M1 fit
+the four bits of E4M3.
 
-Errors of candidates are judged in half precision, in the order of halving (elements j and j + 8, then j and j + 4, ..):
-2^-11 of an error decides nothing that matters, and a GPU judges two elements an instruction.
+Errors of candidates are computed in half precision, in the order of halving (elements j and j + 8, then j and j + 4,
+..): a relative error of 2^-11 is irrelevant for the choice, and a GPU processes two elements per instruction.
 
-The row's factor is EDEN's (arXiv 2601.22813), one for all of k: c = sum y^2 / sum y q s makes <y, c q s> = |y|^2. Sums
-of a block are FP32 in the order of halving, in units of 4^e_row; blocks are added as multiples of 2^-28 of that, which
-is exact in any order, over ranks too.
+The factor of a row is EDEN's (arXiv 2601.22813), one for all of k: c = sum y^2 / sum y q s makes <y, c q s> = |y|^2.
+Sums of a block are FP32 in the order of halving, in units of 4^e_row. Sums over blocks are of multiples of 2^-28 of
+that unit, which are exact in any order, and also over ranks.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from lowprec_train.ops.rounding import encode, round_to
 from lowprec_train.ops.schema import tile_shape
 
 MANTISSAS = (1.0, 1.25, 1.5)
-INVERSES = (1.0, 0.8, 1 / 1.5)  # of them, rounded to FP32
-LOWEST, HIGHEST = 3 * -121, 3 * 125 + 2  # rungs by number, 3 e + place: row scales and inverses are normal numbers
-TOP = 5  # exponent that a row's largest rung takes in a carrier: 6 * 2 * 2^5 fits
-SPAN = 11  # binades below it whose codes are still exact carrier values
+INVERSES = (1.0, 0.8, 1 / 1.5)  # of MANTISSAS, rounded to FP32
+LOWEST, HIGHEST = 3 * -121, 3 * 125 + 2  # rung numbers, 3 e + place: row scales and inverses are normal numbers
+TOP = 5  # exponent of a row's largest rung in a carrier: 6 * 2 * 2^5 fits
+SPAN = 11  # binades below it in which codes are exact carrier values
 BLOCK = 16  # elements of a FOLD3 block
-SUM_BITS = 28  # blocks' sums are multiples of 2^-28
+SUM_BITS = 28  # sums of blocks are multiples of 2^-28
 CANDIDATES = ("none", "mse", "mae", "max")
 
 
 def _table(values: tuple[float, ...], place: Tensor) -> Tensor:
-    """values[place] in FP32, place in 0..2."""
+    """Return values[place] in FP32, place in 0..2."""
     first, second, third = values
     return torch.where(place == 0, first, torch.where(place == 1, second, third)).float()
 
 
-def _split(rung: Tensor) -> tuple[Tensor, Tensor]:
-    """(exponent, place of the mantissa) of rungs by number."""
+def _exponent_and_place(rung: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (exponent, place of the mantissa) of rung numbers."""
     e = torch.div(rung, 3, rounding_mode="floor")
     return e, rung - 3 * e
 
 
 def first_rung(amax: Tensor) -> Tensor:
-    """Number of the first rung L with 6 L >= amax: 6 L has the mantissas 1.5, 1.875 and 1.125."""
+    """Return the number of the first rung L with 6 L >= amax: 6 L has the mantissas 1.5, 1.875 and 1.125."""
     mantissa = amax.contiguous().view(torch.int32) & 0x7FFFFF
     rung = 3 * (exponent(amax) - 2) - 1
     for limit in (0x100000, 0x400000, 0x700000):
@@ -60,28 +60,28 @@ def first_rung(amax: Tensor) -> Tensor:
 
 
 def rung_value(rung: Tensor) -> Tensor:
-    """The scale of a rung, FP32."""
-    e, place = _split(rung)
+    """Return the scale of a rung, FP32."""
+    e, place = _exponent_and_place(rung)
     return exp2_int(e) * _table(MANTISSAS, place)
 
 
 def rung_inverse(rung: Tensor) -> Tensor:
-    """What x is multiplied by before it is rounded, FP32."""
-    e, place = _split(rung)
+    """Return the factor of x before rounding, FP32."""
+    e, place = _exponent_and_place(rung)
     return exp2_int(-e) * _table(INVERSES, place)
 
 
 def halving(x: Tensor, join=torch.add) -> Tensor:  # type: ignore[no-untyped-def]
-    """Elements of the last dimension (a power of two) joined: j with j + n / 2, then j with j + n / 4, and so on."""
+    """Reduce the last dimension (a power of two) by `join`: j with j + n / 2, then j with j + n / 4, and so on."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = join(x[..., :half], x[..., half:])
     return x[..., 0]
 
 
-def _error(size: Tensor, ratio: Tensor, inverse: Tensor, by: str) -> Tensor:
-    """Error of a candidate, FP32. size: FP16 magnitudes of a block in the last dimension, in units of a power of two;
-    ratio: the candidate's scale in that unit; inverse: its inverse.
+def _candidate_error(size: Tensor, ratio: Tensor, inverse: Tensor, by: str) -> Tensor:
+    """Return the error of a candidate, FP32. size: FP16 magnitudes of a block in the last dimension, in units of a
+    power of two; ratio: the candidate's scale in that unit; inverse: 1 / ratio.
     """
     place = size * inverse.half().unsqueeze(-1)
     off = round_to(place.float().clamp_max(6.0), E2M1).half() - place
@@ -90,24 +90,24 @@ def _error(size: Tensor, ratio: Tensor, inverse: Tensor, by: str) -> Tensor:
     return halving(off.abs(), torch.add if by == "mae" else torch.maximum).float() * ratio
 
 
-def _chosen(x: Tensor, rung: Tensor, floor: Tensor, by: str) -> Tensor:
-    """Of the rungs one below, at and one above `rung`, none below `floor`, the one of least error. x [m, tiles, n]."""
-    unit = _split(rung)[0]
+def _best_rung(x: Tensor, rung: Tensor, floor: Tensor, by: str) -> Tensor:
+    """Return the rung with the least error of `rung` and its neighbours, at least `floor`. x [m, tiles, n]."""
+    unit = _exponent_and_place(rung)[0]
     size = (x.abs() * exp2_int(-unit).unsqueeze(-1)).half()
     found, least = rung, None
     for step in (1, 0, -1):
         candidate = torch.maximum(rung + step, floor)
-        e, place = _split(candidate)
+        e, place = _exponent_and_place(candidate)
         shift = exp2_int(e - unit)
-        error = _error(size, shift * _table(MANTISSAS, place), _table(INVERSES, place) / shift, by)
+        error = _candidate_error(size, shift * _table(MANTISSAS, place), _table(INVERSES, place) / shift, by)
         better = error < least if least is not None else torch.ones_like(error, dtype=torch.bool)
         found, least = torch.where(better, candidate, found), error if least is None else torch.minimum(error, least)
     return found
 
 
 def row_exponent(tops: Tensor) -> Tensor:
-    """e_row [m, 1] of the largest magnitudes of rows [m, 1]."""
-    return _split(first_rung(tops))[0]
+    """Return e_row [m, 1] from the largest magnitudes of rows [m, 1]."""
+    return _exponent_and_place(first_rung(tops))[0]
 
 
 def below_floor(amax: Tensor, row: Tensor, exponent_span: int) -> Tensor:
@@ -118,14 +118,15 @@ def below_floor(amax: Tensor, row: Tensor, exponent_span: int) -> Tensor:
 
 
 def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[no-untyped-def]
-    """E2M1 codes of x [m, k], the rung of each tile (1, n), and 2^(e_row - 5) [m, 1]. tops [m, 1]: largest magnitudes
-    of whole rows, where x is a part of them; None takes them from x. A span of 0 bounds nothing.
+    """Return E2M1 codes of x [m, k], the rung of each tile (1, n), and 2^(e_row - 5) [m, 1]. tops [m, 1]: amax of whole
+    rows, of which x may be a part; None computes them from x. exponent_span 0 means unbounded. Raises ValueError for
+    tiles of several rows or whose columns are not a power of two, and for unknown `candidates`.
     """
     width = tile_shape(x.shape[0], x.shape[1], tile)[1]
     if tile[0] != 1 or width & (width - 1):
         raise ValueError(f"rungs belong to tiles of one row and a power of two of columns, not to {tuple(tile)}")
     if candidates not in CANDIDATES:
-        raise ValueError(f"candidates are chosen by one of {', '.join(CANDIDATES)}, not {candidates!r}")
+        raise ValueError(f"candidates must be one of {', '.join(CANDIDATES)}, not {candidates!r}")
     x = x.float()
     amax = tile_amax(x, (1, width))
     tops = amax.amax(dim=1, keepdim=True) if tops is None else tops
@@ -133,7 +134,7 @@ def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[n
     floor = (3 * (e_row - exponent_span)).clamp_min(LOWEST) if exponent_span else torch.full_like(e_row, LOWEST)
     rung = torch.maximum(first_rung(amax), floor)
     if candidates != "none":
-        rung = _chosen(x.unflatten(1, (-1, width)), rung, floor, candidates)
+        rung = _best_rung(x.unflatten(1, (-1, width)), rung, floor, candidates)
     lost = ~(tops if exponent_span else amax).isfinite()
     v = x * spread(rung_inverse(rung), x.shape, (1, width))
     codes = encode(torch.where(spread(lost.expand_as(rung), x.shape, (1, width)), torch.nan, v), E2M1)
@@ -142,7 +143,7 @@ def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[n
 
 
 def row_sums(x, codes, scale, row):  # type: ignore[no-untyped-def]
-    """FP64 [m, 2]: sum y^2 and sum y q s of each row of x [m, k], in units of 2^-28 4^e_row, as whole numbers."""
+    """Return FP64 [m, 2]: sum y^2 and sum y q s of each row of x [m, k], as integers in units of 2^-28 4^e_row."""
     width, unit = x.shape[1] // scale.shape[1], row * 2.0**TOP
     own = (x.float() * (1.0 / unit)).unflatten(1, (-1, width))
     made = codes.float().unflatten(1, (-1, width)) * (scale * (1.0 / unit)).unsqueeze(-1)
@@ -151,27 +152,27 @@ def row_sums(x, codes, scale, row):  # type: ignore[no-untyped-def]
 
 
 def row_factor(sums: Tensor) -> Tensor:
-    """c [m, 1] in FP32 of sums [m, 2]; 1 where nothing was left to correct."""
+    """Return c [m, 1] in FP32 from sums [m, 2]; 1 if sum y q s is 0."""
     own, made = sums.split(1, dim=1)
     return torch.where(made == 0, 1.0, own / made).float()
 
 
 def fold_ladder(codes, scale, row, factor):  # type: ignore[no-untyped-def]
-    """E4M3 carriers [m, k] and a scale per row [m, 1], of what `quantize_ladder` made under a span of up to 11. factor
-    [m, 1] or None: multiplied into the scale.
+    """Return E4M3 carriers [m, k] and a scale per row [m, 1] from outputs of `quantize_ladder` with a span of up to 11.
+    factor [m, 1] or None: multiplied into the scale.
     """
     shift = spread(scale * (1.0 / row), codes.shape, (1, codes.shape[1] // scale.shape[1]))
     return encode(codes.float() * shift, E4M3), row * 1.0 if factor is None else row * factor
 
 
 def pack_ladder(carriers):  # type: ignore[no-untyped-def]
-    """Of E4M3 carriers [m, k] of blocks of 16: E2M1 codes, two a byte, and an E4M3 scale for each block, whose products
-    the carriers are. NaN where a block is no such product.
+    """Factor E4M3 carriers [m, k] with blocks of 16 into E2M1 codes, two per byte, and an E4M3 scale for each block,
+    whose products are the carriers. Scales of blocks without such factors are NaN.
     """
     blocks = to_float(carriers).unflatten(1, (-1, BLOCK))
     top = blocks.abs().amax(dim=-1)
     found, codes = torch.full_like(top, torch.nan), torch.zeros_like(blocks)
-    for place in E2M1.grid[1:]:  # that of the largest magnitude: the smallest scale that serves
+    for place in E2M1.grid[1:]:  # code of the largest magnitude; the last match has the smallest scale
         scale = torch.where(top == 0, 1.0, encode(divide(top, place), E4M3).float())
         tried = encode(divide(blocks, scale.double().unsqueeze(-1)), E2M1).float()
         serves = (tried * scale.unsqueeze(-1) == blocks).all(dim=-1)
@@ -180,7 +181,7 @@ def pack_ladder(carriers):  # type: ignore[no-untyped-def]
 
 
 def unpack_ladder(packed, scale):  # type: ignore[no-untyped-def]
-    """The carriers that `pack_ladder` took."""
+    """Return the carriers from the outputs of `pack_ladder`."""
     codes = unpack_e2m1(packed)
     return encode(codes.float() * spread(scale.float(), codes.shape, (1, BLOCK)), E4M3)
 
@@ -188,9 +189,9 @@ def unpack_ladder(packed, scale):  # type: ignore[no-untyped-def]
 def rotate_fold_ladder(  # type: ignore[no-untyped-def]
     x, scale, transposed, signs, rotation, tile, candidates, exponent_span, corrected
 ):
-    """All steps in one: x [m, k] (with `scale`, [1, 1] or [m, 1]: E4M3 codes, decoded to BF16 first) or its transpose,
-    rotated, rounded and folded. signs: seed of the rotation's signs; rotation: its block, 0 for none. corrected: rows
-    have their factor.
+    """Rotate, round and fold x [m, k] or its transpose in one op. With `scale` ([1, 1] or [m, 1]) x is E4M3 codes,
+    which are first decoded to BF16. signs: seed of the rotation's signs; rotation: its block size, 0 for none.
+    corrected: multiply row scales by their factor.
     """
     if scale is not None:
         x = (to_float(x) * scale).to(torch.bfloat16)

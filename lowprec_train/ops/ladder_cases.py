@@ -1,4 +1,4 @@
-"""Cases of the ops of `ops.ladder`, which `ops.cases` gives with the others."""
+"""Test cases of the ops of `ops.ladder`, for `ops.cases`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Cases = dict[str, tuple[Any, ...]]
 
 
 def _ladder_inputs() -> dict[str, Tensor]:
-    """Rows over the whole range, and such as rungs decide: near one scale, at ties, small beside one large block."""
+    """Return rows of wide range, and rows that are critical for rungs: similar scales, ties, one large block."""
     x, near = values(9, 96), normal(8, 160).float() * 2.0 ** torch.arange(-20, 20, 5)[:, None]
     beside = normal(4, 128, seed=45).float() * 2.0 ** -torch.arange(8).repeat_interleave(16) * 2.0**-4
     beside[:, 3] = 6.0
@@ -32,7 +32,7 @@ def quantize_ladder() -> Cases:
 
 
 def row_sums() -> Cases:
-    """x, and what the reference makes of it."""
+    """Return x and its codes and scales from the reference."""
     return {name: (x, *ladder.quantize_ladder(x, None, (1, 16), "mse", 11)) for name, x in _ladder_inputs().items()}
 
 
@@ -43,7 +43,7 @@ def rotate_fold_ladder() -> Cases:
     rows = 2.0 ** (torch.arange(256) % 5).float()[:, None]
     bad = x.clone()
     bad[3, 40], bad[200, 7] = torch.nan, torch.inf
-    made: Cases = {f"{n}, as it lies": (x, None, False, None, 0, *how, False) for n, x in _ladder_inputs().items()}
+    made: Cases = {f"{n}, not rotated": (x, None, False, None, 0, *how, False) for n, x in _ladder_inputs().items()}
     for transposed in (False, True):
         way = "columns" if transposed else "rows"
         made[way] = (x, None, transposed, signs, 128, *how, True)
@@ -57,7 +57,7 @@ def rotate_fold_ladder() -> Cases:
 
 
 def fold_ladder() -> Cases:
-    """What the reference makes, with a factor and without."""
+    """Return codes and scales from the reference, with and without a factor."""
     made: Cases = {}
     for name, (_, *rest) in row_sums().items():
         made |= {name: (*rest, rest[-1].abs()), f"{name}, no factor": (*rest, None)}
@@ -65,7 +65,7 @@ def fold_ladder() -> Cases:
 
 
 def pack_ladder() -> Cases:
-    """Carriers of the reference, and of every code under every scale; blocks that are none."""
+    """Return carriers from the reference, all codes with all scales, and blocks that have no factors."""
     made: Cases = {}
     for name, (_, codes, scale, row) in row_sums().items():
         made[name] = (ladder.fold_ladder(codes, scale, row, None)[0],)

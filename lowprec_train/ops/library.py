@@ -1,13 +1,12 @@
-"""Registers the ops: schema, fake kernel, compiled kernels where they were built, and the reference for the rest.
+"""Registration of the ops: schemas, fake kernels, compiled kernels if they were built, and the reference otherwise.
 
-The reference is the kernel of every device that has none of its own. It is eager on the CPU, a few rows at a time where
-rows are independent, so that its temporaries stay in the cache. On CUDA the rounding ops run it through torch.compile,
-once per shape, behind the same schema (eager Philox takes ten times longer); the bits are those of the eager reference.
-`live_kernels` says what runs.
+The reference is the kernel of every device without a compiled one. On the CPU it runs eagerly, a few rows at a time if
+rows are independent, so that temporaries fit in the cache. On CUDA torch.compile compiles the rounding ops, once per
+shape, with the same schema (eager Philox takes ten times longer) and the same bits. `live_kernels` lists what runs.
 
-A library's kernels know the formats, roundings and ways to choose a scale that it was built with
-(`ops.kernels.names`). For any other one, `kernel` gives the op's second overload, `lowprec::quantize.reference`, which
-is the reference everywhere.
+A library's kernels support the formats, roundings and scale candidates that it was built with (`ops.kernels.names`).
+For others, `kernel` returns the op's second overload, such as `lowprec::quantize.reference`, which always runs the
+reference.
 """
 
 from __future__ import annotations
@@ -57,12 +56,12 @@ CHUNK = 1 << 17  # elements of a slice of rows on the CPU
 
 @cache
 def _compiled(name: str, variant: tuple) -> Callable:
-    """One code object per variant: torch counts recompilations per code object and gives up after a few."""
+    """Return a compiled function, one code object per variant: torch limits the recompilations per code object."""
     function = next(getattr(each, name) for each in (reference, four_over_six, ladder) if hasattr(each, name))
     code = function.__code__.replace(co_name=f"{name}_{hash(variant) & 0xFFFFFF:06x}")
     renamed = FunctionType(
         code, function.__globals__, argdefs=function.__defaults__
-    )  # torch leaves defaults out of calls
+    )  # torch omits default arguments in calls
     return torch.compile(renamed, fullgraph=True, dynamic=False)
 
 
@@ -78,7 +77,7 @@ def _on_cuda(name: str, *args: Any) -> Any:
 
 
 def _quantize(x, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin):  # type: ignore[no-untyped-def]
-    """Row tiles a slice at a time; the draws of a slice are found by its origin."""
+    """Quantise row tiles in slices; `origin` gives each slice its random bits."""
     if tile[0] != 1 or x.device.type != "cpu":
         return reference.quantize(x, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin)
     rows, parts = max(1, CHUNK // x.shape[1]), []
@@ -125,18 +124,18 @@ EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 
 NAMED = tuple(name for name, schema in SCHEMAS.items() if "str rounding" in schema or "str candidates" in schema)
 NAMED += ("quantize_both",)
-"""Ops that round to a format of the caller's, by a rounding of the caller's, or under the best of several scales."""
+"""Ops whose format, rounding or scale candidates are arguments; they have a `reference` overload."""
 
 for _name, _schema in SCHEMAS.items():
     _LIBRARY.define(_name + _schema)
 for _name in NAMED:
     _LIBRARY.define(f"{_name}.reference{SCHEMAS[_name]}")
 SERVED = kernels.load(SCHEMAS)  # device type -> ops with a compiled kernel
-KNOWN = kernels.names()  # device type -> formats and roundings that these kernels know
+KNOWN = kernels.names()  # device type -> formats and roundings that its kernels support
 
 
 def _register(name: str, op: str, *, served: bool) -> None:
-    """The reference, which steps back wherever a device has a kernel, and the op's shapes."""
+    """Register the reference, which a device's compiled kernel overrides, and the fake kernel."""
     _LIBRARY.impl(op, EAGER[name], "CompositeExplicitAutograd")
     if name in COMPILED_ON_CUDA and not served:
         _LIBRARY.impl(op, partial(_on_cuda, name), "CUDA")
@@ -153,26 +152,26 @@ _LIBRARY.impl("block_scaled_mm", block_scaled.block_scaled_mm, "CUDA")
 
 
 def knows(op: str, device: torch.device, *names: str) -> bool:
-    """Whether what runs for an op on a device knows these formats and roundings; a reference knows them all."""
+    """Return whether the op's kernel on a device supports these formats and roundings; a reference supports all."""
     if op not in SERVED.get(device.type, ()):
         return True
     return all(name in KNOWN[device.type] for name in names)
 
 
 def lacks(op: str, fused: str, device: torch.device) -> bool:
-    """Whether a device has a compiled kernel of `fused` but none of `op`, which is a part of it."""
+    """Return whether a device has a compiled kernel of `fused` but none of `op`, which is a part of it."""
     served = SERVED.get(device.type, ())
     return fused in served and op not in served
 
 
 def kernel(op: str, device: torch.device, *names: str) -> Callable[..., Any]:
-    """The op, or its reference where the device's compiled kernel does not know one of the formats and roundings."""
+    """Return the op, or its reference if the device's compiled kernel does not support one of `names`."""
     found = getattr(torch.ops.lowprec, op)
     return found.default if knows(op, device, *names) else found.reference
 
 
 def live_kernels(device: torch.device) -> dict[str, str]:
-    """Which kernel runs for each op on a device."""
+    """Return op -> kind of its kernel on a device."""
     kinds = dict.fromkeys(SCHEMAS, "reference")
     if device.type == "cuda":
         kinds |= dict.fromkeys(COMPILED_ON_CUDA, "reference, compiled") | dict.fromkeys(

@@ -1,10 +1,10 @@
-"""One matrix for two GEMMs: rounded as it lies, and transposed, since FP8 tensor cores take both operands along k.
+"""Rounding of a matrix and its transpose for two GEMMs, because FP8 tensor cores need both operands contiguous along k.
 
-    codes   = Q(x * across)            along the rows, for the GEMM that reduces over columns
-    codes_t = Q((x * down)^T)          along the columns, for the GEMM that reduces over rows
+    codes   = Q(x * across)            for the GEMM that reduces over columns
+    codes_t = Q((x * down)^T)          for the GEMM that reduces over rows
 
-`across` [1, k] and `down` [m, 1] are the scales that lie along those GEMMs' reductions and are folded in before
-rounding (docs/numerics.md). A transposed tile gives the same codes: (-1, -1) twice, or (1, -1) and (-1, 1).
+`across` [1, k] and `down` [m, 1] are scales along the reductions of those GEMMs, multiplied in before rounding
+(docs/numerics.md). Transposed tiles give equal codes: (-1, -1) twice, or (1, -1) and (-1, 1).
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from lowprec_train.ops.schema import tile_shape
 
 
 def quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headroom):  # type: ignore[no-untyped-def]
-    """Codes and scale of x [m, k] and of its transpose, [m, k] and [k, m] row-major, nearest. `amax`: any tensor
-    whose largest element is max |x|, of the whole where x is a part of it; it spares a pass over x. Only two tiles of
-    everything without factors look at it.
+    """Return codes and scale of x [m, k] and of its transpose, [m, k] and [k, m] row-major, to nearest.
+
+    amax: a tensor whose largest element is max |x|, of the whole matrix if x is a part of it; it saves a pass over x.
+    It is used only if both tiles are the whole matrix and there are no factors.
     """
     x = x.float()
     everything = tile_shape(*x.shape, tile) == tile_shape(*x.t().shape, tile_t)[::-1] == x.shape
@@ -34,12 +35,12 @@ def quantize_both(x, amax, across, down, format, tile, tile_t, scale_rule, headr
 
 
 def quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
-    """Carrier codes of x [m, k] with the bounds taken from its own rows."""
+    """Return carrier codes and scale of x [m, k], with bounds from its rows."""
     return reference.quantize_carrier(x, *reference.outlier_bounds(x, clipped))
 
 
 def transpose(codes: Tensor) -> Tensor:
-    """Codes [m, k] -> [k, m], row-major. FP8 goes by its bytes, which torch turns faster."""
+    """Transpose codes [m, k] to [k, m], row-major; FP8 as bytes, which torch transposes faster."""
     if codes.element_size() > 1:
         return codes.t().contiguous()
     return codes.view(torch.uint8).t().contiguous().view(codes.dtype)

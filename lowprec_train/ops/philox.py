@@ -1,11 +1,11 @@
-"""Philox4x32-10 (Salmon et al., SC 2011) as a pure function of (seed, row, column): 16 random bits an element, eight
-elements a call.
+"""Philox4x32-10 (Salmon et al., SC 2011) as a pure function of (seed, row, column): 16 random bits per element, eight
+elements per call.
 
     counter = (column >> 3, row, 0, 0)      key = (seed & 0xffffffff, seed >> 32)
     element (row, column) takes bits 16 * (column & 1) .. +15 of output word (column & 7) >> 1
 
-Rows and columns are global: `origin` moves a shard or a micro-batch to its place, so that the layout does not change
-the draw. Compiled, products are split at 16 bits: int64 has no unsigned form, and its overflow is undefined in C++.
+Rows and columns are global: `origin` is the position of a shard or a micro-batch, so that random bits do not depend on
+the layout. Compiled code splits products at 16 bits: int64 has no unsigned form, and its overflow is undefined in C++.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROUNDS = 10
 
 
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a * constant, both operands below 2**32."""
-    if not torch.compiler.is_compiling():  # eager kernels wrap, and three times fewer passes
+    """Return high and low 32 bits of a * constant, both operands below 2**32."""
+    if not torch.compiler.is_compiling():  # eager kernels wrap around, and need a third of the passes
         product = a * constant
         return (product >> 32) & MASK, product & MASK
     low, high = (a & 0xFFFF) * constant, (a >> 16) * constant
@@ -29,7 +29,7 @@ def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit words (in int64) for each counter; all tensors broadcast."""
+    """Return four 32-bit words (in int64) for each counter; all tensors broadcast."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & MASK, (seed >> 32) & MASK
     for _ in range(ROUNDS):
@@ -41,7 +41,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tupl
 
 
 def random_bits(seed: Tensor, origin: Tensor | None, rows: int, columns: int) -> Tensor:
-    """int32 [rows, columns] of uniform integers in [0, 65536).
+    """Return int32 [rows, columns] of uniform integers in [0, 65536).
 
     seed: 0-dim int64. origin: int64 [2], the global row and column of element (0, 0); the column a multiple of 8.
     """

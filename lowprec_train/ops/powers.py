@@ -1,11 +1,11 @@
-"""log2 and 2^x from + - x and the exponent field alone: the same bits on every machine, at every place of a tensor.
+"""log2 and 2^x from + - x and the exponent field only: the same bits on every machine and at every index of a tensor.
 
     x = 2^e (1 + t),  t in [-1/4, 1/2)          log2 x = e + t Q(t)          Q of degree 8
     x = i + f,        f in [-1/2, 1/2]          2^x    = 2^i (1 + f R(f))    R of degree 5
 
-Horner's rule, each product rounded before its sum (no contraction). The polynomials are minimax fits. Over all 2^23
-mantissas |log2 - exact| <= 8.4e-8; over the 2^24 multiples of 2^-24 in [-1/2, 1/2) |2^x / exact - 1| <= 1.1e-7. log2 of
-a power of two and 2^i are exact.
+Horner's rule, with each product rounded before its sum (no FMA contraction). The polynomials are minimax fits. Over all
+2^23 mantissas |log2 - exact| <= 8.4e-8; over the 2^24 multiples of 2^-24 in [-1/2, 1/2) |2^x / exact - 1| <= 1.1e-7.
+log2 of a power of two and 2^i are exact.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ EXP2 = (
 
 
 def log2_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(e int32, log2(x 2^-e) FP32 in [-0.42, 0.59)) of normal positive FP32 x: a difference of logarithms keeps the
-    precision of its fraction when the exponents are subtracted first.
+    """Return (e int32, log2(x 2^-e) FP32 in [-0.42, 0.59)) of normal positive FP32 x. A difference of logarithms keeps
+    the precision of its fraction if exponents are subtracted first.
     """
     bits = x.contiguous().view(torch.int32)
     mantissa = (bits & 0x7FFFFF | 0x3F800000).view(torch.float32)
@@ -48,26 +48,26 @@ def log2_parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log2(x: Tensor) -> Tensor:
-    """FP32 log2 of normal positive FP32 x."""
+    """Return FP32 log2 of normal positive FP32 x."""
     whole, fraction = log2_parts(x)
     return whole.float() + fraction
 
 
 def exp2_parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(i int32, 2^(x - i) FP32 in [0.70, 1.42]) of FP32 x, |x| < 2^22."""
+    """Return (i int32, 2^(x - i) FP32 in [0.70, 1.42]) of FP32 x, |x| < 2^22."""
     whole = (x + 0.5).floor()
     f = x - whole
     return whole.int(), _horner(EXP2, f) * f + 1.0
 
 
 def exp2(x: Tensor) -> Tensor:
-    """FP32 2^x for x in [-126, 127]."""
+    """Return FP32 2^x for x in [-126, 127]."""
     whole, part = exp2_parts(x)
     return part * exp2_int(whole)
 
 
 def _horner(coefficients: tuple[float, ...], t: Tensor) -> Tensor:
-    """Sum of coefficients[i] t^i."""
+    """Return the sum of coefficients[i] t^i."""
     total = torch.full_like(t, coefficients[-1])
     for coefficient in coefficients[-2::-1]:
         total = total.mul_(t).add_(coefficient)

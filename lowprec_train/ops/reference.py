@@ -1,10 +1,10 @@
-"""What each op means, in plain PyTorch: the oracle of every test and the kernel where no other one is built.
+"""Definition of each op in plain PyTorch: the reference of all tests, and the kernel if no compiled one was built.
 
-Codes, scales and draws are made of operations that every back end rounds alike: + - x on FP32, integer arithmetic,
-exponent-field extraction and multiplication by powers of two. A quotient is taken in FP64 and rounded to FP32, which is
-the correctly rounded FP32 quotient (53 >= 2 * 24 + 2 bits) even where a compiler approximates FP32 division; no
-expression has the form a * b + c with an inexact product, so contraction to a fused multiply-add changes nothing: but
-for the powers of `dge`, which is therefore never compiled.
+Codes, scales and random bits use only operations that all back ends round equally: + - x in FP32, integer arithmetic,
+exponent fields and multiplication by powers of two. Quotients are computed in FP64 and rounded to FP32, which gives the
+correctly rounded FP32 quotient (53 >= 2 * 24 + 2 bits) even if a compiler approximates FP32 division. No expression is
+a * b + c with an inexact product, so contraction to a fused multiply-add changes nothing; the exception is the powers
+of `dge`, which is therefore never compiled.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from lowprec_train.ops.schema import tile_shape
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 VALUES = {dtype: torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float() for dtype in FP8}
 TINY = 2.0**-126  # the smallest normal FP32: a scale below it has no finite reciprocal
-FOLD_TOP = {"E4M3": 6, "E5M2": 13}  # exponent that a row's largest block takes in a carrier: 6 * 2**top fits
-FOLD_SPAN = {"E4M3": 14, "E5M2": 28}  # binades below it whose E2M1 codes are still exact carrier values
-CARRIER_SHIFT = 8  # outlier carriers ride at 2**-8: E2M1 codes stay exact, outliers up to 19,000 clamps fit
+FOLD_TOP = {"E4M3": 6, "E5M2": 13}  # exponent of a row's largest block in a carrier: 6 * 2**top fits
+FOLD_SPAN = {"E4M3": 14, "E5M2": 28}  # binades below it in which E2M1 codes are exact carrier values
+CARRIER_SHIFT = 8  # outlier carriers are scaled by 2**-8: E2M1 codes are exact, outliers up to 19,000 clamps fit
 
 
 def divide(numerator: Tensor, denominator: Tensor | float) -> Tensor:
-    """Correctly rounded FP32 quotient on every back end."""
+    """Return the correctly rounded FP32 quotient on every back end."""
     return (numerator.double() / denominator).float()
 
 
 def square_root(x: Tensor) -> Tensor:
-    """Correctly rounded FP32 root on every back end: torch's FP32 one on CUDA is off by a unit now and then."""
+    """Return the correctly rounded FP32 root on every back end: torch's on CUDA is sometimes off by one unit."""
     return x.double().sqrt().float()
 
 
 def to_float(x: Tensor) -> Tensor:
-    """x in FP32. FP8 goes by a table of its 256 values where the eager CPU cast is four times slower."""
+    """Return x in FP32; FP8 on the CPU in eager mode by a table of 256 values, four times faster than the cast."""
     if x.dtype not in FP8 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return x.float()
     index = x.contiguous().view(torch.uint8).flatten().int()
@@ -48,30 +48,30 @@ def to_float(x: Tensor) -> Tensor:
 
 
 def tiles(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """[m, k] -> [m / rows, rows, k / columns, columns]."""
+    """Reshape [m, k] to [m / rows, rows, k / columns, columns]."""
     return x.unflatten(1, (-1, tile[1])).unflatten(0, (-1, tile[0]))
 
 
 def tile_amax(x: Tensor, tile: tuple[int, int]) -> Tensor:
-    """Largest magnitude of each tile, [m / rows, k / columns]; NaN and Inf stay visible."""
+    """Return the largest magnitude of each tile, [m / rows, k / columns]; NaN and Inf propagate."""
     return tiles(x, tile).abs().amax(dim=(1, 3))
 
 
 def _exponents(amax: Tensor, limit: float, rule: str, headroom: float) -> Tensor:
-    """By bit extraction: a logarithm is wrong just below powers of two. limit: the format's largest value."""
+    """Return scale exponents, exact by bit operations. limit: the largest value of the format."""
     e = exponent(amax)
     if rule == "E8M0_FLOOR":
         return e - math.frexp(limit)[1] + 1
     fraction, limit_exponent = math.frexp(limit * headroom)
     mantissa = (amax.view(torch.int32) & 0x7FFFFF | 0x3F800000).view(torch.float32)
-    return e - limit_exponent + 1 + ((mantissa > 2 * fraction) & ~amax.isnan())  # one NaN is as any other
+    return e - limit_exponent + 1 + ((mantissa > 2 * fraction) & ~amax.isnan())  # all NaNs give the same result
 
 
 def _power_of_two(
     amax: Tensor, limit: float, rule: str, headroom: float, exponent_span: int, tops: Tensor | None = None
 ) -> Tensor:
     e = _exponents(amax, limit, rule, headroom).clamp(-126, 127)
-    if exponent_span:  # a zero block takes the row's floor, so that it never sets the row's largest exponent
+    if exponent_span:  # a zero block gets the smallest exponent, so it never sets the row's largest
         largest = e if tops is None else _exponents(tops, limit, rule, headroom).clamp(-126, 127)
         e = torch.maximum(e, largest.amax(dim=1, keepdim=True) - exponent_span)
     return torch.where(amax.isfinite(), exp2_int(e), torch.nan)
@@ -80,8 +80,8 @@ def _power_of_two(
 def tile_scale(
     amax: Tensor, format: Format, rule: str, headroom: float, exponent_span: int, tops: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(dequantisation multiplier, what x is multiplied by before rounding). Both FP32, shape of `amax`. tops: what the
-    span of a row hangs from, where that is not the largest amax of the row.
+    """Return (dequantisation multiplier, factor of x before rounding), both FP32 with the shape of `amax`. tops:
+    magnitudes that limit the span of a row, if not the largest amax of the row.
     """
     if not format.scaled:
         return torch.ones_like(amax), torch.ones_like(amax)
@@ -96,15 +96,15 @@ def tile_scale(
 
 
 def over(x: Tensor, scale: Tensor, tile: tuple[int, int]) -> Tensor:
-    """x / scale of its tile, rounded once: a product with a rounded inverse moves 7 % of the ties off the middle. A NaN
-    in a tile makes all of it that NaN.
+    """Return x divided by the scale of its tile, rounded once: a product with a rounded inverse moves 7 % of the ties
+    off the midpoint. A tile whose scale is NaN becomes that NaN.
     """
     by = spread(scale, x.shape, tile)
     return torch.where(by.isnan(), by, divide(x, by))
 
 
-def _rounded(v, format, rounding, seed, origin):  # type: ignore[no-untyped-def]
-    """Codes of scaled values [m, k]. seed, origin: what a stochastic rule draws from; others do not look at them."""
+def _encode_scaled(v, format, rounding, seed, origin):  # type: ignore[no-untyped-def]
+    """Return codes of scaled values [m, k]. seed, origin: for stochastic rounding; ignored otherwise."""
     if rounding.stochastic and seed is None:
         raise ValueError(f"{rounding} rounding draws from a seed, and there is none")
     bits = random_bits(seed, origin, v.shape[0], v.shape[1]) if rounding.stochastic else None
@@ -112,19 +112,19 @@ def _rounded(v, format, rounding, seed, origin):  # type: ignore[no-untyped-def]
 
 
 def spread(scale: Tensor, shape: torch.Size, tile: tuple[int, int]) -> Tensor:
-    """A scale per tile broadcast against [m, k]; expanded only where tiles are smaller than a row."""
+    """Broadcast a scale per tile against [m, k]; expanded only if tiles are smaller than a row."""
     if tile[1] != shape[1]:
         scale = scale.repeat_interleave(tile[1], dim=1)
     return scale if tile[0] in (1, shape[0]) else scale.repeat_interleave(tile[0], dim=0)
 
 
 def amax(x, tile):  # type: ignore[no-untyped-def]
-    """Largest magnitude of each tile, FP32 [m / rows, k / columns]."""
+    """Return the largest magnitude of each tile, FP32 [m / rows, k / columns]."""
     return tile_amax(x, tile_shape(x.shape[0], x.shape[1], tile)).float()
 
 
 def quantize(x, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin):  # type: ignore[no-untyped-def]
-    """Codes on the format's grid and one dequantisation multiplier per tile: x ~ codes * scale."""
+    """Return codes on the format's grid and one dequantisation multiplier per tile: x ~ codes * scale."""
     return quantize_by(
         x, amax(x, tile), None, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin
     )
@@ -133,20 +133,20 @@ def quantize(x, format, tile, scale_rule, headroom, exponent_span, rounding, see
 def quantize_by(  # type: ignore[no-untyped-def]
     x, amax, tops, format, tile, scale_rule, headroom, exponent_span, rounding, seed, origin
 ):
-    """`quantize` where x is a part of a matrix and tiles reach beyond it: amax holds their largest magnitudes, tops
-    [m / rows, 1] those of whole rows, from which a span hangs; None takes them from amax.
+    """`quantize` for a part x of a matrix whose tiles exceed it. amax: largest magnitudes of the tiles; tops
+    [m / rows, 1]: of whole rows, for the span; None computes them from amax.
     """
     shape, x, format = tile_shape(x.shape[0], x.shape[1], tile), x.float(), parse_format(format)
     scale, inverse = tile_scale(amax, format, scale_rule, headroom, exponent_span, tops)
     divides = scale_rule == "FP32" and format.scaled  # the inverse of a power of two is exact
     v = over(x, scale, shape) if divides else x * spread(inverse, x.shape, shape)
-    return _rounded(v, format, parse_rounding(rounding), seed, origin), scale
+    return _encode_scaled(v, format, parse_rounding(rounding), seed, origin), scale
 
 
 def quantize_nvfp4(x, tile, headroom, rounding, seed, origin, signs=None, rotation=0):  # type: ignore[no-untyped-def]
-    """Two-level NVFP4 (arXiv 2509.25149): E4M3 block scales under one FP32 tensor scale, amax_x / (6 * 448).
+    """Two-level NVFP4 (arXiv 2509.25149): E4M3 block scales with one FP32 tensor scale, amax_x / (6 * 448).
 
-    signs: seed of the signs of a random Hadamard transform that x goes through first; rotation: its block, 0 for none.
+    signs: seed of the signs of a random Hadamard transform of x before rounding; rotation: its block, 0 for none.
     """
     x = hadamard(x, signs, rotation) if rotation else x
     of_tiles = amax(x, tile)
@@ -154,31 +154,31 @@ def quantize_nvfp4(x, tile, headroom, rounding, seed, origin, signs=None, rotati
 
 
 def round_nvfp4(x, headroom, rounding, seed, origin, signs, rotation):  # type: ignore[no-untyped-def]
-    """What codes of `quantize_nvfp4` in blocks of 1x16 stand for, but for the outer scale, in BF16, which holds it; the
-    outer scale [1, 1].
+    """Return dequantised codes of `quantize_nvfp4` with blocks of 1x16, without the outer scale, in BF16, which is
+    exact; and the outer scale [1, 1].
     """
     codes, _, block, outer = quantize_nvfp4(x, (1, 16), headroom, rounding, seed, origin, signs, rotation)
     return dequantize_bf16(codes, block.float()), outer
 
 
 def quantize_nvfp4_by(x, amax, top, tile, headroom, rounding, seed, origin):  # type: ignore[no-untyped-def]
-    """`quantize_nvfp4` where x is a part of a matrix: amax of the tiles, top of the whole matrix [1, 1], of its
-    rows [m, 1] or of its columns [1, k].
+    """`quantize_nvfp4` for a part x of a matrix. amax: of the tiles; top: amax of the whole matrix [1, 1], of its rows
+    [m, 1] or of its columns [1, k].
     """
     shape, x = tile_shape(x.shape[0], x.shape[1], tile), x.float()
     tensor_scale = divide(top, 6.0 * 448.0).clamp_min(TINY * 2.0**9)
     wanted = divide(divide(amax, 6.0 * headroom), tensor_scale.double())
-    block = encode(wanted.clamp_min(2.0**-9), E4M3)  # a block scale of zero would lose the block
+    block = encode(wanted.clamp_min(2.0**-9), E4M3)  # a block scale of zero would flush the block
     if headroom < 1.0:
-        block = _not_below(block, tensor_scale, amax)
+        block = _raise_clipping_scales(block, tensor_scale, amax)
     scale = torch.where(amax == 0, 1.0, block.float() * tensor_scale)
     v = over(x, scale, shape)
-    return _rounded(v, E2M1, parse_rounding(rounding), seed, origin), scale, block, tensor_scale
+    return _encode_scaled(v, E2M1, parse_rounding(rounding), seed, origin), scale, block, tensor_scale
 
 
-def _not_below(block: Tensor, tensor_scale: Tensor, amax: Tensor) -> Tensor:
-    """Block scales that came out too small for their block, one E4M3 step up. Head-room covers half a step of a normal
-    number; subnormal ones are coarser, and a block far below the tensor's maximum would clip.
+def _raise_clipping_scales(block: Tensor, tensor_scale: Tensor, amax: Tensor) -> Tensor:
+    """Increase block scales that are too small for their block by one E4M3 step. Headroom covers half a step of a
+    normal number, but subnormal numbers are coarser, and a block far below the tensor's amax would clip.
     """
     scale = block.float() * tensor_scale
     clips = (divide(amax, scale) > 6.0) & (block.float() < 448.0)
@@ -186,8 +186,8 @@ def _not_below(block: Tensor, tensor_scale: Tensor, amax: Tensor) -> Tensor:
 
 
 def outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
-    """Per row, the (clipped + 1)-th smallest and largest value, each [m, 1] FP32: at most `clipped` values lie outside
-    on each side.
+    """Return the (clipped + 1)-th smallest and largest value of each row, each [m, 1] FP32: at most `clipped` values
+    are outside on each side.
     """
     high = x.topk(clipped + 1, dim=1).values[:, -1:]
     low = x.topk(clipped + 1, dim=1, largest=False).values[:, -1:]
@@ -196,8 +196,8 @@ def outlier_bounds(x, clipped):  # type: ignore[no-untyped-def]
 
 
 def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
-    """Row-scaled E2M1 codes of the clamped body, outliers rounded once to E4M3 in the same carrier, which rides at
-    2**-8.
+    """Return E4M3 carriers and scales per row: E2M1 codes of values within the bounds, outliers rounded once to E4M3,
+    both scaled by 2**-8.
     """
     x = x.float()
     scale, _ = tile_scale(torch.maximum(low.abs(), high.abs()), E2M1, "FP32", 1.0, 0)
@@ -205,24 +205,24 @@ def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
     body = round_to(v.clamp(-6.0, 6.0), E2M1)
     shift = 2.0**-CARRIER_SHIFT
     codes = torch.where((x < low) | (x > high), v, body) * shift
-    codes = torch.where(x.isfinite() & ~v.isnan(), codes, torch.nan)  # only what is infinite must not saturate silently
+    codes = torch.where(x.isfinite() & ~v.isnan(), codes, torch.nan)  # Inf becomes NaN instead of saturating
     return encode(codes, E4M3), scale * 2.0**CARRIER_SHIFT
 
 
 def dequantize(codes, scale):  # type: ignore[no-untyped-def]
-    """codes * scale, FP32."""
+    """Return codes * scale, FP32."""
     tile = (codes.shape[0] // scale.shape[0], codes.shape[1] // scale.shape[1])
     return to_float(codes) * spread(scale, codes.shape, tile)
 
 
 def dequantize_bf16(codes, scale):  # type: ignore[no-untyped-def]
-    """codes * scale, rounded once to BF16: what BF16 tensor cores multiply. Exact for E2M1 under E4M3 scales."""
+    """Return codes * scale, rounded once to BF16, for BF16 tensor cores. Exact for E2M1 with E4M3 scales."""
     return dequantize(codes, scale).to(torch.bfloat16)
 
 
 def scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignore[no-untyped-def]
-    """(a[m, k] @ b[n, k]^T) * scale_a * scale_b^T with FP32 sums, exact ones (in FP64) for INT8; scales [1, 1], one per
-    row, or one per tile along k, which enter the sum. [m, n] in `dtype`.
+    """Return (a[m, k] @ b[n, k]^T) * scale_a * scale_b^T, [m, n] in `dtype`, with FP32 sums (INT8: exact sums, in
+    FP64). Scales are [1, 1], one per row, or one per tile along k, applied inside the sum.
     """
     if scale_a.shape[1] > 1 or scale_b.shape[1] > 1:
         return (dequantize(a, scale_a) @ dequantize(b, scale_b).t()).to(dtype)
@@ -232,9 +232,8 @@ def scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignor
 
 
 def pack_e2m1(codes):  # type: ignore[no-untyped-def]
-    """E2M1 codes, two a byte, the first one low. Bit 3 of a nibble is the sign, bits 0..2 the place in the grid.
-
-    A NaN code has no nibble: it survives in its tile's scale.
+    """Pack E2M1 codes, two per byte, the first one in the low bits. Bit 3 of a nibble is the sign, bits 0..2 the index
+    in the grid. A NaN code has no nibble; the scale of its tile is NaN.
     """
     bits = codes.view(torch.uint8)  # E4M3 bits of 0 .5 1 1.5 2 3 4 6 are 0x00 0x30 0x38 0x3c 0x40 0x44 0x48 0x4c
     magnitude = bits & 0x7F
@@ -244,7 +243,7 @@ def pack_e2m1(codes):  # type: ignore[no-untyped-def]
 
 
 def unpack_e2m1(packed):  # type: ignore[no-untyped-def]
-    """The codes that `pack_e2m1` took."""
+    """Return the codes that `pack_e2m1` packed."""
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     place = nibbles & 7
     magnitude = torch.where(place == 1, 0x30, torch.where(place == 0, 0, 0x30 + (place << 2)))
@@ -252,8 +251,8 @@ def unpack_e2m1(packed):  # type: ignore[no-untyped-def]
 
 
 def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
-    """Block exponents moved into the carrier: code * 2**(e_block - e_row + top), one scale per row; exact within the
-    span.
+    """Multiply block exponents into the carrier: code * 2**(e_block - e_row + top), with one scale per row; exact
+    within the span.
     """
     e = exponent(scale)
     top = FOLD_TOP[carrier]
@@ -263,10 +262,10 @@ def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
 
 
 def hadamard(x, seed, block):  # type: ignore[no-untyped-def]
-    """Random signs (one vector of length `block`, shared by all blocks), then the orthonormal Walsh-Hadamard transform
+    """Apply random signs (one vector of length `block` for all blocks), then the orthonormal Walsh-Hadamard transform
     of each block.
 
-    Butterflies in a fixed order, stride 1 first; without a seed the signs are all +1.
+    Butterflies have a fixed order, stride 1 first; without a seed the signs are all +1.
     """
     signs = 1.0 if seed is None else 1.0 - 2.0 * (random_bits(seed, None, 1, block) & 1).float()
     h = x.float().unflatten(1, (-1, block)) * signs
@@ -281,19 +280,19 @@ def hadamard(x, seed, block):  # type: ignore[no-untyped-def]
 
 
 def dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def]
-    """grad * f'(weight / scale) with f' = min(|2 t - 1|**(1/k - 1) / k, cap), t the place inside E2M1's interval (arXiv
-    2501.17116, eq. 8). In `dtype`, FP32 where there is none: rounded once.
+    """Return grad * f'(weight / scale), f' = min(|2 t - 1|**(1/k - 1) / k, cap), t the position inside E2M1's interval
+    (arXiv 2501.17116, eq. 8), rounded once to `dtype` (default FP32).
     """
     tile = (weight.shape[0] // scale.shape[0], weight.shape[1] // scale.shape[1])
     inverse = spread(divide(torch.ones_like(scale), scale), weight.shape, tile)
     v = (weight.float() * inverse).abs().clamp_max(6.0)
     e = exponent(v).clamp_min(0)
-    steps = v * exp2_int(1 - e)  # the interval's width is 2**(e - 1)
+    steps = v * exp2_int(1 - e)  # the width of the interval is 2**(e - 1)
     centred = (2.0 * (steps - steps.floor()) - 1.0).abs()
     slope = _power(centred.clamp_min(TINY), 1.0 / k - 1.0) * (1.0 / k)
     return (grad.float() * slope.clamp_max(cap)).to(dtype or torch.float32)
 
 
 def _power(x: Tensor, p: float) -> Tensor:
-    """x**p for normal x <= 1 and -1 <= p <= 0: the same bits whatever an element's place in the tensor."""
+    """Return x**p for normal x <= 1 and -1 <= p <= 0, with the same bits at every index of the tensor."""
     return torch.where(x.isnan(), x, exp2(log2(x) * p))

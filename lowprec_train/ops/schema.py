@@ -1,8 +1,8 @@
-"""The schema of every op, and the sizes that schemas imply. The outputs of each are in ops/fakes.py.
+"""Schemas of all ops, and sizes that follow from their arguments. Output shapes and dtypes are in ops/fakes.py.
 
-An op never draws for itself: a `seed` is a 0-dim int64 tensor that enters the graph as data, so that eager, compiled,
-recomputed and resumed runs see the same bits. Formats, roundings and scale rules cross the boundary by their names,
-never inferred from a dtype or from the presence of a seed.
+Ops have no random state: a `seed` is a 0-dim int64 tensor that enters the graph as data, so that eager, compiled,
+recomputed and resumed runs use the same bits. Formats, roundings and scale rules are passed by name, and never inferred
+from a dtype or from the presence of a seed.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ SCHEMAS = {
 
 
 def tile_shape(rows: int, columns: int, tile: list[int] | tuple[int, int]) -> tuple[int, int]:
-    """The tile with -1 resolved to the whole extent. Raises ValueError when it does not divide the matrix."""
+    """Return the tile with -1 replaced by the whole extent. Raises ValueError if it does not divide the matrix."""
     shape = (rows if tile[0] == -1 else tile[0], columns if tile[1] == -1 else tile[1])
     if min(shape) < 1 or rows % shape[0] or columns % shape[1]:
         raise ValueError(f"a {shape[0]}x{shape[1]} tile does not divide a {rows}x{columns} matrix")
@@ -153,25 +153,25 @@ def tile_shape(rows: int, columns: int, tile: list[int] | tuple[int, int]) -> tu
 
 
 def segment_groups(columns: int, group: int, segments: int) -> int:
-    """Groups of one segment. Raises ValueError where there is no group, or where the segments do not divide a row."""
+    """Return the groups of one segment. Raises ValueError without groups, or if the segments do not divide a row."""
     if group < 1 or segments < 1 or columns % segments:
         raise ValueError(f"{segments} segments of groups of {group} do not fit a row of {columns}")
     return -(-(columns // segments) // group)
 
 
 def plain_bytes(format: str) -> int:
-    """Of a gradient that is not coded, on the wire."""
+    """Return the wire bytes of a gradient element without codes."""
     return 4 if format == "FP32" else 2
 
 
 def row_bytes(sizes: list[int], coded: list[int], format: str, block: int) -> int:
-    """Of a row of gradients on the wire: ranges of `sizes` elements; coded: 1 or 0 of each (ops/gradients.py). Raises
-    ValueError where they do not fit.
+    """Return the bytes of a row of gradients on the wire: ranges of `sizes` elements; coded: 1 or 0 for each
+    (ops/gradients.py). Raises ValueError for empty ranges or blocks, and for codes of a format without scales.
     """
     if block < 1 or not sizes or min(sizes) < 1 or len(sizes) != len(coded):
-        raise ValueError(f"a row has ranges of at least one element and blocks of at least one, not {sizes}, {block}")
+        raise ValueError(f"ranges and blocks must have at least one element, not {sizes} and {block}")
     if any(coded) and not parse_format(format).scaled:
-        raise ValueError(f"{format} has no scale: its ranges are plain")
+        raise ValueError(f"{format} has no scale, so its ranges cannot be coded")
     blocks = sum(-(-size // block) for size, has_codes in zip(sizes, coded, strict=True) if has_codes)
     plain = sum(size for size, has_codes in zip(sizes, coded, strict=True) if not has_codes)
     count = plain * plain_bytes(format) + blocks * (block + 1)
@@ -179,6 +179,6 @@ def row_bytes(sizes: list[int], coded: list[int], format: str, block: int) -> in
 
 
 def row_bytes_by(sizes: list[int], coded: list[int], format: str) -> int:
-    """Of a row whose scales are not sent (ops/shared_gradients.py). Raises ValueError as `row_bytes`."""
+    """Return the bytes of a row without scales (ops/shared_gradients.py). Raises ValueError as `row_bytes`."""
     bare = row_bytes(sizes, coded, format, 1) - sum(size for size, each in zip(sizes, coded, strict=True) if each)
     return bare + bare % 2

@@ -1,11 +1,10 @@
-"""Compiled kernels against the reference, on a few small tensors, before a run trusts them.
+"""Comparison of compiled kernels with the reference on a few small tensors, at the start of a run.
 
-A kernel built from other sources, for another GPU or by a compiler that contracts a * b + c trains as smoothly as a
-right one and gives other numbers. So each op that a shared library serves on the device of the run is called on its
-cases (ops/cases.py), and what it returns equals what the reference returns on the CPU, bit for bit; any NaN equals any
-other NaN. Norms and activations have sums and exponentials: only their codes claim that, the rest is within BOUND. Sums
-in FP64 are compared as FP32 numbers. Block-scaled GEMMs of torch, where a plan names one, are held to cases whose sums
-are exact.
+A kernel built from other sources, for another GPU or by a compiler that contracts a * b + c may train smoothly with
+wrong numbers. So each op that a shared library provides for the run's device is called on its cases (ops/cases.py), and
+its outputs must equal those of the reference on the CPU, bit for bit; any NaN equals any other NaN. Norms and
+activations have sums and exponentials: only their codes must be equal, other outputs within BOUND. FP64 sums are
+compared as FP32 numbers. If a plan uses block-scaled GEMMs of torch, they are checked on cases with exact sums.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from lowprec_train.ops.block_scaled import SWITCH
 from lowprec_train.ops.block_scaled_cases import block_scaled_cases
 from lowprec_train.ops.cases import BOUNDED, cases
 
-BOUND = 2.0**-7  # of each value: two roundings to BF16; and of the largest one, a sixteenth of that for cancellation
+BOUND = 2.0**-7  # of each value, for two roundings to BF16; plus BOUND / 16 of the largest value, for cancellation
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Shape, dtype, row-major layout and bits; a NaN equals any NaN."""
+    """Return whether shape, dtype, row-major layout and bits are equal; a NaN equals any NaN."""
     if (a.shape, a.dtype, a.is_contiguous()) != (b.shape, b.dtype, b.is_contiguous()):
         return False
     a, b = a.contiguous().flatten(), b.contiguous().flatten()
@@ -35,7 +34,9 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def close(a: Tensor, b: Tensor) -> bool:
-    """Values of at least 16 bits within BOUND, and not finite in the same places; codes the same."""
+    """Return whether values of at least 16 bits differ by at most BOUND and have Inf and NaN in the same places; codes
+    must be equal.
+    """
     if a.itemsize == 1 or a.shape != b.shape or a.dtype != b.dtype:
         return same(a, b)
     a, b = a.float(), b.float()
@@ -44,38 +45,38 @@ def close(a: Tensor, b: Tensor) -> bool:
     return bool(torch.where(finite, (a - b).abs() <= bound, a.isfinite() == finite).all())
 
 
-def _promised(x: Tensor) -> Tensor:
-    """Of a sum in FP64 the FP32 number, which does not depend on the order (`updates.wide_sum`); else x."""
+def _order_independent(x: Tensor) -> Tensor:
+    """Return an FP64 sum as FP32, which does not depend on the order of additions (`updates.wide_sum`); else x."""
     return x.float() if x.dtype == torch.float64 else x
 
 
 def listed(output: Any) -> tuple[Tensor, ...]:
-    """What an op returns, as a tuple; nothing, where it writes into its arguments."""
+    """Return the outputs of an op as a tuple; empty if it writes to its arguments."""
     return (output,) if isinstance(output, Tensor) else tuple(output or ())
 
 
 def written(arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """The tensors of lists: what an op that works in place may change."""
+    """Return the tensors of list arguments, which an in-place op may change."""
     lists = (each for each in arguments if isinstance(each, list))
     return tuple(x for each in lists for x in each if isinstance(x, Tensor))
 
 
-def _moved(argument: Any, device: torch.device) -> Any:
-    """A copy on the device."""
+def _copied(argument: Any, device: torch.device) -> Any:
+    """Return a copy on the device."""
     if isinstance(argument, list):
-        return [_moved(each, device) for each in argument]
+        return [_copied(each, device) for each in argument]
     return argument.to(device, copy=True) if isinstance(argument, Tensor) else argument
 
 
 def check(
     op: str, case: str, arguments: tuple[Any, ...], device: torch.device, what: str = "", remedy: str = ""
 ) -> None:
-    """KernelError, naming op, case and device, where the kernel fails or returns other bits than the reference. what,
-    remedy: of a kernel that is not of our libraries.
+    """Raise KernelError, with op, case and device, if the kernel fails or returns other bits than the reference. what,
+    remedy: for messages about kernels that are not from our libraries.
     """
     what = f"{what or 'the compiled kernel'} of lowprec::{op} on {device}, case '{case}'"
     remedy = remedy or f"build it again with `make kernels`, or remove {kernels.FOLDER / kernels.FILES[device.type]}"
-    moved = tuple(_moved(each, device) for each in arguments)
+    moved = tuple(_copied(each, device) for each in arguments)
     try:
         got = [each.cpu() for each in (*listed(getattr(torch.ops.lowprec, op)(*moved)), *written(moved))]
     except Exception as error:
@@ -83,13 +84,13 @@ def check(
     agree = close if op in BOUNDED else same
     expected = (*listed(library.EAGER[op](*arguments)), *written(arguments))
     for index, (mine, wanted) in enumerate(zip(got, expected, strict=True)):
-        if not agree(_promised(mine), _promised(wanted)):
+        if not agree(_order_independent(mine), _order_independent(wanted)):
             raise kernels.KernelError(f"{what}, output {index}, differs from the reference; {remedy}")
 
 
 def self_test(device: torch.device, ops: Iterable[str] | None = None, *, block_formats: Iterable[str] = ()) -> None:
-    """Check every op that a shared library serves on `device` (or `ops`), and torch's block-scaled GEMMs of the formats
-    (`ops.block_scaled.BLOCKS`) that a run's plans name; a second or less. Raises KernelError.
+    """Check every op that a shared library provides for `device` (or `ops`), and torch's block-scaled GEMMs of
+    `block_formats` (keys of `ops.block_scaled.BLOCKS`), in at most about a second. Raises KernelError.
     """
     served = library.SERVED.get(device.type, frozenset())
     guard: AbstractContextManager = nullcontext()

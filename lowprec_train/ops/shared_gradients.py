@@ -1,11 +1,11 @@
-"""Gradients on the wire under scales that all ranks share: rows of codes, and their sum, which is codes again.
+"""Wire format of gradients with scales shared by all ranks: rows of codes, whose sum is codes again.
 
-    row = [plain elements of every range that is not coded, in BF16 | codes of every coded range]
+    row = [plain elements of every range without codes, in BF16 | codes of every coded range]
 
     q_i = E4M3(s g_i)        q = E4M3(... E4M3(E4M3(q_0 + q_1) + q_2) ...)        sum_i g_i ~ q / s
 
-s belongs to a range and is not sent: every rank has it. Plain elements are added in FP32. A row has an even number of
-bytes (ops/gradients.py, for blocks with scales of their own).
+s belongs to a range and is not sent, because all ranks have it. Plain elements are added in FP32. A row has an even
+number of bytes. ops/gradients.py has the format with a scale per block.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lowprec_train.ops.schema import row_bytes_by
 
 
 def encode_gradients_by(parts, rows, sizes, coded, scales, format):  # type: ignore[no-untyped-def]
-    """Rows of ranges as bytes, uint8 [rows, row_bytes].
+    """Encode ranges to rows of bytes, uint8 [rows, row_bytes].
 
-    parts: as in `encode_gradients`. scales: s of each range, FP32 [ranges]; those of plain ranges do not matter.
+    parts: as in `encode_gradients`. scales: s of each range, FP32 [ranges]; ignored for plain ranges.
     """
-    width, kind = row_bytes_by(sizes, coded, format), _checked(format, sizes, scales)
+    width, kind = row_bytes_by(sizes, coded, format), _checked_format(format, sizes, scales)
     ends: list[list[Tensor]] = [[], []]
     for part, size, has_codes, s in zip(parts, sizes, coded, scales.unbind(), strict=True):
         x = in_rows(part, rows, size)
@@ -39,15 +39,17 @@ def encode_gradients_by(parts, rows, sizes, coded, scales, format):  # type: ign
 
 
 def decode_gradients_by(wire, parts, sizes, coded, scales, format, senders, every_addition):  # type: ignore[no-untyped-def]
-    """Sums of rows from several senders, written to `parts`; the number of their codes at the maximum, 0-dim int64.
+    """Sum rows from several senders into `parts`; return the number of summed codes at the maximum, 0-dim int64.
 
-    wire: uint8 [senders * rows, row_bytes], each sender's rows together. parts: as in `encode_gradients`, FP32.
-    every_addition: codes are rounded after every addition, and an element counts that any of them left at the maximum;
-    else their FP32 sum is rounded once, and counts as it is then.
+    wire: uint8 [senders * rows, row_bytes], the rows of each sender together. parts: as in `encode_gradients`, FP32.
+    every_addition: round codes after every addition, and count elements that reach the maximum after any of them; else
+    round their FP32 sum once, and count the results.
     """
     if wire.shape != (len(wire), row_bytes_by(sizes, coded, format)) or len(wire) % senders:
-        raise ValueError(f"a wire of shape {tuple(wire.shape)} does not hold rows of {senders} senders and {sizes}")
-    kind = _checked(format, sizes, scales)
+        raise ValueError(
+            f"gradients of shape {tuple(wire.shape)} are not rows of {senders} senders with ranges of {sizes}"
+        )
+    kind = _checked_format(format, sizes, scales)
     sent = wire.unflatten(0, (senders, -1))
     coded_size = sum(size for size, has_codes in zip(sizes, coded, strict=True) if has_codes)
     starts = [0, 0]
@@ -64,11 +66,11 @@ def decode_gradients_by(wire, parts, sizes, coded, scales, format, senders, ever
     return count
 
 
-def _checked(format: str, sizes: Sequence[int], scales: Tensor) -> Format:
+def _checked_format(format: str, sizes: Sequence[int], scales: Tensor) -> Format:
     if format not in ("E4M3", "E5M2"):
         raise ValueError(f"codes under a shared scale are E4M3 or E5M2, not {format}")
     if scales.shape != (len(sizes),) or scales.dtype != torch.float32:
-        raise ValueError(f"{len(sizes)} ranges have FP32 scales, not {scales.dtype} {list(scales.shape)}")
+        raise ValueError(f"scales must be FP32 [{len(sizes)}], not {scales.dtype} {list(scales.shape)}")
     return parse_format(format)
 
 
@@ -78,7 +80,7 @@ def _codes(x: Tensor, s: Tensor, format: Format) -> Tensor:
 
 
 def _add(sent: Tensor, format: Format, every_addition: bool) -> tuple[Tensor, Tensor]:
-    """Bytes [senders, rows, coded_size] added in order, FP32; which of the sums count as at the maximum."""
+    """Add bytes [senders, rows, coded_size] in order; return the FP32 sums, and which of them count as saturated."""
     codes = sent.contiguous().view(format.carrier)
     total, at = to_float(codes[0]), torch.zeros(codes.shape[1:], dtype=torch.bool, device=codes.device)
     for code in codes[1:].unbind():

@@ -1,20 +1,20 @@
-"""COAT's dynamic range expansion (arXiv 2410.19313, section 4): FP8 codes for optimizer moments, whose groups log_range
-fewer binades than the format has.
+"""COAT's dynamic range expansion (arXiv 2410.19313, section 4): FP8 codes of optimizer moments in groups whose values
+span fewer binades than the format.
 
-For a group with largest magnitude A and smallest non-zero one a, in a format of largest value M:
+For a group with largest magnitude A and smallest non-zero magnitude a, and a format with largest value M:
 
-    k = floor(16 log2(M^2 / 2) / log2(A / a)) / 16, in [1/16, 64]       the exponent that stretches a .. A to the format
+    k = floor(16 log2(M^2 / 2) / log2(A / a)) / 16, in [1/16, 64]       the exponent that expands a .. A to the format
     c = sqrt(A) sqrt(a)                                                  the centre
     s = (A / c)^k / M                                                    the scale
     code = round(sign(x) M (|x| / A)^k) = round(sign(x) (|x| / c)^k / s)       x ~ sign(code) |code s|^(1/k) c
 
-So A takes the code M and a one of at least about 2 / M, two and a half subnormal steps: nothing is flushed. Zeros keep
-the code zero and take no part in a; magnitudes below 2^-126 count as zeros. Equal magnitudes have k = 64, a group of
-zeros has k = 1, c = 1. A group that is not finite decodes to NaN.
+So A becomes the code M and a a code of at least about 2 / M, two and a half subnormal steps: nothing is flushed. Zeros
+have the code zero and are ignored for a; magnitudes below 2^-126 count as zeros. Equal magnitudes have k = 64, a group
+of zeros has k = 1, c = 1. A group with Inf or NaN decodes to NaN.
 
-Groups lie along the last dimension, `group` elements each, and restart at each of its `segments` (the last group of a
-segment may be short). A whole row has 8 segments where 8 divides it, a rank that holds half of it has 4 of them: codes
-and scales are split alike over up to 8 ranks, and no split changes a bit.
+Groups have `group` elements along the last dimension, and restart at each of the row's `segments` (the last group of a
+segment may be shorter). A whole row has 8 segments if 8 divides it, a rank with half of it has 4 of them: codes and
+scales are split in the same way over up to 8 ranks, and the split changes no bits.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LARGEST_EXPONENT = 64.0
 
 
 def quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-def]
-    """x [n, k] -> codes [n, k], and scale, exponent, centre of every group, FP32 [n, segments * groups of one]."""
+    """Return codes [n, k] of x [n, k], and scale, exponent, center of every group, FP32 [n, segments * groups]."""
     v = _grouped(x.float(), group, segments)
     magnitude = v.abs()
     amax = magnitude.amax(dim=2)
@@ -57,8 +57,8 @@ def quantize_expanded(x, format, group, segments):  # type: ignore[no-untyped-de
 
 
 def dequantize_expanded(codes, scale, exponent, center, format, group, segments):  # type: ignore[no-untyped-def]
-    """sign(code) |code * scale|^(1 / exponent) * center, FP32 [n, k]: at least 2^-126 but for a zero code, NaN where
-    center is.
+    """Return sign(code) |code * scale|^(1 / exponent) * center, FP32 [n, k]: at least 2^-126 except for code zero, NaN
+    if center is not finite.
     """
     c = _grouped(codes.view(torch.uint8), group, segments)
     finite = center.isfinite()
@@ -71,7 +71,7 @@ def dequantize_expanded(codes, scale, exponent, center, format, group, segments)
 
 
 def _grouped(x: Tensor, group: int, segments: int) -> Tensor:
-    """[n, k] -> [n, segments * groups, group], filled up with zeros."""
+    """Reshape [n, k] to [n, segments * groups, group], padded with zeros."""
     groups = segment_groups(x.shape[1], group, segments)
     x = x.unflatten(1, (segments, -1))
     return F.pad(x, (0, groups * group - x.shape[2])).reshape(x.shape[0], segments * groups, group)
@@ -82,7 +82,7 @@ def _ungrouped(x: Tensor, columns: int, segments: int) -> Tensor:
 
 
 def _log2_quotient(a: Tensor, b: Tensor) -> Tensor:
-    """log2(a / b) of normal positive numbers; 0 exactly where they are equal."""
+    """Return log2(a / b) of normal positive numbers; exactly 0 if they are equal."""
     (whole_a, part_a), (whole_b, part_b) = log2_parts(a), log2_parts(b)
     return (whole_a - whole_b).float() + (part_a - part_b)
 
@@ -94,7 +94,7 @@ def _exponent(log_range: Tensor, format: str) -> Tensor:
 
 
 def _exp2_times(power: Tensor, factor: Tensor | float) -> Tensor:
-    """2^power * factor, the power of two applied in halves: neither overflows where the product does not."""
+    """Return 2^power * factor; the power of two is applied in halves, which overflow only if the product does."""
     whole, part = exp2_parts(power)
     half = whole >> 1
     return part * factor * exp2_int(half) * exp2_int(whole - half)
@@ -102,6 +102,6 @@ def _exp2_times(power: Tensor, factor: Tensor | float) -> Tensor:
 
 @cache
 def _code_log2(format: str, device: torch.device) -> Tensor:
-    """log2 of the codes without a sign, FP32 [128]: 0 at zero, NaN where the code is no finite number."""
+    """Return log2 of codes without sign, FP32 [128]: 0 at zero, NaN if the code is not finite."""
     values = torch.arange(128, dtype=torch.uint8).view(parse_format(format).carrier).float().tolist()
     return torch.tensor([0.0 if v == 0 else math.log2(v) if v < math.inf else math.nan for v in values], device=device)

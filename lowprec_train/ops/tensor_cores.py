@@ -1,5 +1,5 @@
-"""The FP8 and INT8 GEMMs of the tensor cores, behind our own schema: torch 2.11 cannot trace the public form of the FP8
-one inside a graph, and the INT8 one has no public form.
+"""FP8 and INT8 GEMMs on tensor cores with one schema: torch 2.11 cannot trace its public FP8 GEMM inside a graph, and
+it has no public INT8 GEMM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 def scaled_mm(
     a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor, split_accumulation: bool, dtype: torch.dtype
 ) -> Tensor:
-    """cuBLASLt, with one scale an operand, one per row, or one per block; the last two write BF16 only."""
+    """Call cuBLASLt, with one scale per operand, per row, or per block; the last two only write BF16."""
     if a.dtype == torch.int8:
         return (_int8_mm(a, b) * scale_a * scale_b.t()).to(dtype)
     fast = not split_accumulation
@@ -31,8 +31,8 @@ def scaled_mm(
 
 
 def _block_scales(x: Tensor, scale: Tensor) -> tuple[Tensor, F.ScalingType]:
-    """In the memory order that the kernel wants: 1x128 lines outer-dimension major, 128x128 squares padded to four
-    along k.
+    """Return scales in the memory order of the kernel: 1x128 blocks column-major, 128x128 blocks padded to a multiple
+    of four along k, and the scaling type.
     """
     if scale.shape[0] == x.shape[0]:
         return scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
@@ -41,7 +41,7 @@ def _block_scales(x: Tensor, scale: Tensor) -> tuple[Tensor, F.ScalingType]:
 
 
 def _int8_mm(a: Tensor, b: Tensor) -> Tensor:
-    """a[m, k] @ b[n, k]^T with exact INT32 sums; the kernel wants more than 16 rows."""
+    """Return a[m, k] @ b[n, k]^T with exact INT32 sums; the kernel needs more than 16 rows."""
     rows = a.shape[0]
     if rows <= 16:
         a = torch.cat([a, a.new_zeros((32 - rows, a.shape[1]))])

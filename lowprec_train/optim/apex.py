@@ -29,7 +29,7 @@ def check(rule: Rule, codecs: Codecs, device: torch.device) -> None:
     if not all(codec.exact for codec in stored):
         raise ValueError(f"{what} keeps moments and weights in FP32, not as {', '.join(map(str, stored))}")
     if device.type != "cuda":
-        raise ValueError(f"{what} computes on CUDA GPUs, and this run is on {device}: take optim=adamw there")
+        raise ValueError(f"{what} needs a CUDA GPU, and this run is on {device}; use optim.backend=own")
     nvidia.apex_adam()
 
 

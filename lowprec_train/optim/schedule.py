@@ -104,7 +104,7 @@ class WarmupStableDecay(Warmup):
 
     Args:
         decay_steps: length of the tail in updates; or
-        decay_fraction: the same as a fraction of `steps` in (0, 1]. Neither: 0.1.
+        decay_fraction: the same as a fraction of `steps` in (0, 1]. Neither: 0.2.
         shape: "linear", or "sqrt" for 1 - sqrt(p) (arXiv 2405.18392).
     """
 
@@ -134,7 +134,7 @@ class WarmupStableDecay(Warmup):
         """Length of the decay in updates."""
         if self.decay_steps is not None:
             return self.decay_steps
-        return round((0.1 if self.decay_fraction is None else self.decay_fraction) * self.steps)
+        return round((0.2 if self.decay_fraction is None else self.decay_fraction) * self.steps)
 
     def _shape(self, step: int) -> float:
         progress = self._progress(step, self.steps - self.decay)

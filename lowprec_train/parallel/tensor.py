@@ -29,7 +29,7 @@ CUT = {"column": 0, "vocabulary": 0, "row": 1}  # the divided dimension of the w
 GROUP = 8  # elements per random draw
 
 
-class Cuttable(Protocol):
+class TensorParallelModel(Protocol):
     """What tensor parallelism reads from a model, and what it sets."""
 
     kv_heads: int
@@ -49,7 +49,7 @@ class Cuttable(Protocol):
 
 
 def check(
-    model: Cuttable,
+    model: TensorParallelModel,
     parts: int,
     *,
     tokens: int,
@@ -87,7 +87,7 @@ def check(
                 )
 
 
-def apply(model: Cuttable, group: Group) -> dict[str, int]:
+def apply(model: TensorParallelModel, group: Group) -> dict[str, int]:
     """Replace the planned parameters of `model`, on the meta device, by this rank's parts without values.
 
     Returns the divided dimension of each parameter, by name; other parameters are whole.
@@ -123,7 +123,7 @@ def summed_over_tp(model: nn.Module) -> list[str]:
     return found
 
 
-def _shared(model: Cuttable) -> list[tuple[str, int]]:
+def _shared(model: TensorParallelModel) -> list[tuple[str, int]]:
     """Return the sizes that must be divisible."""
     widths = {module.width for module in _activations(model)}
     return [
@@ -133,7 +133,7 @@ def _shared(model: Cuttable) -> list[tuple[str, int]]:
     ]
 
 
-def _activations(model: Cuttable) -> list[QuantizedSavedInput]:
+def _activations(model: TensorParallelModel) -> list[QuantizedSavedInput]:
     """Return the layers between a column-parallel linear and a row-parallel one."""
     return [m for _, m in model.named_modules() if isinstance(m, QuantizedSavedInput) and m.role == "activation"]
 

@@ -1,16 +1,16 @@
-"""Chooses the cheapest exact path for a pair of GEMM operands, and runs it.
+"""Choose the cheapest exact path for a pair of GEMM operands, and run it.
 
     bf16         neither operand is quantised
-    fp8_tensor   FP8 tensor cores, one scale an operand (E2M1 is stored as E4M3)
-    fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue; blocks on the ladder, folded, are that
+    fp8_tensor   FP8 tensor cores, one scale per operand (E2M1 is stored as E4M3)
+    fp8_row      FP8 tensor cores, a scale per row of a and of b in the epilogue; also for folded blocks of the ladder
     fp8_block    FP8 tensor cores, a scale per 1x128 or 128x128 block in the main loop (compute capability 9.0)
     fp8_folded   power-of-two blocks of E2M1 folded into E5M2 / E4M3 carriers (docs/numerics.md), then as fp8_row
-    mxfp8        block-scaled tensor cores on codes and scales as they are (compute capability 10 and 12); mxfp4, nvfp4
+    mxfp8        block-scaled tensor cores on codes and scales (compute capability 10 and 12); also mxfp4 and nvfp4
     int8         integer tensor cores (FP64 on the CPU): sums are exact, scales in the epilogue
     dequantize   BF16 tensor cores (CUDA) or FP32 (CPU) on the exact values, scales outside the product where possible
 
-Nothing falls back silently: a layer's plan (`precision.plan`) names the path of every GEMM before the first step, and
-`multiply` takes the path that it is given.
+There is no silent fallback: a layer's plan (`precision.plan`) names the path of every GEMM before the first step, and
+`multiply` uses that path.
 """
 
 from __future__ import annotations
@@ -47,15 +47,18 @@ class Path(Enum):
 
     @property
     def peak(self) -> str:
-        """The device peak that bounds it: "bf16", "fp8", "fp4" or "int8"."""
+        """The device peak that bounds the GEMM: "bf16", "fp8", "fp4" or "int8"."""
         kind = self.value.removeprefix("mx").removeprefix("nv").partition("_")[0]
         return kind if kind in ("fp8", "fp4", "int8") else "bf16"
 
 
 @dataclass(frozen=True)
 class Codes:
-    """What the choice depends on: the codes' dtype (None: not quantised), the scale's granularity, the span that allows
-    folding, the tile of a block, the format of `ops.block_scaled` that holds codes and scales as they are.
+    """The properties of an operand that decide the path.
+
+    dtype: of the codes; None: not quantised. granularity: of the scale, "tensor", "row" or "block". exponent_span:
+    binades of a row's block scales, 0 if unbounded. tile: of a block. blocks: format of `ops.block_scaled` that
+    represents codes and scales without change; "" for none.
     """
 
     dtype: torch.dtype | None
@@ -66,7 +69,7 @@ class Codes:
 
     @property
     def carrier(self) -> str | None:
-        """FP8 format of the codes in the tensor core; None if their blocks do not fold."""
+        """FP8 format of the codes in the tensor core; None if the block scales cannot be folded into them."""
         if self.granularity != "block":
             return "E5M2" if self.dtype is torch.float8_e5m2 else "E4M3"
         return carrier_of(self.exponent_span) if 0 < self.exponent_span <= FOLD_SPAN["E5M2"] else None
@@ -77,35 +80,37 @@ Capability = tuple[int, int] | None
 
 
 def capability_of(device: torch.device) -> Capability:
-    """Compute capability of a device. The meta device counts as 9.0, for estimates without a GPU."""
+    """Return the compute capability of a device. The meta device has 9.0, for estimates without a GPU."""
     if device.type == "meta":
         return 9, 0
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def has_fp8(capability: Capability) -> bool:
-    """True if tensor cores support FP8."""
+    """Return whether tensor cores support FP8."""
     return capability is not None and capability >= (8, 9)
 
 
 def has_block_scales(capability: Capability) -> bool:
-    """True if cuBLASLt supports FP32 block scales for FP8."""
+    """Return whether cuBLASLt supports FP32 block scales for FP8."""
     return capability == (9, 0)
 
 
 def native_formats(capability: Capability) -> tuple[str, ...]:
-    """Formats whose blocks the tensor cores scale. torch has MXFP4 on data-center Blackwell alone."""
+    """Return the formats whose block scales the tensor cores apply. torch has MXFP4 only on data-center Blackwell."""
     major = 0 if capability is None else capability[0]
     return {10: ("MXFP8", "MXFP4", "NVFP4"), 12: ("MXFP8", "NVFP4")}.get(major, ())
 
 
 LINE, SQUARE = (1, 128), (128, 128)
-PRODUCT_BYTES = 64 * 2**20  # of FP32 partial products held at a time
+PRODUCT_BYTES = 64 * 2**20  # of the FP32 partial products that exist at a time
 
 
 def choose(a: Codes, b: Codes, n: int, k: int, capability: Capability, *, m: int = 16, native: bool = True) -> Path:
-    """The path of a[m, k] @ b[n, k]^T. cuBLASLt refuses E5M2 x E5M2, FP8 dimensions that are no multiples of 16 and
-    INT8 ones that are none of 8. native: False leaves block-scaled tensor cores out.
+    """Return the path of a[m, k] @ b[n, k]^T. native: False excludes block-scaled tensor cores.
+
+    cuBLASLt does not support E5M2 x E5M2, FP8 dimensions that are not multiples of 16, and INT8 dimensions that are not
+    multiples of 8.
     """
     if a.dtype is None and b.dtype is None:
         return Path.BF16
@@ -127,13 +132,14 @@ def choose(a: Codes, b: Codes, n: int, k: int, capability: Capability, *, m: int
 
 
 def is_native(a: str, b: str, n: int, k: int, capability: Capability) -> bool:
-    """True when block-scaled tensor cores multiply operands of these formats, "" for none, in these sizes."""
+    """Return whether block-scaled tensor cores multiply operands of these formats ("" for none) and sizes."""
     return a == b and a in native_formats(capability) and n % N_STEP == k % K_STEP == 0
 
 
 def block_format(quantizer: Quantizer) -> str:
-    """The format of `ops.block_scaled` that holds a quantiser's codes and scales; "" where none does. torch multiplies
-    E4M3 in MXFP8 alone, and takes one FP32 number for each NVFP4 operand.
+    """Return the format of `ops.block_scaled` that represents a quantiser's codes and scales; "" for none.
+
+    torch multiplies E4M3 codes only as MXFP8, and accepts one FP32 factor per NVFP4 operand.
     """
     if quantizer.scale is ScaleRule.NVFP4:
         return "NVFP4" if quantizer.tile[1] == BLOCKS["NVFP4"] and quantizer.outer == WHOLE else ""
@@ -142,12 +148,12 @@ def block_format(quantizer: Quantizer) -> str:
 
 
 def carrier_of(exponent_span: int) -> str:
-    """The FP8 format that holds E2M1 codes times the powers of two of `exponent_span` binades."""
+    """Return the FP8 format that represents E2M1 codes times powers of two within `exponent_span` binades."""
     return "E4M3" if exponent_span <= FOLD_SPAN["E4M3"] else "E5M2"
 
 
 def folds(quantizer: Quantizer) -> bool:
-    """True when one op makes the quantiser's codes and folds them: `ops.rotated`, or `ops.ladder`."""
+    """Return whether one op quantises and folds: `ops.rotated`, or `ops.ladder`."""
     if quantizer.scale is ScaleRule.LADDER:
         return quantizer.exponent_span > 0 and quantizer.tile == (1, LADDER_BLOCK)
     mx = quantizer.format is E2M1 and quantizer.tile == (1, BLOCK) and quantizer.scale in POWERS_OF_TWO
@@ -155,13 +161,16 @@ def folds(quantizer: Quantizer) -> bool:
 
 
 def reused_folded(quantizer: Quantizer) -> bool:
-    """True where dgrad takes fprop's codes as E4M3 carriers: their blocks fold, and row scales go into dY."""
+    """Return whether dgrad can reuse fprop's codes as E4M3 carriers: block scales fold, row scales go into dY."""
     mx = quantizer.format is E2M1 and quantizer.scale in POWERS_OF_TWO and quantizer.tile[0] == 1
     return mx and quantizer.tile[1] != -1 and 0 < quantizer.exponent_span <= FOLD_SPAN["E4M3"]
 
 
 def codes_of(quantizer: Quantizer, rows: int, k: int, *, exponent_span: int) -> Codes:
-    """What a quantiser makes of a matrix [rows, k]. exponent_span: binades of a row. Only codes of E2M1 fold."""
+    """Return the `Codes` of a matrix [rows, k] under a quantiser. exponent_span: binades of a row's block scales.
+
+    Only E2M1 codes can be folded.
+    """
     tall, wide = (size if each == -1 else each for each, size in zip(quantizer.tile, (rows, k), strict=True))
     dtype = quantizer.format.carrier
     if exponent_span and quantizer.scale is ScaleRule.LADDER:
@@ -182,8 +191,8 @@ BLOCK_SCALED = {"MXFP8": Path.MXFP8, "MXFP4": Path.MXFP4, "NVFP4": Path.NVFP4}  
 def multiply(
     a: Quantized | Tensor, b: Quantized | Tensor, path: Path, *, split_accumulation: bool, dtype: torch.dtype | None
 ) -> Tensor:
-    """a[m, k] @ b[n, k]^T -> [m, n] by a path that `choose` gave. dtype: None for the most precise one that the path
-    writes, FP32 or BF16.
+    """Return a[m, k] @ b[n, k]^T, [m, n], by a path from `choose`. dtype: of the result; None: the most precise
+    that the path writes, FP32 or BF16.
     """
     if dtype is None:
         device = (b.codes if isinstance(b, Quantized) else b).device
@@ -205,7 +214,7 @@ def multiply(
 
 
 def _carried(x: Quantized | Tensor) -> Quantized | Tensor:
-    """Codes on the ladder within a span as carriers under a scale per row; anything else as it is."""
+    """Fold the blocks of ladder codes with row scales into FP8 carriers; return other operands unchanged."""
     if isinstance(x, Tensor) or "row" not in x.parts:
         return x
     parts = x.parts
@@ -230,31 +239,32 @@ def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtyp
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in `dtype`, and x itself where that is its own.
+    """Return x in `dtype`; x itself if it has this dtype.
 
-    `Tensor.to` would return an alias there, and a compiled autograd Function whose output is an alias of another value
-    loses its gradient without a word (torch 2.11).
+    `Tensor.to` would return an alias. A compiled autograd Function whose output is an alias of another value silently
+    loses its gradient (torch 2.11).
     """
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def accumulate(a: Tensor, b: Tensor) -> Tensor:
-    """a[m, k] @ b[n, k]^T in FP32 [m, n], of values that BF16 holds."""
+    """Return a[m, k] @ b[n, k]^T in FP32, [m, n]. The values must be exact in BF16."""
     if a.device.type == "cuda":
         return torch.mm(a.to(torch.bfloat16), b.to(torch.bfloat16).t(), out_dtype=torch.float32)
     return to_float(a) @ to_float(b).t()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [m, n] FP32 += a[m, k] @ b[k, n], of BF16 or FP32; some rows at a time, since products exist beside it."""
+    """Add a[m, k] @ b[k, n], of BF16 or FP32, to total [m, n], FP32; by groups of rows, which bounds the memory."""
     rows = max(1, PRODUCT_BYTES // (4 * total.shape[1]))
     for into, part in zip(total.split(rows), a.split(rows), strict=True):
         into.add_(part @ b if a.dtype == torch.float32 else accumulate(part, b.t()))
 
 
 def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
-    """(values that BF16 holds exactly, scale outside the product [m or 1, 1]); FP32 block scales alone have to be
-    multiplied in.
+    """Return values that are exact in BF16, and a scale [m or 1, 1] that is applied after the product.
+
+    FP32 block scales are multiplied into the values.
     """
     if isinstance(x, Tensor):
         return x, None
@@ -267,7 +277,7 @@ def _exact(x: Quantized | Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def levels(x: Quantized) -> tuple[Tensor, Tensor | None]:
-    """(scales of blocks, E4M3 or powers of two where the rule has these; what is left of them [m or 1, 1])."""
+    """Return the block scales, E4M3 or powers of two if the scale rule has these, and the other factor [m or 1, 1]."""
     if "tensor" in x.parts:
         return x.parts["block"], x.parts["tensor"]
     if x.gain != 1.0:
@@ -276,27 +286,27 @@ def levels(x: Quantized) -> tuple[Tensor, Tensor | None]:
 
 
 def _values(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes * scale as `accumulate` takes them: in BF16 on a GPU, so that no FP32 copy is written."""
+    """Return codes * scale for `accumulate`: in BF16 on a GPU, which avoids an FP32 copy."""
     ops = torch.ops.lowprec
     return (ops.dequantize_bf16 if codes.device.type == "cuda" else ops.dequantize)(codes, scale)
 
 
 def _power_part(scale: Tensor) -> Tensor:
-    """The power of two in 2**e * gain, 1 <= gain < 2."""
+    """Return 2**e of 2**e * gain, 1 <= gain < 2."""
     return (scale.contiguous().view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def _scales(quantizer: Quantizer, rows: int, columns: int) -> tuple[int, int]:
-    """Shape of the scale of a matrix."""
+    """Return the shape of the scale of a matrix."""
     tall, wide = quantizer.tile
     return 1 if tall == -1 else rows // tall, 1 if wide == -1 else columns // wide
 
 
 def one_scale(quantizer: Quantizer, rows: int, columns: int) -> bool:
-    """A matrix has one scale."""
+    """Return whether the matrix has one scale."""
     return _scales(quantizer, rows, columns) == (1, 1)
 
 
 def row_scales(quantizer: Quantizer, rows: int, columns: int) -> bool:
-    """One scale a row, of several rows: it lies along the reduction of the transposed matrix."""
+    """Return whether there are several rows with one scale each: along the reduction of the transposed matrix."""
     return _scales(quantizer, rows, columns) == (rows, 1) != (1, 1)

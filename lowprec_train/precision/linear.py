@@ -70,7 +70,7 @@ class Linear(nn.Linear):
             self.draws = SeedTable(0, 1, self.weight.device).at(0, 0).site(0)
 
     @property
-    def part(self) -> tuple[int, int]:
+    def shard_shape(self) -> tuple[int, int]:
         """Shape [n, k] of the weight, or of this rank's shard."""
         cut = self.split
         n = cut.part if cut is not None and cut.dim == 0 else self.out_features
@@ -87,7 +87,7 @@ class Linear(nn.Linear):
         if not compiling and key in self._plans:
             return self._plans[key]
         plan = compile_plan(
-            self.recipe, self.part, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
+            self.recipe, self.shard_shape, tokens, device, dtype=dtype, split=self.split, fused=fused, gathered=coded
         )
         if not compiling:
             if len(self._plans) == PLAN_CACHE_SIZE:
@@ -100,7 +100,7 @@ class Linear(nn.Linear):
         if self._backend_layer is None:
             assert self.recipe.backend is not None
             bias = self.bias is not None
-            self._backend_layer = self.recipe.backend.layer(*self.part, bias=bias, dtype=torch.bfloat16)
+            self._backend_layer = self.recipe.backend.layer(*self.shard_shape, bias=bias, dtype=torch.bfloat16)
         return self._backend_layer
 
     def forward(
@@ -117,7 +117,7 @@ class Linear(nn.Linear):
         if self.split is None:
             y, grad_amax = self._product(x, bias, amax, site_draws, needs_grad_amax)
         else:
-            y, grad_amax = self._part(self.split, x.flatten(end_dim=-2), bias, amax, site_draws, needs_grad_amax)
+            y, grad_amax = self._sharded(self.split, x.flatten(end_dim=-2), bias, amax, site_draws, needs_grad_amax)
         return (y, grad_amax) if with_grad_amax else y
 
     def with_grad_amax(self, x: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor | None]:
@@ -154,7 +154,7 @@ class Linear(nn.Linear):
         y = y.unflatten(0, (-1, *x.shape[1:-1]))  # more rows than x if its codes were gathered
         return y if bias is None else y + bias, grad_amax
 
-    def _part(
+    def _sharded(
         self,
         split: Split,
         x_MK: Tensor,

@@ -1,4 +1,4 @@
-"""Runs the three GEMMs of one linear layer as its plan prescribes.
+"""Run the three GEMMs of one linear layer by its plan.
 
     forward     Y  = X W^T; saves X or its codes, and the codes of W if dgrad reuses them
     backward    dX = dY W,  dW = f'(dY^T X)
@@ -35,7 +35,7 @@ Factor = Tensor | None
 
 @dataclass(frozen=True)
 class Means:
-    """rest: dY minus its mean, FP32. dy, x: means over the tokens, FP32 [n] and [k]; x only if wgrad adds them."""
+    """rest: dY minus its mean, FP32. dy, x: means over the tokens, FP32 [n] and [k]; x: None if wgrad adds no means."""
 
     rest: Tensor
     dy: Tensor
@@ -46,8 +46,8 @@ class Means:
 class LinearGemms:
     """One linear layer in one pass.
 
-    draws: None for a deterministic recipe. split: set if x, weight and dy are this rank's shards; codes and scales are
-    then equal to the same shards of the unsharded layer's.
+    draws: None for a deterministic recipe. split: set if x, weight and dy are this rank's shards. Codes and scales are
+    then equal to the same shards of the unsharded layer.
     """
 
     plan: LinearPlan
@@ -69,7 +69,7 @@ class LinearGemms:
         only the dtype of `weight` is used, for dw. weight_amax: amax of the whole weight, if already all-reduced.
         """
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
-        rest, mean = without_mean(x) if self.plan.splits_x else (x, None)
+        rest, mean = without_mean(x) if self.plan.needs_x_mean else (x, None)
         codes_x, residual, saved_x = self._input(x, rest, amax)
         codes_w, saved_w = self._weight(w, weight_amax) if gathered is None else (gathered.codes(), gathered)
         saved = flatten(saved_x, saved_w) + ((mean,) if self.plan.saves_mean and mean is not None else ())
@@ -92,13 +92,15 @@ class LinearGemms:
         amax: Tensor | None = None,
         into: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in `into` or the weight's dtype); None for what is not needed.
-        amax: a tensor whose largest element is max |dy|, if available.
+        """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in `into` or the weight's dtype).
+
+        needs: whether dx and dw are needed; otherwise they are None. amax: a tensor whose largest element is max |dy|,
+        if available.
         """
         plan, into = self.plan, into or weight.dtype
         x, w = unflatten(saved, plan.saved_x, plan.saved_w)
         assert x is not None
-        x, means = self._means(x, saved, dy) if plan.splits_dy else (x, None)
+        x, means = self._means(x, saved, dy) if plan.needs_dy_mean else (x, None)
         by_token, by_channel = (means.rest if means and each.a.mean_split else dy for each in (plan.dgrad, plan.wgrad))
         whole = plan.saved_x.residual or plan.adds_means
         product = torch.float32 if whole else into if plan.straight_through else None
@@ -121,7 +123,7 @@ class LinearGemms:
         return dx, None if dw is None else self._estimated(by_channel, dw, weight, x, w, means, dtype, into)
 
     def _means(self, x: SavedOperand, saved: tuple[Tensor, ...], dy: Tensor) -> tuple[SavedOperand, Means]:
-        """X as wgrad uses it, and the means that are added to the products."""
+        """Return X for wgrad, and the means that are added to the products."""
         rest, mean = without_mean(dy)
         if not self.plan.adds_means:
             return x, Means(rest, mean)
@@ -135,7 +137,7 @@ class LinearGemms:
     def _input(
         self, x: Tensor, rest: Tensor, amax: Tensor | None
     ) -> tuple[Quantized | None, Residual | None, SavedOperand]:
-        """(codes of X, outliers, X as saved for backward). rest: X, or X minus its mean."""
+        """Return codes of X, its outliers, and X as it is saved for backward. rest: X, or X minus its mean."""
         spec, form, later = self.plan.fprop.a, self.plan.saved_x, self.plan.wgrad.b
         codes = codes_t = residual = None
         if spec.source is Source.ALL_GATHERED:
@@ -160,7 +162,7 @@ class LinearGemms:
         return codes, residual, SavedOperand.of(form, saved, residual)
 
     def _gathered_rows(self, spec: OperandPlan, x: Tensor) -> Quantized:
-        """fprop's codes of all ranks' rows: quantises this rank's rows and all-gathers the codes."""
+        """Quantise this rank's rows for fprop and all-gather the codes."""
         assert self.split is not None and spec.quantizer is not None
         group, whole = self.split.group, spec.quantizer.tile[0] == -1
         if spec.op is Op.ROTATE_FOLD:
@@ -174,7 +176,7 @@ class LinearGemms:
         return replace(mine, codes=group.all_gather(mine.codes), scale=scale)
 
     def _weight(self, w: Tensor, amax: Tensor | None) -> tuple[Quantized | None, SavedOperand | None]:
-        """(codes of W if a GEMM uses them, what is saved of them for backward)."""
+        """Return the codes of W, or None if no GEMM uses them, and what is saved of them for backward."""
         spec, form = self.plan.fprop.b, self.plan.saved_w
         if spec.quantizer is None:
             return None, None
@@ -190,7 +192,7 @@ class LinearGemms:
     def _weight_t(
         self, weight: Tensor, w: SavedOperand | None, dtype: torch.dtype
     ) -> tuple[Tensor | Quantized, Factor]:
-        """W^T [k, n] or its codes, and their row scales if these are multiplied into dY."""
+        """Return W^T [k, n] or its codes, and their row scales if these are multiplied into dY."""
         spec = self.plan.dgrad.b
         if spec.source is Source.FPROP_CODES:
             assert w is not None
@@ -202,7 +204,7 @@ class LinearGemms:
         return self._operand(spec, matrix.t().contiguous()), None
 
     def _carriers_t(self, w: SavedOperand) -> tuple[Quantized, Factor]:
-        """Codes of W^T [k, n] with block scales folded in, and the row scales of W, which are multiplied into dY."""
+        """Return codes of W^T [k, n] with block scales folded in, and W's row scales, which are multiplied into dY."""
         codes = w.codes()
         folded, scale = torch.ops.lowprec.fold(codes.codes, codes.scale, carrier_of(codes.exponent_span))
         if self.split is not None and self.split.dim == 1:  # a row's largest block may be on another rank
@@ -211,7 +213,7 @@ class LinearGemms:
         return Quantized(torch.ops.lowprec.transpose(folded), torch.ones_like(scale[:1])), scale.t()
 
     def _input_t(self, x: SavedOperand, dtype: torch.dtype) -> tuple[Tensor | Quantized, Factor]:
-        """X^T [k, m] or its codes, and their row scales if these are multiplied into dY^T."""
+        """Return X^T [k, m] or its codes, and their row scales if these are multiplied into dY^T."""
         spec, plain = self.plan.wgrad.b, x.form.quantizer is None
         if spec.source is Source.FORWARD:
             return x.codes(), None
@@ -242,15 +244,13 @@ class LinearGemms:
         self, dy: Tensor, codes: Quantized | None, x: SavedOperand, dtype: torch.dtype, product: torch.dtype | None
     ) -> Tensor:
         wgrad = self.plan.wgrad
-        if (
-            wgrad.path is Path.BF16 and x.form.quantizer is None
-        ):  # the same product as nn.Linear's backward, bit for bit
+        if wgrad.path is Path.BF16 and x.form.quantizer is None:  # bit-equal to nn.Linear's backward
             return cast(dy.t() @ x.tensors[0], product or torch.float32)
         b, factor = self._input_t(x, dtype)
         return self._product(wgrad, codes.t() if codes else self._gradient(wgrad.a, dy, factor), b, product)
 
     def _gradient(self, spec: OperandPlan, dy: Tensor, factor: Factor) -> Tensor | Quantized:
-        """dY or dY^T as the operand of its GEMM."""
+        """Return dY or dY^T as the operand of its GEMM."""
         if spec.op is Op.ROTATE_FOLD:
             return self._folded(spec, dy)
         a = dy.t().contiguous() if spec.transposed else dy
@@ -267,7 +267,7 @@ class LinearGemms:
         dtype: torch.dtype,
         into: torch.dtype,
     ) -> Tensor:
-        """The weight's gradient: wgrad's product, terms of residual and means, the estimator's slope."""
+        """Return the weight's gradient from wgrad's product: add terms of residual and means, apply the estimator."""
         if x.form.residual:
             rest = x.residual(dw.shape[1]).dense(dtype)
             dw = dw + accumulate(dy.t().contiguous(), rest.t().contiguous())
@@ -288,7 +288,7 @@ class LinearGemms:
     def _with_row(
         self, spec: GemmPlan, a: Tensor | Quantized, b: Tensor | Quantized, row: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """The product, plus an FP32 row that is added for every token, if given."""
+        """Return the product, plus an FP32 row that is added for every token, if given."""
         if row is None:
             return self._product(spec, a, b, dtype)
         return cast(self._product(spec, a, b, torch.float32) + row, dtype)
@@ -297,7 +297,7 @@ class LinearGemms:
         return x if spec.quantizer is None else self._rounded(spec, x)
 
     def _rounded(self, spec: OperandPlan, x: Tensor, whole_amax: Tensor | None = None) -> Quantized:
-        """Rotates and quantises x [m, k], in one op if possible. whole_amax: `Shared.amax`."""
+        """Rotate and quantise x [m, k], in one op if possible. whole_amax: `Shared.amax`."""
         assert spec.quantizer is not None
         noise, shared = self._noise(spec), self._shared(spec, whole_amax)
         signs, block = (None, 0) if spec.rotation is None else (self._drawn.signs(spec.gemm), spec.rotation.block)
@@ -311,7 +311,7 @@ class LinearGemms:
         return codes
 
     def _clamped(self, spec: OperandPlan, x: Tensor) -> tuple[Quantized, Residual | None]:
-        """(codes of the rotated and clamped x, its outliers)."""
+        """Return codes of the rotated and clamped x, and its outliers."""
         assert spec.outliers is not None and spec.quantizer is not None
         x, split = self._rotated(spec, x), None if spec.cut is None else self.split
         codes, residual = spec.outliers(x, spec.quantizer, *self._noise(spec), split)
@@ -328,15 +328,15 @@ class LinearGemms:
         down: Factor = None,
         whole_amax: Tensor | None = None,
     ) -> tuple[Quantized, Quantized]:
-        """Quantises x, and its transpose by `second`, in one op; each is first multiplied by its factor."""
+        """Quantise x, and its transpose by `second`, in one op; each is first multiplied by its factor."""
         assert spec.quantizer is not None and second is not None
         factors = {"across": across, "down": None if down is None else down.t()}
         produced, shared = spec.operand is Operand.A, self._shared(spec, whole_amax)
-        amax = None if spec.mean_split else amax  # it is the amax of the matrix with its mean
+        amax = None if spec.mean_split else amax  # `amax` is that of x before its mean was subtracted
         return both(x, spec.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
 
     def _folded(self, spec: OperandPlan, x: Tensor, scale: Tensor | None = None) -> Quantized:
-        """Rotates, quantises and folds an operand. x: the untransposed matrix, or its codes if `scale` is given."""
+        """Rotate, quantise and fold an operand. x: the untransposed matrix, or its codes if `scale` is given."""
         quantizer, rotation = spec.quantizer, spec.rotation
         assert quantizer is not None
         signs, block = (None, 0) if rotation is None else (self._drawn.signs(spec.gemm), rotation.block)
@@ -364,7 +364,7 @@ class LinearGemms:
             self.observer(spec, x, codes)
 
     def _noise(self, spec: OperandPlan) -> tuple[Tensor | None, Tensor | None]:
-        """Seed and origin of an operand that is rounded stochastically; otherwise (None, None)."""
+        """Return seed and origin of an operand that is rounded stochastically; otherwise (None, None)."""
         if spec.quantizer is None or not spec.quantizer.stochastic:
             return None, None
         draws = self._drawn
@@ -372,7 +372,7 @@ class LinearGemms:
         return seed, tokens if self.split is None else self.split.origin(spec.gemm, spec.operand, tokens, seed.device)
 
     def _shared(self, spec: OperandPlan, amax: Tensor | None = None) -> Shared | None:
-        """How the scales of a sharded operand are reduced over ranks; None for an operand that is not sharded."""
+        """Return how the scales of a sharded operand are reduced over ranks; None if it is not sharded."""
         return (
             None if spec.cut is None or self.split is None else Shared(dim=spec.cut, group=self.split.group, amax=amax)
         )
@@ -387,14 +387,14 @@ class LinearGemms:
 
 
 def _token_origin(spec: OperandPlan, draws: SiteDraws) -> Tensor | None:
-    """Global position of the operand's first token: a row of X and dY, a column of dY^T and X^T; None for W."""
+    """Return the global position of the first token: a row of X and dY, a column of dY^T and X^T; None for W."""
     if spec.gemm is Gemms.WGRAD:
         return draws.token_columns
     return draws.token_rows if spec.operand is Operand.A else None
 
 
 def _without_scale(codes: Quantized, other: OperandPlan) -> tuple[Quantized, Factor]:
-    """Splits off the scale [1, k] if it is multiplied into the other operand."""
+    """Return the codes and, if the scale [1, k] is multiplied into the other operand, this scale separately."""
     if not other.scaled:
         return codes, None
     return Quantized(codes.codes, torch.ones_like(codes.scale[:, :1])), codes.scale

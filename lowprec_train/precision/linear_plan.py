@@ -1,6 +1,6 @@
-"""The plan of a linear layer: what each of its GEMMs does, as one value. `precision.plan` compiles it.
+"""The plan of a linear layer, which `precision.plan` compiles.
 
-There are six operands: X, W of fprop; dY, W^T of dgrad; dY^T, X^T of wgrad. The plan gives the source of each operand,
+There are six operands: X, W of fprop; dY, W^T of dgrad; dY^T, X^T of wgrad. The plan has the source of each operand,
 the op that produces it, the path of each GEMM, and the form in which X and W are saved for the backward pass.
 """
 
@@ -26,7 +26,7 @@ NAMES = {
 
 
 class Source(Enum):
-    """Where the operand of a GEMM comes from."""
+    """The origin of a GEMM's operand."""
 
     PLAIN = "not rounded"
     FRESH = "fresh"
@@ -56,10 +56,10 @@ class Op(Enum):
 class OperandPlan:
     """One operand of one GEMM.
 
-    quantizer: None if the operand is not quantised. scaled: it is first multiplied by the row scales of the other
-    operand. mean_split: its mean over the tokens is subtracted first. folded: its block scales are multiplied into its
-    codes. amax_from: the op that produces the matrix and its amax, which spares a pass over it. cut: the dimension
-    along which tensor-parallel ranks hold shards; None if it is not sharded.
+    quantizer: None if the operand is not quantised. scaled: the operand is first multiplied by the row scales of the
+    other operand. mean_split: its mean over the tokens is subtracted first. folded: its block scales are multiplied
+    into its codes. amax_from: the op that produces the matrix and its amax, which saves a pass over it. cut: the
+    dimension that is sharded over tensor-parallel ranks; None if the operand is not sharded.
     """
 
     gemm: Gemms
@@ -141,57 +141,57 @@ class LinearPlan:
 
     @property
     def straight_through(self) -> bool:
-        """True when wgrad's product is the weight's gradient."""
+        """True if wgrad's product is the weight's gradient."""
         return isinstance(self.estimator, StraightThrough)
 
     @property
     def saves_mean(self) -> bool:
-        """True when the mean of X is saved beside the codes of X minus its mean."""
+        """True if the mean of X is saved beside the codes of X minus its mean."""
         return self.adds_means and self.saved_x.quantizer is not None
 
     @property
-    def splits_x(self) -> bool:
-        """True when the forward pass subtracts the mean from X."""
+    def needs_x_mean(self) -> bool:
+        """True if the forward pass subtracts the mean from X."""
         later = self.wgrad.b.mean_split and self.wgrad.b.source is Source.FORWARD
         return self.fprop.a.mean_split or later
 
     @property
-    def splits_dy(self) -> bool:
-        """True when the backward pass computes the mean of dY."""
+    def needs_dy_mean(self) -> bool:
+        """True if the backward pass computes the mean of dY."""
         return self.dgrad.a.mean_split or self.adds_means
 
     @property
     def adds_means(self) -> bool:
-        """True when the product of the means of dY and X is added to wgrad's."""
+        """True if the product of the means of dY and X is added to wgrad's product."""
         return self.wgrad.a.mean_split or self.wgrad.b.mean_split
 
     @property
     def gathers_rows(self) -> bool:
-        """True when the layer quantises this rank's rows of X and all-gathers the codes."""
+        """True if the layer quantises this rank's rows of X and all-gathers the codes."""
         return self.fprop.a.source is Source.ALL_GATHERED
 
     def gemms(self) -> dict[str, GemmPlan]:
-        """The three GEMMs by name."""
+        """Return the three GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     def paths(self) -> dict[str, str]:
-        """Name of each GEMM's path, as in recipe.json."""
+        """Return the name of each GEMM's path, as in recipe.json."""
         return {name: each.path.value for name, each in self.gemms().items()}
 
     def peaks(self) -> dict[str, str]:
-        """The device peak that bounds each GEMM: "bf16", "fp8", "fp4" or "int8"."""
+        """Return the device peak that bounds each GEMM: "bf16", "fp8", "fp4" or "int8"."""
         return {name: each.path.peak for name, each in self.gemms().items()}
 
     def operands(self) -> Iterator[OperandPlan]:
-        """The six operands: X, W; dY, W^T; dY^T, X^T."""
+        """Return the six operands: X, W; dY, W^T; dY^T, X^T."""
         return (operand for each in self.gemms().values() for operand in (each.a, each.b))
 
     def saved(self, operand: OperandPlan) -> SavedForm | None:
-        """The form in which an operand of fprop is saved; None for other operands, and if W is not saved."""
+        """Return the form in which an operand of fprop is saved; None for other operands, and if W is not saved."""
         return {"X": self.saved_x, "W": self.saved_w}.get(operand.name)
 
     def describe(self) -> dict[str, dict[str, str]]:
-        """GEMM -> operand -> text that describes how the operand is produced."""
+        """Return GEMM -> operand -> text that describes how the operand is produced."""
         table: dict[str, dict[str, str]] = {name: {} for name in self.gemms()}
         for operand in self.operands():
             saved = None if operand.source is Source.LIBRARY else self.saved(operand)

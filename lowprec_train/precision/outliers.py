@@ -1,10 +1,10 @@
 """Outlier clamping and compensation (OCC, arXiv 2501.17116, section 3.2): four bits for most values, more for outliers.
 
-Per token, the values outside the quantiles [1 - q, q] are outliers. The E2M1 scale is that of the clamped
+The outliers of a token are its values outside the quantiles [1 - q, q]. The E2M1 scale is computed from the clamped
 values. Outliers are restored in one of two ways:
 
-    carrier     rounded once to E4M3 in the same FP8 carrier: no second GEMM, but they are multiplied by a 4-bit W
-    residual    the paper's: R = A - clamp(A) is kept sparsely and multiplies the BF16 weight
+    carrier     they are rounded once to E4M3 in the same FP8 carrier: no second GEMM, but W has 4 bits for them
+    residual    as in the paper: R = A - clamp(A) is stored sparsely and multiplied by the BF16 weight
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ VARIANTS = ("carrier", "residual")
 
 @dataclass(frozen=True)
 class Residual:
-    """R as its non-zeros: values FP32 [m, 2c] at columns int64 [m, 2c] of a matrix with k columns; positions may repeat
-    with value 0.
+    """R [m, k], stored sparsely: values FP32 [m, 2c] and their columns int64 [m, 2c]. A position may appear again with
+    value 0.
     """
 
     values: Tensor
@@ -33,7 +33,7 @@ class Residual:
     k: int
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """[m, k]; a repeated position counts once."""
+        """Return R [m, k] as a dense matrix."""
         zeros = self.values.new_zeros((self.values.shape[0], self.k))
         return zeros.scatter_add(1, self.columns, self.values).to(dtype)
 
@@ -47,16 +47,16 @@ class OutlierClamp:
 
     def __post_init__(self) -> None:
         if not 0.5 < self.quantile <= 1:
-            raise ValueError(f"an outlier quantile lies in (0.5, 1], not at {self.quantile}")
+            raise ValueError(f"an outlier quantile must lie in (0.5, 1], got {self.quantile}")
         if self.variant not in VARIANTS:
             raise ValueError(f"unknown outlier variant {self.variant!r}; variants are {', '.join(VARIANTS)}")
 
     def clipped(self, k: int) -> int:
-        """How many values of a row of k are clamped on each side."""
+        """Return the number of values that are clamped on each side of a row of k values."""
         return math.floor((1 - self.quantile) * k + 1e-9)
 
     def bounds(self, x: Tensor, split: Split | None = None) -> tuple[Tensor, Tensor]:
-        """Clamp limits of each row of x [m, k]: (low, high), FP32 [m, 1]. split: where x is a part of longer rows."""
+        """Return the clamp limits (low, high) of each row of x [m, k], FP32 [m, 1]. split: if x is a shard of rows."""
         if split is None:
             return torch.ops.lowprec.outlier_bounds(x, self.clipped(x.shape[1]))
         clipped = self.clipped(split.whole)
@@ -71,8 +71,10 @@ class OutlierClamp:
         origin: Tensor | None,
         split: Split | None = None,
     ) -> tuple[Quantized, Residual | None]:
-        """x [m, k] -> codes of the body (with the outliers in the carrier), and the residual of the other variant.
-        split: of a layer whose inputs are cut.
+        """Quantise x [m, k]; return codes of the clamped x and the residual.
+
+        In the variant "carrier" the codes include the outliers, and the residual is None. split: if the columns of x
+        are sharded.
         """
         carrier, clipped = self.variant == "carrier", self.clipped(x.shape[1] if split is None else split.whole)
         if carrier and split is None:
@@ -91,14 +93,14 @@ class OutlierClamp:
             [rest.topk(clipped, dim=1).indices, rest.topk(clipped, dim=1, largest=False).indices], dim=1
         )
         values = rest.gather(1, columns)
-        sign = (
-            torch.arange(2 * clipped, device=x.device) < clipped
-        )  # first half holds what is above, second what is below
+        sign = torch.arange(2 * clipped, device=x.device) < clipped  # first half: too large; second half: too small
         return Residual(torch.where(sign, values.clamp_min(0), values.clamp_max(0)), columns, x.shape[1])
 
 
 def _extremes(x: Tensor, count: int) -> Tensor:
-    """The `count` largest and the `count` smallest of each row, NaN among the largest; whole rows that are shorter."""
+    """Return the `count` largest and `count` smallest values of each row of x; x itself if it has no more columns. NaN
+    is among the largest.
+    """
     if 2 * count >= x.shape[1]:
         return x
     return torch.cat([x.topk(count, dim=1).values, x.topk(count, dim=1, largest=False).values], dim=1)

@@ -1,4 +1,4 @@
-"""Compiles a recipe into the plan of a linear layer: the ops and GEMM paths that it uses.
+"""Compile a recipe into the plan of a linear layer: its ops and GEMM paths.
 
     plan = compile_plan(recipe, (n, k), tokens, device, split=split, fused=True)
 
@@ -43,13 +43,13 @@ def compile_plan(
     consumer: str = "",
     capability: Capability = None,
 ) -> LinearPlan:
-    """The plan of a layer.
+    """Return the plan of a layer.
 
     shape: [n, k] of the weight or of this rank's shard. tokens: rows of X in the GEMMs. dtype: of X. split: the
     tensor-parallel split, if any. fused: False produces every operand by a separate op, which an observer requires.
-    gathered: FSDP all-gathers the weight as fprop's codes; the estimator's slope is then applied by the owner of the
-    shard, not here. producer, consumer: ops that provide the amax of X and of dY. capability: compute capability to
-    plan for; None: that of `device`.
+    gathered: FSDP all-gathers the weight as fprop's codes; the rank of each shard then applies the estimator. producer,
+    consumer: ops that provide the amax of X and of dY. capability: compute capability to plan for; None: that of
+    `device`.
     """
     if recipe.backend is not None:
         return _by_backend(recipe.backend, shape, tokens)
@@ -59,7 +59,7 @@ def compile_plan(
 
 
 def _by_backend(backend: Backend, shape: tuple[int, int], tokens: int) -> LinearPlan:
-    """A plan with sizes and paths only; the library decides the rest."""
+    """Return a plan with sizes and paths only; the library decides the rest."""
     (n, k), plain = shape, Codes(None)
     sizes = {Gemms.FPROP: (tokens, n, k), Gemms.DGRAD: (tokens, k, n), Gemms.WGRAD: (n, k, tokens)}
     gemms = {
@@ -126,7 +126,7 @@ class _Compiler:
         return (self.split.whole, self.k) if self.split.dim == 0 else (self.n, self.split.whole)
 
     def without_means(self, *operands: OperandPlan) -> tuple[OperandPlan, ...]:
-        """Sets `mean_split` for operands that are quantised, and for X^T if it comes from fprop's codes."""
+        """Set `mean_split` for operands that are quantised, and for X^T if it comes from fprop's codes."""
         if not self.recipe.mean_split:
             return operands
 
@@ -141,7 +141,7 @@ class _Compiler:
         return OperandPlan(gemm=which, operand=operand, cut=cut, rotation=rotation, **how)
 
     def sizes(self, which: Gemms) -> tuple[int, int, int]:
-        """(m, n, k) of a GEMM."""
+        """Return (m, n, k) of a GEMM."""
         if which is Gemms.WGRAD:
             return self.n, self.k, self.tokens
         return (self.tokens, self.n, self.k) if which is Gemms.FPROP else (self.tokens, self.k, self.n)
@@ -164,7 +164,7 @@ class _Compiler:
         )
 
     def as_values(self, operand: OperandPlan, path: Path) -> OperandPlan:
-        """The operand as rounded BF16 values if its codes would only be dequantised by this GEMM."""
+        """Change the operand to rounded BF16 values if this GEMM would only dequantise its codes."""
         quantizer, fprop = operand.quantizer, operand.gemm is Gemms.FPROP
         saved = fprop and (operand.operand is Operand.B or self.recipe.saves_codes)
         single_use = operand.source is Source.FRESH and operand.op is Op.QUANTIZE and self.fused and not saved
@@ -178,7 +178,7 @@ class _Compiler:
         return replace(operand, op=Op.ROUND)
 
     def codes(self, operand: OperandPlan, rows: int, columns: int) -> Codes:
-        """The properties of an operand that the choice of a path depends on."""
+        """Return the properties of an operand that decide the path."""
         quantizer = operand.quantizer
         if quantizer is None:
             return Codes(None)
@@ -204,7 +204,7 @@ class _Compiler:
         )
 
     def gathers_rows(self, a: Quantizer) -> bool:
-        """True when the all-gather of X can move fprop's codes in place of BF16 values.
+        """Return whether the all-gather of X can send fprop's codes instead of BF16 values.
 
         The codes must be one byte each, suffice for all GEMMs, and be computable row by row, except for a per-tensor
         scale. An observer needs the whole X, so it disables this.
@@ -227,7 +227,7 @@ class _Compiler:
         return self.recipe.saves_codes and by_rows and small and carried and rowed
 
     def pairs_x(self, a: Quantizer) -> bool:
-        """One op quantises X for fprop and X^T for wgrad. E2M1 codes that are reused are packed instead."""
+        """Return whether one op quantises X for fprop and X^T for wgrad. Reused E2M1 codes are packed instead."""
         recipe = self.recipe
         if recipe.fprop.rotation is not None:
             return False
@@ -272,7 +272,7 @@ class _Compiler:
 
     @property
     def saves_w(self) -> bool:
-        """dgrad needs fprop's codes of W: it reuses them, or dequantises and rounds them again."""
+        """True if dgrad needs fprop's codes of W: it reuses them, or dequantises and rounds them again."""
         return self.reuses_w or self.recipe.weight_from_codes
 
     def saved_w(self, w: OperandPlan) -> SavedForm | None:
@@ -313,7 +313,7 @@ class _Compiler:
         )
 
     def fresh(self, which: Gemms, how: Gemm, op: Op = Op.QUANTIZE) -> tuple[OperandPlan, OperandPlan]:
-        """Both operands; those with a quantiser are quantised for this GEMM alone."""
+        """Return both operands; those with a quantiser are quantised for this GEMM only."""
 
         def of(operand: Operand, quantizer: Quantizer | Reuse | None) -> OperandPlan:
             if not isinstance(quantizer, Quantizer):
@@ -323,7 +323,7 @@ class _Compiler:
         return of(Operand.A, how.a), of(Operand.B, how.b)
 
     def folds(self, which: Gemms, how: Gemm) -> bool:
-        """One op per operand turns values into folded FP8 carriers."""
+        """Return whether one op per operand turns values into folded FP8 carriers."""
         operands = ((Operand.A, how.a), (Operand.B, how.b))
         foldable = self.fused and all(
             isinstance(q, Quantizer) and gemm.folds(q) and not self.crosses(which, operand, q)
@@ -332,19 +332,21 @@ class _Compiler:
         return foldable and not self.is_native(which, how)
 
     def is_native(self, which: Gemms, how: Gemm) -> bool:
-        """Tensor cores apply the block scales of both operands, so nothing is folded."""
+        """Return whether tensor cores apply the block scales of both operands; these are then not folded."""
         _, n, k = self.sizes(which)
         a, b = (gemm.block_format(q) if isinstance(q, Quantizer) else "" for q in (how.a, how.b))
         return self.recipe.native_block_scales and gemm.is_native(a, b, n, k, self.capability)
 
     def folds_ladder(self, operand: Operand, quantizer: Quantizer) -> bool:
-        """The op that makes fprop's codes also folds them; no backward GEMM may need the unfolded codes."""
+        """Return whether the op that quantises for fprop also folds: no backward GEMM may need the unfolded codes."""
         ladder = quantizer.scale is ScaleRule.LADDER and isinstance(self.recipe.estimator, StraightThrough)
         whole = not self.crosses(Gemms.FPROP, operand, quantizer) and self.recipe.fprop.outliers is None
         return self.fused and ladder and whole and gemm.folds(quantizer)
 
     def decodes(self, saved_x: SavedForm) -> bool:
-        """The folding op can read the saved X: values, or unpacked codes under one scale (the ladder: one per row)."""
+        """Return whether the folding op can read the saved X: values, or unpacked codes with one scale (ladder: one per
+        row).
+        """
         x, b = saved_x.quantizer, self.recipe.wgrad.b
         if x is None:
             return True
@@ -355,14 +357,14 @@ class _Compiler:
         return one and not (saved_x.transposed or saved_x.packed) and self.dtype == torch.bfloat16
 
     def pairs_dy(self, a: OperandPlan, a_t: OperandPlan) -> bool:
-        """One op quantises dY for dgrad and dY^T for wgrad."""
+        """Return whether one op quantises dY for dgrad and dY^T for wgrad."""
         folded, rotated = a.scaled or a_t.scaled, self.rotates_dy
         if rotated or a.quantizer is None or a_t.quantizer is None:
             return False
         return self.pairs(a.gemm, a.operand, a.quantizer, a_t.quantizer, folded=folded)
 
     def shares_dy(self, a: OperandPlan, a_t: OperandPlan) -> bool:
-        """dgrad and wgrad share the codes of dY: per-tensor scale, deterministic, no rotation or row scales."""
+        """Return whether dgrad and wgrad share codes of dY: per-tensor, deterministic, no rotation or row scales."""
         q, changed = a.quantizer, a.scaled or a_t.scaled or self.rotates_dy
         return q is not None and q == a_t.quantizer and q.tile == (-1, -1) and not q.stochastic and not changed
 
@@ -375,7 +377,7 @@ class _Compiler:
     def pairs(
         self, which: Gemms, operand: Operand, first: Quantizer, second: Quantizer, *, folded: bool = False
     ) -> bool:
-        """One op can quantise an operand by `first` and its transpose by `second`.
+        """Return whether one op can quantise an operand by `first` and its transpose by `second`.
 
         Scales must not depend on other ranks' shards unless both are per-tensor. folded: row scales are multiplied in.
         """
@@ -385,7 +387,7 @@ class _Compiler:
         return not crossing or (_whole(first, second) and not folded)
 
     def crosses(self, which: Gemms, operand: Operand, quantizer: Quantizer, *, transposed: bool = False) -> bool:
-        """A scale of the operand depends on other ranks' shards."""
+        """Return whether a scale of the operand depends on other ranks' shards."""
         cut = None if self.split is None else self.split.cut(which, operand)
         return cut is not None and quantizer.crosses(1 - cut if transposed else cut)
 
@@ -395,5 +397,5 @@ def _whole(*quantizers: Quantizer | None) -> bool:
 
 
 def _transposed(quantizer: Quantizer) -> Quantizer:
-    """The quantiser of transposed codes, without exponent_span, which bounds the original rows."""
+    """Return the quantiser of transposed codes, without exponent_span, which bounds the original rows."""
     return replace(quantizer.transposed(), exponent_span=0) if quantizer.exponent_span else quantizer.transposed()

@@ -1,8 +1,8 @@
-"""Precision over time: a run is a list of phases, each of which gives every linear its recipe from a step on.
+"""Precision schedules: a run has phases, and each phase sets the recipe of every linear layer from a step on.
 
 The target-precision schedule of arXiv 2502.11458 ends a run in BF16; arXiv 2509.25149 (appendix D) finds that the
-forward pass alone recovers most of the gap. A switch changes what GEMMs compute and nothing else: master weights,
-optimizer state and draws stay as they are, bit for bit.
+forward pass alone recovers most of the gap. A new phase changes only what the GEMMs compute: master weights, optimizer
+state and draws stay bit-equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowprec_train.precision.saved_activations import SavedActivationPolicy, app
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """From a 0-based step on: the recipe of every linear, by name, and what norms and activations save."""
+    """The recipe of every linear layer, by name, and what norms and activations save, from a 0-based step on."""
 
     first_step: int
     recipes: Mapping[str, LinearRecipe]
@@ -31,25 +31,28 @@ class Phase:
 
     @property
     def backend(self) -> Backend | None:
-        """The library that runs some of its layers. Raises ValueError for several: a pass is in one of them."""
+        """The library that runs some layers, or None. Raises ValueError for several: a pass can use only one."""
         found = list(dict.fromkeys(each.backend for each in self.recipes.values() if each.backend is not None))
         if len(found) > 1:
-            raise ValueError(f"the policy names several backends, {' and '.join(map(str, found))}: one pass has one")
+            raise ValueError(f"the policy names several backends, {' and '.join(map(str, found))}: use one")
         return found[0] if found else None
 
 
 class PrecisionSchedule:
-    """Sets a model to the phase of a step. phases: by ascending first step, the first at 0; ValueError otherwise."""
+    """Sets a model to the phase of a step.
+
+    phases: in ascending order of their first steps, the first at step 0. Raises ValueError otherwise.
+    """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         starts = [phase.first_step for phase in phases]
         if not starts or starts[0] != 0 or sorted(set(starts)) != starts:
-            raise ValueError(f"phases begin at step 0 and at ascending steps after it, not at {starts}")
+            raise ValueError(f"phases must begin at step 0 and then at ascending steps, not at {starts}")
         self.phases = tuple(phases)
         self._current: Phase | None = None
 
     def begin(self, model: nn.Module, step: int) -> None:
-        """Give the model the phase of `step`; nothing happens within a phase."""
+        """Set the model to the phase of `step`. Does nothing if the phase is already set."""
         phase = [each for each in self.phases if each.first_step <= step][-1]
         if phase is not self._current:
             assign(model, phase.recipes)
@@ -58,12 +61,12 @@ class PrecisionSchedule:
 
     @property
     def one_graph(self) -> bool:
-        """Whether blocks compile without a break: a library's layers stay outside of graphs."""
+        """True if a block compiles to one graph. Layers of a library break graphs."""
         return all(phase.backend is None for phase in self.phases)
 
     @contextmanager
     def around_pass(self, model: nn.Module) -> Iterator[None]:
-        """What a forward pass of the model runs in. One without gradients leaves what a backend remembers as it was."""
+        """Enter the backend's context for a forward pass. Without gradients, the backend's state stays unchanged."""
         backend = None if self._current is None else self._current.backend
         if backend is None:
             yield
@@ -77,20 +80,21 @@ class PrecisionSchedule:
             states.load_state_dict(before)
 
     def state_parts(self, model: nn.Module) -> dict[str, BackendState]:
-        """What of a checkpoint belongs to a backend."""
+        """Return the parts of a checkpoint that belong to a backend: {"backend": state}, or {}."""
         backend = None if self._current is None else self._current.backend
         return {"backend": BackendState(model)} if backend is not None and backend.stateful else {}
 
 
 def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
-    """`before` with its forward GEMM replaced by the target's; the backward GEMMs stay.
+    """Return `before` with the forward GEMM of `target`, and with its own backward GEMMs.
 
-    Where the target's forward pass is BF16, codes that the backward pass takes are still made, and the weight's
-    gradient passes straight through. ValueError where the backward pass cannot take the target's codes.
+    If the target's forward pass is BF16, codes that the backward pass uses are still produced, and the weight's
+    gradient uses the straight-through estimator. Raises ValueError for recipes of a library, which runs its three GEMMs
+    together, and if the backward GEMMs cannot use the target's codes.
     """
     if before.backend is not None or target.backend is not None:
         raise ValueError(
-            f"forward_only=true takes GEMMs apart, and {before.backend or target.backend} runs them together"
+            f"forward_only=true replaces one GEMM, but {before.backend or target.backend} runs all three together"
         )
     if not target.fprop.is_identity:
         coded = before.saved_input.of_fprop
@@ -103,9 +107,9 @@ def forward_only(before: LinearRecipe, target: LinearRecipe) -> LinearRecipe:
 
 
 def first_step(at: float, steps: int) -> int:
-    """The 0-based step that a fraction of a run falls on. ValueError outside (0, 1), and for a phase without steps."""
+    """Return the 0-based step at a fraction of a run. Raises ValueError outside (0, 1) or if a phase has no steps."""
     if not 0 < at < 1:
-        raise ValueError(f"a phase begins at a fraction of the run between 0 and 1, not at {at}")
+        raise ValueError(f"a phase must begin at a fraction of the run between 0 and 1, not at {at}")
     step = round(at * steps)
     if not 0 < step < steps:
         raise ValueError(f"a phase at {at} of a run of {steps} steps would have no steps, or no steps before it")

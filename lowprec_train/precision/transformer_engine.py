@@ -1,14 +1,14 @@
 """NVIDIA's TransformerEngine as the backend of linear layers: `te.Linear` under `te.autocast` and one of its recipes.
 
-    delayed   DelayedScaling         a tensor's scale from the amax of earlier steps
-    current   Float8CurrentScaling   a tensor's scale from its own amax
+    delayed   DelayedScaling         per-tensor scale from the amax of earlier steps
+    current   Float8CurrentScaling   per-tensor scale from the current amax
     block     Float8BlockScaling     1x128 tiles of X and dY, 128x128 of W; compute capability 9.0, CUDA 12.9
-    mxfp8     MXFP8BlockScaling      1x32 tiles under E8M0 scales; compute capability 10.0
-    nvfp4     NVFP4BlockScaling      E2M1 under two levels of scales; compute capability 10.0
+    mxfp8     MXFP8BlockScaling      1x32 tiles with E8M0 scales; compute capability 10.0
+    nvfp4     NVFP4BlockScaling      E2M1 with two levels of scales; compute capability 10.0
 
-A layer of TransformerEngine is made on the meta device, so it owns no weight; `functional_call` lends it the weight of
-the `Linear`, cast to the dtype of x. Scales and amax histories of delayed scaling are the library's own tensors; they
-are read and set by `get_fp8_meta_tensors` and `reset_fp8_meta_tensors`.
+`te.Linear` is created on the meta device, so it owns no weight. `functional_call` passes it the weight of the `Linear`,
+cast to the dtype of x. TransformerEngine owns the scales and amax histories of delayed scaling; this module reads and
+sets them by `get_fp8_meta_tensors` and `reset_fp8_meta_tensors`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ NAMES = {
 }
 AVAILABLE = {"block": "is_fp8_block_scaling_available", "mxfp8": "is_mxfp8_available", "nvfp4": "is_nvfp4_available"}
 MULTIPLES = {"delayed": (16, 16), "current": (16, 16), "block": (16, 16), "mxfp8": (32, 32), "nvfp4": (32, 16)}
-"""(of the tokens and of a weight's two sizes): what TransformerEngine's GEMMs take of all three."""
-FORMATS = {"E5M2": "HYBRID", "E4M3": "E4M3"}  # of gradients -> a Format of TransformerEngine
+"""Scaling -> (multiple for the number of tokens, multiple for both sizes of a weight) of TransformerEngine's GEMMs."""
+FORMATS = {"E5M2": "HYBRID", "E4M3": "E4M3"}  # format of gradients -> Format of TransformerEngine
 PARTS = ("scale", "amax_history")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerEngine:
-    """gradient: format of dY, "E5M2" or "E4M3"; None: TransformerEngine's default of that scaling. amax_history_len,
-    amax_compute_algo, margin: of delayed scaling.
+    """scaling: a key of NAMES. gradient: format of dY, "E5M2" or "E4M3"; None: TransformerEngine's default for the
+    scaling. amax_history_len, amax_compute_algo, margin: only for delayed scaling.
 
-    Raises ValueError for values that there are not.
+    Raises ValueError for unknown values.
     """
 
     scaling: str = "delayed"
@@ -63,14 +63,14 @@ class TransformerEngine:
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(map(str, known))}")
         if self.scaling == "nvfp4" and self.gradient is not None:
-            raise ValueError(f"gradient={self.gradient}: under scaling=nvfp4 gradients are E2M1")
+            raise ValueError(f"gradient={self.gradient}: with scaling=nvfp4 gradients are E2M1")
         if self.amax_history_len < 1 or self.margin < 0:
             raise ValueError(
                 f"amax_history_len={self.amax_history_len} must be at least 1 and margin={self.margin} at least 0"
             )
         history = (self.amax_history_len, self.amax_compute_algo, self.margin)
         if self.scaling != "delayed" and history != (1024, "max", 0):
-            raise ValueError(f"amax_history_len, amax_compute_algo and margin are of delayed scaling, not {self}")
+            raise ValueError(f"amax_history_len, amax_compute_algo and margin need scaling=delayed, not {self}")
 
     @property
     def path(self) -> Path:
@@ -82,7 +82,7 @@ class TransformerEngine:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of TransformerEngine's recipe, formats by their name."""
+        """Arguments of TransformerEngine's recipe, with formats by name."""
         options: dict[str, Any] = {} if self.gradient is None else {"fp8_format": FORMATS[self.gradient]}
         if self.stateful:
             for name in ("amax_history_len", "amax_compute_algo", "margin"):
@@ -106,7 +106,7 @@ class TransformerEngine:
         rows, columns = MULTIPLES[self.scaling]
         if n % columns or k % columns or tokens % rows:
             raise ValueError(
-                f"{name} (in {k}, out {n}, {tokens} tokens): TransformerEngine's {NAMES[self.scaling]} takes sizes "
+                f"{name} (in {k}, out {n}, {tokens} tokens): TransformerEngine's {NAMES[self.scaling]} needs sizes "
                 f"that are multiples of {columns}, and tokens of a micro-batch that are multiples of {rows}"
             )
 
@@ -119,13 +119,11 @@ class TransformerEngine:
 
     def check_machine(self, device: torch.device) -> None:
         if device.type != "cuda":
-            raise ValueError(
-                f"TransformerEngine computes on CUDA GPUs, and this run is on {device}: take +recipe=fp8 there"
-            )
+            raise ValueError(f"TransformerEngine needs a CUDA GPU, and this run is on {device}; use +recipe=fp8")
         te = nvidia.transformer_engine()
         ask = AVAILABLE.get(self.scaling, "is_fp8_available")
         if not hasattr(te, ask):
-            raise ValueError(f"TransformerEngine {nvidia.te_version()} knows no {NAMES[self.scaling]} (no {ask})")
+            raise ValueError(f"TransformerEngine {nvidia.te_version()} has no {NAMES[self.scaling]} (no {ask})")
         there, reason = getattr(te, ask)(return_reason=True)
         if not there:
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
@@ -138,7 +136,7 @@ class TransformerEngine:
 
 @cache
 def recipe_of(backend: TransformerEngine) -> Any:
-    """TransformerEngine's recipe. Raises ValueError where this version has none, or refuses the options."""
+    """Return TransformerEngine's recipe. Raises ValueError if this version lacks it or refuses the options."""
     nvidia.transformer_engine()
     from transformer_engine.common import recipe as recipes
 
@@ -154,7 +152,7 @@ def recipe_of(backend: TransformerEngine) -> Any:
 
 
 class Layer:
-    """A `te.Linear` without memory. Not an nn.Module: the model's parameters are those of its own layers."""
+    """A `te.Linear` on the meta device. It is not an nn.Module, so it adds no parameters to the model."""
 
     def __init__(self, backend: TransformerEngine, module: Any) -> None:
         self._backend, self._module = backend, module
@@ -165,7 +163,7 @@ class Layer:
         return y
 
     def state(self) -> dict[str, Tensor]:
-        """Scales and amax histories, forward and backward; nothing where the scaling has none."""
+        """Return the scales and amax histories, forward and backward; {} if the scaling has none."""
         if not self._backend.stateful:
             return {}
         self._prepare()
@@ -180,7 +178,7 @@ class Layer:
         self._module.reset_fp8_meta_tensors({way: [state[f"{way}_{part}"] for part in PARTS] for way in ways})
 
     def _prepare(self) -> None:
-        """Make the tensors that a first pass would make. Without gradients: leaving an autocast updates histories."""
+        """Create the tensors that a first pass creates. Without gradients: leaving an autocast updates histories."""
         if not self._module.fp8_initialized:
             with torch.no_grad(), self._backend.around_pass():
                 self._module.init_fp8_metadata(num_gemms=1)

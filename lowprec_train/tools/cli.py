@@ -1,9 +1,9 @@
-"""The `lowprec` command: one word per job, `lowprec compare RUN RUN ...`.
+"""The `lowprec` command, with subcommands such as `lowprec compare RUN RUN ...`.
 
 A subcommand is a module with its texts (HELP, DESCRIPTION, EPILOG), `add_options(parser)`, which adds its options, and
-`run(arguments)`, which returns the exit status; PARSER, where it is there, has other settings of its parser. Statuses
-are the same for all: 0 done, 1 the answer is no (a gate that fails), 2 bad input, said in one line; `train` has those
-of train.py, 1 for every failure. Nothing here imports torch before it is needed.
+`run(arguments)`, which returns the exit status. An optional PARSER has further settings of its parser. Exit statuses
+are the same for all: 0 done, 1 a check failed, 2 bad input, with a one-line error; `train` has those of train.py, 1 for
+every failure. torch is imported only when it is needed.
 """
 
 import argparse
@@ -39,7 +39,7 @@ COMMANDS: dict[str, Any] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return its exit status; argparse itself exits 2 on a wrong option."""
+    """Run one subcommand and return its exit status. argparse exits with 2 for a wrong option."""
     parsed = parse(arguments)
     try:
         return parsed.run(parsed)
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options of one subcommand. `train` passes what it does not know to Hydra, in order, as `overrides`."""
+    """Parse the options of one subcommand. `train` passes unknown arguments to Hydra, in order, as `overrides`."""
     parsed, rest = parser().parse_known_args(arguments)
     if parsed.command == "train":
         parsed.overrides = rest
@@ -57,16 +57,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports a wrong option in two lines, without the usage of all others."""
+    """A parser that reports a wrong option in two lines, without the usage of all options."""
 
     @property
     def options(self) -> list[str]:
-        """Names of all options, those of groups included."""
+        """Names of all options, including those of groups."""
         return [name for name in self._option_string_actions if name.startswith("--")]
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse an unknown argument here, where the options of this command are known. A parser with the default
-        `open` returns it instead.
+        """Report an unknown argument here, where the options of the command are known. A parser with the default `open`
+        returns it instead.
         """
         if self.get_default("open"):
             return super().parse_known_args(args, namespace)
@@ -80,15 +80,15 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         close = get_close_matches(unknown[0].partition("=")[0], self.options, n=1)
-        asked = f"; did you mean {close[0]}?" if close else ""
-        self.error(f"there is no argument {' '.join(unknown)}{asked}")
+        suggestion = f"; did you mean {close[0]}?" if close else ""
+        self.error(f"there is no argument {' '.join(unknown)}{suggestion}")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help says what there is\n")
+        self.exit(2, f"{self.prog}: error: {message}\n{self.prog} --help lists all arguments\n")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line; documentation and tests read it too."""
+    """Return the parser of the whole command line. Documentation and tests also use it."""
     top = Parser(prog="lowprec", description="Low-precision pretraining: runs, and the tools around them.")
     top.add_argument("--version", action="version", version=version())
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -102,7 +102,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def version() -> str:
-    """Version of the package and of what decides its numbers, e.g. for a bug report."""
+    """Return the versions of the package, torch and Python, for example for a bug report."""
     return f"lowprec_train {__version__} (torch {metadata.version('torch')}, Python {platform.python_version()})"
 
 

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def figures(dataset: IndexedDataset, manifest: Manifest | None) -> str:
-    """Counts, and how the lengths of documents are distributed."""
+    """Return text with counts, and the distribution of document lengths."""
     lengths = document_lengths(dataset)
     lines = [
         f"{dataset.prefix}: {dataset.document_count:,} documents, {len(dataset):,} sequences, "
@@ -83,30 +83,30 @@ def figures(dataset: IndexedDataset, manifest: Manifest | None) -> str:
             f"{ninetieth:,.0f} at 90 %, {high:,.0f} at most, {lengths.mean():,.1f} on average"
         )
     if manifest:
-        told, size = manifest.tokenizer, f"{manifest.text_bytes / max(1, manifest.tokens):.3f} a token"
+        tokenizer, size = manifest.tokenizer, f"{manifest.text_bytes / max(1, manifest.tokens):.3f} a token"
         lines += [
             f"text: {manifest.text_bytes:,} bytes, {size}; left out: {manifest.empty:,} empty, {manifest.bad:,} bad",
-            f"tokenizer: {told['file']}, {told['vocab_size']:,} pieces, end of document {told['eod']}",
+            f"tokenizer: {tokenizer['file']}, {tokenizer['vocab_size']:,} pieces, end of document {tokenizer['eod']}",
             f"from: {', '.join(each['name'] for each in manifest.inputs)}",
         ]
     return "\n".join(lines)
 
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
-    """Tokens of each document, int64 [documents]."""
+    """Return the number of tokens of each document, int64 [documents]."""
     ends = np.concatenate([[0], np.cumsum(dataset.lengths, dtype=np.int64)])
     bounds: np.ndarray = ends[dataset.documents]
     return np.diff(bounds)
 
 
 def spaced(count: int, samples: int) -> list[int]:
-    """At most `samples` numbers below `count`, evenly spaced from 0 on."""
+    """Return at most `samples` numbers below `count`, evenly spaced from 0."""
     shown = min(samples, count)
     return [number * count // shown for number in range(shown)]
 
 
 def sample(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, characters: int) -> str:
-    """The beginning of a document, decoded; its first ids where there is no tokenizer.
+    """Return the beginning of a document as text; without a tokenizer, its first token ids.
 
     Raises:
         ValueError: there is no such document.
@@ -124,16 +124,16 @@ def sample(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None, ch
 
 
 def findings(dataset: IndexedDataset, manifest: Manifest | None, tokenizer: Tokenizer) -> list[str]:
-    """What is wrong with a dataset, a sentence each; its files are compared where there is a manifest."""
+    """Return the errors of a dataset, one sentence each. With a manifest, its files are also checked."""
     from lowprec_train.data.manifest import hashes
 
     wrong = []
     if manifest:
         found = hashes(Path(dataset.prefix))
         wrong += [
-            f"{dataset.prefix}.{ending} is not the file that the manifest tells of"
-            for ending, told in manifest.files.items()
-            if found[ending] != told
+            f"{dataset.prefix}.{ending} is not the file that the manifest describes"
+            for ending, expected in manifest.files.items()
+            if found[ending] != expected
         ]
     for token in extremes(dataset):
         if not 0 <= token < tokenizer.vocab_size:
@@ -144,14 +144,14 @@ def findings(dataset: IndexedDataset, manifest: Manifest | None, tokenizer: Toke
 
 
 def extremes(dataset: IndexedDataset) -> list[int]:
-    """The lowest and the highest token; nothing of a dataset without tokens."""
+    """Return the lowest and the highest token; [] for a dataset without tokens."""
     parts = [dataset.data[at : at + _AT_ONCE] for at in range(0, len(dataset.data), _AT_ONCE)]
     found = [(int(part.min()), int(part.max())) for part in parts]
     return [min(low for low, _ in found), max(high for _, high in found)] if found else []
 
 
 def unclosed(dataset: IndexedDataset, eod: int) -> int:
-    """Documents whose last token is another, or that have none."""
+    """Return the number of documents whose last token is not `eod`, or that are empty."""
     filled = document_lengths(dataset) > 0
     last = dataset.documents[1:][filled] - 1
     at = dataset.offsets[last] // dataset.dtype.itemsize + dataset.lengths[last] - 1

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def trained_model(parser: argparse.ArgumentParser) -> None:
-    """Options that select a trained model, its tokenizer and the device: `evaluate`, `generate`."""
+    """Add options that select a trained model, its tokenizer and the device: for `evaluate` and `generate`."""
     parser.add_argument(
         "model", metavar="RUN", type=Path, help="run directory, checkpoint, or directory made by import-hf"
     )
@@ -21,12 +21,12 @@ def trained_model(parser: argparse.ArgumentParser) -> None:
 
 
 def step(parser: argparse.ArgumentParser) -> None:
-    """The option that selects a checkpoint of a run."""
+    """Add the option that selects a checkpoint of a run."""
     parser.add_argument("--step", metavar="N", type=int, help="step of the checkpoint (default: the newest)")
 
 
 def weights_directory(parser: argparse.ArgumentParser) -> None:
-    """Options for the output directory and the size of its files: `export-hf`, `import-hf`."""
+    """Add options for the output directory and the size of its files: for `export-hf` and `import-hf`."""
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="directory to create")
     parser.add_argument(
         "--max-shard-size",

@@ -87,14 +87,14 @@ def run(arguments: argparse.Namespace) -> int:
         with progress.of_preparation(job.size) as report:
             manifest = tokenising.prepare(job, arguments.out, report)
     except KeyboardInterrupt:
-        print("interrupted; the same command goes on")
+        print("interrupted; run the same command to resume")
         return 130
     print(summary(manifest, arguments.out, time.monotonic() - began))
     return 0
 
 
 def summary(manifest: Manifest, prefix: Path, seconds: float) -> str:
-    """Two lines about the dataset: its sizes, and how to train on it."""
+    """Return two lines about the dataset: its sizes, and how to train on it."""
     left_out = f"; left out: {manifest.empty:,} empty, {manifest.bad:,} bad" if manifest.empty or manifest.bad else ""
     bytes_a_token = manifest.text_bytes / max(1, manifest.tokens)
     size = f"{manifest.text_bytes / 1e6:,.1f} MB of text ({bytes_a_token:.2f} bytes a token)"

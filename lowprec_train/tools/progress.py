@@ -1,4 +1,4 @@
-"""How far a long command is: on a terminal a line that moves; of a preparation elsewhere a line every ten seconds."""
+"""Progress of long commands: a progress bar on a terminal; otherwise, for data preparation, a line every 10 seconds."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ _LINE_SECONDS = 10.0
 def of_preparation(
     size: int, console: Console | None = None, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Callable[[Counts], None]]:
-    """A function that shows counts as they come. size: stored bytes of the whole input. clock: seconds. Rates are since
-    the first counts: an earlier call's work is not counted.
+    """Yield a function that shows counts. size: stored bytes of the whole input. clock: returns seconds.
+
+    Rates are computed since the first counts, without the work of an earlier call.
     """
     console = console or Console(soft_wrap=True)
     first: Counts | None = None
-    began = told = clock()
+    began = printed = clock()
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.fields[numbers]}"))
     on_terminal = console.is_terminal
     with Progress(TextColumn("{task.description}"), *columns, console=console, disable=not on_terminal) as bar:
         task = bar.add_task("tokenising", total=size, numbers="")
 
         def show(counts: Counts) -> None:
-            nonlocal first, began, told
+            nonlocal first, began, printed
             if first is None:
                 first, began = counts, clock()
             numbers = _numbers(counts, first, max(clock() - began, 1e-3))
             bar.update(task, completed=counts.read, numbers=numbers)
-            if not on_terminal and clock() >= told + _LINE_SECONDS:
-                told = clock()
+            if not on_terminal and clock() >= printed + _LINE_SECONDS:
+                printed = clock()
                 console.print(f"{100 * counts.read / max(1, size):3.0f} %  {numbers}", highlight=False)
 
         yield show
 
 
 def _numbers(counts: Counts, first: Counts, seconds: float) -> str:
-    """Documents and tokens so far, MB of text and tokens a second."""
+    """Return text with the documents and tokens so far, and MB of text and tokens per second."""
     megabytes = (counts.text_bytes - first.text_bytes) / 1e6 / seconds
     tokens = (counts.tokens - first.tokens) / 1e6 / seconds
     return f"{counts.documents:,} documents  {counts.tokens:,} tokens  {megabytes:.1f} MB/s  {tokens:.2f} Mtok/s"
@@ -59,8 +60,8 @@ def _numbers(counts: Counts, first: Counts, seconds: float) -> str:
 
 @contextmanager
 def of_evaluation(label: str, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """A function that takes the tokens predicted since its last call; on stderr: the results go to stdout. Text is read
-    as needed: the total is unknown.
+    """Yield a function that shows progress on stderr (results go to stdout). Its argument is the number of tokens
+    predicted since the last call. Text is read as needed, so the total is unknown.
     """
     console = console or Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

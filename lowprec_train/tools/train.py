@@ -1,8 +1,8 @@
-"""`lowprec train +recipe=fp4`: the run of `torchrun train.py +recipe=fp4`, from any directory.
+"""`lowprec train +recipe=fp4`: train as `torchrun train.py +recipe=fp4` does, from any directory.
 
-One process is this one. More of them, on the GPUs of this machine or for a trial on its CPU, are started and watched by
-`train.processes`; for several machines there are torchrun and the scripts for Slurm (docs/slurm.md). What is no option
-of ours goes to Hydra: `--cfg job`, `--multirun`.
+A run with one process uses this process. `train.processes` starts and watches several processes, on the GPUs of this
+machine or for a trial on its CPU. For several machines use torchrun or the scripts for Slurm (docs/slurm.md). Unknown
+options, such as `--cfg job` or `--multirun`, go to Hydra.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HELP_FLAGS = {"--help", "-h"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add those of `train`. What it does not know it leaves in `parsed.overrides` (see `cli.parse`)."""
+    """Add the options of `train`. Unknown arguments go to `parsed.overrides` (see `cli.parse`)."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--gpus", metavar="N", help="train on N GPUs of this machine, a process each; or `all` (default: one process)"
@@ -39,11 +39,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train; the exit status. Bad overrides end in SystemExit, as `python train.py` has it."""
+    """Train and return the exit status. Raises SystemExit for bad overrides, as `python train.py` does."""
     if HELP_FLAGS & set(arguments.overrides):
         arguments.parser.print_help()
         print("\noverrides, and the other options:\n", flush=True)
-    with signals.blocked():  # an interrupt waits for whoever can answer it
+    with signals.blocked():  # an interrupt waits until a handler is installed
         try:
             count = processes(arguments)
         except ValueError as error:
@@ -58,14 +58,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def processes(arguments: argparse.Namespace) -> int:
-    """How many to start. ValueError for a number that this machine cannot have."""
+    """Return the number of processes to start. Raises ValueError for a number that this machine does not support."""
     from lowprec_train.train.launch import world
 
     if arguments.gpus is None and arguments.nproc is None:
         return 1
     if world().processes > 1:
         raise ValueError(
-            f"WORLD_SIZE={world().processes}: a launcher has started this process; leave --gpus and --nproc out"
+            f"WORLD_SIZE={world().processes}: a launcher has started this process; remove --gpus and --nproc"
         )
     if arguments.gpus is not None:
         return gpus(arguments.gpus)
@@ -75,27 +75,27 @@ def processes(arguments: argparse.Namespace) -> int:
     return nproc
 
 
-def gpus(asked: str) -> int:
-    """A number of GPUs, or `all`, as a number. ValueError for one that torch does not see here."""
+def gpus(text: str) -> int:
+    """Parse a number of GPUs, or `all`. Raises ValueError for a number that torch does not see on this machine."""
     import torch
 
     visible = torch.cuda.device_count()
     if not visible:
         raise ValueError(
-            f"--gpus {asked}: torch sees no GPU on this machine; --nproc N trains with N processes on the CPU"
+            f"--gpus {text}: torch sees no GPU on this machine; --nproc N trains with N processes on the CPU"
         )
-    count = visible if asked == "all" else int(asked) if asked.isdecimal() else 0
+    count = visible if text == "all" else int(text) if text.isdecimal() else 0
     if not 1 <= count <= visible:
-        raise ValueError(f"--gpus {asked}: must be a number from 1 to {visible}, the GPUs of this machine, or `all`")
+        raise ValueError(f"--gpus {text}: must be a number from 1 to {visible}, the GPUs of this machine, or `all`")
     return count
 
 
 def here(overrides: Sequence[str]) -> int:
-    """Train in this process. Classes that overrides name may lie in this directory, as for `python -m`."""
+    """Train in this process. Overrides may name classes in the current directory, as with `python -m`."""
     from lowprec_train import main
 
     if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a file here replaces no module of anybody's
+        sys.path.append(os.getcwd())  # last, so that a file here does not replace another module
     before, sys.argv = sys.argv, ["lowprec train", *overrides]
     try:
         main.main()

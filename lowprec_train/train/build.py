@@ -35,7 +35,7 @@ from lowprec_train.train.checkpoint_folder import steps
 from lowprec_train.train.construct import construct
 from lowprec_train.train.describe import Choice, MetaModel, Plans, backend, by_reference, device_name, versions
 from lowprec_train.train.diagnostics.profiling import Window
-from lowprec_train.train.diagnostics.snapshots import Snapshots, kept_history
+from lowprec_train.train.diagnostics.snapshots import Snapshots, recorded_history
 from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
 from lowprec_train.train.distribute import Distribution, distribute
 from lowprec_train.train.exclusions import Choices, check_settings
@@ -363,14 +363,14 @@ def watch(
         with_stack=profile.stacks,
         profile_memory=profile.memory,
     )
-    snapshots = Snapshots(directory, device, rank=world.rank, asked=chosen)
+    snapshots = Snapshots(directory, device, rank=world.rank, on_request=chosen)
     watchers: list[Callable[[int], None]] = [HeapTrim(device), *others, window.begin_step, snapshots.begin_step]
 
     def begin_step(step: int) -> None:
         for each in watchers:
             each(step)
 
-    with kept_history(profile.allocations), closing(window), snapshots.of_failures():
+    with recorded_history(profile.allocations), closing(window), snapshots.of_failures():
         yield begin_step
 
 

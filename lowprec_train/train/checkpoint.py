@@ -137,7 +137,7 @@ class Checkpointer:
         self.finish()
         flat = _flatten(state)
         if only_finite and (bad := finite.found_anywhere(flat, self._group)):
-            raise CheckpointError(self._complaint(step, ValueError(f"NaN or infinity in {finite.told(bad)}")))
+            raise CheckpointError(self._complaint(step, ValueError(f"NaN or infinity in {finite.summary(bad)}")))
         if self._executor is None:
             self._write(flat, step)
             return
@@ -212,7 +212,7 @@ class Checkpointer:
         except (OSError, CheckpointException) as error:
             raise CheckpointError(f"cannot read checkpoint {path}: {_cause(error)}") from error
         if bad := finite.found_anywhere(flat, self._group):
-            raise CheckpointError(f"checkpoint {path} holds NaN or infinity: {finite.told(bad)}")
+            raise CheckpointError(f"checkpoint {path} holds NaN or infinity: {finite.summary(bad)}")
         for name in names:
             state[name].load_state_dict(
                 {key.removeprefix(f"{name}."): v for key, v in flat.items() if key.startswith(f"{name}.")}

@@ -116,10 +116,12 @@ class MetaModel:
             linear = model.get_submodule(name)
             assert isinstance(linear, Linear)
             cut = None if linear.split is None else linear.split.dim
-            weight_format = all_gather_format(recipe, linear.part, shards=shards, param_all_gather=form, split=cut)
+            weight_format = all_gather_format(
+                recipe, linear.shard_shape, shards=shards, param_all_gather=form, split=cut
+            )
             found[name] = compile_plan(
                 recipe,
-                linear.part,
+                linear.shard_shape,
                 self.tokens,
                 device,
                 dtype=model.dtype,
@@ -164,11 +166,11 @@ def tables(meta: MetaModel, plans: Sequence[Plans], device: torch.device) -> lis
     and what it saves.
     """
     first, *later = (effective(phase.recipes, each) for phase, each in zip(meta.phases, plans, strict=True))
-    tables: list[dict[str, Any]] = [first]
+    found: list[dict[str, Any]] = [first]
     for phase, table in zip(meta.phases[1:], later, strict=True):
         activations = saved(meta.model, phase.saved_activations, device)
-        tables.append({"first_step": phase.first_step, "linears": table, "saved": activations})
-    return tables
+        found.append({"first_step": phase.first_step, "linears": table, "saved": activations})
+    return found
 
 
 def saved(model: Transformer, policy: SavedActivationPolicy, device: torch.device) -> dict[str, str]:

@@ -64,7 +64,9 @@ class Choices:
 
     def _check_apex_norms(self, device: torch.device) -> None:
         if device.type != "cuda":
-            raise ValueError(f"model.norm_backend=apex needs a CUDA GPU, and this run is on {device}; use own")
+            raise ValueError(
+                f"model.norm_backend=apex needs a CUDA GPU, and this run is on {device}; use model.norm_backend=own"
+            )
         for phase in self.phases:
             if (saved := phase.saved_activations.norm) is not None:
                 raise ValueError(f"norms that save {saved} need model.norm_backend=own, not apex")

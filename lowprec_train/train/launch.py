@@ -142,7 +142,7 @@ def _named(store: dist.Store, processes: int, timeout: timedelta) -> str:
     return name
 
 
-def everyone() -> dist.ProcessGroup | None:
+def default_group() -> dist.ProcessGroup | None:
     """Return the default group, for host tensors on the main threads of all ranks; None for one process."""
     return dist.group.WORLD if dist.is_initialized() else None
 

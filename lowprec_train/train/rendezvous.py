@@ -39,13 +39,13 @@ MOST = 4  # differing keys that an error lists
 class Rendezvous:
     """The ranks of one launch, connected by a store.
 
-    store: with keys of this launch only. again: opens another connection to it, for a thread that must not wait for
+    store: with keys of this launch only. connect: opens another connection to it, for a thread that must not wait for
     requests of other threads.
     """
 
-    def __init__(self, world: World, store: dist.Store, again: Callable[[], dist.Store] | None = None) -> None:
+    def __init__(self, world: World, store: dist.Store, connect: Callable[[], dist.Store] | None = None) -> None:
         self.world, self.store = world, store
-        self.again = again or (lambda: store)
+        self.connect = connect or (lambda: store)
 
     def all(self, key: str) -> list[str]:
         """Return what each rank has stored as `key/RANK`, in rank order. Raises ValueError if ranks are missing."""

@@ -97,7 +97,7 @@ def test_a_skipped_step_leaves_every_bit(library):
         (AdamWRule(clip_updates=True), Codecs(), "without update clipping"),
         (Muon(), Codecs(), "without update clipping"),
         (AdamWRule(), Codecs(moments=(scaled("E4M3"), scaled("FP16"))), "in FP32, not as E4M3"),
-        (AdamWRule(), Codecs(), "computes on CUDA GPUs, and this run is on cpu"),
+        (AdamWRule(), Codecs(), "needs a CUDA GPU, and this run is on cpu"),
     ],
 )
 def test_what_it_cannot_do_is_refused(library, rule, codecs, says):
@@ -108,7 +108,7 @@ def test_what_it_cannot_do_is_refused(library, rule, codecs, says):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ("optim=apex_adamw", "optim.backend=apex computes on CUDA GPUs"),
+        ("optim=apex_adamw", "optim.backend=apex needs a CUDA GPU"),
         ("optim=apex_adamw optim/moment@optim.first_moment=bf16", "keeps moments and weights in FP32"),
         ("optim.backend=banana", "optim.backend='banana' is not one of own, apex"),
         ("model.norm_backend=apex", "model.norm_backend=apex needs a CUDA GPU"),

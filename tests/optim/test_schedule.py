@@ -58,7 +58,7 @@ def test_whole_run_may_decay():
         (WarmupLinear, {"peak": 1.0, "steps": 10, "warmup_fraction": 1.0}, "1.0"),
         (WarmupLinear, {"peak": 1.0, "steps": 10, "final_fraction": 1.5}, "1.5"),
         (WarmupStableDecay, {"peak": 1.0, "steps": 10, "warmup_steps": 6, "decay_steps": 5}, "decay 5"),
-        (WarmupStableDecay, {"peak": 1.0, "steps": 3}, "decay 0"),
+        (WarmupStableDecay, {"peak": 1.0, "steps": 2}, "decay 0"),
         (WarmupStableDecay, {"peak": 1.0, "steps": 10, "shape": "cube"}, "cube"),
         (WarmupStableDecay, {"peak": 1.0, "steps": 10, "decay_steps": 1, "decay_fraction": 0.3}, "1 and 0.3"),
     ],
@@ -79,6 +79,7 @@ def test_negative_step_is_an_error():
     [
         (WarmupStableDecay(peak=1.0, steps=100, warmup_steps=5, decay_steps=30), (70,)),
         (WarmupStableDecay(peak=1.0, steps=100, decay_fraction=0.2), (80,)),
+        (WarmupStableDecay(peak=1.0, steps=100), (80,)),
         (WarmupStableDecay(peak=1.0, steps=100, decay_steps=100), ()),
         (WarmupCosine(peak=1.0, steps=100, warmup_steps=5), ()),
     ],

@@ -37,7 +37,7 @@ def broken(work: Work) -> Built:
 
 def test_categories_are_the_bytes_of_known_tensors():
     known = Contestant(name="known", build=two_layers, baseline=True)
-    row = memory.look(known, WORK, [4], rounds=1, warm_up=1)
+    row = memory.measure_one(known, WORK, [4], rounds=1, warm_up=1)
     matrices = 4 * (N * K + N)
     assert (row["parameters"], row["gradients"]) == (matrices, matrices)
     batch = 2 * 8 * 4 * 32 + 4 * 4 * K  # tokens, targets, x
@@ -95,7 +95,7 @@ def test_the_table_and_the_figure_come_from_the_json(tmp_path, capsys):
     ("options", "said"),
     [
         (["--arm", "coat alone"], "'coat alone': every run is alone on its GPU"),
-        (["--limit", "80"], "--limit 80 is no size; one is written as 24GiB"),
+        (["--limit", "80"], "--limit 80 is not a size; write for example 24GiB"),
         (["--batches", "4,0"], "'0' is not a whole number above 0"),
     ],
 )

@@ -98,7 +98,7 @@ def test_models_are_names_or_sizes():
     assert WORK.sizes == {"vocab_size": 128, "dim": 64, "layers": 2, "heads": 2, "ffn": 128}
     with pytest.raises(ValueError, match="no model 'llama_8b'"):
         configuration.model_overrides("llama_8b")
-    with pytest.raises(ValueError, match="gpt_tiny is none"):
+    with pytest.raises(ValueError, match="gpt_tiny is not"):
         _ = replace(WORK, model="gpt_tiny").sizes
 
 
@@ -209,7 +209,7 @@ def test_contestants_apart_take_turns_in_processes_of_their_own():
 
 
 def test_a_child_that_dies_is_a_row():
-    apart = turns.Apart(replace(named("dies"), build=of_process), replace(WORK, batch=3), 1)
+    apart = turns.InChildProcess(replace(named("dies"), build=of_process), replace(WORK, batch=3), 1)
     assert apart.turn()[1] == 0 and apart.turn()[0] > 0
     with pytest.raises(turns.ChildError, match="its process ended with exit code -9"):
         apart.turn()

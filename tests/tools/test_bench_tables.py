@@ -142,7 +142,7 @@ def test_the_table_is_made_again_from_json(tmp_path, capsys):
 def test_what_is_no_result_is_refused(tmp_path, capsys):
     (tmp_path / "other.json").write_text("{}")
     assert cli.main(["bench", "report", str(tmp_path / "other.json")]) == 2
-    assert "no result of `lowprec bench`" in capsys.readouterr().err
+    assert "is not a result of `lowprec bench`" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

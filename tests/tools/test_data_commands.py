@@ -95,7 +95,7 @@ def test_check(prefix, tmp_path, capsys):
     assert lowprec("inspect-data", tmp_path / "all", "--check") == 1
     out = capsys.readouterr().out
     assert (
-        "/all.bin is not the file that the manifest tells of\ntoken 400 is outside the vocabulary of 384\n1 doc" in out
+        "/all.bin is not the file that the manifest describes\ntoken 400 is outside the vocabulary of 384\n1 doc" in out
     )
 
 
@@ -121,7 +121,7 @@ def test_again_and_interrupted(text, prefix, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(tokenising, "_encode", lambda chunk: (_ for _ in ()).throw(KeyboardInterrupt))
         assert lowprec(*command, tmp_path / "new") == 130
-    assert "interrupted; the same command goes on" in capsys.readouterr().out
+    assert "interrupted; run the same command to resume" in capsys.readouterr().out
     assert lowprec(*command, tmp_path / "new") == 0
     for ending in ("bin", "idx"):
         assert (tmp_path / f"new.{ending}").read_bytes() == prefix.with_suffix(f".{ending}").read_bytes()

@@ -176,7 +176,7 @@ def test_the_command_prints_the_time_and_refuses_an_unknown_device(capsys):
     assert cli.main(asked) == 0
     assert "--device NAME adds the time of a step; measured rates: h200" in capsys.readouterr().out
     assert cli.main([*asked, "--device", "b300"]) == 2
-    assert "--device b300: rates were measured of h200 only" in capsys.readouterr().err
+    assert "--device b300: there are measured rates for h200 only" in capsys.readouterr().err
 
 
 def test_tokens_a_second_are_those_of_the_step():

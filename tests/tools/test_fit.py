@@ -3,7 +3,16 @@
 import pytest
 
 from lowprec_train.tools import cli
-from lowprec_train.tools.estimate.fit import AGAIN, AWAY, FREED, INPUTS, SHARE, choices, fits, parse_size
+from lowprec_train.tools.estimate.fit import (
+    FREED,
+    OFFLOAD_INPUTS,
+    OFFLOAD_STATES,
+    RECOMPUTE,
+    SHARE,
+    choices,
+    fits,
+    parse_size,
+)
 from lowprec_train.tools.estimate.report import estimate
 from lowprec_train.train.compose import composed
 
@@ -20,7 +29,7 @@ def test_sizes(size):
     if size in known:
         assert parse_size(size) == known[size]
         return
-    with pytest.raises(ValueError, match=f"--fit {size} is no size; one is written as 24GiB"):
+    with pytest.raises(ValueError, match=f"--fit {size} is not a size; write for example 24GiB"):
         parse_size(size)
 
 
@@ -82,7 +91,7 @@ def test_a_run_that_is_refused_anyway_is_an_error():
 
 def test_nothing_is_proposed_that_apex_does_not_compute():
     proposed = {each for settings in choices(["optim=apex_adamw"]) for each in settings}
-    assert proposed == {*FREED, AGAIN, AWAY, INPUTS}
+    assert proposed == {*FREED, RECOMPUTE, OFFLOAD_STATES, OFFLOAD_INPUTS}
 
 
 def test_micro_batches_that_tiles_do_not_divide_are_passed_over(monkeypatch):

@@ -1,9 +1,9 @@
 """The rows of `lowprec bench kernels`: the op, its inputs, and the bytes that it must move.
 
-A memory-bound kernel is judged by the bytes that must move: its inputs once, its outputs once, and its first input
-`passes` times. A second pass is needed where a maximum over more than one row has to be known before the first code is
-made; one row, or a tile of 128 x 128, fits on the chip. Sizes of inputs and outputs come from the op's own fake kernel,
-on the meta device, so scales and all are counted.
+A memory-bound kernel is compared with the bytes that must move: outputs and inputs once, and its first input `passes`
+times. A second pass is needed if the amax over more than one row must be known before the first code is written; one
+row, or a tile of 128 x 128, fits on the chip. Sizes of inputs and outputs come from the op's fake kernel on the meta
+device, so scales are included.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SHAPES = {  # LLaMA 7B, 16,384 tokens
 ACTIVATIONS = ("hidden", "ffn", "gate_up")
 WEIGHTS = ("weight",)
 SEED, BLOCK, GROUP, SEGMENTS = 7, 128, 128, 8
-EPS, KEPT = 1e-5, ("E4M3", 16)  # format and group in which norms and activations keep their inputs
+EPS, KEPT = 1e-5, ("E4M3", 16)  # format and group in which norms and activations save their inputs
 ops = torch.ops.lowprec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """op: name in the schema. inputs: tensors of an [m, k] problem on a device. call: the op on them."""
+    """op: name in the schema. inputs: makes the tensors of an [m, k] problem on a device. call: runs the op on them."""
 
     name: str
     op: str
@@ -43,7 +43,7 @@ class Case:
     shapes: tuple[str, ...] = ACTIVATIONS
 
     def moved(self, rows: int, columns: int) -> int:
-        """Bytes that must move."""
+        """Return the bytes that must move."""
         inputs = self.inputs(rows, columns, torch.device("meta"))
         outputs = self.call(*inputs)
         outputs = outputs if isinstance(outputs, list | tuple) else (outputs,)
@@ -51,7 +51,7 @@ class Case:
 
 
 def size(tensors: Any) -> int:
-    """Bytes of those that are there."""
+    """Return the bytes of the tensors that are not None."""
     return sum(each.nbytes for each in tensors if each is not None)
 
 
@@ -92,7 +92,7 @@ def _with_folds(m: int, k: int, device: torch.device) -> Inputs:
 
 
 def _codes(format: str, tile: tuple[int, int], rule: str = "POW2", scales: bool = True) -> Callable[..., Inputs]:
-    """Codes of random values, with their scales or alone."""
+    """Return a function that makes codes of random values, with or without scales."""
 
     def made(m: int, k: int, device: torch.device) -> Inputs:
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
@@ -204,7 +204,7 @@ def _quantisers() -> Iterator[Case]:
 
 
 def _parts() -> Iterator[Case]:
-    """What a rank does to its part of a matrix, with the amax of the whole."""
+    """Yield ops on a rank's shard of a matrix, with the amax of the whole matrix."""
 
     def with_amax(tile: tuple[int, int]) -> Callable[[int, int, torch.device], Inputs]:
         def made(m: int, k: int, device: torch.device) -> Inputs:
@@ -321,7 +321,7 @@ def _methods() -> Iterator[Case]:
 
 
 def _kept(op: str, *of_matrix: int) -> Callable[[int, int, torch.device], Inputs]:
-    """Inputs of a backward op: dy, and the outputs of its forward op at the places `of_matrix`."""
+    """Return a function that makes the inputs of a backward op: dy, and its forward op's outputs at `of_matrix`."""
 
     def made(m: int, k: int, device: torch.device) -> Inputs:
         doubled = 2 * k if op == "quantized_gated_silu" else k
@@ -344,7 +344,7 @@ def _half_and_whole(m: int, k: int, device: torch.device) -> Inputs:
 
 
 def _producers() -> Iterator[Case]:
-    """Norms and activations that keep codes: one read of the input, whatever they compute."""
+    """Yield norms and activations that save codes; they read their input once."""
     hidden, ffn, gate_up, name = ("hidden",), ("ffn",), ("gate_up",), "E4M3 in 16"
     yield Case(name="", op="gated_silu", inputs=_values(), call=lambda x: ops.gated_silu(x), shapes=gate_up)
     yield Case(

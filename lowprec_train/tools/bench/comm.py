@@ -1,11 +1,11 @@
-"""`lowprec bench comm`: time of gradient reductions by payload, beside the library's own in FP32 and BF16.
+"""`lowprec bench comm`: time of gradient reductions by codec, compared with the library's in FP32 and BF16.
 
 All start from a flat FP32 buffer of one layer's gradients on every rank and end in FP32, so a library sum in BF16 is
-timed with its two casts: that is what a BF16 reduction costs a training step. Contestants take turns, one call each,
-round after round, all ranks starting together; a call takes as long as it takes the slowest rank.
+timed with its two casts, as in a training step. Contestants take turns, one call per round, and all ranks start
+together. The time of a call is that of the slowest rank.
 
-What is wrong with each result is measured once: 10 log10 of the signal over the error, against an FP32 sum; none
-where the bits are its own.
+The SQNR of each result is measured once: 10 log10 of the signal over the error, relative to an FP32 sum; None for
+bit-equal results.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class Contestant:
 
 
 def layer(model: str) -> Shapes:
-    """The matrices of the first block of a model's configuration."""
+    """Return the shapes of the matrices in the first block of a model configuration."""
     laid_out: Transformer = build.layout(composed(f"model={model}")).model
     named = laid_out.blocks[0].named_parameters()
     return {name: tuple(parameter.shape) for name, parameter in named if parameter.ndim >= 2}
 
 
 def measure(device: torch.device, shapes: Shapes, *, rounds: int = 20, warm_up: int = 3) -> dict[str, Any]:
-    """Rows by collective and payload; the same on every rank. Called by all ranks of the default group together."""
+    """Return rows by collective and codec, the same on every rank. All ranks of the default group must call it."""
     rows: list[dict[str, Any]] = []
     for kind in KINDS:
         ranks = dist.get_world_size()
@@ -71,17 +71,17 @@ def measure(device: torch.device, shapes: Shapes, *, rounds: int = 20, warm_up: 
 
 
 def gradients(size: int, device: torch.device) -> Tensor:
-    """Normal numbers, others on each rank, 1e-3 large."""
+    """Return normal values with standard deviation 1e-3, different on each rank."""
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     return torch.randn(size, generator=generator, device=device).mul_(1e-3)
 
 
 def contestants(kind: str, layout: FlatLayout, ranks: int, device: torch.device) -> list[Contestant]:
-    """FP32 in rank order is the first: what the others are held against."""
+    """Return the contestants. The first is FP32 in rank order, the reference of the others."""
     sent_by = getattr(collectives, f"{kind}_bytes")
     codecs: dict[str, GradCodec] = {format.name: BlockScaledCodec(format) for format in (FP32, BF16, E4M3, E5M2)}
     codecs["shared-scale E4M3"] = SharedScaleCodec()
-    mu = torch.tensor(1.0 / ranks, device=device)  # nothing saturates
+    mu = torch.tensor(1.0 / ranks, device=device)  # no value saturates
     collective = getattr(collectives, kind)
     *found, shared = [
         Contestant(
@@ -96,7 +96,7 @@ def contestants(kind: str, layout: FlatLayout, ranks: int, device: torch.device)
 
 
 def _library(kind: str, layout: FlatLayout, ranks: int, dtype: torch.dtype) -> Contestant:
-    """NCCL's or gloo's own sum."""
+    """Return the sum by NCCL or gloo."""
 
     def reduce(flat: Tensor) -> Tensor:
         sent = flat.to(dtype, copy=True)
@@ -116,7 +116,7 @@ def _library(kind: str, layout: FlatLayout, ranks: int, dtype: torch.dtype) -> C
 def _turns(
     found: Sequence[Contestant], flat: Tensor, device: torch.device, rounds: int, warm_up: int
 ) -> list[dict[str, Any]]:
-    """A row each. Who fails, fails on all ranks: with the same sizes on the same back end."""
+    """Return a row for each contestant. A failure occurs on all ranks: sizes and back end are the same."""
     rows = {each.name: {"kind": each.kind, "name": each.name, "sent": each.sent} for each in found}
     exact, alive = found[0].reduce(flat), []
     for each in found:
@@ -137,7 +137,7 @@ def _turns(
 
 
 def _slowest(contestant: Contestant, flat: Tensor, device: torch.device) -> float:
-    """Milliseconds of one call on the rank that takes longest."""
+    """Return the milliseconds of one call on the slowest rank."""
     dist.barrier()
     with Interval(device) as interval:
         contestant.reduce(flat)
@@ -147,7 +147,7 @@ def _slowest(contestant: Contestant, flat: Tensor, device: torch.device) -> floa
 
 
 def compared(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with GB/s that a rank sends, and how many times as fast as the library's BF16 they are."""
+    """Add to the rows the GB/s that a rank sends, and the speed relative to the library's BF16."""
     timed = [dict(row) for row in rows]
     baseline = {row["kind"]: row["ms"] for row in timed if row["name"] == BASELINE and "ms" in row}
     for row in (row for row in timed if "ms" in row):

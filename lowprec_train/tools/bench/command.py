@@ -41,7 +41,7 @@ examples:
 MODEL, BATCH, SEQ_LEN = "llama_7b_8layers", 8, 2048
 RECIPES = "fp8,fp4,mxfp4"
 LEAN = "optim=adamw_coat optim/master=bf16 optim.in_backward=true precision/saved_activations=coat"
-ARMS = ("bf16", "coat", "fp4_fold", f"fp4_fold {LEAN}")  # of memory: the last one is the leanest
+ARMS = ("bf16", "coat", "fp4_fold", f"fp4_fold {LEAN}")  # default arms of `memory`; the last has the smallest memory
 OUT = Path("bench")
 COMM_MINUTES = 5.0  # timeout of a collective
 
@@ -282,13 +282,13 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 
 def _eager(arguments: argparse.Namespace) -> list[str]:
-    """Overrides that make `lowprec estimate` describe the run as it is measured."""
+    """Return overrides with which `lowprec estimate` describes the measured run."""
     return ["compile='off'"] if arguments.eager else []
 
 
 @contextmanager
 def _ranks(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
-    """(world, device) within the process group of all ranks. Raises ValueError for one process."""
+    """Yield (world, device) within the process group of all ranks. Raises ValueError for one process."""
     import torch
 
     from lowprec_train.train import checks, launch, rendezvous
@@ -342,7 +342,7 @@ def _finish(arguments: argparse.Namespace, device: Any, name: str, measured: dic
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
-    """The command that repeats this measurement, without --out."""
+    """Return the command that repeats this measurement, without --out."""
     from lowprec_train.train import launch
 
     words = list(arguments)

@@ -1,4 +1,4 @@
-"""The models that are measured, as overrides of `train.py`."""
+"""The measured models, as overrides of `train.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from lowprec_train import config
 
 
 def model_overrides(model: str) -> list[str]:
-    """`llama_7b`, or sizes as in `dim=4096,heads=32,ffn=11008,layers=8`: a LLaMA, by default of 32,000 words."""
+    """Return overrides for `llama_7b`, or for sizes such as `dim=4096,heads=32,ffn=11008,layers=8`: a LLaMA model,
+    with a vocabulary of 32,000 by default.
+    """
     if "=" not in model:
         if model not in config.choices("model"):
             raise ValueError(f"no model {model!r}; there are {', '.join(config.choices('model'))}")
@@ -21,5 +23,5 @@ def model_overrides(model: str) -> list[str]:
 
 
 def model_name(model: str) -> str:
-    """A name without signs that Hydra or a file system would read."""
+    """Return a name without characters that are special in Hydra or a file system."""
     return model.replace("=", "").replace(",", "_")

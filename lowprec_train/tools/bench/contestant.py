@@ -1,7 +1,7 @@
 """A contestant of `lowprec bench step`: a name, a way to build a model, and a way to update its weights.
 
-All of them do the same `Work`: the same sizes, batch, token ids, attention call and optimizer. A contestant builds on
-the device that the work names, the meta device among them, where a mistake costs nothing.
+All contestants do the same `Work`: the same sizes, batch, token ids, attention call and optimizer. A contestant builds
+its model on the device of the work; on the meta device, this finds errors without cost.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Update = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What everyone does.
+    """The work of every contestant.
 
-    model: name of a configuration, or sizes (`configuration.model_overrides`). parameters: "bf16" or "fp32", of
-    matrices. clip: largest norm of the gradient, 0 for no clipping. overrides: for the trainer's own models.
-    micro_batches: of `batch` sequences, in a step.
+    model: name of a configuration, or sizes (`configuration.model_overrides`). parameters: dtype of matrices, "bf16" or
+    "fp32". clip: maximum gradient norm, 0 for no clipping. overrides: for the trainer's models. micro_batches: number
+    per step, of `batch` sequences each.
     """
 
     model: str
@@ -47,12 +47,12 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Number of tokens of one step."""
         return self.batch * self.seq_len * self.micro_batches
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the parameters that are matrices."""
+        """Dtype of the parameters that are matrices."""
         return DTYPES[self.parameters]
 
     @property
@@ -73,12 +73,12 @@ class Work:
         model = composed(*self.hydra).model
         parts = (model.attention, model.norm, model.activation, model.positions, model.bias, model.tied)
         if parts != ("causal", "rmsnorm", "swiglu", "rotary", False, False):
-            raise ValueError(f"the peers are LLaMAs, and {self.model} is none")
+            raise ValueError(f"the peers are LLaMA models, and {self.model} is not")
         return {name: getattr(model, name) for name in ("vocab_size", "dim", "layers", "heads", "ffn")}
 
     @cached_property
     def batch_of_tokens(self) -> Tensor:
-        """[batch, seq_len] int64, the same for everyone."""
+        """Token ids [batch, seq_len], int64, the same for every contestant."""
         generator = torch.Generator().manual_seed(self.seed)
         shape = (self.batch, self.seq_len)
         return torch.randint(self.sizes["vocab_size"], shape, generator=generator).to(self.device)
@@ -86,14 +86,14 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """A model on its device. loss(tokens, targets) -> 0-dim, called once a step."""
+    """A model on its device. loss(tokens, targets) -> 0-dim, called once per step."""
 
     module: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
 
 
 def fused_adamw(work: Work, module: nn.Module) -> Update:
-    """torch's fused AdamW in the parameters' dtype, as the peers are trained."""
+    """Return the update by torch's fused AdamW in the parameters' dtype, as for the peers."""
     parameters = list(module.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
@@ -108,8 +108,8 @@ def fused_adamw(work: Work, module: nn.Module) -> Update:
 
 @dataclass(frozen=True, kw_only=True)
 class Entrant(ABC):
-    """Who takes turns. baseline: BF16 throughout. needs: a package that may be missing. apart: lives in a process of
-    its own, and is picklable then.
+    """A contestant. baseline: computes in BF16 only. needs: a package that may be missing. apart: runs in a separate
+    process, and must be picklable.
     """
 
     name: str
@@ -119,19 +119,19 @@ class Entrant(ABC):
 
     @property
     def missing(self) -> str | None:
-        """Why it cannot take part; None when it can."""
+        """Why the contestant cannot run; None if it can."""
         if self.needs is None or importlib.util.find_spec(self.needs) is not None:
             return None
         return f"{self.needs} is not installed"
 
     @abstractmethod
     def stepper(self, work: Work) -> Step:
-        """A training step of it: forward, backward and update."""
+        """Return its training step: forward, backward and update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contestant(Entrant):
-    """One that trains a model on one device."""
+    """A contestant that trains a model on one device."""
 
     build: Callable[[Work], Built]
     update: Callable[[Work, nn.Module], Update] = fused_adamw
@@ -140,7 +140,7 @@ class Contestant(Entrant):
         return self.train(work)[1]
 
     def train(self, work: Work, forward_done: Callable[[], None] = lambda: None) -> tuple[nn.Module, Step]:
-        """The model and its step; `forward_done` hears of each forward pass."""
+        """Return the model and its step; the step calls `forward_done` after the forward pass."""
         built = self.build(work)
         update = self.update(work, built.module)
         tokens = work.batch_of_tokens
@@ -157,7 +157,7 @@ class Contestant(Entrant):
 
 
 def cast_matrices(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters of two dimensions and more; buffers and norms stay."""
+    """Cast parameters with two or more dimensions; buffers and norms keep their dtypes."""
     for parameter in module.parameters():
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
@@ -165,7 +165,7 @@ def cast_matrices(module: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def first_values(matrices: Iterable[Tensor], seed: int, std: float = 0.02) -> None:
-    """Normal weights, drawn where they lie: the trainer's own initialisation takes the host half a minute at 7B."""
+    """Draw normal weights on their device: the trainer's initialisation takes half a minute on the host at 7B."""
     for index, matrix in enumerate(matrices):
         if not matrix.is_meta:
             matrix.normal_(0.0, std, generator=torch.Generator(matrix.device).manual_seed(seed + index))

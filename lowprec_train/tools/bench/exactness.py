@@ -1,9 +1,9 @@
-"""How exactly FP8 tensor cores multiply FP4: error against FP64 products of the same codes.
+"""Errors of FP4 products on FP8 tensor cores, relative to FP64 products of the same codes.
 
-Products of E2M1 codes are multiples of 1/4 up to 36, so their sums are exact for as long as the accumulator holds them.
-Codes with a mean have sums that grow with K, and meet its end first. MXFP4 blocks whose exponents spread over 12
-binades are folded into FP8 carriers (docs/numerics.md), which is exact; what their products lose is the accumulator's.
-FOLD3's blocks fold into E4M3 alike.
+Products of E2M1 codes are multiples of 1/4 up to 36, so their sums are exact while the accumulator can represent them.
+Sums of codes with a nonzero mean grow with K and exceed it first. MXFP4 blocks whose exponents span 12 binades are
+folded exactly into FP8 carriers (docs/numerics.md); errors of their products come from the accumulator. FOLD3's blocks
+fold into E4M3 in the same way.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Operands = tuple[Quantized, Quantized]
 
 
 def measure(device: torch.device, *, lengths: Sequence[int] = LENGTHS, side: int = SIDE) -> list[dict[str, Any]]:
-    """One row a case and a reduction length: relative error under fast and under split accumulation, and `output`, the
-    error that rounding the exact result to the output's dtype leaves.
+    """Return one row per case and reduction length: relative error with fast and with split accumulation, and `output`,
+    the error of rounding the exact result to the output's dtype.
     """
     rows = []
     for name, make, dtype in cases():
@@ -44,7 +44,7 @@ def measure(device: torch.device, *, lengths: Sequence[int] = LENGTHS, side: int
 
 
 def cases() -> Iterator[tuple[str, Callable[[int, int, torch.device], Operands], torch.dtype]]:
-    """(name, operands of side x k, output dtype)."""
+    """Yield (name, operands of side x k, output dtype)."""
     yield "E2M1 codes, unit scales, FP32 output", _unit(0.0), torch.float32
     yield "E2M1 codes with a mean, unit scales, FP32 output", _unit(1.0), torch.float32
     yield "E2M1 codes, row-wise scales, BF16 output", _rows, torch.bfloat16
@@ -63,12 +63,12 @@ def _errors(a: Quantized, b: Quantized, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def relative(value: Tensor, exact: Tensor) -> float:
-    """Norm of the difference over the norm."""
+    """Return the norm of the difference over the norm."""
     return float((value.double() - exact).norm() / exact.norm())
 
 
 def _unit(mean: float) -> Callable[[int, int, torch.device], Operands]:
-    """Codes alone, under scales of one."""
+    """Return codes with unit scales."""
 
     def make(side: int, k: int, device: torch.device) -> Operands:
         one = torch.ones(1, 1, device=device)
@@ -86,7 +86,7 @@ def _rows(side: int, k: int, device: torch.device) -> Operands:
 
 
 def _ladder(*, unit: bool) -> Callable[[int, int, torch.device], Operands]:
-    """Carriers of blocks on the ladder, under their rows' scales or alone."""
+    """Return carriers of ladder blocks, with row scales or without."""
 
     def make(side: int, k: int, device: torch.device) -> Operands:
         quantizer = Quantizer(E2M1, (1, 16), ScaleRule.LADDER, exponent_span=SPAN, candidates=Candidates.MSE)
@@ -103,7 +103,7 @@ def _ladder(*, unit: bool) -> Callable[[int, int, torch.device], Operands]:
 
 
 def _folded(side: int, k: int, device: torch.device) -> Operands:
-    """Folded codes; raises ArithmeticError should folding change a value."""
+    """Return folded codes. Raises ArithmeticError if folding changes a value."""
     made = []
     for exponent_span, carrier in zip(SPANS, ("E5M2", "E4M3"), strict=True):
         powers = torch.randint(-BINADES, 1, (side, k // 32), device=device).float().exp2().repeat_interleave(32, 1)

@@ -1,8 +1,7 @@
-"""`lowprec bench gemm`: how fast the tensor cores multiply in each format, and how exactly.
+"""`lowprec bench gemm`: speed and exactness of tensor cores in each format.
 
-Speeds are of the GEMM alone, on codes of random data (zeros would draw less power and run faster). Exactness is the
-error against FP64 products of the very codes that went in: what the accumulator loses, and nothing else
-(`exactness.py`).
+Speeds are of the GEMM only, on codes of random data (zeros would draw less power and run faster). Exactness is the
+error relative to FP64 products of the same codes, so only the error of the accumulator (`exactness.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ Codes = tuple[Tensor, Tensor]
 def measure(
     device: torch.device, *, shapes: Sequence[Shape] = SHAPES, clock: Clock | None = None, exact: bool = True
 ) -> dict[str, Any]:
-    """`rows`: TFLOP/s by kind at each shape. `exactness`: error by case, reduction length and accumulation."""
+    """Return `rows`: TFLOP/s by kind and shape, and `exactness`: error by case, reduction length and accumulation."""
     clock = clock or Clock(device)
     rows = [_row(clock, shape) for shape in shapes]
     return {"rows": rows, "exactness": exactness.measure(device) if exact else []}
@@ -50,13 +49,13 @@ def _row(clock: Clock, shape: Shape) -> dict[str, Any]:
     for name, make in kinds(a, b):
         try:
             tflops[name] = 2 * m * k * n / clock.median_ms([make()]) / 1e9
-        except Exception as error:  # a format that this GPU has not
+        except Exception as error:  # the GPU does not support this format
             errors[name] = cause(error)
     return {"shape": list(shape), "tflops": tflops, "errors": errors}
 
 
 def kinds(a: Tensor, b: Tensor) -> Iterator[tuple[str, Callable[[], Callable[[], Tensor]]]]:
-    """(name, what makes the operands of a[m, k] @ b[n, k]^T and returns the GEMM on them)."""
+    """Yield (name, function that makes the operands of a[m, k] @ b[n, k]^T and returns the GEMM on them)."""
     yield "BF16", lambda: lambda: a @ b.t()
     for scaling, tile in (("tensor-wise", TENSOR), ("row-wise", ROW)):
         for name, fast in (("fast", True), ("split", False)):
@@ -93,7 +92,7 @@ def _columns_first(scale: Tensor) -> Tensor:
 
 
 def _padded(scale: Tensor) -> Tensor:
-    """cuBLASLt reads the scales of 128 x 128 blocks along k, in fours."""
+    """Pad scales of 128 x 128 blocks: cuBLASLt reads them along k in groups of four."""
     return F.pad(scale, (0, -scale.shape[1] % 4)).t()
 
 

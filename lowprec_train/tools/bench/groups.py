@@ -25,12 +25,12 @@ class Memory:
     step: int
 
     def fits(self, budget: int) -> int:
-        """Number of contestants that fit in `budget` bytes, at least one."""
+        """Return the number of contestants that fit in `budget` bytes, at least one."""
         return max(1, (budget - self.step) // self.resident)
 
 
 def memory(sizes: Mapping[str, int], work: Work) -> Memory:
-    """Estimated memory of a BF16 step: 2 (10 dim + 4 ffn) bytes per token and layer, and 10 bytes per logit.
+    """Return the estimated memory of a BF16 step: 2 (10 dim + 4 ffn) bytes per token and layer, and 10 bytes per logit.
 
     The estimate is within 15 % of the measured memory of compiled BF16 blocks.
     """
@@ -41,7 +41,7 @@ def memory(sizes: Mapping[str, int], work: Work) -> Memory:
 
 
 def count(sizes: Mapping[str, int]) -> int:
-    """Number of parameters of a LLaMA model, without norms."""
+    """Return the number of parameters of a LLaMA model, without norms."""
     block = 4 * sizes["dim"] ** 2 + 3 * sizes["dim"] * sizes["ffn"]
     return 2 * sizes["vocab_size"] * sizes["dim"] + sizes["layers"] * block
 

@@ -1,7 +1,7 @@
-"""`lowprec bench kernels`: time and bandwidth of every op and of the optimizer's step, beside a plain copy.
+"""`lowprec bench kernels`: time and bandwidth of every op and of the optimizer's step, compared with a device copy.
 
-The copy is measured first, in the same run: a kernel that moves only the bytes it must, as fast as a copy moves them,
-is as fast as it can be. The optimizers are measured through their own objects, on one matrix.
+The copy is measured first, in the same run. A kernel that moves only the necessary bytes at the copy's bandwidth cannot
+be faster. Optimizers are measured by their `step`, on one matrix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowprec_train.train import build_optimizer
 from lowprec_train.train.compose import composed
 
 COPY_BYTES = 8 << 30  # read and written together
-OPTIMIZERS = {  # optim=... -> passes over gradient and state: a scale per tensor wants the maximum of what is new first
+OPTIMIZERS = {  # optim=... -> passes over gradient and state: a per-tensor scale needs the new amax first
     "adamw": 1,
     "adamw_coat": 1,
     "adamw_fp8lm": 2,
@@ -40,7 +40,7 @@ def measure(
     copy_bytes: int = COPY_BYTES,
     clock: Clock | None = None,
 ) -> dict[str, Any]:
-    """Rows of all cases whose "op name" matches the pattern `only`."""
+    """Return rows of all cases whose "op name" matches the pattern `only`."""
     clock = clock or Clock(device)
     copy = copy_gbs(clock, copy_bytes)
     live = live_kernels(device)
@@ -54,12 +54,12 @@ def measure(
 
 
 def matches(name: str, pattern: str) -> bool:
-    """A shell pattern, or any part of the name."""
+    """Return whether a name matches a shell pattern or contains it."""
     return fnmatch.fnmatch(name, pattern) or pattern in name
 
 
 def copy_gbs(clock: Clock, total: int) -> float:
-    """GB/s, read and written, of a copy within the device."""
+    """Return the GB/s, read plus written, of a copy within the device."""
     source = torch.randint(-(2**31), 2**31 - 1, (total // 8,), dtype=torch.int32, device=clock.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / clock.median_ms([lambda: target.copy_(source)]) / 1e6
@@ -72,13 +72,13 @@ def _row(clock: Clock, case: Case, shape: tuple[int, int], copy: float, kernel: 
         first = case.inputs(*shape, clock.device)
         inputs = [first, *(case.inputs(*shape, clock.device) for _ in range(copies(size(first), clock.device) - 1))]
         ms = clock.median_ms([lambda each=each: case.call(*each) for each in inputs])  # type: ignore[misc]
-    except Exception as error:  # one kernel that fails leaves the others their rows
+    except Exception as error:  # the other kernels are still measured
         return row | {"error": cause(error)}
     return row | speed(row["bytes"], ms, copy)
 
 
 def speed(moved: int, ms: float, copy: float) -> Row:
-    """Time, bandwidth by the bytes that must move, and its share of the copy's."""
+    """Return time, bandwidth by the necessary bytes, and its share of the copy's bandwidth."""
     gbs = moved / ms / 1e6
     return {"ms": ms, "gbs": gbs, "of_copy": gbs / copy}
 
@@ -111,7 +111,7 @@ def _stepping(optimizer: CodedOptimizer) -> Any:
 
 
 def _step_row(name: str, parameter: nn.Parameter, kept: int, passes: int, step: Any, clock: Clock, copy: float) -> Row:
-    """Gradient and state read `passes` times, state written once."""
+    """Return the row of an optimizer that reads gradient and state `passes` times and writes the state once."""
     row: Row = {"op": "AdamW", "case": name, "shape": list(parameter.shape), "kernel": ""}
     assert parameter.grad is not None
     row["bytes"] = passes * (parameter.grad.nbytes + kept) + kept

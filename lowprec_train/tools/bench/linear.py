@@ -1,7 +1,7 @@
-"""`lowprec bench linear`: one linear layer forward and backward under several recipes: rounding and three GEMMs.
+"""`lowprec bench linear`: one linear layer forward and backward with several recipes: quantisation and three GEMMs.
 
-What a recipe's GEMMs gain it may lose again in rounding their operands; a layer alone shows the sum of both. Layers are
-compiled as a block is, contestants take turns, and each measures in BF16 parameters and gradients.
+The time that faster GEMMs save may be lost again in quantisation of the operands; one layer shows the sum of both.
+Layers are compiled as in a block, contestants take turns, and all use BF16 parameters and gradients.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ BASELINE = "bf16"
 
 
 def recipe(name: str) -> LinearRecipe:
-    """What `+recipe=<name>` gives the first linear layers of its policy. Raises ValueError for an unknown recipe."""
+    """Return the first recipe in the policy of `+recipe=<name>`. Raises ValueError for an unknown recipe."""
     policy = composed(f"+recipe={name}").precision.policy
     return next(iter(build.recipes(policy, {}).values()))
 
 
 def recipes(names: Sequence[str]) -> dict[str, LinearRecipe]:
-    """By name; BF16 is always among them."""
+    """Return recipes by name, always with BF16."""
     return {name: recipe(name) for name in dict.fromkeys((BASELINE, *names))}
 
 
@@ -45,7 +45,7 @@ def measure(
     rounds: int = 15,
     compiled: bool = True,
 ) -> dict[str, Any]:
-    """`rows`: milliseconds of a forward and a backward pass by recipe, for each shape."""
+    """Return `rows`: milliseconds of a forward and a backward pass by recipe, for each shape."""
     return {"tokens": tokens, "rows": [_row(device, recipes, shape, tokens, rounds, compiled) for shape in shapes]}
 
 
@@ -64,7 +64,7 @@ def _row(
             passes[name] = _pass(device, each, shape, tokens, compiled)
             for _ in range(3):
                 passes[name]()
-        except Exception as error:  # a recipe that this machine cannot compute
+        except Exception as error:  # this machine does not support the recipe
             errors[name] = cause(error)
             passes.pop(name, None)
     intervals: dict[str, list[Interval]] = {name: [] for name in passes}

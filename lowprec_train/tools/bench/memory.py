@@ -1,18 +1,18 @@
-"""`lowprec bench memory`: what a training step holds, by category, for recipes and peers one after another.
+"""`lowprec bench memory`: memory of a training step by category, for recipes and peers one after another.
 
-A step is watched at marks: after the forward pass of each block of ours, at the loss, when each gradient is there,
-after the update. At each of them, in bytes,
+Memory is recorded at marks: after the forward pass of each block (of our models), at the loss, when each gradient is
+accumulated, and after the update. At each mark, in bytes:
 
     parameters         with buffers
-    optimizer states   what stands between steps, less the parameters
+    optimizer states   allocated between steps, minus the parameters
     gradients          in `.grad`
-    activations        the rest of what is allocated: saved for the backward pass, or in use
-    transient          beyond these: the most that was allocated since the mark before, and is free again
+    activations        other allocated memory: saved for the backward pass, or in use
+    transient          peak since the previous mark, minus what is allocated now
 
-`activations` of a row is that category at the loss, `peak` the most of the whole step. These are the columns of COAT's
-table 7 (arXiv 2410.19313). The largest micro-batch follows from the line through the peaks of two of them.
+`activations` of a row is that category at the loss, `peak` the maximum over the step. These are the columns of COAT's
+table 7 (arXiv 2410.19313). The largest micro-batch follows from the line through the peaks of two micro-batch sizes.
 
-On a GPU each contestant lives in a process of its own, and the allocator is asked. On a CPU storages are counted.
+On a GPU each contestant runs in a separate process, and numbers come from the allocator. On a CPU storages are counted.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Run(Entrant):
         return self.train(work)[1]
 
     def train(self, work: Work, forward_done: Callable[[], None] = lambda: None) -> tuple[nn.Module, Step]:
-        """The model and its step; `forward_done` hears of each forward pass."""
+        """Return the model and its step; the step calls `forward_done` after the forward pass."""
         trainer = self.arm.trainer(work, ALONE)
         trainer.model.head.register_forward_hook(lambda *_: forward_done())  # type: ignore[union-attr, operator]
         return trainer.model, self.arm.stepping(trainer)
 
     def facts(self, work: Work) -> Row:
-        """What `lowprec estimate` says of its peak."""
+        """Return the peak that `lowprec estimate` predicts."""
         return {"estimated": self.arm.estimate(work, 1)["memory"]["total"]}
 
 
@@ -67,17 +67,17 @@ Measurable = Contestant | Run
 
 
 class Counter(Protocol):
-    """Bytes of a device."""
+    """Counts the bytes allocated on a device."""
 
     def allocated(self) -> int: ...
 
     def peak(self) -> int:
-        """The most since the last call."""
+        """Return the peak since the last call."""
         ...
 
 
 class Allocator:
-    """The GPU's."""
+    """Counter of torch's caching allocator on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -92,7 +92,7 @@ class Allocator:
 
 
 class Marks:
-    """Of one step. base: bytes that were allocated before the contestant was built."""
+    """The marks of one step. Bytes that were allocated before the constructor are not included."""
 
     def __init__(self, counter: Counter) -> None:
         self._counter, self._base, self._standing, self._parameters = counter, counter.allocated(), 0, 0
@@ -105,7 +105,7 @@ class Marks:
 
     @contextmanager
     def watching(self, module: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """One step of `module`, which holds no gradients now. blocks: of it, whose forward passes are marked."""
+        """Record one step of `module`, which has no gradients at the start. blocks: whose forward passes get a mark."""
         self.found, self._module = [], module
         self._parameters = sum(_sizes([*module.parameters(), *module.buffers()]).values())
         self._standing = self._counter.allocated() - self._base
@@ -130,13 +130,13 @@ class Marks:
 
 
 def _sizes(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Bytes of each storage."""
+    """Return the bytes of each storage by its address."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
 
 
 def contestants(arms: Sequence[str], peers: Sequence[Contestant]) -> list[Measurable]:
-    """The BF16 baseline first. Raises ValueError for an arm that does not parse, and for `alone`, which all are."""
+    """Return the contestants, the BF16 baseline first. Raises ValueError for an invalid arm, or one with `alone`."""
     parsed = [Arm.parse(text) for text in arms]
     if alone := next((each for each in parsed if each.alone), None):
         raise ValueError(f"{str(alone)!r}: every run is alone on its GPU")
@@ -157,8 +157,8 @@ def measure(
     warm_up: int = 3,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """`rows` in order. batches: sequences of a micro-batch; the first one is timed and drawn. limit: bytes of a GPU,
-    for the largest micro-batch.
+    """Return `rows` in order. batches: micro-batch sizes in sequences; the first is timed and drawn. limit: bytes of a
+    GPU, for the largest micro-batch.
     """
     rows = []
     for each in found:
@@ -181,7 +181,7 @@ def measure(
 
 
 def largest_batch(points: Sequence[tuple[int, int]], limit: int) -> int | None:
-    """Sequences of the largest micro-batch that fits, by the line through the first and the last (batch, peak)."""
+    """Return the sequences of the largest micro-batch that fits, by the line through first and last (batch, peak)."""
     (small, low), (large, high) = sorted([points[0], points[-1]])
     if small == large or high <= low:
         return None
@@ -192,13 +192,13 @@ def largest_batch(points: Sequence[tuple[int, int]], limit: int) -> int | None:
 def _in_process(each: Measurable, work: Work, batches: Sequence[int], rounds: int, warm_up: int) -> Row:
     given = (each, replace(work), tuple(batches), rounds, warm_up)
     if work.device.type != "cuda":
-        return look(*given)
+        return measure_one(*given)
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(look, *given).result()
+        return pool.submit(measure_one, *given).result()
 
 
-def look(each: Measurable, work: Work, batches: Sequence[int], rounds: int, warm_up: int) -> Row:
-    """The row of one contestant."""
+def measure_one(each: Measurable, work: Work, batches: Sequence[int], rounds: int, warm_up: int) -> Row:
+    """Measure one contestant and return its row."""
     row: Row = each.facts(work) if isinstance(each, Run) else {}
     points = []
     for batch in batches:
@@ -237,7 +237,7 @@ def _step(each: Measurable, work: Work, rounds: int, warm_up: int) -> Row:
 
 
 def summary(marks: Sequence[Mark]) -> Row:
-    """Bytes of the columns."""
+    """Return the bytes for the columns of a row."""
     loss = next(mark for mark in marks if mark["mark"] == "loss")
     standing = {name: loss[name] for name in CATEGORIES[:2]}
     gradients = max(mark["gradients"] for mark in marks)

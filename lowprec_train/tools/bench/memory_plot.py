@@ -1,4 +1,4 @@
-"""The figure of `lowprec bench memory`: what a step holds from mark to mark, by category, one panel a contestant."""
+"""The figure of `lowprec bench memory`: memory of a step at each mark, by category, with one panel per contestant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLUMNS = 3
 
 
 def save(result: Mapping[str, Any], file: Path) -> bool:
-    """Draw those rows that were measured; False where there is none."""
+    """Draw the rows that were measured. Returns False if there are none."""
     rows = [row for row in result["rows"] if row.get("marks")]
     if not rows:
         return False
@@ -40,7 +40,7 @@ def save(result: Mapping[str, Any], file: Path) -> bool:
 
 
 def draw(axes: Any, marks: Sequence[Mapping[str, Any]]) -> None:
-    """Categories on top of each other, and a line at the loss: forward before it, backward and update behind it."""
+    """Draw stacked categories, and a line at the loss: forward is before it, backward and update are after it."""
     x = range(len(marks))
     series = [[mark[name] / GIB for mark in marks] for name in CATEGORIES]
     palette = [colours.of_run(place)[0] for place in range(len(CATEGORIES))]

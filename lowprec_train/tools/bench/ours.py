@@ -1,8 +1,8 @@
-"""The trainer's own contestants: a recipe as `train.py +recipe=...` composes it, its policy, kept activations, draws,
-and compiled blocks.
+"""Contestants of this package: a recipe as `train.py +recipe=...` composes it, with its policy, saved activations,
+draws and compiled blocks.
 
-With BF16 parameters the optimizer is torch's fused AdamW, as the peers have it; with FP32 parameters, and for recipes
-asked for as `NAME+own`, it is the one that the recipe configures, codecs and master weights among it.
+With BF16 parameters the optimizer is torch's fused AdamW, as for the peers. With FP32 parameters, and for recipes given
+as `NAME+own`, it is the optimizer of the recipe, with its codecs and master weights.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class Ours:
 
     @classmethod
     def parse(cls, text: str, *, head: str | None = None, own: bool = False) -> Ours:
-        """Raises ValueError for an unknown recipe or modifier."""
+        """Parse a recipe with modifiers. Raises ValueError for an unknown recipe or modifier."""
         recipe, *modifiers = text.split("+")
         if recipe not in choices("recipe"):
             raise ValueError(f"no recipe {recipe!r}; there are {', '.join(choices('recipe'))}")
         scalings = [each for each in modifiers if each in choices("precision/scaling")] if recipe == LIBRARY else []
         if (unknown := set(modifiers) - {"own", "head", *scalings}) or len(scalings) > 1:
-            said = ", ".join(sorted(unknown)) or " and ".join(scalings)
-            raise ValueError(f"{text}: {said}: a recipe takes +own and +head, and {LIBRARY} one of its scalings")
+            wrong = ", ".join(sorted(unknown)) or " and ".join(scalings)
+            raise ValueError(f"{text}: {wrong}: a recipe takes +own and +head, and {LIBRARY} one of its scalings")
         head = head or (FP8_HEAD if "head" in modifiers else None)
         scaling = scalings[0] if scalings else None
         return cls(recipe, own or "own" in modifiers, None if recipe == BASELINE else head, scaling)
 
     @property
     def contestant(self) -> Contestant:
-        """Its name says what is not the default. A library's recipe is apart: it may not load beside others."""
+        """The contestant, whose name has the modifiers. A library's recipe is `apart`: it may not load with others."""
         changes = [
             *([self.scaling] if self.scaling else []),
             *([f"{self.head} head"] if self.head else []),
@@ -72,7 +72,7 @@ class Ours:
         return replace(made, needs="transformer_engine", apart=True) if self.recipe == LIBRARY else made
 
     def run(self, work: Work) -> RunConfig:
-        """The configuration of its run."""
+        """Return the configuration of its run."""
         chosen = [f"+precision/scaling={self.scaling}"] if self.scaling else []
         run = composed(*work.hydra, f"+recipe={self.recipe}", *chosen)
         if self.head:
@@ -80,7 +80,7 @@ class Ours:
         return run
 
     def build(self, work: Work) -> Built:
-        """The model of that run, in the precision of its first step."""
+        """Build the model of the run, in the precision of its first step."""
         run = self.run(work)
         laid_out = build.layout(run)
         model, precision = laid_out.model, PrecisionSchedule(laid_out.phases)
@@ -92,7 +92,7 @@ class Ours:
             cast_matrices(model, work.dtype)
         if work.compiled:
             model.compile_blocks(fullgraph=precision.one_graph)
-        steps = itertools.count()  # one micro-batch each
+        steps = itertools.count()  # with one micro-batch each
 
         def loss(tokens: Tensor, targets: Tensor) -> Tensor:
             with precision.around_pass(model):
@@ -101,23 +101,23 @@ class Ours:
         return Built(module=model, loss=loss)
 
     def owns(self, work: Work) -> bool:
-        """Whether the optimizer is the configured one, over FP32 weights."""
+        """Return whether the optimizer is that of the recipe, with FP32 weights."""
         return self.own or work.parameters == "fp32"
 
     def update(self, work: Work, module: nn.Module) -> Update:
-        """The update of its optimizer."""
+        """Return the update of its optimizer."""
         return own_adamw(self.run(work), module) if self.owns(work) else fused_adamw(work, module)
 
 
 def contestants(texts: Iterable[str], *, head: str | None = None, own: bool = False) -> list[Contestant]:
-    """Of recipes with modifiers; BF16 is the first, asked for or not."""
+    """Return contestants for recipes with modifiers; BF16 is always the first."""
     parsed = [Ours.parse(text, head=head, own=own and text != BASELINE) for text in texts]
     found = [Ours(BASELINE), *(each for each in parsed if each != Ours(BASELINE))]
     return [each.contestant for each in dict.fromkeys(found)]
 
 
 def own_adamw(run: RunConfig, module: nn.Module) -> Update:
-    """The configured optimizer, clipping where the run clips, as the trainer updates."""
+    """Return the update by the configured optimizer, with clipping as in the trainer."""
     optimizer = build_optimizer.optimizer(run, module)
 
     def update() -> None:
@@ -132,7 +132,9 @@ def own_adamw(run: RunConfig, module: nn.Module) -> Update:
 
 
 def materialise(model: Transformer, device: torch.device, seed: int) -> SeedTable:
-    """Memory, random weights made on the device, and seeds: `train.build.weights` without its initialisation."""
+    """Allocate the model, draw random weights on the device, and return seeds: `train.build.weights` without its
+    initialisation.
+    """
     model.to_empty(device=device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -144,7 +146,7 @@ def materialise(model: Transformer, device: torch.device, seed: int) -> SeedTabl
 
 
 def with_torch_linears(work: Work) -> Built:
-    """The trainer's model with torch.nn.Linear for every Linear, under autocast: what the recipe machinery costs."""
+    """Build the trainer's model with torch.nn.Linear under autocast, which shows the overhead of `Linear`."""
     run = composed(*work.hydra, f"+recipe={BASELINE}")
     model = build.layout(run).model
     materialise(model, work.device, run.seed)
@@ -164,7 +166,7 @@ def with_torch_linears(work: Work) -> Built:
 
 
 class TorchLinear(nn.Linear):
-    """torch.nn.Linear where the trainer's own is called: amax and draws go in unused, and no amax comes out."""
+    """torch.nn.Linear with the interface of `Linear`: it ignores amax and draws, and returns no grad_amax."""
 
     def forward(self, x: Tensor, amax: Tensor | None = None, draws: Draws | None = None) -> Tensor:
         return super().forward(x)

@@ -1,12 +1,12 @@
 """`lowprec bench parallel`: training steps on several GPUs by recipe and layout, interleaved, under torchrun.
 
-Contestants (`sharded.py`) take turns as those of `lowprec bench step` do, one step each, all ranks together; a step
-takes as long as on the slowest rank, and its memory is the largest of all ranks. A contestant that fails on every rank
-is a row with its error; where one rank fails alone the others wait, and the timeout ends the run.
+Contestants (`sharded.py`) take turns as in `lowprec bench step`, one step each, on all ranks together. The time of a
+step is that of the slowest rank, and its memory is the largest of all ranks. A contestant that fails on every rank gets
+a row with its error. If a single rank fails, the others wait, and the timeout ends the run.
 
-`exposed` and `idle` come from a profile of rank 0 (`timeline.py`), whose recording slows the host a little: what a step
-of the table waits for is at most that. The limit of a recipe is its contestant `alone`, which sends nothing and whose
-optimizer updates every parameter: its time, less that of the updates which other ranks would have made.
+`exposed` and `idle` come from a profile of rank 0 (`timeline.py`). Recording slows the host a little, so they are upper
+bounds for the steps of the table. The limit of a recipe comes from its contestant `alone`, which sends nothing and
+updates every parameter: its time minus that of the updates that other ranks would do.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from lowprec_train.tools.bench import groups, step
 from lowprec_train.tools.bench.contestant import Entrant, Work
 from lowprec_train.tools.bench.sharded import Arm, Sharded
 from lowprec_train.tools.bench.sharded import peers as chosen_peers
-from lowprec_train.tools.bench.turns import Here
+from lowprec_train.tools.bench.turns import InProcess
 from lowprec_train.train import launch
 from lowprec_train.train.launch import World
 
 Row = dict[str, Any]
 
 
-class Together:
-    """A contestant whose parts on all ranks take a step together. Raises the first rank's error on all of them."""
+class OnAllRanks:
+    """A contestant that runs its steps on all ranks together. Raises the first rank's error on all ranks."""
 
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         assert isinstance(contestant, Sharded)
-        made: list[Here] = []
-        launch.every(lambda: made.append(Here(contestant, work, warm_up)))
+        made: list[InProcess] = []
+        launch.every(lambda: made.append(InProcess(contestant, work, warm_up)))
         (self._here,) = made
         found = launch.every(lambda: self._here.facts)
         self.facts = found[0] | launch.first(lambda: contestant.facts(work))
@@ -55,7 +55,7 @@ class Together:
 
 
 def contestants(arms: Sequence[str], peers: Sequence[str], world: World) -> list[Entrant]:
-    """The BF16 baseline first: plain FSDP2 where it is asked for. Raises ValueError for what does not parse."""
+    """Return the contestants, the BF16 baseline first: plain FSDP2 if requested. Raises ValueError for invalid arms."""
     found: list[Entrant] = [*chosen_peers(peers), *(Arm.parse(text).contestant(world) for text in arms)]
     first = next((each for each in found if each.baseline), Arm(recipe="bf16").contestant(world))
     return [first, *(each for each in found if each is not first)]
@@ -64,12 +64,12 @@ def contestants(arms: Sequence[str], peers: Sequence[str], world: World) -> list
 def measure(
     found: Sequence[Entrant], work: Work, world: World, *, resident: int | None = None, **how: Any
 ) -> dict[str, Any]:
-    """As `step.measure`, called on every rank; rows have `estimated_gib` and `sent_gb` of our runs, and `exposed_ms`,
-    `idle_ms` and `of_limit` where there is a profile, or the recipe's contestant alone.
+    """Measure as `step.measure`; all ranks must call it. Rows of our runs also have `estimated_gib` and `sent_gb`; with
+    a profile `exposed_ms` and `idle_ms`; with the recipe's contestant `alone`, `of_limit`.
     """
     if resident is None:
         resident = fitting(work, world.processes)
-    result = step.measure(found, work, resident=resident, ready=Together, **how)
+    result = step.measure(found, work, resident=resident, ready=OnAllRanks, **how)
     rows = [row | _watched(result["profiles"].get(row["name"])) for row in result["rows"]]
     limits = {
         name: ms for row in rows if (ms := limit(row, result["profiles"], world.processes)) for name in [row["name"]]
@@ -82,7 +82,7 @@ def measure(
 
 
 def fitting(work: Work, processes: int) -> int:
-    """How many sharded models live on a device together."""
+    """Return the number of sharded models that fit a device at once."""
     if work.device.type != "cuda":
         return groups.LARGEST
     need, (free, _) = groups.memory(work.sizes, work), torch.cuda.mem_get_info(work.device)
@@ -91,7 +91,9 @@ def fitting(work: Work, processes: int) -> int:
 
 
 def limit(row: Row, profiles: dict[str, Any], processes: int) -> float | None:
-    """Milliseconds of a step that sends nothing, with this GPU's share of the updates; None but for one `alone`."""
+    """Return the milliseconds of a step without communication and with this GPU's share of the updates; None for a
+    contestant that is not `alone`.
+    """
     watched = profiles.get(row["name"])
     if not row["name"].endswith(" alone") or "ms" not in row or watched is None:
         return None

@@ -1,7 +1,8 @@
-"""The figure of `lowprec bench parallel`: what every arm trains a second, and what its step waits for.
+"""The figure of `lowprec bench parallel`: tokens per second of every arm, and the parts of its step.
 
-One line a row of the table. Right panel: the median step, of which a profile says how long communication ran beside no
-other kernel (exposed) and how long nothing ran (idle); the rest is kernels. Rows without a profile have one part.
+There is one line per row of the table. Right panel: the median step. A profile gives the time of communication without
+other kernels (exposed) and the time without any kernel (idle); the rest is kernels. Rows without a profile have one
+part.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PARTS = {
 
 
 def save(result: Mapping[str, Any], file: Path) -> bool:
-    """Draw the rows that were measured; False where there is none."""
+    """Draw the rows that were measured. Returns False if there are none."""
     rows = [row for row in result["rows"] if "ms" in row]
     if not rows:
         return False
@@ -42,8 +43,8 @@ def save(result: Mapping[str, Any], file: Path) -> bool:
 
 
 def parts(row: Mapping[str, Any]) -> dict[str, float]:
-    """Milliseconds of a step by part; their sum is the step. What a profile waited longer for than the step took, since
-    recording slows the host, is cut.
+    """Return the milliseconds of a step by part; their sum is the step. Parts of the profile are limited to the time of
+    the step, since recording slows the host.
     """
     if "exposed_ms" not in row:
         return {"not profiled": row["ms"]}
@@ -53,13 +54,13 @@ def parts(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def labels(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Names; with the group where a name is there more than once."""
+    """Return the names of the rows, with the group if a name is not unique."""
     names = [row["name"] for row in rows]
     return [f"{row['name']} ({row['group']})" if names.count(row["name"]) > 1 else row["name"] for row in rows]
 
 
 def draw_rates(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Tokens a second and GPU, and how that compares with the BF16 of the same group."""
+    """Draw tokens per second and GPU, and the ratio to the BF16 baseline of the same group."""
     palette = [QUIET if row["baseline"] else colours.of_run(0)[0] for row in rows]
     bars = axes.barh(range(len(rows)), [row["tokens_per_s"] for row in rows], color=palette, height=0.7)
     axes.bar_label(bars, [f" {row['of_group']:.2f}" if row.get("of_group") else "" for row in rows], color=INK)
@@ -69,7 +70,7 @@ def draw_rates(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw_steps(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Parts of the step, one behind the other."""
+    """Draw the parts of the steps as stacked bars."""
     found, left = [parts(row) for row in rows], [0.0] * len(rows)
     for name, colour in PARTS.items():
         if any(name in each for each in found):

@@ -1,7 +1,7 @@
-"""The peers: plain PyTorch, torchao's float8 training and TransformerEngine on the same LLaMA.
+"""The peers: plain PyTorch, torchao's float8 training and TransformerEngine on the same LLaMA model.
 
-Each at its best: blocks compiled one by one, or the whole model; the last norm, head and loss compiled; cuDNN attention
-where there is one. A package that is missing is a row that says so.
+Each has its fastest settings: blocks compiled one by one, or the whole model; last norm, head and loss compiled; cuDNN
+attention if available. A missing package gives a row that says so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Tail(nn.Module):
 
 
 class Plain(nn.Module):
-    """LLaMA with nothing but torch.nn; its forward pass is the loss."""
+    """LLaMA with torch.nn only; its forward pass returns the loss."""
 
     def __init__(self, *, vocab_size: int, dim: int, layers: int, heads: int, ffn: int, seq_len: int) -> None:
         super().__init__()
@@ -90,7 +90,9 @@ class Plain(nn.Module):
 
 
 def plain(work: Work, *, whole: bool = False, convert: Callable[[Plain], None] | None = None) -> Built:
-    """whole: one graph for the model, else one for each block and one for the tail. convert: changes its linears."""
+    """Build the plain model. whole: compile one graph, else one per block and one for the tail. convert: replaces its
+    linear layers.
+    """
     with work.device:
         model = Plain(**work.sizes, seq_len=work.seq_len)
     first_values((p for p in model.parameters() if p.ndim >= 2), work.seed)
@@ -110,7 +112,7 @@ def plain(work: Work, *, whole: bool = False, convert: Callable[[Plain], None] |
 
 
 def torchao(work: Work, *, recipe: str, whole: bool = False, head: bool = False) -> Built:
-    """torchao's float8 training: `tensorwise` or `rowwise`, the head in BF16 or with the others."""
+    """Build the model with torchao's float8 training. recipe: `tensorwise` or `rowwise`. head: in FP8 too."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def convert(model: Plain) -> None:
@@ -121,7 +123,7 @@ def torchao(work: Work, *, recipe: str, whole: bool = False, head: bool = False)
 
 
 class TransformerEngineModel(nn.Module):
-    """te.TransformerLayer between an embedding and the same tail."""
+    """Layers of te.TransformerLayer with an embedding and the same tail."""
 
     def __init__(self, work: Work, backend: TransformerEngine | None) -> None:
         te = nvidia.transformer_engine()
@@ -174,14 +176,16 @@ def _torchao(name: str, **options: Any) -> Contestant:
 
 
 def _te(scaling: str | None) -> Contestant:
-    """Apart: it does not load where torch's cuDNN attention is in use."""
+    """Return a contestant of TransformerEngine. It is `apart`: it does not load with torch's cuDNN attention in use."""
     name = f"TE {'bf16' if scaling is None else NAMES[scaling]}"
     build, needs = partial(transformer_engine, scaling=scaling), "transformer_engine"
     return Contestant(name=name, build=build, baseline=scaling is None, needs=needs, apart=True)
 
 
 def chosen(texts: Iterable[str]) -> list[Contestant]:
-    """Of families, `torchao`, or of parts of them, `torchao:rowwise`. Raises ValueError where there is none."""
+    """Return the contestants of families (`torchao`) or variants (`torchao:rowwise`). Raises ValueError for an unknown
+    one.
+    """
     found: dict[Contestant, None] = {}
     for text in texts:
         family, _, part = text.partition(":")

@@ -1,4 +1,4 @@
-"""Where a step's time goes: torch's profiler over two steps, device time summed by class of kernel."""
+"""Profile two steps with torch's profiler; sum device time by class of kernel."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LONGEST = 12  # kernels listed by name
 
 
 def profile(step: Step, device: torch.device) -> dict[str, Any]:
-    """Milliseconds a step by class, the kernels that take longest, and what the GPU waits for (`timeline.exposure`).
-    Without a GPU there are none.
+    """Return the milliseconds per step by class, the longest kernels, and the times of `timeline.exposure`. Without a
+    GPU there are no kernels.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -34,7 +34,7 @@ def profile(step: Step, device: torch.device) -> dict[str, Any]:
 
 
 def summary(times: Mapping[str, float]) -> dict[str, Any]:
-    """times: milliseconds a step, by kernel."""
+    """Sum times by class and list the longest kernels. times: milliseconds per step by kernel."""
     classes: dict[str, float] = defaultdict(float)
     for name, ms in times.items():
         classes[kernel_class(name)] += ms

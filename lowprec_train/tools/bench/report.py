@@ -1,4 +1,4 @@
-"""Results as Markdown tables: the only way from JSON to prose, so that a table can be made again."""
+"""Format results as Markdown tables. All tables come from JSON, so they can be reproduced."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GIB = 2**30
 
 
 def markdown(result: Result) -> str:
-    """The tables of a result, behind a line on where it was measured."""
+    """Return the tables of a result, after a line about the environment."""
     return "\n".join([heading(result), "", *TABLES[result["bench"]](result)]).rstrip() + "\n"
 
 
 def heading(result: Result) -> str:
-    """Machine, versions, command."""
+    """Return machine, versions and command."""
     about = dict(result["environment"])
     command = about.pop("command", "")
     gpu, *rest = (f"{value}" if name == "gpu" else f"{name} {value}" for name, value in about.items())
@@ -25,7 +25,7 @@ def heading(result: Result) -> str:
 
 
 def kernels(result: Result) -> list[str]:
-    """One row a case and shape."""
+    """Return a table with one row per case and shape."""
     lines = [
         f"A copy within the device moves {number(result['copy_gbs'], 0)} GB/s, read and written, in this run. Bytes "
         "are those that must move.",
@@ -44,7 +44,7 @@ def _kernel(row: Mapping[str, Any]) -> list[object]:
 
 
 def gemm(result: Result) -> list[str]:
-    """Kinds by shapes, then exactness."""
+    """Return a table of kinds by shapes, then exactness."""
     shapes = result["rows"]
     names = dict.fromkeys(name for row in shapes for name in (*row["tflops"], *row["errors"]))
     header = ("TFLOP/s", *("x".join(map(str, row["shape"])) for row in shapes))
@@ -68,7 +68,7 @@ def _exact(row: Mapping[str, Any]) -> list[object]:
 
 
 def linear(result: Result) -> list[str]:
-    """One row a recipe, times and ratios by shape."""
+    """Return a table with one row per recipe, with times and ratios by shape."""
     rows = result["rows"]
     names = dict.fromkeys(name for row in rows for name in (*row["ms"], *row["errors"]))
     header = ("ms, x BF16, x fp8", *(f"{row['shape'][0]} to {row['shape'][1]}" for row in rows))
@@ -85,7 +85,7 @@ def _linear(row: Mapping[str, Any], name: str) -> str:
 
 
 def step(result: Result) -> list[str]:
-    """One row a contestant, the baseline once a group; then profiles."""
+    """Return a table with one row per contestant, the baseline once per group; then profiles."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
     how = "took turns within a group" if result.get("interleaved") else "ran one after another"
     lines = [f"{sizes}; {result['tokens_per_step']:,} tokens a step. Contestants {how}; medians.", ""]
@@ -105,12 +105,12 @@ def step(result: Result) -> list[str]:
 
 def _profiles(result: Result) -> list[str]:
     lines: list[str] = []
-    for name, watched in result["profiles"].items():
-        if not watched["longest"]:
+    for name, profile in result["profiles"].items():
+        if not profile["longest"]:
             continue
-        lines += ["", f"{name}: {number(watched['total_ms'], 1)} ms of kernels a step", ""]
-        lines += table(("class", "ms", "share"), _classes(watched))
-        longest = ([each["kernel"], each["class"], number(each["ms"])] for each in watched["longest"])
+        lines += ["", f"{name}: {number(profile['total_ms'], 1)} ms of kernels a step", ""]
+        lines += table(("class", "ms", "share"), _classes(profile))
+        longest = ([each["kernel"], each["class"], number(each["ms"])] for each in profile["longest"])
         lines += ["", *table(("longest kernels", "class", "ms"), longest)]
     return lines
 
@@ -124,13 +124,13 @@ def _step(row: Mapping[str, Any]) -> list[object]:
     return [row["name"], row["group"], number(row["ms"], 1), rate, *ratios, peak, loss]
 
 
-def _classes(watched: Mapping[str, Any]) -> Iterable[Sequence[object]]:
-    total = watched["total_ms"]
-    return ([name, number(ms, 1), f"{ms / total:.0%}"] for name, ms in watched["ms"].items())
+def _classes(profile: Mapping[str, Any]) -> Iterable[Sequence[object]]:
+    total = profile["total_ms"]
+    return ([name, number(ms, 1), f"{ms / total:.0%}"] for name, ms in profile["ms"].items())
 
 
 def dry(result: Result) -> str:
-    """What a dry run found."""
+    """Return the result of a dry run as text."""
     lines = [f"{name} {value}" for name, value in result["sizes"].items()]
     need = f"estimated GiB: {result['resident_gib']:.1f} a model between steps, {result['step_gib']:.1f} in a step"
     groups = [f"group {index}: {', '.join(group)}" for index, group in enumerate(result["groups"])]
@@ -139,7 +139,7 @@ def dry(result: Result) -> str:
 
 
 def comm(result: Result) -> list[str]:
-    """One row a collective and payload."""
+    """Return a table with one row per collective and codec."""
     lines = [
         f"{result['ranks']} ranks over {result['backend']}; {result['elements']:,} FP32 gradients; medians of "
         f"{result['rounds']} calls, of the slowest rank each. Sent: by a rank. `library` is {result['backend']}'s own "
@@ -159,7 +159,7 @@ def _reduction(row: Mapping[str, Any]) -> list[object]:
 
 
 def parallel(result: Result) -> list[str]:
-    """One row a contestant, the baseline once a group; then profiles."""
+    """Return a table with one row per contestant, the baseline once per group; then profiles."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
     lines = [
         f"{result['gpus']} GPUs; {sizes}; {result['tokens_per_step']:,} tokens a GPU and step. Contestants took turns "
@@ -183,7 +183,7 @@ def _sharded(row: Mapping[str, Any]) -> list[object]:
 
 
 def memory(result: Result) -> list[str]:
-    """One row a contestant: the columns of COAT's table 7, and what was estimated."""
+    """Return a table with one row per contestant: the columns of COAT's table 7, and the estimated peak."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
     shape = f"micro-batches of {result['batches'][0]} x {result['seq_len']:,} tokens"
     peaks = " and ".join(map(str, result["batches"]))
@@ -194,10 +194,10 @@ def memory(result: Result) -> list[str]:
         "",
     ]
     header = ("run", "parameters", "optimizer states", "gradients", "activations", "peak", "BF16 / peak", "reserved")
-    return lines + table((*header, "estimated", "largest", "tokens/s"), (_held(row) for row in result["rows"]))
+    return lines + table((*header, "estimated", "largest", "tokens/s"), (_memory_row(row) for row in result["rows"]))
 
 
-def _held(row: Mapping[str, Any]) -> list[object]:
+def _memory_row(row: Mapping[str, Any]) -> list[object]:
     if "peak" not in row:
         return [row["name"], row.get("error", ""), *[""] * 9]
     sizes = ("parameters", "optimizer states", "gradients", "activations", "peak")

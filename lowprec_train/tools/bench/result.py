@@ -1,4 +1,4 @@
-"""A measurement as a value: where it was made, with which options, and its rows. JSON is what is kept."""
+"""The result of a benchmark: environment, options and rows, stored as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("triton", "torchao", "transformer_engine")
 
 
 def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
-    """The machine and the versions that the numbers depend on, and how to measure again."""
+    """Return the machine and versions that the numbers depend on, and the command that repeats the measurement."""
     found: dict[str, Any] = {"gpu": describe.device_name(device), **describe.versions()}
     if device.type == "cuda":
         found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
@@ -28,7 +28,7 @@ def environment(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
 
 
 def installed() -> dict[str, str]:
-    """Versions of those of `PACKAGES` that are there."""
+    """Return the versions of the installed packages among `PACKAGES`."""
     versions = {}
     for package in PACKAGES:
         try:
@@ -39,13 +39,13 @@ def installed() -> dict[str, str]:
 
 
 def cause(error: BaseException) -> str:
-    """One line of an error, for a row of a table."""
+    """Return an error in one line, for a row of a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
 def save(result: Result, directory: Path, name: str) -> list[Path]:
-    """`<name>.json` and the table made from it, `<name>.md`; returns both."""
+    """Write `<name>.json` and its table, `<name>.md`; return both paths."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.json", directory / f"{name}.md"]
     paths[0].write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -54,11 +54,11 @@ def save(result: Result, directory: Path, name: str) -> list[Path]:
 
 
 def load(path: Path) -> Result:
-    """Raises ValueError for a file that no bench wrote."""
+    """Read a result. Raises ValueError for a file that is not a result of `lowprec bench`."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(result, dict) or result.get("bench") not in report.TABLES:
-        raise ValueError(f"{path} is no result of `lowprec bench`")
+        raise ValueError(f"{path} is not a result of `lowprec bench`")
     return result

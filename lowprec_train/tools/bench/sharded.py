@@ -1,13 +1,13 @@
 """Contestants of `lowprec bench parallel`: runs of the trainer, and FSDP2 of plain PyTorch and of torchao.
 
-    fp8                                            as `train.py +recipe=fp8` would train, the recipe's comm and optim
+    fp8                                            as `train.py +recipe=fp8` trains, with the recipe's comm and optim
     fp8 comm=bf16 parallel.param_all_gather=bf16   with overrides
-    fp8 alone                                      on every GPU a model of its own, whose ranks send nothing
+    fp8 alone                                      a separate model on every GPU, without communication
 
-All of them take FP32 parameters, BF16 where they compute what a recipe does not round, and as many sequences a GPU:
-under tensor parallelism of 2 a micro-batch holds twice as many. A step of ours is the trainer's: data, the norm of the
-gradient and the optimizer among it. Peers are at their best: blocks compiled one by one, torch's fused AdamW, no norm
-of the gradient, torchao with FP8 all-gather and one computation of all scales a step.
+All have FP32 parameters, compute in BF16 what a recipe does not quantise, and have the same number of sequences per
+GPU: with parallel.tp=2 a micro-batch has twice as many. Our steps are those of the trainer, with data, gradient norm
+and optimizer. Peers have their fastest settings: blocks compiled one by one, torch's fused AdamW, no gradient norm;
+torchao with FP8 all-gather and one computation of all scales per step.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from lowprec_train.train.launch import ALONE, World
 from lowprec_train.train.trainer import Trainer
 
 BASELINE = "bf16"
-NO_END = 1 << 20  # steps of a run that is not trained to its end
-STD = 0.02  # of first weights
+NO_END = 1 << 20  # steps in the configuration; the run is not trained to its end
+STD = 0.02  # of initial weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharded(Entrant):
-    """make: this rank's part of a training step. facts: of its row, known before it is built."""
+    """make: returns this rank's training step. facts: entries of its row that are known before it is built."""
 
     make: Callable[[Work], Step]
     facts: Callable[[Work], dict[str, Any]] = lambda work: {}
@@ -54,7 +54,7 @@ class Sharded(Entrant):
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """A run of the trainer. overrides: of `train.py`. alone: each rank trains a model of its own."""
+    """A run of the trainer. overrides: of `train.py`. alone: each rank trains a separate model."""
 
     recipe: str
     overrides: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Arm:
 
     @classmethod
     def parse(cls, text: str) -> Arm:
-        """Raises ValueError for an unknown recipe and for words that are no overrides."""
+        """Parse an arm. Raises ValueError for an unknown recipe, and for words that are not overrides."""
         recipe, *words = text.split() or [""]
         if recipe not in choices("recipe"):
             raise ValueError(f"no recipe {recipe!r}; there are {', '.join(choices('recipe'))}")
@@ -75,37 +75,37 @@ class Arm:
         return " ".join([self.recipe, *self.overrides, *(["alone"] if self.alone else [])])
 
     def contestant(self, world: World) -> Sharded:
-        """Its name is the text that it is parsed from."""
+        """Return its contestant, whose name is the text of the arm."""
         there = ALONE if self.alone else world
         facts, make = partial(self.facts, processes=there.processes), partial(self.step, world=there)
         baseline = self.recipe == BASELINE and not self.alone
         return Sharded(name=str(self), make=make, baseline=baseline, facts=facts)
 
     def run(self, work: Work, processes: int) -> RunConfig:
-        """The configuration of its run on so many processes. Raises ValueError for what does not compose."""
+        """Return the configuration of its run on `processes`. Raises ValueError if it does not compose."""
         run = composed(*work.hydra, f"+recipe={self.recipe}", *self.overrides)
         batch = work.batch * run.parallel.tp
         return replace(run, micro_batch=batch, tokens_per_step=work.tokens * processes, steps=NO_END)
 
     def facts(self, work: Work, processes: int) -> dict[str, Any]:
-        """What `lowprec estimate` says of it: GiB at the peak, and GB that a GPU sends in a step."""
+        """Return the estimated GiB at the peak, and the GB that a GPU sends per step."""
         from lowprec_train.tools.estimate.report import GB, GIB
 
         found = self.estimate(work, processes)
         return {"estimated_gib": found["memory"]["total"] / GIB, "sent_gb": found["traffic"]["total"] / GB}
 
     def estimate(self, work: Work, processes: int) -> dict[str, Any]:
-        """What `lowprec estimate` says of it."""
+        """Return the result of `lowprec estimate`."""
         from lowprec_train.tools.estimate.report import estimate
 
         return estimate(self.run(work, processes), processes)
 
     def step(self, work: Work, world: World) -> Step:
-        """The trainer's step on this rank."""
+        """Return the trainer's step on this rank."""
         return self.stepping(self.trainer(work, world))
 
     def trainer(self, work: Work, world: World) -> Trainer:
-        """This rank's, at its first step."""
+        """Return this rank's trainer, before its first step."""
         run, device = self.run(work, world.processes), work.device
         laid_out = build.layout(run)
         distribution = build.distribution(run, laid_out, world, device)
@@ -116,7 +116,7 @@ class Arm:
 
     @staticmethod
     def stepping(made: Trainer) -> Step:
-        """Its step, which returns the loss."""
+        """Return the trainer's step, which returns the loss."""
 
         def step() -> Tensor:
             loss = made.step()["train/loss"]
@@ -138,15 +138,15 @@ class RandomTokens(Dataset):
 
 
 def random_corpus(work: Work, sequences: int) -> Corpus:
-    """Uniform tokens. sequences: of a step."""
+    """Return a corpus of uniform random tokens. sequences: per step."""
     generator, words = torch.Generator().manual_seed(work.seed), work.sizes["vocab_size"]
     tokens = RandomTokens(torch.randint(words, (sequences, work.seq_len), generator=generator))
     return Corpus(train=tokens, valid=tokens, hash="", vocab_size=words, name="random tokens")
 
 
 def drawn(distribution: Distribution, seed: int) -> Fill:
-    """Matrices are drawn where they lie, each rank's part by itself: the trainer's own first values, which are the same
-    for every layout, take the host half a minute at 7B.
+    """Return a function that draws each rank's shards of matrices on the device. The trainer's initialisation, which is
+    the same for every layout, takes half a minute on the host at 7B.
     """
 
     @torch.no_grad()
@@ -161,7 +161,7 @@ def drawn(distribution: Distribution, seed: int) -> Fill:
 
 @torch.no_grad()
 def draw(name: str, parameter: Tensor, seed: int) -> None:
-    """Normal values in this rank's part of a matrix."""
+    """Draw normal values for this rank's shard of a matrix."""
     mine = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     seed = zlib.crc32(f"{seed} {rank} {name}".encode())
@@ -169,7 +169,9 @@ def draw(name: str, parameter: Tensor, seed: int) -> None:
 
 
 def fsdp2(work: Work, *, float8: str | None = None) -> Step:
-    """Plain PyTorch under `fully_shard`, ZeRO-3, gradients reduced in FP32. float8: a recipe of torchao."""
+    """Return a step of plain PyTorch with `fully_shard` (ZeRO-3) and FP32 gradient reduction. float8: a recipe of
+    torchao.
+    """
     with torch.device("meta"):
         model = Plain(**work.sizes, seq_len=work.seq_len)
     if float8:
@@ -234,7 +236,7 @@ def _first_values(model: Plain, seed: int) -> None:
 
 
 def peers(texts: Iterable[str]) -> list[Sharded]:
-    """By name. Raises ValueError where there is none."""
+    """Return peers by name. Raises ValueError for an unknown name."""
     found = []
     for text in texts:
         if text not in PEERS:

@@ -1,4 +1,4 @@
-"""Bytes of the tensors that live, where no allocator can be asked: storages are counted as they are made."""
+"""Count the bytes of live tensors on devices whose allocator has no statistics: storages are counted when created."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Storages(TorchDispatchMode):
-    """Of all storages that operations have made since it was entered. What a kernel takes and frees is not seen."""
+    """Counts all storages that operations create while it is active, but not memory within a kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,11 +28,11 @@ class Storages(TorchDispatchMode):
         return result
 
     def allocated(self) -> int:
-        """Bytes now."""
+        """Return the bytes of live storages."""
         self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
         return sum(size for _, size in self._alive.values())
 
     def peak(self) -> int:
-        """The most since the last call."""
+        """Return the peak since the last call."""
         found, self._peak = self._peak, self.allocated()
         return found

@@ -1,9 +1,9 @@
-"""What a GPU does when: how much of a step is communication that nothing hides, and how long it waits for the host.
+"""Timeline of a GPU: how much of a step is exposed communication, and how long the GPU is idle.
 
-    exposed  = |communication and no other kernel|
-    idle     = the time from the first kernel to the last, less all kernels
+    exposed  = time of communication without any other kernel
+    idle     = time from the first kernel to the last, minus the time of all kernels
 
-Kernels of several streams run at once, so lengths are those of unions of intervals, not sums of kernels.
+Kernels of several streams overlap, so times are lengths of unions of intervals, not sums over kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMUNICATION = "communication"
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """One call. begin, end: microseconds."""
+    """One call of a kernel. begin, end: microseconds."""
 
     name: str
     begin: float
@@ -28,7 +28,7 @@ class Kernel:
 
 
 def kernels(events: Iterable[Any]) -> list[Kernel]:
-    """The GPU's among the events of a `torch.profiler.profile`."""
+    """Return the GPU kernels among the events of a `torch.profiler.profile`."""
     return [
         Kernel(name=event.name, begin=event.time_range.start, end=event.time_range.end)
         for event in events
@@ -37,7 +37,7 @@ def kernels(events: Iterable[Any]) -> list[Kernel]:
 
 
 def exposure(found: Iterable[Kernel], steps: int) -> dict[str, float]:
-    """Milliseconds a step: `duration_ms`, `exposed_ms` and `idle_ms`; nothing where there are no kernels."""
+    """Return milliseconds per step: `duration_ms`, `exposed_ms` and `idle_ms`; {} without kernels."""
     calls = list(found)
     if not calls:
         return {}
@@ -50,7 +50,7 @@ def exposure(found: Iterable[Kernel], steps: int) -> dict[str, float]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of the union."""
+    """Return the length of the union of intervals."""
     total, until = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, until))

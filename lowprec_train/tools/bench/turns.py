@@ -1,7 +1,7 @@
-"""Run the steps of a contestant one at a time, in this process (`Here`) or in a child process (`Apart`).
+"""Run the steps of a contestant one at a time, in this process (`InProcess`) or in a child process (`InChildProcess`).
 
-`Apart` is for libraries that cannot be loaded in one process. The parent requests one step at a time through a pipe;
-the child runs and times the step as `Here` does. Only one contestant runs at any time.
+`InChildProcess` is for libraries that cannot be loaded in one process. The parent requests one step at a time through a
+pipe; the child runs and times the step as `InProcess` does. Only one contestant runs at any time.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Turns(Protocol):
 Ready = Callable[[Entrant, Work, int], Turns]  # (contestant, work, warm-up steps) -> contestant ready to run
 
 
-class Here:
+class InProcess:
     """A contestant in this process. The constructor warms it up and records its first and last loss and its memory."""
 
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
@@ -86,18 +86,13 @@ class Here:
         return int(torch.cuda.memory_stats(self._device).get("num_device_alloc", 0))
 
 
-class Apart:
+class InChildProcess:
     """A contestant in a child process. Raises ChildError with the child's error, or with its exit code if it died."""
 
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        given = (
-            theirs,
-            contestant,
-            replace(work),
-            warm_up,
-        )  # replaced: without what this process has cached on a device
+        given = (theirs, contestant, replace(work), warm_up)  # `replace` drops tensors cached on a device
         self._process = context.Process(target=serve, args=given, daemon=True)
         self._process.start()
         theirs.close()
@@ -151,7 +146,7 @@ def serve(pipe: Connection, contestant: Entrant, work: Work, warm_up: int) -> No
         request = "facts"
         while True:
             try:
-                here = here or Here(contestant, work, warm_up)
+                here = here or InProcess(contestant, work, warm_up)
                 value, error = here.facts if request == "facts" else getattr(here, request)(), ""
             except Exception as caught:
                 traceback.print_exc(file=sys.stderr)
@@ -162,7 +157,7 @@ def serve(pipe: Connection, contestant: Entrant, work: Work, warm_up: int) -> No
 
 def ready(contestant: Entrant, work: Work, warm_up: int) -> Turns:
     """Build and warm up a contestant, in a child process if it is `apart`."""
-    return (Apart if contestant.apart else Here)(contestant, work, warm_up)
+    return (InChildProcess if contestant.apart else InProcess)(contestant, work, warm_up)
 
 
 def error_line(error: Exception) -> str:

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def default_out(paths: list[Path]) -> Path:
-    """`comparison` in the runs' common parent directory, or in the current directory if they have none."""
+    """Return `comparison` in the runs' common parent directory, or in the current directory if they have none."""
     parents = {path.resolve().parent for path in paths}
     return (paths[0].parent if len(parents) == 1 else Path()) / "comparison"
 

@@ -1,8 +1,8 @@
-"""Heat maps of what telemetry saw: one panel for each operand and state, a cell for each layer and watched step.
+"""Heat maps of telemetry: one panel per operand and optimizer state, one cell per layer and logged step.
 
-Cells without a number are blank. The operands share one colour scale, and each state has its own: an FP16 moment, 50 dB
-above 4-bit operands, would leave these one colour. Runs that are compared with each other share their scales. The light
-end is the better one for every figure that has a better end: high SQNR, few underflows.
+Cells without a number are blank. The operands share one colour scale, and each state has its own: with an FP16 moment,
+50 dB above 4-bit operands, in the same scale, these would have one colour. Runs of a comparison share their scales. If
+one end of a statistic is better, it is the light end: high SQNR, few underflows.
 """
 
 import re
@@ -22,17 +22,17 @@ from lowprec_train.tools.compare.telemetry import FILE, LABELS, Map, maps, read_
 
 LIGHT_IS_HIGH = ("sqnr_db",)
 Limits = Mapping[str, tuple[float, float]]
-"""Ends of the colour scale of each group."""
+"""Group -> (low, high) of its colour scale."""
 
 OPERANDS = "operands"
 BLANK = "#e8eaed"
-TICKS = 24  # layer names that a map of its height has room for
+TICKS = 24  # maximum number of layer names on an axis
 
 
 def save(runs: Sequence[Run], figure: str, target: Path) -> tuple[list[Path], list[str]]:
     """Draw every run's maps into `<target>/heatmap-<label>.png`, 1760 pixels wide.
 
-    Returns the files, and at most two sentences about the runs that have nothing to draw.
+    Returns the files, and at most two sentences about runs without data.
     """
     found = {run.label: maps(read_rows(run.path / FILE), figure) for run in runs}
     limits = scales(each for of_run in found.values() for each in of_run)
@@ -44,7 +44,7 @@ def save(runs: Sequence[Run], figure: str, target: Path) -> tuple[list[Path], li
 
 
 def missing(runs: Sequence[Run], figure: str) -> list[str]:
-    """Why these runs have no heat map."""
+    """Return sentences that say why these runs have no heat map."""
     watched = [run.label for run in runs if (run.path / FILE).exists()]
     others = [run.label for run in runs if run.label not in watched]
     reasons = {f"telemetry has no {figure}": watched, "run without telemetry (telemetry_interval=N)": others}
@@ -52,12 +52,12 @@ def missing(runs: Sequence[Run], figure: str) -> list[str]:
 
 
 def group(each: Map) -> str:
-    """Maps of one group share a colour scale."""
+    """Return the group of a map. Maps of one group share a colour scale."""
     return OPERANDS if "." in each.name else each.name
 
 
 def scales(all_maps: Iterable[Map]) -> Limits:
-    """The limits of every group."""
+    """Return the colour limits of every group."""
     members: dict[str, list[Map]] = {}
     for each in all_maps:
         members.setdefault(group(each), []).append(each)
@@ -65,7 +65,7 @@ def scales(all_maps: Iterable[Map]) -> Limits:
 
 
 def scale(all_maps: Iterable[Map]) -> tuple[float, float]:
-    """Smallest and largest finite value; a range even where there is none."""
+    """Return the smallest and largest finite value, widened to a range if they are equal or absent."""
     values = np.concatenate([np.empty(0), *(each.values.ravel() for each in all_maps)])
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
@@ -73,7 +73,7 @@ def scale(all_maps: Iterable[Map]) -> tuple[float, float]:
 
 
 def paint(found: Sequence[Map], figure: str, limits: Limits, *, title: str, target: Path) -> None:
-    """One run's maps, two in a row, operands before states, into a PNG file."""
+    """Draw one run's maps into a PNG file: two per row, operands before states."""
     kinds = ([m for m in found if group(m) == OPERANDS], [m for m in found if group(m) != OPERANDS])
     rows = [kind[i : i + 2] for kind in kinds for i in range(0, len(kind), 2)]
     heights = [1.1 + 0.17 * min(TICKS, max(len(each.layers) for each in row)) for row in rows]
@@ -88,7 +88,7 @@ def draw(
     figure: str,
     limits: Limits,
 ) -> None:
-    """Lay the maps out and give each group its colour bar."""
+    """Lay out the maps and add a colour bar for each group."""
     grid = picture.subplots(len(rows), 2, squeeze=False, height_ratios=heights)
     colours = matplotlib.colormaps["viridis" if figure in LIGHT_IS_HIGH else "viridis_r"].with_extremes(bad=BLANK)
     drawn: dict[str, tuple[Any, list[Axes]]] = {}
@@ -104,7 +104,7 @@ def draw(
 
 
 def draw_map(ax: Axes, each: Map, colours: Any, limits: tuple[float, float]) -> Any:
-    """One image, a cell for each layer and watched step; names where there is room."""
+    """Draw one map as an image, one cell per layer and logged step; label at most TICKS layers."""
     image = ax.imshow(each.values, cmap=colours, vmin=limits[0], vmax=limits[1], aspect="auto", interpolation="nearest")
     every = -(-len(each.layers) // TICKS)
     ax.set_yticks(range(0, len(each.layers), every), [shortened(name) for name in each.layers[::every]], fontsize=7.5)

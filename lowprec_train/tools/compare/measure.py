@@ -1,8 +1,8 @@
-"""The measurements of a comparison: gaps, speed and memory, as values that are written to JSON unchanged.
+"""Measure a comparison: gaps, speed and memory, as values that are written to JSON unchanged.
 
 The gap of a run is the mean of (its loss - the baseline's loss) over the last matched points. Matched *steps* compare
-the same batches; matched *tokens* stay fair when the batch sizes differ. Speed alone flatters a scheme that learns less
-per token, so the time to the same loss stands beside it: the worse of the two final losses, which both runs reach.
+the same batches; matched *tokens* are fair also for different batch sizes. Speed alone favours a recipe that learns
+less per token, so the time to the same loss is measured too: to the worse of the two final losses, which both reach.
 """
 
 import math
@@ -21,17 +21,17 @@ from lowprec_train.tools.compare.runs import TOKENS, VALID, Array, Run
 RATE = "perf/tokens_per_sec_per_gpu"
 MEMORY = "mem/peak_gib"
 SKIPPED = "train/skipped"
-WINDOW_RANGE = (30, 200)  # steps: a tenth of the run within these
+WINDOW_RANGE = (30, 200)  # limits of the window, a tenth of the run, in steps
 CURVE_POINTS = 500
-SAID_ELSEWHERE = ("name", "run_root", "precision.deviations")  # a run's place and its footnotes
+REPORTED_ELSEWHERE = ("name", "run_root", "precision.deviations")  # a run's directory and its footnotes
 ABSENT = "(absent)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Mean difference to the baseline over a window, in nats and in percent of the baseline's mean there.
+    """Mean difference to the baseline over a window, in nats and in percent of the baseline's mean in the window.
 
-    `first` and `last` bound the window, in steps or tokens.
+    first, last: bounds of the window, in steps or tokens.
     """
 
     nats: Interval
@@ -42,7 +42,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Loss on held-out data at the run's last evaluation; gap at the last evaluation that the baseline has too."""
+    """Loss on held-out data at the run's last evaluation; gap at the last evaluation that the baseline also has."""
 
     loss: float
     step: int
@@ -53,7 +53,9 @@ class Validation:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Median tokens per second over the baseline's; `at_loss`: the ratio of GPU times until both means reach `loss`."""
+    """raw: median tokens per second over the baseline's. at_loss: ratio of the GPU times until both smoothed losses
+    reach `loss`.
+    """
 
     raw: float
     at_loss: float | None
@@ -62,7 +64,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The gap at matched steps along the run, thinned to at most 500 points for the JSON file."""
+    """The gap at matched steps, thinned to at most 500 points for the JSON file."""
 
     steps: list[int]
     gap: list[float]
@@ -71,7 +73,7 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport:
-    """One run's row. Gaps and speed are None for the baseline, and where what they need was not logged."""
+    """The measurements of one run. Gaps and speed are None for the baseline, and if their metrics were not logged."""
 
     name: str
     path: str
@@ -102,8 +104,8 @@ class RunReport:
 class Comparison:
     """The whole report.
 
-    failures: the gate's reasons to say no; None without a gate.
-    uncontrolled: differing keys, beside precision and communication, that change training.
+    failures: why the --max-gap check fails; None without this check.
+    uncontrolled: differing keys that change training, except those of precision and communication.
     """
 
     baseline: str
@@ -144,7 +146,7 @@ def compare(
 
 
 def pick_baseline(runs: Sequence[Run], name: str | None) -> Run:
-    """The run of that name or directory; by default the first whose recipe is bf16, else the first."""
+    """Return the run of this name or directory; by default the first whose recipe is bf16, else the first run."""
     if name is None:
         return next((run for run in runs if run.recipe == "bf16"), runs[0])
     for run in runs:
@@ -154,7 +156,7 @@ def pick_baseline(runs: Sequence[Run], name: str | None) -> Run:
 
 
 def default_window(runs: Sequence[Run]) -> int:
-    """A tenth of the shortest run, at least 30 and at most 200 logged steps (all of a run shorter than that)."""
+    """Return a tenth of the shortest run: 30 to 200 logged steps, or the whole run if it is shorter."""
     shortest = min(len(run.loss.steps) for run in runs)
     low, high = WINDOW_RANGE
     return min(shortest, max(low, min(high, shortest // 10)))
@@ -195,7 +197,7 @@ def report(run: Run, baseline: Run | None, window: int) -> RunReport:
 
 
 def gap_at_steps(run: Run, baseline: Run, window: int) -> tuple[Gap, Curve]:
-    """The gap over the last `window` common steps, and along the run. Raises ValueError when there is none."""
+    """Return the gap over the last `window` common steps, and its curve. Raises ValueError without common steps."""
     steps, values, reference = curves.at_common_steps(run.loss, baseline.loss)
     if not len(steps):
         raise ValueError(
@@ -209,7 +211,7 @@ def gap_at_steps(run: Run, baseline: Run, window: int) -> tuple[Gap, Curve]:
 
 
 def gap_at_tokens(run: Run, baseline: Run, window: int) -> Gap | None:
-    """The gap over the baseline's last `window` token counts that the run has passed too; None without token counts."""
+    """Return the gap over the baseline's last `window` token counts within the run's range; None without counts."""
     own, reference = loss_over_tokens(run), loss_over_tokens(baseline)
     if not len(own[0]) or not len(reference[0]):
         return None
@@ -218,19 +220,19 @@ def gap_at_tokens(run: Run, baseline: Run, window: int) -> Gap | None:
 
 
 def gap(x: Array, values: Array, reference: Array) -> Gap:
-    """Mean of values - reference over all points given."""
+    """Return the mean of values - reference over all points."""
     nats = curves.interval(values - reference)
     return Gap(nats=nats, percent=100 * nats.mean / float(np.mean(reference)), first=int(x[0]), last=int(x[-1]))
 
 
 def loss_over_tokens(run: Run) -> tuple[Array, Array]:
-    """(tokens, loss) at the steps where both were logged."""
+    """Return (tokens, loss) at the steps where both were logged."""
     _, loss, tokens = curves.at_common_steps(run.loss, run.series(TOKENS))
     return tokens, loss
 
 
 def measure_validation(run: Run, baseline: Run | None) -> Validation | None:
-    """Last held-out loss, and its gap at the last evaluation shared with the baseline."""
+    """Return the last held-out loss, and its gap at the last evaluation shared with the baseline."""
     valid = run.series(VALID)
     if not len(valid.values):
         return None
@@ -250,7 +252,7 @@ def measure_validation(run: Run, baseline: Run | None) -> Validation | None:
 
 
 def measure_speed(run: Run, baseline: Run, window: int) -> Speed | None:
-    """Speed-up over the baseline; None where a run logged no rate."""
+    """Return the speed-up over the baseline; None if a run logged no rate."""
     rates = [each.series(RATE).values for each in (run, baseline)]
     if not all(map(len, rates)):
         return None
@@ -262,21 +264,23 @@ def measure_speed(run: Run, baseline: Run, window: int) -> Speed | None:
 
 
 def time_to(target: float, run: Run, window: int) -> float | None:
-    """GPU seconds, at the median rate, until the smoothed loss is first at most `target`; None when it never is."""
+    """Return GPU seconds, at the median rate, until the smoothed loss is first at most `target`; None if never."""
     tokens, loss = loss_over_tokens(run)
     i = curves.first_at_most(curves.smooth(loss, window), target) if len(loss) else None
     return None if i is None else float(tokens[i]) / float(np.median(run.series(RATE).values))
 
 
 def below_unigram(run: Run, final: Interval, validation: Validation | None) -> bool | None:
-    """Whether the run has learned more than how often each token occurs, on training and on held-out data."""
+    """Return whether training and held-out losses are below the unigram entropy: more than frequencies was learned."""
     if run.unigram_entropy is None:
         return None
     return final.mean < run.unigram_entropy and (validation is None or validation.loss < run.unigram_entropy)
 
 
 def failures(reports: Sequence[RunReport], max_gap: float) -> list[str]:
-    """Why a two-sided gate at `max_gap` nats says no: a gap is larger or not a number, or a run stopped early."""
+    """Return why the two-sided check of gaps against `max_gap` nats fails: a large or NaN gap, or a run that stopped
+    early.
+    """
     longest = max(each.last_step for each in reports)
     found = []
     for each in reports:
@@ -289,7 +293,7 @@ def failures(reports: Sequence[RunReport], max_gap: float) -> list[str]:
 
 
 def gaps(each: RunReport) -> dict[str, float]:
-    """All gaps of a run that a gate holds, by what is matched."""
+    """Return the gaps of a run that --max-gap limits, by what is matched."""
     found = {}
     if each.gap_steps:
         found["matched steps"] = each.gap_steps.nats.mean
@@ -301,19 +305,19 @@ def gaps(each: RunReport) -> dict[str, float]:
 
 
 def config_differences(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Configuration keys whose values are not the same in all runs: key -> run -> value."""
-    keys = sorted(set().union(*(run.config for run in runs)) - set(SAID_ELSEWHERE))
+    """Return the configuration keys whose values differ between runs: key -> run -> value."""
+    keys = sorted(set().union(*(run.config for run in runs)) - set(REPORTED_ELSEWHERE))
     rows = {key: {run.label: run.config.get(key, ABSENT) for run in runs} for key in keys}
     return {key: row for key, row in rows.items() if any(not same(row[runs[0].label], v) for v in row.values())}
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal as configuration: 1 and true are not, two NaN are."""
+    """Return whether two configuration values are equal: 1 and true are not, two NaN are."""
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
         return True
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
 
 
 def changes_training(key: str) -> bool:
-    """Whether a differing key, beside precision and communication, makes the comparison one of more than precision."""
+    """Return whether a difference in this key changes training by more than precision and communication."""
     return key.split(".")[0] not in ("precision", "comm") and not is_launch_fact(key)

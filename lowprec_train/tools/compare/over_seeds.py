@@ -1,9 +1,9 @@
-"""Gaps that hold for other seeds too: of runs that repeat a configuration with several seeds.
+"""Gaps over seeds: from runs that repeat a configuration with several seeds.
 
-The interval of a single run's gap holds for its batches and its seed, and seeds differ by more than most recipes do. So
-runs with equal configurations but for the seed are one arm, and arms are estimated as a study estimates them
-(`tools.study.statistics`): an arm with a run that diverged has no gap, and of two runs with one seed the first counts.
-Without two seeds of two arms nothing is ranked, and the report says so.
+The interval of a single run's gap is valid only for its batches and its seed, and seeds differ by more than most
+recipes do. So runs whose configurations differ only in the seed form one arm, and gaps between arms are estimated as in
+a study (`tools.study.statistics`). An arm with a diverged run has no gap; of two runs with the same seed the first
+counts. Unless two arms have two seeds each, nothing is ranked, and the report says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ ONE_SEED = "one seed of each configuration: these gaps hold for this seed only, 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedGap:
-    """An arm's gap to the baseline's arm over seeds, with its two-sided 95 % interval; `words` say whether it ranks."""
+    """An arm's gap to the baseline's arm over seeds, with its two-sided 95 % interval.
+
+    words: "above" or "below" the baseline, or that the gap is not resolved.
+    """
 
     arm: str
     seeds: int
@@ -38,8 +41,8 @@ class SeedGap:
 
 @dataclass(frozen=True, kw_only=True)
 class OverSeeds:
-    """All arms. s, freedom: residual SD, pooled, and its degrees of freedom. note: why there are no gaps, "" if there
-    are some. loss: what was compared.
+    """The gaps of all arms. s, freedom: pooled residual SD and its degrees of freedom. note: why gaps are missing, or
+    "". loss: which loss was compared.
     """
 
     gaps: list[SeedGap]
@@ -50,7 +53,7 @@ class OverSeeds:
 
 
 def over_seeds(runs: Sequence[Run], baseline: Run, window: int) -> OverSeeds:
-    """The gaps to the baseline's arm."""
+    """Return the gaps to the baseline's arm."""
     arms = arms_of(runs)
     repeated = [arm for arm in set(arms.values()) if list(arms.values()).count(arm) > 1]
     if len(repeated) < 2:
@@ -90,8 +93,8 @@ def _estimated(runs: Sequence[Run], arms: Mapping[str, str], base: str, window: 
 
 
 def arms_of(runs: Sequence[Run]) -> dict[str, str]:
-    """Run -> its arm, runs whose configurations differ in nothing that trains but the seed; named after the recipe
-    where that is enough, else after the first run.
+    """Return the arm of each run, by labels. Runs of an arm differ in no training key except the seed. An arm is named
+    after its recipe if that is unique, else after its first run.
     """
     keys = {run.label: training(run) for run in runs}
     first = {key: next(run for run in runs if keys[run.label] == key) for key in keys.values()}
@@ -103,12 +106,14 @@ def arms_of(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def training(run: Run) -> Hashable:
-    """What a run trains with, but for the seed."""
+    """Return the training configuration of a run without the seed."""
     return tuple(sorted((k, str(v)) for k, v in run.config.items() if k not in OF_SEED and not is_launch_fact(k)))
 
 
 def final_losses(runs: Sequence[Run], window: int) -> tuple[dict[str, float], str]:
-    """By run: the held-out loss at the last step that all have evaluated, else the mean of the last training losses."""
+    """Return the held-out loss of each run at the last step that all evaluated, else the mean of its last training
+    losses; and which of both.
+    """
     common = set.intersection(*(set(run.series(VALID).steps.tolist()) for run in runs)) if runs else set()
     if common:
         at = max(common)

@@ -1,8 +1,7 @@
-"""The figure of a comparison: whole curves, their ends enlarged, the gap to the baseline along the run and at its end.
+"""Draw the figure of a comparison: loss curves, their last quarter enlarged, the gap along the run and the final gap.
 
-Raw losses are faint, running means strong and drawn to the last step (`curves.drawn`). Every run has a colour
-(`colours.py`), dashes and a marker of its own, so the figure survives a grey printer. A non-finite loss is a cross at
-the top.
+Raw losses are faint, running means strong and drawn to the last step (`curves.drawn`). Every run has its own colour
+(`colours.py`), dashes and marker, so runs can be distinguished also in grey. A non-finite loss is a cross at the top.
 """
 
 import textwrap
@@ -26,7 +25,7 @@ from lowprec_train.tools.compare.runs import TOKENS, VALID, Array, Run, Series
 DASHES = ((0, (6, 1.4)), (0, (2.2, 1.2)), (0, (6, 1.4, 1.4, 1.4)), (0, (1, 1)))
 MARKERS = "osD^vP"
 INK, QUIET, GATE, FAINT = "#3c4043", "#80868b", "#b3261e", 0.16
-DIVERGED = 1.0  # nats: a run further away than this leaves the axes instead of flattening the others
+DIVERGED = 1.0  # nats: a run with a larger gap leaves the axes, so that it does not flatten the others
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.edgecolor": "#9aa0a6",
@@ -50,9 +49,9 @@ STYLE: dict[Any, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One run as the figure sees it: where its points lie and how it looks.
+    """One run with its position on the x axis and its style.
 
-    place: its number among the runs that are no baseline, which decides its colour, dashes and marker; None: baseline.
+    place: its index among the runs without the baseline, which decides colour, dashes and marker; None: baseline.
     """
 
     run: Run
@@ -63,12 +62,12 @@ class Subject:
     window: int
 
     def x(self, steps: Array) -> Array:
-        """Position of steps on the x axis."""
+        """Return the positions of steps on the x axis."""
         tokens = self.run.series(TOKENS)
         return np.interp(steps, tokens.steps, tokens.values) / self.scale if self.over_tokens else steps
 
     def smoothed(self, series: Series) -> tuple[Array, Array]:
-        """(x, y) of the running mean."""
+        """Return (x, y) of the running mean."""
         return self.x(series.steps), curves.drawn(series.values, self.window)
 
     @property
@@ -93,7 +92,7 @@ def save(comparison: Comparison, runs: Sequence[Run], target: Path) -> None:
 
 @contextmanager
 def png(target: Path, height: float, heading: str, style: Mapping[str, Any] | None = None) -> Iterator[Figure]:
-    """An empty figure, 11 by `height` inches, that is written to a PNG file of 160 pixels an inch once it is drawn."""
+    """Yield an empty figure of 11 by `height` inches; write it to a PNG file with 160 pixels per inch at the end."""
     with matplotlib.rc_context(STYLE | dict(style or {})):
         figure = Figure(figsize=(11, height), layout="constrained")
         figure.suptitle(heading, x=0.012, ha="left", fontsize=13, fontweight="bold", color="#202124")
@@ -102,7 +101,7 @@ def png(target: Path, height: float, heading: str, style: Mapping[str, Any] | No
 
 
 def draw(figure: Figure, comparison: Comparison, runs: Sequence[Run], notes: Sequence[str]) -> None:
-    """Lay out the four panels and fill them."""
+    """Draw the four panels."""
     subjects, label = subjects_of(comparison, runs)
     axes = figure.subplots(2, 2, width_ratios=(2.4, 1))
     draw_curves(axes[0, 0], comparison, subjects)
@@ -124,7 +123,7 @@ def title(comparison: Comparison) -> str:
 
 
 def deviations(comparison: Comparison) -> list[str]:
-    """Footnote lines: parts of a published scheme that a run leaves out."""
+    """Return footnote lines: the parts of a published scheme that a run leaves out."""
     texts: dict[str, list[str]] = {}
     for each in comparison.runs:
         for text in each.deviations:
@@ -134,7 +133,7 @@ def deviations(comparison: Comparison) -> list[str]:
 
 
 def subjects_of(comparison: Comparison, runs: Sequence[Run]) -> tuple[list[Subject], str]:
-    """The runs with their looks, and the x axis's label: tokens when every run logged them, else steps."""
+    """Return the runs with their styles, and the label of the x axis: tokens if every run logged them, else steps."""
     over_tokens = all(len(run.series(TOKENS).steps) for run in runs)
     most = max(run.series(TOKENS).values[-1] for run in runs) if over_tokens else 0
     scale, unit = next(((s, u) for s, u in ((1e9, "billion"), (1e6, "million")) if most >= s), (1e3, "thousand"))
@@ -154,12 +153,12 @@ def subjects_of(comparison: Comparison, runs: Sequence[Run]) -> tuple[list[Subje
 
 
 def shortened(label: str) -> str:
-    """A label of at most 24 characters: paths and generated names differ at their ends."""
+    """Shorten a label to its last 24 characters: paths and generated names differ at their ends."""
     return label if len(label) <= 24 else "…" + label[-23:]
 
 
 def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
-    """All losses, the held-out ones as markers, and the unigram entropy as the line that a working network crosses."""
+    """Draw all losses, with markers for held-out ones, and the unigram entropy, which a working network goes below."""
     for subject in reversed(subjects):
         label = f"{shortened(subject.run.label)}  {spread(subject.report.final_loss)}"
         draw_series(ax, subject, subject.run.loss, label=label)
@@ -186,7 +185,7 @@ def draw_curves(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -
 
 
 def draw_series(ax: Axes, subject: Subject, series: Series, **options: Any) -> Array:
-    """A faint raw curve under its running mean, which is returned."""
+    """Draw a faint raw curve and its running mean; return the mean."""
     x, smoothed = subject.smoothed(series)
     ax.plot(x, series.values, color=subject.colour, lw=0.7, alpha=FAINT)
     ax.plot(x, smoothed, lw=1.7, **subject.line, **options)
@@ -194,7 +193,7 @@ def draw_series(ax: Axes, subject: Subject, series: Series, **options: Any) -> A
 
 
 def draw_nonfinite(ax: Axes, subject: Subject) -> None:
-    """Crosses at the upper edge where the loss is not a number one can draw."""
+    """Draw crosses at the upper edge where the loss is not finite."""
     loss = subject.run.loss
     x = subject.x(loss.steps[~np.isfinite(loss.values)])
     top = ax.get_xaxis_transform()
@@ -202,7 +201,7 @@ def draw_nonfinite(ax: Axes, subject: Subject) -> None:
 
 
 def limit_losses(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
-    """Room for everything, except that a diverged run may not flatten the others."""
+    """Set the y range to all losses, except that a diverged run may not flatten the others."""
     base = next(s for s in subjects if s.run.label == comparison.baseline).run.loss
     losses = [finite(s.run.loss.values) for s in subjects]
     values, reference = np.concatenate(losses), finite(base.values)
@@ -220,7 +219,7 @@ def finite(values: Array) -> Array:
 
 
 def draw_ends(ax: Axes, subjects: Sequence[Subject]) -> None:
-    """The last quarter's running means, enlarged, with the final mean and its interval at the right."""
+    """Draw the running means of the last quarter, with the final mean and its interval at the right."""
     drawn: list[Any] = []
     highest = []
     for place, subject in enumerate(subjects):
@@ -242,14 +241,14 @@ def draw_ends(ax: Axes, subjects: Sequence[Subject]) -> None:
 
 
 def draw_interval(ax: Axes, x: float, interval: curves.Interval, subject: Subject) -> None:
-    """A mean with its 95 % interval."""
+    """Draw a mean with its 95 % interval."""
     if interval.low is not None and interval.high is not None:
         ax.plot([x, x], [interval.low, interval.high], color=subject.colour, lw=1.4, alpha=0.6)
     ax.plot([x], [interval.mean], ls="", ms=5, **subject.marker)
 
 
 def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> None:
-    """Run minus baseline at matched steps: raw, and its running mean."""
+    """Draw run minus baseline at matched steps: raw, and its running mean."""
     base = next(s for s in subjects if s.run.label == comparison.baseline)
     reaches = []
     for subject in subjects:
@@ -268,7 +267,7 @@ def draw_gaps(ax: Axes, comparison: Comparison, subjects: Sequence[Subject]) -> 
 
 
 def final_gaps(report: RunReport) -> list[float]:
-    """What the panel of final gaps shows of a run, interval included."""
+    """Return the values of a run in the panel of final gaps, with the ends of the interval."""
     nats = report.gap_steps.nats if report.gap_steps else None
     held = report.validation.gap if report.validation else None
     values = ([nats.mean, nats.low, nats.high] if nats else []) + [held]
@@ -276,7 +275,7 @@ def final_gaps(report: RunReport) -> list[float]:
 
 
 def draw_zero_and_gate(ax: Axes, comparison: Comparison) -> None:
-    """The baseline, and the gate's two sides."""
+    """Draw the line of the baseline and both limits of --max-gap."""
     ax.axhline(0, color=colours.BASELINE[0], lw=1.2)
     for side in (-1, 1) if comparison.max_gap is not None else ():
         ax.axhline(side * (comparison.max_gap or 0), color=GATE, lw=1.2, ls=(0, (4, 3)))
@@ -285,7 +284,7 @@ def draw_zero_and_gate(ax: Axes, comparison: Comparison) -> None:
 def draw_final_gaps(
     ax: Axes, comparison: Comparison, subjects: Sequence[Subject], *, limits: tuple[float, float]
 ) -> None:
-    """One column a run: the final gap with its interval (filled), the held-out gap (hollow)."""
+    """Draw one column per run: the final gap with its interval (filled), the held-out gap (hollow)."""
     others = [subject for subject in subjects if subject.run.label != comparison.baseline]
     crowded = len(others) > 5
     draw_zero_and_gate(ax, comparison)

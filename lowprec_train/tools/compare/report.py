@@ -1,7 +1,7 @@
-"""A comparison as text: Markdown for people (the terminal shows the same), JSON for programs.
+"""Write a comparison as text: Markdown for people (also printed in the terminal), JSON for programs.
 
-Every number says how it was made (`definitions`), and what a run leaves out of the scheme it is named after is a
-footnote of every report: a gap of "FP4" means nothing without it.
+`definitions` says how every number is computed. If a run deviates from the published scheme that its recipe is named
+after, every report has a footnote: without it a gap of "FP4" means nothing.
 """
 
 import json
@@ -21,7 +21,9 @@ NONE = "-"
 
 
 def to_json(comparison: Comparison) -> str:
-    """The comparison as strict JSON: absent values are null, non-finite ones the strings "nan", "inf" and "-inf"."""
+    """Return the comparison as strict JSON: null for absent values, strings "nan", "inf" and "-inf" for non-finite
+    ones.
+    """
     tree = {
         "version": __version__,
         **asdict(comparison),
@@ -41,7 +43,7 @@ def strict(tree: Any) -> Any:
 
 
 def definitions(comparison: Comparison) -> dict[str, str]:
-    """How each number was made."""
+    """Return how each number is computed, by its column."""
     n = comparison.window
     return {
         "train loss": f"mean of the last {n} logged steps, in nats per token",
@@ -70,7 +72,7 @@ def definitions(comparison: Comparison) -> dict[str, str]:
 
 
 def to_markdown(comparison: Comparison, *, figure: str, heatmaps: Sequence[str] = ()) -> str:
-    """The report; `figure` is the file name of the plot beside it, `heatmaps` those of what telemetry saw."""
+    """Return the report. figure, heatmaps: file names of the plot and of the heat maps of telemetry."""
     runs, notes = comparison.runs, footnotes(comparison.runs)
     parts = [
         f"# Loss gap to {comparison.baseline}: " + ", ".join(r.name for r in runs if r.name != comparison.baseline),
@@ -145,37 +147,39 @@ def number(value: float | None, style: str = ".4f", unit: str = "") -> str:
 
 
 def spread(interval: Interval, style: str = ".4f") -> str:
-    """Mean, and half the interval where there is one."""
+    """Return the mean, and half the interval if there is one."""
     half = "" if interval.high is None else f" ± {interval.high - interval.mean:.4f}"
     return number(interval.mean, style) + half
 
 
 def counted(steps: Sequence[int]) -> str:
-    """How many, and where the first three are."""
+    """Return the number of steps, and the first three."""
     more = ", ..." if len(steps) > 3 else ""
     return f"{len(steps)} (at {', '.join(map(str, steps[:3]))}{more})" if steps else "0"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table that is aligned as plain text too: the first column to the left, the others to the right."""
+    """Return a Markdown table that is also aligned as plain text: the first column to the left, the others to the
+    right.
+    """
     names, *cells = aligned([header, *([cell.replace("|", "\\|") for cell in row] for row in rows)], least=3)
     rule = ["-" * len(names[0]), *("-" * (len(name) - 1) + ":" for name in names[1:])]
     return "\n".join(f"| {' | '.join(line)} |" for line in (names, rule, *cells))
 
 
 def footnotes(runs: Iterable[RunReport]) -> dict[str, int]:
-    """Deviation -> its footnote number, in order of appearance."""
+    """Return the footnote number of each deviation, in order of appearance."""
     texts = dict.fromkeys(text for each in runs for text in each.deviations)
     return {text: number for number, text in enumerate(texts, start=1)}
 
 
 def marked(each: RunReport, notes: dict[str, int]) -> str:
-    """The run's name with its footnote marks."""
+    """Return the run's name with its footnote marks."""
     return each.name + "".join(f"[^{notes[text]}]" for text in each.deviations)
 
 
 def on_cpu(runs: Sequence[RunReport]) -> str:
-    """What runs on a CPU cannot show; empty without such runs."""
+    """Return what runs on a CPU cannot show; "" without such runs."""
     if not any(each.device == "cpu" for each in runs):
         return ""
     return (
@@ -192,7 +196,7 @@ def unigram(comparison: Comparison) -> str:
 
 
 def gate(comparison: Comparison) -> str:
-    """The verdict, its limit and what decided it."""
+    """Return the result of the --max-gap check, its limit and the gap that decided it."""
     if comparison.failures is None:
         return ""
     if comparison.failures:
@@ -204,7 +208,7 @@ def gate(comparison: Comparison) -> str:
 
 
 def over_seeds(comparison: Comparison) -> str:
-    """Gaps over seeds, or why there are none."""
+    """Return the gaps over seeds, or why there are none."""
     found = comparison.over_seeds
     note = f"Over seeds: {found.note}." if found.note else ""
     if not found.gaps:

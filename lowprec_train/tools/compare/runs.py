@@ -1,8 +1,8 @@
 """Read a run from its directory, whether it is finished, stopped or still running.
 
-`metrics.jsonl` has one JSON object a line: a `step` and any numbers. It is read as a writer that may be killed at any
-byte leaves it: a line that is not whole is left out and reported, and a step that a resumed run wrote again replaces
-the first one, metric by metric. NaN and infinity (a `null` is read as NaN) stay in: they are results.
+`metrics.jsonl` has one JSON object per line: a `step` and any numbers. Its writer may be killed at any byte, so an
+incomplete line is skipped and reported. If a resumed run logged a step again, the later values replace the earlier
+ones, metric by metric. NaN (also from `null`) and infinity are kept: they are results.
 """
 
 import json
@@ -35,7 +35,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run directory in memory. `label` is the name that reports use, unique among the runs read together."""
+    """One run directory in memory. label: the name in reports, unique among the runs that are read together."""
 
     path: Path
     label: str
@@ -49,24 +49,24 @@ class Run:
     metrics: Mapping[str, Series]
     status: str
     notes: tuple[str, ...]
-    device: str | None = None  # as run.json has it; None where it does not say
+    device: str | None = None  # from run.json; None if absent
 
     def series(self, metric: str) -> Series:
-        """The metric, empty when it was never logged."""
+        """Return the metric; empty if it was never logged."""
         return self.metrics.get(metric, Series(steps=np.array([], int), values=np.array([], float)))
 
     @property
     def loss(self) -> Series:
-        """Of training; empty in a run that diverged before one was logged."""
+        """The training loss; empty if a run diverged before it logged one."""
         return self.series(LOSS)
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Read runs that can be compared: at least two, different, on the same corpus.
+    """Read runs that can be compared: at least two different ones on the same corpus.
 
-    Earlier reports among `paths` are left out, so that `runs/demo/*` keeps working.
+    Directories of earlier reports among `paths` are ignored, so that `runs/demo/*` continues to work.
 
-    Raises ValueError naming the directory and the offending value.
+    Raises ValueError with the directory and the wrong value.
     """
     paths = [path for path in paths if not (path / "report.json").is_file() or (path / "metrics.jsonl").exists()]
     if len(paths) < 2:
@@ -89,13 +89,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def labels(paths: Sequence[Path], infos: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Run names, or paths where two runs share a name."""
+    """Return the run names, or paths for runs that share a name."""
     names = [str(info.get("name") or path.resolve().name) for path, info in zip(paths, infos)]
     return [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths)]
 
 
 def read_info(path: Path) -> dict[str, Any]:
-    """`run.json`: the run's identity. Raises ValueError when `path` is no run directory."""
+    """Return the content of `run.json`. Raises ValueError if `path` is not a run directory."""
     if not path.is_dir():
         raise ValueError(f"no such run directory: {path}")
     source = path / "run.json"
@@ -103,13 +103,13 @@ def read_info(path: Path) -> dict[str, Any]:
         raise ValueError(f"not a run directory (no run.json): {path}")
     info = read_object(source)
     if not info.get("corpus_hash"):
-        raise ValueError(f"{source} has no corpus_hash, so nothing says that the runs saw the same data")
+        raise ValueError(f"{source} has no corpus_hash, so it is not known whether the runs saw the same data")
     return info
 
 
 def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
-    """Read the rest of a run directory whose `run.json` is `info`. ValueError where no loss was logged, unless the run
-    diverged: that is a result.
+    """Read the rest of a run directory whose `run.json` is `info`. Raises ValueError if no loss was logged, unless the
+    run diverged, which is a result.
     """
     status = next((mark.lower() for mark in ("DIVERGED", "DONE", "PREEMPTED") if (path / mark).exists()), "unfinished")
     logged = status != "diverged" or (path / "metrics.jsonl").is_file()
@@ -135,7 +135,7 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """The configuration of a run as one level of dotted keys; lists are values, an empty dictionary has no key."""
+    """Return the configuration of a run with dotted keys. Lists are values; empty dictionaries are left out."""
     if not source.is_file():
         raise ValueError(f"not a run directory (no config.yaml): {source.parent}")
     tree: Any = OmegaConf.to_container(read_yaml(source))
@@ -143,7 +143,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def read_metrics(source: Path) -> tuple[dict[str, Series], list[str]]:
-    """All series of a metrics.jsonl, and what a reader should know about the file."""
+    """Return all series of a metrics.jsonl, and notes about skipped and repeated lines."""
     if not source.is_file():
         raise ValueError(f"no metrics (no metrics.jsonl): {source.parent}")
     rows: dict[int, dict[str, float]] = {}
@@ -168,12 +168,12 @@ def read_metrics(source: Path) -> tuple[dict[str, Series], list[str]]:
 
 
 def read_lines(source: Path) -> list[str]:
-    """The lines of a file that its writer may have left in the middle of one, or of a character."""
+    """Return the lines of a file, which may end in the middle of a line or of a character."""
     return source.read_bytes().decode("utf-8", errors="replace").split("\n")
 
 
 def parse(line: str) -> tuple[int, dict[str, float]] | None:
-    """(step, metrics) of one line; None when the line is not whole."""
+    """Return (step, metrics) of one line; None if the line is incomplete."""
     try:
         record = json.loads(line)
         return int(record.pop("step")), {k: float("nan") if v is None else float(v) for k, v in record.items()}

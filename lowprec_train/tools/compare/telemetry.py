@@ -1,8 +1,8 @@
-"""What telemetry saw of a run, as matrices: a layer a row, a watched step a column, one for each operand.
+"""The telemetry of a run as matrices, one per operand, with a row per layer and a column per logged step.
 
-`telemetry.jsonl` has one JSON object a line (docs/telemetry.md). It is read as metrics are: a torn line is left out, a
-row that a resumed run wrote again replaces the first. A figure without a number (an exact rounding, data that is not
-finite, a clamp that the recipe does not have) is NaN here.
+`telemetry.jsonl` has one JSON object per line (docs/telemetry.md). As in metrics, an incomplete line is skipped, and a
+row that a resumed run logged again replaces the first. A statistic without a value (an exact rounding, non-finite data,
+a clamp that the recipe does not have) is NaN.
 """
 
 import json
@@ -37,7 +37,7 @@ LOGARITHMIC = ("amax", "scale_min", "scale_max")
 
 @dataclass(frozen=True, kw_only=True)
 class Map:
-    """One map: values [layers, steps] of operand `name` ("fprop.a", or a state's), NaN where there is none."""
+    """One map: values [layers, steps] of an operand ("fprop.a") or optimizer state, `name`; NaN for absent values."""
 
     name: str
     layers: tuple[str, ...]
@@ -46,12 +46,12 @@ class Map:
 
 
 def read_rows(source: Path) -> list[dict[str, Any]]:
-    """The whole lines of a telemetry.jsonl; none where there is no such file."""
+    """Return the complete lines of a telemetry.jsonl; [] without such a file."""
     return [row for row in map(parse, read_lines(source)) if row] if source.is_file() else []
 
 
 def parse(line: str) -> dict[str, Any] | None:
-    """One row; None when the line is not whole."""
+    """Return one row; None if the line is incomplete."""
     try:
         row = json.loads(line)
         return row if isinstance(row["step"], int) and ("site" in row or "parameter" in row) else None
@@ -60,7 +60,7 @@ def parse(line: str) -> dict[str, Any] | None:
 
 
 def maps(rows: Sequence[Mapping[str, Any]], figure: str) -> list[Map]:
-    """The maps of one figure, by GEMM and operand, then by state; layers by name, block 10 after block 9."""
+    """Return the maps of one statistic, by GEMM and operand, then by state; layers by name, block 10 after block 9."""
     cells: dict[str, dict[tuple[str, int], float]] = {}
     for row in (row for row in rows if row.get(figure) is not None):
         name = f"{row['gemm']}.{row['operand']}" if "site" in row else row["state"]
@@ -88,5 +88,5 @@ def filled(name: str, cells: Mapping[tuple[str, int], float], steps: tuple[int, 
 
 
 def natural(layer: str) -> list[tuple[bool, int, str]]:
-    """A key that sorts numbers as numbers."""
+    """Return a sorting key that compares numbers as numbers."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"(\d+)", layer)]

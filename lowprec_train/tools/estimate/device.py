@@ -1,9 +1,9 @@
 """Measured rates of a GPU, from which `step_time` computes the time of a step.
 
-GEMMs and kernels are those of `lowprec bench gemm` and `lowprec bench kernels` (docs/results/gemm.md, kernels.md,
-kernels_adamw.md, and docs/results/h200.md for later kernels). What only a step shows comes from profiles of steps and
-is one number for all recipes: BF16 GEMMs (which the power limit slows beside what they reach alone, 764 TFLOP/s),
-attention, the time between kernels, the copies of FSDP2, and NVLink beside kernels.
+Rates of GEMMs and kernels are from `lowprec bench gemm` and `lowprec bench kernels` (docs/results/gemm.md, kernels.md,
+kernels_adamw.md, and docs/results/h200.md for later kernels). Other rates can only be measured in a step; they come
+from profiles of steps, with one number for all recipes: BF16 GEMMs (alone they reach 764 TFLOP/s; in a step the power
+limit slows them), attention, the time between kernels, the copies of FSDP2, and NVLink while kernels run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Device:
     """Units are FLOP, bytes, seconds and elements.
 
     gemm: FLOP/s by path and split accumulation, over the shapes of a 7B model. attention: FLOP/s, causal, forward and
-    backward. memory: bytes/s of a copy, read plus written. kernels: seconds an element of quantisation kernels that do
-    not reach the speed of memory. adamw: bytes/s of the optimizer with moments in FP32, in codes, and of torch's own in
-    BF16. sharding: bytes/s of FSDP2's copies and of encoding gradients. launch: seconds between two kernels. host:
-    seconds of the host for a kernel. nvlink, nic, pcie: bytes/s of a GPU in one direction.
+    backward. memory: bytes/s of a copy, read plus written. kernels: seconds per element of quantisation kernels that
+    are not limited by memory. adamw: bytes/s of the optimizer with FP32 moments, with moments in codes, and of torch's
+    AdamW in BF16. sharding: bytes/s of FSDP2's copies and of gradient encoding. launch: seconds between two kernels.
+    host: seconds of the host per kernel. nvlink, nic, pcie: bytes/s of a GPU in one direction.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Device:
     pcie: float
 
 
-_DECODED, _INT8 = 764 * TERA, 765 * TERA  # decoded values of few bits draw less power
+_DECODED, _INT8 = 764 * TERA, 765 * TERA  # decoded values with few bits draw less power
 H200 = Device(
     name="NVIDIA H200",
     gemm={
@@ -66,8 +66,8 @@ H200 = Device(
         "NVFP4": 1.61 * PICO,
         "stochastic NVFP4": 1.95 * PICO,
         "rotated stochastic NVFP4": 2.37 * PICO,
-        "EDEN": 2.97 * PICO,  # with the largest rotated magnitude
-        "candidate scales": 2.86 * PICO,  # with the amax of its blocks
+        "EDEN": 2.97 * PICO,  # with the amax after rotation
+        "candidate scales": 2.86 * PICO,  # with the amax of blocks
         "ladder, rows": 2.4 * PICO,
         "ladder, columns": 2.74 * PICO,
         "ladder, columns of codes": 3.11 * PICO,
@@ -93,7 +93,7 @@ DEVICES = {"h200": H200}
 
 
 def device_of(name: str) -> Device:
-    """By its key in DEVICES. Raises ValueError for a GPU without measured rates."""
+    """Return the device by its key in DEVICES. Raises ValueError for a GPU without measured rates."""
     if name not in DEVICES:
-        raise ValueError(f"--device {name}: rates were measured of {', '.join(DEVICES)} only")
+        raise ValueError(f"--device {name}: there are measured rates for {', '.join(DEVICES)} only")
     return DEVICES[name]

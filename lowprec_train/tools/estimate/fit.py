@@ -1,4 +1,4 @@
-"""Settings that make a run fit a GPU, from fastest to smallest memory, each with its largest micro-batch.
+"""Find settings with which a run fits a GPU, from fastest to smallest memory, each with its largest micro-batch.
 
 A step of one micro-batch is tried first, because it accumulates no gradients. With several micro-batches, memory is
 linear in their tokens, so two estimates give the largest that fits. It is estimated again before it is proposed. A
@@ -30,14 +30,24 @@ UNITS = {"GiB": 2**30, "GB": 10**9}
 FREED = ("optim.in_backward=true", "max_grad_norm=0")
 OPTIMIZER, MASTER = "optim=adamw_coat", "optim/master=bf16"
 CODED = (OPTIMIZER, MASTER, *FREED)
-AGAIN, AWAY, INPUTS = "model.recompute=full", "optim.offload=true", "model.offload=true"
-CHOICES = ((), FREED, CODED, (*CODED, AGAIN), (*CODED, AGAIN, AWAY), (*CODED, AGAIN, AWAY, INPUTS))
+RECOMPUTE, OFFLOAD_STATES, OFFLOAD_INPUTS = "model.recompute=full", "optim.offload=true", "model.offload=true"
+CHOICES = (
+    (),
+    FREED,
+    CODED,
+    (*CODED, RECOMPUTE),
+    (*CODED, RECOMPUTE, OFFLOAD_STATES),
+    (*CODED, RECOMPUTE, OFFLOAD_STATES, OFFLOAD_INPUTS),
+)
 PARTS = ("first_moment", "second_moment", "rule", "backend")  # of `optim`: another optimizer, with its codecs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Settings beside those asked for, and the estimate of their largest micro-batch; None where not one fits."""
+    """Settings in addition to the user's, and the estimate of their largest micro-batch.
+
+    found: None if no micro-batch fits. refused: why the settings cannot be used, or "".
+    """
 
     settings: tuple[str, ...]
     micro_batch: int
@@ -46,32 +56,32 @@ class Fit:
 
 
 def parse_size(text: str, option: str = "--fit") -> int:
-    """Bytes of `24GiB` or `80GB`. Raises ValueError for other text, which was given to `option`."""
+    """Parse `24GiB` or `80GB` as bytes. Raises ValueError for other text. option: its option, for the error."""
     named = re.fullmatch(r"(\d+(?:\.\d+)?)(GiB|GB)", text)
     if named is None or not float(named[1]):
-        raise ValueError(f"{option} {text} is no size; one is written as 24GiB or 80GB")
+        raise ValueError(f"{option} {text} is not a size; write for example 24GiB or 80GB")
     return int(float(named[1]) * UNITS[named[2]])
 
 
 def fits(overrides: Sequence[str], size: int, gpus: int | None, device: Device | None = None) -> list[Fit]:
-    """Of each of `choices`. Raises ValueError where the run that was asked for is refused without any of them."""
+    """Return a fit for each of `choices`. Raises ValueError if the run is refused without additional settings."""
     estimated, dp = partial(estimate, gpus=gpus, device=device), grid(composed(*overrides).parallel, gpus).dp
     return [_fit(overrides, settings, SHARE * size, estimated, dp) for settings in choices(overrides)]
 
 
 def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
-    """CHOICES without what `overrides` name, once each."""
+    """Return CHOICES without the keys that `overrides` set, without duplicates."""
     named = {key(each) for each in overrides}
-    asked, default = composed(*overrides).optim, composed().optim
-    if any(getattr(asked, part) != getattr(default, part) for part in PARTS):
+    chosen, default = composed(*overrides).optim, composed().optim
+    if any(getattr(chosen, part) != getattr(default, part) for part in PARTS):
         named.add(key(OPTIMIZER))
-    if asked.master != default.master or asked.backend == "apex":  # whose masters are FP32
+    if chosen.master != default.master or chosen.backend == "apex":  # whose masters are FP32
         named.add(key(MASTER))
     return list(dict.fromkeys(tuple(each for each in settings if key(each) not in named) for settings in CHOICES))
 
 
 def key(override: str) -> str:
-    """What an override names: `optim` of `optim=adamw`, `optim.lr` of `++optim.lr=1`."""
+    """Return the key of an override: `optim` of `optim=adamw`, `optim.lr` of `++optim.lr=1`."""
     return override.partition("=")[0].lstrip("+~")
 
 
@@ -94,7 +104,7 @@ def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, e
             f"tokens_per_step={run.tokens_per_step} is not a multiple of data.seq_len={run.data['seq_len']} times "
             f"{dp} data-parallel processes: no micro_batch divides it"
         )
-    whole = estimated(_with(run, most))  # one micro-batch a step: no gradients wait for others
+    whole = estimated(_with(run, most))  # one micro-batch per step: no gradients are accumulated
     if whole["memory"]["total"] <= room:
         return Fit(settings=settings, micro_batch=most, found=whole)
     for size, found in _below(run, most, room, estimated):
@@ -104,8 +114,9 @@ def _largest(overrides: Sequence[str], settings: tuple[str, ...], room: float, e
 
 
 def _below(run: RunConfig, most: int, room: float, estimated: Estimates) -> Iterator[tuple[int, Estimate]]:
-    """Micro-batches that divide a step of `most` sequences, from about the largest one that fits downwards, without
-    those that the recipe refuses: its tiles divide the whole step and may not divide a part.
+    """Yield micro-batches that divide a step of `most` sequences, in descending order from about the largest that fits.
+
+    Skips those that the recipe refuses: its tiles may divide the step but not the micro-batch.
     """
 
     def of(sizes: Iterable[int]) -> Iterator[tuple[int, Estimate]]:
@@ -129,7 +140,7 @@ def _with(run: RunConfig, micro_batch: int) -> RunConfig:
 
 
 def text(found: Sequence[Fit], size: int) -> str:
-    """A table of all settings, and the first that fits, which changes the run least."""
+    """Return a table of all settings, and the first that fits, which changes the run least."""
     rows = []
     for fit in found:
         about = [fit.refused or "does not fit", "", "", "", ""]

@@ -1,12 +1,12 @@
-"""Bytes on one GPU, and the moment of a step at which they are most.
+"""Estimate the memory of one GPU at each moment of a step, and its peak.
 
-What stands: parameters, optimizer states, and gradients between micro-batches. What comes and goes: weights gathered
-for a block, what autograd saves (`saved.py`), gradients on their way to their owners. A backward pass frees what a
-block saved and makes its gradients, so the sum is followed from the loss back to the first block:
+Persistent: parameters, optimizer states, and gradients between micro-batches. Temporary: all-gathered weights, tensors
+saved by autograd (`saved.py`), gradients until they are reduced. The backward pass of a block frees its saved tensors
+and creates its gradients, so the sum is computed from the loss back to the first block:
 
-    at block i:   standing + saved by blocks 0..i + gradients so far + what block i works with
+    at block i:   persistent + saved by blocks 0..i + gradients so far + temporary tensors of block i
 
-Not counted: CUDA's context, NCCL's buffers, the libraries' workspaces (together 1 to 2 GiB), fragmentation, batches.
+Not included: CUDA's context, NCCL's buffers, workspaces of libraries (together 1 to 2 GiB), fragmentation, batches.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from lowprec_train.tools.estimate.subject import Subject, Weight
 from lowprec_train.train import build_optimizer
 
 FP32, BF16 = 4, 2
-SUM = FP32  # an element of a gradient that is summed or waits for its update
-BLOCKS_GATHERED = 3  # the one that computes, the next one, and the buffer that it arrives in
+SUM = FP32  # bytes per element of a gradient that is summed or waits for its update
+BLOCKS_GATHERED = 3  # the current block, the next one, and its receive buffer
 Moment = dict[str, int]
 
 
@@ -32,8 +32,8 @@ _COUNTED: dict[tuple[object, ...], SavedParts] = {}
 
 
 def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
-    """What autograd keeps of a micro-batch under a choice of what is recomputed, counted once for all layouts with the
-    same tensor-parallel parts. `full` keeps a block's input alone, by definition: its blocks need no count.
+    """Return the bytes that autograd saves for a micro-batch under `recompute`. Cached for all layouts with the same
+    tensor-parallel shards. With `full`, a block saves only its input, so blocks need no count.
     """
     run, sizes = subject.run, tuple(subject.gathered_bytes(weight) for weight in subject.weights)
     computed = repr((run.model, run.precision, run.data, run.micro_batch, run.compile))
@@ -56,7 +56,7 @@ def _count(subject: Subject, recompute: str) -> SavedParts:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """moments: label -> bytes by what they are for, from the loss on backwards. saved: as counted."""
+    """moments: label -> bytes by use, from the loss backwards. saved: tensors saved by autograd."""
 
     moments: dict[str, Moment]
     saved: SavedParts
@@ -73,7 +73,7 @@ class Memory:
 
 
 def memory(subject: Subject, reduction: Reduction) -> Memory:
-    """The memory of rank 0, which has the largest parts."""
+    """Return the memory of rank 0, which has the largest shards."""
     chosen = subject.run.model.recompute
     saved, again = saved_bytes(subject, chosen), saved_bytes(subject, "none")
     standing = {
@@ -87,16 +87,16 @@ def memory(subject: Subject, reduction: Reduction) -> Memory:
 
 
 def parameters(subject: Subject) -> int:
-    """Bytes of this rank's parameters, as they are held."""
+    """Return the bytes of this rank's parameters, as they are stored."""
     return sum(math.prod(w.mine(subject.sizes)) * subject.stored_size(w) for w in subject.weights)
 
 
 def states(subject: Subject) -> int:
-    """Bytes of moments and master weights as the codecs store them."""
+    """Return the bytes of moments and master weights as the codecs store them."""
 
     def of(weight: Weight) -> int:
         codecs, mine = subject.codecs_of(weight), weight.mine(subject.sizes)
-        if weight.cut == 1:  # groups lie as in the whole row
+        if weight.cut == 1:  # groups are those of the whole row
             return codecs.state_bytes((mine[0], *weight.shape[1:])) // subject.sizes.tp
         return codecs.state_bytes(mine)
 
@@ -106,7 +106,7 @@ def states(subject: Subject) -> int:
 def _backward(
     subject: Subject, reduction: Reduction, saved: SavedParts, again: SavedParts
 ) -> Iterator[tuple[str, Moment]]:
-    """Bytes at each moment of the backward pass, from the loss to the first block."""
+    """Yield the bytes at each moment of the backward pass, from the loss to the first block."""
     tokens, tp = subject.tokens, subject.sizes.tp
     units = traffic.units(subject.weights)
     grads = Gradients(subject, reduction)
@@ -130,7 +130,7 @@ def _backward(
             "saved by blocks": sum(block.of(tokens) for block in saved.blocks),
             "embedding, head and logits": saved.rest.of(tokens),
             "weights gathered": gathered(subject, last_block=layers - 1),
-            "at work": BF16 * tokens * subject.run.model.dim // tp + grads.flying(head),
+            "at work": BF16 * tokens * subject.run.model.dim // tp + grads.in_flight(head),
         },
     )
     done = list(head)
@@ -145,13 +145,13 @@ def _backward(
                 "gradients": grads.standing + grads.made(done),
                 "saved by blocks": sum(block.of(tokens) for block in saved.blocks[: index + 1]) + recomputed,
                 "weights gathered": gathered(subject, last_block=index),
-                "at work": BF16 * tokens * largest + grads.flying(here),
+                "at work": BF16 * tokens * largest + grads.in_flight(here),
             },
         )
 
 
 def _chunk(subject: Subject) -> int:
-    """The sum of the head's gradient in FP32, with the logits of a chunk or, after them, what becomes of it in BF16,
+    """Return the bytes of the head's gradient, summed in FP32, with the logits of a chunk or later with its BF16 copy,
     which is counted as saved.
     """
     run, tp = subject.run.model, subject.sizes.tp
@@ -161,12 +161,12 @@ def _chunk(subject: Subject) -> int:
 
 
 def gathered(subject: Subject, *, last_block: int) -> int:
-    """Bytes of weights gathered from other ranks while `last_block` computes, and of the step's own shards as they are
-    sent.
+    """Return the bytes of weights that are all-gathered while `last_block` computes, and of this rank's shards in the
+    format that is sent.
     """
     if subject.sizes.dp_shard == 1:
         return 0
-    rounded = sum(subject.sent_bytes(weight) for weight in subject.weights if subject.way(weight) is not None)
+    rounded = sum(subject.sent_bytes(weight) for weight in subject.weights if subject.gather_format(weight) is not None)
     units = traffic.units([w for w in subject.weights if w.matrix])
     sizes = {name: sum(map(subject.gathered_bytes, unit)) for name, unit in units.items()}
     blocks = [size for name, size in sizes.items() if name.startswith("blocks.")]
@@ -177,10 +177,11 @@ def gathered(subject: Subject, *, last_block: int) -> int:
 
 
 class Gradients:
-    """Where gradients are between the first backward pass and the update.
+    """Bytes of gradients between the first backward pass and the update.
 
-    standing: bytes from the first micro-batch of several on: whole where they are summed over ranks at the last one
-    only, else this rank's parts; in FP32 whatever the parameters are, or in the codes of `optim.grad_accumulation`.
+    standing: bytes of accumulated gradients with several micro-batches: of whole gradients if they are reduced only
+    after the last one, else of this rank's shards; in FP32 for any parameter dtype, or in the codes of
+    `optim.grad_accumulation`.
     """
 
     def __init__(self, subject: Subject, reduction: Reduction) -> None:
@@ -192,14 +193,14 @@ class Gradients:
         self.standing = whole if several else 0
 
     def made(self, weights: Sequence[Weight]) -> int:
-        """Bytes beyond `standing` once the backward pass has computed the gradients of these weights."""
+        """Return the bytes beyond `standing` after the backward pass has computed the gradients of these weights."""
         if self._in_backward:
             weights = [] if self._sizes.dp == 1 else [w for w in weights if not w.matrix]
         return 0 if self.standing else self._parts(weights)
 
-    def flying(self, weights: Sequence[Weight]) -> int:
-        """A unit's gradients on their way: as autograd made them, in FP32, and as messages. On one GPU they are taken
-        one by one.
+    def in_flight(self, weights: Sequence[Weight]) -> int:
+        """Return the bytes of a unit's gradients during reduction: from autograd, in FP32, and as messages. On one GPU
+        gradients are handled one by one.
         """
         matrices = [w for w in weights if w.matrix]
         if not matrices or self._sizes.dp == 1:
@@ -211,7 +212,7 @@ class Gradients:
         return made + FP32 * self._elements(matrices) + wire
 
     def _alone(self, weight: Weight) -> int:
-        """As autograd made it, and in FP32 where that is another dtype."""
+        """Return the bytes of a gradient from autograd, and of an FP32 copy if that is another dtype."""
         made = self._subject.value_size(weight)
         return math.prod(weight.part(self._sizes.tp)) * (made if made == FP32 else made + SUM)
 

@@ -1,8 +1,8 @@
-"""Ranks that nobody starts: a `group.Group` of shapes on the meta device, which counts what it would send.
+"""A `group.Group` on the meta device, without processes, that counts the bytes it would send.
 
-Results have the shape and dtype of real ones, and are opaque to the compiler as a collective is, so that what autograd
-keeps around them is what it keeps in a run. Bytes are those that one rank sends: a gather sends its tensor to each of
-the others, a reduce-scatter each of the others theirs, and an all-reduce is one of each.
+Results have the shape and dtype of real ones. The compiler cannot look into them, as into a collective, so autograd
+saves the same tensors around them as in a run. Bytes are those that one rank sends: an all-gather sends its tensor to
+each other rank, a reduce-scatter sends each other rank its part, and an all-reduce is one of each.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lowprec_train.group import nan_as_infinity
 
 @torch.library.custom_op("lowprec_estimate::gathered", mutates_args=())
 def gathered(x: Tensor, size: int, dim: int) -> Tensor:
-    """Tensors of all ranks side by side."""
+    """Concatenate the tensors of all ranks."""
     return torch.cat([x] * size, dim)
 
 
 @torch.library.custom_op("lowprec_estimate::scattered", mutates_args=())
 def scattered(x: Tensor, size: int) -> Tensor:
-    """This rank's rows of a sum."""
+    """Return this rank's rows of a sum."""
     return x[: x.shape[0] // size].clone()
 
 
@@ -41,7 +41,7 @@ def _(x: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class MetaGroup:
-    """sent: bytes that this rank has sent, of activations and, under "amax", of all-reduces."""
+    """sent: bytes that this rank has sent: of activations, and under "amax" of all-reduces."""
 
     size: int
     rank: int = 0

@@ -1,7 +1,7 @@
-"""What offloaded states and block inputs leave on a GPU, what they take of the host, and what crosses the link.
+"""Bytes of offloaded states and block inputs on the GPU, on the host, and over the link.
 
-states     all of them on the host, `SLOTS` of the largest on the GPU; there and back once a step
-inputs     of every block on the host, `BUFFERS` on their way in each direction; there and back in each micro-batch
+states     all on the host, `SLOTS` buffers of the largest size on the GPU; copied in both directions once a step
+inputs     of all blocks on the host, `BUFFERS` buffers on the GPU; copied in both directions in each micro-batch
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ BF16 = 2
 
 
 def states_on_host(subject: Subject) -> int:
-    """Bytes of states that leave the GPU: all of matrices but a scale that serves a whole one."""
+    """Return the bytes of states on the host: all states of matrices except per-tensor scales."""
     return sum(_moved(subject, weight) for weight in subject.weights) if subject.run.optim.offload else 0
 
 
 def slots(subject: Subject) -> int:
-    """Bytes of the GPU's buffers for them."""
+    """Return the bytes of the GPU's buffers for states."""
     return SLOTS * max(_moved(subject, weight) for weight in subject.weights) if subject.run.optim.offload else 0
 
 
 def block_input(subject: Subject) -> int:
-    """Bytes of the input of a block, on this rank."""
+    """Return the bytes of a block's input on this rank."""
     return BF16 * subject.tokens * subject.run.model.dim // subject.sizes.tp
 
 
 def buffers(subject: Subject) -> int:
-    """Bytes of the GPU's buffers for block inputs."""
+    """Return the bytes of the GPU's buffers for block inputs."""
     return BUFFERS * block_input(subject) if subject.run.model.offload else 0
 
 
 def host_bytes(subject: Subject) -> int:
-    """Bytes of pinned host memory."""
+    """Return the bytes of pinned host memory."""
     inputs = subject.run.model.layers * block_input(subject) if subject.run.model.offload else 0
     return states_on_host(subject) + inputs
 
 
 def link_bytes(subject: Subject) -> int:
-    """Bytes of a step in each direction between GPU and host."""
+    """Return the bytes per step in each direction between GPU and host."""
     inputs = subject.run.model.layers * block_input(subject) if subject.run.model.offload else 0
     return states_on_host(subject) + subject.micro_batches * inputs
 

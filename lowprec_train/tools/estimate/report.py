@@ -1,4 +1,4 @@
-"""An estimate as a value, as text for people, and as rows of the table in docs/parallelism.md."""
+"""Compute an estimate as a value, and print it as text."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Estimate = dict[str, Any]
 
 
 def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = None) -> Estimate:
-    """All that can be known before a GPU is touched; the time of a step, too, on a device whose rates are known. Raises
-    ValueError for a configuration that cannot run.
+    """Return the estimate of a run, with the time of a step if `device` is given. Raises ValueError for a configuration
+    that cannot run.
     """
     subject = Subject(run=run, gpus=gpus)
     reduction: Reduction = build.construct(run.comm, "comm")
@@ -58,7 +58,7 @@ def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = No
 
 
 def _time(subject: Subject, reduction: Reduction, device: Device, step_tokens: int) -> dict[str, Any]:
-    """Of a step: seconds by class and in all, tokens a second and GPU, and the share of the BF16 peak."""
+    """Return the seconds of a step by class and in total, tokens per second and GPU, and the MFU of the BF16 peak."""
     seconds = step_time(subject, reduction, device)
     total = sum(seconds.values())
     rate = step_tokens / total / subject.sizes.processes
@@ -68,7 +68,7 @@ def _time(subject: Subject, reduction: Reduction, device: Device, step_tokens: i
 
 
 def flops(subject: Subject) -> dict[str, float]:
-    """Forward and backward a token, by the tensor cores that do them on compute capability 9.0."""
+    """Return forward and backward FLOPs per token, by the kind of tensor core on compute capability 9.0."""
     model, plans = subject.laid_out.model, subject.laid_out.plans(META)[0]
     return metrics.flops_per_token(
         model,
@@ -78,7 +78,7 @@ def flops(subject: Subject) -> dict[str, float]:
 
 
 def text(found: Estimate) -> str:
-    """The estimate as lines of text."""
+    """Return the estimate as lines of text."""
     sizes = found["sizes"]
     axes = ", ".join(f"{axis} {sizes[axis]}" for axis in ("dp_replicate", "dp_shard", "tp"))
     lines = [

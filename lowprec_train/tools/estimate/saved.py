@@ -1,15 +1,15 @@
 """Count the tensors that autograd saves, on the real model on the meta device, where tensors have no memory.
 
-Blocks of a kind keep the same, so a model without blocks and one with a single block tell all:
+Blocks of the same kind save the same, so a model without blocks and one with a single block are sufficient:
 
     saved(model) = rest + sum over blocks of saved(block)
 
-Each storage is counted once however many nodes saved a view of it, and parameters, buffers and draws are not counted:
-they are there anyway. Compiled means torch.compile with the backend that cuts forward from backward as Inductor does
-and runs both op by op, so that what a compiler keeps instead of what the code keeps is seen.
+Each storage is counted once, also if several nodes saved views of it. Parameters, buffers and draws are not counted,
+because they exist anyway. Compiled models use the backend of torch.compile that partitions forward and backward as
+Inductor does and runs both op by op, so the count has the tensors that the compiler chooses to save.
 
-Bytes are linear in the sequences of a micro-batch, so two counts give the slope (bytes a token) and the rest (bytes
-that do not depend on tokens: casts and codes of the weights as they were multiplied).
+Bytes are linear in the sequences of a micro-batch, so two counts give the slope (bytes per token) and the constant
+(bytes that do not depend on tokens: casts and codes of weights).
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ PARTITION = "aot_eager_decomp_partition"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBytes:
-    """token: bytes a token of this process's micro-batch. fixed: bytes whatever the tokens."""
+    """token: bytes per token of this process's micro-batch. fixed: bytes that do not depend on tokens."""
 
     token: float
     fixed: float
 
     def of(self, tokens: int) -> int:
-        """Bytes for a micro-batch of so many tokens."""
+        """Return the bytes for a micro-batch of `tokens`."""
         return round(self.token * tokens + self.fixed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedParts:
-    """rest: embedding, last norm, head with its logits, loss. blocks: one each, in order."""
+    """rest: embedding, last norm, head with its logits, loss. blocks: in order."""
 
     rest: SavedBytes
     blocks: tuple[SavedBytes, ...]
 
     def total(self, tokens: int) -> int:
-        """Bytes at the end of a forward pass."""
+        """Return the bytes at the end of a forward pass."""
         return self.rest.of(tokens) + sum(block.of(tokens) for block in self.blocks)
 
 
 @dataclass(frozen=True)
 class Counter:
-    """Counts what autograd keeps of a micro-batch of a subject under a choice of what is recomputed.
+    """Counts what autograd saves for a micro-batch. recompute: instead of the run's `model.recompute`.
 
-    Raises ValueError for a selection of what is recomputed in an eager run, which autograd's hooks do not see.
+    Raises ValueError for "selective" in an eager run: autograd's hooks do not see what it recomputes.
     """
 
     subject: Subject
@@ -65,14 +65,14 @@ class Counter:
 
     def __post_init__(self) -> None:
         if self.recompute == "selective" and not self.subject.compiled:
-            raise ValueError("model.recompute=selective is counted for compiled runs only; compile=off was asked for")
+            raise ValueError("model.recompute=selective is counted for compiled runs only, not with compile=off")
 
     def rest(self) -> SavedBytes:
-        """Bytes that everything except the blocks saves."""
+        """Return the bytes that everything except the blocks saves."""
         return self._saved_bytes(lambda size: self._saved(None, size, compiled=self.subject.compiled))
 
     def block(self, index: int) -> SavedBytes:
-        """One block: the difference that it makes to the rest, which is eager here, since that costs nothing."""
+        """Return the bytes of one block: with it minus without it. The rest is eager here, which is cheaper."""
         return self._saved_bytes(
             lambda size: self._saved(index, size, compiled=False) - self._saved(None, size, compiled=False)
         )
@@ -84,10 +84,10 @@ class Counter:
         return SavedBytes(token=token, fixed=small - token * tokens)
 
     def _saved(self, block: int | None, batch: int, *, compiled: bool) -> int:
-        """Bytes that a forward pass and its loss leave for the backward pass. compiled: the rest is."""
+        """Return the bytes that a forward pass and its loss save. compiled: whether the rest of the model is."""
         model = only(self.subject.model(self.recompute), block)
         if self.subject.compiled and (compiled or block is not None):
-            torch.compiler.reset()  # torch keeps few graphs of one code
+            torch.compiler.reset()  # torch caches only a few graphs of one function
             _compile(model, rest=compiled)
         saved: list[Tensor] = []
 
@@ -112,13 +112,13 @@ def _compile(model: Transformer, *, rest: bool) -> None:
 
 
 def only(model: Transformer, block: int | None) -> Transformer:
-    """The model with one of its blocks, or with none."""
+    """Return the model with only one of its blocks, or without blocks."""
     model.blocks = nn.ModuleList([] if block is None else [model.blocks[block]])
     return model
 
 
 def _owned(model: nn.Module) -> list[Tensor]:
-    """What lives anyway, or is counted elsewhere: parameters, buffers, seeds, weights that other ranks sent."""
+    """Return tensors that exist anyway or are counted elsewhere: parameters, buffers, seeds, all-gathered weights."""
     owned = [*model.parameters(), *model.buffers()]
     for linear in (module for module in model.modules() if isinstance(module, Linear)):
         if linear.draws is not None:
@@ -129,6 +129,6 @@ def _owned(model: nn.Module) -> list[Tensor]:
 
 
 def _identity(tensor: Tensor) -> int:
-    """Identity of a tensor's storage: a tensor without memory has no address."""
+    """Return the identity of a tensor's storage: a meta tensor has no address."""
     identity: int = StorageWeakRef(tensor.untyped_storage()).cdata
     return identity

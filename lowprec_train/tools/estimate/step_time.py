@@ -1,20 +1,21 @@
-"""Time of an optimizer step on one GPU, from the plan of every linear layer and the measured rates of a device.
+"""Estimate the time of an optimizer step on one GPU, from the plan of every linear layer and measured rates of a
+device.
 
-    gemm             2 m n k / rate of the path that the plan names
-    quantise         of every operand that the plan makes: bytes / speed of memory, or elements x the time of its kernel
+    gemm             2 m n k / rate of the plan's path
+    quantise         every operand that the plan quantises: bytes / memory bandwidth, or elements x time of its kernel
     elementwise      norms, residual sums, rotary embedding, activations, loss, casts of weights and gradients, by bytes
     attention        FLOPs / rate
     optimizer        bytes of parameters, gradients and states, read and written
-    accumulation     gradients added to FP32 sums, where a step has several micro-batches
+    accumulation     gradients added to FP32 sums, if a step has several micro-batches
     sharding         copies into and out of the buffers of FSDP2's collectives
-    communication    exposed: tensor parallel, the first gather and the last reduction of a step, and what lasts longer
-                     than the kernels of a step
-    host link        offloaded bytes beyond what runs beside them: states cross in the backward pass if parameters are
-                     updated there, else beside the update; inputs of blocks in the backward pass
-    launches         gaps between kernels; where the host is slower than all of the above, the difference
+    communication    exposed: tensor parallelism, the first all-gather and the last reduction of a step, and the time by
+                     which the rest is longer than the kernels of a step
+    host link        time of offloaded bytes that is not hidden: states are copied in the backward pass if parameters
+                     are updated there, else during the update; inputs of blocks in the backward pass
+    launches         gaps between kernels; if the host is slower than all of the above, the difference
 
-Kernels run at their full rate beside communication. A step without compilation has no estimate: its elementwise ops are
-not fused, and bytes do not say what they take.
+Kernels are assumed to run at their full rate during communication. A step without compilation has no estimate: its
+elementwise ops are not fused, so their time does not follow from bytes.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ from lowprec_train.tools.estimate.subject import META, Subject, Weight
 from lowprec_train.tools.estimate.traffic import between_nodes, traffic
 
 FP32, BF16, CODE = 4, 2, 1
-DECODED = CODE + FP32 + FP32 + BF16  # bytes of an element that a BF16 GEMM takes from codes: to FP32, then to BF16
-KERNELS_OF_A_BLOCK = 30  # beside GEMMs and quantisation, forward and backward, compiled
+DECODED = CODE + FP32 + FP32 + BF16  # bytes per element of codes that are decoded for a BF16 GEMM: to FP32, then BF16
+KERNELS_OF_A_BLOCK = 30  # without GEMMs and quantisation, forward and backward, compiled
 PASSES = ("gemm", "quantise", "elementwise", "attention")
 Seconds = dict[str, float]
 
 
 def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights_in: int | None = None) -> Seconds:
-    """Seconds of an optimizer step by what they are for; their sum is the step.
+    """Return the seconds of an optimizer step by class; their sum is the time of the step.
 
-    weights_in: bytes of an element of the weights as GEMMs and quantisers read them, instead of the run's. Raises
-    ValueError for a run that is not compiled.
+    weights_in: bytes per element of weights as GEMMs and quantisers read them, instead of the run's. Raises ValueError
+    for a run that is not compiled.
     """
     if not subject.compiled:
         raise ValueError("compile=off has no estimate of time: its elementwise ops are not fused")
@@ -74,26 +75,26 @@ class Pass:
 
     @property
     def plans(self) -> dict[str, LinearPlan]:
-        """Of every linear layer, for this rank's part of it."""
+        """Plans of all linear layers, for this rank's shards."""
         return self.subject.laid_out.plans(META)[0]
 
     @property
-    def again(self) -> int:
-        """Forward passes of the GEMMs and the attention of a block: with that of full recomputation."""
+    def forward_passes(self) -> int:
+        """Number of forward passes of a block's GEMMs and attention, with that of full recomputation."""
         return 2 if self.subject.run.model.recompute == "full" else 1
 
     @property
     def kernels(self) -> int:
-        """Launches, about; a forward pass has a third of them."""
+        """Approximate number of kernel launches; a forward pass has a third of them."""
         made = sum(3 + sum(o.op is not Op.NONE for o in plan.operands()) for plan in self.plans.values())
-        return (made + KERNELS_OF_A_BLOCK * self.subject.run.model.layers) * (2 + self.again) // 3
+        return (made + KERNELS_OF_A_BLOCK * self.subject.run.model.layers) * (2 + self.forward_passes) // 3
 
     def times(self) -> Seconds:
-        """Seconds by class."""
+        """Return the seconds by class."""
         gemm = quantise = 0.0
         tp = self.subject.sizes.tp
         for name, plan in self.plans.items():
-            forward = self.again if name.startswith("blocks.") else 1.0
+            forward = self.forward_passes if name.startswith("blocks.") else 1.0
             read = self._weight_bytes(name)
             for which, each in plan.gemms().items():
                 times = forward if which == "fprop" else 1.0
@@ -132,14 +133,14 @@ class Pass:
         return seconds
 
     def _operand(self, layer: LinearPlan, operand: OperandPlan, read: int) -> float:
-        """Seconds an element of making one operand."""
+        """Return the seconds per element to produce one operand."""
         quantizer, kernels, copy = operand.quantizer, self.device.kernels, 1 / self.device.memory
         if quantizer is None or operand.source in (Source.DGRAD_CODES, Source.LIBRARY):
             return 0.0
         if operand.source is Source.FPROP_CODES:
             saved = layer.saved_x if operand.operand is Operand.B and operand.name == "X^T" else layer.saved_w
             return 0.0 if saved is None or saved.transposed else 2 * CODE * copy
-        if operand.op is Op.QUANTIZE_BOTH:  # one op for an operand and its transpose: counted with the first
+        if operand.op is Op.QUANTIZE_BOTH:  # one op quantises an operand and its transpose; counted with the first
             if operand.transposed and operand.name != "W^T":
                 return 0.0
             whole = quantizer.tile == (-1, -1) or (quantizer.tile[0] == 1 and quantizer.tile[1] == -1)
@@ -158,7 +159,9 @@ class Pass:
         return self._quantizer(operand, read)
 
     def _quantizer(self, operand: OperandPlan, read: int) -> float:
-        """Of `quantize` alone, a rotation and a copy of the transpose before it where the kernel takes neither."""
+        """Return the seconds per element of `quantize`, with a separate rotation or transposed copy if its kernel does
+        not include it.
+        """
         quantizer, kernels, copy = operand.quantizer, self.device.kernels, 1 / self.device.memory
         assert quantizer is not None
         alone = operand.rotation is not None and not rotates(quantizer, operand.cut)
@@ -182,7 +185,7 @@ class Pass:
         return before + (amax + read + CODE + wide) * copy
 
     def _elementwise(self) -> float:
-        """Two norms with their residual sums, the rotary embedding, the activation; the embedding and the loss."""
+        """Return the seconds of norms with residual sums, rotary embedding, activations, embedding and loss."""
         model, tokens, tp = self.subject.run.model, self.subject.tokens, self.subject.sizes.tp
         moved, passes = 0.0, 1 if self.subject.run.model.recompute == "none" else 2  # `selective` recomputes these
         for index in range(model.layers):
@@ -199,12 +202,12 @@ class Pass:
     def _attention(self) -> float:
         model = self.subject.laid_out.model
         flops = model.attention_flops_per_token(self.subject.seq_len)
-        more = (self.again - 1) / 3  # a forward pass is a third
+        more = (self.forward_passes - 1) / 3  # a forward pass is a third
         return self.subject.tokens * flops * (1 + more) / self.device.attention / self.subject.sizes.tp
 
 
 def optimizer(subject: Subject, device: Device) -> float:
-    """One read and one write of parameters and states, gradients read once, and once more for their norm."""
+    """Return the seconds to read and write parameters and states, and to read gradients, twice with a norm."""
     held = sum(math.prod(w.mine(subject.sizes)) for w in subject.weights)
     stored = sum(math.prod(w.mine(subject.sizes)) * subject.stored_size(w) for w in subject.weights)
     kept = states(subject)
@@ -215,7 +218,9 @@ def optimizer(subject: Subject, device: Device) -> float:
 
 
 def accumulation(subject: Subject, device: Device) -> float:
-    """Gradients read in BF16, their sums read and written in FP32, whole where ranks reduce the last ones only."""
+    """Return the seconds to read gradients in BF16 and to read and write their FP32 sums; of whole gradients if ranks
+    reduce only after the last micro-batch.
+    """
     if subject.micro_batches == 1:
         return 0.0
     whole = subject.run.parallel.grad_reduce == "last_microbatch"
@@ -224,14 +229,14 @@ def accumulation(subject: Subject, device: Device) -> float:
 
 
 def _sharding(subject: Subject, device: Device) -> Seconds:
-    """Shards are cast and gathered weights copied out in every micro-batch; gradients are cast and copied in, encoded,
-    decoded and summed where they are reduced.
+    """Return the seconds to cast shards and copy out gathered weights in every micro-batch, and to cast, copy in,
+    encode, decode and sum gradients at every reduction.
     """
     if subject.sizes.dp == 1:
         return {}
     matrices = [w for w in subject.weights if w.matrix]
     mine = sum(math.prod(w.mine(subject.sizes)) for w in matrices)
-    gathered = sum((2 if _twice(subject, w) else 1) * subject.gathered_bytes(w) for w in matrices)
+    gathered = sum((2 if _gathered_twice(subject, w) else 1) * subject.gathered_bytes(w) for w in matrices)
     elements = sum(math.prod(w.part(subject.sizes.tp)) for w in matrices)
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
     copied, encoded, decoded = BF16 + FP32, FP32 + BF16, BF16
@@ -240,12 +245,12 @@ def _sharding(subject: Subject, device: Device) -> Seconds:
     return {"sharding": moved / device.sharding}
 
 
-def _twice(subject: Subject, weight: Weight) -> bool:
+def _gathered_twice(subject: Subject, weight: Weight) -> bool:
     return subject.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
 
 
 def communication(subject: Subject, reduction: Reduction, device: Device, busy: float) -> float:
-    """Seconds that nothing runs beside. busy: of the kernels."""
+    """Return the seconds of exposed communication. busy: seconds of kernels."""
     sent, nic = traffic(subject, reduction), between_nodes(subject, reduction)
     if not sent:
         return 0.0
@@ -262,7 +267,7 @@ def communication(subject: Subject, reduction: Reduction, device: Device, busy: 
 
 
 def host_link(subject: Subject, device: Device, times: Seconds) -> float:
-    """Seconds that the GPU waits for offloaded states and block inputs."""
+    """Return the seconds that the GPU waits for offloaded states and block inputs."""
     crossing = offload.states_on_host(subject) / device.pcie
     inputs = offload.link_bytes(subject) / device.pcie - crossing
     passes = sum(seconds for what, seconds in times.items() if what in PASSES)

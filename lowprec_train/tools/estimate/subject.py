@@ -1,6 +1,6 @@
-"""What is estimated: one rank's part of a run's model on the meta device, made by the functions that make a run's own.
+"""The model of one rank on the meta device, for estimates. The functions that build a run also build it.
 
-Tensor-parallel layers are cut as in a run, with ranks that only have shapes; what `fully_shard` cuts is arithmetic.
+Tensor-parallel layers are sharded as in a run, over a group without processes; shards of `fully_shard` are computed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DTYPES = {FP32: torch.float32, 2: torch.bfloat16}  # of parameters, by bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One parameter. shape: of the whole; cut: the dimension that is cut over tp, or None; indexed: an embedding, which
-    the optimizer leaves in FP32.
+    """One parameter. shape: unsharded. cut: the dimension that is sharded over tp, or None. indexed: an embedding,
+    whose states stay FP32.
     """
 
     name: str
@@ -46,36 +46,36 @@ class Weight:
 
     @property
     def matrix(self) -> bool:
-        """Whether it is sharded and coded; vectors are whole on every rank and FP32."""
+        """True for a matrix, which FSDP2 shards and codecs store. Vectors are replicated and FP32."""
         return len(self.shape) >= 2
 
     @property
     def unit(self) -> str:
-        """What is gathered with it: "blocks.3", "head", or "" with the rest of the model."""
+        """The unit that is all-gathered together: "blocks.3", "head", or "" for the rest of the model."""
         parts = self.name.split(".")
         return ".".join(parts[:2]) if parts[0] == "blocks" else "head" if parts[0] == "head" else ""
 
     def part(self, tp: int) -> tuple[int, ...]:
-        """Shape of a tensor-parallel part."""
+        """Return the shape of a tensor-parallel shard."""
         return tuple(size // tp if dim == self.cut else size for dim, size in enumerate(self.shape))
 
     def mine(self, over: Sizes) -> tuple[int, ...]:
-        """Shape of the part on the first ranks, the largest."""
+        """Return the shape of the shard on the first ranks, which is the largest."""
         rows, *rest = self.part(over.tp)
         return (-(-rows // over.dp_shard) if self.matrix else rows, *rest)
 
 
-def grid(asked: ParallelConfig, gpus: int | None) -> Sizes:
-    """Processes along each axis; without a number of GPUs a dp_shard of -1 is 1."""
-    axes = {"dp_replicate": asked.dp_replicate, "dp_shard": asked.dp_shard, "tp": asked.tp}
+def grid(parallel: ParallelConfig, gpus: int | None) -> Sizes:
+    """Return the number of processes along each axis. Without a number of GPUs, dp_shard=-1 means 1."""
+    axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
     if gpus is None:
-        axes["dp_shard"] = 1 if asked.dp_shard == -1 else asked.dp_shard
+        axes["dp_shard"] = 1 if parallel.dp_shard == -1 else parallel.dp_shard
     return sizes(math.prod(axes.values()) if gpus is None else gpus, **axes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A run on a number of GPUs. Raises ValueError for a layout that does not fit it, with the numbers."""
+    """A run on a number of GPUs. Raises ValueError, with the numbers, for a layout that does not fit."""
 
     run: RunConfig
     gpus: int | None = None
@@ -89,7 +89,7 @@ class Subject:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Processes along each axis."""
+        """Number of processes along each axis."""
         return grid(self.run.parallel, self.gpus)
 
     @property
@@ -99,12 +99,12 @@ class Subject:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch."""
+        """Number of tokens of a micro-batch."""
         return self.run.micro_batch * self.seq_len
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a step on each rank."""
+        """Number of micro-batches per step on each rank."""
         return max(1, -(-self.run.tokens_per_step // (self.tokens * self.sizes.dp)))
 
     @property
@@ -117,21 +117,21 @@ class Subject:
 
     @cached_property
     def laid_out(self) -> MetaModel:
-        """The whole model on the meta device, with its recipes. Raises ValueError where a library computes a part of
-        it: what that saves is not known.
+        """The unsharded model on the meta device, with its recipes. Raises ValueError if a library computes a part of
+        it: what a library saves is not known.
         """
         if self.run.model.norm_backend != "own":
             raise ValueError(
-                f"model.norm_backend={self.run.model.norm_backend} computes the norms, and what it keeps in memory is "
-                "not known here; model.norm_backend=own is"
+                f"model.norm_backend={self.run.model.norm_backend} computes the norms, and the memory that it saves is "
+                "not known; use model.norm_backend=own"
             )
         laid_out = build.layout(self.run)
         for backend in filter(None, (phase.backend for phase in laid_out.phases)):
-            raise ValueError(f"{backend} runs the linear layers, and what it keeps in memory is not known here")
+            raise ValueError(f"{backend} runs the linear layers, and the memory that it saves is not known")
         return laid_out
 
     def model(self, recompute: str | None = None) -> Transformer:
-        """One rank's part, with recipes of the first step, draws, and weights as they are gathered.
+        """Return one rank's model, with recipes of the first step, draws, and all-gathered weights.
 
         recompute: instead of the run's choice.
         """
@@ -139,15 +139,15 @@ class Subject:
         named = dict(made.named_parameters())
         for weight in self.weights:
             named[weight.name].data = named[weight.name].data.to(DTYPES[self.value_size(weight)])
-            way = self.way(weight)
-            if way is not None:
+            format = self.gather_format(weight)
+            if format is not None:
                 linear = made.get_submodule(weight.name.removesuffix(".weight"))
                 assert isinstance(linear, Linear)
-                linear.gathered = arrived(linear, way)
+                linear.gathered = all_gathered(linear, format)
         return made
 
     def loss(self, model: Transformer, batch: int) -> Tensor:
-        """The forward pass and its loss on `batch` sequences without memory."""
+        """Run the forward pass and the loss on `batch` sequences on the meta device."""
         tokens = torch.empty(batch, self.seq_len, dtype=torch.int64, device=META)
         return model.loss(tokens, tokens, 1.0, tokens if self.run.data.get("document_mask") else None)
 
@@ -163,22 +163,22 @@ class Subject:
         )
 
     def codecs_of(self, weight: Weight) -> StateCodecs:
-        """What stores a weight and its moments."""
+        """Return the codecs of a weight and its moments."""
         rule, adamw = build_optimizer.rules(self.run)
         inside = weight.matrix and not weight.indexed and weight.unit != "head"
         taken = adamw if rule.hidden_matrices_only and not inside else rule
         return self._codecs.of(taken, matrix=weight.matrix, indexed=weight.indexed)
 
     def value_size(self, weight: Weight) -> int:
-        """Bytes of an element of the parameter as it is computed with, and of its gradient as autograd makes it."""
+        """Return the bytes per element of a parameter in computation, and of its gradient from autograd."""
         return self.codecs_of(weight).master.parameter_dtype.itemsize
 
     def stored_size(self, weight: Weight) -> int:
-        """Bytes of an element of the parameter as it is held: `fully_shard` keeps FP32, whatever its values are."""
+        """Return the bytes per element of a stored parameter: `fully_shard` stores FP32 for any value dtype."""
         return FP32 if self.sizes.dp > 1 else self.value_size(weight)
 
-    def way(self, weight: Weight) -> AllGatherFormat | None:
-        """How a linear layer's weight is gathered; None for what comes as it is stored."""
+    def gather_format(self, weight: Weight) -> AllGatherFormat | None:
+        """Return the all-gather format of a linear layer's weight; None if it is gathered as it is stored."""
         recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
         gather = self.run.parallel.param_all_gather if self.sizes.dp > 1 else "fp32"
         rows, columns = (*weight.part(self.sizes.tp), 1)[:2]
@@ -188,16 +188,16 @@ class Subject:
         return None if gather == "fp32" or recipe is None or not weight.matrix else found
 
     def sent_bytes(self, weight: Weight) -> int:
-        """What this rank sends to each of the others when a weight is gathered."""
-        way = self.way(weight)
-        return self.value_size(weight) * math.prod(weight.mine(self.sizes)) if way is None else way.bytes
+        """Return the bytes that this rank sends to each other rank in the all-gather of a weight."""
+        format = self.gather_format(weight)
+        return self.value_size(weight) * math.prod(weight.mine(self.sizes)) if format is None else format.bytes
 
     def gathered_bytes(self, weight: Weight) -> int:
-        """Of a tensor-parallel part when it is there to be computed with; E2M1 codes are unpacked beside what came."""
-        way, elements = self.way(weight), math.prod(weight.part(self.sizes.tp))
-        if way is None:
+        """Return the bytes of an all-gathered weight (a tensor-parallel shard); E2M1 codes are also stored unpacked."""
+        format, elements = self.gather_format(weight), math.prod(weight.part(self.sizes.tp))
+        if format is None:
             return self.value_size(weight) * elements
-        return self.sizes.dp_shard * way.bytes + (elements if way.packed else 0)
+        return self.sizes.dp_shard * format.bytes + (elements if format.packed else 0)
 
     def _cut(self, recompute: str | None) -> tuple[Transformer, dict[str, int]]:
         chosen = self.run.model.recompute if recompute is None else recompute
@@ -213,7 +213,7 @@ class Subject:
         return model, cuts
 
     def kinds(self) -> list[int]:
-        """For each block, the first one that computes and saves as it does."""
+        """Return, for each block, the index of the first block with equal plans."""
         plans = self.laid_out.plans(META)[0]
         seen: dict[tuple[object, ...], int] = {}
         blocks = (f"blocks.{index}." for index in range(len(self.laid_out.model.blocks)))
@@ -221,12 +221,12 @@ class Subject:
         return [seen.setdefault(plan, index) for index, plan in enumerate(alike)]
 
 
-def arrived(linear: Linear, way: AllGatherFormat) -> AllGatheredWeight:
-    """What `parallel.quantized_all_gather` gives to a layer, without memory."""
+def all_gathered(linear: Linear, format: AllGatherFormat) -> AllGatheredWeight:
+    """Return the weight that `parallel.quantized_all_gather` gives to a layer, on the meta device."""
     shape = linear.weight.shape
     leaf = torch.zeros((), dtype=linear.weight.dtype, device=META).expand(shape).requires_grad_()
-    values = torch.empty(shape, dtype=way.dtype, device=META, requires_grad=linear.recipe.takes_values)
-    if way.quantizer is None:
+    values = torch.empty(shape, dtype=format.dtype, device=META, requires_grad=linear.recipe.takes_values)
+    if format.quantizer is None:
         return AllGatheredWeight(leaf=leaf, coded=False, tensors=(values,))
-    codes = way.quantizer(values)
+    codes = format.quantizer(values)
     return AllGatheredWeight(leaf=leaf, coded=True, tensors=(codes.codes, *(codes.parts.values() or (codes.scale,))))

@@ -1,4 +1,4 @@
-"""The tables of docs/parallelism.md: what a recipe costs a parameter and a token, and what a layout makes of it."""
+"""The tables of docs/parallelism.md: bytes of a recipe per parameter and token, and memory and traffic of layouts."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "shard 4, tp 2, every micro-batch": ("parallel.dp_shard=4", "parallel.tp=2", EACH[1]),
     "replicate 16, shard 8, tp 8": ("parallel.dp_replicate=16", "parallel.dp_shard=8", "parallel.tp=8"),
 }
-"""`every micro-batch`: when gradients are reduced."""
+"""Name -> overrides. `every micro-batch`: when gradients are reduced."""
 RECIPES = ("bf16", "coat", "fp4")
-KINDS = ("parameters", "gradients", "tensor parallel")  # what is sent, by the first words of its name
+KINDS = ("parameters", "gradients", "tensor parallel")  # prefixes of the keys of `traffic`
 
 
 def markdown(overrides: Sequence[str] = ()) -> str:
-    """Both tables. overrides: changes to the model and the batch that they are about."""
+    """Return both tables. overrides: changes to their model and batch."""
     return "\n".join([*_recipes(overrides), "", *_layouts(overrides)])
 
 
 def _recipes(overrides: Sequence[str]) -> list[str]:
-    """Bytes a parameter of a model that one GPU holds, and bytes a token and block."""
+    """Return the table of recipes: bytes per parameter of a model on one GPU, and bytes per token and block."""
     stored, saved = ("weights", "gradients", "states"), ("saved of weights", "saved a token")
     header = ("recipe", *stored, *saved)
-    return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe") if _is_own(recipe)))
+    return table(header, (_of_recipe(recipe, overrides) for recipe in choices("recipe") if _without_library(recipe)))
 
 
-def _is_own(recipe: str) -> bool:
-    """Whether no library runs its layers, whose memory is not known here."""
+def _without_library(recipe: str) -> bool:
+    """Return whether no library runs layers of the recipe: the memory of a library is not known."""
     made = build.recipes(composed(f"+recipe={recipe}").precision.policy, {})
     return all(each.backend is None for each in made.values())
 
@@ -68,7 +68,7 @@ def _layouts(overrides: Sequence[str]) -> list[str]:
 
 
 def _of_layout(found: Estimate) -> list[str]:
-    """GiB of a GPU, GB that it sends in a step, kB a token of its own."""
+    """Return GiB on a GPU, GB that it sends per step, and kB per token of its micro-batches."""
     memory, sent = found["memory"], found["traffic"]
     standing = sum(memory[what] for what in ("parameters", "optimizer states", "gradients"))
     saved = memory["saved by blocks"] + memory.get("embedding, head and logits", 0)

@@ -1,13 +1,13 @@
-"""Bytes that one GPU sends in a step, by what they are for.
+"""Bytes that one GPU sends in a step, by use.
 
-    parameters        every rank's part to the other dp_shard - 1, before a block computes; again before its backward
-                      pass where it was given back in between; in each micro-batch
-    gradients         reduce-scatter over dp_shard, then all-reduce over dp_replicate, in the payload's bytes
-    vectors           one FP32 all-reduce a step
+    parameters        all-gather over dp_shard before a block computes, and again before its backward pass if it was
+                      resharded in between; in each micro-batch
+    gradients         reduce-scatter over dp_shard, then all-reduce over dp_replicate, in the bytes of the codec
+    vectors           one FP32 all-reduce per step
     tensor parallel   rows of activations and of their gradients, counted on the meta device, in each micro-batch
 
-Collectives are counted as the algorithms that send least: a gather or a scatter sends (n - 1) / n of the whole. Of that
-`between_nodes` leaves the node: 1 / node of what goes round in a library's ring, what `comm.nodes` says of gradients.
+Collectives are counted for the algorithms that send least: an all-gather or reduce-scatter sends (n - 1) / n of the
+whole. `between_nodes` counts the share that leaves the node: 1 / node of a library's ring; `comm.nodes` for gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GPUS_OF_A_NODE = 8
 
 
 def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
-    """Weights by what is gathered together, as `parallel.data.shard` makes it."""
+    """Group weights by unit that is all-gathered together, as in `parallel.data.shard`."""
     found: dict[str, tuple[Weight, ...]] = {}
     for weight in weights:
         found[weight.unit] = (*found.get(weight.unit, ()), weight)
@@ -44,12 +44,12 @@ def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
 
 
 def layout(matrices: Sequence[Weight], over: Sizes, reduction: Reduction) -> FlatLayout:
-    """A row of a unit's reduce-scatter."""
+    """Return the layout of a row of a unit's reduce-scatter."""
     return sharded_layout({weight.name: weight.part(over.tp) for weight in matrices}, over.dp_shard, reduction.exclude)
 
 
 def traffic(subject: Subject, reduction: Reduction) -> Bytes:
-    """Sent by rank 0 in a step; what nothing is sent for is left out."""
+    """Return the bytes that rank 0 sends in a step, without zero entries."""
     sent = {
         "parameters gathered": parameters(subject),
         "gradients scattered": gradients(subject, reduction, reduce_scatter_bytes, subject.sizes.dp_shard),
@@ -61,7 +61,7 @@ def traffic(subject: Subject, reduction: Reduction) -> Bytes:
 
 
 def between_nodes(subject: Subject, reduction: Reduction) -> Bytes:
-    """Of `traffic`, what rank 0 sends through its NIC, where its ranks lie on several nodes of `node_size`."""
+    """Return the bytes of `traffic` that rank 0 sends through its NIC to other nodes of `node_size` GPUs."""
     sent, over = traffic(subject, reduction), subject.sizes
     node = {axis: node_ranks(groups_along(over, axis), node_size(reduction)) or 1 for axis in AXES}
     scattered = partial(_nic, reduce_scatter_links, node["dp_shard"])
@@ -78,7 +78,7 @@ def between_nodes(subject: Subject, reduction: Reduction) -> Bytes:
 
 
 def node_size(reduction: Reduction) -> int:
-    """GPUs of a node: of the configuration, else as many as NVLink joins in a common server."""
+    """Return the GPUs per node: from the configuration, else those that NVLink connects in a common server."""
     return reduction.node_size or GPUS_OF_A_NODE
 
 
@@ -91,7 +91,7 @@ def _of_ring(total: int, ranks: int, node: int) -> int:
 
 
 def parameters(subject: Subject) -> int:
-    """All-gathers of all micro-batches, in the form that weights are gathered in."""
+    """Return the bytes of the all-gathers of all micro-batches, in the all-gather format of each weight."""
     over, total = subject.sizes, 0
     for weight in (w for w in subject.weights if w.matrix):
         again = subject.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
@@ -100,7 +100,10 @@ def parameters(subject: Subject) -> int:
 
 
 def gradients(subject: Subject, reduction: Reduction, sent_by, ranks: int) -> int:  # type: ignore[no-untyped-def]
-    """Of matrices, along one axis of `ranks`. sent_by: `reduce_scatter_bytes` or `all_reduce_bytes`."""
+    """Return the bytes for gradients of matrices along one axis of `ranks`.
+
+    sent_by: `reduce_scatter_bytes` or `all_reduce_bytes`.
+    """
     if ranks == 1:
         return 0
     rows = (layout(unit, subject.sizes, reduction) for unit in units(w for w in subject.weights if w.matrix).values())
@@ -109,7 +112,7 @@ def gradients(subject: Subject, reduction: Reduction, sent_by, ranks: int) -> in
 
 
 def vectors(subject: Subject) -> int:
-    """Norms and biases, once a step, over all ranks that see other rows."""
+    """Return the bytes for gradients of norms and biases, reduced once per step over all ranks."""
     count, ranks = sum(math.prod(w.shape) for w in subject.weights if not w.matrix), subject.sizes.processes
     if ranks == 1 or not count:
         return 0
@@ -117,7 +120,7 @@ def vectors(subject: Subject) -> int:
 
 
 def activations(subject: Subject) -> Bytes:
-    """Of a step's micro-batches between the ranks that hold the parts of a layer."""
+    """Return the bytes of activations per step between tensor-parallel ranks."""
     if subject.sizes.tp == 1:
         return {}
     kinds = subject.kinds()
@@ -130,7 +133,7 @@ def activations(subject: Subject) -> Bytes:
 
 
 def _sent(subject: Subject, block: int | None) -> Bytes:
-    """By the model with one block, or none, in a micro-batch: forward and backward pass, op by op."""
+    """Return the bytes of a micro-batch for the model with one block, or none: eager forward and backward pass."""
     model = only(subject.model(), block)
     before = dict(subject.group.sent)
     subject.loss(model, subject.run.micro_batch).backward()

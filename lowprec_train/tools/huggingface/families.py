@@ -98,7 +98,7 @@ FAMILIES = (LLAMA, QWEN2, QWEN3, OLMO2, MISTRAL, GPT2)
 
 
 def family_of(model: ModelConfig) -> Family:
-    """The family that a model is exported to. Raises ValueError with the settings that each family lacks."""
+    """Return the family to which a model is exported. Raises ValueError with the settings that each family lacks."""
     reasons = []
     for family in FAMILIES:
         lacking = [
@@ -113,7 +113,7 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def family_named(config: Json) -> Family:
-    """The family of a config.json. Raises ValueError for an unsupported model_type and for quantised weights."""
+    """Return the family of a config.json. Raises ValueError for an unsupported model_type and for quantised weights."""
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
             if config.get("quantization_config"):

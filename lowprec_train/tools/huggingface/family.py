@@ -1,4 +1,4 @@
-"""A model family of Hugging Face as data: its module names, its weight layouts and the keys of its config.json."""
+"""A model family of Hugging Face: its module names, its weight layouts and the keys of its config.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowprec_train.config import ModelConfig
 from lowprec_train.tools.huggingface.rows import Rows, Same
 
 Json = Mapping[str, Any]
-MAYBE_COUNTS = ("num_key_value_heads", "head_dim", "n_inner")  # sizes of config.json that may be null
+OPTIONAL_COUNTS = ("num_key_value_heads", "head_dim", "n_inner")  # sizes in config.json that may be null
 REALS = ("rms_norm_eps", "layer_norm_epsilon", "rope_theta")
 FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id")  # keys of config.json; each an id, a list of ids or null
@@ -24,10 +24,10 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id")  # keys of config.json; each an i
 class Family:
     """One model_type of Hugging Face.
 
-    prefix: that of the base model's parameters. choices: settings of ModelConfig that every model of the family has.
-    counts: keys of config.json that hold sizes. outer: module of this package -> full name of the Hugging Face module,
-    outside the blocks. block: name of block `{}`. inner: the same inside a block; one module may become several. rows:
-    module and model -> layout of its tensors. to_config, from_config: sizes to config.json and back.
+    prefix: of the base model's parameter names. choices: settings of ModelConfig that every model of the family has.
+    counts: keys of config.json with sizes. outer: module of this package -> full name of the Hugging Face module,
+    outside the blocks. block: name of block `{}`. inner: as `outer`, for modules in a block; one module may become
+    several. rows: module and model -> layout of its tensors. to_config, from_config: sizes to config.json and back.
     """
 
     model_type: str
@@ -43,7 +43,7 @@ class Family:
     from_config: Callable[[Json], dict[str, Any]]
 
     def hf_names(self, name: str) -> tuple[str, ...]:
-        """Names of the Hugging Face parameters that hold a parameter of this package."""
+        """Return the names of the Hugging Face parameters that contain a parameter of this package."""
         module, _, kind = name.rpartition(".")
         if module in self.outer:
             return (f"{self.outer[module]}.{kind}",)
@@ -51,12 +51,12 @@ class Family:
         return tuple(f"{self.block.format(number)}.{each}.{kind}" for each in self.inner[inside])
 
     def layout(self, name: str, model: ModelConfig) -> Rows:
-        """The layout of a parameter of this package in the Hugging Face tensors."""
+        """Return the layout of a parameter of this package in the Hugging Face tensors."""
         module = name.rpartition(".")[0]
         return Same() if module in self.outer else self.rows(_in_block(module)[1], model)
 
     def config(self, model: ModelConfig, *, dtype: torch.dtype, ids: Json) -> dict[str, Any]:
-        """Content of config.json. dtype: of the tensors. ids: values of SPECIAL_IDS; null where absent."""
+        """Return the content of config.json. dtype: of the tensors. ids: values of SPECIAL_IDS; null if absent."""
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
@@ -69,10 +69,10 @@ class Family:
         }
 
     def model(self, config: Json, name: str) -> ModelConfig:
-        """The model that config.json describes. Raises ValueError for a setting that this project does not compute."""
+        """Return the model of a config.json. Raises ValueError for a setting that this project does not compute."""
         try:
             _check_numbers({key: config[key] for key in self.counts}, int)
-            _check_numbers({key: config[key] for key in MAYBE_COUNTS if config.get(key) is not None}, int)
+            _check_numbers({key: config[key] for key in OPTIONAL_COUNTS if config.get(key) is not None}, int)
             _check_numbers({key: config[key] for key in REALS if key in config}, int, float)
             _check_flags(config)
             sizes = self.from_config(config)

@@ -1,11 +1,11 @@
 """Conversion of a SentencePiece model to a Hugging Face `tokenizer.json` with the same token ids.
 
 SentencePiece's BPE stores no merge list: it merges the two neighbours whose joined piece has the highest score. The
-converted merge list therefore holds every split of a piece into two pieces, ordered by the score of the joined piece.
+converted merge list therefore has every split of a piece into two pieces, ordered by the score of the joined piece.
 Pieces write a space as U+2581, unknown characters fall back to bytes, and user-defined pieces are split off first.
 
 Both tokenizers encode a set of difficult texts, and a difference is an error. A unigram model (this project trains
-none) takes the segmentation of lowest cost; the two libraries may break near-ties of that cost differently.
+none) chooses the segmentation of lowest cost; the two libraries may resolve near-ties of that cost differently.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import sentencepiece
 from lowprec_train.train.packages import needs_package
 
 SPACE = "\u2581"
-UNIGRAM, BPE = 1, 2  # model_type of sentencepiece_model.proto, as are the types of pieces
+UNIGRAM, BPE = 1, 2  # model_type in sentencepiece_model.proto; the next line has its types of pieces
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
-EXTRA_SPACES = {rf"\A +|[ {SPACE}]+\z": "", " {2,}": " "}  # of remove_extra_whitespaces
-_NEVER = -1e6  # score of pieces other than normal ones: no segmentation contains them
+EXTRA_SPACES = {rf"\A +|[ {SPACE}]+\z": "", " {2,}": " "}  # pattern -> replacement of remove_extra_whitespaces
+_NEVER = -1e6  # score of pieces that are not normal: no segmentation contains them
 
 PROBES = (
     "Hello world",
@@ -36,7 +36,7 @@ PROBES = (
 
 
 def tokenizer_json(content: bytes, name: str) -> str:
-    """Content of the tokenizer.json. name: of the model, for errors.
+    """Return the content of the tokenizer.json. name: of the model, for errors.
 
     Raises:
         ValueError: a needed package is missing, the model is neither BPE nor unigram, or the converted tokenizer

@@ -28,11 +28,11 @@ from lowprec_train.tools.huggingface.shards import TensorSpec
 
 Json = dict[str, Any]
 NONE, DYNAMIC, MX, STATIC = "none", "dynamic", "mx", "static"
-HEADROOM = 2.0  # of static scales over the calibrated amax; a power of two changes no rounding
+HEADROOM = 2.0  # factor of static scales over the calibrated amax; a power of two does not change rounding
 
 
 def args(bits: int, strategy: str, *, dynamic: bool | str = False, **more: Any) -> Json:
-    """QuantizationArgs of compressed-tensors."""
+    """Return QuantizationArgs of compressed-tensors."""
     return {"num_bits": bits, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": dynamic, **more}
 
 
@@ -61,18 +61,18 @@ class InputQuantization:
         if k % group:
             raise ValueError(
                 f"{module} has {k} input features, which groups of {group} do not divide, so --activations {self.mode} "
-                "does not fit this model; --activations none fits any"
+                "does not fit this model; --activations none fits any model"
             )
 
     def specs(self, module: str) -> list[TensorSpec]:
-        """The tensors of a Hugging Face module's input scale: one for STATIC, else none."""
+        """Return the tensors of a Hugging Face module's input scale: one for STATIC, else none."""
         if self.mode != STATIC:
             return []
         name = "input_global_scale" if self._two_levels else "input_scale"
         return [TensorSpec(name=f"{module}.{name}", shape=torch.Size((1,)), dtype=torch.float32)]
 
     def tensors(self, linear: str, module: str) -> Iterator[tuple[str, Tensor]]:
-        """The (name, value) pairs of `specs`. linear: the layer of this package that becomes `module`."""
+        """Yield the (name, value) pairs of `specs`. linear: the layer of this package that becomes `module`."""
         for spec in self.specs(module):
             amax = torch.tensor([self.amax[linear] or 1.0])
             quantizer = Quantizer(E2M1, scale=ScaleRule.NVFP4, tile=(1, 16)) if self._two_levels else E4M3_POW2
@@ -81,7 +81,7 @@ class InputQuantization:
             yield spec.name, (1 / (HEADROOM * scale) if self._two_levels else HEADROOM * scale).view(1)
 
     def difference(self, recipe: LinearRecipe) -> str | None:
-        """How training rounds inputs, if inference rounds them to other values; None for the same values."""
+        """Return how training rounds inputs if inference rounds them to other values; None if values are the same."""
         gemm = recipe.fprop
         if gemm.a is None:
             return None if self.mode == NONE else "inputs are not quantised"
@@ -95,7 +95,7 @@ class InputQuantization:
     def _reproduces(self, quantizer: Quantizer) -> bool:
         if quantizer.rounding is not NEAREST or quantizer.range_share != 1 or self.args is None:
             return False
-        if quantizer.format is not E4M3 or self._two_levels:  # training computes NVFP4's outer scale of every batch
+        if quantizer.format is not E4M3 or self._two_levels:  # training computes NVFP4's FP32 scale for every batch
             return False
         if self.mode == STATIC or "scale_dtype" in self.args:
             return quantizer.scale in (ScaleRule.POW2, ScaleRule.E8M0_CEIL)
@@ -104,7 +104,7 @@ class InputQuantization:
 
     @property
     def summary(self) -> str:
-        """How inputs are quantised, as export prints it."""
+        """Text about how inputs are quantised, which export prints."""
         if self.args is None:
             return "inputs are not quantised"
         scales = {

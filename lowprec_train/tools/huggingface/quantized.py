@@ -1,7 +1,7 @@
 """Quantised weights in the layout of compressed-tensors, which transformers and vLLM load.
 
     fp8-tensor    weight E4M3 [n, k]      weight_scale FP32 [1]
-    fp8-channel   weight E4M3 [n, k]      weight_scale FP32 [n, 1]                 also E2M1 codes, which E4M3 holds
+    fp8-channel   weight E4M3 [n, k]      weight_scale FP32 [n, 1]                 also E2M1 codes, exact in E4M3
     fp8-block     weight E4M3 [n, k]      weight_scale FP32 [n / 128, k / 128]
     nvfp4         weight_packed [n, k/2]  weight_scale E4M3 [n, k / 16]   weight_global_scale FP32 [1], the inverse
     mxfp8         weight E4M3 [n, k]      weight_scale uint8 [n, k / 32], the biased exponent
@@ -66,25 +66,25 @@ class Format:
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds two codes."""
+        """True if a byte has two codes."""
         return self.quantizer.format is E2M1
 
     def represents(self, quantizer: Quantizer) -> bool:
-        """Whether this format can store the codes and scales of a quantiser."""
+        """Return whether this format can store the codes and scales of a quantiser."""
         tile, rule = quantizer.tile, quantizer.scale
         if quantizer.rounding is not NEAREST or quantizer.format not in (E4M3, E2M1) or quantizer.outer != WHOLE:
             return False
-        if self.group:  # square tiles too: each row of one repeats its scale
+        if self.group:  # also for square tiles: each of their rows repeats the scale
             pow2 = rule in (ScaleRule.E8M0_CEIL, ScaleRule.E8M0_FLOOR, ScaleRule.POW2)
             pow2 = pow2 and quantizer.format is self.quantizer.format
             same_scales = rule is ScaleRule.NVFP4 if self.name == "nvfp4" else pow2
             return same_scales and tile[1] == self.group and tile[0] > 0 and quantizer.range_share == 1
         if self.name == "fp8-block" and (quantizer.format is not E4M3 or rule is not ScaleRule.POW2):
-            return False  # blocks of a Hugging Face weight are new: only E4M3 with power-of-two scales keeps the values
+            return False  # its blocks differ from training's: only E4M3 with power-of-two scales keeps the values
         return rule is not ScaleRule.LADDER and tile == self.quantizer.tile
 
     def specs(self, module: str, shape: torch.Size) -> list[TensorSpec]:
-        """The tensors of a Hugging Face weight [n, k]. Raises ValueError if a tile does not divide it."""
+        """Return the tensors of a Hugging Face weight [n, k]. Raises ValueError if a tile does not divide it."""
         n, k = shape
         try:
             self.quantizer.check(n, k)
@@ -105,7 +105,7 @@ class Format:
         ]
 
     def config(self, *, ignore: list[str], inputs: InputQuantization) -> Json:
-        """quantization_config of config.json. ignore: Hugging Face linear layers that are not quantised."""
+        """Return quantization_config for config.json. ignore: Hugging Face linear layers that are not quantised."""
         input_args = None if inputs.args is None else dict(inputs.args)
         scheme = self.scheme if self.group or input_args is not None else "naive-quantized"
         group = {"targets": ["Linear"], "weights": dict(self.weights), "input_activations": input_args}
@@ -168,10 +168,10 @@ FORMATS = {
 class QuantizedExport:
     """Which linear layers are exported quantised, and how.
 
-    quantizers: linear layer -> quantiser of its weight; None for a layer that is not quantised. requantized: they are
-    the format's quantisers, not the recipe's. input_differences: how training rounds inputs that `inputs` rounds to
-    other values. changed: Hugging Face module -> number of weights whose value is not that of training, filled by
-    `tensors`.
+    quantizers: linear layer -> quantiser of its weight; None for a layer that is not quantised. requantized: whether
+    they are the format's quantisers, not the recipe's. input_differences: how training rounds inputs that `inputs`
+    rounds to other values. changed: Hugging Face module -> number of weights whose value differs from training, filled
+    by `tensors`.
     """
 
     format: Format
@@ -182,16 +182,16 @@ class QuantizedExport:
     changed: dict[str, int] = field(default_factory=dict)
 
     def quantizes(self, name: str) -> bool:
-        """Whether this parameter is exported quantised."""
+        """Return whether this parameter is exported quantised."""
         return self.quantizers.get(name.removesuffix(".weight")) is not None and name.endswith(".weight")
 
     def ignores(self, name: str) -> bool:
-        """Whether this parameter is the weight of a linear layer that is not quantised."""
+        """Return whether this parameter is the weight of a linear layer that is not quantised."""
         linear = name.removesuffix(".weight")
         return name.endswith(".weight") and linear in self.quantizers and self.quantizers[linear] is None
 
     def check(self, family: Family, model: ModelConfig) -> None:
-        """Raise ValueError for GPT-2, whose layers are no nn.Linear, and for a quantised tied head."""
+        """Raise ValueError for GPT-2, whose layers are not nn.Linear, and for a quantised tied head."""
         if family.model_type == "gpt2":
             raise ValueError(
                 f"--quantized {self.format.name}: GPT-2's layers are Conv1D, which compressed-tensors does not quantise"
@@ -202,19 +202,19 @@ class QuantizedExport:
             )
 
     def config(self, ignored: Sequence[str]) -> Json:
-        """quantization_config of config.json. ignored: Hugging Face weights of linear layers that are not quantised."""
+        """Return quantization_config for config.json. ignored: Hugging Face weights of unquantised linear layers."""
         head = set() if self.quantizes("head.weight") else {"lm_head"}
         ignore = sorted({name.removesuffix(".weight") for name in ignored} | head)
         return self.format.config(ignore=ignore, inputs=self.inputs)
 
     def specs(self, module: str, shape: torch.Size) -> list[TensorSpec]:
-        """The tensors of a Hugging Face module: those of `Format.specs` and its input scale."""
+        """Return the tensors of a Hugging Face module: those of `Format.specs` and its input scale."""
         self.inputs.check(module, shape[1])
         return self.format.specs(module, shape) + self.inputs.specs(module)
 
     @property
     def summary(self) -> str:
-        """What was exported, in lines: the weights, the weights with other values than in training, the inputs."""
+        """Lines about the export: weights, weights with other values than in training, and inputs."""
         ignored = sum(each is None for each in self.quantizers.values())
         quantized = len(self.quantizers) - ignored
         codes = "requantised, not as trained" if self.requantized else "codes of the training forward pass"
@@ -234,7 +234,7 @@ class QuantizedExport:
         return self.inputs.summary + ("" if self.requantized else ", with the values of training")
 
     def tensors(self, name: str, hf_names: Sequence[str], layout: Rows, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) pairs for a weight [n, k] of this package. hf_names: the Hugging Face weights that hold it."""
+        """Yield (name, tensor) pairs for a weight [n, k] of this package. hf_names: of its Hugging Face weights."""
         linear, modules = name.removesuffix(".weight"), [each.removesuffix(".weight") for each in hf_names]
         quantizer = self.quantizers[linear]
         assert quantizer is not None
@@ -257,7 +257,7 @@ class QuantizedExport:
     def _quantize_parts(
         self, modules: Sequence[str], layout: Rows, weight: Tensor, quantizer: Quantizer
     ) -> Iterator[Parts]:
-        """Distribute the rows of the weight, then quantise each part; count the values that training does not have."""
+        """Distribute the rows of the weight, then quantise each part; count the values that differ from training."""
         trained = None if self.requantized else layout.split(quantizer(weight).dequantize())
         for number, (module, part) in enumerate(zip(modules, layout.split(weight), strict=True)):
             quantized = quantizer(part)
@@ -266,7 +266,9 @@ class QuantizedExport:
             yield quantized.codes, quantized.scale, quantized
 
     def _stored(self, module: str, codes: Tensor, scale: Tensor, source: Quantized) -> Iterator[tuple[str, Tensor]]:
-        """scale: [1], one per row, or one per block of this module's weight. source: holds NVFP4's tensor scale."""
+        """Yield the stored tensors of a module. scale: [1], one per row, or one per block. source: has NVFP4's tensor
+        scale.
+        """
         if self.format.packed:
             yield f"{module}.weight_packed", torch.ops.lowprec.pack_e2m1(codes)
         else:
@@ -276,12 +278,12 @@ class QuantizedExport:
             yield f"{module}.weight_global_scale", 1 / source.parts["tensor"].view(1)
         elif self.format.group:
             yield f"{module}.weight_scale", (scale.view(torch.int32) >> 23).to(torch.uint8)
-        else:  # cloned: safetensors refuses tensors that share memory
+        else:  # cloned, because safetensors refuses tensors that share memory
             yield f"{module}.weight_scale", scale.clone().view(1) if self.format.name == "fp8-tensor" else scale
 
 
 def _row_scales(quantized: Quantized) -> Tensor:
-    """FP32 scales [n, k / group], one row of scales per row of codes; of NVFP4 the block scales."""
+    """Return FP32 scales [n, k / group], one row of scales per row of codes; for NVFP4 the block scales."""
     block = quantized.parts.get("block", quantized.scale).float()
     return block.repeat_interleave(quantized.codes.shape[0] // block.shape[0], 0)
 
@@ -296,7 +298,7 @@ def quantized_export(
     activations: str | None = None,
     amax: Mapping[str, float] | None = None,
 ) -> QuantizedExport:
-    """Quantised export in the format `name`.
+    """Return a quantised export in the format `name`.
 
     recipes: linear layer -> its recipe; recipe: their common name, for errors. saved: quantised activations of norms
     and activation functions, which inference engines do not have. requantize: quantise all blocks with the format's
@@ -343,7 +345,7 @@ def quantized_export(
 def _inputs(
     form: Format, recipes: Sequence[LinearRecipe], mode: str | None, amax: Mapping[str, float] | None
 ) -> InputQuantization:
-    """mode: None takes the first one that reproduces the inputs of `recipes`."""
+    """Return the quantisation of inputs. mode: None selects the first that reproduces the inputs of `recipes`."""
     modes = {mode: InputQuantization(mode=mode, args=args, amax=amax or {}) for mode, args in form.inputs.items()}
     modes = {NONE: InputQuantization(mode=NONE), **modes}
     if mode is None:

@@ -82,7 +82,9 @@ def _olmo2_config(model: ModelConfig) -> dict[str, Any]:
 
 
 def _rotary_sizes(config: Json, *required: str) -> dict[str, Any]:
-    """required: keys that config.json must hold, because the family's default is not llama's."""
+    """Return the sizes in a config.json. required: keys that must be present, because the family's defaults differ from
+    llama's.
+    """
     for key in required:
         config[key]  # KeyError: `Family.model` reports the missing key
     dim, heads = config["hidden_size"], config["num_attention_heads"]
@@ -134,7 +136,7 @@ def _olmo2_sizes(config: Json) -> dict[str, Any]:
 
 
 def _rope(config: Json) -> tuple[str, Json]:
-    """The RoPE settings of a config.json: their key (`rope_parameters` in newer files) and their values."""
+    """Return the RoPE settings of a config.json: their key (`rope_parameters` in newer files) and their values."""
     newer, older = (config.get(key) or {} for key in ("rope_parameters", "rope_scaling"))
     for key, settings in (("rope_parameters", newer), ("rope_scaling", older)):
         if not isinstance(settings, dict):
@@ -145,12 +147,12 @@ def _rope(config: Json) -> tuple[str, Json]:
 
 
 def _rope_theta(config: Json) -> float:
-    """The RoPE base, which config.json holds among its RoPE settings or at its top level."""
+    """Return the RoPE base, which is in the RoPE settings of config.json or at its top level."""
     return float(_rope(config)[1].get("rope_theta", config.get("rope_theta", 10000.0)))
 
 
 def _rope_scaling(config: Json) -> dict[str, Any] | None:
-    """The RoPE scaling as ModelConfig holds it; None for unscaled RoPE."""
+    """Return the RoPE scaling for ModelConfig; None for unscaled RoPE."""
     key, settings = _rope(config)
     kind = settings.get("rope_type", settings.get("type", "default"))
     if settings.get("partial_rotary_factor", 1.0) != 1.0 or kind not in ("default", *ROPE_SCALINGS):

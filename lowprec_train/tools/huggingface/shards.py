@@ -1,4 +1,4 @@
-"""Streaming writer of sharded safetensors: memory holds the tensors of one file.
+"""Streaming writer of sharded safetensors: only the tensors of one file are in memory.
 
 The number of files is part of their names (`model-00002-of-00005.safetensors`), so tensors are assigned to files from
 names, shapes and dtypes before the first one is computed. An index maps each tensor to its file; a single file is
@@ -44,7 +44,7 @@ def size(text: str) -> int:
 
 
 def plan(specs: Sequence[TensorSpec], max_bytes: int) -> list[list[TensorSpec]]:
-    """Assign tensors to files of at most `max_bytes`, in order; a larger tensor gets a file of its own."""
+    """Assign tensors to files of at most `max_bytes`, in order; a larger tensor gets a separate file."""
     files: list[list[TensorSpec]] = []
     room = 0
     for spec in specs:

@@ -27,9 +27,10 @@ FILES += ("vocab.json", "merges.txt", "chat_template.jinja")
 
 
 def find(directory: Path, requested: Path | None) -> Path | None:
-    """Path of a model's tokenizer: the requested one (`none`: no tokenizer), else that of run.json or the directory.
+    """Return the path of a model's tokenizer: the requested one (`none`: no tokenizer), else that of run.json or the
+    directory.
 
-    Raises ValueError when the tokenizer that run.json names is missing or has changed.
+    Raises ValueError if the tokenizer that run.json names is missing or has changed.
     """
     if requested is not None:
         return None if requested == NONE else requested
@@ -40,7 +41,7 @@ def find(directory: Path, requested: Path | None) -> Path | None:
 
 
 def of_model(directory: Path, requested: Path | None, *, max_length: int) -> tuple[dict[str, bytes], int | None]:
-    """Tokenizer files by name, and the end-of-document token id; ({}, None) for a model without a tokenizer.
+    """Return tokenizer files by name, and the end-of-document token id; ({}, None) for a model without a tokenizer.
 
     requested, and errors: as in `find` and `exported`. max_length: of the model's sequences, in tokens.
     """
@@ -56,7 +57,7 @@ def of_model(directory: Path, requested: Path | None, *, max_length: int) -> tup
 
 
 def exported(path: Path, *, max_length: int) -> tuple[dict[str, bytes], int]:
-    """Hugging Face files of a tokenizer of this package, and its end-of-document token id.
+    """Return Hugging Face files for a tokenizer of this package, and its end-of-document token id.
 
     Raises ValueError for a missing tokenizer and for one without an equivalent tokenizer.json.
     """
@@ -90,7 +91,7 @@ def without_special_tokens(content: bytes) -> bytes:
 
 
 def read_files(directory: Path) -> dict[str, bytes]:
-    """The tokenizer files of a directory, unchanged. Raises ValueError for an unreadable one."""
+    """Return the tokenizer files of a directory, unchanged. Raises ValueError for an unreadable one."""
     files = {name: directory / name for name in FILES if (directory / name).is_file()}
     for file in files.values():
         if file.suffix == ".json":

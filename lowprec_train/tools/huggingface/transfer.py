@@ -1,6 +1,6 @@
 """Export of weights to a Hugging Face directory, and import from one, one tensor at a time.
 
-Names and shapes are checked before the first tensor is read: safetensors headers hold those of the files, and layouts
+Names and shapes are checked before the first tensor is read: safetensors headers have those of the files, and layouts
 run on meta tensors. The output directory is renamed into place when it is complete.
 """
 
@@ -57,7 +57,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
 
 
 def narrowest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """The narrowest dtype that represents every value of the given dtypes exactly."""
+    """Return the narrowest dtype that represents every value of the given dtypes exactly."""
     return reduce(torch.promote_types, dtypes)
 
 
@@ -73,7 +73,7 @@ def export(
 ) -> torch.dtype:
     """Write weights as a Hugging Face directory; return the dtype of its unquantised tensors.
 
-    dtype: None takes the narrowest that holds all weights exactly. tokenizer: files by name. ids: values of
+    dtype: None selects the narrowest that represents all weights exactly. tokenizer: files by name. ids: values of
     SPECIAL_IDS. quantization: the linear layers that are written quantised, and their format.
     Raises ValueError for a model without a Hugging Face architecture, and if `out` is not empty.
     """
@@ -137,7 +137,7 @@ def _json(content: Json) -> bytes:
 
 
 def special_ids(directory: Path) -> Json:
-    """Values of SPECIAL_IDS of an imported model; {} for a run."""
+    """Return the values of SPECIAL_IDS of an imported model; {} for a run."""
     return read_object(directory / IDS_FILE)
 
 
@@ -167,7 +167,7 @@ class ImportedTensor:
 
 
 def imported_tensors(source: Path, family: Family, model: ModelConfig) -> list[ImportedTensor]:
-    """The model's tensors and where the files hold them. Raises ValueError unless names, dtypes and shapes match."""
+    """Return the model's tensors with their files. Raises ValueError unless names, dtypes and shapes match."""
     files, expected = weight_files(source), shapes(model)
     forms = stored(files)
     stored_as = {_full_name(name, family): name for name in files if name in forms}
@@ -207,5 +207,5 @@ def _check_names(source: Path, found: Set[str], expected: Set[str], *, tied: boo
 
 
 def _full_name(name: str, family: Family) -> str:
-    """A parameter's name in the model with an LM head: checkpoints of the base model omit the prefix."""
+    """Return a parameter's name in the model with an LM head: checkpoints of the base model omit the prefix."""
     return name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name

@@ -65,11 +65,13 @@ def read(planned: Sequence[StudyRun], out: Path, stored: Sequence[Result] = ()) 
     check_same(finished, out)
     slowed = shared(out)
     found = [result(run, out / run.name) for run in finished]
-    found = judged(together([replace(each, rate=None) if each.run.name in slowed else each for each in found], stored))
+    found = mark_unstable(
+        merge([replace(each, rate=None) if each.run.name in slowed else each for each in found], stored)
+    )
     for each in found[1:]:
-        own, first = (one.facts["corpus_hash"] for one in (each, found[0]))
-        if own != first:
-            raise ValueError(f"{each.run.name} has corpus hash {own}, and {found[0].run.name} has {first}")
+        corpus, first = (one.facts["corpus_hash"] for one in (each, found[0]))
+        if corpus != first:
+            raise ValueError(f"{each.run.name} has corpus hash {corpus}, and {found[0].run.name} has {first}")
     forking.check_start({each.run.name: each.start_state for each in found})
     known = {each.run.name: each for each in found}
     return [known[run.name] for run in planned if run.name in known], [
@@ -77,10 +79,10 @@ def read(planned: Sequence[StudyRun], out: Path, stored: Sequence[Result] = ()) 
     ]
 
 
-def together(own: Sequence[Result], stored: Sequence[Result]) -> list[Result]:
+def merge(of_folder: Sequence[Result], stored: Sequence[Result]) -> list[Result]:
     """Merge the runs of the folder and stored runs. Raises ValueError if a run is in both with different losses."""
     found = {each.run.name: each for each in stored}
-    for each in own:
+    for each in of_folder:
         other = found.get(each.run.name, each)
         if other.loss != each.loss and not (math.isnan(other.loss) and math.isnan(each.loss)):
             raise ValueError(
@@ -104,8 +106,8 @@ def result(run: StudyRun, directory: Path) -> Result:
     losses, sharp = evaluated.get("loss", {}), evaluated.get("sharpness", {}).get(OF_RUN)
     loss, weights = (float(losses.get(forward, math.nan)) for forward in (OF_RUN, UNQUANTISED))
     start = run.fork.step if run.fork and run.trunk else 0
-    own, before = (part(record, ends) for ends in ((start, math.inf), (0, start)))
-    spikes = [each for each in curves.spikes(record.loss) if each.step in own.loss.steps]
+    after_fork, before_fork = (part(record, ends) for ends in ((start, math.inf), (0, start)))
+    spikes = [each for each in curves.spikes(record.loss) if each.step in after_fork.loss.steps]
     rate = record.series(RATE).values
     return Result(
         run=run,
@@ -116,10 +118,10 @@ def result(run: StudyRun, directory: Path) -> Result:
         sharpness=None if sharp is None else float(sharp),
         unstable=unstable(record, loss),
         logged=len(record.loss.steps),
-        clipped=clipped(own),
+        clipped=clipped(after_fork),
         spikes=len(spikes),
-        rms_spikes=rms_spikes(own, spikes),
-        skipped=skipped(own) - skipped(before),
+        rms_spikes=rms_spikes(after_fork, spikes),
+        skipped=skipped(after_fork) - skipped(before_fork),
         rate=float(np.median(rate)) if len(rate) else None,
         steps=int(record.config["steps"]),
         tokens=int(record.config["steps"]) * int(record.config["tokens_per_step"]),
@@ -161,7 +163,7 @@ def unstable(record: Run, loss: float) -> str:
     return "" if math.isfinite(loss) else f"validation loss {loss}"
 
 
-def judged(found: Sequence[Result]) -> list[Result]:
+def mark_unstable(found: Sequence[Result]) -> list[Result]:
     """Mark runs as unstable that end above the unigram entropy while others of the same size and length end below."""
 
     def above(each: Result) -> bool:

@@ -4,9 +4,9 @@ With finite weights and moments, v >= 0 and eps > 0, AdamW's update is finite if
 
     m' = m + (1 - b1) (g - m),   v' = b2 v + (1 - b2) g^2,   w' = w (1 - r decay) - r m'^ / (sqrt(v'^) + eps)
 
-So a step is skipped unless the loss is finite and the norm of the clipped gradient is below 1e19, whose square fits in
-FP32 and BF16. Nothing waits for the device: it decides, updates and counts. Overflow from extreme learning rates (1e30)
-is found before it is saved (`finite`).
+So a step is skipped unless the loss is finite and the norm of the clipped gradient is at most 1e19, whose square fits
+in FP32 and BF16. The device decides, updates and counts, and the host does not wait for it. Overflow from extreme
+learning rates (1e30) is found before a checkpoint is saved (`finite`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 LARGEST_NORM = 1e19
-NAMED = 3  # parameters that a message lists
+NAMED = 3  # maximum number of parameters in a message
 
 
 class TrainingDiverged(RuntimeError):
@@ -72,12 +72,12 @@ class NothingTrained(RuntimeError):
 
 
 def usable(loss: Tensor, norm: Tensor, scale: Tensor) -> Tensor:
-    """Return whether a step with gradients of this norm, divided by `scale`, gives finite numbers; 0-dim bool."""
+    """Return whether a step with gradients of this norm, divided by `scale`, keeps all numbers finite; 0-dim bool."""
     return loss.isfinite() & scale.isfinite() & (norm / scale <= LARGEST_NORM)
 
 
 class Skips:
-    """Counts of skipped steps, 0-dim int64 on the device, and the non-finite gradients of the last one, bool [p]."""
+    """Counts of skipped steps, 0-dim int64 on the device. Also records which of the p gradients were not finite."""
 
     def __init__(self, device: torch.device, parameters: int) -> None:
         self.total = torch.zeros((), dtype=torch.int64, device=device)

@@ -2,7 +2,7 @@
 
 A launcher names one file per process in TORCHELASTIC_ERROR_FILE. torchrun quotes it at the end of its own report.
 `lowprec train`, which sets LOWPREC_LAUNCHER, prints only the earliest report of all processes (`train.processes`), so
-that one mistake gives one message.
+that one error gives one message.
 """
 
 import json

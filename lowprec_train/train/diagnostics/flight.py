@@ -1,8 +1,8 @@
-"""torch's flight recorder: the last collectives that a process began, with their Python stacks.
+"""torch's flight recorder: the last collectives that a process started, with their Python stacks.
 
 torch records NCCL and gloo. NCCL's watchdog writes the records to `<prefix><rank>` before it aborts a process; for
 gloo, and for unfinished collectives, this module reads them. `torchfrtrace` compares the files of the ranks. torch has
-only a private name for reading, which this module wraps (decision 0008).
+only a private function for reading, which this module wraps (decision 0008).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMES = ("_dump_nccl_trace", "_dump_fr_trace")  # the first if torch has NCCL
 
 @dataclass(frozen=True)
 class Begun:
-    """A collective that has not ended: its name, seconds since it began, its (file, function) lines, inner first."""
+    """An unfinished collective: name, seconds since its start, stack of (file, function) with the innermost first."""
 
     name: str
     seconds: float
@@ -32,7 +32,7 @@ def switch_on(prefix: Path) -> None:
     """Record 2,000 collectives, and make NCCL's watchdog write them to `<prefix><rank>`. Call it before the first
     process group is created.
 
-    Variables that the environment already has, under new names or old, keep their values.
+    Variables that are already set, by their new or old names, keep their values.
     """
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

@@ -1,9 +1,9 @@
 """End a run with a hung rank within `parallel.timeout_minutes`; the error names the rank and where it hangs.
 
-A collective only waits: it does not report which rank is missing. So a thread of each rank inspects the stack of the
-main thread. If a step takes long, the thread writes to the launch's store what the rank waits for. When a collective
-fails, the missing ranks are those that wrote nothing, or are elsewhere. Each rank that can writes its Python stacks and
-torch's flight recorder to `<run>/hang`.
+A collective does not report which rank is missing. So a thread of each rank inspects the stack of the main thread. If a
+step takes long, the thread writes to the launch's store what the rank waits for. When a collective fails, the missing
+ranks are those that wrote nothing or wait for something else. Each rank that can writes its Python stacks and torch's
+flight recorder to `<run>/hang`.
 
 The position of a rank is read from its stack, so steps have no extra cost.
 """
@@ -53,19 +53,20 @@ PLACES: tuple[tuple[str, str, str], ...] = (
     ("fsdp/_fully_shard/_fsdp_param_group.py", "post_backward", "the reduce-scatter of gradients"),
     ("train/logging/metrics.py", "", "the GPU"),
 )
-"""(file, function, what a rank in it waits for). The first entry on the stack counts; "" matches any function."""
+"""(file, function, what a rank in it waits for). The first entry that is on the stack counts; "" matches any function.
+"""
 
 BROKEN = re.compile(
     r"/gloo/|Timed out waiting \d+ms|Connection (closed|reset) by peer|NCCL (error|communicator|time)|nccl\w+Error"
 )
 PATIENCE = 4.0  # seconds for the other ranks to report their positions after a failure
 Lines = list[tuple[str, str]]  # (file, function), innermost first
-Said = Mapping[int, Mapping[str, Any]]  # rank -> its "step", "what" it does and whether it "waits"
+Reports = Mapping[int, Mapping[str, Any]]  # rank -> its "step", "what" it does and whether it "waits"
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs."""
+    """The process and host of a rank."""
 
     process: int
     host: str
@@ -75,12 +76,12 @@ class Place:
 
 
 class PeerLost(RuntimeError):
-    """A collective failed because a rank hung or died; the message has the rank and the place."""
+    """A collective failed because a rank hung or died; the message has the rank and where it was."""
 
-    def __init__(self, message: str, absent: Sequence[Place] = (), *, told: bool = False) -> None:
-        """told: whether another rank has printed this, or the error that caused it."""
+    def __init__(self, message: str, absent: Sequence[Place] = (), *, reported: bool = False) -> None:
+        """reported: whether another rank has printed this, or the error that caused it."""
         super().__init__(message)
-        self._absent, self.told = absent, told
+        self._absent, self.reported = absent, reported
 
     def end_absent(self) -> None:
         """Kill the absent ranks of this rank's launcher: a stopped process would ignore torchrun's SIGTERM for half a
@@ -149,7 +150,7 @@ class Watch:
         self._ranks, self._rank, self._directory, self._on_gpu = ranks, ranks.world.rank, directory, on_gpu
         self._minutes, self._seconds = minutes, 60 * minutes
         self._patience = min(self._seconds / 4, 15.0)
-        self._main, self._said = threading.main_thread().ident, ""
+        self._main, self._last_report = threading.main_thread().ident, ""
         self._step, self._since = 0, time.monotonic()
         self._recorded = self._explaining = False
 
@@ -177,7 +178,9 @@ class Watch:
             ended.set()
 
     def explained(self, error: BaseException) -> PeerLost:
-        """Return which rank did not arrive, and where the others waited. Asks all ranks, which takes a few seconds."""
+        """Return an error with the missing ranks and what the others waited for. Reads the reports of all ranks, which
+        takes a few seconds.
+        """
         what, _ = doing(of_error(error))
         timed_out = "imed out" in str(error) or "timeout" in str(error).lower()
         cause = (str(error).strip().splitlines() or ["no message"])[-1][:200]
@@ -187,31 +190,31 @@ class Watch:
     def _explained(self, what: str, how: str) -> PeerLost:
         answer: list[PeerLost] = []
         self._explaining = True
-        asking = threading.Thread(target=self._ask, args=(what, how, answer), daemon=True)
-        asking.start()
+        explaining = threading.Thread(target=self._agree_on_message, args=(what, how, answer), daemon=True)
+        explaining.start()
         self._record()
-        asking.join(2 * PATIENCE + 1)
-        silent = "the store of the launch, which torchrun or rank 0 keeps, is silent"
+        explaining.join(2 * PATIENCE + 1)
+        silent = "the store of the launch, which torchrun or rank 0 keeps, does not answer"
         return answer[0] if answer else PeerLost(self._with_records(f"{at(self._step)}: {what}: {how}, and {silent}"))
 
-    def _ask(self, what: str, how: str, answer: list[PeerLost]) -> None:
-        """Report this rank's position. The first rank that calls it makes the message from all reports."""
+    def _agree_on_message(self, what: str, how: str, answer: list[PeerLost]) -> None:
+        """Report what this rank waits for. The first rank that calls this makes the message from all reports."""
         with suppress(dist.DistError):
             store = self._store
-            self._say(what, waits=True)
+            self._report(what, waits=True)
             store.set("hung", "1")
             if store.add("asked", 1) > 1:
                 store.wait(["answer"], timedelta(seconds=2 * PATIENCE))
-                answer.append(PeerLost(store.get("answer").decode(), told=True))
+                answer.append(PeerLost(store.get("answer").decode(), reported=True))
                 return
             places = self._places()
-            said = self._gathered(places)
+            reports = self._gathered(places)
             failed = {rank: store.get(f"failed/{rank}").decode() for rank in places if store.check([f"failed/{rank}"])}
-            text = self._with_records(verdict(said, self._step, places, how, failed))
+            text = self._with_records(verdict(reports, self._step, places, how, failed))
             store.set("answer", text)
             news = [self._ranks.claim(own) for own in failed.values()]
-            absent = [places[rank] for rank in missing(said, self._step, places) if rank not in failed]
-            answer.append(PeerLost(text, absent, told=bool(failed) and not absent and not any(news)))
+            absent = [places[rank] for rank in missing(reports, self._step, places) if rank not in failed]
+            answer.append(PeerLost(text, absent, reported=bool(failed) and not absent and not any(news)))
 
     def _with_records(self, text: str) -> str:
         return f"{text}\nwhat each rank was doing: {self._directory}"
@@ -220,10 +223,10 @@ class Watch:
         """Return the ranks' reports, after all wait for this step's collectives or a few seconds have passed."""
         until, store = time.monotonic() + PATIENCE, self._store
         while True:
-            keys = {rank: f"said/{rank}" for rank in places if store.check([f"said/{rank}"])}
-            said = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
-            if time.monotonic() > until or not missing(said, self._step, places):
-                return said
+            keys = {rank: f"report/{rank}" for rank in places if store.check([f"report/{rank}"])}
+            reports = {rank: json.loads(store.get(key)) for rank, key in keys.items()}
+            if time.monotonic() > until or not missing(reports, self._step, places):
+                return reports
             time.sleep(0.25)
 
     def _places(self) -> dict[int, Place]:
@@ -237,13 +240,13 @@ class Watch:
                 if quiet < self._patience or self._explaining:
                     continue
                 what, waits = doing(of_frame(sys._current_frames().get(self._main or 0)))
-                self._say(what, waits=waits)
+                self._report(what, waits=waits)
                 if self._store.check(["hung"]):
                     self._record()
-                if self._on_gpu and quiet > 0.9 * self._seconds and self._tell_of_gpu():
+                if self._on_gpu and quiet > 0.9 * self._seconds and self._report_gpu_timeout():
                     return
 
-    def _tell_of_gpu(self) -> bool:
+    def _report_gpu_timeout(self) -> bool:
         """Report a device collective that is about to time out: NCCL's watchdog then ends the process at once."""
         oldest = flight.unfinished()
         if oldest is None or oldest.seconds < 0.9 * self._seconds:
@@ -251,21 +254,21 @@ class Watch:
         what = f"{doing(oldest.lines)[0]} ({oldest.name})"
         how = f"waited {oldest.seconds / 60:.2g} minutes (parallel.timeout_minutes={self._minutes:g})"
         lost = self._explained(what, how)
-        if not lost.told:
+        if not lost.reported:
             self._ranks.tell(str(lost), alone=True)
         lost.end_absent()
         return True
 
-    def _say(self, what: str, *, waits: bool) -> None:
-        said = json.dumps({"step": self._step, "what": what, "waits": waits})
-        if said != self._said:
-            self._store.set(f"said/{self._rank}", said)
-            self._said = said
+    def _report(self, what: str, *, waits: bool) -> None:
+        report = json.dumps({"step": self._step, "what": what, "waits": waits})
+        if report != self._last_report:
+            self._store.set(f"report/{self._rank}", report)
+            self._last_report = report
 
     @cached_property
     def _store(self) -> dist.Store:
         """A separate connection to the store, opened when it is first needed."""
-        return self._ranks.again()
+        return self._ranks.connect()
 
     def _record(self) -> None:
         """Write all stacks to `rank-N.txt` and the flight recorder to `rank_N`, as torch's tool expects."""
@@ -281,9 +284,9 @@ class Watch:
             (self._directory / f"rank_{self._rank}").write_bytes(content)
 
 
-def missing(said: Said, step: int, places: Mapping[int, Place]) -> list[int]:
+def missing(reports: Reports, step: int, places: Mapping[int, Place]) -> list[int]:
     """Return the ranks that do not wait in a collective of this step, according to their reports."""
-    waiting = [rank for rank, each in said.items() if each["step"] == step and each["waits"]]
+    waiting = [rank for rank, each in reports.items() if each["step"] == step and each["waits"]]
     return [rank for rank in places if rank not in waiting]
 
 
@@ -293,28 +296,30 @@ def at(step: int) -> str:
 
 
 def verdict(
-    said: Said, step: int, places: Mapping[int, Place], how: str, failed: Mapping[int, str] | None = None
+    reports: Reports, step: int, places: Mapping[int, Place], how: str, failed: Mapping[int, str] | None = None
 ) -> str:
-    """Return the message about a failed collective. said: {rank: {"step", "what", "waits"}} of ranks that reported.
-    step: of this rank. how: what happened to the ranks that waited. failed: errors of ranks that failed otherwise.
+    """Return the message about a failed collective.
+
+    reports: of the ranks that reported. step: of this rank. how: what happened to the ranks that waited. failed: errors
+    of ranks that failed otherwise.
     """
-    absent = missing(said, step, places)
+    absent = missing(reports, step, places)
     groups: dict[str, list[int]] = {}
     for rank in (rank for rank in places if rank not in absent):
-        groups.setdefault(said[rank]["what"], []).append(rank)
+        groups.setdefault(reports[rank]["what"], []).append(rank)
     waiting = "; ".join(f"{numbered(ranks)} in {what}" for what, ranks in sorted(groups.items(), key=lambda g: g[1]))
-    why = {rank: _of_absent(said.get(rank), step, (failed or {}).get(rank)) for rank in absent[:3]}
+    why = {rank: _of_absent(reports.get(rank), step, (failed or {}).get(rank)) for rank in absent[:3]}
     lines = [f"{at(step)}: {waiting}: {how}"]
     lines += [f"rank {rank} did not arrive ({places[rank]}): it {reason}" for rank, reason in why.items()]
     lines += [f"and {len(absent) - 3} more: {numbered(absent[3:])}"] if len(absent) > 3 else []
     if not absent:
-        lines.append("all ranks came to a collective: if not to the same one, the program differs between them")
+        lines.append("all ranks wait in a collective: if it is not the same one, the program differs between ranks")
     return "\n".join(lines)
 
 
-def _of_absent(said: Mapping[str, Any] | None, step: int, failed: str | None) -> str:
+def _of_absent(report: Mapping[str, Any] | None, step: int, failed: str | None) -> str:
     if failed is not None:
         return f"failed: {failed}"
-    if said is None or said["step"] != step:
+    if report is None or report["step"] != step:
         return "is stopped, dead or cut off"
-    return f"is in {said['what']}"
+    return f"is in {report['what']}"

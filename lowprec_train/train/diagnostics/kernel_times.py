@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-CLASSES = {  # class -> pattern over the name of a kernel; the first that matches
+CLASSES = {  # class -> pattern of kernel names; the first match counts
     "communication": r"nccl|gloo|c10d",
     "optimizer": r"adam|multi_tensor_apply|lowprec.*(step_(flat|groups|expanded)|write_table|squares|add_up)\b",
     "quantise": r"lowprec|transformer_engine.*(cast|quanti|transpose|amax|scale)|block_scaled",
@@ -35,7 +35,7 @@ def kernel_class(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelTime:
-    """All calls of one kernel together; `ms` is the sum of their times."""
+    """All calls of one kernel; `ms` is the sum of their times."""
 
     name: str
     calls: int
@@ -48,14 +48,14 @@ class KernelTime:
 
 
 def kernel_times(events: Iterable[Any], *, on_gpu: bool) -> list[KernelTime]:
-    """Return the kernels among a profile's events, the longest first; on a CPU its operations."""
-    asked = (each for each in events if is_kernel(each, on_gpu=on_gpu))
-    times = ((e.name, e.time_range.elapsed_us() if on_gpu else e.self_cpu_time_total) for e in asked)
+    """Return the kernels among a profile's events, the longest first; on a CPU the operations."""
+    selected = (each for each in events if is_kernel(each, on_gpu=on_gpu))
+    times = ((e.name, e.time_range.elapsed_us() if on_gpu else e.self_cpu_time_total) for e in selected)
     return _summed(KernelTime(name=name, calls=1, ms=us / 1e3) for name, us in times)
 
 
 def is_kernel(event: Any, *, on_gpu: bool) -> bool:
-    """Return whether an event of a profile is work of the GPU, or of the CPU, and not a span around work."""
+    """Return whether an event of a profile is work of the GPU (or the CPU), not a span that contains work."""
     holds_work = event.is_user_annotation or SPANS.search(event.name)
     return not holds_work and str(event.device_type).endswith("CUDA") is on_gpu
 

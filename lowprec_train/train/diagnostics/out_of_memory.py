@@ -12,14 +12,16 @@ GIB = 2**30
 OF_KERNELS = r'"aten::new_(empty|zeros)".*API call failed'  # torch's stable ABI drops the message and the type
 SIGNS = re.compile(rf"out of memory|can't allocate memory|_ALLOC_FAILED|{OF_KERNELS}", re.IGNORECASE)
 HOST_SIGNS = re.compile(r"can't allocate memory", re.IGNORECASE)
-ASKED = re.compile(r"[Tt]ried to allocate (([\d.]+) (\w+))")
+REQUESTED = re.compile(r"[Tt]ried to allocate (([\d.]+) (\w+))")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 ADVICE = (
     "Try a smaller micro_batch, model.recompute=selective or full, optimizer states in codes (optim=adamw_coat), "
     "saved activations in codes (precision/saved_activations=coat), or more processes (docs/parallelism.md); "
-    "`lowprec estimate` says beforehand what a configuration needs"
+    "`lowprec estimate` predicts what a configuration needs"
 )
-IN_PIECES = "Enough is free, but in pieces: PYTORCH_ALLOC_CONF=expandable_segments:True in the environment may do"
+FRAGMENTED = (
+    "Enough memory is free, but fragmented: PYTORCH_ALLOC_CONF=expandable_segments:True in the environment may help"
+)
 
 
 class OutOfMemory(RuntimeError):
@@ -41,8 +43,8 @@ def of_host(error: BaseException) -> bool:
 
 
 @contextmanager
-def told(device: torch.device) -> Iterator[None]:
-    """Turn torch's errors into OutOfMemory with one line."""
+def converted(device: torch.device) -> Iterator[None]:
+    """Convert torch's out-of-memory errors to OutOfMemory with one line."""
     try:
         yield
     except Exception as error:
@@ -53,25 +55,25 @@ def told(device: torch.device) -> Iterator[None]:
 
 def explained(error: BaseException, device: torch.device) -> str:
     """Return the line: sizes, advice, the notes of the error (`Snapshots` adds some)."""
-    asked = ASKED.search(str(error))
+    requested = REQUESTED.search(str(error))
     device = torch.device("cpu") if of_host(error) else device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"the {device.type.upper()}"
     notes: list[str] = getattr(error, "__notes__", [])
     step = [note for note in notes if note.startswith("in step")]
-    size = f": {asked[1]} asked for" if asked else ""
-    held = _held(device, float(asked[2]) * UNITS.get(asked[3], 1) if asked else 0.0)
+    size = f": {requested[1]} requested" if requested else ""
+    used = _used(device, float(requested[2]) * UNITS.get(requested[3], 1) if requested else 0.0)
     others = [note for note in notes if note not in step]
-    return ". ".join([" ".join(["out of memory on", name, *step]) + size, *held, ADVICE, *others])
+    return ". ".join([" ".join(["out of memory on", name, *step]) + size, *used, ADVICE, *others])
 
 
-def _held(device: torch.device, asked: float) -> list[str]:
-    """Return what torch has allocated, and advice if the requested bytes would fit into the free pieces together."""
+def _used(device: torch.device, requested: float) -> list[str]:
+    """Return the memory in use, and advice if the requested bytes would fit into all free pieces together."""
     if device.type != "cuda":
         return []
-    held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
     free, total = torch.cuda.mem_get_info(device)
     sizes = (
-        f"torch holds {held / GIB:.1f} GiB of {total / GIB:.1f} and keeps {(reserved - held) / GIB:.1f} more, "
-        f"{free / GIB:.1f} are free"
+        f"torch has allocated {allocated / GIB:.1f} GiB of {total / GIB:.1f} and reserves "
+        f"{(reserved - allocated) / GIB:.1f} more, {free / GIB:.1f} are free"
     )
-    return [sizes, *([IN_PIECES] if 0 < asked <= reserved - held + free else [])]
+    return [sizes, *([FRAGMENTED] if 0 < requested <= reserved - allocated + free else [])]

@@ -3,8 +3,8 @@
     profile/steps-10-12.rank-0.json.gz    Chrome trace, for ui.perfetto.dev or chrome://tracing
     profile/steps-10-12.rank-0.txt        time by class of kernel and by kernel
 
-The profiler warms up in the step before the window, because its start takes seconds. Training computes the same bits
-under it, more slowly. Outside the window there is no profiler, and a step costs one comparison.
+The profiler warms up in the step before the window, because its start takes seconds. Results stay bit-equal, and
+profiled steps are slower. Outside the window there is no profiler, and a step costs one comparison.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class Window:
     """Profiles the steps first, ..., first + steps - 1 of a run, counted from 1.
 
-    With 0 steps it profiles nothing. A launch that begins after `first` profiles nothing and logs it. directory: for
-    the files; created when there are some. record: further arguments of `torch.profiler.profile`.
+    With 0 steps it profiles nothing. A launch that begins after `first` profiles nothing and logs a warning. directory:
+    of the files; created with the first one. record: further arguments of `torch.profiler.profile`.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Window:
         self._device, self._record = device, record
         self._profiler: torch.profiler.profile | None = None
         self._seen = 0
-        self._begun = steps < 1  # also: there is nothing to begin
+        self._begun = steps < 1  # with 0 steps nothing begins
 
     def begin_step(self, step: int) -> None:
         """Call before every step, counted from 1."""
         self._seen = step
         if self._profiler is not None:
-            self._go_on(step)
+            self._advance(step)
         elif not self._begun and step >= self._first - 1:
             self._begin(step)
 
@@ -65,12 +65,12 @@ class Window:
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
             schedule=schedule,
             on_trace_ready=self._write,
-            acc_events=True,  # there is one cycle; without it torch 2.11 warns
+            acc_events=True,  # torch 2.11 warns without it; there is only one cycle
             **self._record,
         )
         self._profiler.start()
 
-    def _go_on(self, step: int) -> None:
+    def _advance(self, step: int) -> None:
         assert self._profiler is not None
         if step > self._last:
             self.close()

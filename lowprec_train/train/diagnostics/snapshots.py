@@ -1,13 +1,13 @@
-"""Snapshots of a GPU's memory: every block that torch has allocated, with its stack if that was recorded.
+"""Snapshots of GPU memory: every block that torch has allocated, with its stack if that was recorded.
 
     touch runs/NAME/SNAPSHOT            memory/step-12.rank-0.pickle, before the next step
     a step that runs out of memory      memory/oom-step-12.rank-0.pickle
 
-https://docs.pytorch.org/memory_viz draws them. A file requests a snapshot, not a signal: it needs no process id and no
-login to the node, and all signals that reach a rank under torchrun and Slurm mean "stop". With `allocations` > 0,
-blocks have a Python stack and the snapshot a history of events, which costs a few microseconds per allocation.
+https://docs.pytorch.org/memory_viz draws them. A file requests a snapshot, not a signal: a file needs no process id and
+no login to the node, and all signals that reach a rank under torchrun and Slurm mean "stop". With `allocations` > 0,
+blocks have a Python stack and the snapshot has a history of events, which costs a few microseconds per allocation.
 
-torch has only private names for recording and saving, which this module wraps (decision 0008).
+torch has only private functions for recording and saving, which this module wraps (decision 0008).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REQUEST = "SNAPSHOT"
 
 
 @contextmanager
-def kept_history(allocations: int) -> Iterator[None]:
+def recorded_history(allocations: int) -> Iterator[None]:
     """Record the last `allocations` allocations and releases with their Python stacks; 0: none."""
     if allocations:
         torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=allocations)
@@ -48,22 +48,22 @@ def save(path: Path) -> None:
 class Snapshots:
     """Snapshots of one process of a run.
 
-    run: the run directory. asked: whether this process handles requests. patience: seconds between two checks.
+    run: the run directory. on_request: whether this process handles requests. patience: seconds between two checks.
     """
 
     def __init__(
-        self, run: Path, device: torch.device, *, rank: int = 0, asked: bool = True, patience: float = 2.0
+        self, run: Path, device: torch.device, *, rank: int = 0, on_request: bool = True, patience: float = 2.0
     ) -> None:
         self._run, self._device, self._rank, self._patience = run, device, rank, patience
         self._request, self._warned = run / REQUEST, False
         self._answered: int | None = None
-        self._answered = self._newest() if asked else None
-        self._asked, self._next, self._step = asked, time.monotonic() + patience, 0
+        self._answered = self._newest() if on_request else None
+        self._on_request, self._next, self._step = on_request, time.monotonic() + patience, 0
 
     def begin_step(self, step: int) -> None:
-        """Call before every step, counted from 1. Handles a request that is newer than the last one."""
+        """Call before every step, counted from 1. Answers a request that is newer than the last one."""
         self._step = step
-        if not self._asked or time.monotonic() < self._next:
+        if not self._on_request or time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._patience
         newest = self._newest()
@@ -73,7 +73,7 @@ class Snapshots:
 
     @contextmanager
     def of_failures(self) -> Iterator[None]:
-        """Add step and snapshot to the error of a step that runs out of memory."""
+        """Write a snapshot if a step runs out of memory; add the step and the path to the error."""
         try:
             yield
         except Exception as error:
@@ -85,8 +85,8 @@ class Snapshots:
 
     def _answer(self) -> None:
         if self._device.type == "cuda":
-            written, told = self._saved()
-            log.log(logging.INFO if written else logging.WARNING, "%s", told)
+            written, message = self._saved()
+            log.log(logging.INFO if written else logging.WARNING, "%s", message)
         else:
             log.warning("%s: snapshots are of GPU memory, and this run is on %s", self._request, self._device.type)
 
@@ -111,6 +111,6 @@ class Snapshots:
             return None
         except OSError as error:
             if not self._warned:
-                log.warning("%s: cannot be looked for (%s)", self._request, error.strerror)
+                log.warning("%s: cannot check for this file (%s)", self._request, error.strerror)
             self._warned = True
             return self._answered

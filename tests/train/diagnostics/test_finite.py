@@ -33,7 +33,8 @@ def test_what_is_not_finite_is_found_and_counted(dtype):
 
 def test_a_message_names_a_few():
     bad = dict.fromkeys("abcde", (1, 4096))
-    assert finite.told(bad).startswith("a (1 of 4,096 elements), b") and finite.told(bad).endswith("and 2 more tensors")
+    text = finite.summary(bad)
+    assert text.startswith("a (1 of 4,096 elements), b") and text.endswith("and 2 more tensors")
     with pytest.raises(ValueError, match=r"somewhere holds NaN or infinity: w \(1 of 35 elements\)"):
         finite.check("w", poisoned(torch.float32, math.inf), "somewhere")
 

@@ -6,19 +6,19 @@ import sys
 import pytest
 import torch
 
-from lowprec_train.train.diagnostics.out_of_memory import OutOfMemory, is_out_of_memory, told
+from lowprec_train.train.diagnostics.out_of_memory import OutOfMemory, converted, is_out_of_memory
 from tests.launches import environment
 
 IN_A_KERNEL = """
 import resource
 import torch
 import lowprec_train.ops.library
-from lowprec_train.train.diagnostics.out_of_memory import OutOfMemory, told
+from lowprec_train.train.diagnostics.out_of_memory import OutOfMemory, converted
 x, seed = torch.zeros(1 << 13, 1 << 13), torch.tensor(5)
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (20 << 20),) * 2)
 try:
-    with told(x.device):
+    with converted(x.device):
         torch.ops.lowprec.hadamard(x, seed, 128)
 except OutOfMemory as error:
     print(error)
@@ -35,7 +35,7 @@ def test_an_output_of_a_compiled_kernel_that_does_not_fit():
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("cuBLAS_STATUS_ALLOC_FAILED")]
 )
 def test_torch_and_libraries(error):
-    with pytest.raises(OutOfMemory), told(torch.device("cpu")):
+    with pytest.raises(OutOfMemory), converted(torch.device("cpu")):
         raise error
 
 

@@ -124,7 +124,7 @@ def request(run, at):
 def test_a_request_is_answered_once(tmp_path, saved):
     request(tmp_path, 1)  # left from an earlier launch
     asked = Snapshots(tmp_path, torch.device("cuda", 0), patience=0, rank=3)
-    other = Snapshots(tmp_path, torch.device("cuda", 0), patience=0, asked=False)
+    other = Snapshots(tmp_path, torch.device("cuda", 0), patience=0, on_request=False)
     hurried = Snapshots(tmp_path, torch.device("cuda", 0), patience=1e9)
     for step in range(1, 8):
         if step in (3, 6):
@@ -167,7 +167,7 @@ def test_a_request_that_cannot_be_looked_for_is_warned_of_once(tmp_path, saved, 
         asked.begin_step(1)
         asked.begin_step(2)
     asked.begin_step(3)
-    assert caplog.text.count("SNAPSHOT: cannot be looked for (Stale file handle)") == 1 and not saved
+    assert caplog.text.count("SNAPSHOT: cannot check for this file (Stale file handle)") == 1 and not saved
     request(tmp_path, 2)
     asked.begin_step(4)
     assert len(saved) == 1
@@ -191,10 +191,10 @@ def run_out(asked):
 def test_out_of_memory_on_a_cpu_is_one_line(tmp_path):
     seen = Snapshots(tmp_path, CPU)
     trainer = run_out(lambda: torch.empty(2**50))
-    with pytest.raises(OutOfMemory) as caught, out_of_memory.told(CPU), seen.of_failures():
+    with pytest.raises(OutOfMemory) as caught, out_of_memory.converted(CPU), seen.of_failures():
         fit(trainer, seen.begin_step)
     line = str(caught.value)
-    assert line.startswith("out of memory on the CPU in step 3: 4503599627370496 bytes asked for. Try a smaller micro_")
+    assert line.startswith("out of memory on the CPU in step 3: 4503599627370496 bytes requested. Try a smaller micro_")
     assert "\n" not in line and "lowprec estimate" in line and not list(tmp_path.iterdir())
 
 
@@ -214,14 +214,14 @@ def test_out_of_memory_on_a_gpu_leaves_a_snapshot(asked, fits, tmp_path, saved, 
     def fail():
         raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {asked}. GPU 0 has a total capacity of")
 
-    with pytest.raises(OutOfMemory) as caught, out_of_memory.told(cuda), seen.of_failures():
+    with pytest.raises(OutOfMemory) as caught, out_of_memory.converted(cuda), seen.of_failures():
         fit(run_out(fail), seen.begin_step)
     path = tmp_path / "memory" / "oom-step-3.rank-1.pickle"
     line = str(caught.value)
-    assert saved == [path] and line.endswith(f"memory snapshot: {path}") and ("in pieces" in line) is fits
+    assert saved == [path] and line.endswith(f"memory snapshot: {path}") and ("fragmented" in line) is fits
     assert line.startswith(
-        f"out of memory on NVIDIA X in step 3: {asked} asked for. torch holds 50.0 GiB of 80.0 and keeps 28.0 more, "
-        "0.5 are free. "
+        f"out of memory on NVIDIA X in step 3: {asked} requested. torch has allocated 50.0 GiB of 80.0 and "
+        "reserves 28.0 more, 0.5 are free. "
     )
 
 
@@ -245,10 +245,10 @@ def test_out_of_memory_is_told_also_where_its_snapshot_cannot_be_written(tmp_pat
 def test_the_memory_of_the_host_of_a_gpu_is_the_hosts(error, asked, tmp_path, saved):
     cuda = torch.device("cuda", 0)
     seen = Snapshots(tmp_path, cuda)
-    with pytest.raises(OutOfMemory) as caught, out_of_memory.told(cuda), seen.of_failures():
+    with pytest.raises(OutOfMemory) as caught, out_of_memory.converted(cuda), seen.of_failures():
         raise error
     told = str(caught.value)
-    assert told.startswith(f"out of memory on the CPU in step 0{asked}") and "torch holds" not in told and not saved
+    assert told.startswith(f"out of memory on the CPU in step 0{asked}") and "torch has" not in told and not saved
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_the_memory_of_the_host_of_a_gpu_is_the_hosts(error, asked, tmp_path, sa
     ],
 )
 def test_what_counts_as_out_of_memory(error, expected):
-    with pytest.raises(OutOfMemory if expected else type(error)), out_of_memory.told(CPU):
+    with pytest.raises(OutOfMemory if expected else type(error)), out_of_memory.converted(CPU):
         raise error
 
 
@@ -270,12 +270,12 @@ def test_what_counts_as_out_of_memory(error, expected):
 def test_a_snapshot_of_a_gpu_knows_who_asked(tmp_path):
     device = torch.device("cuda", 0)
     seen = Snapshots(tmp_path, device, patience=0)
-    with snapshots.kept_history(1000):
+    with snapshots.recorded_history(1000):
         kept = torch.empty(3 << 20, dtype=torch.uint8, device=device)
         request(tmp_path, 1)
         seen.begin_step(7)
-        failing = pytest.raises(OutOfMemory, match="in step 7: .*GiB asked for")
-        with failing, out_of_memory.told(device), seen.of_failures():
+        failing = pytest.raises(OutOfMemory, match="in step 7: .*GiB requested")
+        with failing, out_of_memory.converted(device), seen.of_failures():
             torch.empty(1 << 45, dtype=torch.uint8, device=device)
     for name in ("step-7.rank-0.pickle", "oom-step-7.rank-0.pickle"):
         snapshot = pickle.loads((tmp_path / "memory" / name).read_bytes())
