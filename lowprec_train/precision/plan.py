@@ -344,9 +344,7 @@ class _Compiler:
         return self.fused and ladder and whole and gemm.folds(quantizer)
 
     def decodes(self, saved_x: SavedForm) -> bool:
-        """Return whether the folding op can read the saved X: values, or unpacked codes with one scale (ladder: one per
-        row).
-        """
+        """Return whether the folding op can read the saved X: values or unpacked codes, one scale (ladder: per row)."""
         x, b = saved_x.quantizer, self.recipe.wgrad.b
         if x is None:
             return True
