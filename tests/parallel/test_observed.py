@@ -49,12 +49,18 @@ def test_figures_are_those_of_one_process(layout, case, ranks_at):
         one, many = ({key: row for key, row in each.items() if key[0] == 1} for each in (one, many))
     assert set(one) == set(many)
     for key, row in one.items():
-        bound = {"rel": 2e-2, "abs": 0.15} if sizes.tp > 1 else {"rel": 1e-6, "abs": 1e-9}
-        assert many[key] == pytest.approx(row, **bound, nan_ok=True), key
-    first = [key for key in one if key[1:4] == ("blocks.0.attention.qkv", "fprop", "b")]
-    assert all(
-        many[key] == pytest.approx(one[key], rel=1e-9, nan_ok=True) for key in first
-    )  # weights, before an update
+        assert many[key] == pytest.approx(row, rel=1e-6, abs=1e-9, nan_ok=True) or (
+            sizes.tp > 1 and near(many[key], row)
+        ), key
+    before_any_sum = [key for key in one if key[1:3] == ("blocks.0.attention.qkv", "fprop") and interval == 1]
+    assert all(many[key] == pytest.approx(one[key], rel=1e-9, nan_ok=True) for key in before_any_sum)
+    assert before_any_sum or interval > 1
+
+
+def near(found, row):
+    """Whether figures differ by some tipped codes; a spread of scales, in binades, by one block's scale."""
+    spread = {name: row[name] for name in ("scale_spread",) if name in row and abs(found[name] - row[name]) < 0.6}
+    return found | spread == pytest.approx(row, rel=2e-2, abs=0.15, nan_ok=True)
 
 
 @pytest.mark.parametrize(("layout", "case"), CASES)

@@ -7,10 +7,19 @@ import pytest
 import torch
 
 from lowprec_train.numerics.formats import BF16, E2M1, E4M3, E5M2, FP32, INT8, STOCHASTIC
-from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.numerics.quantizer import Quantizer, ScaleRule, Shared
 from lowprec_train.precision.outliers import OutlierClamp
-from lowprec_train.train.diagnostics.roundings import of_operand, of_state, sqnr_db
+from lowprec_train.precision.split import Split
+from lowprec_train.train.diagnostics.roundings import (
+    Tally,
+    of_operand,
+    of_state,
+    sqnr_db,
+    tally_operand,
+    tally_state,
+)
 from tests import oracle
+from tests.groups import among
 from tests.numerics.quantized import ROUNDING, SCALED, TILES, rules, seed
 
 QUANTIZERS = [Quantizer(f, tile, rule) for f in SCALED for tile in TILES for rule in rules(f)]
@@ -209,6 +218,68 @@ def test_sqnr_keeps_its_range():
     assert want == pytest.approx(10 * math.log10((x.double() ** 2).sum() / ((x - got).double() ** 2).sum()))
     for power in (-100, -60, 60, 126):
         assert float(sqnr_db(torch.ldexp(x, torch.tensor(power)), torch.ldexp(got, torch.tensor(power)))) == want
+
+
+# --- shards ---------------------------------------------------------------------------------------------------------
+
+
+def joined(tallies):
+    """The tally of all shards, as ranks make it."""
+    sums = {name: torch.stack([each.sums[name] for each in tallies]).sum(0) for name in tallies[0].sums}
+    maxima = {name: torch.stack([each.maxima[name] for each in tallies]).amax(0) for name in tallies[0].maxima}
+    return Tally(sums, maxima)
+
+
+SHARDED = [
+    Quantizer(E4M3),
+    Quantizer(E2M1, (1, -1)),
+    Quantizer(E2M1, (1, 16), ScaleRule.NVFP4),
+    Quantizer(E4M3, (1, 8), ScaleRule.POW2, exponent_span=4),
+    Quantizer(E2M1, (1, 16), ScaleRule.LADDER, exponent_span=4),
+]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("how", SHARDED, ids=str)
+def test_tallies_of_shards_add_up_to_the_whole(how, dim):
+    """One shard is zero, but for a row; some rows are zero in one shard only."""
+    x = torch.from_numpy(data())
+    low, _ = x.chunk(2, dim)
+    low.mul_(torch.arange(low.shape[0])[:, None] == 20)
+    parts = x.chunk(2, dim)
+
+    def tally(group):
+        part = parts[group.rank].contiguous()
+        return tally_operand(part, how(part, shared=Shared(dim=dim, group=group)), how)
+
+    whole = numbers(of_operand(x, how(x), how))
+    assert numbers(joined(among(2, tally)).figures()) == pytest.approx(whole, rel=1e-12, nan_ok=True)
+    assert (whole["underflow_pct"] > 0) == (how.format is E2M1)
+    assert not how.exponent_span or whole["clamped_blocks_pct"] > 0
+
+
+@pytest.mark.parametrize("variant", ["carrier", "residual"])
+def test_tallies_of_clamped_shards_need_the_quantiles_of_whole_rows(variant):
+    x, clamp, how = torch.from_numpy(data(binades=4)), OutlierClamp(0.9, variant), Quantizer(E2M1, (1, -1))
+    x[:, :64] *= 8  # most outliers are in one shard
+
+    def tally(group):
+        split = Split(dim=1, group=group, whole=x.shape[1])
+        part = x.chunk(2, 1)[group.rank].contiguous()
+        codes, _ = clamp(part, how, None, None, split)
+        return tally_operand(part, codes, how, clamp, split)
+
+    codes, _ = clamp(x, how, None, None)
+    whole = numbers(of_operand(x, codes, how, clamp))
+    assert numbers(joined(among(2, tally)).figures()) == pytest.approx(whole, rel=1e-12, nan_ok=True)
+    assert whole["outlier_pct"] > 1
+
+
+def test_an_empty_shard_of_a_state_adds_nothing():
+    before, wanted = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.05, 2.0, 0.3]])
+    after, empty = torch.round(wanted * 8) / 8, torch.zeros(0, 3)
+    tallies = [tally_state(before, wanted, after), tally_state(empty, empty, empty)]
+    assert numbers(joined(tallies).figures()) == numbers(of_state(before, wanted, after))
 
 
 # --- states ---------------------------------------------------------------------------------------------------------
