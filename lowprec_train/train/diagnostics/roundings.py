@@ -44,22 +44,22 @@ CLIPPED = 1 + 1 / 8
 
 @dataclass(frozen=True)
 class Tally:
-    """sums: FP64, are added over the shards of a tensor. maxima: FP32, of which the maximum is taken. All 0-dim."""
+    """sums: FP64, are added over the shards of a tensor. tops: FP32, of which the maximum is taken. All 0-dim."""
 
     sums: dict[str, Tensor]
-    maxima: dict[str, Tensor]
+    tops: dict[str, Tensor]
 
     def figures(self) -> Figures:
         """Return the figures, by name."""
-        sums, maxima = self.sums, self.maxima
+        sums, tops = self.sums, self.tops
         found = {
             "sqnr_db": _decibels(sums["signal"], sums["noise"]),
             **{f"{name}_pct": self._percent(name, "elements") for name in ("underflow", "saturated", "nonfinite")},
-            "amax": maxima["amax"],
+            "amax": tops["amax"],
         }
         if "stalled" in sums:
             return found | {"stalled_pct": self._percent("stalled", "elements")}
-        smallest, largest = -maxima["minus_scale_min"], maxima["scale_max"]
+        smallest, largest = -tops["minus_scale_min"], tops["scale_max"]
         return found | {
             "scale_min": smallest,
             "scale_max": largest,

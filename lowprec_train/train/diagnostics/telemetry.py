@@ -122,12 +122,12 @@ class Record:
         sharded = [(place, group) for place, (_, _, group) in enumerate(entries) if group is not None]
         tallies = [tally for _, tally, _ in entries]
         sums = [(group, torch.stack(list(tallies[place].sums.values()))) for place, group in sharded]
-        maxima = [(group, torch.stack(list(tallies[place].maxima.values()))) for place, group in sharded]
+        tops = [(group, torch.stack(list(tallies[place].tops.values()))) for place, group in sharded]
         totals = over_groups(sums, lambda group, x: group.all_reduce_sum(x))
-        largest = over_groups(maxima, lambda group, x: group.all_reduce_max(x))
+        largest = over_groups(tops, lambda group, x: group.all_reduce_max(x))
         for (place, _), total, top in zip(sharded, totals, largest, strict=True):
             local = tallies[place]
-            tallies[place] = Tally(dict(zip(local.sums, total)), dict(zip(local.maxima, top)))
+            tallies[place] = Tally(dict(zip(local.sums, total)), dict(zip(local.tops, top)))
         return [(labels, tally.figures()) for (labels, _, _), tally in zip(entries, tallies, strict=True)]
 
     def _add(
