@@ -65,7 +65,7 @@ REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "max": max,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class RankRole:
     """This rank's part in the figures of a run.
 
     tp: the ranks with the other parts of the layers; None: layers are whole. first_data: whether this rank has the
@@ -85,11 +85,11 @@ class Record:
         names: Mapping[nn.Parameter, str],
         stored: Callable[[nn.Parameter, str], str],
         group_of: Callable[[nn.Parameter], Group | None],
-        ranks: Ranks,
+        role: RankRole,
     ) -> None:
         self.entries: dict[tuple[str, ...], Entry] = {}
         self.forward_over = False
-        self._names, self._stored, self._group_of, self._ranks = names, stored, group_of, ranks
+        self._names, self._stored, self._group_of, self._role = names, stored, group_of, role
 
     def operand(self, site: str, split: Split | None, plan: OperandPlan, x: Tensor, rounded: Quantized) -> None:
         """Add an operand of a linear layer. split: of the layer."""
@@ -97,18 +97,18 @@ class Record:
         labels = {"site": site, "gemm": plan.gemm.name.lower(), "operand": plan.operand.name.lower()}
         labels["what"] = plan.rounding
         if plan.source is Source.ALL_GATHERED:  # codes of this rank's shard of a weight
-            self._add(labels, x, rounded, plan.quantizer, group=self._ranks.weights[site])
-        elif self._ranks.first_data:
+            self._add(labels, x, rounded, plan.quantizer, group=self._role.weights[site])
+        elif self._role.first_data:
             split = None if plan.cut is None else split
             group = None if split is None else split.group
             self._add(labels, x, rounded, plan.quantizer, clamp=plan.outliers, split=split, group=group)
 
     def saved(self, site: str, x: Tensor, rounded: Quantized, quantizer: Quantizer) -> None:
         """Add an input of a `QuantizedSavedInput`: of its first inputs in the order of the calls, in forward only."""
-        if self._ranks.first_data and not self.forward_over:
+        if self._role.first_data and not self.forward_over:
             known = sum((site, "saved", operand) in self.entries for operand in SAVED_OPERANDS)
             labels = {"site": site, "gemm": "saved", "operand": SAVED_OPERANDS[known], "what": str(quantizer)}
-            self._add(labels, x, rounded, quantizer, group=self._ranks.tp)
+            self._add(labels, x, rounded, quantizer, group=self._role.tp)
 
     def state(self, parameter: nn.Parameter, state: str, before: Tensor, wanted: Tensor, after: Tensor) -> None:
         """Add a state of the optimizer, or this rank's shard of it."""
@@ -150,7 +150,7 @@ class Record:
 class Telemetry:
     """Observes `model` and `optimizer` at every step whose number, counted from 1, `interval` divides; 0: at none.
 
-    tp, first_data: as in `Ranks`. Raises ValueError for a negative interval.
+    tp, first_data: as in `RankRole`. Raises ValueError for a negative interval.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Telemetry:
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         linears = named_linears(model) if interval else ()
         weights = {name: optimizer.group_of(cast("nn.Parameter", each.weight)) for name, each in linears}
-        self._ranks = Ranks(tp=tp, first_data=first_data, weights=weights)
+        self._role = RankRole(tp=tp, first_data=first_data, weights=weights)
         self._sent: dict[int, tuple[list[tuple[Row, Figures]], AsyncHostCopy]] = {}
 
     def due(self, step: int) -> bool:
@@ -177,7 +177,7 @@ class Telemetry:
 
     def probe(self, loss: Callable[[], Tensor]) -> Record:
         """Return the roundings of one forward and backward pass. The model has no gradients before and after."""
-        record = Record(self._names, self._stored, self.optimizer.group_of, self._ranks)
+        record = Record(self._names, self._stored, self.optimizer.group_of, self._role)
         with eager(self.model), self._watched(record):
             total = loss()
             record.forward_over = True
