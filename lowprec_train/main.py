@@ -239,7 +239,7 @@ def train(job: Job, stop: StopRequest, hang: Watch) -> None:
         directory.begin(config=plain, recipe=linears, facts=facts)
         sinks, consensus = build.sinks(options, trainer, directory, plain), StopConsensus(launch.default_group())
         watch = build.watch(options, directory.path, device, job.world, hang.begin_step)
-        rows, marked = build.rows(options, trainer, directory.path), divergence_marked(directory, trainer)
+        rows, marked = build.rows(options, trainer, directory), divergence_marked(directory, trainer)
         with sinks as open_sinks, rows as write_rows, watch as begin_step, marked:
             outcome = trainer.fit(
                 sinks=open_sinks,

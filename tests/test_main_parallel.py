@@ -12,6 +12,7 @@ from tests.test_main_interruption import STEPS, TORCHRUN, arguments, losses, sta
 
 __all__ = ["arguments"]
 EXACT = ("comm=fp32", "max_grad_norm=0", "tokens_per_step=128")  # what is left is the same sums in the same order
+INTERVAL = 7  # of telemetry
 TIMES = ("time/", "perf/", "mem/")
 
 
@@ -40,8 +41,11 @@ def workers(agent):
 
 
 def test_a_killed_rank_and_a_restart(train, alone, tmp_path):
-    """torchrun starts all ranks again, they find the last checkpoint, and the losses are those of one process."""
-    agent = start((*TORCHRUN, "2", "--max-restarts=1", *train, f"run_root={tmp_path}"))
+    """torchrun starts all ranks again, they find the last checkpoint, and the losses are those of one process without
+    telemetry. Every row of telemetry is written once.
+    """
+    command = (*train, f"run_root={tmp_path}", f"telemetry_interval={INTERVAL}")
+    agent = start((*TORCHRUN, "2", "--max-restarts=1", *command))
     wait_for_steps(tmp_path / "run", 25, agent)
     os.kill(workers(agent)[1], signal.SIGKILL)
     out, err = agent.communicate(timeout=240)
@@ -52,6 +56,26 @@ def test_a_killed_rank_and_a_restart(train, alone, tmp_path):
     assert facts["processes"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 1}
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert {"comm/grad_bytes", "time/slowest_rank", "time/step_ms_max"} <= set(last)
+    rows = rows_once(tmp_path / "run")
+    assert {row["step"] for row in rows} == set(range(INTERVAL, STEPS + 1, INTERVAL))
+
+
+def test_rows_of_states_are_written_by_one_rank(train, tmp_path):
+    process = start(
+        (*TORCHRUN, "2", *train, f"run_root={tmp_path}", "optim=adamw_coat", "steps=4", "telemetry_interval=2")
+    )
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    rows = rows_once(tmp_path / "run")
+    assert {row["step"] for row in rows} == {2, 4} and {"exp_avg", None} <= {row.get("state") for row in rows}
+
+
+def rows_once(run):
+    """The rows of telemetry, in the order of steps, none twice."""
+    rows = [json.loads(line) for line in (run / "telemetry.jsonl").read_text().splitlines()]
+    places = [tuple(map(row.get, ("step", "site", "gemm", "operand", "parameter", "state"))) for row in rows]
+    assert len(set(places)) == len(places) and [place[0] for place in places] == sorted(place[0] for place in places)
+    return rows
 
 
 def test_a_signal_and_another_layout(train, alone, tmp_path):

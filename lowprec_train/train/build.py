@@ -337,10 +337,12 @@ def sinks(run: RunConfig, about: Trainer, directory: RunDirectory, plain: Mappin
 
 
 @contextmanager
-def rows(run: RunConfig, about: Trainer, directory: Path) -> Iterator[Callable[[Sequence[Row]], None]]:
-    """Yield a writer of telemetry rows to telemetry.jsonl. A run without telemetry does not have this file."""
-    path = directory / "telemetry.jsonl"
-    if not (run.telemetry_interval or path.exists()):
+def rows(run: RunConfig, about: Trainer, directory: RunDirectory) -> Iterator[Callable[[Sequence[Row]], None]]:
+    """Yield a writer of telemetry rows to telemetry.jsonl. A run without telemetry does not have this file. Processes
+    that do not hold the directory write nothing.
+    """
+    path = directory.path / "telemetry.jsonl"
+    if not directory.held or not (run.telemetry_interval or path.exists()):
         yield lambda rows: None
         return
     with closing(StepLines(path, resumed_step=about.steps_done)) as lines:

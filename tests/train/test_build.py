@@ -1,6 +1,7 @@
 """Parts come out of a configuration with the configuration's values in them."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,3 +153,11 @@ def test_the_choice_of_recipe(groups, typed, recipe, overrides):
     choice = Choice.of(PrecisionConfig(name=groups["precision"], override=tree), groups, typed)
     assert (choice.recipe, choice.overrides) == (recipe, overrides)
     assert (choice.undone is None) == ("undoes" not in "".join(overrides))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_rows_are_written_by_the_process_that_holds_the_run_directory(held, tmp_path):
+    run, about = composed("telemetry_interval=1"), SimpleNamespace(steps_done=0)
+    with build.rows(run, about, SimpleNamespace(held=held, path=tmp_path)) as write:
+        write([{"step": 1}])
+    assert (tmp_path / "telemetry.jsonl").exists() == held
