@@ -115,7 +115,7 @@ def in_ranks(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> int:
             traceback.print_exc()
         lost = error if isinstance(error, PeerLost) else None
         if lost is None or not lost.reported:
-            meeting.tell(str(error), alone=lost is not None)
+            meeting.report(str(error), alone=lost is not None)
         if lost is not None:
             logging.shutdown()
             lost.end_absent()

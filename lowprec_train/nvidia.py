@@ -99,14 +99,14 @@ def _spec(module: str, origin: str) -> Any:
     except ModuleNotFoundError:
         return None
     except Exception as error:  # a package runs its own code here
-        raise ValueError(f"{origin} cannot be imported: {_told(error)}") from error
+        raise ValueError(f"{origin} cannot be imported: {_one_line(error)}") from error
 
 
 def _imported(module: str, origin: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except Exception as error:  # of a library that does not load: OSError, RuntimeError, AssertionError, ...
-        raise ValueError(f"{module} of {origin} cannot be imported: {_told(error)}") from error
+        raise ValueError(f"{module} of {origin} cannot be imported: {_one_line(error)}") from error
 
 
 def _has(module: ModuleType, names: Sequence[str], path: str, origin: str) -> None:
@@ -129,6 +129,6 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

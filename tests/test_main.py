@@ -164,7 +164,7 @@ def test_overrides_of_a_recipe_are_logged(launch):
     assert json.loads(Path("runs/a/run.json").read_text())["overrides"] == list(changes)
 
 
-def test_a_recipe_that_is_undone_is_told(launch):
+def test_a_recipe_that_is_undone_is_reported(launch):
     status, out, _ = launch("+recipe=fp4", "precision=bf16", "name=a")
     facts = json.loads(Path("runs/a/run.json").read_text())
     assert status == 0 and facts["recipe"] == "bf16"

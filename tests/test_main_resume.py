@@ -210,7 +210,7 @@ def test_a_run_that_was_to_be_moved_aside_comes_back_where_none_began(launch, ru
     assert not run.with_name("run.1").exists()
 
 
-def test_lines_that_are_lost_are_told(launch, run, trained):
+def test_lines_that_are_lost_are_reported(launch, run, trained):
     """A crash of the machine takes lines that were not on the disk yet."""
     cut(run, 5)
     status, out, err = launch("name=run", "steps=12")
@@ -294,7 +294,7 @@ def test_an_extended_wsd_run_is_a_longer_one_bit_for_bit(launch, trained, tmp_pa
     assert status == 0 and "is done" in out and not (tmp_path / "runs" / "short.2").exists()
 
 
-def test_without_a_checkpoint_of_the_plateau_the_change_of_the_rate_is_told(launch, trained, tmp_path):
+def test_without_a_checkpoint_of_the_plateau_the_change_of_the_rate_is_reported(launch, trained, tmp_path):
     run = tmp_path / "runs" / "short"
     shutil.rmtree(run / "checkpoints" / "step-8")
     status, out, _ = launch("name=short", "steps=16", "resume=extend")

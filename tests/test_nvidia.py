@@ -142,7 +142,7 @@ def test_apex_without_its_norms(installed):
     assert nvidia.apex_adam()
 
 
-def test_a_fault_of_a_run_is_told_before_its_first_step(installed, monkeypatch):
+def test_a_fault_of_a_run_is_reported_before_its_first_step(installed, monkeypatch):
     """What asks for a library on a GPU that it cannot use."""
     import torch
 

@@ -57,14 +57,14 @@ class Rendezvous:
             raise ValueError(f"{numbered(late)} did not join the run in time") from None
         return [self.store.get(each).decode() for each in keys]
 
-    def tell(self, text: str, *, alone: bool = False) -> None:
+    def report(self, text: str, *, alone: bool = False) -> None:
         """Print an error once if several ranks share it. Numbers are ignored. If rank 0 has it, rank 0 prints it.
 
         alone: print without waiting for rank 0.
         """
         at_once, until = alone or self.world.leads, time.monotonic() + PATIENCE
         try:
-            while not (at_once or self.store.check(["told"]) or time.monotonic() > until):
+            while not (at_once or self.store.check(["reported"]) or time.monotonic() > until):
                 time.sleep(0.05)
             first = self.claim(text)
         except dist.DistError:  # the process that keeps the store has ended
@@ -72,12 +72,12 @@ class Rendezvous:
         named = first and not at_once
         failure.report(f"error{f' on rank {self.world.rank}' if named else ''}: {text}", printed=first)
         with suppress(dist.DistError):
-            self.store.set("told", str(self.world.rank))
+            self.store.set("reported", str(self.world.rank))
 
     def claim(self, text: str) -> bool:
         """Mark an error as printed, ignoring numbers. Returns whether no rank has printed it before."""
         same = hashlib.sha256(re.sub(r"\d+", "0", text).encode()).hexdigest()
-        return self.store.add(f"told/{same}", 1) == 1
+        return self.store.add(f"printed/{same}", 1) == 1
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def refused(world: World, text: str) -> None:
     from `agreed`.
     """
     with met(world, timedelta(minutes=DEFAULT_MINUTES)) as ranks:
-        ranks.tell(compared(ranks, {"error": text}))
+        ranks.report(compared(ranks, {"error": text}))
 
 
 def minutes(configured: float) -> timedelta:

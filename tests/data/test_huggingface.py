@@ -101,7 +101,7 @@ def test_stored_with_its_end(path, tmp_path):
     assert sorted(each.name for each in elsewhere.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
 
-def test_kinds_are_told_by_content(path):
+def test_kinds_are_separated_by_content(path):
     assert isinstance(load(path), HuggingFaceTokenizer)
     learnt = SentencePieceTokenizer.train([text * 50 for text in TEXTS], 300, "texts")
     misnamed = path.with_name("model.json")

@@ -145,7 +145,7 @@ def test_what_is_not_finite_stays_visible(name: str, bad: float, dtype: torch.dt
         assert how.exponent_span or not broken.any()  # a span's floor comes from the whole row
 
 
-def test_the_observer_is_told_of_every_rounding() -> None:
+def test_the_observer_is_called_for_every_rounding() -> None:
     pair, events = layer(COAT), list[tuple[Tensor, Quantized, Quantizer]]()
     a, b = (values(torch.bfloat16, 2, TOKENS, seed=i).requires_grad_() for i in range(2))
     alone = pair(a, b)

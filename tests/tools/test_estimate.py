@@ -251,7 +251,7 @@ def test_every_recipe_can_be_estimated_in_parts():
 # --- the command ---
 
 
-def test_flops_are_told_by_tensor_core():
+def test_flops_are_separated_by_tensor_core():
     """6 a parameter of a linear; BF16: the head and attention."""
     one = subject("+recipe=fp8")
     linears = [w for w in one.weights if w.matrix and w.name != "embedding.weight"]

@@ -230,7 +230,7 @@ def test_tokenizers_must_fit(made, evaluate, refused, tmp_path):
     assert found["start"] == other.eod and found["text"]["bytes"]  # the set brings its own
 
 
-def test_a_file_that_cannot_be_written_is_told_before_anything_is_computed(made, refused, tmp_path, monkeypatch):
+def test_a_file_that_cannot_be_written_is_reported_before_anything_is_computed(made, refused, tmp_path, monkeypatch):
     monkeypatch.setattr(Trained, "model", lambda *_, **__: pytest.fail("a model was made"))
     assert f"directory {tmp_path / 'missing'} does not exist" in refused(
         "--data", made.raw, "--out", tmp_path / "missing" / "x.json"

@@ -76,7 +76,7 @@ def test_a_step_of_one_micro_batch_may_fit_where_gradients_of_several_do_not():
     assert found[3].micro_batch == 2 and found[3].found["micro_batches"] == 1
 
 
-def test_what_excludes_a_choice_is_told_and_nothing_may_fit(capsys):
+def test_what_excludes_a_choice_is_reported_and_nothing_may_fit(capsys):
     assert cli.main(["estimate", "--fit", "0.001GiB", *TINY, "telemetry_interval=5"]) == 0
     out = capsys.readouterr().out
     assert "telemetry_interval=5 reads them" in out and "nothing fits: take more GPUs" in out

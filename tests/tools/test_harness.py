@@ -111,7 +111,7 @@ def test_likelihoods_of_texts(made, answering, theirs):
     assert long == pytest.approx(theirs(ids[1][:65], 1) + theirs(ids[1][-65:], 65 - rest), abs=2e-3)
 
 
-def test_writing_stops_where_it_is_told(made, answering):
+def test_writing_stops_where_it_is_reported(made, answering):
     def written(**asked):
         (text,) = answering.generate_until(requests("generate_until", ("loss scale", asked)), disable_tqdm=True)
         return text
@@ -154,7 +154,7 @@ def no_model(monkeypatch):
     monkeypatch.setattr(Trained, "model", lambda *_, **__: pytest.fail("a model was made"))
 
 
-def test_bad_task_files_are_told_before_anything_is_computed(made, files, tmp_path, capsys, no_model):
+def test_bad_task_files_are_reported_before_anything_is_computed(made, files, tmp_path, capsys, no_model):
     (tmp_path / "bad.yaml").write_text("output_type: multiple_choice\n")
     tasks = [str(files[0]), str(tmp_path / "bad.yaml")]
     assert main(["evaluate", str(made.run), "--device", "cpu", "--data", str(made.raw), "--tasks", *tasks]) == 2
@@ -172,7 +172,7 @@ def test_nothing_is_downloaded(made, files, tmp_path, capsys, no_model):
     assert all(getattr(sys.modules[module], switch) for module, switch in harness.OFFLINE.items())
 
 
-def test_a_task_that_does_not_fit_its_data_is_told_before_text_is_read(made, files, tmp_path, capsys, monkeypatch):
+def test_a_task_that_does_not_fit_its_data_is_reported_before_text_is_read(made, files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(evaluation, "measure", lambda *_: pytest.fail("text was read"))
     for name, change in (("{{question}}", "{{ question.no.such }}"), ("{{choices}}", "{{absent}}")):
         (tmp_path / "odd.yaml").write_text(files[0].read_text().replace(name, change))

@@ -328,7 +328,7 @@ def test_what_would_compute_otherwise_is_refused(made, tmp_path, capsys, case):
     assert not (tmp_path / "in").exists()
 
 
-def test_other_bad_input_is_told_in_one_line(run, made, tmp_path, capsys):
+def test_other_bad_input_is_reported_in_one_line(run, made, tmp_path, capsys):
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "file").touch()
     (tmp_path / "list").mkdir()

@@ -175,7 +175,7 @@ def test_where_the_tokenizer_lies(tmp_path, learnt):
     assert of_model(tmp_path, None, max_length=8) == ({}, None)
 
 
-def test_another_tokenizer_in_its_place_is_told(tmp_path, learnt):
+def test_another_tokenizer_in_its_place_is_reported(tmp_path, learnt):
     """A run remembers the path, and what lay there."""
     path = store(learnt, tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(tokenizer_facts(path)))

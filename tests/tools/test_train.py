@@ -131,7 +131,7 @@ def wait_until(true):
         ("stepz=3", "Could not override 'stepz'"),
     ],
 )
-def test_a_mistake_of_all_processes_is_told_once(tmp_path, mistake, message):
+def test_a_mistake_of_all_processes_is_reported_once(tmp_path, mistake, message):
     status, out, err = ends(in_a_group(*LOWPREC, "--nproc", "2", mistake, f"run_root={tmp_path}"))
     assert status == 1 and err.count(message) == 1 and err.index(message) <= len("error: ") and "Traceback" not in err
     assert out == "" and not list(tmp_path.iterdir())
@@ -173,7 +173,7 @@ def test_what_is_not_ours_goes_to_hydra_in_order():
         cli.parse(["compare", "a", "b", "--unknown"])
 
 
-def test_the_cause_is_told_and_not_what_follows_from_it(tmp_path, monkeypatch):
+def test_the_cause_is_reported_and_not_what_follows_from_it(tmp_path, monkeypatch):
     """Rank 0 loses its peer and dies of it; what ended first is the message."""
     ranks = [Rank(number, Ended(status), tmp_path / str(number)) for number, status in enumerate((1, 1, -6))]
     for rank, text in zip(ranks, ("error: connection lost", "error on rank 1: disk full", None), strict=True):

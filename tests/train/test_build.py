@@ -98,7 +98,7 @@ def test_the_table_and_its_summary():
     assert lines[12] == "    fprop BF16 x BF16 [bf16]" and lines[13] == "      X     not rounded; saved: as it is"
 
 
-def test_what_a_kernel_beside_a_layer_leaves_is_told():
+def test_what_a_kernel_beside_a_layer_leaves_is_reported():
     """SwiGLU's op leaves the amax of its result to `down`, and that of its gradient to `gate_up`."""
     laid_out = build.layout(composed("+recipe=coat"))
     (plans,) = laid_out.plans(CPU)

@@ -124,7 +124,7 @@ def test_a_file_of_which_the_manifest_says_nothing_is_damage(saved):
         keeper(saved).load(make_trainer().checkpoint_parts(), 12)
 
 
-def test_a_pointer_to_an_older_one_is_told(saved, caplog):
+def test_a_pointer_to_an_older_one_is_reported(saved, caplog):
     (saved / "latest").write_text("step-4\n")
     assert keeper(saved).load(make_trainer().checkpoint_parts()) == 4
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -55,7 +55,7 @@ def fails(rank):
     return str(met.value)
 
 
-def test_an_error_that_cannot_be_sent_is_told_on_every_rank():
+def test_an_error_that_cannot_be_sent_is_reported_on_every_rank():
     assert run_distributed(fails, 2) == ["OfACompiler: no such kernel"] * 2
 
 

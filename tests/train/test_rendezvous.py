@@ -83,7 +83,7 @@ def test_what_all_have_to_say_is_said_once(capsys, monkeypatch):
     monkeypatch.setattr(rendezvous, "PATIENCE", 0.2)
     store = dist.HashStore()
     for rank, text in ((0, "out of memory: 3 GiB of 80"), (1, "out of memory: 4 GiB of 80"), (2, "no such file")):
-        Rendezvous(World(rank, 3), store).tell(text)
+        Rendezvous(World(rank, 3), store).report(text)
     assert capsys.readouterr().err.splitlines() == [
         "error: out of memory: 3 GiB of 80",
         "error on rank 2: no such file",

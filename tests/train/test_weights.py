@@ -112,7 +112,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(gpt, damaged, monkeypatch):
 
 
 @pytest.mark.parametrize("module", [None, "no_such_thing", "no_such_thing.inside"])
-def test_a_missing_package_is_told_with_what_helps(module):
+def test_a_missing_package_is_reported_with_what_helps(module):
     says = r"reading x needs the package 'no_such_thing': pip install 'lowprec_train\[hf\]'"
     with pytest.raises(ValueError, match=says):
         needs_package("no_such_thing", extra="hf", what="reading x", module=module)
@@ -132,7 +132,7 @@ def test_rotary_positions_may_reach_further(tmp_path):
     check_sizes(replace(MODELS["llama"], max_seq_len=4096), open_weights(path))
 
 
-def test_another_tokenizer_is_told(tmp_path, gpt):
+def test_another_tokenizer_is_reported(tmp_path, gpt):
     def learnt(name, size):
         (tmp_path / name).mkdir()
         texts = [path.read_text() for path in (ROOT / "lowprec_train").glob("*.py")]

@@ -25,7 +25,7 @@ from lowprec_train.tools.compare import curves
 from lowprec_train.tools.study.definition import Study
 from lowprec_train.tools.study.efficiency import Extra, Law, efficiency, extra_tokens, fit_law
 from lowprec_train.tools.study.results import Result, names
-from lowprec_train.tools.study.rms_spikes import RmsSpikes, together
+from lowprec_train.tools.study.rms_spikes import RmsSpikes, merge_rms_spikes
 from lowprec_train.tools.study.statistics import ALPHA, BlockFit, Estimate, Losses, holm, seeds_needed
 from lowprec_train.tools.study.sweep import SweepArm, SweepRow, sweep, sweep_arms
 
@@ -248,7 +248,7 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
         sharpness=mean([each.sharpness for each in own]),
         clipped=mean([each.clipped for each in own]),
         spikes=sum(each.spikes for each in own),
-        rms_spikes=together(each.rms_spikes for each in own),
+        rms_spikes=merge_rms_spikes(each.rms_spikes for each in own),
         skipped=sum(each.skipped for each in own),
         speed=speed,
         extra=extra,

@@ -50,7 +50,7 @@ def rms_spikes(record: Run, spikes: Sequence[Spike]) -> RmsSpikes | None:
     )
 
 
-def together(found: Iterable[RmsSpikes | None]) -> RmsSpikes | None:
+def merge_rms_spikes(found: Iterable[RmsSpikes | None]) -> RmsSpikes | None:
     """Add the counts of several runs; None if one has not logged the RMS."""
     each = list(found)
     known = [one for one in each if one is not None]

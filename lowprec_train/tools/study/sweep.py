@@ -15,7 +15,7 @@ import numpy as np
 
 from lowprec_train.tools.study.definition import Study
 from lowprec_train.tools.study.results import Result, names
-from lowprec_train.tools.study.rms_spikes import RmsSpikes, together
+from lowprec_train.tools.study.rms_spikes import RmsSpikes, merge_rms_spikes
 from lowprec_train.tools.study.statistics import BlockFit, Estimate
 
 WORKABLE = 1.02  # a value works up to this multiple of the arm's best loss
@@ -96,7 +96,7 @@ def _row(group: Sequence[Result], loss: float | None, *, best: bool, limit: floa
         unstable={each.run.seed: each.unstable for each in group if each.unstable},
         losses=losses,
         sharpness=float(np.mean(sharp)) if (sharp := [e.sharpness for e in group if e.sharpness is not None]) else None,
-        rms_spikes=together(each.rms_spikes for each in group),
+        rms_spikes=merge_rms_spikes(each.rms_spikes for each in group),
         loss=loss,
         spread=float(np.std(list(losses.values()), ddof=1)) if loss is not None and len(losses) > 1 else None,
         best=best,

@@ -255,7 +255,7 @@ class Watch:
         how = f"waited {oldest.seconds / 60:.2g} minutes (parallel.timeout_minutes={self._minutes:g})"
         lost = self._explained(what, how)
         if not lost.reported:
-            self._ranks.tell(str(lost), alone=True)
+            self._ranks.report(str(lost), alone=True)
         lost.end_absent()
         return True
 

@@ -121,7 +121,7 @@ def test_an_arm_of_which_nothing_is_stable(tmp_path):
     assert "| bf16 | none of them | - | - | - | - | - |" in text
 
 
-def test_a_best_value_at_the_end_of_the_grid_is_told(tmp_path):
+def test_a_best_value_at_the_end_of_the_grid_is_reported(tmp_path):
     tree, text = reported(tmp_path, diverged=("bf16-lr_0.003-s8", "fp4-lr_0.01-s7"), missing=("fp4-lr_0.003-s7",))
     assert [each["edge"] for each in tree["sweep_arms"]] == ["lowest", "highest"]
     assert "The lowest value that was tried is the best of bf16: " in text

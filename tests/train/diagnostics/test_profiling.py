@@ -136,7 +136,7 @@ def test_a_request_is_answered_once(tmp_path, saved):
     assert saved == [tmp_path / "memory" / f"step-{step}.rank-3.pickle" for step in (3, 6)]
 
 
-def test_a_request_on_a_cpu_is_told_that_there_is_nothing(tmp_path, saved, caplog):
+def test_a_request_on_a_cpu_is_reported_that_there_is_nothing(tmp_path, saved, caplog):
     asked = Snapshots(tmp_path, CPU, patience=0)
     request(tmp_path, 1)
     asked.begin_step(1)
@@ -225,7 +225,7 @@ def test_out_of_memory_on_a_gpu_leaves_a_snapshot(asked, fits, tmp_path, saved, 
     )
 
 
-def test_out_of_memory_is_told_also_where_its_snapshot_cannot_be_written(tmp_path, monkeypatch):
+def test_out_of_memory_is_reported_also_where_its_snapshot_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshots, "save", full_disk)
     seen = Snapshots(tmp_path, torch.device("cuda", 0))
     seen.begin_step(3)

@@ -226,7 +226,7 @@ def test_disabled_does_nothing(tmp_path):
     assert not list(tmp_path.glob("wandb/*run*"))
 
 
-def test_without_an_account_the_way_out_is_told(tmp_path, online):
+def test_without_an_account_the_way_out_is_reported(tmp_path, online):
     made = online()
 
     def refuse(**arguments):
