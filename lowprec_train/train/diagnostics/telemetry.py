@@ -97,7 +97,7 @@ class Record:
         labels = {"site": site, "gemm": plan.gemm.name.lower(), "operand": plan.operand.name.lower()}
         labels["what"] = plan.rounding
         if plan.source is Source.ALL_GATHERED:  # codes of this rank's shard of a weight
-            self._add(labels, x, rounded, plan.quantizer, group=self._role.weights[site])
+            self._add(labels, x, rounded, plan.quantizer, group=self._role.weights.get(site))
         elif self._role.first_data:
             split = None if plan.cut is None else split
             group = None if split is None else split.group
@@ -167,7 +167,8 @@ class Telemetry:
         self.model, self.optimizer, self.interval = model, optimizer, interval
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         linears = named_linears(model) if interval else ()
-        weights = {name: optimizer.group_of(cast("nn.Parameter", each.weight)) for name, each in linears}
+        parameters = {name: cast("nn.Parameter", each.weight) for name, each in linears}
+        weights = {name: optimizer.group_of(p) for name, p in parameters.items() if p.requires_grad}
         self._role = RankRole(tp=tp, first_data=first_data, weights=weights)
         self._sent: dict[int, tuple[list[tuple[Row, Figures]], AsyncHostCopy]] = {}
 
