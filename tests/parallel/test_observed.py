@@ -58,9 +58,12 @@ def test_figures_are_those_of_one_process(layout, case, ranks_at):
 
 
 def near(found, row):
-    """Whether figures differ by some tipped codes; a spread of scales, in binades, by one block's scale."""
-    spread = {name: row[name] for name in ("scale_spread",) if name in row and abs(found[name] - row[name]) < 0.6}
-    return found | spread == pytest.approx(row, rel=2e-2, abs=0.15, nan_ok=True)
+    """Whether figures differ by some tipped codes: a spread of scales, in binades, by one block's scale, the SQNR of
+    a second moment in FP16 by the rounding of its largest values.
+    """
+    wider = {"scale_spread": 0.6} | ({"sqnr_db": 6.0} if row["sqnr_db"] > 60 else {})
+    same = {name: row[name] for name, bound in wider.items() if name in row and abs(found[name] - row[name]) < bound}
+    return found | same == pytest.approx(row, rel=2e-2, abs=0.15, nan_ok=True)
 
 
 @pytest.mark.parametrize(("layout", "case"), CASES)
