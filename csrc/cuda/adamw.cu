@@ -201,12 +201,14 @@ Item item_of_lists(const Lists& lists, size_t i, const How& how) {
   item.numbers = numbers;
   item.place = static_cast<int32_t>(i);
   item.columns = p.dim() == 0 ? 1 : p.size(p.dim() - 1);
-  item.length = item.per_segment = 1;
+  item.length = item.per_segment = item.per_row = 1;
   int64_t of_groups = 0;
   if (in_groups(how) && numbers > 0) {
     const Groups made = groups_of(numbers / item.columns, item.columns, how.group, lists.segments[i]);
-    STD_TORCH_CHECK(made.per_segment <= INT32_MAX, "adamw: too many groups in a segment");
+    const int64_t per_row = made.per_segment * lists.segments[i];
+    STD_TORCH_CHECK(per_row <= INT32_MAX, "adamw: too many groups in a row");
     item.length = made.length, item.per_segment = static_cast<int32_t>(made.per_segment), of_groups = made.count;
+    item.per_row = static_cast<int32_t>(per_row);
   }
   item.parameter = address(p, p, how.fp32_parameter ? ScalarType::Float : ScalarType::BFloat16, numbers);
   item.gradient = address(lists.grads[i], p, how.bf16_gradient ? ScalarType::BFloat16 : ScalarType::Float, numbers);

@@ -37,6 +37,7 @@ struct Item {
   int64_t length;        // elements of a segment
   int64_t first;         // index of its first unit of work among those of all tensors
   int32_t per_segment;   // groups of a segment
+  int32_t per_row;       // groups of a row
   int32_t aligned;       // every array is aligned to 16 bytes
   int32_t place;         // index among the parameters of the call
 };

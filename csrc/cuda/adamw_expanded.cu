@@ -1,11 +1,11 @@
-// AdamW for moments expanded in groups of 128 and FP32 weights, in one pass: a warp per eight groups, four lanes per
-// group. Each lane decodes and updates eight elements at a time, writes their weights, and stores the new moments in
+// AdamW for moments expanded in groups of 128 and weights in FP32 or in BF16 with stochastic rounding, in one pass: a
+// warp per eight groups, four lanes per group. Each lane decodes and updates eight elements at a time, writes their weights, and stores the new moments in
 // shared memory. When the extremes of the groups are known, each of 16 lanes computes the encoding parameters of one
 // moment of one group, and the moments are read again. So work per group is shared by 128 elements, and the loops are
 // short, so that six warps per scheduler run from the instruction cache.
 //
 // The kernel is bound by instructions, not by memory: about 120 per element, of which decoding takes 47 and encoding
-// 19, both by approximations with the bits of numerics/ (approx_encode.h). Quotients and roots are products with an
+// 19 (BF16 weights: 15 more, most of them for random bits), both by approximations with the bits of numerics/ (approx_encode.h). Quotients and roots are products with an
 // inverse and a correction. They need operands in a range, which is tested once for four elements; outside it the
 // kernel uses the correctly rounded operators.
 //
@@ -198,7 +198,79 @@ __device__ __forceinline__ void encode_group(const Work& work, int quartet, int 
   }
 }
 
-template <Format F, bool BF16_GRADIENT>
+// Eight BF16 values as FP32.
+__device__ __forceinline__ void widen(float (&to)[2][4], const uint4& of) {
+  const uint32_t words[4] = {of.x, of.y, of.z, of.w};
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    to[i >> 2][i & 3] = bits_float(i & 1 ? words[i >> 1] & 0xffff0000u : words[i >> 1] << 16);
+  }
+}
+
+__device__ __noinline__ uint32_t exact_stochastic(float v, uint32_t bits) {
+  return static_cast<uint32_t>(encode_stochastic<Format::BF16>(v, bits)) << 16;
+}
+
+// Weights of a kernel: `BF16` are rounded stochastically, and may be held in FP32 parameters.
+template <bool BF16>
+struct Weights {
+  __device__ __forceinline__ Weights(const Item& item, const Numbers&, const How&, const Span& span)
+      : of(static_cast<float*>(item.parameter) + span.start) {}
+  __device__ __forceinline__ void read(int at, float (&w)[2][4]) const {
+    const float4* from = reinterpret_cast<const float4*>(of + at);
+    spread(w, __ldcs(from), __ldcs(from + 1));
+  }
+  __device__ __forceinline__ void write(int at, const float (&w)[2][4]) const {
+    float4* to = reinterpret_cast<float4*>(of + at);
+    __stcs(to, make_float4(w[0][0], w[0][1], w[0][2], w[0][3]));
+    __stcs(to + 1, make_float4(w[1][0], w[1][1], w[1][2], w[1][3]));
+  }
+  float* of;
+};
+
+template <>
+struct Weights<true> {
+  __device__ __forceinline__ Weights(const Item& item, const Numbers& numbers, const How& how, const Span& span)
+      : seed(numbers.seed), wide(how.fp32_parameter) {
+    const uint32_t of_row = static_cast<uint32_t>(span.index) / static_cast<uint32_t>(item.per_row);
+    row = static_cast<uint32_t>(of_row + numbers.origin[0]);
+    column = static_cast<uint32_t>(span.start - of_row * item.columns + numbers.origin[1]);
+    of = static_cast<uint8_t*>(item.parameter) + span.start * (wide ? 4 : 2);
+  }
+  __device__ __forceinline__ void read(int at, float (&w)[2][4]) const {
+    if (wide) {
+      const float4* from = reinterpret_cast<const float4*>(of) + at / 4;
+      spread(w, __ldcs(from), __ldcs(from + 1));
+    } else {
+      widen(w, __ldcs(reinterpret_cast<const uint4*>(of) + at / 8));
+    }
+  }
+  __device__ __forceinline__ void write(int at, const float (&w)[2][4]) const {
+    const Words random = random_words(seed, row, (column + at) >> 3);
+    uint32_t rounded[EACH];  // BF16 in the upper half of a word
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const float value = w[i >> 2][i & 3];
+      rounded[i] = bf16_stochastic(value, bits_of(random, i));
+      if (!drops_half(value)) rounded[i] = exact_stochastic(value, bits_of(random, i));
+    }
+    uint32_t words[EACH / 2];
+#pragma unroll
+    for (int i = 0; i < EACH; i += 2) words[i / 2] = __byte_perm(rounded[i], rounded[i + 1], 0x7632);
+    if (!wide) return __stcs(reinterpret_cast<uint4*>(of) + at / 8, make_uint4(words[0], words[1], words[2], words[3]));
+    float4* to = reinterpret_cast<float4*>(of) + at / 4;
+    float values[2][4];
+    widen(values, make_uint4(words[0], words[1], words[2], words[3]));
+    __stcs(to, make_float4(values[0][0], values[0][1], values[0][2], values[0][3]));
+    __stcs(to + 1, make_float4(values[1][0], values[1][1], values[1][2], values[1][3]));
+  }
+  uint64_t seed;
+  uint8_t* of;
+  uint32_t row, column;
+  bool wide;
+};
+
+template <Format F, bool BF16_GRADIENT, bool BF16_WEIGHTS>
 __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __restrict__ items,
                                                             const Numbers* __restrict__ numbers, int count,
                                                             int64_t units, How how) {
@@ -244,7 +316,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
     // --- decode, update ---
     Gathered found;
     const uint32_t plain = past_first.plain & past_second.plain;
-    auto* parameter = static_cast<float*>(item.parameter) + span.start;
+    const Weights<BF16_WEIGHTS> weights(item, numbers[which], how, span);
     const auto* gradient = static_cast<const uint8_t*>(item.gradient) + span.start * (BF16_GRADIENT ? 2 : 4);
     auto* of_first = static_cast<uint8_t*>(item.moments[0].codes) + span.start;
     auto* of_second = static_cast<uint8_t*>(item.moments[1].codes) + span.start;
@@ -253,20 +325,14 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
       const int at = min(turn * 4 * EACH + own, span.count - EACH);  // beyond the end: repeat the last elements
       const uint2 first = __ldcs(reinterpret_cast<const uint2*>(of_first + at));
       const uint2 second = __ldcs(reinterpret_cast<const uint2*>(of_second + at));
-      float4* weights = reinterpret_cast<float4*>(parameter + at);
       float w[2][4], g[2][4], m[2][4], v[2][4];
       if constexpr (BF16_GRADIENT) {
-        const uint4 raw = __ldcs(reinterpret_cast<const uint4*>(gradient + 2 * at));
-        const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-          g[i >> 2][i & 3] = bits_float(i & 1 ? words[i >> 1] & 0xffff0000u : words[i >> 1] << 16);
-        }
+        widen(g, __ldcs(reinterpret_cast<const uint4*>(gradient + 2 * at)));
       } else {
         const float4* from = reinterpret_cast<const float4*>(gradient + 4 * at);
         spread(g, __ldcs(from), __ldcs(from + 1));
       }
-      spread(w, __ldcs(weights), __ldcs(weights + 1));
+      weights.read(at, w);
       if (step.grad_scale != 1.0f) {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) g[i >> 2][i & 3] = divide(g[i >> 2][i & 3], step.grad_scale);
@@ -286,10 +352,7 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
         work.moments[turn][0][i][lane] = make_float4(m[i][0], m[i][1], m[i][2], m[i][3]);
         work.moments[turn][1][i][lane] = make_float4(v[i][0], v[i][1], v[i][2], v[i][3]);
       }
-      if (turn * 4 * EACH + own < span.written) {
-        __stcs(weights, make_float4(w[0][0], w[0][1], w[0][2], w[0][3]));
-        __stcs(weights + 1, make_float4(w[1][0], w[1][1], w[1][2], w[1][3]));
-      }
+      if (turn * 4 * EACH + own < span.written) weights.write(at, w);
     }
     __syncwarp();
     // --- new parameters of the groups: even lanes for the first moment, odd lanes for the second ---
@@ -317,7 +380,9 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
 
 template <Format F>
 void launch(const Table& table, const How& how, cudaStream_t stream) {
-  const auto kernel = how.bf16_gradient ? step_expanded<F, true> : step_expanded<F, false>;
+  const auto kernel = how.master == Master::BF16
+                          ? (how.bf16_gradient ? step_expanded<F, true, true> : step_expanded<F, false, true>)
+                          : (how.bf16_gradient ? step_expanded<F, true, false> : step_expanded<F, false, false>);
   int device = 0, multiprocessors = 0, most = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
@@ -333,7 +398,7 @@ void launch(const Table& table, const How& how, cudaStream_t stream) {
 }  // namespace
 
 bool fits_expanded(const Item& item, const How& how) {
-  return how.stores[0] == how.stores[1] && expanded(how.stores[0]) && how.master == Master::FP32 &&
+  return how.stores[0] == how.stores[1] && expanded(how.stores[0]) && !scaled(how.master) &&
          how.group == GROUP && item.aligned && item.length % EACH == 0 &&
          item.numbers / item.length * item.per_segment < INT32_MAX;
 }

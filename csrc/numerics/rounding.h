@@ -117,11 +117,21 @@ LOWPREC_HD typename Grid<F>::Code encode(float v) {
   }
 }
 
+// Whether BF16 differs from v only in the 16 bits that it drops, which are then v's distance to its grid in steps of
+// 2^-16: for smaller numbers round_stochastic has a coarser grid.
+LOWPREC_HD bool drops_half(float v) { return magnitude_bits(v) - (9u << 23) < 246u << 23; }
+
+// round_stochastic<Format::BF16> of a number for which that holds, as the upper half of the result.
+LOWPREC_HD uint32_t bf16_stochastic(float v, uint32_t bits) { return float_bits(v) + (0xffffu - bits); }
+
 template <Format F>
 LOWPREC_HD typename Grid<F>::Code encode_stochastic(float v, uint32_t bits) {
   if constexpr (F == Format::FP32) {
     return v;
   } else {
+    if constexpr (F == Format::BF16) {
+      if (drops_half(v)) return static_cast<uint16_t>(bf16_stochastic(v, bits) >> 16);
+    }
     if constexpr (F != Format::BF16) v = clamp(v, Grid<F>::max);
     return store<F>(is_finite(v) ? round_stochastic<F>(v, bits) : v);
   }

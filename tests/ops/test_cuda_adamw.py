@@ -105,11 +105,28 @@ def test_first_moments_without_gradients_decay_as_in_the_reference(codecs, betas
 @pytest.mark.parametrize("codec", ["e4m3_expanded", "e5m2_expanded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [None, 1.0, 3.7])
-def test_the_fast_expanded_kernel(codec, dtype, scale):
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+def test_the_fast_expanded_kernel(codec, dtype, scale, master):
     """Numbers enough that some hundred codes lie within the approximation's band; no zeros: lanes are regular."""
     compare(
-        (codec, codec), "fp32", scale=scale, dtype=dtype, edges=False, shapes=[(256, 4096), (64, 8 * 172), (8, 1024)]
+        (codec, codec), master, scale=scale, dtype=dtype, edges=False, shapes=[(256, 4096), (64, 8 * 172), (8, 1024)]
     )
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-38, 2.0**-118, 2.0**-117, 1e38, float("inf"), float("nan")])
+def test_bf16_weights_of_any_size(size):
+    """Weights below 2^-118 are rounded on a coarser grid than BF16's, and those next to the largest become infinite."""
+    ours, theirs = (make(("e4m3_expanded",) * 2, "bf16", "cuda", [(16, 1024)], weight_decay=0.5) for _ in range(2))
+    for optimizer in (ours, theirs):
+        (weight,) = optimizer.param_groups[0]["params"]
+        weight.data *= 1e3 * size
+        weight.data[::3, ::5] = size
+    for step in range(3):
+        for optimizer, fused in ((ours, True), (theirs, False)):
+            gradients(optimizer, step, scale=0.0 if step == 1 else 1e-3, edges=False)
+            optimizer.set_lr(min(size, 1.0) if size == size else 1e-3)
+            stepped(optimizer, fused)
+        assert_same(tensors(ours), tensors(theirs))
 
 
 @pytest.mark.parametrize("group", [1, 3, 64, 128, 1000])
