@@ -152,7 +152,7 @@ def system(recipe: str, model: str = "llama_tiny", *overrides: str, seed: int = 
     run = composed(f"+recipe={recipe}", f"model={model}", *TINY, *overrides)
     laid_out = parts.layout(run)
     seeds = parts.weights(laid_out.model, torch.device("cpu"), seed)
-    optimizer = build_optimizer.optimizer(run, laid_out.model)
+    optimizer = build_optimizer.optimizer(run, laid_out.model, dp=1)
     precision = PrecisionSchedule(laid_out.phases)
     precision.begin(laid_out.model, 0)
     return System(run, laid_out.model, seeds, optimizer, precision)

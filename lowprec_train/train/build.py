@@ -233,7 +233,7 @@ def trainer(
     on_host = run.optim.offload and device.type == "cuda"
     seeds = weights(model, device, run.seed, fill or distribution.fill, on_host=on_host)
     shards = distribution.shards(model)
-    updates = build_optimizer.optimizer(run, model, shards, device if on_host else None)
+    updates = build_optimizer.optimizer(run, model, shards, device if on_host else None, distribution.sizes.dp)
     sums = build_optimizer.grad_accumulation(run)
     if on_host:
         model.to(device)  # buffers, and parameters that the optimizer does not offload

@@ -42,12 +42,20 @@ def optimizer(
     model: torch.nn.Module,
     shards: Mapping[Any, Shard] | None = None,
     device: torch.device | None = None,
+    dp: int | None = None,
 ) -> CodedOptimizer:
     """Return the optimizer of the model's initial weights. With a reduced-precision master, matrices become BF16.
 
-    device: where updates are computed and parameters are stored from now on; None: where they are now.
+    device: where updates are computed and parameters are stored from now on; None: where they are now. dp: number of
+    data-parallel ranks; if a step then has a single micro-batch, gradients have the dtype of their parameter. None:
+    gradients are FP32, as autograd needs them to sum several.
     """
     groups = parameter_groups(model, run.optim.weight_decay, *rules(run))
     options: dict[str, Any] = {"codecs": codecs(run), "backend": run.optim.backend, "shards": shards}
     options |= {"offload": run.optim.offload, "device": device}
-    return CodedOptimizer(groups, lr=run.optim.lr, seed=run.seed, **options)
+    made = CodedOptimizer(groups, lr=run.optim.lr, seed=run.seed, **options)
+    single = dp is not None and run.tokens_per_step <= run.micro_batch * run.data["seq_len"] * dp
+    if single and not run.optim.grad_accumulation:  # sums of gradients in codes are given back in FP32
+        for parameter in (each for each in model.parameters() if each.dtype != torch.float32):
+            parameter.grad_dtype = parameter.dtype
+    return made

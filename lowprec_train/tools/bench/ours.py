@@ -118,7 +118,7 @@ def contestants(texts: Iterable[str], *, head: str | None = None, own: bool = Fa
 
 def own_adamw(run: RunConfig, module: nn.Module) -> Update:
     """Return the update by the configured optimizer, with clipping as in the trainer."""
-    optimizer = build_optimizer.optimizer(run, module)
+    optimizer = build_optimizer.optimizer(run, module, dp=1)
 
     def update() -> None:
         grad_scale, found_inf = None, None

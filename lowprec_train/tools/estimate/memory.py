@@ -181,7 +181,7 @@ class Gradients:
 
     standing: bytes of accumulated gradients with several micro-batches: of whole gradients if they are reduced only
     after the last one, else of this rank's shards; in FP32 for any parameter dtype, or in the codes of
-    `optim.grad_accumulation`.
+    `optim.grad_accumulation`. Gradients of a single micro-batch on one GPU have the dtype of their parameter.
     """
 
     def __init__(self, subject: Subject, reduction: Reduction) -> None:
@@ -189,6 +189,7 @@ class Gradients:
         self._codec, several = build_optimizer.grad_accumulation(subject.run), subject.micro_batches > 1
         self._in_backward = subject.run.optim.in_backward
         late = several and self._sizes.dp > 1 and subject.run.parallel.grad_reduce == "last_microbatch"
+        self._wide = several or self._sizes.dp > 1
         whole = self._whole(subject.weights) if late else self._parts(subject.weights)
         self.standing = whole if several else 0
 
@@ -212,9 +213,10 @@ class Gradients:
         return made + FP32 * self._elements(matrices) + wire
 
     def _alone(self, weight: Weight) -> int:
-        """Return the bytes of a gradient from autograd, and of an FP32 copy if that is another dtype."""
+        """Return the bytes of a gradient from autograd, and of an FP32 copy if one is made."""
         made = self._subject.value_size(weight)
-        return math.prod(weight.part(self._sizes.tp)) * (made if made == FP32 else made + SUM)
+        copied = made != FP32 and (self._wide or self._codec is not None)
+        return math.prod(weight.part(self._sizes.tp)) * (made + SUM if copied else made)
 
     def _elements(self, weights: Sequence[Weight]) -> int:
         return sum(math.prod(w.part(self._sizes.tp)) for w in weights if w.matrix)
@@ -223,7 +225,8 @@ class Gradients:
         return sum(self._bytes(w, w.part(self._sizes.tp), SUM) for w in weights if w.matrix)
 
     def _parts(self, weights: Sequence[Weight]) -> int:
-        return sum(self._bytes(w, w.mine(self._sizes), SUM) for w in weights)
+        sizes = {w: SUM if self._wide else self._subject.value_size(w) for w in weights}
+        return sum(self._bytes(w, w.mine(self._sizes), size) for w, size in sizes.items())
 
     def _bytes(self, weight: Weight, shape: tuple[int, ...], size: int) -> int:
         if self._codec is None or not weight.matrix:
