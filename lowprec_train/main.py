@@ -35,6 +35,7 @@ from lowprec_train.train import (
     checks,
     command_line,
     continuation,
+    cuda_allocator,
     describe,
     identity,
     launch,
@@ -132,6 +133,7 @@ def run(cfg: DictConfig, stop: StopRequest, meeting: Rendezvous) -> None:
     if stop():  # a signal ended the sweep
         log.info("%s: this job is not started", stop.signal_name)
         return
+    cuda_allocator.expand_segments()
     world = meeting.world
     if not world.leads:
         logging.getLogger().setLevel(logging.ERROR)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_train.tools.options import positive
+from lowprec_train.train import cuda_allocator
 
 HELP = "time of kernels, GEMMs and training steps on a GPU"
 DESCRIPTION = """\
@@ -185,6 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run a benchmark; print its table and write the results. Raises ValueError for bad input."""
     commands = {"kernels": _kernels, "gemm": _gemm, "linear": _linear, "step": _step, "report": _report}
     commands |= {"comm": _comm, "parallel": _parallel, "memory": _memory}
+    cuda_allocator.expand_segments()
     return commands[arguments.bench](arguments)
 
 

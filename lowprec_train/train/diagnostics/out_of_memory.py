@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from lowprec_train.train import cuda_allocator
+
 GIB = 2**30
 OF_KERNELS = r'"aten::new_(empty|zeros)".*API call failed'  # torch's stable ABI drops the message and the type
 SIGNS = re.compile(rf"out of memory|can't allocate memory|_ALLOC_FAILED|{OF_KERNELS}", re.IGNORECASE)
@@ -19,9 +21,7 @@ ADVICE = (
     "saved activations in codes (precision/saved_activations=coat), or more processes (docs/parallelism.md); "
     "`lowprec estimate` predicts what a configuration needs"
 )
-FRAGMENTED = (
-    "Enough memory is free, but fragmented: PYTORCH_ALLOC_CONF=expandable_segments:True in the environment may help"
-)
+FRAGMENTED = "Enough memory is free, but fragmented"
 
 
 class OutOfMemory(RuntimeError):
@@ -76,4 +76,8 @@ def _used(device: torch.device, requested: float) -> list[str]:
         f"torch has allocated {allocated / GIB:.1f} GiB of {total / GIB:.1f} and reserves "
         f"{(reserved - allocated) / GIB:.1f} more, {free / GIB:.1f} are free"
     )
-    return [sizes, *([FRAGMENTED] if 0 < requested <= reserved - allocated + free else [])]
+    if not 0 < requested <= reserved - allocated + free:
+        return [sizes]
+    if cuda_allocator.expandable():
+        return [sizes, FRAGMENTED]
+    return [sizes, f"{FRAGMENTED}: {cuda_allocator.EXPANDABLE} in PYTORCH_ALLOC_CONF may help"]
