@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lowprec_train.tools.compare import colours
 from lowprec_train.tools.compare.plot import QUIET, STYLE
 
 GIB = 2**30
-COLUMNS = 3
+COLUMNS, TITLE = 3, 48  # panels in a row, characters in a line of a title
 
 
 def save(result: Mapping[str, Any], file: Path) -> bool:
@@ -30,7 +31,9 @@ def save(result: Mapping[str, Any], file: Path) -> bool:
             axes.set_visible(False)
         for axes, row in zip(panels.flat, rows, strict=False):
             draw(axes, row["marks"])
-            axes.set_title(row["name"], fontsize=8, wrap=True)
+            axes.set_title(
+                textwrap.fill(row["name"], TITLE, break_long_words=False, break_on_hyphens=False), fontsize=8
+            )
         for line in panels:
             line[0].set_ylabel("GiB")
         handles, labels = panels[0, 0].get_legend_handles_labels()
