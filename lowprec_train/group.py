@@ -89,9 +89,13 @@ def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     return rows
 
 
-def reduce_scatter_rows(x: Tensor, group: Group) -> Tensor:
-    """x [size m, k] -> [m, k], the sum of this rank's rows, differentiable: backward is an `all_gather`."""
-    rows: Tensor = _Rows.apply(x, group, False)
+def reduce_scatter_rows(x: Tensor, group: Group, own_gradient: Tensor | None = None) -> Tensor:
+    """x [size m, k] -> [m, k], the sum of this rank's rows, differentiable: backward is an `all_gather`.
+
+    own_gradient: a placeholder [m, k] that receives the gradient before the all-gather; x's gradient is then zeros,
+    and nothing is sent. The op that produced x gathers the rows in its own format.
+    """
+    rows: Tensor = _Rows.apply(x, group, False) if own_gradient is None else _OwnGradient.apply(x, own_gradient, group)
     return rows
 
 
@@ -107,3 +111,17 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         return ctx.group.reduce_scatter(gradient) if ctx.gather else ctx.group.all_gather(gradient), None, None
+
+
+class _OwnGradient(torch.autograd.Function):
+    """A reduce-scatter that passes on the gradient of this rank's rows as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, own_gradient: Tensor, group: Group) -> Tensor:
+        ctx.shape = x.shape
+        return group.reduce_scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient,) = gradients
+        return gradient.new_zeros(()).expand(ctx.shape), gradient, None  # zeros without memory

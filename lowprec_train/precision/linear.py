@@ -150,9 +150,9 @@ class Linear(nn.Linear):
         plan = self.plan(rows.shape[0], x.dtype, x.device) if plan is None else plan
         arguments = (plan, self.observer, self.split, amax, self.weight_amax, needs_grad_amax, coded, len(seeds))
         out = _LinearFunction.apply(rows, leaf, *arguments, *seeds, *tensors)
-        y, grad_amax = out if needs_grad_amax else (out, None)
+        y, placeholder = out if needs_grad_amax or plan.gathers_dy else (out, None)
         y = y.unflatten(0, (-1, *x.shape[1:-1]))  # more rows than x if its codes were gathered
-        return y if bias is None else y + bias, grad_amax
+        return y if bias is None else y + bias, placeholder
 
     def _sharded(
         self,
@@ -172,13 +172,14 @@ class Linear(nn.Linear):
             x_MK = x_MK if plan.gathers_rows else all_gather_rows(x_MK, split.group)
             y_MN, grad_amax = self._product(x_MK, bias, None, draws, needs_grad_amax, plan)
             return y_MN.unsqueeze(0), grad_amax
-        partial, _ = self._product(x_MK, None, amax, draws, needs_grad_amax=False)
-        y_MN = reduce_scatter_rows(partial, split.group)
+        partial, own_dy = self._product(x_MK, None, amax, draws, needs_grad_amax=False)
+        y_MN = reduce_scatter_rows(partial, split.group, own_dy)
         return (y_MN if bias is None else y_MN + bias).unsqueeze(0), None
 
 
 class _LinearFunction(torch.autograd.Function):
-    """x [m, k], leaf [n, k] -> y [m, n], and with `needs_grad_amax` a placeholder [m] for the amax of dy.
+    """x [m, k], leaf [n, k] -> y [m, n], and a placeholder if its gradient is needed: [m] for the amax of dy with
+    `needs_grad_amax`; [m / ranks, n] for this rank's rows of dy, instead of y's gradient, if the plan gathers dY.
 
     The leaf receives the weight's gradient. tensors: `drawn` seeds, then the weight's values or codes if the leaf is
     not the weight.
@@ -194,12 +195,15 @@ class _LinearFunction(torch.autograd.Function):
         ctx.gemms_of, ctx.dtype, ctx.into = (plan, observer, split), x.dtype, leaf.dtype
         ctx.drawn, ctx.tensors = drawn, len(tensors)
         ctx.save_for_backward(weight, *seeds, *saved)
+        if plan.gathers_dy:
+            return y, y.new_zeros(()).expand(y.shape[0] // split.group.size, y.shape[1])
         return (y, x.new_zeros(y.shape[0], dtype=torch.float32)) if needs_grad_amax else y
 
     @staticmethod
-    def backward(ctx, dy, amax=None):  # type: ignore[no-untyped-def]
+    def backward(ctx, dy, of_placeholder=None):  # type: ignore[no-untyped-def]
         weight, *rest = ctx.saved_tensors
         plan, observer, split = ctx.gemms_of
+        dy, amax = (of_placeholder, None) if plan.gathers_dy else (dy, of_placeholder)
         gemms = LinearGemms(plan, _draws(rest[: ctx.drawn]), observer, split)
         saved, needs = tuple(rest[ctx.drawn :]), ctx.needs_input_grad[:2]
         dx, dw = gemms.backward(dy.contiguous(), weight, saved, ctx.dtype, needs, amax, ctx.into)

@@ -94,8 +94,8 @@ class LinearGemms:
     ) -> tuple[Tensor | None, Tensor | None]:
         """dy [m, n] -> (dx [m, k] in `dtype`, dw [n, k] in `into` or the weight's dtype).
 
-        needs: whether dx and dw are needed; otherwise they are None. amax: a tensor whose largest element is max |dy|,
-        if available.
+        If the plan gathers dY, dy is this rank's rows of it. needs: whether dx and dw are needed; otherwise they are
+        None. amax: a tensor whose largest element is max |dy|, if available.
         """
         plan, into = self.plan, into or weight.dtype
         x, w = unflatten(saved, plan.saved_x, plan.saved_w)
@@ -115,7 +115,8 @@ class LinearGemms:
             dx, dw = self._with_row(plan.dgrad, a, b, row, dtype), self._product(plan.wgrad, a_t, b_t, product)
         else:
             shared = all(needs) and plan.wgrad.a.source is Source.DGRAD_CODES
-            codes = self._rounded(plan.dgrad.a, by_token) if shared else None
+            rounded = self._gathered_rows if plan.gathers_dy else self._rounded
+            codes = rounded(plan.dgrad.a, by_token) if shared or plan.gathers_dy else None
             dx = self._dgrad(by_token, codes, weight, w, row, dtype) if needs[0] else None
             dw = self._wgrad(by_channel, codes, x, dtype, product) if needs[1] else None
         if dx is not None and self.split is not None and plan.gathers_rows:
@@ -162,7 +163,7 @@ class LinearGemms:
         return codes, residual, SavedOperand.of(form, saved, residual)
 
     def _gathered_rows(self, spec: OperandPlan, x: Tensor) -> Quantized:
-        """Quantise this rank's rows for fprop and all-gather the codes."""
+        """Quantise this rank's rows of X for fprop or of dY for dgrad, and all-gather the codes."""
         assert self.split is not None and spec.quantizer is not None
         group, whole = self.split.group, spec.quantizer.tile[0] == -1
         if spec.op is Op.ROTATE_FOLD:
@@ -345,16 +346,10 @@ class LinearGemms:
             ladder = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
             corrected = quantizer.correction is Correction.ROW
             return Quantized(*kernel(x, scale, spec.transposed, signs, block, *ladder, corrected))
-        rule = (
-            quantizer.scale.value,
-            quantizer.range_share,
-            quantizer.exponent_span,
-            carrier_of(quantizer.exponent_span),
-            quantizer.rounding.name,
-        )
-        kernel = quantizer.kernel("rotate_fold", x.device)
+        within, kernel = quantizer.exponent_span, quantizer.kernel("rotate_fold", x.device)
+        rule = (quantizer.scale.value, quantizer.range_share, within, carrier_of(within), quantizer.rounding.name)
         codes, row = kernel(x, scale, spec.transposed, signs, block, *rule, *self._noise(spec))
-        return Quantized(codes, row, exponent_span=quantizer.exponent_span)
+        return Quantized(codes, row, exponent_span=within)
 
     def _rotated(self, spec: OperandPlan, x: Tensor) -> Tensor:
         return x if spec.rotation is None else spec.rotation(x, self._drawn.signs(spec.gemm))

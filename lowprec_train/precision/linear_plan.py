@@ -170,6 +170,11 @@ class LinearPlan:
         """True if the layer quantises this rank's rows of X and all-gathers the codes."""
         return self.fprop.a.source is Source.ALL_GATHERED
 
+    @property
+    def gathers_dy(self) -> bool:
+        """True if the layer quantises this rank's rows of dY and all-gathers the codes."""
+        return self.dgrad.a.source is Source.ALL_GATHERED
+
     def gemms(self) -> dict[str, GemmPlan]:
         """Return the three GEMMs by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
@@ -198,3 +203,23 @@ class LinearPlan:
             text = str(operand) if saved is None else f"{operand}; saved: {saved}"
             table[operand.gemm.name.lower()][operand.name] = text
         return table
+
+
+def library_plan(path: Path, shape: tuple[int, int], tokens: int) -> LinearPlan:
+    """Return the plan of a layer that another library computes: sizes and paths only. shape: [n, k]."""
+    (n, k), plain = shape, Codes(None)
+    sizes = {Gemms.FPROP: (tokens, n, k), Gemms.DGRAD: (tokens, k, n), Gemms.WGRAD: (n, k, tokens)}
+    gemms = {
+        which: GemmPlan(
+            sizes=each,
+            a=OperandPlan(gemm=which, operand=Operand.A, source=Source.LIBRARY),
+            b=OperandPlan(gemm=which, operand=Operand.B, source=Source.LIBRARY),
+            codes=(plain, plain),
+            path=path,
+            split_accumulation=False,
+            codes_only=False,
+        )
+        for which, each in sizes.items()
+    }
+    by_name = dict(zip(("fprop", "dgrad", "wgrad"), gemms.values(), strict=True))
+    return LinearPlan(shape=shape, **by_name, saved_x=SavedForm(), saved_w=None, estimator=StraightThrough())

@@ -20,10 +20,9 @@ from lowprec_train.numerics.pairs import pairs
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.numerics.rotated import makes_values
 from lowprec_train.precision import gemm
-from lowprec_train.precision.backend import Backend
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.gemm import Capability, Codes, Path
-from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source
+from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, OperandPlan, Source, library_plan
 from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput
 from lowprec_train.precision.saved import SavedForm
 from lowprec_train.precision.split import Split
@@ -52,30 +51,10 @@ def compile_plan(
     `device`.
     """
     if recipe.backend is not None:
-        return _by_backend(recipe.backend, shape, tokens)
+        return library_plan(recipe.backend.path, shape, tokens)
     cores = capability or gemm.capability_of(device)
     arguments = _Compiler(recipe, *shape, tokens, cores, dtype, split, fused, gathered, producer, consumer)
     return arguments.plan()
-
-
-def _by_backend(backend: Backend, shape: tuple[int, int], tokens: int) -> LinearPlan:
-    """Return a plan with sizes and paths only; the library decides the rest."""
-    (n, k), plain = shape, Codes(None)
-    sizes = {Gemms.FPROP: (tokens, n, k), Gemms.DGRAD: (tokens, k, n), Gemms.WGRAD: (n, k, tokens)}
-    gemms = {
-        which: GemmPlan(
-            sizes=each,
-            a=OperandPlan(gemm=which, operand=Operand.A, source=Source.LIBRARY),
-            b=OperandPlan(gemm=which, operand=Operand.B, source=Source.LIBRARY),
-            codes=(plain, plain),
-            path=backend.path,
-            split_accumulation=False,
-            codes_only=False,
-        )
-        for which, each in sizes.items()
-    }
-    by_name = dict(zip(("fprop", "dgrad", "wgrad"), gemms.values(), strict=True))
-    return LinearPlan(shape=shape, **by_name, saved_x=SavedForm(), saved_w=None, estimator=StraightThrough())
 
 
 @dataclass(frozen=True)
@@ -98,7 +77,9 @@ class _Compiler:
         x, w = self.x(), self.w()
         saved_x = self.saved_x(x)
         (dy, w_t), (dy_t, x_t) = self.dgrad(), self.wgrad(x, saved_x)
-        if self.pairs_dy(dy, dy_t):
+        if self.gathers_dy(dy, dy_t, saved_x):
+            dy, dy_t = replace(dy, source=Source.ALL_GATHERED), replace(dy_t, source=Source.DGRAD_CODES)
+        elif self.pairs_dy(dy, dy_t):
             dy, dy_t = replace(dy, op=Op.QUANTIZE_BOTH), replace(dy_t, op=Op.QUANTIZE_BOTH)
         elif self.shares_dy(dy, dy_t):
             dy_t = replace(dy_t, source=Source.DGRAD_CODES)
@@ -365,6 +346,17 @@ class _Compiler:
         """Return whether dgrad and wgrad share codes of dY: per-tensor, deterministic, no rotation or row scales."""
         q, changed = a.quantizer, a.scaled or a_t.scaled or self.rotates_dy
         return q is not None and q == a_t.quantizer and q.tile == (-1, -1) and not q.stochastic and not changed
+
+    def gathers_dy(self, dy: OperandPlan, dy_t: OperandPlan, saved_x: SavedForm) -> bool:
+        """Return whether a row-parallel layer's all-gather of dY can send codes instead of BF16 values.
+
+        dgrad and wgrad must share them, and nothing else may need dY. An observer needs the whole dY, so it disables
+        this.
+        """
+        if not self.fused or self.split is None or self.split.dim != 1 or not self.shares_dy(dy, dy_t):
+            return False
+        more = saved_x.residual or self.recipe.mean_split  # dY itself is multiplied with outliers or means of X
+        return dy.quantizer is not None and dy.quantizer.format.carrier.itemsize == 1 and not more
 
     @property
     def rotates_dy(self) -> bool:

@@ -26,7 +26,7 @@ from tests.recipes import LLAMA, RECIPES
 # maxima of a block, forward: without agreed ones, with them; backward
 MAXIMA = {
     "bf16": (0, 0, 0),
-    "fp8": (8, 4, 2),
+    "fp8": (8, 4, 4),
     "fp8_rowwise": (4, 4, 4),  # a number a row
     "fp8_block": (0, 0, 0),
     "mxfp8": (0, 0, 0),
@@ -35,9 +35,10 @@ MAXIMA = {
 }
 
 
-def part(group, layers, recipe):
+def part(group, layers, recipe, recompute="none"):
     with torch.device("meta"):
-        model = Transformer(Architecture(**{**SIZES, **LLAMA, "layers": layers}), dtype=torch.bfloat16)
+        sizes = {**SIZES, **LLAMA, "layers": layers, "recompute": recompute}
+        model = Transformer(Architecture(**sizes), dtype=torch.bfloat16)
     tensor.apply(model, group)
     model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(group.rank)
@@ -50,12 +51,12 @@ def part(group, layers, recipe):
     return model
 
 
-def passed(recipe, layers, agreed):
+def passed(recipe, layers, agreed, recompute="none"):
     """What each rank sends in `prepare`, forward, and backward; its loss and gradients."""
 
     def body(threads):
         group, counts = Recorded(threads), []
-        model = part(group, layers, recipe)
+        model = part(group, layers, recipe, recompute)
         if agreed:
             WeightAmax(model, dtype=torch.bfloat16, groups=[group]).prepare()
         counts.append(Counter(group.calls))
@@ -68,18 +69,25 @@ def passed(recipe, layers, agreed):
     return among(2, body)
 
 
-def maxima(recipe, agreed):
-    """Of a block: what a second one adds to prepare, forward and backward."""
-    one, two = (passed(recipe, layers, agreed)[0][0] for layers in (1, 2))
-    ends = [b["all_reduce_max"] - a["all_reduce_max"] for a, b in zip(one, two, strict=True)]
+def of_a_block(name, recipe, agreed, recompute="none"):
+    """How many such collectives a second block adds to prepare, forward and backward."""
+    one, two = (passed(recipe, layers, agreed, recompute)[0][0] for layers in (1, 2))
+    ends = [b[name] - a[name] for a, b in zip(one, two, strict=True)]
     return ends[0], ends[1] - ends[0], ends[2] - ends[1]
 
 
 @pytest.mark.parametrize("recipe", MAXIMA)
 def test_maxima_of_a_block(recipe):
     asked, agreed, backward = MAXIMA[recipe]
-    assert maxima(recipe, agreed=False) == (0, asked, backward)
-    assert maxima(recipe, agreed=True) == (0, agreed, backward)
+    assert of_a_block("all_reduce_max", recipe, agreed=False) == (0, asked, backward)
+    assert of_a_block("all_reduce_max", recipe, agreed=True) == (0, agreed, backward)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8"])
+def test_a_recomputed_block_does_not_repeat_its_last_reduce_scatter(recipe):
+    """Two of dX, and of the outputs only attention's: the block's own output is not needed again."""
+    assert of_a_block("reduce_scatter", recipe, agreed=True) == (0, 2, 2)
+    assert of_a_block("reduce_scatter", recipe, agreed=True, recompute="full") == (0, 2, 3)
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from lowprec_train.numerics.draws import Operand
-from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, FP16
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision import gemm
 from lowprec_train.precision.estimators import DifferentiableEstimator
 from lowprec_train.precision.linear import PLAN_CACHE_SIZE, Linear
 from lowprec_train.precision.linear_plan import LinearPlan, Op, Source
+from lowprec_train.precision.outliers import OutlierClamp
 from lowprec_train.precision.plan import compile_plan
-from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, override
+from lowprec_train.precision.recipe import Gemm, LinearRecipe, Reuse, SavedInput, override
 from lowprec_train.precision.split import Split
 from tests.recipes import RECIPES
 
@@ -75,7 +76,8 @@ def dy(first: Quantizer, second: Quantizer, dim: int | None, w: Quantizer = TENS
 def test_when_one_op_rounds_both_orientations_of_a_part(dim):
     """dim 0 cuts dY's columns: rows of dY then lie on several ranks, and rows of dY^T on one. dim 1 leaves dY whole."""
     alone = dim != 0
-    assert dy(TENSOR, TENSOR, dim) and dy(LINE, LINE, dim)  # one number for everything, or none of other ranks
+    assert dy(TENSOR, TENSOR, dim) == (dim != 1)  # one number for everything; dim 1 gathers codes for both GEMMs
+    assert dy(LINE, LINE, dim)  # no number of other ranks
     assert dy(ROW, ROW, dim) == dy(TENSOR, ROW, dim) == dy(ROW, TENSOR, dim) == alone
     assert dy(ROW.transposed(), ROW, dim)  # columns of dY, one a row of dY^T
     assert dy(TENSOR, TENSOR, dim, w=ROW) == alone  # row scales of W go into dY, whose amax then is another
@@ -92,6 +94,30 @@ def test_an_amax_that_was_left_is_used_for_one_scale_of_what_is_not_changed_firs
     column, row = (plan(RECIPES["fp8"], dim, **ops_around) for dim in (0, 1))
     assert not column.fprop.a.amax_from and column.dgrad.a.amax_from  # X is this rank's rows
     assert row.fprop.a.amax_from and not row.dgrad.a.amax_from
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dy_is_gathered_as_codes_if_both_gemms_share_them_and_nothing_else_needs_dy(name):
+    found = plan(RECIPES[name], 1)
+    assert found.gathers_dy == (name in ("fp8", "fp4_mixed"))
+    if found.gathers_dy:
+        assert found.wgrad.a.source is Source.DGRAD_CODES and ops(found)["dY"] is Op.QUANTIZE
+        assert found.paths() == plan(RECIPES[name]).paths()
+    assert not plan(RECIPES[name], 1, fused=False).gathers_dy
+    assert not plan(RECIPES[name], 0).gathers_dy and not plan(RECIPES[name]).gathers_dy
+
+
+def test_dy_is_gathered_in_bf16_if_more_than_its_codes_is_needed():
+    """Outliers of X and means are multiplied with dY itself; FP16 codes are no smaller than BF16."""
+    fp8, clamped = RECIPES["fp8"], Gemm(a=Quantizer(E2M1, (1, -1)), b=TENSOR, outliers=OutlierClamp(0.99, "residual"))
+    wide, fresh = Quantizer(FP16, scale=ScaleRule.POW2), Gemm(a=TENSOR, b=TENSOR)
+    others = [
+        LinearRecipe(fprop=clamped, dgrad=fresh, wgrad=fresh, saved_input=SavedInput.CODES),
+        replace(fp8, mean_split=True),
+        replace(fp8, dgrad=replace(fp8.dgrad, a=wide), wgrad=replace(fp8.wgrad, a=wide)),
+    ]
+    assert plan(fp8, 1).gathers_dy and not any(plan(each, 1).gathers_dy for each in others)
+    assert plan(replace(others[0], fprop=fresh, saved_input=SavedInput.INPUT), 1).gathers_dy
 
 
 @pytest.mark.parametrize("name", RECIPES)

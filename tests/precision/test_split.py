@@ -7,7 +7,6 @@ sum of magnitudes. The oracle knows these magnitudes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache, partial
 
 import numpy as np
@@ -18,13 +17,11 @@ from torch import Tensor
 
 from lowprec_train.group import Group
 from lowprec_train.numerics.draws import Gemms, Operand
-from lowprec_train.numerics.quantizer import Quantized
-from lowprec_train.precision.linear import Linear
-from lowprec_train.precision.recipe import LinearRecipe, override
+from lowprec_train.precision.recipe import override
 from lowprec_train.precision.split import Split
 from lowprec_train.recipes import fp4_fold
 from lowprec_train.tools.estimate.meta_group import MetaGroup
-from tests.groups import Recorded, among
+from tests.groups import among
 from tests.oracle_linear import MX, Passes, linear_fp4, linear_fp8, linear_mxfp4, linear_mxfp4_fp8, linear_plain
 from tests.oracle_recipes import (
     NV,
@@ -55,6 +52,7 @@ from tests.precision.layers import (
     plain_data,
     seeds,
 )
+from tests.precision.split_layers import Data, Ran, part_of, parts, tensors, whole
 from tests.recipes import RECIPES, by_day
 
 SIZES = (128, 512, 512)  # a square of 128 for each of four ranks
@@ -102,53 +100,6 @@ def uneven(g: np.random.Generator, sizes: tuple[int, int, int]) -> tuple[np.ndar
 
 
 DATA = [uneven, heavy_tails, outlier_channels]
-Place = tuple[Gemms, Operand]
-Data = tuple[np.ndarray, np.ndarray, np.ndarray]
-
-
-@dataclass
-class Ran:
-    """What a pass returned, and every operand that was rounded in it, in order."""
-
-    y: Tensor
-    dx: Tensor
-    dw: Tensor
-    seen: list[tuple[Place, Quantized]]
-
-
-def ran(layer: Linear, x: Tensor, dy: Tensor, watched: bool) -> Ran:
-    seen: list[tuple[Place, Quantized]] = []
-    layer.observer = (lambda how, x, codes: seen.append(((how.gemm, how.operand), codes))) if watched else None
-    leaf = x.contiguous().requires_grad_()
-    y = layer(leaf)
-    y.backward(dy.view_as(y))
-    assert leaf.grad is not None and layer.weight.grad is not None
-    return Ran(y.detach().flatten(end_dim=-2), leaf.grad, layer.weight.grad, seen)
-
-
-def tensors(data: Data, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(data[0]).to(dtype), torch.from_numpy(data[2]).to(dtype)
-
-
-def whole(recipe: LinearRecipe, data: Data, dtype: torch.dtype, watched: bool = True) -> Ran:
-    return ran(linear(recipe, data[1]), *tensors(data, dtype), watched)
-
-
-def part_of(recipe: LinearRecipe, w: np.ndarray, dim: int, group: Group) -> Linear:
-    layer = linear(recipe, np.split(w, group.size, dim)[group.rank])
-    layer.split = Split(dim=dim, group=group, whole=w.shape[dim])
-    return layer
-
-
-def parts(recipe: LinearRecipe, data: Data, dtype: torch.dtype, dim: int, count: int, watched: bool) -> list[Ran]:
-    """Column-parallel: rows of x and columns of dy are cut; row-parallel: columns of x and rows of dy."""
-    x, dy = tensors(data, dtype)
-
-    def body(group: Group) -> Ran:
-        mine = x.chunk(count, dim)[group.rank], dy.chunk(count, 1 - dim)[group.rank]
-        return ran(part_of(recipe, data[1], dim, group), *mine, watched)
-
-    return among(count, body)
 
 
 def assembled(ranks: list[Ran], dim: int) -> list[Tensor]:
@@ -346,26 +297,3 @@ def test_a_part_compiles_whole(name, dim):
     assert counter.frame_count == 1
     for each in compiled:
         assert torch.equal(each.y, eager.y) and torch.equal(each.dx, eager.dx) and torch.equal(each.dw, eager.dw)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_rows_travel_as_codes_where_nothing_else_of_them_is_needed(name):
-    """A byte an element into the layer, BF16 out of it again; a scale a row where rows have their own."""
-    x, w, dy = make(heavy_tails, "BF16", (128, 256, 256))
-    of = whole(RECIPES[name], (x, w, dy), torch.bfloat16, watched=False)
-
-    def body(group: Group) -> tuple[Ran, list[tuple[str, torch.dtype, int]]]:
-        counted = Recorded(group)
-        mine = [each.chunk(2, at)[group.rank] for each, at in zip(tensors((x, w, dy), torch.bfloat16), (0, 1))]
-        return ran(part_of(RECIPES[name], w, 0, counted), *mine, watched=False), counted.sent
-
-    results, sent = zip(*among(2, body))
-    rows = [each for each in sent[0] if each[2] >= 64]
-    if name in ("fp8", "mxfp4_fp8", "fp8_eden4", "fp4", "fp4_unclamped", "fp4_fold", "w4a8"):
-        codes = [("all_gather", torch.float8_e4m3fn, 64 * 256), ("reduce_scatter", torch.bfloat16, 128 * 256)]
-        scales = [("all_gather", torch.float32, 64)] if name.startswith("fp4") else []
-        assert [each for each in rows if not each[0].startswith("all_reduce")] == scales + codes
-    else:
-        assert ("all_gather", torch.bfloat16, 64 * 256) in rows
-    if not name.startswith("mxfp4"):  # folded carriers: scales leave the sum at another place
-        assert torch.equal(torch.cat([each.y for each in results], 1), of.y)
