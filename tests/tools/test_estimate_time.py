@@ -40,16 +40,11 @@ def measured():
     return json.loads((RESULTS / "estimate_time.json").read_text())["rows"]
 
 
-def test_steps_of_one_and_two_gpus_lie_within_15_percent(measured):
-    steps = [row for row in measured if row["of"] != "memory"]
-    assert len(steps) >= 29
-    assert max(abs(row["off"]) for row in steps) <= 0.15
-    assert abs(statistics.median(row["off"] for row in steps)) <= 0.05
-
-
-def test_known_misses_are_whole_models_with_recomputation_or_offload_and_no_further_off_than_stated(measured):
-    whole = {row["step"]: row["off"] for row in measured if row["of"] == "memory"}
-    assert len(whole) == 4 and all(-0.35 < off < 0.15 for off in whole.values()), whole
+def test_measured_steps_lie_within_15_percent(measured):
+    """Of one and two GPUs, and of the whole 7B model."""
+    assert len(measured) >= 37 and sum(row["of"] == "memory" for row in measured) == 4
+    assert max(abs(row["off"]) for row in measured) <= 0.15
+    assert abs(statistics.median(row["off"] for row in measured)) <= 0.05
 
 
 def test_the_table_is_what_the_script_computes_today(measured):

@@ -22,9 +22,10 @@ from lowprec_train.train import build_optimizer
 from lowprec_train.train.compose import composed
 
 COPY_BYTES = 8 << 30  # read and written together
-OPTIMIZERS = {  # optim=... -> passes over gradient and state: a per-tensor scale needs the new amax first
+OPTIMIZERS = {  # optim=... and overrides -> passes over gradient and state: a per-tensor scale needs the new amax first
     "adamw": 1,
     "adamw_coat": 1,
+    "adamw_coat optim/master=bf16": 1,
     "adamw_fp8lm": 2,
     "adamw_fp4": 2,
 }
@@ -92,13 +93,14 @@ def _torch_adamw(clock: Clock, shape: tuple[int, int], copy: float) -> Row:
 
 
 def _own_adamw(clock: Clock, name: str, shape: tuple[int, int], copy: float) -> Row:
-    run, weight = composed(f"optim={name}"), _parameter(shape, clock.device)
+    run, weight = composed(*f"optim={name}".split()), _parameter(shape, clock.device)
     try:
         holder = nn.Module()
         holder.weight = weight
         gradient, weight.grad = weight.grad, None
-        optimizer = build_optimizer.optimizer(run, holder)
-        weight.grad = gradient
+        optimizer = build_optimizer.optimizer(run, holder, dp=1)
+        assert gradient is not None
+        weight.grad = gradient.to(weight.dtype)
         kept = _kept(weight, optimizer.state[weight])
         step = _stepping(optimizer)
     except Exception as error:
