@@ -1,13 +1,13 @@
 // AdamW for moments expanded in groups of 128 and weights in FP32 or in BF16 with stochastic rounding, in one pass: a
-// warp per eight groups, four lanes per group. Each lane decodes and updates eight elements at a time, writes their weights, and stores the new moments in
-// shared memory. When the extremes of the groups are known, each of 16 lanes computes the encoding parameters of one
-// moment of one group, and the moments are read again. So work per group is shared by 128 elements, and the loops are
-// short, so that six warps per scheduler run from the instruction cache.
+// warp per eight groups, four lanes per group. Each lane decodes and updates eight elements at a time, writes their
+// weights, and stores the new moments in shared memory. When the extremes of the groups are known, each of 16 lanes
+// computes the encoding parameters of one moment of one group, and the moments are read again. So work per group is
+// shared by 128 elements, and the loops are short, so that six warps per scheduler run from the instruction cache.
 //
 // The kernel is bound by instructions, not by memory: about 120 per element, of which decoding takes 47 and encoding
-// 19 (BF16 weights: 15 more, most of them for random bits), both by approximations with the bits of numerics/ (approx_encode.h). Quotients and roots are products with an
-// inverse and a correction. They need operands in a range, which is tested once for four elements; outside it the
-// kernel uses the correctly rounded operators.
+// 19, both by approximations with the bits of numerics/ (approx_encode.h). BF16 weights add the rounding and one call
+// of Philox per eight elements. Quotients and roots are products with an inverse and a correction. They need operands
+// in a range, which is tested once for four elements; outside it the kernel uses the correctly rounded operators.
 //
 // One correction is enough for a quotient: with y the correctly rounded inverse of b, the error of q = a y is below 1.5
 // units of its last place, so that a - b q is almost exact. The corrected sum is wrong by at most 2^-22 units before it
@@ -232,9 +232,9 @@ template <>
 struct Weights<true> {
   __device__ __forceinline__ Weights(const Item& item, const Numbers& numbers, const How& how, const Span& span)
       : seed(numbers.seed), wide(how.fp32_parameter) {
-    const uint32_t of_row = static_cast<uint32_t>(span.index) / static_cast<uint32_t>(item.per_row);
-    row = static_cast<uint32_t>(of_row + numbers.origin[0]);
-    column = static_cast<uint32_t>(span.start - of_row * item.columns + numbers.origin[1]);
+    const uint32_t here = static_cast<uint32_t>(span.index) / static_cast<uint32_t>(item.per_row);  // row of the shard
+    row = static_cast<uint32_t>(here + numbers.origin[0]);
+    column = static_cast<uint32_t>(span.start - here * item.columns + numbers.origin[1]);
     of = static_cast<uint8_t*>(item.parameter) + span.start * (wide ? 4 : 2);
   }
   __device__ __forceinline__ void read(int at, float (&w)[2][4]) const {

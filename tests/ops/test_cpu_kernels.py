@@ -72,6 +72,16 @@ def test_every_op_has_its_kernel():
     assert {name for name in OPS if LIVE[name] != "C++"} == set()
 
 
+def test_stochastic_bf16_in_every_binade():
+    """Below 2^-118 the grid is coarser than BF16's; above, the kernel adds the random bits to those that BF16 drops."""
+    size = (
+        torch.arange(2**31 // 2**15, dtype=torch.int32) << 15
+    )  # each exponent with 256 mantissas, NaN and infinity too
+    noise = torch.randint(2**15, size.shape, generator=torch.Generator().manual_seed(3), dtype=torch.int32)
+    x = torch.cat([size | noise, size, (size | noise) ^ -(2**31)]).view(torch.float32).view(-1, 64)
+    check("quantize", x, "BF16", [1, -1], "FP32", 1.0, 0, "stochastic", SEED, None)
+
+
 @pytest.mark.parametrize("format", [*SCALED, "BF16", "FP32"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", KINDS)
