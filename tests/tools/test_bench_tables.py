@@ -93,7 +93,8 @@ def test_optimizers_move_their_states():
     assert moved["torch, fused FP32"] == pytest.approx(28, rel=1e-3)
     assert moved["adamw"] == pytest.approx(28, rel=1e-3)
     assert moved["adamw_coat"] == pytest.approx(4 + 2 * (4 + 2 * (1 + 12 / 32)), rel=1e-3)  # segments of 32
-    assert moved["adamw_fp8lm"] == pytest.approx(2 * 4 + 3 * (2 + 2 + 1 + 2), rel=1e-3)
+    assert moved["adamw_coat optim/master=bf16"] == pytest.approx(2 + 2 * (2 + 2 * (1 + 12 / 32)), rel=1e-3)
+    assert moved["adamw_fp8lm"] == pytest.approx(2 * 2 + 3 * (2 + 2 + 1 + 2), rel=1e-3)  # gradients in BF16
     assert moved["adamw_fp4"] == pytest.approx(2 * 4 + 3 * (4 + 1 + 2), rel=1e-3)
 
 
