@@ -1,4 +1,4 @@
-"""What ranks of a split linear layer send each other: codes where both GEMMs that need them share them."""
+"""What the ranks of a tensor-parallel linear layer send: codes of X or dY if the GEMMs that need them share them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,28 @@ from tests.precision.layers import heavy_tails, make
 from tests.precision.split_layers import Ran, part_of, ran, tensors, whole
 from tests.recipes import RECIPES
 
+Message = tuple[str, torch.dtype, int]  # collective, dtype, elements
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_rows_travel_as_codes_where_nothing_else_of_them_is_needed(name):
-    """A byte an element into the layer, BF16 out of it again; a scale a row where rows have their own."""
+
+def on_two_ranks(name: str, dim: int) -> tuple[Ran, list[Ran], list[Message]]:
+    """Run a layer whole and split along `dim` of its weight. Returns both results, and what rank 0 sent."""
     x, w, dy = make(heavy_tails, "BF16", (128, 256, 256))
-    of = whole(RECIPES[name], (x, w, dy), torch.bfloat16, watched=False)
 
-    def body(group: Group) -> tuple[Ran, list[tuple[str, torch.dtype, int]]]:
-        counted = Recorded(group)
-        mine = [each.chunk(2, at)[group.rank] for each, at in zip(tensors((x, w, dy), torch.bfloat16), (0, 1))]
-        return ran(part_of(RECIPES[name], w, 0, counted), *mine, watched=False), counted.sent
+    def body(group: Group) -> tuple[Ran, list[Message]]:
+        recorded = Recorded(group)
+        both = zip(tensors((x, w, dy), torch.bfloat16), (dim, 1 - dim))
+        mine = [each.chunk(2, at)[group.rank] for each, at in both]
+        return ran(part_of(RECIPES[name], w, dim, recorded), *mine, watched=False), recorded.sent
 
     results, sent = zip(*among(2, body))
-    rows = [each for each in sent[0] if each[2] >= 64]
+    return whole(RECIPES[name], (x, w, dy), torch.bfloat16, watched=False), list(results), sent[0]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_x_is_gathered_as_codes_if_nothing_else_of_it_is_needed(name):
+    """One byte per element into the layer, and BF16 out of it; one scale per row if rows have scales."""
+    of, results, sent = on_two_ranks(name, 0)
+    rows = [each for each in sent if each[2] >= 64]
     if name in ("fp8", "mxfp4_fp8", "fp8_eden4", "fp4", "fp4_unclamped", "fp4_fold", "w4a8"):
         codes = [("all_gather", torch.float8_e4m3fn, 64 * 256), ("reduce_scatter", torch.bfloat16, 128 * 256)]
         scales = [("all_gather", torch.float32, 64)] if name.startswith("fp4") else []
@@ -37,22 +45,14 @@ def test_rows_travel_as_codes_where_nothing_else_of_them_is_needed(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_dy_of_a_row_parallel_layer_travels_as_codes_if_both_gemms_share_them(name):
-    """A byte an element and one maximum instead of two bytes; y leaves in BF16 either way, and dX is the same."""
-    x, w, dy = make(heavy_tails, "BF16", (128, 256, 256))
-    of = whole(RECIPES[name], (x, w, dy), torch.bfloat16, watched=False)
-
-    def body(group: Group) -> tuple[Ran, list[tuple[str, torch.dtype, int]]]:
-        counted = Recorded(group)
-        mine = [each.chunk(2, at)[group.rank] for each, at in zip(tensors((x, w, dy), torch.bfloat16), (1, 0))]
-        return ran(part_of(RECIPES[name], w, 1, counted), *mine, watched=False), counted.sent
-
-    results, sent = zip(*among(2, body))
-    rows = [each for each in sent[0] if each[2] >= 64 * 256]
+def test_dy_of_a_row_parallel_layer_is_gathered_as_codes_if_both_gemms_share_them(name):
+    """One byte per element and an amax, instead of two bytes; Y is reduced in BF16 either way. dX, dW are the same."""
+    of, results, sent = on_two_ranks(name, 1)
+    rows = [each for each in sent if each[2] >= 64 * 256]
     dtype = torch.float8_e5m2 if name in ("fp8", "fp4_mixed") else torch.bfloat16
     assert rows == [("reduce_scatter", torch.bfloat16, 128 * 256), ("all_gather", dtype, 64 * 256)]
     if dtype is not torch.bfloat16:
-        assert sent[0][sent[0].index(rows[1]) - 1] == ("all_reduce_max", torch.float32, 1)
+        assert sent[sent.index(rows[1]) - 1] == ("all_reduce_max", torch.float32, 1)
         assert torch.equal(torch.cat([each.dx for each in results], 1), of.dx)
         assert torch.equal(torch.cat([each.dw for each in results], 1), of.dw)
 
