@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from lowprec_train.numerics.corrections import Candidates, Correction
+from lowprec_train.numerics.draws import Operand
 from lowprec_train.numerics.formats import E2M1, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
+from lowprec_train.precision.hadamard import RandomHadamard
 from lowprec_train.recipes import fp4_fold
 
 COMMAND = "python scripts/four_bit_errors.py"
@@ -82,12 +84,15 @@ def backward_errors(how: Quantizer, x: Tensor, rotations: int) -> dict[str, floa
     """Return the figures above of one quantiser after `rotations` rotations of x."""
     size = x.double().square().sum(1)
     total, slope, error = torch.zeros_like(x, dtype=torch.float64), 0.0, 0.0
+    rotation = RandomHadamard(BLOCK, half=how.scale is ScaleRule.LADDER)  # as in the recipes
+    orthonormal = 1 / (rotation.gain(Operand.A) * BLOCK**0.5) if rotation.half else 1.0
     for draw in range(rotations):
         signs = torch.tensor(2 * draw + 1)
-        y = torch.ops.lowprec.hadamard(x, signs, BLOCK)
+        y = rotation(x, signs)
         made = how(y, torch.tensor(2 * draw) if how.stochastic else None).dequantize()
-        slope += float(((made.double() * y.double()).sum(1) / size).mean()) / rotations
-        error += float(((made - y).double().square().sum(1) / size).mean()) / rotations
+        y, made = y.double() * orthonormal, made.double() * orthonormal
+        slope += float(((made * y).sum(1) / size).mean()) / rotations
+        error += float(((made - y).square().sum(1) / size).mean()) / rotations
         total += turned_back(made, signs)
     residual = ((total / rotations - x).square().sum(1) / size).mean().sqrt()
     return {"error": error, "slope": slope, "residual": float(residual), "unbiased": (error / rotations) ** 0.5}

@@ -17,7 +17,7 @@ import numpy as np
 from tests.oracle import F32, F64, TABLES, bf16, fold, quantize, random_bits, rotate_float32
 from tests.oracle_eden import eden
 from tests.oracle_four_over_six import four_over_six
-from tests.oracle_ladder import ladder
+from tests.oracle_ladder import ladder, rotate_half
 from tests.oracle_linear import DGRAD, FPROP, ROTATION, WGRAD, A, B, Passes, Product, Seeds, gemm, plain
 
 
@@ -154,20 +154,21 @@ def linear_nvfp4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, nv: NV, format: s
     )
 
 
-def fold3(x: np.ndarray, seed: int | None = None, rotation: int = 128) -> np.ndarray:
-    """Blocks of 16 on the ladder. seed: of signs, with which x is rotated first and its rows are corrected."""
+def fold3(x: np.ndarray, seed: int | None = None, gain: float = 1.0) -> np.ndarray:
+    """Blocks of 16 on the ladder. seed: of signs, with which x is rotated first and its rows are corrected; gain: of a
+    rotation, whose operands have gains with the product 1/128.
+    """
     if seed is None:
         return ladder(x).rounded.exact
-    y = rotate_float32(x, seed, rotation) if rotation else x
-    made = ladder(y)
-    return made.rounded.exact * (made.factor(y).astype(F64))
+    made = ladder(rotate_half(x, seed, 128, gain))
+    return made.rounded.exact * (made.factor().astype(F64))
 
 
 def fold3_backward(dy: np.ndarray, w: np.ndarray, x: np.ndarray, seeds: Seeds) -> tuple[Product, Product]:
     """dX and dW of corrected operands, both of a GEMM rotated by the same signs."""
     by_token, by_channel = seeds(DGRAD, ROTATION), seeds(WGRAD, ROTATION)
-    dx = gemm(fold3(dy, by_token), fold3(w.T, by_token))
-    return dx, gemm(fold3(dy.T, by_channel), fold3(x.T, by_channel))
+    dx = gemm(fold3(dy, by_token, 1 / 8), fold3(w.T, by_token, 1 / 16))
+    return dx, gemm(fold3(dy.T, by_channel, 1 / 8), fold3(x.T, by_channel, 1 / 16))
 
 
 def linear_fp4_fold(x: np.ndarray, w: np.ndarray, dy: np.ndarray, seeds: Seeds, format: str = "BF16") -> Passes:

@@ -1,5 +1,8 @@
-// quantize_ladder, row_sums, fold_ladder, rotate_fold_ladder (ops/ladder.py): E2M1 with the best of three rungs, its
-// carriers, a factor per row. A row goes through all steps while it is in the cache.
+// hadamard_half, quantize_ladder, row_sums, fold_ladder, rotate_fold_ladder (ops/ladder.py): E2M1 with the best of four
+// rungs, its carriers, a factor per row. A row goes through all steps while it is in the cache.
+//
+// Blocks of a row are stored element by element: element i of block b is at i * blocks + b, so that loops over blocks
+// are vectorised.
 #include "numerics/ladder.h"
 
 #include "cpu/rotate.h"
@@ -7,15 +10,18 @@
 namespace lowprec {
 namespace {
 
-// Result of a half-precision sum or product: operands are halves, and the FP32 result is rounded to half.
-LOWPREC_HD float half_of(float v) { return round_nearest<Format::FP16>(v); }
-
-template <typename Join>
-LOWPREC_HD float halved(float* v, int64_t n, const Join& join) {
-  for (int64_t half = n / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) v[i] = join(v[i], v[i + half]);
-  }
-  return v[0];
+// a b + c rounded once to half precision. Operands are halves: their product, and whatever of the sum decides its
+// rounding, fit FP64.
+LOWPREC_HD float fused_half(float a, float b, float c) {
+  const double sum = static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(c);
+  int64_t bits;
+  std::memcpy(&bits, &sum, 8);
+  int64_t e = (bits >> 52 & 2047) - 1023;
+  e = e < -14 ? -14 : e > 15 ? 15 : e;
+  const int64_t magic_bits = (e + (52 - 10 + 1023)) << 52 | int64_t{1} << 51;  // its last bit is half precision's
+  double magic;
+  std::memcpy(&magic, &magic_bits, 8);
+  return static_cast<float>((sum + magic) - magic);
 }
 
 struct LadderHow {
@@ -24,75 +30,159 @@ struct LadderHow {
   int span;
 };
 
-// Error of a candidate. size: magnitudes in half precision; ratio: its scale; inverse: 1 / ratio, rounded to FP32.
-LOWPREC_CLONES float candidate_error(const float* size, int64_t n, float ratio, float inverse, Candidates by, float* off) {
-  const float factor = half_of(inverse);
-  for (int64_t i = 0; i < n; ++i) {
-    const float place = half_of(size[i] * factor);
-    const float from = bits_float(magnitude_bits(round_nearest<Format::E2M1>(clamp(place, 6.0f)) - place));
-    off[i] = by == Candidates::MSE ? half_of(from * from) : from;
-  }
-  if (by == Candidates::MAX) return halved(off, n, [](float a, float b) { return a > b ? a : b; }) * ratio;
-  const float sum = halved(off, n, [](float a, float b) { return half_of(a + b); });
-  return by == Candidates::MSE ? sum * ratio * ratio : sum * ratio;
-}
-
-int chosen_rung(const float* v, int rung, int floor, const LadderHow& how, float* size, float* off) {
-  const int step = rung_step(rung);
-  const float unit = exp2_int(-(step + LADDER_LOW));
-  for (int64_t i = 0; i < how.width; ++i) size[i] = half_of(bits_float(magnitude_bits(v[i])) * unit);
-  int found = rung + 1;
-  float least = 0.0f;
-  for (int candidate = rung + 1; candidate >= std::max(rung - 1, floor); --candidate) {
-    const int at = rung_step(candidate), place = candidate - 3 * at;
-    const float error = candidate_error(size, how.width, rung_times(place, at - step), inverse_times(place, at - step),
-                                        how.by, off);
-    if (candidate == rung + 1 || error < least) least = error, found = candidate;
-  }
-  return found;
-}
-
-struct Buffers {
-  std::vector<float> v, spare, size, off, scale, inverse, shift;
+// The blocks of a row: `rung` is the first rung, then the chosen one; `unit` is the exponent of the first.
+struct RowBlocks {
+  int64_t blocks, width;
+  std::vector<int> rung, unit, tried;
   std::vector<uint32_t> amax;
-  Buffers(int64_t n, int64_t width)
-      : v(n), spare(n), size(width), off(width), scale(n / width), inverse(n / width), shift(n / width), amax(n / width) {}
+  std::vector<float> size, inverse, ratio, error, least, scale, shift, spare;
+
+  RowBlocks(int64_t n, int64_t of)
+      : blocks(n / of), width(of), rung(blocks), unit(blocks), tried(blocks), amax(blocks), size(n), inverse(blocks),
+        ratio(blocks), error(2 * blocks), least(blocks), scale(blocks), shift(blocks), spare(2 * blocks) {}
+
+  // Inverses, in half precision, and scales of `tried`, in units of 2^unit.
+  void try_rungs() {
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int step = rung_step(tried[b] + 3) - 1, place = tried[b] - 3 * step, up = step + LADDER_LOW - unit[b];
+      inverse[b] = half_of(inverse_times(place, up));
+      ratio[b] = rung_times(place, up);
+    }
+  }
 };
 
-// Computes the rungs of the row in b.v: b.scale, b.inverse and, for carriers, b.shift. top: bits of the row's amax.
-LadderRow row_rungs(Buffers& b, int64_t n, const LadderHow& how, const uint32_t* top) {
-  const int64_t blocks = n / how.width;
+// |v| / 2^unit in half precision.
+LOWPREC_CLONES void fill_sizes(const float* v, const int* unit, int64_t blocks, int64_t width, float* size, float* factor) {
+  for (int64_t b = 0; b < blocks; ++b) factor[b] = exp2_int(-unit[b]);
+  for (int64_t b = 0; b < blocks; ++b) {
+    for (int64_t i = 0; i < width; ++i) {
+      size[i * blocks + b] = half_of(bits_float(magnitude_bits(v[b * width + i])) * factor[b]);
+    }
+  }
+}
+
+// The grid value next to `place`, at most 6 `grid`; the grid is that of E2M1 times 1 or 2.
+LOWPREC_HD float on_grid(float place, float grid) {
+  const float value = place / grid;
+  return round_nearest<Format::E2M1>(value < 6.0f ? value : 6.0f) * grid;
+}
+
+// Errors of blocks: sums (or maxima) over even and odd elements, then both.
+template <Candidates by>
+LOWPREC_CLONES void block_errors(const float* size, const float* inverse, int64_t blocks, int64_t width, float grid,
+                                 float* error) {
+  std::fill(error, error + 2 * blocks, 0.0f);
+  for (int64_t i = 0; i < width; ++i) {
+    const float* of = size + i * blocks;
+    float* total = error + (i & 1) * blocks;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float place = half_of(of[b] * inverse[b]);
+      const float off = bits_float(magnitude_bits(on_grid(place, grid) - place));
+      if (by == Candidates::MAX) {
+        total[b] = total[b] > off ? total[b] : off;
+      } else {
+        total[b] = by == Candidates::MSE ? fused_half(off, off, total[b]) : half_of(off + total[b]);
+      }
+    }
+  }
+  for (int64_t b = 0; b < blocks; ++b) {
+    const float even = error[b], odd = error[blocks + b];
+    error[b] = by == Candidates::MAX ? (even > odd ? even : odd) : half_of(even + odd);
+  }
+}
+
+void block_errors(const RowBlocks& of, Candidates by, float grid, float* error) {
+  const auto call = [&](auto errors) { errors(of.size.data(), of.inverse.data(), of.blocks, of.width, grid, error); };
+  if (by == Candidates::MSE) return call(block_errors<Candidates::MSE>);
+  if (by == Candidates::MAE) return call(block_errors<Candidates::MAE>);
+  call(block_errors<Candidates::MAX>);
+}
+
+// Replaces each rung by the best of its candidates. The rung two above has the codes of the rung below on a grid twice
+// as wide.
+void choose_rungs(RowBlocks& b, int floor, Candidates by) {
+  const std::vector<int> first = b.rung;
+  for (int step = 2; step >= -1; --step) {
+    for (int64_t i = 0; i < b.blocks; ++i) b.tried[i] = first[i] + (step == 2 ? -1 : step);
+    b.try_rungs();
+    block_errors(b, by, step == 2 ? 2.0f : 1.0f, b.error.data());
+    for (int64_t i = 0; i < b.blocks; ++i) {
+      const float error = by == Candidates::MSE ? b.error[i] * (b.ratio[i] * b.ratio[i]) : b.error[i] * b.ratio[i];
+      if (step < 2 && (!(error < b.least[i]) || first[i] + step < floor)) continue;
+      b.least[i] = error, b.rung[i] = first[i] + step;
+    }
+  }
+}
+
+// Computes rungs, scales and, for carriers, shifts of the row v. top: bits of the row's amax.
+LadderRow row_rungs(RowBlocks& b, const float* v, const LadderHow& how, const uint32_t* top) {
   std::fill(b.amax.begin(), b.amax.end(), 0u);
-  tile_amax(b.v.data(), n, how.width, b.amax.data());
+  tile_amax(v, b.blocks * b.width, b.width, b.amax.data());
   uint32_t most = 0;
   for (const uint32_t bits : b.amax) most = larger(most, bits);
   const LadderRow row = ladder_row(top == nullptr ? most : *top, how.span);
-  for (int64_t i = 0; i < blocks; ++i) {
+  for (int64_t i = 0; i < b.blocks; ++i) {
+    b.rung[i] = std::max(first_rung(b.amax[i]), 3 * row.floor);
+    b.unit[i] = rung_step(b.rung[i]) + LADDER_LOW;
+  }
+  fill_sizes(v, b.unit.data(), b.blocks, b.width, b.size.data(), b.spare.data());
+  if (how.by != Candidates::NONE) choose_rungs(b, 3 * row.floor, how.by);
+  for (int64_t i = 0; i < b.blocks; ++i) {
     const bool lost = how.span > 0 ? row.lost : b.amax[i] >= INFINITE;
-    int rung = std::max(first_rung(b.amax[i]), 3 * row.floor);
-    if (how.by != Candidates::NONE && !lost) {
-      rung = chosen_rung(b.v.data() + i * how.width, rung, 3 * row.floor, how, b.size.data(), b.off.data());
-    }
-    const int step = rung_step(rung);
-    b.scale[i] = lost ? bits_float(0x7fc00000u) : rung_scale(rung);
-    b.inverse[i] = lost ? bits_float(0x7fc00000u) : rung_inverse(rung);
-    if (how.span > 0) b.shift[i] = lost ? b.scale[i] : rung_times(rung - 3 * step, step - row.step + LADDER_TOP);
+    const int step = rung_step(b.rung[i]);
+    b.scale[i] = lost ? bits_float(0x7fc00000u) : rung_scale(b.rung[i]);
+    if (how.span > 0) b.shift[i] = lost ? b.scale[i] : rung_times(b.rung[i] - 3 * step, step - row.step + LADDER_TOP);
   }
   return row;
 }
 
-// Adds a block's sums of y^2 and y q s, truncated to multiples of 2^-28, to sums[0] and sums[1], in units of 2^-28,
-// with y = x * unit and q s = codes * shift * lift.
-LOWPREC_CLONES void add_block(const float* x, const float* codes, int64_t n, float unit, float shift, float lift,
-                              float* square, float* product, double* sums) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float own = x[i] * unit;
-    square[i] = own * own;
-    product[i] = own * (codes[i] * shift);
+// Signed E2M1 values of a row under its rungs; NaN in lost blocks.
+LOWPREC_CLONES void round_blocks(const float* v, const float* size, const float* inverse, const float* scale,
+                                 int64_t blocks, int64_t width, float* out) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    for (int64_t i = 0; i < width; ++i) {
+      const float value = on_grid(half_of(size[i * blocks + b] * inverse[b]), 1.0f);
+      const float code = with_sign(value, v[b * width + i]) + 0.0f;  // zeros are positive
+      out[b * width + i] = is_nan(scale[b]) ? scale[b] : code;
+    }
   }
-  const auto add = [](float a, float b) { return a + b; };
-  sums[0] += std::trunc(static_cast<double>(halved(square, n, add) * SUM_UNITS));
-  sums[1] += std::trunc(static_cast<double>(halved(product, n, add) * (SUM_UNITS * lift)));
+}
+
+void round_row(RowBlocks& b, const float* v, float* out) {
+  b.tried = b.rung;
+  b.try_rungs();
+  round_blocks(v, b.size.data(), b.inverse.data(), b.scale.data(), b.blocks, b.width, out);
+}
+
+// Adds up size^2 and size |codes| of each block in half precision: of even and odd elements, then both.
+LOWPREC_CLONES void block_sums(const float* size, const float* codes, int64_t blocks, int64_t width, float* own, float* made) {
+  std::fill(own, own + 2 * blocks, 0.0f);
+  std::fill(made, made + 2 * blocks, 0.0f);
+  for (int64_t i = 0; i < width; ++i) {
+    const int64_t at = (i & 1) * blocks;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float of = size[i * blocks + b];
+      own[at + b] = fused_half(of, of, own[at + b]);
+      made[at + b] = fused_half(of, bits_float(magnitude_bits(codes[b * width + i])), made[at + b]);
+    }
+  }
+  for (int64_t b = 0; b < blocks; ++b) {
+    own[b] = half_of(own[b] + own[blocks + b]);
+    made[b] = half_of(made[b] + made[blocks + b]);
+  }
+}
+
+// The two sums of a row in units of 2^-16 4^e_row. codes [n]: E2M1 values; scale: of blocks. e_row: of the row.
+void add_blocks(RowBlocks& b, const float* codes, const float* scale, int e_row, double* sums) {
+  block_sums(b.size.data(), codes, b.blocks, b.width, b.error.data(), b.spare.data());
+  const float inverse = exp2_int(-e_row);
+  sums[0] = sums[1] = 0.0;
+  for (int64_t i = 0; i < b.blocks; ++i) {
+    const int up = b.unit[i] - e_row;
+    const float times = exp2_int(up < -60 ? -60 : up > 60 ? 60 : up);
+    sums[0] += std::trunc(static_cast<double>(b.error[i] * times * times * SUM_UNITS));
+    sums[1] += std::trunc(static_cast<double>(b.spare[i] * times * (scale[i] * inverse) * SUM_UNITS));
+  }
 }
 
 // Checks for scales [rows, tiles] of codes [rows, columns], and one number per row.
@@ -107,6 +197,11 @@ void check_scales(const Tensor& codes, const Tensor& scale, const Tensor& row) {
 void check_tops(const std::optional<Tensor>& given, int64_t rows) {
   STD_TORCH_CHECK(!given.has_value() || given->numel() == rows, rows, " rows take one number each, not ",
                   given.has_value() ? given->numel() : 0);
+}
+
+void check_half_block(int64_t columns, int64_t block) {
+  check_block(columns, block);
+  STD_TORCH_CHECK(block <= HALF_GROUP, "half precision holds sums of up to ", HALF_GROUP, " numbers, not of ", block);
 }
 
 LadderHow how_of(int64_t rows, int64_t columns, const std::vector<int64_t>& tile, const std::string& by, int64_t span) {
@@ -128,20 +223,21 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& x, std::optiona
   float *out_scale = mutable_data_of<float>(scale), *out_row = mutable_data_of<float>(row_scale);
   uint8_t* out = mutable_data_of<uint8_t>(codes);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
-    Buffers b(columns, how.width);
+    RowBlocks b(columns, how.width);
+    std::vector<float> v(columns), q(columns);
     for (int64_t r = first; r < last; ++r) {
-      load(source, r * columns, columns, b.v.data());
+      load(source, r * columns, columns, v.data());
       const uint32_t top = magnitude_bits(given[r]);
-      out_row[r] = ladder_scale(row_rungs(b, columns, how, tops.has_value() ? &top : nullptr));
+      out_row[r] = ladder_scale(row_rungs(b, v.data(), how, tops.has_value() ? &top : nullptr));
       std::copy(b.scale.begin(), b.scale.end(), out_scale + r * (columns / how.width));
-      scale_tiles(b.v.data(), columns, how.width, b.inverse.data());
-      encode_row(Format::E2M1, b.v.data(), nullptr, columns, out + r * columns);
+      round_row(b, v.data(), q.data());
+      encode_row(Format::E2M1, q.data(), nullptr, columns, out + r * columns);
     }
   });
   return {codes, scale, row_scale};
 }
 
-Tensor row_sums(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& row) {
+Tensor row_sums(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& row, int64_t span) {
   check_scales(codes, scale, row);
   STD_TORCH_CHECK(x.size(0) == codes.size(0) && x.size(1) == codes.size(1), "codes of ", x.size(0), " x ", x.size(1),
                   " values, not ", codes.size(0), " x ", codes.size(1));
@@ -150,19 +246,21 @@ Tensor row_sums(const Tensor& x, const Tensor& codes, const Tensor& scale, const
   const Source source = source_of(x), made = source_of(codes), scales = source_of(scale), units = source_of(row);
   double* out = mutable_data_of<double>(sums);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
-    std::vector<float> v(columns), q(columns), of(tiles), square(width), product(width);
+    RowBlocks b(columns, width);
+    std::vector<float> v(columns), q(columns), of(tiles);
     for (int64_t r = first; r < last; ++r) {
       float unit = 0.0f;
       load(source, r * columns, columns, v.data());
       load(made, r * columns, columns, q.data());
       load(scales, r * tiles, tiles, of.data());
       load(units, r, 1, &unit);
-      const float inverse = divide(1.0f, unit * exp2_int(LADDER_TOP));
-      out[2 * r] = out[2 * r + 1] = 0.0;
-      for (int64_t i = 0; i < tiles; ++i) {
-        add_block(v.data() + i * width, q.data() + i * width, width, inverse, of[i] * inverse, 1.0f, square.data(),
-                  product.data(), out + 2 * r);
-      }
+      const int e_row = exponent(unit) + LADDER_TOP;
+      const int floor = span == 0 ? 0 : std::max(e_row - static_cast<int>(span) - LADDER_LOW, 0);
+      std::fill(b.amax.begin(), b.amax.end(), 0u);
+      tile_amax(v.data(), columns, width, b.amax.data());
+      for (int64_t i = 0; i < tiles; ++i) b.unit[i] = rung_step(std::max(first_rung(b.amax[i]), 3 * floor)) + LADDER_LOW;
+      fill_sizes(v.data(), b.unit.data(), tiles, width, b.size.data(), b.spare.data());
+      add_blocks(b, q.data(), of.data(), e_row, out + 2 * r);
     }
   });
   return sums;
@@ -196,11 +294,29 @@ std::tuple<Tensor, Tensor> fold_ladder(const Tensor& codes, const Tensor& scale,
   return {carriers, row_scale};
 }
 
+Tensor hadamard_half(const Tensor& x, std::optional<Tensor> seed, int64_t block, double gain) {
+  const int64_t rows = x.size(0), columns = x.size(1);
+  check_half_block(columns, block);
+  const Tensor rotated = empty_like_device(x, {rows, columns}, ScalarType::Float);
+  const Source source = source_of(x);
+  const std::vector<float> signs = signs_of(seed, block);
+  float* out = mutable_data_of<float>(rotated);
+  for_rows(rows, columns, [&](int64_t first, int64_t last) {
+    std::vector<float> spare(columns);
+    for (int64_t r = first; r < last; ++r) {
+      load(source, r * columns, columns, out + r * columns);
+      rotate_row_half(out + r * columns, columns, signs.data(), block, static_cast<float>(gain), spare.data());
+    }
+  });
+  return rotated;
+}
+
 std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Tensor> scale, bool transpose,
-                                              std::optional<Tensor> signs, int64_t rotation, std::vector<int64_t> tile,
-                                              std::string candidates, int64_t span, bool corrected) {
+                                              std::optional<Tensor> signs, int64_t rotation, double gain,
+                                              std::vector<int64_t> tile, std::string candidates, int64_t span,
+                                              bool corrected) {
   const int64_t rows = x.size(transpose ? 1 : 0), columns = x.size(transpose ? 0 : 1);
-  if (rotation != 0) check_block(columns, rotation);
+  if (rotation != 0) check_half_block(columns, rotation);
   STD_TORCH_CHECK(span > 0 && span <= 11, "codes fold within 11 binades, not ", span);
   const LadderHow how = how_of(rows, columns, tile, candidates, span);
   const std::vector<float> drawn = signs_of(signs, rotation);
@@ -210,21 +326,15 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Ten
   uint8_t* out = mutable_data_of<uint8_t>(codes);
   float* out_scale = mutable_data_of<float>(row_scale);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
-    Buffers b(columns, how.width);
-    std::vector<float> q(columns), square(how.width), product(how.width);
+    RowBlocks b(columns, how.width);
+    std::vector<float> v(columns), q(columns);
     for (int64_t r = first; r < last; ++r) {
-      given.row(r, columns, b.v.data());
-      if (rotation != 0) rotate_row(b.v.data(), columns, drawn.data(), rotation, b.spare.data());
-      const LadderRow row = row_rungs(b, columns, how, nullptr);
-      std::copy(b.v.begin(), b.v.end(), q.begin());
-      scale_tiles(q.data(), columns, how.width, b.inverse.data());
-      round_e2m1(q.data(), nullptr, columns);
+      given.row(r, columns, v.data());
+      if (rotation != 0) rotate_row_half(v.data(), columns, drawn.data(), rotation, static_cast<float>(gain), q.data());
+      const LadderRow row = row_rungs(b, v.data(), how, nullptr);
+      round_row(b, v.data(), q.data());
       double sums[2] = {0.0, 0.0};
-      const float unit = exp2_int(-(row.step + LADDER_LOW));
-      for (int64_t at = 0; corrected && at < columns; at += how.width) {
-        add_block(b.v.data() + at, q.data() + at, how.width, unit, b.shift[at / how.width], exp2_int(-LADDER_TOP),
-                  square.data(), product.data(), sums);
-      }
+      if (corrected) add_blocks(b, q.data(), b.scale.data(), row.step + LADDER_LOW, sums);
       scale_tiles(q.data(), columns, how.width, b.shift.data());
       encode_row(Format::E4M3, q.data(), nullptr, columns, out + r * columns);
       out_scale[r] = corrected ? ladder_scale(row) * row_factor(sums[0], sums[1]) : ladder_scale(row);
@@ -236,6 +346,7 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Ten
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
+  m.impl("hadamard_half", TORCH_BOX(&hadamard_half));
   m.impl("quantize_ladder", TORCH_BOX(&quantize_ladder));
   m.impl("row_sums", TORCH_BOX(&row_sums));
   m.impl("fold_ladder", TORCH_BOX(&fold_ladder));

@@ -1,6 +1,8 @@
 // Vectorised loops of rows.h.
 #include "cpu/rows.h"
 
+#include "numerics/ladder.h"
+
 #include <cmath>
 
 namespace lowprec {
@@ -241,6 +243,35 @@ void rotate_row(float* v, int64_t n, const float* signs, int64_t block, float* s
     std::swap(in, out);
   }
   multiply_into(in, n, static_cast<float>(std::pow(static_cast<double>(block), -0.5)), v);
+}
+
+namespace {
+
+LOWPREC_CLONES void round_to_half(float* v, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) v[i] = half_of(v[i]);
+}
+
+}  // namespace
+
+void rotate_row_half(float* v, int64_t n, const float* signs, int64_t block, float gain, float* spare) {
+  sign_blocks(v, n, signs, block);
+  std::vector<uint32_t> amax(n / block, 0u);
+  std::vector<float> up(n / block), down(n / block);
+  tile_amax(v, n, block, amax.data());
+  for (int64_t i = 0; i < n / block; ++i) {
+    const int shift = rotation_shift(magnitude_of(amax[i]));
+    up[i] = exp2_int(shift), down[i] = exp2_int(-shift) * gain;
+  }
+  scale_tiles(v, n, block, up.data());
+  round_to_half(v, n);
+  float *in = v, *out = spare;
+  for (int64_t stride = 1; stride < block; stride *= 2) {
+    butterflies(stride, in, n, out);
+    round_to_half(out, n);
+    std::swap(in, out);
+  }
+  if (in != v) std::copy(in, in + n, v);
+  scale_tiles(v, n, block, down.data());
 }
 
 void tile_scales(const uint32_t* bits, int64_t n, const ScaleRule& how, float* scale, float* inverse) {

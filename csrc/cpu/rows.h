@@ -84,6 +84,12 @@ void cast_tiles(Format carrier, const float* v, int64_t n, int64_t width, const 
 // Orthonormal Walsh-Hadamard transform of each `block` elements in place, after signs [block]. `spare` has room for n.
 void rotate_row(float* v, int64_t n, const float* signs, int64_t block, float* spare);
 
+// Result of a sum, difference or product of halves, rounded to half precision.
+LOWPREC_HD float half_of(float v) { return round_nearest<Format::FP16>(v); }
+
+// The same in half precision times `gain`, a power of two (ops/ladder.py hadamard_half). block: at most 256.
+void rotate_row_half(float* v, int64_t n, const float* signs, int64_t block, float gain, float* spare);
+
 // Seed, and position of a matrix in the global one, for random bits.
 struct Draws {
   const int64_t* seed = nullptr;

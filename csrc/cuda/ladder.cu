@@ -1,11 +1,11 @@
-// rotate_fold_ladder (ops/ladder.py): random Hadamard transform, E2M1 with the best of three rungs in blocks of 16,
+// rotate_fold_ladder (ops/ladder.py): random Hadamard transform, E2M1 with the best of four rungs in blocks of 16,
 // carriers, a factor per row. This file has rows of x and the op; ladder_transposed.cu has rows of the transpose.
 //
 // As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Kernels leave
 // the parts of row scales in memory, with sums as integers, exact in any order; a last kernel computes scales.
 //
-// Bound by instructions: of about 40 per element, 15 try three rungs (two elements per instruction), 9 round and
-// encode, 5 are the row's sums, 7 butterflies.
+// Bound by instructions: of about 32 per element, 14 try four rungs, 5 round and encode, 5 rotate, 3 unpack and scale
+// (each instruction has two elements), 3 are those of a block, 1 are the row's sums.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_rows.h"
@@ -13,93 +13,81 @@
 namespace lowprec {
 namespace {
 
-template <int held>
-constexpr int WARPS_OF = held == HELD ? 16 : 28;  // for rows of 32768 and of 28672
+constexpr int ROW = 32;        // elements per thread
+constexpr int ROW_WARPS = 28;  // for rows of 28672
 constexpr int STATIC_SHARED = 2048;
 
-template <typename In, int fixed, bool corrected, int held>
-__global__ void __launch_bounds__(32 * WARPS_OF<held>, 1)
+template <typename In, int rotation, bool corrected>
+__global__ void __launch_bounds__(32 * ROW_WARPS, 1)
     ladder_rows(const In* __restrict__ x, uint8_t* __restrict__ codes, RowLeft left, int64_t rows, int columns,
-                Rotation how, LadderRule rule) {
+                LadderInput how, LadderRule rule) {
   extern __shared__ uint4 stages[];
   __shared__ alignas(16) uint32_t drawn[SIGN_WORDS];
-  __shared__ uint32_t of_warps[2][WARPS_OF<held>];
+  __shared__ uint32_t of_warps[2][ROW_WARPS];
   __shared__ LadderTables tables;
-  constexpr int part = 32 * CHUNKS<In, held>, blocks = held / LADDER_BLOCK;
+  constexpr int part = 32 * CHUNKS<In, ROW>, blocks = ROW / LADDER_BLOCK;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   uint4* mine[2] = {stages + warp * part, stages + (warps + warp) * part};
-  make_signs(drawn, how);
+  make_signs(drawn, rotation, how.signs);
   make_ladder_tables(tables);
   __syncthreads();
-  const uint32_t* signs = signs_of_lane<held>(drawn, fixed > 0 ? fixed : how.block);
+  const uint32_t* signs = signs_of_lane<ROW>(drawn, rotation);
   int turn = 0;
   int64_t row = blockIdx.x;
-  if (row < rows) fetch<In, held>(x + row * columns, columns, mine[0]);
+  if (row < rows) fetch<In, ROW>(x + row * columns, columns, mine[0]);
   commit_copies();
   for (; row < rows; row += gridDim.x, turn ^= 1) {
     wait_copies();
     __syncwarp();
     uint4* stage = turn ? mine[1] : mine[0];
     if (row + gridDim.x < rows) {
-      fetch<In, held>(x + (row + gridDim.x) * columns, columns, turn ? mine[0] : mine[1]);
+      fetch<In, ROW>(x + (row + gridDim.x) * columns, columns, turn ? mine[0] : mine[1]);
     }
     commit_copies();
-    float v[held];
-    take<In, held>(v, stage, signs, sizeof(In) == 1 ? how.scale[row * how.scale_step] : 1.0f);
-    rotate<fixed>(v, how);
+    uint32_t pairs[ROW / 2];
+    take_pairs<In, ROW>(pairs, stage, sizeof(In) == 1 ? how.scale[row * how.scale_step] : 1.0f);
+    const auto values = values_of<rotation, ROW>(pairs, signs, how.gain);
     uint32_t amax[blocks], most = 0;
 #pragma unroll
-    for (int i = 0; i < held; ++i) v[i] *= how.factor;
-#pragma unroll
-    for (int b = 0; b < blocks; ++b) most = larger(most, amax[b] = block_amax(v + b * LADDER_BLOCK));
+    for (int b = 0; b < blocks; ++b) most = larger(most, amax[b] = values.amax(b));
     most = warp_largest(most);
     if (lane == 0) of_warps[turn][warp] = most;
     __syncthreads();  // one per row: these slots are written again only after the barrier of the next row
     most = warp_largest(of_warps[turn][lane < warps ? lane : 0]);
-    const LadderRow here = ladder_row(most, rule.span);
     if (threadIdx.x == 0) left.keys[row] = most;
-    uint32_t words[held / 4];
     RowSums sums;
-#pragma unroll
-    for (int b = 0; b < blocks; ++b) {
-      emit_block<corrected>(v + b * LADDER_BLOCK, amax[b], here, rule.chooses, tables, words + b * (LADDER_BLOCK / 4), sums);
-    }
+    uint8_t* out = codes + row * columns + warp * 32 * ROW;
+    emit_blocks<corrected, ROW>(values, amax, ladder_row(most, rule.span), rule.chooses, tables, sums,
+                                [&](int n, const uint32_t (&words)[LADDER_BLOCK / 2]) {
+      if (n > 0) __syncwarp();  // before codes that were staged are overwritten
+      write_codes(words, stage, [&](int piece, const uint4& of) {
+        const int at = piece / 2 * ROW + n * 32 + piece % 2 * 16;
+        if (warp * 32 * ROW + at < columns) *reinterpret_cast<uint4*>(out + at) = of;
+      });
+    });
     if constexpr (corrected) {
       const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
       if (lane == 0) left.add(row, own, made);
     }
-    uint8_t* out = codes + row * columns;
-    write_codes(words, stage, [&](int piece, const uint4& of) {
-      const int column = warp * 32 * held + piece * 16;
-      if (column < columns) *reinterpret_cast<uint4*>(out + column) = of;
-    });
   }
 }
 
-template <typename In, int fixed, bool corrected>
+template <typename In, int rotation, bool corrected>
 void launch_rows(const LadderCall& call) {
-  const auto run = [&](auto kernel, int held) {
-    const int warps = static_cast<int>(ceil_div(call.columns, 32 * held));
-    const size_t shared = 2 * warps * 32 * held * sizeof(In);
-    const int64_t blocks = resident_blocks(kernel, 32 * warps, shared, call.rows, call.device);
-    kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.left,
-                                                        call.rows, static_cast<int>(call.columns), call.how, call.rule);
-  };
-  if constexpr (sizeof(In) < 4) {
-    if (call.columns <= WARPS_OF<HELD / 2> * 32 * (HELD / 2)) return run(ladder_rows<In, fixed, corrected, HELD / 2>, 32);
-  }
-  run(ladder_rows<In, fixed, corrected, HELD>, HELD);
+  const auto kernel = ladder_rows<In, rotation, corrected>;
+  const int warps = static_cast<int>(ceil_div(call.columns, 32 * ROW));
+  const size_t shared = 2 * warps * 32 * ROW * sizeof(In);
+  const int64_t blocks = resident_blocks(kernel, 32 * warps, shared, call.rows, call.device);
+  kernel<<<blocks, 32 * warps, shared, call.stream>>>(static_cast<const In*>(call.x), call.codes, call.left, call.rows,
+                                                      static_cast<int>(call.columns), call.how, call.rule);
 }
 
 template <typename In, bool corrected>
 void launch_rows(const LadderCall& call) {
-  if constexpr (sizeof(In) < 4) {
-    if (call.how.block == 128) return launch_rows<In, 128, corrected>(call);
-  }
-  launch_rows<In, 0, corrected>(call);
+  call.rotation == 0 ? launch_rows<In, 0, corrected>(call) : launch_rows<In, HALF_ROTATION, corrected>(call);
 }
 
-// --- step by step: shapes that the fused kernels do not support ------------------------------------------------------
+// --- step by step: shapes, types and rotations that the fused kernels do not support ---------------------------------
 
 // A block per row of FP32, which it reads twice; a thread processes blocks of 16.
 template <bool corrected>
@@ -115,18 +103,21 @@ __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x,
   if (threadIdx.x == 0) left.keys[blockIdx.x] = most;
   const LadderRow row = ladder_row(most, rule.span);
   RowSums sums;
+  int64_t own = 0, made = 0;
   for (int64_t at = threadIdx.x * LADDER_BLOCK; at < columns; at += blockDim.x * LADDER_BLOCK) {
-    float v[LADDER_BLOCK];
-    for (int i = 0; i < LADDER_BLOCK; ++i) v[i] = in[at + i];
-    uint32_t words[LADDER_BLOCK / 4];
-    emit_block<corrected>(v, block_amax(v), row, rule.chooses, tables, words, sums);
+    uint32_t amax = 0, words[LADDER_BLOCK / 4];
+    for (int i = 0; i < LADDER_BLOCK; ++i) amax = larger_magnitude(amax, in[at + i]);
+    const BlockRung rung = block_rung(amax, row.floor);
+    const float unit = exp2_int(-(rung.step + LADDER_LOW));
+    __half2 v[LADDER_BLOCK / 2];
+    for (int i = 0; i < LADDER_BLOCK / 2; ++i) v[i] = __floats2half2_rn(in[at + 2 * i] * unit, in[at + 2 * i + 1] * unit);
+    sums = RowSums{};
+    emit_block<corrected>(v, rung, row, rule.chooses, tables, words, sums);
+    own += sums.own, made += sums.made;
     uint32_t* out = reinterpret_cast<uint32_t*>(codes + blockIdx.x * columns + at);
     for (int i = 0; i < LADDER_BLOCK / 4; ++i) out[i] = words[i];
   }
-  if constexpr (corrected) {
-    const int64_t own = warp_sum(sums.own), made = warp_sum(sums.made);
-    if ((threadIdx.x & 31) == 0) left.add(blockIdx.x, own, made);
-  }
+  if constexpr (corrected) left.add(blockIdx.x, own, made);
 }
 
 // Scales of rows from `left`, the results of the other kernels.
@@ -138,27 +129,28 @@ __global__ void row_scales(RowLeft left, int64_t rows, LadderRule rule, bool cor
   scale[row] = corrected ? own * row_factor(sum(0), sum(1)) : own;
 }
 
-void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<Tensor>& signs, bool transposed) {
+void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<Tensor>& signs, double gain, bool transposed) {
   Tensor v = plain_matrix(x, call.how.scale, call.how.scale_step, transposed);
-  if (call.how.block > 0) v = hadamard(v, signs, call.how.block);
+  if (call.rotation > 0) v = hadamard_half(v, signs, call.rotation, gain);
   const auto kernel = call.corrected ? ladder_plain<true> : ladder_plain<false>;
   kernel<<<v.size(0), 256, 0, call.stream>>>(data_of<float>(v), call.codes, call.left, v.size(1), call.rule);
 }
 
 bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64_t rotation) {
   const ScalarType type = x.scalar_type();
-  const int64_t bytes = type == ScalarType::Float ? 4 : type == ScalarType::Float8_e4m3fn ? 1 : 2;
-  const int64_t stages = transposed ? (bytes == 4 ? 144 : 80) * 1024 : 2 * ceil_div(columns, 32 * HELD) * 32 * HELD * bytes;
+  const int64_t bytes = type == ScalarType::Float8_e4m3fn ? 1 : 2;
+  const int64_t stages = transposed ? 80 * 1024 : 2 * ceil_div(columns, 32 * ROW) * 32 * ROW * bytes;
   int shared = 0;
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(x.get_device_index()));
-  const bool shaped = transposed ? rows % 8 == 0 : columns <= WARPS_OF<HELD> * 32 * HELD;
-  return shaped && stages + STATIC_SHARED <= shared && rotation <= 256 && type != ScalarType::Half &&
-         aligned(x.const_data_ptr(), 16);
+  const bool shaped = transposed ? rows % 8 == 0 : columns <= ROW_WARPS * 32 * ROW;
+  return shaped && stages + STATIC_SHARED <= shared && (rotation == 0 || rotation == HALF_ROTATION) &&
+         (type == ScalarType::BFloat16 || bytes == 1) && aligned(x.const_data_ptr(), 16);
 }
 
 std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional<Tensor> scale, bool transposed,
-                                              std::optional<Tensor> signs, int64_t rotation, std::vector<int64_t> tile,
-                                              std::string candidates, int64_t span, bool corrected) {
+                                              std::optional<Tensor> signs, int64_t rotation, double gain,
+                                              std::vector<int64_t> tile, std::string candidates, int64_t span,
+                                              bool corrected) {
   const Tensor x = dense(given);
   const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
   STD_TORCH_CHECK(rows > 0 && columns > 0, "an empty operand has no scale");
@@ -174,8 +166,8 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   LadderCall call{};
   call.x = x.const_data_ptr(), call.rows = x.size(0), call.columns = x.size(1);
   call.codes = mutable_data_of<uint8_t>(codes);
-  call.how.block = static_cast<int>(rotation), call.how.factor = hadamard_factor(rotation);
-  call.how.signs = seed_of(signs);
+  call.rotation = static_cast<int>(rotation);
+  call.how.signs = seed_of(signs), call.how.gain = binades_of(gain);
   const Tensor held = scale.has_value() ? dense(*scale) : x;  // must live until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
   call.rule = {static_cast<int>(span), by == Candidates::MSE};
@@ -184,11 +176,11 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   const Tensor sums = torch::stable::new_zeros(x, {corrected ? rows : 1, 2}, ScalarType::Long);
   call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(sums)};
   if (!fits(x, transposed, rows, columns, rotation)) {
-    launch_plain(call, x, signs, transposed);
+    launch_plain(call, x, signs, gain, transposed);
   } else {
     with_operand(x, [&](auto tag) {
       using In = typename decltype(tag)::Type;
-      if constexpr (!std::is_same_v<In, Fp16>) {
+      if constexpr (std::is_same_v<In, Bf16> || std::is_same_v<In, Code8>) {
         if (transposed) return launch_ladder_transposed<In>(call);
         corrected ? launch_rows<In, true>(call) : launch_rows<In, false>(call);
       }

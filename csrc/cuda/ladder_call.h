@@ -7,7 +7,15 @@ namespace lowprec {
 
 struct LadderRule {
   int span;
-  bool chooses;  // the rung with the least squared error of three
+  bool chooses;  // the rung with the least squared error of four
+};
+
+// What happens to x before it is rounded. scale: of E4M3 codes, one (step 0) or one per row of x (1). gain: log2 of
+// the factor after a rotation.
+struct LadderInput {
+  const int64_t* signs;
+  const float* scale;
+  int scale_step, gain;
 };
 
 // Results of kernels for each row of codes: bits of its amax, and its two sums. Must be zeros before.
@@ -23,18 +31,24 @@ struct RowLeft {
 #endif
 };
 
-// One call: the matrix [rows, columns], its codes in either orientation.
+// One call: the matrix [rows, columns], its codes in either orientation. rotation: its block, 0 for none.
 struct LadderCall {
   const void* x;
   int64_t rows, columns;
   uint8_t* codes;
   RowLeft left;
-  Rotation how;
+  int rotation;
+  LadderInput how;
   LadderRule rule;
   bool corrected;
   int device;
   cudaStream_t stream;
 };
+
+// hadamard.cu: x [m, k] rotated in half precision, FP32.
+Tensor hadamard_half(const Tensor& x, std::optional<Tensor> seed, int64_t block, double gain);
+// log2 of a power of two.
+int binades_of(double gain);
 
 // ladder_transposed.cu: codes of the transpose.
 template <typename In>

@@ -114,11 +114,11 @@ struct Tables {
   alignas(16) uint32_t signs[SIGN_WORDS];
 };
 
-// Computes signs of 256 elements, by the first 32 threads of a block.
-__device__ __forceinline__ void make_signs(uint32_t* signs, const Rotation& how) {
+// Computes signs of 256 elements for rotations of `block`, by the first 32 threads of a block.
+__device__ __forceinline__ void make_signs(uint32_t* signs, int block, const int64_t* seed) {
   if (threadIdx.x >= 32) return;
-  const bool drawn = how.block > 0 && how.signs != nullptr;
-  const uint32_t bits = drawn ? sign_bits(static_cast<uint64_t>(*how.signs), threadIdx.x, how.block) : 0;
+  const bool drawn = block > 0 && seed != nullptr;
+  const uint32_t bits = drawn ? sign_bits(static_cast<uint64_t>(*seed), threadIdx.x, block) : 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     signs[threadIdx.x * 4 + i] = (bits >> (2 * i) & 1u) << 15 | (bits >> (2 * i + 1) & 1u) << 31;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void make_tables(Tables& tables, const Rotation& how)
     const int shift = i + LEAST_SHIFT;
     tables.codes[i] = i == NAN_TABLE ? PlaceCodes{0x7f7f7f7fu, 0x7f7f7f7fu} : place_codes(how.e5m2, shift);
   }
-  make_signs(tables.signs, how);
+  make_signs(tables.signs, how.block, how.signs);
   __syncthreads();
 }
 

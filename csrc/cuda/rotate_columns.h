@@ -104,12 +104,45 @@ __device__ __forceinline__ void decode_columns(const uint8_t* stage, uint8_t* ow
   __syncwarp();
 }
 
+// Decodes the warp's 8 columns of a token from E4M3 to halves, without a scale.
+__device__ __forceinline__ void take_codes(uint32_t (&pairs)[HELD / 2], const uint8_t* stage, uint8_t* own) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const auto halves = [](uint32_t codes) {
+    const __half2 both = __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3));
+    return *reinterpret_cast<const uint32_t*>(&both);
+  };
+#pragma unroll
+  for (int i = 0; i < TOKENS / 32; ++i) {
+    const int token = i * 32 + lane;
+    const uint2 codes = *reinterpret_cast<const uint2*>(stage + place<Code8>(token, warp) * 8);
+    *reinterpret_cast<uint4*>(decoded_at(own, token)) =
+        make_uint4(halves(codes.x & 0xffffu), halves(codes.x >> 16), halves(codes.y & 0xffffu), halves(codes.y >> 16));
+  }
+  __syncwarp();
+  turn<8 * 16>(pairs, decoded_at(own, first_token()));
+  __syncwarp();
+}
+
+// Reads the thread's 64 tokens of its column as pairs of BF16.
+template <typename In>
+__device__ __forceinline__ void take_pairs(uint32_t (&pairs)[HELD / 2], const uint8_t* stage, uint8_t* own,
+                                           const GivenScale& given) {
+  const int warp = threadIdx.x >> 5;
+  if constexpr (sizeof(In) == 2) {
+    turn<8 * COLUMNS * 2>(pairs, stage + place<In>(first_token(), warp) * 16);
+  } else {
+    decode_columns(stage, own, given);
+    turn<8 * 16>(pairs, decoded_at(own, first_token()));
+    __syncwarp();
+  }
+}
+
 // Reads the thread's 64 tokens of its column, with their signs.
 template <typename In>
 __device__ __forceinline__ void take(float (&v)[HELD], uint8_t* stage, uint8_t* own, const uint32_t* signs,
                                      const GivenScale& given) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if constexpr (sizeof(In) == 4) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int column = warp * 8 + (lane >> 2);
 #pragma unroll
     for (int i = 0; i < HELD; ++i) {
@@ -119,13 +152,7 @@ __device__ __forceinline__ void take(float (&v)[HELD], uint8_t* stage, uint8_t* 
     flip_signs(v, signs);
   } else {
     uint32_t pairs[HELD / 2];
-    if constexpr (sizeof(In) == 2) {
-      turn<8 * COLUMNS * 2>(pairs, stage + place<In>(first_token(), warp) * 16);
-    } else {
-      decode_columns(stage, own, given);
-      turn<8 * 16>(pairs, decoded_at(own, first_token()));
-      __syncwarp();
-    }
+    take_pairs<In>(pairs, stage, own, given);
     signed_values(v, pairs, signs);
   }
 }
@@ -136,33 +163,30 @@ struct Share {
   bool inside;
 };
 
-// Calls body(share, rotated values, the warp's own bytes) for each tile of this block.
-template <typename In, bool emits, int fixed, typename Body>
-__device__ __forceinline__ void each_tile(const In* x, int rows, int columns, const Rotation& how, const uint32_t* drawn,
+// Calls body(tile, share, its elements in shared memory, scales of codes, the warp's own bytes) for each tile of this
+// block. own_bytes: of a warp. unrolled: copies are.
+template <typename In, size_t own_bytes, bool unrolled, typename Body>
+__device__ __forceinline__ void each_tile(const In* x, int rows, int columns, const float* scale, int scale_step,
                                           uint8_t* shared, Body&& body) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int across = (columns + COLUMNS - 1) / COLUMNS, tiles = across * ((rows + TOKENS - 1) / TOKENS);
-  uint8_t* own = shared + 2 * STAGE<In> + warp * OWN<In, emits>;
-  const uint32_t* signs = signs_of_lane(drawn, fixed > 0 ? fixed : how.block);
+  uint8_t* own = shared + 2 * STAGE<In> + warp * own_bytes;
   const auto place_of = [&](int tile) { return TileAt{tile / across * TOKENS, tile % across * COLUMNS}; };
   int turn = 0;
   int tile = blockIdx.x;
-  if (tile < tiles) fetch<In, (fixed > 0)>(x, place_of(tile), rows, columns, shared);
+  if (tile < tiles) fetch<In, unrolled>(x, place_of(tile), rows, columns, shared);
   commit_copies();
   for (; tile < tiles; tile += gridDim.x, turn ^= 1) {
     wait_copies();
     __syncthreads();  // this stage is filled, and all threads have finished with the other one
     if (tile + gridDim.x < tiles) {
-      fetch<In, (fixed > 0)>(x, place_of(tile + gridDim.x), rows, columns, shared + (turn ^ 1) * STAGE<In>);
+      fetch<In, unrolled>(x, place_of(tile + gridDim.x), rows, columns, shared + (turn ^ 1) * STAGE<In>);
     }
     commit_copies();
     const TileAt at = place_of(tile);
-    float v[HELD];
-    take<In>(v, shared + turn * STAGE<In>, own, signs, GivenScale{how.scale, how.scale_step, at.token, rows});
-    rotate<fixed>(v, how);
     Share mine{at.token + (lane & 3) * HELD, at.column + warp * 8 + (lane >> 2), false};
     mine.inside = mine.token < rows && mine.column < columns;
-    body(at, mine, v, own);
+    body(at, mine, shared + turn * STAGE<In>, GivenScale{scale, scale_step, at.token, rows}, own);
   }
 }
 

@@ -1,5 +1,5 @@
 // A warp's part of a row: copied into shared memory while the previous row is processed, swizzled to avoid bank
-// conflicts on both sides, and read with its signs, neighbouring elements in a thread.
+// conflicts on both sides, and read as neighbouring elements in a thread.
 #pragma once
 
 #include "cuda/rotate.h"
@@ -36,12 +36,32 @@ __device__ __forceinline__ void fetch(const In* row, int columns, uint4* to) {
   }
 }
 
+// Reads the thread's elements as pairs of BF16. scale: of E4M3 codes.
+template <typename In, int held>
+__device__ __forceinline__ void take_pairs(uint32_t (&pairs)[held / 2], const uint4* from, float scale) {
+  constexpr int chunks = CHUNKS<In, held>;
+#pragma unroll
+  for (int c = 0; c < chunks; ++c) {
+    const uint4 part = from[swizzled<chunks>(threadIdx.x & 31, c)];
+    const uint32_t words[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(In) == 2) {
+        pairs[4 * c + i] = words[i];
+      } else {
+        pairs[8 * c + 2 * i] = decoded_pair(words[i] & 0xffffu, scale);
+        pairs[8 * c + 2 * i + 1] = decoded_pair(words[i] >> 16, scale);
+      }
+    }
+  }
+}
+
 // Reads the thread's elements with their signs.
 template <typename In, int held>
 __device__ __forceinline__ void take(float (&v)[held], const uint4* from, const uint32_t* signs, float scale) {
-  const int lane = threadIdx.x & 31;
-  constexpr int chunks = CHUNKS<In, held>;
   if constexpr (sizeof(In) == 4) {
+    const int lane = threadIdx.x & 31;
+    constexpr int chunks = CHUNKS<In, held>;
 #pragma unroll
     for (int c = 0; c < chunks; ++c) {
       const uint4 part = from[swizzled<chunks>(lane, c)];
@@ -51,20 +71,7 @@ __device__ __forceinline__ void take(float (&v)[held], const uint4* from, const 
     flip_signs(v, signs);
   } else {
     uint32_t pairs[held / 2];
-#pragma unroll
-    for (int c = 0; c < chunks; ++c) {
-      const uint4 part = from[swizzled<chunks>(lane, c)];
-      const uint32_t words[4] = {part.x, part.y, part.z, part.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (sizeof(In) == 2) {
-          pairs[4 * c + i] = words[i];
-        } else {
-          pairs[8 * c + 2 * i] = decoded_pair(words[i] & 0xffffu, scale);
-          pairs[8 * c + 2 * i + 1] = decoded_pair(words[i] >> 16, scale);
-        }
-      }
-    }
+    take_pairs<In, held>(pairs, from, scale);
     signed_values(v, pairs, signs);
   }
 }

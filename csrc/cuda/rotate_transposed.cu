@@ -21,8 +21,12 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
   extern __shared__ uint4 dynamic[];
   __shared__ Tables tables;
   make_tables(tables, how);
-  each_tile<In, false, plain ? HELD : 0>(x, rows, columns, how, tables.signs, reinterpret_cast<uint8_t*>(dynamic),
-                       [&](const TileAt&, const Share& mine, const float (&v)[HELD], uint8_t*) {
+  const uint32_t* signs = signs_of_lane(tables.signs, plain ? HELD : how.block);
+  each_tile<In, OWN<In, false>, plain>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
+                              [&](const TileAt&, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
+    float v[HELD];
+    take<In>(v, stage, own, signs, given);
+    rotate<plain ? HELD : 0>(v, how);
     const int low = block_key(v, how), high = block_key(v + MX_BLOCK, how);
     int largest = max(low, high);
     largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
@@ -50,8 +54,12 @@ __global__ void __launch_bounds__(32 * WARPS, RESIDENT<In>)
       first_group = static_cast<uint32_t>(how.origin[1] >> 3);
     }
   }
-  each_tile<In, true, plain ? HELD : 0>(x, rows, columns, how, tables.signs, reinterpret_cast<uint8_t*>(dynamic),
-                      [&](const TileAt& at, const Share& mine, const float (&v)[HELD], uint8_t* own) {
+  const uint32_t* signs = signs_of_lane(tables.signs, plain ? HELD : how.block);
+  each_tile<In, OWN<In, true>, plain>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
+                             [&](const TileAt& at, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
+    float v[HELD];
+    take<In>(v, stage, own, signs, given);
+    rotate<plain ? HELD : 0>(v, how);
     const int row = mine.inside ? static_cast<int>(keys[mine.column]) : 1;
     const uint32_t both = mine.inside ? saved[static_cast<int64_t>(mine.token / HELD) * columns + mine.column] : 0x0101u;
     if (mine.inside && mine.token == 0) scale[mine.column] = row_scale(row, how);

@@ -7,10 +7,14 @@
 namespace lowprec {
 
 constexpr int LADDER_LOW = -121;                      // exponent of rung 0
-constexpr int LADDER_HIGH = 3 * (125 - LADDER_LOW) + 2;  // the last one with a rung above it
+constexpr int LADDER_HIGH = 3 * (125 - LADDER_LOW) + 2;  // the last one with two rungs above it
 constexpr int LADDER_TOP = 5;                         // exponent of a row's largest rung in a carrier
 constexpr int LADDER_BLOCK = 16;
-constexpr float SUM_UNITS = 0x1p28f;                  // sums of blocks are multiples of its inverse
+constexpr int LADDER_WIDEST = 256;                    // elements of a block whose sums fit half precision
+constexpr float SUM_UNITS = 0x1p16f;                  // sums of blocks are multiples of its inverse
+constexpr int ROTATED_TOP = 6;   // exponent of the largest magnitude before butterflies in half precision
+constexpr int MOST_SHIFT = 110;  // binades by which a group is enlarged before them
+constexpr int HALF_GROUP = 256;  // elements of the longest group whose sums fit half precision
 
 enum class Candidates : int { NONE, MSE, MAE, MAX };
 constexpr const char* CANDIDATE_NAMES[] = {"none", "mse", "mae", "max"};
@@ -39,9 +43,11 @@ LOWPREC_HD float inverse_times(int place, int shift) {
   const uint32_t below = place == 0 ? 0u : place == 1 ? 0x333333u : 0x555555u;
   return bits_float((static_cast<uint32_t>(127 - shift) << 23) - below);
 }
-LOWPREC_HD float rung_inverse(int rung) {
-  const int step = rung_step(rung);
-  return inverse_times(rung - 3 * step, step + LADDER_LOW);
+
+// Binades by which a group of this largest magnitude is enlarged before butterflies in half precision.
+LOWPREC_HD int rotation_shift(float amax) {
+  const int shift = ROTATED_TOP - exponent(amax);
+  return shift < MOST_SHIFT ? shift : MOST_SHIFT;
 }
 
 // Parameters of a row.
@@ -60,7 +66,7 @@ LOWPREC_HD float ladder_scale(const LadderRow& row) {
   return row.lost ? bits_float(0x7fc00000u) : exp2_int(row.step + LADDER_LOW - LADDER_TOP);
 }
 
-// Correction factor c of a row from its sums in units of 2^-28.
+// Correction factor c of a row from its sums in units of 2^-16.
 LOWPREC_HD float row_factor(double own, double made) {
   return made == 0.0 ? 1.0f : static_cast<float>(own / made);
 }

@@ -10,8 +10,9 @@ class Candidates(Enum):
     sum of squares (MSE), sum of magnitudes (MAE) or largest magnitude (MAX). Of equal errors the larger scale is
     chosen.
 
-    The candidates of LADDER are its rung and the rungs below and above it. Those of NVFP4 are its block scale and 3/2
-    of it, under an outer scale for 256 instead of 448 ("four over six", arXiv 2512.02010); of equals its block scale.
+    The candidates of LADDER are its rung, the rung below and the two above it. Those of NVFP4 are its block scale and
+    3/2 of it, under an outer scale for 256 instead of 448 ("four over six", arXiv 2512.02010); of equals its block
+    scale.
     """
 
     NONE = "none"

@@ -19,11 +19,9 @@ from torch import Tensor
 from lowprec_train.group import SINGLE, Group
 from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.formats import E2M1, FORMATS, FP16, FP32, NEAREST, STOCHASTIC, Format, Rounding
-from lowprec_train.ops import library
+from lowprec_train.ops import ladder, library
 from lowprec_train.ops.eden import BLOCK as EDEN_BLOCK
 from lowprec_train.ops.eden import GROUP as EDEN_GROUP
-from lowprec_train.ops.ladder import SPAN as LADDER_SPAN
-from lowprec_train.ops.ladder import row_factor
 from lowprec_train.ops.rounding import ROUNDINGS
 from lowprec_train.ops.schema import tile_shape
 
@@ -201,14 +199,16 @@ class Quantizer:
         if self.format is not E2M1:
             raise ValueError(f"LADDER scales belong to E2M1, not {self.format}")
         width = self.tile[1]
-        if self.tile[0] != 1 or width < 2 or width & (width - 1):
-            raise ValueError(f"LADDER tiles are one row of a power of two of columns, such as (1, 16), not {self.tile}")
+        if self.tile[0] != 1 or not 2 <= width <= ladder.WIDEST or width & (width - 1):
+            raise ValueError(
+                f"LADDER tiles are a row of 2 to {ladder.WIDEST} columns, a power of two, such as 16, not {self.tile}"
+            )
         if self.rounding is not NEAREST or self.range_share != 1:
             how = f"{self.rounding} in {self.range_share} of it"
             raise ValueError(f"LADDER codes are rounded to nearest in the whole range, not {how}")
-        if self.exponent_span > LADDER_SPAN:
+        if self.exponent_span > ladder.SPAN:
             raise ValueError(
-                f"LADDER codes fold within {LADDER_SPAN} binades; exponent_span is {self.exponent_span} (0: no bound)"
+                f"LADDER codes fold within {ladder.SPAN} binades; exponent_span is {self.exponent_span} (0: no bound)"
             )
 
     def _pair_with_transposed(self) -> None:
@@ -352,8 +352,8 @@ class Quantizer:
         parts = {"block": block} | ({"row": row} if self.exponent_span else {})
         if self.correction is Correction.NONE:
             return self.wrap(codes, block, parts)
-        sums = torch.ops.lowprec.row_sums(x, codes, block, row)
-        factor = row_factor(sums if shared is None else shared.group.all_reduce_sum(sums))
+        sums = torch.ops.lowprec.row_sums(x, codes, block, row, self.exponent_span)
+        factor = ladder.row_factor(sums if shared is None else shared.group.all_reduce_sum(sums))
         return self.wrap(codes, block * factor, parts | {"factor": factor})
 
     def local_amax(self, x: Tensor, dim: int) -> Tensor:

@@ -74,7 +74,7 @@ def _quantize_ladder(x, tops, tile, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, tile), _scale_like(x, (1, -1))
 
 
-def _row_sums(x, codes, scale, row):  # type: ignore[no-untyped-def]
+def _row_sums(x, codes, scale, row, exponent_span):  # type: ignore[no-untyped-def]
     return x.new_empty((x.shape[0], 2), dtype=torch.float64)
 
 
@@ -214,6 +214,7 @@ FAKES: dict[str, Callable] = {
     "pack_e2m1": _pack_e2m1,
     "unpack_e2m1": _unpack_e2m1,
     "hadamard": _as_float32,
+    "hadamard_half": _as_float32,
     "quantize_expanded": _quantize_expanded,
     "dequantize_expanded": _as_float32,
     "encode_gradients": _encode_gradients,

@@ -1,20 +1,24 @@
 """Block scales on the ladder {1, 1.25, 1.5} 2^e, with which E2M1 codes fold into E4M3 carriers, and a factor per row.
 
     b      smallest rung with 6 L_b >= max |x| of the block, at least 2^(e_row - span)
-    s      the one of L_(b-1), L_b, L_(b+1) with the least error (`candidates`); of equal errors the larger one
-    q      RN_E2M1(x / s), at most 6                          x / s: a product with the rounded inverse of the rung
+    s      the one of L_(b-1), L_b, L_(b+1), L_(b+2) with the least error (`candidates`); of equal errors the largest
+    q      RN_E2M1(x / s), at most 6
     carrier = q (s / 2^e_row) 2^5 in E4M3, exact for a span of up to 11;    row scale 2^(e_row - 5)
 
 e_row is the exponent of the first rung for the row's largest magnitude. "FOLD3" is the combination of blocks of 1x16,
-three candidates by squared error, and a span of 11. Products of the three mantissas of rungs and the two of E2M1 fit
-the four bits of E4M3.
+candidates by squared error, and a span of 11. Products of the three mantissas of rungs and the two of E2M1 fit the four
+bits of E4M3.
 
-Errors of candidates are computed in half precision, in the order of halving (elements j and j + 8, then j and j + 4,
-..): a relative error of 2^-11 is irrelevant for the choice, and a GPU processes two elements per instruction.
+A block's arithmetic is in half precision, in which a GPU computes two elements per instruction: magnitudes in units of
+b's power of two, their products with the inverse of a rung, errors, and the sums below. Its relative error of 2^-11
+moves no code that is not next to a tie, and exact ties stay ties. A sum over a block is two chains of fused
+multiply-adds, over its even and its odd elements, and the sum of both.
 
 The factor of a row is EDEN's (arXiv 2601.22813), one for all of k: c = sum y^2 / sum y q s makes <y, c q s> = |y|^2.
-Sums of a block are FP32 in the order of halving, in units of 4^e_row. Sums over blocks are of multiples of 2^-28 of
-that unit, which are exact in any order, and also over ranks.
+Sums of blocks are in units of 4^e_row, truncated to multiples of 2^-16, which are exact in any order, and also over
+ranks.
+
+A rotation before rounding is also in half precision (`hadamard_half`).
 """
 
 from __future__ import annotations
@@ -24,18 +28,25 @@ from torch import Tensor
 
 from lowprec_train.ops.exponents import exp2_int, exponent
 from lowprec_train.ops.formats import E2M1, E4M3
-from lowprec_train.ops.reference import divide, hadamard, pack_e2m1, spread, tile_amax, to_float, unpack_e2m1
+from lowprec_train.ops.reference import divide, pack_e2m1, random_signs, spread, tile_amax, to_float, unpack_e2m1
 from lowprec_train.ops.rounding import encode, round_to
 from lowprec_train.ops.schema import tile_shape
 
 MANTISSAS = (1.0, 1.25, 1.5)
-INVERSES = (1.0, 0.8, 1 / 1.5)  # of MANTISSAS, rounded to FP32
-LOWEST, HIGHEST = 3 * -121, 3 * 125 + 2  # rung numbers, 3 e + place: row scales and inverses are normal numbers
+INVERSES = (1.0, 0.8, 1 / 1.5)  # of MANTISSAS; rounded to half, they map exact ties to exact ties
+LOWEST, HIGHEST = (
+    3 * -121,
+    3 * 125 + 2,
+)  # rung numbers, 3 e + place: row scales, and rungs two above, are normal numbers
+STEPS = (2, 1, 0, -1)  # candidates, relative to the first rung
 TOP = 5  # exponent of a row's largest rung in a carrier: 6 * 2 * 2^5 fits
 SPAN = 11  # binades below it in which codes are exact carrier values
 BLOCK = 16  # elements of a FOLD3 block
-SUM_BITS = 28  # sums of blocks are multiples of 2^-28
+WIDEST = 256  # elements of a block whose sums fit half precision
+SUM_BITS = 16  # sums of blocks are multiples of 2^-16
 CANDIDATES = ("none", "mse", "mae", "max")
+ROTATED_TOP = 6  # exponent of the largest magnitude before butterflies: sums of 256 fit half precision
+MOST_SHIFT = 110  # binades by which a group is enlarged before butterflies: what it is divided by stays normal
 
 
 def _table(values: tuple[float, ...], place: Tensor) -> Tensor:
@@ -65,43 +76,63 @@ def rung_value(rung: Tensor) -> Tensor:
     return exp2_int(e) * _table(MANTISSAS, place)
 
 
-def rung_inverse(rung: Tensor) -> Tensor:
-    """Return the factor of x before rounding, FP32."""
+def _inverse(rung: Tensor, unit: Tensor) -> Tensor:
+    """Return 2^unit / rung in half precision."""
     e, place = _exponent_and_place(rung)
-    return exp2_int(-e) * _table(INVERSES, place)
+    return (exp2_int(unit - e) * _table(INVERSES, place)).half()
 
 
-def halving(x: Tensor, join=torch.add) -> Tensor:  # type: ignore[no-untyped-def]
-    """Reduce the last dimension (a power of two) by `join`: j with j + n / 2, then j with j + n / 4, and so on."""
-    while x.shape[-1] > 1:
-        half = x.shape[-1] // 2
-        x = join(x[..., :half], x[..., half:])
-    return x[..., 0]
+def fused_half(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return a b + c, rounded once. a, b, c: half precision; FP64 holds the exact result."""
+    exact = a.double() * b.double() + c.double()
+    e = (((exact.contiguous().view(torch.int64) >> 52) & 2047) - 1023).clamp(-14, 15)
+    magic = ((e + (52 - 10 + 1023) << 52) | (1 << 51)).view(torch.float64)  # its last bit is half precision's
+    return ((exact + magic) - magic).half()
 
 
-def _candidate_error(size: Tensor, ratio: Tensor, inverse: Tensor, by: str) -> Tensor:
-    """Return the error of a candidate, FP32. size: FP16 magnitudes of a block in the last dimension, in units of a
-    power of two; ratio: the candidate's scale in that unit; inverse: 1 / ratio.
+def chained(a: Tensor, b: Tensor) -> Tensor:
+    """Return the sum of a b over the last dimension (even) in half precision: fused multiply-adds along the even and
+    the odd elements, then both.
     """
-    place = size * inverse.half().unsqueeze(-1)
-    off = round_to(place.float().clamp_max(6.0), E2M1).half() - place
-    if by == "mse":
-        return halving(off * off).float() * ratio * ratio
-    return halving(off.abs(), torch.add if by == "mae" else torch.maximum).float() * ratio
+    a, b = torch.broadcast_tensors(a, b)
+    total = torch.zeros_like(a[..., :2])
+    for i in range(0, a.shape[-1], 2):
+        total = fused_half(a[..., i : i + 2], b[..., i : i + 2], total)
+    return total[..., 0] + total[..., 1]
 
 
-def _best_rung(x: Tensor, rung: Tensor, floor: Tensor, by: str) -> Tensor:
-    """Return the rung with the least error of `rung` and its neighbours, at least `floor`. x [m, tiles, n]."""
-    unit = _exponent_and_place(rung)[0]
-    size = (x.abs() * exp2_int(-unit).unsqueeze(-1)).half()
-    found, least = rung, None
-    for step in (1, 0, -1):
-        candidate = torch.maximum(rung + step, floor)
-        e, place = _exponent_and_place(candidate)
-        shift = exp2_int(e - unit)
-        error = _candidate_error(size, shift * _table(MANTISSAS, place), _table(INVERSES, place) / shift, by)
-        better = error < least if least is not None else torch.ones_like(error, dtype=torch.bool)
-        found, least = torch.where(better, candidate, found), error if least is None else torch.minimum(error, least)
+def _sizes(x: Tensor, unit: Tensor) -> Tensor:
+    """Return |x| / 2^unit in half precision. x [m, tiles, n], unit [m, tiles]."""
+    return (x.abs() * exp2_int(-unit).unsqueeze(-1)).half()
+
+
+def _codes(size: Tensor, inverse: Tensor, doubled: bool = False) -> tuple[Tensor, Tensor]:
+    """Return size * inverse and its E2M1 magnitude, both in half precision. doubled: the grid is twice E2M1's."""
+    place, grid = size * inverse.unsqueeze(-1), 2.0 if doubled else 1.0
+    return place, (round_to((place.float() / grid).clamp_max(6.0), E2M1) * grid).half()
+
+
+def _candidate_error(size: Tensor, rung: Tensor, unit: Tensor, step: int, by: str) -> Tensor:
+    """Return the error of the rung `step` above `rung`, FP32, in units of 2^unit. The rung two above has twice the
+    scale of the rung below: its codes are those of the rung below on a grid twice as wide.
+    """
+    at = rung + (-1 if step == 2 else step)
+    e, place = _exponent_and_place(at)
+    ratio = exp2_int(e - unit) * _table(MANTISSAS, place)
+    value, rounded = _codes(size, _inverse(at, unit), doubled=step == 2)
+    off = (rounded - value).abs()
+    if by == "max":
+        return off.amax(dim=-1).float() * ratio
+    return chained(off, torch.ones_like(off)).float() * ratio if by == "mae" else chained(off, off).float() * ratio**2
+
+
+def _best_rung(size: Tensor, rung: Tensor, floor: Tensor, unit: Tensor, by: str) -> Tensor:
+    """Return the rung with the least error of `rung` and its neighbours, at least `floor`."""
+    found, least = rung + STEPS[0], _candidate_error(size, rung, unit, STEPS[0], by)
+    for step in STEPS[1:]:
+        error = _candidate_error(size, rung, unit, step, by)
+        better = (error < least) & (rung + step >= floor)
+        found, least = torch.where(better, rung + step, found), torch.where(better, error, least)
     return found
 
 
@@ -115,6 +146,11 @@ def below_floor(amax: Tensor, row: Tensor, exponent_span: int) -> Tensor:
     [m, 1]: scales 2^(e_row - 5).
     """
     return first_rung(amax) < 3 * (exponent(row) + TOP - exponent_span)
+
+
+def _floor(e_row: Tensor, exponent_span: int) -> Tensor:
+    """Return the lowest rung of each row [m, 1]."""
+    return (3 * (e_row - exponent_span)).clamp_min(LOWEST) if exponent_span else torch.full_like(e_row, LOWEST)
 
 
 def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[no-untyped-def]
@@ -131,23 +167,30 @@ def quantize_ladder(x, tops, tile, candidates, exponent_span):  # type: ignore[n
     amax = tile_amax(x, (1, width))
     tops = amax.amax(dim=1, keepdim=True) if tops is None else tops
     e_row = row_exponent(tops)
-    floor = (3 * (e_row - exponent_span)).clamp_min(LOWEST) if exponent_span else torch.full_like(e_row, LOWEST)
+    floor = _floor(e_row, exponent_span)
     rung = torch.maximum(first_rung(amax), floor)
+    unit = _exponent_and_place(rung)[0]
+    size = _sizes(x.unflatten(1, (-1, width)), unit)
     if candidates != "none":
-        rung = _best_rung(x.unflatten(1, (-1, width)), rung, floor, candidates)
+        rung = _best_rung(size, rung, floor, unit, candidates)
     lost = ~(tops if exponent_span else amax).isfinite()
-    v = x * spread(rung_inverse(rung), x.shape, (1, width))
-    codes = encode(torch.where(spread(lost.expand_as(rung), x.shape, (1, width)), torch.nan, v), E2M1)
+    rounded = _codes(size, _inverse(rung, unit))[1].float().flatten(1).copysign(x) + 0.0  # zeros are positive
+    codes = encode(torch.where(spread(lost.expand_as(rung), x.shape, (1, width)), torch.nan, rounded), E2M1)
     row = exp2_int(e_row - TOP).masked_fill(~tops.isfinite(), torch.nan)
     return codes, rung_value(rung).masked_fill(lost, torch.nan), row
 
 
-def row_sums(x, codes, scale, row):  # type: ignore[no-untyped-def]
-    """Return FP64 [m, 2]: sum y^2 and sum y q s of each row of x [m, k], as integers in units of 2^-28 4^e_row."""
-    width, unit = x.shape[1] // scale.shape[1], row * 2.0**TOP
-    own = (x.float() * (1.0 / unit)).unflatten(1, (-1, width))
-    made = codes.float().unflatten(1, (-1, width)) * (scale * (1.0 / unit)).unsqueeze(-1)
-    blocks = torch.stack((halving(own * own), halving(own * made)), dim=1)
+def row_sums(x, codes, scale, row, exponent_span):  # type: ignore[no-untyped-def]
+    """Return FP64 [m, 2]: sum y^2 and sum y q s of each row of x [m, k], as integers in units of 2^-16 4^e_row. Other
+    arguments as for and from `quantize_ladder`.
+    """
+    width, e_row, x = x.shape[1] // scale.shape[1], exponent(row) + TOP, x.float()
+    rung = torch.maximum(first_rung(tile_amax(x, (1, width))), _floor(e_row, exponent_span))
+    unit = _exponent_and_place(rung)[0]
+    size, rounded = _sizes(x.unflatten(1, (-1, width)), unit), codes.float().abs().half().unflatten(1, (-1, width))
+    own, made = chained(size, size).float(), chained(size, rounded).float()
+    times = exp2_int((unit - e_row).clamp(-60, 60))
+    blocks = torch.stack((own * times * times, made * times * (scale * (1.0 / (row * 2.0**TOP)))), dim=1)
     return (blocks * 2.0**SUM_BITS).trunc().double().sum(dim=2)
 
 
@@ -186,17 +229,35 @@ def unpack_ladder(packed, scale):  # type: ignore[no-untyped-def]
     return encode(codes.float() * spread(scale.float(), codes.shape, (1, BLOCK)), E4M3)
 
 
+def hadamard_half(x, seed, block, gain):  # type: ignore[no-untyped-def]
+    """Apply random signs as `hadamard`, then the Walsh-Hadamard transform of each block in half precision, times
+    `gain`, a power of two.
+
+    A block is first multiplied by a power of two for which its amax is in [64, 128), and is divided by it after the
+    butterflies. Returns FP32 [m, k]: numbers of half precision times powers of two. block: at most 256.
+    """
+    if block > 256:
+        raise ValueError(f"half precision holds sums of up to 256 numbers, not of {block}")
+    h = x.float().unflatten(1, (-1, block))
+    shift = (ROTATED_TOP - exponent(h.abs().amax(dim=-1, keepdim=True))).clamp_max(MOST_SHIFT)
+    h, stride = (h * random_signs(seed, block) * exp2_int(shift)).half(), 1
+    while stride < block:
+        a, b = h.unflatten(2, (-1, 2, stride)).unbind(3)
+        h, stride = torch.stack((a + b, a - b), dim=3).flatten(2), 2 * stride
+    return (h.float() * (exp2_int(-shift) * gain)).flatten(1)
+
+
 def rotate_fold_ladder(  # type: ignore[no-untyped-def]
-    x, scale, transposed, signs, rotation, tile, candidates, exponent_span, corrected
+    x, scale, transposed, signs, rotation, gain, tile, candidates, exponent_span, corrected
 ):
     """Rotate, round and fold x [m, k] or its transpose in one op. With `scale` ([1, 1] or [m, 1]) x is E4M3 codes,
-    which are first decoded to BF16. signs: seed of the rotation's signs; rotation: its block size, 0 for none.
-    corrected: multiply row scales by their factor.
+    which are first decoded to BF16. signs: seed of the rotation's signs; rotation: its block size, 0 for none; gain: as
+    for `hadamard_half`. corrected: multiply row scales by their factor.
     """
     if scale is not None:
         x = (to_float(x) * scale).to(torch.bfloat16)
     x = x.t().contiguous() if transposed else x
-    x = hadamard(x, signs, rotation) if rotation else x
+    x = hadamard_half(x, signs, rotation, gain) if rotation else x
     codes, block, row = quantize_ladder(x, None, tile, candidates, exponent_span)
-    factor = row_factor(row_sums(x, codes, block, row)) if corrected else None
+    factor = row_factor(row_sums(x, codes, block, row, exponent_span)) if corrected else None
     return fold_ladder(codes, block, row, factor)

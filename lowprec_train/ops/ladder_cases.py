@@ -33,7 +33,7 @@ def quantize_ladder() -> Cases:
 
 def row_sums() -> Cases:
     """Return x and its codes and scales from the reference."""
-    return {name: (x, *ladder.quantize_ladder(x, None, (1, 16), "mse", 11)) for name, x in _ladder_inputs().items()}
+    return {name: (x, *ladder.quantize_ladder(x, None, (1, 16), "mse", 11), 11) for name, x in _ladder_inputs().items()}
 
 
 def rotate_fold_ladder() -> Cases:
@@ -43,23 +43,51 @@ def rotate_fold_ladder() -> Cases:
     rows = 2.0 ** (torch.arange(256) % 5).float()[:, None]
     bad = x.clone()
     bad[3, 40], bad[200, 7] = torch.nan, torch.inf
-    made: Cases = {f"{n}, not rotated": (x, None, False, None, 0, *how, False) for n, x in _ladder_inputs().items()}
+    made: Cases = {
+        f"{n}, not rotated": (x, None, False, None, 0, 1.0, *how, False) for n, x in _ladder_inputs().items()
+    }
     for transposed in (False, True):
         way = "columns" if transposed else "rows"
-        made[way] = (x, None, transposed, signs, 128, *how, True)
-        made[f"{way}, plain"] = (x, None, transposed, None, 0, *how, False)
-        made[f"{way} of FP32, short rotation"] = (x.float(), None, transposed, signs, 32, *how, True)
-        made[f"{way} of codes"] = (codes, torch.tensor([[0.25]]), transposed, signs, 128, *how, True)
-        made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, *how, True)
-        made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, *how, True)
-        made[f"{way}, one rung"] = (x, None, transposed, signs, 64, [1, 16], "none", 11, True)
+        made[way] = (x, None, transposed, signs, 128, 2.0**-3, *how, True)
+        made[f"{way}, plain"] = (x, None, transposed, None, 0, 1.0, *how, False)
+        made[f"{way} of FP32, short rotation"] = (x.float(), None, transposed, signs, 32, 0.25, *how, True)
+        made[f"{way} of codes"] = (codes, torch.tensor([[0.25]]), transposed, signs, 128, 2.0**-4, *how, True)
+        made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, 2.0**-4, *how, True)
+        made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, 2.0**-3, *how, True)
+        made[f"{way}, one rung"] = (x, None, transposed, signs, 64, 0.125, [1, 16], "none", 11, True)
+    made["tiny rows"] = (x * 2.0**-120, None, False, signs, 128, 2.0**-4, *how, True)
+    made["wide groups"] = (
+        x * 2.0 ** (torch.arange(128) // 16 * 5 - 20).bfloat16(),
+        None,
+        False,
+        signs,
+        16,
+        0.25,
+        *how,
+        True,
+    )
     return made
+
+
+def hadamard_half() -> Cases:
+    """Return inputs of wide range, in every block length, and the smallest and largest numbers."""
+    x, wide, signs = normal(9, 256).float(), values(9, 96), torch.tensor(17)
+    made: Cases = {f"{n}": (x, signs, n, 2.0 ** -(n.bit_length() // 2)) for n in (2, 8, 16, 64, 128, 256)}
+    return made | {
+        "wide": (wide, signs, 32, 0.25),
+        "BF16": (wide.bfloat16(), None, 16, 0.25),
+        "spoilt": (spoilt(5, 64), signs, 16, 0.25),
+        "tiny": (x * 2.0**-140, signs, 128, 2.0**-4),
+        "huge": (x * 2.0**124, signs, 128, 2.0**-3),
+        "zeros": (torch.zeros(3, 64), signs, 64, 0.125),
+        "range within a block": (x * 2.0 ** (torch.arange(256) % 64 - 40.0), signs, 128, 2.0**-4),
+    }
 
 
 def fold_ladder() -> Cases:
     """Return codes and scales from the reference, with and without a factor."""
     made: Cases = {}
-    for name, (_, *rest) in row_sums().items():
+    for name, (_, *rest, _) in row_sums().items():
         made |= {name: (*rest, rest[-1].abs()), f"{name}, no factor": (*rest, None)}
     return made
 
@@ -67,7 +95,7 @@ def fold_ladder() -> Cases:
 def pack_ladder() -> Cases:
     """Return carriers from the reference, all codes with all scales, and blocks that have no factors."""
     made: Cases = {}
-    for name, (_, codes, scale, row) in row_sums().items():
+    for name, (_, codes, scale, row, _) in row_sums().items():
         made[name] = (ladder.fold_ladder(codes, scale, row, None)[0],)
     grid = torch.tensor([0.0, -0.0, 0.5, -1.0, 1.5, 2.0, -3.0, 4.0, 6.0, -6.0, 0.5, 1.0, -1.5, 3.0, 4.0, -2.0])
     rungs = torch.tensor([m * 2.0**e for e in range(-6, 7) for m in (1.0, 1.25, 1.5)])[:-2]
@@ -85,6 +113,7 @@ def unpack_ladder() -> Cases:
 BY_OP = {
     "pack_ladder": pack_ladder,
     "unpack_ladder": unpack_ladder,
+    "hadamard_half": hadamard_half,
     "quantize_ladder": quantize_ladder,
     "row_sums": row_sums,
     "fold_ladder": fold_ladder,

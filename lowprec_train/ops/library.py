@@ -106,7 +106,15 @@ def _dequantize_expanded(codes, scale, exponent, center, format, group, segments
     return torch.cat([states.dequantize_expanded(*part, format, group, segments) for part in parts])
 
 
-LADDER = ("quantize_ladder", "row_sums", "fold_ladder", "rotate_fold_ladder", "pack_ladder", "unpack_ladder")
+LADDER = (
+    "hadamard_half",
+    "quantize_ladder",
+    "row_sums",
+    "fold_ladder",
+    "rotate_fold_ladder",
+    "pack_ladder",
+    "unpack_ladder",
+)
 EAGER: dict[str, Callable] = {"quantize_expanded": _quantize_expanded, "dequantize_expanded": _dequantize_expanded}
 EAGER |= {name: getattr(pairs, name) for name in ("quantize_both", "quantize_outliers", "transpose")}
 EAGER |= {name: getattr(adamw, name) for name in ("adamw", "adamw_squares", "adamw_amax")}

@@ -261,14 +261,18 @@ def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
     return folded.to(FORMATS[carrier].carrier), scale.amax(dim=1, keepdim=True) * 2.0**-top
 
 
+def random_signs(seed: Tensor | None, block: int) -> Tensor | float:
+    """Return `block` random signs, FP32 [1, block]; 1 without a seed."""
+    return 1.0 if seed is None else 1.0 - 2.0 * (random_bits(seed, None, 1, block) & 1).float()
+
+
 def hadamard(x, seed, block):  # type: ignore[no-untyped-def]
     """Apply random signs (one vector of length `block` for all blocks), then the orthonormal Walsh-Hadamard transform
     of each block.
 
     Butterflies have a fixed order, stride 1 first; without a seed the signs are all +1.
     """
-    signs = 1.0 if seed is None else 1.0 - 2.0 * (random_bits(seed, None, 1, block) & 1).float()
-    h = x.float().unflatten(1, (-1, block)) * signs
+    h = x.float().unflatten(1, (-1, block)) * random_signs(seed, block)
     out, stride = torch.empty_like(h), 1
     while stride < block:
         a, b = h.unflatten(2, (-1, 2, stride)).unbind(3)

@@ -81,15 +81,16 @@ SCHEMAS = {
         "(Tensor x, Tensor? tops, int[2] tile, str candidates, int exponent_span)"
         " -> (Tensor codes, Tensor scale, Tensor row)"
     ),
-    "row_sums": "(Tensor x, Tensor codes, Tensor scale, Tensor row) -> Tensor",
+    "row_sums": "(Tensor x, Tensor codes, Tensor scale, Tensor row, int exponent_span) -> Tensor",
     "fold_ladder": "(Tensor codes, Tensor scale, Tensor row, Tensor? factor) -> (Tensor codes, Tensor scale)",
     "rotate_fold_ladder": (
-        "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, int[2] tile, str candidates,"
-        " int exponent_span, bool corrected) -> (Tensor codes, Tensor scale)"
+        "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, float gain, int[2] tile,"
+        " str candidates, int exponent_span, bool corrected) -> (Tensor codes, Tensor scale)"
     ),
     "pack_ladder": "(Tensor carriers) -> (Tensor packed, Tensor scale)",
     "unpack_ladder": "(Tensor packed, Tensor scale) -> Tensor",
     "hadamard": "(Tensor x, Tensor? seed, int block) -> Tensor",
+    "hadamard_half": "(Tensor x, Tensor? seed, int block, float gain) -> Tensor",
     "quantize_expanded": (
         "(Tensor x, str format, int group, int segments)"
         " -> (Tensor codes, Tensor scale, Tensor exponent, Tensor center)"

@@ -345,14 +345,15 @@ class LinearGemms:
             kernel = quantizer.kernel("rotate_fold_ladder", x.device)
             ladder = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
             corrected = quantizer.correction is Correction.ROW
-            return Quantized(*kernel(x, scale, spec.transposed, signs, block, *ladder, corrected))
+            gain = 1.0 if rotation is None else rotation.gain(spec.operand)
+            return Quantized(*kernel(x, scale, spec.transposed, signs, block, gain, *ladder, corrected))
         within, kernel = quantizer.exponent_span, quantizer.kernel("rotate_fold", x.device)
         rule = (quantizer.scale.value, quantizer.range_share, within, carrier_of(within), quantizer.rounding.name)
         codes, row = kernel(x, scale, spec.transposed, signs, block, *rule, *self._noise(spec))
         return Quantized(codes, row, exponent_span=within)
 
     def _rotated(self, spec: OperandPlan, x: Tensor) -> Tensor:
-        return x if spec.rotation is None else spec.rotation(x, self._drawn.signs(spec.gemm))
+        return x if spec.rotation is None else spec.rotation(x, self._drawn.signs(spec.gemm), spec.operand)
 
     def _observe(self, spec: OperandPlan, x: Tensor, codes: Quantized) -> None:
         if self.observer is not None:

@@ -310,7 +310,11 @@ class _Compiler:
             isinstance(q, Quantizer) and gemm.folds(q) and not self.crosses(which, operand, q)
             for operand, q in operands
         )
-        return foldable and not self.is_native(which, how)
+        return foldable and self.rotates_inside(how) and not self.is_native(which, how)
+
+    def rotates_inside(self, how: Gemm) -> bool:
+        """Return whether the op that folds an operand rotates it first: LADDER's does so in half precision only."""
+        return how.rotation is None or how.rotation.half == how.on_ladder
 
     def is_native(self, which: Gemms, how: Gemm) -> bool:
         """Return whether tensor cores apply the block scales of both operands; these are then not folded."""
@@ -322,7 +326,7 @@ class _Compiler:
         """Return whether the op that quantises for fprop also folds: no backward GEMM may need the unfolded codes."""
         ladder = quantizer.scale is ScaleRule.LADDER and isinstance(self.recipe.estimator, StraightThrough)
         whole = not self.crosses(Gemms.FPROP, operand, quantizer) and self.recipe.fprop.outliers is None
-        return self.fused and ladder and whole and gemm.folds(quantizer)
+        return self.fused and ladder and whole and gemm.folds(quantizer) and self.rotates_inside(self.recipe.fprop)
 
     def decodes(self, saved_x: SavedForm) -> bool:
         """Return whether the folding op can read the saved X: values or unpacked codes, one scale (ladder: per row)."""

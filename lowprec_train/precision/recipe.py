@@ -71,6 +71,8 @@ class Gemm:
     def __post_init__(self) -> None:
         if self.rotation is not None and (self.a is None or not isinstance(self.b, Quantizer)):
             raise ValueError("a rotation needs a quantiser on both operands: reused codes cannot be rotated")
+        if self.rotation is not None and self.rotation.half and not self.on_ladder:
+            raise ValueError(f"rotation.half belongs to operands with LADDER scales, not to {self.a} x {self.b}")
         if self.outliers is not None and (self.a is None or self.a.format is not E2M1 or self.a.tile != (1, -1)):
             raise ValueError(f"outlier clamping needs row-wise E2M1 activations, not {self.a}")
         if self.rotation is not None and self.outliers is not None and self.outliers.variant == "residual":
@@ -88,6 +90,11 @@ class Gemm:
         """True when neither operand is quantised."""
         return self.a is None and self.b is None
 
+    @property
+    def on_ladder(self) -> bool:
+        """True when both operands have LADDER scales."""
+        return all(isinstance(q, Quantizer) and q.scale is ScaleRule.LADDER for q in (self.a, self.b))
+
     def check(self, m: int, n: int, k: int) -> None:
         """Raises ValueError if a tile or the rotation does not divide a dimension."""
         if self.a is not None:
@@ -100,7 +107,7 @@ class Gemm:
     def __str__(self) -> str:
         codes = f"{self.a or 'BF16'} x {self.b or 'BF16'}"
         parts = [f"BF16 x BF16 (codes for backward: {codes})" if self.codes_only else codes]
-        parts += [f"RHT {self.rotation.block}"] if self.rotation else []
+        parts += [str(self.rotation)] if self.rotation else []
         parts += [f"OCC {self.outliers.quantile} {self.outliers.variant}"] if self.outliers else []
         return ", ".join(parts)
 

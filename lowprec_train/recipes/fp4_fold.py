@@ -4,7 +4,7 @@
     dX = E(dY H) E(W^T H)^T,   dW = E(dY^T H') E(X^T H')^T
 
 Q rounds blocks of 1x16 to the nearest E2M1 code. Block scales have the form {1, 1.25, 1.5} 2^e; the one with the least
-squared error of three candidates is used. Codes times block scales are E4M3 numbers, so the blocks of a row share one
+squared error of four candidates is used. Codes times block scales are E4M3 numbers, so the blocks of a row share one
 scale in the GEMM (docs/numerics.md). E is Q times EDEN's factor of each row, sum y^2 / sum y Q(y). It is unbiased for
 the signs of the random Hadamard transform H, drawn for every GEMM, without stochastic rounding. (arXiv 2601.22813 has a
 factor per 128 elements, in stochastically rounded E4M3 scales.) wgrad rounds the codes of X that fprop saved; dgrad
@@ -36,7 +36,7 @@ def operand(correction: Correction = Correction.NONE) -> Quantizer:
 def backward(rotation: int = 128) -> Gemm:
     """One corrected FOLD3 GEMM; rotation 0: no Hadamard transform, without which the factor leaves a bias."""
     corrected = operand(Correction.ROW)
-    rotated = RandomHadamard(rotation) if rotation else None
+    rotated = RandomHadamard(rotation, half=True) if rotation else None
     return Gemm(a=corrected, b=corrected, rotation=rotated, split_accumulation=True)
 
 

@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from lowprec_train.numerics.corrections import Candidates, Correction
+from lowprec_train.numerics.draws import Operand
 from lowprec_train.numerics.formats import E2M1, E4M3, STOCHASTIC
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, ScaleRule, Shared
 from lowprec_train.ops import kernels
 from lowprec_train.ops.ladder import SPAN
 from lowprec_train.precision.gemm import Path, multiply
+from lowprec_train.precision.hadamard import RandomHadamard
 from tests import oracle
 from tests.groups import among
 from tests.numerics.quantized import codes
 from tests.oracle_cases import CASES
-from tests.oracle_ladder import RUNGS, Ladder, ladder
+from tests.oracle_ladder import RUNGS, Ladder, ladder, rotate_half
 
 F32, F64 = np.float32, np.float64
 FOLD3 = Quantizer(E2M1, (1, 16), ScaleRule.LADDER, exponent_span=SPAN, candidates=Candidates.MSE)
@@ -57,13 +59,13 @@ def test_codes_and_rungs(case, by):
 
 def test_the_first_rung_turns_at_six_rungs():
     """6 L itself, and the FP32 numbers beside it: at most 6 L takes L, the next number takes the next rung."""
-    rungs = RUNGS[3:-8]
+    rungs = RUNGS[6:-10]
     tops = (6 * rungs).astype(F32)
     for x, want in ((tops, rungs), (np.nextafter(tops, F32(0)), rungs), (np.nextafter(tops, F32(3e38)), None)):
         full = np.zeros((len(x), 16), F32)
         full[:, 3] = -x
         got = replace(FOLD3, candidates=Candidates.NONE)(torch.from_numpy(full)).parts["block"].numpy()[:, 0]
-        np.testing.assert_array_equal(got, RUNGS[4:-7] if want is None else want)
+        np.testing.assert_array_equal(got, RUNGS[7:-9] if want is None else want)
 
 
 def test_no_candidate_has_less_error():
@@ -81,15 +83,15 @@ def test_no_candidate_has_less_error():
 
     own = np.searchsorted(6 * RUNGS, np.abs(blocks).max(axis=2))
     chosen = error(RUNGS[place])
-    assert (np.abs(place - own) <= 1).all() and len(np.unique(place - own)) == 3
-    for step in (-1, 0, 1):
+    assert set(np.unique(place - own)) == {-1, 0, 1, 2}
+    for step in (-1, 0, 1, 2):
         assert (chosen <= error(RUNGS[own + step]) * 1.01).all()
 
 
 def test_equal_errors_take_the_larger_scale():
     """Multiples of 2 up to 4 are codes under 1 and under 2 (and 1.5 has an error): both are exact."""
-    x = torch.tensor([[0.0, 2.0, -4.0, 2.0] * 4]) * 1.5  # own rung 1: the neighbours are 0.75 and 1.25
-    assert FOLD3(x).scale.item() == 1.0
+    x = torch.tensor([[0.0, 2.0, -4.0, 2.0] * 4]) * 1.5  # own rung 1: tried are 0.75, 1, 1.25 and 1.5; 0.75 and 1.5 fit
+    assert FOLD3(x).scale.item() == 1.5
     y = torch.tensor([[9.0, 4.5, -1.5, 3.0] * 4])  # 6, 3, 1, 2 under 1.5; nothing else is exact
     assert FOLD3(y).scale.item() == 1.5
     zero = torch.zeros(1, 16)
@@ -97,9 +99,9 @@ def test_equal_errors_take_the_larger_scale():
 
 
 def test_relative_error_of_gaussians():
-    """.0082 (docs/numerics.md); NVFP4 has .0091."""
+    """.0081 (docs/numerics.md); NVFP4 has .0091."""
     x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0))
-    assert ((FOLD3(x).dequantize() - x).square().sum() / x.square().sum()).item() < 0.0083
+    assert ((FOLD3(x).dequantize() - x).square().sum() / x.square().sum()).item() < 0.00812
 
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan], ids=str)
@@ -136,7 +138,7 @@ def test_carriers_are_exact(case):
 def test_every_code_under_every_rung_of_the_span():
     """All 15 codes in a block of each of 3 x 12 rungs below a row's largest, and of the rung above it."""
     values = np.append(np.concatenate([oracle.TABLES["E2M1"], -oracle.TABLES["E2M1"][1:]]), 6.0)
-    rungs = RUNGS[3 * 110 : 3 * 122 + 1]
+    rungs = RUNGS[3 * 111 : 3 * 123 + 1]
     x = (rungs[:, None] * values).astype(F32).reshape(1, -1)
     q = replace(FOLD3, candidates=Candidates.NONE)(torch.from_numpy(x))
     assert rungs[-1] == 2.0 and q.parts["row"].item() == 2.0 ** (1 - 5)
@@ -182,17 +184,39 @@ def test_factors(case):
         x = made(case, seed)
         got, want = CORRECTED(torch.from_numpy(x)), ladder(x)
         assert_equal(got, want)
-        factor = want.factor(x)
+        factor = want.factor()
         np.testing.assert_array_equal(got.parts["factor"].numpy(), factor)
         np.testing.assert_array_equal(got.scale.numpy(), want.rounded.scale * factor)
 
 
 def test_a_corrected_row_has_the_length_of_its_shadow():
-    """<y, c q s> = |y|^2."""
+    """<y, c q s> = |y|^2, but for half precision of a block's sums, which a row of 256 blocks averages."""
     x = torch.randn(32, 4096, generator=torch.Generator().manual_seed(5))
     wrong = (x.double() * CORRECTED(x).dequantize().double()).sum(1) / x.double().square().sum(1) - 1
-    assert wrong.abs().max() < 1e-6
+    assert wrong.abs().max() < 2e-4 and wrong.mean().abs() < 4e-5
     assert ((x.double() * FOLD3(x).dequantize().double()).sum(1) / x.double().square().sum(1) - 1).abs().max() > 1e-3
+
+
+# --- rotations in half precision ---
+
+
+@cases
+def test_rotations(case):
+    for block in (2, 16, 64, 256):
+        x, gain = made(case, block, k=512), 2.0 ** -(block.bit_length() // 2)
+        got = ops.hadamard_half(torch.from_numpy(x), torch.tensor(5), block, gain)
+        np.testing.assert_array_equal(got.double().numpy(), rotate_half(x, 5, block, gain))
+
+
+def test_rotated_operands_have_the_product_of_the_operands():
+    """The gains of both operands make up 1 / block; half precision adds a thousandth."""
+    g = torch.Generator().manual_seed(6)
+    a, b, seed = torch.randn(32, 1024, generator=g), torch.randn(48, 1024, generator=g), torch.tensor(2)
+    for block in (2, 4, 8, 16, 32, 64, 128, 256):
+        rotation = RandomHadamard(block, half=True)
+        y, z = rotation(a, seed, Operand.A).double(), rotation(b, seed, Operand.B).double()
+        exact = a.double() @ b.double().t()
+        assert ((y @ z.t() - exact).norm() / exact.norm()).item() < 2e-3
 
 
 # --- parts and one op ---
@@ -231,12 +255,12 @@ def test_the_fused_op_against_the_formulas(transposed, rotation, corrected):
         given = ((given[0].float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale)
         x = oracle.bf16(given[0].double().numpy() * scale.numpy()).astype(F32)
     seed = torch.tensor(11) if rotation else None
-    carrier, row = ops.rotate_fold_ladder(*given, transposed, seed, rotation, (1, 16), "mse", SPAN, corrected)
+    carrier, row = ops.rotate_fold_ladder(*given, transposed, seed, rotation, 0.125, (1, 16), "mse", SPAN, corrected)
     y = x.T if transposed else x
-    y = oracle.rotate_float32(y, 11, rotation) if rotation else y
+    y = rotate_half(y, 11, rotation, 0.125) if rotation else y
     want = ladder(y)
     np.testing.assert_array_equal(carrier.double().numpy(), want.carriers.values)
-    factor = want.factor(y) if corrected else F32(1)
+    factor = want.factor() if corrected else F32(1)
     np.testing.assert_array_equal(row.numpy(), want.row * factor)
 
 
@@ -245,6 +269,7 @@ REFUSED = [
     ({"tile": (1, -1)}, "(1, -1)"),
     ({"tile": (16, 16)}, "(16, 16)"),
     ({"tile": (1, 24)}, "(1, 24)"),
+    ({"tile": (1, 512)}, "(1, 512)"),
     ({"rounding": STOCHASTIC}, "stochastic"),
     ({"headroom": 0.75}, "0.75"),
     ({"exponent_span": 12}, "12"),
@@ -282,4 +307,6 @@ def test_sizes_that_do_not_fit_are_refused():
     with pytest.raises(RuntimeError, match="64 rows have as many scales, not 2"):
         ops.fold_ladder(codes, torch.ones(64, 2), torch.ones(2, 1), None)
     with pytest.raises(RuntimeError, match="codes of 32 x 32 values, not 64 x 32"):
-        ops.row_sums(x[:32], codes, torch.ones(64, 2), torch.ones(64, 1))
+        ops.row_sums(x[:32], codes, torch.ones(64, 2), torch.ones(64, 1), 11)
+    with pytest.raises(RuntimeError, match="sums of up to 256 numbers, not of 512"):
+        ops.hadamard_half(torch.ones(2, 512), None, 512, 1.0)

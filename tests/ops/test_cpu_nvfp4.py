@@ -67,7 +67,7 @@ def test_factors_of_groups(kind, rotation):
 @kinds
 def test_carriers_in_four_bits(kind):
     x = matrix(kind, 9, 160)
-    carriers = ladder.rotate_fold_ladder(x, None, False, None, 0, (1, 16), "mse", 11, False)[0]
+    carriers = ladder.rotate_fold_ladder(x, None, False, None, 0, 1.0, (1, 16), "mse", 11, False)[0]
     check("pack_ladder", ladder.pack_ladder, carriers)
     packed = ladder.pack_ladder(carriers)
     check("unpack_ladder", ladder.unpack_ladder, *packed)

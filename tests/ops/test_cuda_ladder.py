@@ -28,8 +28,8 @@ def live() -> None:
 
 
 def check(x: Tensor, scale: Tensor | None, transposed: bool, rotation: int, *how: object) -> None:
-    signs = SIGNS if rotation else None
-    arguments = (x, scale, transposed, signs, rotation, (1, 16), *how)
+    signs, gain = (SIGNS, 2.0 ** -(rotation.bit_length() // 2)) if rotation else (None, 1.0)
+    arguments = (x, scale, transposed, signs, rotation, gain, (1, 16), *how)
     moved = [each.to(CUDA) if isinstance(each, Tensor) else each for each in arguments]
     want = ladder.rotate_fold_ladder(*arguments)
     for a, b in zip(torch.ops.lowprec.rotate_fold_ladder(*moved), want, strict=True):
@@ -77,6 +77,27 @@ def test_codes_under_one_scale_and_one_a_row(m, k, transposed):
                 check(codes, scale, transposed, rotation, "mse", 11, rotation > 0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("block", [2, 8, 16, 64, 128, 256])
+def test_rotations_in_half_precision(kind, block):
+    for dtype in (torch.bfloat16, torch.float32):
+        x = matrix(kind, 37, 512, dtype)
+        for scaled in (x, x.float() * 2.0**-130, x.float() * 2.0**100):
+            got = torch.ops.lowprec.hadamard_half(scaled.to(CUDA), SIGNS.to(CUDA), block, 0.25)
+            assert_same(got, ladder.hadamard_half(scaled, SIGNS, block, 0.25))
+
+
+@ways
+def test_rows_and_groups_of_any_size(transposed):
+    """From rows of 2^-126 to rows of 2^120, groups of 128 that differ by 30 binades, rows of zeros."""
+    x = matrix("normal", 256, 256)
+    rows = torch.exp2(torch.arange(256) % 83 * 3 - 126.0)[:, None]
+    groups = torch.exp2((torch.arange(256) // 16 % 4) * 10.0 - 20.0)
+    for y in (x * rows, x * groups, x * groups[:, None], (x * rows).t(), x * (rows > 1)):
+        for rotation in (0, 128):
+            check(y.bfloat16().contiguous(), None, transposed, rotation, "mse", 11, True)
+
+
 @pytest.mark.parametrize("k", [2048, 16384])
 def test_products_are_those_of_the_codes(k):
     """Of FP8 tensor cores under a scale per row, with split accumulation: FP64 on the same codes, rounded to BF16."""
@@ -91,6 +112,6 @@ def test_products_are_those_of_the_codes(k):
 def test_the_same_bits_whenever_it_runs():
     """Sums of rows by atomics: any order."""
     x = matrix("heavy", 4096, 512, torch.bfloat16).to(CUDA)
-    made = [torch.ops.lowprec.rotate_fold_ladder(x, None, True, SIGNS.to(CUDA), 128, (1, 16), "mse", 11, True)]
-    made += [torch.ops.lowprec.rotate_fold_ladder(x, None, True, SIGNS.to(CUDA), 128, (1, 16), "mse", 11, True)]
+    made = [torch.ops.lowprec.rotate_fold_ladder(x, None, True, SIGNS.to(CUDA), 128, 0.125, (1, 16), "mse", 11, True)]
+    made += [torch.ops.lowprec.rotate_fold_ladder(x, None, True, SIGNS.to(CUDA), 128, 0.125, (1, 16), "mse", 11, True)]
     assert torch.equal(made[0][1], made[1][1])

@@ -121,10 +121,6 @@ def _moments(m: int, k: int, device: torch.device) -> Inputs:
     return tuple(ops.quantize_expanded(torch.randn(m, k, device=device), "E4M3", GROUP, SEGMENTS))
 
 
-def _hadamard(x: Tensor, seed: Tensor) -> Tensor:
-    return ops.hadamard(x, seed, 64)
-
-
 def _rotate_fold(transposed: bool, coded: bool) -> Callable:
     def call(x: Tensor, seed: Tensor, scale: Tensor | None = None) -> Any:
         how = (64, "E8M0_FLOOR", 0.75, 14 if coded else 28, "E4M3" if coded else "E5M2")
@@ -135,7 +131,7 @@ def _rotate_fold(transposed: bool, coded: bool) -> Callable:
 
 def _rotate_fold_ladder(transposed: bool, rotation: int) -> Callable:
     def call(x: Tensor, seed: Tensor, scale: Tensor | None = None) -> Any:
-        how = (rotation, (1, 16), "mse", 11, rotation > 0)
+        how = (rotation, 2.0**-3, (1, 16), "mse", 11, rotation > 0)
         return ops.rotate_fold_ladder(x, scale, transposed, seed if rotation else None, *how)
 
     return call
@@ -278,7 +274,9 @@ def _methods() -> Iterator[Case]:
     yield Case(
         name="k = 5", op="dge", inputs=_gradient, call=lambda *a: ops.dge(*a, 5.0, 3.0, torch.bfloat16), shapes=WEIGHTS
     )
-    yield Case(name="64", op="hadamard", inputs=_with_seed, call=_hadamard)
+    yield Case(name="64", op="hadamard", inputs=_with_seed, call=lambda x, seed: ops.hadamard(x, seed, 64))
+    half = lambda x, seed: ops.hadamard_half(x, seed, 128, 2.0**-3)  # noqa: E731
+    yield Case(name="128", op="hadamard_half", inputs=_with_seed, call=half)
     everywhere = ACTIVATIONS + WEIGHTS
     yield Case(name="rows", op="rotate_fold", inputs=_with_seed, call=_rotate_fold(False, False), shapes=everywhere)
     transposed = _rotate_fold(True, False)
@@ -295,7 +293,8 @@ def _methods() -> Iterator[Case]:
         call=lambda x: ops.quantize_ladder(x, None, (1, 16), "mse", 11),
     )
     folds = Case(name="1x16", op="fold_ladder", inputs=_laddered, call=lambda _, *of: ops.fold_ladder(*of, None))
-    yield from (rungs, folds, Case(name="1x16", op="row_sums", inputs=_laddered, call=ops.row_sums))
+    sums = Case(name="1x16", op="row_sums", inputs=_laddered, call=lambda *of: ops.row_sums(*of, 11))
+    yield from (rungs, folds, sums)
     yield Case(name="carriers", op="pack_ladder", inputs=_carriers, call=ops.pack_ladder)
     yield Case(name="carriers", op="unpack_ladder", inputs=_packed_carriers, call=ops.unpack_ladder)
     yield Case(name="rows", op="rotated_amax", inputs=_with_seed, call=lambda x, seed: ops.rotated_amax(x, seed, 128))
