@@ -71,8 +71,7 @@ def processes(arguments: argparse.Namespace) -> int:
         return gpus(arguments.gpus)
     if arguments.nproc < 1:
         raise ValueError(f"--nproc {arguments.nproc}: must be at least 1")
-    nproc: int = arguments.nproc
-    return nproc
+    return arguments.nproc
 
 
 def gpus(text: str) -> int:

@@ -94,8 +94,7 @@ class Subject:
 
     @property
     def seq_len(self) -> int:
-        length: int = self.run.data["seq_len"]
-        return length
+        return self.run.data["seq_len"]
 
     @property
     def tokens(self) -> int:
