@@ -186,6 +186,10 @@ class Subject:
         )
         return None if gather == "fp32" or recipe is None or not weight.matrix else found
 
+    def gathered_twice(self, weight: Weight) -> bool:
+        """Return whether a weight is gathered again for the backward pass."""
+        return self.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
+
     def sent_bytes(self, weight: Weight) -> int:
         """Return the bytes that this rank sends to each other rank in the all-gather of a weight."""
         format = self.gather_format(weight)

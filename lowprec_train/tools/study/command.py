@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,14 +38,14 @@ examples:
   lowprec study report short_33m --set data=indexed data.train=data/mix data.split=[9,1]
   lowprec study report tiny --results other_machine/results.json
 """
-WHOLE_MACHINE = "all"
+_print_line = partial(print, flush=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="study", metavar="WHAT", required=True)
     run_ = kinds.add_parser("run", help="train the runs of a study that are not finished, on this machine")
     where = run_.add_mutually_exclusive_group()
-    where.add_argument("--gpus", metavar="N", default=WHOLE_MACHINE, help="number of GPUs, or `all` (default: all)")
+    where.add_argument("--gpus", metavar="N", default="all", help="number of GPUs, or `all` (default: all)")
     where.add_argument("--nproc", metavar="N", type=positive, help="train N runs at the same time on the CPU")
     run_.add_argument(
         "--per-gpu", metavar="N", type=positive, default=1, help="runs at the same time on each GPU (default: 1)"
@@ -241,7 +242,3 @@ def _record_purposes(study: Study, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     purposes = before | {str(seed): purpose for seed, purpose in study.seeds.items()}
     write_whole(file, f"{json.dumps(purposes, indent=2)}\n".encode())
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
