@@ -1,4 +1,23 @@
-"""`lowprec study`: the command line."""
+"""Train arms (recipes with overrides) on several seeds, one run on each GPU, and estimate the gap of each arm to a
+baseline, with confidence intervals that hold for other seeds. STUDY is a YAML file or the name of a shipped study
+(docs/study.md).
+
+`run` continues a study from its folder, on any machine: it skips finished runs and resumes the others. After --minutes
+the active runs save a checkpoint and end, and the command lists the remaining runs.
+
+exit status:
+  0  finished, or stopped after --minutes
+  1  a run failed
+  2  bad input: unknown study, recipe or key; a seed with two purposes
+
+examples:
+  lowprec study list short_33m
+  lowprec study run short_33m --per-gpu 2 --minutes 9 --set data=indexed data.train=data/mix data.split=[9,1]
+  lowprec study run tiny --nproc 2
+  lowprec study list main_130m --slurm | sh
+  lowprec study report short_33m --set data=indexed data.train=data/mix data.split=[9,1]
+  lowprec study report tiny --results other_machine/results.json
+"""
 
 from __future__ import annotations
 
@@ -16,28 +35,6 @@ if TYPE_CHECKING:
     from lowprec_train.tools.study.plan import StudyRun
 
 HELP = "train recipes on several seeds and estimate their loss gaps"
-DESCRIPTION = """\
-Train arms (recipes with overrides) on several seeds, one run on each GPU, and estimate the gap of each arm to a
-baseline, with confidence intervals that hold for other seeds. STUDY is a YAML file or the name of a shipped study
-(docs/study.md).
-"""
-EPILOG = """\
-`run` continues a study from its folder, on any machine: it skips finished runs and resumes the others. After --minutes
-the active runs save a checkpoint and end, and the command lists the remaining runs.
-
-exit status:
-  0  finished, or stopped after --minutes
-  1  a run failed
-  2  bad input: unknown study, recipe or key; a seed with two purposes
-
-examples:
-  lowprec study list short_33m
-  lowprec study run short_33m --per-gpu 2 --minutes 9 --set data=indexed data.train=data/mix data.split=[9,1]
-  lowprec study run tiny --nproc 2
-  lowprec study list main_130m --slurm | sh
-  lowprec study report short_33m --set data=indexed data.train=data/mix data.split=[9,1]
-  lowprec study report tiny --results other_machine/results.json
-"""
 _print_line = partial(print, flush=True)
 
 
