@@ -21,28 +21,22 @@ class Group(Protocol):
     @property
     def size(self) -> int:
         """Number of ranks."""
-        ...
 
     @property
     def rank(self) -> int:
         """This rank's number, from 0."""
-        ...
 
     def all_reduce_max(self, x: Tensor) -> Tensor:
         """Elementwise maximum over ranks, FP32; NaN counts as infinity."""
-        ...
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Elementwise sum over ranks of floating-point x, in x's dtype. For small tensors."""
-        ...
 
     def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
         """x [m, ...] of every rank, concatenated along `dim` in rank order: [size m, ...]."""
-        ...
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """x [size m, ...] -> [m, ...]: the sum over ranks of this rank's rows, rounded once to x's dtype."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -85,8 +79,7 @@ def sum_in_order(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
 
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:
     """x [m, k] -> [size m, k] in rank order, differentiable: backward is a `reduce_scatter` of the gradient."""
-    rows: Tensor = _Rows.apply(x, group, True)
-    return rows
+    return _Rows.apply(x, group, True)
 
 
 def reduce_scatter_rows(x: Tensor, group: Group, own_gradient: Tensor | None = None) -> Tensor:
@@ -95,8 +88,7 @@ def reduce_scatter_rows(x: Tensor, group: Group, own_gradient: Tensor | None = N
     own_gradient: a placeholder [m, k] that receives the gradient before the all-gather; x's gradient is then zeros,
     and nothing is sent. The op that produced x gathers the rows in its own format.
     """
-    rows: Tensor = _Rows.apply(x, group, False) if own_gradient is None else _OwnGradient.apply(x, own_gradient, group)
-    return rows
+    return _Rows.apply(x, group, False) if own_gradient is None else _OwnGradient.apply(x, own_gradient, group)
 
 
 class _Rows(torch.autograd.Function):

@@ -29,41 +29,33 @@ class GradCodec(Protocol):
     @property
     def block(self) -> int:
         """Number of consecutive elements that must stay together."""
-        ...
 
     @property
     def exact(self) -> bool:
         """Whether nothing is rounded."""
-        ...
 
     @property
     def shares_scales(self) -> bool:
         """Whether all ranks use the same scales, with a head-room mu, and sums can saturate."""
-        ...
 
     def wire_layout(self, layout: FlatLayout) -> FlatLayout:
         """Return the layout with the ranges that this codec distinguishes."""
-        ...
 
     def sends_whole(self, layout: FlatLayout, ranks: int) -> bool:
         """Return whether an all-reduce gathers whole contributions, instead of scattering parts and gathering sums."""
-        ...
 
     def row_bytes(self, layout: FlatLayout) -> int:
         """Return the bytes of one row on the wire."""
-        ...
 
     def scales(self, rows: Tensor, layout: FlatLayout, group: Group, mu: Tensor | None) -> Tensor | None:
         """Return the scales on which `group` agrees before its ranks encode these rows; None if each rank has its own.
         mu: head-room in [1 / ranks, 1], 0-dim FP32, of codecs that share scales.
         """
-        ...
 
     def encode(
         self, parts: Sequence[Tensor], rows: int, layout: FlatLayout, scales: Tensor | None = None, *, inner: int = 1
     ) -> Tensor:
         """Encode the elements of a wire layout, of any float dtype, as bytes."""
-        ...
 
     def decode(
         self,
@@ -79,7 +71,6 @@ class GradCodec(Protocol):
 
         Returns the number of codes at the maximum in these sums, 0-dim int64; None if the sums are not codes.
         """
-        ...
 
 
 def decoded(wire: Tensor, codec: GradCodec, layout: FlatLayout, scales: Tensor | None = None) -> Tensor:

@@ -101,5 +101,4 @@ class GroupProduct:
 
 def _arrived(x: Tensor) -> Tensor:
     """Return x after the device's stream has waited for it."""
-    waited: Tensor = _c10d.wait_tensor(x)
-    return waited
+    return _c10d.wait_tensor(x)

@@ -82,8 +82,7 @@ class SharedScaleCodec:
         """Encode. Codes of a decoded sum are the sum's codes: s and its reciprocal lose less than half a step."""
         assert scales is not None and inner == 1
         encode = torch.ops.lowprec.encode_gradients_by
-        made: Tensor = encode(parts, rows, *layout.table(), scales, self.format.name)
-        return made
+        return encode(parts, rows, *layout.table(), scales, self.format.name)
 
     def decode(
         self,
@@ -98,8 +97,7 @@ class SharedScaleCodec:
         """Decode and sum. Sums of codes of several senders are codes themselves."""
         assert scales is not None and inner == 1
         decode, every = torch.ops.lowprec.decode_gradients_by, self.every_addition
-        count: Tensor = decode(wire, parts, *layout.table(), scales, self.format.name, senders, every)
-        return count
+        return decode(wire, parts, *layout.table(), scales, self.format.name, senders, every)
 
     def __str__(self) -> str:
         return f"{self.format.name}, one scale"

@@ -39,7 +39,8 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
         alone = _lock(lock, directory)
         if not directory.is_dir():
             if alone:
-                _clear(directory)
+                for left in directory.parent.glob(f"{glob.escape(directory.name)}.*{_UNFINISHED}"):
+                    shutil.rmtree(left, ignore_errors=True)  # a killed builder left it
             _build(directory, build)
     return directory
 
@@ -56,12 +57,6 @@ def _build(directory: Path, build: Callable[[Path], None]) -> None:
                 raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _clear(directory: Path) -> None:
-    """Remove what killed builders left."""
-    for left in directory.parent.glob(f"{glob.escape(directory.name)}.*{_UNFINISHED}"):
-        shutil.rmtree(left, ignore_errors=True)
 
 
 def _lock(file: IO[bytes], directory: Path) -> bool:

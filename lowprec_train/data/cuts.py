@@ -41,7 +41,6 @@ class Cutter(Protocol):
 
     def cut(self, text: str) -> int | None:
         """Return the last place in an unfinished text where a cut changes no token; None if there is none."""
-        ...
 
 
 def pieces(blocks: Iterable[str], cutter: Cutter, *, continued: bool = False) -> Iterator[TextSpan]:

@@ -32,7 +32,6 @@ class Documents(Protocol):
 
     def digest(self) -> str:
         """Return the SHA-256 of names and contents, equal for equal documents."""
-        ...
 
 
 class PythonSources:

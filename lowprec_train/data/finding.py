@@ -97,7 +97,6 @@ def _warn_about_shards(sources: Iterable[Source]) -> None:
 
 
 def _shown(names: Sequence[Path | int]) -> str:
-    """Return the first names as text."""
     return ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
 
 

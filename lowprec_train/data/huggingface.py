@@ -97,8 +97,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer if rule is None else _parse(rule.continuing, "after a cut")
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def _parse(content: str, name: str) -> Any:

@@ -122,8 +122,7 @@ class SentencePieceTokenizer:
 
     def encode(self, texts: list[str], *, parallel: bool = True, continued: bool = False) -> list[list[int]]:
         processor = self._continuing if continued else self._processor
-        ids: list[list[int]] = processor.encode(texts, num_threads=-1 if parallel else 1)
-        return ids
+        return processor.encode(texts, num_threads=-1 if parallel else 1)
 
     def cut(self, text: str) -> int | None:
         """Return the last place where no piece has both neighbours; with a normaliser, only before a space."""
@@ -132,8 +131,7 @@ class SentencePieceTokenizer:
         return last_cut(text, rule, lambda texts: self.encode(texts, parallel=False, continued=True))
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._processor.decode(list(ids))
-        return text
+        return self._processor.decode(list(ids))
 
 
 def _why(error: Exception) -> str:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,9 @@ def _append_all(
     """Append the rest of the input; return the counts of the whole input."""
     report(counts)
     committed = time.monotonic()
-    for done in in_order(_encode, _chunks(job, str(tokenizer), writer.progress.get("position", {})), job.workers):
+    digest = job.tokenizer.digest
+    encode = partial(_encode, tokenizer=str(tokenizer), digest=digest, field=job.field, skip_bad=job.skip_bad)
+    for done in in_order(encode, _chunks(job, writer.progress.get("position", {})), job.workers):
         writer.append(done.tokens, done.lengths)
         for damage in done.damage:
             _log.warning("warning: the rest of this file is left out: %s", damage)
@@ -130,21 +132,10 @@ def _append_all(
     return counts
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A worker's task: consecutive segments.
-
-    position: in the input after them, the number of the source and the `Place` in it. read: stored bytes of all sources
-    up to there. tokenizer, digest: its file, and the hash of its content.
-    """
-
-    segments: tuple[Segment, ...]
-    position: dict[str, int]
-    read: int
-    tokenizer: str
-    digest: str
-    field: str
-    skip_bad: bool
+Chunk = tuple[list[Segment], dict[str, int], int]
+"""A worker's task: consecutive segments, the position in the input after them (number of the source and the `Place` in
+it), and the stored bytes of all sources up to there.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,27 +152,18 @@ class Encoded:
     position: dict[str, int]
 
 
-def _chunks(job: Job, tokenizer: str, start: Mapping[str, int]) -> Iterator[Chunk]:
+def _chunks(job: Job, start: Mapping[str, int]) -> Iterator[Chunk]:
     """Yield the rest of the input in chunks of about `job.chunk` bytes."""
     segments: list[Segment] = []
-    size, digest = 0, job.tokenizer.digest
+    size = 0
     for segment, position, read in _segments(job, **start):
         segments.append(segment)
         size += segment.size
-        last = Chunk(
-            segments=tuple(segments),
-            position=position,
-            read=read,
-            tokenizer=tokenizer,
-            digest=digest,
-            field=job.field,
-            skip_bad=job.skip_bad,
-        )
         if size >= job.chunk:
-            yield last
+            yield segments, position, read
             segments, size = [], 0
     if segments:
-        yield last
+        yield segments, position, read
 
 
 def _segments(
@@ -205,15 +187,18 @@ def _damage(source: Source, error: Damaged) -> Segment:
     return Segment(kind="damaged", name=source.name, path=source.path, before=0, content=[str(error)])
 
 
-def _encode(chunk: Chunk) -> Encoded:
-    """Tokenise a chunk, in a worker. Raises ValueError for a record without text, unless these are skipped."""
-    tokenizer = _tokenizer(chunk.tokenizer, chunk.digest)
-    dtype = token_dtype(tokenizer.vocab_size)
-    pieces, empty, bad = _pieces(chunk, tokenizer)
+def _encode(chunk: Chunk, *, tokenizer: str, digest: str, field: str, skip_bad: bool) -> Encoded:
+    """Tokenise a chunk, in a worker. Raises ValueError for a record without text, unless these are skipped.
+
+    tokenizer, digest: its file, and the hash of its content.
+    """
+    (segments, position, read), encoder = chunk, _tokenizer(tokenizer, digest)
+    dtype = token_dtype(encoder.vocab_size)
+    pieces, empty, bad = _pieces(segments, encoder, field, skip_bad)
     tokens: list[bytes] = []
     lengths, length = [], 0
-    for piece, ids in zip(pieces, encode_pieces(pieces, tokenizer), strict=True):
-        tokens.append(np.array([*ids, tokenizer.eod] if piece.last else ids, dtype).tobytes())
+    for piece, ids in zip(pieces, encode_pieces(pieces, encoder), strict=True):
+        tokens.append(np.array([*ids, encoder.eod] if piece.last else ids, dtype).tobytes())
         length += len(ids) + piece.last
         if piece.last:
             lengths.append(length)
@@ -221,9 +206,9 @@ def _encode(chunk: Chunk) -> Encoded:
     return Encoded(
         tokens=b"".join(tokens),
         lengths=np.array(lengths, np.int64),
-        damage=tuple(str(each) for segment in chunk.segments if segment.kind == "damaged" for each in segment.content),
+        damage=tuple(str(each) for segment in segments if segment.kind == "damaged" for each in segment.content),
         counts=Counts(
-            read=chunk.read,
+            read=read,
             documents=len(lengths),
             tokens=sum(lengths) + length,
             text_bytes=sum(len(piece.text.encode()) for piece in pieces),
@@ -231,17 +216,19 @@ def _encode(chunk: Chunk) -> Encoded:
             bad=bad,
             inexact_cuts=sum(piece.inexact for piece in pieces),
         ),
-        position=chunk.position,
+        position=position,
     )
 
 
-def _pieces(chunk: Chunk, tokenizer: Tokenizer) -> tuple[list[TextSpan], int, int]:
-    """Return the chunk's documents in pieces, and the numbers of empty and of bad records."""
+def _pieces(
+    segments: Sequence[Segment], tokenizer: Tokenizer, field: str, skip_bad: bool
+) -> tuple[list[TextSpan], int, int]:
+    """Return the documents in pieces, and the numbers of empty and of bad records."""
     pieces, empty, bad = [], 0, 0
-    for segment in chunk.segments:
-        for found in segment.pieces(chunk.field, tokenizer):
+    for segment in segments:
+        for found in segment.pieces(field, tokenizer):
             if isinstance(found, Bad):
-                if not chunk.skip_bad:
+                if not skip_bad:
                     raise ValueError(f"{found.reason}; {_REMEDY}")
                 bad += 1
             elif found.text:

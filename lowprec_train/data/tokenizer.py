@@ -31,37 +31,30 @@ class Tokenizer(Protocol):
     @property
     def file_name(self) -> str:
         """The file that `load` reads."""
-        ...
 
     @property
     def files(self) -> Mapping[str, bytes]:
         """Contents of the files to store, by name; `file_name` is one of them."""
-        ...
 
     @property
     def digest(self) -> str:
         """SHA-256 of everything that decides the ids, except `versions`."""
-        ...
 
     @property
     def versions(self) -> Mapping[str, str]:
         """Version of the library that computes the ids, by the name of the library."""
-        ...
 
     def encode(self, texts: list[str], *, parallel: bool = True, continued: bool = False) -> list[list[int]]:
         """Return the token ids of each text, without an end-of-document token; on all cores, or on one if not parallel.
 
         continued: the texts follow a cut.
         """
-        ...
 
     def cut(self, text: str) -> int | None:
         """Return the last place in an unfinished text where a cut changes no token; None if there is none."""
-        ...
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of these ids."""
-        ...
 
 
 def load(path: str | Path, eod: str | None = None) -> Tokenizer:

@@ -33,8 +33,7 @@ class Embedding(nn.Embedding):
         local_BT = tokens_BT - self.split.first
         here_BT = (local_BT >= 0) & (local_BT < self.split.part)
         mine_BTD = F.embedding(local_BT.where(here_BT, 0), self.weight) * here_BT.unsqueeze(-1)
-        sums: Tensor = _SumOverRanks.apply(mine_BTD, self.split.group)
-        return sums
+        return _SumOverRanks.apply(mine_BTD, self.split.group)
 
 
 def own_rows(x_BTD: Tensor, group: Group) -> Tensor:

@@ -85,16 +85,14 @@ class Block(nn.Module):
 
     def branch(self, module: nn.Module, norm: nn.Module, x_BTD: Tensor, *context: Any) -> Tensor:
         """Return what is added to the residual stream."""
-        branch: Tensor = module(norm(x_BTD), *context)
-        return branch
+        return module(norm(x_BTD), *context)
 
 
 class PostNormBlock(Block):
     """Attention and feed-forward network with norms after them, before the residual sum (arXiv 2501.00656)."""
 
     def branch(self, module: nn.Module, norm: nn.Module, x_BTD: Tensor, *context: Any) -> Tensor:
-        branch: Tensor = norm(module(x_BTD, *context))
-        return branch
+        return norm(module(x_BTD, *context))
 
 
 BLOCKS: dict[str, type[Block]] = {"pre": Block, "post": PostNormBlock}
@@ -215,8 +213,7 @@ class Transformer(nn.Module):
             cross_entropy=self.cross_entropy,
             tokens=self.loss_chunk,
         )
-        found: Tensor = self.head(self.hidden(tokens_BT, documents_BT, draws=draws), loss=loss)
-        return found
+        return self.head(self.hidden(tokens_BT, documents_BT, draws=draws), loss=loss)
 
     def number_sites(self) -> int:
         """Assign to each Linear its row of a run's draws, in model order; return the number of rows. Rows of a block

@@ -28,12 +28,10 @@ class FusedAdamW(Batch):
         return isinstance(batch.rule, AdamWRule) and len(groups) < 2 and batch.members[0].parameter.is_contiguous()
 
     def squares(self) -> Tensor:
-        squares: Tensor = torch.ops.lowprec.adamw_squares(*self._tensors(None), *self._numbers())
-        return squares
+        return torch.ops.lowprec.adamw_squares(*self._tensors(None), *self._numbers())
 
     def amax(self, rms: Tensor | None) -> Tensor:
-        amax: Tensor = torch.ops.lowprec.adamw_amax(*self._tensors(rms), *self._numbers())
-        return amax
+        return torch.ops.lowprec.adamw_amax(*self._tensors(rms), *self._numbers())
 
     def step(self, rms: Tensor | None, amax: Tensor | None) -> None:
         draws = self.codecs.master.stochastic

@@ -116,7 +116,6 @@ def param_state(
 
 
 def _segments(shard: Shard, codecs: StateCodecs) -> int:
-    """Return the segments of the shard's rows."""
     columns, first, here = shard.shape[-1], shard.first[-1], shard.local[-1]
     unit = columns // row_segments(columns)
     for _, codec in codecs.named:

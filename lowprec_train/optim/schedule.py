@@ -50,10 +50,7 @@ class Warmup:
             raise ValueError(f"a schedule needs at least 1 step, got steps={self.steps}")
         if not 0 <= self.final_fraction <= 1:
             raise ValueError(f"final_fraction must lie in [0, 1], got {self.final_fraction}")
-        if self.warmup_steps is not None and self.warmup_fraction is not None:
-            raise ValueError(
-                f"give warmup_steps or warmup_fraction, not both: got {self.warmup_steps} and {self.warmup_fraction}"
-            )
+        _check_one("warmup", self.warmup_steps, self.warmup_fraction)
         if self.warmup_fraction is not None and not 0 <= self.warmup_fraction < 1:
             raise ValueError(f"warmup_fraction must lie in [0, 1), got {self.warmup_fraction}")
         if not 0 <= self.warmup < self.steps:
@@ -117,10 +114,7 @@ class WarmupStableDecay(Warmup):
         super().__post_init__()
         if self.shape not in ("linear", "sqrt"):
             raise ValueError(f"shape must be linear or sqrt, got {self.shape!r}")
-        if self.decay_steps is not None and self.decay_fraction is not None:
-            raise ValueError(
-                f"give decay_steps or decay_fraction, not both: got {self.decay_steps} and {self.decay_fraction}"
-            )
+        _check_one("decay", self.decay_steps, self.decay_fraction)
         if self.decay_fraction is not None and not 0 < self.decay_fraction <= 1:
             raise ValueError(f"decay_fraction must lie in (0, 1], got {self.decay_fraction}")
         if not 1 <= self.decay <= self.steps - self.warmup:
@@ -139,6 +133,11 @@ class WarmupStableDecay(Warmup):
     def _shape(self, step: int) -> float:
         progress = self._progress(step, self.steps - self.decay)
         return 1 - (math.sqrt(progress) if self.shape == "sqrt" else progress)
+
+
+def _check_one(part: str, steps: int | None, fraction: float | None) -> None:
+    if steps is not None and fraction is not None:
+        raise ValueError(f"give {part}_steps or {part}_fraction, not both: got {steps} and {fraction}")
 
 
 def before_decay(schedule: Schedule) -> tuple[int, ...]:

@@ -43,5 +43,4 @@ def local(x: Tensor) -> Tensor:
     if not isinstance(x, DTensor):
         return x
     (inner, *_), _ = x.__tensor_flatten__()  # `to_local` would make a view of a parameter's shard, an op a call
-    shard: Tensor = getattr(x, inner)
-    return shard
+    return getattr(x, inner)

@@ -20,8 +20,7 @@ def extension_tensor(parameter: DTensor) -> Tensor:
     """Return the tensor on which FSDP2 looks up `fsdp_pre_all_gather` and `fsdp_post_all_gather`; `to_local` may return
     a view of it.
     """
-    part: Tensor = parameter._local_tensor
-    return part
+    return parameter._local_tensor
 
 
 def reset_buffers(unit: FSDPModule, module: nn.Module) -> None:

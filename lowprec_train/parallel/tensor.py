@@ -39,7 +39,6 @@ class TensorParallelModel(Protocol):
 
     def tensor_plan(self) -> dict[str, str]:
         """Return how each module with a matrix is divided, by name; other modules are whole on every rank."""
-        ...
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]: ...
 

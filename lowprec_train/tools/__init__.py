@@ -1,1 +1,1 @@
-"""What the `lowprec` command offers. A subcommand is a module with a `register` function, listed in `cli`."""
+"""What the `lowprec` command offers. A subcommand is a module that `cli` lists."""

@@ -1,9 +1,10 @@
 """The `lowprec` command, with subcommands such as `lowprec compare RUN RUN ...`.
 
-A subcommand is a module with its texts (HELP, DESCRIPTION, EPILOG), `add_options(parser)`, which adds its options, and
-`run(arguments)`, which returns the exit status. An optional PARSER has further settings of its parser. Exit statuses
-are the same for all: 0 done, 1 a check failed, 2 bad input, with a one-line error; `train` has those of train.py, 1 for
-every failure. torch is imported only when it is needed.
+A subcommand is a module whose docstring is the text of `--help`: a description, and what follows the options. HELP is
+its line in the list of commands, `add_options(parser)` adds its options, and `run(arguments)` returns the exit status.
+An optional PARSER has further settings of its parser. Exit statuses are the same for all: 0 done, 1 a check failed, 2
+bad input, with a one-line error; `train` has those of train.py, 1 for every failure. torch is imported only when it is
+needed.
 """
 
 import argparse
@@ -93,7 +94,8 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=version())
     subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        texts = {"help": command.HELP, "description": command.DESCRIPTION, "epilog": command.EPILOG}
+        description, _, epilog = (command.__doc__ or "").partition("\n\n")
+        texts = {"help": command.HELP, "description": description, "epilog": epilog}
         settings = {"formatter_class": argparse.RawDescriptionHelpFormatter, **getattr(command, "PARSER", {})}
         each = subparsers.add_parser(name, **texts, **settings)
         each.set_defaults(run=command.run)

@@ -1,22 +1,6 @@
-"""`lowprec export-hf`: export a checkpoint or an imported model to Hugging Face format."""
+"""Export a run's model for Hugging Face transformers: config.json, safetensors and the tokenizer. Reads checkpoints of
+any parallel layout, one tensor at a time. Needs neither a GPU nor transformers.
 
-import argparse
-from pathlib import Path
-from typing import Any
-
-from lowprec_train.tools import options
-
-DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "mxfp8", "mxfp4")
-ACTIVATIONS = ("none", "dynamic", "mx", "static")
-
-HELP = "export a run's model to Hugging Face format"
-DESCRIPTION = """\
-Export a run's model for Hugging Face transformers: config.json, safetensors and the tokenizer. Reads checkpoints of any
-parallel layout, one tensor at a time. Needs neither a GPU nor transformers.
-"""
-
-EPILOG = """\
 LLaMA models become LlamaForCausalLM, GPT models GPT2LMHeadModel. In FP32 the logits equal the model's own in FP32.
 
 exit status:
@@ -30,6 +14,18 @@ examples:
   lowprec export-hf runs/nvfp4 --out exported/nvfp4 --quantized nvfp4 --calibration data/val --dtype bf16
   lowprec export-hf runs/bf16 --out exported/nvfp4 --quantized nvfp4 --requantize
 """
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from lowprec_train.tools import options
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "mxfp8", "mxfp4")
+ACTIVATIONS = ("none", "dynamic", "mx", "static")
+
+HELP = "export a run's model to Hugging Face format"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,21 +1,7 @@
-"""`lowprec generate`: generate text with a trained model."""
+"""Continue a prompt with a trained model, under its training recipe or any other. The prompt is processed in one
+forward pass; keys and values are cached, so each new token needs a pass over one token. The text is printed to stdout
+while it is generated, the speed to stderr.
 
-from __future__ import annotations
-
-import argparse
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-
-from lowprec_train.tools import options
-
-HELP = "generate text with a trained model"
-DESCRIPTION = """\
-Continue a prompt with a trained model, under its training recipe or any other. The prompt is processed in one forward
-pass; keys and values are cached, so each new token needs a pass over one token. The text is printed to stdout while it
-is generated, the speed to stderr.
-"""
-EPILOG = """\
 The prompt follows the end-of-document token, as a document in training; with --start none it follows no token.
 Generation stops at the end-of-document token or after --max-tokens. The same seed gives the same text.
 
@@ -27,6 +13,17 @@ examples:
   lowprec generate runs/fp4 --prompt "def main("
   lowprec generate runs/fp4 --prompt "The" --recipe bf16 --temperature 0 --max-tokens 200
 """
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from lowprec_train.tools import options
+
+HELP = "generate text with a trained model"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,18 +1,6 @@
-"""`lowprec import-hf`: import a Hugging Face model as the initial weights of a run."""
-
-import argparse
-import re
-from pathlib import Path
-
-from lowprec_train.tools import options
-
-HELP = "import a Hugging Face model as the initial weights of a run"
-DESCRIPTION = """\
-Convert a LLaMA, Mistral, Qwen 2 or 3, OLMo 2 or GPT-2 model from Hugging Face format to a directory for training,
+"""Convert a LLaMA, Mistral, Qwen 2 or 3, OLMo 2 or GPT-2 model from Hugging Face format to a directory for training,
 evaluation and export: model.yaml, safetensors in this package's layout, and the tokenizer. Reads one tensor at a time.
-"""
 
-EPILOG = """\
 Tensors keep their dtype. Unsupported models are refused: RoPE scaling other than that of Llama 3.1, other activation
 functions, sliding windows, quantised weights.
 
@@ -24,6 +12,14 @@ examples:
   lowprec import-hf downloads/llama --out imported/llama
   torchrun train.py weights=imported/llama model=from_checkpoint +recipe=fp4
 """
+
+import argparse
+import re
+from pathlib import Path
+
+from lowprec_train.tools import options
+
+HELP = "import a Hugging Face model as the initial weights of a run"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,18 @@
-"""`lowprec inspect-data`: statistics and decoded samples of a tokenised dataset."""
+"""Show the number of documents and tokens, document lengths and decoded samples of a dataset in Megatron's layout.
+
+The tokenizer is that of the manifest from `lowprec prepare-data`. For a dataset without a manifest, give --tokenizer;
+otherwise samples are shown as token ids.
+
+exit status:
+  0  done
+  1  --check: files differ from the manifest, a document has no end-of-document token, or a token is out of range
+  2  bad input: missing or inconsistent dataset, or --check without manifest and tokenizer
+
+examples:
+  lowprec inspect-data data/mix
+  lowprec inspect-data data/mix --document 12 --characters 2000
+  lowprec inspect-data data/mix --check
+"""
 
 from __future__ import annotations
 
@@ -14,23 +28,6 @@ if TYPE_CHECKING:
     from lowprec_train.data.tokenizer import Tokenizer
 
 HELP = "documents, lengths and decoded samples of a tokenised dataset"
-DESCRIPTION = """\
-Show the number of documents and tokens, document lengths and decoded samples of a dataset in Megatron's layout.
-"""
-EPILOG = """\
-The tokenizer is that of the manifest from `lowprec prepare-data`. For a dataset without a manifest, give --tokenizer;
-otherwise samples are shown as token ids.
-
-exit status:
-  0  done
-  1  --check: files differ from the manifest, a document has no end-of-document token, or a token is out of range
-  2  bad input: missing or inconsistent dataset, or --check without manifest and tokenizer
-
-examples:
-  lowprec inspect-data data/mix
-  lowprec inspect-data data/mix --document 12 --characters 2000
-  lowprec inspect-data data/mix --check
-"""
 _AT_ONCE = 1 << 24  # tokens
 
 

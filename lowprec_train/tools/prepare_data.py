@@ -1,23 +1,7 @@
-"""`lowprec prepare-data`: tokenise text files into a Megatron dataset, in parallel; resumable."""
-
-from __future__ import annotations
-
-import argparse
-import os
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lowprec_train.data.manifest import Manifest
-
-HELP = "tokenise text files into a dataset; resumable"
-DESCRIPTION = """\
-Tokenise text into PREFIX.bin and PREFIX.idx, for training with `data=indexed data.train=PREFIX` or with Megatron.
+"""Tokenise text into PREFIX.bin and PREFIX.idx, for training with `data=indexed data.train=PREFIX` or with Megatron.
 Reads .txt and .md (one document per file), .jsonl (one per line) and .parquet (one per row). Text files may be
 compressed (.gz, .xz, .zst) and split into parts (NAME.zst.00 NAME.zst.01 ...). Directories are read recursively.
-"""
-EPILOG = """\
+
 Each document ends with the tokenizer's end-of-document token; empty documents are left out. The command also writes the
 tokenizer and PREFIX.manifest.json, with counts and the SHA-256 of all inputs and outputs.
 
@@ -38,6 +22,19 @@ examples:
   lowprec prepare-data wiki.jsonl.zst books/ --tokenizer tokenizer.model --out data/wiki
   lowprec prepare-data mix.jsonl.zst.0* --tokenizer llama/tokenizer.json --eod '<|end_of_text|>' --out data/mix
 """
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowprec_train.data.manifest import Manifest
+
+HELP = "tokenise text files into a dataset; resumable"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

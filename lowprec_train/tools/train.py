@@ -1,9 +1,4 @@
-"""`lowprec train +recipe=fp4`: train as `torchrun train.py +recipe=fp4` does, from any directory.
-
-A run with one process uses this process. `train.processes` starts and watches several processes, on the GPUs of this
-machine or for a trial on its CPU. For several machines use torchrun or the scripts for Slurm (docs/slurm.md). Unknown
-options, such as `--cfg job` or `--multirun`, go to Hydra.
-"""
+"""Train, or continue, the run that the overrides describe. Ctrl-C saves and ends; again aborts."""
 
 import argparse
 import os
@@ -13,11 +8,6 @@ from collections.abc import Sequence
 from lowprec_train.train import signals
 
 HELP = "train, or continue, a run"
-DESCRIPTION = """\
-Train, or continue, the run that the overrides describe. Ctrl-C saves and ends;
-again aborts.
-"""
-EPILOG = None
 PARSER = {
     "usage": "lowprec train [--gpus N | --nproc N] [KEY=VALUE ...] [Hydra's options]",
     "add_help": False,
@@ -39,7 +29,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train and return the exit status. Raises SystemExit for bad overrides, as `python train.py` does."""
+    """Train as `torchrun train.py` does, from any directory, and return the exit status. Raises SystemExit for bad
+    overrides, as `python train.py` does.
+
+    A run with one process uses this process. `train.processes` starts and watches several processes, on the GPUs of
+    this machine or for a trial on its CPU. For several machines use torchrun or the scripts for Slurm (docs/slurm.md).
+    Unknown options, such as `--cfg job` or `--multirun`, go to Hydra.
+    """
     if HELP_FLAGS & set(arguments.overrides):
         arguments.parser.print_help()
         print("\noverrides, and the other options:\n", flush=True)
@@ -71,8 +67,7 @@ def processes(arguments: argparse.Namespace) -> int:
         return gpus(arguments.gpus)
     if arguments.nproc < 1:
         raise ValueError(f"--nproc {arguments.nproc}: must be at least 1")
-    nproc: int = arguments.nproc
-    return nproc
+    return arguments.nproc
 
 
 def gpus(text: str) -> int:

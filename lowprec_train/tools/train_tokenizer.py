@@ -1,17 +1,6 @@
-"""`lowprec train-tokenizer`: train a byte-pair encoding on text files."""
-
-from __future__ import annotations
-
-import argparse
-from itertools import islice
-from pathlib import Path
-
-HELP = "train a SentencePiece tokenizer on text files"
-DESCRIPTION = """\
-Train a SentencePiece byte-pair encoding. Any text is encoded and decoded without loss: newlines are kept, digits are
+"""Train a SentencePiece byte-pair encoding. Any text is encoded and decoded without loss: newlines are kept, digits are
 single pieces, and rare characters are encoded as bytes. Accepts the same files as `lowprec prepare-data`.
-"""
-EPILOG = """\
+
 The command reads all input and trains on an evenly spaced sample of its lines. The same input gives the same model,
 byte for byte.
 
@@ -22,6 +11,14 @@ exit status:
 examples:
   lowprec train-tokenizer wiki.jsonl.zst books/ --vocab-size 32000 --out tokenizer.model
 """
+
+from __future__ import annotations
+
+import argparse
+from itertools import islice
+from pathlib import Path
+
+HELP = "train a SentencePiece tokenizer on text files"
 _TRIED = 200  # documents on which the compression is measured
 
 

@@ -299,7 +299,6 @@ def _names(tree: Mapping[Any, Any], above: str = "") -> Iterator[str]:
 
 
 def _type(key: str) -> Any:
-    """Return the type of a key in the typed part of the configuration."""
     at: Any = RunConfig
     for part in key.split("."):
         at = get_type_hints(at).get(part) if is_dataclass(at) else None

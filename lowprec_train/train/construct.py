@@ -54,11 +54,13 @@ def checked(node: Mapping[str, Any], key: str | None = None, supplied: Collectio
     if not callable(target):
         raise ValueError(f"{setting} is neither a class nor a function")
     arguments = {each: value for each, value in node.items() if each not in HYDRA_KEYS}
-    _check(target, arguments, key or name, supplied)
+    check_arguments(target, arguments, key or name, supplied)
     return name
 
 
-def _check(target: Callable[..., Any], given: Mapping[str, Any], where: str, supplied: Collection[str] = ()) -> None:
+def check_arguments(
+    target: Callable[..., Any], given: Mapping[str, Any], where: str, supplied: Collection[str] = ()
+) -> None:
     """Raise ValueError for an argument that `target` does not accept, that is missing, or that has the wrong type.
 
     where: the key of the node, for messages, e.g. `data`. supplied: names of arguments that the caller adds.
@@ -116,7 +118,7 @@ def _type_name(hint: Any) -> str:
     if hint in (None, type(None)):
         return "null"
     if inspect.isclass(origin) and issubclass(origin, Sequence):
-        return f"a list of {_type_name(inner[0]).removeprefix('a ')}"
+        return f"a list of {_type_name(inner[0]).removeprefix('a ').replace('number', 'numbers')}"
     return {str: "text", int: "a whole number", float: "a number", bool: "true or false"}.get(hint, str(hint))
 
 

@@ -11,7 +11,7 @@ a rounding: with `fp8` or `nvfp4` a loss changes by 1e-5 or 1e-4 nats with the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +67,11 @@ class Trained:
         if recipe not in self._forward:
             self._forward[recipe] = self._made(recipe)
         return self._forward[recipe]
+
+    def computed_as(self, recipes: Sequence[str]) -> dict[str, str]:
+        """Return the first of `recipes` with the same forward pass as each. Raises ValueError as `forward` does."""
+        passes = {recipe: (self.forward(recipe), dtype_of(recipe)) for recipe in recipes}
+        return {recipe: next(first for first in passes if passes[first] == passes[recipe]) for recipe in passes}
 
     def model(self, recipe: str, *, device: torch.device, dtype: torch.dtype | None = None) -> Transformer:
         """Return the model on `device`. The residual stream and unquantised GEMMs are in `dtype`.

@@ -119,7 +119,7 @@ def test_again_and_interrupted(text, prefix, tmp_path, capsys, monkeypatch):
     assert lowprec(*command, prefix) == 0
     assert {path.name: path.stat().st_mtime_ns for path in prefix.parent.iterdir()} == before
     with monkeypatch.context() as patched:
-        patched.setattr(tokenising, "_encode", lambda chunk: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(tokenising, "_encode", lambda chunk, **settings: (_ for _ in ()).throw(KeyboardInterrupt))
         assert lowprec(*command, tmp_path / "new") == 130
     assert "interrupted; run the same command to resume" in capsys.readouterr().out
     assert lowprec(*command, tmp_path / "new") == 0

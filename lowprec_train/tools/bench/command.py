@@ -1,25 +1,6 @@
-"""`lowprec bench`: the command line of the benchmarks."""
-
-from __future__ import annotations
-
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
-from lowprec_train.tools.options import positive
-from lowprec_train.train import cuda_allocator
-
-HELP = "time of kernels, GEMMs and training steps on a GPU"
-DESCRIPTION = """\
-Benchmark one GPU or several, and write the results as JSON and as a Markdown table. Compare only numbers of one run:
+"""Benchmark one GPU or several, and write the results as JSON and as a Markdown table. Compare only numbers of one run:
 GPUs of the same model differ, and the speed of one GPU changes over time.
-"""
-EPILOG = """\
+
 exit status:
   0  done; a contestant that failed has its error in its row
   1  --dry-run: a contestant cannot be built
@@ -39,6 +20,22 @@ examples:
   lowprec bench memory --arm bf16 --arm 'coat optim/master=bf16 model.recompute=full' --limit 24GB
   lowprec bench report results/gemm.json
 """
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lowprec_train.tools.options import positive
+from lowprec_train.train import cuda_allocator
+
+HELP = "time of kernels, GEMMs and training steps on a GPU"
 MODEL, BATCH, SEQ_LEN = "llama_7b_8layers", 8, 2048
 RECIPES = "fp8,fp4,mxfp4"
 LEAN = "optim=adamw_coat optim/master=bf16 optim.in_backward=true precision/saved_activations=coat"

@@ -1,23 +1,7 @@
-"""`lowprec compare`: compare the losses of runs on the same data, as a table, a figure, JSON and an optional check."""
-
-import argparse
-import math
-from contextlib import suppress
-from pathlib import Path
-
-from lowprec_train.tools import options
-from lowprec_train.tools.compare import measure, report
-from lowprec_train.tools.compare.runs import read_runs
-from lowprec_train.tools.compare.telemetry import LABELS
-
-HELP = "loss gap, speed and memory of runs against a baseline"
-DESCRIPTION = """\
-Compare training runs on the same data: loss gap to a baseline at matched steps and tokens, held-out loss, spikes,
+"""Compare training runs on the same data: loss gap to a baseline at matched steps and tokens, held-out loss, spikes,
 speed, memory and what differs between their configurations. Reads run directories, finished or still growing;
 needs no GPU.
-"""
 
-EPILOG = """\
 Writes report.md (also printed), curves.png and report.json. For runs with telemetry it also writes heatmap-NAME.png:
 one statistic of every quantisation, layer by step. --html also writes report.html: one self-contained page with
 interactive curves and all telemetry. The report defines each number at its end.
@@ -33,6 +17,18 @@ examples:
   lowprec compare runs/fp8 runs/fp4 --heatmap underflow_pct
   lowprec compare runs/* --html && xdg-open runs/comparison/report.html
 """
+
+import argparse
+import math
+from contextlib import suppress
+from pathlib import Path
+
+from lowprec_train.tools import options
+from lowprec_train.tools.compare import measure, report
+from lowprec_train.tools.compare.runs import read_runs
+from lowprec_train.tools.compare.telemetry import LABELS
+
+HELP = "loss gap, speed and memory of runs against a baseline"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -141,7 +141,7 @@ def compare(
         runs=reports,
         over_seeds=over_seeds(runs, base, window),
         differences=differences,
-        uncontrolled=[key for key in differences if changes_training(key)],
+        uncontrolled=[k for k in differences if k.split(".")[0] not in ("precision", "comm") and not is_launch_fact(k)],
     )
 
 
@@ -316,8 +316,3 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b):
         return True
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)
-
-
-def changes_training(key: str) -> bool:
-    """Return whether a difference in this key changes training by more than precision and communication."""
-    return key.split(".")[0] not in ("precision", "comm") and not is_launch_fact(key)

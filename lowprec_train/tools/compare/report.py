@@ -7,7 +7,7 @@ after, every report has a footnote: without it a gap of "FP4" means nothing.
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -78,7 +78,7 @@ def to_markdown(comparison: Comparison, *, figure: str, heatmaps: Sequence[str] 
         f"# Loss gap to {comparison.baseline}: " + ", ".join(r.name for r in runs if r.name != comparison.baseline),
         heading(comparison),
         table(LOSS_HEADER, [[marked(each, notes), *loss_row(each)] for each in runs]),
-        table(COST_HEADER, [[marked(each, notes), *cost_row(each)] for each in runs]),
+        table(("run", *COSTS), [[marked(each, notes), *cost_row(each)] for each in runs]),
         "\n\n".join(filter(None, (on_cpu(runs), unigram(comparison), gate(comparison)))),
         over_seeds(comparison),
         f"![loss curves and gap]({figure})",
@@ -112,32 +112,21 @@ def loss_row(each: RunReport) -> list[str]:
     return cells
 
 
-COST_HEADER = (
-    "run",
-    "status",
-    "steps",
-    "tokens/s",
-    "speed",
-    "at equal loss",
-    "peak GiB",
-    "spikes",
-    "non-finite",
-    "skipped",
-)
+COSTS: dict[str, Callable[[RunReport], str]] = {
+    "status": lambda each: each.status,
+    "steps": lambda each: f"{each.last_step:,}",
+    "tokens/s": lambda each: number(each.tokens_per_second, ",.0f"),
+    "speed": lambda each: number(each.speed.raw if each.speed else None, ".2f", "x"),
+    "at equal loss": lambda each: number(each.speed.at_loss if each.speed else None, ".2f", "x"),
+    "peak GiB": lambda each: number(each.peak_memory_gib, ".2f"),
+    "spikes": lambda each: counted([spike.step for spike in each.spikes]),
+    "non-finite": lambda each: counted(each.nonfinite_steps),
+    "skipped": lambda each: number(each.skipped_steps, "d"),
+}
 
 
 def cost_row(each: RunReport) -> list[str]:
-    speed = each.speed
-    return [
-        each.status,
-        f"{each.last_step:,}",
-        number(each.tokens_per_second, ",.0f"),
-        *([number(speed.raw, ".2f", "x"), number(speed.at_loss, ".2f", "x")] if speed else [NONE, NONE]),
-        number(each.peak_memory_gib, ".2f"),
-        counted([spike.step for spike in each.spikes]),
-        counted(each.nonfinite_steps),
-        number(each.skipped_steps, "d"),
-    ]
+    return [text(each) for text in COSTS.values()]
 
 
 def number(value: float | None, style: str = ".4f", unit: str = "") -> str:

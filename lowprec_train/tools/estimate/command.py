@@ -1,4 +1,14 @@
-"""`lowprec estimate`: the command line."""
+"""Estimate the memory per GPU and the communication of a run from its configuration, without a GPU. Accepts the
+overrides of train.py. Memory is the peak within a step, without the CUDA context, NCCL buffers and fragmentation
+(docs/parallelism.md). With --device, also the time of a step, from measured rates.
+
+examples:
+  lowprec estimate +recipe=fp4 model=llama_7b parallel.dp_shard=8 parallel.tp=2 micro_batch=1 data.seq_len=2048
+  lowprec estimate --gpus 1024 +recipe=coat model=llama_13b parallel.dp_replicate=16 model.recompute=selective --json
+  lowprec estimate --fit 24GiB +recipe=coat model=llama_7b data.seq_len=1024 tokens_per_step=65536
+  lowprec estimate --device h200 +recipe=fp8 model=llama_7b model.layers=8 micro_batch=8 data.seq_len=2048
+  lowprec estimate --table
+"""
 
 from __future__ import annotations
 
@@ -8,19 +18,6 @@ import json
 from lowprec_train.tools.estimate.device import DEVICES, device_of
 
 HELP = "estimate memory, communication and step time of a run, without a GPU"
-DESCRIPTION = """\
-Estimate the memory per GPU and the communication of a run from its configuration, without a GPU. Accepts the overrides
-of train.py. Memory is the peak within a step, without the CUDA context, NCCL buffers and fragmentation
-(docs/parallelism.md). With --device, also the time of a step, from measured rates.
-"""
-EPILOG = """\
-examples:
-  lowprec estimate +recipe=fp4 model=llama_7b parallel.dp_shard=8 parallel.tp=2 micro_batch=1 data.seq_len=2048
-  lowprec estimate --gpus 1024 +recipe=coat model=llama_13b parallel.dp_replicate=16 model.recompute=selective --json
-  lowprec estimate --fit 24GiB +recipe=coat model=llama_7b data.seq_len=1024 tokens_per_step=65536
-  lowprec estimate --device h200 +recipe=fp8 model=llama_7b model.layers=8 micro_batch=8 data.seq_len=2048
-  lowprec estimate --table
-"""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -107,47 +107,31 @@ def _backward(
     subject: Subject, reduction: Reduction, saved: SavedParts, again: SavedParts
 ) -> Iterator[tuple[str, Moment]]:
     """Yield the bytes at each moment of the backward pass, from the loss to the first block."""
-    tokens, tp = subject.tokens, subject.sizes.tp
-    units = traffic.units(subject.weights)
-    grads = Gradients(subject, reduction)
-    layers = len(saved.blocks)
+    tokens, tp, layers = subject.tokens, subject.sizes.tp, len(saved.blocks)
+    units, grads = traffic.units(subject.weights), Gradients(subject, reduction)
     head = units.get("head", ())
+    whole = {
+        "saved by blocks": sum(block.of(tokens) for block in saved.blocks),
+        "embedding, head and logits": saved.rest.of(tokens),
+        "weights gathered": gathered(subject, last_block=layers - 1),
+    }
     if subject.run.model.loss_chunk is not None:
-        yield (
-            "chunks of the loss",
-            {
-                "gradients": grads.standing,
-                "saved by blocks": sum(block.of(tokens) for block in saved.blocks),
-                "embedding, head and logits": saved.rest.of(tokens),
-                "weights gathered": gathered(subject, last_block=layers - 1),
-                "at work": _chunk(subject),
-            },
-        )
-    yield (
-        "loss",
-        {
-            "gradients": grads.standing + grads.made(head),
-            "saved by blocks": sum(block.of(tokens) for block in saved.blocks),
-            "embedding, head and logits": saved.rest.of(tokens),
-            "weights gathered": gathered(subject, last_block=layers - 1),
-            "at work": BF16 * tokens * subject.run.model.dim // tp + grads.in_flight(head),
-        },
-    )
+        yield "chunks of the loss", {"gradients": grads.standing, **whole, "at work": _chunk(subject)}
+    at_work = BF16 * tokens * subject.run.model.dim // tp + grads.in_flight(head)
+    yield "loss", {"gradients": grads.standing + grads.made(head), **whole, "at work": at_work}
     done = list(head)
     for index in reversed(range(layers)):
         here = units[f"blocks.{index}"]
         done += here
         recomputed = again.blocks[index].of(tokens) - saved.blocks[index].of(tokens)
         largest = max(sum(w.part(tp)) for w in here if w.matrix)
-        yield (
-            f"block {index}",
-            {
-                "gradients": grads.standing + grads.made(done),
-                "saved by blocks": sum(block.of(tokens) for block in saved.blocks[: index + 1]) + recomputed,
-                "weights gathered": gathered(subject, last_block=index),
-                "at work": BF16 * tokens * largest + grads.in_flight(here),
-            },
-        )
+        moment = {
+            "gradients": grads.standing + grads.made(done),
+            "saved by blocks": sum(block.of(tokens) for block in saved.blocks[: index + 1]) + recomputed,
+            "weights gathered": gathered(subject, last_block=index),
+            "at work": BF16 * tokens * largest + grads.in_flight(here),
+        }
+        yield f"block {index}", moment
 
 
 def _chunk(subject: Subject) -> int:
@@ -190,8 +174,8 @@ class Gradients:
         self._in_backward = subject.run.optim.in_backward
         late = several and self._sizes.dp > 1 and subject.run.parallel.grad_reduce == "last_microbatch"
         self._wide = several or self._sizes.dp > 1
-        whole = self._whole(subject.weights) if late else self._parts(subject.weights)
-        self.standing = whole if several else 0
+        whole = [self._bytes(w, w.part(self._sizes.tp), SUM) for w in subject.weights if w.matrix]
+        self.standing = 0 if not several else sum(whole) if late else self._parts(subject.weights)
 
     def made(self, weights: Sequence[Weight]) -> int:
         """Return the bytes beyond `standing` after the backward pass has computed the gradients of these weights."""
@@ -210,19 +194,13 @@ class Gradients:
         made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.value_size(w) for w in matrices)
         layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard
         wire = 2 * reduce_scatter_bytes(self._reduction.codec, layout, ranks) if ranks > 1 else 0
-        return made + FP32 * self._elements(matrices) + wire
+        return made + FP32 * sum(math.prod(w.part(self._sizes.tp)) for w in matrices) + wire
 
     def _alone(self, weight: Weight) -> int:
         """Return the bytes of a gradient from autograd, and of an FP32 copy if one is made."""
         made = self._subject.value_size(weight)
         copied = made != FP32 and (self._wide or self._codec is not None)
         return math.prod(weight.part(self._sizes.tp)) * (made + SUM if copied else made)
-
-    def _elements(self, weights: Sequence[Weight]) -> int:
-        return sum(math.prod(w.part(self._sizes.tp)) for w in weights if w.matrix)
-
-    def _whole(self, weights: Sequence[Weight]) -> int:
-        return sum(self._bytes(w, w.part(self._sizes.tp), SUM) for w in weights if w.matrix)
 
     def _parts(self, weights: Sequence[Weight]) -> int:
         sizes = {w: SUM if self._wide else self._subject.value_size(w) for w in weights}

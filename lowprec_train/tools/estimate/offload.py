@@ -37,14 +37,16 @@ def buffers(subject: Subject) -> int:
 
 def host_bytes(subject: Subject) -> int:
     """Return the bytes of pinned host memory."""
-    inputs = subject.run.model.layers * block_input(subject) if subject.run.model.offload else 0
-    return states_on_host(subject) + inputs
+    return states_on_host(subject) + _inputs(subject)
 
 
 def link_bytes(subject: Subject) -> int:
     """Return the bytes per step in each direction between GPU and host."""
-    inputs = subject.run.model.layers * block_input(subject) if subject.run.model.offload else 0
-    return states_on_host(subject) + subject.micro_batches * inputs
+    return states_on_host(subject) + subject.micro_batches * _inputs(subject)
+
+
+def _inputs(subject: Subject) -> int:
+    return subject.run.model.layers * block_input(subject) if subject.run.model.offload else 0
 
 
 def _moved(subject: Subject, weight: Weight) -> int:

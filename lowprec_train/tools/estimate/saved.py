@@ -130,5 +130,4 @@ def _owned(model: nn.Module) -> list[Tensor]:
 
 def _identity(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage: a meta tensor has no address."""
-    identity: int = StorageWeakRef(tensor.untyped_storage()).cdata
-    return identity
+    return StorageWeakRef(tensor.untyped_storage()).cdata

@@ -34,7 +34,7 @@ from lowprec_train.precision.linear_plan import GemmPlan, LinearPlan, Op, Operan
 from lowprec_train.tools.estimate import offload
 from lowprec_train.tools.estimate.device import Device
 from lowprec_train.tools.estimate.memory import states
-from lowprec_train.tools.estimate.subject import META, Subject, Weight
+from lowprec_train.tools.estimate.subject import META, Subject
 from lowprec_train.tools.estimate.traffic import between_nodes, traffic
 
 FP32, BF16, CODE = 4, 2, 1
@@ -236,17 +236,13 @@ def _sharding(subject: Subject, device: Device) -> Seconds:
         return {}
     matrices = [w for w in subject.weights if w.matrix]
     mine = sum(math.prod(w.mine(subject.sizes)) for w in matrices)
-    gathered = sum((2 if _gathered_twice(subject, w) else 1) * subject.gathered_bytes(w) for w in matrices)
+    gathered = sum((2 if subject.gathered_twice(w) else 1) * subject.gathered_bytes(w) for w in matrices)
     elements = sum(math.prod(w.part(subject.sizes.tp)) for w in matrices)
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
     copied, encoded, decoded = BF16 + FP32, FP32 + BF16, BF16
     reduced = elements * (copied + encoded + decoded) + mine * FP32
     moved = subject.micro_batches * (mine * (FP32 + BF16) + 2 * gathered) + sums * reduced
     return {"sharding": moved / device.sharding}
-
-
-def _gathered_twice(subject: Subject, weight: Weight) -> bool:
-    return subject.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
 
 
 def communication(subject: Subject, reduction: Reduction, device: Device, busy: float) -> float:

@@ -94,8 +94,7 @@ class Subject:
 
     @property
     def seq_len(self) -> int:
-        length: int = self.run.data["seq_len"]
-        return length
+        return self.run.data["seq_len"]
 
     @property
     def tokens(self) -> int:
@@ -186,6 +185,10 @@ class Subject:
             recipe, (rows, columns), shards=self.sizes.dp_shard, param_all_gather=gather, split=weight.cut
         )
         return None if gather == "fp32" or recipe is None or not weight.matrix else found
+
+    def gathered_twice(self, weight: Weight) -> bool:
+        """Return whether a weight is gathered again for the backward pass."""
+        return self.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
 
     def sent_bytes(self, weight: Weight) -> int:
         """Return the bytes that this rank sends to each other rank in the all-gather of a weight."""

@@ -13,8 +13,7 @@ whole. `between_nodes` counts the share that leaves the node: 1 / node of a libr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import (
@@ -64,8 +63,13 @@ def between_nodes(subject: Subject, reduction: Reduction) -> Bytes:
     """Return the bytes of `traffic` that rank 0 sends through its NIC to other nodes of `node_size` GPUs."""
     sent, over = traffic(subject, reduction), subject.sizes
     node = {axis: node_ranks(groups_along(over, axis), node_size(reduction)) or 1 for axis in AXES}
-    scattered = partial(_nic, reduce_scatter_links, node["dp_shard"])
-    summed = partial(_nic, all_reduce_links, node["dp_replicate"])
+
+    def scattered(codec: GradCodec, row: FlatLayout, ranks: int) -> int:
+        return reduce_scatter_links(codec, row, ranks, node["dp_shard"]).nic
+
+    def summed(codec: GradCodec, row: FlatLayout, ranks: int) -> int:
+        return all_reduce_links(codec, row, ranks, node["dp_replicate"]).nic
+
     found = {
         "parameters gathered": _of_ring(sent.get("parameters gathered", 0), over.dp_shard, node["dp_shard"]),
         "gradients scattered": gradients(subject, reduction, scattered, over.dp_shard),
@@ -82,10 +86,6 @@ def node_size(reduction: Reduction) -> int:
     return reduction.node_size or GPUS_OF_A_NODE
 
 
-def _nic(count, node: int, codec: GradCodec, row: FlatLayout, ranks: int) -> int:  # type: ignore[no-untyped-def]
-    return int(count(codec, row, ranks, node).nic)
-
-
 def _of_ring(total: int, ranks: int, node: int) -> int:
     return total // node if node < ranks else 0
 
@@ -94,12 +94,13 @@ def parameters(subject: Subject) -> int:
     """Return the bytes of the all-gathers of all micro-batches, in the all-gather format of each weight."""
     over, total = subject.sizes, 0
     for weight in (w for w in subject.weights if w.matrix):
-        again = subject.run.parallel.reshard_after_forward and weight.unit.startswith("blocks.")
-        total += (2 if again else 1) * (over.dp_shard - 1) * subject.sent_bytes(weight)
+        total += (2 if subject.gathered_twice(weight) else 1) * (over.dp_shard - 1) * subject.sent_bytes(weight)
     return total * subject.micro_batches
 
 
-def gradients(subject: Subject, reduction: Reduction, sent_by, ranks: int) -> int:  # type: ignore[no-untyped-def]
+def gradients(
+    subject: Subject, reduction: Reduction, sent_by: Callable[[GradCodec, FlatLayout, int], int], ranks: int
+) -> int:
     """Return the bytes for gradients of matrices along one axis of `ranks`.
 
     sent_by: `reduce_scatter_bytes` or `all_reduce_bytes`.

@@ -1,19 +1,6 @@
-"""`lowprec evaluate`: the command line."""
-
-from __future__ import annotations
-
-import argparse
-import json
-from pathlib import Path
-
-from lowprec_train.tools import options
-
-HELP = "perplexity, bits per byte and tasks of a trained model, under its recipe and in BF16"
-DESCRIPTION = """\
-Evaluate a trained model under its training recipe and in BF16: perplexity and bits per byte of a text, and tasks of
+"""Evaluate a trained model under its training recipe and in BF16: perplexity and bits per byte of a text, and tasks of
 lm-evaluation-harness. The difference shows how much the recipe's rounding costs at inference.
-"""
-EPILOG = """\
+
 --data is a .txt, .md, .jsonl or .parquet file, a directory of such files, or the prefix of a data set in Megatron's
 layout. Documents are evaluated independently. Each starts after the end-of-document token, as in training, and each of
 its tokens is predicted once; the closing token is not predicted (docs/evaluation.md).
@@ -31,6 +18,16 @@ examples:
   lowprec evaluate runs/bf16 --data valid.jsonl --recipe bf16 fp8 fp4
   lowprec evaluate runs/fp4 --tasks tasks/questions.yaml
 """
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from lowprec_train.tools import options
+
+HELP = "perplexity, bits per byte and tasks of a trained model, under its recipe and in BF16"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from lowprec_train.tools.evaluate.perplexity import Cutting, Measured, differenc
 from lowprec_train.tools.huggingface import tokenizer as tokenizers
 from lowprec_train.train import checks
 from lowprec_train.train.packages import needs_package
-from lowprec_train.train.trained import Trained, dtype_of
+from lowprec_train.train.trained import Trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class Evaluation:
         tokenizer = tokenizer or (source.tokenizer if source else None)
         return cls(
             trained=trained,
-            computed_as=_computed_as(trained, options.recipes),
+            computed_as=trained.computed_as(options.recipes),
             source=source,
             cutting=_cutting(trained, options, tokenizer),
             tasks=options.tasks,
@@ -125,12 +125,6 @@ class Evaluation:
                 "of": {recipe: vars(difference(of[recipe], of[last])) for recipe in others},
             },
         }
-
-
-def _computed_as(trained: Trained, recipes: Sequence[str]) -> dict[str, str]:
-    """Map each recipe to the first with the same forward pass. Raises ValueError if one is unknown or does not fit."""
-    passes = {recipe: (trained.forward(recipe), dtype_of(recipe)) for recipe in recipes}
-    return {recipe: next(first for first in passes if passes[first] == passes[recipe]) for recipe in passes}
 
 
 def tokenizer_of(trained: Trained, file: Path | None) -> Tokenizer | None:

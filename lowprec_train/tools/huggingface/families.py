@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from lowprec_train.config import ModelConfig
-from lowprec_train.tools.huggingface.family import Family, Json, expect
+from lowprec_train.tools.huggingface.family import Family, Json
 from lowprec_train.tools.huggingface.rotary_families import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from lowprec_train.tools.huggingface.rows import GroupedHeads, Rows, Same, Transposed
 
@@ -21,30 +21,13 @@ def _gpt2_rows(module: str, model: ModelConfig) -> Rows:
 
 
 def _gpt2_config(model: ModelConfig) -> dict[str, Any]:
-    return {
-        "n_embd": model.dim,
-        "n_inner": model.ffn,
-        "n_layer": model.layers,
-        "n_head": model.heads,
-        "n_positions": model.max_seq_len,
-        "activation_function": "gelu_new",
-        "layer_norm_epsilon": model.norm_eps,
-        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-    }
+    return {"n_inner": model.ffn, "layer_norm_epsilon": model.norm_eps}
 
 
-def _gpt2_sizes(config: Json) -> dict[str, Any]:
-    expect(config, "activation_function", "gelu_new", "gelu_pytorch_tanh", None)
-    expect(config, "scale_attn_weights", True, None)
-    expect(config, "scale_attn_by_inverse_layer_idx", False, None)
-    expect(config, "add_cross_attention", False, None)
+def _gpt2_settings(config: Json) -> dict[str, Any]:
     return {
-        "dim": config["n_embd"],
-        "layers": config["n_layer"],
-        "heads": config["n_head"],
         "kv_heads": config["n_head"],
         "ffn": config.get("n_inner") or 4 * config["n_embd"],
-        "max_seq_len": config["n_positions"],
         "tied": config.get("tie_word_embeddings", True),
         "norm_eps": float(config["layer_norm_epsilon"]),
     }
@@ -65,7 +48,17 @@ GPT2 = Family(
         "head_dim": None,
         "rope_scaling": None,
     },
-    counts=("vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
+    sizes={"n_embd": "dim", "n_layer": "layers", "n_head": "heads", "n_positions": "max_seq_len"},
+    written={
+        "activation_function": "gelu_new",
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    },
+    accepted={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", None),
+        "scale_attn_weights": (True, None),
+        "scale_attn_by_inverse_layer_idx": (False, None),
+        "add_cross_attention": (False, None),
+    },
     outer={
         "embedding": "transformer.wte",
         "position": "transformer.wpe",
@@ -83,7 +76,7 @@ GPT2 = Family(
     },
     rows=_gpt2_rows,
     to_config=_gpt2_config,
-    from_config=_gpt2_sizes,
+    from_config=_gpt2_settings,
 )
 
 UNSUPPORTED = {  # feature -> the model_types that need it

@@ -25,22 +25,28 @@ class Family:
     """One model_type of Hugging Face.
 
     prefix: of the base model's parameter names. choices: settings of ModelConfig that every model of the family has.
-    counts: keys of config.json with sizes. outer: module of this package -> full name of the Hugging Face module,
-    outside the blocks. block: name of block `{}`. inner: as `outer`, for modules in a block; one module may become
-    several. rows: module and model -> layout of its tensors. to_config, from_config: sizes to config.json and back.
+    sizes: key of config.json -> setting of ModelConfig. written: keys of config.json with the same value for every
+    model. accepted: key -> the values with which a model is imported, None if it may be absent. required: further keys
+    that must be present, because the family's defaults differ from llama's. to_config, from_config: the other settings,
+    to config.json and back. outer: module of this package -> full name of the Hugging Face module, outside the blocks.
+    block: name of block `{}`. inner: as `outer`, for modules in a block; one module may become several. rows: module
+    and model -> layout of its tensors.
     """
 
     model_type: str
     architecture: str
     prefix: str
     choices: Mapping[str, Any]
-    counts: tuple[str, ...]
+    sizes: Mapping[str, str]
     outer: Mapping[str, str]
     block: str
     inner: Mapping[str, tuple[str, ...]]
     rows: Callable[[str, ModelConfig], Rows]
     to_config: Callable[[ModelConfig], dict[str, Any]]
     from_config: Callable[[Json], dict[str, Any]]
+    written: Mapping[str, Any]
+    accepted: Mapping[str, tuple[Any, ...]]
+    required: tuple[str, ...] = ()
 
     def hf_names(self, name: str) -> tuple[str, ...]:
         """Return the names of the Hugging Face parameters that contain a parameter of this package."""
@@ -61,6 +67,8 @@ class Family:
             "architectures": [self.architecture],
             "model_type": self.model_type,
             "vocab_size": model.vocab_size,
+            **{key: getattr(model, setting) for key, setting in self.sizes.items()},
+            **self.written,
             **self.to_config(model),
             "tie_word_embeddings": model.tied,
             **{key: ids.get(key) for key in SPECIAL_IDS},
@@ -71,11 +79,15 @@ class Family:
     def model(self, config: Json, name: str) -> ModelConfig:
         """Return the model of a config.json. Raises ValueError for a setting that this project does not compute."""
         try:
-            _check_numbers({key: config[key] for key in self.counts}, int)
+            _check_numbers({key: config[key] for key in ("vocab_size", *self.sizes)}, int)
             _check_numbers({key: config[key] for key in OPTIONAL_COUNTS if config.get(key) is not None}, int)
             _check_numbers({key: config[key] for key in REALS if key in config}, int, float)
             _check_flags(config)
-            sizes = self.from_config(config)
+            for key, allowed in self.accepted.items():
+                expect(config, key, *allowed)
+            if missing := [key for key in self.required if key not in config]:
+                raise KeyError(missing[0])
+            sizes = {setting: config[key] for key, setting in self.sizes.items()} | self.from_config(config)
             return ModelConfig(name=name, vocab_size=config["vocab_size"], **self.choices, **sizes)
         except KeyError as error:
             raise ValueError(f"config.json of a {self.model_type} model lacks the key {error}") from None
@@ -102,5 +114,5 @@ def _in_block(module: str) -> tuple[str, str]:
 def expect(config: Json, key: str, *allowed: Any, why: str = "") -> None:
     """Raise ValueError unless a key of config.json has one of the allowed values. why: names them in the error."""
     if config.get(key) not in allowed:
-        wanted = why or " or ".join(repr(value) for value in allowed if value is not None)
+        wanted = why or " or ".join(repr(value) for value in allowed if value is not None) or "null"
         raise ValueError(f"config.json: {key} = {config.get(key)!r}, and this project computes {wanted} only")

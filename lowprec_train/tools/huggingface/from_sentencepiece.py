@@ -51,8 +51,7 @@ def tokenizer_json(content: bytes, name: str) -> str:
         raise ValueError(f"{name}: model_type {proto.trainer_spec.model_type} is neither BPE (2) nor unigram (1)")
     converted = _converted(proto)
     check(converted, sentencepiece.SentencePieceProcessor(model_proto=content), name, _probes(proto))
-    text: str = converted.to_str(pretty=True)
-    return text
+    return converted.to_str(pretty=True)
 
 
 def check(converted: Any, original: Any, name: str, texts: tuple[str, ...]) -> None:

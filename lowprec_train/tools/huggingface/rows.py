@@ -23,11 +23,9 @@ class Rows(Protocol):
 
     def split(self, weight: Tensor) -> list[Tensor]:
         """Split a weight of this package into Hugging Face weights."""
-        ...
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Join Hugging Face weights into a weight of this package."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,6 @@ def write(directory: Path, specs: Sequence[TensorSpec], tensors: Iterable[tuple[
 
 
 def _next_file(content: Sequence[TensorSpec], stream: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Take the tensors of the next file from the stream."""
     tensors: dict[str, Tensor] = {}
     for spec, (name, tensor) in zip(content, stream, strict=False):
         assert (name, tensor.shape) == (spec.name, spec.shape), (spec, name, tensor.shape)

@@ -1,26 +1,7 @@
-"""`lowprec study`: the command line."""
-
-from __future__ import annotations
-
-import argparse
-import json
-import shlex
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from lowprec_train.tools.options import positive
-
-if TYPE_CHECKING:
-    from lowprec_train.tools.study.definition import Study
-    from lowprec_train.tools.study.plan import StudyRun
-
-HELP = "train recipes on several seeds and estimate their loss gaps"
-DESCRIPTION = """\
-Train arms (recipes with overrides) on several seeds, one run on each GPU, and estimate the gap of each arm to a
+"""Train arms (recipes with overrides) on several seeds, one run on each GPU, and estimate the gap of each arm to a
 baseline, with confidence intervals that hold for other seeds. STUDY is a YAML file or the name of a shipped study
 (docs/study.md).
-"""
-EPILOG = """\
+
 `run` continues a study from its folder, on any machine: it skips finished runs and resumes the others. After --minutes
 the active runs save a checkpoint and end, and the command lists the remaining runs.
 
@@ -37,14 +18,31 @@ examples:
   lowprec study report short_33m --set data=indexed data.train=data/mix data.split=[9,1]
   lowprec study report tiny --results other_machine/results.json
 """
-WHOLE_MACHINE = "all"
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowprec_train.tools.options import positive
+
+if TYPE_CHECKING:
+    from lowprec_train.tools.study.definition import Study
+    from lowprec_train.tools.study.plan import StudyRun
+
+HELP = "train recipes on several seeds and estimate their loss gaps"
+_print_line = partial(print, flush=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="study", metavar="WHAT", required=True)
     run_ = kinds.add_parser("run", help="train the runs of a study that are not finished, on this machine")
     where = run_.add_mutually_exclusive_group()
-    where.add_argument("--gpus", metavar="N", default=WHOLE_MACHINE, help="number of GPUs, or `all` (default: all)")
+    where.add_argument("--gpus", metavar="N", default="all", help="number of GPUs, or `all` (default: all)")
     where.add_argument("--nproc", metavar="N", type=positive, help="train N runs at the same time on the CPU")
     run_.add_argument(
         "--per-gpu", metavar="N", type=positive, default=1, help="runs at the same time on each GPU (default: 1)"
@@ -241,7 +239,3 @@ def _record_purposes(study: Study, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     purposes = before | {str(seed): purpose for seed, purpose in study.seeds.items()}
     write_whole(file, f"{json.dumps(purposes, indent=2)}\n".encode())
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)

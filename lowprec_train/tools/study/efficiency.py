@@ -81,8 +81,7 @@ class Law:
     error: float
 
     def __call__(self, n: Array, d: Array) -> Array:
-        found: Array = (self.A / n**self.a + self.B / d**self.b) ** self.g + self.E
-        return found
+        return (self.A / n**self.a + self.B / d**self.b) ** self.g + self.E
 
 
 def fit_law(points: Sequence[tuple[float, float, float]]) -> Law | None:
@@ -130,5 +129,4 @@ def _least(
     """Return the solution with the lowest cost over several starting points."""
     options = {"loss": "huber", "f_scale": HUBER, "bounds": (low, high), "x_scale": "jac", "max_nfev": 4000}
     found = [optimize.least_squares(residuals, np.clip(start, low, high), **options) for start in starts]
-    best: Array = min(found, key=lambda each: each.cost).x
-    return best
+    return min(found, key=lambda each: each.cost).x

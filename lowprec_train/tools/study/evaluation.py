@@ -27,10 +27,9 @@ from lowprec_train.model.transformer import Transformer
 from lowprec_train.tools.study import sharpness
 from lowprec_train.train import checks
 from lowprec_train.train.construct import construct
-from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained, dtype_of
+from lowprec_train.train.trained import OF_RUN, UNQUANTISED, Trained
 
 FILE = "evaluation.json"
-FORWARDS = (OF_RUN, UNQUANTISED)
 SHARP = 256  # samples whose last token gives the sharpness
 
 
@@ -52,25 +51,21 @@ def evaluated(run: Path, *, device: str = "auto") -> dict[str, Any]:
     text: Corpus = construct(tree["data"], "data")
     checks.corpus(run.name, read_object(run / "run.json").get("corpus_hash"), text.hash)
     trained, on = Trained(run, ended["step"]), checks.device(device)
-    measured: dict[str, tuple[float, float]] = {}
-    for forward in FORWARDS:
-        alike = [each for each in measured if computes_alike(trained, each, forward)]
-        model = None if alike else trained.model(forward, device=on)
-        measured[forward] = measured[alike[0]] if model is None else of(model, text.valid, tree["micro_batch"], on)
+    computed, micro_batch = trained.computed_as((OF_RUN, UNQUANTISED)), tree["micro_batch"]
+    measured = {
+        each: of(trained.model(each, device=on), text.valid, micro_batch, on)
+        for each in dict.fromkeys(computed.values())
+    }
     found = {
         "step": ended["step"],
         "corpus_hash": text.hash,
         "tokens": text.valid.seq_len * sum(each.samples(text.valid.seq_len) for each in text.valid.streams),
         "device": str(on),
-        "loss": {forward: found[0] for forward, found in measured.items()},
-        "sharpness": {forward: found[1] for forward, found in measured.items()},
+        "loss": {forward: measured[each][0] for forward, each in computed.items()},
+        "sharpness": {forward: measured[each][1] for forward, each in computed.items()},
     }
     write_whole(run / FILE, f"{json.dumps(found, indent=2)}\n".encode())
     return found
-
-
-def computes_alike(trained: Trained, one: str, other: str) -> bool:
-    return (trained.forward(one), dtype_of(one)) == (trained.forward(other), dtype_of(other))
 
 
 def of(model: Transformer, dataset: Dataset, micro_batch: int, device: torch.device) -> tuple[float, float]:

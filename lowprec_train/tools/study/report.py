@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from lowprec_train import __version__
-from lowprec_train.tools.compare.report import strict
+from lowprec_train.tools.compare.report import NONE, number, strict
 from lowprec_train.tools.markdown import table
 from lowprec_train.tools.study.definition import Study
 from lowprec_train.tools.study.measure import RESOLUTION, ArmRow, Cell, Contrast, Measured
@@ -17,22 +17,32 @@ from lowprec_train.tools.study.rms_spikes import AHEAD, LARGE, RmsSpikes
 from lowprec_train.tools.study.statistics import Estimate
 from lowprec_train.tools.study.sweep import WORKABLE, SweepArm, SweepRow
 
-NONE = "-"
-HEADER = (
-    *("arm", "tokens", "n", "loss", "gap, nat [95 %]", "gap %", "predicted %", "in the weights", "forward rounding"),
-    *("extra tokens %", "tokens/s", "speed at equal loss", "may be said"),
-)
-HEALTH = (
-    "arm",
-    "seeds",
-    "training gap, last tenth",
-    "clipped %",
-    "spikes",
-    "skipped",
-    "SD of residuals",
-    "sharpness",
-    "after RMS spikes",
-)
+COLUMNS: dict[str, Callable[[ArmRow], str]] = {
+    "arm": lambda row: row.arm,
+    "tokens": lambda row: f"{row.tokens:,}",
+    "n": lambda row: str(len(row.seeds)),
+    "loss": lambda row: number(row.loss),
+    "gap, nat [95 %]": lambda row: interval(row.gap),
+    "gap %": lambda row: number(row.percent, "+.2f"),
+    "predicted %": lambda row: number(row.predicted, "+.2f"),
+    "in the weights": lambda row: interval(row.weights),
+    "forward rounding": lambda row: interval(row.forward),
+    "extra tokens %": lambda row: extra(row),
+    "tokens/s": lambda row: number(row.speed, ".2f"),
+    "speed at equal loss": lambda row: number(row.at_loss, ".2f"),
+    "may be said": lambda row: row.words or NONE,
+}
+HEALTH: dict[str, Callable[[ArmRow], str]] = {
+    "arm": lambda row: row.arm,
+    "seeds": lambda row: ", ".join(map(str, row.seeds)),
+    "training gap, last tenth": lambda row: interval(row.tail),
+    "clipped %": lambda row: number(None if row.clipped is None else 100 * row.clipped, ".1f"),
+    "spikes": lambda row: str(row.spikes),
+    "skipped": lambda row: str(row.skipped),
+    "SD of residuals": lambda row: number(row.spread),
+    "sharpness": lambda row: number(row.sharpness),
+    "after RMS spikes": lambda row: rms_spikes_text(row.rms_spikes),
+}
 
 
 def to_json(measured: Measured) -> str:
@@ -109,7 +119,7 @@ def cell_text(cell: Cell, contrasts: Sequence[Contrast]) -> str:
         "\n".join(table(*arm_table(cell))),
         noise_text(cell),
         contrast_text(asked),
-        "\n".join(table(HEALTH, [health_cells(each) for each in cell.arms])),
+        "\n".join(table(list(HEALTH), ([text(row) for text in HEALTH.values()] for row in cell.arms))),
     ]
     return "\n\n".join(line for line in lines if line)
 
@@ -120,43 +130,12 @@ def ends_text(ends: tuple[float, float], form: str = ",") -> str:
 
 
 def arm_table(cell: Cell) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows without empty columns."""
-    rows = [arm_cells(each, lengths=cell.tokens[0] != cell.tokens[1]) for each in cell.arms]
-    kept = [i for i in range(len(HEADER)) if any(row[i] != NONE for row in rows)]
-    return [HEADER[i] for i in kept], [[row[i] for i in kept] for row in rows]
-
-
-def arm_cells(row: ArmRow, *, lengths: bool) -> list[str]:
-    return [
-        row.arm,
-        f"{row.tokens:,}" if lengths else NONE,
-        str(len(row.seeds)),
-        number(row.loss, ".4f"),
-        interval(row.gap),
-        number(row.percent, "+.2f"),
-        number(row.predicted, "+.2f"),
-        interval(row.weights),
-        interval(row.forward),
-        extra(row),
-        number(row.speed, ".2f"),
-        number(row.at_loss, ".2f"),
-        row.words or NONE,
-    ]
-
-
-def health_cells(row: ArmRow) -> list[str]:
-    clipped = None if row.clipped is None else 100 * row.clipped
-    return [
-        row.arm,
-        ", ".join(map(str, row.seeds)),
-        interval(row.tail),
-        number(clipped, ".1f"),
-        str(row.spikes),
-        str(row.skipped),
-        number(row.spread, ".4f"),
-        number(row.sharpness, ".4f"),
-        rms_spikes_text(row.rms_spikes),
-    ]
+    """Return header and rows without empty columns, and without the tokens if all runs have as many."""
+    columns = {name: [text(row) for row in cell.arms] for name, text in COLUMNS.items()}
+    if cell.tokens[0] == cell.tokens[1]:
+        del columns["tokens"]
+    kept = {name: texts for name, texts in columns.items() if {*texts} != {NONE}}
+    return list(kept), [list(row) for row in zip(*kept.values(), strict=True)]
 
 
 def rms_spikes_text(found: RmsSpikes | None) -> str:
@@ -233,7 +212,7 @@ def sweep_text(measured: Measured) -> str:
             by_setting(lambda row: rms_spikes_text(row.rms_spikes if row else None)),
         ]
     if any(row.sharpness is not None for row in measured.sweep):
-        parts += ["Sharpness:", by_setting(lambda row: number(row.sharpness if row else None, ".4f"))]
+        parts += ["Sharpness:", by_setting(lambda row: number(row.sharpness if row else None))]
     return "\n\n".join(parts)
 
 
@@ -248,7 +227,7 @@ def sweep_cell(row: SweepRow | None, seeds: int) -> str:
         return NONE
     if row.unstable:
         return f"unstable {len(row.unstable)} of {len(row.seeds)}"
-    text = number(row.loss, ".4f") + ("" if row.spread is None else f" +- {row.spread:.4f}")
+    text = number(row.loss) + ("" if row.spread is None else f" +- {row.spread:.4f}")
     text += f" n={len(row.seeds)}" if len(row.seeds) < seeds else ""
     return f"**{text}**" if row.best else text if row.works else f"({text})"
 
@@ -258,7 +237,7 @@ def sweep_arm_cells(each: SweepArm, axis: str) -> list[str]:
         each.arm,
         ("; " if not axis else ", ").join(name.removeprefix(f"{axis}=") for name in each.works) or "none of them",
         NONE if each.best is None else each.best.removeprefix(f"{axis}="),
-        number(each.loss, ".4f"),
+        number(each.loss),
         interval(each.own),
         interval(each.common),
         number(each.sensitivity, ".3f"),
@@ -293,7 +272,3 @@ def interval(estimate: Estimate | None) -> str:
         return NONE
     ends = "" if estimate.low is None else f" [{estimate.low:+.4f}, {estimate.high:+.4f}]"
     return f"{estimate.nats:+.4f}{ends}"
-
-
-def number(value: float | None, style: str) -> str:
-    return NONE if value is None else f"{value:{style}}"

@@ -72,18 +72,6 @@ class Tally:
         return 100 * self.sums[count] / self.sums[of]
 
 
-def of_operand(x: Tensor, rounded: Quantized, quantizer: Quantizer, clamp: OutlierClamp | None = None) -> Figures:
-    """Return the figures of an operand x [m, k]: the quantiser's input, and its result."""
-    return tally_operand(x, rounded, quantizer, clamp).figures()
-
-
-def of_state(before: Tensor, wanted: Tensor, after: Tensor) -> Figures:
-    """Return the figures of an optimizer state: its stored value before a step, the new value before rounding, and the
-    new stored value; FP32.
-    """
-    return tally_state(before, wanted, after).figures()
-
-
 @torch.no_grad()
 def tally_operand(
     x: Tensor,
@@ -92,8 +80,8 @@ def tally_operand(
     clamp: OutlierClamp | None = None,
     split: Split | None = None,
 ) -> Tally:
-    """Return the tally of an operand x [m, k], or of this rank's shard of it. split: if its columns are sharded and
-    `clamp` needs the quantiles of whole rows; collective over its group.
+    """Return the tally of an operand x [m, k], or of this rank's shard of it, and of `rounded`, the quantiser's result
+    for it. split: if its columns are sharded and `clamp` needs the quantiles of whole rows; collective over its group.
 
     With a clamp, `carrier` codes are compared with x, outliers included, and saturate at E4M3's maximum. Codes of the
     `residual` variant are compared with the clamped body, because the outliers are stored elsewhere.
@@ -116,7 +104,8 @@ def tally_operand(
 
 @torch.no_grad()
 def tally_state(before: Tensor, wanted: Tensor, after: Tensor) -> Tally:
-    """Return the tally of an optimizer state or of a shard, which may be empty; arguments as of `of_state`.
+    """Return the tally of an optimizer state or of a shard, which may be empty: its stored value `before` a step, the
+    new value before rounding (`wanted`) and the new stored value (`after`); FP32.
 
     If scales do not change from step to step, a stalled value keeps its code: rounding is monotone, and `before` is on
     the grid. Range expansion changes the scales of its groups at every step. An unchanged code then changes its value,

@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from statistics import fmean
 from typing import Any, cast
@@ -64,32 +63,26 @@ STATE_SERIES = (("sqnr_db", "mean"), ("sqnr_db", "min"), ("underflow_pct", "mean
 REDUCE: dict[str, Callable[[Sequence[float]], float]] = {"min": min, "max": max, "mean": fmean}
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankRole:
-    """This rank's part in the figures of a run.
-
-    tp: the ranks with the other parts of the layers; None: layers are whole. first_data: whether this rank has the
-    step's first micro-batch. weights: the ranks with the other shards of each linear layer's weight, by its name.
-    """
-
-    tp: Group | None = None
-    first_data: bool = True
-    weights: Mapping[str, Group | None] = field(default_factory=dict)
-
-
 class Record:
-    """The roundings of one step, on the device, by what was rounded. Its methods are observers."""
+    """The roundings of one step, on the device, by what was rounded. Its methods are observers.
+
+    weights: the ranks with the other shards of each linear layer's weight, by its name. Others: as of `Telemetry`.
+    """
 
     def __init__(
         self,
         names: Mapping[nn.Parameter, str],
         stored: Callable[[nn.Parameter, str], str],
         group_of: Callable[[nn.Parameter], Group | None],
-        role: RankRole,
+        *,
+        tp: Group | None,
+        first_data: bool,
+        weights: Mapping[str, Group | None],
     ) -> None:
         self.entries: dict[tuple[str, ...], Entry] = {}
         self.forward_over = False
-        self._names, self._stored, self._group_of, self._role = names, stored, group_of, role
+        self._names, self._stored, self._group_of = names, stored, group_of
+        self._tp, self._first_data, self._weights = tp, first_data, weights
 
     def operand(self, site: str, split: Split | None, plan: OperandPlan, x: Tensor, rounded: Quantized) -> None:
         """Add an operand of a linear layer. split: of the layer."""
@@ -97,18 +90,18 @@ class Record:
         labels = {"site": site, "gemm": plan.gemm.name.lower(), "operand": plan.operand.name.lower()}
         labels["what"] = plan.rounding
         if plan.source is Source.ALL_GATHERED:  # codes of this rank's shard of a weight
-            self._add(labels, x, rounded, plan.quantizer, group=self._role.weights.get(site))
-        elif self._role.first_data:
+            self._add(labels, x, rounded, plan.quantizer, group=self._weights.get(site))
+        elif self._first_data:
             split = None if plan.cut is None else split
             group = None if split is None else split.group
             self._add(labels, x, rounded, plan.quantizer, clamp=plan.outliers, split=split, group=group)
 
     def saved(self, site: str, x: Tensor, rounded: Quantized, quantizer: Quantizer) -> None:
         """Add an input of a `QuantizedSavedInput`: of its first inputs in the order of the calls, in forward only."""
-        if self._role.first_data and not self.forward_over:
+        if self._first_data and not self.forward_over:
             known = sum((site, "saved", operand) in self.entries for operand in SAVED_OPERANDS)
             labels = {"site": site, "gemm": "saved", "operand": SAVED_OPERANDS[known], "what": str(quantizer)}
-            self._add(labels, x, rounded, quantizer, group=self._role.tp)
+            self._add(labels, x, rounded, quantizer, group=self._tp)
 
     def state(self, parameter: nn.Parameter, state: str, before: Tensor, wanted: Tensor, after: Tensor) -> None:
         """Add a state of the optimizer, or this rank's shard of it."""
@@ -150,7 +143,8 @@ class Record:
 class Telemetry:
     """Observes `model` and `optimizer` at every step whose number, counted from 1, `interval` divides; 0: at none.
 
-    tp, first_data: as in `RankRole`. Raises ValueError for a negative interval.
+    tp: the ranks with the other parts of the layers; None: layers are whole. first_data: whether this rank has the
+    step's first micro-batch. Raises ValueError for a negative interval.
     """
 
     def __init__(
@@ -169,7 +163,7 @@ class Telemetry:
         linears = named_linears(model) if interval else ()
         parameters = {name: cast("nn.Parameter", each.weight) for name, each in linears}
         weights = {name: optimizer.group_of(p) for name, p in parameters.items() if p.requires_grad}
-        self._role = RankRole(tp=tp, first_data=first_data, weights=weights)
+        self._role: dict[str, Any] = {"tp": tp, "first_data": first_data, "weights": weights}
         self._sent: dict[int, tuple[list[tuple[Row, Figures]], AsyncHostCopy]] = {}
 
     def due(self, step: int) -> bool:
@@ -178,7 +172,7 @@ class Telemetry:
 
     def probe(self, loss: Callable[[], Tensor]) -> Record:
         """Return the roundings of one forward and backward pass. The model has no gradients before and after."""
-        record = Record(self._names, self._stored, self.optimizer.group_of, self._role)
+        record = Record(self._names, self._stored, self.optimizer.group_of, **self._role)
         with eager(self.model), self._watched(record):
             total = loss()
             record.forward_over = True

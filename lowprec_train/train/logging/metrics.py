@@ -154,8 +154,7 @@ class AsyncHostCopy:
     def read(self) -> list[float]:
         """Return the values. Waits until the copy is complete."""
         self._copied.wait()
-        numbers: list[float] = self._values.tolist()
-        return numbers
+        return self._values.tolist()
 
 
 class DeferredMetrics:

@@ -142,7 +142,10 @@ def test_many_layers_and_steps_keep_readable_labels(tmp_path):
 
 def test_every_figure_of_telemetry_can_be_drawn(runs, tmp_path, capsys):
     how, x = Quantizer(E4M3), torch.ones(2, 2)
-    assert set(LABELS) == {*roundings.of_operand(x, how(x), how), *roundings.of_state(x, x, x)}
+    assert set(LABELS) == {
+        *roundings.tally_operand(x, how(x), how).figures(),
+        *roundings.tally_state(x, x, x).figures(),
+    }
     assert (
         cli.main(["compare", *map(str, runs), "--out", str(tmp_path / "out"), "--heatmap", "clamped_blocks_pct"]) == 0
     )

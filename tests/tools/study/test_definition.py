@@ -78,18 +78,25 @@ def test_a_trunk_that_two_blocks_share_is_a_repeat_where_one_of_them_has_its_arm
 
 
 WRONG = {
-    "there is no key arm; did you mean arms?": {"arm": {}},
+    "study.arm={}: there is no such key; did you mean arms?": {"arm": {}},
     "arms.own.recipe: 'fp9' is none of": {"arms": {"bf16": None, "own": {"recipe": "fp9"}}},
-    "there is no key arms.own.override; did you mean overrides?": {"arms": {"bf16": None, "own": {"override": []}}},
+    "arms.own.override=[]: there is no such key; did you mean overrides?": {
+        "arms": {"bf16": None, "own": {"override": []}}
+    },
     "baseline: 'bf61' is none of bf16, own; did you mean bf16?": {"baseline": "bf61"},
-    "contrasts: 'fp8' is none of bf16, own": {"contrasts": [["fp8", "bf16"]]},
+    "contrasts[0]: 'fp8' is none of bf16, own": {"contrasts": [["fp8", "bf16"]]},
     "contrasts[0]: ['bf16', 'bf16'] must be two different arms": {"contrasts": [["bf16", "bf16"]]},
     "overrides: 'seed=3': seed is decided": {"overrides": ["seed=3"]},
     "overrides: '+recipe=fp8': the recipe belongs to an arm": {"overrides": ["+recipe=fp8"]},
     "overrides: 'fast' is no override": {"overrides": ["fast"]},
-    "blocks[0].purpose: 'gates' is none of gate, sweep, estimate": {"blocks": [{"purpose": "gates", "seeds": [1]}]},
+    "blocks[0].purpose='gates' must be one of gate, sweep, estimate": {"blocks": [{"purpose": "gates", "seeds": [1]}]},
     "blocks[0].seeds: [1, 1] must be": {"blocks": [{"purpose": "gate", "seeds": [1, 1]}]},
-    "blocks[0].seeds: True is not a whole number": {"blocks": [{"purpose": "gate", "seeds": [True]}]},
+    "blocks[0].seeds=[True] must be a list of whole numbers": {"blocks": [{"purpose": "gate", "seeds": [True]}]},
+    "blocks[0].seeds: [-1] must be one seed of at least 0": {"blocks": [{"purpose": "gate", "seeds": [-1]}]},
+    "blocks[0].fork.step=0 must be at least 1": {
+        "blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 0}}]
+    },
+    "blocks[0]: 3 must be keys and values": {"blocks": [3]},
     "blocks[0].again: 'own' is none of bf16": {
         "blocks": [{"purpose": "gate", "seeds": [1], "arms": ["bf16"], "again": ["own"]}]
     },
@@ -103,8 +110,8 @@ WRONG = {
         "blocks": [{"purpose": "gate", "seeds": [1], "axes": {"data.train": ["a/b"]}}]
     },
     "name: 'a/b' cannot be part": {"name": "a/b"},
-    "keep_checkpoints: 'no' is neither": {"keep_checkpoints": "no"},
-    "arms.own.predicted: '1 %' is no number": {
+    "keep_checkpoints='no' must be true or false": {"keep_checkpoints": "no"},
+    "arms.own.predicted='1 %' must be a number or null": {
         "arms": {"bf16": None, "own": {"recipe": "fp8", "predicted": "1 %"}},
         "contrasts": [],
     },

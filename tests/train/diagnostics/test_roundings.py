@@ -12,8 +12,6 @@ from lowprec_train.precision.outliers import OutlierClamp
 from lowprec_train.precision.split import Split
 from lowprec_train.train.diagnostics.roundings import (
     Tally,
-    of_operand,
-    of_state,
     sqnr_db,
     tally_operand,
     tally_state,
@@ -84,7 +82,7 @@ def assert_figures(got, want):
 def test_against_numpy(how):
     x = data()
     q = how(torch.from_numpy(x), seed() if how.stochastic else None)
-    assert_figures(of_operand(torch.from_numpy(x), q, how), expected(x, q, how))
+    assert_figures(tally_operand(torch.from_numpy(x), q, how).figures(), expected(x, q, how))
 
 
 @pytest.mark.parametrize("quantile", [0.9, 0.99, 1.0])
@@ -101,7 +99,7 @@ def test_clamped_outliers_against_numpy(variant, quantile):
     low, high = ordered[:, [count]], ordered[:, [-1 - count]]
     body = np.clip(x, low, high)
     of = {"wanted": x, "top": 448.0} if variant == "carrier" else {"wanted": body}
-    got = of_operand(torch.from_numpy(x), q, how, clamp)
+    got = tally_operand(torch.from_numpy(x), q, how, clamp).figures()
     want = expected(x, q, how, body=body, **of) | {"outlier_pct": 100 * np.mean((x < low) | (x > high))}
     assert_figures(got, want)
     beyond = 2 / x.size if variant == "carrier" and quantile < 1 else 0.0
@@ -114,7 +112,7 @@ def test_an_infinite_outlier_is_not_finite_rather_than_clipped():
     x, clamp, how = torch.from_numpy(data(binades=4)), OutlierClamp(0.99), Quantizer(E2M1, (1, -1))
     x[7, 1] = math.inf
     q, _ = clamp(x, how, None, None)
-    got = numbers(of_operand(x, q, how, clamp))
+    got = numbers(tally_operand(x, q, how, clamp).figures())
     assert got["saturated_pct"] == 0 and got["nonfinite_pct"] == 100 / x.numel()
 
 
@@ -122,7 +120,7 @@ def test_bf16_operands_are_measured_as_they_are():
     x = torch.from_numpy(data()).bfloat16()
     how = Quantizer(E4M3, (1, -1))
     q = how(x)
-    assert_figures(of_operand(x, q, how), expected(x.float().numpy(), q, how))
+    assert_figures(tally_operand(x, q, how).figures(), expected(x.float().numpy(), q, how))
 
 
 # --- what counts and what does not ----------------------------------------------------------------------------------
@@ -131,9 +129,9 @@ def test_bf16_operands_are_measured_as_they_are():
 def test_zeros_of_either_sign_do_not_underflow_and_small_numbers_do():
     how = Quantizer(E2M1, scale=ScaleRule.POW2)
     x = torch.tensor([[6.0, 0.0, -0.0, 0.2, -0.2, 0.26, 1e-40, 0.5]])  # below 0.25 to zero, the tie too
-    assert float(of_operand(x, how(x), how)["underflow_pct"]) == pytest.approx(100 * 3 / 8)
+    assert float(tally_operand(x, how(x), how).figures()["underflow_pct"]) == pytest.approx(100 * 3 / 8)
     zeros = torch.tensor([[6.0, 0.0, -0.0, -0.0]])
-    assert float(of_operand(zeros, how(zeros), how)["underflow_pct"]) == 0
+    assert float(tally_operand(zeros, how(zeros), how).figures()["underflow_pct"]) == 0
 
 
 @pytest.mark.parametrize("format", [E2M1, E4M3, E5M2, INT8], ids=str)
@@ -143,20 +141,20 @@ def test_amax_at_the_maximum_is_no_saturation(format, rule):
     g = np.random.default_rng(1)
     x = torch.from_numpy((g.standard_normal((4096, 16)) * np.exp(g.uniform(-30, 30, (4096, 1)))).astype(np.float32))
     how = Quantizer(format, (1, -1), rule)
-    assert float(of_operand(x, how(x), how)["saturated_pct"]) == 0
+    assert float(tally_operand(x, how(x), how).figures()["saturated_pct"]) == 0
     exact = torch.full((2, 8), format.max) * torch.tensor([[1.0], [4.0]])
-    assert float(of_operand(exact, how(exact), how)["saturated_pct"]) == 0
+    assert float(tally_operand(exact, how(exact), how).figures()["saturated_pct"]) == 0
 
 
 def test_saturation_of_floored_scales():
     """OCP's rule gives 4 <= amax < 8 the scale 1: 7 clips, 6 does not. Of normal numbers 2.3 % clip (blocks of 32)."""
     how = Quantizer(E2M1, (1, 4), ScaleRule.E8M0_FLOOR)
     x = torch.tensor([[7.0, -6.5, 6.0, 1.0, 6.0, -6.0, 0.0, 1.0]])
-    assert float(of_operand(x, how(x), how)["saturated_pct"]) == 25
+    assert float(tally_operand(x, how(x), how).figures()["saturated_pct"]) == 25
     normal = torch.from_numpy(np.random.default_rng(2).standard_normal((512, 1024)).astype(np.float32))
     for stochastic, share in ((False, 2.34), (True, 0.0)):  # with SR comes the 3/4, which leaves room
         block = Quantizer(E2M1, (1, 32), ScaleRule.E8M0_FLOOR, ROUNDING[stochastic])
-        figures = of_operand(normal, block(normal, seed() if stochastic else None), block)
+        figures = tally_operand(normal, block(normal, seed() if stochastic else None), block).figures()
         assert float(figures["saturated_pct"]) == pytest.approx(share, abs=0.1)
 
 
@@ -167,13 +165,15 @@ def test_clamped_blocks_by_construction(rule):
     row = np.repeat(np.ldexp(5.0, [0, -3, -4, -5, -20, 0]), 4)
     row[20:] = 0
     x = torch.from_numpy(np.stack([row, np.tile(row[:4], 6)]).astype(np.float32))
-    figures = of_operand(x, how(x), how)
+    figures = tally_operand(x, how(x), how).figures()
     assert float(figures["clamped_blocks_pct"]) == pytest.approx(100 * 2 / 12)
     assert float(figures["scale_spread"]) == 4
-    assert float(of_operand(1024 * x, how(1024 * x), how)["clamped_blocks_pct"]) == float(figures["clamped_blocks_pct"])
+    assert float(tally_operand(1024 * x, how(1024 * x), how).figures()["clamped_blocks_pct"]) == float(
+        figures["clamped_blocks_pct"]
+    )
     free = Quantizer(E2M1, (1, 4), rule)
-    assert float(of_operand(x, free(x), free)["scale_spread"]) == 20
-    assert math.isnan(of_operand(x, free(x), free)["clamped_blocks_pct"])
+    assert float(tally_operand(x, free(x), free).figures()["scale_spread"]) == 20
+    assert math.isnan(tally_operand(x, free(x), free).figures()["clamped_blocks_pct"])
 
 
 # --- degenerate data ------------------------------------------------------------------------------------------------
@@ -185,14 +185,14 @@ def numbers(figures):
 
 def test_a_zero_tensor_has_no_sqnr_and_no_scales():
     x, how = torch.zeros(8, 32), Quantizer(E4M3, (1, 16))
-    got = numbers(of_operand(x, how(x), how))
+    got = numbers(tally_operand(x, how(x), how).figures())
     assert math.isnan(got["sqnr_db"]) and not math.isfinite(got["scale_min"]) and math.isnan(got["scale_spread"])
     assert [got[n] for n in ("underflow_pct", "saturated_pct", "nonfinite_pct", "amax")] == [0, 0, 0, 0]
 
 
 def test_an_exact_rounding_has_infinite_sqnr():
     x, how = torch.from_numpy(data()), Quantizer(FP32)
-    got = numbers(of_operand(x, how(x), how))
+    got = numbers(tally_operand(x, how(x), how).figures())
     assert got["sqnr_db"] == math.inf and got["underflow_pct"] == got["saturated_pct"] == 0
     assert got["scale_spread"] == 0 and got["scale_min"] == 1
 
@@ -202,9 +202,9 @@ def test_an_exact_rounding_has_infinite_sqnr():
 def test_non_finite_data_is_counted_with_the_tile_that_it_spoils(poison, rule):
     x, how = torch.from_numpy(data()), Quantizer(E4M3, (1, 16), rule)
     x[0, :16] = 0
-    clean = numbers(of_operand(x, how(x), how))
+    clean = numbers(tally_operand(x, how(x), how).figures())
     x[0, 0] = poison
-    got = numbers(of_operand(x, how(x), how))
+    got = numbers(tally_operand(x, how(x), how).figures())
     assert not math.isfinite(got["sqnr_db"]) and not math.isfinite(got["amax"])
     assert got["nonfinite_pct"] == pytest.approx(100 * 16 / x.numel())
     assert got["saturated_pct"] == clean["saturated_pct"] and math.isfinite(got["scale_spread"])
@@ -252,7 +252,7 @@ def test_tallies_of_shards_add_up_to_the_whole(how, dim):
         part = parts[group.rank].contiguous()
         return tally_operand(part, how(part, shared=Shared(dim=dim, group=group)), how)
 
-    whole = numbers(of_operand(x, how(x), how))
+    whole = numbers(tally_operand(x, how(x), how).figures())
     assert numbers(joined(among(2, tally)).figures()) == pytest.approx(whole, rel=1e-12, nan_ok=True)
     assert 10 < whole["sqnr_db"] < 60
     assert not how.exponent_span or whole["clamped_blocks_pct"] > 0
@@ -270,7 +270,7 @@ def test_tallies_of_clamped_shards_need_the_quantiles_of_whole_rows(variant):
         return tally_operand(part, codes, how, clamp, split)
 
     codes, _ = clamp(x, how, None, None)
-    whole = numbers(of_operand(x, codes, how, clamp))
+    whole = numbers(tally_operand(x, codes, how, clamp).figures())
     assert numbers(joined(among(2, tally)).figures()) == pytest.approx(whole, rel=1e-12, nan_ok=True)
     assert whole["outlier_pct"] > 1
 
@@ -279,7 +279,7 @@ def test_an_empty_shard_of_a_state_adds_nothing():
     before, wanted = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.05, 2.0, 0.3]])
     after, empty = torch.round(wanted * 8) / 8, torch.zeros(0, 3)
     tallies = [tally_state(before, wanted, after), tally_state(empty, empty, empty)]
-    assert numbers(joined(tallies).figures()) == numbers(of_state(before, wanted, after))
+    assert numbers(joined(tallies).figures()) == numbers(tally_state(before, wanted, after).figures())
 
 
 # --- states ---------------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ def test_stalled_updates_by_construction():
     before = torch.tensor([[1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, -1.0]])
     wanted = torch.tensor([[1.05, 0.95, 1.0, 1.07, 2.0, 0.05, 0.07, -1.5]])
     after = torch.round(wanted / step) * step
-    got = numbers(of_state(before, wanted, after))
+    got = numbers(tally_state(before, wanted, after).figures())
     assert got["stalled_pct"] == pytest.approx(100 * 3 / 8)
     assert got["underflow_pct"] == pytest.approx(100 / 8)  # 0.05, which stalls at zero
     assert got["amax"] == 2 and got["saturated_pct"] == got["nonfinite_pct"] == 0
@@ -303,7 +303,7 @@ def test_stalled_updates_by_construction():
 def test_a_code_that_drifts_with_its_scale_the_wrong_way_is_stalled():
     before, wanted = torch.full((1, 4), 2.0), torch.tensor([[1.9, 2.1, 1.9, 2.0]])
     after = torch.tensor([[2.05, 2.05, 1.95, 2.05]])  # away, towards, towards, nothing was wanted
-    assert numbers(of_state(before, wanted, after))["stalled_pct"] == 25
+    assert numbers(tally_state(before, wanted, after).figures())["stalled_pct"] == 25
 
 
 def test_an_ema_stalls_in_eight_bits_and_not_in_sixteen():
@@ -314,12 +314,12 @@ def test_an_ema_stalls_in_eight_bits_and_not_in_sixteen():
     for bits, how in (("E4M3", Quantizer(E4M3, scale=ScaleRule.POW2)), ("FP32", Quantizer(FP32))):
         stored = how(g).dequantize()
         wanted = 0.999 * stored + 0.001 * target
-        stalled[bits] = numbers(of_state(stored, wanted, how(wanted).dequantize()))["stalled_pct"]
+        stalled[bits] = numbers(tally_state(stored, wanted, how(wanted).dequantize()).figures())["stalled_pct"]
     assert stalled["E4M3"] > 99 and stalled["FP32"] == 0
 
 
 def test_a_state_that_was_clipped_is_seen():
     wanted = torch.tensor([[1.0, 2.0, 4.0, 9.0]])
-    assert numbers(of_state(wanted, wanted, wanted.clamp(max=4.0)))["saturated_pct"] == 25
-    assert numbers(of_state(wanted, wanted, torch.tensor([[1.0, 2.0, 4.0, 8.5]])))["saturated_pct"] == 0
-    assert numbers(of_state(wanted, wanted, torch.zeros(1, 4)))["saturated_pct"] == 0  # lost, not clipped
+    assert numbers(tally_state(wanted, wanted, wanted.clamp(max=4.0)).figures())["saturated_pct"] == 25
+    assert numbers(tally_state(wanted, wanted, torch.tensor([[1.0, 2.0, 4.0, 8.5]])).figures())["saturated_pct"] == 0
+    assert numbers(tally_state(wanted, wanted, torch.zeros(1, 4)).figures())["saturated_pct"] == 0  # lost, not clipped

@@ -250,7 +250,7 @@ def test_figures_are_those_of_the_step_s_first_micro_batch_and_draws(monkeypatch
     seen = {}
 
     def watch(how, x, rounded):
-        seen[how.gemm, how.operand] = roundings.of_operand(x, rounded, how.quantizer, how.outliers)
+        seen[how.gemm, how.operand] = roundings.tally_operand(x, rounded, how.quantizer, how.outliers).figures()
 
     twin.model.blocks[1].mlp.down.observer = watch
     batch = Text().batch(2, 0, MICRO, 4)
@@ -280,7 +280,9 @@ def test_states_are_those_of_the_update_itself():
     assert set(seen) == set(states) and {state for _, state in states} == {"exp_avg", "exp_avg_sq", "master"}
     formats = {"exp_avg": "E4M3", "exp_avg_sq": "FP16", "master": "FP16"}
     for (name, state), row in states.items():
-        figures = {figure: float(value) for figure, value in roundings.of_state(*seen[name, state]).items()}
+        figures = {
+            figure: float(value) for figure, value in roundings.tally_state(*seen[name, state]).figures().items()
+        }
         assert row == {"step": 2, "parameter": name, "state": state, "what": formats[state], **figures}
     assert any(row["stalled_pct"] > 0 for row in states.values())
 

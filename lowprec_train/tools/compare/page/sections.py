@@ -22,7 +22,7 @@ def of_comparison(comparison: Comparison) -> dict[str, str]:
         "verdict": verdict(comparison),
         "losses": table(report.LOSS_HEADER, [[name(each, notes), *cells(report.loss_row(each))] for each in runs])
         + seeds(comparison),
-        "costs": table(report.COST_HEADER, [[name(each, notes), *cells(report.cost_row(each))] for each in runs]),
+        "costs": table(("run", *report.COSTS), [[name(each, notes), *cells(report.cost_row(each))] for each in runs]),
         "bars": bars(comparison),
         "differences": differences(comparison),
         "remarks": remarks(runs),
