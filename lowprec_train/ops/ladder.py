@@ -34,10 +34,8 @@ from lowprec_train.ops.schema import tile_shape
 
 MANTISSAS = (1.0, 1.25, 1.5)
 INVERSES = (1.0, 0.8, 1 / 1.5)  # of MANTISSAS; rounded to half, they map exact ties to exact ties
-LOWEST, HIGHEST = (
-    3 * -121,
-    3 * 125 + 2,
-)  # rung numbers, 3 e + place: row scales, and rungs two above, are normal numbers
+LOWEST = 3 * -121  # rung numbers, 3 e + place: row scales are normal numbers,
+HIGHEST = 3 * 125 + 2  # and so are rungs two above
 STEPS = (2, 1, 0, -1)  # candidates, relative to the first rung
 TOP = 5  # exponent of a row's largest rung in a carrier: 6 * 2 * 2^5 fits
 SPAN = 11  # binades below it in which codes are exact carrier values
@@ -84,9 +82,9 @@ def _inverse(rung: Tensor, unit: Tensor) -> Tensor:
 
 def fused_half(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return a b + c, rounded once. a, b, c: half precision; FP64 holds the exact result."""
-    exact = a.double() * b.double() + c.double()
-    e = (((exact.contiguous().view(torch.int64) >> 52) & 2047) - 1023).clamp(-14, 15)
-    magic = ((e + (52 - 10 + 1023) << 52) | (1 << 51)).view(torch.float64)  # its last bit is half precision's
+    exact = torch.addcmul(c.double(), a.double(), b.double())
+    binade = (exact.view(torch.int64) & (2047 << 52)).clamp_min(1023 - 14 << 52)
+    magic = (binade + (52 - 10 << 52 | 1 << 51)).view(torch.float64)  # its last bit is half precision's
     return ((exact + magic) - magic).half()
 
 
