@@ -56,6 +56,14 @@ def fork(trunk: Path, run: Path, step: int, config: Mapping[str, Any]) -> None:
     folder.sync(run.parent)
 
 
+def saved(trunk: Path, step: int) -> bool:
+    """Return whether a run in training has saved this step and logged a later one, so that it can be forked."""
+    if not (folder.path_of(trunk / "checkpoints", step) / MANIFEST).is_file():
+        return False
+    metrics = trunk / "metrics.jsonl"
+    return metrics.exists() and any(line["step"] > step for line in read_lines(metrics))
+
+
 def digest(checkpoint: Path) -> str:
     """Return the SHA-256 of the checkpoint's manifest, which holds the checksums of all files."""
     return hashlib.sha256((checkpoint / MANIFEST).read_bytes()).hexdigest()

@@ -188,9 +188,15 @@ class Runner:
         for run in self.planned:
             if self._states[run.name].finished or run.name in (*active, *self.failed) or run.arm in self._unfit:
                 continue
-            trunk = None if run.trunk is None or self._states[run.name] is not State.new else self._states[run.trunk]
-            if trunk is None or trunk.finished:
+            if run.trunk is None or self._states[run.name] is not State.new or self._forkable(run):
                 yield run
+
+    def _forkable(self, run: StudyRun) -> bool:
+        """Return whether the trunk of a run is finished, or has passed the step that the run forks from."""
+        assert run.trunk is not None and run.fork is not None
+        if self._states[run.trunk].finished:
+            return True
+        return run.trunk not in self.failed and forking.saved(self.out / run.trunk, run.fork.step)
 
     def _started(self, run: StudyRun, worker: Worker) -> Active:
         if run.trunk is not None and run.fork is not None:

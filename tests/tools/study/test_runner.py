@@ -1,9 +1,11 @@
 """What the runner refuses, forks, keeps and gives up, with jobs that train nothing."""
 
+import json
 import os
 import shutil
 import signal
 import subprocess
+import time
 from functools import partial
 
 import pytest
@@ -85,6 +87,38 @@ def test_forks_of_a_trunk_without_its_checkpoint_fail_alone(tmp_path, begun):
     trunk = tmp_path / "bf16-trunk200-s1"
     told = f"{trunk} has no checkpoint step-200 to fork from; checkpoints there: []; remove {trunk} "
     assert set(failed.values()) == {f"{told}to train it again"}
+
+
+def test_forks_begin_once_the_trunk_has_passed_their_step(tmp_path, monkeypatch):
+    """Not at the checkpoint, since the last lines of metrics follow it, and not only at the trunk's end."""
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[FORK])
+    trunk, gate, begun, polls = tmp_path / planned[0].name, tmp_path / "gate", [], []
+
+    def background(module, arguments, log, **_):
+        begun.append(dict(text.partition("=")[::2] for text in arguments)["name"])
+        log.touch()
+        ended(tmp_path, next(run for run in planned if run.name == begun[-1]))
+        if begun[-1] != trunk.name:
+            return subprocess.Popen(["true"])
+        (trunk / "DONE").unlink()
+        lines[:] = (trunk / "metrics.jsonl").read_text().splitlines(keepends=True)
+        (trunk / "metrics.jsonl").write_text("".join(line for line in lines if json.loads(line)["step"] <= STEP))
+        return subprocess.Popen(["sh", "-c", f"until test -e {gate}; do sleep 0.02; done"])
+
+    def sleep(_):
+        polls.append(list(begun))
+        if len(polls) == 3:
+            (trunk / "metrics.jsonl").write_text("".join(lines))
+        if len(begun) == 3 and not gate.exists():
+            (trunk / "DONE").write_text(json.dumps({"step": synthetic.STEPS}))
+            gate.touch()
+        pause(0.01)
+
+    lines, pause = [], time.sleep
+    monkeypatch.setattr(processes, "background", background)
+    monkeypatch.setattr(running.time, "sleep", sleep)
+    assert not running.Runner(planned, tmp_path, running.cpu_workers(2), say=lambda _: None).run()
+    assert begun == [run.name for run in planned] and polls[2] == begun[:1]
 
 
 def test_forks_of_a_trunk_that_diverged_later_begin(tmp_path, begun):
