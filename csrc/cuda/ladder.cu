@@ -4,8 +4,8 @@
 // As in rotate.cu, a thread block has a whole row in registers, because rungs depend on the row's amax. Kernels leave
 // the parts of row scales in memory, with sums as integers, exact in any order; a last kernel computes scales.
 //
-// Bound by instructions: of about 32 per element, 14 try four rungs, 5 round and encode, 5 rotate, 3 unpack and scale
-// (each instruction has two elements), 3 are those of a block, 1 are the row's sums.
+// Bound by instructions: of about 36 per element, 14 try four rungs, 5 round and encode, 5 rotate, 4 unpack and scale, 3
+// are those of a block, 3 copy, 1 are the row's sums. In half precision an instruction has two elements.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_rows.h"
