@@ -1,4 +1,4 @@
-// hadamard_half, quantize_ladder, row_sums, fold_ladder, rotate_fold_ladder (ops/ladder.py): E2M1 with the best of four
+// quantize_ladder, row_sums, fold_ladder, rotate_fold_ladder (ops/ladder.py): E2M1 with the best of four
 // rungs, its carriers, a factor per row. A row goes through all steps while it is in the cache.
 //
 // Blocks of a row are stored element by element: element i of block b is at i * blocks + b, so that loops over blocks
@@ -199,11 +199,6 @@ void check_tops(const std::optional<Tensor>& given, int64_t rows) {
                   given.has_value() ? given->numel() : 0);
 }
 
-void check_half_block(int64_t columns, int64_t block) {
-  check_block(columns, block);
-  STD_TORCH_CHECK(block <= HALF_GROUP, "half precision holds sums of up to ", HALF_GROUP, " numbers, not of ", block);
-}
-
 LadderHow how_of(int64_t rows, int64_t columns, const std::vector<int64_t>& tile, const std::string& by, int64_t span) {
   return {ladder_width(rows, columns, tile), parse<Candidates>("choice of a scale", CANDIDATE_NAMES, by),
           static_cast<int>(span)};
@@ -294,23 +289,6 @@ std::tuple<Tensor, Tensor> fold_ladder(const Tensor& codes, const Tensor& scale,
   return {carriers, row_scale};
 }
 
-Tensor hadamard_half(const Tensor& x, std::optional<Tensor> seed, int64_t block, double gain) {
-  const int64_t rows = x.size(0), columns = x.size(1);
-  check_half_block(columns, block);
-  const Tensor rotated = empty_like_device(x, {rows, columns}, ScalarType::Float);
-  const Source source = source_of(x);
-  const std::vector<float> signs = signs_of(seed, block);
-  float* out = mutable_data_of<float>(rotated);
-  for_rows(rows, columns, [&](int64_t first, int64_t last) {
-    std::vector<float> spare(columns);
-    for (int64_t r = first; r < last; ++r) {
-      load(source, r * columns, columns, out + r * columns);
-      rotate_row_half(out + r * columns, columns, signs.data(), block, static_cast<float>(gain), spare.data());
-    }
-  });
-  return rotated;
-}
-
 std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Tensor> scale, bool transpose,
                                               std::optional<Tensor> signs, int64_t rotation, double gain,
                                               std::vector<int64_t> tile, std::string candidates, int64_t span,
@@ -346,7 +324,6 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Ten
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
-  m.impl("hadamard_half", TORCH_BOX(&hadamard_half));
   m.impl("quantize_ladder", TORCH_BOX(&quantize_ladder));
   m.impl("row_sums", TORCH_BOX(&row_sums));
   m.impl("fold_ladder", TORCH_BOX(&fold_ladder));

@@ -1,8 +1,9 @@
-// hadamard, rotate_fold: rotate, round to E2M1 in blocks of 32, fold the block exponents into the carrier. A row goes
-// through all steps while it is in the cache.
+// hadamard, hadamard_half, rotate_fold: rotate, round to E2M1 in blocks of 32, fold the block exponents into the
+// carrier. A row goes through all steps while it is in the cache.
 #include "cpu/rotate.h"
 
 #include "cpu/fold.h"
+#include "numerics/ladder.h"
 
 namespace lowprec {
 
@@ -46,25 +47,45 @@ void Decoded::row(int64_t r, int64_t columns, float* out) const {
   if (!factors_.empty()) scale_to_bf16(out, columns, factors_[factors_.size() > 1 ? r : 0]);
 }
 
+void check_half_block(int64_t columns, int64_t block) {
+  check_block(columns, block);
+  STD_TORCH_CHECK(block <= HALF_GROUP, "half precision holds sums of up to ", HALF_GROUP, " numbers, not of ", block);
+}
+
 namespace {
 
 constexpr int64_t MX_BLOCK = 32;
 
-Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block) {
+// Rows of x after rotate(row, signs, spare), FP32.
+template <typename Rotate>
+Tensor rotated(const Tensor& x, const std::optional<Tensor>& seed, int64_t block, const Rotate& rotate) {
   const int64_t rows = x.size(0), columns = x.size(1);
-  check_block(columns, block);
-  const Tensor rotated = empty_like_device(x, {rows, columns}, ScalarType::Float);
+  const Tensor made = empty_like_device(x, {rows, columns}, ScalarType::Float);
   const Source source = source_of(x);
   const std::vector<float> signs = signs_of(seed, block);
-  float* out = mutable_data_of<float>(rotated);
+  float* out = mutable_data_of<float>(made);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
     std::vector<float> spare(columns);
     for (int64_t r = first; r < last; ++r) {
       load(source, r * columns, columns, out + r * columns);
-      rotate_row(out + r * columns, columns, signs.data(), block, spare.data());
+      rotate(out + r * columns, signs.data(), spare.data());
     }
   });
-  return rotated;
+  return made;
+}
+
+Tensor hadamard(const Tensor& x, std::optional<Tensor> seed, int64_t block) {
+  check_block(x.size(1), block);
+  return rotated(x, seed, block, [&](float* row, const float* signs, float* spare) {
+    rotate_row(row, x.size(1), signs, block, spare);
+  });
+}
+
+Tensor hadamard_half(const Tensor& x, std::optional<Tensor> seed, int64_t block, double gain) {
+  check_half_block(x.size(1), block);
+  return rotated(x, seed, block, [&](float* row, const float* signs, float* spare) {
+    rotate_row_half(row, x.size(1), signs, block, static_cast<float>(gain), spare);
+  });
 }
 
 // Parameters of the steps for each row.
@@ -129,6 +150,7 @@ std::tuple<Tensor, Tensor> rotate_fold(const Tensor& x, std::optional<Tensor> sc
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CPU, m) {
   m.impl("hadamard", TORCH_BOX(&hadamard));
+  m.impl("hadamard_half", TORCH_BOX(&hadamard_half));
   m.impl("rotate_fold", TORCH_BOX(&rotate_fold));
 }
 

@@ -9,6 +9,8 @@ namespace lowprec {
 std::vector<float> signs_of(const std::optional<Tensor>& seed, int64_t block);
 
 void check_block(int64_t columns, int64_t block);
+// For rotations in half precision.
+void check_half_block(int64_t columns, int64_t block);
 
 // Rows of x [m, k] or its transpose; with one scale or one per row, x is E4M3 codes, which are decoded to BF16.
 class Decoded {
