@@ -196,7 +196,10 @@ class Runner:
         assert run.trunk is not None and run.fork is not None
         if self._states[run.trunk].finished:
             return True
-        return run.trunk not in self.failed and forking.saved(self.out / run.trunk, run.fork.step)
+        try:
+            return run.trunk not in self.failed and forking.saved(self.out / run.trunk, run.fork.step)
+        except ValueError:  # spoilt metrics: an error of the fork, once the trunk has ended
+            return False
 
     def _started(self, run: StudyRun, worker: Worker) -> Active:
         if run.trunk is not None and run.fork is not None:

@@ -121,6 +121,25 @@ def test_forks_begin_once_the_trunk_has_passed_their_step(tmp_path, monkeypatch)
     assert begun == [run.name for run in planned] and polls[2] == begun[:1]
 
 
+def test_spoilt_metrics_of_a_trunk_in_training_end_no_study(tmp_path, begun, monkeypatch):
+    """The trunk's own job reads them and says what is wrong; other runs go on."""
+    _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[FORK, WHOLE])
+    begun.runs, at_once = planned, processes.background
+    trunk = ended(tmp_path, planned[0])
+    (trunk / "DONE").unlink()
+    (trunk / "metrics.jsonl").write_text("spoilt\n")
+
+    def background(module, arguments, log, **more):
+        if f"name={trunk.name}" not in arguments:
+            return at_once(module, arguments, log, **more)
+        log.touch()
+        return subprocess.Popen(["sh", "-c", "sleep 0.5; exit 1"])
+
+    monkeypatch.setattr(processes, "background", background)
+    failed = running.Runner(planned, tmp_path, running.cpu_workers(2), say=lambda _: None).run()
+    assert list(failed) == [trunk.name] and begun == ["bf16-s2", "bf16-s3"]
+
+
 def test_forks_of_a_trunk_that_diverged_later_begin(tmp_path, begun):
     _, planned, _ = synthetic.study(tmp_path, arms=ARMS, blocks=[FORK])
     begun.runs = planned
