@@ -12,11 +12,12 @@ are compared with an FP32 sum, which is sent for this purpose.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.comm import collectives
@@ -66,13 +67,15 @@ class Axis:
         self.sent = Links(0, 0)
 
     @torch.no_grad()
-    def reduce_scatter(self, flat: Tensor, out: Tensor, layout: FlatLayout, op: Any = dist.ReduceOp.SUM) -> None:
-        """Reduce-scatter `flat` to `out` with `collectives.reduce_scatter`."""
+    def reduce_scatter(self, gradients: Sequence[Tensor], out: Tensor, layout: FlatLayout) -> None:
+        """Reduce-scatter gradients, one for each range of `layout`, to `out` with `collectives.reduce_scatter`."""
         self.sent = self.sent.plus(collectives.reduce_scatter_links(self.codec, layout, self.ranks, self.node))
-        reduced = collectives.reduce_scatter(flat, self.group, self.codec, layout, mu=self._mu, op=op, out=out)
+        parts = _alike(gradients)
+        given = _rows(parts, layout, slice(0, self.ranks)).flatten() if self.codec.shares_scales else parts
+        reduced = collectives.reduce_scatter(given, self.group, self.codec, layout, mu=self._mu, out=out)
         self._note(reduced, self.ranks * layout.coded_size)
         if self._measured_row is not None and self.rounds:
-            self.energy += self._scatter_energy(flat, out, layout, self._measured_row)
+            self.energy += self._scatter_energy(parts, out, layout, self._measured_row)
             if reduced.of_nodes is not None and self._measured_row % self.node == self._number:
                 place = self._measured_row // self.node  # what was sent to the measured row's node
                 self.energy[1] += self.ranks * self._noise(reduced.of_nodes[place : place + 1], layout)
@@ -110,12 +113,11 @@ class Axis:
         if reduced.at_maximum is not None:
             self._at_maximum.append((reduced.at_maximum, max(1, codes)))
 
-    def _scatter_energy(self, flat: Tensor, total: Tensor, layout: FlatLayout, row: int) -> Tensor:
+    def _scatter_energy(self, parts: Sequence[Tensor], total: Tensor, layout: FlatLayout, row: int) -> Tensor:
         if self.codec.shares_scales:
-            exact = collectives.reduce_scatter(flat, self.group, EXACT, layout).total
-            return torch.stack((_squares(flat), _squares(total - exact)))
-        rows = flat.view(self.ranks, -1)[row : row + 1]
-        return self.ranks * rounding_energy(rows, self.codec, layout).sum(0)
+            exact = collectives.reduce_scatter(parts, self.group, EXACT, layout).total
+            return torch.stack((torch.stack([_squares(part) for part in parts]).sum(), _squares(total - exact)))
+        return self.ranks * rounding_energy(_rows(parts, layout, slice(row, row + 1)), self.codec, layout).sum(0)
 
     def _noise(self, rows: Tensor, layout: FlatLayout) -> Tensor:
         """Return the noise of rows that this rank encoded: sums inside its node."""
@@ -137,6 +139,23 @@ class Axis:
 def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
     """Return an FP32 tensor, copied to the device once."""
     return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _alike(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients in one dtype, FP32 if they differ, 1-D."""
+    dtypes = {gradient.dtype for gradient in gradients}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    return [gradient.to(dtype).flatten() for gradient in gradients]
+
+
+def _rows(parts: Sequence[Tensor], layout: FlatLayout, which: slice) -> Tensor:
+    """Return these rows [rows, layout.size] of the parts: rows of each range in turn, maybe truncated."""
+    count, made = which.stop - which.start, []
+    for part, each in zip(parts, layout.ranges, strict=True):
+        here = part[which.start * each.size : which.stop * each.size]
+        missing = count * each.size - here.numel()
+        made.append((F.pad(here, (0, missing)) if missing else here).view(count, each.size))
+    return torch.cat(made, dim=1)
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -74,7 +74,7 @@ class BlockScaledCodec:
         if inner == 1 and len(parts) == 1 and self._sent_unchanged(parts[0], rows * layout.size):
             return parts[0].view(torch.uint8).view(rows, -1)
         encode = torch.ops.lowprec.encode_gradients
-        return encode(parts, rows, *self.wire_layout(layout).table(), self.format.name, self.block, inner)
+        return encode(parts, rows, *self._table(parts, layout), self.format.name, self.block, inner)
 
     def decode(
         self,
@@ -88,7 +88,15 @@ class BlockScaledCodec:
     ) -> None:
         """Decode in one pass, for any number of senders."""
         decode = torch.ops.lowprec.decode_gradients
-        decode(wire, parts, *self.wire_layout(layout).table(), self.format.name, self.block, senders, inner)
+        decode(wire, parts, *self._table(parts, layout), self.format.name, self.block, senders, inner)
+
+    def _table(self, parts: Sequence[Tensor], layout: FlatLayout) -> tuple[list[int], list[int]]:
+        """Return the ranges of `parts` as ops take them: the layout's, or the whole row as one without scales."""
+        if self.format.scaled:
+            return layout.table()
+        if len(parts) == 1:
+            return self.wire_layout(layout).table()
+        return [each.size for each in layout.ranges], [0] * len(layout.ranges)
 
     def _sent_unchanged(self, part: Tensor, size: int) -> bool:
         plain = not self.format.scaled and part.dtype == self.format.carrier

@@ -11,15 +11,15 @@ no FP8, and a network that reduces byte views would add codes. Every rank adds i
 bits on every rank. With one rank nothing is rounded. If the ranks are on several nodes, sums are made inside each node
 first, encoded again, and exchanged between nodes (nodes.py).
 
-Reductions are sums, never averages: FSDP2 passes AVG to a custom reduce-scatter unless
-`set_force_sum_reduction_for_comms(True)` is set, and a factor that is applied twice, or never, raises no error. Divide
-where the loss is defined.
+Reductions are sums, never averages: a factor that is applied twice, or never, raises no error. Divide where the loss is
+defined.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -49,40 +49,45 @@ GroupByNode = dist.ProcessGroup | Nodes | None
 
 @torch.no_grad()
 def reduce_scatter(
-    flat: Tensor,
+    given: Tensor | Sequence[Tensor],
     group: GroupByNode,
     codec: GradCodec,
     layout: FlatLayout,
     *,
     mu: Tensor | None = None,
-    op: Any = dist.ReduceOp.SUM,
     out: Tensor | None = None,
 ) -> Reduced:
     """Return the sum over ranks of this rank's row.
 
     Args:
-        flat: [ranks * layout.size], any float dtype: row r is summed for rank r.
+        given: [ranks * layout.size], any float dtype: row r is summed for rank r. Or, for a codec with its own scales,
+            a tensor for each range of `layout`: its elements of all rows (`GradCodec`), all in one dtype.
         group: process group, or its ranks by node; None: the default group, on one node.
         codec: the wire format of a contribution; the same on every rank.
         layout: the ranges of one row; the same on every rank.
         mu: head-room of a codec that shares scales, 0-dim FP32 in [1/ranks, 1] (`MuSchedule.mu`).
-        op: must be SUM.
         out: FP32 [layout.size] for the sum; None: it is allocated.
 
     Returns:
         The sum. A non-finite element of any rank makes its block NaN on the rank that owns it, as in any reduce-scatter
         (BF16 keeps Inf and NaN); under a shared scale it makes its parameter NaN on every rank.
     Raises:
-        ValueError: another `op`, sizes that do not fit together, a flat tensor without a float dtype, an `out` that is
-        not FP32.
+        ValueError: sizes that do not fit together, elements without a float dtype, an `out` that is not
+        FP32.
     """
-    nodes = _by_node(group, codec)
-    rows, out = _rows(flat, nodes.ranks, layout, op), _sums(out, flat, layout)
+    nodes, row, scales = _by_node(group, codec), codec.wire_layout(layout), None
+    if isinstance(given, Tensor):
+        rows, out = _rows(given, nodes.ranks, layout), _sums(out, given, layout)
+        parts, of_parts = row.pieces(rows), row
+        if nodes.ranks > 1:
+            scales = codec.scales(rows, layout, DistributedGroup.of(nodes.whole), mu)
+    else:
+        parts, of_parts, out = _ranges(given, nodes.ranks, layout), layout, _sums(out, given[0], layout)
     if nodes.ranks == 1:
-        return Reduced(out.copy_(rows[0]))
-    scales = codec.scales(rows, layout, DistributedGroup.of(nodes.whole), mu)
-    parts, row = codec.wire_layout(layout).pieces(rows), codec.wire_layout(layout)
-    return _scattered(parts, out, nodes, codec, row, scales)
+        for part, piece in zip(parts, of_parts.pieces(out), strict=True):
+            piece.copy_(part.view(-1))
+        return Reduced(out)
+    return _scattered(parts, of_parts, out, nodes, codec, row, scales)
 
 
 @torch.no_grad()
@@ -93,7 +98,6 @@ def all_reduce(
     layout: FlatLayout,
     *,
     mu: Tensor | None = None,
-    op: Any = dist.ReduceOp.SUM,
     out: Tensor | None = None,
 ) -> Reduced:
     """Return the sum over ranks, with the same bits on each. flat: [layout.size]; out may be `flat`; other arguments
@@ -102,7 +106,7 @@ def all_reduce(
     A non-finite element of any rank makes its block NaN on every rank; under a shared scale, its parameter.
     """
     nodes = _by_node(group, codec)
-    rows, out = _rows(flat, 1, layout, op), _sums(out, flat, layout)
+    rows, out = _rows(flat, 1, layout), _sums(out, flat, layout)
     if nodes.ranks == 1:
         return Reduced(out.copy_(rows[0]))
     scales = codec.scales(rows, layout, DistributedGroup.of(nodes.whole), mu)
@@ -113,7 +117,7 @@ def all_reduce(
         codec.decode(wire, sums, layout, scales, senders=nodes.ranks)
         return Reduced(out)
     row = layout.split(nodes.ranks, codec.block)
-    summed = _scattered(parts, out.new_empty(row.size), nodes, codec, row, scales)
+    summed = _scattered(parts, row, out.new_empty(row.size), nodes, codec, row, scales)
     wire = codec.encode(row.pieces(summed.total), 1, row, scales)
     if nodes.inside is None:
         codec.decode(_gathered(wire, nodes.whole), sums, row, scales)
@@ -155,14 +159,16 @@ def _by_node(group: GroupByNode, codec: GradCodec) -> Nodes:
     return replace(nodes, inside=None, across=None) if codec.shares_scales else nodes
 
 
-def _rows(flat: Tensor, ranks: int, layout: FlatLayout, op: Any) -> Tensor:
-    if op != dist.ReduceOp.SUM:
-        raise ValueError(f"gradients are summed; {op} is not a sum (FSDP2: set_force_sum_reduction_for_comms(True))")
+def _rows(flat: Tensor, ranks: int, layout: FlatLayout) -> Tensor:
     if flat.numel() != ranks * layout.size:
         raise ValueError(f"{flat.numel()} elements are not {ranks} rows of {layout.size}")
-    if not flat.is_floating_point():
-        raise ValueError(f"gradients are floating point, not {flat.dtype}")
+    _check_dtype(flat)
     return flat.view(ranks, layout.size)
+
+
+def _check_dtype(x: Tensor) -> None:
+    if not x.is_floating_point():
+        raise ValueError(f"gradients are floating point, not {x.dtype}")
 
 
 def _sums(out: Tensor | None, flat: Tensor, layout: FlatLayout) -> Tensor:
@@ -173,26 +179,39 @@ def _sums(out: Tensor | None, flat: Tensor, layout: FlatLayout) -> Tensor:
     return out
 
 
+def _ranges(parts: Sequence[Tensor], ranks: int, layout: FlatLayout) -> tuple[Tensor, ...]:
+    if len(parts) != len(layout.ranges):
+        raise ValueError(f"{len(parts)} tensors are not {len(layout.ranges)} ranges")
+    for part, each in zip(parts, layout.ranges):
+        if part.numel() > ranks * each.size:
+            raise ValueError(f"{part.numel()} elements are not {ranks} rows of {each.size}")
+        _check_dtype(part)
+    return tuple(parts)
+
+
 def _scattered(
     parts: tuple[Tensor, ...],
+    of_parts: FlatLayout,
     out: Tensor,
     nodes: Nodes,
     codec: GradCodec,
     row: FlatLayout,
     scales: Tensor | None,
 ) -> Reduced:
-    """Write the sum over ranks of this rank's row to `out`."""
+    """Write the sum over ranks of this rank's row to `out`. of_parts: a row with a range for each part; row: as it is
+    sent.
+    """
     if nodes.inside is not None:
-        return _scattered_by_node(parts, out, nodes, codec, row)
-    wire = _exchanged(codec.encode(parts, nodes.ranks, row, scales), nodes.whole)
+        return _scattered_by_node(parts, of_parts, out, nodes, codec, row)
+    wire = _exchanged(codec.encode(parts, nodes.ranks, of_parts, scales), nodes.whole)
     return Reduced(out, codec.decode(wire, row.pieces(out), row, scales, senders=nodes.ranks))
 
 
 def _scattered_by_node(
-    parts: tuple[Tensor, ...], out: Tensor, nodes: Nodes, codec: GradCodec, row: FlatLayout
+    parts: tuple[Tensor, ...], of_parts: FlatLayout, out: Tensor, nodes: Nodes, codec: GradCodec, row: FlatLayout
 ) -> Reduced:
     """Sum inside the node, one row for this rank's number on every node; then sum between nodes."""
-    wire = _exchanged(codec.encode(parts, nodes.ranks, row, inner=nodes.node), nodes.inside)
+    wire = _exchanged(codec.encode(parts, nodes.ranks, of_parts, inner=nodes.node), nodes.inside)
     of_nodes = out.new_empty(nodes.count, row.size)
     codec.decode(wire, row.pieces(of_nodes), row, senders=nodes.node)
     wire = _exchanged(codec.encode(row.pieces(of_nodes), nodes.count, row), nodes.across)

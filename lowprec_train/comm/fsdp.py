@@ -1,13 +1,12 @@
-"""Low-precision gradient reduction with FSDP2's public hooks.
+"""Low-precision gradient reduction of `fully_shard` units.
 
-    backward of a unit -> FP32 [shard ranks * size] -> our reduce-scatter over the shard axis -> FP32 [size]
-                       -> our all-reduce over the replicas, in a hook -> cast to the parameter's dtype -> .grad
+    backward of a unit -> its gradients, BF16 or FP32 -> our reduce-scatter over the shard axis -> FP32 [size]
+                       -> our all-reduce over the replicas -> cast to the parameter's dtype -> .grad
 
-Hybrid sharding is `fully_shard` over the shard axis plus the hook: over a mesh of two dimensions FSDP2 would run its
-own all-reduce. A shard axis of one rank skips the reduce-scatter and still calls the hook: replication.
+Hybrid sharding is `fully_shard` over the shard axis plus the all-reduce: over a mesh of two dimensions FSDP2 would run
+its own. A shard axis of one rank has no reduce-scatter: replication.
 
-Reductions are sums. FSDP2 averages by default, and `attach` turns that off (forced sums, a divide factor of 1): the
-loss is divided where it is defined, by the targets of the whole step.
+Reductions are sums, never averages: the loss is divided where it is defined, by the targets of the whole step.
 
 FP32 gradients take the same path. Sums in rank order have the same bits on any back end and for any split of messages;
 the order of a ring or a tree depends on the back end and on sizes. With one micro-batch per rank and one axis these
@@ -20,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.block_scaled import BLOCK, BlockScaledCodec
+from lowprec_train.comm.fsdp_backward import InFlight, reduce_with
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.comm.nodes import Nodes
@@ -75,42 +76,18 @@ def shared_scale(*, format: str = "E4M3", every_addition: bool = True, exclude: 
     return Reduction(codec=SharedScaleCodec(parse_format(format), every_addition), exclude=tuple(exclude))
 
 
-class ReducingScatter:
-    """The reduce-scatter of one FSDP2 unit, for `FSDPModule.set_custom_reduce_scatter`."""
+class UnitSum:
+    """The sum of one unit's gradients over both axes, a `UnitReduction`. layout: of a row of the shard axis."""
 
-    def __init__(self, axis: Axis, layout: FlatLayout) -> None:
-        self._axis, self._layout = axis, layout
+    def __init__(self, shard: Axis, replicas: Axis, layout: FlatLayout) -> None:
+        self._shard, self._layout = shard, layout
+        self.all_reduce = None if replicas.ranks == 1 else partial(replicas.all_reduce, layout=layout)
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the input or the output of a call."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        """Reduce-scatter input_tensor, [ranks * layout.size], to output_tensor, FP32 [layout.size].
-
-        Raises:
-            ValueError: `op` is not SUM, or a parameter of the unit has no gradient.
-        """
-        self._axis.reduce_scatter(input_tensor, output_tensor, self._layout, op)
-
-
-class ReducingHook:
-    """The all-reduce of one unit over its replicas, in place, for `FSDPModule.set_all_reduce_hook`."""
-
-    def __init__(self, axis: Axis, layout: FlatLayout) -> None:
-        self._axis, self._layout = axis, layout
-
-    def __call__(self, reduce_output: Tensor) -> None:
-        if reduce_output.is_cuda:  # FSDP2 frees it after a cast, but only its own stream would wait for this one
-            reduce_output.record_stream(torch.cuda.current_stream())
-        self._axis.all_reduce(reduce_output, self._layout)
+    def reduce_scatter(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return this rank's row of the sum, FP32 [layout.size]. gradients: BF16 or FP32, in the layout's order."""
+        out = torch.empty(self._layout.size, device=gradients[0].device)
+        self._shard.reduce_scatter(gradients, out, self._layout)
+        return out
 
 
 class Sampling:
@@ -245,21 +222,14 @@ def attach(
     _check_patterns(reduction.exclude, [name for name, _ in model.named_parameters()])
     units = [(unit, managed(unit, name)) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
     devices = {p.device_mesh.device_type for _, parameters in units for p in parameters.values()}
-    device = devices.pop() if devices else "cpu"
+    device, in_flight = devices.pop() if devices else "cpu", InFlight()
     shard, replicas = (Axis(group, reduction.codec, device) for group in (shard_group, replica_group))
     for unit, parameters in units:
         if parameters:
             shapes = {name: parameter.shape for name, parameter in parameters.items()}
-            _attach(unit, sharded_layout(shapes, shard.ranks, reduction.exclude), shard, replicas)
+            layout = sharded_layout(shapes, shard.ranks, reduction.exclude)
+            reduce_with(unit, UnitSum(shard, replicas, layout), in_flight)
     return Reducer(shard, replicas)
-
-
-def _attach(unit: FSDPModule, layout: FlatLayout, shard: Axis, replicas: Axis) -> None:
-    unit.set_custom_reduce_scatter(cast(Any, ReducingScatter(shard, layout)))
-    unit.set_force_sum_reduction_for_comms(True)
-    unit.set_gradient_divide_factor(1.0)
-    if replicas.ranks > 1:
-        unit.set_all_reduce_hook(ReducingHook(replicas, layout))
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:

@@ -33,7 +33,9 @@ def parameter(*shape, trains=True):
 
 
 class Weighted(nn.Module):
-    """The sum over its parameters p and those of its children of (p * c).sum(): the gradient of p is c."""
+    """The sum over its parameters p and those of its children of (p * c).sum(): the gradient of p is c. Without a c, p
+    has no gradient.
+    """
 
     def __init__(self, **parameters):
         super().__init__()
@@ -41,7 +43,8 @@ class Weighted(nn.Module):
             setattr(self, name, value)
 
     def forward(self, constants, prefix=""):
-        own = [(p * constants[prefix + name]).sum() for name, p in self.named_parameters(recurse=False)]
+        own = ((p, constants.get(prefix + name)) for name, p in self.named_parameters(recurse=False))
+        own = [(p * c).sum() for p, c in own if c is not None]
         return sum(own + [child(constants, f"{prefix}{name}.") for name, child in self.children_by_name()])
 
     def children_by_name(self):

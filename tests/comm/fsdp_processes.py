@@ -59,12 +59,13 @@ def run(case, mesh, rank):
 
 
 def buffers(mesh, rank):
-    """What reduce-scatters were given, a unit at a time, with the layouts that they were told."""
+    """The gradients that reduce-scatters were given, a unit at a time, with the layouts that they were told."""
     seen, original = [], Axis.reduce_scatter
 
-    def recording(self, flat, out, layout, op):
-        seen.append((flat.cpu().clone(), [each.size for each in layout.ranges], [each.coded for each in layout.ranges]))
-        return original(self, flat, out, layout, op)
+    def recording(self, gradients, out, layout):
+        given = [gradient.cpu().clone() for gradient in gradients]
+        seen.append((given, [each.size for each in layout.ranges], [each.coded for each in layout.ranges]))
+        return original(self, gradients, out, layout)
 
     Axis.reduce_scatter = recording
     run(CASES["numbered"], mesh, rank)
@@ -79,14 +80,12 @@ def orders(mesh):
     return [list(managed(unit, name)) for name, unit in (*units, ("", model))]
 
 
-def refused(change, mesh, rank):
-    """The message of a backward pass after `change` to every unit; None where it passes."""
-    model = sharded(mesh, torch.float32)
-    attached(model, mesh, CASES["fp32"].reduction)
-    for unit in (*model.blocks, model):
-        change(unit)
+def without(name, mesh, rank):
+    """The message of a backward pass in which one parameter has no gradient; None if it passes."""
+    model, case = sharded(mesh, torch.float32), CASES["fp32"]
+    attached(model, mesh, case.reduction)
     try:
-        backward(model, CASES["fp32"], rank, mesh.device_type)
+        model(constants(case, rank, 0, mesh.device_type) | {name: None}).backward()
     except ValueError as error:
         return str(error)
     return None
@@ -144,7 +143,7 @@ def everything(rank, device):
     }
     results = {(name, case): run(CASES[case], mesh, rank) for name, mesh in meshes.items() for case in CASES}
     results["buffers"], results["orders"] = buffers(meshes["shard"], rank), orders(meshes["shard"])
-    results["average"] = refused(lambda unit: unit.set_force_sum_reduction_for_comms(False), meshes["shard"], rank)
+    results["without"] = without("blocks.1.second.cube", meshes["shard"], rank)
     results["followed"], results["resumed"] = followed(meshes["hybrid"], rank), resumed(meshes)
     results["alone"], results["parts"] = (interrupted(meshes["hybrid"], rank, cuts) for cuts in ((), (5, 16, 23)))
     return results

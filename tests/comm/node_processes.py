@@ -61,7 +61,7 @@ def measured(nodes, rank, rows=4):
         axis.begin_step(sample)
         flat = gradients(rows * 2048, seed=9, spread=1.0)[rank]
         flat[:2048] *= 1e-3
-        axis.reduce_scatter(flat, torch.empty(2048), layout)
+        axis.reduce_scatter([flat], torch.empty(2048), layout)
         found.append(axis.energy)
     return torch.stack(found)
 

@@ -145,7 +145,7 @@ def test_schedule_ends_saturation(results):
 
 
 def test_refusals(results):
-    words = ["not a sum", "not a sum", "elements are not", "sums are FP32"]
+    words = ["elements are not", "sums are FP32"]
     for message, word in zip(results[0]["refusals"], words * 2, strict=True):
         assert message and word in message
 

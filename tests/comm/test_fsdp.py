@@ -173,26 +173,24 @@ def test_the_order_is_that_of_fully_shard(results):
 
 
 def test_the_layout_is_that_of_the_buffer(results):
-    """Each parameter's number fills its span in every row and nothing else does; what is padded is zero."""
+    """Each gradient is whole, and its range in a row is its first dimension over the ranks, rounded up."""
     for rank, result in enumerate(results):
         assert len(result["buffers"]) == len(UNITS)
-        for flat, sizes, coded in result["buffers"]:
-            firsts = [piece[0, 0].item() for piece in flat.view(RANKS, -1).split(sizes, dim=1)]
+        for gradients, sizes, coded in result["buffers"]:
+            firsts = [gradient.flatten()[0].item() for gradient in gradients]
             unit = next(unit for unit in UNITS if [number(rank, name) for name in unit] == firsts)
             assert coded == [name not in PLAIN for name in unit]
-            for piece, (name, shape) in zip(flat.view(RANKS, -1).split(sizes, dim=1), unit.items(), strict=True):
-                whole = torch.full(shape, number(rank, name)).flatten()
-                padding = torch.zeros(piece.numel() - whole.numel())
-                assert torch.equal(piece.flatten(), torch.cat((whole, padding))), name
+            for gradient, size, (name, shape) in zip(gradients, sizes, unit.items(), strict=True):
+                assert torch.equal(gradient, torch.full(shape, number(rank, name))), name
+                assert size == math.prod([-(-shape[0] // RANKS), *shape[1:]])
 
 
 def number(rank, name):
     return 100.0 * rank + list(SHAPES).index(name) + 1
 
 
-def test_averages_are_refused(results):
-    """Without forced sums FSDP2 asks for something else."""
-    assert all("gradients are summed" in result["average"] for result in results)
+def test_every_parameter_needs_a_gradient(results):
+    assert all("without one: blocks.1.second.cube" in result["without"] for result in results)
 
 
 # --- what is measured, and the head-room --------------------------------------------------------------------------

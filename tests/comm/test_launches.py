@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.block_scaled import BlockScaledCodec
-from lowprec_train.comm.fsdp import ReducingHook, ReducingScatter
+from lowprec_train.comm.fsdp import UnitSum
 from lowprec_train.comm.layout import sharded_layout
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, E5M2, FP32
@@ -53,24 +53,35 @@ def unit(parameters):
     return {f"weights.{i}": (256, 64 + 8 * (i % 3)) for i in range(parameters)}
 
 
+def gradients(layout, ranks, dtype=torch.float32):
+    return [torch.randn(ranks * each.size, dtype=dtype) for each in layout.ranges]
+
+
+def alone(codec):
+    return Axis(None, codec, "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("parameters", [1, 9, 100])
-@pytest.mark.parametrize(("format", "encodes"), [(E4M3, 1), (E5M2, 1), (BF16, 1), (FP32, 0)])
-def test_a_reduce_scatter_is_three_launches(ranks, parameters, format, encodes):
-    """FP32 is sent as it lies."""
-    layout = sharded_layout(unit(parameters), ranks, exclude=["weights.3*"])
-    scatter = ReducingScatter(Axis(dist.group.WORLD, BlockScaledCodec(format), "cpu"), layout)
-    flat, out = torch.randn(ranks * layout.size), torch.empty(layout.size)
-    names = launched(lambda: scatter(out, flat, dist.group.WORLD, dist.ReduceOp.SUM))
+@pytest.mark.parametrize("format", [E4M3, E5M2, BF16, FP32])
+def test_a_reduce_scatter_is_three_launches(ranks, parameters, format, dtype):
+    """The encode reads the gradients; one parameter in the dtype of the wire is sent as it lies."""
+    layout, codec = sharded_layout(unit(parameters), ranks, exclude=["weights.3*"]), BlockScaledCodec(format)
+    of_unit, given = (
+        UnitSum(Axis(dist.group.WORLD, codec, "cpu"), alone(codec), layout),
+        gradients(layout, ranks, dtype),
+    )
+    names = launched(lambda: of_unit.reduce_scatter(given))
+    encodes = 0 if parameters == 1 and format in (BF16, FP32) and format.carrier == dtype else 1
     assert names == ["encode_gradients"] * encodes + ["alltoall_base_", "decode_gradients"]
 
 
 @pytest.mark.parametrize("parameters", [1, 9, 100])
 @pytest.mark.parametrize("format", [E4M3, BF16])
 def test_an_all_reduce_is_six(ranks, parameters, format):
-    layout = sharded_layout(unit(parameters))
-    hook = ReducingHook(Axis(dist.group.WORLD, BlockScaledCodec(format), "cpu"), layout)
-    flat = torch.randn(layout.size)
-    names = launched(lambda: hook(flat))
+    layout, codec = sharded_layout(unit(parameters)), BlockScaledCodec(format)
+    of_unit, flat = UnitSum(alone(codec), Axis(dist.group.WORLD, codec, "cpu"), layout), torch.randn(layout.size)
+    names = launched(lambda: of_unit.all_reduce(flat))
     ours = ["encode_gradients", "decode_gradients"]
     assert [name for name in names if name in ours] == ours * 2 and len(names) == 6
 
@@ -81,30 +92,29 @@ SHARED = ["linalg_vector_norm", "all_reduce", "encode_gradients_by", "alltoall_b
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
 def test_a_shared_scale_takes_as_many_whatever_the_parameters(ranks, kind):
     """One pass for the maxima of all parameters, one collective of them, encode, one exchange, decode; the rest works
-    on a number a parameter or on mu. Codes at the maximum are added up once a step, not once a unit.
+    on a number a parameter or on mu. Codes at the maximum are added up once a step, not once a unit. A reduce-scatter
+    first copies the gradients to one buffer.
     """
-    gathered = ["encode_gradients_by", "_allgather_base_", "decode_gradients_by"] if kind == "all_reduce" else []
-    counts = set()
+    gathered = ["encode_gradients_by", "_allgather_base_", "decode_gradients_by"] if kind == "all_reduce" else ["cat"]
+    counts, codec = set(), SharedScaleCodec()
     for parameters in (3, 30):
         layout = sharded_layout(unit(parameters), ranks if kind == "reduce_scatter" else 1, exclude=["weights.1*"])
-        axis = Axis(dist.group.WORLD, SharedScaleCodec(), "cpu")
-        flat, out = torch.randn(ranks * layout.size), torch.empty(layout.size)
-        arguments = (out, flat, dist.group.WORLD, dist.ReduceOp.SUM)
-        reduce = partial(ReducingScatter(axis, layout), *arguments)
+        axis, given = Axis(dist.group.WORLD, codec, "cpu"), gradients(layout, ranks)
+        reduce = partial(UnitSum(axis, alone(codec), layout).reduce_scatter, given)
         if kind == "all_reduce":
-            reduce = partial(ReducingHook(axis, layout), flat[: layout.size])
+            reduce = partial(UnitSum(alone(codec), axis, layout).all_reduce, torch.randn(layout.size))
         reduce()  # the first makes a table of the parameters' lines
         names = launched(reduce)
-        assert [name for name in names if name in (*SHARED, *gathered)] == SHARED + gathered
+        expected = SHARED + gathered if kind == "all_reduce" else gathered + SHARED
+        assert [name for name in names if name in (*SHARED, *gathered)] == expected
         counts.add(len(names))
     assert counts == {13 + len(gathered)}
 
 
 def test_codes_at_the_maximum_are_added_up_once_a_step(ranks):
-    layout = sharded_layout(unit(3), ranks)
-    axis = Axis(dist.group.WORLD, SharedScaleCodec(), "cpu")
-    scatter, out = ReducingScatter(axis, layout), torch.empty(layout.size)
+    layout, codec = sharded_layout(unit(3), ranks), SharedScaleCodec()
+    axis = Axis(dist.group.WORLD, codec, "cpu")
     for _ in range(5):
-        scatter(out, torch.randn(ranks * layout.size), dist.group.WORLD, dist.ReduceOp.SUM)
+        UnitSum(axis, alone(codec), layout).reduce_scatter(gradients(layout, ranks))
     names = launched(axis.at_maximum)
     assert [name for name in names if "gather" in name or "reduce" in name] == ["all_gather_into_tensor"]
