@@ -28,9 +28,7 @@ from torch import Tensor
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.comm.nodes import Links, Nodes, links, ring
-from lowprec_train.comm.process_group import DistributedGroup
-
-ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # one call, renamed in torch 2.13
+from lowprec_train.comm.process_group import ALL_GATHER, DistributedGroup
 
 
 class Reduced(NamedTuple):

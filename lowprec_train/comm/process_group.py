@@ -11,6 +11,7 @@ of torch.compile, on gloo and on NCCL. They have no public name (decision 0017).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,16 @@ from torch import Tensor
 from lowprec_train.group import Group, nan_as_infinity, sum_in_order
 
 _c10d = torch.ops._c10d_functional
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # one call, renamed in torch 2.13
+
+
+def all_gather_each(pairs: Iterable[tuple[Tensor, Tensor]], group: dist.ProcessGroup) -> None:
+    """All-gather several tensors in one collective: (gathered, shard), of any dtypes, contiguous. The current stream
+    waits for it.
+    """
+    with dist._coalescing_manager(group=group):
+        for gathered, shard in pairs:
+            ALL_GATHER(gathered.view(-1).view(torch.uint8), shard.view(-1).view(torch.uint8), group=group)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
-"""All uses of FSDP2's private names: the tensor with the extension functions of an all-gather, the buffers of the first
-all-gather (decision 0020), and the accumulation of whole gradients (decision 0079) or their removal.
+"""FSDP2's private names, but for those of its backward pass (comm/fsdp_backward.py): the tensor with the extension
+functions of an all-gather, the buffers of the first all-gather (decision 0020), the moment when a unit is freed
+(decision 0102), and the accumulation of whole gradients (decision 0079) or their removal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -32,6 +34,28 @@ def reset_buffers(unit: FSDPModule, module: nn.Module) -> None:
         if parameter._module_info.module is module:
             parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
             parameter.__dict__.pop("_unsharded_param", None)
+
+
+def on_reshard(unit: FSDPModule, call: Callable[[], None]) -> None:
+    """Call `call` when the gathered parameters of `unit` are freed, after the kernels that read them are launched."""
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    to_sharded = group._to_sharded
+
+    def free_and_call() -> None:
+        gathered = not group.is_sharded
+        to_sharded()
+        if gathered:
+            call()
+
+    group._to_sharded = free_and_call
+
+
+def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return the tensors in `dtype`, in one launch; those that have it as they are."""
+    made = {place: torch.empty_like(x, dtype=dtype) for place, x in enumerate(tensors) if x.dtype != dtype}
+    if made:
+        torch._foreach_copy_(list(made.values()), [tensors[place] for place in made])
+    return [made.get(place, x) for place, x in enumerate(tensors)]
 
 
 def accumulate_in(unit: FSDPModule, sum_of: Callable[[Tensor], GradientSum], number: Callable[[], int]) -> None:

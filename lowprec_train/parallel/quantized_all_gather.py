@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,8 @@ from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
 from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
-from lowprec_train.parallel.fsdp_parameters import extension_tensor, reset_buffers
+from lowprec_train.parallel.fsdp_parameters import cast_all, extension_tensor, on_reshard, reset_buffers
+from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.linear import Linear
@@ -57,7 +59,7 @@ class QuantizedAllGather:
         shards: dist.ProcessGroup,
         parts: dist.ProcessGroup | None = None,
     ) -> None:
-        self._coded = param_all_gather == "quantized"
+        self._coded, self._dtype = param_all_gather == "quantized", dtype
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         groups = {"shards": shards} | ({} if parts is None else {"parts": parts})
         self._groups = {name: DistributedGroup.of(group) for name, group in groups.items()}
@@ -67,8 +69,19 @@ class QuantizedAllGather:
             for name, module in model.named_modules()
             if isinstance(module, Linear) and "weight" in dict(module.named_parameters(recurse=False))
         }
-        by_unit = ([w for w in self.weights.values() if w.unit is unit] for unit in self._units)
-        self._whole_units = [made for made, unit in zip(by_unit, self._units) if len(made) == len(managed(unit))]
+        self._memory = GatherMemory()
+        for unit in self._units:
+            self._gather_in_place(unit)
+
+    def _gather_in_place(self, unit: FSDPModule) -> None:
+        weights = {w.parameter: w for w in self.weights.values() if w.unit is unit and w.in_place}
+        if weights:
+            first = weights.get(next(iter(managed(unit).values())))
+            if first is not None:
+                first.sends_filler = True
+            gather = UnitAllGather(list(weights.values()), self._memory)
+            unit.set_custom_all_gather(cast(Any, gather))
+            on_reshard(unit, partial(gather.release, next(iter(weights)).device))
 
     def formats(self) -> dict[str, AllGatherFormat]:
         """Return the format of each layer's weight under its current recipe, by the layer's name."""
@@ -91,13 +104,14 @@ class QuantizedAllGather:
         if self._coded:
             for unit in self._units:
                 unit.reshard()
+            self._memory.clear()
             self._all_reduce_amaxes([weight for weight in self.weights.values() if weight.refresh_format()])
+        values = [weight for weight in self.weights.values() if not weight.sends_codes]
+        for weight, rounded in zip(values, cast_all([weight.shard for weight in values], self._dtype), strict=True):
+            weight.round(rounded)
         for weight in self.weights.values():
-            weight.round()
-        for weights in self._whole_units:
-            plain = all(weight.is_plain for weight in weights)
-            for weight in weights:
-                weight.keeps_dtype = plain
+            if weight.sends_codes:
+                weight.round()
 
     def _all_reduce_amaxes(self, waiting: list[_Weight]) -> None:
         """All-reduce the amaxes of these weights: one all-reduce for each axis that divides one of them."""
@@ -114,11 +128,12 @@ class QuantizedAllGather:
         """
         for weight in self.weights.values():
             weight.finish()
+        self._memory.clear()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sent:
-    """A shard as sent. wide: the tensors that FSDP2 gathers. For codes: `known`, scales of all ranks, and `scale`."""
+    """A shard as sent. wide: the tensors that are gathered. For codes: `known`, scales of all ranks, and `scale`."""
 
     wide: tuple[Tensor, ...]
     known: tuple[Tensor, ...] | None = None
@@ -133,17 +148,21 @@ class _Weight:
     ) -> None:
         parameter = linear.weight
         assert isinstance(parameter, DTensor)
-        self.linear, self.unit, self._parameter = linear, unit, parameter
-        self._part, self._shape = extension_tensor(parameter), (parameter.shape[0], parameter.shape[1])
+        self.linear, self.unit, self.parameter = linear, unit, parameter
+        self.shard, self._shape = extension_tensor(parameter), (parameter.shape[0], parameter.shape[1])
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._split = None if linear.split is None else linear.split.dim
         self._format = self.current_format()
-        self._values = torch.empty(0)
-        self._sent: _Sent | None = None
-        self.amax = torch.empty(0)
+        self._values: Tensor | None = None  # what is gathered: its memory comes and goes
+        self._sent: _Sent | None = None  # of the step
+        self._sending: _Sent | None = None  # of the all-gather that has begun
+        self._packed = self._scales = self.amax = torch.empty(0)
         self._leaf: Tensor | None = None
-        self.keeps_dtype = False  # gradients keep the dtype in which they are made, if it is one for all of a unit
-        found = cast(Any, self._part)
+        self._plain = torch.empty(0)  # the values as a leaf, for GEMMs of values
+        self.in_place = shards > 1 and self._shape[0] % shards == 0
+        self.sends_filler = False
+        self._filler = torch.zeros(FILLER_BYTES, dtype=torch.uint8, device=self.shard.device)
+        found = cast(Any, self.shard)
         found.fsdp_pre_all_gather, found.fsdp_post_all_gather = self._pre_all_gather, self._post_all_gather
 
     @property
@@ -151,11 +170,6 @@ class _Weight:
         """Names of the groups over which its amax is all-reduced."""
         dims = {"shards": 0, "parts": self._split}
         return {name for name, dim in dims.items() if dim in self._format.amax_dims}
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its GEMM multiplies values in the dtype of the residual stream; its gradient then has that dtype."""
-        return self.linear.recipe.takes_values
 
     @property
     def sends_codes(self) -> bool:
@@ -180,7 +194,7 @@ class _Weight:
         now = self.current_format()
         if now != self._format:
             reset_buffers(self.unit, self.linear)
-            self._format, self.linear.gathered = now, None
+            self._format, self.linear.gathered, self._values = now, None, None
         quantizer = now.quantizer
         if quantizer is None or not now.amax_dims:
             return False
@@ -188,7 +202,7 @@ class _Weight:
         return True
 
     def finish(self) -> None:
-        estimator, gradient = self.linear.recipe.estimator, self._parameter.grad
+        estimator, gradient = self.linear.recipe.estimator, self.parameter.grad
         if self._format.quantizer is not None and not isinstance(estimator, StraightThrough) and gradient is not None:
             here = cast(DTensor, gradient).to_local()
             scale = self._rounding().scale
@@ -196,16 +210,16 @@ class _Weight:
             here.copy_(estimator(here, self._rounded(), scale, here.dtype))
         self._sent, self.amax = None, torch.empty(0)
 
-    def round(self) -> None:
-        """Compute what all-gathers send until `finish`."""
+    def round(self, w: Tensor | None = None) -> None:
+        """Compute what all-gathers send until `finish`. w: the shard in the dtype of the residual stream."""
         self._sent = None
-        self._sent = self._rounding()
+        self._sent = self._rounding(w)
 
-    def _rounding(self) -> _Sent:
+    def _rounding(self, w: Tensor | None = None) -> _Sent:
         """Return what an all-gather sends: that of the step, or else of the current weight."""
         if self._sent is not None:
             return self._sent
-        w = self._rounded()
+        w = self._rounded() if w is None else w
         if self._format.quantizer is None:
             padding = self._format.rows - w.shape[0]
             return _Sent(wide=(torch.cat((w, w.new_zeros(padding, w.shape[1]))) if padding else w,))
@@ -216,7 +230,7 @@ class _Weight:
         return _Sent(wide=wide, known=(scales, *([codes.parts["tensor"]] if codes.parts else [])), scale=codes.scale)
 
     def _rounded(self) -> Tensor:
-        return self._part.detach().to(self._dtype)
+        return self.shard.detach().to(self._dtype)
 
     def _codes(self, w: Tensor) -> Quantized:
         """Quantise this rank's shard, with the scales of the whole weight."""
@@ -241,8 +255,39 @@ class _Weight:
             )
             w = self._rounded()
             self.linear.observer(w_plan, w, self._codes(w))
-        sent = self._rounding()
-        return sent.wide, sent.known
+        self._sending = sent = self._rounding()
+        wide = sent.wide if not self.in_place else (self._filler,) if self.sends_filler else ()
+        return wide, sent.known
+
+    def receive(self, ranks: int) -> list[tuple[Tensor, Tensor]]:
+        """Allocate the whole weight; return (gathered, shard) of its tensors."""
+        assert self._sending is not None
+        sent, coded = self._sending.wide, self._format.quantizer is not None
+        if self._sending is not self._sent:
+            _read_by_current_stream(sent)
+        if self._values is None:
+            dtype = torch.uint8 if coded else sent[0].dtype
+            self._values = torch.empty(self._shape, dtype=dtype, device=self.shard.device)
+        self._values.untyped_storage().resize_(self._values.nbytes)
+        if self._format.packed:
+            self._packed = sent[0].new_empty(ranks * sent[0].shape[0], sent[0].shape[1])
+        made = [self._packed if self._format.packed else self._values.data]
+        if self._format.sends_scales:
+            self._scales = sent[1].new_empty(ranks * sent[1].shape[0], *sent[1].shape[1:])
+            made.append(self._scales)
+        return list(zip(made, sent, strict=True))
+
+    def received(self) -> None:
+        """Unpack codes."""
+        if self._format.packed:
+            assert self._values is not None
+            self._values.data.copy_(_bytes(torch.ops.lowprec.unpack_e2m1(self._packed)))
+        self._sending, self._packed = None, torch.empty(0)
+
+    def free(self) -> None:
+        """Free the memory of the gathered weight."""
+        if self._values is not None:
+            self._values.untyped_storage().resize_(0)
 
     def _post_all_gather(
         self, gathered: Sequence[Tensor], known: Any, dtype: torch.dtype, *, out: Tensor | None = None
@@ -250,46 +295,47 @@ class _Weight:
         """Give the layer its weight. out: None at the first call, which returns the tensor that FSDP2 uses as the
         parameter from then on, and the tensors that it frees and allocates for it. dtype: of gradients.
         """
+        first = out is None
+        if first and not self.in_place:
+            self._values = gathered[0]
+        assert self._values is not None
         if self._leaf is None:
-            self._leaf = torch.zeros((), dtype=dtype, device=self._part.device).expand(self._shape).requires_grad_()
-            self._leaf.register_post_accumulate_grad_hook(self._accumulate_grad)
+            self._leaf = self._taking(torch.zeros((), dtype=dtype, device=self.shard.device).expand(self._shape))
         if self._format.quantizer is None:
-            return self._post_all_gather_values(gathered[0], first=out is None)
-        if out is None:
-            self._values = gathered[0].new_empty(self._shape) if self._format.packed else gathered[0]
-        if self._format.packed:
-            self._values.data.copy_(_bytes(torch.ops.lowprec.unpack_e2m1(gathered[0])))
-        for scale in known:
-            if scale.is_cuda:  # made on the stream of the gather
-                scale.record_stream(torch.cuda.current_stream())
-        scales = gathered[1].clone().view(known[0].dtype) if self._format.sends_scales else known[0]
+            if first:
+                self._plain = self._taking(self._values[: self._shape[0]].detach())
+            self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._plain,))
+            return (self._values, ()) if first else None
+        _read_by_current_stream((*known, self._scales))
+        scales = self._scales.view(known[0].dtype) if self._format.sends_scales else known[0]
         codes = self._values.view(self._format.quantizer.format.carrier)
         self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=True, tensors=(codes, scales, *known[1:]))
-        return (self._values.view(BYTE), (self._values,) if self._format.packed else ()) if out is None else None
+        return (self._values.view(BYTE), ()) if first else None
 
-    def _post_all_gather_values(self, values: Tensor, *, first: bool) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        if first:
-            leaf = values[: self._shape[0]].detach().requires_grad_()
-            leaf.register_post_accumulate_grad_hook(self._accumulate_grad)
-            self._values = leaf
-        assert self._leaf is not None
-        self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._values,))
-        return (values, ()) if first else None
+    def _taking(self, leaf: Tensor) -> Tensor:
+        """Return the leaf, which takes the weight's gradient."""
+        leaf.requires_grad_().register_post_accumulate_grad_hook(self._accumulate_grad)
+        return leaf
 
     def _accumulate_grad(self, leaf: Tensor) -> None:
-        """Add a leaf's gradient to that of the gathered parameter, until the backward pass of its unit is over. FSDP2
-        needs gradients of one dtype per unit, adds those of micro-batches in FP32, and casts when it copies them. A
-        compiled block also calls this for a leaf without a gradient.
+        """Add a leaf's gradient to that of the gathered parameter, in the dtype in which it is made, until the backward
+        pass of its unit is over. A compiled block also calls this for a leaf without a gradient.
         """
         parameter, gradient, leaf.grad = self.linear.weight, leaf.grad, None
         if gradient is None:
             return
         if parameter.grad is None:
-            assert self._leaf is not None
-            parameter.grad_dtype = gradient.dtype if self.keeps_dtype else self._leaf.dtype
-            parameter.grad = gradient.to(parameter.grad_dtype)
+            parameter.grad_dtype = gradient.dtype
+            parameter.grad = gradient
         else:
             parameter.grad += gradient
+
+
+def _read_by_current_stream(tensors: Sequence[Tensor]) -> None:
+    """Keep the memory of tensors that another stream has made until the current stream has read them."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream())
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.comm.process_group import all_gather_each
 from lowprec_train.config import RunConfig
+from lowprec_train.parallel import in_place_all_gather
 from lowprec_train.parallel.all_gather_format import PARAM_ALL_GATHER
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train.launch import World
@@ -63,17 +65,29 @@ AT = {"dp2": tuple(case for case in CASES if case not in NIGHT), "dp2-tp2": PART
 
 
 class Spy:
-    """FSDP2's all-gather, counted: bytes that a rank puts in, by dtype."""
+    """All-gathers, FSDP2's and those in place, counted: bytes that a rank puts in, by dtype."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         self.bytes: dict[torch.dtype, int] = {}
+        in_place_all_gather.all_gather_each = self.gather_each
+        for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+            comm = unit._get_fsdp_state()._fsdp_param_group._all_gather_comm
+            if not isinstance(comm, in_place_all_gather.UnitAllGather):
+                unit.set_custom_all_gather(self)
+
+    def gather_each(self, pairs, group):
+        for _, shard in pairs:
+            self._count(shard)
+        all_gather_each(pairs, group)
+
+    def _count(self, x):
+        self.bytes[x.dtype] = self.bytes.get(x.dtype, 0) + x.nbytes
 
     def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, async_op=False):
-        size = input_tensor.numel() * input_tensor.element_size()
-        self.bytes[input_tensor.dtype] = self.bytes.get(input_tensor.dtype, 0) + size
+        self._count(input_tensor)
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -114,10 +128,7 @@ class Seen:
         self.sent: list[dict[torch.dtype, int]] = []
         self.agreements: list[tuple] = []
         self.first = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
-        spy, step = Spy(), trainer.optimizer.step
-        for module in trainer.model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(spy)
+        spy, step = Spy(trainer.model), trainer.optimizer.step
 
         def watched(**given):
             parameters = dict(trainer.model.named_parameters())
@@ -135,7 +146,7 @@ class Seen:
         self.rounded: dict[str, int] = {}  # how often a weight's shard was rounded to what is sent
         for name, weight in {} if gathering is None else gathering.weights.items():
             coded = gathering.formats()[name].quantizer is not None
-            self._count(name, weight, "_codes" if coded else "_rounded")
+            self._count(name, weight, "_codes" if coded else "round")
             self._watch(name, weight)
         if gathering is not None:
             gathering._groups = {name: Recorded(group, self.agreements) for name, group in gathering._groups.items()}
