@@ -101,17 +101,15 @@ class QuantizedAllGather:
         """Free what stayed gathered as codes from an earlier pass, all-reduce amaxes, and quantise every shard. Call it
         before the first micro-batch of a step and before an evaluation, after the change of weights and recipes.
         """
+        weights = list(self.weights.values())
+        rounded = dict(zip(weights, cast_all([weight.shard for weight in weights], self._dtype), strict=True))
         if self._coded:
             for unit in self._units:
                 unit.reshard()
             self._memory.clear()
-            self._all_reduce_amaxes([weight for weight in self.weights.values() if weight.refresh_format()])
-        values = [weight for weight in self.weights.values() if not weight.sends_codes]
-        for weight, rounded in zip(values, cast_all([weight.shard for weight in values], self._dtype), strict=True):
-            weight.round(rounded)
-        for weight in self.weights.values():
-            if weight.sends_codes:
-                weight.round()
+            self._all_reduce_amaxes([weight for weight in weights if weight.refresh_format(rounded[weight])])
+        for weight in weights:
+            weight.round(rounded.pop(weight))
 
     def _all_reduce_amaxes(self, waiting: list[_Weight]) -> None:
         """All-reduce the amaxes of these weights: one all-reduce for each axis that divides one of them."""
@@ -187,9 +185,9 @@ class _Weight:
             split=self._split,
         )
 
-    def refresh_format(self) -> bool:
+    def refresh_format(self, w: Tensor) -> bool:
         """Refresh the all-gather format from the current recipe. Returns True if a global amax is needed; `amax` then
-        is that of the shard.
+        is that of the shard. w: the shard in the dtype of the residual stream.
         """
         now = self.current_format()
         if now != self._format:
@@ -198,7 +196,7 @@ class _Weight:
         quantizer = now.quantizer
         if quantizer is None or not now.amax_dims:
             return False
-        self.amax = quantizer.local_amax(self._rounded(), now.amax_dim)
+        self.amax = quantizer.local_amax(w, now.amax_dim)
         return True
 
     def finish(self) -> None:
