@@ -1,9 +1,10 @@
-// quantize, dequantize, transpose of one matrix, for all formats and tilings.
+// quantize, and its two steps amax and quantize_by, for all formats and tilings.
 //
 //   rows     tile (1, all)        a block has a row in registers: one read, one write
 //   lines    tile (1, 8 .. 256)   lanes that share a line exchange their amax: one read, one write
 //   tiles    any other            amax first, then codes: two reads, one write
 //
+// quantize_by takes the amax of tiles of which x may be a part: one read, one write.
 // amax uses bit patterns (numerics/amax.h), so it does not depend on the order of a reduction.
 #include "cuda/amax.h"
 #include "cuda/quantize.h"
@@ -141,6 +142,37 @@ __global__ void __launch_bounds__(THREADS) amax_lines(const In* __restrict__ x, 
   }
 }
 
+constexpr int ACROSS = 32, DOWN = THREADS / ACROSS, STRETCH = 256;
+
+// amax of tiles of one column, which must be zero before. A block has ACROSS vectors of columns and at most STRETCH rows of
+// a tile. The number of columns is a multiple of VECTOR.
+template <typename In>
+__global__ void __launch_bounds__(THREADS) amax_columns(const In* __restrict__ x, uint32_t* __restrict__ amax,
+                                                        int64_t columns, int64_t tile_rows, int64_t stretches) {
+  __shared__ uint32_t scratch[DOWN][ACROSS][VECTOR];
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * ACROSS + threadIdx.x % ACROSS) * VECTOR;
+  const int64_t tile = blockIdx.y / stretches, begin = tile * tile_rows + blockIdx.y % stretches * STRETCH;
+  const int64_t end = min(begin + STRETCH, (tile + 1) * tile_rows);
+  const int down = threadIdx.x / ACROSS, across = threadIdx.x % ACROSS;
+  uint32_t found[VECTOR] = {};
+  if (column < columns) {
+    for (int64_t row = begin + down; row < end; row += DOWN) {
+      const Vector<In> held = read<In, true>(x, row, column, columns);
+#pragma unroll
+      for (int i = 0; i < VECTOR; ++i) found[i] = larger_magnitude(found[i], held[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) scratch[down][across][i] = found[i];
+  __syncthreads();
+  if (down > 0 || column >= columns) return;
+#pragma unroll
+  for (int i = 0; i < VECTOR; ++i) {
+    for (int other = 1; other < DOWN; ++other) found[i] = larger(found[i], scratch[other][across][i]);
+    atomicMax(amax + tile * columns + column + i, found[i]);
+  }
+}
+
 // A block per tile.
 template <typename In>
 __global__ void __launch_bounds__(THREADS) amax_tiles(const In* __restrict__ x, uint32_t* __restrict__ amax, int64_t columns,
@@ -156,15 +188,35 @@ __global__ void __launch_bounds__(THREADS) amax_tiles(const In* __restrict__ x, 
   if (threadIdx.x == 0) amax[blockIdx.x] = found;
 }
 
+// The same for tiles with a multiple of VECTOR columns.
+template <typename In>
+__global__ void __launch_bounds__(THREADS) amax_wide_tiles(const In* __restrict__ x, uint32_t* __restrict__ amax,
+                                                           int64_t columns, Tile tile) {
+  __shared__ uint32_t scratch[THREADS / 32];
+  const int64_t across = columns / tile.columns;
+  const In* first = x + blockIdx.x / across * tile.rows * columns + blockIdx.x % across * tile.columns;
+  const uint32_t width = static_cast<uint32_t>(tile.columns) / VECTOR, vectors = static_cast<uint32_t>(tile.rows) * width;
+  uint32_t found = 0;
+#pragma unroll 4
+  for (uint32_t i = threadIdx.x; i < vectors; i += THREADS) {
+    Vector<In> held;
+    held.load(first + i / width * columns + static_cast<int64_t>(i % width) * VECTOR);
+    found = larger(found, held.largest());
+  }
+  found = block_largest(found, scratch);
+  if (threadIdx.x == 0) amax[blockIdx.x] = found;
+}
+
 // Scales of tiles from their amax, a block per row of tiles; with a span, exponents have a minimum that depends on the
-// row. by: factor of values, or divisor if the rule divides.
-__global__ void __launch_bounds__(THREADS) tile_scales(const uint32_t* __restrict__ amax, float* __restrict__ scale,
-                                                       float* __restrict__ by, int64_t across, ScaleRule how) {
+// row: on its largest amax, or on `tops`. by: factor of values, or divisor if the rule divides.
+__global__ void __launch_bounds__(THREADS) tile_scales(const uint32_t* __restrict__ amax, const float* __restrict__ tops,
+                                                       float* __restrict__ scale, float* __restrict__ by, int64_t across,
+                                                       ScaleRule how) {
   __shared__ int top;
-  if (threadIdx.x == 0) top = -1000;
+  if (threadIdx.x == 0) top = tops == nullptr ? -1000 : block_exponent(tops[blockIdx.x], how);
   __syncthreads();
   const int64_t base = blockIdx.x * across;
-  if (how.span > 0) {
+  if (how.span > 0 && tops == nullptr) {
     int e = -1000;
     for (int64_t i = threadIdx.x; i < across; i += THREADS) e = max(e, block_exponent(bits_float(amax[base + i]), how));
     atomicMax(&top, e);
@@ -176,6 +228,36 @@ __global__ void __launch_bounds__(THREADS) tile_scales(const uint32_t* __restric
         how.span > 0 ? spanned_scale(largest, block_exponent(largest, how), top, how) : tile_scale(largest, how);
     scale[base + i] = of.scale;
     by[base + i] = how.divides() ? of.scale : of.inverse;
+  }
+}
+
+// The same for tiles with a multiple of VECTOR columns.
+template <typename In, Format F, bool random>
+__global__ void __launch_bounds__(THREADS) emit_wide_tiles(const In* __restrict__ x,
+                                                           typename Grid<F>::Code* __restrict__ codes,
+                                                           const float* __restrict__ by, bool divides, uint32_t columns,
+                                                           int64_t vectors, Tile tile, Draw draw) {
+  constexpr int EACH = 4;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * THREADS * EACH + threadIdx.x;
+  const uint32_t of_row = columns / VECTOR, of_tile = static_cast<uint32_t>(tile.columns) / VECTOR;
+  const uint32_t across = of_row / of_tile, height = static_cast<uint32_t>(tile.rows);
+  Vector<In> held[EACH];
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t index = first + i * THREADS;
+    if (index < vectors) held[i].load(x + index * VECTOR);
+  }
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const int64_t index = first + i * THREADS;
+    if (index >= vectors) continue;
+    const uint32_t row = static_cast<uint32_t>(index / of_row);
+    const uint32_t place = static_cast<uint32_t>(index - static_cast<int64_t>(row) * of_row);
+    const float of = by[static_cast<int64_t>(row / height) * across + place / of_tile];
+    float v[VECTOR];
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) v[j] = divides ? divide(held[i][j], of) : held[i][j] * of;
+    coded<F, random>(v, 0.0f, draw, row, static_cast<int64_t>(place) * VECTOR).store_all(codes + index * VECTOR);
   }
 }
 
@@ -235,6 +317,60 @@ int shift_of_lines(Tile tile) {
   return shift;
 }
 
+// amax of tiles, which must be zero before. whole: rows are whole aligned vectors.
+template <typename In>
+void launch_tile_amax(const Tensor& x, uint32_t* amax, Tile tile, bool whole) {
+  const int64_t rows = x.size(0), columns = x.size(1), vectors = rows * columns / VECTOR;
+  const cudaStream_t stream = stream_of(x);
+  const In* in = data_of<In>(x);
+  const int shift = whole ? shift_of_lines(tile) : -1;
+  const int64_t stretches = ceil_div(tile.rows, STRETCH), tall = rows / tile.rows * stretches;
+  const int64_t tiles = rows / tile.rows * (columns / tile.columns);
+  if (tile.rows == rows && tile.columns == columns && whole) {
+    launch_amax(in, amax, rows * columns, stream);
+  } else if (shift >= 0) {
+    amax_lines<In><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(in, amax, vectors, shift);
+  } else if (tile.columns == 1 && whole && tall < 65536) {
+    const dim3 blocks(static_cast<unsigned>(ceil_div(columns, ACROSS * VECTOR)), static_cast<unsigned>(tall));
+    amax_columns<In><<<blocks, THREADS, 0, stream>>>(in, amax, columns, tile.rows, stretches);
+  } else if (tile.columns % VECTOR == 0 && whole && tile.rows * tile.columns < INT32_MAX) {
+    amax_wide_tiles<In><<<tiles, THREADS, 0, stream>>>(in, amax, columns, tile);
+  } else {
+    amax_tiles<In><<<tiles, THREADS, 0, stream>>>(in, amax, columns, tile);
+  }
+}
+
+// Codes of x by the amax of its tiles. tops: null, or a number for each row of tiles that limits its span.
+template <typename In, Format F, bool random, bool whole>
+void launch_by(const Tensor& x, const uint32_t* amax, const float* tops, const Tensor& codes_out,
+               const Tensor& scale_out, Tile tile, const ScaleRule& how, Draw draw) {
+  using Code = typename Grid<F>::Code;
+  const int64_t rows = x.size(0), columns = x.size(1), across = columns / tile.columns, vectors = rows * columns / VECTOR;
+  const cudaStream_t stream = stream_of(x);
+  const In* in = data_of<In>(x);
+  Code* codes = mutable_data_of<Code>(codes_out);
+  float* scale = mutable_data_of<float>(scale_out);
+  if constexpr (whole) {
+    if (tile.rows == rows && tile.columns == columns && how.span == 0) {
+      emit_tensor<In, F, random><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(
+          in, codes, amax, scale, rows, columns, how, draw);
+      return;
+    }
+  }
+  Tensor made = empty_like_device(x, {rows / tile.rows * across}, ScalarType::Float);
+  float* by = mutable_data_of<float>(made);
+  tile_scales<<<rows / tile.rows, THREADS, 0, stream>>>(amax, tops, scale, by, across, how);
+  if constexpr (whole) {
+    if (tile.columns % VECTOR == 0 && columns < INT32_MAX && rows < INT32_MAX) {
+      emit_wide_tiles<In, F, random><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(
+          in, codes, by, how.divides(), static_cast<uint32_t>(columns), vectors, tile, draw);
+      return;
+    }
+  }
+  emit_tiles<In, F, random, whole><<<ceil_div(rows * ceil_div(columns, VECTOR), THREADS), THREADS, 0, stream>>>(
+      in, codes, by, how.divides(), rows, columns, tile, draw);
+}
+
 // Whole vectors: rows, lines and whole tensors have separate kernels. Returns false for other tilings.
 template <typename In, Format F, bool random>
 bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale, Tile tile, const ScaleRule& how, Draw draw) {
@@ -271,29 +407,29 @@ template <typename In, Format F, bool random, bool whole>
 void launch(const Tensor& x, const Tensor* known, const Tensor& codes_out, const Tensor& scale_out, Tile tile,
             const ScaleRule& how, Draw draw) {
   using Code = typename Grid<F>::Code;
-  const int64_t rows = x.size(0), columns = x.size(1), across = columns / tile.columns;
-  const cudaStream_t stream = stream_of(x);
-  const In* in = data_of<In>(x);
-  Code* codes = mutable_data_of<Code>(codes_out);
-  float* scale = mutable_data_of<float>(scale_out);
   if constexpr (whole) {
+    Code* codes = mutable_data_of<Code>(codes_out);
+    float* scale = mutable_data_of<float>(scale_out);
     if (known == nullptr && launch_vectors<In, F, random>(x, codes, scale, tile, how, draw)) return;
   }
-  const int64_t tiles = rows / tile.rows * across;
+  const int64_t tiles = x.size(0) / tile.rows * (x.size(1) / tile.columns);
   Tensor amax = torch::stable::new_zeros(x, {tiles}, ScalarType::Int);
   uint32_t* found = mutable_data_of<uint32_t>(amax);
-  Tensor by = empty_like_device(x, {tiles}, ScalarType::Float);
-  if (known != nullptr) {
-    launch_amax(data_of<Fp32>(*known), found, known->numel(), stream);
-  } else if (const int shift = whole ? shift_of_lines(tile) : -1; shift >= 0) {
-    const int64_t vectors = rows * columns / VECTOR;
-    amax_lines<In><<<ceil_div(vectors, THREADS * 4), THREADS, 0, stream>>>(in, found, vectors, shift);
-  } else {
-    amax_tiles<In><<<tiles, THREADS, 0, stream>>>(in, found, columns, tile);
-  }
-  tile_scales<<<rows / tile.rows, THREADS, 0, stream>>>(found, scale, mutable_data_of<float>(by), across, how);
-  emit_tiles<In, F, random, whole><<<ceil_div(rows * ceil_div(columns, VECTOR), THREADS), THREADS, 0, stream>>>(
-      in, codes, mutable_data_of<float>(by), how.divides(), rows, columns, tile, draw);
+  if (known != nullptr) launch_amax(data_of<Fp32>(*known), found, known->numel(), stream_of(x));
+  else launch_tile_amax<In>(x, found, tile, whole);
+  launch_by<In, F, random, whole>(x, found, nullptr, codes_out, scale_out, tile, how, draw);
+}
+
+// Calls run(In, F, random, whole) with the types of x and of the format, as tags.
+template <typename Run>
+void with_kinds(const Tensor& x, Format format, bool random, const Run& run) {
+  const bool whole = x.size(1) % VECTOR == 0 && aligned(x.const_data_ptr(), 16);
+  const auto with = [&](bool given, const auto& body) { given ? body(std::true_type{}) : body(std::false_type{}); };
+  with_input(x, [&](auto in) {
+    with_format(format, [&](auto tag) {
+      with(random, [&](auto draws) { with(whole, [&](auto vectors) { run(in, tag, draws, vectors); }); });
+    });
+  });
 }
 
 std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* known, const std::string& format_name,
@@ -306,17 +442,47 @@ std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* known
   const ScaleRule how = scale_rule_of(format, parse_rule(rule), headroom, span);
   Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
   Tensor scale = empty_like_device(x, {rows / tile.rows, columns / tile.columns}, ScalarType::Float);
-  with_input(x, [&](auto in) {
-    using In = typename decltype(in)::Type;
-    with_format(format, [&](auto tag) {
-      constexpr Format F = decltype(tag)::value;
-      const bool whole = columns % VECTOR == 0 && aligned(x.const_data_ptr(), 16);
-      const auto run = draw.seed != nullptr ? (whole ? launch<In, F, true, true> : launch<In, F, true, false>)
-                                            : (whole ? launch<In, F, false, true> : launch<In, F, false, false>);
-      run(x, known, codes, scale, tile, how, draw);
-    });
+  with_kinds(x, format, draw.seed != nullptr, [&](auto in, auto tag, auto random, auto whole) {
+    launch<typename decltype(in)::Type, decltype(tag)::value, decltype(random)::value, decltype(whole)::value>(
+        x, known, codes, scale, tile, how, draw);
   });
   check_launch("quantize");
+  return {codes, scale};
+}
+
+Tensor amax(const Tensor& given, std::vector<int64_t> tile_given) {
+  const Tensor x = dense(given);
+  const Tile tile = resolve_tile(x.size(0), x.size(1), tile_given);
+  Tensor made = torch::stable::new_zeros(x, {x.size(0) / tile.rows, x.size(1) / tile.columns}, ScalarType::Float);
+  uint32_t* found = reinterpret_cast<uint32_t*>(mutable_data_of<float>(made));
+  const bool whole = x.size(1) % VECTOR == 0 && aligned(x.const_data_ptr(), 16);
+  with_input(x, [&](auto in) { launch_tile_amax<typename decltype(in)::Type>(x, found, tile, whole); });
+  check_launch("amax");
+  return made;
+}
+
+std::tuple<Tensor, Tensor> quantize_by(const Tensor& given, const Tensor& amax_given, std::optional<Tensor> tops_given,
+                                       std::string format_name, std::vector<int64_t> tile_given, std::string rule,
+                                       double headroom, int64_t span, std::string rounding, std::optional<Tensor> seed,
+                                       std::optional<Tensor> origin) {
+  const Tensor x = dense(given), amax = dense(amax_given);
+  const Format format = parse_format(format_name);
+  const int64_t rows = x.size(0), columns = x.size(1);
+  const Tile tile = resolve_tile(rows, columns, tile_given);
+  const int64_t tiles = rows / tile.rows * (columns / tile.columns);
+  STD_TORCH_CHECK(amax.numel() == tiles, "quantize_by: ", amax.numel(), " maxima of ", tiles, " tiles");
+  const ScaleRule how = scale_rule_of(format, parse_rule(rule), headroom, span);
+  const Draw draw{seed_of(rounding, seed), seed_of(origin)};
+  Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
+  Tensor scale = empty_like_device(x, {rows / tile.rows, columns / tile.columns}, ScalarType::Float);
+  const Tensor of_rows = tops_given.has_value() ? dense(*tops_given) : amax;
+  const float* tops = tops_given.has_value() ? data_of<float>(of_rows) : nullptr;
+  const uint32_t* found = reinterpret_cast<const uint32_t*>(data_of<float>(amax));
+  with_kinds(x, format, draw.seed != nullptr, [&](auto in, auto tag, auto random, auto whole) {
+    launch_by<typename decltype(in)::Type, decltype(tag)::value, decltype(random)::value, decltype(whole)::value>(
+        x, found, tops, codes, scale, tile, how, draw);
+  });
+  check_launch("quantize_by");
   return {codes, scale};
 }
 
@@ -335,4 +501,8 @@ std::tuple<Tensor, Tensor> quantize_whole(const Tensor& x, const Tensor& amax, s
 
 }  // namespace lowprec
 
-STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("quantize", TORCH_BOX(&lowprec::quantize)); }
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
+  m.impl("quantize", TORCH_BOX(&lowprec::quantize));
+  m.impl("quantize_by", TORCH_BOX(&lowprec::quantize_by));
+  m.impl("amax", TORCH_BOX(&lowprec::amax));
+}

@@ -51,7 +51,7 @@ def check(name: str, meaning, *args) -> None:
 
 def test_kernels_are_live():
     kernels = live_kernels(torch.device("cuda"))
-    assert {kernels[name] for name in ("quantize", "quantize_both", "transpose")} == {"CUDA"}
+    assert {kernels[name] for name in ("quantize", "amax", "quantize_by", "quantize_both", "transpose")} == {"CUDA"}
 
 
 @pytest.mark.parametrize("special", [False, True])
@@ -68,6 +68,44 @@ def test_quantize(format, dtype, special):
         for tile in tiles:
             for rule in RULES if columns < 300 else ("FP32", "POW2"):
                 check("quantize", reference.quantize, x, format, tile, rule, 1.0, 0, "nearest", None, None)
+
+
+TILES = (
+    (5, 7, [(-1, -1), (1, -1), (-1, 1), (1, 1), (1, 7), (5, 1)]),
+    (33, 264, [(-1, -1), (1, -1), (-1, 1), (1, 8), (1, 24), (3, 8), (11, -1), (11, 1), (3, 3)]),
+    (768, 4096, [(-1, -1), (1, -1), (-1, 1), (384, 1), (1, 16), (128, 128), (16, 16), (-1, 8)]),
+    (3, 22016, [(1, -1), (1, 128), (-1, -1)]),
+)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_amax(dtype, special):
+    for rows, columns, tiles in TILES:
+        x = matrix(rows, columns, dtype, special)
+        for tile in tiles:
+            same(torch.ops.lowprec.amax(x.cuda(), tile), reference.amax(x, tile))
+            same(torch.ops.lowprec.amax(x.cuda()[1:], (1, tile[1])), reference.amax(x[1:], (1, tile[1])))
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_quantize_by_amax_of_larger_tiles(format, special):
+    for rows, columns, tiles in TILES:
+        x = matrix(rows, columns, torch.bfloat16 if columns > 7 else torch.float32, special)
+        for tile in tiles:
+            amax = reference.amax(x, tile) * 4.0
+            for rule in RULES if columns < 300 else ("FP32", "POW2"):
+                how = (format, tile, rule, 1.0)
+                check("quantize_by", reference.quantize_by, x, amax, None, *how, 0, "nearest", None, None)
+                if rule != "FP32":
+                    tops = amax.amax(1, keepdim=True) * 8.0
+                    for top in (None, tops):
+                        check("quantize_by", reference.quantize_by, x, amax, top, *how, 11, "nearest", None, None)
+            if format != "FP32":
+                draws = ("stochastic", SEED, torch.tensor([2**33 + 5, 2**36 + 8]))
+                how = (format, tile, "POW2", 0.75)
+                check("quantize_by", reference.quantize_by, x, amax, None, *how, 0, *draws)
 
 
 @pytest.mark.parametrize("format", [f for f in FORMATS if f != "FP32"])

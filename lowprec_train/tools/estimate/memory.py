@@ -24,7 +24,7 @@ from lowprec_train.train import build_optimizer
 
 FP32, BF16 = 4, 2
 SUM = FP32  # bytes per element of a gradient that is summed or waits for its update
-BLOCKS_GATHERED = 3  # the current block, the next one, and its receive buffer
+BLOCKS_GATHERED = 2  # the current block and the next one
 Moment = dict[str, int]
 
 
@@ -156,7 +156,8 @@ def gathered(subject: Subject, *, last_block: int) -> int:
     blocks = [size for name, size in sizes.items() if name.startswith("blocks.")]
     staying = sum(sizes.values()) - sum(blocks)
     if subject.run.parallel.reshard_after_forward:
-        return rounded + staying + BLOCKS_GATHERED * max(blocks, default=0)
+        buffers = BLOCKS_GATHERED if rounded else BLOCKS_GATHERED + 1  # FSDP2's own all-gather has a receive buffer
+        return rounded + staying + buffers * max(blocks, default=0)
     return rounded + staying + sum(blocks[: last_block + 1])
 
 
@@ -184,17 +185,17 @@ class Gradients:
         return 0 if self.standing else self._parts(weights)
 
     def in_flight(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of a unit's gradients during reduction: from autograd, in FP32, and as messages. On one GPU
-        gradients are handled one by one.
+        """Return the bytes of gradients during the reduction of a unit: those of this unit and of the next one, as they
+        are made, and the messages. On one GPU gradients are handled one by one.
         """
         matrices = [w for w in weights if w.matrix]
         if not matrices or self._sizes.dp == 1:
             taken = self.standing or self._in_backward or self._codec is not None
             return max(map(self._alone, matrices), default=0) if taken else 0
-        made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.value_size(w) for w in matrices)
+        made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.gradient_size(w) for w in matrices)
         layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard
         wire = 2 * reduce_scatter_bytes(self._reduction.codec, layout, ranks) if ranks > 1 else 0
-        return made + FP32 * sum(math.prod(w.part(self._sizes.tp)) for w in matrices) + wire
+        return 2 * made + wire
 
     def _alone(self, weight: Weight) -> int:
         """Return the bytes of a gradient from autograd, and of an FP32 copy if one is made."""

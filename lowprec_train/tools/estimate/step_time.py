@@ -230,19 +230,18 @@ def accumulation(subject: Subject, device: Device) -> float:
 
 
 def _sharding(subject: Subject, device: Device) -> Seconds:
-    """Return the seconds to cast shards and copy out gathered weights in every micro-batch, and to cast, copy in,
-    encode, decode and sum gradients at every reduction.
+    """Return the seconds to round shards in every step, to copy weights that are gathered as stored in every
+    micro-batch, and to encode, decode and sum gradients at every reduction.
     """
     if subject.sizes.dp == 1:
         return {}
     matrices = [w for w in subject.weights if w.matrix]
     mine = sum(math.prod(w.mine(subject.sizes)) for w in matrices)
-    gathered = sum((2 if subject.gathered_twice(w) else 1) * subject.gathered_bytes(w) for w in matrices)
-    elements = sum(math.prod(w.part(subject.sizes.tp)) for w in matrices)
+    copied = [w for w in matrices if subject.gather_format(w) is None]  # FSDP2's own all-gather
+    gathered = sum((2 if subject.gathered_twice(w) else 1) * subject.gathered_bytes(w) for w in copied)
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
-    copied, encoded, decoded = BF16 + FP32, FP32 + BF16, BF16
-    reduced = elements * (copied + encoded + decoded) + mine * FP32
-    moved = subject.micro_batches * (mine * (FP32 + BF16) + 2 * gathered) + sums * reduced
+    encoded = sum(math.prod(w.part(subject.sizes.tp)) * (subject.gradient_size(w) + 2 * BF16) for w in matrices)
+    moved = mine * (FP32 + BF16) + subject.micro_batches * 2 * gathered + sums * (encoded + mine * FP32)
     return {"sharding": moved / device.sharding}
 
 

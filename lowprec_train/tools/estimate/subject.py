@@ -29,8 +29,8 @@ from lowprec_train.train import build, build_optimizer, checks
 from lowprec_train.train.describe import MetaModel
 
 META = torch.device("meta")
-FP32 = 4
-DTYPES = {FP32: torch.float32, 2: torch.bfloat16}  # of parameters, by bytes
+FP32, BF16 = 4, 2
+DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}  # of parameters, by bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +171,13 @@ class Subject:
     def value_size(self, weight: Weight) -> int:
         """Return the bytes per element of a parameter in computation, and of its gradient from autograd."""
         return self.codecs_of(weight).master.parameter_dtype.itemsize
+
+    def gradient_size(self, weight: Weight) -> int:
+        """Return the bytes per element of a gradient from autograd: BF16 of a BF16 GEMM, else that of the parameter."""
+        recipe = self.laid_out.phases[0].recipes.get(weight.name.removesuffix(".weight"))
+        gathered = self.gather_format(weight)
+        plain = recipe is not None and recipe.takes_values and gathered is not None
+        return BF16 if plain else self.value_size(weight)
 
     def stored_size(self, weight: Weight) -> int:
         """Return the bytes per element of a stored parameter: `fully_shard` stores FP32 for any value dtype."""
