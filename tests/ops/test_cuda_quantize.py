@@ -70,7 +70,7 @@ def test_quantize(format, dtype, special):
                 check("quantize", reference.quantize, x, format, tile, rule, 1.0, 0, "nearest", None, None)
 
 
-TILES = (
+LARGER = (
     (5, 7, [(-1, -1), (1, -1), (-1, 1), (1, 1), (1, 7), (5, 1)]),
     (33, 264, [(-1, -1), (1, -1), (-1, 1), (1, 8), (1, 24), (3, 8), (11, -1), (11, 1), (3, 3)]),
     (768, 4096, [(-1, -1), (1, -1), (-1, 1), (384, 1), (1, 16), (128, 128), (16, 16), (-1, 8)]),
@@ -81,7 +81,7 @@ TILES = (
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_amax(dtype, special):
-    for rows, columns, tiles in TILES:
+    for rows, columns, tiles in LARGER:
         x = matrix(rows, columns, dtype, special)
         for tile in tiles:
             same(torch.ops.lowprec.amax(x.cuda(), tile), reference.amax(x, tile))
@@ -91,7 +91,7 @@ def test_amax(dtype, special):
 @pytest.mark.parametrize("special", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantize_by_amax_of_larger_tiles(format, special):
-    for rows, columns, tiles in TILES:
+    for rows, columns, tiles in LARGER:
         x = matrix(rows, columns, torch.bfloat16 if columns > 7 else torch.float32, special)
         for tile in tiles:
             amax = reference.amax(x, tile) * 4.0
