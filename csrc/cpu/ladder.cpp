@@ -175,7 +175,7 @@ LOWPREC_CLONES void block_sums(const float* size, const float* codes, int64_t bl
 // The two sums of a row in units of 2^-16 4^e_row. codes [n]: E2M1 values; scale: of blocks. e_row: of the row.
 void add_blocks(RowBlocks& b, const float* codes, const float* scale, int e_row, double* sums) {
   block_sums(b.size.data(), codes, b.blocks, b.width, b.error.data(), b.spare.data());
-  const float inverse = exp2_int(-e_row);
+  const float inverse = e_row > 127 ? bits_float(0x7fc00000u) : exp2_int(-e_row);  // of a row with NaN or Inf: NaN
   sums[0] = sums[1] = 0.0;
   for (int64_t i = 0; i < b.blocks; ++i) {
     const int up = b.unit[i] - e_row;
