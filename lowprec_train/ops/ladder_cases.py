@@ -55,6 +55,8 @@ def rotate_fold_ladder() -> Cases:
         made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, 2.0**-4, *how, True)
         made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, 2.0**-3, *how, True)
         made[f"{way}, one rung"] = (x, None, transposed, signs, 64, 0.125, [1, 16], "none", 11, True)
+    for by in ("mae", "max"):
+        made[f"rows by {by}"] = (x, None, False, signs, 128, 2.0**-3, [1, 16], by, 11, True)
     made["tiny rows"] = (x * 2.0**-120, None, False, signs, 128, 2.0**-4, *how, True)
     made["wide groups"] = (
         x * 2.0 ** (torch.arange(128) // 16 * 5 - 20).bfloat16(),
