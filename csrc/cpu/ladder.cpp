@@ -6,6 +6,7 @@
 #include "numerics/ladder.h"
 
 #include "cpu/rotate.h"
+#include "ladder_arguments.h"
 
 namespace lowprec {
 namespace {
@@ -175,7 +176,7 @@ LOWPREC_CLONES void block_sums(const float* size, const float* codes, int64_t bl
 // The two sums of a row in units of 2^-16 4^e_row. codes [n]: E2M1 values; scale: of blocks. e_row: of the row.
 void add_blocks(RowBlocks& b, const float* codes, const float* scale, int e_row, double* sums) {
   block_sums(b.size.data(), codes, b.blocks, b.width, b.error.data(), b.spare.data());
-  const float inverse = exp2_int(-e_row);
+  const float inverse = e_row > 127 ? bits_float(0x7fc00000u) : exp2_int(-e_row);  // of a row with NaN or Inf: NaN
   sums[0] = sums[1] = 0.0;
   for (int64_t i = 0; i < b.blocks; ++i) {
     const int up = b.unit[i] - e_row;
@@ -183,20 +184,6 @@ void add_blocks(RowBlocks& b, const float* codes, const float* scale, int e_row,
     sums[0] += std::trunc(static_cast<double>(b.error[i] * times * times * SUM_UNITS));
     sums[1] += std::trunc(static_cast<double>(b.spare[i] * times * (scale[i] * inverse) * SUM_UNITS));
   }
-}
-
-// Checks for scales [rows, tiles] of codes [rows, columns], and one number per row.
-void check_scales(const Tensor& codes, const Tensor& scale, const Tensor& row) {
-  const int64_t rows = codes.size(0), columns = codes.size(1);
-  STD_TORCH_CHECK(scale.dim() == 2 && scale.size(0) == rows && scale.size(1) > 0 && columns % scale.size(1) == 0,
-                  "scales of ", rows, " x ", columns, " codes are [", rows, ", a divisor of ", columns, "], not ",
-                  scale.numel(), " numbers in ", scale.size(0), " rows");
-  STD_TORCH_CHECK(row.numel() == rows, rows, " rows have as many scales, not ", row.numel());
-}
-
-void check_tops(const std::optional<Tensor>& given, int64_t rows) {
-  STD_TORCH_CHECK(!given.has_value() || given->numel() == rows, rows, " rows take one number each, not ",
-                  given.has_value() ? given->numel() : 0);
 }
 
 LadderHow how_of(int64_t rows, int64_t columns, const std::vector<int64_t>& tile, const std::string& by, int64_t span) {
@@ -233,9 +220,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& x, std::optiona
 }
 
 Tensor row_sums(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& row, int64_t span) {
-  check_scales(codes, scale, row);
-  STD_TORCH_CHECK(x.size(0) == codes.size(0) && x.size(1) == codes.size(1), "codes of ", x.size(0), " x ", x.size(1),
-                  " values, not ", codes.size(0), " x ", codes.size(1));
+  check_sums(x, codes, scale, row);
   const int64_t rows = x.size(0), columns = x.size(1), tiles = scale.size(1), width = columns / tiles;
   const Tensor sums = empty_like_device(x, {rows, 2}, ScalarType::Double);
   const Source source = source_of(x), made = source_of(codes), scales = source_of(scale), units = source_of(row);

@@ -87,15 +87,15 @@ void launch_rows(const LadderCall& call) {
   call.rotation == 0 ? launch_rows<In, 0, corrected>(call) : launch_rows<In, HALF_ROTATION, corrected>(call);
 }
 
-// --- step by step: shapes, types and rotations that the fused kernels do not support ---------------------------------
+// --- step by step: shapes, types, rotations and choices that the fused kernels do not support ------------------------
 
 // A block per row of FP32, which it reads twice; a thread processes blocks of 16.
-template <bool corrected>
+template <bool corrected, Candidates by>
 __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x, uint8_t* __restrict__ codes, RowLeft left,
                                                     int64_t columns, LadderRule rule) {
   __shared__ uint32_t scratch[8];
   __shared__ LadderTables tables;
-  make_ladder_tables(tables);  // the barriers of block_largest follow
+  make_ladder_tables<by>(tables);  // the barriers of block_largest follow
   const float* in = x + blockIdx.x * columns;
   uint32_t most = 0;
   for (int64_t i = threadIdx.x; i < columns; i += blockDim.x) most = larger_magnitude(most, in[i]);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(256) ladder_plain(const float* __restrict__ x,
     __half2 v[LADDER_BLOCK / 2];
     for (int i = 0; i < LADDER_BLOCK / 2; ++i) v[i] = __floats2half2_rn(in[at + 2 * i] * unit, in[at + 2 * i + 1] * unit);
     sums = RowSums{};
-    emit_block<corrected>(v, rung, row, rule.chooses, tables, words, sums);
+    emit_block<corrected, by>(v, rung, row, rule.chooses, tables, words, sums);
     own += sums.own, made += sums.made;
     uint32_t* out = reinterpret_cast<uint32_t*>(codes + blockIdx.x * columns + at);
     for (int i = 0; i < LADDER_BLOCK / 4; ++i) out[i] = words[i];
@@ -129,22 +129,27 @@ __global__ void row_scales(RowLeft left, int64_t rows, LadderRule rule, bool cor
   scale[row] = corrected ? own * row_factor(sum(0), sum(1)) : own;
 }
 
-void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<Tensor>& signs, double gain, bool transposed) {
+void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<Tensor>& signs, double gain, bool transposed,
+                  Candidates by) {
   Tensor v = plain_matrix(x, call.how.scale, call.how.scale_step, transposed);
   if (call.rotation > 0) v = hadamard_half(v, signs, call.rotation, gain);
-  const auto kernel = call.corrected ? ladder_plain<true> : ladder_plain<false>;
-  kernel<<<v.size(0), 256, 0, call.stream>>>(data_of<float>(v), call.codes, call.left, v.size(1), call.rule);
+  with_choice(by, [&](auto tag) {
+    constexpr Candidates error = decltype(tag)::value;
+    const auto kernel = call.corrected ? ladder_plain<true, error> : ladder_plain<false, error>;
+    kernel<<<v.size(0), 256, 0, call.stream>>>(data_of<float>(v), call.codes, call.left, v.size(1), call.rule);
+  });
 }
 
-bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64_t rotation) {
+bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64_t rotation, Candidates by) {
   const ScalarType type = x.scalar_type();
   const int64_t bytes = type == ScalarType::Float8_e4m3fn ? 1 : 2;
   const int64_t stages = transposed ? 80 * 1024 : 2 * ceil_div(columns, 32 * ROW) * 32 * ROW * bytes;
   int shared = 0;
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(x.get_device_index()));
   const bool shaped = transposed ? rows % 8 == 0 : columns <= ROW_WARPS * 32 * ROW;
-  return shaped && stages + STATIC_SHARED <= shared && (rotation == 0 || rotation == HALF_ROTATION) &&
-         (type == ScalarType::BFloat16 || bytes == 1) && aligned(x.const_data_ptr(), 16);
+  const bool chosen = by == Candidates::NONE || by == Candidates::MSE, read = type == ScalarType::BFloat16 || bytes == 1;
+  return shaped && chosen && read && stages + STATIC_SHARED <= shared && (rotation == 0 || rotation == HALF_ROTATION) &&
+         aligned(x.const_data_ptr(), 16);
 }
 
 std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional<Tensor> scale, bool transposed,
@@ -159,7 +164,6 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
                   "blocks of ", rotation, " do not fit a row of ", columns);
   STD_TORCH_CHECK(span > 0 && span <= 11, "codes fold within 11 binades, not ", span);
   const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);
-  STD_TORCH_CHECK(by == Candidates::NONE || by == Candidates::MSE, "this kernel chooses by mse, not by ", candidates);
   STD_TORCH_CHECK((x.scalar_type() == ScalarType::Float8_e4m3fn) == scale.has_value(), "a scale belongs to E4M3 codes");
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
@@ -170,13 +174,13 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   call.how.signs = seed_of(signs), call.how.gain = binades_of(gain);
   const Tensor held = scale.has_value() ? dense(*scale) : x;  // must live until the kernels are launched
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
-  call.rule = {static_cast<int>(span), by == Candidates::MSE};
+  call.rule = {static_cast<int>(span), by != Candidates::NONE};
   call.corrected = corrected, call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
   const Tensor keys = torch::stable::new_zeros(x, {rows}, ScalarType::Int);
   const Tensor sums = torch::stable::new_zeros(x, {corrected ? rows : 1, 2}, ScalarType::Long);
   call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(sums)};
-  if (!fits(x, transposed, rows, columns, rotation)) {
-    launch_plain(call, x, signs, gain, transposed);
+  if (!fits(x, transposed, rows, columns, rotation, by)) {
+    launch_plain(call, x, signs, gain, transposed, by);
   } else {
     with_operand(x, [&](auto tag) {
       using In = typename decltype(tag)::Type;

@@ -31,7 +31,7 @@ constexpr uint32_t LIFT = 0x26002600u;
 constexpr uint32_t ONE_PAIR = 0x3c003c00u, TWO_PAIR = 0x40004000u;
 
 // tries, weights: by the place of the first rung. Inverses of the rungs above, at and below it in half precision, twice
-// per word, LIFT; squares of their scales in units of 2^step.
+// per word, LIFT; factors of their errors: their scales in units of 2^step, squared for squared errors.
 // chosen: by `candidate`, the place plus 0 (below) to 3 (two above). The inverse and the scale in half precision, twice
 // per word, and the scale in FP32; all at step 0.
 struct LadderTables {
@@ -41,6 +41,7 @@ struct LadderTables {
 };
 
 // Called by a block's first threads; the caller adds a barrier.
+template <Candidates by = Candidates::MSE>
 __device__ __forceinline__ void make_ladder_tables(LadderTables& tables) {
   const int at = threadIdx.x;
   const auto twice = [](float value) { return bits_of_pair(__float2half2_rn(value)); };
@@ -51,12 +52,12 @@ __device__ __forceinline__ void make_ladder_tables(LadderTables& tables) {
   }
   if (at < 3) {
     const auto inverse = [&](int candidate) { return twice(inverse_times((candidate + 2) % 3, (candidate + 2) / 3 - 1)); };
-    const auto square = [](int candidate) {
+    const auto weight = [](int candidate) {
       const float scale = rung_times((candidate + 2) % 3, (candidate + 2) / 3 - 1);
-      return scale * scale;
+      return by == Candidates::MSE ? scale * scale : scale;
     };
     tables.tries[at] = make_uint4(inverse(at + 2), inverse(at + 1), inverse(at), LIFT);
-    tables.weights[at] = make_float4(square(at + 2), square(at + 1), square(at), 0.0f);
+    tables.weights[at] = make_float4(weight(at + 2), weight(at + 1), weight(at), 0.0f);
   }
 }
 
@@ -68,6 +69,17 @@ __device__ __forceinline__ __half2 on_grid(__half2 value, uint32_t exponents, ui
 }
 __device__ __forceinline__ uint32_t exponents_of(__half2 value) { return bits_of_pair(value) & 0x7c007c00u; }
 
+// E2M1 values of two numbers v in units of 2^step, from the inverse of a rung; zeros are positive.
+__device__ __forceinline__ __half2 e2m1_pair(__half2 v, uint32_t inverse, uint32_t lift) {
+  const __half2 value = __hmul2_rn(v, pair_of_bits(inverse));
+  return smaller_halves(on_grid(value, exponents_of(value), lift, ONE_PAIR), __float2half2_rn(6.0f));
+}
+
+// E4M3 codes of two numbers, in the lower half of a word.
+__device__ __forceinline__ uint32_t code_pair(__half2 value) {
+  return __nv_cvt_halfraw2_to_fp8x2(value, __NV_SATFINITE, __NV_E4M3);
+}
+
 // Sum of products over a block: along even and odd elements, then both.
 struct Chain {
   __half2 total = __float2half2_rn(0.0f);
@@ -75,33 +87,50 @@ struct Chain {
   __device__ __forceinline__ float sum() const { return __half2float(__hadd_rn(__low2half(total), __high2half(total))); }
 };
 
-// The candidate with the least error: the rung's place plus 0 (the rung below) to 3 (two above).
-__device__ __forceinline__ int chosen_candidate(const __half2 (&v)[8], const BlockRung& rung, const LadderTables& tables) {
+// Error of a block: the sum of squares or of magnitudes, or the largest magnitude.
+template <Candidates by>
+struct BlockError {
+  Chain of;
+  __device__ __forceinline__ void add(__half2 off) {
+    if constexpr (by == Candidates::MSE) of.add(off, off);
+    else if constexpr (by == Candidates::MAE) of.total = __hadd2_rn(of.total, __habs2(off));
+    else of.total = __hmax2_nan(of.total, __habs2(off));
+  }
+  __device__ __forceinline__ float value() const {
+    if constexpr (by != Candidates::MAX) return of.sum();
+    else return __half2float(__hmax_nan(__low2half(of.total), __high2half(of.total)));
+  }
+};
+
+// The candidate with the least error: the rung's place plus 0 (the rung below) to 3 (two above). v[i]: pair i of a
+// block.
+template <Candidates by, typename Values>
+__device__ __forceinline__ int chosen_candidate(const Values& v, int pairs, const BlockRung& rung,
+                                                const LadderTables& tables) {
   const uint4 inverse = tables.tries[rung.place];
   const float4 weight = tables.weights[rung.place];
   const __half2 six = __float2half2_rn(6.0f);
-  Chain below, own, above, twice;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  BlockError<by> below, own, above, twice;
+#pragma unroll 8
+  for (int i = 0; i < pairs; ++i) {
+    const __half2 each = v[i];
     const auto off_of = [&](uint32_t factor) {
-      const __half2 value = __hmul2_rn(v[i], pair_of_bits(factor));
+      const __half2 value = __hmul2_rn(each, pair_of_bits(factor));
       return __hsub2_rn(on_grid(value, exponents_of(value), inverse.w, ONE_PAIR), value);
     };
-    const __half2 up = off_of(inverse.x), at = off_of(inverse.y);
-    above.add(up, up), own.add(at, at);
-    const __half2 value = __hmul2_rn(v[i], pair_of_bits(inverse.z));
+    above.add(off_of(inverse.x)), own.add(off_of(inverse.y));
+    const __half2 value = __hmul2_rn(each, pair_of_bits(inverse.z));
     const uint32_t exponents = exponents_of(value);
-    const __half2 low = __hsub2_rn(smaller_halves(on_grid(value, exponents, inverse.w, ONE_PAIR), six), value);
-    const __half2 wide = __hsub2_rn(on_grid(value, exponents, inverse.w, TWO_PAIR), value);
-    below.add(low, low), twice.add(wide, wide);
+    below.add(__hsub2_rn(smaller_halves(on_grid(value, exponents, inverse.w, ONE_PAIR), six), value));
+    twice.add(__hsub2_rn(on_grid(value, exponents, inverse.w, TWO_PAIR), value));
   }
-  float least = twice.sum() * weight.z;
+  float least = twice.value() * weight.z;
   int found = rung.place + 3;
-  float error = above.sum() * weight.x;
+  float error = above.value() * weight.x;
   if (error < least) least = error, found = rung.place + 2;
-  error = own.sum() * weight.y;
+  error = own.value() * weight.y;
   if (error < least) least = error, found = rung.place + 1;
-  error = below.sum() * weight.z;
+  error = below.value() * weight.z;
   return !rung.lowest && error < least ? rung.place : found;
 }
 
@@ -111,25 +140,23 @@ struct RowSums {
 };
 
 // Carrier codes of a block, four per word, and its contribution to the row's sums. v: in units of 2^step.
-template <bool corrected>
+template <bool corrected, Candidates by = Candidates::MSE>
 __device__ __forceinline__ void emit_block(const __half2 (&v)[8], const BlockRung& rung, const LadderRow& row,
                                            bool chooses, const LadderTables& tables, uint32_t* words, RowSums& sums) {
-  const uint4 of = tables.chosen[chooses ? chosen_candidate(v, rung, tables) : rung.place + 1];
+  const uint4 of = tables.chosen[chooses ? chosen_candidate<by>(v, LADDER_BLOCK / 2, rung, tables) : rung.place + 1];
   const uint32_t lift = tables.tries[0].w;
   const int down = rung.step - row.step;  // -11 to 0
   uint32_t shift = of.y + static_cast<uint32_t>(down + LADDER_TOP) * 0x04000400u;
   if (row.lost) shift = 0x7e007e00u;
-  const __half2 six = __float2half2_rn(6.0f);
   Chain own, made;
 #pragma unroll
   for (int w = 0; w < 4; ++w) {
     uint32_t codes[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const __half2 each = v[2 * w + i], value = __hmul2_rn(each, pair_of_bits(of.x));
-      const __half2 code = smaller_halves(on_grid(value, exponents_of(value), lift, ONE_PAIR), six);
+      const __half2 each = v[2 * w + i], code = e2m1_pair(each, of.x, lift);
       if constexpr (corrected) own.add(each, each), made.add(each, code);
-      codes[i] = __nv_cvt_halfraw2_to_fp8x2(__hmul2_rn(code, pair_of_bits(shift)), __NV_SATFINITE, __NV_E4M3);
+      codes[i] = code_pair(__hmul2_rn(code, pair_of_bits(shift)));
     }
     words[w] = codes[0] | codes[1] << 16;
   }

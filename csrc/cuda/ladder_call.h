@@ -1,14 +1,28 @@
-// Arguments of rotate_fold_ladder for the kernels of both orientations.
+// Arguments of rotate_fold_ladder for the kernels of both orientations, and of the kernels of its steps.
 #pragma once
 
 #include "cuda/rotate.h"
+#include "numerics/ladder.h"
 
 namespace lowprec {
 
 struct LadderRule {
   int span;
-  bool chooses;  // the rung with the least squared error of four
+  bool chooses;  // the rung with the least error of four
 };
+
+template <Candidates by>
+struct ChoiceTag {
+  static constexpr Candidates value = by;
+};
+
+// Calls the body with the error by which rungs are chosen; a rule without a choice computes none.
+template <typename Body>
+auto with_choice(Candidates by, Body&& body) {
+  if (by == Candidates::MAE) return body(ChoiceTag<Candidates::MAE>{});
+  if (by == Candidates::MAX) return body(ChoiceTag<Candidates::MAX>{});
+  return body(ChoiceTag<Candidates::MSE>{});
+}
 
 // What happens to x before it is rounded. scale: of E4M3 codes, one (step 0) or one per row of x (1). gain: log2 of
 // the factor after a rotation.

@@ -15,6 +15,6 @@ extern "C" __attribute__((visibility("default"))) const char* lowprec_architectu
 }
 
 extern "C" __attribute__((visibility("default"))) const char* lowprec_served() {
-  static const std::string names = lowprec::served_names({"none", "mse"});
+  static const std::string names = lowprec::served_names({"none", "mse", "mae", "max"});
   return names.c_str();
 }

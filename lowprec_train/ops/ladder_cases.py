@@ -28,12 +28,23 @@ def quantize_ladder() -> Cases:
         for by, exponent_span in (("mse", 11), ("none", 11), ("mae", 0), ("max", 3)):
             made[f"{name}, {by} within {exponent_span}"] = (x, None, [1, 16], by, exponent_span)
     x, large = values(5, 96), torch.full((5, 1), 2.0**20)
-    return made | {"a part": (x, large, [1, 32], "mse", 11), "one block": (x[:, :16], None, [1, 16], "mse", 11)}
+    for width in (2, 32):
+        made |= {f"{width}, {by}": (x, None, [1, width], by, 11) for by in ("none", "mse", "mae", "max")}
+    made |= {"a part": (x, large, [1, 32], "mse", 11), "one block": (x[:, :16], None, [1, 16], "mse", 11)}
+    made["a part in 16"] = (x, large * 2.0 ** torch.arange(0.0, 20, 4)[:, None], [1, 16], "mse", 11)
+    made["a spoilt row"] = (x, large * torch.tensor([[1.0], [torch.inf], [1.0], [torch.nan], [1.0]]), [1, 16], "mse", 3)
+    return made | {"FP16": (normal(6, 208).half(), None, [1, 16], "mse", 11)}
 
 
 def row_sums() -> Cases:
     """Return x and its codes and scales from the reference."""
-    return {name: (x, *ladder.quantize_ladder(x, None, (1, 16), "mse", 11), 11) for name, x in _ladder_inputs().items()}
+
+    def of(x: Tensor, width: int, exponent_span: int) -> tuple[Any, ...]:
+        return x, *ladder.quantize_ladder(x, None, (1, width), "mse", exponent_span), exponent_span
+
+    made = {name: of(x, 16, 11) for name, x in _ladder_inputs().items()}
+    made |= {f"blocks of {width}": of(values(5, 96), width, 11) for width in (2, 32)}
+    return made | {"no span": of(values(5, 96), 16, 0), "spoilt, no span": of(spoilt(5, 96), 16, 0)}
 
 
 def rotate_fold_ladder() -> Cases:
@@ -55,6 +66,8 @@ def rotate_fold_ladder() -> Cases:
         made[f"{way} of codes under rows"] = (codes, rows, transposed, signs, 128, 2.0**-4, *how, True)
         made[f"{way}, Inf and NaN"] = (bad, None, transposed, signs, 128, 2.0**-3, *how, True)
         made[f"{way}, one rung"] = (x, None, transposed, signs, 64, 0.125, [1, 16], "none", 11, True)
+    for by in ("mae", "max"):
+        made[f"rows by {by}"] = (x, None, False, signs, 128, 2.0**-3, [1, 16], by, 11, True)
     made["tiny rows"] = (x * 2.0**-120, None, False, signs, 128, 2.0**-4, *how, True)
     made["wide groups"] = (
         x * 2.0 ** (torch.arange(128) // 16 * 5 - 20).bfloat16(),

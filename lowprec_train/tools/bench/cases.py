@@ -137,9 +137,18 @@ def _rotate_fold_ladder(transposed: bool, rotation: int) -> Callable:
     return call
 
 
+def _rotated(m: int, k: int, device: torch.device) -> Inputs:
+    x = ops.hadamard_half(*_with_seed(m, k, device), 128, 2.0**-3)
+    return x, ops.amax(x, (1, -1))
+
+
 def _laddered(m: int, k: int, device: torch.device) -> Inputs:
-    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
-    return x, *ops.quantize_ladder(x, None, (1, 16), "mse", 11)
+    of = _rotated(m, k, device)
+    return of[0], *_quantize_ladder(*of)
+
+
+def _quantize_ladder(x: Tensor | None, tops: Tensor | None = None) -> Any:
+    return ops.quantize_ladder(x, tops, (1, 16), "mse", 11)
 
 
 def _carriers(m: int, k: int, device: torch.device) -> Inputs:
@@ -286,15 +295,11 @@ def _methods() -> Iterator[Case]:
     for name, across, rotation in (("rows, plain", False, 0), ("rows", False, 128), ("columns", True, 128)):
         call, op = _rotate_fold_ladder(across, rotation), "rotate_fold_ladder"
         yield Case(name=name, op=op, inputs=_with_seed, call=call, passes=1 + across, shapes=everywhere)
-    rungs = Case(
-        name="1x16",
-        op="quantize_ladder",
-        inputs=_values(),
-        call=lambda x: ops.quantize_ladder(x, None, (1, 16), "mse", 11),
-    )
+    rungs = Case(name="1x16", op="quantize_ladder", inputs=_values(), call=_quantize_ladder)
+    part = Case(name="1x16, rotated, given amax", op="quantize_ladder", inputs=_rotated, call=_quantize_ladder)
     folds = Case(name="1x16", op="fold_ladder", inputs=_laddered, call=lambda _, *of: ops.fold_ladder(*of, None))
     sums = Case(name="1x16", op="row_sums", inputs=_laddered, call=lambda *of: ops.row_sums(*of, 11))
-    yield from (rungs, folds, sums)
+    yield from (rungs, part, folds, sums)
     yield Case(name="carriers", op="pack_ladder", inputs=_carriers, call=ops.pack_ladder)
     yield Case(name="carriers", op="unpack_ladder", inputs=_packed_carriers, call=ops.unpack_ladder)
     yield Case(name="rows", op="rotated_amax", inputs=_with_seed, call=lambda x, seed: ops.rotated_amax(x, seed, 128))
