@@ -3,11 +3,13 @@
     fp32        as stored: 4 bytes per element, or 2 with a reduced-precision master
     bf16        rounded once, as every layer would round after it: 2 bytes, the same bits of every loss and gradient
     quantized   codes of the layer's own GEMMs, with the scales that differ between ranks: 1 byte, or 1/2 in E2M1
+    auto        quantized where every loss and gradient has the bits of bf16, else bf16
 
 Codes are gathered if each GEMM uses the weight as fprop's codes (`precision.all_gathered_weight.weight_codes`), and if
 the scales of a rank's rows depend on the rows of other ranks by at most one amax, which can be all-reduced before.
 Otherwise the layer's weight is gathered in bf16. The codes are those of the BF16 rounding, so the GEMMs compute the
-same numbers as with weights that are gathered in BF16 and quantised after it.
+same numbers as with weights that are gathered in BF16 and quantised after it. Only the slope of an estimator is
+multiplied into gradients elsewhere, so `auto` gathers such weights in bf16.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ import torch
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.all_gathered_weight import weight_codes
+from lowprec_train.precision.estimators import StraightThrough
 from lowprec_train.precision.recipe import LinearRecipe
 
-PARAM_ALL_GATHER = ("fp32", "bf16", "quantized")
+PARAM_ALL_GATHER = ("auto", "fp32", "bf16", "quantized")
+CODED = ("auto", "quantized")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,8 @@ def all_gather_format(
     if param_all_gather == "fp32" or recipe is None:
         return AllGatherFormat(rows=rows, columns=columns, dtype=stored)
     plain = AllGatherFormat(rows=rows, columns=columns, dtype=dtype)
-    quantizer = weight_codes(recipe) if param_all_gather == "quantized" else None
+    same = param_all_gather == "quantized" or isinstance(recipe.estimator, StraightThrough)
+    quantizer = weight_codes(recipe) if param_all_gather in CODED and same else None
     if quantizer is None or shards == 1 or shape[0] % shards:
         return plain
     cut = (0,) if split is None else (0, split)

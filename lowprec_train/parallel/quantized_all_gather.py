@@ -32,7 +32,7 @@ from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
 from lowprec_train.optim.tensor_stats import over_groups
-from lowprec_train.parallel.all_gather_format import AllGatherFormat, all_gather_format
+from lowprec_train.parallel.all_gather_format import CODED, AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import cast_all, extension_tensor, on_reshard, reset_buffers
 from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
@@ -44,7 +44,7 @@ BYTE = torch.float8_e4m3fn  # dtype of one-byte codes where FSDP2 needs a floati
 
 
 class QuantizedAllGather:
-    """All-gathers the weights of the linear layers of `model` as `param_all_gather` says ("bf16" or "quantized").
+    """All-gathers the weights of the linear layers of `model` as `param_all_gather` says ("auto", "bf16", "quantized").
 
     model: sharded, allocated, before its first forward pass. dtype: of its residual stream. shards: the group of
     dp_shard. parts: the group of tp, if layers are divided.
@@ -59,7 +59,7 @@ class QuantizedAllGather:
         shards: dist.ProcessGroup,
         parts: dist.ProcessGroup | None = None,
     ) -> None:
-        self._coded, self._dtype = param_all_gather == "quantized", dtype
+        self._coded, self._dtype = param_all_gather in CODED, dtype
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         groups = {"shards": shards} | ({} if parts is None else {"parts": parts})
         self._groups = {name: DistributedGroup.of(group) for name, group in groups.items()}
