@@ -5,10 +5,11 @@ functions of an all-gather, the buffers of the first all-gather (decision 0020),
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,16 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.optim.accumulation import GradientSum
 
 
-def extension_tensor(parameter: DTensor) -> Tensor:
-    """Return the tensor on which FSDP2 looks up `fsdp_pre_all_gather` and `fsdp_post_all_gather`; `to_local` may return
-    a view of it.
-    """
-    return parameter._local_tensor
+def extended(parameter: DTensor, before: Callable[..., Any], after: Callable[..., Any]) -> Tensor:
+    """Let FSDP2 call `before` and `after` around the all-gather of a parameter, and return its local tensor."""
+    found: Any = parameter._local_tensor  # where FSDP2 looks them up; `to_local` may return a view of it
+
+    def pre_all_gather(*arguments: Any) -> Any:
+        return before(*arguments)
+
+    pre_all_gather.__signature__ = inspect.signature(before)  # type: ignore[attr-defined]  # FSDP2 asks at every call
+    found.fsdp_pre_all_gather, found.fsdp_post_all_gather = pre_all_gather, after
+    return cast(Tensor, found)
 
 
 def reset_buffers(unit: FSDPModule, module: nn.Module) -> None:

@@ -33,7 +33,7 @@ from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
 from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import CODED, AllGatherFormat, all_gather_format
-from lowprec_train.parallel.fsdp_parameters import cast_all, extension_tensor, on_reshard, reset_buffers
+from lowprec_train.parallel.fsdp_parameters import cast_all, extended, on_reshard, reset_buffers
 from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.estimators import StraightThrough
@@ -147,7 +147,8 @@ class _Weight:
         parameter = linear.weight
         assert isinstance(parameter, DTensor)
         self.linear, self.unit, self.parameter = linear, unit, parameter
-        self.shard, self._shape = extension_tensor(parameter), (parameter.shape[0], parameter.shape[1])
+        self.shard = extended(parameter, self._pre_all_gather, self._post_all_gather)
+        self._shape = (parameter.shape[0], parameter.shape[1])
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._split = None if linear.split is None else linear.split.dim
         self._format = self.current_format()
@@ -160,8 +161,6 @@ class _Weight:
         self.in_place = shards > 1 and self._shape[0] % shards == 0
         self.sends_filler = False
         self._filler = torch.zeros(FILLER_BYTES, dtype=torch.uint8, device=self.shard.device)
-        found = cast(Any, self.shard)
-        found.fsdp_pre_all_gather, found.fsdp_post_all_gather = self._pre_all_gather, self._post_all_gather
 
     @property
     def amax_groups(self) -> set[str]:

@@ -170,7 +170,7 @@ def test_a_weight_is_rounded_once_a_step(pair, case, gather):
 
 
 def test_gradients_are_given_as_they_are_made(pair):
-    """BF16 of plain products, which FSDP2 casts as it copies; FP32 of others, and of all in a unit that has any."""
+    """BF16 of plain products, FP32 of others."""
     for gather in ("bf16", "quantized"):
         assert set(pair[0]["bf16", gather]["given"].values()) == {torch.bfloat16}
         fp8 = pair[0]["fp8", gather]["given"]
@@ -206,6 +206,15 @@ def test_which_recipes_take_codes(recipe):
     assert (weight_codes(RECIPES[recipe]) is not None) == (recipe in CODED)
     form = all_gather_format(RECIPES[recipe], (512, 256), shards=2, param_all_gather="quantized")
     assert (form.quantizer is not None) == (recipe in CODED)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_auto_takes_codes_that_change_no_bit(recipe):
+    """An estimator's slope would be multiplied into gradients elsewhere."""
+    form = all_gather_format(RECIPES[recipe], (512, 256), shards=2, param_all_gather="auto")
+    assert (form.quantizer is not None) == (recipe in CODED - {"fp4", "fp4_unclamped"})
+    straight = override(RECIPES["fp4"], {"estimator": None})
+    assert all_gather_format(straight, (512, 256), shards=2, param_all_gather="auto").quantizer is not None
 
 
 def test_stochastic_weights_stay_values():

@@ -120,7 +120,7 @@ def test_a_directory_of_a_loggers_name_is_no_package(composed, tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"param_all_gather": "fp8"}, "parallel.param_all_gather='fp8' is not one of fp32, bf16, quantized"),
+        ({"param_all_gather": "fp8"}, "parallel.param_all_gather='fp8' is not one of auto, fp32, bf16, quantized"),
         ({"grad_reduce": "never"}, "parallel.grad_reduce='never' is not one of last_microbatch, every_microbatch"),
     ],
 )

@@ -1,0 +1,88 @@
+"""Memory of units whose weights are gathered in place: two have it, unless more are gathered at once."""
+
+import torch
+
+from lowprec_train.parallel.in_place_all_gather import GatherMemory, UnitAllGather
+
+CPU = torch.device("cpu")
+
+
+class Weight:
+    """Whether it has memory."""
+
+    def __init__(self):
+        self.held = False
+
+    def receive(self, ranks):
+        self.held = True
+        return []
+
+    def received(self):
+        pass
+
+    def free(self):
+        self.held = False
+
+
+class Model:
+    """Units of one weight each, and what a forward and a backward pass ask of them."""
+
+    def __init__(self, units):
+        self.memory, self.weights, self.most = GatherMemory(), [Weight() for _ in range(units)], 0
+        self.units = [UnitAllGather([weight], self.memory) for weight in self.weights]
+
+    def gather(self, i):
+        self.memory.acquire(self.units[i], CPU)
+        self.weights[i].receive(2)
+        self.most = max(self.most, self.held)
+
+    def release(self, i):
+        self.units[i].release(CPU)
+
+    @property
+    def held(self):
+        return sum(weight.held for weight in self.weights)
+
+
+def test_a_forward_pass_has_the_last_unit_and_this_one():
+    """The kernels that read a unit may still run when the next one is gathered, so its memory stays for one more."""
+    model = Model(5)
+    for i in range(5):
+        model.gather(i)
+        model.release(i)
+        assert [weight.held for weight in model.weights] == [j in (i - 1, i) for j in range(5)]
+
+
+def test_a_backward_pass_has_this_unit_and_the_one_gathered_ahead():
+    model = Model(5)
+    model.gather(4)
+    for i in reversed(range(5)):
+        if i:
+            model.gather(i - 1)
+        assert model.weights[i].held
+        model.release(i)
+    assert model.most == 2
+
+
+def test_units_that_stay_gathered_all_have_memory():
+    model = Model(4)
+    for i in range(4):
+        model.gather(i)
+    assert model.held == 4
+    for i in range(4):
+        model.release(i)
+    model.gather(0)
+    assert model.weights[0].held and model.held == 2
+
+
+def test_what_was_read_is_freed_at_the_end_of_a_step():
+    model = Model(3)
+    for i in range(2):
+        model.gather(i)
+        model.release(i)
+    model.gather(2)
+    model.memory.clear()
+    assert [weight.held for weight in model.weights] == [False, False, True]
+    model.release(0)  # a unit that is not gathered
+    model.gather(0)
+    assert model.held == 2
