@@ -140,14 +140,15 @@ class Reducer:
     units and ranks: it is the same everywhere, in any layout, and no unit's saturation is averaged away.
     """
 
-    def __init__(self, shard: Axis, replicas: Axis) -> None:
+    def __init__(self, shard: Axis, replicas: Axis, in_flight: InFlight) -> None:
         self.shard, self.replicas = shard, replicas
-        self._axes = (shard, replicas)
+        self._axes, self._in_flight = (shard, replicas), in_flight
         self.sampling = Sampling(self._axes)
         self._metrics: dict[str, Tensor | float] = {}
 
     def finish_step(self) -> None:
         """Combine what all ranks sent and lost. Every rank calls it after the last backward pass of a step."""
+        self._in_flight.release()
         self._metrics |= {"comm/grad_bytes": float(sum(sum(axis.sent) for axis in self._axes))}
         if any(axis.node < axis.ranks for axis in self._axes):
             self._metrics["comm/grad_bytes_nic"] = float(sum(axis.sent.nic for axis in self._axes))
@@ -229,7 +230,7 @@ def attach(
             shapes = {name: parameter.shape for name, parameter in parameters.items()}
             layout = sharded_layout(shapes, shard.ranks, reduction.exclude)
             reduce_with(unit, UnitSum(shard, replicas, layout), in_flight)
-    return Reducer(shard, replicas)
+    return Reducer(shard, replicas, in_flight)
 
 
 def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:

@@ -32,8 +32,9 @@ class UnitReduction(Protocol):
 
 
 class InFlight:
-    """The gradients that the last reduction of a model reads. They are freed once it is through with them: the memory
-    belongs to the stream of the backward pass, which the reduction's stream runs beside.
+    """The gradients that the last reduction of a model reads. They are freed at the next reduction and at the end of a
+    step, once it is through with them: the memory belongs to the stream of the backward pass, which the reduction's
+    stream runs beside.
     """
 
     def __init__(self) -> None:
@@ -42,10 +43,10 @@ class InFlight:
     def hold(self, gradients: Sequence[Tensor], event: Any) -> None:
         self._held = (gradients, event)
 
-    def release(self, stream: Any) -> None:
-        """Make `stream` wait for the last reduction, and free its gradients."""
-        if self._held is not None and self._held[1] is not None:
-            stream.wait_event(self._held[1])
+    def release(self) -> None:
+        """Make the current stream wait for the last reduction, and free its gradients."""
+        if self._held is not None and isinstance(self._held[1], torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(self._held[1])
         self._held = None
 
 
@@ -97,7 +98,7 @@ def _reduce(group: Any, gradients: list[Tensor], reduction: UnitReduction, in_fl
     device, streams = group.device_handle, group.comm_ctx
     current, stream = device.current_stream(), streams.reduce_scatter_stream
     group._wait_for_post_backward()
-    in_flight.release(current)
+    in_flight.release()
     stream.wait_stream(current)
     with device.stream(stream):
         total = reduction.reduce_scatter(gradients)

@@ -51,6 +51,7 @@ def run(case, mesh, rank):
     reducer.finish_step()
     named = dict(model.named_parameters())
     return {
+        "in flight": reducer._in_flight._held,
         "gradients": {name: named[name].grad.full_tensor().cpu() for name in SHAPES},
         "vector": named[VECTOR].grad.cpu(),
         "metrics": {name: float(value) for name, value in reducer.metrics().items()},

@@ -189,6 +189,11 @@ def number(rank, name):
     return 100.0 * rank + list(SHAPES).index(name) + 1
 
 
+def test_a_step_leaves_no_gradient_in_flight(results):
+    cases = [result[layout, case] for result in results for layout in LAYOUTS for case in CASES]
+    assert all(each["in flight"] is None for each in cases)
+
+
 def test_every_parameter_needs_a_gradient(results):
     assert all("without one: blocks.1.second.cube" in result["without"] for result in results)
 
