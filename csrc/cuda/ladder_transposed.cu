@@ -9,7 +9,7 @@
 // circle if those that run hold a whole column, two tiles each, and no others need to run at the same time. Columns
 // with more tiles than there are blocks are read twice, first for their maxima only.
 //
-// Bound by instructions: 13 per element to copy, unpack and rotate, 26 to try rungs and emit codes.
+// Of about 40 instructions per element in the machine code, 13 copy, unpack and rotate, 27 try rungs and emit codes.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_columns.h"
@@ -92,7 +92,7 @@ __device__ __forceinline__ Share share_of(const TileAt& at, int rows, int column
 
 // The amax of each column in each tile, [columns, pitch], in 16 bits: the upper half of an FP32 number, its last bit
 // set if the lower half is not 0, as no more decides a row's rung; and a sign for "written". So a maximum is its own
-// flag, and needs no fence, which would take 9 % of the time.
+// flag and needs no fence.
 struct Maxima {
   uint16_t* of;
   int tiles, pitch;  // of a column; the pitch is a multiple of 8
