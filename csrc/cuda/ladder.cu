@@ -143,7 +143,7 @@ void launch_plain(const LadderCall& call, const Tensor& x, const std::optional<T
 bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64_t rotation, Candidates by) {
   const ScalarType type = x.scalar_type();
   const int64_t bytes = type == ScalarType::Float8_e4m3fn ? 1 : 2;
-  const int64_t stages = transposed ? 80 * 1024 : 2 * ceil_div(columns, 32 * ROW) * 32 * ROW * bytes;
+  const int64_t stages = transposed ? TRANSPOSED_SHARED : 2 * ceil_div(columns, 32 * ROW) * 32 * ROW * bytes;
   int shared = 0;
   cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, static_cast<int>(x.get_device_index()));
   const bool shaped = transposed ? rows % 8 == 0 : columns <= ROW_WARPS * 32 * ROW;
@@ -176,7 +176,7 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   if (scale.has_value()) call.how.scale = data_of<float>(held), call.how.scale_step = held.numel() > 1 ? 1 : 0;
   call.rule = {static_cast<int>(span), by != Candidates::NONE};
   call.corrected = corrected, call.device = static_cast<int>(x.get_device_index()), call.stream = stream_of(x);
-  const Tensor keys = torch::stable::new_zeros(x, {rows}, ScalarType::Int);
+  const Tensor keys = empty_like_device(x, {rows}, ScalarType::Int);
   const Tensor sums = torch::stable::new_zeros(x, {corrected ? rows : 1, 2}, ScalarType::Long);
   call.left = {mutable_data_of<uint32_t>(keys), mutable_data_of<unsigned long long>(sums)};
   if (!fits(x, transposed, rows, columns, rotation, by)) {
@@ -185,7 +185,12 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
     with_operand(x, [&](auto tag) {
       using In = typename decltype(tag)::Type;
       if constexpr (std::is_same_v<In, Bf16> || std::is_same_v<In, Code8>) {
-        if (transposed) return launch_ladder_transposed<In>(call);
+        if (transposed) {
+          const int64_t count = ladder_maxima(call.rows, call.columns);
+          const Tensor maxima = torch::stable::new_zeros(x, {count}, ScalarType::Short);
+          call.maxima = mutable_data_of<uint16_t>(maxima);
+          return launch_ladder_transposed<In>(call);
+        }
         corrected ? launch_rows<In, true>(call) : launch_rows<In, false>(call);
       }
     });

@@ -32,7 +32,7 @@ struct LadderInput {
   int scale_step, gain;
 };
 
-// Results of kernels for each row of codes: bits of its amax, and its two sums. Must be zeros before.
+// Results of kernels for each row of codes: bits of its amax, and its two sums, which must be zeros before.
 struct RowLeft {
   uint32_t* keys;
   unsigned long long* sums;
@@ -45,12 +45,14 @@ struct RowLeft {
 #endif
 };
 
-// One call: the matrix [rows, columns], its codes in either orientation. rotation: its block, 0 for none.
+// One call: the matrix [rows, columns], its codes in either orientation. rotation: its block, 0 for none. maxima: for
+// the transpose, `ladder_maxima` zeros.
 struct LadderCall {
   const void* x;
   int64_t rows, columns;
   uint8_t* codes;
   RowLeft left;
+  uint16_t* maxima;
   int rotation;
   LadderInput how;
   LadderRule rule;
@@ -65,6 +67,8 @@ Tensor hadamard_half(const Tensor& x, std::optional<Tensor> seed, int64_t block,
 int binades_of(double gain);
 
 // ladder_transposed.cu: codes of the transpose.
+constexpr int TRANSPOSED_SHARED = 85 * 1024;  // bytes that a thread block needs at most
+int64_t ladder_maxima(int64_t rows, int64_t columns);
 template <typename In>
 void launch_ladder_transposed(const LadderCall& call);
 

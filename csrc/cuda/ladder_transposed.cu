@@ -1,7 +1,15 @@
 // rotate_fold_ladder of the transpose: a row of codes is a column of x; its rotations and blocks are along tokens.
 //
-// x is read twice, as in rotate_transposed.cu: the first read computes the amax of each column by an atomic maximum;
-// the second rotates again, tries the rungs, writes codes and adds integers to the column's two sums, in any order.
+// Rungs depend on the amax of a whole column, which no thread block has, but x is read and rotated once. Blocks draw
+// tiles column by column. A block rotates a tile, writes the maxima of its columns, and keeps the rotated values in
+// shared memory. After it has done so for the next tile, it waits until all maxima of the first one's columns are
+// written, and then writes its codes and adds integers to the columns' two sums, in any order.
+//
+// A block that waits has written the maxima of all tiles that it has drawn. So blocks never wait for each other in a
+// circle if those that run hold a whole column, two tiles each, and no others need to run at the same time. Columns
+// with more tiles than there are blocks are read twice, first for their maxima only.
+//
+// Of about 40 instructions per element in the machine code, 13 copy, unpack and rotate, 27 try rungs and emit codes.
 #include "cuda/ladder.h"
 #include "cuda/ladder_call.h"
 #include "cuda/rotate_columns.h"
@@ -10,9 +18,15 @@ namespace lowprec {
 namespace {
 
 constexpr int LADDER_RESIDENT = 2;  // thread blocks per multiprocessor
+constexpr int TILE_BLOCKS = HELD / LADDER_BLOCK;
 // A warp's own bytes: codes before they are written, or decoded values of E4M3.
-template <typename In, bool emits>
-constexpr size_t LADDER_OWN = sizeof(In) == 1 ? TOKENS * 16 : emits ? STAGED_CODES / 2 : 0;
+template <typename In>
+constexpr size_t LADDER_OWN = sizeof(In) == 1 ? TOKENS * 16 : STAGED_CODES / 2;
+// What the threads keep of a tile: their elements, amaxes and binades.
+constexpr size_t KEPT = 32 * WARPS * 4 * (HELD / 2 + TILE_BLOCKS + 1);
+template <typename In>
+constexpr size_t LADDER_SHARED = STAGE<In> + WARPS * LADDER_OWN<In> + KEPT;
+static_assert(LADDER_SHARED<Bf16> <= TRANSPOSED_SHARED && LADDER_SHARED<Code8> <= TRANSPOSED_SHARED, "see fits");
 
 // Whether E4M3 codes under this scale are halves times a power of two.
 __device__ __forceinline__ bool is_power(const LadderInput& how) {
@@ -21,105 +35,218 @@ __device__ __forceinline__ bool is_power(const LadderInput& how) {
   return (float_bits(scale) & 0x7fffffu) == 0 && scale >= 0x1p-100f && scale <= 0x1p100f;
 }
 
-// The thread's 64 tokens of its column. power: `is_power`.
+// A thread's 64 tokens of its column, and the amax of each block.
+template <int rotation>
+struct Turned {
+  std::conditional_t<(rotation > 0), RotatedPairs<HELD>, PlainPairs<HELD>> values;
+  uint32_t amax[TILE_BLOCKS];
+};
+
+// power: `is_power`.
 template <typename In, int rotation>
-__device__ __forceinline__ auto column_values(uint8_t* stage, uint8_t* own, const GivenScale& given, bool power,
-                                              const uint32_t* signs, int gain) {
+__device__ __forceinline__ void turn_tile(Turned<rotation>& made, uint8_t* stage, uint8_t* own, const GivenScale& given,
+                                          bool power, const uint32_t* signs, int gain) {
   uint32_t pairs[HELD / 2];
+  const bool halves = rotation > 0 && sizeof(In) == 1 && power;
+  if (halves) take_codes(pairs, stage, own);
+  else take_pairs<In>(pairs, stage, own, given);
   if constexpr (rotation > 0 && sizeof(In) == 1) {
     __half2 h[HELD / 2];
-    int shift;
-    if (power) {
-      take_codes(pairs, stage, own);
-      shift = enlarge_halves<HELD>(pairs, signs, *given.scale, h);
-    } else {
-      take_pairs<In>(pairs, stage, own, given);
-      shift = enlarge<HELD>(pairs, signs, h);
-    }
-    return rotated<HELD>(h, gain - shift);
+    const int shift = power ? enlarge_halves<HELD>(pairs, signs, *given.scale, h) : enlarge<HELD>(pairs, signs, h);
+    made.values = rotated<HELD>(h, gain - shift);
   } else {
-    take_pairs<In>(pairs, stage, own, given);
-    return values_of<rotation, HELD>(pairs, signs, gain);
+    made.values = values_of<rotation, HELD>(pairs, signs, gain);
+  }
+#pragma unroll
+  for (int b = 0; b < TILE_BLOCKS; ++b) made.amax[b] = made.values.amax(b);
+}
+
+// Exchanges a thread's words with those that it keeps in shared memory.
+template <int count>
+__device__ __forceinline__ void exchange(uint32_t (&words)[count], uint4* kept) {
+#pragma unroll
+  for (int c = 0; c < count / 4; ++c) {
+    const uint4 old = kept[c * 32 * WARPS];
+    kept[c * 32 * WARPS] = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
+    words[4 * c] = old.x, words[4 * c + 1] = old.y, words[4 * c + 2] = old.z, words[4 * c + 3] = old.w;
+  }
+}
+template <int rotation>
+__device__ __forceinline__ void exchange(Turned<rotation>& tile, uint4* kept) {
+  exchange(tile.values.v, kept + threadIdx.x);
+  exchange(tile.amax, kept + HELD / 8 * 32 * WARPS + threadIdx.x);
+  if constexpr (rotation > 0) {
+    int& binades = reinterpret_cast<int*>(kept + (HELD / 8 + TILE_BLOCKS / 4) * 32 * WARPS)[threadIdx.x];
+    const int old = binades;
+    binades = tile.values.binades, tile.values.binades = old;
   }
 }
 
-template <typename In, int rotation>
-__global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
-    column_amax(const In* __restrict__ x, int rows, int columns, LadderInput how, uint32_t* __restrict__ keys) {
-  extern __shared__ uint4 dynamic[];
-  __shared__ alignas(16) uint32_t drawn[SIGN_WORDS];
-  make_signs(drawn, rotation, how.signs);
-  __syncthreads();
-  const uint32_t* signs = signs_of_lane(drawn, rotation);
-  const bool power = sizeof(In) == 1 && is_power(how);
-  each_tile<In, LADDER_OWN<In, false>, true>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
-                             [&](const TileAt&, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
-    const auto values = column_values<In, rotation>(stage, own, given, power, signs, how.gain);
-    uint32_t most = 0;
-#pragma unroll
-    for (int b = 0; b < HELD / LADDER_BLOCK; ++b) most = larger(most, values.amax(b));
-    most = larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
-    most = larger(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    if (mine.inside && (threadIdx.x & 3) == 0) atomicMax(keys + mine.column, most);
-  });
+// Where a thread's elements of a tile are.
+__device__ __forceinline__ Share share_of(const TileAt& at, int rows, int columns) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  Share mine{at.token + (lane & 3) * HELD, at.column + warp * 8 + (lane >> 2), false};
+  mine.inside = mine.token < rows && mine.column < columns;
+  return mine;
 }
 
+// The amax of each column in each tile, [columns, pitch], in 16 bits: the upper half of an FP32 number, its last bit
+// set if the lower half is not 0, as no more decides a row's rung; and a sign for "written". So a maximum is its own
+// flag and needs no fence.
+struct Maxima {
+  uint16_t* of;
+  int tiles, pitch;  // of a column; the pitch is a multiple of 8
+
+  // Of the thread's column in a tile; the last tile fills the pitch.
+  __device__ __forceinline__ void write(const uint32_t (&amax)[TILE_BLOCKS], int column, int tile) const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int b = 0; b < TILE_BLOCKS; ++b) most = larger(most, amax[b]);
+    most = larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = larger(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    if ((threadIdx.x & 3) != 0) return;
+    const uint32_t made = most >> 16 | ((most & 0xffffu) != 0) | 0x8000u;
+    uint16_t* to = of + static_cast<int64_t>(column) * pitch;
+    const int end = tile + 1 == tiles ? pitch : tile + 1;
+#pragma unroll 1
+    for (; tile < end; ++tile) {
+      asm volatile("st.relaxed.gpu.global.u16 [%0], %1;" ::"l"(to + tile), "h"(static_cast<uint16_t>(made)) : "memory");
+    }
+  }
+
+  // Bits of the amax of the thread's column, once those of all tiles are written. Each of its four lanes reads a part.
+  __device__ __forceinline__ uint32_t wait(int column) const {
+    const uint16_t* from = of + static_cast<int64_t>(column) * pitch;
+    uint32_t most, all;
+    do {
+      most = 0, all = 0x80008000u;
+#pragma unroll 2
+      for (int i = (threadIdx.x & 3) * 8; i < pitch; i += 32) {
+        uint4 found;
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(found.x), "=r"(found.y), "=r"(found.z), "=r"(found.w) : "l"(from + i) : "memory");
+        all &= found.x & found.y & found.z & found.w;
+        most = __vmaxu2(__vmaxu2(most, __vmaxu2(found.x, found.y)), __vmaxu2(found.z, found.w));
+      }
+    } while (!__all_sync(0xffffffffu, all == 0x80008000u));
+    most = larger(most << 16, most & 0xffff0000u);
+    most = larger(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    return larger(most, __shfl_xor_sync(0xffffffffu, most, 2)) & MAGNITUDE;
+  }
+};
+
+// key: bits of the amax of the thread's column. between() is called after half of the codes.
+template <int rotation, bool corrected, typename Between>
+__device__ __forceinline__ void emit_tile(const Turned<rotation>& tile, const TileAt& at, int rows, int columns,
+                                          uint32_t key, const LadderRule& rule, const LadderTables& tables,
+                                          const RowLeft& left, uint8_t* own, uint8_t* codes, Between&& between) {
+  const Share mine = share_of(at, rows, columns);
+  if (mine.token == 0 && mine.inside) left.keys[mine.column] = key;
+  const LadderRow row = ladder_row(key, rule.span);
+  RowSums of;
+  emit_blocks<corrected, HELD>(tile.values, tile.amax, row, rule.chooses, tables, of,
+                               [&](int n, const uint32_t (&words)[LADDER_BLOCK / 2]) {
+    write_codes(words, reinterpret_cast<uint4*>(own), [&](int piece, const uint4& made) {
+      const int lane = piece / 2, column = at.column + (threadIdx.x >> 5) * 8 + lane / 4;
+      const int token = at.token + lane % 4 * HELD + n * 32 + piece % 2 * 16;
+      uint8_t* to = codes + static_cast<int64_t>(column) * rows + token;
+      if (column < columns && token < rows) *reinterpret_cast<uint4*>(to) = made;
+    });
+    __syncwarp();  // before the warp's own bytes are overwritten
+    if (n == 0) between();
+  });
+  if constexpr (corrected) {
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2) {  // sixteen blocks fit an int
+      of.own += __shfl_xor_sync(0xffffffffu, of.own, lanes);
+      of.made += __shfl_xor_sync(0xffffffffu, of.made, lanes);
+    }
+    if (mine.inside && (threadIdx.x & 3) == 0) left.add(mine.column, of.own, of.made);
+  }
+}
+
+// drawn: the number of tiles that blocks have drawn. emits: otherwise only maxima are written.
 template <typename In, int rotation, bool corrected>
 __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
-    column_ladder(const In* __restrict__ x, int rows, int columns, LadderInput how, LadderRule rule, RowLeft left,
-                  uint8_t* __restrict__ codes) {
-  extern __shared__ uint4 dynamic[];
-  __shared__ alignas(16) uint32_t drawn[SIGN_WORDS];
+    column_ladder(const In* __restrict__ x, int rows, int columns, LadderInput how, LadderRule rule, Maxima maxima,
+                  uint32_t* __restrict__ drawn, RowLeft left, uint8_t* __restrict__ codes, bool emits) {
+  extern __shared__ uint4 kept[];
+  __shared__ alignas(16) uint32_t sign_words[SIGN_WORDS];
   __shared__ LadderTables tables;
-  make_signs(drawn, rotation, how.signs);
+  __shared__ TileAt next;
+  const auto place_of = [&](uint32_t tile) {
+    const int n = static_cast<int>(tile);
+    return TileAt{n % maxima.tiles * TOKENS, n / maxima.tiles * COLUMNS};
+  };
+  make_signs(sign_words, rotation, how.signs);
   make_ladder_tables(tables);
+  if (threadIdx.x == 0) next = place_of(atomicAdd(drawn, 1u));
   __syncthreads();
-  const uint32_t* signs = signs_of_lane(drawn, rotation);
+  const uint32_t* signs = signs_of_lane(sign_words, rotation);
   const bool power = sizeof(In) == 1 && is_power(how);
-  each_tile<In, LADDER_OWN<In, true>, true>(x, rows, columns, how.scale, how.scale_step, reinterpret_cast<uint8_t*>(dynamic),
-                            [&](const TileAt& at, const Share& mine, uint8_t* stage, const GivenScale& given, uint8_t* own) {
-    const LadderRow row = ladder_row(mine.inside ? left.keys[mine.column] : 0, rule.span);
-    const auto values = column_values<In, rotation>(stage, own, given, power, signs, how.gain);
-    uint32_t amax[HELD / LADDER_BLOCK];
-#pragma unroll
-    for (int b = 0; b < HELD / LADDER_BLOCK; ++b) amax[b] = values.amax(b);
-    RowSums of;
-    emit_blocks<corrected, HELD>(values, amax, row, rule.chooses, tables, of,
-                                 [&](int n, const uint32_t (&words)[LADDER_BLOCK / 2]) {
-      write_codes(words, reinterpret_cast<uint4*>(own), [&](int piece, const uint4& made) {
-        const int lane = piece / 2, column = at.column + (threadIdx.x >> 5) * 8 + lane / 4;
-        const int token = at.token + lane % 4 * HELD + n * 32 + piece % 2 * 16;
-        uint8_t* to = codes + static_cast<int64_t>(column) * rows + token;
-        if (column < columns && token < rows) *reinterpret_cast<uint4*>(to) = made;
-      });
-      __syncwarp();  // before the warp's own bytes are overwritten
-    });
-    if constexpr (corrected) {
-#pragma unroll
-      for (int lanes = 1; lanes < 4; lanes *= 2) {  // sixteen blocks fit an int
-        of.own += __shfl_xor_sync(0xffffffffu, of.own, lanes);
-        of.made += __shfl_xor_sync(0xffffffffu, of.made, lanes);
-      }
-      if (mine.inside && (threadIdx.x & 3) == 0) left.add(mine.column, of.own, of.made);
+  uint8_t* stage = reinterpret_cast<uint8_t*>(kept) + KEPT;
+  uint8_t* own = stage + STAGE<In> + (threadIdx.x >> 5) * LADDER_OWN<In>;
+  TileAt at = next, before{0, columns};
+  Turned<rotation> turned{};
+  if (at.column < columns) fetch<In, true>(x, at, rows, columns, stage);
+  commit_copies();
+  while (true) {
+    const bool more = at.column < columns;
+    uint32_t number = 0;
+    const auto draw = [&] {
+      if (more && threadIdx.x == 0) number = atomicAdd(drawn, 1u);
+    };
+    const auto fetch_next = [&] {
+      if (!more) return;
+      if (threadIdx.x == 0) next = place_of(number);
+      __syncthreads();  // the next tile is known, and the stage is free
+      if (next.column < columns) fetch<In, true>(x, next, rows, columns, stage);
+      commit_copies();
+    };
+    if (more) {
+      wait_copies();
+      __syncthreads();  // the stage is filled
+      const GivenScale given{how.scale, how.scale_step, at.token, rows};
+      turn_tile<In>(turned, stage, own, given, power, signs, how.gain);
+      maxima.write(turned.amax, share_of(at, rows, columns).column, at.token / TOKENS);
     }
-  });
+    if (emits) exchange(turned, kept);
+    if (emits && before.column < columns) {
+      const uint32_t key = maxima.wait(share_of(before, rows, columns).column);
+      draw();
+      emit_tile<rotation, corrected>(turned, before, rows, columns, key, rule, tables, left, own, codes, fetch_next);
+    } else {
+      draw(), fetch_next();
+    }
+    if (!more) break;
+    before = at, at = next;
+  }
 }
+
+constexpr int64_t COUNTERS = 8;  // 16 bytes before the maxima, in units of these, for the numbers of drawn tiles
+int64_t maxima_pitch(int64_t rows) { return ceil_div(ceil_div(rows, TOKENS), 8) * 8; }
 
 template <typename In, int rotation>
 void launch_all(const LadderCall& call) {
-  const In* x = static_cast<const In*>(call.x);
-  const int rows = static_cast<int>(call.rows), columns = static_cast<int>(call.columns), threads = 32 * WARPS;
-  const int64_t tiles = ceil_div(rows, TOKENS) * ceil_div(columns, COLUMNS);
-  size_t shared = 2 * STAGE<In> + WARPS * LADDER_OWN<In, false>;
-  int64_t blocks = resident_blocks(column_amax<In, rotation>, threads, shared, tiles, call.device);
-  column_amax<In, rotation><<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, call.left.keys);
-  shared = 2 * STAGE<In> + WARPS * LADDER_OWN<In, true>;
   const auto kernel = call.corrected ? column_ladder<In, rotation, true> : column_ladder<In, rotation, false>;
-  blocks = resident_blocks(kernel, threads, shared, tiles, call.device);
-  kernel<<<blocks, threads, shared, call.stream>>>(x, rows, columns, call.how, call.rule, call.left, call.codes);
+  const int64_t down = ceil_div(call.rows, TOKENS), tiles = down * ceil_div(call.columns, COLUMNS);
+  const int64_t blocks = resident_blocks(kernel, 32 * WARPS, LADDER_SHARED<In>, tiles, call.device);
+  const Maxima maxima{call.maxima + COUNTERS, static_cast<int>(down), static_cast<int>(maxima_pitch(call.rows))};
+  uint32_t* drawn = reinterpret_cast<uint32_t*>(call.maxima);
+  const auto launch = [&](uint32_t* number, bool emits) {
+    kernel<<<blocks, 32 * WARPS, LADDER_SHARED<In>, call.stream>>>(
+        static_cast<const In*>(call.x), static_cast<int>(call.rows), static_cast<int>(call.columns), call.how,
+        call.rule, maxima, number, call.left, call.codes, emits);
+  };
+  if (down > blocks) launch(drawn + 1, false);
+  launch(drawn, true);
 }
 
 }  // namespace
+
+int64_t ladder_maxima(int64_t rows, int64_t columns) {
+  return COUNTERS + ceil_div(columns, COLUMNS) * COLUMNS * maxima_pitch(rows);
+}
 
 template <typename In>
 void launch_ladder_transposed(const LadderCall& call) {

@@ -41,11 +41,11 @@ __device__ __forceinline__ int place(int token, int chunk) {  // in chunks of 16
 template <typename In, bool unrolled>
 __device__ __forceinline__ void fetch(const In* x, const TileAt& at, int rows, int columns, uint8_t* to) {
   constexpr int bytes = sizeof(In) == 1 ? 8 : 16, each = bytes / sizeof(In), across = COLUMNS / each;
-  constexpr int step = 32 * WARPS / across;  // tokens
-  const int first = threadIdx.x / across, chunk = threadIdx.x % across, column = at.column + chunk * each;
+  constexpr int step = 32 * WARPS / across;  // tokens; `first` is below it, so later places are at constant distances
+  const int first = threadIdx.x / across % step, chunk = threadIdx.x % across, column = at.column + chunk * each;
   const In* from = x + static_cast<int64_t>(at.token + first) * columns + column;
   if (at.token + TOKENS <= rows && at.column + COLUMNS <= columns) {
-#pragma unroll(unrolled ? 4 : 1)
+#pragma unroll(unrolled ? 8 : 1)
     for (int j = 0; j < TOKENS / step; ++j) {
       copy_async<bytes>(to + place<In>(first + j * step, chunk) * bytes, from);
       from += static_cast<int64_t>(step) * columns;

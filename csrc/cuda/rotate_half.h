@@ -41,12 +41,13 @@ __device__ __forceinline__ __half2 smaller_halves(__half2 a, __half2 b) {
   return pair_of_bits(made);
 }
 
-// Bits of the largest magnitude of `count` pairs of BF16, as an FP32 number.
+// Bits of the largest magnitude of `count` pairs of BF16, as an FP32 number. Instructions of four chains overlap.
 template <int count>
 __device__ __forceinline__ uint32_t brain_amax(const uint32_t* pairs) {
-  uint32_t most = larger_brains(pairs[0], pairs[1]);
+  uint32_t of[4] = {pairs[0], pairs[1], pairs[2], pairs[3]};
 #pragma unroll
-  for (int i = 2; i < count; ++i) most = larger_brains(most, pairs[i]);
+  for (int i = 4; i < count; ++i) of[i & 3] = larger_brains(of[i & 3], pairs[i]);
+  const uint32_t most = larger_brains(larger_brains(of[0], of[1]), larger_brains(of[2], of[3]));
   return larger(most << 16 & MAGNITUDE, most & 0x7fff0000u);
 }
 

@@ -64,6 +64,8 @@ def test_long_rows(m, k):
 
 def test_long_columns():
     check(matrix("normal", 16384, 40, torch.bfloat16), None, True, 128, "mse", 11, True)
+    blocks = 2 * torch.cuda.get_device_properties(CUDA).multi_processor_count  # a column has more tiles of 256 tokens
+    check(matrix("heavy", 256 * blocks + 384, 8, torch.bfloat16), None, True, 128, "mse", 11, True)
 
 
 @ways
