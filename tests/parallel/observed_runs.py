@@ -19,7 +19,7 @@ RESIDUAL = "precision.override.fprop.outliers.variant=residual"
 AT = {
     "dp2": {
         "fp8": (QUANTIZED, "model.recompute=full"),
-        "coat": (EACH,),
+        "coat": (EACH, "parallel.param_all_gather=bf16"),
         "fp4": (QUANTIZED, RESIDUAL),
         "muon gpt": (),
     },
