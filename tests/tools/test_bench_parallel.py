@@ -90,7 +90,7 @@ def test_the_figure_of_the_committed_result(tmp_path, capsys):
         assert [bar.get_width() for bar in bars[1:]] == pytest.approx([row["exposed_ms"], row["idle_ms"]])
         assert bars[2].get_x() + bars[2].get_width() == pytest.approx(row["ms"])
     labels = parallel_plot.labels(found)
-    assert len(set(labels)) == len(labels) == 12 and labels[1] == "bf16" and labels[5] == "plain FSDP2 bf16 (1)"
+    assert len(set(labels)) == len(labels) == 12 and labels[2] == "bf16" and labels[4] == "plain FSDP2 bf16 (1)"
 
 
 def test_parts_of_a_step_are_never_longer_than_the_step():
