@@ -42,6 +42,12 @@ def reset_buffers(unit: FSDPModule, module: nn.Module) -> None:
             parameter.__dict__.pop("_unsharded_param", None)
 
 
+def stays_gathered(unit: FSDPModule) -> bool:
+    """Return whether a forward pass leaves the parameters of `unit` gathered, for the backward pass or the next one."""
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    return not group._reshard_after_forward
+
+
 def on_reshard(unit: FSDPModule, call: Callable[[], None]) -> None:
     """Call `call` when the gathered parameters of `unit` are freed, after the kernels that read them are launched."""
     group: Any = unit._get_fsdp_state()._fsdp_param_group

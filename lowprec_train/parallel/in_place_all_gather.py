@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowprec_train.comm.process_group import all_gather_each
 
-UNITS = 2  # whose weights have memory: one is read, the next is gathered
+UNITS = 2  # whose weights have memory, besides units that stay gathered: one is read, the next is gathered
 FILLER_BYTES = 16  # FSDP2's buffer for a unit of weights; parameters after it stay aligned
 
 
@@ -37,10 +37,12 @@ class InPlaceWeight(Protocol):
 
 
 class UnitAllGather:
-    """The all-gather of one unit, for `FSDPModule.set_custom_all_gather`. memory: one for all units of a model."""
+    """The all-gather of one unit, for `FSDPModule.set_custom_all_gather`. memory: one for all units of a model. stays:
+    whether a forward pass leaves the unit gathered.
+    """
 
-    def __init__(self, weights: Sequence[InPlaceWeight], memory: GatherMemory) -> None:
-        self._weights, self._memory = weights, memory
+    def __init__(self, weights: Sequence[InPlaceWeight], memory: GatherMemory, *, stays: bool = False) -> None:
+        self._weights, self._memory, self.stays = weights, memory, stays
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate FSDP2's own buffer."""
@@ -80,7 +82,8 @@ class GatherMemory:
         events, self._events = self._events, []
         if unit in self._read:
             events.append(self._read.pop(unit))
-        while self._read and len(self._gathered) + len(self._read) >= UNITS:
+        passing = sum(not each.stays for each in self._gathered)
+        while self._read and passing + len(self._read) >= UNITS:
             oldest = next(iter(self._read))
             events.append(self._read.pop(oldest))
             oldest.free()

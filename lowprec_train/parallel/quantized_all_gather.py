@@ -4,7 +4,8 @@
     leaf <- dW, FP32  -> reduce-scatter -> the shard's gradient -> the estimator's slope, once per step
 
 `all_gather_format` chooses the format. `QuantizedAllGather.prepare` quantises before the first micro-batch of a step
-and before an evaluation. Every all-gather sends the result, and `finish` frees it after the last backward pass. A scale
+and before an evaluation. Every all-gather sends the result, into the tensors that the GEMMs read
+(`in_place_all_gather`), and `finish` frees it after the last backward pass. A scale
 of the whole tensor needs the amax of all shards: `prepare` all-reduces those of all weights at once, and an all-gather
 needs none. Gathered codes have no gradient: a leaf has it, and its hook adds it to the parameter that FSDP2 reads
 (`precision.all_gathered_weight`).
@@ -33,7 +34,7 @@ from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
 from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import CODED, AllGatherFormat, all_gather_format
-from lowprec_train.parallel.fsdp_parameters import cast_all, extended, on_reshard, reset_buffers
+from lowprec_train.parallel.fsdp_parameters import cast_all, extended, on_reshard, reset_buffers, stays_gathered
 from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.estimators import StraightThrough
@@ -79,7 +80,7 @@ class QuantizedAllGather:
             first = weights.get(next(iter(managed(unit).values())))
             if first is not None:
                 first.sends_filler = True
-            gather = UnitAllGather(list(weights.values()), self._memory)
+            gather = UnitAllGather(list(weights.values()), self._memory, stays=stays_gathered(unit))
             unit.set_custom_all_gather(cast(Any, gather))
             on_reshard(unit, partial(gather.release, next(iter(weights)).device))
 

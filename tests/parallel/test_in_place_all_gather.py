@@ -27,9 +27,9 @@ class Weight:
 class Model:
     """Units of one weight each, and what a forward and a backward pass ask of them."""
 
-    def __init__(self, units):
+    def __init__(self, units, staying=()):
         self.memory, self.weights, self.most = GatherMemory(), [Weight() for _ in range(units)], 0
-        self.units = [UnitAllGather([weight], self.memory) for weight in self.weights]
+        self.units = [UnitAllGather([w], self.memory, stays=i in staying) for i, w in enumerate(self.weights)]
 
     def gather(self, i):
         self.memory.acquire(self.units[i], CPU)
@@ -62,6 +62,18 @@ def test_a_backward_pass_has_this_unit_and_the_one_gathered_ahead():
         assert model.weights[i].held
         model.release(i)
     assert model.most == 2
+
+
+def test_a_head_that_stays_gathered_takes_no_place_of_a_block():
+    """As between the batches of an evaluation."""
+    model = Model(5, staying=[4])
+    for i in (0, 1, 2, 3, 0, 1, 2, 3):
+        if i == 0:
+            model.gather(4)
+        model.gather(i)
+        model.release(i)
+        assert model.weights[4].held and model.weights[i].held
+        assert i == 0 or model.weights[i - 1].held
 
 
 def test_units_that_stay_gathered_all_have_memory():
