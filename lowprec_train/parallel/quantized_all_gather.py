@@ -5,10 +5,9 @@
 
 `all_gather_format` chooses the format. `QuantizedAllGather.prepare` quantises before the first micro-batch of a step
 and before an evaluation. Every all-gather sends the result, into the tensors that the GEMMs read
-(`in_place_all_gather`), and `finish` frees it after the last backward pass. A scale
-of the whole tensor needs the amax of all shards: `prepare` all-reduces those of all weights at once, and an all-gather
-needs none. Gathered codes have no gradient: a leaf has it, and its hook adds it to the parameter that FSDP2 reads
-(`precision.all_gathered_weight`).
+(`in_place_all_gather`), and `finish` frees it after the last backward pass. A scale of the whole tensor needs the amax
+of all shards: `prepare` all-reduces those of all weights at once, and an all-gather needs none. Gathered codes have no
+gradient: a leaf has it, and its hook adds it to the parameter that FSDP2 reads (`precision.all_gathered_weight`).
 
 DGE's slope f' is elementwise, the same for all contributions, and needs the weight itself. With codes each rank
 multiplies it once into its shard of the summed gradient (`QuantizedAllGather.finish`). That is f' sum(g) for sum(f' g):
