@@ -3,7 +3,7 @@
 Rates of GEMMs and kernels are from `lowprec bench gemm` and `lowprec bench kernels` (docs/results/gemm.md, kernels.md,
 kernels_adamw.md, and docs/results/h200.md for later kernels). Other rates can only be measured in a step; they come
 from profiles of steps, with one number for all recipes: BF16 GEMMs (alone they reach 764 TFLOP/s; in a step the power
-limit slows them), attention, the time between kernels, the copies of FSDP2, and NVLink while kernels run.
+limit slows them), attention, the time between kernels, the encoding of gradients, and NVLink while kernels run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Device:
     gemm: FLOP/s by path and split accumulation, over the shapes of a 7B model. attention: FLOP/s, causal, forward and
     backward. memory: bytes/s of a copy, read plus written. kernels: seconds per element of quantisation kernels that
     are not limited by memory. adamw: bytes/s of the optimizer with FP32 moments, with moments in codes, and of torch's
-    AdamW in BF16. sharding: bytes/s of FSDP2's copies and of gradient encoding. launch: seconds between two kernels.
+    AdamW in BF16. sharding: bytes/s of casts of shards and of gradient encoding. launch: seconds between two kernels.
     host: seconds of the host per kernel. nvlink, nic, pcie: bytes/s of a GPU in one direction.
     """
 

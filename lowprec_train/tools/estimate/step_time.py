@@ -7,7 +7,7 @@ device.
     attention        FLOPs / rate
     optimizer        bytes of parameters, gradients and states, read and written
     accumulation     gradients added to FP32 sums, if a step has several micro-batches
-    sharding         copies into and out of the buffers of FSDP2's collectives
+    sharding         shards rounded once a step; gradients encoded, decoded and summed
     communication    exposed: tensor parallelism, the first all-gather and the last reduction of a step, and the time by
                      which the rest is longer than the kernels of a step
     host link        time of offloaded bytes that is not hidden: states are copied in the backward pass if parameters
