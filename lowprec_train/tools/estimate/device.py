@@ -24,7 +24,8 @@ class Device:
     backward. memory: bytes/s of a copy, read plus written. kernels: seconds per element of quantisation kernels that
     are not limited by memory. adamw: bytes/s of the optimizer with FP32 moments, with moments in codes, and of torch's
     AdamW in BF16. sharding: bytes/s of casts of shards and of gradient encoding. launch: seconds between two kernels.
-    host: seconds of the host per kernel. nvlink, nic, pcie: bytes/s of a GPU in one direction.
+    host: seconds of the host per kernel, on one GPU and in runs that FSDP2 shards. nvlink, nic, pcie: bytes/s of a GPU
+    in one direction.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Device:
     adamw: Mapping[str, float]
     sharding: float
     launch: float
-    host: float
+    host: tuple[float, float]
     nvlink: float
     nic: float
     pcie: float
@@ -85,7 +86,7 @@ H200 = Device(
     adamw={"FP32": 3.75 * TERA, "codes": 2.45 * TERA, "library": 2.5 * TERA},
     sharding=1.9 * TERA,
     launch=10 * MICRO,
-    host=10 * MICRO,
+    host=(10 * MICRO, 210 * MICRO),
     nvlink=190 * GIGA,
     nic=50 * GIGA,
     pcie=41 * GIGA,  # 15.0 GB in each direction while copies were active, 364 ms, beside kernels

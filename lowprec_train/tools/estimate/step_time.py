@@ -61,7 +61,8 @@ def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights
     kernels = pass_.kernels * subject.micro_batches
     times["communication"] = communication(subject, reduction, device, busy)
     times["host link"] = host_link(subject, device, times)
-    times["launches"] = kernels * device.launch + max(0.0, kernels * device.host - sum(times.values()))
+    host = kernels * device.host[subject.sizes.dp > 1]
+    times["launches"] = kernels * device.launch + max(0.0, host - sum(times.values()))
     return {name: seconds for name, seconds in times.items() if seconds}
 
 
