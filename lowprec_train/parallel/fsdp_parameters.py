@@ -42,6 +42,12 @@ def reset_buffers(unit: FSDPModule, module: nn.Module) -> None:
             parameter.__dict__.pop("_unsharded_param", None)
 
 
+def gathered_parameters(unit: FSDPModule) -> list[Tensor]:
+    """Return the parameters that FSDP2 gathers with `unit`, frozen ones too, in the order of its buffer."""
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    return [] if group is None else [parameter.sharded_param for parameter in group.fsdp_params]
+
+
 def stays_gathered(unit: FSDPModule) -> bool:
     """Return whether a forward pass leaves the parameters of `unit` gathered, for the backward pass or the next one."""
     group: Any = unit._get_fsdp_state()._fsdp_param_group

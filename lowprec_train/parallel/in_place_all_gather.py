@@ -37,12 +37,14 @@ class InPlaceWeight(Protocol):
 
 
 class UnitAllGather:
-    """The all-gather of one unit, for `FSDPModule.set_custom_all_gather`. memory: one for all units of a model. stays:
-    whether a forward pass leaves the unit gathered.
+    """The all-gather of one unit, for `FSDPModule.set_custom_all_gather`. memory: one for all units of a model. whole:
+    whether the unit has no other parameters. stays: whether a forward pass leaves it gathered.
     """
 
-    def __init__(self, weights: Sequence[InPlaceWeight], memory: GatherMemory, *, stays: bool = False) -> None:
-        self._weights, self._memory, self.stays = weights, memory, stays
+    def __init__(
+        self, weights: Sequence[InPlaceWeight], memory: GatherMemory, *, whole: bool = True, stays: bool = False
+    ) -> None:
+        self._weights, self._memory, self._whole, self.stays = weights, memory, whole, stays
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate FSDP2's own buffer."""
@@ -54,7 +56,7 @@ class UnitAllGather:
         """Gather the weights, and FSDP2's buffer if the unit has other parameters, in one collective."""
         self._memory.acquire(self, input_tensor.device)
         pairs = [pair for weight in self._weights for pair in weight.receive(group.size())]
-        if input_tensor.nbytes > FILLER_BYTES:
+        if not self._whole:
             pairs.append((output_tensor, input_tensor))
         all_gather_each(pairs, group)
         for weight in self._weights:

@@ -27,13 +27,19 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lowprec_train.comm.fsdp import managed
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.quantizer import Quantized, Shared
 from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import CODED, AllGatherFormat, all_gather_format
-from lowprec_train.parallel.fsdp_parameters import cast_all, extended, on_reshard, reset_buffers, stays_gathered
+from lowprec_train.parallel.fsdp_parameters import (
+    cast_all,
+    extended,
+    gathered_parameters,
+    on_reshard,
+    reset_buffers,
+    stays_gathered,
+)
 from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.estimators import StraightThrough
@@ -74,12 +80,15 @@ class QuantizedAllGather:
             self._gather_in_place(unit)
 
     def _gather_in_place(self, unit: FSDPModule) -> None:
-        weights = {w.parameter: w for w in self.weights.values() if w.unit is unit and w.in_place}
+        weights: dict[Tensor, _Weight] = {
+            w.parameter: w for w in self.weights.values() if w.unit is unit and w.in_place
+        }
         if weights:
-            first = weights.get(next(iter(managed(unit).values())))
-            if first is not None:
-                first.sends_filler = True
-            gather = UnitAllGather(list(weights.values()), self._memory, stays=stays_gathered(unit))
+            first, *others = gathered_parameters(unit)
+            if first in weights:
+                weights[first].sends_filler = True
+            whole = all(parameter in weights for parameter in (first, *others))
+            gather = UnitAllGather(list(weights.values()), self._memory, whole=whole, stays=stays_gathered(unit))
             unit.set_custom_all_gather(cast(Any, gather))
             on_reshard(unit, partial(gather.release, next(iter(weights)).device))
 
