@@ -186,9 +186,9 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
       using In = typename decltype(tag)::Type;
       if constexpr (std::is_same_v<In, Bf16> || std::is_same_v<In, Code8>) {
         if (transposed) {
-          const int64_t count = ladder_maxima(call.rows, call.columns);
-          const Tensor maxima = torch::stable::new_zeros(x, {count}, ScalarType::Short);
-          call.maxima = mutable_data_of<uint16_t>(maxima);
+          const int64_t count = column_amax_size(call.rows, call.columns);
+          const Tensor column_amax = torch::stable::new_zeros(x, {count}, ScalarType::Short);
+          call.column_amax = mutable_data_of<uint16_t>(column_amax);
           return launch_ladder_transposed<In>(call);
         }
         corrected ? launch_rows<In, true>(call) : launch_rows<In, false>(call);

@@ -45,14 +45,14 @@ struct RowLeft {
 #endif
 };
 
-// One call: the matrix [rows, columns], its codes in either orientation. rotation: its block, 0 for none. maxima: for
-// the transpose, `ladder_maxima` zeros.
+// One call: the matrix [rows, columns], its codes in either orientation. rotation: its block, 0 for none. column_amax:
+// for the transpose, `column_amax_size` zeros.
 struct LadderCall {
   const void* x;
   int64_t rows, columns;
   uint8_t* codes;
   RowLeft left;
-  uint16_t* maxima;
+  uint16_t* column_amax;
   int rotation;
   LadderInput how;
   LadderRule rule;
@@ -68,7 +68,7 @@ int binades_of(double gain);
 
 // ladder_transposed.cu: codes of the transpose.
 constexpr int TRANSPOSED_SHARED = 85 * 1024;  // bytes that a thread block needs at most
-int64_t ladder_maxima(int64_t rows, int64_t columns);
+int64_t column_amax_size(int64_t rows, int64_t columns);
 template <typename In>
 void launch_ladder_transposed(const LadderCall& call);
 

@@ -1,5 +1,5 @@
 // quantize_ladder, row_sums, fold_ladder (ops/ladder.py): the steps of rotate_fold_ladder as ops of their own, for
-// operands whose maxima and sums cross ranks.
+// operands whose amax and sums cross ranks.
 //
 // A warp has a row and each lane a block, so a row's sums are added without atomics. Where the row's amax is not given,
 // a thread block has the row, which it reads twice: rows of all warps would not fit the L2 cache. Blocks of 16 are in
@@ -19,7 +19,7 @@ constexpr int WARPS = 8;  // of a thread block
 // --- blocks of a row -------------------------------------------------------------------------------------------------
 
 // Pairs of codes, the first of each pair in the low byte.
-struct HeldCodes {
+struct RegisterCodes {
   uint32_t words[LADDER_BLOCK / 4];
   __device__ __forceinline__ uint32_t operator()(int i) const { return words[i >> 1] >> (i & 1 ? 16 : 0) & 0xffffu; }
 };
@@ -29,7 +29,7 @@ struct StoredCodes {
 };
 
 // Pairs of values in half precision.
-struct HeldHalves {
+struct RegisterHalves {
   __half2 v[LADDER_BLOCK / 2];
   __device__ __forceinline__ __half2 operator[](int i) const { return v[i]; }
 };
@@ -44,12 +44,12 @@ struct StoredHalves {
 
 // Sixteen values in registers, and their codes in memory, all aligned to 16 bytes.
 template <typename Type>
-struct HeldBlock {
+struct RegisterBlock {
   using In = Type;
   static constexpr int pairs = LADDER_BLOCK / 2;
   float v[LADDER_BLOCK];
 
-  __device__ __forceinline__ HeldBlock(const In* at, int) {
+  __device__ __forceinline__ RegisterBlock(const In* at, int) {
 #pragma unroll
     for (int part = 0; part < LADDER_BLOCK / VECTOR; ++part) {
       Vector<In> held;
@@ -70,9 +70,9 @@ struct HeldBlock {
     return float_bits(most[0]);
   }
   // Values over 2^unit.
-  __device__ __forceinline__ HeldHalves over(int unit) const {
+  __device__ __forceinline__ RegisterHalves over(int unit) const {
     const float factor = exp2_int(-unit);
-    HeldHalves made;
+    RegisterHalves made;
 #pragma unroll
     for (int i = 0; i < pairs; ++i) made.v[i] = __floats2half2_rn(v[2 * i] * factor, v[2 * i + 1] * factor);
     return made;
@@ -80,12 +80,12 @@ struct HeldBlock {
 };
 
 template <>
-struct HeldBlock<Bf16> {
+struct RegisterBlock<Bf16> {
   using In = Bf16;
   static constexpr int pairs = LADDER_BLOCK / 2;
   PlainPairs<LADDER_BLOCK> of;
 
-  __device__ __forceinline__ HeldBlock(const In* at, int) {
+  __device__ __forceinline__ RegisterBlock(const In* at, int) {
 #pragma unroll
     for (int part = 0; part < LADDER_BLOCK / VECTOR; ++part) {
       Vector<In> held;
@@ -95,8 +95,8 @@ struct HeldBlock<Bf16> {
     }
   }
   __device__ __forceinline__ uint32_t amax() const { return of.amax(0); }
-  __device__ __forceinline__ HeldHalves over(int unit) const {
-    HeldHalves made;
+  __device__ __forceinline__ RegisterHalves over(int unit) const {
+    RegisterHalves made;
     of.scaled(0, unit, made.v);
     return made;
   }
@@ -119,15 +119,15 @@ struct StoredBlock {
 };
 
 template <typename Type>
-constexpr bool is_held = false;
+constexpr bool in_registers = false;
 template <typename In>
-constexpr bool is_held<HeldBlock<In>> = true;
+constexpr bool in_registers<RegisterBlock<In>> = true;
 
 template <typename Block>
 __device__ __forceinline__ auto codes_of(const uint8_t* at) {
-  if constexpr (is_held<Block>) {
+  if constexpr (in_registers<Block>) {
     const uint4 held = __ldg(reinterpret_cast<const uint4*>(at));
-    return HeldCodes{{held.x, held.y, held.z, held.w}};
+    return RegisterCodes{{held.x, held.y, held.z, held.w}};
   } else {
     return StoredCodes{reinterpret_cast<const uint16_t*>(at)};
   }
@@ -136,7 +136,7 @@ __device__ __forceinline__ auto codes_of(const uint8_t* at) {
 // Writes the codes of a block; code: of pair i.
 template <typename Block, typename Code>
 __device__ __forceinline__ void write_block(const Block& block, uint8_t* to, Code&& code) {
-  if constexpr (is_held<Block>) {
+  if constexpr (in_registers<Block>) {
     uint32_t words[LADDER_BLOCK / 4];
 #pragma unroll
     for (int w = 0; w < LADDER_BLOCK / 4; ++w) words[w] = code(2 * w) | code(2 * w + 1) << 16;
@@ -296,7 +296,7 @@ Tensor values(const Tensor& given) {
   return ready(type == ScalarType::BFloat16 || type == ScalarType::Half ? given : floats(given));
 }
 
-// Calls the body with the kind of block: body(BlockTag<HeldBlock<Bf16>>{}).
+// Calls the body with the kind of block: body(BlockTag<RegisterBlock<Bf16>>{}).
 template <typename Kind>
 struct BlockTag {
   using Block = Kind;
@@ -305,7 +305,7 @@ template <typename Body>
 void with_block(const Tensor& x, int64_t width, Body&& body) {
   with_input(x, [&](auto tag) {
     using In = typename decltype(tag)::Type;
-    if (width == LADDER_BLOCK) return body(BlockTag<HeldBlock<In>>{});
+    if (width == LADDER_BLOCK) return body(BlockTag<RegisterBlock<In>>{});
     body(BlockTag<StoredBlock<In>>{});
   });
 }
@@ -334,7 +334,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& given, std::opt
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
   if (rows == 0) return {codes, scale, row_scale};
   const Tensor held = tops.has_value() ? floats(*tops) : x;  // must live until the kernel is launched
-  const float* maxima = tops.has_value() ? data_of<float>(held) : nullptr;
+  const float* amax = tops.has_value() ? data_of<float>(held) : nullptr;
   const Shape of{rows, static_cast<int>(columns), static_cast<int>(width)};
   const LadderRule rule{static_cast<int>(span), by != Candidates::NONE};
   const int64_t needed = ceil_div(columns / width, 32);  // warps
@@ -343,7 +343,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& given, std::opt
     using Block = typename decltype(tag)::Block;
     with_choice(by, [&](auto choice) {
       launch_rows(quantize_rows<Block, decltype(choice)::value>, x, rows, warps, tops.has_value() ? WARPS : 1,
-                  data_of<typename Block::In>(x), maxima, mutable_data_of<uint8_t>(codes),
+                  data_of<typename Block::In>(x), amax, mutable_data_of<uint8_t>(codes),
                   mutable_data_of<float>(scale), mutable_data_of<float>(row_scale), of, rule);
     });
   });

@@ -1,13 +1,13 @@
 // rotate_fold_ladder of the transpose: a row of codes is a column of x; its rotations and blocks are along tokens.
 //
 // Rungs depend on the amax of a whole column, which no thread block has, but x is read and rotated once. Blocks draw
-// tiles column by column. A block rotates a tile, writes the maxima of its columns, and keeps the rotated values in
-// shared memory. After it has done so for the next tile, it waits until all maxima of the first one's columns are
+// tiles column by column. A block rotates a tile, writes the amax of its columns, and saves the rotated values in
+// shared memory. After it has done so for the next tile, it waits until every amax of the first one's columns is
 // written, and then writes its codes and adds integers to the columns' two sums, in any order.
 //
-// A block that waits has written the maxima of all tiles that it has drawn. So blocks never wait for each other in a
+// A block that waits has written the amax of all tiles that it has drawn. So blocks never wait for each other in a
 // circle if those that run hold a whole column, two tiles each, and no others need to run at the same time. Columns
-// with more tiles than there are blocks are read twice, first for their maxima only.
+// with more tiles than there are blocks are read twice, first for their amax only.
 //
 // Of about 40 instructions per element in the machine code, 13 copy, unpack and rotate, 27 try rungs and emit codes.
 #include "cuda/ladder.h"
@@ -23,9 +23,9 @@ constexpr int TILE_BLOCKS = HELD / LADDER_BLOCK;
 template <typename In>
 constexpr size_t LADDER_OWN = sizeof(In) == 1 ? TOKENS * 16 : STAGED_CODES / 2;
 // What the threads keep of a tile: their elements, amaxes and binades.
-constexpr size_t KEPT = 32 * WARPS * 4 * (HELD / 2 + TILE_BLOCKS + 1);
+constexpr size_t SAVED_TILE = 32 * WARPS * 4 * (HELD / 2 + TILE_BLOCKS + 1);
 template <typename In>
-constexpr size_t LADDER_SHARED = STAGE<In> + WARPS * LADDER_OWN<In> + KEPT;
+constexpr size_t LADDER_SHARED = STAGE<In> + WARPS * LADDER_OWN<In> + SAVED_TILE;
 static_assert(LADDER_SHARED<Bf16> <= TRANSPOSED_SHARED && LADDER_SHARED<Code8> <= TRANSPOSED_SHARED, "see fits");
 
 // Whether E4M3 codes under this scale are halves times a power of two.
@@ -37,15 +37,15 @@ __device__ __forceinline__ bool is_power(const LadderInput& how) {
 
 // A thread's 64 tokens of its column, and the amax of each block.
 template <int rotation>
-struct Turned {
+struct RotatedTile {
   std::conditional_t<(rotation > 0), RotatedPairs<HELD>, PlainPairs<HELD>> values;
   uint32_t amax[TILE_BLOCKS];
 };
 
 // power: `is_power`.
 template <typename In, int rotation>
-__device__ __forceinline__ void turn_tile(Turned<rotation>& made, uint8_t* stage, uint8_t* own, const GivenScale& given,
-                                          bool power, const uint32_t* signs, int gain) {
+__device__ __forceinline__ void rotate_tile(RotatedTile<rotation>& made, uint8_t* stage, uint8_t* own,
+                                            const GivenScale& given, bool power, const uint32_t* signs, int gain) {
   uint32_t pairs[HELD / 2];
   const bool halves = rotation > 0 && sizeof(In) == 1 && power;
   if (halves) take_codes(pairs, stage, own);
@@ -63,20 +63,20 @@ __device__ __forceinline__ void turn_tile(Turned<rotation>& made, uint8_t* stage
 
 // Exchanges a thread's words with those that it keeps in shared memory.
 template <int count>
-__device__ __forceinline__ void exchange(uint32_t (&words)[count], uint4* kept) {
+__device__ __forceinline__ void exchange(uint32_t (&words)[count], uint4* saved) {
 #pragma unroll
   for (int c = 0; c < count / 4; ++c) {
-    const uint4 old = kept[c * 32 * WARPS];
-    kept[c * 32 * WARPS] = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
+    const uint4 old = saved[c * 32 * WARPS];
+    saved[c * 32 * WARPS] = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
     words[4 * c] = old.x, words[4 * c + 1] = old.y, words[4 * c + 2] = old.z, words[4 * c + 3] = old.w;
   }
 }
 template <int rotation>
-__device__ __forceinline__ void exchange(Turned<rotation>& tile, uint4* kept) {
-  exchange(tile.values.v, kept + threadIdx.x);
-  exchange(tile.amax, kept + HELD / 8 * 32 * WARPS + threadIdx.x);
+__device__ __forceinline__ void exchange(RotatedTile<rotation>& tile, uint4* saved) {
+  exchange(tile.values.v, saved + threadIdx.x);
+  exchange(tile.amax, saved + HELD / 8 * 32 * WARPS + threadIdx.x);
   if constexpr (rotation > 0) {
-    int& binades = reinterpret_cast<int*>(kept + (HELD / 8 + TILE_BLOCKS / 4) * 32 * WARPS)[threadIdx.x];
+    int& binades = reinterpret_cast<int*>(saved + (HELD / 8 + TILE_BLOCKS / 4) * 32 * WARPS)[threadIdx.x];
     const int old = binades;
     binades = tile.values.binades, tile.values.binades = old;
   }
@@ -93,7 +93,7 @@ __device__ __forceinline__ Share share_of(const TileAt& at, int rows, int column
 // The amax of each column in each tile, [columns, pitch], in 16 bits: the upper half of an FP32 number, its last bit
 // set if the lower half is not 0, as no more decides a row's rung; and a sign for "written". So a maximum is its own
 // flag and needs no fence.
-struct Maxima {
+struct ColumnAmax {
   uint16_t* of;
   int tiles, pitch;  // of a column; the pitch is a multiple of 8
 
@@ -137,7 +137,7 @@ struct Maxima {
 
 // key: bits of the amax of the thread's column. between() is called after half of the codes.
 template <int rotation, bool corrected, typename Between>
-__device__ __forceinline__ void emit_tile(const Turned<rotation>& tile, const TileAt& at, int rows, int columns,
+__device__ __forceinline__ void emit_tile(const RotatedTile<rotation>& tile, const TileAt& at, int rows, int columns,
                                           uint32_t key, const LadderRule& rule, const LadderTables& tables,
                                           const RowLeft& left, uint8_t* own, uint8_t* codes, Between&& between) {
   const Share mine = share_of(at, rows, columns);
@@ -165,18 +165,19 @@ __device__ __forceinline__ void emit_tile(const Turned<rotation>& tile, const Ti
   }
 }
 
-// drawn: the number of tiles that blocks have drawn. emits: otherwise only maxima are written.
+// drawn: the number of tiles that blocks have drawn. emits: otherwise only column_amax is written.
 template <typename In, int rotation, bool corrected>
 __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
-    column_ladder(const In* __restrict__ x, int rows, int columns, LadderInput how, LadderRule rule, Maxima maxima,
-                  uint32_t* __restrict__ drawn, RowLeft left, uint8_t* __restrict__ codes, bool emits) {
-  extern __shared__ uint4 kept[];
+    column_ladder(const In* __restrict__ x, int rows, int columns, LadderInput how, LadderRule rule,
+                  ColumnAmax column_amax, uint32_t* __restrict__ drawn, RowLeft left, uint8_t* __restrict__ codes,
+                  bool emits) {
+  extern __shared__ uint4 saved[];
   __shared__ alignas(16) uint32_t sign_words[SIGN_WORDS];
   __shared__ LadderTables tables;
   __shared__ TileAt next;
   const auto place_of = [&](uint32_t tile) {
     const int n = static_cast<int>(tile);
-    return TileAt{n % maxima.tiles * TOKENS, n / maxima.tiles * COLUMNS};
+    return TileAt{n % column_amax.tiles * TOKENS, n / column_amax.tiles * COLUMNS};
   };
   make_signs(sign_words, rotation, how.signs);
   make_ladder_tables(tables);
@@ -184,10 +185,10 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
   __syncthreads();
   const uint32_t* signs = signs_of_lane(sign_words, rotation);
   const bool power = sizeof(In) == 1 && is_power(how);
-  uint8_t* stage = reinterpret_cast<uint8_t*>(kept) + KEPT;
+  uint8_t* stage = reinterpret_cast<uint8_t*>(saved) + SAVED_TILE;
   uint8_t* own = stage + STAGE<In> + (threadIdx.x >> 5) * LADDER_OWN<In>;
   TileAt at = next, before{0, columns};
-  Turned<rotation> turned{};
+  RotatedTile<rotation> rotated_tile{};
   if (at.column < columns) fetch<In, true>(x, at, rows, columns, stage);
   commit_copies();
   while (true) {
@@ -207,14 +208,15 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
       wait_copies();
       __syncthreads();  // the stage is filled
       const GivenScale given{how.scale, how.scale_step, at.token, rows};
-      turn_tile<In>(turned, stage, own, given, power, signs, how.gain);
-      maxima.write(turned.amax, share_of(at, rows, columns).column, at.token / TOKENS);
+      rotate_tile<In>(rotated_tile, stage, own, given, power, signs, how.gain);
+      column_amax.write(rotated_tile.amax, share_of(at, rows, columns).column, at.token / TOKENS);
     }
-    if (emits) exchange(turned, kept);
+    if (emits) exchange(rotated_tile, saved);
     if (emits && before.column < columns) {
-      const uint32_t key = maxima.wait(share_of(before, rows, columns).column);
+      const uint32_t key = column_amax.wait(share_of(before, rows, columns).column);
       draw();
-      emit_tile<rotation, corrected>(turned, before, rows, columns, key, rule, tables, left, own, codes, fetch_next);
+      emit_tile<rotation, corrected>(rotated_tile, before, rows, columns, key, rule, tables, left, own, codes,
+                                     fetch_next);
     } else {
       draw(), fetch_next();
     }
@@ -223,20 +225,21 @@ __global__ void __launch_bounds__(32 * WARPS, LADDER_RESIDENT)
   }
 }
 
-constexpr int64_t COUNTERS = 8;  // 16 bytes before the maxima, in units of these, for the numbers of drawn tiles
-int64_t maxima_pitch(int64_t rows) { return ceil_div(ceil_div(rows, TOKENS), 8) * 8; }
+constexpr int64_t COUNTERS = 8;  // 16 bytes before column_amax, in units of these, for the numbers of drawn tiles
+int64_t amax_pitch(int64_t rows) { return ceil_div(ceil_div(rows, TOKENS), 8) * 8; }
 
 template <typename In, int rotation>
 void launch_all(const LadderCall& call) {
   const auto kernel = call.corrected ? column_ladder<In, rotation, true> : column_ladder<In, rotation, false>;
   const int64_t down = ceil_div(call.rows, TOKENS), tiles = down * ceil_div(call.columns, COLUMNS);
   const int64_t blocks = resident_blocks(kernel, 32 * WARPS, LADDER_SHARED<In>, tiles, call.device);
-  const Maxima maxima{call.maxima + COUNTERS, static_cast<int>(down), static_cast<int>(maxima_pitch(call.rows))};
-  uint32_t* drawn = reinterpret_cast<uint32_t*>(call.maxima);
+  const int pitch = static_cast<int>(amax_pitch(call.rows));
+  const ColumnAmax column_amax{call.column_amax + COUNTERS, static_cast<int>(down), pitch};
+  uint32_t* drawn = reinterpret_cast<uint32_t*>(call.column_amax);
   const auto launch = [&](uint32_t* number, bool emits) {
     kernel<<<blocks, 32 * WARPS, LADDER_SHARED<In>, call.stream>>>(
         static_cast<const In*>(call.x), static_cast<int>(call.rows), static_cast<int>(call.columns), call.how,
-        call.rule, maxima, number, call.left, call.codes, emits);
+        call.rule, column_amax, number, call.left, call.codes, emits);
   };
   if (down > blocks) launch(drawn + 1, false);
   launch(drawn, true);
@@ -244,8 +247,8 @@ void launch_all(const LadderCall& call) {
 
 }  // namespace
 
-int64_t ladder_maxima(int64_t rows, int64_t columns) {
-  return COUNTERS + ceil_div(columns, COLUMNS) * COLUMNS * maxima_pitch(rows);
+int64_t column_amax_size(int64_t rows, int64_t columns) {
+  return COUNTERS + ceil_div(columns, COLUMNS) * COLUMNS * amax_pitch(rows);
 }
 
 template <typename In>

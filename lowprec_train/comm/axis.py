@@ -70,7 +70,7 @@ class Axis:
     def reduce_scatter(self, gradients: Sequence[Tensor], out: Tensor, layout: FlatLayout) -> None:
         """Reduce-scatter gradients, one for each range of `layout`, to `out` with `collectives.reduce_scatter`."""
         self.sent = self.sent.plus(collectives.reduce_scatter_links(self.codec, layout, self.ranks, self.node))
-        parts = _alike(gradients)
+        parts = _in_one_dtype(gradients)
         given = _rows(parts, layout, slice(0, self.ranks)).flatten() if self.codec.shares_scales else parts
         reduced = collectives.reduce_scatter(given, self.group, self.codec, layout, mu=self._mu, out=out)
         self._note(reduced, self.ranks * layout.coded_size)
@@ -141,7 +141,7 @@ def _numbers(values: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _alike(gradients: Sequence[Tensor]) -> list[Tensor]:
+def _in_one_dtype(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return gradients in one dtype, FP32 if they differ, 1-D."""
     dtypes = {gradient.dtype for gradient in gradients}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32

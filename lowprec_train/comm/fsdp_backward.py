@@ -59,21 +59,21 @@ def reduce_with(unit: FSDPModule, reduction: UnitReduction, in_flight: InFlight)
     group: Any = unit._get_fsdp_state()._fsdp_param_group
     post_backward = group.post_backward
 
-    def take_and_reduce(*unused: Any) -> None:
-        gradients = _take(group) if group.reduce_grads else []
+    def pop_and_reduce(*unused: Any) -> None:
+        gradients = _pop_gradients(group) if group.reduce_grads else []
         post_backward(*unused)
         if gradients:
             _reduce(group, gradients, reduction, in_flight)
 
-    group.post_backward = take_and_reduce
+    group.post_backward = pop_and_reduce
 
 
 def _trained(group: Any) -> list[Any]:
     return [parameter for parameter in group.fsdp_params if parameter.sharded_param.requires_grad]
 
 
-def _take(group: Any) -> list[Tensor]:
-    """Take the gradients of a backward pass, added to those of earlier ones without reduction."""
+def _pop_gradients(group: Any) -> list[Tensor]:
+    """Remove and return the gradients of a backward pass, added to those of earlier ones without reduction."""
     gradients: list[Tensor] = []
     missing: list[str] = []
     for parameter in _trained(group):
@@ -111,13 +111,13 @@ def _reduce(group: Any, gradients: list[Tensor], reduction: UnitReduction, in_fl
     with device.stream(stream):
         if reduction.all_reduce is not None:
             reduction.all_reduce(total)
-        _give(_trained(group), total)
+        _set_shard_gradients(_trained(group), total)
         group._post_reduce_event = stream.record_event()
     if hasattr(streams, "_last_post_reduce_events"):  # torch 2.13 waits for these at the end of a backward pass
         streams._last_post_reduce_events[stream] = group._post_reduce_event
 
 
-def _give(parameters: Sequence[Any], total: Tensor) -> None:
+def _set_shard_gradients(parameters: Sequence[Any], total: Tensor) -> None:
     """Set or add to the gradients of the shards, in the parameters' dtype, and call their hooks."""
     total, at = total.to(parameters[0].orig_dtype), 0
     for parameter in parameters:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.optim.accumulation import GradientSum
 
 
-def extended(parameter: DTensor, before: Callable[..., Any], after: Callable[..., Any]) -> Tensor:
+def with_extensions(parameter: DTensor, before: Callable[..., Any], after: Callable[..., Any]) -> Tensor:
     """Let FSDP2 call `before` and `after` around the all-gather of a parameter, and return its local tensor."""
     found: Any = parameter._local_tensor  # where FSDP2 looks them up; `to_local` may return a view of it
 

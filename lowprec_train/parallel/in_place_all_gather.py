@@ -26,11 +26,11 @@ FILLER_BYTES = 16  # FSDP2's buffer for a unit of weights; parameters after it s
 class InPlaceWeight(Protocol):
     """A weight that is gathered in place."""
 
-    def receive(self, ranks: int) -> list[tuple[Tensor, Tensor]]:
+    def gather_buffers(self, ranks: int) -> list[tuple[Tensor, Tensor]]:
         """Allocate the weight; return (gathered, shard) of each of its tensors."""
 
-    def received(self) -> None:
-        """Compute what follows the all-gather, on its stream."""
+    def unpack(self) -> None:
+        """Unpack codes after the all-gather, on its stream."""
 
     def free(self) -> None:
         """Free the weight's memory."""
@@ -55,12 +55,12 @@ class UnitAllGather:
     ) -> None:
         """Gather the weights, and FSDP2's buffer if the unit has other parameters, in one collective."""
         self._memory.acquire(self, input_tensor.device)
-        pairs = [pair for weight in self._weights for pair in weight.receive(group.size())]
+        pairs = [pair for weight in self._weights for pair in weight.gather_buffers(group.size())]
         if not self._whole:
             pairs.append((output_tensor, input_tensor))
         all_gather_each(pairs, group)
         for weight in self._weights:
-            weight.received()
+            weight.unpack()
 
     def release(self, device: torch.device) -> None:
         """Call when FSDP2 frees the unit, on the stream that has read it."""

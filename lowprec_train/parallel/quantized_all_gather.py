@@ -34,7 +34,7 @@ from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import CODED, AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import (
     cast_all,
-    extended,
+    with_extensions,
     gathered_parameters,
     on_reshard,
     reset_buffers,
@@ -156,7 +156,7 @@ class _Weight:
         parameter = linear.weight
         assert isinstance(parameter, DTensor)
         self.linear, self.unit, self.parameter = linear, unit, parameter
-        self.shard = extended(parameter, self._pre_all_gather, self._post_all_gather)
+        self.shard = with_extensions(parameter, self._pre_all_gather, self._post_all_gather)
         self._shape = (parameter.shape[0], parameter.shape[1])
         self._param_all_gather, self._dtype, self._shards = param_all_gather, dtype, shards
         self._split = None if linear.split is None else linear.split.dim
@@ -265,7 +265,7 @@ class _Weight:
         wide = sent.wide if not self.in_place else (self._filler,) if self.sends_filler else ()
         return wide, sent.known
 
-    def receive(self, ranks: int) -> list[tuple[Tensor, Tensor]]:
+    def gather_buffers(self, ranks: int) -> list[tuple[Tensor, Tensor]]:
         """Allocate the whole weight; return (gathered, shard) of its tensors."""
         assert self._sending is not None
         sent, coded = self._sending.wide, self._format.quantizer is not None
@@ -283,7 +283,7 @@ class _Weight:
             made.append(self._scales)
         return list(zip(made, sent, strict=True))
 
-    def received(self) -> None:
+    def unpack(self) -> None:
         """Unpack codes."""
         if self._format.packed:
             assert self._values is not None
@@ -306,10 +306,12 @@ class _Weight:
             self._values = gathered[0]
         assert self._values is not None
         if self._leaf is None:
-            self._leaf = self._taking(torch.zeros((), dtype=dtype, device=self.shard.device).expand(self._shape))
+            self._leaf = self._with_grad_hook(
+                torch.zeros((), dtype=dtype, device=self.shard.device).expand(self._shape)
+            )
         if self._format.quantizer is None:
             if first:
-                self._plain = self._taking(self._values[: self._shape[0]].detach())
+                self._plain = self._with_grad_hook(self._values[: self._shape[0]].detach())
             self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._plain,))
             return (self._values, ()) if first else None
         _read_by_current_stream((*known, self._scales))
@@ -318,7 +320,7 @@ class _Weight:
         self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=True, tensors=(codes, scales, *known[1:]))
         return (self._values.view(BYTE), ()) if first else None
 
-    def _taking(self, leaf: Tensor) -> Tensor:
+    def _with_grad_hook(self, leaf: Tensor) -> Tensor:
         """Return the leaf, which takes the weight's gradient."""
         leaf.requires_grad_().register_post_accumulate_grad_hook(self._accumulate_grad)
         return leaf

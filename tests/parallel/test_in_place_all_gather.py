@@ -24,11 +24,11 @@ class Weight:
     def __init__(self):
         self.held = False
 
-    def receive(self, ranks):
+    def gather_buffers(self, ranks):
         self.held = True
         return []
 
-    def received(self):
+    def unpack(self):
         pass
 
     def free(self):
@@ -44,7 +44,7 @@ class Model:
 
     def gather(self, i):
         self.memory.acquire(self.units[i], CPU)
-        self.weights[i].receive(2)
+        self.weights[i].gather_buffers(2)
         self.most = max(self.most, self.held)
 
     def release(self, i):
