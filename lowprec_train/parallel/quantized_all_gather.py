@@ -34,11 +34,11 @@ from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import CODED, AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import (
     cast_all,
-    with_extensions,
     gathered_parameters,
     on_reshard,
     reset_buffers,
     stays_gathered,
+    with_extensions,
 )
 from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
