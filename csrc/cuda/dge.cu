@@ -1,4 +1,5 @@
 // dge: the gradient times the slope of the differentiable estimator (arXiv 2501.17116, eq. 8; ops/reference.py dge).
+// dge_all: the same in place, for many gradients in one launch.
 //
 // Bound by instructions: a power is a logarithm and an exponential, with each product rounded before its sum, about 60
 // instructions per element for 8 bytes (FP32 gradient, BF16 weight and result). Floors and integers are computed by
@@ -91,62 +92,123 @@ __device__ __forceinline__ void store(Out* to, const float (&v)[VECTOR], int cou
   }
 }
 
-// A block per row. `shared`: the eight elements of a vector have one scale.
+// How a row is read. `whole`: in vectors. `shared`: the eight elements of a vector have one scale. `narrow`: weights are
+// rounded to BF16 first.
+struct Row {
+  int64_t columns, tile_columns;
+  bool whole, shared, narrow;
+};
+
+// One row by a block; `out` may be `grad`.
 template <typename Grad, typename Weight, typename Out>
-__global__ void __launch_bounds__(DGE_THREADS)
-    dge_rows(const Grad* __restrict__ grad, const Weight* __restrict__ weight, const float* __restrict__ scale,
-             Out* __restrict__ out, int64_t columns, Tile tile, Slope how, bool whole, bool shared) {
-  const int64_t base = static_cast<int64_t>(blockIdx.x) * columns;
-  const float* of_row = scale + blockIdx.x / tile.rows * (columns / tile.columns);
-  const bool one = tile.columns == columns;
-  float inverse = one ? divide(1.0f, *of_row) : 0.0f;
-  for (int64_t column = threadIdx.x * VECTOR; column < columns; column += DGE_THREADS * VECTOR) {
-    const int some = static_cast<int>(min(columns - column, int64_t{VECTOR}));
+__device__ __forceinline__ void correct_row(const Grad* grad, const Weight* weight, const float* scale, Out* out,
+                                            const Row& row, const Slope& how) {
+  const bool one = row.tile_columns == row.columns;
+  float inverse = one ? divide(1.0f, *scale) : 0.0f;
+  for (int64_t column = threadIdx.x * VECTOR; column < row.columns; column += DGE_THREADS * VECTOR) {
+    const int some = static_cast<int>(min(row.columns - column, int64_t{VECTOR}));
     Vector<Grad> g;
     Vector<Weight> w;
-    if (whole) {
-      g.load(grad + base + column);
-      w.load(weight + base + column);
+    if (row.whole) {
+      g.load(grad + column);
+      w.load(weight + column);
     } else {
-      g.load_some(grad + base + column, some);
-      w.load_some(weight + base + column, some);
+      g.load_some(grad + column, some);
+      w.load_some(weight + column, some);
     }
-    if (shared && !one) inverse = divide(1.0f, of_row[column / tile.columns]);
+    if (row.shared && !one) inverse = divide(1.0f, scale[column / row.tile_columns]);
     float v[VECTOR];
 #pragma unroll
     for (int i = 0; i < VECTOR; ++i) {
-      if (!shared) inverse = divide(1.0f, of_row[min(column + i, columns - 1) / tile.columns]);
-      v[i] = g[i] * slope_at(w[i], inverse, how);
+      if (!row.shared) inverse = divide(1.0f, scale[min(column + i, row.columns - 1) / row.tile_columns]);
+      const float value = row.narrow ? __bfloat162float(__float2bfloat16_rn(w[i])) : w[i];
+      v[i] = g[i] * slope_at(value, inverse, how);
     }
-    store(out + base + column, v, some, whole);
+    store(out + column, v, some, row.whole);
   }
+}
+
+Row row_of(const Tensor& grad, const Tensor& weight, int64_t tile_columns, bool narrow) {
+  const int64_t columns = weight.size(1);
+  const bool aligned_rows = aligned(grad.const_data_ptr(), 16) && aligned(weight.const_data_ptr(), 16);
+  const bool shared = tile_columns == columns || tile_columns % VECTOR == 0;
+  return {columns, tile_columns, columns % VECTOR == 0 && aligned_rows, shared, narrow};
+}
+
+// A block per row.
+template <typename Grad, typename Weight, typename Out>
+__global__ void __launch_bounds__(DGE_THREADS)
+    dge_rows(const Grad* __restrict__ grad, const Weight* __restrict__ weight, const float* __restrict__ scale,
+             Out* __restrict__ out, int64_t tile_rows, Row row, Slope how) {
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * row.columns;
+  const float* of_row = scale + blockIdx.x / tile_rows * (row.columns / row.tile_columns);
+  correct_row(grad + base, weight + base, of_row, out + base, row, how);
+}
+
+constexpr int BATCH = 48;  // gradients per launch: kernel parameters are 4 KB
+
+struct Listed {
+  float* grad;
+  const void* weight;
+  const float* scale;
+  int64_t first, tile_rows;  // index of its first row in the batch
+  Row row;
+  bool bf16;  // the weight
+};
+
+struct Batch {
+  Listed of[BATCH];
+  int count;
+};
+static_assert(sizeof(Batch) + sizeof(Slope) <= 4096, "kernel parameters");
+
+// A block per row of all gradients.
+__global__ void __launch_bounds__(DGE_THREADS) dge_listed(const __grid_constant__ Batch batch, Slope how) {
+  int low = 0, high = batch.count - 1;
+  while (low < high) {  // the last gradient that begins at or before this row
+    const int middle = (low + high + 1) / 2;
+    if (batch.of[middle].first <= blockIdx.x) low = middle;
+    else high = middle - 1;
+  }
+  const Listed& of = batch.of[low];
+  const int64_t row = blockIdx.x - of.first, base = row * of.row.columns;
+  const float* scale = of.scale + row / of.tile_rows * (of.row.columns / of.row.tile_columns);
+  auto* grad = reinterpret_cast<Fp32*>(of.grad) + base;
+  if (of.bf16) correct_row(grad, static_cast<const Bf16*>(of.weight) + base, scale, grad, of.row, how);
+  else correct_row(grad, static_cast<const Fp32*>(of.weight) + base, scale, grad, of.row, how);
 }
 
 template <typename Grad, typename Weight, typename Out>
 void launch(const Tensor& grad, const Tensor& weight, const Tensor& scale, const Tensor& out, const Slope& how) {
-  const int64_t rows = weight.size(0), columns = weight.size(1);
-  const Tile tile{rows / scale.size(0), columns / scale.size(1)};
-  const bool whole =
-      columns % VECTOR == 0 && aligned(grad.const_data_ptr(), 16) && aligned(weight.const_data_ptr(), 16);
-  const bool shared = tile.columns == columns || tile.columns % VECTOR == 0;
+  const int64_t rows = weight.size(0);
+  const Row row = row_of(grad, weight, weight.size(1) / scale.size(1), false);
   dge_rows<Grad, Weight, Out><<<rows, DGE_THREADS, 0, stream_of(weight)>>>(
-      data_of<Grad>(grad), data_of<Weight>(weight), data_of<float>(scale), mutable_data_of<Out>(out), columns, tile,
-      how, whole, shared);
+      data_of<Grad>(grad), data_of<Weight>(weight), data_of<float>(scale), mutable_data_of<Out>(out),
+      rows / scale.size(0), row, how);
+}
+
+Slope slope_of(double k, double cap) {
+  return {static_cast<float>(1.0 / k - 1.0), static_cast<float>(1.0 / k), static_cast<float>(cap)};
+}
+
+void check_sizes(const Tensor& grad, const Tensor& weight, const Tensor& scale) {
+  const int64_t rows = weight.size(0), columns = weight.size(1);
+  STD_TORCH_CHECK(grad.size(0) == rows && grad.size(1) == columns, "a gradient of the weight's shape");
+  STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float, "scales are float32");
+  STD_TORCH_CHECK(rows % scale.size(0) == 0 && columns % scale.size(1) == 0, "scales [", scale.size(0), ", ",
+                  scale.size(1), "] of a weight [", rows, ", ", columns, "]");
 }
 
 Tensor dge(const Tensor& grad_given, const Tensor& weight_given, const Tensor& scale_given, double k, double cap,
            std::optional<ScalarType> dtype) {
   const Tensor grad = dense(grad_given), weight = dense(weight_given), scale = dense(scale_given);
   const int64_t rows = weight.size(0), columns = weight.size(1);
-  STD_TORCH_CHECK(grad.size(0) == rows && grad.size(1) == columns, "a gradient of the weight's shape");
-  STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float, "scales are float32");
-  STD_TORCH_CHECK(rows % scale.size(0) == 0 && columns % scale.size(1) == 0, "scales [", scale.size(0), ", ",
-                  scale.size(1), "] of a weight [", rows, ", ", columns, "]");
+  check_sizes(grad, weight, scale);
   const ScalarType wanted = dtype.value_or(ScalarType::Float);
   const bool half = wanted == ScalarType::BFloat16 || wanted == ScalarType::Half;
   Tensor out = empty_like_device(grad, {rows, columns}, half ? wanted : ScalarType::Float);
   if (out.numel() == 0) return out;
-  const Slope how{static_cast<float>(1.0 / k - 1.0), static_cast<float>(1.0 / k), static_cast<float>(cap)};
+  const Slope how = slope_of(k, cap);
   with_input(grad, [&](auto of_grad) {
     with_input(weight, [&](auto of_weight) {
       with_input(out, [&](auto of_out) {
@@ -159,7 +221,52 @@ Tensor dge(const Tensor& grad_given, const Tensor& weight_given, const Tensor& s
   return half || wanted == ScalarType::Float ? out : torch::stable::to(out, wanted);
 }
 
+void dge_all(std::vector<Tensor> grads, std::vector<Tensor> weights, std::vector<Tensor> scales, double k, double cap,
+             ScalarType dtype) {
+  STD_TORCH_CHECK(grads.size() == weights.size() && grads.size() == scales.size(),
+                  "a weight and scales for each gradient");
+  Batch batch;
+  batch.count = 0;
+  int64_t rows = 0;
+  std::vector<Tensor> held;  // rounded weights that are not made in the kernel, until it is launched
+  const auto flush = [&](const Tensor& like) {
+    if (rows > 0) dge_listed<<<rows, DGE_THREADS, 0, stream_of(like)>>>(batch, slope_of(k, cap));
+    batch.count = 0;
+    rows = 0;
+  };
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const Tensor& grad = grads[i];
+    if (grad.numel() == 0) continue;
+    Tensor weight = dense(weights[i]);
+    const Tensor scale = dense(scales[i]);
+    check_sizes(grad, weight, scale);
+    STD_TORCH_CHECK(grad.scalar_type() == ScalarType::Float && grad.is_contiguous(),
+                    "dge_all: contiguous gradients in FP32");
+    const ScalarType given = weight.scalar_type();
+    const bool narrow = given == ScalarType::Float && dtype == ScalarType::BFloat16;
+    if (!narrow && given != dtype) weight = torch::stable::to(weight, dtype);
+    const bool bf16 = weight.scalar_type() == ScalarType::BFloat16;
+    STD_TORCH_CHECK(bf16 || weight.scalar_type() == ScalarType::Float, "dge_all: weights in FP32 or BF16");
+    held.push_back(weight);
+    held.push_back(scale);
+    batch.of[batch.count++] = {mutable_data_of<float>(grad),
+                               weight.const_data_ptr(),
+                               data_of<float>(scale),
+                               rows,
+                               grad.size(0) / scale.size(0),
+                               row_of(grad, weight, grad.size(1) / scale.size(1), narrow),
+                               bf16};
+    rows += grad.size(0);
+    if (batch.count == BATCH) flush(grad);
+  }
+  if (batch.count > 0) flush(grads[0]);
+  check_launch("dge_all");
+}
+
 }  // namespace
 }  // namespace lowprec
 
-STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("dge", TORCH_BOX(&lowprec::dge)); }
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
+  m.impl("dge", TORCH_BOX(&lowprec::dge));
+  m.impl("dge_all", TORCH_BOX(&lowprec::dge_all));
+}

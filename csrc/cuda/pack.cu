@@ -124,10 +124,23 @@ Tensor unpack_e2m1(const Tensor& given) {
   return codes;
 }
 
+void unpack_e2m1_all(std::vector<Tensor> packed, std::vector<Tensor> codes) {
+  STD_TORCH_CHECK(packed.size() == codes.size(), "codes for each packed tensor");
+  for (size_t i = 0; i < packed.size(); ++i) {
+    const Tensor &in = packed[i], &out = codes[i];
+    STD_TORCH_CHECK(in.scalar_type() == ScalarType::Byte && out.element_size() == 1 && in.is_contiguous() &&
+                        out.is_contiguous() && out.numel() == 2 * in.numel(),
+                    "unpack_e2m1_all takes contiguous bytes and writes twice as many");
+    launch(data_of<uint8_t>(in), mutable_data_of<uint8_t>(out), in.numel(), stream_of(in), unpack_words, unpack_bytes);
+  }
+  check_launch("unpack_e2m1_all");
+}
+
 }  // namespace
 }  // namespace lowprec
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
   m.impl("pack_e2m1", TORCH_BOX(&lowprec::pack_e2m1));
   m.impl("unpack_e2m1", TORCH_BOX(&lowprec::unpack_e2m1));
+  m.impl("unpack_e2m1_all", TORCH_BOX(&lowprec::unpack_e2m1_all));
 }

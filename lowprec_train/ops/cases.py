@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import block_scaled_cases, eden_cases, ladder_cases, library, reference
+from lowprec_train.ops import block_scaled_cases, dge_cases, eden_cases, ladder_cases, library, reference
 from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
 from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
 from lowprec_train.ops.gradient_cases import decode_by_cases, decode_cases, encode_by_cases, encode_cases
@@ -342,6 +342,7 @@ def cases(op: str) -> Cases:
     e4m3, codes, bounds = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96), library.EAGER
     blocks = 2.0 ** (random_bits(torch.tensor(5), None, 6, 3) % 25 - 12).float()
     x, clipped = _outliers()
+    every = torch.arange(256, dtype=torch.uint8)
     made: dict[str, Any] = {
         "quantize": _quantize,
         "quantize_nvfp4": lambda: _quantize_nvfp4() | _rotated_nvfp4(),
@@ -358,7 +359,8 @@ def cases(op: str) -> Cases:
         "block_scaled_mm": block_scaled_cases.cases,
         "fold": lambda: {"E4M3": (codes, blocks, "E4M3"), "E5M2": (codes, blocks, "E5M2")},
         "pack_e2m1": lambda: {"matrix": (codes,), "odd": (e2m1(3, 14),), "one": (e2m1(1, 2)[0],)},
-        "unpack_e2m1": lambda: {"every byte": (torch.arange(256, dtype=torch.uint8).reshape(8, 32),)},
+        "unpack_e2m1": lambda: {"every byte": (every.reshape(8, 32),)},
+        "unpack_e2m1_all": lambda: {"lists": ([every, every[1:10]], [every.repeat(2), every[:18].clone()])},
         "transpose": lambda: {"odd": (e4m3[:, :37].contiguous(),), "INT8": (codes.view(torch.int8),)},
         "rotate_fold": _rotate_fold,
         **eden_cases.BY_OP,
@@ -374,10 +376,7 @@ def cases(op: str) -> Cases:
         "encode_gradients_by": lambda: encode_by_cases(values(4, 2308), spoilt(4, 2308)),
         "decode_gradients_by": lambda: decode_by_cases(values(4, 2308), spoilt(4, 2308)),
         "dequantize_expanded": lambda: _decoded(_expanded()),
-        "dge": lambda: {
-            "tensor": (values(5, 36), values(5, 36, seed=8).bfloat16(), torch.tensor([[0.5]]), 5.0, 3.0),
-            "rows": (values(5, 36), values(5, 36, seed=8), values(5, 1, seed=9, edges=False).abs(), 5.0, 3.0),
-        },
+        **dge_cases.BY_OP,
         **{op: partial(_arguments, op) for op in ("adamw", "adamw_squares", "adamw_amax")},
         "sum_squares": lambda: {
             "lists": ([values(5, 37), torch.empty(0), values(3, 8).bfloat16(), torch.ones(1), torch.empty(0)],),

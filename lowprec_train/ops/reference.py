@@ -250,6 +250,12 @@ def unpack_e2m1(packed):  # type: ignore[no-untyped-def]
     return (magnitude | (nibbles & 8) << 4).to(torch.uint8).view(torch.float8_e4m3fn)
 
 
+def unpack_e2m1_all(packed, codes):  # type: ignore[no-untyped-def]
+    """Unpack matrices into `codes`, which have one byte an element and twice as many columns."""
+    for each, out in zip(packed, codes, strict=True):
+        out.view(torch.uint8).copy_(torch.ops.lowprec.unpack_e2m1(each).view(torch.uint8))
+
+
 def fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
     """Multiply block exponents into the carrier: code * 2**(e_block - e_row + top), with one scale per row; exact
     within the span.
@@ -295,6 +301,12 @@ def dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def
     centred = (2.0 * (steps - steps.floor()) - 1.0).abs()
     slope = _power(centred.clamp_min(TINY), 1.0 / k - 1.0) * (1.0 / k)
     return (grad.float() * slope.clamp_max(cap)).to(dtype or torch.float32)
+
+
+def dge_all(grads, weights, scales, k, cap, dtype):  # type: ignore[no-untyped-def]
+    """Multiply gradients [n, k] in place by f'(W / scale) of their weights, which are first rounded to `dtype`."""
+    for grad, weight, scale in zip(grads, weights, scales, strict=True):
+        grad.copy_(torch.ops.lowprec.dge(grad, weight.to(dtype), scale, k, cap, grad.dtype))
 
 
 def _power(x: Tensor, p: float) -> Tensor:

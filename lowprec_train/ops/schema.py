@@ -55,6 +55,7 @@ SCHEMAS = {
     "fold": "(Tensor codes, Tensor scale, str carrier) -> (Tensor codes, Tensor scale)",
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",
+    "unpack_e2m1_all": "(Tensor[] packed, Tensor(a!)[] codes) -> ()",
     "transpose": "(Tensor codes) -> Tensor",
     "rotate_fold": (
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
@@ -111,6 +112,7 @@ SCHEMAS = {
         " bool every_addition) -> Tensor"
     ),
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap, ScalarType? dtype=None) -> Tensor",
+    "dge_all": ("(Tensor(a!)[] grads, Tensor[] weights, Tensor[] scales, float k, float cap, ScalarType dtype) -> ()"),
     "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor amax)",
     "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor amax)",
     "adamw": (

@@ -42,7 +42,7 @@ from lowprec_train.parallel.fsdp_parameters import (
 )
 from lowprec_train.parallel.in_place_all_gather import FILLER_BYTES, GatherMemory, UnitAllGather
 from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
-from lowprec_train.precision.estimators import StraightThrough
+from lowprec_train.precision.estimators import Estimator, StraightThrough
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.linear_plan import Op, OperandPlan, Source
 
@@ -133,6 +133,13 @@ class QuantizedAllGather:
         """Multiply the slopes of estimators into the summed gradients, and free what was gathered. Call it after the
         last backward pass of a step.
         """
+        correct: dict[Estimator, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        for weight in self.weights.values():
+            if (operands := weight.estimated()) is not None:
+                correct.setdefault(weight.linear.recipe.estimator, []).append(operands)
+        for estimator, found in correct.items():
+            grads, shards, scales = zip(*found, strict=True)
+            estimator.correct_all(grads, shards, scales, self._dtype)
         for weight in self.weights.values():
             weight.finish()
         self._memory.clear()
@@ -207,13 +214,17 @@ class _Weight:
         self.amax = quantizer.local_amax(w, now.amax_dim)
         return True
 
-    def finish(self) -> None:
+    def estimated(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the shard's summed gradient, the shard and its scales, if this rank applies an estimator to them."""
         estimator, gradient = self.linear.recipe.estimator, self.parameter.grad
-        if self._format.quantizer is not None and not isinstance(estimator, StraightThrough) and gradient is not None:
-            here = cast(DTensor, gradient).to_local()
-            scale = self._rounding().scale
-            assert scale is not None
-            here.copy_(estimator(here, self._rounded(), scale, here.dtype))
+        if self._format.quantizer is None or isinstance(estimator, StraightThrough) or gradient is None:
+            return None
+        scale = self._rounding().scale
+        assert scale is not None
+        return cast(DTensor, gradient).to_local(), self.shard.detach(), scale
+
+    def finish(self) -> None:
+        """Free what all-gathers of the step have sent."""
         self._sent, self.amax = None, torch.empty(0)
 
     def round(self, w: Tensor | None = None) -> None:
@@ -287,7 +298,7 @@ class _Weight:
         """Unpack codes."""
         if self._format.packed:
             assert self._values is not None
-            self._values.data.copy_(_bytes(torch.ops.lowprec.unpack_e2m1(self._packed)))
+            torch.ops.lowprec.unpack_e2m1_all([self._packed], [self._values.data])
         self._sending, self._packed = None, torch.empty(0)
 
     def free(self) -> None:

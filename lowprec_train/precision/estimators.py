@@ -13,6 +13,7 @@ averages 0.59 for k = 5.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -27,6 +28,11 @@ class Estimator(Protocol):
 
     def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor: ...
 
+    def correct_all(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        """Correct gradients [n, k] in place, given their weights, which were rounded to `dtype` and then quantised."""
+
 
 @dataclass(frozen=True)
 class StraightThrough:
@@ -34,6 +40,10 @@ class StraightThrough:
 
     def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         return grad if dtype is None else grad.to(dtype)
+
+    def correct_all(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -54,5 +64,13 @@ class DifferentiableEstimator:
             raise ValueError(f"DGE needs k >= 1 and cap > 0, not k = {self.k}, cap = {self.cap}")
 
     def __call__(self, grad: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        weight = weight.roll(1, dims=-1) if self.permuted else weight
-        return torch.ops.lowprec.dge(grad, weight, scale, self.k, self.cap, dtype)
+        return torch.ops.lowprec.dge(grad, self._placed(weight), scale, self.k, self.cap, dtype)
+
+    def correct_all(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype
+    ) -> None:
+        placed = [self._placed(weight) for weight in weights]
+        torch.ops.lowprec.dge_all(list(grads), placed, list(scales), self.k, self.cap, dtype)
+
+    def _placed(self, weight: Tensor) -> Tensor:
+        return weight.roll(1, dims=-1) if self.permuted else weight

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SEED = torch.tensor(0x1234_5678_9ABC_DEF)
-OPS = ("outlier_bounds", "quantize_carrier", "quantize_outliers", "pack_e2m1", "unpack_e2m1", "quantize_nvfp4", "dge")
+OPS = ("outlier_bounds", "quantize_carrier", "quantize_outliers", "pack_e2m1", "unpack_e2m1")
+OPS += ("unpack_e2m1_all", "quantize_nvfp4", "dge", "dge_all")
 # Columns that end inside a vector, a warp, a cluster; the widest of each team of warps, and one vector more.
 COLUMNS = (1, 3, 8, 40, 264, 1000, 2048, 2056, 4096, 4104, 8192, 8200, 11008, 12296, 16384, 16392, 32768, 32776)
 
@@ -210,3 +211,20 @@ def test_dge_at_every_place_of_an_interval():
     """Slopes of 2**16 weights that a scale of 1 spreads over [0, 8)."""
     weight = torch.linspace(0, 8, 2**16).view(64, 1024)
     check("dge", reference.dge, torch.ones_like(weight), weight, torch.ones(1, 1), 5.0, 1e30, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_dge_of_many_gradients(dtype):
+    """One launch for each 48; shapes that are not vectors, aligned rows, no rows, scales by tensor, row and block."""
+    shapes = [(n, k) for n in (0, 1, 3, 64) for k in (1, 37, 264, 4096)] * 4
+    tiles = [(1, -1), (-1, -1)] * (len(shapes) // 2)
+    grads, weights = [drawn(*shape) for shape in shapes], [holed(drawn(n + 1, k))[:n] for n, k in shapes]
+    how = ("FP32", 1.0, 0, "nearest", None, None)
+    scales = [
+        reference.quantize(w, "E2M1", tile, *how)[1] if len(w) else torch.ones(1, 1) for w, tile in zip(weights, tiles)
+    ]
+    moved = [[x.cuda() for x in each] for each in (grads, weights, scales)]
+    wanted = [reference.dge(g, w.to(dtype), s, 5.0, 3.0) if len(g) else g for g, w, s in zip(grads, weights, scales)]
+    torch.ops.lowprec.dge_all(*moved, 5.0, 3.0, dtype)
+    for got, want in zip(moved[0], wanted, strict=True):
+        assert torch.equal(canonical(got.cpu()), canonical(want))

@@ -169,3 +169,17 @@ def test_non_finite_gradients_stay_visible():
 def test_refusals(k, cap):
     with pytest.raises(ValueError):
         DifferentiableEstimator(k, cap)
+
+
+@pytest.mark.parametrize("permuted", [False, True])
+def test_many_gradients_are_corrected_in_place(permuted):
+    """By the slopes at weights in BF16, of which FP32 masters are given."""
+    estimator, shapes = DifferentiableEstimator(permuted=permuted), ((6, 32), (0, 32), (3, 40))
+    weights = [torch.from_numpy(normal(n + 1, k)).float()[:n] for n, k in shapes]
+    grads, scales = [torch.ones_like(w) * 0.3 for w in weights], [torch.full((1, 1), 0.7) for _ in weights]
+    wanted = [estimator(g, w.bfloat16(), s, g.dtype) for g, w, s in zip(grads, weights, scales)]
+    estimator.correct_all(grads, weights, scales, torch.bfloat16)
+    assert all(map(torch.equal, grads, wanted)) and not torch.equal(grads[0], torch.full((6, 32), 0.3))
+    kept = grads[0].clone()
+    StraightThrough().correct_all(grads, weights, scales, torch.bfloat16)
+    assert torch.equal(grads[0], kept)
