@@ -150,8 +150,8 @@ class DataParallel:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             if gradients:
                 flat = _in_rank_order(torch.cat([gradient.flatten() for gradient in gradients]), group)
-                for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-                    gradient.copy_(part.view_as(gradient))
+                parts = flat.split([each.numel() for each in gradients])
+                torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
         for each in self._of_weights:
             each.finish()
         self._reducer.finish_step()
