@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import block_scaled_cases, dge_cases, eden_cases, ladder_cases, library, reference
+from lowprec_train.ops import block_scaled_cases, eden_cases, ladder_cases, library, list_cases, reference
 from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
 from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
 from lowprec_train.ops.gradient_cases import decode_by_cases, decode_cases, encode_by_cases, encode_cases
@@ -376,7 +376,7 @@ def cases(op: str) -> Cases:
         "encode_gradients_by": lambda: encode_by_cases(values(4, 2308), spoilt(4, 2308)),
         "decode_gradients_by": lambda: decode_by_cases(values(4, 2308), spoilt(4, 2308)),
         "dequantize_expanded": lambda: _decoded(_expanded()),
-        **dge_cases.BY_OP,
+        **list_cases.BY_OP,
         **{op: partial(_arguments, op) for op in ("adamw", "adamw_squares", "adamw_amax")},
         "sum_squares": lambda: {
             "lists": ([values(5, 37), torch.empty(0), values(3, 8).bfloat16(), torch.ones(1), torch.empty(0)],),

@@ -222,6 +222,7 @@ FAKES: dict[str, Callable] = {
     "decode_gradients": _in_place,
     "encode_gradients_by": _encode_gradients_by,
     "decode_gradients_by": lambda wire, *_: wire.new_empty((), dtype=torch.int64),
+    **dict.fromkeys(("amax_all", "quantize_all_by"), lambda xs, *_: xs[0].new_empty(len(xs), dtype=torch.float32)),
     "dge": _dge,
     "dge_all": _in_place,
     "adamw": _in_place,

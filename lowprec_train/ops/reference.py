@@ -231,6 +231,21 @@ def scaled_mm(a, scale_a, b, scale_b, split_accumulation, dtype):  # type: ignor
     return (to_float(a) @ to_float(b).t() * scale_a * scale_b.t()).to(dtype)
 
 
+def amax_all(xs):  # type: ignore[no-untyped-def]
+    """Return the largest magnitude of each matrix, FP32 [n]; NaN and Inf propagate."""
+    return torch.cat([torch.ops.lowprec.amax(x, (-1, -1)).flatten() for x in xs])
+
+
+def quantize_all_by(xs, amax, codes, format, scale_rule, headroom):  # type: ignore[no-untyped-def]
+    """Quantise matrices to nearest under one scale each, from `amax` [n], into `codes`. Return the scales, FP32 [n]."""
+    how, scales = (format, (-1, -1), scale_rule, headroom, 0, "nearest", None, None), []
+    for x, largest, out in zip(xs, amax.unbind(), codes, strict=True):
+        made, scale = torch.ops.lowprec.quantize_by(x, largest.view(1, 1), None, *how)
+        out.view(made.dtype).copy_(made)
+        scales.append(scale.flatten())
+    return torch.cat(scales)
+
+
 def pack_e2m1(codes):  # type: ignore[no-untyped-def]
     """Pack E2M1 codes, two per byte, the first one in the low bits. Bit 3 of a nibble is the sign, bits 0..2 the index
     in the grid. A NaN code has no nibble; the scale of its tile is NaN.

@@ -28,6 +28,10 @@ SCHEMAS = {
         " int rotation=0) -> (Tensor codes, Tensor scale, Tensor block_scale, Tensor tensor_scale)"
     ),
     "amax": "(Tensor x, int[2] tile) -> Tensor",
+    "amax_all": "(Tensor[] xs) -> Tensor",
+    "quantize_all_by": (
+        "(Tensor[] xs, Tensor amax, Tensor(a!)[] codes, str format, str scale_rule, float headroom) -> Tensor"
+    ),
     "quantize_by": (
         "(Tensor x, Tensor amax, Tensor? tops, str format, int[2] tile, str scale_rule, float headroom,"
         " int exponent_span, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"

@@ -16,7 +16,7 @@ n + 1 roundings of FP32 in another place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -29,7 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Operand
-from lowprec_train.numerics.quantizer import Quantized, Shared
+from lowprec_train.numerics.lists import amax_all, quantize_lists, quantizes_lists
+from lowprec_train.numerics.quantizer import Quantized, Quantizer, Shared
 from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import CODED, AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import (
@@ -116,9 +117,25 @@ class QuantizedAllGather:
             for unit in self._units:
                 unit.reshard()
             self._memory.clear()
-            self._all_reduce_amaxes([weight for weight in weights if weight.refresh_format(rounded[weight])])
+            waiting = [weight for weight in weights if weight.refresh_format()]
+            self._set_amaxes(waiting, rounded)
+            self._all_reduce_amaxes(waiting)
+        listed = [weight for weight in weights if weight.in_list]
+        operands = [(weight.quantizer, rounded[weight], weight.amax) for weight in listed]
+        codes = dict(zip(listed, quantize_lists(operands), strict=True))
         for weight in weights:
-            weight.round(rounded.pop(weight))
+            weight.round(rounded.pop(weight), codes.pop(weight, None))
+
+    def _set_amaxes(self, waiting: list[_Weight], rounded: Mapping[_Weight, Tensor]) -> None:
+        """Compute the amaxes of shards."""
+        listed = [weight for weight in waiting if weight.in_list]
+        if listed:
+            amaxes = amax_all([rounded[weight] for weight in listed]).view(-1, 1, 1).unbind()
+            for weight, amax in zip(listed, amaxes, strict=True):
+                weight.amax = amax
+        for weight in waiting:
+            if not weight.in_list:
+                weight.amax = weight.local_amax(rounded[weight])
 
     def _all_reduce_amaxes(self, waiting: list[_Weight]) -> None:
         """All-reduce the amaxes of these weights: one all-reduce for each axis that divides one of them."""
@@ -200,19 +217,29 @@ class _Weight:
             split=self._split,
         )
 
-    def refresh_format(self, w: Tensor) -> bool:
-        """Refresh the all-gather format from the current recipe. Returns True if a global amax is needed; `amax` then
-        is that of the shard. w: the shard in the dtype of the residual stream.
-        """
+    @property
+    def quantizer(self) -> Quantizer:
+        """The quantiser of its codes, if codes are gathered."""
+        assert self._format.quantizer is not None
+        return self._format.quantizer
+
+    @property
+    def in_list(self) -> bool:
+        """Whether it is quantised together with others: its codes have one scale, from an all-reduced amax."""
+        scaled = self.sends_codes and bool(self._format.amax_dims) and self.shard.is_contiguous()
+        return scaled and quantizes_lists(self.quantizer, self.shard.device)
+
+    def refresh_format(self) -> bool:
+        """Refresh the all-gather format from the current recipe. Returns True if a global amax is needed."""
         now = self.current_format()
         if now != self._format:
             reset_buffers(self.unit, self.linear)
             self._format, self.linear.gathered, self._values = now, None, None
-        quantizer = now.quantizer
-        if quantizer is None or not now.amax_dims:
-            return False
-        self.amax = quantizer.local_amax(w, now.amax_dim)
-        return True
+        return now.quantizer is not None and bool(now.amax_dims)
+
+    def local_amax(self, w: Tensor) -> Tensor:
+        """Return the amax of the shard. w: the shard in the dtype of the residual stream."""
+        return self.quantizer.local_amax(w, self._format.amax_dim)
 
     def estimated(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return the shard's summed gradient, the shard and its scales, if this rank applies an estimator to them."""
@@ -227,12 +254,14 @@ class _Weight:
         """Free what all-gathers of the step have sent."""
         self._sent, self.amax = None, torch.empty(0)
 
-    def round(self, w: Tensor | None = None) -> None:
-        """Compute what all-gathers send until `finish`. w: the shard in the dtype of the residual stream."""
+    def round(self, w: Tensor | None = None, codes: Quantized | None = None) -> None:
+        """Compute what all-gathers send until `finish`. w: the shard in the dtype of the residual stream. codes: of w,
+        if known.
+        """
         self._sent = None
-        self._sent = self._rounding(w)
+        self._sent = self._rounding(w, codes)
 
-    def _rounding(self, w: Tensor | None = None) -> _Sent:
+    def _rounding(self, w: Tensor | None = None, codes: Quantized | None = None) -> _Sent:
         """Return what an all-gather sends: that of the step, or else of the current weight."""
         if self._sent is not None:
             return self._sent
@@ -240,7 +269,7 @@ class _Weight:
         if self._format.quantizer is None:
             padding = self._format.rows - w.shape[0]
             return _Sent(wide=(torch.cat((w, w.new_zeros(padding, w.shape[1]))) if padding else w,))
-        codes = self._codes(w)
+        codes = self._codes(w) if codes is None else codes
         scales = codes.parts.get("block", codes.scale)
         sent = torch.ops.lowprec.pack_e2m1(codes.codes) if self._format.packed else codes.codes
         wide = (_bytes(sent), *([_bytes(scales)] if self._format.sends_scales else []))

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -146,7 +148,9 @@ class Seen:
         self.rounded: dict[str, int] = {}  # how often a weight's shard was rounded to what is sent
         for name, weight in {} if gathering is None else gathering.weights.items():
             coded = gathering.formats()[name].quantizer is not None
-            self._count(name, weight, "_codes" if coded else "round")
+            self.rounded[name] = 0
+            self._count(name, weight, "round", lambda *given, coded=coded: not coded or given[-1] is not None)
+            self._count(name, weight, "_codes", lambda *_: True)
             self._watch(name, weight)
         if gathering is not None:
             gathering._groups = {name: Recorded(group, self.agreements) for name, group in gathering._groups.items()}
@@ -162,11 +166,12 @@ class Seen:
 
         weight._accumulate_grad = watched
 
-    def _count(self, name: str, weight, method: str) -> None:
-        original, self.rounded[name] = getattr(weight, method), 0
+    def _count(self, name: str, weight, method: str, rounds: Callable[..., bool]) -> None:
+        """Count calls in which the shard is rounded. `round` gets codes if all weights were quantised together."""
+        original = getattr(weight, method)
 
         def counted(*given):
-            self.rounded[name] += 1
+            self.rounded[name] += rounds(*given)
             return original(*given)
 
         setattr(weight, method, counted)
