@@ -74,7 +74,31 @@ def sum_in_order(parts: tuple[Tensor, ...] | list[Tensor]) -> Tensor:
     total = first.to(torch.promote_types(first.dtype, torch.float32))
     for part in others:
         total = total + part
-    return total if total.dtype == first.dtype else total.to(first.dtype)  # an alias loses its gradient when compiled
+    return rounded(total, first.dtype)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a product or a sum over ranks in its final dtype; x itself if it has this dtype, because an alias loses
+    its gradient when compiled (torch 2.11).
+
+    A compiled graph has an operation that nothing else calls, so that `model.recompute` knows what it may save.
+    """
+    if x.dtype == dtype:
+        return x
+    if not torch.compiler.is_compiling():
+        return x.to(dtype)
+    narrowed: Tensor = torch.ops.prims.convert_element_type.default(x, dtype)
+    return narrowed
+
+
+def kept(x: Tensor) -> Tensor:
+    """Return x, made from what a collective returned and smaller than that, so that `model.recompute` may save it
+    instead. A compiled graph has an operation here that does nothing.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    same: Tensor = torch.ops.prims.convert_element_type.default(x, x.dtype)
+    return same
 
 
 def all_gather_rows(x: Tensor, group: Group) -> Tensor:

@@ -16,6 +16,7 @@ from lowprec_train.ops import activations as ops
 from lowprec_train.precision.gemm import cast
 
 Tensors = tuple[Tensor, ...]
+WAYS = {"quantized_gated_silu": 2}  # inputs whose columns alternate
 
 WithAmax = tuple[Tensor, Tensor]
 """What a layer computes [..., width], and the largest magnitude of each of its rows, a vector in FP32: all that a
@@ -86,30 +87,44 @@ def gated_silu(gate_up: Tensor, grad_amax: Tensor | None = None) -> WithAmax:
     return _activation("gated_silu", gate_up, grad_amax)
 
 
-def quantized_gated_silu(gate_up: Tensor, grad_amax: Tensor | None, how: Quantizer) -> WithAmax:
-    """silu(Q(gate)) Q(up), with codes of both saved; arguments as for `gated_silu`."""
-    return _activation("quantized_gated_silu", gate_up, grad_amax, how.format.name, how.tile[1])
+def quantized_gated_silu(
+    gate_up: Tensor, grad_amax: Tensor | None, how: Quantizer, recomputes: bool = False
+) -> WithAmax:
+    """silu(Q(gate)) Q(up), with codes of both saved; other arguments as for `gated_silu`.
+
+    recomputes: make the codes by an op of their own, and y from them (`QuantizedSavedInput`).
+    """
+    return _activation("quantized_gated_silu", gate_up, grad_amax, how.format.name, how.tile[1], recomputes=recomputes)
 
 
-def quantized_gelu(x: Tensor, grad_amax: Tensor | None, how: Quantizer) -> WithAmax:
-    """Tanh-GELU of Q(x) [..., width], with codes of x saved; grad_amax as for `gated_silu`."""
-    return _activation("quantized_gelu", x, grad_amax, how.format.name, how.tile[1])
+def quantized_gelu(x: Tensor, grad_amax: Tensor | None, how: Quantizer, recomputes: bool = False) -> WithAmax:
+    """Tanh-GELU of Q(x) [..., width], with codes of x saved; other arguments as for `quantized_gated_silu`."""
+    return _activation("quantized_gelu", x, grad_amax, how.format.name, how.tile[1], recomputes=recomputes)
 
 
 def quantized_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, centered: bool, how: Quantizer
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    centered: bool,
+    how: Quantizer,
+    recomputes: bool = False,
 ) -> WithAmax:
-    """RMSNorm or LayerNorm of Q(x) [..., width], with codes of x saved."""
+    """RMSNorm or LayerNorm of Q(x) [..., width], with codes of x saved. recomputes: as for `quantized_gated_silu`."""
     rows, arguments = x.flatten(end_dim=-2), (weight, bias, eps, centered, how.format.name, how.tile[1])
-    y, amax, *_ = _QuantizedNorm.apply(rows, *arguments) if torch.is_grad_enabled() else _norm(rows, *arguments)
+    if torch.is_grad_enabled():
+        y, amax = _QuantizedNorm.apply(recomputes, rows, *arguments)
+    else:
+        y, amax, *_ = _norm(rows, *arguments)
     return y.unflatten(0, x.shape[:-1]), amax
 
 
-def _activation(op: str, x: Tensor, grad_amax: Tensor | None, *how: str | int) -> WithAmax:
+def _activation(op: str, x: Tensor, grad_amax: Tensor | None, *how: str | int, recomputes: bool = False) -> WithAmax:
     """Apply `_Activation` to matrices, so that the Function does not return a view of an inner value."""
     rows = x.flatten(end_dim=-2)
     if torch.is_grad_enabled():
-        y, amax = _Activation.apply(op, rows, grad_amax, *how)
+        y, amax = _Activation.apply(op, recomputes, rows, grad_amax, *how)
     else:  # a compiled Function without gradients loses its context
         y, amax, *_ = getattr(torch.ops.lowprec, op)(rows, *how)
     return y.unflatten(0, x.shape[:-1]), amax
@@ -119,10 +134,11 @@ class _Activation(torch.autograd.Function):
     """x [m, k], grad_amax [m] -> y [m, width], amax [m]. Saves the other results of the op, or x if there are none."""
 
     @staticmethod
-    def forward(ctx, op, x, grad_amax, *how):  # type: ignore[no-untyped-def]
+    def forward(ctx, op, recomputes, x, grad_amax, *how):  # type: ignore[no-untyped-def]
+        codes, x = _saved_codes(x, *how, ways=WAYS.get(op, 1)) if recomputes else ((), x)
         y, amax, *saved = getattr(torch.ops.lowprec, op)(x, *how)
         ctx.op, ctx.how = op, how
-        ctx.save_for_backward(*(saved or (x,)))
+        ctx.save_for_backward(*(codes or saved or (x,)))
         ctx.mark_non_differentiable(amax)
         return y, amax
 
@@ -130,15 +146,16 @@ class _Activation(torch.autograd.Function):
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
         op = getattr(torch.ops.lowprec, f"{ctx.op}_backward")
         dx, amax = op(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
-        return None, dx, amax if ctx.needs_input_grad[2] else None, *[None] * len(ctx.how)
+        return None, None, dx, amax if ctx.needs_input_grad[3] else None, *[None] * len(ctx.how)
 
 
 class _QuantizedNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, *how):  # type: ignore[no-untyped-def]
+    def forward(ctx, recomputes, x, weight, bias, *how):  # type: ignore[no-untyped-def]
+        codes, x = _saved_codes(x, *how[-2:]) if recomputes else ((), x)
         y, amax, *saved = _norm(x, weight, bias, *how)
         ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, *saved)
+        ctx.save_for_backward(weight, *(codes or saved))
         ctx.mark_non_differentiable(amax)
         return y, amax
 
@@ -149,7 +166,19 @@ class _QuantizedNorm(torch.autograd.Function):
         dx, dweight, dbias = torch.ops.lowprec.quantized_norm_backward(
             dy.contiguous(), *saved, weight.float(), biased, *ctx.how
         )
-        return dx, cast(dweight, weight.dtype), cast(dbias, ctx.bias_dtype) if biased else None, *[None] * len(ctx.how)
+        dbias = cast(dbias, ctx.bias_dtype) if biased else None
+        return None, dx, cast(dweight, weight.dtype), dbias, *[None] * len(ctx.how)
+
+
+def _saved_codes(x: Tensor, format: str, group: int, ways: int = 1) -> tuple[Tensors, Tensor]:
+    """Return codes and exponents of each of the `ways` columns that alternate in x, and their values in its layout.
+
+    Values are exact in the dtype of x, and rounding them again does not change them.
+    """
+    parts = x.unflatten(1, (-1, ways)).unbind(2)
+    saved = [torch.ops.lowprec.saved_codes(part, format, (1, group), "POW2", 1.0, 0) for part in parts]
+    values = torch.stack([ops.dequantized(codes, exponents, format) for codes, exponents in saved], dim=2)
+    return tuple(part for each in saved for part in each), cast(values.flatten(1), x.dtype)
 
 
 def _norm(x, weight, bias, *how):  # type: ignore[no-untyped-def]

@@ -49,7 +49,7 @@ class RMSNorm(QuantizedSavedInput):
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.quantizer is not None:
             if self.fuses(x_BTD):
-                return quantized_norm(x_BTD, self.weight, None, self.eps, False, self.quantizer)[0]
+                return quantized_norm(x_BTD, self.weight, None, self.eps, False, self.quantizer, self.recomputes)[0]
             return self.through_codes(RMS(self.eps), (x_BTD,), (self.weight,))
         return F.rms_norm(x_BTD.float(), self.weight.shape, self.weight, self.eps).to(x_BTD.dtype)
 
@@ -68,7 +68,7 @@ class LayerNorm(QuantizedSavedInput):
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.quantizer is not None:
             if self.fuses(x_BTD):
-                return quantized_norm(x_BTD, self.weight, self.bias, self.eps, True, self.quantizer)[0]
+                return quantized_norm(x_BTD, self.weight, self.bias, self.eps, True, self.quantizer, self.recomputes)[0]
             parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
             return self.through_codes(Normal(self.eps), (x_BTD,), parameters)
         return F.layer_norm(x_BTD.float(), self.weight.shape, self.weight, self.bias, self.eps).to(x_BTD.dtype)
@@ -93,9 +93,8 @@ class SwiGLU(QuantizedSavedInput):
         if self.quantizer is None:
             return self.down(*gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws)), draws=draws)
         if self.fuses(x_BTD):
-            return self.down(
-                *quantized_gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws), self.quantizer), draws=draws
-            )
+            how = self.quantizer, self.recomputes
+            return self.down(*quantized_gated_silu(*self.gate_up.with_grad_amax(x_BTD, draws), *how), draws=draws)
         gate_BTF, up_BTF = self.gate_up(x_BTD, draws=draws).unflatten(-1, (-1, 2)).unbind(-1)
         return self.down(self.through_codes(GatedSiLU(), (gate_BTF, up_BTF), ()), draws=draws)
 
@@ -115,7 +114,8 @@ class GELU(QuantizedSavedInput):
     def forward(self, x_BTD: Tensor, draws: Draws | None = None) -> Tensor:
         if self.fuses(x_BTD):
             assert self.quantizer is not None
-            return self.down(*quantized_gelu(*self.up.with_grad_amax(x_BTD, draws), self.quantizer), draws=draws)
+            how = self.quantizer, self.recomputes
+            return self.down(*quantized_gelu(*self.up.with_grad_amax(x_BTD, draws), *how), draws=draws)
         up_BTF = self.up(x_BTD, draws=draws)
         if self.quantizer is not None:
             return self.down(self.through_codes(TanhGELU(), (up_BTF,), ()), draws=draws)

@@ -1,10 +1,16 @@
 """Activation recomputation: what a block saves for its backward pass, and what it recomputes.
 
-`none` saves everything. `full` saves the input of a block and recomputes the block. `selective` recomputes only cheap
-operations (norms, activations, rotary embedding, residual sums, casts, decoding) and saves the outputs of expensive
-ones: GEMMs, attention, and our ops `torch.ops.lowprec.*`, so that backward uses the codes of forward. All three give
-the same bits: random draws are functions of tensors that do not change between forward and backward, so no random state
-is saved. Under a `SavedActivationPolicy`, `selective` saves little more memory, because codes are saved anyway.
+`none` saves everything. `full` saves the input of a block and recomputes the block. `selective` saves the outputs of
+GEMMs, of attention and of collectives, and recomputes everything else, because it is cheap: norms, activations, rotary
+embedding, residual sums, casts, rotations, and the codes of X and of W. All three give the same bits: rounding is
+deterministic or draws from tensors that do not change between forward and backward, so no random state is saved.
+
+Norms and activations under a `SavedActivationPolicy` compute from codes, which are smaller than the output of the GEMM
+before them. Under `selective` their codes are saved instead of it, and what they compute is recomputed from the codes
+(`QuantizedSavedInput.recomputes`).
+
+A compiler saves an output only if the backward pass needs it, so the product of a GEMM in FP32 that is rounded to BF16
+is saved in BF16. Eager, every listed output is saved; a product in FP32 is then saved in FP32.
 
 The mode is applied inside a block's forward, where it works for eager autograd and for compiled graphs.
 """
@@ -22,37 +28,54 @@ import lowprec_train.ops  # noqa: F401  registers the operations that are named 
 
 Recompute = Callable[..., Any]  # (function, *arguments) -> function(*arguments)
 
-_aten = torch.ops.aten
-_KEPT = {
+_aten, _ours = torch.ops.aten, torch.ops.lowprec
+_GEMMS = {
     _aten.mm.default,
+    _aten.mm.dtype,
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
+    _aten._int_mm.default,
     _aten._scaled_mm.default,
     _aten._scaled_mm_v2.default,
+    _ours.scaled_mm.default,
+    _ours.block_scaled_mm.default,
+}
+_ATTENTION = {
     _aten._scaled_dot_product_cudnn_attention.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-_DECODING = {torch.ops.lowprec.dequantize.default, torch.ops.lowprec.dequantize_bf16.default}
-_DECODING |= {torch.ops.lowprec.unpack_e2m1.default, torch.ops.lowprec.unpack_ladder.default}  # larger than their codes
+_KEPT = _GEMMS | _ATTENTION | {_ours.saved_codes.default}
+_COLLECTIVES = ("_c10d_functional", "lowprec_estimate")  # namespaces: of torch, and without processes
+_LAST_ROUNDING = torch.ops.prims.convert_element_type.default  # of a product, or of a sum over ranks: `group.rounded`
 
 
 def keep_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save outputs of GEMMs, attention and quantisation; the signature is that of torch.utils.checkpoint."""
-    ours = getattr(operation, "namespace", None) == "lowprec" and operation not in _DECODING
-    return CheckpointPolicy.MUST_SAVE if ours or operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    """Save outputs of GEMMs, attention and collectives, and codes of saved inputs; the signature is that of
+    torch.utils.checkpoint.
+    """
+    kept = operation in _KEPT or getattr(operation, "namespace", None) in _COLLECTIVES
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keep_rounded(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """As `keep_dear`, and allow a compiler to save a product or a sum of ranks after its last rounding."""
+    if operation is _LAST_ROUNDING:
+        return CheckpointPolicy.MUST_SAVE
+    return keep_dear(context, operation, *args, **kwargs)
 
 
 def keep_all(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def selective(function: Callable[..., Any], *args: Any) -> Any:
+    policy = keep_rounded if torch.compiler.is_compiling() else keep_dear
+    return _again(function, *args, context_fn=partial(create_selective_checkpoint_contexts, policy))
+
+
 _again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
-RECOMPUTE: dict[str, Recompute] = {
-    "none": keep_all,
-    "selective": partial(_again, context_fn=partial(create_selective_checkpoint_contexts, keep_dear)),
-    "full": _again,
-}
+RECOMPUTE: dict[str, Recompute] = {"none": keep_all, "selective": selective, "full": _again}

@@ -38,6 +38,7 @@ from lowprec_train.model.recompute import RECOMPUTE, Recompute
 from lowprec_train.model.rows import Embedding, own_rows
 from lowprec_train.numerics.draws import Draws
 from lowprec_train.precision.linear import Linear
+from lowprec_train.precision.saved_activations import QuantizedSavedInput
 
 ATTENTIONS: dict[str, type[Attention]] = {"causal": Attention, "qk_norm": QKNorm, "full_qk_norm": FullQKNorm}
 NORMS: dict[str, type[RMSNorm] | type[LayerNorm]] = {"rmsnorm": RMSNorm, "layernorm": LayerNorm}
@@ -58,6 +59,9 @@ class Block(nn.Module):
         self.attention = attention
         self.mlp = mlp
         self.recompute = recompute
+        for layer in (*norms, mlp):
+            if isinstance(layer, QuantizedSavedInput):
+                layer.recomputes = recompute is RECOMPUTE["selective"]
 
     def forward(
         self,

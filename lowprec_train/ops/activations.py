@@ -15,6 +15,9 @@ The `quantized_` ops round their input and save its codes for the backward pass 
 
 Scales are powers of two that never saturate (POW2 and E8M0_CEIL are equal here), stored as biased exponents of one
 byte; two E2M1 codes share a byte. The backward pass recomputes statistics and derivatives from the codes.
+
+`saved_codes` (ops/library.py) makes the codes alone. Q(x^) = x^, so a `quantized_` op on dequantised codes recomputes y
+and amax.
 """
 
 from __future__ import annotations
@@ -90,12 +93,29 @@ def _quantized(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tens
     """Return (codes and exponents, which are saved; x^, their dequantised values)."""
     codes, scale = reference.quantize(x, format, (1, group), "POW2", 1.0, 0, "nearest", None, None)
     stored = reference.pack_e2m1(codes) if format == "E2M1" else codes
-    return stored, (scale.view(torch.int32) >> 23).to(torch.uint8), reference.dequantize(codes, scale)
+    return stored, exponents_of(scale), reference.dequantize(codes, scale)
 
 
 def _dequantized(codes: Tensor, exponents: Tensor, format: str) -> Tensor:
     codes = reference.unpack_e2m1(codes) if format == "E2M1" else codes
     return reference.dequantize(codes, (exponents.int() << 23).view(torch.float32))
+
+
+def exponents_of(scale: Tensor) -> Tensor:
+    """Return the biased exponents of scales, a byte each (E8M0; 255 for NaN)."""
+    return (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def scales_of(exponents: Tensor) -> Tensor:
+    """Inverse of `exponents_of`, FP32."""
+    bits = exponents.int()
+    return ((bits << 23) | ((bits == 255).int() << 22)).view(torch.float32)
+
+
+def dequantized(codes: Tensor, exponents: Tensor, format: str) -> Tensor:
+    """Return the values of saved codes, FP32 [m, k]; NaN where the scale is NaN, also for E2M1, which has no NaN."""
+    codes = reference.unpack_e2m1(codes) if format == "E2M1" else codes
+    return reference.dequantize(codes, scales_of(exponents))
 
 
 def _cast_with_amax(y: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_train.ops import block_scaled_cases, eden_cases, ladder_cases, library, list_cases, reference
+from lowprec_train.ops import (
+    activation_cases,
+    block_scaled_cases,
+    eden_cases,
+    ladder_cases,
+    library,
+    list_cases,
+    reference,
+)
 from lowprec_train.ops.case_inputs import e2m1, normal, spoilt, ties, values
 from lowprec_train.ops.codecs import FP32, StateCodec, StateCodecs, parts_of
 from lowprec_train.ops.gradient_cases import decode_by_cases, decode_cases, encode_by_cases, encode_cases
@@ -280,46 +288,6 @@ def _arguments(op: str) -> Cases:
     return made
 
 
-def _norm_arguments(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, group: int) -> tuple[Any, ...]:
-    weight = 1 + 0.1 * values(1, x.shape[1], seed=31)[0].sign()
-    return x, weight, bias, 1e-5, centered, format, group
-
-
-def _quantized_norm() -> Cases:
-    bias = normal(1, 128)[0].float()
-    return {
-        "RMS": _norm_arguments(normal(5, 256), None, centered=False, format="E4M3", group=128),
-        "centred": _norm_arguments(normal(7, 128), bias, centered=True, format="E4M3", group=16),
-        "E2M1": _norm_arguments(normal(6, 96), None, centered=False, format="E2M1", group=32),
-        "FP32": _norm_arguments(normal(3, 64).float(), None, centered=False, format="E5M2", group=32),
-    }
-
-
-def _backward(op: str, kept: slice) -> Cases:
-    """Return backward cases from the tensors that the reference saves in the forward op's cases."""
-    made: Cases = {}
-    for name, arguments in cases(op).items():
-        outputs = library.EAGER[op](*arguments)
-        rows, columns = outputs[0].shape
-        made[name] = (normal(rows, columns, seed=43).to(outputs[0].dtype), *outputs[kept])
-        if op == "quantized_norm":
-            made[name] += (arguments[1], arguments[2] is not None)
-        made[name] += arguments[3 if op == "quantized_norm" else 1 :]
-    return made
-
-
-def _quantized_gated_silu() -> Cases:
-    return {
-        "E4M3": (normal(5, 512), "E4M3", 128),
-        "E2M1": (normal(6, 192), "E2M1", 32),
-        "FP32": (normal(3, 128).float(), "E5M2", 16),
-    }
-
-
-def _quantized_gelu() -> Cases:
-    return {"E4M3": (normal(5, 256), "E4M3", 128), "E2M1": (normal(6, 96), "E2M1", 32)}
-
-
 def _dequantize() -> Cases:
     e4m3, codes = values(5, 96).clamp(-448, 448).to(torch.float8_e4m3fn), e2m1(6, 96)
     e5m2, narrow = e4m3.float().to(torch.float8_e5m2), values(6, 3, seed=6).abs()
@@ -363,6 +331,7 @@ def cases(op: str) -> Cases:
         "unpack_e2m1_all": lambda: {"lists": ([every, every[1:10]], [every.repeat(2), every[:18].clone()])},
         "transpose": lambda: {"odd": (e4m3[:, :37].contiguous(),), "INT8": (codes.view(torch.int8),)},
         "rotate_fold": _rotate_fold,
+        **activation_cases.BY_OP,
         **eden_cases.BY_OP,
         **ladder_cases.BY_OP,
         "hadamard": lambda: {
@@ -383,13 +352,5 @@ def cases(op: str) -> Cases:
             "unaligned": ([values(7, 41).flatten()[3:]],),
             "Inf and NaN": ([spoilt(3, 8)[:1], spoilt(3, 8)[1:]],),
         },
-        "quantized_norm": _quantized_norm,
-        "quantized_norm_backward": lambda: _backward("quantized_norm", slice(2, 4)),
-        "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},
-        "gated_silu_backward": lambda: {"BF16": (values(9, 128, seed=3).bfloat16(), values(9, 256).bfloat16())},
-        "quantized_gated_silu": _quantized_gated_silu,
-        "quantized_gated_silu_backward": lambda: _backward("quantized_gated_silu", slice(2, 6)),
-        "quantized_gelu": _quantized_gelu,
-        "quantized_gelu_backward": lambda: _backward("quantized_gelu", slice(2, 4)),
     }
     return made[op]()

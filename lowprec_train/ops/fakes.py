@@ -140,10 +140,15 @@ def _dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-de
     return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
 
 
-def _saved_codes(x, columns, format, group):  # type: ignore[no-untyped-def]
+def _codes_and_exponents(x, columns, format, group):  # type: ignore[no-untyped-def]
     """Return codes of x.shape[0] rows of `columns`, two E2M1 codes per byte, and the exponents of their groups."""
     wide, dtype = (columns // 2, torch.uint8) if format == "E2M1" else (columns, parse_format(format).carrier)
     return x.new_empty((x.shape[0], wide), dtype=dtype), x.new_empty((x.shape[0], columns // group), dtype=torch.uint8)
+
+
+def _saved_codes(x, format, tile, *_):  # type: ignore[no-untyped-def]
+    codes, scale = _quantize(x, format, tile)
+    return _pack_e2m1(codes) if format == "E2M1" else codes, torch.empty_like(scale, dtype=torch.uint8)
 
 
 def _row_amax(x):  # type: ignore[no-untyped-def]
@@ -151,7 +156,7 @@ def _row_amax(x):  # type: ignore[no-untyped-def]
 
 
 def _quantized_norm(x, weight, bias, eps, centered, format, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), _row_amax(x), *_saved_codes(x, x.shape[1], format, group)
+    return x.new_empty(x.shape), _row_amax(x), *_codes_and_exponents(x, x.shape[1], format, group)
 
 
 def _quantized_norm_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
@@ -169,7 +174,7 @@ def _gated_silu_backward(dy, gate_up):  # type: ignore[no-untyped-def]
 
 def _quantized_gated_silu(gate_up, format, group):  # type: ignore[no-untyped-def]
     width = gate_up.shape[1] // 2
-    kept = (part for _ in range(2) for part in _saved_codes(gate_up, width, format, group))
+    kept = (part for _ in range(2) for part in _codes_and_exponents(gate_up, width, format, group))
     return gate_up.new_empty((gate_up.shape[0], width)), _row_amax(gate_up), *kept
 
 
@@ -178,7 +183,7 @@ def _quantized_gated_silu_backward(dy, *_):  # type: ignore[no-untyped-def]
 
 
 def _quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
-    return x.new_empty(x.shape), _row_amax(x), *_saved_codes(x, x.shape[1], format, group)
+    return x.new_empty(x.shape), _row_amax(x), *_codes_and_exponents(x, x.shape[1], format, group)
 
 
 def _quantized_gelu_backward(dy, *_):  # type: ignore[no-untyped-def]
@@ -231,6 +236,7 @@ FAKES: dict[str, Callable] = {
     "adamw_amax": lambda params, *_: params[0].new_empty((len(params), 3), dtype=torch.float32),
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,
+    "saved_codes": _saved_codes,
     "quantized_norm": _quantized_norm,
     "quantized_norm_backward": _quantized_norm_backward,
     "quantized_gated_silu": _quantized_gated_silu,

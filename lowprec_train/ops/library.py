@@ -106,6 +106,14 @@ def _dequantize_expanded(codes, scale, exponent, center, format, group, segments
     return torch.cat([states.dequantize_expanded(*part, format, group, segments) for part in parts])
 
 
+def _saved_codes(x, format, tile, scale_rule, headroom, exponent_span):  # type: ignore[no-untyped-def]
+    """Quantise x [m, k] by its device's kernel, to nearest, and return the codes and exponents that are saved."""
+    quantize = kernel("quantize", x.device, format, "nearest")
+    codes, scale = quantize(x, format, tile, scale_rule, headroom, exponent_span, "nearest", None, None)
+    stored = torch.ops.lowprec.pack_e2m1(codes) if format == "E2M1" else codes
+    return stored, activations.exponents_of(scale)
+
+
 LADDER = (
     "hadamard_half",
     "quantize_ladder",
@@ -126,6 +134,7 @@ EAGER |= {"quantize_four_over_six": four_over_six.quantize_four_over_six}
 EAGER |= {name: getattr(gradients, name) for name in ("encode_gradients", "decode_gradients")}
 EAGER |= {name: getattr(shared_gradients, name) for name in ("encode_gradients_by", "decode_gradients_by")}
 EAGER |= {name: getattr(activations, name) for name in SCHEMAS if name.startswith(("gated_silu", "quantized_"))}
+EAGER |= {"saved_codes": _saved_codes}
 EAGER |= {name: getattr(reference, name) for name in SCHEMAS if name not in EAGER}
 EAGER |= {"quantize": _quantize, "hadamard": _hadamard}
 

@@ -128,6 +128,10 @@ SCHEMAS = {
     "adamw_squares": _ADAMW_STATS,
     "adamw_amax": _ADAMW_STATS,
     "sum_squares": "(Tensor[] xs) -> Tensor",
+    "saved_codes": (
+        "(Tensor x, str format, int[2] tile, str scale_rule, float headroom, int exponent_span)"
+        " -> (Tensor codes, Tensor exponents)"
+    ),
     "quantized_norm": (
         "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group)"
         " -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)"

@@ -21,6 +21,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from lowprec_train.group import rounded
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import POWERS_OF_TWO, WHOLE, Quantized, Quantizer, ScaleRule
 from lowprec_train.ops.block_scaled import BLOCKS, K_STEP, N_STEP
@@ -199,7 +200,7 @@ def multiply(
         dtype = torch.bfloat16 if path in NARROW and device.type == "cuda" else torch.float32
     if path is Path.BF16:
         assert isinstance(a, Tensor) and isinstance(b, Tensor)
-        return cast(a @ b.t(), dtype)
+        return rounded(a @ b.t(), dtype)
     a, b = _carried(a), _carried(b)
     if path is Path.DEQUANTIZE:
         return _dequantized(a, b, dtype)
@@ -235,7 +236,7 @@ def _dequantized(a: Quantized | Tensor, b: Quantized | Tensor, dtype: torch.dtyp
         product = product * scale_a
     if scale_b is not None:
         product = product * scale_b.t()
-    return cast(product, dtype)
+    return rounded(product, dtype)
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:

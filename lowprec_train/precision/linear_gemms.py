@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lowprec_train.group import kept, rounded
 from lowprec_train.numerics import rotated
 from lowprec_train.numerics.corrections import Correction
 from lowprec_train.numerics.draws import Gemms, Operand, SiteDraws
@@ -71,6 +72,8 @@ class LinearGemms:
         fprop, w = self.plan.fprop, weight if gathered else cast(weight, x.dtype)
         rest, mean = without_mean(x) if self.plan.needs_x_mean else (x, None)
         codes_x, residual, saved_x = self._input(x, rest, amax)
+        if saved_x.form.quantizer is not None and self.split is not None and self.split.dim == 0:
+            saved_x = replace(saved_x, tensors=tuple(map(kept, saved_x.tensors)))
         codes_w, saved_w = self._weight(w, weight_amax) if gathered is None else (gathered.codes(), gathered)
         saved = flatten(saved_x, saved_w) + ((mean,) if self.plan.saves_mean and mean is not None else ())
         if fprop.codes_only:
@@ -80,7 +83,7 @@ class LinearGemms:
         if residual is None:
             return self._with_row(fprop, a, b, row, x.dtype), saved
         y = self._with_row(fprop, a, b, row, torch.float32)
-        return cast(y + accumulate(residual.dense(x.dtype), w), x.dtype), saved
+        return rounded(y + accumulate(residual.dense(x.dtype), w), x.dtype), saved
 
     def backward(
         self,
@@ -292,7 +295,7 @@ class LinearGemms:
         """Return the product, plus an FP32 row that is added for every token, if given."""
         if row is None:
             return self._product(spec, a, b, dtype)
-        return cast(self._product(spec, a, b, torch.float32) + row, dtype)
+        return rounded(self._product(spec, a, b, torch.float32) + row, dtype)
 
     def _operand(self, spec: OperandPlan, x: Tensor) -> Tensor | Quantized:
         return x if spec.quantizer is None else self._rounded(spec, x)

@@ -11,6 +11,9 @@ bits.
 
 There are two forms: any function of rounded inputs, op by op (`through_codes`), and norms and activations in one kernel
 (`model.activations`), which is used if there is a kernel and no observer.
+
+A layer that `recomputes` makes its codes by an op of their own, `saved_codes`, and computes y from them. Selective
+recomputation saves what this op returns, and needs neither the input nor y.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ from lowprec_train.precision.gemm import cast
 
 Observer = Callable[[Tensor, Quantized, Quantizer], None]
 """Told of every input that is rounded: the matrix, what came out, how."""
+
+Stored = tuple[Tensor, Tensor]
+"""Codes (two E2M1 codes a byte) and the biased exponents of their scales, a byte each (E8M0; 255 for NaN)."""
 
 EXPONENTS = (ScaleRule.POW2, ScaleRule.E8M0_CEIL)  # never saturate, and a byte holds them
 
@@ -100,7 +106,8 @@ class QuantizedSavedInput(nn.Module):
     role: "norm" or "activation". op: rounds the inputs, computes, and saves the codes in one pass, if it has a kernel.
     plain_op: computes without rounding. Both compute the amax of their results in forward and backward: fed_by and
     feeds are the linears inside this module that use it for dY and for X. width: channels of the rounded input.
-    quantizer: None: no rounding. observer: called for every rounding; None: none.
+    quantizer: None: no rounding. observer: called for every rounding; None: none. recomputes: whether y is computed
+    from the saved codes, so that it can be recomputed from them.
     """
 
     role: ClassVar[str]
@@ -111,6 +118,7 @@ class QuantizedSavedInput(nn.Module):
     width: int
     quantizer: Quantizer | None = None
     observer: Observer | None = None
+    recomputes: bool = False
 
     def fuses(self, x: Tensor) -> bool:
         """Return whether the compiled kernel of `op` rounds x, computes and saves the codes in one pass."""
@@ -131,20 +139,21 @@ class QuantizedSavedInput(nn.Module):
         """Compute the formula from the rounded inputs [..., width], in their dtype, and save only codes."""
         assert self.quantizer is not None
         if not torch.is_grad_enabled():  # nothing is saved; a compiled Function without gradients loses its context
-            _, values = _rounded(inputs, self.quantizer, self.observer)
+            _, values = _rounded(inputs, self.quantizer, self.observer, recomputes=False)
             return cast(formula.forward(values, parameters), inputs[0].dtype)
-        y: Tensor = _ThroughCodes.apply(formula, self.quantizer, self.observer, len(inputs), *inputs, *parameters)
+        how = formula, self.quantizer, self.observer, self.recomputes
+        y: Tensor = _ThroughCodes.apply(*how, len(inputs), *inputs, *parameters)
         return y
 
 
 class _ThroughCodes(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, formula, quantizer, observer, count, *tensors):  # type: ignore[no-untyped-def]
+    def forward(ctx, formula, quantizer, observer, recomputes, count, *tensors):  # type: ignore[no-untyped-def]
         inputs, parameters = tensors[:count], tensors[count:]
-        rounded, values = _rounded(inputs, quantizer, observer)
+        pairs, values = _rounded(inputs, quantizer, observer, recomputes)
         ctx.formula, ctx.quantizer, ctx.count = formula, quantizer, count
         ctx.shape, ctx.dtype = inputs[0].shape, inputs[0].dtype
-        ctx.save_for_backward(*parameters, *(part for q in rounded for part in _stored(q, quantizer)))
+        ctx.save_for_backward(*parameters, *(part for pair in pairs for part in pair))
         return cast(formula.forward(values, parameters), ctx.dtype)
 
     @staticmethod
@@ -155,34 +164,44 @@ class _ThroughCodes(torch.autograd.Function):
         inputs = tuple(_restored(*pair, ctx.quantizer).dequantize().view(ctx.shape) for pair in pairs)
         gradients = ctx.formula.backward(dy.float(), inputs, parameters)
         dtypes = [ctx.dtype] * ctx.count + [parameter.dtype for parameter in parameters]
-        return None, None, None, None, *(cast(g, d) for g, d in zip(gradients, dtypes, strict=True))
+        return None, None, None, None, None, *(cast(g, d) for g, d in zip(gradients, dtypes, strict=True))
 
 
 def _rounded(
-    inputs: tuple[Tensor, ...], quantizer: Quantizer, observer: Observer | None
-) -> tuple[list[Quantized], tuple[Tensor, ...]]:
-    """Return the codes of each input, and their values, FP32 in the shape of the input."""
-    codes = [_round(x, quantizer, observer) for x in inputs]
-    return codes, tuple(q.dequantize().view(x.shape) for q, x in zip(codes, inputs, strict=True))
+    inputs: tuple[Tensor, ...], quantizer: Quantizer, observer: Observer | None, recomputes: bool
+) -> tuple[list[Stored], tuple[Tensor, ...]]:
+    """Return what is saved of each input, and their values, FP32 in the shape of the input."""
+    pairs, values = [], []
+    for x in inputs:
+        matrix = x.flatten(end_dim=-2)
+        if recomputes:
+            pair = saved_codes(matrix, quantizer)
+            codes = _restored(*pair, quantizer)
+        else:
+            codes = quantizer(matrix)
+            pair = _stored(codes, quantizer)
+        if observer is not None:
+            observer(matrix, codes, quantizer)
+        pairs.append(pair)
+        values.append(codes.dequantize().view(x.shape))
+    return pairs, tuple(values)
 
 
-def _round(x: Tensor, quantizer: Quantizer, observer: Observer | None) -> Quantized:
-    matrix = x.flatten(end_dim=-2)
-    codes = quantizer(matrix)
-    if observer is not None:
-        observer(matrix, codes, quantizer)
-    return codes
+def saved_codes(x: Tensor, quantizer: Quantizer) -> Stored:
+    """Return what is saved of x [m, k], made by an op of its own."""
+    name, tile, rule = quantizer.format.name, quantizer.tile, quantizer.scale.value
+    pair: Stored = torch.ops.lowprec.saved_codes(x, name, tile, rule, quantizer.range_share, quantizer.exponent_span)
+    return pair
 
 
-def _stored(rounded: Quantized, quantizer: Quantizer) -> tuple[Tensor, Tensor]:
-    """Return the codes (two E2M1 codes a byte) and the biased exponents of the scales (E8M0; 255 for NaN)."""
+def _stored(rounded: Quantized, quantizer: Quantizer) -> Stored:
     codes = torch.ops.lowprec.pack_e2m1(rounded.codes) if quantizer.format is E2M1 else rounded.codes
-    return codes, (rounded.scale.view(torch.int32) >> 23).to(torch.uint8)
+    return codes, activations.exponents_of(rounded.scale)
 
 
 def _restored(codes: Tensor, exponents: Tensor, quantizer: Quantizer) -> Quantized:
     codes = torch.ops.lowprec.unpack_e2m1(codes) if quantizer.format is E2M1 else codes
-    return quantizer.wrap(codes, (exponents.int() << 23).view(torch.float32))
+    return quantizer.wrap(codes, activations.scales_of(exponents))
 
 
 def saved_inputs(model: nn.Module) -> Iterator[tuple[str, QuantizedSavedInput]]:

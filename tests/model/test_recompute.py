@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,9 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lowprec_train.model.recompute import RECOMPUTE, keep_dear
+from lowprec_train.model.recompute import keep_dear
 from lowprec_train.model.transformer import Transformer
+from lowprec_train.ops.schema import SCHEMAS
+from tests.recipes import MODELS, SYSTEMS, System, by_day, system
 
+aten = torch.ops.aten
 CHOICES = ("none", "selective", "full")
 
 
@@ -87,46 +92,43 @@ def test_selective_runs_no_gemm_and_no_attention_again(build, batch) -> None:
     assert counts["selective"]["silu"] == counts["full"]["silu"] == 2 * counts["none"]["silu"]
 
 
-def test_our_operations_are_kept_by_name() -> None:
-    with torch.library._scoped_library("lowprec", "FRAGMENT") as library:
-        library.define("recompute_probe(Tensor x) -> Tensor")
-        assert keep_dear(None, torch.ops.lowprec.recompute_probe.default) is CheckpointPolicy.MUST_SAVE
-    assert keep_dear(None, torch.ops.aten.mm.default) is CheckpointPolicy.MUST_SAVE
-    assert keep_dear(None, torch.ops.aten.silu.default) is CheckpointPolicy.PREFER_RECOMPUTE
+def test_gemms_attention_and_collectives_are_kept_by_name() -> None:
+    def kept(operation: Any) -> bool:
+        return keep_dear(None, operation) is CheckpointPolicy.MUST_SAVE
+
+    ours = {name for name in SCHEMAS if kept(getattr(torch.ops.lowprec, name).default)}
+    assert ours == {"scaled_mm", "block_scaled_mm", "saved_codes"}
+    assert all(map(kept, (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten._scaled_mm.default)))
+    assert kept(aten._scaled_dot_product_cudnn_attention.default)
+    assert kept(torch.ops._c10d_functional.all_gather_into_tensor.default)
+    assert not any(map(kept, (aten.silu.default, aten.add.Tensor, aten._to_copy.default)))
 
 
-def test_codes_are_made_once_under_selective() -> None:
-    """An operation of ours inside an autograd Function, as a quantised linear layer has it."""
-    calls = []
-    with torch.library._scoped_library("lowprec", "FRAGMENT") as library:
-        library.define("recompute_codes(Tensor x) -> Tensor")
+def loss_and_gradients(one: System, record: TorchDispatchMode | None = None) -> list[Tensor]:
+    tokens = torch.randint(0, 64, (2, 64), generator=torch.Generator().manual_seed(2))
+    with record or nullcontext():
+        loss = one.model.loss(tokens, tokens.roll(-1, 1), float(tokens.numel()), draws=one.seeds.at(0, 0))
+        loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in one.model.parameters())]
 
-        def codes(x: Tensor) -> Tensor:
-            calls.append(1)
-            return (x * 4).round() / 4
 
-        library.impl("recompute_codes", codes, "CompositeExplicitAutograd")
-
-        class Coded(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, x: Tensor) -> Tensor:
-                kept = torch.ops.lowprec.recompute_codes(x)
-                ctx.save_for_backward(kept)
-                return kept * 2
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Tensor) -> Tensor:
-                return grads[0] * ctx.saved_tensors[0]
-
-        x = torch.randn(8, requires_grad=True)
-        results = {}
-        for choice in CHOICES:
-            calls.clear()
-            RECOMPUTE[choice](lambda y: Coded.apply(y.sin()), x).sum().backward()
-            results[choice], x.grad = (x.grad, len(calls)), None
-    assert [results[choice][1] for choice in CHOICES] == [1, 1, 2]
-    assert torch.equal(results["selective"][0], results["none"][0])
-    assert torch.equal(results["full"][0], results["none"][0])
+@pytest.mark.parametrize("recipe", by_day(SYSTEMS))
+@pytest.mark.parametrize("model", MODELS)
+def test_selective_repeats_roundings_and_no_gemm(recipe: str, model: str) -> None:
+    """With every recipe: the bits of `none`, each GEMM and attention once, and the codes of the forward pass twice."""
+    results, calls = {}, {}
+    for choice in CHOICES:
+        record = Record()
+        results[choice] = loss_and_gradients(system(recipe, model, f"model.recompute={choice}"), record)
+        calls[choice] = record.calls
+    for choice in CHOICES[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[choice], results["none"], strict=True)), choice
+    dear = [name for name in calls["full"] if "mm" in name or "attention" in name]
+    assert dear and all(calls["selective"][name] == calls["none"][name] for name in dear), calls
+    assert any(calls["full"][name] > calls["none"][name] for name in dear)
+    roundings = [name for name in calls["none"] if re.match(r"lowprec\.(quantize|round|rotate)", name)]
+    if recipe not in ("bf16", "coat"):
+        assert roundings and all(calls["selective"][name] == calls["full"][name] for name in roundings), calls
 
 
 @pytest.mark.gpu

@@ -258,15 +258,20 @@ def test_a_width_that_groups_do_not_divide_is_named(build: Any, family: str, nam
 
 @pytest.mark.parametrize("model", MODELS)
 def test_recompute_meets_the_same_codes(model: str) -> None:
-    """Losses and gradients bit for bit. `selective` makes no code twice, `full` those of the forward pass."""
-    results, rounded = {}, {}
+    """Losses and gradients bit for bit. `selective` makes codes of saved inputs once and those of X and W twice, `full`
+    all of the forward pass twice.
+    """
+    results, rounded, saved = {}, {}, {}
     for choice in CHOICES:
         one = system("coat", model, f"model.recompute={choice}")
         with Calls() as calls:
             results[choice] = loss_and_gradients(one)
         rounded[choice] = sum(name.startswith("lowprec.quantize") for name in calls.names)
+        saved[choice] = sum(name.startswith("lowprec.saved_codes") for name in calls.names)
     assert same(results["selective"], results["none"]) and same(results["full"], results["none"])
     inputs, linears, blocks = (4 if model == "llama_tiny" else 3), 4, 2
     forward, backward = inputs + 2 * linears, linears  # x and w; dy
-    assert rounded["none"] == rounded["selective"] == blocks * (forward + backward)
+    assert rounded["none"] == blocks * (forward + backward)
+    assert rounded["selective"] == blocks * (2 * 2 * linears + backward)
+    assert saved == {"none": 0, "selective": blocks * inputs, "full": 0}
     assert rounded["full"] == rounded["none"] + blocks * forward

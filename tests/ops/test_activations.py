@@ -20,7 +20,7 @@ from lowprec_train.model.activations import (
     quantized_gelu,
     quantized_norm,
 )
-from lowprec_train.numerics.formats import E2M1, E4M3, E5M2
+from lowprec_train.numerics.formats import E2M1, E4M3, E5M2, Format
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops import activations
 from lowprec_train.precision import saved_activations
@@ -197,6 +197,56 @@ def test_shapes_are_those_that_the_schema_says(format: str, biased: bool) -> Non
     torch.library.opcheck(ops.quantized_gated_silu.default, (x, format, 32), test_utils=checks)
     dy, saved = x[:, :WIDTH].contiguous(), ops.quantized_gated_silu(x, format, 32)[2:]
     torch.library.opcheck(ops.quantized_gated_silu_backward.default, (dy, *saved, format, 32), test_utils=checks)
+
+
+# --- codes by an op of their own ---
+
+
+def odd(dtype: torch.dtype) -> Tensor:
+    """Rows [9, 256]: zeros, one value, the largest and the smallest numbers, values just above a power of two, every
+    magnitude at once, Inf, NaN.
+    """
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(3))
+    x[1], x[2] = 0, 0
+    x[2, 7] = -3.0
+    x[3] *= 2.0**127 / x[3].abs().max()
+    x[4] *= 2.0**-130
+    x[5] = (1 + x[5].abs() * 2**-7) * 2.0 ** torch.arange(-64, 64).repeat(2)
+    x[6] = x[6].sign() * 2.0 ** torch.linspace(-126, 120, 256).round()
+    x[7, 40], x[8, 40] = torch.inf, torch.nan
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("kind", [E4M3, E5M2, E2M1], ids=str)
+def test_rounded_values_round_to_themselves(kind: Format, group: int, dtype: torch.dtype) -> None:
+    """So an op that rounds its input recomputes y from codes. Codes may differ: twice the code, half the scale."""
+    x, how = odd(dtype), Quantizer(kind, tile=(1, group), scale=ScaleRule.POW2)
+    expected = how(x).dequantize()
+    values = activations.dequantized(*saved_activations.saved_codes(x, how), kind.name)
+    assert torch.equal(values.nan_to_num(7.0, 8.0, 9.0), expected.nan_to_num(7.0, 8.0, 9.0))
+    assert torch.equal(values.to(dtype).float().nan_to_num(7.0), values.nan_to_num(7.0))
+    again = how(values.to(dtype)).dequantize()
+    assert torch.equal(again.nan_to_num(7.0), values.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", HOWS)
+@pytest.mark.parametrize("op", ["norm", "gated", "gelu"])
+def test_y_of_saved_codes_is_that_of_one_op(op: str, name: str, dtype: torch.dtype) -> None:
+    weights, how, results = parameters(True), HOWS[name], []
+    for recomputes in (False, True):
+        x = randn(2, ROWS, (2 if op == "gated" else 1) * WIDTH, seed=1, dtype=dtype).requires_grad_()
+        grad_amax = torch.zeros(2 * ROWS, requires_grad=True)
+        if op == "norm":
+            y, amax = quantized_norm(x, *weights, EPS, True, how, recomputes)
+        else:
+            y, amax = (quantized_gated_silu if op == "gated" else quantized_gelu)(x, grad_amax, how, recomputes)
+        y.backward(randn(2, ROWS, WIDTH, seed=2, dtype=dtype))
+        results.append([y, amax, x.grad, grad_amax.grad if op != "norm" else weights[0].grad.clone()])
+        weights[0].grad = None
+    assert all(torch.equal(*each) for each in zip(*results, strict=True))
 
 
 # --- which form a layer takes ---

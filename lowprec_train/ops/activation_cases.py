@@ -1,0 +1,77 @@
+"""Test cases of norms and activations (ops/cases.py): three formats, several groups, BF16 and FP32, with and without
+centring and bias; backward from the codes that the reference saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lowprec_train.ops import library
+from lowprec_train.ops.case_inputs import normal, values
+
+Cases = dict[str, tuple[Any, ...]]
+
+
+def _norm_arguments(x: Tensor, bias: Tensor | None, *, centered: bool, format: str, group: int) -> tuple[Any, ...]:
+    weight = 1 + 0.1 * values(1, x.shape[1], seed=31)[0].sign()
+    return x, weight, bias, 1e-5, centered, format, group
+
+
+def _quantized_norm() -> Cases:
+    bias = normal(1, 128)[0].float()
+    return {
+        "RMS": _norm_arguments(normal(5, 256), None, centered=False, format="E4M3", group=128),
+        "centred": _norm_arguments(normal(7, 128), bias, centered=True, format="E4M3", group=16),
+        "E2M1": _norm_arguments(normal(6, 96), None, centered=False, format="E2M1", group=32),
+        "FP32": _norm_arguments(normal(3, 64).float(), None, centered=False, format="E5M2", group=32),
+    }
+
+
+def _backward(op: str, kept: slice) -> Cases:
+    """Return backward cases from the tensors that the reference saves in the forward op's cases."""
+    made: Cases = {}
+    for name, arguments in BY_OP[op]().items():
+        outputs = library.EAGER[op](*arguments)
+        rows, columns = outputs[0].shape
+        made[name] = (normal(rows, columns, seed=43).to(outputs[0].dtype), *outputs[kept])
+        if op == "quantized_norm":
+            made[name] += (arguments[1], arguments[2] is not None)
+        made[name] += arguments[3 if op == "quantized_norm" else 1 :]
+    return made
+
+
+def _quantized_gated_silu() -> Cases:
+    return {
+        "E4M3": (normal(5, 512), "E4M3", 128),
+        "E2M1": (normal(6, 192), "E2M1", 32),
+        "FP32": (normal(3, 128).float(), "E5M2", 16),
+    }
+
+
+def _saved_codes() -> Cases:
+    return {
+        "E4M3": (values(5, 256).bfloat16(), "E4M3", [1, 16], "POW2", 1.0, 0),
+        "E2M1": (values(6, 96), "E2M1", [1, 32], "E8M0_CEIL", 1.0, 0),
+        "columns apart": (values(4, 128)[:, ::2], "E5M2", [1, -1], "POW2", 0.5, 0),
+    }
+
+
+def _quantized_gelu() -> Cases:
+    return {"E4M3": (normal(5, 256), "E4M3", 128), "E2M1": (normal(6, 96), "E2M1", 32)}
+
+
+BY_OP: dict[str, Callable[[], Cases]] = {
+    "saved_codes": _saved_codes,
+    "quantized_norm": _quantized_norm,
+    "quantized_norm_backward": partial(_backward, "quantized_norm", slice(2, 4)),
+    "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},
+    "gated_silu_backward": lambda: {"BF16": (values(9, 128, seed=3).bfloat16(), values(9, 256).bfloat16())},
+    "quantized_gated_silu": _quantized_gated_silu,
+    "quantized_gated_silu_backward": partial(_backward, "quantized_gated_silu", slice(2, 6)),
+    "quantized_gelu": _quantized_gelu,
+    "quantized_gelu_backward": partial(_backward, "quantized_gelu", slice(2, 4)),
+}
