@@ -125,6 +125,7 @@ def test_selective_recomputation_repeats_no_gemm_and_full_launches_more():
     plain, cheap, full = (seconds("+recipe=fp8", f"model.recompute={how}") for how in ("none", "selective", "full"))
     assert cheap["gemm"] == plain["gemm"] and cheap["attention"] == plain["attention"]
     assert cheap["elementwise"] == full["elementwise"] > plain["elementwise"]
+    assert cheap["quantise"] == full["quantise"] > plain["quantise"]
     assert full["launches"] == pytest.approx(plain["launches"] * 4 / 3, rel=0.01)
 
 

@@ -95,12 +95,13 @@ class Pass:
         gemm = quantise = 0.0
         tp = self.subject.sizes.tp
         for name, plan in self.plans.items():
-            forward = self.forward_passes if name.startswith("blocks.") else 1.0
+            inside = name.startswith("blocks.")
+            forward = self.forward_passes if inside else 1.0
+            roundings = 1 if self.subject.run.model.recompute == "none" or not inside else 2
             read = self._weight_bytes(name)
             for which, each in plan.gemms().items():
-                times = forward if which == "fprop" else 1.0
-                gemm += times * self._gemm(each) / tp
-                quantise += times * self._quantise(plan, each, read) / tp
+                gemm += (forward if which == "fprop" else 1) * self._gemm(each) / tp
+                quantise += (roundings if which == "fprop" else 1) * self._quantise(plan, each, read) / tp
             if not plan.straight_through:
                 quantise += math.prod(plan.shape) * self.device.kernels["slope"] / tp
             if read == FP32 and plan.fprop.b.quantizer is None:
