@@ -12,7 +12,7 @@ LOWPREC_CLONES void transpose_block(const uint8_t* in, int64_t rows, int64_t col
   }
 }
 
-Tensor transpose(const Tensor& codes) {
+Tensor transpose(const Tensor& codes, std::optional<Tensor>) {
   STD_TORCH_CHECK(codes.element_size() == 1, "transpose takes codes of one byte, not of ", codes.element_size());
   const Tensor source = dense(codes);
   const int64_t rows = source.size(0), columns = source.size(1);

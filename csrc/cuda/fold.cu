@@ -116,4 +116,15 @@ std::tuple<Tensor, Tensor> fold(const Tensor& codes_given, const Tensor& scale_g
 
 }  // namespace lowprec
 
-STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("fold", TORCH_BOX(&lowprec::fold)); }
+namespace lowprec {
+namespace {
+
+std::tuple<Tensor, Tensor> fold_after(const Tensor& codes, const Tensor& scale, std::string carrier,
+                                      std::optional<Tensor>) {
+  return fold(codes, scale, carrier);
+}
+
+}  // namespace
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) { m.impl("fold", TORCH_BOX(&lowprec::fold_after)); }

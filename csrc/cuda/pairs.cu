@@ -466,7 +466,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
   return {codes, scale, codes_t, scale_t};
 }
 
-Tensor transpose_codes(const Tensor& given) {
+Tensor transpose_codes(const Tensor& given, std::optional<Tensor>) {
   const Tensor codes = dense(given);
   STD_TORCH_CHECK(codes.element_size() == 1, "transpose takes codes of one byte, not of ", codes.element_size());
   const int64_t rows = codes.size(0), columns = codes.size(1);

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lowprec_train.numerics.quantizer import WHOLE, Quantized, Quantizer, ScaleRule
 from lowprec_train.ops import library
+
+ALIGNED = 4  # FP32 numbers in 16 bytes, to which cuBLAS wants a scale aligned
 
 
 def quantizes_lists(quantizer: Quantizer, device: torch.device) -> bool:
@@ -40,6 +43,7 @@ def quantize_lists(operands: Sequence[tuple[Quantizer, Tensor, Tensor]]) -> list
         amax = torch.cat([operands[place][2].flatten() for place in chosen])
         how = (quantizer.format.name, quantizer.scale.value, quantizer.range_share)
         scales = torch.ops.lowprec.quantize_all_by(xs, amax, codes, *how)
-        for place, each, scale in zip(chosen, codes, scales.unbind(), strict=True):
-            made[place] = quantizer.wrap(each, scale.view(1, 1))
+        apart = F.pad(scales.unsqueeze(1), (0, ALIGNED - 1))
+        for place, each, scale in zip(chosen, codes, apart.unbind(), strict=True):
+            made[place] = quantizer.wrap(each, scale[:1].view(1, 1))
     return [made[place] for place in range(len(operands))]

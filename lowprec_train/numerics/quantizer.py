@@ -85,11 +85,11 @@ class Quantized:
         ops = torch.ops.lowprec
         return (ops.dequantize_bf16 if dtype is torch.bfloat16 else ops.dequantize)(self.codes, self.scale)
 
-    def t(self) -> Quantized:
-        """Return the transposed matrix, with row-major codes. The op transposes codes of one byte."""
+    def t(self, after: Tensor | None = None) -> Quantized:
+        """Return the transposed matrix, with row-major codes. after: of the op (ops/schema.py)."""
         parts = {name: part.t() for name, part in self.parts.items()}
         wide = self.codes.element_size() > 1
-        codes = self.codes.t().contiguous() if wide else torch.ops.lowprec.transpose(self.codes)
+        codes = self.codes.t().contiguous() if wide else torch.ops.lowprec.transpose(self.codes, after)
         return Quantized(codes, self.scale.t(), parts, self.gain)
 
 

@@ -58,7 +58,7 @@ def _row_carriers(x, *_):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), _scale_like(x, (1, -1))
 
 
-def _transpose(codes):  # type: ignore[no-untyped-def]
+def _transpose(codes, after=None):  # type: ignore[no-untyped-def]
     return codes.new_empty((codes.shape[1], codes.shape[0]))
 
 
@@ -95,7 +95,7 @@ def _scaled_mm(a, scale_a, b, scale_b, *how):  # type: ignore[no-untyped-def]
     return a.new_empty((a.shape[0], b.shape[0]), dtype=how[-1])
 
 
-def _fold(codes, scale, carrier):  # type: ignore[no-untyped-def]
+def _fold(codes, scale, carrier, after=None):  # type: ignore[no-untyped-def]
     return codes.new_empty(codes.shape, dtype=parse_format(carrier).carrier), scale.new_empty((codes.shape[0], 1))
 
 

@@ -39,7 +39,7 @@ def quantize_outliers(x, clipped):  # type: ignore[no-untyped-def]
     return reference.quantize_carrier(x, *reference.outlier_bounds(x, clipped))
 
 
-def transpose(codes: Tensor) -> Tensor:
+def transpose(codes: Tensor, after: Tensor | None = None) -> Tensor:
     """Transpose codes [m, k] to [k, m], row-major; FP8 as bytes, which torch transposes faster."""
     if codes.element_size() > 1:
         return codes.t().contiguous()

@@ -3,6 +3,9 @@
 Ops have no random state: a `seed` is a 0-dim int64 tensor that enters the graph as data, so that eager, compiled,
 recomputed and resumed runs use the same bits. Formats, roundings and scale rules are passed by name, and never inferred
 from a dtype or from the presence of a seed.
+
+`after` is a tensor that is not read. An op of a backward pass that depends on weights alone gets a gradient here: else
+a compiler may run the op in the forward pass and save the result, although the weights are there in both passes.
 """
 
 from __future__ import annotations
@@ -56,11 +59,11 @@ SCHEMAS = {
         "(Tensor a, Tensor scale_a, Tensor b, Tensor scale_b, Tensor? factor_a, Tensor? factor_b, str format,"
         " ScalarType dtype) -> Tensor"
     ),
-    "fold": "(Tensor codes, Tensor scale, str carrier) -> (Tensor codes, Tensor scale)",
+    "fold": "(Tensor codes, Tensor scale, str carrier, Tensor? after=None) -> (Tensor codes, Tensor scale)",
     "pack_e2m1": "(Tensor codes) -> Tensor",
     "unpack_e2m1": "(Tensor packed) -> Tensor",
     "unpack_e2m1_all": "(Tensor[] packed, Tensor(a!)[] codes) -> ()",
-    "transpose": "(Tensor codes) -> Tensor",
+    "transpose": "(Tensor codes, Tensor? after=None) -> Tensor",
     "rotate_fold": (
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
         " int exponent_span, str carrier, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"

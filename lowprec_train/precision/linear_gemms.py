@@ -113,7 +113,7 @@ class LinearGemms:
         dx: Tensor | None = None
         dw: Tensor | None = None
         if all(needs) and plan.dgrad.a.op is Op.QUANTIZE_BOTH:
-            (b, across), (b_t, down) = self._weight_t(weight, w, dtype), self._input_t(x, dtype)
+            (b, across), (b_t, down) = self._weight_t(weight, w, dtype, dy), self._input_t(x, dtype)
             a, a_t = self._both(plan.dgrad.a, plan.wgrad.a.quantizer, by_token, amax, across, down)
             dx, dw = self._with_row(plan.dgrad, a, b, row, dtype), self._product(plan.wgrad, a_t, b_t, product)
         else:
@@ -194,27 +194,27 @@ class LinearGemms:
     # --- backward ---
 
     def _weight_t(
-        self, weight: Tensor, w: SavedOperand | None, dtype: torch.dtype
+        self, weight: Tensor, w: SavedOperand | None, dtype: torch.dtype, dy: Tensor
     ) -> tuple[Tensor | Quantized, Factor]:
-        """Return W^T [k, n] or its codes, and their row scales if these are multiplied into dY."""
+        """Return W^T [k, n] or its codes, and their row scales if these are multiplied into dY. dy: not read."""
         spec = self.plan.dgrad.b
         if spec.source is Source.FPROP_CODES:
             assert w is not None
-            return self._carriers_t(w) if spec.folded else _without_scale(w.transposed_codes(), self.plan.dgrad.a)
+            return self._carriers_t(w, dy) if spec.folded else _without_scale(w.transposed_codes(dy), self.plan.dgrad.a)
         coded = w is not None and not w.form.scale_only
         matrix = cast(w.codes().dequantize(dtype), dtype) if w is not None and coded else cast(weight, dtype)
         if spec.op is Op.ROTATE_FOLD:
             return self._folded(spec, matrix), None
         return self._operand(spec, matrix.t().contiguous()), None
 
-    def _carriers_t(self, w: SavedOperand) -> tuple[Quantized, Factor]:
+    def _carriers_t(self, w: SavedOperand, dy: Tensor) -> tuple[Quantized, Factor]:
         """Return codes of W^T [k, n] with block scales folded in, and W's row scales, which are multiplied into dY."""
         codes = w.codes()
-        folded, scale = torch.ops.lowprec.fold(codes.codes, codes.scale, carrier_of(codes.exponent_span))
+        folded, scale = torch.ops.lowprec.fold(codes.codes, codes.scale, carrier_of(codes.exponent_span), dy)
         if self.split is not None and self.split.dim == 1:  # a row's largest block may be on another rank
             whole = self.split.group.all_reduce_max(scale)
             folded, scale = torch.ops.lowprec.dequantize(folded, scale / whole).to(folded.dtype), whole
-        return Quantized(torch.ops.lowprec.transpose(folded), torch.ones_like(scale[:1])), scale.t()
+        return Quantized(torch.ops.lowprec.transpose(folded, dy), torch.ones_like(scale[:1])), scale.t()
 
     def _input_t(self, x: SavedOperand, dtype: torch.dtype) -> tuple[Tensor | Quantized, Factor]:
         """Return X^T [k, m] or its codes, and their row scales if these are multiplied into dY^T."""
@@ -240,7 +240,7 @@ class LinearGemms:
         row: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        b, factor = self._weight_t(weight, w, dtype)
+        b, factor = self._weight_t(weight, w, dtype, dy)
         a = codes or self._gradient(self.plan.dgrad.a, dy, factor)
         return self._with_row(self.plan.dgrad, a, b, row, dtype)
 

@@ -92,9 +92,9 @@ class SavedOperand:
         tensor = self.tensors[2]
         return quantizer.wrap(codes, scale.float() * tensor, {"block": scale, "tensor": tensor})
 
-    def transposed_codes(self) -> Quantized:
-        """The codes of the transposed matrix."""
-        return self.codes() if self.form.transposed else self.codes().t()
+    def transposed_codes(self, after: Tensor | None = None) -> Quantized:
+        """The codes of the transposed matrix. after: a gradient, if the matrix is a weight (ops/schema.py)."""
+        return self.codes() if self.form.transposed else self.codes().t(after)
 
     def scale(self) -> Tensor:
         """FP32 scales of the untransposed matrix."""
