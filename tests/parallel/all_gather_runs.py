@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -111,7 +112,8 @@ def trained(case: str, run: RunConfig, world: World) -> dict:
         trainer.model.compile_blocks(backend="aot_eager")
     seen = Seen(trainer)
     for step in range(STEPS):
-        seen.loss.append(float(trainer.step()["train/loss"]))
+        with saved_tensors_hooks(seen.keep, lambda x: x):
+            seen.loss.append(float(trainer.step()["train/loss"]))
         if step:
             seen.valid.append(trainer.evaluate()["valid/loss"])
     rows = {(row["site"], row["gemm"], row["operand"]) for row in trainer.telemetry.read(2) if "site" in row}
@@ -129,6 +131,7 @@ class Seen:
         self.dtypes: set[torch.dtype] = set()
         self.sent: list[dict[torch.dtype, int]] = []
         self.agreements: list[tuple] = []
+        self.saved: set[tuple[torch.dtype, torch.Size]] = set()  # by autograd
         self.first = {name: whole(p.detach()) for name, p in trainer.model.named_parameters()}
         spy, step = Spy(trainer.model), trainer.optimizer.step
 
@@ -154,6 +157,10 @@ class Seen:
             self._watch(name, weight)
         if gathering is not None:
             gathering._groups = {name: Recorded(group, self.agreements) for name, group in gathering._groups.items()}
+
+    def keep(self, x: torch.Tensor) -> torch.Tensor:
+        self.saved.add((x.dtype, x.shape))
+        return x
 
     def _watch(self, name: str, weight) -> None:
         """The dtype in which FSDP2 is given the gradient."""

@@ -190,6 +190,16 @@ def test_blocks_share_a_graph(seen, case):
     assert len(set(counts.values())) == 1, counts
 
 
+@pytest.mark.parametrize("case", timed(["compiled", "compiled fp4"]))
+def test_no_transposed_weight_is_saved(seen, case):
+    """The backward pass transposes gathered codes. In the forward pass a compiler would save the result."""
+    result = seen(case)[0][case, "quantized"]
+    matrices = {x.shape for name, x in result["first"].items() if x.ndim == 2 and name.startswith("blocks.")}
+    assert any((torch.float8_e4m3fn, shape) in result["saved"] for shape in matrices)
+    shapes = {torch.Size(shape[::-1]) for shape in matrices} - matrices
+    assert shapes and not {(torch.float8_e4m3fn, shape) for shape in shapes} & result["saved"]
+
+
 def test_all_ranks_agree(pair, square):
     for ranks, at in ((pair, "dp2"), (square, "dp2-tp2")):
         for case in AT[at]:
