@@ -277,7 +277,7 @@ std::tuple<Tensor, Tensor> fold_ladder(const Tensor& codes, const Tensor& scale,
 std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& x, std::optional<Tensor> scale, bool transpose,
                                               std::optional<Tensor> signs, int64_t rotation, double gain,
                                               std::vector<int64_t> tile, std::string candidates, int64_t span,
-                                              bool corrected) {
+                                              bool corrected, std::optional<Tensor>) {
   const int64_t rows = x.size(transpose ? 1 : 0), columns = x.size(transpose ? 0 : 1);
   if (rotation != 0) check_half_block(columns, rotation);
   STD_TORCH_CHECK(span > 0 && span <= 11, "codes fold within 11 binades, not ", span);

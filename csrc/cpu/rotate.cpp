@@ -123,7 +123,8 @@ float rotate_fold_row(const Pipeline& how, int64_t r, int64_t n, Buffers& b, uin
 std::tuple<Tensor, Tensor> rotate_fold(const Tensor& x, std::optional<Tensor> scale, bool transpose,
                                        std::optional<Tensor> signs, int64_t rotation, std::string scale_rule,
                                        double headroom, int64_t span, std::string carrier, std::string rounding,
-                                       std::optional<Tensor> seed, std::optional<Tensor> origin) {
+                                       std::optional<Tensor> seed, std::optional<Tensor> origin,
+                                       std::optional<Tensor>) {
   const int64_t rows = x.size(transpose ? 1 : 0), columns = x.size(transpose ? 0 : 1);
   if (rotation != 0) check_block(columns, rotation);
   resolve_tile(rows, columns, {1, MX_BLOCK});

@@ -155,7 +155,7 @@ bool fits(const Tensor& x, bool transposed, int64_t rows, int64_t columns, int64
 std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional<Tensor> scale, bool transposed,
                                               std::optional<Tensor> signs, int64_t rotation, double gain,
                                               std::vector<int64_t> tile, std::string candidates, int64_t span,
-                                              bool corrected) {
+                                              bool corrected, std::optional<Tensor>) {
   const Tensor x = dense(given);
   const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
   STD_TORCH_CHECK(rows > 0 && columns > 0, "an empty operand has no scale");

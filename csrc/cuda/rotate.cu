@@ -148,7 +148,8 @@ bool plain_products(const Rotation& how, const ScaleRule& rule) {
 
 Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transposed, std::optional<Tensor> signs,
                    int64_t rotation, std::string scale_rule, double headroom, int64_t span, std::string carrier,
-                   std::string rounding, std::optional<Tensor> seed, std::optional<Tensor> origin) {
+                   std::string rounding, std::optional<Tensor> seed, std::optional<Tensor> origin,
+                   std::optional<Tensor>) {
   const Tensor x = dense(given);
   const int64_t rows = x.size(transposed ? 1 : 0), columns = x.size(transposed ? 0 : 1);
   STD_TORCH_CHECK(rotation >= 0 && (rotation & (rotation - 1)) == 0 && (rotation == 0 || columns % rotation == 0),

@@ -246,7 +246,7 @@ def hadamard_half(x, seed, block, gain):  # type: ignore[no-untyped-def]
 
 
 def rotate_fold_ladder(  # type: ignore[no-untyped-def]
-    x, scale, transposed, signs, rotation, gain, tile, candidates, exponent_span, corrected
+    x, scale, transposed, signs, rotation, gain, tile, candidates, exponent_span, corrected, after=None
 ):
     """Rotate, round and fold x [m, k] or its transpose in one op. With `scale` ([1, 1] or [m, 1]) x is E4M3 codes,
     which are first decoded to BF16. signs: seed of the rotation's signs; rotation: its block size, 0 for none; gain: as

@@ -16,7 +16,19 @@ BLOCK = 32  # elements of an MX block
 
 
 def rotate_fold(  # type: ignore[no-untyped-def]
-    x, scale, transposed, signs, rotation, scale_rule, headroom, exponent_span, carrier, rounding, seed, origin
+    x,
+    scale,
+    transposed,
+    signs,
+    rotation,
+    scale_rule,
+    headroom,
+    exponent_span,
+    carrier,
+    rounding,
+    seed,
+    origin,
+    after=None,
 ):
     """Return carrier codes and a scale per row of x [m, k] or of its transpose. With `scale` [1, 1] x is E4M3 codes,
     which are first decoded to BF16. signs: seed of the rotation's signs; rotation: its block size, 0 for none.

@@ -5,7 +5,8 @@ recomputed and resumed runs use the same bits. Formats, roundings and scale rule
 from a dtype or from the presence of a seed.
 
 `after` is a tensor that is not read. An op of a backward pass that depends on weights alone gets a gradient here: else
-a compiler may run the op in the forward pass and save the result, although the weights are there in both passes.
+a compiler may run the op in the forward pass and save the result, although the weights are there in both passes. Not
+where weights are cast first: the compiler would save the cast, which is wider.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ SCHEMAS = {
     "transpose": "(Tensor codes, Tensor? after=None) -> Tensor",
     "rotate_fold": (
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, str scale_rule, float headroom,"
-        " int exponent_span, str carrier, str rounding, Tensor? seed, Tensor? origin) -> (Tensor codes, Tensor scale)"
+        " int exponent_span, str carrier, str rounding, Tensor? seed, Tensor? origin, Tensor? after=None)"
+        " -> (Tensor codes, Tensor scale)"
     ),
     "quantize_four_over_six": (
         "(Tensor x, Tensor amax, Tensor top, int[2] tile, str candidates)"
@@ -93,7 +95,7 @@ SCHEMAS = {
     "fold_ladder": "(Tensor codes, Tensor scale, Tensor row, Tensor? factor) -> (Tensor codes, Tensor scale)",
     "rotate_fold_ladder": (
         "(Tensor x, Tensor? scale, bool transposed, Tensor? signs, int rotation, float gain, int[2] tile,"
-        " str candidates, int exponent_span, bool corrected) -> (Tensor codes, Tensor scale)"
+        " str candidates, int exponent_span, bool corrected, Tensor? after=None) -> (Tensor codes, Tensor scale)"
     ),
     "pack_ladder": "(Tensor carriers) -> (Tensor packed, Tensor scale)",
     "unpack_ladder": "(Tensor packed, Tensor scale) -> Tensor",

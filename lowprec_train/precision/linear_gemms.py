@@ -201,10 +201,9 @@ class LinearGemms:
         if spec.source is Source.FPROP_CODES:
             assert w is not None
             return self._carriers_t(w, dy) if spec.folded else _without_scale(w.transposed_codes(dy), self.plan.dgrad.a)
-        coded = w is not None and not w.form.scale_only
-        matrix = cast(w.codes().dequantize(dtype), dtype) if w is not None and coded else cast(weight, dtype)
+        matrix = cast(weight if w is None or w.form.scale_only else w.codes().dequantize(dtype), dtype)
         if spec.op is Op.ROTATE_FOLD:
-            return self._folded(spec, matrix), None
+            return self._folded(spec, matrix, after=dy if weight.dtype == dtype else None), None
         return self._operand(spec, matrix.t().contiguous()), None
 
     def _carriers_t(self, w: SavedOperand, dy: Tensor) -> tuple[Quantized, Factor]:
@@ -339,7 +338,9 @@ class LinearGemms:
         amax = None if spec.mean_split else amax  # `amax` is that of x before its mean was subtracted
         return both(x, spec.quantizer, second, **factors, amax=amax, produced=produced, shared=shared)
 
-    def _folded(self, spec: OperandPlan, x: Tensor, scale: Tensor | None = None) -> Quantized:
+    def _folded(
+        self, spec: OperandPlan, x: Tensor, scale: Tensor | None = None, after: Tensor | None = None
+    ) -> Quantized:
         """Rotate, quantise and fold an operand. x: the untransposed matrix, or its codes if `scale` is given."""
         quantizer, rotation = spec.quantizer, spec.rotation
         assert quantizer is not None
@@ -349,10 +350,10 @@ class LinearGemms:
             ladder = (quantizer.tile, quantizer.candidates.value, quantizer.exponent_span)
             corrected = quantizer.correction is Correction.ROW
             gain = 1.0 if rotation is None else rotation.gain(spec.operand)
-            return Quantized(*kernel(x, scale, spec.transposed, signs, block, gain, *ladder, corrected))
+            return Quantized(*kernel(x, scale, spec.transposed, signs, block, gain, *ladder, corrected, after))
         within, kernel = quantizer.exponent_span, quantizer.kernel("rotate_fold", x.device)
         rule = (quantizer.scale.value, quantizer.range_share, within, carrier_of(within), quantizer.rounding.name)
-        codes, row = kernel(x, scale, spec.transposed, signs, block, *rule, *self._noise(spec))
+        codes, row = kernel(x, scale, spec.transposed, signs, block, *rule, *self._noise(spec), after)
         return Quantized(codes, row, exponent_span=within)
 
     def _rotated(self, spec: OperandPlan, x: Tensor) -> Tensor:

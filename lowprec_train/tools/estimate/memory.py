@@ -4,7 +4,8 @@ Persistent: parameters, optimizer states, and gradients between micro-batches. T
 saved by autograd (`saved.py`), gradients until they are reduced. The backward pass of a block frees its saved tensors
 and creates its gradients, so the sum is computed from the loss back to the first block:
 
-    at block i:   persistent + saved by blocks 0..i + gradients so far + temporary tensors of block i
+    block i:    persistent + saved by blocks 0..i + gradients before it + temporary tensors of block i
+    reduction:  persistent + saved by blocks 0..i-1 + gradients so far + gradients of block i as made + messages
 
 Not included: CUDA's context, NCCL's buffers, workspaces of libraries (together 1 to 2 GiB), fragmentation, batches.
 """
@@ -109,7 +110,7 @@ def _backward(
     """Yield the bytes at each moment of the backward pass, from the loss to the first block."""
     tokens, tp, layers = subject.tokens, subject.sizes.tp, len(saved.blocks)
     units, grads = traffic.units(subject.weights), Gradients(subject, reduction)
-    head = units.get("head", ())
+    head = tuple(units.get("head", ()))
     whole = {
         "saved by blocks": sum(block.of(tokens) for block in saved.blocks),
         "embedding, head and logits": saved.rest.of(tokens),
@@ -117,21 +118,26 @@ def _backward(
     }
     if subject.run.model.loss_chunk is not None:
         yield "chunks of the loss", {"gradients": grads.standing, **whole, "at work": _chunk(subject)}
-    at_work = BF16 * tokens * subject.run.model.dim // tp + grads.in_flight(head)
-    yield "loss", {"gradients": grads.standing + grads.made(head), **whole, "at work": at_work}
-    done = list(head)
+    made = (0, 0) if grads.reduces else (grads.made(head), grads.alone(head))
+    at_work = BF16 * tokens * subject.run.model.dim // tp + made[1]
+    yield "loss", {"gradients": grads.standing + made[0], **whole, "at work": at_work}
+    done, before = head, head
     for index in reversed(range(layers)):
-        here = units[f"blocks.{index}"]
-        done += here
+        here = tuple(units[f"blocks.{index}"])
         recomputed = again.blocks[index].of(tokens) - saved.blocks[index].of(tokens)
         largest = max(sum(w.part(tp)) for w in here if w.matrix)
+        below = sum(block.of(tokens) for block in saved.blocks[:index])
         moment = {
-            "gradients": grads.standing + grads.made(done),
-            "saved by blocks": sum(block.of(tokens) for block in saved.blocks[: index + 1]) + recomputed,
+            "gradients": grads.standing + grads.made(done if grads.reduces else done + here),
+            "saved by blocks": below + saved.blocks[index].of(tokens) + recomputed,
             "weights gathered": gathered(subject, last_block=index),
-            "at work": BF16 * tokens * largest + grads.in_flight(here),
+            "at work": BF16 * tokens * largest + (grads.whole(before) if grads.reduces else grads.alone(here)),
         }
         yield f"block {index}", moment
+        done, before = done + here, here
+        if grads.reduces:
+            moment |= {"gradients": grads.standing + grads.made(done), "saved by blocks": below}
+            yield f"reduction of block {index}", moment | {"at work": grads.whole(here) + grads.messages(here)}
 
 
 def _chunk(subject: Subject) -> int:
@@ -184,18 +190,29 @@ class Gradients:
             weights = [] if self._sizes.dp == 1 else [w for w in weights if not w.matrix]
         return 0 if self.standing else self._parts(weights)
 
-    def in_flight(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of gradients during the reduction of a unit: those of this unit and of the next one, as they
-        are made, and the messages. On one GPU gradients are handled one by one.
-        """
-        matrices = [w for w in weights if w.matrix]
-        if not matrices or self._sizes.dp == 1:
-            taken = self.standing or self._in_backward or self._codec is not None
-            return max(map(self._alone, matrices), default=0) if taken else 0
-        made = sum(math.prod(w.part(self._sizes.tp)) * self._subject.gradient_size(w) for w in matrices)
-        layout, ranks = traffic.layout(matrices, self._sizes, self._reduction), self._sizes.dp_shard
-        wire = 2 * reduce_scatter_bytes(self._reduction.codec, layout, ranks) if ranks > 1 else 0
-        return 2 * made + wire
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are reduced over data-parallel ranks, unit by unit."""
+        return self._sizes.dp > 1
+
+    def alone(self, weights: Sequence[Weight]) -> int:
+        """Return the bytes of the gradient that is handled, on one GPU, where they are handled one by one."""
+        taken = self.standing or self._in_backward or self._codec is not None
+        return max((self._alone(w) for w in weights if w.matrix), default=0) if taken else 0
+
+    def whole(self, weights: Sequence[Weight]) -> int:
+        """Return the bytes of a unit's gradients as they are made. They are freed when the next unit is reduced."""
+        return sum(math.prod(w.part(self._sizes.tp)) * self._subject.gradient_size(w) for w in weights if w.matrix)
+
+    def messages(self, weights: Sequence[Weight]) -> int:
+        """Return the bytes of what a rank sends and receives in the reduction of a unit, its own part included."""
+        matrices, ranks = [w for w in weights if w.matrix], self._sizes.dp_shard
+        if ranks == 1 or not matrices:
+            return 0
+        sent = reduce_scatter_bytes(
+            self._reduction.codec, traffic.layout(matrices, self._sizes, self._reduction), ranks
+        )
+        return 2 * sent * ranks // (ranks - 1)
 
     def _alone(self, weight: Weight) -> int:
         """Return the bytes of a gradient from autograd, and of an FP32 copy if one is made."""
