@@ -31,7 +31,6 @@ STEPS = {
     "step_llama_7b_own_optimizers": SEVEN,
 }
 PARALLEL = ("parallel_llama_7b_8layers_2", "parallel_llama_7b_8layers_2_batch2")
-GATHERED = "parallel.param_all_gather=bf16"  # the default when these were measured
 LIBRARY_ADAMW = 14  # bytes a parameter: weight, gradient and both moments in BF16; all but the gradient written, too
 LEAN = ("+recipe=coat", "optim/master=bf16", "optim.in_backward=true", "max_grad_norm=0", "model=llama_7b")
 FULL, AWAY = "model.recompute=full", ("optim.offload=true", "model.offload=true")
@@ -65,7 +64,7 @@ def rows() -> Iterator[Row]:
         for row in found["rows"]:
             if "ms" in row and not row["name"].startswith(("plain", "torchao")):
                 recipe, *more = row["name"].split()
-                asked = (f"+recipe={recipe}", *SEVEN, GATHERED, *more)
+                asked = (f"+recipe={recipe}", *SEVEN, *more)
                 yield _row(name, row["name"], row["ms"], _seconds(asked, found["options"]["batch"], found["gpus"]))
     for name, (asked, length, batch, rate) in WHOLE.items():
         yield _row("memory", name, batch * length / rate * 1e3, _seconds(asked, batch, 1, length))

@@ -27,7 +27,7 @@ from lowprec_train.comm.fsdp import Reducer
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
-from lowprec_train.parallel.fsdp_parameters import accumulate_in, without_gradients
+from lowprec_train.parallel.fsdp_parameters import accumulate_in, copy_all, without_gradients
 from lowprec_train.parallel.mesh import Mesh
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 from lowprec_train.parallel.weight_amax import WeightAmax
@@ -151,7 +151,7 @@ class DataParallel:
             if gradients:
                 flat = _in_rank_order(torch.cat([gradient.flatten() for gradient in gradients]), group)
                 parts = flat.split([each.numel() for each in gradients])
-                torch._foreach_copy_(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
+                copy_all(gradients, [part.view_as(g) for part, g in zip(parts, gradients, strict=True)])
         for each in self._of_weights:
             each.finish()
         self._reducer.finish_step()

@@ -72,8 +72,13 @@ def cast_all(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return the tensors in `dtype`, in one launch; those that have it as they are."""
     made = {place: torch.empty_like(x, dtype=dtype) for place, x in enumerate(tensors) if x.dtype != dtype}
     if made:
-        torch._foreach_copy_(list(made.values()), [tensors[place] for place in made])
+        copy_all(list(made.values()), [tensors[place] for place in made])
     return [made.get(place, x) for place, x in enumerate(tensors)]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target, in one launch."""
+    torch._foreach_copy_(list(targets), list(sources))
 
 
 def accumulate_in(unit: FSDPModule, sum_of: Callable[[Tensor], GradientSum], number: Callable[[], int]) -> None:

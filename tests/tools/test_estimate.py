@@ -264,7 +264,8 @@ def test_json_has_every_moment(capsys):
     assert cli.main(["estimate", "model=llama_tiny", "compile='off'", *TINY, "--gpus", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["sizes"] == {"dp_replicate": 1, "dp_shard": 8, "tp": 1, "gpus": 8}
-    assert list(found["moments"]) == ["loss", "block 1", "block 0"]
+    blocks = [label for index in (1, 0) for label in (f"block {index}", f"reduction of block {index}")]
+    assert list(found["moments"]) == ["loss", *blocks]
     numbers = [value for what, value in found["memory"].items() if what not in ("at", "total")]
     assert sum(numbers) == found["memory"]["total"] == max(sum(each.values()) for each in found["moments"].values())
 
@@ -370,6 +371,17 @@ def test_one_gradient_is_in_flight_in_the_backward_pass():
         assert (
             needed(*freed, f"optim/master={master}").moments["loss"]["at work"] - stream == size * words[0] * words[1]
         )
+
+
+def test_a_reduction_holds_one_unit_and_its_messages():
+    """Of the block whose backward pass is over: gradients as they are made, and what is sent and received, in BF16."""
+    found = needed("+recipe=bf16", "parallel.dp_shard=2").moments
+    matrices = [w for w in subject("+recipe=bf16", "parallel.dp_shard=2").weights if w.unit == "blocks.0" and w.matrix]
+    elements = sum(w.shape[0] * w.shape[1] for w in matrices)
+    before, after = found["block 1"], found["reduction of block 1"]
+    assert after["at work"] == 2 * elements + 2 * 2 * elements
+    assert after["gradients"] - before["gradients"] == 4 * elements // 2 + 4 * 2 * 128
+    assert before["saved by blocks"] == 2 * after["saved by blocks"]
 
 
 def test_a_loss_in_chunks_keeps_gradients_in_place_of_logits():
