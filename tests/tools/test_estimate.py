@@ -265,7 +265,7 @@ def test_json_has_every_moment(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["sizes"] == {"dp_replicate": 1, "dp_shard": 8, "tp": 1, "gpus": 8}
     blocks = [label for index in (1, 0) for label in (f"block {index}", f"reduction of block {index}")]
-    assert list(found["moments"]) == ["loss", *blocks]
+    assert list(found["moments"]) == ["loss", "reduction of head", *blocks]
     numbers = [value for what, value in found["memory"].items() if what not in ("at", "total")]
     assert sum(numbers) == found["memory"]["total"] == max(sum(each.values()) for each in found["moments"].values())
 

@@ -121,6 +121,9 @@ def _backward(
     made = (0, 0) if grads.reduces else (grads.made(head), grads.alone(head))
     at_work = BF16 * tokens * subject.run.model.dim // tp + made[1]
     yield "loss", {"gradients": grads.standing + made[0], **whole, "at work": at_work}
+    if grads.reduces:
+        freed = {"embedding, head and logits": 0, "at work": grads.in_reduction(head)}
+        yield "reduction of head", {"gradients": grads.standing, **whole} | freed
     done, before = head, head
     for index in reversed(range(layers)):
         here = tuple(units[f"blocks.{index}"])
@@ -136,8 +139,8 @@ def _backward(
         yield f"block {index}", moment
         done, before = done + here, here
         if grads.reduces:
-            moment |= {"gradients": grads.standing + grads.made(done), "saved by blocks": below}
-            yield f"reduction of block {index}", moment | {"at work": grads.whole(here) + grads.messages(here)}
+            after = {"gradients": grads.standing + grads.made(done), "saved by blocks": below}
+            yield f"reduction of block {index}", moment | after | {"at work": grads.in_reduction(here)}
 
 
 def _chunk(subject: Subject) -> int:
@@ -204,15 +207,16 @@ class Gradients:
         """Return the bytes of a unit's gradients as they are made. They are freed when the next unit is reduced."""
         return sum(math.prod(w.part(self._sizes.tp)) * self._subject.gradient_size(w) for w in weights if w.matrix)
 
-    def messages(self, weights: Sequence[Weight]) -> int:
-        """Return the bytes of what a rank sends and receives in the reduction of a unit, its own part included."""
+    def in_reduction(self, weights: Sequence[Weight]) -> int:
+        """Return the bytes of a unit's gradients as they are made, and of what a rank sends and receives in their
+        reduction, its own part included.
+        """
         matrices, ranks = [w for w in weights if w.matrix], self._sizes.dp_shard
         if ranks == 1 or not matrices:
-            return 0
-        sent = reduce_scatter_bytes(
-            self._reduction.codec, traffic.layout(matrices, self._sizes, self._reduction), ranks
-        )
-        return 2 * sent * ranks // (ranks - 1)
+            return self.whole(weights)
+        layout = traffic.layout(matrices, self._sizes, self._reduction)
+        sent = reduce_scatter_bytes(self._reduction.codec, layout, ranks)
+        return self.whole(weights) + 2 * sent * ranks // (ranks - 1)
 
     def _alone(self, weight: Weight) -> int:
         """Return the bytes of a gradient from autograd, and of an FP32 copy if one is made."""
