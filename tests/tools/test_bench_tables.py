@@ -8,7 +8,8 @@ import torch
 from lowprec_train.ops.schema import SCHEMAS
 from lowprec_train.tools import cli
 from lowprec_train.tools.bench import exactness, gemm, kernels, linear, profile, report, result
-from lowprec_train.tools.bench.cases import CASES, SHAPES
+from lowprec_train.tools.bench.case import SHAPES
+from lowprec_train.tools.bench.cases import CASES
 from lowprec_train.tools.bench.timing import Clock, Interval, copies
 
 CPU = torch.device("cpu")

@@ -9,50 +9,17 @@ device, so scales are included.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowprec_train.ops import library  # noqa: F401  registers torch.ops.lowprec
+from lowprec_train.tools.bench.case import ACTIVATIONS, WEIGHTS, Case, Inputs
 
-Inputs = tuple[Tensor | None, ...]
-SHAPES = {  # LLaMA 7B, 16,384 tokens
-    "hidden": (16384, 4096),
-    "ffn": (16384, 11008),
-    "gate_up": (16384, 22016),
-    "weight": (22016, 4096),
-}
-ACTIVATIONS = ("hidden", "ffn", "gate_up")
-WEIGHTS = ("weight",)
 SEED, BLOCK, GROUP, SEGMENTS = 7, 128, 128, 8
 EPS, KEPT = 1e-5, ("E4M3", 16)  # format and group in which norms and activations save their inputs
 ops = torch.ops.lowprec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """op: name in the schema. inputs: makes the tensors of an [m, k] problem on a device. call: runs the op on them."""
-
-    name: str
-    op: str
-    inputs: Callable[[int, int, torch.device], Inputs]
-    call: Callable[..., Any]
-    passes: int = 1
-    shapes: tuple[str, ...] = ACTIVATIONS
-
-    def moved(self, rows: int, columns: int) -> int:
-        """Return the bytes that must move."""
-        inputs = self.inputs(rows, columns, torch.device("meta"))
-        outputs = self.call(*inputs)
-        outputs = outputs if isinstance(outputs, list | tuple) else (outputs,)
-        return self.passes * size(inputs[:1]) + size(inputs[1:]) + size(outputs)
-
-
-def size(tensors: Any) -> int:
-    """Return the bytes of the tensors that are not None."""
-    return sum(each.nbytes for each in tensors if each is not None)
 
 
 def _values(dtype: torch.dtype = torch.bfloat16) -> Callable[[int, int, torch.device], Inputs]:
@@ -271,6 +238,33 @@ def _codes_alone() -> Iterator[Case]:
     )
 
 
+def _lists() -> Iterator[Case]:
+    """Ops of many tensors, with one. Those that write to their arguments return what they wrote."""
+
+    def quantised(x: Tensor, amax: Tensor) -> Any:
+        codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
+        return codes, ops.quantize_all_by([x], amax.flatten(), [codes], "E4M3", "POW2", 1.0)
+
+    def corrected(grad: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+        ops.dge_all([grad], [weight], [scale], 5.0, 3.0, torch.bfloat16)
+        return grad
+
+    def unpacked(packed: Tensor) -> Tensor:
+        codes = packed.new_empty((packed.shape[0], 2 * packed.shape[1]))
+        ops.unpack_e2m1_all([packed], [codes])
+        return codes
+
+    def amaxes(m: int, k: int, device: torch.device) -> Inputs:
+        return torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.full((1,), 6.0, device=device)
+
+    yield Case(name="one", op="amax_all", inputs=_values(), call=lambda x: ops.amax_all([x]), shapes=WEIGHTS)
+    yield Case(name="one", op="quantize_all_by", inputs=amaxes, call=quantised, shapes=WEIGHTS)
+    yield Case(name="one, k = 5", op="dge_all", inputs=_gradient, call=corrected, shapes=WEIGHTS)
+    yield Case(name="one", op="unpack_e2m1_all", inputs=_packed, call=unpacked, shapes=WEIGHTS)
+    group = (KEPT[0], (1, KEPT[1]), "POW2", 1.0, 0)
+    yield Case(name="E4M3 1x16", op="saved_codes", inputs=_values(), call=lambda x: ops.saved_codes(x, *group))
+
+
 def _methods() -> Iterator[Case]:
     def clipped(x: Tensor) -> int:
         return x.shape[1] // 100
@@ -396,4 +390,4 @@ def _producers() -> Iterator[Case]:
     )
 
 
-CASES: tuple[Case, ...] = (*_quantisers(), *_parts(), *_pairs(), *_codes_alone(), *_methods(), *_producers())
+CASES: tuple[Case, ...] = (*_quantisers(), *_parts(), *_pairs(), *_codes_alone(), *_lists(), *_methods(), *_producers())

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lowprec_train.ops.library import live_kernels
 from lowprec_train.optim.optimizer import CodedOptimizer
-from lowprec_train.tools.bench.cases import CASES, SHAPES, Case, size
+from lowprec_train.tools.bench.case import SHAPES, Case, size
+from lowprec_train.tools.bench.cases import CASES
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.timing import Clock, copies
 from lowprec_train.train import build_optimizer
