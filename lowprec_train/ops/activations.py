@@ -97,6 +97,7 @@ def _quantized(x: Tensor, format: str, group: int) -> tuple[Tensor, Tensor, Tens
 
 
 def _dequantized(codes: Tensor, exponents: Tensor, format: str) -> Tensor:
+    """Return values as the backward kernels compute them: with a scale of 2^128, Inf, where the exponent is 255."""
     codes = reference.unpack_e2m1(codes) if format == "E2M1" else codes
     return reference.dequantize(codes, (exponents.int() << 23).view(torch.float32))
 

@@ -1,4 +1,4 @@
-"""Cases of ops that take many tensors, for `ops.cases`."""
+"""Cases of ops that take many tensors, and of `dge`, which one of them repeats, for `ops.cases`."""
 
 from __future__ import annotations
 

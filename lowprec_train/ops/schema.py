@@ -121,7 +121,7 @@ SCHEMAS = {
         " bool every_addition) -> Tensor"
     ),
     "dge": "(Tensor grad, Tensor weight, Tensor scale, float k, float cap, ScalarType? dtype=None) -> Tensor",
-    "dge_all": ("(Tensor(a!)[] grads, Tensor[] weights, Tensor[] scales, float k, float cap, ScalarType dtype) -> ()"),
+    "dge_all": "(Tensor(a!)[] grads, Tensor[] weights, Tensor[] scales, float k, float cap, ScalarType dtype) -> ()",
     "gated_silu": "(Tensor gate_up) -> (Tensor y, Tensor amax)",
     "gated_silu_backward": "(Tensor dy, Tensor gate_up) -> (Tensor dx, Tensor amax)",
     "adamw": (
