@@ -12,6 +12,7 @@ from lowprec_train.numerics.corrections import Candidates
 from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.ops import ladder, library
+from lowprec_train.ops.ladder_cases import pack_ladder
 from lowprec_train.precision.gemm import Path, multiply
 from tests.ops.test_cuda_rotate import KINDS, SIGNS, assert_same, matrix
 
@@ -117,3 +118,42 @@ def test_the_same_bits_whenever_it_runs():
     made = [torch.ops.lowprec.rotate_fold_ladder(x, None, True, SIGNS.to(CUDA), 128, 0.125, (1, 16), "mse", 11, True)]
     made += [torch.ops.lowprec.rotate_fold_ladder(x, None, True, SIGNS.to(CUDA), 128, 0.125, (1, 16), "mse", 11, True)]
     assert torch.equal(made[0][1], made[1][1])
+
+
+def check_packing(carriers: Tensor) -> None:
+    want = ladder.pack_ladder(carriers)
+    for a, b in zip(torch.ops.lowprec.pack_ladder(carriers.to(CUDA)), want, strict=True):
+        assert_same(a, b)
+    moved = [each.to(CUDA) for each in want]
+    assert_same(torch.ops.lowprec.unpack_ladder(*moved), ladder.unpack_ladder(*want))
+
+
+def test_carriers_in_four_bits():
+    for (carriers,) in pack_ladder().values():
+        check_packing(carriers)
+    for kind in KINDS:
+        x = matrix(kind, 67, 1072)
+        for span in (3, 11):
+            check_packing(ladder.rotate_fold_ladder(x, None, False, None, 0, 1.0, (1, 16), "mse", span, False)[0])
+    assert_same(
+        torch.ops.lowprec.pack_ladder(torch.empty(0, 32, device=CUDA, dtype=torch.float8_e4m3fn))[0],
+        torch.empty(0, 16, dtype=torch.uint8),
+    )
+
+
+def test_every_code_with_every_scale_in_four_bits():
+    """Products that E4M3 has and that it has not, blocks whose largest code is not 6, and an address between words."""
+    g = torch.Generator().manual_seed(3)
+    scale = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn)
+    nibbles = torch.arange(256).to(torch.uint8).view(32, 8).repeat(256, 1)
+    scales = scale.repeat_interleave(32)[:, None]
+    carriers = ladder.unpack_ladder(nibbles, scales)
+    check_packing(carriers)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    largest = torch.randint(1, 9, (len(scales), 1), generator=g)
+    codes = grid[torch.randint(0, 8, (len(scales), 16), generator=g) % largest]
+    check_packing((codes * scales.float()).clamp(-448, 448).to(torch.float8_e4m3fn))
+    shifted = torch.cat([torch.zeros(5).to(torch.float8_e4m3fn), carriers.flatten()])[5:].view(carriers.shape)
+    check_packing(shifted)
+    moved = torch.cat([torch.zeros(5).to(torch.float8_e4m3fn), carriers.flatten()]).to(CUDA)[5:].view(carriers.shape)
+    assert_same(torch.ops.lowprec.pack_ladder(moved)[0], ladder.pack_ladder(carriers)[0])

@@ -1,0 +1,146 @@
+// pack_ladder and unpack_ladder (ops/ladder.py): blocks of 16 E4M3 carriers as E2M1 codes and an E4M3 scale.
+//
+// A thread has a block. The largest magnitude of a block is one of the seven positive E2M1 numbers times the scale, so
+// there are at most seven scales; the smallest that serves is taken. Products of a code and a scale are exact in half
+// precision, and a candidate serves if all products have the bits of the carriers: the quotients that propose codes may
+// be off by a last bit. Memory traffic is 1.56 bytes per carrier.
+#include <cuda_fp16.h>
+#include <cuda_fp8.h>
+
+#include "cuda/nibbles.h"
+#include "numerics/ladder.h"
+
+namespace lowprec {
+namespace {
+
+constexpr int THREADS = 256;
+constexpr int PLACES = 7;
+__constant__ float PLACE[PLACES] = {6.0f, 4.0f, 3.0f, 2.0f, 1.5f, 1.0f, 0.5f};
+
+__device__ __forceinline__ __half2 decoded(uint32_t pair) {
+  return __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
+}
+__device__ __forceinline__ uint32_t encoded(__half2 pair) {
+  return __nv_cvt_halfraw2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+}
+__device__ __forceinline__ uint32_t bits(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
+__device__ __forceinline__ __half2 both(float value) { return __float2half2_rn(value); }
+
+__device__ __forceinline__ uint8_t code_of(float value) {
+  return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
+}
+
+// Four codes whose products with the scale are `carriers`; sets `serves` to false if there are none.
+__device__ __forceinline__ uint32_t codes_under(uint32_t carriers, __half2 scale, __half2 inverse, bool& serves) {
+  const __half2 low = decoded(carriers & 0xffffu), high = decoded(carriers >> 16);
+  const uint32_t near = encoded(__hmul2_rn(low, inverse)) | encoded(__hmul2_rn(high, inverse)) << 16;
+  const uint32_t nibbles = packed(near, 0u), codes = unpacked(nibbles);
+  serves &= bits(__hmul2_rn(decoded(codes & 0xffffu), scale)) == bits(low);
+  serves &= bits(__hmul2_rn(decoded(codes >> 16), scale)) == bits(high);
+  return nibbles;
+}
+
+// The nibbles of 16 codes under a scale, or false.
+__device__ __forceinline__ bool factored(const uint4& carriers, float scale, uint2& nibbles) {
+  const __half2 times = both(scale), inverse = both(1.0f / scale);
+  bool serves = true;
+  const uint32_t a = codes_under(carriers.x, times, inverse, serves);
+  const uint32_t b = codes_under(carriers.y, times, inverse, serves);
+  const uint32_t c = codes_under(carriers.z, times, inverse, serves);
+  const uint32_t d = codes_under(carriers.w, times, inverse, serves);
+  if (serves) nibbles = make_uint2(a | b << 16, c | d << 16);
+  return serves;
+}
+
+__device__ __forceinline__ uint32_t largest_of(uint32_t carriers, uint32_t top) {
+  return __vmaxu4(carriers & 0x7f7f7f7fu, top);
+}
+
+__global__ void __launch_bounds__(THREADS) pack_blocks(const uint4* __restrict__ carriers, uint2* __restrict__ out,
+                                                       uint8_t* __restrict__ scales, int64_t blocks) {
+  const int64_t block = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (block >= blocks) return;
+  const uint4 held = __ldg(carriers + block);
+  uint32_t most = largest_of(held.x, largest_of(held.y, largest_of(held.z, held.w & 0x7f7f7f7fu)));
+  most = __vmaxu4(most, most >> 16);
+  const uint32_t top = max(most & 0xffu, most >> 8 & 0xffu);
+  uint2 nibbles = make_uint2(0u, 0u);
+  uint8_t found = 0x7f;
+  if (top == 0) {
+    factored(held, 1.0f, nibbles);  // zeros keep their signs
+    found = code_of(1.0f);
+  } else if (top < 0x7f) {
+    const float largest = __low2float(decoded(top));
+#pragma unroll 1
+    for (int i = 0; i < PLACES; ++i) {
+      const uint8_t code = code_of(largest / PLACE[i]);
+      const float scale = __low2float(decoded(code));
+      if (PLACE[i] * scale != largest || !factored(held, scale, nibbles)) continue;
+      found = code;
+      break;
+    }
+  }
+  out[block] = nibbles;
+  scales[block] = found;
+}
+
+__device__ __forceinline__ uint32_t products(uint32_t nibbles, __half2 scale) {
+  const uint32_t codes = unpacked(nibbles);
+  return encoded(__hmul2_rn(decoded(codes & 0xffffu), scale)) | encoded(__hmul2_rn(decoded(codes >> 16), scale)) << 16;
+}
+
+__global__ void __launch_bounds__(THREADS) unpack_blocks(const uint2* __restrict__ in,
+                                                         const uint8_t* __restrict__ scales,
+                                                         uint4* __restrict__ carriers, int64_t blocks) {
+  const int64_t block = static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x;
+  if (block >= blocks) return;
+  const uint2 held = __ldg(in + block);
+  const __half2 scale = decoded(scales[block] * 0x101u);
+  carriers[block] = make_uint4(products(held.x, scale), products(held.x >> 16, scale), products(held.y, scale),
+                               products(held.y >> 16, scale));
+}
+
+// A row-major matrix at an address that whole blocks can be read from.
+Tensor readable(const Tensor& given, size_t bytes) {
+  const Tensor x = dense(given);
+  return aligned(x.const_data_ptr(), bytes) ? x : torch::stable::clone(x);
+}
+
+std::tuple<Tensor, Tensor> pack_ladder(const Tensor& given) {
+  const int64_t rows = given.size(0), columns = given.size(1), blocks = columns / LADDER_BLOCK;
+  STD_TORCH_CHECK(given.scalar_type() == ScalarType::Float8_e4m3fn && columns % LADDER_BLOCK == 0,
+                  "carriers are E4M3 in blocks of ", LADDER_BLOCK, ", not rows of ", columns);
+  const Tensor carriers = readable(given, sizeof(uint4));
+  Tensor nibbles = empty_like_device(carriers, {rows, columns / 2}, ScalarType::Byte);
+  Tensor scale = empty_like_device(carriers, {rows, blocks}, ScalarType::Float8_e4m3fn);
+  if (rows * blocks == 0) return {nibbles, scale};
+  pack_blocks<<<ceil_div(rows * blocks, THREADS), THREADS, 0, stream_of(carriers)>>>(
+      reinterpret_cast<const uint4*>(data_of<uint8_t>(carriers)),
+      reinterpret_cast<uint2*>(mutable_data_of<uint8_t>(nibbles)), mutable_data_of<uint8_t>(scale), rows * blocks);
+  check_launch("pack_ladder");
+  return {nibbles, scale};
+}
+
+Tensor unpack_ladder(const Tensor& given, const Tensor& scale_given) {
+  const int64_t rows = given.size(0), columns = 2 * given.size(1);
+  STD_TORCH_CHECK(given.scalar_type() == ScalarType::Byte && scale_given.numel() * LADDER_BLOCK == rows * columns,
+                  "a scale for each ", LADDER_BLOCK, " codes of ", rows, " x ", columns, ", not ", scale_given.numel());
+  STD_TORCH_CHECK(scale_given.scalar_type() == ScalarType::Float8_e4m3fn, "scales of packed carriers are E4M3");
+  const Tensor nibbles = readable(given, sizeof(uint2)), scale = dense(scale_given);
+  Tensor carriers = empty_like_device(nibbles, {rows, columns}, ScalarType::Float8_e4m3fn);
+  if (rows * columns == 0) return carriers;
+  const int64_t blocks = rows * columns / LADDER_BLOCK;
+  unpack_blocks<<<ceil_div(blocks, THREADS), THREADS, 0, stream_of(nibbles)>>>(
+      reinterpret_cast<const uint2*>(data_of<uint8_t>(nibbles)), data_of<uint8_t>(scale),
+      reinterpret_cast<uint4*>(mutable_data_of<uint8_t>(carriers)), blocks);
+  check_launch("unpack_ladder");
+  return carriers;
+}
+
+}  // namespace
+}  // namespace lowprec
+
+STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
+  m.impl("pack_ladder", TORCH_BOX(&lowprec::pack_ladder));
+  m.impl("unpack_ladder", TORCH_BOX(&lowprec::unpack_ladder));
+}
