@@ -32,6 +32,23 @@ def test_the_places_are_there():
         assert function in names or not function, (file, function)
 
 
+BETWEEN_TENSOR_PARALLEL_RANKS = {"group.py", "model/loss.py", "model/rows.py", "numerics/quantizer.py"} | {
+    f"precision/{name}.py" for name in ("linear_gemms", "outliers")
+}
+
+
+def test_every_collective_has_a_place():
+    """A caller of our groups without a place of its own would be reported as an exchange of activations."""
+    files = [file for file, _, _ in hang.PLACES]
+    known = {*files[: files.index("comm/process_group.py")], "comm/process_group.py", *BETWEEN_TENSOR_PARALLEL_RANKS}
+    known |= {f"comm/{name}.py" for name in ("collectives", "shared_scale", "fsdp_backward")}  # with comm/axis.py
+    called = re.compile(r"\ball_gather_each\(|\.(all_reduce_max|all_reduce_sum|all_gather|reduce_scatter)\(")
+    for path in PACKAGE.rglob("*.py"):
+        place = str(path.relative_to(PACKAGE))
+        if not place.startswith("tools/") and called.search(path.read_text()):
+            assert place in known, place
+
+
 def test_a_silent_rank_is_missing():
     told = {rank: said(12, "the all-gather of weights") for rank in (0, 1)} | {3: said(12, "the agreement to stop")}
     assert hang.missing(told, 12, PLACES) == [2]
@@ -78,6 +95,12 @@ def test_a_stack_says_what_a_rank_does():
     assert hang.doing(lines) == ("the reduce-scatter of gradients", True)
     lines[1] = (f"{hang.PACKAGE}/comm/new.py", "exchange")
     assert hang.doing(lines) == ("all_reduce of comm/new.py, exchange", True)
+    lines = [("/x/lowprec_train/comm/process_group.py", "all_gather_each")]
+    assert hang.doing([*lines, ("/x/lowprec_train/model/rows.py", "backward")])[0].startswith("the exchange of act")
+    assert hang.doing([*lines, ("/x/lowprec_train/parallel/in_place_all_gather.py", "__call__")]) == (
+        "the all-gather of weights",
+        True,
+    )
 
 
 def test_errors_of_lost_peers():
