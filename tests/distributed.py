@@ -7,6 +7,7 @@ fails.
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
@@ -156,6 +157,7 @@ def _rank(
 ) -> None:
     """Entry of a process. It ends without Python's own end, which may wait for a group that has broken."""
     redirect(Path(directory, f"output-{rank}"))
+    faulthandler.enable()
     torch.set_num_threads(1)
     error, buffer = "", io.BytesIO()
     try:

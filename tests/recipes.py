@@ -77,6 +77,8 @@ BY_A_LIBRARY = ("te_fp8",)
 SYSTEMS = [name for name in config.choices("recipe") if name not in BY_A_LIBRARY]
 BY_NIGHT = ("averis", "fp8_eden4", "quartet2", "reduced_mantissa", "ufp4", "w4a8")
 """Recipes made of parts that others have, too: what takes seconds a recipe is `nightly` for them."""
+KINDS = ("fp8", "fp8_rowwise", "coat", "fp4", "mxfp4_fp8", "nvfp4", "fp4_fold")
+"""Tensor and row scales, blocks of two sizes, draws, rotations, outliers, carriers, inputs that are saved in codes."""
 MODELS = ("llama_tiny", "gpt_tiny")
 
 LLAMA: Mapping[str, Any] = {
@@ -109,6 +111,11 @@ def by_day(names: Iterable[str]) -> list[Any]:
     """Parameters of a test that takes seconds a recipe: those of `BY_NIGHT`, and nvfp4's options, marked so."""
     nightly = (*BY_NIGHT, "nvfp4_lines")
     return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
+
+
+def one_of_a_kind_by_day(names: Iterable[str]) -> list[Any]:
+    """Parameters of a test that compiles whole models, ten seconds and more a recipe: those of `KINDS` by day."""
+    return [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 @dataclass(frozen=True)

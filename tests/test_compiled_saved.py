@@ -20,7 +20,7 @@ from lowprec_train.numerics.formats import E2M1
 from lowprec_train.numerics.quantizer import Quantizer, ScaleRule
 from lowprec_train.precision.saved_activations import SavedActivationPolicy, apply_saved_activations
 from lowprec_train.recipes import coat, fp8
-from tests.recipes import GPT, LLAMA, MODELS, SYSTEMS, build, by_day, system
+from tests.recipes import GPT, LLAMA, MODELS, SYSTEMS, build, one_of_a_kind_by_day, system
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def test_compiled_and_recomputed_are_the_bits_of_eager(model: str, recompute: st
     assert_same(*(loss_and_gradients(one.model, one.seeds) for one in (compiled, eager)))
 
 
-@pytest.mark.parametrize("recipe", by_day([name for name in SYSTEMS if name != "coat"]))
+@pytest.mark.parametrize("recipe", one_of_a_kind_by_day([name for name in SYSTEMS if name != "coat"]))
 def test_every_recipe_recomputed_selectively_has_the_bits_of_eager(recipe: str) -> None:
     """Partitioned as Inductor does, whose choice of what is saved the policy decides."""
     eager, compiled = system(recipe), system(recipe, "llama_tiny", "model.recompute=selective")

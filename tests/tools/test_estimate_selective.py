@@ -7,14 +7,14 @@ from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.train.compose import composed
 from tests.model.test_saved_bytes import LLAMA_7B
 from tests.model.test_saved_bytes import selective as kept_by_gemms
-from tests.recipes import SYSTEMS, by_day
+from tests.recipes import SYSTEMS, one_of_a_kind_by_day
 
 MORE_CODES = {"coat": 0.75, "fp8_rowwise": 0.87, "quartet2": 0.88, "nvfp4": 0.92, "averis": 0.92}
 """Largest share of what `none` saves of a token, for recipes that save few bytes anyway: packed codes, codes of saved
 inputs, no copy of X for wgrad. Other recipes: 0.85."""
 
 
-@pytest.mark.parametrize("recipe", by_day(SYSTEMS))
+@pytest.mark.parametrize("recipe", one_of_a_kind_by_day(SYSTEMS))
 def test_selective_saves_less_than_none_with_every_recipe(recipe):
     """Of every block of 7B; what it saves is what GEMMs return, whatever the recipe, and nothing of the weights."""
     size = ("model=llama_7b", "model.layers=2", "micro_batch=1", "data.seq_len=2048", "tokens_per_step=2048")
