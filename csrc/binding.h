@@ -149,6 +149,14 @@ inline Tile resolve_tile(int64_t rows, int64_t columns, const std::vector<int64_
   return made;
 }
 
+// The tile of a matrix with these scales, one a tile; both dimensions of the matrix are positive.
+inline Tile scaled_tile(int64_t rows, int64_t columns, const Tensor& scale) {
+  const int64_t bands = scale.size(0), tiles = scale.size(1);
+  STD_TORCH_CHECK(bands > 0 && tiles > 0 && rows % bands == 0 && columns % tiles == 0, "scales [", bands, ", ", tiles,
+                  "] do not fit a matrix [", rows, ", ", columns, "]");
+  return {rows / bands, columns / tiles};
+}
+
 // Width of a ladder tile: one row, and a power of two of columns (ops/ladder.py quantize_ladder).
 inline int64_t ladder_width(int64_t rows, int64_t columns, const std::vector<int64_t>& tile) {
   const Tile made = resolve_tile(rows, columns, tile);

@@ -28,10 +28,12 @@ LOWPREC_CLONES void correct(float* grad, const float* weight, int64_t n, Slope h
 
 Tensor dge(const Tensor& grad, const Tensor& weight, const Tensor& scale, double k, double cap,
            std::optional<ScalarType> dtype) {
-  const int64_t rows = weight.size(0), columns = weight.size(1), bands = scale.size(0), tiles = scale.size(1);
+  const int64_t rows = weight.size(0), columns = weight.size(1);
   STD_TORCH_CHECK(grad.size(0) == rows && grad.size(1) == columns, "a gradient of the weight's shape");
-  STD_TORCH_CHECK(rows % bands == 0 && columns % tiles == 0, "scales [", bands, ", ", tiles, "] of a weight [", rows,
-                  ", ", columns, "]");
+  const ScalarType wanted = dtype.value_or(ScalarType::Float);
+  if (rows == 0 || columns == 0) return empty_like_device(grad, {rows, columns}, wanted);
+  const Tile tile = scaled_tile(rows, columns, scale);
+  const int64_t tiles = columns / tile.columns;
   const Slope how{static_cast<float>(1.0 / k - 1.0), static_cast<float>(1.0 / k), static_cast<float>(cap)};
   const Tensor corrected = empty_like_device(grad, {rows, columns}, ScalarType::Float);
   const Source grads = source_of(grad), weights = source_of(weight), scales = source_of(scale);
@@ -41,13 +43,13 @@ Tensor dge(const Tensor& grad, const Tensor& weight, const Tensor& scale, double
     for (int64_t r = first; r < last; ++r) {
       load(grads, r * columns, columns, out + r * columns);
       load(weights, r * columns, columns, v.data());
-      load(scales, r / (rows / bands) * tiles, tiles, inverse.data());
+      load(scales, r / tile.rows * tiles, tiles, inverse.data());
       for (float& each : inverse) each = divide(1.0f, each);
-      scale_tiles(v.data(), columns, columns / tiles, inverse.data());
+      scale_tiles(v.data(), columns, tile.columns, inverse.data());
       correct(out + r * columns, v.data(), columns, how);
     }
   });
-  return dtype.value_or(ScalarType::Float) == ScalarType::Float ? corrected : torch::stable::to(corrected, *dtype);
+  return wanted == ScalarType::Float ? corrected : torch::stable::to(corrected, wanted);
 }
 
 }  // namespace

@@ -59,6 +59,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const 
                                                          std::optional<Tensor> origin) {
   const int64_t rows = x.size(0), columns = x.size(1), tiles = columns / EDEN_BLOCK;
   resolve_tile(rows, columns, {1, EDEN_GROUP});
+  STD_TORCH_CHECK(top.numel() == 1, "the amax of a matrix is one number, not ", top.numel());
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor scale = empty_like_device(x, {rows, tiles}, ScalarType::Float);
   const Tensor block = empty_like_device(x, {rows, tiles}, ScalarType::Float8_e4m3fn);

@@ -47,16 +47,16 @@ std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::s
 template <typename Write>
 void decode_rows(const Tensor& codes, const Tensor& scale, const Write& write) {
   const int64_t rows = codes.size(0), columns = codes.size(1);
-  const int64_t bands = scale.size(0), tiles = scale.size(1);
-  STD_TORCH_CHECK(rows % bands == 0 && columns % tiles == 0, "scales [", bands, ", ", tiles, "] of codes [", rows,
-                  ", ", columns, "]");
+  if (rows == 0 || columns == 0) return;
+  const Tile tile = scaled_tile(rows, columns, scale);
+  const int64_t tiles = columns / tile.columns;
   const Source source = source_of(codes), scales = source_of(scale);
   for_rows(rows, columns, [&](int64_t first, int64_t last) {
     std::vector<float> factor(tiles), v(columns);
     for (int64_t r = first; r < last; ++r) {
       load(source, r * columns, columns, v.data());
-      load(scales, r / (rows / bands) * tiles, tiles, factor.data());
-      scale_tiles(v.data(), columns, columns / tiles, factor.data());
+      load(scales, r / tile.rows * tiles, tiles, factor.data());
+      scale_tiles(v.data(), columns, tile.columns, factor.data());
       write(r, v);
     }
   });

@@ -137,6 +137,8 @@ std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const BoundsOfRow& bou
 }
 
 std::tuple<Tensor, Tensor> quantize_carrier(const Tensor& x, const Tensor& low, const Tensor& high) {
+  STD_TORCH_CHECK(low.numel() == x.size(0) && high.numel() == x.size(0), "two bounds for each of ", x.size(0),
+                  " rows, not ", low.numel(), " and ", high.numel());
   const Source lows = source_of(low), highs = source_of(high);
   return quantize_rows(x, [&](int64_t r, const float*, std::vector<int32_t>&) {
     Bounds bounds;

@@ -128,6 +128,7 @@ std::tuple<Tensor, Tensor> rotate_fold(const Tensor& x, std::optional<Tensor> sc
   const int64_t rows = x.size(transpose ? 1 : 0), columns = x.size(transpose ? 0 : 1);
   if (rotation != 0) check_block(columns, rotation);
   resolve_tile(rows, columns, {1, MX_BLOCK});
+  STD_TORCH_CHECK(columns > 0, "rotate_fold of a ", rows, " by ", columns, " matrix: its rows have no largest block");
   const Format format = parse_format(carrier);
   const ScaleRule rule = scale_rule_of(Format::E2M1, parse_rule(scale_rule), headroom, span);
   const Draws draws = draws_of(seed_of(rounding, seed), origin);

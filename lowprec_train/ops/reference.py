@@ -150,7 +150,8 @@ def quantize_nvfp4(x, tile, headroom, rounding, seed, origin, signs=None, rotati
     """
     x = hadamard(x, signs, rotation) if rotation else x
     of_tiles = amax(x, tile)
-    return quantize_nvfp4_by(x, of_tiles, of_tiles.amax().reshape(1, 1), tile, headroom, rounding, seed, origin)
+    top = of_tiles.amax().reshape(1, 1) if of_tiles.numel() else of_tiles.new_zeros((1, 1))
+    return quantize_nvfp4_by(x, of_tiles, top, tile, headroom, rounding, seed, origin)
 
 
 def round_nvfp4(x, headroom, rounding, seed, origin, signs, rotation):  # type: ignore[no-untyped-def]
@@ -211,6 +212,8 @@ def quantize_carrier(x, low, high):  # type: ignore[no-untyped-def]
 
 def dequantize(codes, scale):  # type: ignore[no-untyped-def]
     """Return codes * scale, FP32."""
+    if not codes.numel():  # without rows there are no scales
+        return codes.new_empty(codes.shape, dtype=torch.float32)
     tile = (codes.shape[0] // scale.shape[0], codes.shape[1] // scale.shape[1])
     return to_float(codes) * spread(scale, codes.shape, tile)
 
@@ -308,6 +311,8 @@ def dge(grad, weight, scale, k, cap, dtype=None):  # type: ignore[no-untyped-def
     """Return grad * f'(weight / scale), f' = min(|2 t - 1|**(1/k - 1) / k, cap), t the position inside E2M1's interval
     (arXiv 2501.17116, eq. 8), rounded once to `dtype` (default FP32).
     """
+    if not grad.numel():  # without rows there are no scales
+        return grad.new_empty(grad.shape, dtype=dtype or torch.float32)
     tile = (weight.shape[0] // scale.shape[0], weight.shape[1] // scale.shape[1])
     inverse = spread(divide(torch.ones_like(scale), scale), weight.shape, tile)
     v = (weight.float() * inverse).abs().clamp_max(6.0)

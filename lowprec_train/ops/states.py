@@ -73,12 +73,13 @@ def dequantize_expanded(codes, scale, exponent, center, format, group, segments)
 def _grouped(x: Tensor, group: int, segments: int) -> Tensor:
     """Reshape [n, k] to [n, segments * groups, group], padded with zeros."""
     groups = segment_groups(x.shape[1], group, segments)
-    x = x.unflatten(1, (segments, -1))
+    x = x.unflatten(1, (segments, x.shape[1] // segments))
     return F.pad(x, (0, groups * group - x.shape[2])).reshape(x.shape[0], segments * groups, group)
 
 
 def _ungrouped(x: Tensor, columns: int, segments: int) -> Tensor:
-    return x.reshape(x.shape[0], segments, -1)[:, :, : columns // segments].reshape(x.shape[0], columns)
+    whole = x.reshape(x.shape[0], segments, x.shape[1] // segments * x.shape[2])
+    return whole[:, :, : columns // segments].reshape(x.shape[0], columns)
 
 
 def _log2_quotient(a: Tensor, b: Tensor) -> Tensor:

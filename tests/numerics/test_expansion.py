@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowprec_train.numerics.formats import FORMATS
+from lowprec_train.ops import states
 from lowprec_train.ops.powers import exp2, log2
 
 BOUND = 448.0**2 / 2
@@ -251,3 +252,11 @@ def test_groups_that_do_not_fit_are_refused(group, segments):
         (ValueError, RuntimeError), match=f"{segments} segments of groups of {group} do not fit a row of 64"
     ):
         quantize(torch.zeros(2, 64), group=group, segments=segments)
+
+
+@pytest.mark.parametrize("segments", [1, 8])
+def test_an_empty_shard_has_no_codes(segments):
+    """Of a matrix with fewer rows than ranks; also without compiled kernels."""
+    parts = states.quantize_expanded(torch.zeros(0, 64), "E4M3", 128, segments)
+    assert [part.shape for part in parts] == [(0, 64)] + [(0, segments)] * 3
+    assert states.dequantize_expanded(*parts, "E4M3", 128, segments).shape == (0, 64)

@@ -15,7 +15,19 @@ from tests.numerics.data import MATRICES
 
 LIVE = library.live_kernels(torch.device("cpu"))
 OPS = ("quantize", "quantize_nvfp4", "quantize_both", "quantize_outliers", "quantize_carrier", "outlier_bounds")
-OPS += ("dequantize", "fold", "transpose", "hadamard", "rotate_fold", "quantize_expanded", "dequantize_expanded", "dge")
+OPS += (
+    "dequantize",
+    "dequantize_bf16",
+    "round_nvfp4",
+    "round_eden",
+    "fold",
+    "transpose",
+    "hadamard",
+    "rotate_fold",
+    "quantize_expanded",
+    "dequantize_expanded",
+    "dge",
+)
 pytestmark = pytest.mark.skipif("C++" not in LIVE.values(), reason="no C++ library is built (make kernels)")
 
 SCALED = ("E2M1", "E4M3", "E5M2", "INT4", "INT8", "FP16")
@@ -304,3 +316,33 @@ def test_what_does_not_fit_is_refused():
         torch.ops.lowprec.quantize(x, "E3M4", (1, -1), "FP32", 1.0, 0, "nearest", None, None)
     with pytest.raises(RuntimeError, match="do not fit a row"):
         torch.ops.lowprec.hadamard(x, None, 4)
+
+
+def test_matrices_without_elements():
+    """They have no scales either, and a division by the number of scales would end the process."""
+    x, codes = torch.zeros(0, 32), torch.zeros(0, 32).to(torch.float8_e4m3fn)
+    for scale in (torch.ones(0, 1), torch.ones(0, 2), torch.ones(1, 1)):
+        check("dequantize", codes, scale)
+        check("dequantize_bf16", codes, scale)
+        check("dge", x, x, scale, 5.0, 3.0, torch.bfloat16)
+    check("dequantize", codes.t(), torch.ones(0, 0))
+    check("round_nvfp4", x, 1.0, "nearest", None, None, None, 0)
+    check("round_eden", torch.zeros(0, 128), torch.ones(1, 1), SEED, 128, SEED, None)
+    check("quantize_nvfp4", x, (1, 16), 1.0, "nearest", None, None)
+
+
+def test_scales_of_other_matrices_are_refused():
+    x, ops = matrix("normal", 6, 128), torch.ops.lowprec
+    codes = x.to(torch.float8_e4m3fn)
+    for scale in (torch.ones(0, 1), torch.ones(6, 0), torch.ones(4, 1)):
+        with pytest.raises(RuntimeError, match="do not fit a matrix"):
+            ops.dequantize(codes, scale)
+        with pytest.raises(RuntimeError, match="do not fit a matrix"):
+            ops.dge(x, x, scale, 5.0, 3.0)
+    with pytest.raises(RuntimeError, match="two bounds for each of 6 rows"):
+        ops.quantize_carrier(x, torch.zeros(2, 1), torch.ones(2, 1))
+    with pytest.raises(RuntimeError, match="one number, not 0"):
+        ops.quantize_eden(x, torch.ones(0, 1), None, 0, SEED, None)
+    with pytest.raises(RuntimeError, match="no largest block"):
+        how = ("E8M0_FLOOR", 0.75, 14, "E4M3", "stochastic", SEED, None)
+        ops.rotate_fold(torch.zeros(0, 64), None, True, None, 0, *how)
