@@ -195,8 +195,7 @@ void check_sizes(const Tensor& grad, const Tensor& weight, const Tensor& scale) 
   const int64_t rows = weight.size(0), columns = weight.size(1);
   STD_TORCH_CHECK(grad.size(0) == rows && grad.size(1) == columns, "a gradient of the weight's shape");
   STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float, "scales are float32");
-  STD_TORCH_CHECK(rows % scale.size(0) == 0 && columns % scale.size(1) == 0, "scales [", scale.size(0), ", ",
-                  scale.size(1), "] of a weight [", rows, ", ", columns, "]");
+  if (weight.numel() > 0) scaled_tile(rows, columns, scale);
 }
 
 Tensor dge(const Tensor& grad_given, const Tensor& weight_given, const Tensor& scale_given, double k, double cap,
