@@ -309,7 +309,10 @@ def model_of(path: Path) -> ModelConfig:
     source = directory / "config.yaml"
     of_run = source.is_file()
     if not of_run and not (source := directory / MODEL_FILE).is_file():
-        raise ValueError(f"{path} is neither a run (no config.yaml) nor an imported model (no {MODEL_FILE})")
+        remedy = (
+            f"; import it first: lowprec import-hf {path} --out DIR" if (directory / "config.json").is_file() else ""
+        )
+        raise ValueError(f"{path} is neither a run (no config.yaml) nor an imported model (no {MODEL_FILE}){remedy}")
     try:
         sizes = read_yaml(source).model if of_run else read_yaml(source)
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes))
