@@ -17,7 +17,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 MODEL_FILE = "model.yaml"  # in the directory of an imported model
 LAUNCH_FACTS: dict[str, str] = {
@@ -287,10 +287,17 @@ def read_yaml(path: Path) -> DictConfig:
     try:
         found = OmegaConf.load(path)
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{path} is not YAML: {_fault(error)}") from error
     if not isinstance(found, DictConfig) or not found:
         raise ValueError(f"{path} holds no settings; it is empty or was cut off")
     return found
+
+
+def _fault(error: Exception) -> str:
+    """Return the fault and its line; PyYAML's first line names only what it was reading."""
+    if isinstance(error, MarkedYAMLError) and error.problem and error.problem_mark:
+        return f"{error.problem} (line {error.problem_mark.line + 1})"
+    return str(error).splitlines()[0]
 
 
 def model_of(path: Path) -> ModelConfig:
@@ -302,7 +309,10 @@ def model_of(path: Path) -> ModelConfig:
     source = directory / "config.yaml"
     of_run = source.is_file()
     if not of_run and not (source := directory / MODEL_FILE).is_file():
-        raise ValueError(f"{path} is neither a run (no config.yaml) nor an imported model (no {MODEL_FILE})")
+        remedy = (
+            f"; import it first: lowprec import-hf {path} --out DIR" if (directory / "config.json").is_file() else ""
+        )
+        raise ValueError(f"{path} is neither a run (no config.yaml) nor an imported model (no {MODEL_FILE}){remedy}")
     try:
         sizes = read_yaml(source).model if of_run else read_yaml(source)
         model = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), sizes))

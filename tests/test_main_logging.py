@@ -12,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lowprec_train.train.diagnostics.snapshots import Snapshots
 from lowprec_train.train.logging import wandb_files
 from lowprec_train.train.trainer import Trainer
+from tests.launches import Command, write_modules
 from tests.launching import launcher
 
 SMALL = (
@@ -93,3 +94,18 @@ def test_out_of_memory_is_one_line(launch, monkeypatch):
     status, _, err = launch("name=greedy")
     assert status == 1 and err.count("\n") == 1
     assert err.startswith("error: out of memory on the CPU in step 1: 4503599627370496 bytes requested. Try a smaller")
+
+
+def test_a_run_whose_output_cannot_be_written_trains_to_its_end(tmp_path):
+    """Its log is on a full disk: one warning, no trace, and nothing is lost."""
+    write_modules(tmp_path / "text")
+    command = Command(
+        *("train", *SMALL, f"+data.root={tmp_path / 'text'}", "steps=3", "name=run", "logger.console.every=1"),
+        output=Path("/dev/full"),
+        errors=tmp_path / "errors",
+        directory=tmp_path,
+    )
+    assert command.wait(120) == 0
+    (warning,) = (tmp_path / "errors").read_text().splitlines()
+    assert warning.startswith("warning: the console cannot be written (No space left on device)")
+    assert len((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()) == 3

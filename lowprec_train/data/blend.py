@@ -160,7 +160,10 @@ def parse_split(split: str | Sequence[float]) -> tuple[float, float, float]:
     values = [float(value) for value in written]
     values += [0.0] * (3 - len(values))
     if len(values) != 3 or not (values[0] > 0 and values[1] > 0 and values[2] >= 0 and sum(values) < float("inf")):
-        raise ValueError(f"split {split!r}: expected shares of train, validation and test such as 949,50,1")
+        raise ValueError(
+            f"split {split!r}: expected shares of train, validation and test such as 949,50,1; train and validation "
+            "need a share above 0"
+        )
     train, valid, test = (value / sum(values) for value in values)
     return train, valid, test
 

@@ -78,9 +78,11 @@ def generate(
     max_tokens: int,
     sampling: Sampling,
     stop: int | None = None,
+    vocab_size: int | None = None,
 ) -> Iterator[int]:
     """Yield the ids after the prompt, one by one: up to `max_tokens`, or until `stop`, which is not included.
 
+    vocab_size: of the tokenizer, whose ids alone are sampled. A model may have more, to pad its embedding. None: all.
     Raises ValueError before the first token, see `check_length`.
     """
     check_length(len(prompt), max_tokens, model.max_seq_len)
@@ -90,7 +92,7 @@ def generate(
     tokens = torch.tensor([list(prompt)], device=device)
     for _ in range(max_tokens):
         last_D = model.hidden(tokens, cache=cache)[:, -1:]
-        token = sampling.choose(model.head(last_D)[0, -1], generator)
+        token = sampling.choose(model.head(last_D)[0, -1, :vocab_size], generator)
         if token == stop:
             return
         yield token

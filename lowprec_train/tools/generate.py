@@ -73,6 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"no tokenizer is known for {arguments.model}: name it with --tokenizer")
     sizes = trained.weights.model
     start = evaluation.start_token(arguments.start, tokenizer, sizes.vocab_size)
+    if any("\ud800" <= letter <= "\udfff" for letter in arguments.prompt):  # Python's stand-ins for bytes that are none
+        raise ValueError(f"--prompt {arguments.prompt!r} is not UTF-8")
     written = tokenizer.encode([arguments.prompt])[0]
     prompt = ([] if start is None else [start]) + written
     if not prompt:
@@ -89,7 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
     times = [time.perf_counter()]
 
     def timed() -> Iterator[int]:
-        for token in generate(model, prompt, max_tokens=room, sampling=sampling, stop=tokenizer.eod):
+        words = tokenizer.vocab_size
+        for token in generate(model, prompt, max_tokens=room, sampling=sampling, stop=tokenizer.eod, vocab_size=words):
             times.append(time.perf_counter())
             yield token
 

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, MissingMandatoryValue, OmegaConfBaseException
 
 from lowprec_train import config
 from lowprec_train.config import RunConfig
@@ -28,6 +28,7 @@ from lowprec_train.train import renamed_keys
 _WITH_VALUE = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--package", "-p", "--cfg", "-c")
 ADDED = ("experiment", "recipe")  # groups that are not in the defaults list: chosen with a plus sign
 _ALIKE = 0.7
+_OF_RESOLVER = "ValueError raised while resolving interpolation: "  # OmegaConf's words before our own message
 
 
 def explained(error: BaseException, arguments: Sequence[str]) -> str:
@@ -74,6 +75,8 @@ def one_line(error: BaseException, arguments: Sequence[str] = ()) -> str:
         return f"{missing} must be given: {missing}=..."
     if isinstance(error, HydraException) and isinstance(error.__cause__, OmegaConfBaseException):
         return f"{_first(error)} {_first(error.__cause__)}"
+    if isinstance(error, InterpolationResolutionError) and (own := _first(error).partition(_OF_RESOLVER)[2]):
+        return own
     key = getattr(error, "full_key", None) if isinstance(error, OmegaConfBaseException) else None
     about = key or ", ".join(each for each in arguments if "${" in each)
     return f"{about}: {_first(error)}" if about else _first(error)

@@ -149,7 +149,11 @@ CASES = (
     case("weights-of-a-spoiled-checkpoint", "train weights=runs/good", "runs/good", make=cut),
     case("weights-empty", "train 'weights=\"\"'", "weights"),
     case("from-weights-without-weights", "train-as-given model=from_checkpoint data.cache=cache", "weights"),
-    case("from-weights-absent", "train-as-given model=from_checkpoint weights=nowhere data.cache=cache", "nowhere"),
+    case(
+        "from-weights-absent",
+        "train-as-given model=from_checkpoint weights=nowhere data.cache=cache",
+        "error: nowhere is neither a run",
+    ),
     case("cache-a-file", "train data.cache=lines.jsonl", "lines.jsonl"),
     case("cache-unwritable", "train data.cache=/proc/cache", "/proc/cache"),
     case(

@@ -280,7 +280,7 @@ CASES = (
     case("set-split-of-one", "train-set data.train=sets/lines data.split=[9]", "split", "[9"),
     case("set-split-of-four", "train-set data.train=sets/lines data.split=[9,1,1,1]", "split", "[9"),
     case("set-split-in-words", "train-set data.train=sets/lines data.split=half", "split", "half"),
-    case("set-split-without-validation", "train-set data.train=sets/lines data.split=[1,0,0]", "split", "[1"),
+    case("set-split-without-validation", "train-set data.train=sets/lines data.split=[1,0,0]", "[1, 0, 0]", "above 0"),
     case("set-split-nan", "train-set data.train=sets/lines data.split=[nan,1,0]", "split", "nan"),
     case("set-split-and-valid", f"{ON_LINES} data.valid=sets/lines", "split"),
     case("set-neither-split-nor-valid", "train-set data.train=sets/lines data.split=null", "split"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
+from lowprec_train.data.tokenizer import store
 from lowprec_train.tools.cli import main
 from lowprec_train.tools.generate import pieces
 from lowprec_train.train.trained import Trained
-from tests.tools.evaluated import subject
+from tests.tools.evaluated import TEXTS, subject
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +69,19 @@ def test_an_empty_prompt_begins_a_document_and_the_length_is_the_model_s(generat
         (("--recipe", "fp3"), "recipe 'fp3' is not one of"),
         (("--tokenizer", "none"), "name it with --tokenizer"),
         (("--max-tokens", 0), "must be at least 1"),
+        (("--prompt", "d\udcffef"), "--prompt 'd\\udcffef' is not UTF-8"),
     ],
 )
 def test_refusals(generate, options, said):
     status, out, err = generate(*options)
     assert (status, out) == (2, "") and said in err and len(err.splitlines()) == 1
+
+
+def test_only_pieces_of_the_tokenizer_are_generated(generate, tmp_path):
+    """A model may have more words, to pad its embedding."""
+    smaller = SentencePieceTokenizer.train(TEXTS, 300, "texts")
+    status, out, err = generate("--prompt", "tile", "--tokenizer", store(smaller, tmp_path), "--temperature", 9)
+    assert status == 0 and len(out) > len("tile\n"), err
 
 
 def test_a_character_in_parts_waits_for_the_rest():

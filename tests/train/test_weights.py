@@ -79,6 +79,9 @@ def test_what_cannot_be_read_is_refused(gpt, tmp_path):
             open_weights(path, step)
 
     refused("is neither a run", tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    refused("import it first: lowprec import-hf .*hf --out DIR", tmp_path / "hf")
     refused(r"step-3 is incomplete .* checkpoints there: \[12\]", gpt, 3)
     imported = save_imported(tmp_path / "in", drawn(MODELS["gpt"]), MODELS["llama"], torch.float32)
     refused("(?s)does not fit the model that it describes.*blocks.0.mlp.gate_up.weight: missing", imported)

@@ -96,14 +96,17 @@ def minutes(text: str) -> float:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from lowprec_train.data.appending import write_whole
     from lowprec_train.tools.study import plan, progress, running
     from lowprec_train.train.launch import check_one_process
 
     check_one_process("lowprec study run")
     study, planned, out = _planned(arguments)
     workers = _workers(arguments)
-    plan.check_text(study, plan.check(study, planned))
-    _record_purposes(study, out)
+    configured = plan.check(study, planned)
+    purposes = _purposes(study, out)  # before the text, which can take long to prepare
+    plan.check_text(study, configured)
+    write_whole(out / "seeds.json", f"{json.dumps(purposes, indent=2)}\n".encode())
     runner = running.Runner(
         planned,
         out,
@@ -224,18 +227,18 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
     return study, wanted, arguments.out or Path("runs") / "study" / study.name
 
 
-def _record_purposes(study: Study, out: Path) -> None:
-    """Write each seed's purpose to seeds.json in the folder. Raises ValueError if a seed had another purpose there."""
-    from lowprec_train.config import read_object
-    from lowprec_train.data.appending import write_whole
+def _purposes(study: Study, out: Path) -> dict[str, Any]:
+    """Return each seed's purpose, those in seeds.json of the folder included, and make the folder.
 
-    file = out / "seeds.json"
-    before = read_object(file)
+    Raises ValueError if a seed had another purpose there, and OSError if the folder cannot be made.
+    """
+    from lowprec_train.config import read_object
+
+    out.mkdir(parents=True, exist_ok=True)
+    before = read_object(out / "seeds.json")
     for seed, purpose in study.seeds.items():
         if before.get(str(seed), purpose) != purpose:
             raise ValueError(
                 f"seed {seed} has the purpose {before[str(seed)]} in {out / 'seeds.json'}, and {purpose} in the study"
             )
-    out.mkdir(parents=True, exist_ok=True)
-    purposes = before | {str(seed): purpose for seed, purpose in study.seeds.items()}
-    write_whole(file, f"{json.dumps(purposes, indent=2)}\n".encode())
+    return before | {str(seed): purpose for seed, purpose in study.seeds.items()}

@@ -112,7 +112,8 @@ def load(path: Path) -> Study:
     try:
         return _study(OmegaConf.to_container(config.read_yaml(path)), path.parent)
     except ValueError as error:
-        raise ValueError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
+        message = str(error)
+        raise ValueError(message if message.startswith(str(path)) else f"{path}: {message}") from None
 
 
 def _study(content: Any, folder: Path) -> Study:
@@ -149,7 +150,7 @@ def _block(content: Any, place: str, arms: Mapping[str, Arm]) -> Block:
     tree = _checked(Block, {"arms": list(arms), "axes": {}} | _mapping(content, place), place)
     seeds = tree["seeds"]
     if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < 1 << 63 for seed in seeds):
-        raise ValueError(f"{place}.seeds: {list(seeds)} must be one seed of at least 0 or more, each once")
+        raise ValueError(f"{place}.seeds: {list(seeds)} must be one or more seeds from 0 to 2^63 - 1, each once")
     for name in tree["arms"]:
         _check_known(name, arms, f"{place}.arms")
     for name in tree.get("again", ()):

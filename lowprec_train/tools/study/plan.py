@@ -190,7 +190,7 @@ def _check_fork(run: StudyRun, made: RunConfig, named: Mapping[str, StudyRun]) -
     """Check that the run can load the state of its trunk."""
     assert run.fork
     if run.fork.step >= made.steps:
-        raise ValueError(f"fork.step: {run.fork.step} no steps remain of steps={made.steps}")
+        raise ValueError(f"fork.step={run.fork.step} must be below steps={made.steps}")
     if run.trunk is None:
         return
     own, other = (flatten(plain(each)) for each in (made, configuration(named[run.trunk])))

@@ -12,8 +12,10 @@ the first attempt, W&B keeps it (docs/logging.md).
 from __future__ import annotations
 
 import json
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -110,14 +112,25 @@ def _read(line: bytes, path: Path, number: int) -> dict[str, Any]:
     return read
 
 
+class OutputConsole(Console):
+    """rich's console, which raises BrokenPipeError, not SystemExit, for a closed pipe: `| head`, or an ended `tee`."""
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError that rich handles
+
+
 class ConsoleSink:
-    """A progress bar in 80 columns: step, loss, tokens/s, time left. Without a terminal: a line every `every` steps."""
+    """A progress bar in 80 columns: step, loss, tokens/s, time left. Without a terminal: a line every `every` steps.
+
+    If the output cannot be written (a closed pipe, a full disk), one warning on stderr says so and the run continues.
+    """
 
     def __init__(self, *, run: RunFacts, every: int = 10, console: Console | None = None) -> None:
         if every < 1:
             raise ValueError(f"every={every} must be at least 1 step")
         self._run, self._every = run, every
-        self._console = console or Console(soft_wrap=True)
+        self._console = console or OutputConsole(soft_wrap=True)
+        self._lost = False
         self._begun: tuple[int, float] | None = None  # first logged step, and its time
         self._bar: Progress | None = None
         if self._console.is_terminal:
@@ -130,6 +143,32 @@ class ConsoleSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Update the bar; print evaluations and, without a bar, every n-th step."""
+        with self._surviving():
+            self._show(step, metrics)
+
+    def close(self) -> None:
+        with self._surviving():
+            if self._bar is not None:
+                self._bar.stop()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Turn the first error of the output into a warning, and be silent after it."""
+        try:
+            yield
+        except OSError as error:
+            self._console.quiet = True
+            if not self._lost:
+                self._lost = True
+                with suppress(OSError):
+                    print(
+                        f"warning: the console cannot be written ({error.strerror}); the run continues, and "
+                        "metrics.jsonl has every step",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+
+    def _show(self, step: int, metrics: Mapping[str, float]) -> None:
         self._begun = self._begun or (step, time.monotonic())
         due = "valid/loss" in metrics
         if self._bar is not None:
@@ -139,10 +178,6 @@ class ConsoleSink:
         if due:
             line = f"{self._run.name}  step {step}/{self._run.steps}  {_numbers(metrics, _SHOWN)}"
             self._console.print(line + ("" if self._bar is not None else self._left(step)), highlight=False)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
     def _left(self, step: int) -> str:
         """Return the time left at the pace of the steps so far; "" without a pace or without steps left."""

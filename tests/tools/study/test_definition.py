@@ -92,7 +92,9 @@ WRONG = {
     "blocks[0].purpose='gates' must be one of gate, sweep, estimate": {"blocks": [{"purpose": "gates", "seeds": [1]}]},
     "blocks[0].seeds: [1, 1] must be": {"blocks": [{"purpose": "gate", "seeds": [1, 1]}]},
     "blocks[0].seeds=[True] must be a list of whole numbers": {"blocks": [{"purpose": "gate", "seeds": [True]}]},
-    "blocks[0].seeds: [-1] must be one seed of at least 0": {"blocks": [{"purpose": "gate", "seeds": [-1]}]},
+    "blocks[0].seeds: [-1] must be one or more seeds from 0 to 2^63 - 1, each once": {
+        "blocks": [{"purpose": "gate", "seeds": [-1]}]
+    },
     "blocks[0].fork.step=0 must be at least 1": {
         "blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 0}}]
     },
@@ -126,6 +128,14 @@ def test_one_error_names_the_value(told, tmp_path):
     assert str(error.value).startswith(f"{file}: ") and told in str(error.value)
 
 
+def test_the_fault_of_a_file_that_is_not_yaml_is_told_with_its_line(tmp_path):
+    file = tmp_path / "study.yaml"
+    file.write_text("name: small\narms: {bf16: }\nname: other\n")
+    with pytest.raises(ValueError) as error:
+        definition.load(file)
+    assert str(error.value) == f"{file} is not YAML: found duplicate key name (line 3)"
+
+
 def test_seeds_that_chose_a_setting_do_not_judge_it(tmp_path):
     written(tmp_path, "sweep.yaml", blocks=[{"purpose": "sweep", "seeds": [2]}])
     with pytest.raises(ValueError, match="seed 2 is an estimate seed, and sweep.yaml, which chose this setting"):
@@ -136,7 +146,9 @@ UNFIT = {
     "arm own (steps=10): Could not override 'optim.lrr'": {
         "arms": {"bf16": None, "own": {"recipe": "fp8", "overrides": ["optim.lrr=1"]}}
     },
-    "no steps remain of steps=10": {"blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 10}}]},
+    "fork.step=10 must be below steps=10": {
+        "blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 10}}]
+    },
     "optim.first_moment._target_=lowprec_train.optim.codecs.scaled, and bf16": {
         "arms": {"bf16": None, "own": {"recipe": "fp8_lm", "overrides": ["optim=adamw_fp8lm"]}},
         "blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 5}}],

@@ -1,5 +1,6 @@
 """Sinks: what is written, what a resume takes back, and what is said when a package is missing."""
 
+import errno
 import io
 import math
 
@@ -8,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lowprec_train.train.logging import sinks
-from lowprec_train.train.logging.sinks import ConsoleSink, JsonlSink, RunFacts, read_lines
+from lowprec_train.train.logging.sinks import ConsoleSink, JsonlSink, OutputConsole, RunFacts, read_lines
 
 LINE = {"train/loss": 2.5, "perf/tokens_per_sec_per_gpu": 1234.0, "train/skipped": 0.0}
 
@@ -96,6 +97,27 @@ def test_console_without_a_terminal_tells_the_time_left(tmp_path, monkeypatch):
         sink.log(step, LINE)
     ends = [line.split("tokens/s")[1].strip() for line in out.getvalue().splitlines()]
     assert ends == ["0:01:30 left", "0:00:30 left", ""]
+
+
+class Pipe(io.StringIO):
+    read = True  # by someone
+
+    def write(self, text):
+        if not self.read:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return len(text)
+
+
+def test_console_of_a_closed_pipe_warns_once(tmp_path, capsys):
+    """What `| head` and a `tee` that Ctrl-C ended leave; rich's own console ends the process there."""
+    pipe = Pipe()
+    console = OutputConsole(file=pipe, width=80)
+    sink = ConsoleSink(run=facts(tmp_path, steps=25), every=1, console=console)
+    pipe.read = False
+    for step in range(1, 26):
+        sink.log(step, LINE | {"valid/loss": 3.5})
+    sink.close()
+    assert capsys.readouterr().err.count("the console cannot be written (Broken pipe); the run continues") == 1
 
 
 def test_console_interval_is_checked(tmp_path):
