@@ -32,8 +32,10 @@ class Group(Protocol):
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Elementwise sum over ranks of floating-point x, in x's dtype. For small tensors."""
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
-        """x [m, ...] of every rank, concatenated along `dim` in rank order: [size m, ...]."""
+    def all_gather(self, x: Tensor, dim: int = 0, *, repeatable: bool = False) -> Tensor:
+        """x [m, ...] of every rank, concatenated along `dim` in rank order: [size m, ...]. repeatable: selective
+        recomputation gathers again instead of saving the result.
+        """
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """x [size m, ...] -> [m, ...]: the sum over ranks of this rank's rows, rounded once to x's dtype."""
@@ -52,7 +54,7 @@ class SingleRank:
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         return x.detach()
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = 0, *, repeatable: bool = False) -> Tensor:
         return x.detach()
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -121,7 +123,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, gather: bool) -> Tensor:
         ctx.group, ctx.gather = group, gather
-        return group.all_gather(x) if gather else group.reduce_scatter(x)
+        return group.all_gather(x, repeatable=True) if gather else group.reduce_scatter(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

@@ -48,7 +48,7 @@ class ThreadGroup:
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         return sum_in_order(self.meeting.exchange(self.rank, x))
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = 0, *, repeatable: bool = False) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -75,9 +75,9 @@ class Recorded:
         return [name for name, _, _ in self.sent]
 
     def __getattr__(self, name: str) -> Any:
-        def noted(x: Tensor, *rest: Any) -> Tensor:
+        def noted(x: Tensor, *rest: Any, **named: Any) -> Tensor:
             self.sent.append((name, x.dtype, x.numel()))
-            return getattr(self.group, name)(x, *rest)
+            return getattr(self.group, name)(x, *rest, **named)
 
         return noted
 

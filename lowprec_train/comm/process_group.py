@@ -54,11 +54,12 @@ class DistributedGroup:
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         return sum_in_order(self.all_gather(x[None]).unbind())
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = 0, *, repeatable: bool = False) -> Tensor:
         """Gather x. Codes are sent as bytes: gloo has no FP8."""
         wire = x.detach().contiguous()
         wire = wire.view(torch.uint8) if x.element_size() == 1 else wire
-        parts = _arrived(_c10d.all_gather_into_tensor(wire, self.size, self.name)).view(x.dtype)
+        gather = torch.ops.lowprec_comm.all_gather_again if repeatable else _all_gathered
+        parts = gather(wire, self.size, self.name).view(x.dtype)
         return parts if dim == 0 else parts.unflatten(0, (self.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -98,9 +99,9 @@ class GroupProduct:
             x = group.all_reduce_sum(x)
         return x
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = 0, *, repeatable: bool = False) -> Tensor:
         for group in self.groups:
-            x = group.all_gather(x, dim)
+            x = group.all_gather(x, dim, repeatable=repeatable)
         return x
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
@@ -113,3 +114,15 @@ class GroupProduct:
 def _arrived(x: Tensor) -> Tensor:
     """Return x after the device's stream has waited for it."""
     return _c10d.wait_tensor(x)
+
+
+def _all_gathered(x: Tensor, size: int, group: str) -> Tensor:
+    return _arrived(_c10d.all_gather_into_tensor(x, size, group))
+
+
+_LIBRARY = torch.library.Library("lowprec_comm", "DEF")
+_LIBRARY.define("all_gather_again(Tensor x, int size, str group) -> Tensor")
+_LIBRARY.impl("all_gather_again", _all_gathered, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "lowprec_comm::all_gather_again", lambda x, size, group: x.new_empty((size * x.shape[0], *x.shape[1:]))
+)

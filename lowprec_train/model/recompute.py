@@ -2,8 +2,9 @@
 
 `none` saves everything. `full` saves the input of a block and recomputes the block. `selective` saves the outputs of
 GEMMs, of attention and of collectives, and recomputes everything else, because it is cheap: norms, activations, rotary
-embedding, residual sums, casts, rotations, and the codes of X and of W. All three give the same bits: rounding is
-deterministic or draws from tensors that do not change between forward and backward, so no random state is saved.
+embedding, residual sums, casts, rotations, and the codes of X and of W. Tensor-parallel ranks gather X or its codes
+again, because the rows of all ranks are as many times larger as there are ranks. All three give the same bits: rounding
+is deterministic or draws from tensors that do not change between forward and backward, so no random state is saved.
 
 Norms and activations under a `SavedActivationPolicy` compute from codes, which are smaller than the output of the GEMM
 before them. Under `selective` their codes are saved instead of it, and what they compute is recomputed from the codes
@@ -49,6 +50,7 @@ _ATTENTION = {
 }
 _KEPT = _GEMMS | _ATTENTION | {_ours.saved_codes.default}
 _COLLECTIVES = ("_c10d_functional", "lowprec_estimate")  # namespaces: of torch, and without processes
+_REPEATED = ("all_gather_again", "gathered_again")  # of X or its codes: tp times as large as a rank's rows
 _LAST_ROUNDING = torch.ops.prims.convert_element_type.default  # of a product, or of a sum over ranks: `group.rounded`
 
 
@@ -56,7 +58,8 @@ def keep_dear(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkp
     """Save outputs of GEMMs, attention and collectives, and codes of saved inputs; the signature is that of
     torch.utils.checkpoint.
     """
-    kept = operation in _KEPT or getattr(operation, "namespace", None) in _COLLECTIVES
+    collective = getattr(operation, "namespace", None) in _COLLECTIVES and operation._opname not in _REPEATED
+    kept = operation in _KEPT or collective
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

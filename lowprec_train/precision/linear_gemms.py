@@ -176,8 +176,8 @@ class LinearGemms:
         else:
             mine, _ = spec.outliers(x, spec.quantizer, None, None)
         assert not mine.parts, "scales of several levels are not gathered"
-        scale = mine.scale if whole else group.all_gather(mine.scale)
-        return replace(mine, codes=group.all_gather(mine.codes), scale=scale)
+        scale = mine.scale if whole else group.all_gather(mine.scale, repeatable=True)
+        return replace(mine, codes=group.all_gather(mine.codes, repeatable=True), scale=scale)
 
     def _weight(self, w: Tensor, amax: Tensor | None) -> tuple[Quantized | None, SavedOperand | None]:
         """Return the codes of W, or None if no GEMM uses them, and what is saved of them for backward."""

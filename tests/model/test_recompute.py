@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
+import lowprec_train.comm.process_group  # noqa: F401  registers lowprec_comm
 from lowprec_train.model.recompute import keep_dear
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.ops.schema import SCHEMAS
@@ -101,6 +102,7 @@ def test_gemms_attention_and_collectives_are_kept_by_name() -> None:
     assert all(map(kept, (aten.mm.default, aten.mm.dtype, aten.addmm.default, aten._scaled_mm.default)))
     assert kept(aten._scaled_dot_product_cudnn_attention.default)
     assert kept(torch.ops._c10d_functional.all_gather_into_tensor.default)
+    assert not kept(torch.ops.lowprec_comm.all_gather_again.default)
     assert not any(map(kept, (aten.silu.default, aten.add.Tensor, aten._to_copy.default)))
 
 

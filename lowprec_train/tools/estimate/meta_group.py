@@ -21,6 +21,12 @@ def gathered(x: Tensor, size: int, dim: int) -> Tensor:
     return torch.cat([x] * size, dim)
 
 
+@torch.library.custom_op("lowprec_estimate::gathered_again", mutates_args=())
+def gathered_again(x: Tensor, size: int) -> Tensor:
+    """Concatenate the rows of all ranks; selective recomputation repeats it."""
+    return torch.cat([x] * size)
+
+
 @torch.library.custom_op("lowprec_estimate::scattered", mutates_args=())
 def scattered(x: Tensor, size: int) -> Tensor:
     """Return this rank's rows of a sum."""
@@ -32,6 +38,11 @@ def _(x: Tensor, size: int, dim: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] *= size
     return x.new_empty(shape)
+
+
+@gathered_again.register_fake
+def _(x: Tensor, size: int) -> Tensor:
+    return x.new_empty((size * x.shape[0], *x.shape[1:]))
 
 
 @scattered.register_fake
@@ -54,8 +65,10 @@ class MetaGroup:
         self._count("amax", 2 * (self.size - 1) * x.numel() * x.element_size() // self.size)
         return x.detach().clone()
 
-    def all_gather(self, x: Tensor, dim: int = 0) -> Tensor:
+    def all_gather(self, x: Tensor, dim: int = 0, *, repeatable: bool = False) -> Tensor:
         self._count("gather", (self.size - 1) * x.numel() * x.element_size())
+        if repeatable and dim == 0:
+            return torch.ops.lowprec_estimate.gathered_again(x.detach(), self.size)
         return torch.ops.lowprec_estimate.gathered(x.detach(), self.size, dim)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

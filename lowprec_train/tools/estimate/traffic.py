@@ -27,11 +27,13 @@ from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.parallel.mesh import AXES, Sizes, groups_along, node_ranks
+from lowprec_train.precision.linear import Linear
 from lowprec_train.tools.estimate.saved import only
-from lowprec_train.tools.estimate.subject import Subject, Weight
+from lowprec_train.tools.estimate.subject import META, Subject, Weight
 
 Bytes = dict[str, int]
 GPUS_OF_A_NODE = 8
+SCALE = 4  # bytes of a row's scale
 
 
 def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
@@ -127,15 +129,38 @@ def activations(subject: Subject) -> Bytes:
     kinds = subject.kinds()
     rest = _sent(subject, None)
     blocks = {kind: _sent(subject, kind) for kind in dict.fromkeys(kinds)}
-    return {
+    found = {
         what: subject.micro_batches * (of_rest + sum(blocks[kind][what] - of_rest for kind in kinds))
         for what, of_rest in rest.items()
     }
+    if subject.run.model.recompute == "selective":
+        found["gather"] += subject.micro_batches * _gathered_again(subject)
+    return found
 
 
 def _sent(subject: Subject, block: int | None) -> Bytes:
-    """Return the bytes of a micro-batch for the model with one block, or none: eager forward and backward pass."""
-    model = only(subject.model(), block)
+    """Return the bytes of a micro-batch for the model with one block, or none: eager forward and backward pass, without
+    what selective recomputation repeats.
+    """
+    model = only(subject.model("none" if subject.run.model.recompute == "selective" else None), block)
     before = dict(subject.group.sent)
     subject.loss(model, subject.run.micro_batch).backward()
     return {what: size - before[what] for what, size in subject.group.sent.items()}
+
+
+def _gathered_again(subject: Subject) -> int:
+    """Return the bytes of a micro-batch for rows of X, or their codes, that selective recomputation gathers again. A
+    compiler does not if it saves the codes of rows that were gathered in BF16.
+    """
+    model, size = subject.model("none"), subject.sizes.tp
+    sent = 0
+    for linear in (module for module in model.blocks.modules() if isinstance(module, Linear)):
+        if linear.split is None or linear.split.dim != 0:
+            continue
+        plan = linear.plan(subject.tokens, model.dtype, META)
+        if plan.gathers_rows:
+            assert plan.fprop.a.quantizer is not None
+            sent += linear.in_features + (0 if plan.fprop.a.quantizer.tile[0] == -1 else SCALE)
+        elif plan.saved_x.quantizer is None or not subject.compiled:
+            sent += linear.in_features * model.dtype.itemsize
+    return (size - 1) * (subject.tokens // size) * sent
