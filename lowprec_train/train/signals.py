@@ -1,9 +1,10 @@
 """Signals that stop a run; the trainer stops after the current step.
 
-The handlers of SIGTERM, SIGUSR1, SIGUSR2 and SIGINT only record the signal. The trainer checks it after each step and
+The handlers of SIGTERM, SIGUSR1, SIGUSR2, SIGINT and SIGHUP only record the signal. The trainer checks it after each step and
 saves, and the process ends with status 0 and a PREEMPTED file. Several ranks first agree on the step
 (`train.stop_consensus`). A second SIGINT aborts at once. torchrun kills its ranks 30 s after it forwards a signal, so
-the Slurm scripts send signals to the ranks directly (docs/slurm.md).
+the Slurm scripts send signals to the ranks directly (docs/slurm.md). A closed terminal sends SIGHUP; under `nohup`,
+which ignores it, it stays ignored.
 """
 
 import os
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 NOTICE = b"\nInterrupted: the run saves after this step and stops. Interrupt again to abort without saving.\n"
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 class StopRequest:
@@ -60,7 +61,8 @@ def listen() -> Iterator[StopRequest]:
 @contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Pass the signals to `handler` within a `with` block, including those that arrived while `blocked`."""
-    before = {number: signal.signal(number, handler) for number in HANDLED}
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+    before = {number: signal.signal(number, handler) for number in HANDLED if number not in ignored}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
     try:
         yield

@@ -16,6 +16,17 @@ def test_a_signal_is_a_request(number):
         assert stop() and stop.signal_name == signal.Signals(number).name
 
 
+def test_a_hangup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.listen() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop() and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_the_first_signal_is_remembered():
     with signals.listen() as stop:
         os.kill(os.getpid(), signal.SIGUSR1)
