@@ -3,12 +3,14 @@
 A subcommand is a module whose docstring is the text of `--help`: a description, and what follows the options. HELP is
 its line in the list of commands, `add_options(parser)` adds its options, and `run(arguments)` returns the exit status.
 An optional PARSER has further settings of its parser. Exit statuses are the same for all: 0 done, 1 a check failed, 2
-bad input, with a one-line error; `train` has those of train.py, 1 for every failure. torch is imported only when it is
-needed.
+bad input, with a one-line error, 141 for an output that its reader has closed (`| head`), without one; `train` has
+those of train.py, 1 for every failure. torch is imported only when it is needed.
 """
 
 import argparse
+import os
 import platform
+import select
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -37,16 +39,34 @@ COMMANDS: dict[str, Any] = {
     "evaluate": evaluate,
     "generate": generate,
 }
+CLOSED_BY_READER = 128 + 13  # as of a process that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit status. argparse exits with 2 for a wrong option."""
     parsed = parse(arguments)
     try:
-        return parsed.run(parsed)
+        status: int = parsed.run(parsed)
+        sys.stdout.flush()
+        return status
     except (ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError) and _output_is_closed():
+            return CLOSED_BY_READER
         print(f"lowprec {parsed.command}: error: {error}", file=sys.stderr)
         return 2
+
+
+def _output_is_closed() -> bool:
+    """Return whether the reader of stdout has closed it; then what is still printed goes nowhere, without an error."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
+    poll.register(output, 0)
+    closed = any(event & select.POLLERR for _, event in poll.poll(0))
+    if closed:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, output)
+        os.close(nowhere)
+    return closed
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
