@@ -64,11 +64,11 @@ class Run:
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Read runs that can be compared: at least two different ones on the same corpus.
 
-    Directories of earlier reports among `paths` are ignored, so that `runs/demo/*` continues to work.
+    Directories of earlier reports and of studies among `paths` are ignored, so that `runs/*` continues to work.
 
     Raises ValueError with the directory and the wrong value.
     """
-    paths = [path for path in paths if not (path / "report.json").is_file() or (path / "metrics.jsonl").exists()]
+    paths = [path for path in paths if (path / "metrics.jsonl").exists() or not _is_of_a_tool(path)]
     if len(paths) < 2:
         raise ValueError(f"needs at least two runs, got {len(paths)}: {', '.join(map(str, paths)) or 'none'}")
     for i, path in enumerate(paths):
@@ -86,6 +86,11 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
                 f"{runs[0].label} has corpus hash {runs[0].corpus_hash}, {run.label} has {run.corpus_hash}"
             )
     return runs
+
+
+def _is_of_a_tool(path: Path) -> bool:
+    """Return whether `lowprec compare` wrote its report here, or `lowprec study` has its studies here."""
+    return (path / "report.json").is_file() or any(path.glob("*/seeds.json"))
 
 
 def labels(paths: Sequence[Path], infos: Sequence[Mapping[str, Any]]) -> list[str]:

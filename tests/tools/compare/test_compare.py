@@ -263,6 +263,8 @@ def test_default_window_is_a_tenth_within_bounds(make_run):
 
 def test_glob_over_the_folder_works_the_second_time(pair):
     folder = pair[0].parent
+    (folder / "study" / "short").mkdir(parents=True)
+    (folder / "study" / "short" / "seeds.json").write_text("{}")
     for _ in range(2):
         assert compare(*sorted(folder.iterdir())) == 0
     assert sorted(path.name for path in (folder / "comparison").iterdir()) == ["curves.png", "report.json", "report.md"]
