@@ -90,6 +90,8 @@ class RunWeights(Weights):
         self.step = first(lambda: newest(path)) if step is None else step
         directory = path_of(checkpoints, self.step)
         try:
+            if self.step not in steps(checkpoints):
+                raise CheckpointError(f"{checkpoints} has no {directory.name}")
             verify = OmegaConf.select(read_yaml(path / "config.yaml"), "checkpoint_verify", default=True)
             digests.verify(directory, whole=bool(verify))
             self._reader = _Reader(directory)
@@ -172,6 +174,8 @@ def open_weights(path: Path, step: int | None = None) -> Weights:
     reads the files is missing.
     """
     directory, named = run_and_step(path)
+    if step is not None and named not in (None, step):
+        raise ValueError(f"step {step} was requested, but {path} is the checkpoint of step {named}")
     if (directory / "config.yaml").is_file():
         return RunWeights(directory, named if step is None else step)
     if step is not None:
