@@ -171,6 +171,8 @@ def _axis(key: str, values: Any, place: str) -> tuple[Any, ...]:
     for value in values:
         if not VALUE.fullmatch(str(value)):
             raise ValueError(f"{place}.{key}: {value!r} cannot be part of a run's name: letters, digits, _ . + -")
+    if len(set(values)) < len(values):
+        raise ValueError(f"{place}.{key}: {values} must hold each value once")
     return tuple(values)
 
 

@@ -95,6 +95,9 @@ WRONG = {
     "blocks[0].seeds: [-1] must be one or more seeds from 0 to 2^63 - 1, each once": {
         "blocks": [{"purpose": "gate", "seeds": [-1]}]
     },
+    "blocks[0].axes.optim.lr: [0.001, 0.001] must hold each value once": {
+        "blocks": [{"purpose": "gate", "seeds": [1], "axes": {"optim.lr": [1e-3, 0.001]}}]
+    },
     "blocks[0].fork.step=0 must be at least 1": {
         "blocks": [{"purpose": "gate", "seeds": [1], "fork": {"arm": "bf16", "step": 0}}]
     },
