@@ -33,11 +33,11 @@ _COUNTED: dict[tuple[object, ...], SavedParts] = {}
 
 
 def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
-    """Return the bytes that autograd saves for a micro-batch under `recompute`. Cached for all layouts with the same
-    tensor-parallel shards. With `full`, a block saves only its input, so blocks need no count.
+    """Return the bytes that autograd saves under `recompute`. Cached for all sizes of a micro-batch, and for all layouts
+    with the same tensor-parallel shards. With `full`, a block saves only its input, so blocks need no count.
     """
     run, sizes = subject.run, tuple(subject.gathered_bytes(weight) for weight in subject.weights)
-    computed = repr((run.model, run.precision, run.data, run.micro_batch, run.compile))
+    computed = repr((run.model, run.precision, run.data, run.compile))
     key = (computed, subject.sizes.tp, recompute, sizes)
     if key not in _COUNTED:
         _COUNTED[key] = _count(subject, recompute)
