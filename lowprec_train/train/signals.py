@@ -1,7 +1,7 @@
 """Signals that stop a run; the trainer stops after the current step.
 
-The handlers of SIGTERM, SIGUSR1, SIGUSR2, SIGINT and SIGHUP only record the signal. The trainer checks it after each step and
-saves, and the process ends with status 0 and a PREEMPTED file. Several ranks first agree on the step
+The handlers of SIGTERM, SIGUSR1, SIGUSR2, SIGINT and SIGHUP only record the signal. The trainer checks it after each
+step and saves, and the process ends with status 0 and a PREEMPTED file. Several ranks first agree on the step
 (`train.stop_consensus`). A second SIGINT aborts at once. torchrun kills its ranks 30 s after it forwards a signal, so
 the Slurm scripts send signals to the ranks directly (docs/slurm.md). A closed terminal sends SIGHUP; under `nohup`,
 which ignores it, it stays ignored.

@@ -33,7 +33,7 @@ _COUNTED: dict[tuple[object, ...], SavedParts] = {}
 
 
 def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
-    """Return the bytes that autograd saves under `recompute`. Cached for all sizes of a micro-batch, and for all layouts
+    """Return the bytes that autograd saves under `recompute`. Cached for all sizes of a micro-batch and all layouts
     with the same tensor-parallel shards. With `full`, a block saves only its input, so blocks need no count.
     """
     run, sizes = subject.run, tuple(subject.gathered_bytes(weight) for weight in subject.weights)
