@@ -1,6 +1,4 @@
-// E2M1 codes, two per byte (ops/reference.py pack_e2m1): bit 3 of a nibble is the sign, bits 0..2 the grid index.
-//
-// Memory traffic is 1.5 bytes per code.
+// E2M1 codes, two per byte (ops/reference.py pack_e2m1); memory traffic is 1.5 bytes per code.
 #include "cuda/nibbles.h"
 
 namespace lowprec {

@@ -4,11 +4,9 @@
 // there are at most seven scales; the smallest that serves is taken. Products of a code and a scale are exact in half
 // precision, and a candidate serves if all products have the bits of the carriers: the quotients that propose codes may
 // be off by a last bit. Memory traffic is 1.56 bytes per carrier.
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
-
+#include "cuda/ladder.h"
 #include "cuda/nibbles.h"
-#include "numerics/ladder.h"
+#include "cuda/saved.h"
 
 namespace lowprec {
 namespace {
@@ -20,11 +18,6 @@ __constant__ float PLACE[PLACES] = {6.0f, 4.0f, 3.0f, 2.0f, 1.5f, 1.0f, 0.5f};
 __device__ __forceinline__ __half2 decoded(uint32_t pair) {
   return __half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
 }
-__device__ __forceinline__ uint32_t encoded(__half2 pair) {
-  return __nv_cvt_halfraw2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-}
-__device__ __forceinline__ uint32_t bits(__half2 pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
-__device__ __forceinline__ __half2 both(float value) { return __float2half2_rn(value); }
 
 __device__ __forceinline__ uint8_t code_of(float value) {
   return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
@@ -33,16 +26,16 @@ __device__ __forceinline__ uint8_t code_of(float value) {
 // Four codes whose products with the scale are `carriers`; sets `serves` to false if there are none.
 __device__ __forceinline__ uint32_t codes_under(uint32_t carriers, __half2 scale, __half2 inverse, bool& serves) {
   const __half2 low = decoded(carriers & 0xffffu), high = decoded(carriers >> 16);
-  const uint32_t near = encoded(__hmul2_rn(low, inverse)) | encoded(__hmul2_rn(high, inverse)) << 16;
+  const uint32_t near = code_pair(__hmul2_rn(low, inverse)) | code_pair(__hmul2_rn(high, inverse)) << 16;
   const uint32_t nibbles = packed(near, 0u), codes = unpacked(nibbles);
-  serves &= bits(__hmul2_rn(decoded(codes & 0xffffu), scale)) == bits(low);
-  serves &= bits(__hmul2_rn(decoded(codes >> 16), scale)) == bits(high);
+  serves &= bits_of_pair(__hmul2_rn(decoded(codes & 0xffffu), scale)) == bits_of_pair(low);
+  serves &= bits_of_pair(__hmul2_rn(decoded(codes >> 16), scale)) == bits_of_pair(high);
   return nibbles;
 }
 
 // The nibbles of 16 codes under a scale, or false.
 __device__ __forceinline__ bool factored(const uint4& carriers, float scale, uint2& nibbles) {
-  const __half2 times = both(scale), inverse = both(1.0f / scale);
+  const __half2 times = __float2half2_rn(scale), inverse = __float2half2_rn(1.0f / scale);
   bool serves = true;
   const uint32_t a = codes_under(carriers.x, times, inverse, serves);
   const uint32_t b = codes_under(carriers.y, times, inverse, serves);
@@ -86,7 +79,8 @@ __global__ void __launch_bounds__(THREADS) pack_blocks(const uint4* __restrict__
 
 __device__ __forceinline__ uint32_t products(uint32_t nibbles, __half2 scale) {
   const uint32_t codes = unpacked(nibbles);
-  return encoded(__hmul2_rn(decoded(codes & 0xffffu), scale)) | encoded(__hmul2_rn(decoded(codes >> 16), scale)) << 16;
+  const uint32_t low = code_pair(__hmul2_rn(decoded(codes & 0xffffu), scale));
+  return low | code_pair(__hmul2_rn(decoded(codes >> 16), scale)) << 16;
 }
 
 __global__ void __launch_bounds__(THREADS) unpack_blocks(const uint2* __restrict__ in,
@@ -100,17 +94,11 @@ __global__ void __launch_bounds__(THREADS) unpack_blocks(const uint2* __restrict
                                products(held.y >> 16, scale));
 }
 
-// A row-major matrix at an address that whole blocks can be read from.
-Tensor readable(const Tensor& given, size_t bytes) {
-  const Tensor x = dense(given);
-  return aligned(x.const_data_ptr(), bytes) ? x : torch::stable::clone(x);
-}
-
 std::tuple<Tensor, Tensor> pack_ladder(const Tensor& given) {
   const int64_t rows = given.size(0), columns = given.size(1), blocks = columns / LADDER_BLOCK;
   STD_TORCH_CHECK(given.scalar_type() == ScalarType::Float8_e4m3fn && columns % LADDER_BLOCK == 0,
                   "carriers are E4M3 in blocks of ", LADDER_BLOCK, ", not rows of ", columns);
-  const Tensor carriers = readable(given, sizeof(uint4));
+  const Tensor carriers = vectorised(given);
   Tensor nibbles = empty_like_device(carriers, {rows, columns / 2}, ScalarType::Byte);
   Tensor scale = empty_like_device(carriers, {rows, blocks}, ScalarType::Float8_e4m3fn);
   if (rows * blocks == 0) return {nibbles, scale};
@@ -126,7 +114,7 @@ Tensor unpack_ladder(const Tensor& given, const Tensor& scale_given) {
   STD_TORCH_CHECK(given.scalar_type() == ScalarType::Byte && scale_given.numel() * LADDER_BLOCK == rows * columns,
                   "a scale for each ", LADDER_BLOCK, " codes of ", rows, " x ", columns, ", not ", scale_given.numel());
   STD_TORCH_CHECK(scale_given.scalar_type() == ScalarType::Float8_e4m3fn, "scales of packed carriers are E4M3");
-  const Tensor nibbles = readable(given, sizeof(uint2)), scale = dense(scale_given);
+  const Tensor nibbles = vectorised(given), scale = dense(scale_given);
   Tensor carriers = empty_like_device(nibbles, {rows, columns}, ScalarType::Float8_e4m3fn);
   if (rows * columns == 0) return carriers;
   const int64_t blocks = rows * columns / LADDER_BLOCK;

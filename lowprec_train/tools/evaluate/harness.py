@@ -90,8 +90,15 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
         sampling = Sampling(temperature=temperature, top_p=float(settings.get("top_p", 1.0)))
         ids: list[int] = []
-        ids_of = {"stop": self.eot_token_id, "vocab_size": self.texts.vocab_size}
-        for token in generate(self.model, prompt, max_tokens=limit, sampling=sampling, **ids_of):
+        generated = generate(
+            self.model,
+            prompt,
+            max_tokens=limit,
+            sampling=sampling,
+            stop=self.eot_token_id,
+            vocab_size=self.texts.vocab_size,
+        )
+        for token in generated:
             ids.append(token)
             text = self.texts.decode(ids)
             if any(stop in text for stop in stops):
