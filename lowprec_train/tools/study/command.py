@@ -3,7 +3,8 @@ baseline, with confidence intervals that hold for other seeds. STUDY is a YAML f
 (docs/study.md).
 
 `run` continues a study from its folder, on any machine: it skips finished runs and resumes the others. After --minutes
-the active runs save a checkpoint and end, and the command lists the remaining runs.
+the active runs save a checkpoint and end, and the command lists the remaining runs. As each run finishes, its results
+are added to results.json in the folder.
 
 exit status:
   0  finished, or stopped after --minutes
@@ -66,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=Path,
         default=[],
-        help="also use the runs in these results.json files, written by `report` on other machines",
+        help="also use the runs in these results.json files, written by `run` or `report` on other machines",
     )
     for each in (run_, list_, report):
         each.add_argument("file", metavar="STUDY", type=Path, help="YAML file, or the name of a shipped study")
@@ -107,14 +108,16 @@ def _run(arguments: argparse.Namespace) -> int:
     purposes = _purposes(study, out)  # before the text, which can take long to prepare
     plan.check_text(study, configured)
     write_whole(out / "seeds.json", f"{json.dumps(purposes, indent=2)}\n".encode())
+    whole = plan.runs(study)
     runner = running.Runner(
         planned,
         out,
         workers,
         minutes=arguments.minutes,
         keep_checkpoints=study.keep_checkpoints,
-        whole=plan.runs(study),
+        whole=whole,
         say=_print_line,
+        on_finished=partial(_write_results, study.name, whole, out),
     )
     try:
         failed = runner.run()
@@ -126,6 +129,18 @@ def _run(arguments: argparse.Namespace) -> int:
     for line in progress.summary(planned, out):
         _print_line(line)
     return int(bool(failed))
+
+
+def _write_results(name: str, whole: list[StudyRun], out: Path) -> None:
+    """Write results.json of all finished runs in the folder. If it cannot be written, training goes on."""
+    from lowprec_train.data.appending import write_whole
+    from lowprec_train.tools.study import results, stored_results
+
+    try:
+        found, _ = results.read(whole, out)
+        write_whole(out / stored_results.FILE, stored_results.to_json(name, found).encode())
+    except (ValueError, OSError) as error:
+        _print_line(f"{out / stored_results.FILE} is not up to date: {error}")
 
 
 def _workers(arguments: argparse.Namespace) -> list[Any]:

@@ -98,6 +98,7 @@ class Runner:
 
     out: folder of the study. minutes: time limit, or None. say: prints a line. keep_checkpoints: keep those of finished
     runs. whole: all runs of the study, if `planned` is a part of it; checkpoints that these fork from are kept.
+    on_finished: is called after each run that finished or diverged.
     """
 
     def __init__(
@@ -110,8 +111,10 @@ class Runner:
         keep_checkpoints: bool = True,
         whole: Sequence[StudyRun] = (),
         say: Callable[[str], None] = print,
+        on_finished: Callable[[], None] = lambda: None,
     ) -> None:
         self.planned, self.out, self.workers, self.say = planned, out, workers, say
+        self.on_finished = on_finished
         self.deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self.keep_checkpoints, self.whole = keep_checkpoints, whole or planned
         self.failed: dict[str, str] = {}
@@ -236,6 +239,7 @@ class Runner:
             return
         if found.finished:
             self._prune()
+            self.on_finished()
         elif status and not (self._stopping and status < 0):
             printed = self._log(each.run).read_text(errors="replace").splitlines()[-SHOWN:]
             self.failed[name] = "\n".join(printed) or f"status {status}"

@@ -1,6 +1,6 @@
 """results.json: the results of a study's finished runs, a few kilobytes per run.
 
-Parts of a study can be trained on different machines. The report of each part writes results.json, and
+Parts of a study can be trained on different machines. `lowprec study run` writes results.json as each run finishes, and
 `lowprec study report STUDY --results FILE ...` combines these files with the runs of its own folder. Each stored run
 has a digest of its training configuration, so a run with another configuration is refused. A forked run also has the
 digest of the checkpoint that it started from.

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from lowprec_train.tools import cli
 from lowprec_train.tools.study import progress, running
 from lowprec_train.train import processes
 from lowprec_train.train.digests import FILE as MANIFEST
@@ -202,3 +203,29 @@ def test_a_signal_that_comes_while_a_run_is_begun_reaches_it(tmp_path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             run(tmp_path, planned)
     assert [each.returncode for each in begun] == [-signal.SIGTERM if heeded else -signal.SIGKILL]
+
+
+def test_results_are_written_as_runs_finish(tmp_path, begun, monkeypatch, capsys):
+    """Also those of runs outside --arms. Results that do not belong together are named, and end no study."""
+    _, planned, file = synthetic.study(tmp_path, arms=ARMS, blocks=[WHOLE | {"arms": ["bf16", "fp8"]}])
+    begun.runs, seen, at_once = planned, [], processes.background
+    ended(tmp_path, planned[0])
+
+    def background(*arguments, **more):
+        seen.append(sorted(json.loads(stored.read_text())["runs"]) if stored.exists() else [])
+        return at_once(*arguments, **more)
+
+    monkeypatch.setattr(processes, "background", background)
+    stored = tmp_path / "results.json"
+    words = ["study", "run", str(file), "--nproc", "1", "--out", str(tmp_path)]
+    assert cli.main([*words, "--arms", "fp8"]) == 0
+    assert seen == [[], ["bf16-s2", "fp8-s2"]]
+    whole = stored.read_text()
+    assert sorted(json.loads(whole)["runs"]) == ["bf16-s2", "fp8-s2", "fp8-s3"]
+
+    facts = tmp_path / "fp8-s2" / "run.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"corpus_hash": "decaf"}))
+    capsys.readouterr()
+    assert cli.main(words) == 0
+    assert f"{stored} is not up to date: fp8-s2 has corpus hash decaf" in capsys.readouterr().out
+    assert stored.read_text() == whole

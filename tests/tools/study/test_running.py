@@ -74,10 +74,13 @@ def test_killed_copied_and_gone_on_with(small, tmp_path, capsys):
     losses = [each["loss"] for each in found]
     assert losses[0]["run"] == losses[0]["bf16"] and losses[1]["run"] != losses[1]["bf16"]
 
-    words = ("study", "run", "tiny", "--nproc", "2", "--out", str(moved), "--set", *small)
-    assert cli.main(words) == 0  # begins nothing
+    words = ("--out", str(moved), "--set", *small)
+    assert cli.main(["study", "run", "tiny", "--nproc", "2", *words]) == 0  # begins nothing
     told = capsys.readouterr().out
     assert "(1 of 4)" not in told and "4 done" in told
+    assert cli.main(["study", "report", "tiny", *words]) == 0
+    stored = [json.loads((folder / "results.json").read_text()) for folder in (moved, moved / "report")]
+    assert stored[0] == stored[1] and set(stored[0]["runs"]) == set(RUNS)
 
 
 @pytest.mark.nightly
