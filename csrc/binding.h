@@ -136,6 +136,12 @@ inline Tensor empty_like_device(const Tensor& x, std::vector<int64_t> shape, Sca
   return torch::stable::new_empty(x, shape, type);
 }
 
+// Rows of a matrix. Kernels read x.size(0) and x.size(1), so a tensor of more dimensions would lose elements.
+inline int64_t rows_of(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 2, "the op takes a matrix, not a tensor of ", x.dim(), " dimensions");
+  return x.size(0);
+}
+
 struct Tile {
   int64_t rows, columns;
 };

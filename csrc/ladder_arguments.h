@@ -7,7 +7,7 @@ namespace lowprec {
 
 // Checks for scales [rows, tiles] of codes [rows, columns], and one number per row.
 inline void check_scales(const Tensor& codes, const Tensor& scale, const Tensor& row) {
-  const int64_t rows = codes.size(0), columns = codes.size(1);
+  const int64_t rows = rows_of(codes), columns = codes.size(1);
   STD_TORCH_CHECK(scale.dim() == 2 && scale.size(0) == rows && scale.size(1) > 0 && columns % scale.size(1) == 0,
                   "scales of ", rows, " x ", columns, " codes are [", rows, ", a divisor of ", columns, "], not ",
                   scale.numel(), " numbers in ", scale.size(0), " rows");

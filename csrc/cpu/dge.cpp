@@ -28,7 +28,7 @@ LOWPREC_CLONES void correct(float* grad, const float* weight, int64_t n, Slope h
 
 Tensor dge(const Tensor& grad, const Tensor& weight, const Tensor& scale, double k, double cap,
            std::optional<ScalarType> dtype) {
-  const int64_t rows = weight.size(0), columns = weight.size(1);
+  const int64_t rows = rows_of(weight), columns = weight.size(1);
   STD_TORCH_CHECK(grad.size(0) == rows && grad.size(1) == columns, "a gradient of the weight's shape");
   const ScalarType wanted = dtype.value_or(ScalarType::Float);
   if (rows == 0 || columns == 0) return empty_like_device(grad, {rows, columns}, wanted);

@@ -36,7 +36,7 @@ LOWPREC_CLONES float factor_of(const float* place, const float* codes, const flo
 }
 
 Tensor rotated_amax(const Tensor& x, std::optional<Tensor> signs, int64_t rotation) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   STD_TORCH_CHECK(rows > 0 && columns > 0, "rotated_amax of a ", rows, " by ", columns, " matrix: it has no elements");
   const Tensor found = empty_like_device(x, {1, 1}, ScalarType::Float);
   const Rotated rotated(x, signs, rotation);
@@ -57,7 +57,7 @@ Tensor rotated_amax(const Tensor& x, std::optional<Tensor> signs, int64_t rotati
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& top, std::optional<Tensor> signs,
                                                          int64_t rotation, const Tensor& seed,
                                                          std::optional<Tensor> origin) {
-  const int64_t rows = x.size(0), columns = x.size(1), tiles = columns / EDEN_BLOCK;
+  const int64_t rows = rows_of(x), columns = x.size(1), tiles = columns / EDEN_BLOCK;
   resolve_tile(rows, columns, {1, EDEN_GROUP});
   STD_TORCH_CHECK(top.numel() == 1, "the amax of a matrix is one number, not ", top.numel());
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);

@@ -64,7 +64,7 @@ int64_t groups_of(int64_t columns, int64_t group, int64_t segments) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_expanded(const Tensor& x, std::string format, int64_t group,
                                                              int64_t segments) {
-  const int64_t rows = x.size(0), columns = x.size(1), groups = groups_of(columns, group, segments);
+  const int64_t rows = rows_of(x), columns = x.size(1), groups = groups_of(columns, group, segments);
   const Format to = parse_format(format);
   STD_TORCH_CHECK(to == Format::E4M3 || to == Format::E5M2, "expanded codes are E4M3 or E5M2");
   const auto expand_group = to == Format::E4M3 ? expand<Format::E4M3> : expand<Format::E5M2>;
@@ -117,7 +117,7 @@ LOWPREC_CLONES void contract(const uint8_t* codes, int64_t n, float log_scale, f
 
 Tensor dequantize_expanded(const Tensor& codes, const Tensor& scale, const Tensor& exponents, const Tensor& center,
                            std::string format, int64_t group, int64_t segments) {
-  const int64_t rows = codes.size(0), columns = codes.size(1), groups = groups_of(columns, group, segments);
+  const int64_t rows = rows_of(codes), columns = codes.size(1), groups = groups_of(columns, group, segments);
   STD_TORCH_CHECK(scale.size(0) == rows && scale.size(1) == groups, "a scale for each group of each row");
   const Format from = parse_format(format);
   const float* logs = from == Format::E4M3 ? code_logs<Format::E4M3>().data() : code_logs<Format::E5M2>().data();

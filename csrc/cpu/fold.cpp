@@ -22,7 +22,7 @@ float fold_scales(const float* scale, int64_t n, int top, float* shift) {
 namespace {
 
 std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::string carrier, std::optional<Tensor>) {
-  const int64_t rows = codes.size(0), columns = codes.size(1), tiles = scale.size(1);
+  const int64_t rows = rows_of(codes), columns = codes.size(1), tiles = scale.size(1);
   const Format format = parse_format(carrier);
   const int top = fold_top(format);
   STD_TORCH_CHECK(scale.size(0) == rows && tiles > 0 && columns % tiles == 0, "a scale for each block of each row");
@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor> fold(const Tensor& codes, const Tensor& scale, std::s
 // Decodes one row of codes times their scales at a time, and calls `write`(row, values).
 template <typename Write>
 void decode_rows(const Tensor& codes, const Tensor& scale, const Write& write) {
-  const int64_t rows = codes.size(0), columns = codes.size(1);
+  const int64_t rows = rows_of(codes), columns = codes.size(1);
   if (rows == 0 || columns == 0) return;
   const Tile tile = scaled_tile(rows, columns, scale);
   const int64_t tiles = columns / tile.columns;

@@ -193,7 +193,7 @@ LadderHow how_of(int64_t rows, int64_t columns, const std::vector<int64_t>& tile
 
 std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& x, std::optional<Tensor> tops, std::vector<int64_t> tile,
                                                    std::string candidates, int64_t span) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const LadderHow how = how_of(rows, columns, tile, candidates, span);
   check_tops(tops, rows);
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
@@ -221,7 +221,7 @@ std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& x, std::optiona
 
 Tensor row_sums(const Tensor& x, const Tensor& codes, const Tensor& scale, const Tensor& row, int64_t span) {
   check_sums(x, codes, scale, row);
-  const int64_t rows = x.size(0), columns = x.size(1), tiles = scale.size(1), width = columns / tiles;
+  const int64_t rows = rows_of(x), columns = x.size(1), tiles = scale.size(1), width = columns / tiles;
   const Tensor sums = empty_like_device(x, {rows, 2}, ScalarType::Double);
   const Source source = source_of(x), made = source_of(codes), scales = source_of(scale), units = source_of(row);
   double* out = mutable_data_of<double>(sums);
@@ -250,7 +250,7 @@ std::tuple<Tensor, Tensor> fold_ladder(const Tensor& codes, const Tensor& scale,
                                        std::optional<Tensor> factor) {
   check_scales(codes, scale, row);
   check_tops(factor, codes.size(0));
-  const int64_t rows = codes.size(0), columns = codes.size(1), tiles = scale.size(1);
+  const int64_t rows = rows_of(codes), columns = codes.size(1), tiles = scale.size(1);
   const Tensor carriers = empty_like_device(codes, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor row_scale = empty_like_device(row, {rows, 1}, ScalarType::Float);
   const Source source = source_of(codes), scales = source_of(scale), units = source_of(row);

@@ -11,7 +11,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4(const Tensor& x, std::
                                                           std::string rounding, std::optional<Tensor> seed,
                                                           std::optional<Tensor> origin, std::optional<Tensor> signs,
                                                           int64_t rotation) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Tile shape = resolve_tile(rows, columns, tile);
   const int64_t bands = rows / shape.rows, tiles = columns / shape.columns;
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);

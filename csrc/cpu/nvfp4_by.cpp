@@ -43,7 +43,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_nvfp4_by(const Tensor& x, co
                                                              std::vector<int64_t> tile, double headroom,
                                                              std::string rounding, std::optional<Tensor> seed,
                                                              std::optional<Tensor> origin) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Tile shape = resolve_tile(rows, columns, tile);
   const int64_t bands = rows / shape.rows, tiles = columns / shape.columns;
   const Outer outer(amax, top, bands, tiles, 6.0 * 448.0);
@@ -112,7 +112,7 @@ Chosen chosen(Scratch& s, float amax, float outer, Candidates by) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_four_over_six(const Tensor& x, const Tensor& amax, const Tensor& top,
                                                                   std::vector<int64_t> tile, std::string candidates) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Tile shape = resolve_tile(rows, columns, tile);
   const int64_t bands = rows / shape.rows, tiles = columns / shape.columns, count = shape.rows * shape.columns;
   const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);

@@ -97,7 +97,7 @@ void check_clipped(int64_t columns, int64_t clipped) {
 }
 
 std::tuple<Tensor, Tensor> outlier_bounds(const Tensor& x, int64_t clipped) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   check_clipped(columns, clipped);
   const Tensor low = empty_like_device(x, {rows, 1}, ScalarType::Float);
   const Tensor high = empty_like_device(x, {rows, 1}, ScalarType::Float);
@@ -119,7 +119,7 @@ std::tuple<Tensor, Tensor> outlier_bounds(const Tensor& x, int64_t clipped) {
 // Quantises rows with the bounds from bounds_of_row(r, v), v the values of row r.
 template <typename BoundsOfRow>
 std::tuple<Tensor, Tensor> quantize_rows(const Tensor& x, const BoundsOfRow& bounds_of_row) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
   const Source source = source_of(x);

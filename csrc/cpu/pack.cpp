@@ -70,7 +70,7 @@ bool codes_under(const float* v, float scale, uint8_t* codes) {
 }
 
 std::tuple<Tensor, Tensor> pack_ladder(const Tensor& carriers) {
-  const int64_t rows = carriers.size(0), columns = carriers.size(1), blocks = columns / LADDER_BLOCK;
+  const int64_t rows = rows_of(carriers), columns = carriers.size(1), blocks = columns / LADDER_BLOCK;
   STD_TORCH_CHECK(carriers.scalar_type() == ScalarType::Float8_e4m3fn && columns % LADDER_BLOCK == 0,
                   "carriers are E4M3 in blocks of ", LADDER_BLOCK, ", not rows of ", columns);
   const Tensor packed = empty_like_device(carriers, {rows, columns / 2}, ScalarType::Byte);

@@ -15,7 +15,7 @@ LOWPREC_CLONES void transpose_block(const uint8_t* in, int64_t rows, int64_t col
 Tensor transpose(const Tensor& codes, std::optional<Tensor>) {
   STD_TORCH_CHECK(codes.element_size() == 1, "transpose takes codes of one byte, not of ", codes.element_size());
   const Tensor source = dense(codes);
-  const int64_t rows = source.size(0), columns = source.size(1);
+  const int64_t rows = rows_of(source), columns = source.size(1);
   const Tensor transposed = empty_like_device(codes, {columns, rows}, codes.scalar_type());
   const uint8_t* in = data_of<uint8_t>(source);
   uint8_t* out = mutable_data_of<uint8_t>(transposed);

@@ -116,7 +116,7 @@ Quantized empty_for(const Tensor& x, int64_t rows, int64_t columns, const Cast& 
 std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string format, std::vector<int64_t> tile,
                                     std::string scale_rule, double headroom, int64_t span, std::string rounding,
                                     std::optional<Tensor> seed, std::optional<Tensor> origin) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Cast cast = cast_of(format, rows, columns, tile, scale_rule, headroom, span);
   const Quantized made = empty_for(x, rows, columns, cast);
   const Draws draws = draws_of(seed_of(rounding, seed), origin);
@@ -153,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_both(const Tensor& x, std::o
                                                          std::string format, std::vector<int64_t> tile,
                                                          std::vector<int64_t> tile_t, std::string scale_rule,
                                                          double headroom) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Cast cast = cast_of(format, rows, columns, tile, scale_rule, headroom, 0);
   const Cast cast_t = cast_of(format, columns, rows, tile_t, scale_rule, headroom, 0);
   const Quantized made = empty_for(x, rows, columns, cast), made_t = empty_for(x, columns, rows, cast_t);

@@ -21,7 +21,7 @@ void check_block(int64_t columns, int64_t block) {
 }
 
 Decoded::Decoded(const Tensor& x, const std::optional<Tensor>& scale, bool transpose) : source_(source_of(x)) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   if (scale.has_value()) {
     factors_.resize(scale->numel());
     STD_TORCH_CHECK(scale->numel() == 1 || scale->numel() == rows, "a scale of ", scale->numel(), " numbers for ", rows);
@@ -59,7 +59,7 @@ constexpr int64_t MX_BLOCK = 32;
 // Rows of x after rotate(row, signs, spare), FP32.
 template <typename Rotate>
 Tensor rotated(const Tensor& x, const std::optional<Tensor>& seed, int64_t block, const Rotate& rotate) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Tensor made = empty_like_device(x, {rows, columns}, ScalarType::Float);
   const Source source = source_of(x);
   const std::vector<float> signs = signs_of(seed, block);

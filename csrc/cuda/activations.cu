@@ -289,7 +289,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantized_gated_silu(
                                                                       int64_t group) {
   const Tensor gate_up = vectorised(given);
   const Format format = parse_format(format_name);
-  const int64_t rows = gate_up.size(0), columns = gate_up.size(1) / 2;
+  const int64_t rows = rows_of(gate_up), columns = gate_up.size(1) / 2;
   STD_TORCH_CHECK(gate_up.size(1) % 2 == 0, "the columns of gate_up alternate gate, up");
   const int shift = group_shift(columns, group);
   Tensor y = empty_like_device(gate_up, {rows, columns}, gate_up.scalar_type());
@@ -314,7 +314,7 @@ std::tuple<Tensor, Tensor> quantized_gated_silu_backward(const Tensor& given, co
                                                const Tensor& up_exponents, std::string format_name, int64_t group) {
   const Tensor dy = vectorised(given);
   const Format format = parse_format(format_name);
-  const int64_t rows = dy.size(0), columns = dy.size(1);
+  const int64_t rows = rows_of(dy), columns = dy.size(1);
   const int shift = group_shift(columns, group);
   const SavedTensors gate = read_saved(gate_codes, gate_exponents, dy, format, group);
   const SavedTensors up = read_saved(up_codes, up_exponents, dy, format, group);
@@ -336,7 +336,7 @@ std::tuple<Tensor, Tensor> quantized_gated_silu_backward(const Tensor& given, co
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantized_gelu(const Tensor& given, std::string format_name, int64_t group) {
   const Tensor x = vectorised(given);
   const Format format = parse_format(format_name);
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const int shift = group_shift(columns, group);
   Tensor y = empty_like_device(x, {rows, columns}, x.scalar_type());
   Tensor amax = empty_like_device(x, {rows}, ScalarType::Float);
@@ -359,7 +359,7 @@ std::tuple<Tensor, Tensor> quantized_gelu_backward(const Tensor& given, const Te
                                               std::string format_name, int64_t group) {
   const Tensor dy = vectorised(given);
   const Format format = parse_format(format_name);
-  const int64_t rows = dy.size(0), columns = dy.size(1);
+  const int64_t rows = rows_of(dy), columns = dy.size(1);
   const int shift = group_shift(columns, group);
   const SavedTensors saved = read_saved(codes, exponents, dy, format, group);
   Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());

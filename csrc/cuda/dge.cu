@@ -192,7 +192,7 @@ Slope slope_of(double k, double cap) {
 }
 
 void check_sizes(const Tensor& grad, const Tensor& weight, const Tensor& scale) {
-  const int64_t rows = weight.size(0), columns = weight.size(1);
+  const int64_t rows = rows_of(weight), columns = weight.size(1);
   STD_TORCH_CHECK(grad.size(0) == rows && grad.size(1) == columns, "a gradient of the weight's shape");
   STD_TORCH_CHECK(scale.scalar_type() == ScalarType::Float, "scales are float32");
   if (weight.numel() > 0) scaled_tile(rows, columns, scale);
@@ -201,7 +201,7 @@ void check_sizes(const Tensor& grad, const Tensor& weight, const Tensor& scale) 
 Tensor dge(const Tensor& grad_given, const Tensor& weight_given, const Tensor& scale_given, double k, double cap,
            std::optional<ScalarType> dtype) {
   const Tensor grad = dense(grad_given), weight = dense(weight_given), scale = dense(scale_given);
-  const int64_t rows = weight.size(0), columns = weight.size(1);
+  const int64_t rows = rows_of(weight), columns = weight.size(1);
   check_sizes(grad, weight, scale);
   const ScalarType wanted = dtype.value_or(ScalarType::Float);
   const bool half = wanted == ScalarType::BFloat16 || wanted == ScalarType::Half;

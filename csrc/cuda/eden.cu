@@ -134,7 +134,7 @@ void run(const Tensor& given, const Tensor& top, const std::optional<Tensor>& si
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_eden(const Tensor& x, const Tensor& top, std::optional<Tensor> signs,
                                                          int64_t rotation, const Tensor& seed,
                                                          std::optional<Tensor> origin) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
   Tensor scale = empty_like_device(x, {rows, columns / EDEN_BLOCK}, ScalarType::Float);
   Tensor block = empty_like_device(x, {rows, columns / EDEN_BLOCK}, ScalarType::Float8_e4m3fn);

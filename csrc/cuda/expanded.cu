@@ -59,7 +59,7 @@ void with_fp8(Format format, const Body& body) {
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_expanded(const Tensor& input, std::string format, int64_t group,
                                                              int64_t segments) {
   const Tensor x = dense(input);
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Groups groups = groups_of(rows, columns, group, segments);
   const Format to = parse_format(format);
   const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(to));
@@ -84,7 +84,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_expanded(const Tensor& input
 Tensor dequantize_expanded(const Tensor& input, const Tensor& scale, const Tensor& exponents, const Tensor& center,
                            std::string format, int64_t group, int64_t segments) {
   const Tensor codes = dense(input), s = dense(scale), k = dense(exponents), c = dense(center);
-  const int64_t rows = codes.size(0), columns = codes.size(1);
+  const int64_t rows = rows_of(codes), columns = codes.size(1);
   const Groups groups = groups_of(rows, columns, group, segments);
   STD_TORCH_CHECK(s.numel() == groups.count && k.numel() == groups.count && c.numel() == groups.count,
                   "a scale, an exponent and a centre for each group of each row");

@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(THREADS) fold_rows(const uint8_t* __restrict__
 
 std::tuple<Tensor, Tensor> fold(const Tensor& codes_given, const Tensor& scale_given, std::string carrier) {
   const Tensor codes = dense(codes_given), scale = dense(scale_given);
-  const int64_t rows = codes.size(0), columns = codes.size(1), tiles = scale.size(1);
+  const int64_t rows = rows_of(codes), columns = codes.size(1), tiles = scale.size(1);
   const Format format = parse_format(carrier);
   STD_TORCH_CHECK(format == Format::E4M3 || format == Format::E5M2, "codes fold into E4M3 or E5M2");
   STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Float8_e4m3fn && scale.scalar_type() == ScalarType::Float,

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(THREADS) gated_gradients(const In* __restrict_
 
 std::tuple<Tensor, Tensor> gated_silu(const Tensor& given) {
   const Tensor gate_up = dense(given);
-  const int64_t rows = gate_up.size(0), width = gate_up.size(1) / 2;
+  const int64_t rows = rows_of(gate_up), width = gate_up.size(1) / 2;
   Tensor y = empty_like_device(gate_up, {rows, width}, gate_up.scalar_type());
   Tensor amax = empty_like_device(gate_up, {rows}, ScalarType::Float);
   with_input(gate_up, [&](auto in) {
@@ -140,7 +140,7 @@ std::tuple<Tensor, Tensor> gated_silu(const Tensor& given) {
 
 std::tuple<Tensor, Tensor> gated_silu_backward(const Tensor& given_dy, const Tensor& given) {
   const Tensor dy = dense(given_dy), gate_up = dense(given);
-  const int64_t rows = dy.size(0), width = dy.size(1);
+  const int64_t rows = rows_of(dy), width = dy.size(1);
   Tensor dx = empty_like_device(dy, {rows, 2 * width}, dy.scalar_type());
   Tensor amax = empty_like_device(dy, {rows}, ScalarType::Float);
   STD_TORCH_CHECK(dy.scalar_type() == gate_up.scalar_type(), "gated_silu_backward: dy and gate_up differ in dtype");

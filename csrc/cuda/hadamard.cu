@@ -126,7 +126,7 @@ Tensor transformed(const Tensor& given, const std::optional<Tensor>& seed, int64
   const ScalarType type = x.scalar_type();
   const bool float_input = type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
   if (!float_input) x = torch::stable::to(x, ScalarType::Float);  // as `.float()` does
-  const int64_t rows = x.size(0), columns = x.size(1), count = rows * columns;
+  const int64_t rows = rows_of(x), columns = x.size(1), count = rows * columns;
   STD_TORCH_CHECK(block > 0 && (block & (block - 1)) == 0 && columns % block == 0, "blocks of ", block,
                   " do not fit a row of ", columns);
   Tensor out = empty_like_device(x, {rows, columns}, ScalarType::Float);

@@ -168,7 +168,7 @@ std::tuple<Tensor, Tensor> rotate_fold_ladder(const Tensor& given, std::optional
   const Tensor codes = empty_like_device(x, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
   LadderCall call{};
-  call.x = x.const_data_ptr(), call.rows = x.size(0), call.columns = x.size(1);
+  call.x = x.const_data_ptr(), call.rows = rows_of(x), call.columns = x.size(1);
   call.codes = mutable_data_of<uint8_t>(codes);
   call.rotation = static_cast<int>(rotation);
   call.how.signs = seed_of(signs), call.how.gain = binades_of(gain);

@@ -324,7 +324,7 @@ void check_width(int64_t width) {
 
 std::tuple<Tensor, Tensor, Tensor> quantize_ladder(const Tensor& given, std::optional<Tensor> tops,
                                                    std::vector<int64_t> tile, std::string candidates, int64_t span) {
-  const int64_t rows = given.size(0), columns = given.size(1), width = ladder_width(rows, columns, tile);
+  const int64_t rows = rows_of(given), columns = given.size(1), width = ladder_width(rows, columns, tile);
   const Candidates by = parse<Candidates>("choice of a scale", CANDIDATE_NAMES, candidates);
   check_width(width);
   check_tops(tops, rows);
@@ -356,7 +356,7 @@ Tensor row_sums(const Tensor& given, const Tensor& codes_given, const Tensor& sc
   check_sums(given, codes_given, scale_given, row_given);
   STD_TORCH_CHECK(codes_given.scalar_type() == ScalarType::Float8_e4m3fn, "codes are E2M1 in float8_e4m3fn");
   const Tensor x = values(given), codes = ready(codes_given), scale = floats(scale_given), row = floats(row_given);
-  const int64_t rows = x.size(0), columns = x.size(1), width = columns / scale.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1), width = columns / scale.size(1);
   check_width(width);
   const Tensor sums = empty_like_device(x, {rows, 2}, ScalarType::Double);
   if (rows == 0) return sums;
@@ -376,7 +376,7 @@ std::tuple<Tensor, Tensor> fold_ladder(const Tensor& codes_given, const Tensor& 
   check_tops(factor, codes_given.size(0));
   STD_TORCH_CHECK(codes_given.scalar_type() == ScalarType::Float8_e4m3fn, "codes are E2M1 in float8_e4m3fn");
   const Tensor codes = ready(codes_given), scale = floats(scale_given), row = floats(row_given);
-  const int64_t rows = codes.size(0), columns = codes.size(1), width = columns / scale.size(1);
+  const int64_t rows = rows_of(codes), columns = codes.size(1), width = columns / scale.size(1);
   const Tensor carriers = empty_like_device(codes, {rows, columns}, ScalarType::Float8_e4m3fn);
   const Tensor out = empty_like_device(row, {rows, 1}, ScalarType::Float);
   if (rows == 0) return {carriers, out};

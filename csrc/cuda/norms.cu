@@ -292,7 +292,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantized_norm(const Tensor& given, c
                                                      std::string format_name, int64_t group) {
   const Tensor x = vectorised(given), weight = torch::stable::contiguous(weight_given);
   const Format format = parse_format(format_name);
-  const int64_t rows = x.size(0), columns = x.size(1), vectors = columns / VECTOR;
+  const int64_t rows = rows_of(x), columns = x.size(1), vectors = columns / VECTOR;
   const int shift = group_shift(columns, group);
   check_width(columns);
   Tensor y = empty_like_device(x, {rows, columns}, x.scalar_type());
@@ -332,7 +332,7 @@ std::tuple<Tensor, Tensor, Tensor> quantized_norm_backward(const Tensor& dy_give
                                                       int64_t group) {
   const Tensor dy = vectorised(dy_given), codes = vectorised(codes_given), exponents = dense(exponents_given);
   const Tensor weight = torch::stable::contiguous(weight_given);
-  const int64_t rows = dy.size(0), columns = dy.size(1), vectors = columns / VECTOR;
+  const int64_t rows = rows_of(dy), columns = dy.size(1), vectors = columns / VECTOR;
   const int shift = group_shift(columns, group);
   check_width(columns);
   const int per_thread = vectors <= MOST_THREADS ? 1 : vectors <= 2 * MOST_THREADS ? 2 : 4;

@@ -148,7 +148,7 @@ bool by_blocks(const Tensor& x, Tile tile) {
 
 template <typename In, bool random>
 void launch(const Tensor& x, const uint32_t* amax, const Outputs& to, Tile tile, HeadRoom room, Turn turn, Draw draw) {
-  const int64_t rows = x.size(0), columns = x.size(1), vectors = rows * columns / VECTOR;
+  const int64_t rows = rows_of(x), columns = x.size(1), vectors = rows * columns / VECTOR;
   const In* in = data_of<In>(x);
   const cudaStream_t stream = stream_of(x);
   const int64_t lanes = tile.columns / VECTOR;
@@ -183,7 +183,7 @@ Request request_of(const Tensor& given, const std::vector<int64_t>& tile_given, 
                    const std::optional<Tensor>& seed, const std::optional<Tensor>& origin,
                    const std::optional<Tensor>& signs, int64_t rotation) {
   Tensor x = dense(given);
-  const Tile tile = resolve_tile(x.size(0), x.size(1), tile_given);
+  const Tile tile = resolve_tile(rows_of(x), x.size(1), tile_given);
   if (rotation > 0 && (rotation > LONGEST || !by_blocks(x, tile))) x = hadamard(x, signs, std::exchange(rotation, 0));
   if (!aligned(x.const_data_ptr(), 16)) x = torch::stable::clone(x);
   return {x, tile, head_room(headroom), {seed_of(rounding, seed), seed_of(origin)}, lines_turn(x, signs, rotation)};

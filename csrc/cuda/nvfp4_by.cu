@@ -213,7 +213,7 @@ Given given_of(const Tensor& x_given, const Tensor& amax_given, const Tensor& to
   Tensor x = dense(x_given);
   if (!aligned(x.const_data_ptr(), 16)) x = torch::stable::clone(x);
   const Tensor amax = dense(amax_given), top = dense(top_given);
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Tile of = resolve_tile(rows, columns, tile);
   const int64_t bands = rows / of.rows, across = columns / of.columns;
   STD_TORCH_CHECK(amax.scalar_type() == ScalarType::Float && top.scalar_type() == ScalarType::Float, "maxima are float32");

@@ -145,7 +145,7 @@ struct Outputs {
 template <typename In, int warps, int depth>
 void launch_team(const Tensor& x, const Outputs& to, uint32_t clipped) {
   using Held = SharedMemoryRow<In, warps, depth>;
-  const int64_t rows = x.size(0), columns = x.size(1), sides = warps == 1 ? 2 : 1;
+  const int64_t rows = rows_of(x), columns = x.size(1), sides = warps == 1 ? 2 : 1;
   const size_t bytes = sides * (columns + Held::places) * 2;
   const auto kernel = outliers_of_rows<In, warps, depth>;
   if (bytes > 48 * 1024) {

@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(THREADS) unpack_blocks(const uint2* __restrict
 }
 
 std::tuple<Tensor, Tensor> pack_ladder(const Tensor& given) {
-  const int64_t rows = given.size(0), columns = given.size(1), blocks = columns / LADDER_BLOCK;
+  const int64_t rows = rows_of(given), columns = given.size(1), blocks = columns / LADDER_BLOCK;
   STD_TORCH_CHECK(given.scalar_type() == ScalarType::Float8_e4m3fn && columns % LADDER_BLOCK == 0,
                   "carriers are E4M3 in blocks of ", LADDER_BLOCK, ", not rows of ", columns);
   const Tensor carriers = vectorised(given);

@@ -340,7 +340,7 @@ __global__ void __launch_bounds__(THREADS) transpose_values(const Bits* __restri
 }
 
 Tensor transposed_values(const Tensor& x) {
-  const int64_t rows = x.size(0), columns = x.size(1), tiles = ceil_div(rows, TRANSPOSE_TILE) * ceil_div(columns, TRANSPOSE_TILE);
+  const int64_t rows = rows_of(x), columns = x.size(1), tiles = ceil_div(rows, TRANSPOSE_TILE) * ceil_div(columns, TRANSPOSE_TILE);
   Tensor out = empty_like_device(x, {columns, rows}, x.scalar_type());
   with_input(x, [&](auto in) {
     using Bits = std::conditional_t<sizeof(typename decltype(in)::Type) == 2, uint16_t, uint32_t>;
@@ -410,7 +410,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
                    std::optional<Tensor> down_given, std::string format_name, std::vector<int64_t> tile_given,
                    std::vector<int64_t> tile_t_given, std::string rule, double headroom) {
   const Tensor x = dense(given);
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   std::optional<Tensor> across, down;
   if (across_given.has_value()) across = dense(*across_given);
   if (down_given.has_value()) down = dense(*down_given);
@@ -469,7 +469,7 @@ Both quantize_both(const Tensor& given, std::optional<Tensor> amax, std::optiona
 Tensor transpose_codes(const Tensor& given, std::optional<Tensor>) {
   const Tensor codes = dense(given);
   STD_TORCH_CHECK(codes.element_size() == 1, "transpose takes codes of one byte, not of ", codes.element_size());
-  const int64_t rows = codes.size(0), columns = codes.size(1);
+  const int64_t rows = rows_of(codes), columns = codes.size(1);
   Tensor transposed = empty_like_device(codes, {columns, rows}, codes.scalar_type());
   const uint8_t* in = data_of<uint8_t>(codes);
   uint8_t* out = mutable_data_of<uint8_t>(transposed);

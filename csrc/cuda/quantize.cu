@@ -320,7 +320,7 @@ int shift_of_lines(Tile tile) {
 // amax of tiles, which must be zero before. whole: rows are whole aligned vectors.
 template <typename In>
 void launch_tile_amax(const Tensor& x, uint32_t* amax, Tile tile, bool whole) {
-  const int64_t rows = x.size(0), columns = x.size(1), vectors = rows * columns / VECTOR;
+  const int64_t rows = rows_of(x), columns = x.size(1), vectors = rows * columns / VECTOR;
   const cudaStream_t stream = stream_of(x);
   const In* in = data_of<In>(x);
   const int shift = whole ? shift_of_lines(tile) : -1;
@@ -345,7 +345,7 @@ template <typename In, Format F, bool random, bool whole>
 void launch_by(const Tensor& x, const uint32_t* amax, const float* tops, const Tensor& codes_out,
                const Tensor& scale_out, Tile tile, const ScaleRule& how, Draw draw) {
   using Code = typename Grid<F>::Code;
-  const int64_t rows = x.size(0), columns = x.size(1), across = columns / tile.columns, vectors = rows * columns / VECTOR;
+  const int64_t rows = rows_of(x), columns = x.size(1), across = columns / tile.columns, vectors = rows * columns / VECTOR;
   const cudaStream_t stream = stream_of(x);
   const In* in = data_of<In>(x);
   Code* codes = mutable_data_of<Code>(codes_out);
@@ -374,7 +374,7 @@ void launch_by(const Tensor& x, const uint32_t* amax, const float* tops, const T
 // Whole vectors: rows, lines and whole tensors have separate kernels. Returns false for other tilings.
 template <typename In, Format F, bool random>
 bool launch_vectors(const Tensor& x, typename Grid<F>::Code* codes, float* scale, Tile tile, const ScaleRule& how, Draw draw) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const cudaStream_t stream = stream_of(x);
   const In* in = data_of<In>(x);
   if (tile.rows == 1 && tile.columns == columns) {
@@ -437,7 +437,7 @@ std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* known
                                         double headroom, int64_t span, Draw draw) {
   const Tensor x = dense(given);
   const Format format = parse_format(format_name);
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Tile tile = resolve_tile(rows, columns, tile_given);
   const ScaleRule how = scale_rule_of(format, parse_rule(rule), headroom, span);
   Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
@@ -452,7 +452,7 @@ std::tuple<Tensor, Tensor> quantize_any(const Tensor& given, const Tensor* known
 
 Tensor amax(const Tensor& given, std::vector<int64_t> tile_given) {
   const Tensor x = dense(given);
-  const Tile tile = resolve_tile(x.size(0), x.size(1), tile_given);
+  const Tile tile = resolve_tile(rows_of(x), x.size(1), tile_given);
   Tensor made = torch::stable::new_zeros(x, {x.size(0) / tile.rows, x.size(1) / tile.columns}, ScalarType::Float);
   uint32_t* found = reinterpret_cast<uint32_t*>(mutable_data_of<float>(made));
   const bool whole = x.size(1) % VECTOR == 0 && aligned(x.const_data_ptr(), 16);
@@ -467,7 +467,7 @@ std::tuple<Tensor, Tensor> quantize_by(const Tensor& given, const Tensor& amax_g
                                        std::optional<Tensor> origin) {
   const Tensor x = dense(given), amax = dense(amax_given);
   const Format format = parse_format(format_name);
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   const Tile tile = resolve_tile(rows, columns, tile_given);
   const int64_t tiles = rows / tile.rows * (columns / tile.columns);
   STD_TORCH_CHECK(amax.numel() == tiles, "quantize_by: ", amax.numel(), " maxima of ", tiles, " tiles");

@@ -180,7 +180,7 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
   }
   const Tensor codes = empty_like_device(x, {rows, columns}, carrier_of(format));
   const Tensor row_scale = empty_like_device(x, {rows, 1}, ScalarType::Float);
-  RotateCall call{x.const_data_ptr(), x.size(0), x.size(1), mutable_data_of<uint8_t>(codes),
+  RotateCall call{x.const_data_ptr(), rows_of(x), x.size(1), mutable_data_of<uint8_t>(codes),
                   mutable_data_of<float>(row_scale), constants(rotation, rule, carrier), false,
                   static_cast<int>(x.get_device_index()), stream_of(x)};
   call.how.signs = seed_of(signs);
@@ -204,7 +204,7 @@ Folded rotate_fold(const Tensor& given, std::optional<Tensor> scale, bool transp
 }  // namespace
 
 Tensor plain_matrix(const Tensor& x, const float* scale, int step, bool transposed) {
-  const int64_t rows = x.size(0), columns = x.size(1);
+  const int64_t rows = rows_of(x), columns = x.size(1);
   Tensor out = empty_like_device(x, {transposed ? columns : rows, transposed ? rows : columns}, ScalarType::Float);
   with_operand(x, [&](auto tag) {
     using In = typename decltype(tag)::Type;

@@ -37,7 +37,7 @@ from lowprec_train.ops import (
     updates,
 )
 from lowprec_train.ops.fakes import FAKES
-from lowprec_train.ops.schema import SCHEMAS
+from lowprec_train.ops.schema import SCHEMAS, matrices
 
 _LIBRARY = torch.library.Library("lowprec", "DEF")
 COMPILED_ON_CUDA = {"quantize", "quantize_nvfp4", "quantize_carrier", "dequantize", "dequantize_bf16", "fold"}
@@ -151,12 +151,25 @@ SERVED = kernels.load(SCHEMAS)  # device type -> ops with a compiled kernel
 KNOWN = kernels.names()  # device type -> formats and roundings that its kernels support
 
 
+def _of_matrices(name: str, function: Callable) -> Callable:
+    """Return the function with a check of the arguments that must be matrices; compiled kernels have their own."""
+    checked = matrices(name)
+
+    def call(*args: Any) -> Any:
+        for place, argument in checked.items():
+            if args[place].dim() != 2:
+                raise ValueError(f"{name}: {argument} is a matrix, not a tensor of shape {list(args[place].shape)}")
+        return function(*args)
+
+    return call
+
+
 def _register(name: str, op: str, *, served: bool) -> None:
     """Register the reference, which a device's compiled kernel overrides, and the fake kernel."""
-    _LIBRARY.impl(op, EAGER[name], "CompositeExplicitAutograd")
+    _LIBRARY.impl(op, _of_matrices(name, EAGER[name]), "CompositeExplicitAutograd")
     if name in COMPILED_ON_CUDA and not served:
-        _LIBRARY.impl(op, partial(_on_cuda, name), "CUDA")
-    torch.library.register_fake(f"lowprec::{op}", FAKES[name])
+        _LIBRARY.impl(op, _of_matrices(name, partial(_on_cuda, name)), "CUDA")
+    torch.library.register_fake(f"lowprec::{op}", _of_matrices(name, FAKES[name]))
 
 
 for _name in SCHEMAS:

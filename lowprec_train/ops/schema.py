@@ -160,6 +160,19 @@ SCHEMAS = {
 }
 
 
+_ANY_SHAPE = ("pack_e2m1", "unpack_e2m1")
+_MATRICES = ("x", "a", "b", "codes", "carriers", "dy", "gate_up", "grad")
+
+
+def matrices(op: str) -> dict[int, str]:
+    """Return the arguments of an op that must be matrices: place -> name."""
+    if op in _ANY_SHAPE:
+        return {}
+    arguments = SCHEMAS[op].partition(" -> ")[0][1:-1].split(", ")
+    tensors = {place: text.removeprefix("Tensor ") for place, text in enumerate(arguments) if text[:7] == "Tensor "}
+    return {place: name for place, name in tensors.items() if name in _MATRICES}
+
+
 def tile_shape(rows: int, columns: int, tile: list[int] | tuple[int, int]) -> tuple[int, int]:
     """Return the tile with -1 replaced by the whole extent. Raises ValueError if it does not divide the matrix."""
     shape = (rows if tile[0] == -1 else tile[0], columns if tile[1] == -1 else tile[1])

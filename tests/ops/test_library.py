@@ -1,8 +1,11 @@
 """How ops reach their reference."""
 
+import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from lowprec_train.ops import library, reference
+from lowprec_train.ops import cases, library, reference
+from lowprec_train.ops.schema import SCHEMAS, matrices
 
 
 def test_the_reference_on_a_gpu_has_the_defaults_of_its_schema(monkeypatch):
@@ -16,3 +19,17 @@ def test_the_reference_on_a_gpu_has_the_defaults_of_its_schema(monkeypatch):
     ):
         assert torch.equal(got.float(), want.float())
     library._compiled.cache_clear()
+
+
+@pytest.mark.parametrize("op", [op for op in SCHEMAS if matrices(op) and op != "scaled_mm"])
+def test_a_tensor_that_is_no_matrix_is_refused(op):
+    """Not rounded in part: compiled kernels and references use the first two dimensions only."""
+    case = next(iter(cases.cases(op).values()))
+    overloads = getattr(torch.ops.lowprec, op)
+    for place in matrices(op):
+        arguments = [each[None] if index == place else each for index, each in enumerate(case)]
+        for name in overloads.overloads():
+            with pytest.raises((ValueError, RuntimeError)):
+                getattr(overloads, name)(*arguments)
+        with FakeTensorMode() as mode, pytest.raises(ValueError, match="is a matrix, not a tensor of shape"):
+            overloads.default(*[mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments])
