@@ -79,9 +79,23 @@ def test_a_step_of_one_micro_batch_may_fit_where_gradients_of_several_do_not():
 def test_what_excludes_a_choice_is_reported_and_nothing_may_fit(capsys):
     assert cli.main(["estimate", "--fit", "0.001GiB", *TINY, "telemetry_interval=5"]) == 0
     out = capsys.readouterr().out
-    assert "telemetry_interval=5 reads them" in out and "nothing fits: take more GPUs" in out
+    assert "nothing fits: take more GPUs" in out
+    assert "\n(1) optim.in_backward=true frees" in out and "\n(2) optim.offload=true keeps" in out
+    rows = [line.split(" | ")[1] for line in out.splitlines() if line.startswith("| ")][1:]
+    assert rows == ["does not fit", *["refused (1)"] * 3, *["refused (2)"] * 2]
     assert cli.main(["estimate", "--fit", "8GiB", *TINY]) == 0
     assert "take micro_batch=64" in capsys.readouterr().out
+
+
+def test_fewer_tokens_a_step_are_proposed_where_no_micro_batch_fits(capsys):
+    """The weights' gradients, which only a step of one micro-batch does without, are most of this model."""
+    wide = (*TINY[:-1], "model.dim=512", "model.ffn=2048")
+    lean = composed(*wide, *choices(TINY)[-1], "tokens_per_step=128", "micro_batch=2")
+    size = int(estimate(lean)["memory"]["total"] / SHARE) + 100
+    assert cli.main(["estimate", "--fit", f"{size / 2**30:.9f}GiB", *wide, "tokens_per_step=4096"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("does not fit") == len(choices(TINY))
+    assert out.rstrip().endswith(" tokens_per_step=128 micro_batch=2")
 
 
 def test_a_run_that_is_refused_anyway_is_an_error():

@@ -5,7 +5,7 @@ overrides of train.py. Memory is the peak within a step, without the CUDA contex
 examples:
   lowprec estimate +recipe=fp4 model=llama_7b parallel.dp_shard=8 parallel.tp=2 micro_batch=1 data.seq_len=2048
   lowprec estimate --gpus 1024 +recipe=coat model=llama_13b parallel.dp_replicate=16 model.recompute=selective --json
-  lowprec estimate --fit 24GiB +recipe=coat model=llama_7b data.seq_len=1024 tokens_per_step=65536
+  lowprec estimate --fit 24GiB +recipe=coat model=llama_7b data.seq_len=1024 tokens_per_step=8192
   lowprec estimate --device h200 +recipe=fp8 model=llama_7b model.layers=8 micro_batch=8 data.seq_len=2048
   lowprec estimate --table
 """
@@ -48,10 +48,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--gpus {arguments.gpus} must be at least 1")
     if arguments.fit is not None:
         size = fit.parse_size(arguments.fit)
-        print(fit.text(fit.fits(arguments.overrides, size, arguments.gpus, device), size))
+        asked = (arguments.overrides, size, arguments.gpus, device)
+        found = fit.fits(*asked)
+        print(fit.text(found, size, None if any(each.found for each in found) else fit.shorter(*asked)))
         return 0
     run = composed(*arguments.overrides)
     ranges.check(run)
-    found = report.estimate(run, arguments.gpus, device)
-    print(json.dumps(found, indent=1) if arguments.json else report.text(found))
+    estimated = report.estimate(run, arguments.gpus, device)
+    print(json.dumps(estimated, indent=1) if arguments.json else report.text(estimated))
     return 0

@@ -69,6 +69,23 @@ def fits(overrides: Sequence[str], size: int, gpus: int | None, device: Device |
     return [_fit(overrides, settings, SHARE * size, estimated, dp) for settings in choices(overrides)]
 
 
+def shorter(overrides: Sequence[str], size: int, gpus: int | None, device: Device | None = None) -> Fit | None:
+    """Return a fit with fewer tokens a step, in one micro-batch, and the last of `choices`; None if none fits.
+
+    Of halves of the run's tokens, the most that fit. For a run of which nothing fits.
+    """
+    settings, dp = choices(overrides)[-1], grid(composed(*overrides).parallel, gpus).dp
+    run = composed(*overrides, *settings)
+    sequences = run.tokens_per_step // (run.data["seq_len"] * dp)
+    while sequences := sequences // 2:
+        tokens = sequences * run.data["seq_len"] * dp
+        with suppress(ValueError):
+            found = estimate(_with(run, sequences, tokens), gpus=gpus, device=device)
+            if found["memory"]["total"] <= SHARE * size:
+                return Fit(settings=(*settings, f"tokens_per_step={tokens}"), micro_batch=sequences, found=found)
+    return None
+
+
 def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
     """Return CHOICES without the keys that `overrides` set, without duplicates."""
     named = {key(each) for each in overrides}
@@ -135,15 +152,19 @@ def _below(run: RunConfig, most: int, room: float, estimated: Estimates) -> Iter
     yield small, base
 
 
-def _with(run: RunConfig, micro_batch: int) -> RunConfig:
-    return RunConfig(**(vars(run) | {"micro_batch": micro_batch}))
+def _with(run: RunConfig, micro_batch: int, tokens_per_step: int | None = None) -> RunConfig:
+    tokens = tokens_per_step or run.tokens_per_step
+    return RunConfig(**(vars(run) | {"micro_batch": micro_batch, "tokens_per_step": tokens}))
 
 
-def text(found: Sequence[Fit], size: int) -> str:
-    """Return a table of all settings, and the first that fits, which changes the run least."""
-    rows = []
-    for fit in found:
-        about = [fit.refused or "does not fit", "", "", "", ""]
+def text(found: Sequence[Fit], size: int, fewer: Fit | None = None) -> str:
+    """Return a table of all settings, reasons of refusals, and the first settings that fit, which change the run least.
+
+    fewer: what fits with fewer tokens a step, if nothing fits otherwise.
+    """
+    rows, reasons = [], list(dict.fromkeys(fit.refused for fit in found if fit.refused))
+    for fit in [*found, *([fewer] if fewer else [])]:
+        about = [f"refused ({reasons.index(fit.refused) + 1})" if fit.refused else "does not fit", "", "", "", ""]
         if fit.found is not None:
             host = fit.found["host"]
             gib = f"{fit.found['memory']['total'] / GIB:,.1f}"
@@ -159,9 +180,10 @@ def text(found: Sequence[Fit], size: int) -> str:
         "GB a step over the link, each way",
         "tokens/s and GPU",
     ]
-    chosen = next((fit for fit in found if fit.found is not None), None)
+    chosen = next((fit for fit in found if fit.found is not None), fewer)
     advice = "nothing fits: take more GPUs or a smaller model"
     if chosen is not None:
         advice = " ".join(["take", *chosen.settings, f"micro_batch={chosen.micro_batch}"])
     room = f"{SHARE:.0%} of {size / GIB:,.1f} GiB; the rest is for what is not counted"
-    return "\n".join([*table(head, rows), "", f"{room}: {advice}"])
+    notes = [f"({number}) {reason}" for number, reason in enumerate(reasons, 1)]
+    return "\n".join([*table(head, rows), "", *notes, f"{room}: {advice}"])
