@@ -242,3 +242,20 @@ def test_a_handful_of_graphs_at_32_layers():
     apply_policy(model, {"*": bf16.recipe()})
     switched = count_graphs(model, seeds, counter)
     assert 1 <= switched - first <= 2
+
+
+def test_models_of_one_process_have_static_shapes():
+    """A second model with another batch and length: with a dynamic length torch refuses `is_causal`."""
+    inputs: list[torch.Tensor] = []
+
+    def eager(graph, given):
+        inputs.extend(given)
+        return graph.forward
+
+    for batch, length in ((2, 32), (4, 32), (4, 64)):
+        model, seeds = build(bf16.recipe())
+        model.compile_blocks(backend=eager)
+        tokens = torch.randint(0, 64, (batch, length), generator=torch.Generator().manual_seed(2))
+        model.loss(tokens, tokens, 1.0, draws=seeds.at(0, 0)).backward()
+    sizes = [size for each in inputs for size in (each.shape if isinstance(each, torch.Tensor) else [each])]
+    assert sizes and all(isinstance(size, int) for size in sizes)

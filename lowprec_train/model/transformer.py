@@ -260,9 +260,10 @@ class Transformer(nn.Module):
         """Compile each block, the last norm, the head and the loss with torch.compile(fullgraph=fullgraph, **options).
 
         Equal blocks share one graph. Hooks of the modules stay outside of the graphs. A head with a chunked loss has
-        only GEMMs and is not compiled. fullgraph: False if a module calls a library outside of graphs.
+        only GEMMs and is not compiled. fullgraph: False if a module calls a library outside of graphs. Shapes are
+        static: another batch, also of another model in this process, has a graph of its own.
         """
-        whole = fullgraph and not self.breaks_graphs
+        whole, options = fullgraph and not self.breaks_graphs, {"dynamic": False} | options
         for block in self.blocks:
             compile_block(block, fullgraph=whole, **options)
         for module in (self.norm, self.head) if self.loss_chunk is None else (self.norm,):

@@ -111,6 +111,22 @@ def test_tensor_parallel_parts_take_as_many_tokens_a_gpu():
     assert (run.micro_batch, run.tokens_per_step) == (4, 4 * WORK.tokens)
 
 
+def test_the_estimate_is_made_before_a_contestant_is_compiled():
+    """It drops all compiled graphs, and rank 0 alone makes it."""
+    made = []
+
+    def step():
+        return torch.tensor(1.0)
+
+    contestant = sharded.Sharded(
+        name="one",
+        make=lambda work: made.append("built") or step,
+        facts=lambda work: made.append("facts") or {"sent_gb": 1},
+    )
+    assert parallel.OnAllRanks(contestant, WORK, 1).facts == {"loss": [1.0, 1.0], "sent_gb": 1}
+    assert made == ["facts", "built"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [("fp5", "no recipe 'fp5'"), ("", "no recipe ''"), ("fp8 lonely", "'lonely' is neither an override")],

@@ -33,11 +33,12 @@ class OnAllRanks:
 
     def __init__(self, contestant: Entrant, work: Work, warm_up: int) -> None:
         assert isinstance(contestant, Sharded)
+        facts = launch.first(lambda: contestant.facts(work))  # before it is compiled: the estimate drops all graphs
         made: list[InProcess] = []
         launch.every(lambda: made.append(InProcess(contestant, work, warm_up)))
         (self._here,) = made
         found = launch.every(lambda: self._here.facts)
-        self.facts = found[0] | launch.first(lambda: contestant.facts(work))
+        self.facts = found[0] | facts
         for name in ("peak_gib", "resident_gib"):
             if name in self.facts:
                 self.facts[name] = max(each[name] for each in found)
