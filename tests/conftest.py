@@ -1,16 +1,29 @@
 """What every test can count on: the same threads and draws each time, and GPU tests only where there is a GPU."""
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import lowprec_train
 from lowprec_train.data.cache import build_once
 
 os.environ.setdefault("MPLBACKEND", "Agg")
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+
+def pytest_configure() -> None:
+    """Refuse to test another checkout: an editable install is found before the working directory."""
+    here, imported = (Path(file).resolve().parents[1] for file in (__file__, lowprec_train.__file__))
+    if imported != here:
+        raise pytest.UsageError(
+            f"the tests of {here} import lowprec_train from {imported}; install this checkout into {sys.prefix} "
+            "(make env), or use another environment"
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
