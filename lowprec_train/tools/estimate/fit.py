@@ -75,7 +75,10 @@ def shorter(overrides: Sequence[str], size: int, gpus: int | None, device: Devic
     Of halves of the run's tokens, the most that fit. For a run of which nothing fits.
     """
     settings, dp = choices(overrides)[-1], grid(composed(*overrides).parallel, gpus).dp
-    run = composed(*overrides, *settings)
+    try:
+        run = composed(*overrides, *settings)
+    except ValueError:  # `fits` reports it
+        return None
     sequences = run.tokens_per_step // (run.data["seq_len"] * dp)
     while sequences := sequences // 2:
         tokens = sequences * run.data["seq_len"] * dp
