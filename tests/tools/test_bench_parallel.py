@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from lowprec_train.tools import cli
-from lowprec_train.tools.bench import parallel, parallel_plot, sharded, timeline
+from lowprec_train.tools.bench import parallel, parallel_plot, sharded, timeline, timeline_plot
 from lowprec_train.tools.bench.contestant import Work
 from lowprec_train.tools.bench.timeline import Kernel
 from lowprec_train.train.launch import World
@@ -171,6 +171,40 @@ def test_kernels_are_the_gpus():
     events = [event("gemm", "DeviceType.CUDA"), event("aten::mm", "DeviceType.CPU")]
     events += [event("step", "DeviceType.CUDA", annotation=True), event("ProfilerStep#2", "DeviceType.CUDA")]
     assert timeline.kernels(events) == [Kernel(name="gemm", begin=1.0, end=3.0)]
+
+
+def test_tracks_are_the_last_step_by_class_and_collective():
+    """us: gemm 0-10 and 15-40 (joined), 100-110; all-gather 5-50; all-to-all 60-70; another collective 80-81"""
+    first = [Kernel(name="gemm", begin=float(i), end=i + 0.5) for i in range(6)]
+    calls = [("gemm", 0, 10), ("gemm", 15, 40), ("ncclDevKernel_AllGather_RING_LL", 5, 50)]
+    calls += [("ncclDevKernel_SendRecv", 60, 70), ("nccl_Broadcast", 80, 81), ("gemm", 100, 110)]
+    second = [Kernel(name=name, begin=1000.0 + b, end=1000.0 + e) for name, b, e in calls]
+    found = timeline.tracks([*second, *first], steps=2)
+    assert found == {
+        "gemm": "0-40 100-110",
+        "all-gather": "5-50",
+        "all-to-all": "60-70",
+        "communication": "80-81",
+    }
+    assert timeline.intervals(found["gemm"]) == [(0.0, 40.0), (100.0, 110.0)]
+    assert timeline.tracks([], steps=2) == {}
+
+
+def test_a_timeline_is_drawn_from_a_result(tmp_path, capsys):
+    step = {"gemm": "0-4000 5000-9000", "all-gather": "0-2000", "quantise": "4000-4500"}
+    profiles = {"bf16": {"timeline": {"gemm": "0-9000"}}, "fp8": {"timeline": step}, "old": {"ms": {}}}
+    assert timeline_plot.save({"profiles": profiles}, tmp_path / "all.svg")
+    assert timeline_plot.save({"profiles": profiles}, tmp_path / "one.svg", only=["fp8"])
+    drawn = [(tmp_path / name).read_text() for name in ("all.svg", "one.svg")]
+    assert [text.count("<!-- all-gather -->") for text in drawn] == [2, 1], "the panels have the same tracks"
+    assert "<!-- bf16 -->" in drawn[0] and "<!-- bf16 -->" not in drawn[1]
+    assert not timeline_plot.save({"profiles": {}}, tmp_path / "none.svg")
+    with pytest.raises(ValueError, match="no timeline of 'old' in this result; there are bf16, fp8"):
+        timeline_plot.save({"profiles": profiles}, tmp_path / "none.svg", only=["old"])
+    stored = Path(__file__).parents[2] / "docs" / "results" / "gemm.json"
+    assert cli.main(["bench", "report", str(stored), "--timeline", str(tmp_path / "none.svg")]) == 2
+    assert "gemm.json has no profile with a timeline" in capsys.readouterr().err
+    assert not (tmp_path / "none.svg").exists()
 
 
 def test_a_limit_leaves_out_the_updates_of_other_ranks():

@@ -68,6 +68,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     report = kinds.add_parser("report", help="print the table of a JSON result, and draw its figure")
     report.add_argument("file", metavar="FILE.json", type=Path)
     report.add_argument("--figure", metavar="FILE.svg", type=Path, help="also draw the figure (parallel and memory)")
+    report.add_argument(
+        "--timeline", metavar="FILE.svg", type=Path, help="also draw when kernels and collectives run, from profiles"
+    )
+    report.add_argument(
+        "--only", metavar="NAME", action="append", default=[], help="draw only this row's timeline; repeatable"
+    )
 
 
 def _step_options(step: argparse.ArgumentParser) -> None:
@@ -305,12 +311,14 @@ def _ranks(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from lowprec_train.tools.bench import report, result
+    from lowprec_train.tools.bench import report, result, timeline_plot
 
     found = result.load(arguments.file)
     print(report.markdown(found))
     if arguments.figure and not _drawn(found, arguments.figure):
         raise ValueError(f"--figure: {arguments.file} is from bench {found['bench']}; allowed: parallel, memory")
+    if arguments.timeline and not timeline_plot.save(found, arguments.timeline, arguments.only):
+        raise ValueError(f"--timeline: {arguments.file} has no profile with a timeline")
     return 0
 
 

@@ -17,8 +17,8 @@ LONGEST = 12  # kernels listed by name
 
 
 def profile(step: Step, device: torch.device) -> dict[str, Any]:
-    """Return the milliseconds per step by class, the longest kernels, and the times of `timeline.exposure`. Without a
-    GPU there are no kernels.
+    """Return the milliseconds per step by class, the longest kernels, the times of `timeline.exposure` and, as
+    `timeline`, the tracks of the last step. Without a GPU there are no kernels.
     """
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -30,7 +30,8 @@ def profile(step: Step, device: torch.device) -> dict[str, Any]:
             torch.cuda.synchronize(device)
     events = watched.events() or []
     times = {kernel.name: kernel.ms / STEPS for kernel in kernel_times(events, on_gpu=True)}
-    return summary(times) | timeline.exposure(timeline.kernels(events), STEPS)
+    kernels = timeline.kernels(events)
+    return summary(times) | timeline.exposure(kernels, STEPS) | {"timeline": timeline.tracks(kernels, STEPS)}
 
 
 def summary(times: Mapping[str, float]) -> dict[str, Any]:
