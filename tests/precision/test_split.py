@@ -53,7 +53,7 @@ from tests.precision.layers import (
     seeds,
 )
 from tests.precision.split_layers import Data, Ran, part_of, parts, tensors, whole
-from tests.recipes import RECIPES, by_day
+from tests.recipes import RECIPES, by_day, one_of_a_kind_by_day
 
 SIZES = (128, 512, 512)  # a square of 128 for each of four ranks
 M, K, N = SIZES
@@ -138,7 +138,7 @@ DIMS = pytest.mark.parametrize("dim", [0, 1], ids=["column", "row"])
 @DIMS
 @pytest.mark.parametrize("count, format", [(2, "FP32"), (4, "BF16")])
 @pytest.mark.parametrize("index", range(len(DATA)), ids=[f.__name__ for f in DATA])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", by_day(RECIPES))
 def test_parts_are_the_whole_cut(name, index, count, format, dim):
     data, of, want = given(name, index, format)
     watched, fused = (parts(RECIPES[name], data, DTYPES[format], dim, count, each) for each in (True, False))
@@ -274,7 +274,7 @@ def test_maxima_that_were_left_are_taken_over_ranks():
 
 
 @DIMS
-@pytest.mark.parametrize("name", by_day(RECIPES))
+@pytest.mark.parametrize("name", one_of_a_kind_by_day(RECIPES))
 def test_a_part_compiles_whole(name, dim):
     """One graph without a break, twice the same for two layers, and the bits of the eager pass. Some recipes
     by night.

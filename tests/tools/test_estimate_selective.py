@@ -8,16 +8,22 @@ from lowprec_train.tools.estimate.traffic import activations
 from lowprec_train.train.compose import composed
 from tests.model.test_saved_bytes import LLAMA_7B
 from tests.model.test_saved_bytes import selective as kept_by_gemms
-from tests.recipes import SYSTEMS, one_of_a_kind_by_day
+from tests.recipes import SYSTEMS
 
 DIVIDED = {"fp8": 4096, "fp4": 4096 + 4, "fp8_rowwise": 2 * 4096}
 """Recipe -> bytes of a row of X that are gathered again: of codes, with a scale a row, or in BF16."""
 MORE_CODES = {"coat": 0.75, "fp8_rowwise": 0.87, "quartet2": 0.88, "nvfp4": 0.92, "averis": 0.92}
 """Largest share of what `none` saves of a token, for recipes that save few bytes anyway: packed codes, codes of saved
 inputs, no copy of X for wgrad. Other recipes: 0.85."""
+BY_DAY = ("fp8", "coat")
+"""Each recipe compiles eight models. What blocks of others keep is in tests/model and tests/test_compiled_saved.py."""
 
 
-@pytest.mark.parametrize("recipe", one_of_a_kind_by_day(SYSTEMS))
+def by_day(names):
+    return [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+
+
+@pytest.mark.parametrize("recipe", by_day(SYSTEMS))
 def test_selective_saves_less_than_none_with_every_recipe(recipe):
     """Of every block of 7B; what it saves is what GEMMs return, whatever the recipe, and nothing of the weights."""
     size = ("model=llama_7b", "model.layers=2", "micro_batch=1", "data.seq_len=2048", "tokens_per_step=2048")
@@ -30,7 +36,7 @@ def test_selective_saves_less_than_none_with_every_recipe(recipe):
 
 @pytest.mark.parametrize(
     ("recipe", "sent"),
-    [pytest.param(*each, marks=pytest.mark.nightly if each[0] == "fp4" else []) for each in DIVIDED.items()],
+    [pytest.param(*each, marks=[] if each[0] in BY_DAY else pytest.mark.nightly) for each in DIVIDED.items()],
 )
 def test_tensor_parallel_ranks_gather_rows_again_instead_of_saving_them(recipe, sent):
     """Of a block of 7B over 8 ranks. The rows of all of them are 8 times as large as a rank's own."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowprec_train.comm.collectives import reduce_scatter_bytes
 from lowprec_train.comm.fsdp import Reduction
@@ -29,30 +29,33 @@ BLOCKS_GATHERED = 2  # the current block and the next one
 Moment = dict[str, int]
 
 
-_COUNTED: dict[tuple[object, ...], SavedParts] = {}
+_RESTS: dict[tuple[object, ...], SavedBytes] = {}
+_BLOCKS: dict[tuple[object, ...], tuple[SavedBytes, ...]] = {}
 
 
 def saved_bytes(subject: Subject, recompute: str) -> SavedParts:
-    """Return the bytes that autograd saves under `recompute`. Cached for all sizes of a micro-batch and all layouts
-    with the same tensor-parallel shards. With `full`, a block saves only its input, so blocks need no count.
+    """Return the bytes that autograd saves under `recompute`, instead of the run's `model.recompute`. Cached for all
+    sizes of a micro-batch and all layouts with the same tensor-parallel shards. With `full`, a block saves only its
+    input, so blocks need no count.
     """
     run, sizes = subject.run, tuple(subject.gathered_bytes(weight) for weight in subject.weights)
-    computed = repr((run.model, run.precision, run.data, run.compile))
-    key = (computed, subject.sizes.tp, recompute, sizes)
-    if key not in _COUNTED:
-        _COUNTED[key] = _count(subject, recompute)
-    return _COUNTED[key]
+    model = replace(run.model, recompute="none")
+    key = (repr((model, run.precision, run.data, run.compile)), subject.sizes.tp, sizes)
+    if key not in _RESTS:
+        _RESTS[key] = Counter(subject, "none").rest()
+    if (*key, recompute) not in _BLOCKS:
+        _BLOCKS[*key, recompute] = _count(subject, recompute)
+    return SavedParts(rest=_RESTS[key], blocks=_BLOCKS[*key, recompute])
 
 
-def _count(subject: Subject, recompute: str) -> SavedParts:
+def _count(subject: Subject, recompute: str) -> tuple[SavedBytes, ...]:
     kinds = subject.kinds()
     if recompute == "full":
         kept = 0 if subject.run.model.offload else BF16 * subject.run.model.dim / subject.sizes.tp
-        stream = SavedBytes(token=kept, fixed=0)
-        return SavedParts(rest=Counter(subject, "none").rest(), blocks=(stream,) * len(kinds))
+        return (SavedBytes(token=kept, fixed=0),) * len(kinds)
     counts = Counter(subject, recompute)
     blocks = {kind: counts.block(kind) for kind in dict.fromkeys(kinds)}
-    return SavedParts(rest=counts.rest(), blocks=tuple(blocks[kind] for kind in kinds))
+    return tuple(blocks[kind] for kind in kinds)
 
 
 @dataclass(frozen=True, kw_only=True)
