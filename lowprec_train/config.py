@@ -11,6 +11,7 @@ import json
 import re
 from dataclasses import dataclass, field, fields
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -329,8 +330,11 @@ def _of_checkpoint(key: str, *, _root_: DictConfig) -> Any:
     return getattr(model_of(Path(_root_.weights).expanduser()), key)
 
 
+@cache
 def register() -> None:
-    """Register the schema of `train.yaml`, and the model `from_checkpoint`, whose sizes are those of `weights`."""
+    """Register the schema of `train.yaml`, and the model `from_checkpoint`, whose sizes are those of `weights`. Once in
+    a process.
+    """
     OmegaConf.register_new_resolver("of_checkpoint", _of_checkpoint, replace=True)
     schema = OmegaConf.structured(RunConfig)
     OmegaConf.set_struct(schema.precision.override, False)

@@ -81,20 +81,24 @@ def refuse(tree: Mapping[Any, Any], source: str = "", advice: str = "") -> None:
         raise ValueError(f"{source} was written by an earlier version: {message}; {advice}" if source else message)
 
 
+def _pattern(key: str) -> str:
+    return re.escape(key).replace(r"\*", r"(?P<any>[^./]+)").replace(r"\.", "[./]")
+
+
+_NEW_NAMES = [(re.compile(rf"{_pattern(old)}(?P<below>[./].*)?"), new) for old, new in KEYS.items()]
+_NEW_VALUES = [(re.compile(_pattern(key)), values) for key, values in VALUES.items()]
+
+
 def _new_name(key: str) -> str | None:
-    for old, new in KEYS.items():
-        if found := re.fullmatch(rf"{_pattern(old)}(?P<below>[./].*)?", key):
+    for old, new in _NEW_NAMES:
+        if found := old.fullmatch(key):
             renamed = new.replace("*", found.groupdict().get("any") or "") + (found["below"] or "")
             return renamed.replace(".", "/") if "/" in key else renamed
     return None
 
 
 def _new_values(key: str) -> Mapping[str, str]:
-    return next((values for each, values in VALUES.items() if re.fullmatch(_pattern(each), key)), {})
-
-
-def _pattern(key: str) -> str:
-    return re.escape(key).replace(r"\*", r"(?P<any>[^./]+)").replace(r"\.", "[./]")
+    return next((values for pattern, values in _NEW_VALUES if pattern.fullmatch(key)), {})
 
 
 def _shown(key: str, value: str | None) -> str:
