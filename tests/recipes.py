@@ -6,7 +6,7 @@ activations, optimizer codecs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -113,9 +113,9 @@ def by_day(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.nightly) if name in nightly else name for name in names]
 
 
-def one_of_a_kind_by_day(names: Iterable[str]) -> list[Any]:
-    """Parameters of a test that compiles whole models, ten seconds and more a recipe: those of `KINDS` by day."""
-    return [name if name in KINDS else pytest.param(name, marks=pytest.mark.nightly) for name in names]
+def one_of_a_kind_by_day(names: Iterable[str], kinds: Collection[str] = KINDS) -> list[Any]:
+    """Parameters of a test that compiles whole models, ten seconds and more a recipe: those of `kinds` by day."""
+    return [name if name in kinds else pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
 @dataclass(frozen=True)

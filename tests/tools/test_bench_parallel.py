@@ -204,6 +204,9 @@ def test_a_timeline_is_drawn_from_a_result(tmp_path, capsys):
     stored = Path(__file__).parents[2] / "docs" / "results" / "gemm.json"
     assert cli.main(["bench", "report", str(stored), "--timeline", str(tmp_path / "none.svg")]) == 2
     assert "gemm.json has no profile with a timeline" in capsys.readouterr().err
+    assert cli.main(["bench", "report", str(stored), "--only", "fp8"]) == 2
+    printed = capsys.readouterr()
+    assert "--only fp8 chooses a row of --timeline, which is not given" in printed.err and not printed.out
     assert not (tmp_path / "none.svg").exists()
 
 

@@ -8,7 +8,7 @@ from lowprec_train.tools.estimate.traffic import activations
 from lowprec_train.train.compose import composed
 from tests.model.test_saved_bytes import LLAMA_7B
 from tests.model.test_saved_bytes import selective as kept_by_gemms
-from tests.recipes import SYSTEMS
+from tests.recipes import SYSTEMS, one_of_a_kind_by_day
 
 DIVIDED = {"fp8": 4096, "fp4": 4096 + 4, "fp8_rowwise": 2 * 4096}
 """Recipe -> bytes of a row of X that are gathered again: of codes, with a scale a row, or in BF16."""
@@ -19,11 +19,7 @@ BY_DAY = ("fp8", "coat")
 """Each recipe compiles eight models. What blocks of others keep is in tests/model and tests/test_compiled_saved.py."""
 
 
-def by_day(names):
-    return [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in names]
-
-
-@pytest.mark.parametrize("recipe", by_day(SYSTEMS))
+@pytest.mark.parametrize("recipe", one_of_a_kind_by_day(SYSTEMS, BY_DAY))
 def test_selective_saves_less_than_none_with_every_recipe(recipe):
     """Of every block of 7B; what it saves is what GEMMs return, whatever the recipe, and nothing of the weights."""
     size = ("model=llama_7b", "model.layers=2", "micro_batch=1", "data.seq_len=2048", "tokens_per_step=2048")

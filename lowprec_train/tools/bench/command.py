@@ -313,6 +313,8 @@ def _ranks(arguments: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
 def _report(arguments: argparse.Namespace) -> int:
     from lowprec_train.tools.bench import report, result, timeline_plot
 
+    if arguments.only and not arguments.timeline:
+        raise ValueError(f"--only {arguments.only[0]} chooses a row of --timeline, which is not given")
     found = result.load(arguments.file)
     print(report.markdown(found))
     if arguments.figure and not _drawn(found, arguments.figure):
