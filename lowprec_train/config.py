@@ -41,6 +41,7 @@ LAUNCH_FACTS: dict[str, str] = {
     "checkpoint_verify": "the same",
     "checkpoint_keep": "the same",
     "max_nonfinite_steps": "when to stop, not how to train",
+    "gc_interval": "when Python frees objects",
     "model.recompute": "recomputed activations have the same bits",
     "optim.offload": "a copy of a state has the same bits",
     "model.offload": "a copy of an activation has the same bits",
@@ -233,6 +234,7 @@ class RunConfig:
     checkpoint_verify: bool = MISSING
     checkpoint_keep: int = MISSING
     log_interval: int = MISSING
+    gc_interval: int = MISSING
     telemetry_interval: int = MISSING
     log_update_rms: bool = MISSING
     profile: ProfileConfig = field(default_factory=ProfileConfig)

@@ -1,7 +1,7 @@
 """Low-precision gradient reduction of `fully_shard` units.
 
     backward of a unit -> its gradients, BF16 or FP32 -> our reduce-scatter over the shard axis -> FP32 [size]
-                       -> our all-reduce over the replicas -> cast to the parameter's dtype -> .grad
+                       -> our all-reduce over the replicas -> cast to the parameter's grad_dtype -> .grad
 
 Hybrid sharding is `fully_shard` over the shard axis plus the all-reduce: over a mesh of two dimensions FSDP2 would run
 its own. A shard axis of one rank has no reduce-scatter: replication.

@@ -10,11 +10,14 @@ private names of a unit's parameter group that it takes to do the second line, w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import _from_local_no_grad
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
 class UnitReduction(Protocol):
@@ -117,16 +120,25 @@ def _reduce(group: Any, gradients: list[Tensor], reduction: UnitReduction, in_fl
         streams._last_post_reduce_events[stream] = group._post_reduce_event
 
 
+def _spec(parameter: Any, dtype: torch.dtype) -> DTensorSpec:
+    """Return the spec of a shard, with the dtype of its gradient."""
+    spec: DTensorSpec = parameter._sharding_spec
+    assert spec.tensor_meta is not None
+    if spec.tensor_meta.dtype == dtype:
+        return spec
+    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+
 def _set_shard_gradients(parameters: Sequence[Any], total: Tensor) -> None:
-    """Set or add to the gradients of the shards, in the parameters' dtype, and call their hooks."""
-    total, at = total.to(parameters[0].orig_dtype), 0
+    """Set or add to the gradients of the shards, in their `grad_dtype`, and call their hooks."""
+    total, at = total.to(parameters[0].sharded_param.grad_dtype), 0
     for parameter in parameters:
         size = parameter.sharded_size
         gradient = total[at : at + size.numel()].view(size)
         at += parameter.padded_sharded_param_size.numel()
         shard = parameter.sharded_param
         if shard.grad is None:
-            shard.grad = parameter.to_sharded_dtensor(gradient)
+            shard.grad = _from_local_no_grad(gradient, _spec(parameter, gradient.dtype))
         else:
             shard.grad._local_tensor += gradient
         for hook in (getattr(shard, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lowprec_train.ops.codecs import StateCodec, as_matrix
 from lowprec_train.ops.updates import GRADIENT_STREAM, seeds
+from lowprec_train.optim.gradient_hooks import after_gradient
 from lowprec_train.optim.shard import Shard, local
 
 STORED = ("none", "tensor")  # scalings that need no groups within a row
@@ -89,7 +90,7 @@ class GradientSums:
         for place, parameter in parameters:
             origin = shards[parameter].origin if shards and parameter in shards else (0, 0)
             self._sums[parameter] = GradientSum(codec, seed=seed, place=place, origin=origin)
-            parameter.register_post_accumulate_grad_hook(self._complete)
+            after_gradient(parameter, self._complete)
 
     def begin(self, number: int, *, last: bool) -> None:
         """Call before the backward pass of a micro-batch. number: its index in the run. last: whether it is the last of

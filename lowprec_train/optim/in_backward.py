@@ -4,20 +4,23 @@ arXiv 2306.09782, for any rule and codecs).
     backward of a layer -> its gradients -> the optimizer's step of these parameters -> no gradients
 
 The norm of all gradients is not known during the pass, so gradients are not clipped. A step with a non-finite loss
-changes nothing. If a gradient is not finite, or too large to square, its parameter is not updated and all others are:
-the ranks with shards of it first all-reduce their sums of squares, one number each, so that either all of them update
-it or none. Otherwise the bits are those of a step after the backward pass.
+changes nothing. If a gradient is not finite, or too large to square, its parameter is not updated and all others are.
+The ranks with shards of a parameter first all-reduce their sums of squares, so that either all of them update it or
+none: one collective for all parameters that are reduced together. Otherwise the bits are those of a step after the
+backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lowprec_train.optim.gradient_hooks import after_gradient
 from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.optim.shard import local
+from lowprec_train.optim.tensor_stats import over_groups
 
 LARGEST_SQUARES = 1e38  # of a gradient whose square FP32 holds
 
@@ -25,15 +28,31 @@ LARGEST_SQUARES = 1e38  # of a gradient whose square FP32 holds
 class UpdatesInBackward:
     """Updates each of `parameters` when its gradient is complete; `optimizer.step` updates the others.
 
+    units: parameters whose gradients are completed together, because they are reduced together. They are updated when
+    the last of them is complete, with one collective for the sums of squares of all. A parameter without a unit is
+    updated alone.
     squares: sum of squares of each used gradient on this rank, 0-dim FP64, until the next `begin`.
     """
 
-    def __init__(self, optimizer: CodedOptimizer, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        optimizer: CodedOptimizer,
+        parameters: Iterable[nn.Parameter],
+        units: Iterable[Sequence[nn.Parameter]] = (),
+    ) -> None:
         self._optimizer, self._found_inf = optimizer, torch.zeros(())
         self._active = False
+        self._complete_ones: set[Tensor] = (
+            set()
+        )  # earlier micro-batches have left gradients too, so .grad does not tell
         self.squares: dict[nn.Parameter, Tensor] = {}
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._complete)
+        updated = list(parameters)
+        self._units: dict[Tensor, tuple[nn.Parameter, ...]] = {parameter: (parameter,) for parameter in updated}
+        for unit in units:
+            members = tuple(parameter for parameter in unit if parameter in self._units)
+            self._units.update(dict.fromkeys(members, members))
+        for parameter in updated:
+            after_gradient(parameter, self._complete)
 
     def begin(self, loss: Tensor | None) -> None:
         """Call before a backward pass. loss: of the step, 0-dim; None if the micro-batch is not the last of its step,
@@ -41,18 +60,36 @@ class UpdatesInBackward:
         """
         self._active = loss is not None
         self.squares.clear()
+        self._complete_ones.clear()
         if loss is not None:
             self._found_inf = ~loss.isfinite()
 
-    @torch.no_grad()
     def _complete(self, parameter: Tensor) -> None:
+        """Update the unit of `parameter`, if all of its gradients are complete."""
         if not self._active or parameter.grad is None:
             return
-        assert isinstance(parameter, nn.Parameter)
-        squares = torch.ops.lowprec.sum_squares([local(parameter.grad).contiguous()])[0]
-        group = self._optimizer.group_of(parameter)
-        whole = squares if group is None else group.all_reduce_sum(squares)
-        skip = self._found_inf | ~(whole <= LARGEST_SQUARES)
-        self._optimizer.step_only(parameter, found_inf=skip.float())
-        self.squares[parameter] = squares
-        parameter.grad = None
+        unit = self._units[parameter]
+        self._complete_ones.add(parameter)
+        if self._complete_ones.issuperset(unit):
+            self._update(unit)
+
+    @torch.no_grad()
+    def _update(self, unit: Sequence[nn.Parameter]) -> None:
+        """Update the parameters of a unit and free their gradients."""
+        squares = torch.ops.lowprec.sum_squares([_gradient(parameter).contiguous() for parameter in unit])
+        self.squares.update(zip(unit, squares.unbind(), strict=True))
+        whole = {parameter: self.squares[parameter] for parameter in unit}
+        shared = [(p, group) for p in unit if (group := self._optimizer.group_of(p)) is not None]
+        totals = over_groups(
+            [(group, self.squares[p]) for p, group in shared], lambda group, x: group.all_reduce_sum(x)
+        )
+        whole.update(zip((p for p, _ in shared), totals, strict=True))
+        skips = self._found_inf | ~(torch.stack([whole[parameter] for parameter in unit]) <= LARGEST_SQUARES)
+        for parameter, skip in zip(unit, skips.float().unbind(), strict=True):
+            self._optimizer.step_only(parameter, found_inf=skip)
+            parameter.grad = None
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local(parameter.grad)

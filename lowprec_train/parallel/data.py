@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +29,7 @@ from lowprec_train.comm.fsdp import Reducer
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
-from lowprec_train.parallel.fsdp_parameters import accumulate_in, copy_all, without_gradients
+from lowprec_train.parallel.fsdp_parameters import accumulate_in, copy_all, gathered_parameters, without_gradients
 from lowprec_train.parallel.mesh import Mesh
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
 from lowprec_train.parallel.weight_amax import WeightAmax
@@ -45,6 +47,9 @@ def shard(
     values: torch.dtype = torch.float32,
 ) -> list[FSDPModule]:
     """Shard the matrices of `model` over dp_shard, on the meta device or allocated; return the units, the root last.
+
+    Each unit's all-gather begins before the unit in front of it computes (explicit prefetch). FSDP2 would begin it when
+    the host arrives at the unit: too late if the host is not ahead of the GPU.
 
     blocks: gathered and released one by one. staying: gathered one by one and kept until their backward pass. Other
     matrices (embeddings, positions) belong to the root and stay gathered during a pass. values: dtype to which matrices
@@ -68,6 +73,8 @@ def shard(
         )
         assert isinstance(module, FSDPModule)
         made.append(module)
+    for unit, following in pairwise([made[-1], *made[:-1]]):
+        unit.set_modules_to_forward_prefetch([following])
     register_fsdp_forward_method(model, "loss")
     return made
 
@@ -143,6 +150,11 @@ class DataParallel:
         """
         return parameter.ndim >= 2
 
+    def reduced_together(self) -> list[list[nn.Parameter]]:
+        """Return the parameters of each unit, whose gradients are reduced at once."""
+        units = (module for module in self._model.modules() if isinstance(module, FSDPModule))
+        return [cast("list[nn.Parameter]", gathered_parameters(unit)) for unit in units]
+
     @torch.no_grad()
     def end_backward(self) -> None:
         """Sum the gradients of vectors and finish the reducer's step, after the last backward pass of a step."""
@@ -195,6 +207,9 @@ class SingleProcess:
 
     def complete_in_backward(self, parameter: nn.Parameter) -> bool:
         return True
+
+    def reduced_together(self) -> list[list[nn.Parameter]]:
+        return []
 
     def end_backward(self) -> None: ...
 

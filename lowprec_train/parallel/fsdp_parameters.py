@@ -6,6 +6,7 @@ functions of an all-gather, the buffers of the first all-gather (decision 0020),
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,15 +21,25 @@ from lowprec_train.optim.accumulation import GradientSum
 
 
 def with_extensions(parameter: DTensor, before: Callable[..., Any], after: Callable[..., Any]) -> Tensor:
-    """Let FSDP2 call `before` and `after` around the all-gather of a parameter, and return its local tensor."""
+    """Let FSDP2 call the bound methods `before` and `after` around the all-gather of a parameter, and return its local
+    tensor. Their object is held weakly: views of the local tensor hide it from Python's garbage collector.
+    """
     found: Any = parameter._local_tensor  # where FSDP2 looks them up; `to_local` may return a view of it
-
-    def pre_all_gather(*arguments: Any) -> Any:
-        return before(*arguments)
-
+    pre_all_gather = _weakly(before)
     pre_all_gather.__signature__ = inspect.signature(before)  # type: ignore[attr-defined]  # FSDP2 asks at every call
-    found.fsdp_pre_all_gather, found.fsdp_post_all_gather = pre_all_gather, after
+    found.fsdp_pre_all_gather, found.fsdp_post_all_gather = pre_all_gather, _weakly(after)
     return cast(Tensor, found)
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        found = weak()
+        assert found is not None, "the owner of an all-gather's extension functions is gone"
+        return found(*arguments, **options)
+
+    return call
 
 
 def reset_buffers(unit: FSDPModule, module: nn.Module) -> None:
@@ -40,6 +51,20 @@ def reset_buffers(unit: FSDPModule, module: nn.Module) -> None:
         if parameter._module_info.module is module:
             parameter.all_gather_outputs, parameter._unsharded_inner_tensors = [], []
             parameter.__dict__.pop("_unsharded_param", None)
+
+
+def store_in_param_dtype(unit: FSDPModule) -> None:
+    """Store the shards of `unit` in the dtype of its MixedPrecisionPolicy, if it has one; gradients stay in FP32. The
+    parameters stay the same objects, but their local tensors are replaced. Call it before the first forward pass.
+    """
+    group: Any = unit._get_fsdp_state()._fsdp_param_group
+    dtype = None if group is None else group.mp_policy.param_dtype
+    if dtype is None:
+        return
+    module = cast(nn.Module, unit)
+    module._apply(lambda x: x.to(dtype) if isinstance(x, DTensor) else x)
+    for parameter in group.fsdp_params:
+        parameter.sharded_param.grad_dtype = torch.float32
 
 
 def gathered_parameters(unit: FSDPModule) -> list[Tensor]:

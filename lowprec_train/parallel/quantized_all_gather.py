@@ -31,6 +31,7 @@ from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.lists import amax_all, quantize_lists, quantizes_lists
 from lowprec_train.numerics.quantizer import Quantized, Quantizer, Shared
+from lowprec_train.optim.gradient_hooks import after_gradient
 from lowprec_train.optim.tensor_stats import over_groups
 from lowprec_train.parallel.all_gather_format import CODED, AllGatherFormat, all_gather_format
 from lowprec_train.parallel.fsdp_parameters import (
@@ -362,7 +363,7 @@ class _Weight:
 
     def _with_grad_hook(self, leaf: Tensor) -> Tensor:
         """Return the leaf, which takes the weight's gradient."""
-        leaf.requires_grad_().register_post_accumulate_grad_hook(self._accumulate_grad)
+        after_gradient(leaf.requires_grad_(), self._accumulate_grad)
         return leaf
 
     def _accumulate_grad(self, leaf: Tensor) -> None:

@@ -39,6 +39,7 @@ from lowprec_train.train.diagnostics.snapshots import Snapshots, recorded_histor
 from lowprec_train.train.diagnostics.telemetry import Row, Telemetry
 from lowprec_train.train.distribute import Distribution, distribute
 from lowprec_train.train.exclusions import Choices, check_settings
+from lowprec_train.train.garbage import collected_every
 from lowprec_train.train.heap import HeapTrim
 from lowprec_train.train.identity import comparison
 from lowprec_train.train.launch import ALONE, World, host_group
@@ -353,7 +354,7 @@ def rows(run: RunConfig, about: Trainer, directory: RunDirectory) -> Iterator[Ca
 def watch(
     run: RunConfig, directory: Path, device: torch.device, world: World = ALONE, *others: Callable[[int], None]
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a callable that runs before each step: profiler, memory snapshots, heap trimming and `others`."""
+    """Yield a callable that runs before each step: profiler, snapshots, garbage collection, heap trimming, `others`."""
     profile, chosen = run.profile, world.rank in run.profile.ranks
     window = Window(
         first=profile.first,
@@ -372,7 +373,9 @@ def watch(
         for each in watchers:
             each(step)
 
-    with recorded_history(profile.allocations), closing(window), snapshots.of_failures():
+    collected = collected_every(run.gc_interval)
+    with recorded_history(profile.allocations), closing(window), snapshots.of_failures(), collected as collect:
+        watchers.append(collect)
         yield begin_step
 
 

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.comm import fsdp
@@ -25,6 +26,7 @@ from lowprec_train.optim.accumulation import GradientSum
 from lowprec_train.optim.shard import Shard
 from lowprec_train.parallel import data, tensor
 from lowprec_train.parallel.data import DataParallelContext, SingleProcess
+from lowprec_train.parallel.fsdp_parameters import store_in_param_dtype
 from lowprec_train.parallel.mesh import Mesh, Sizes
 from lowprec_train.parallel.placement import Placed, Placements
 from lowprec_train.parallel.quantized_all_gather import QuantizedAllGather
@@ -68,10 +70,14 @@ class Distribution:
         whole_sum: Callable[[int], GradientSum] | None = None,
     ) -> DataParallelContext:
         """Return the communication of a training step. From now on weights are all-gathered as `param_all_gather` says,
-        and `reduction` reduces gradients. whole_sum: as in `parallel.data.DataParallel`.
+        and `reduction` reduces gradients. Shards are stored in the dtype to which `fully_shard` rounds them; call it
+        after the optimizer has rounded them. whole_sum: as in `parallel.data.DataParallel`.
         """
         if self.mesh is None:
             return SingleProcess(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                store_in_param_dtype(module)
         replicas = self.mesh.nodes("dp_replicate") if self.sizes.dp_replicate > 1 else None
         reducer = fsdp.attach(
             model, reduction=reduction, shard_group=self.mesh.nodes("dp_shard"), replica_group=replicas

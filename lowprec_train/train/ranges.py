@@ -52,6 +52,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("log_interval", "max_nonfinite_steps"), COUNT),
     "tokens_per_step": Range(1, LAST_TOKEN),
     "telemetry_interval": Range(1, or_zero="no telemetry"),
+    "gc_interval": Range(1, or_zero="Python's own schedule"),
     "max_grad_norm": Range(1e-12, 1e30, or_zero="no clipping"),
     "model.vocab_size": Range(1, 1 << 24),
     "model.dim": Range(1, 1 << 18),

@@ -282,7 +282,8 @@ class Trainer:
         sums = None
         if codec is not None:
             sums = GradientSums(matrices, codec, seed=self.options.seed, shards=self.shards, in_backward=in_backward)
-        return sums, UpdatesInBackward(self.optimizer, (p for _, p in complete)) if in_backward else None
+        units, updated = self.data_parallel.reduced_together(), [p for _, p in complete]
+        return sums, UpdatesInBackward(self.optimizer, updated, units) if in_backward else None
 
     def _micro_loss(self, micro: Batch, normalizer: Tensor, step: int) -> Tensor:
         part = micro.moved(lambda x: x.to(self.device, non_blocking=True))  # asynchronous from pinned memory

@@ -24,12 +24,14 @@ def output(net, step):
     return (net[2].weight.float() @ net[1](table(words[0]) + table(words[1])).T).tanh().sum() + net[2].bias.sum()
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_states_and_norms_are_those_of_a_step_after_the_backward_pass(name, clip):
+def test_states_and_norms_are_those_of_a_step_after_the_backward_pass(name, clip, together):
     ours, in_backward = system(name, clip_updates=clip, fused=False)
     theirs, after = system(name, clip_updates=clip, fused=False)
-    updates = UpdatesInBackward(in_backward, ours.parameters())
+    units = [list(ours.parameters())[:3]] if together else []
+    updates = UpdatesInBackward(in_backward, ours.parameters(), units)
     for step in range(3):
         for micro in (False, True):
             loss = output(ours, 2 * step + micro)
@@ -63,9 +65,9 @@ def test_a_bad_gradient_leaves_its_parameter_and_a_bad_loss_all(bad):
     assert all(key.startswith("2.bias") for key in kept)
 
 
-def histories(parameters, optimizer, part):
+def histories(parameters, optimizer, part, units=()):
     """States after each of three steps; in the second one element of one matrix is not finite."""
-    updates, found = UpdatesInBackward(optimizer, parameters.values()), []
+    updates, found = UpdatesInBackward(optimizer, parameters.values(), units), []
     for step in range(3):
         given = gradients(step)
         given["weight"][30, 70] = float("nan") if step == 1 else 1.0
@@ -87,7 +89,8 @@ def test_ranks_with_shards_skip_the_same_steps(layout):
         shards = {name: cut.shard(name, number) for name in SHAPES}
         weights = {name: cut.part(name, number, whole) for name, whole in first_weights().items()}
         mine = sharded_optimizer(weights, "adamw_coat", shards)
-        return histories(*mine, lambda name, whole: cut.part(name, number, whole))
+        units = [list(mine[0].values())]  # they are updated together, with one collective
+        return histories(*mine, lambda name, whole: cut.part(name, number, whole), units)
 
     for step, parts in enumerate(zip(*cut.on_threads(rank), strict=True)):
         assert not differences(together(cut, parts, cut_along, wanted[step]), wanted[step]), (layout, step)

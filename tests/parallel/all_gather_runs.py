@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 
 import torch
 import torch._dynamo
@@ -166,12 +167,12 @@ class Seen:
         """The dtype in which FSDP2 is given the gradient."""
         original = weight._accumulate_grad
 
-        def watched(leaf):
+        def watched(_, leaf):
             original(leaf)
             if weight.linear.weight.grad is not None:
                 self.given[name] = weight.linear.weight.grad.dtype
 
-        weight._accumulate_grad = watched
+        weight._accumulate_grad = MethodType(watched, weight)
 
     def _count(self, name: str, weight, method: str, rounds: Callable[..., bool]) -> None:
         """Count calls in which the shard is rounded. `round` gets codes if all weights were quantised together."""

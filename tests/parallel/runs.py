@@ -37,7 +37,8 @@ TINY += (f"micro_batch={MICRO}", "eval_batches=3")
 SPLIT = ("model.dim=256", "model.heads=8", "model.kv_heads=4", "model.ffn=768")  # over up to four tensor-parallel ranks
 WIDE_HEADS = ("model.attention=qk_norm", "model.head_dim=64", "model.qkv_bias=true")
 LATER = "precision.schedule.end.at=0.67"  # before the last of three steps
-LEAN = ("optim.in_backward=true", "optim.offload=true", "model.recompute=full", "model.offload=true")
+IN_BACKWARD = "optim.in_backward=true"
+LEAN = (IN_BACKWARD, "optim.offload=true", "model.recompute=full", "model.offload=true")
 SUMS = "+optim/moment@optim.grad_accumulation"
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
@@ -51,6 +52,8 @@ CASES |= {
     "clipped": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0.1"),
     "each": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "parallel.grad_reduce=every_microbatch"),
     "lean coat": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0", *LEAN),
+    "masters in bf16": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim/master=bf16", IN_BACKWARD),
+    "masters in fp16": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim/master=fp16"),
     "loss in chunks": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "model.loss_chunk=48"),
     "gpt loss in chunks": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0", "model.loss_chunk=48"),
     "zero2": ("+recipe=fp8", *SPLIT, "comm=fp32", "parallel.reshard_after_forward=false"),

@@ -161,6 +161,13 @@ def test_a_dry_run_builds_on_the_meta_device(capsys):
     assert "| coat (own optimizer) | 17.7 M |" in out and "TE bf16" in out
 
 
+def test_an_invalid_model_is_one_error(capsys):
+    sizes = ("--model", "dim=100,heads=3,ffn=16,layers=1")
+    assert cli.main(["bench", "step", *sizes, "--dry-run", "--recipes", "fp8", "--peers", "none"]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.startswith("lowprec bench: error: dim 100, heads 3") and err.count("\n") == 1
+
+
 def test_a_dry_run_says_what_does_not_fit(capsys):
     sizes = ["--model", "dim=96,heads=2,ffn=160,layers=2", "--seq-len", "64"]
     assert cli.main(["bench", "step", *sizes, "--dry-run", "--recipes", "fp8_block", "--peers", "none"]) == 1

@@ -236,6 +236,7 @@ def _step(arguments: argparse.Namespace) -> int:
         contestants = [replace(each, apart=True) for each in contestants]
     given = {name: getattr(arguments, name) for name in ("model", "batch", "seq_len", "parameters", "clip")}
     work = Work(**given, device=device, compiled=not arguments.eager, overrides=tuple(arguments.set))
+    work.check()
     if arguments.dry_run:
         found = step.dry_run(contestants, work, largest=arguments.groups)
         print(report.dry(found))
@@ -264,6 +265,7 @@ def _parallel(arguments: argparse.Namespace) -> int:
     with _ranks(arguments) as (world, device):
         given = {each: getattr(arguments, each) for each in ("model", "batch", "seq_len", "micro_batches")}
         work = Work(**given, device=device, compiled=not arguments.eager, parameters="fp32")
+        work.check()
         how = {"largest": arguments.groups, "resident": arguments.resident, "rounds": arguments.rounds}
         how |= {"profiled": [] if arguments.no_profile else [""], "say": _say if world.leads else lambda line: None}
         result = parallel.measure(found, work, world, warm_up=arguments.warm_up, **how)
@@ -281,6 +283,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     batches, limit, device = arguments.batches, parse_size(arguments.limit, "--limit"), checks.device(arguments.device)
     given = {"model": arguments.model, "seq_len": arguments.seq_len, "batch": batches[0], "device": device}
     work = Work(**given, compiled=not arguments.eager, parameters="fp32", overrides=tuple(_eager(arguments)))
+    work.check()
     how = {"batches": batches, "limit": limit, "rounds": arguments.rounds, "warm_up": arguments.warm_up}
     result = memory.measure(found, work, **how, say=_say)
     return _finish(arguments, device, f"memory_{configuration.model_name(arguments.model)}", result)

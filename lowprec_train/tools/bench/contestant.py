@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_train.tools.bench.configuration import model_overrides
+from lowprec_train.train import build
 from lowprec_train.train.compose import composed
 
 LEARNING_RATE, WEIGHT_DECAY, BETAS = 1e-4, 0.1, (0.9, 0.95)
@@ -66,6 +67,10 @@ class Work:
             f"seed={self.seed}",
             *self.overrides,
         ]
+
+    def check(self) -> None:
+        """Raise ValueError if the model cannot be built."""
+        build.layout(composed(*self.hydra))
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -16,12 +16,13 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.config import RunConfig, choices
@@ -185,6 +186,8 @@ def fsdp2(work: Work, *, float8: str | None = None) -> Step:
     if work.compiled:
         model.tail.compile()
     fully_shard(model, mesh=mesh, mp_policy=policy)
+    for unit, following in pairwise([model, *model.blocks]):
+        cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
     model.to_empty(device=work.device)
     _first_values(model, work.seed)
     update = fused_adamw(work, model)

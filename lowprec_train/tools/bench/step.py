@@ -21,6 +21,7 @@ from lowprec_train.tools.bench import groups, turns
 from lowprec_train.tools.bench.contestant import Contestant, Entrant, Work
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.turns import Ready, Turns, error_line
+from lowprec_train.train.garbage import collected_every
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
@@ -49,7 +50,8 @@ def measure(
     rows: list[Row] = []
     profiles: dict[str, Any] = {}
     present = [each for each in contestants if not each.missing]
-    for index, group in enumerate(groups.plan(present, max(2, min(largest, resident)))):
+    together = largest if resident == 1 else min(largest, resident)
+    for index, group in enumerate(groups.plan(present, max(2, together))):
         batches = [group] if resident > 1 else [[each] for each in group]
         for batch in batches:
             measured, looked_at = _together(batch, work, warm_up, rounds, profiled, ready, say)
@@ -94,11 +96,12 @@ def _together(
         say(f"{contestant.name}: {row.get('error', 'ready')} after {row['ready_s']:.0f} s")
         _collect(work)
     try:
-        times = _rounds(taking, rows, rounds)
+        with collected_every(rounds + 2):  # never within the rounds and profiles
+            times = _rounds(taking, rows, rounds)
+            selected = [name for name in taking if any(part in name for part in profiled)]
+            profiles = {name: taking[name].profile() for name in selected}
         for name, each in times.items():
             rows[name] |= {"ms": statistics.median(each), "times_ms": each}
-        selected = [name for name in taking if any(part in name for part in profiled)]
-        profiles = {name: taking[name].profile() for name in selected}
     finally:
         for each_turns in taking.values():
             each_turns.close()

@@ -162,13 +162,14 @@ def gathered(subject: Subject, *, last_block: int) -> int:
     """
     if subject.sizes.dp_shard == 1:
         return 0
-    rounded = sum(subject.sent_bytes(weight) for weight in subject.weights if subject.gather_format(weight) is not None)
+    own = any(subject.gather_format(weight) is not None for weight in subject.weights)
+    rounded = sum(map(subject.rounded_bytes, subject.weights))
     units = traffic.units([w for w in subject.weights if w.matrix])
     sizes = {name: sum(map(subject.gathered_bytes, unit)) for name, unit in units.items()}
     blocks = [size for name, size in sizes.items() if name.startswith("blocks.")]
     staying = sum(sizes.values()) - sum(blocks)
     if subject.run.parallel.reshard_after_forward:
-        buffers = BLOCKS_GATHERED if rounded else BLOCKS_GATHERED + 1  # FSDP2's own all-gather has a receive buffer
+        buffers = BLOCKS_GATHERED if own else BLOCKS_GATHERED + 1  # FSDP2's own all-gather has a receive buffer
         return rounded + staying + buffers * max(blocks, default=0)
     return rounded + staying + sum(blocks[: last_block + 1])
 

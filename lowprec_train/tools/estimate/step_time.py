@@ -243,7 +243,8 @@ def _sharding(subject: Subject, device: Device) -> Seconds:
     gathered = sum((2 if subject.gathered_twice(w) else 1) * subject.gathered_bytes(w) for w in copied)
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
     encoded = sum(math.prod(w.part(subject.sizes.tp)) * (subject.gradient_size(w) + 2 * BF16) for w in matrices)
-    moved = mine * (FP32 + BF16) + subject.micro_batches * 2 * gathered + sums * (encoded + mine * FP32)
+    rounded = sum(math.prod(w.mine(subject.sizes)) for w in matrices if subject.rounded_bytes(w))
+    moved = rounded * (FP32 + BF16) + subject.micro_batches * 2 * gathered + sums * (encoded + mine * FP32)
     return {"sharding": moved / device.sharding}
 
 

@@ -180,8 +180,17 @@ class Subject:
         return BF16 if plain else self.value_size(weight)
 
     def stored_size(self, weight: Weight) -> int:
-        """Return the bytes per element of a stored parameter: `fully_shard` stores FP32 for any value dtype."""
-        return FP32 if self.sizes.dp > 1 else self.value_size(weight)
+        """Return the bytes per element of a stored parameter: that of its values, but for sharded embeddings FP32."""
+        of_root = not weight.unit.startswith("blocks.") and weight.unit != "head"
+        return FP32 if self.sizes.dp > 1 and of_root else self.value_size(weight)
+
+    def rounded_bytes(self, weight: Weight) -> int:
+        """Return the bytes of this rank's shard as it waits for all-gathers; 0 if it is sent as it is stored."""
+        format = self.gather_format(weight)
+        if format is None:
+            return 0
+        as_stored = format.quantizer is None and format.dtype.itemsize == self.stored_size(weight)
+        return 0 if as_stored and format.rows == weight.mine(self.sizes)[0] else format.bytes
 
     def gather_format(self, weight: Weight) -> AllGatherFormat | None:
         """Return the all-gather format of a linear layer's weight; None if it is gathered as it is stored."""

@@ -146,7 +146,8 @@ def read_config(source: Path) -> Json:
     try:
         config: Json = json.loads((source / "config.json").read_text())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{source} is not a Hugging Face model directory (config.json): {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{source} is not a Hugging Face model directory (config.json): {why}") from error
     if not isinstance(config, dict):
         raise ValueError(
             f"{source} is not a Hugging Face model directory: config.json holds {config!r:.40}, not an object"
