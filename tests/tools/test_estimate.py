@@ -351,7 +351,7 @@ def test_offloaded_inputs_of_blocks_leave_two_buffers():
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("master", ["fp32", "bf16", "fp16"])
 def test_gradients_have_the_dtype_of_a_run(master, several):
-    """FP32 if micro-batches are summed, else that of their parameter. Shards of parameters are FP32."""
+    """FP32 if micro-batches are summed, else that of their parameter."""
     how = ("+recipe=coat", "compile='off'", f"optim/master={master}", f"tokens_per_step={2048 if several else 1024}")
     one, found = system("coat", "llama_tiny", *how[1:]), {}
     for name, parameter in one.model.named_parameters():
@@ -361,8 +361,6 @@ def test_gradients_have_the_dtype_of_a_run(master, several):
     one.model.loss(tokens, tokens, 1.0, draws=one.seeds.at(0, 0)).backward()
     assert {p.grad.dtype for p in found if p.ndim == 2} == {torch.float32 if several else one.model.head.weight.dtype}
     assert estimate(one.run)["moments"]["block 0"]["gradients"] == sum(found.values())
-    halves = {"bf16": subject(*how, "parallel.dp_shard=2"), "fp32": subject("+recipe=coat", "parallel.dp_shard=2")}
-    assert parameters(halves["bf16"]) == parameters(halves["fp32"])
 
 
 def test_one_gradient_is_in_flight_in_the_backward_pass():
