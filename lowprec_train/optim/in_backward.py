@@ -42,9 +42,8 @@ class UpdatesInBackward:
     ) -> None:
         self._optimizer, self._found_inf = optimizer, torch.zeros(())
         self._active = False
-        self._complete_ones: set[Tensor] = (
-            set()
-        )  # earlier micro-batches have left gradients too, so .grad does not tell
+        # Of this backward pass: `.grad` alone does not tell, because earlier micro-batches leave gradients as well.
+        self._completed: set[Tensor] = set()
         self.squares: dict[nn.Parameter, Tensor] = {}
         updated = list(parameters)
         self._units: dict[Tensor, tuple[nn.Parameter, ...]] = {parameter: (parameter,) for parameter in updated}
@@ -60,7 +59,7 @@ class UpdatesInBackward:
         """
         self._active = loss is not None
         self.squares.clear()
-        self._complete_ones.clear()
+        self._completed.clear()
         if loss is not None:
             self._found_inf = ~loss.isfinite()
 
@@ -69,8 +68,8 @@ class UpdatesInBackward:
         if not self._active or parameter.grad is None:
             return
         unit = self._units[parameter]
-        self._complete_ones.add(parameter)
-        if self._complete_ones.issuperset(unit):
+        self._completed.add(parameter)
+        if self._completed.issuperset(unit):
             self._update(unit)
 
     @torch.no_grad()

@@ -6,8 +6,8 @@
 
 All have FP32 parameters, compute in BF16 what a recipe does not quantise, and have the same number of sequences per
 GPU: with parallel.tp=2 a micro-batch has twice as many. Our steps are those of the trainer, with data, gradient norm
-and optimizer. Peers have their fastest settings: blocks compiled one by one, torch's fused AdamW, no gradient norm;
-torchao with FP8 all-gather and one computation of all scales per step.
+and optimizer. Peers have their fastest settings: blocks compiled one by one and prefetched explicitly, torch's fused
+AdamW, no gradient norm; torchao with FP8 all-gather and one computation of all scales per step.
 """
 
 from __future__ import annotations
