@@ -70,13 +70,15 @@ class StepLines:
             kept = [line for line in read_lines(path) if line["step"] <= resumed_step]
             write_whole(path, "".join(json.dumps(line) + "\n" for line in kept).encode())
         self._path = path
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file = path.open("ab", buffering=0)  # a buffer that cannot be written would fail again when it is closed
 
     def write(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append lines. Raises OSError, with the path, if one cannot be written."""
         for line in lines:
+            left = memoryview(json.dumps(line).encode() + b"\n")
             try:
-                self._file.write(json.dumps(line) + "\n")
+                while left:
+                    left = left[self._file.write(left) :]
             except OSError as error:
                 message = f"step {line['step']} cannot be written: {error.strerror}"
                 raise OSError(error.errno, message, str(self._path)) from error

@@ -3,6 +3,7 @@
 import errno
 import io
 import math
+import resource
 
 import pytest
 from rich.console import Console
@@ -23,6 +24,20 @@ def write(tmp_path, steps, **changes):
     for step in steps:
         sink.log(step, {"train/loss": step / 3})
     return sink
+
+
+def test_a_line_that_cannot_be_written_is_one_error_with_the_path(tmp_path):
+    """The limit of a file's size stands for a full disk. Closing the file afterwards is no second error."""
+    sink, path = write(tmp_path, range(1, 4)), tmp_path / "metrics.jsonl"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))
+    try:
+        with pytest.raises(OSError, match=f"step 4 cannot be written: File too large.*{path}"):
+            sink.log(4, {"train/loss": 1.0})
+        sink.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3], "what lies before is intact"
 
 
 def test_jsonl_keeps_full_precision_and_is_flushed_per_line(tmp_path):
