@@ -189,6 +189,7 @@ class ParallelConfig:
     dp_shard: int = MISSING
     tp: int = MISSING
     reshard_after_forward: bool = MISSING
+    blocks_per_unit: int = MISSING
     grad_reduce: str = MISSING
     param_all_gather: str = MISSING
     timeout_minutes: float = MISSING

@@ -16,11 +16,11 @@ are the bits of one process that accumulates the same micro-batches. Hybrid shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from lowprec_train.comm.axis import Axis
 from lowprec_train.comm.block_scaled import BLOCK, BlockScaledCodec
 from lowprec_train.comm.fsdp_backward import InFlight, reduce_with
+from lowprec_train.comm.fsdp_units import fsdp_units, modules_of
 from lowprec_train.comm.grad_codec import GradCodec
 from lowprec_train.comm.layout import FlatLayout, sharded_layout
 from lowprec_train.comm.nodes import Nodes
@@ -221,7 +222,8 @@ def attach(
         ValueError: a pattern of `reduction.exclude` that matches no parameter.
     """
     _check_patterns(reduction.exclude, [name for name, _ in model.named_parameters()])
-    units = [(unit, managed(unit, name)) for name, unit in model.named_modules() if isinstance(unit, FSDPModule)]
+    names = {module: name for name, module in model.named_modules()}
+    units = [(unit, managed(unit, names)) for unit in fsdp_units(model)]
     devices = {p.device_mesh.device_type for _, parameters in units for p in parameters.values()}
     device, in_flight = devices.pop() if devices else "cpu", InFlight()
     shard, replicas = (Axis(group, reduction.codec, device) for group in (shard_group, replica_group))
@@ -239,18 +241,21 @@ def _check_patterns(patterns: Sequence[str], names: Sequence[str]) -> None:
             raise ValueError(f"comm.exclude: no parameter is named {pattern!r}; names are {', '.join(names)}")
 
 
-def managed(unit: FSDPModule, prefix: str = "") -> dict[str, DTensor]:
+def managed(unit: FSDPModule, modules: Mapping[nn.Module, str]) -> dict[str, DTensor]:
     """Return the trainable parameters that `fully_shard` manages in a unit, by name in the model, in buffer order.
+    modules: the name of each module.
 
     That order is by module, children before their parent (`named_parameters` has the parent first), without nested
     units and their parameters, and without ignored parameters, which are not DTensors. A parameter that modules share
     has the place of its first module.
     """
     names: dict[DTensor, str] = {}
-    for name, module in _children_first(cast(nn.Module, unit), prefix, set()):
-        for key, parameter in module.named_parameters(name, recurse=False):
-            if isinstance(parameter, DTensor) and parameter.requires_grad:
-                names.setdefault(parameter, key)
+    seen: set[nn.Module] = set()
+    for first in modules_of(unit):
+        for name, module in _children_first(first, modules[first], seen):
+            for key, parameter in module.named_parameters(name, recurse=False):
+                if isinstance(parameter, DTensor) and parameter.requires_grad:
+                    names.setdefault(parameter, key)
     return {name: parameter for parameter, name in names.items()}
 
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lowprec_train.comm.block_scaled import BlockScaledCodec
 from lowprec_train.comm.collectives import all_reduce
 from lowprec_train.comm.fsdp import Reducer
+from lowprec_train.comm.fsdp_units import fsdp_units
 from lowprec_train.comm.layout import FlatLayout
 from lowprec_train.numerics.formats import FP32
 from lowprec_train.optim.accumulation import GradientSum
@@ -39,11 +40,12 @@ GRAD_REDUCE = ("last_microbatch", "every_microbatch")
 
 def shard(
     model: nn.Module,
-    blocks: Iterable[nn.Module],
+    blocks: Sequence[nn.Module],
     staying: Iterable[nn.Module],
     mesh: Mesh,
     *,
     reshard: bool,
+    blocks_per_unit: int = 1,
     values: torch.dtype = torch.float32,
 ) -> list[FSDPModule]:
     """Shard the matrices of `model` over dp_shard, on the meta device or allocated; return the units, the root last.
@@ -51,28 +53,30 @@ def shard(
     Each unit's all-gather begins before the unit in front of it computes (explicit prefetch). FSDP2 would begin it when
     the host arrives at the unit: too late if the host is not ahead of the GPU.
 
-    blocks: gathered and released one by one. staying: gathered one by one and kept until their backward pass. Other
-    matrices (embeddings, positions) belong to the root and stay gathered during a pass. values: dtype to which matrices
-    of units other than the root are rounded. If it is not FP32 they are gathered in it, and the gradients of a
-    micro-batch have it, as in one process whose parameters have that dtype.
+    blocks: gathered and released unit by unit, `blocks_per_unit` of them in each but the last. staying: gathered one by
+    one and kept until their backward pass. Other matrices (embeddings, positions) belong to the root and stay gathered
+    during a pass. values: dtype to which matrices of units other than the root are rounded. If it is not FP32 they are
+    gathered in it, and the gradients of a micro-batch have it, as in one process whose parameters have that dtype.
     """
     vectors = {parameter for parameter in model.parameters() if parameter.ndim < 2}
     rounded, exact = (
         MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for dtype in (None if values == torch.float32 else values, None)
     )
-    units = [(block, reshard, rounded) for block in blocks] + [(module, False, rounded) for module in staying]
+    starts = range(0, len(blocks), blocks_per_unit)
+    units = [(list(blocks[first : first + blocks_per_unit]), reshard, rounded) for first in starts]
+    units += [([module], False, rounded) for module in staying]
     made: list[FSDPModule] = []
-    for module, again, policy in [*units, (model, False, exact)]:
+    for modules, again, policy in [*units, ([model], False, exact)]:
         fully_shard(
-            module,
+            modules,
             mesh=mesh.axis("dp_shard"),
             reshard_after_forward=again,
             mp_policy=policy,
             ignored_params=vectors,
         )
-        assert isinstance(module, FSDPModule)
-        made.append(module)
+        assert isinstance(modules[0], FSDPModule)
+        made.append(modules[0])
     for unit, following in pairwise([made[-1], *made[:-1]]):
         unit.set_modules_to_forward_prefetch([following])
     register_fsdp_forward_method(model, "loss")
@@ -108,7 +112,7 @@ class DataParallel:
         self._whole = [p for name, p in vectors.items() if name not in partial]
         if whole_sum is not None and isinstance(model, FSDPModule):
             places: dict[Tensor, int] = {parameter: place for place, parameter in enumerate(model.parameters())}
-            for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+            for unit in fsdp_units(model):
                 accumulate_in(unit, lambda parameter: whole_sum(places[parameter]), lambda: self._number)
 
     @property
@@ -140,7 +144,7 @@ class DataParallel:
         with ExitStack() as stack:
             if isinstance(self._model, FSDPModule):
                 self._model.set_requires_gradient_sync(False)
-            for unit in (module for module in self._model.modules() if isinstance(module, FSDPModule)):
+            for unit in fsdp_units(self._model):
                 stack.enter_context(without_gradients(unit))
             yield
 
@@ -152,8 +156,7 @@ class DataParallel:
 
     def reduced_together(self) -> list[list[nn.Parameter]]:
         """Return the parameters of each unit, whose gradients are reduced at once."""
-        units = (module for module in self._model.modules() if isinstance(module, FSDPModule))
-        return [cast("list[nn.Parameter]", gathered_parameters(unit)) for unit in units]
+        return [cast("list[nn.Parameter]", gathered_parameters(unit)) for unit in fsdp_units(self._model)]
 
     @torch.no_grad()
     def end_backward(self) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.comm.fsdp_units import modules_of
 from lowprec_train.optim.accumulation import GradientSum
 
 
@@ -61,8 +62,8 @@ def store_in_param_dtype(unit: FSDPModule) -> None:
     dtype = None if group is None else group.mp_policy.param_dtype
     if dtype is None:
         return
-    module = cast(nn.Module, unit)
-    module._apply(lambda x: x.to(dtype) if isinstance(x, DTensor) else x)
+    for module in modules_of(unit):
+        module._apply(lambda x: x.to(dtype) if isinstance(x, DTensor) else x)
     for parameter in group.fsdp_params:
         parameter.sharded_param.grad_dtype = torch.float32
 

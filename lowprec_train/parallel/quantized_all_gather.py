@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.comm.fsdp_units import fsdp_units, modules_of
 from lowprec_train.comm.process_group import DistributedGroup
 from lowprec_train.numerics.draws import Gemms, Operand
 from lowprec_train.numerics.lists import amax_all, quantize_lists, quantizes_lists
@@ -68,10 +69,11 @@ class QuantizedAllGather:
         parts: dist.ProcessGroup | None = None,
     ) -> None:
         self._coded, self._dtype = param_all_gather in CODED, dtype
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._units = fsdp_units(model)
         groups = {"shards": shards} | ({} if parts is None else {"parts": parts})
         self._groups = {name: DistributedGroup.of(group) for name, group in groups.items()}
-        owners = {module: unit for unit in self._units for module in cast(nn.Module, unit).modules()}  # inner ones last
+        tops = [(unit, top) for unit in self._units for top in modules_of(unit)]
+        owners = {module: unit for unit, top in tops for module in top.modules()}  # inner units last
         self.weights = {
             name: _Weight(module, owners[module], param_all_gather=param_all_gather, dtype=dtype, shards=shards.size())
             for name, module in model.named_modules()

@@ -51,13 +51,7 @@ from lowprec_train.train.logging.metrics import Throughput, flops_per_token, pea
 from lowprec_train.train.logging.sinks import JsonlSink, RunFacts, Sink, StepLines
 from lowprec_train.train.rundir import RunDirectory
 from lowprec_train.train.trainer import Trainer, TrainingOptions
-from lowprec_train.train.weights import (
-    RunWeights,
-    Weights,
-    check_sizes,
-    open_weights,
-    without_memory,
-)
+from lowprec_train.train.weights import RunWeights, Weights, check_sizes, open_weights, without_memory
 
 log = logging.getLogger(__name__)
 
@@ -162,6 +156,7 @@ def distribution(run: RunConfig, laid_out: MetaModel, world: World, device: torc
         values=build_optimizer.codecs(run).master.parameter_dtype,
         tokens=run.micro_batch * run.data["seq_len"],
         reshard=run.parallel.reshard_after_forward,
+        blocks_per_unit=run.parallel.blocks_per_unit,
         timeout=timedelta(minutes=run.parallel.timeout_minutes),
         node_size=run.comm.get("node_size") or world.local_processes,
     )

@@ -15,10 +15,10 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lowprec_train.comm import fsdp
+from lowprec_train.comm.fsdp_units import fsdp_units
 from lowprec_train.comm.process_group import DistributedGroup, GroupProduct
 from lowprec_train.group import Group
 from lowprec_train.model.transformer import Transformer, fill_whole
@@ -75,9 +75,8 @@ class Distribution:
         """
         if self.mesh is None:
             return SingleProcess(reduction=fsdp.attach(model, reduction=reduction, shard_group=None))
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                store_in_param_dtype(module)
+        for unit in fsdp_units(model):
+            store_in_param_dtype(unit)
         replicas = self.mesh.nodes("dp_replicate") if self.sizes.dp_replicate > 1 else None
         reducer = fsdp.attach(
             model, reduction=reduction, shard_group=self.mesh.nodes("dp_shard"), replica_group=replicas
@@ -134,14 +133,15 @@ def distribute(
     phases: Sequence[Phase],
     tokens: int,
     reshard: bool,
+    blocks_per_unit: int = 1,
     values: torch.dtype = torch.float32,
     timeout: timedelta | None = None,
     node_size: int | None = None,
 ) -> Distribution:
     """Distribute `model`, still on the meta device, over the processes.
 
-    phases: of the run, with the recipe of every linear. tokens: per micro-batch. values: as in `parallel.data.shard`.
-    timeout: of every collective. node_size: as in `parallel.mesh.Mesh`.
+    phases: of the run, with the recipe of every linear. tokens: per micro-batch. blocks_per_unit, values: as in
+    `parallel.data.shard`. timeout: of every collective. node_size: as in `parallel.mesh.Mesh`.
     Raises ValueError, with the numbers, if the sizes of the model do not divide by those of the layout.
     """
     if sizes.processes == 1:
@@ -153,7 +153,10 @@ def distribute(
         tensor.check(model, sizes.tp, tokens=tokens, recipes=tables, saved_activations=saved)
         cuts = tensor.apply(model, DistributedGroup.of(mesh.group("tp")))
     if sizes.dp > 1:
-        data.shard(model, model.blocks, data.units([model.head]), mesh, reshard=reshard, values=values)
+        staying = data.units([model.head])
+        data.shard(
+            model, list(model.blocks), staying, mesh, reshard=reshard, blocks_per_unit=blocks_per_unit, values=values
+        )
     placed = {
         name: Placed(shape=shape, tp=cuts.get(name), sharded=sizes.dp > 1 and len(shape) >= 2)
         for name, shape in shapes.items()

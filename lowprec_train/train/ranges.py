@@ -70,6 +70,7 @@ RANGES: dict[str, Range] = {
     "optim.weight_decay": Range(0, 1e6),
     **dict.fromkeys(("profile.steps", "profile.allocations"), Range(0)),
     "profile.first": COUNT,
+    "parallel.blocks_per_unit": COUNT,
     "parallel.timeout_minutes": Range(0, 1e6, above=True, below=True),
 }
 WHOLE, SHARE = Range(1, whole=True), Range(0, 1)

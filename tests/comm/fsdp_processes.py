@@ -77,8 +77,8 @@ def buffers(mesh, rank):
 def orders(mesh):
     """Names of every unit's parameters as `managed` tells them, blocks first."""
     model = sharded(mesh, torch.float32)
-    units = [(f"blocks.{i}", unit) for i, unit in enumerate(model.blocks)]
-    return [list(managed(unit, name)) for name, unit in (*units, ("", model))]
+    names = {module: name for name, module in model.named_modules()}
+    return [list(managed(unit, names)) for unit in (*model.blocks, model)]
 
 
 def without(name, mesh, rank):

@@ -37,6 +37,7 @@ VARIANTS = {
     "int8 gpt": ("+recipe=int8_switchback", "model=gpt_tiny"),
     "zero2": ("+recipe=fp4_mixed", LATER, "parallel.reshard_after_forward=false"),
     "each": ("+recipe=fp8", "parallel.grad_reduce=every_microbatch"),
+    "pairs": ("+recipe=fp8", "parallel.blocks_per_unit=2", "model.recompute=selective"),
     "each fp4": ("+recipe=fp4", "parallel.grad_reduce=every_microbatch"),
     "full": ("+recipe=nvfp4", "model.recompute=full"),
     "selective": ("+recipe=fp8", "model.recompute=selective"),

@@ -38,6 +38,7 @@ SPLIT = ("model.dim=256", "model.heads=8", "model.kv_heads=4", "model.ffn=768") 
 WIDE_HEADS = ("model.attention=qk_norm", "model.head_dim=64", "model.qkv_bias=true")
 LATER = "precision.schedule.end.at=0.67"  # before the last of three steps
 IN_BACKWARD = "optim.in_backward=true"
+PAIRS = ("model.layers=3", "parallel.blocks_per_unit=2")  # the last unit has one block
 LEAN = (IN_BACKWARD, "optim.offload=true", "model.recompute=full", "model.offload=true")
 SUMS = "+optim/moment@optim.grad_accumulation"
 E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
@@ -56,6 +57,9 @@ CASES |= {
     "masters in fp16": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim/master=fp16"),
     "loss in chunks": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "model.loss_chunk=48"),
     "gpt loss in chunks": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0", "model.loss_chunk=48"),
+    "pairs": ("+recipe=fp8", *SPLIT, *PAIRS, "comm=fp32", "max_grad_norm=0"),
+    "lean pairs": ("+recipe=coat", *SPLIT, *PAIRS, "comm=fp32", "max_grad_norm=0", *LEAN),
+    "zero2 pairs": ("+recipe=nvfp4", *SPLIT, *PAIRS, "comm=fp32", "parallel.reshard_after_forward=false"),
     "zero2": ("+recipe=fp8", *SPLIT, "comm=fp32", "parallel.reshard_after_forward=false"),
     "stable": ("+recipe=bf16", *SPLIT, "comm=fp32", "optim=stable_adamw"),
     "muon": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim=muon"),
@@ -67,7 +71,7 @@ CASES |= {
     "own comm bf16": ("+recipe=bf16", *SPLIT),
 }
 CUT = ("gpt", "gpt fp8", "clipped", "lean coat", "loss in chunks", "muon", "muon gpt", "in bf16", "qwen 3")
-CUT += ("own comm fp4",)
+CUT += ("own comm fp4", "pairs")
 """Options that tensor parallel changes: parameters, norms, saved activations or sums that are cut another way."""
 
 SUMMED = {  # with several micro-batches, where whole gradients are added up
@@ -118,7 +122,7 @@ def described(case: str, sizes: Sizes, *, split: bool = False, accumulation: int
     tokens = MICRO * SEQ * sizes.dp * accumulation
     layout = {"dp_replicate": sizes.dp_replicate, "dp_shard": sizes.dp_shard, "tp": sizes.tp}
     grid = [f"parallel.{key}={value}" for key, value in layout.items()] if split else []
-    run = composed(*(CASES | SUMMED)[case], *TINY, f"tokens_per_step={tokens}", f"steps={steps}", *grid)
+    run = composed(*TINY, *(CASES | SUMMED)[case], f"tokens_per_step={tokens}", f"steps={steps}", *grid)
     return Job(run, torch.float32 if sizes.tp > 1 and case != "in bf16" else torch.bfloat16)
 
 

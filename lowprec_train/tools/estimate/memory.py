@@ -127,7 +127,8 @@ def _backward(
     if grads.reduces:
         freed = {"embedding, head and logits": 0, "at work": grads.in_reduction(head)}
         yield "reduction of head", {"gradients": grads.standing, **whole} | freed
-    done, before = head, head
+    done, before, together = head, head, subject.run.parallel.blocks_per_unit
+    unit: tuple[Weight, ...] = ()
     for index in reversed(range(layers)):
         here = tuple(units[f"blocks.{index}"])
         recomputed = again.blocks[index].of(tokens) - saved.blocks[index].of(tokens)
@@ -137,13 +138,16 @@ def _backward(
             "gradients": grads.standing + grads.made(done if grads.reduces else done + here),
             "saved by blocks": below + saved.blocks[index].of(tokens) + recomputed,
             "weights gathered": gathered(subject, last_block=index),
-            "at work": BF16 * tokens * largest + (grads.whole(before) if grads.reduces else grads.alone(here)),
+            "at work": BF16 * tokens * largest + (grads.whole(before + unit) if grads.reduces else grads.alone(here)),
         }
         yield f"block {index}", moment
-        done, before = done + here, here
+        unit = here + unit
+        if index % together and grads.reduces:
+            continue  # gradients are reduced after the first block of a unit
+        done, before, unit = done + unit, unit, ()
         if grads.reduces:
             after = {"gradients": grads.standing + grads.made(done), "saved by blocks": below}
-            yield f"reduction of block {index}", moment | after | {"at work": grads.in_reduction(here)}
+            yield f"reduction of block {index}", moment | after | {"at work": grads.in_reduction(before)}
 
 
 def _chunk(subject: Subject) -> int:
@@ -164,14 +168,15 @@ def gathered(subject: Subject, *, last_block: int) -> int:
         return 0
     own = any(subject.gather_format(weight) is not None for weight in subject.weights)
     rounded = sum(map(subject.rounded_bytes, subject.weights))
-    units = traffic.units([w for w in subject.weights if w.matrix])
+    together = subject.run.parallel.blocks_per_unit
+    units = traffic.units([w for w in subject.weights if w.matrix], together)
     sizes = {name: sum(map(subject.gathered_bytes, unit)) for name, unit in units.items()}
     blocks = [size for name, size in sizes.items() if name.startswith("blocks.")]
     staying = sum(sizes.values()) - sum(blocks)
     if subject.run.parallel.reshard_after_forward:
         buffers = BLOCKS_GATHERED if own else BLOCKS_GATHERED + 1  # FSDP2's own all-gather has a receive buffer
         return rounded + staying + buffers * max(blocks, default=0)
-    return rounded + staying + sum(blocks[: last_block + 1])
+    return rounded + staying + sum(blocks[: last_block // together + 1])
 
 
 class Gradients:

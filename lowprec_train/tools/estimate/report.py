@@ -40,6 +40,7 @@ def estimate(run: RunConfig, gpus: int | None = None, device: Device | None = No
         "compiled": subject.compiled,
         "sizes": asdict(subject.sizes) | {"gpus": subject.sizes.processes},
         "reshard_after_forward": run.parallel.reshard_after_forward,
+        "blocks_per_unit": run.parallel.blocks_per_unit,
         "grad_reduce": run.parallel.grad_reduce,
         "parameters": total,
         "micro_batch_tokens": subject.tokens,

@@ -36,11 +36,15 @@ GPUS_OF_A_NODE = 8
 SCALE = 4  # bytes of a row's scale
 
 
-def units(weights: Iterable[Weight]) -> dict[str, tuple[Weight, ...]]:
-    """Group weights by unit that is all-gathered together, as in `parallel.data.shard`."""
+def units(weights: Iterable[Weight], blocks_per_unit: int = 1) -> dict[str, tuple[Weight, ...]]:
+    """Group weights by unit that is all-gathered together, as in `parallel.data.shard`, by the name of its first block,
+    or "head" or the part of the root.
+    """
     found: dict[str, tuple[Weight, ...]] = {}
     for weight in weights:
-        found[weight.unit] = (*found.get(weight.unit, ()), weight)
+        of, _, index = weight.unit.partition(".")
+        first = f"{of}.{int(index) // blocks_per_unit * blocks_per_unit}" if of == "blocks" else weight.unit
+        found[first] = (*found.get(first, ()), weight)
     return found
 
 
@@ -109,7 +113,8 @@ def gradients(
     """
     if ranks == 1:
         return 0
-    rows = (layout(unit, subject.sizes, reduction) for unit in units(w for w in subject.weights if w.matrix).values())
+    matrices = units((w for w in subject.weights if w.matrix), subject.run.parallel.blocks_per_unit)
+    rows = (layout(unit, subject.sizes, reduction) for unit in matrices.values())
     sums = subject.micro_batches if subject.run.parallel.grad_reduce == "every_microbatch" else 1
     return sums * sum(sent_by(reduction.codec, row, ranks) for row in rows)
 
