@@ -1,6 +1,6 @@
-"""FSDP2's private names, but for those of its backward pass (comm/fsdp_backward.py): the tensor with the extension
-functions of an all-gather, the buffers of the first all-gather (decision 0020), the moment when a unit is freed
-(decision 0102), and the accumulation of whole gradients (decision 0079) or their removal.
+"""FSDP2's private names, but for its units and backward pass (comm/fsdp_units.py, comm/fsdp_backward.py): the tensor
+with the extension functions of an all-gather, the buffers of the first all-gather (decision 0020), the moment when a
+unit is freed (decision 0102), and the accumulation of whole gradients (decision 0079) or their removal.
 """
 
 from __future__ import annotations
