@@ -88,7 +88,7 @@ __global__ void hand_out_amax(Table table, float* handed_out) {
 
 __global__ void finish(Table table, How how) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  if (i >= table.count || skipped(how)) return;
+  if (i >= table.count || skipped(table.items[i])) return;
   const Item& item = table.items[i];
 #pragma unroll
   for (int k = 0; k < 2; ++k) {
@@ -297,7 +297,6 @@ void adamw(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Te
   const Master master = master_of(master_format, master_scaling, stochastic);
   How how = how_of(store_of(first_format, first_scaling), store_of(second_format, second_scaling), master, group, lists,
                    {lr, beta1, beta2, eps, weight_decay});
-  how.found_inf = optional_address<float>(found_inf, like, ScalarType::Float, 1);
   STD_TORCH_CHECK(indices.has_value() == stochastic, "adamw: indices where masters draw");
   const auto count = static_cast<int64_t>(params.size());
   const Schedule schedule{lr, weight_decay, beta1, beta2,
@@ -305,9 +304,12 @@ void adamw(std::vector<Tensor> params, std::vector<Tensor> grads, std::vector<Te
                           optional_address<float>(amax, like, ScalarType::Float, 3 * count),
                           optional_address<int64_t>(origins, like, ScalarType::Long, 2 * count),
                           optional_address<int64_t>(indices, like, ScalarType::Long, count), seed};
+  const bool of_each = found_inf.has_value() && found_inf->numel() != 1;  // else one number for all
+  const auto* skips = optional_address<float>(found_inf, like, ScalarType::Float, of_each ? count : 1);
   std::vector<Item> kinds[2];
   for (size_t i = 0; i < params.size(); ++i) {
-    const Item item = item_of_lists(lists, i, how);
+    Item item = item_of_lists(lists, i, how);
+    item.found_inf = of_each ? skips + i : skips;
     kinds[in_groups(how) && fits_expanded(item, how)].push_back(item);
   }
   const cudaStream_t stream = stream_of(like);

@@ -33,6 +33,7 @@ struct Item {
   StateTensors moments[2];
   uint16_t* master;
   float *master_scale, *step;
+  const float* found_inf;  // 1: nothing of this tensor changes; may be null
   int64_t numbers, columns;
   int64_t length;        // elements of a segment
   int64_t first;         // index of its first unit of work among those of all tensors
@@ -61,14 +62,14 @@ struct How {
   uint32_t slowest;  // the largest code of a first moment that `decaying` may change
   float floor;       // eps^2
   int64_t group;
-  const float *grad_scale, *found_inf;
+  const float* grad_scale;
 };
 
 enum class Pass : int { SQUARES, AMAX, UPDATE };
 
 #if defined(__CUDACC__)
 
-__device__ __forceinline__ bool skipped(const How& how) { return how.found_inf != nullptr && *how.found_inf == 1.0f; }
+__device__ __forceinline__ bool skipped(const Item& item) { return item.found_inf != nullptr && *item.found_inf == 1.0f; }
 
 __device__ __forceinline__ float divisor(const How& how) { return how.grad_scale == nullptr ? 1.0f : *how.grad_scale; }
 

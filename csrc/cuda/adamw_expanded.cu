@@ -276,7 +276,6 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
                                                             int64_t units, How how) {
   extern __shared__ __align__(16) uint8_t shared[];
   __shared__ CodeLogs logs;
-  if (skipped(how)) return;
   logs.fill();
   __syncthreads();
   float* copies = reinterpret_cast<float*>(shared);  // one per lane
@@ -288,9 +287,11 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
   const int side = lane & 1;  // the moment whose parameters this lane computes
   const float grad_scale = divisor(how);
   int which = 0;
+  bool skip = skipped(items[0]);
   for (int64_t unit = static_cast<int64_t>(warp) * gridDim.x + blockIdx.x; unit < units;
        unit += static_cast<int64_t>(gridDim.x) * (blockDim.x >> 5)) {
-    while (which + 1 < count && items[which + 1].first <= unit) ++which;
+    while (which + 1 < count && items[which + 1].first <= unit) skip = skipped(items[++which]);
+    if (skip) continue;
     const Item& item = items[which];
     const int64_t group = (unit - item.first) * GROUPS;
     const Span span = locate(item, group + quartet);

@@ -201,11 +201,11 @@ __global__ void __launch_bounds__(THREADS, 2) step_flat(const Item* __restrict__
                                                      int count, How how, double* __restrict__ partial) {
   __shared__ uint32_t scratch[THREADS / 32];
   __shared__ double sums[THREADS / 32];
-  if (skipped(how)) return;
   const Store stores[2] = {PLAIN ? Store::FP32 : how.stores[0], PLAIN ? Store::FP32 : how.stores[1]};
   const Master master = PLAIN ? Master::FP32 : how.master;
   const int which = item_of(items, count, blockIdx.x);
   const Item item = items[which];
+  if (skipped(item)) return;
   const AdamRate rate = numbers[which].rate;
   const float grad_scale = divisor(how);
   float old_scale[3] = {1.0f, 1.0f, 1.0f};

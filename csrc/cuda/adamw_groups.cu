@@ -13,11 +13,11 @@ __global__ void __launch_bounds__(THREADS, 2) step_groups(const Item* __restrict
   __shared__ CodeLogs logs;
   __shared__ uint32_t scratch[WARPS];
   __shared__ double sums[WARPS];
-  if (skipped(how)) return;
-  logs.fill();
-  __syncthreads();
   const int which = item_of(items, count, blockIdx.x);
   const Item item = items[which];
+  if (skipped(item)) return;
+  logs.fill();
+  __syncthreads();
   const int64_t index = (blockIdx.x - item.first) * WARPS + (threadIdx.x >> 5);
   Found found;
   if (index < item.numbers / item.length * item.per_segment) {  // uniform over a warp

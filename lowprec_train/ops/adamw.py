@@ -12,7 +12,7 @@ moments (codes, scale, exponent, center, as far as the codec has them), `masters
 a scale. Codecs are passed as their fields. If parameters are shards, `adamw_squares` and `adamw_amax` return the
 statistics of each rank's shards, and `adamw` takes them after reduction over ranks: rms FP32 [p] and amax FP32 [p, 3].
 Without them tensors are whole, and `adamw` computes the statistics. origins, int64 [p, 2]: global row and column at
-which each shard begins. found_inf = 1 leaves all bits unchanged.
+which each shard begins. found_inf = 1 leaves all bits unchanged: one number for all parameters, or [p].
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def adamw(  # type: ignore[no-untyped-def]
     codecs = _codecs(first_format, first_scaling, second_format, second_scaling, master_format, master_scaling,
                      stochastic, group)  # fmt: skip
     rule = AdamWRule(beta1=beta1, beta2=beta2, eps=eps, clip_updates=clip)
-    skip = None if found_inf is None else found_inf == 1.0
+    skips = updates.skips(found_inf, len(params))
     drawn = None if indices is None else updates.seeds(seed, indices, torch.stack(list(steps)) + 1.0)
     lists = (params, grads, first, second, masters, steps)
     for place, (state, old, gradient, step) in enumerate(
@@ -109,8 +109,8 @@ def adamw(  # type: ignore[no-untyped-def]
             origin=None if origins is None else origins[place],
         )
         for name, value in coded.items():
-            updates.write(params[place] if name == "parameter" else state[name], value, skip)
-        updates.write(steps[place], step.count, skip)
+            updates.write(params[place] if name == "parameter" else state[name], value, skips[place])
+        updates.write(steps[place], step.count, skips[place])
 
 
 def adamw_squares(  # type: ignore[no-untyped-def]

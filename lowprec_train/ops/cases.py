@@ -8,6 +8,7 @@ Philox, so the cases are the same on every machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -205,7 +206,7 @@ def _adamw_arguments(
     second: StateCodec,
     master: StateCodec = FP32,
     *,
-    found: float = 0.0,
+    found: float | Sequence[float] = 0.0,
     dtype: torch.dtype = torch.float32,
     beta1: float = 0.9,
     shards: bool = False,
@@ -262,8 +263,10 @@ def _adamw() -> dict[str, dict[str, Any]]:
         "expanded": _adamw_arguments(coat, coat),
         "expanded, BF16 gradients": _adamw_arguments(coat_e5m2, coat_e5m2, dtype=torch.bfloat16),
         "expanded, skipped": _adamw_arguments(coat, coat, found=1.0),
+        "expanded, one skipped": _adamw_arguments(coat, coat, found=(0.0, 1.0, 0.0)),
         "expanded, shards": _adamw_arguments(coat, coat, drawn["BF16"], shards=True),
         "scaled": _adamw_arguments(e4m3, fp16, fp16),
+        "scaled, two skipped": _adamw_arguments(e4m3, fp16, fp16, found=(1.0, 0.0, 1.0)),
         "scaled, shards": _adamw_arguments(e4m3, fp16, drawn["FP16"], shards=True),
         "BF16": _adamw_arguments(bf16, bf16, drawn["BF16"], dtype=torch.bfloat16),
         "BF16, slow": _adamw_arguments(bf16, FP32, beta1=0.999),

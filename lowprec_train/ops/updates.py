@@ -146,6 +146,13 @@ def seeds(run_seed: int, parameters: Tensor, steps: Tensor, *, stream: int = STR
     return (words[1] & 0x7FFFFFFF) << 32 | words[0]
 
 
+def skips(found_inf: Tensor | None, parameters: int) -> Sequence[Tensor | None]:
+    """Return whether to skip each parameter, 0-dim bool; None if none is skipped. found_inf: one number or [p]."""
+    if found_inf is None:
+        return [None] * parameters
+    return (found_inf == 1.0).expand(parameters).unbind()
+
+
 def write(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
     """Write value to `target`, unless `skip`; as integers, because not every dtype has a `where`."""
     value = value.to(target.dtype).view(target.shape)

@@ -40,6 +40,10 @@ class ApexAdamW(Batch):
     rule: AdamWRule
 
     def step(self, rms: Tensor | None, amax: Tensor | None) -> None:
+        for part in self.with_one_found_inf():
+            part._step()
+
+    def _step(self) -> None:
         applier, kernel = nvidia.apex_adam()
         device, steps = self.members[0].parameter.device, [each.state["step"] for each in self.members]
         skip = torch.zeros(1, device=device) if self.found_inf is None else self.found_inf.view(1)

@@ -6,7 +6,8 @@ The RMS and the amax of whole tensors, of which a rank may have a shard, are com
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ were taken."""
 class Batch:
     """Parameters with the same codecs and shards on the same ranks.
 
-    grad_scale: divisor of gradients. found_inf: 1.0 leaves all bits unchanged. Both 0-dim FP32. seed: of the run.
+    grad_scale: divisor of gradients, 0-dim FP32. found_inf: 1.0 leaves all bits unchanged; FP32, one number for all
+    members or [members]. seed: of the run.
     """
 
     rule: Rule
@@ -58,11 +60,19 @@ class Batch:
 
     def step(self, rms: Tensor | None, amax: Tensor | None) -> None:
         """Update parameters and states in place. rms [p], amax [p, names]: of the whole tensors, for shards."""
-        skip = None if self.found_inf is None else self.found_inf == 1.0
-        for member, _, _, coded in self._advanced(rms, amax):
+        skips = updates.skips(self.found_inf, len(self.members))
+        for skip, (member, _, _, coded) in zip(skips, self._advanced(rms, amax), strict=True):
             for name, value in coded.items():
                 updates.write(member.parameter if name == "parameter" else member.state[name], value, skip)
             updates.write(member.state["step"], member.state["step"] + 1.0, skip)
+
+    def with_one_found_inf(self) -> Iterator[Self]:
+        """Yield this batch, or its members one by one if each has its own `found_inf`."""
+        if self.found_inf is None or self.found_inf.numel() == 1:
+            yield self
+            return
+        for member, found_inf in zip(self.members, self.found_inf.unbind(), strict=True):
+            yield replace(self, members=(member,), found_inf=found_inf)
 
     def report(self, observer: Observer, rms: Tensor | None, amax: Tensor | None) -> None:
         """Report the roundings of `step` to the observer."""

@@ -84,6 +84,10 @@ class TorchAdamW(FusedAdamW):
         return exact and "adamw" not in SERVED.get(device, ())
 
     def step(self, rms: Tensor | None, amax: Tensor | None) -> None:
+        for part in self.with_one_found_inf():
+            part._step()
+
+    def _step(self) -> None:
         adamw(
             params=[each.parameter for each in self.members],
             grads=[each.gradient for each in self.members],

@@ -84,8 +84,8 @@ class UpdatesInBackward:
         )
         whole.update(zip((p for p, _ in shared), totals, strict=True))
         skips = self._found_inf | ~(torch.stack([whole[parameter] for parameter in unit]) <= LARGEST_SQUARES)
-        for parameter, skip in zip(unit, skips.float().unbind(), strict=True):
-            self._optimizer.step_only(parameter, found_inf=skip)
+        self._optimizer.step_only(unit, found_inf=skips.float())
+        for parameter in unit:
             parameter.grad = None
 
 

@@ -12,7 +12,7 @@ the whole tensor. Global amax and RMS are all-reduced before the step (`optim.te
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -88,6 +88,7 @@ class CodedOptimizer(torch.optim.Optimizer):
         self._kinds = (TorchAdamW, FusedAdamW) if fused else (FusedAdamW,)
         self._apex = backend == "apex"
         self._states: dict[nn.Parameter, ParamState] = {}
+        self._groups = {p: place for place, group in enumerate(self.param_groups) for p in group["params"]}
         self._device = device or self.param_groups[0]["params"][0].device
         self._host = HostStates(self._device) if offload else None
         with torch.no_grad():
@@ -133,32 +134,45 @@ class CodedOptimizer(torch.optim.Optimizer):
             observer: called for every state that is rounded.
         """
         away = set() if self._host is None else {p for p in self._states if p.grad is not None and p in self._host}
-        for parameter in (each for each in self._states if each in away):
-            self.step_only(parameter, grad_scale=grad_scale, found_inf=found_inf)
-        here = [group | {"params": [p for p in group["params"] if p not in away]} for group in self.param_groups]
-        batches = [each for group in here for each in self._batches(group, grad_scale, found_inf)]
+        self.step_only([each for each in self._states if each in away], grad_scale=grad_scale, found_inf=found_inf)
+        here = [each for each in self._states if each not in away]
+        self._step_together(here, grad_scale, found_inf, observer)
+
+    @torch.no_grad()
+    def step_only(
+        self, parameters: Sequence[nn.Parameter], *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """Update parameters that have gradients, with the bits and the arguments of `step`. With offloaded states, they
+        are updated one by one. found_inf: one number, or [parameters].
+        """
+        host = self._host
+        if host is None:
+            self._step_together(parameters, grad_scale, found_inf)
+            return
+        skips = [found_inf] * len(parameters) if found_inf is None or not found_inf.ndim else found_inf.unbind()
+        for parameter, skip in zip(parameters, skips, strict=True):
+            with host.there(parameter) if parameter in host else nullcontext():
+                self._step_together([parameter], grad_scale, skip)
+
+    def _step_together(
+        self,
+        parameters: Sequence[nn.Parameter],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        observer: Observer | None = None,
+    ) -> None:
+        batches = list(self._batches(parameters, grad_scale, found_inf))
         for batch, known in zip(batches, tensor_stats(batches), strict=True):
             if observer is not None:
                 batch.report(observer, known.rms, known.amax)
             batch.step(known.rms, known.amax)
 
     @torch.no_grad()
-    def step_only(
-        self, parameter: nn.Parameter, *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
-    ) -> None:
-        """Update one parameter that has a gradient, with the bits and the arguments of `step`."""
-        (group,) = (each for each in self.param_groups if any(member is parameter for member in each["params"]))
-        with nullcontext() if self._host is None or parameter not in self._host else self._host.there(parameter):
-            batches = list(self._batches(group | {"params": [parameter]}, grad_scale, found_inf))
-            for batch, known in zip(batches, tensor_stats(batches), strict=True):
-                batch.step(known.rms, known.amax)
-
-    @torch.no_grad()
     def update_rms(self, *, grad_scale: Tensor | None = None) -> dict[nn.Parameter, Tensor]:
         """Return sqrt(mean(g^2 / max(v', eps^2))) of each parameter with a gradient, before a step; v' is the
         bias-corrected second moment after it (arXiv 2304.13013). About 1; larger if the second moment is out of date.
         """
-        batches = [each for group in self.param_groups for each in self._batches(group, grad_scale, None)]
+        batches = list(self._batches(list(self._states), grad_scale, None))
         pairs = zip(batches, update_rms(batches), strict=True)
         return {held.owner: rms[place] for batch, rms in pairs for place, held in enumerate(batch.members)}
 
@@ -228,20 +242,30 @@ class CodedOptimizer(torch.optim.Optimizer):
             if self._host is not None and parameter.ndim >= 2:
                 self._host.take(parameter, held.state)
 
-    def _batches(self, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None) -> Iterable[Batch]:
-        """Group parameters with gradients by codecs and ranks."""
-        alike: dict[tuple[StateCodecs, Group | None, object], list[ParamState]] = {}
-        for parameter in (each for each in group["params"] if each.grad is not None):
+    def _batches(
+        self, parameters: Sequence[nn.Parameter], grad_scale: Tensor | None, found_inf: Tensor | None
+    ) -> Iterable[Batch]:
+        """Group parameters with gradients by hyper-parameters, codecs and ranks. found_inf: one number, or
+        [parameters].
+        """
+        skips = None if found_inf is None or not found_inf.ndim else found_inf.unbind()
+        alike: dict[tuple[int, StateCodecs, Group | None, object], list[int]] = {}
+        for place, parameter in enumerate(parameters):
+            if parameter.grad is None:
+                continue
             held = self._states[parameter]
             here = held.parameter
             kind = (held.gradient.dtype, here.device, here.is_contiguous())
-            alike.setdefault((held.codecs, held.group, kind), []).append(held)
-        for (codecs, ranks, _), members in alike.items():
+            alike.setdefault((self._groups[parameter], held.codecs, held.group, kind), []).append(place)
+        for (of, codecs, ranks, _), places in alike.items():
+            group = self.param_groups[of]
+            if skips is not None:
+                found_inf = torch.stack([skips[place] for place in places]) if len(places) > 1 else skips[places[0]]
             batch = Batch(
                 rule=group["rule"],
                 codecs=codecs,
                 group=ranks,
-                members=tuple(members),
+                members=tuple(self._states[parameters[place]] for place in places),
                 lr=group["lr"],
                 weight_decay=group["weight_decay"],
                 grad_scale=grad_scale,

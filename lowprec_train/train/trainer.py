@@ -302,7 +302,7 @@ class Trainer:
         watched = self._update_rms(scale) if self.options.log_update_rms else {}
         self.optimizer.step(grad_scale=scale, found_inf=found_inf, observer=observer)
         for parameter in () if self._sums is None else self._sums.gradients():
-            self.optimizer.step_only(parameter, grad_scale=scale, found_inf=found_inf)
+            self.optimizer.step_only([parameter], grad_scale=scale, found_inf=found_inf)
         self.optimizer.zero_grad(set_to_none=True)
         self._skips.count(taken, torch.stack(squares))
         return norm, watched

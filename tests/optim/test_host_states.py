@@ -27,7 +27,7 @@ def steps(net, optimizer, first, count):
             optimizer.step(grad_scale=torch.tensor(2.0, device=net[2].weight.device))
         else:
             for parameter in list(net.parameters())[:: 1 if step < first + count - 1 else -1]:
-                optimizer.step_only(parameter)
+                optimizer.step_only([parameter])
     optimizer.synchronize()
 
 

@@ -128,6 +128,27 @@ def test_a_skip_leaves_every_bit(name, clip, device):
 
 
 @every_system
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_each_parameter_may_have_its_own_skip(name, fused, device):
+    """Together, in an order of their own, as one by one: bits of parameters and states, and each counts its steps."""
+    ours, optimizer = system(name, device=device, fused=fused)
+    theirs, reference = system(name, device=device, fused=fused)
+    order = [2, 0, 4, 1, 3]
+    for step in range(3):
+        fill(ours, step), fill(theirs, step)
+        found = torch.tensor([float((place + step) % 3 == 0) for place in range(len(order))], device=device)
+        here, there = ([list(net.parameters())[place] for place in order] for net in (ours, theirs))
+        here[0].grad[0] = there[0].grad[0] = float("nan") if found[0] else 1.0
+        optimizer.step_only(here, grad_scale=torch.tensor(2.0, device=device), found_inf=found)
+        for parameter, skip in zip(there, found, strict=True):
+            reference.step_only([parameter], grad_scale=torch.tensor(2.0, device=device), found_inf=skip)
+        assert equal(tensors(ours, optimizer), tensors(theirs, reference))
+    counts = [optimizer.state[list(ours.parameters())[place]]["step"].item() for place in order]
+    assert counts == [2.0] * len(order) and all(bool(p.isfinite().all()) for p in ours.parameters())
+
+
+@every_system
 def test_state_tensors_stay_where_they_are(name):
     """A checkpoint is loaded into them, and a CUDA graph reads them."""
     net, optimizer = system(name)
