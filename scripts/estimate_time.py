@@ -3,7 +3,9 @@
     python scripts/estimate_time.py         writes docs/results/estimate_time.json and .md from the results beside it
 
 Measured: `lowprec bench step` (BF16 weights and torch's fused AdamW, unless it says "own"), `lowprec bench parallel`,
-and runs of the whole 7B model on one GPU (docs/memory.md). Rates: `lowprec_train.tools.estimate.device`.
+and runs of the whole 7B model on one GPU (docs/memory.md). Rates: `lowprec_train.tools.estimate.device`. A step whose
+slowest and fastest repetition differ by more than a quarter of the median, and a step of code that has been replaced
+since, are shown and not compared.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowprec_train.tools.estimate.device import H200
+from lowprec_train.tools.estimate.device import H100, H200, Device
 from lowprec_train.tools.estimate.step_time import step_time
 from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.tools.markdown import number, table
@@ -30,7 +32,18 @@ STEPS = {
     "step_llama_1b3": SMALL,
     "step_llama_7b_own_optimizers": SEVEN,
 }
-PARALLEL = ("parallel_llama_7b_8layers_2", "parallel_llama_7b_8layers_2_batch2")
+WIDE = ("model=llama_7b", "model.dim=5120", "model.heads=40", "model.kv_heads=40", "model.ffn=13824", "model.layers=8")
+PARALLEL = {
+    "parallel_llama_7b_8layers_2": (H200, SEVEN),
+    "parallel_llama_7b_8layers_2_batch2": (H200, SEVEN),
+    "parallel_llama_7b_4_h100": (H100, ("model=llama_7b",)),
+    "parallel_llama_7b_4_h100_batch2": (H100, ("model=llama_7b",)),
+    "parallel_llama_7b_4_h100_pairs": (H100, ("model=llama_7b",)),
+    "parallel_llama_7b_4_h100_pairs_batch2": (H100, ("model=llama_7b",)),
+    "parallel_llama_13b_8layers_4_h100": (H100, WIDE),
+}
+REPLACED = "optim.in_backward=true"  # on several GPUs: one collective and one update for each matrix, now for each unit
+UNSTEADY = 0.25
 LIBRARY_ADAMW = 14  # bytes a parameter: weight, gradient and both moments in BF16; all but the gradient written, too
 LEAN = ("+recipe=coat", "optim/master=bf16", "optim.in_backward=true", "max_grad_norm=0", "model=llama_7b")
 FULL, AWAY = "model.recompute=full", ("optim.offload=true", "model.offload=true")
@@ -44,9 +57,11 @@ NEAR = 0.15
 MISSED = (
     "Why estimates are off: `fp4_mixed` was measured before amax of short lines became fast. With `7B, offload`",
     "kernels slow down beside copies, which the estimate does not count. The rate of BF16 GEMMs, attention, the",
-    "time between kernels, the encoding of gradients, NVLink, the link to the host and the host's time per kernel",
-    "come from profiles of some of these steps; one number each serves all recipes. Nothing was taken from",
-    "step_llama_7b_blocks and step_llama_7b_fold: their kernels were timed alone.",
+    "time between kernels, the encoding of gradients, NVLink, the link to the host and the host's time per kernel and",
+    "unit come from profiles of some of these steps; one number each serves all recipes. Nothing was taken from",
+    "step_llama_7b_blocks and step_llama_7b_fold: their kernels were timed alone. The rates of an H100 come from these",
+    "steps on four of them, so their rows show only that one set of rates serves all. Not compared: steps whose",
+    "repetitions differ by more than a quarter of the median, and steps of code that has been replaced.",
 )
 Row = dict[str, Any]
 
@@ -59,15 +74,27 @@ def rows() -> Iterator[Row]:
             if (row["step"], model) not in seen:
                 seen.add((row["step"], model))
                 yield row
-    for name in PARALLEL:
-        found = json.loads((RESULTS / f"{name}.json").read_text())
-        for row in found["rows"]:
-            if "ms" in row and not row["name"].startswith(("plain", "torchao")):
-                recipe, *more = row["name"].split()
-                asked = (f"+recipe={recipe}", *SEVEN, *more)
-                yield _row(name, row["name"], row["ms"], _seconds(asked, found["options"]["batch"], found["gpus"]))
+    for name, (device, model) in PARALLEL.items():
+        yield from _of_parallel(name, device, model)
     for name, (asked, length, batch, rate) in WHOLE.items():
         yield _row("memory", name, batch * length / rate * 1e3, _seconds(asked, batch, 1, length))
+
+
+def _of_parallel(name: str, device: Device, model: tuple[str, ...]) -> Iterator[Row]:
+    found = json.loads((RESULTS / f"{name}.json").read_text())
+    batch, gpus = found["options"]["batch"], found["gpus"]
+    for row in found["rows"]:
+        if "ms" not in row or row["name"].startswith(("plain", "torchao")):
+            continue
+        recipe, *more = row["name"].split()
+        asked = (f"+recipe={recipe}", *model, *more)
+        made = _row(name, row["name"], row["ms"], _seconds(asked, batch, gpus, device=device), device)
+        spread = (max(row["times_ms"]) - min(row["times_ms"])) / row["ms"]
+        if spread > UNSTEADY:
+            made["not compared"] = f"{spread:.0%} apart"
+        elif REPLACED in more:
+            made["not compared"] = "replaced"
+        yield made
 
 
 def _of_steps(name: str, model: tuple[str, ...]) -> Iterator[Row]:
@@ -83,45 +110,60 @@ def _of_steps(name: str, model: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _seconds(
-    asked: tuple[str, ...], batch: int, gpus: int = 1, length: int = 2048, *, library: bool = False
+    asked: tuple[str, ...],
+    batch: int,
+    gpus: int = 1,
+    length: int = 2048,
+    *,
+    library: bool = False,
+    device: Device = H200,
 ) -> dict[str, float]:
-    """library: with weights in BF16 and torch's AdamW, as `lowprec bench step` has them."""
+    """batch: sequences of a GPU. library: with weights in BF16 and torch's AdamW, as `lowprec bench step` has them."""
     tokens = f"tokens_per_step={batch * length * gpus}"
-    run = composed(*asked, f"micro_batch={batch}", f"data.seq_len={length}", tokens)
+    run = composed(*asked, f"data.seq_len={length}", tokens)
+    tp = int(next((each.partition("=")[2] for each in asked if each.startswith("parallel.tp=")), 1))
+    run = composed(*asked, f"micro_batch={batch * tp}", f"data.seq_len={length}", tokens)
     subject = Subject(run=run, gpus=gpus)
-    times = step_time(subject, build.construct(run.comm, "comm"), H200, weights_in=2 if library else None)
+    times = step_time(subject, build.construct(run.comm, "comm"), device, weights_in=2 if library else None)
     if library:
         held = sum(math.prod(weight.shape) for weight in subject.weights)
-        times["optimizer"] = LIBRARY_ADAMW * held / H200.adamw["library"]
+        times["optimizer"] = LIBRARY_ADAMW * held / device.adamw["library"]
     return times
 
 
-def _row(source: str, name: str, measured: float, seconds: dict[str, float]) -> Row:
+def _row(source: str, name: str, measured: float, seconds: dict[str, float], device: Device = H200) -> Row:
     estimated = 1e3 * sum(seconds.values())
     parts = {what: round(1e3 * value, 1) for what, value in seconds.items()}
     off = round(estimated / measured - 1, 4)
-    return {"of": source, "step": name, "ms": round(measured, 1), "estimated_ms": round(estimated, 1), "off": off} | {
-        "parts": parts
-    }
+    return {
+        "of": source,
+        "GPU": device.name,
+        "step": name,
+        "ms": round(measured, 1),
+        "estimated_ms": round(estimated, 1),
+        "off": off,
+    } | {"parts": parts}
 
 
 def markdown(found: list[Row]) -> str:
     """Return the table."""
     parts = list(dict.fromkeys(part for row in found for part in row["parts"]))
-    head = ["step", "of", "measured ms", "estimated ms", "off", *parts]
+    head = ["step", "of", "GPU", "measured ms", "estimated ms", "off", *parts]
     lines = table(
         head,
         (
-            [row["step"], row["of"], number(row["ms"], 1), number(row["estimated_ms"], 1), f"{row['off']:+.1%}"]
+            [row["step"], row["of"], row["GPU"].split()[1], number(row["ms"], 1), number(row["estimated_ms"], 1)]
+            + [row.get("not compared", f"{row['off']:+.1%}")]
             + [number(row["parts"].get(part), 1) for part in parts]
             for row in found
         ),
     )
-    within = sum(abs(row["off"]) <= NEAR for row in found)
+    compared = [row for row in found if "not compared" not in row]
+    within = sum(abs(row["off"]) <= NEAR for row in compared)
     return "\n".join(
         [
-            f"Steps on {H200.name} as they were measured, and as `lowprec estimate --device h200` computes them; of "
-            f"{len(found)} steps {within} lie within 15 %.",
+            "Steps as they were measured, and as `lowprec estimate --device` computes them; of "
+            f"{len(compared)} steps that are compared, {within} lie within 15 %.",
             "",
             "    python scripts/estimate_time.py",
             "",
@@ -135,6 +177,6 @@ def markdown(found: list[Row]) -> str:
 
 if __name__ == "__main__":
     made = list(rows())
-    (RESULTS / "estimate_time.json").write_text(json.dumps({"device": H200.name, "rows": made}, indent=1) + "\n")
+    (RESULTS / "estimate_time.json").write_text(json.dumps({"rows": made}, indent=1) + "\n")
     (RESULTS / "estimate_time.md").write_text(markdown(made))
     print(markdown(made))

@@ -9,7 +9,7 @@ limit slows them), attention, the time between kernels, the encoding of gradient
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowprec_train.precision.gemm import Path
 
@@ -24,8 +24,8 @@ class Device:
     backward. memory: bytes/s of a copy, read plus written. kernels: seconds per element of quantisation kernels that
     are not limited by memory. adamw: bytes/s of the optimizer with FP32 moments, with moments in codes, and of torch's
     AdamW in BF16. sharding: bytes/s of casts of shards and of gradient encoding. launch: seconds between two kernels.
-    host: seconds of the host per kernel, on one GPU and in runs that FSDP2 shards. nvlink, nic, pcie: bytes/s of a GPU
-    in one direction.
+    host: seconds of the host per kernel, on one GPU and in runs that FSDP2 shards. unit: seconds of the host for each
+    unit of FSDP2, forward and backward. nvlink, nic, pcie: bytes/s of a GPU in one direction.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Device:
     sharding: float
     launch: float
     host: tuple[float, float]
+    unit: float
     nvlink: float
     nic: float
     pcie: float
@@ -86,12 +87,26 @@ H200 = Device(
     adamw={"FP32": 3.75 * TERA, "codes": 2.45 * TERA, "library": 2.5 * TERA},
     sharding=1.9 * TERA,
     launch=10 * MICRO,
-    host=(10 * MICRO, 180 * MICRO),
+    host=(10 * MICRO, 140 * MICRO),
+    unit=2000 * MICRO,
     nvlink=190 * GIGA,
     nic=50 * GIGA,
     pcie=41 * GIGA,  # 15.0 GB in each direction while copies were active, 364 ms, beside kernels
 )
-DEVICES = {"h200": H200}
+# From profiles of steps on four H100s; kernels that memory does not limit have an H200's time. GEMMs of a kind are
+# slower by the same share on every path: only BF16 and FP8 with a scale per tensor were in these steps.
+H100 = replace(
+    H200,
+    name="NVIDIA H100 80GB HBM3",
+    gemm={key: rate * (0.94 if key[0].value.startswith("fp8") else 0.945) for key, rate in H200.gemm.items()},
+    attention=305 * TERA,
+    memory=3.2 * TERA,
+    adamw={"FP32": 2.75 * TERA, "codes": 2.0 * TERA, "library": 1.9 * TERA},
+    sharding=1.5 * TERA,
+    host=(10 * MICRO, 142 * MICRO),
+    unit=3240 * MICRO,
+)
+DEVICES = {"h100": H100, "h200": H200}
 
 
 def device_of(name: str) -> Device:

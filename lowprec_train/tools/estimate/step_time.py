@@ -61,7 +61,8 @@ def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights
     kernels = pass_.kernels * subject.micro_batches
     times["communication"] = communication(subject, reduction, device, busy)
     times["host link"] = host_link(subject, device, times)
-    host = kernels * device.host[subject.sizes.dp > 1]
+    sharded = subject.sizes.dp > 1
+    host = kernels * device.host[sharded] + sharded * subject.micro_batches * units(subject) * device.unit
     times["launches"] = kernels * device.launch + max(0.0, host - sum(times.values()))
     return {name: seconds for name, seconds in times.items() if seconds}
 
@@ -261,8 +262,12 @@ def communication(subject: Subject, reduction: Reduction, device: Device, busy: 
     alone = sum(seconds(what) for what in sent if what.startswith("tensor") or what == "gradients of vectors")
     beside = {what: seconds(what) for what in sent if what.startswith(("parameters", "gradients s", "gradients b"))}
     total = sum(beside.values())
-    units = subject.run.model.layers + 2
-    return alone + max(total - busy, total / units)
+    return alone + max(total - busy, total / units(subject))
+
+
+def units(subject: Subject) -> int:
+    """Return the number of FSDP2's units: of blocks, the head, and the root with the embedding."""
+    return math.ceil(subject.run.model.layers / subject.run.parallel.blocks_per_unit) + 2
 
 
 def host_link(subject: Subject, device: Device, times: Seconds) -> float:
