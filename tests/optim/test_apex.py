@@ -137,13 +137,16 @@ def test_what_saves_memory_changes_no_bit(library, monkeypatch, overrides):
     assert found[0][0] == found[1][0] and len(set(found[0][0])) == 3 and same(found[0][1], found[1][1])
 
 
-def test_a_parameter_that_is_skipped_alone_counts_its_own_steps(library):
-    """Under optim.in_backward: the kernel takes one count for all tensors of a launch, and each has a launch."""
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+def test_a_parameter_that_is_skipped_alone_counts_its_own_steps(library, together):
+    """Under optim.in_backward: the kernel takes one count for all tensors of a launch, and each has a launch, also where
+    they are updated together.
+    """
     found = {}
     for backend in ("own", "apex"):
         own = parameters()
         optimizer = CodedOptimizer(own, AdamWRule(), lr=1e-2, backend=backend)
-        updates = UpdatesInBackward(optimizer, own)
+        updates = UpdatesInBackward(optimizer, own, [own] if together else ())
         for step in range(3):
             loss = sum((each.square().sum() for each in own), torch.zeros(()))
             if step == 1:
