@@ -139,7 +139,7 @@ def test_what_saves_memory_changes_no_bit(library, monkeypatch, overrides):
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 def test_a_parameter_that_is_skipped_alone_counts_its_own_steps(library, together):
-    """Under optim.in_backward: the kernel takes one count for all tensors of a launch, and each has a launch, also where
+    """Under optim.in_backward: the kernel takes one count for all tensors of a launch, and each has a launch, even if
     they are updated together.
     """
     found = {}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from omegaconf import OmegaConf
 
 from lowprec_train.numerics.corrections import Candidates, Correction
 from lowprec_train.numerics.formats import E4M3, E5M2, NEAREST
@@ -17,11 +20,14 @@ from lowprec_train.recipes import (
     fp4,
     fp4_fold,
     fp4_mixed,
+    fp8,
     fp8_block,
     mxfp4,
     nvfp4,
     quartet2,
 )
+from lowprec_train.tools.study import definition
+from tests.precision import layers
 from tests.precision.test_recipe import ALL, CODES
 
 
@@ -160,3 +166,18 @@ def test_overrides_that_contradict_the_recipe(name, changes, said):
 def test_values_of_another_type_are_refused(changes):
     with pytest.raises(ValueError, match="wgrad"):
         override(mxfp4.recipe(), changes)
+
+
+@pytest.mark.parametrize(
+    ("arm", "of_fp8"), [("fp8_forward", (True, False, False)), ("fp8_backward", (False, True, True))]
+)
+def test_half_of_fp8(arm, of_fp8):
+    """Arms of the study fp8_parts: each of Y, dX and dW is that of an `fp8` layer or of a BF16 layer."""
+    changes = OmegaConf.from_dotlist(list(definition.load(definition.find(Path("fp8_parts"))).arms[arm].overrides))
+    x, w, dy = layers.make(layers.heavy_tails, "BF16")
+    half = override(fp8.recipe(), OmegaConf.to_container(changes)["precision"]["override"])
+    got, eight, sixteen = (
+        layers.run(layers.linear(recipe, w), x, dy, "BF16") for recipe in (half, fp8.recipe(), bf16.recipe())
+    )
+    for mine, low, high, quantised in zip(got, eight, sixteen, of_fp8, strict=True):
+        assert torch.equal(mine, low if quantised else high) and not torch.equal(low, high)
