@@ -287,12 +287,11 @@ __global__ void __launch_bounds__(MOST_THREADS, 1) step_expanded(const Item* __r
   const int side = lane & 1;  // the moment whose parameters this lane computes
   const float grad_scale = divisor(how);
   int which = 0;
-  bool skip = skipped(items[0]);
   for (int64_t unit = static_cast<int64_t>(warp) * gridDim.x + blockIdx.x; unit < units;
        unit += static_cast<int64_t>(gridDim.x) * (blockDim.x >> 5)) {
-    while (which + 1 < count && items[which + 1].first <= unit) skip = skipped(items[++which]);
-    if (skip) continue;
+    while (which + 1 < count && items[which + 1].first <= unit) ++which;
     const Item& item = items[which];
+    if (skipped(item)) continue;
     const int64_t group = (unit - item.first) * GROUPS;
     const Span span = locate(item, group + quartet);
     const StateTensors& mine = item.moments[side];

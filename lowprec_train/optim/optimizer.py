@@ -143,9 +143,10 @@ class CodedOptimizer(torch.optim.Optimizer):
         self, parameters: Sequence[nn.Parameter], *, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
     ) -> None:
         """Update parameters that have gradients, with the bits and the arguments of `step`. With offloaded states, they
-        are updated one by one. found_inf: one number, or [parameters].
+        are updated one by one. found_inf: one number, or [parameters]. Raises ValueError for another count.
         """
         host = self._host
+        found_inf = _one_or_each(found_inf, len(parameters))
         if host is None:
             self._step_together(parameters, grad_scale, found_inf)
             return
@@ -274,6 +275,15 @@ class CodedOptimizer(torch.optim.Optimizer):
             )
             own = next((kind for kind in self._kinds if kind.serves(batch)), Batch)
             yield (ApexAdamW if self._apex else own)(**vars(batch))
+
+
+def _one_or_each(found_inf: Tensor | None, parameters: int) -> Tensor | None:
+    """Return one number, 0-dim, or one for each parameter."""
+    if found_inf is None:
+        return None
+    if found_inf.numel() not in (1, parameters):
+        raise ValueError(f"found_inf is one number or one for each of {parameters} parameters, not {found_inf.numel()}")
+    return found_inf.view(()) if found_inf.numel() == 1 else found_inf
 
 
 def parameter_groups(

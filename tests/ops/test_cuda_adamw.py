@@ -187,6 +187,28 @@ def test_a_skip_leaves_every_bit(codecs, master):
     assert_same(tensors(optimizer), before)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("master", ["fp32", "bf16"])
+@pytest.mark.parametrize("codecs", [("fp32", "fp32"), ("e4m3", "fp16"), ("e4m3_expanded", "e4m3_expanded")])
+def test_each_of_many_tensors_may_be_skipped(codecs, master, clip):
+    """More than one launch's table takes, of all kernels of a codec in turn: as one by one, and as on the CPU."""
+    shapes = [[(256, 4096), (8, 1024), (9, 130)][place % 3] for place in range(30)]
+    ours, theirs, cpu = (make(codecs, master, device, shapes, clip_updates=clip) for device in ("cuda", "cuda", "cpu"))
+    for step in range(3):
+        found = torch.tensor([float((place // 2 + step) % 2) for place in range(len(shapes))])
+        for optimizer in (ours, theirs, cpu):
+            gradients(optimizer, step)
+            parameters = optimizer.param_groups[0]["params"]
+            here = found.to(parameters[0].device)
+            if optimizer is theirs:
+                for parameter, skip in zip(parameters, here, strict=True):
+                    optimizer.step_only([parameter], found_inf=skip)
+            else:
+                optimizer.step_only(parameters, found_inf=here)
+        assert_same(tensors(ours), tensors(theirs))
+        assert_same(tensors(ours), tensors(cpu))
+
+
 @pytest.mark.parametrize("codecs", [("e4m3", "fp16"), ("e4m3_expanded", "e4m3_expanded")])
 def test_many_tensors_and_counters_of_their_own(codecs):
     """More tensors than one launch's table takes, in every order of sizes, two of them a step behind."""

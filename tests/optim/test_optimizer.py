@@ -148,6 +148,18 @@ def test_each_parameter_may_have_its_own_skip(name, fused, device):
     assert counts == [2.0] * len(order) and all(bool(p.isfinite().all()) for p in ours.parameters())
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_another_count_of_skips_is_refused_before_any_update(offload):
+    net, optimizer = system("adamw_coat", offload=offload)
+    fill(net, 0)
+    before = tensors(net, optimizer)
+    with pytest.raises(ValueError, match="one number or one for each of 5 parameters, not 4"):
+        optimizer.step_only(list(net.parameters()), found_inf=torch.zeros(4))
+    assert equal(before, tensors(net, optimizer))
+    optimizer.step_only(list(net.parameters()), found_inf=torch.zeros(1))
+    assert not equal(before, tensors(net, optimizer))
+
+
 @every_system
 def test_state_tensors_stay_where_they_are(name):
     """A checkpoint is loaded into them, and a CUDA graph reads them."""

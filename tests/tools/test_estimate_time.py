@@ -41,14 +41,13 @@ def measured():
 
 
 def test_measured_steps_lie_within_15_percent(measured):
-    """Of one, two and four GPUs of two models, and of the whole 7B model."""
-    compared = [row for row in measured if "not compared" not in row]
-    assert len(compared) >= 60 and sum(row["of"] == "memory" for row in compared) == 4
-    assert max(abs(row["off"]) for row in compared) <= 0.15
+    """Of one, two and four GPUs of two models, and of the whole 7B model; but for the four that the page names."""
+    assert len(measured) >= 64 and sum(row["of"] == "memory" for row in measured) == 4
+    far = [row for row in measured if abs(row["off"]) > 0.15]
+    late = {"parallel_llama_7b_4_h100_batch2": "optim.in_backward=true", "parallel_llama_7b_4_h100_pairs_batch2": ""}
+    assert len(far) == 4 and all(late[row["of"]] in row["step"] for row in far)
     for gpu in (H100, H200):
-        assert abs(statistics.median(row["off"] for row in compared if row["GPU"] == gpu.name)) <= 0.05
-    left = {(row["step"], row["not compared"]) for row in measured if "not compared" in row}
-    assert len(left) == 4 and all("in_backward" in step or reason.endswith("apart") for step, reason in left)
+        assert abs(statistics.median(row["off"] for row in measured if row["GPU"] == gpu.name)) <= 0.05
 
 
 def test_the_table_is_what_the_script_computes_today(measured):

@@ -12,7 +12,7 @@ device.
                      which the rest is longer than the kernels of a step
     host link        time of offloaded bytes that is not hidden: states are copied in the backward pass if parameters
                      are updated there, else during the update; inputs of blocks in the backward pass
-    launches         gaps between kernels; if the host is slower than all of the above, the difference
+    launches         gaps between kernels, or, if it is more, the time by which the host is slower than all of the above
 
 Kernels are assumed to run at their full rate during communication. A step without compilation has no estimate: its
 elementwise ops are not fused, so their time does not follow from bytes.
@@ -63,7 +63,7 @@ def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights
     times["host link"] = host_link(subject, device, times)
     sharded = subject.sizes.dp > 1
     host = kernels * device.host[sharded] + sharded * subject.micro_batches * units(subject) * device.unit
-    times["launches"] = kernels * device.launch + max(0.0, host - sum(times.values()))
+    times["launches"] = max(kernels * device.launch, host - sum(times.values()))
     return {name: seconds for name, seconds in times.items() if seconds}
 
 
