@@ -18,6 +18,7 @@ from tests.tools.parallel_ranks import ARMS, BROKEN, RANKS, SIZES, work
 
 ROOT = Path(__file__).parents[2]
 PLAIN = "plain FSDP2 bf16"
+PAIRS = f"{PLAIN}, units of two blocks"
 WORK = Work(model=SIZES, batch=2, seq_len=32, micro_batches=2, device=torch.device("cpu"), compiled=False)
 
 
@@ -36,7 +37,7 @@ def rows(measured):
 
 def test_every_arm_has_a_row_and_the_baseline_is_plain(measured):
     result = measured[0]
-    assert list(rows(measured)) == [PLAIN, *ARMS, BROKEN]
+    assert list(rows(measured)) == [PLAIN, PAIRS, *ARMS, BROKEN]
     assert (result["gpus"], result["tokens_per_step"]) == (2, 2 * 32 * 2)
     for name in (PLAIN, *ARMS):
         row = rows(measured)[name]
@@ -49,6 +50,10 @@ def test_every_arm_learns_its_batch(measured):
     for name in (PLAIN, *ARMS):
         first, last = rows(measured)[name]["loss"]
         assert last < first < 5.2, name
+
+
+def test_plain_units_of_two_blocks_learn_as_those_of_one(measured):
+    assert rows(measured)[PAIRS]["loss"] == rows(measured)[PLAIN]["loss"]
 
 
 def test_an_arm_that_cannot_be_built_is_a_row(measured):
@@ -137,7 +142,7 @@ def test_bad_arms_are_refused(text, said):
 
 
 def test_unknown_peers_are_refused():
-    with pytest.raises(ValueError, match="no peer 'megatron'; there are plain, torchao, torchao-rowwise"):
+    with pytest.raises(ValueError, match="no peer 'megatron'; there are plain, plain-pairs, torchao, torchao-rowwise"):
         parallel.contestants(["fp8"], ["megatron"], World(processes=2))
 
 

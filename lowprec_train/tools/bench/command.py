@@ -140,7 +140,9 @@ def _parallel_options(parallel: argparse.ArgumentParser) -> None:
         default=[],
         help="a run to measure; with the word `alone`, each GPU trains without communication: the upper bound",
     )
-    parallel.add_argument("--peers", type=names, default="plain", help="plain, torchao, torchao-rowwise, or none")
+    parallel.add_argument(
+        "--peers", type=names, default="plain", help="plain, plain-pairs, torchao, torchao-rowwise, or none"
+    )
     parallel.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cpu uses the gloo backend")
     parallel.add_argument("--eager", action="store_true", help="do not compile")
     parallel.add_argument("--groups", type=positive, default=4, metavar="N", help="contestants per group (default: 4)")

@@ -22,9 +22,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lowprec_train.comm.fsdp_units import fsdp_units
 from lowprec_train.config import RunConfig, choices
 from lowprec_train.data.corpus import Corpus
 from lowprec_train.data.loader import Batch, Dataset
@@ -169,9 +170,9 @@ def draw(name: str, parameter: Tensor, seed: int) -> None:
     mine.normal_(0.0, STD, generator=torch.Generator(mine.device).manual_seed(seed))
 
 
-def fsdp2(work: Work, *, float8: str | None = None) -> Step:
+def fsdp2(work: Work, *, float8: str | None = None, together: int = 1) -> Step:
     """Return a step of plain PyTorch with `fully_shard` (ZeRO-3) and FP32 gradient reduction. float8: a recipe of
-    torchao.
+    torchao. together: blocks of a unit.
     """
     with torch.device("meta"):
         model = Plain(**work.sizes, seq_len=work.seq_len)
@@ -180,14 +181,14 @@ def fsdp2(work: Work, *, float8: str | None = None) -> Step:
     mesh = init_device_mesh(work.device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for index, block in enumerate(model.blocks):
-        unit = cast(nn.Module, torch.compile(block)) if work.compiled else block
-        model.blocks[index] = unit
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        model.blocks[index] = cast(nn.Module, torch.compile(block)) if work.compiled else block
+    for first in range(0, len(model.blocks), together):
+        fully_shard([*model.blocks[first : first + together]], mesh=mesh, mp_policy=policy)
     if work.compiled:
         model.tail.compile()
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    for unit, following in pairwise([model, *model.blocks]):
-        cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, following)])
+    for unit, following in pairwise(fsdp_units(model)):
+        unit.set_modules_to_forward_prefetch([following])
     model.to_empty(device=work.device)
     _first_values(model, work.seed)
     update = fused_adamw(work, model)
@@ -250,6 +251,7 @@ def peers(texts: Iterable[str]) -> list[Sharded]:
 
 PEERS = {
     "plain": Sharded(name="plain FSDP2 bf16", make=fsdp2, baseline=True),
+    "plain-pairs": Sharded(name="plain FSDP2 bf16, units of two blocks", make=partial(fsdp2, together=2)),
     "torchao": Sharded(
         name="torchao tensorwise, FP8 all-gather", make=partial(fsdp2, float8=TENSORWISE), needs="torchao"
     ),
