@@ -146,10 +146,10 @@ class CodedOptimizer(torch.optim.Optimizer):
         are updated one by one. found_inf: one number, or [parameters]. Raises ValueError for another count.
         """
         host = self._host
-        found_inf = _one_or_each(found_inf, len(parameters))
         if host is None:
             self._step_together(parameters, grad_scale, found_inf)
             return
+        found_inf = _one_or_each(found_inf, len(parameters))
         skips = [found_inf] * len(parameters) if found_inf is None or not found_inf.ndim else found_inf.unbind()
         for parameter, skip in zip(parameters, skips, strict=True):
             with host.there(parameter) if parameter in host else nullcontext():
@@ -247,8 +247,9 @@ class CodedOptimizer(torch.optim.Optimizer):
         self, parameters: Sequence[nn.Parameter], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> Iterable[Batch]:
         """Group parameters with gradients by hyper-parameters, codecs and ranks. found_inf: one number, or
-        [parameters].
+        [parameters]. Raises ValueError for another count.
         """
+        found_inf = _one_or_each(found_inf, len(parameters))
         skips = None if found_inf is None or not found_inf.ndim else found_inf.unbind()
         alike: dict[tuple[int, StateCodecs, Group | None, object], list[int]] = {}
         for place, parameter in enumerate(parameters):
