@@ -14,7 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowprec_train.tools.estimate.device import H100, H200, Device
+import torch
+
+from lowprec_train.config import RunConfig
+from lowprec_train.tools.bench.contestant import Work
+from lowprec_train.tools.bench.sharded import Arm
+from lowprec_train.tools.estimate.device import DEVICES, H200, Device
 from lowprec_train.tools.estimate.step_time import step_time
 from lowprec_train.tools.estimate.subject import Subject
 from lowprec_train.tools.markdown import number, table
@@ -30,16 +35,15 @@ STEPS = {
     "step_llama_1b3": SMALL,
     "step_llama_7b_own_optimizers": SEVEN,
 }
-WIDE = ("model=llama_7b", "model.dim=5120", "model.heads=40", "model.kv_heads=40", "model.ffn=13824", "model.layers=8")
-PARALLEL = {
-    "parallel_llama_7b_8layers_2": (H200, SEVEN),
-    "parallel_llama_7b_8layers_2_batch2": (H200, SEVEN),
-    "parallel_llama_7b_4_h100": (H100, ("model=llama_7b",)),
-    "parallel_llama_7b_4_h100_batch2": (H100, ("model=llama_7b",)),
-    "parallel_llama_7b_4_h100_pairs": (H100, ("model=llama_7b",)),
-    "parallel_llama_7b_4_h100_pairs_batch2": (H100, ("model=llama_7b",)),
-    "parallel_llama_13b_8layers_4_h100": (H100, WIDE),
-}
+PARALLEL = (
+    "parallel_llama_7b_8layers_2",
+    "parallel_llama_7b_8layers_2_batch2",
+    "parallel_llama_7b_4_h100",
+    "parallel_llama_7b_4_h100_batch2",
+    "parallel_llama_7b_4_h100_pairs",
+    "parallel_llama_7b_4_h100_pairs_batch2",
+    "parallel_llama_13b_8layers_4_h100",
+)
 LIBRARY_ADAMW = 14  # bytes a parameter: weight, gradient and both moments in BF16; all but the gradient written, too
 LEAN = ("+recipe=coat", "optim/master=bf16", "optim.in_backward=true", "max_grad_norm=0", "model=llama_7b")
 FULL, AWAY = "model.recompute=full", ("optim.offload=true", "model.offload=true")
@@ -72,21 +76,22 @@ def rows() -> Iterator[Row]:
             if (row["step"], model) not in seen:
                 seen.add((row["step"], model))
                 yield row
-    for name, (device, model) in PARALLEL.items():
-        yield from _of_parallel(name, device, model)
+    for name in PARALLEL:
+        yield from _of_parallel(name)
     for name, (asked, length, batch, rate) in WHOLE.items():
-        yield _row("memory", name, batch * length / rate * 1e3, _seconds(asked, batch, 1, length))
+        yield _row("memory", name, batch * length / rate * 1e3, _seconds(_run(asked, batch, length)))
 
 
-def _of_parallel(name: str, device: Device, model: tuple[str, ...]) -> Iterator[Row]:
+def _of_parallel(name: str) -> Iterator[Row]:
     found = json.loads((RESULTS / f"{name}.json").read_text())
-    batch, gpus = found["options"]["batch"], found["gpus"]
+    (device,) = (each for each in DEVICES.values() if each.name == found["environment"]["gpu"])
+    given = {key: found["options"][key] for key in ("model", "batch", "seq_len", "micro_batches")}
+    work = Work(**given, device=torch.device("cuda"), parameters="fp32")
     for row in found["rows"]:
         if "ms" not in row or row["name"].startswith(("plain", "torchao")):
             continue
-        recipe, *more = row["name"].split()
-        asked = (f"+recipe={recipe}", *model, *more)
-        yield _row(name, row["name"], row["ms"], _seconds(asked, batch, gpus, device=device), device)
+        run = Arm.parse(row["name"]).run(work, found["gpus"])
+        yield _row(name, row["name"], row["ms"], _seconds(run, found["gpus"], device=device), device)
 
 
 def _of_steps(name: str, model: tuple[str, ...]) -> Iterator[Row]:
@@ -98,22 +103,18 @@ def _of_steps(name: str, model: tuple[str, ...]) -> Iterator[Row]:
         recipe, _, rest = row.partition(" ")
         if recipe in ("plain", "torchao", "TE") or "head" in rest:
             continue
-        yield _row(name, row, ms, _seconds((f"+recipe={recipe}", *model), found["options"]["batch"], library=not rest))
+        yield _row(
+            name, row, ms, _seconds(_run((f"+recipe={recipe}", *model), found["options"]["batch"]), library=not rest)
+        )
 
 
-def _seconds(
-    asked: tuple[str, ...],
-    batch: int,
-    gpus: int = 1,
-    length: int = 2048,
-    *,
-    library: bool = False,
-    device: Device = H200,
-) -> dict[str, float]:
-    """batch: sequences of a GPU. library: with weights in BF16 and torch's AdamW, as `lowprec bench step` has them."""
-    tokens = f"tokens_per_step={batch * length * gpus}"
-    tp = int(next((each.partition("=")[2] for each in asked if each.startswith("parallel.tp=")), 1))
-    run = composed(*asked, f"micro_batch={batch * tp}", f"data.seq_len={length}", tokens)
+def _run(asked: tuple[str, ...], batch: int, length: int = 2048) -> RunConfig:
+    """Return the configuration of steps of `batch` sequences on one GPU."""
+    return composed(*asked, f"micro_batch={batch}", f"data.seq_len={length}", f"tokens_per_step={batch * length}")
+
+
+def _seconds(run: RunConfig, gpus: int = 1, *, library: bool = False, device: Device = H200) -> dict[str, float]:
+    """library: with weights in BF16 and torch's AdamW, as `lowprec bench step` has them."""
     subject = Subject(run=run, gpus=gpus)
     times = step_time(subject, build.construct(run.comm, "comm"), device, weights_in=2 if library else None)
     if library:

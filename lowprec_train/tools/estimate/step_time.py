@@ -35,7 +35,7 @@ from lowprec_train.tools.estimate import offload
 from lowprec_train.tools.estimate.device import Device
 from lowprec_train.tools.estimate.memory import states
 from lowprec_train.tools.estimate.subject import META, Subject
-from lowprec_train.tools.estimate.traffic import between_nodes, traffic
+from lowprec_train.tools.estimate.traffic import between_nodes, traffic, units
 
 FP32, BF16, CODE = 4, 2, 1
 DECODED = CODE + FP32 + FP32 + BF16  # bytes per element of codes that are decoded for a BF16 GEMM: to FP32, then BF16
@@ -62,7 +62,7 @@ def step_time(subject: Subject, reduction: Reduction, device: Device, *, weights
     times["communication"] = communication(subject, reduction, device, busy)
     times["host link"] = host_link(subject, device, times)
     sharded = subject.sizes.dp > 1
-    host = kernels * device.host[sharded] + sharded * subject.micro_batches * units(subject) * device.unit
+    host = kernels * device.host[sharded] + sharded * subject.micro_batches * unit_count(subject) * device.unit
     times["launches"] = max(kernels * device.launch, host - sum(times.values()))
     return {name: seconds for name, seconds in times.items() if seconds}
 
@@ -211,12 +211,12 @@ class Pass:
 
 
 def optimizer(subject: Subject, device: Device) -> float:
-    """Return the seconds to read and write parameters and states, and to read gradients, twice with a norm."""
+    """Return the seconds to read and write parameters and states, and to read gradients twice: for their norm, too."""
     held = sum(math.prod(w.mine(subject.sizes)) for w in subject.weights)
     stored = sum(math.prod(w.mine(subject.sizes)) * subject.stored_size(w) for w in subject.weights)
     kept = states(subject)
     rate = device.adamw["FP32" if kept >= 2 * FP32 * held * 0.9 else "codes"]
-    norm = held * FP32 / device.memory if subject.run.max_grad_norm else 0.0
+    norm = held * FP32 / device.memory  # logged, also if it does not clip
     cast = held * (BF16 + FP32) / device.memory if subject.sizes.dp == 1 else 0.0  # gradients, as autograd makes them
     return (2 * (stored + kept) + held * FP32) / rate + norm + cast
 
@@ -262,12 +262,12 @@ def communication(subject: Subject, reduction: Reduction, device: Device, busy: 
     alone = sum(seconds(what) for what in sent if what.startswith("tensor") or what == "gradients of vectors")
     beside = {what: seconds(what) for what in sent if what.startswith(("parameters", "gradients s", "gradients b"))}
     total = sum(beside.values())
-    return alone + max(total - busy, total / units(subject))
+    return alone + max(total - busy, total / unit_count(subject))
 
 
-def units(subject: Subject) -> int:
-    """Return the number of FSDP2's units: of blocks, the head, and the root with the embedding."""
-    return math.ceil(subject.run.model.layers / subject.run.parallel.blocks_per_unit) + 2
+def unit_count(subject: Subject) -> int:
+    """Return the number of FSDP2's units."""
+    return len(units(subject.weights, subject.run.parallel.blocks_per_unit))
 
 
 def host_link(subject: Subject, device: Device, times: Seconds) -> float:
