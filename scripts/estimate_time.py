@@ -63,7 +63,7 @@ MISSED = (
     "steps on four of them, so their rows show only that one set of rates serves all. Four of these are further off:",
     "updates in the backward pass, measured when the host launched an update and a collective for each matrix or, with",
     "units of two blocks, an update for each matrix; and `fp8` with units of two blocks at 4,096 tokens, in a run in",
-    "which one rank's host was late (docs/results/h100x4.md).",
+    "which steps waited for a late rank (docs/results/h100x4.md).",
 )
 Row = dict[str, Any]
 
