@@ -11,11 +11,13 @@ struct AdamConstants {
   float beta2, share2;  // 1 - beta2
   float eps;
   float twice1;         // 2 beta1
+  float least1, most1;  // beta1 -+ (1 - beta1) / 64: of the old first moment, with a gradient of 1/64 of it
 };
 
 inline AdamConstants adam_constants(double beta1, double beta2, double eps) {
   return {static_cast<float>(1.0 - beta1), static_cast<float>(beta2), static_cast<float>(1.0 - beta2),
-          static_cast<float>(eps), static_cast<float>(2.0 * beta1)};
+          static_cast<float>(eps), static_cast<float>(2.0 * beta1),
+          static_cast<float>(beta1 - (1.0 - beta1) / 64), static_cast<float>(beta1 + (1.0 - beta1) / 64)};
 }
 
 // Constants of a tensor: lr / (1 - beta1^t), 1 - lr weight_decay, sqrt(1 - beta2^t), rounded from FP64.
@@ -45,8 +47,16 @@ LOWPREC_HD float next_weight(float w, float m, float v, const AdamConstants& of,
   return w * rate.decay - divide(m * rate.step_size, denominator);
 }
 
+// Whether x is `old` after a step whose gradient is at most 1/64 of it, up to rounding (ops/codecs.py
+// `by_decay_alone`).
+LOWPREC_HD bool by_decay_alone(float x, float old, const AdamConstants& of) {
+  const float now = bits_float(magnitude_bits(x)), size = bits_float(magnitude_bits(old));
+  return now >= size * of.least1 && now <= size * of.most1 && float_bits(x) >> 31 == float_bits(old) >> 31;
+}
+
 // The code of a first moment x, rounded to nearest with `scale`, or the next one towards zero if rounding would keep it
-// at or above `old` because the grid is coarse (ops/codecs.py `decaying`).
+// at or above `old` because the grid is coarse and the code is subnormal or there is hardly a gradient (ops/codecs.py
+// `decaying`).
 template <Format F>
 LOWPREC_HD typename Grid<F>::Code decaying(typename Grid<F>::Code code, float x, float old, float scale,
                                            const AdamConstants& of) {
@@ -56,7 +66,10 @@ LOWPREC_HD typename Grid<F>::Code decaying(typename Grid<F>::Code code, float x,
   const Code lower = static_cast<Code>(code - 1);  // unused for code zero, which is below `size`
   const float here = bits_float(magnitude_bits(decode<F>(code) * scale));
   const float below = bits_float(magnitude_bits(decode<F>(lower) * scale));
-  return here >= size && here + below <= size * of.twice1 ? lower : code;
+  if (!(here >= size && here + below <= size * of.twice1)) return code;
+  constexpr int bits = 8 * sizeof(Code);
+  const uint32_t steps = static_cast<uint32_t>(code) & ((1u << (bits - 1)) - 1u);
+  return steps < 1u << Grid<F>::mantissa || by_decay_alone(x, old, of) ? lower : code;
 }
 
 // Largest code, without sign, that `decaying` may change: above it a step of the grid is less than 2 (1 - beta1) of the

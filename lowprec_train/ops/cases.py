@@ -272,6 +272,8 @@ def _adamw() -> dict[str, dict[str, Any]]:
         "BF16, slow": _adamw_arguments(bf16, FP32, beta1=0.999),
         "BF16, shards": _adamw_arguments(bf16, bf16, drawn["BF16"], shards=True),
         "scaled, slow": _adamw_arguments(fp16, fp16, beta1=0.99),
+        "scaled, slow E4M3": _adamw_arguments(e4m3, fp16, beta1=0.95),
+        "scaled, slow E5M2": _adamw_arguments(e5m2, fp16, beta1=0.95),
         "mixed": _adamw_arguments(e5m2, coat, drawn["FP16"]),
     }
 

@@ -233,12 +233,26 @@ def parts_of(state: Mapping[str, Tensor], name: str) -> Parts:
     return {part: state[key] for part, key in keys.items() if key in state}
 
 
+def subnormal(codes: Tensor) -> Tensor:
+    """Return where codes of a floating-point dtype are subnormal or zero."""
+    return codes.float().abs() < torch.finfo(codes.dtype).smallest_normal
+
+
+def by_decay_alone(x: Tensor, old: Tensor, beta: float) -> Tensor:
+    """Return where x = b1 old + (1 - b1) g, in FP32, has a gradient |g| <= |old| / 64, up to rounding."""
+    size, share = old.abs(), (1.0 - beta) / 64
+    within = (x.abs() >= size * (beta - share)) & (x.abs() <= size * (beta + share))
+    return within & (x.signbit() == old.signbit())
+
+
 def decaying(codes: Tensor, scale: Tensor | None, x: Tensor, old: Tensor, beta: float) -> Tensor:
     """Return codes of a first moment that decays even where rounding to nearest would keep it constant.
 
     On a coarse grid, b1 m rounds to nearest back to m: in E4M3 the four smallest magnitudes never change at b1 = .9,
-    while v decays below them. So where the nearest value of x is at least |old| although |x| < |old|, and the same
-    would hold for b1 `old`, x takes the next code towards zero.
+    while v decays below them. So x takes the next code towards zero where the nearest value of x is at least |old|
+    although |x| < |old|, the same would hold for b1 `old`, and the code is subnormal or the gradient at most 1/64 of
+    `old`. Without this last condition, gradients that scatter would make m too small from b1 = 1 - 2^-(mantissa + 1)
+    on, where normal codes stay too.
 
     codes: `x` [n, k] rounded to nearest with `scale` ([1, 1]; None: 1). x, old: the moment after and before the step,
     FP32 [n, k]. beta: b1.
@@ -249,4 +263,5 @@ def decaying(codes: Tensor, scale: Tensor | None, x: Tensor, old: Tensor, beta: 
     here = reference.dequantize(codes, one).abs()
     stays = (x.abs() < size) & (here >= size)
     stays &= here + reference.dequantize(lower, one).abs() <= size * (2.0 * beta)
+    stays &= subnormal(codes) | by_decay_alone(x, old, beta)
     return (bits - stays.to(bits.dtype)).view(codes.dtype)

@@ -88,7 +88,7 @@ def test_fused_has_the_bits_of_the_eager_path(first, second, master):
     compare((first, second), master)
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.999, 0.999)])
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.95, 0.95), (0.999, 0.999)])
 @pytest.mark.parametrize("codecs", [("e4m3", "fp16"), ("fp16", "fp32"), ("bf16", "bf16"), ("e4m3", "e4m3_expanded")])
 def test_first_moments_without_gradients_decay_as_in_the_reference(codecs, betas):
     """Three steps with gradients, then twelve in which every third row has none; with b1 = .999 every code is slow."""
