@@ -28,6 +28,7 @@ Losses = Mapping[tuple[str, int], float]  # (arm, seed) -> loss in nats
 LEVEL = 0.95
 ALPHA = 1 - LEVEL
 FEWEST = 3  # seeds of an arm in Levene's test
+FREE = 1e-9  # of an observation's noise: less is a rounding error
 UNEVEN = 0.01  # p of Levene's test: residuals of few seeds are correlated, so 0.05 would be too frequent by chance
 
 
@@ -119,6 +120,12 @@ class BlockFit:
         return dict(zip(self.losses, (self._values - self._design @ self._coefficients).tolist(), strict=True))
 
     @cached_property
+    def _free(self) -> dict[tuple[str, int], float]:
+        """Share of each observation's noise that is left in its residual, 1 - leverage: 0 for a seed of one arm only."""
+        leverage = np.einsum("ij,ji->i", self._design, self._pseudo_inverse)
+        return {key: share if (share := 1 - h) > FREE else 0.0 for key, h in zip(self.losses, leverage, strict=True)}
+
+    @cached_property
     def freedom(self) -> int:
         """Degrees of freedom of `s`."""
         return len(self.losses) - int(np.linalg.matrix_rank(self._design)) if self.losses else 0
@@ -154,15 +161,18 @@ class BlockFit:
         return Estimate(nats=nats, error=None if self.s is None else self.s * scale, freedom=self.freedom)
 
     def spread(self, arm: str) -> float | None:
-        """Return the SD of an arm's residuals, scaled to equal `s` if all arms are alike; None for one seed."""
-        mine = [r for (name, _), r in self.residuals.items() if name == arm]
-        share = self.freedom / len(self.losses)
-        return math.sqrt(sum(r * r for r in mine) / len(mine) / share) if len(mine) > 1 and share else None
+        """Return the SD of an arm's residuals, scaled so that all arms expect `s` if they are alike; None for one seed."""
+        mine = [key for key, free in self._free.items() if key[0] == arm and free]
+        free = sum(self._free[key] for key in mine)
+        return math.sqrt(sum(self.residuals[key] ** 2 for key in mine) / free) if len(mine) > 1 else None
 
     @cached_property
     def levene(self) -> float | None:
-        """p of equal spread of the residuals of all arms; None with fewer than two arms that have three seeds."""
-        groups = [[r for (name, _), r in self.residuals.items() if name == arm] for arm in self.arms]
+        """p of equal spread of the residuals of all arms, each over the square root of its expected share of s^2; None
+        with fewer than two arms that have three seeds.
+        """
+        scaled = {key: self.residuals[key] / math.sqrt(free) for key, free in self._free.items() if free}
+        groups = [[r for (name, _), r in scaled.items() if name == arm] for arm in self.arms]
         groups = [group for group in groups if len(group) >= FEWEST]
         if len(groups) < 2 or self.freedom < 1 or len(self.arms) < 3:  # of two arms residuals are mirror images
             return None

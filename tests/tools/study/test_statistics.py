@@ -113,6 +113,20 @@ def test_an_arm_of_other_noise_gets_intervals_of_its_own():
     assert sum(even) < 15
 
 
+def test_seeds_of_one_arm_alone_do_not_make_noise_uneven():
+    """Twelve seeds that only the baseline has leave residuals of zero, which say nothing of its noise."""
+    generator, arms = np.random.default_rng(6), ARMS[:4]
+    keys = [(arm, seed) for seed in range(4) for arm in arms] + [(arms[0], seed) for seed in range(4, 16)]
+    fits = [BlockFit({key: float(generator.normal()) for key in keys}) for _ in range(400)]
+    spread = np.mean([[(fit.spread(arm) / fit.s) ** 2 for arm in arms] for fit in fits], axis=0)
+    assert np.all(abs(spread - 1) < 0.1), spread
+    assert sum(fit.uneven for fit in fits) < 24  # without leverage in half of them
+    plain = BlockFit({key: fits[0].losses[key] for key in keys[:16]})
+    assert fits[0].levene == pytest.approx(plain.levene) and fits[0].spread("bf16") == pytest.approx(
+        plain.spread("bf16")
+    )
+
+
 def test_holm_against_its_definition():
     assert holm([0.01, 0.04, 0.03]) == [0.03, 0.06, 0.06]
     assert holm([0.5, 0.001]) == [0.5, 0.002] and holm([]) == []
