@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from lowprec_train.config import is_launch_fact
-from lowprec_train.tools.compare import curves
+from lowprec_train.tools.compare import curves, held_out
 from lowprec_train.tools.compare.curves import Interval, Spike
 from lowprec_train.tools.compare.over_seeds import OverSeeds, over_seeds
-from lowprec_train.tools.compare.runs import TOKENS, VALID, Array, Run
+from lowprec_train.tools.compare.runs import INCOMPLETE, TOKENS, VALID, Array, Run
 
 RATE = "perf/tokens_per_sec_per_gpu"
 MEMORY = "mem/peak_gib"
@@ -42,7 +42,9 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Loss on held-out data at the run's last evaluation; gap at the last evaluation that the baseline also has."""
+    """Loss on held-out data at the run's last evaluation; gap at the last evaluation that the baseline also has, None
+    if the baseline was evaluated on other tokens.
+    """
 
     loss: float
     step: int
@@ -105,6 +107,7 @@ class Comparison:
     """The whole report.
 
     failures: why the --max-gap check fails; None without this check.
+    held_out_notes: why held-out losses are not compared, for runs that were evaluated on other tokens.
     uncontrolled: differing keys that change training, except those of precision and communication.
     """
 
@@ -116,6 +119,7 @@ class Comparison:
     max_gap: float | None
     failures: list[str] | None
     runs: list[RunReport]
+    held_out_notes: list[str]
     over_seeds: OverSeeds
     differences: dict[str, dict[str, Any]]
     uncontrolled: list[str]
@@ -139,6 +143,7 @@ def compare(
         max_gap=max_gap,
         failures=None if max_gap is None else failures(reports, max_gap),
         runs=reports,
+        held_out_notes=held_out.notes(runs, base),
         over_seeds=over_seeds(runs, base, window),
         differences=differences,
         uncontrolled=[k for k in differences if k.split(".")[0] not in ("precision", "comm") and not is_launch_fact(k)],
@@ -232,12 +237,14 @@ def loss_over_tokens(run: Run) -> tuple[Array, Array]:
 
 
 def measure_validation(run: Run, baseline: Run | None) -> Validation | None:
-    """Return the last held-out loss, and its gap at the last evaluation shared with the baseline."""
+    """Return the last held-out loss, and its gap at the last evaluation shared with the baseline, if both evaluated the
+    same tokens.
+    """
     valid = run.series(VALID)
     if not len(valid.values):
         return None
     difference = percent = at = None
-    if baseline:
+    if baseline and held_out.same_tokens((run, baseline)):
         steps, values, reference = curves.at_common_steps(valid, baseline.series(VALID))
         if len(steps):
             difference, at = float(values[-1] - reference[-1]), int(steps[-1])
@@ -284,7 +291,7 @@ def failures(reports: Sequence[RunReport], max_gap: float) -> list[str]:
     longest = max(each.last_step for each in reports)
     found = []
     for each in reports:
-        if each.status != "done" and each.last_step < longest:
+        if each.status == INCOMPLETE or (each.status != "done" and each.last_step < longest):
             found.append(f"{each.name}: {each.status} at step {each.last_step}, others are at {longest}")
         for matched, value in gaps(each).items():
             if not abs(value) <= max_gap:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowprec_train.config import is_launch_fact
-from lowprec_train.tools.compare import curves
+from lowprec_train.tools.compare import curves, held_out
 from lowprec_train.tools.compare.runs import VALID, Run
 
 OF_SEED = ("seed", "data.seed")
@@ -41,8 +41,8 @@ class SeedGap:
 
 @dataclass(frozen=True, kw_only=True)
 class OverSeeds:
-    """The gaps of all arms. s, freedom: pooled residual SD and its degrees of freedom. note: why gaps are missing, or
-    "". loss: which loss was compared.
+    """The gaps of all arms. s, freedom: pooled residual SD and its degrees of freedom. note: why gaps are missing or of
+    training losses, or "". loss: which loss was compared.
     """
 
     gaps: list[SeedGap]
@@ -66,7 +66,7 @@ def over_seeds(runs: Sequence[Run], baseline: Run, window: int) -> OverSeeds:
 def _estimated(runs: Sequence[Run], arms: Mapping[str, str], base: str, window: int) -> OverSeeds:
     from lowprec_train.tools.study.statistics import BlockFit
 
-    values, what = final_losses([run for run in runs if run.status != DIVERGED], window)
+    values, what, why = final_losses([run for run in runs if run.status != DIVERGED], window)
     unfit = {arms[run.label] for run in runs if not np.isfinite(values.get(run.label, np.nan))}
     losses: dict[tuple[str, int], float] = {}
     for run in (each for each in runs if arms[each.label] not in unfit and "seed" in each.config):
@@ -89,6 +89,7 @@ def _estimated(runs: Sequence[Run], arms: Mapping[str, str], base: str, window: 
         words = ("above" if found.nats > 0 else "below") if apart else f"not resolved at ± {found.half:.4f}"
         seeds = sum(name == arm for name, _ in fit.losses)
         gaps.append(SeedGap(arm=arm, seeds=seeds, nats=found.nats, low=found.low, high=found.high, words=words))
+    note = "; ".join(filter(None, (note, why if gaps else "")))
     return OverSeeds(gaps=gaps, s=fit.s, freedom=fit.freedom, loss=what, note=note)
 
 
@@ -110,15 +111,16 @@ def training(run: Run) -> Hashable:
     return tuple(sorted((k, str(v)) for k, v in run.config.items() if k not in OF_SEED and not is_launch_fact(k)))
 
 
-def final_losses(runs: Sequence[Run], window: int) -> tuple[dict[str, float], str]:
-    """Return the held-out loss of each run at the last step that all evaluated, else the mean of its last training
-    losses; and which of both.
+def final_losses(runs: Sequence[Run], window: int) -> tuple[dict[str, float], str, str]:
+    """Return the held-out loss of each run at the last step that all evaluated, on the same tokens, else the mean of
+    its last training losses; which of both; and why not held-out losses, or "".
     """
     common = set.intersection(*(set(run.series(VALID).steps.tolist()) for run in runs)) if runs else set()
-    if common:
+    if common and held_out.same_tokens(runs):
         at = max(common)
         valid = {run.label: run.series(VALID) for run in runs}
-        return {
-            label: float(each.values[each.steps == at][0]) for label, each in valid.items()
-        }, f"validation, step {at}"
-    return {run.label: curves.interval(run.loss.values[-window:]).mean for run in runs}, "training"
+        losses = {label: float(each.values[each.steps == at][0]) for label, each in valid.items()}
+        return losses, f"validation, step {at}", ""
+    amounts = held_out.all_amounts(runs) if common else ""
+    why = f"the runs were evaluated on {amounts}, so these gaps are of training losses" if common else ""
+    return {run.label: curves.interval(run.loss.values[-window:]).mean for run in runs}, "training", why

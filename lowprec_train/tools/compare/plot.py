@@ -85,7 +85,7 @@ class Subject:
 
 def save(comparison: Comparison, runs: Sequence[Run], target: Path) -> None:
     """Draw `comparison` of `runs` (in its order) into a PNG file, 1760 pixels wide."""
-    notes = deviations(comparison)
+    notes = footnotes(comparison)
     with png(target, 7.4 + 0.17 * len(notes), title(comparison)) as figure:
         draw(figure, comparison, runs, notes)
 
@@ -122,13 +122,16 @@ def title(comparison: Comparison) -> str:
     return f"{model}: loss against {comparison.baseline}, gate of ±{comparison.max_gap:g} nat {verdict}"
 
 
-def deviations(comparison: Comparison) -> list[str]:
-    """Return footnote lines: the parts of a published scheme that a run leaves out."""
+def footnotes(comparison: Comparison) -> list[str]:
+    """Return footnote lines: why held-out losses are not compared, and the parts of a published scheme that a run
+    leaves out.
+    """
     texts: dict[str, list[str]] = {}
     for each in comparison.runs:
         for text in each.deviations:
             texts.setdefault(text, []).append(each.name)
-    lines = [f"{', '.join(names)}, not as published: {text}" for text, names in texts.items()]
+    lines = [*comparison.held_out_notes]
+    lines += [f"{', '.join(names)}, not as published: {text}" for text, names in texts.items()]
     return [row for line in lines for row in textwrap.wrap(line, 165, subsequent_indent="    ")]
 
 

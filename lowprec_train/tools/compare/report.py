@@ -53,7 +53,8 @@ def definitions(comparison: Comparison) -> dict[str, str]:
         "gap, steps": f"mean of (run - {comparison.baseline}) over the last {n} steps that both logged; "
         "% is of the baseline's mean there",
         "gap, tokens": "the same at the baseline's token counts, the run interpolated linearly between its own",
-        "validation": "held-out loss at the last evaluation; its gap at the last evaluation that both logged",
+        "validation": "held-out loss at the last evaluation; its gap at the last evaluation that both logged, "
+        "if both were evaluated on the same tokens",
         "spikes": f"steps in a row that leave the median of up to {curves.SPIKE_HALF_WINDOW} steps either side by more "
         f"than noise does: their top by {curves.SPIKE_NATS:g} nat or more and by more than {curves.SPIKE_SINGLE:g} "
         f"times what one step in twenty exceeds by chance, or {curves.SPIKE_LASTING:g} times it where "
@@ -79,7 +80,7 @@ def to_markdown(comparison: Comparison, *, figure: str, heatmaps: Sequence[str] 
         heading(comparison),
         table(LOSS_HEADER, [[marked(each, notes), *loss_row(each)] for each in runs]),
         table(("run", *COSTS), [[marked(each, notes), *cost_row(each)] for each in runs]),
-        "\n\n".join(filter(None, (on_cpu(runs), unigram(comparison), gate(comparison)))),
+        "\n\n".join(filter(None, (on_cpu(runs), unigram(comparison), held_out(comparison), gate(comparison)))),
         over_seeds(comparison),
         f"![loss curves and gap]({figure})",
         "\n\n".join(f"![roundings, layer by step]({name})" for name in heatmaps),
@@ -182,6 +183,11 @@ def unigram(comparison: Comparison) -> str:
     above = [each.name for each in comparison.runs if not each.below_unigram]
     verdict = f"NOT below it: {', '.join(above)}" if above else "every loss is below it"
     return f"Validation unigram entropy: {comparison.unigram_entropy:.4f} nats per token; {verdict}."
+
+
+def held_out(comparison: Comparison) -> str:
+    """Return why held-out losses are not compared; "" if they are."""
+    return " ".join(f"{text}." for text in comparison.held_out_notes)
 
 
 def gate(comparison: Comparison) -> str:

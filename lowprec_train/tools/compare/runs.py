@@ -21,6 +21,7 @@ from lowprec_train.train.identity import flatten
 LOSS = "train/loss"
 VALID = "valid/loss"
 TOKENS = "data/tokens"
+INCOMPLETE = "incomplete"  # status of a finished run whose metrics.jsonl lacks its end
 
 Array = NDArray[Any]
 
@@ -35,7 +36,9 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run directory in memory. label: the name in reports, unique among the runs that are read together."""
+    """One run directory in memory. label: the name in reports, unique among the runs that are read together. status:
+    done, preempted, diverged, unfinished or INCOMPLETE.
+    """
 
     path: Path
     label: str
@@ -121,6 +124,9 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
     metrics, notes = read_metrics(path / "metrics.jsonl") if logged else ({}, [])
     if LOSS not in metrics and status != "diverged":
         raise ValueError(f"no metrics (no {LOSS} in {path / 'metrics.jsonl'})")
+    config = read_config(path / "config.yaml")
+    if status == "done" and (lost := lost_end(path, metrics[LOSS], config.get("log_interval"))):
+        status, notes = INCOMPLETE, [*notes, lost]
     entropy = info.get("valid_unigram_entropy")
     return Run(
         path=path,
@@ -132,11 +138,21 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
         deviations=tuple(map(str, info.get("deviations") or ())),
         overrides=tuple(map(str, info.get("overrides") or ())),
         device=str(info["device"]) if info.get("device") else None,
-        config=read_config(path / "config.yaml"),
+        config=config,
         metrics=metrics,
         status=status,
         notes=tuple(notes),
     )
+
+
+def lost_end(path: Path, loss: Series, log_interval: Any) -> str | None:
+    """Return that metrics.jsonl ends before the finished run `path`; None if it does not, or DONE has no step."""
+    done = path / "DONE"
+    ended, last = read_object(done).get("step") if done.stat().st_size else None, int(loss.steps[-1])
+    every = log_interval if isinstance(log_interval, int) else 1
+    if not isinstance(ended, int) or ended - last < every:
+        return None
+    return f"metrics.jsonl ends at step {last}, but the run ended at step {ended}: lines are missing"
 
 
 def read_config(source: Path) -> dict[str, Any]:

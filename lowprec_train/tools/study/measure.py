@@ -227,7 +227,8 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
     base = study.baseline
     gap = compared(fit, arm, base) if arm != base else None
     percent = 100 * gap.nats / fit.mean(base) if gap else None
-    speed = speed_ratio(own, [each for each in mine if each.run.arm == base])
+    of_base = [each for each in mine if each.run.arm == base and not each.run.repeat]
+    speed = speed_ratio(own, of_base)
     extra = extra_tokens(gap, own[0].tokens, token_curve(study, own[0], among)) if gap else None
     return ArmRow(
         arm=arm,
@@ -253,7 +254,7 @@ def row(study: Study, arm: str, fit: BlockFit, mine: Sequence[Result], among: Se
         speed=speed,
         extra=extra,
         at_loss=speed / (1 + extra.share) if speed and extra else None,
-        curve=gap_curve(own, [each for each in mine if each.run.arm == base]) if arm != base else [],
+        curve=gap_curve(own, of_base) if arm != base else [],
     )
 
 
@@ -279,6 +280,9 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def speed_ratio(own: Sequence[Result], base: Sequence[Result]) -> float | None:
+    """Return the ratio of mean rates; None without rates, or if the runs used more than one kind of device."""
+    if len({each.facts.get("device") for group in (own, base) for each in group if each.rate}) > 1:
+        return None
     rates = [mean([each.rate for each in group]) for group in (own, base)]
     return rates[0] / rates[1] if rates[0] and rates[1] else None
 
@@ -286,29 +290,29 @@ def speed_ratio(own: Sequence[Result], base: Sequence[Result]) -> float | None:
 def token_curve(study: Study, like: Result, among: Sequence[Result]) -> dict[int, float]:
     """Return tokens -> mean loss of the baseline, from complete runs of each length that differ in `steps` only.
 
-    Lengths without a seed in common, directly or through other lengths, are left out: they would compare seeds.
+    Lengths without a seed in common, directly or through other lengths, are left out: they would compare seeds. So are
+    lengths with an unstable seed.
     """
 
     def rest(each: Result) -> tuple[object, ...]:
         return (tuple(pair for pair in each.run.setting if pair[0] != "steps"), each.run.fork)
 
     alike = [
-        each
-        for each in among
-        if each.run.arm == study.baseline and not each.run.repeat and not each.unstable and rest(each) == rest(like)
+        each for each in among if each.run.arm == study.baseline and not each.run.repeat and rest(each) == rest(like)
     ]
-    fit = BlockFit({(str(each.tokens), each.run.seed): each.loss for each in alike})
+    unstable = {each.tokens for each in alike if each.unstable}
+    fit = BlockFit({(str(each.tokens), each.run.seed): each.loss for each in alike if each.tokens not in unstable})
     fit = fit.connected(str(like.tokens))
     return {int(length): fit.mean(length) for length in fit.arms}
 
 
 def gap_curve(own: Sequence[Result], base: Sequence[Result]) -> list[Point]:
-    """Return the mean gap at each evaluation along the run, over the seeds that both have."""
-    reference = {each.run.seed: each.valid for each in base if not each.run.repeat}
+    """Return the mean gap at each evaluation along the run, over the seeds that both have and evaluated alike."""
+    reference = {each.run.seed: each for each in base}
     pairs = [
-        (each, curves.at_common_steps(each.valid, reference[each.run.seed]))
+        (each, curves.at_common_steps(each.valid, other.valid))
         for each in own
-        if each.run.seed in reference
+        if (other := reference.get(each.run.seed)) and same_held_out(each, other)
     ]
     steps = sorted(set.intersection(*(set(common[0].tolist()) for _, common in pairs))) if pairs else []
     points = []
@@ -317,6 +321,12 @@ def gap_curve(own: Sequence[Result], base: Sequence[Result]) -> list[Point]:
         percent = 100 * float(np.mean([a - b for a, b in at]) / np.mean([b for _, b in at]))
         points.append(Point(share=step / own[0].steps, percent=percent))
     return points
+
+
+def same_held_out(each: Result, other: Result) -> bool:
+    """Return whether two runs were evaluated on the same tokens during training, as far as their results say."""
+    ours, theirs = (one.facts.get("held_out") or [None, None] for one in (each, other))
+    return all(a == b or None in (a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def gap_words(fit: BlockFit, arm: str, other: str, gap: Estimate | None) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lowprec_train.tools.compare import curves
+from lowprec_train.tools.compare import curves, held_out
 from lowprec_train.tools.compare.measure import RATE, SKIPPED
-from lowprec_train.tools.compare.runs import VALID, Array, Run, Series, read_info, read_run
+from lowprec_train.tools.compare.runs import INCOMPLETE, VALID, Array, Run, Series, read_info, read_run
 from lowprec_train.tools.study import evaluation, forking
 from lowprec_train.tools.study.plan import StudyRun, check_same
 from lowprec_train.tools.study.progress import shared, state
@@ -30,7 +30,8 @@ class Result:
     forward pass. tail: mean training loss of the last tenth of the steps. start: first training loss. Both are NaN if
     no loss was logged. sharpness: with the recipe's forward pass; None if not measured. unstable: the reason, "" for a
     stable run. logged: number of logged training losses. clipped: share of steps; spikes, skipped: counts; of a fork,
-    all after the fork. rate: tokens/s; None if the run shared its device. steps: planned, also of a diverged run.
+    all after the fork. valid: during training. facts: of run.json, and `held_out`: the number and length of the sequences
+    of `valid`. rate: tokens/s; None if the run shared its device. steps: planned, also of a diverged run.
     parameters: without embedding and head. start_state: content of fork.json; empty if the run is not a fork.
     """
 
@@ -102,6 +103,8 @@ def result(run: StudyRun, directory: Path) -> Result:
     """Read the result of one run. Raises ValueError for a file that cannot be read."""
     facts = read_info(directory)
     record = read_run(directory, facts, run.name)
+    if record.status == INCOMPLETE:
+        raise ValueError(f"{directory}: {record.notes[-1]}; restore the file, or delete the run to train it again")
     evaluated = evaluation.read(directory)
     losses, sharp = evaluated.get("loss", {}), evaluated.get("sharpness", {}).get(OF_RUN)
     loss, weights = (float(losses.get(forward, math.nan)) for forward in (OF_RUN, UNQUANTISED))
@@ -127,7 +130,7 @@ def result(run: StudyRun, directory: Path) -> Result:
         tokens=int(record.config["steps"]) * int(record.config["tokens_per_step"]),
         parameters=parameters(facts, record.config),
         valid=record.series(VALID),
-        facts=facts,
+        facts=facts | {"held_out": [*astuple(held_out.of_run(record))]},
         start_state=forking.start_state(directory),
     )
 

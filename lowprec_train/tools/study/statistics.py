@@ -121,7 +121,7 @@ class BlockFit:
 
     @cached_property
     def _free(self) -> dict[tuple[str, int], float]:
-        """Share of each observation's noise that is left in its residual, 1 - leverage: 0 for a seed of one arm only."""
+        """Share of each observation's noise that its residual keeps, 1 - leverage: 0 for a seed of one arm only."""
         leverage = np.einsum("ij,ji->i", self._design, self._pseudo_inverse)
         return {key: share if (share := 1 - h) > FREE else 0.0 for key, h in zip(self.losses, leverage, strict=True)}
 
@@ -161,7 +161,7 @@ class BlockFit:
         return Estimate(nats=nats, error=None if self.s is None else self.s * scale, freedom=self.freedom)
 
     def spread(self, arm: str) -> float | None:
-        """Return the SD of an arm's residuals, scaled so that all arms expect `s` if they are alike; None for one seed."""
+        """Return the SD of an arm's residuals, scaled so that arms that are alike expect `s`; None for one seed."""
         mine = [key for key, free in self._free.items() if key[0] == arm and free]
         free = sum(self._free[key] for key in mine)
         return math.sqrt(sum(self.residuals[key] ** 2 for key in mine) / free) if len(mine) > 1 else None

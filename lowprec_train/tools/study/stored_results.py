@@ -26,7 +26,7 @@ from lowprec_train.tools.study.rms_spikes import RmsSpikes
 from lowprec_train.train.identity import training_keys
 
 FILE = "results.json"
-FACTS = ("corpus_hash", "valid_unigram_entropy", "device", "versions")  # of run.json
+FACTS = ("corpus_hash", "valid_unigram_entropy", "device", "versions", "held_out")
 NUMBERS = tuple(each.name for each in fields(Result) if each.name not in ("run", "valid", "facts", "start_state"))
 
 

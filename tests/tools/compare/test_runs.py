@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from lowprec_train.tools import cli
 from lowprec_train.tools.compare.runs import LOSS, VALID, read_runs
 
 
@@ -114,3 +115,16 @@ def test_unknown_fields_default(make_run):
     (path / "PREEMPTED").touch()
     run = read_runs([make_run("bf16", [3.0]), path])[1]
     assert (run.label, run.recipe, run.unigram_entropy, run.status) == ("fp4", "unknown", None, "preempted")
+
+
+@pytest.mark.parametrize(("every", "ended", "complete"), [(1, 8, False), (1, 5, True), (4, 8, True), (3, 8, False)])
+def test_a_finished_run_that_lost_metrics_is_incomplete(make_run, tmp_path, every, ended, complete):
+    """Its last losses are of earlier steps: the gate fails, also where all runs lost the same steps."""
+    for name in ("bf16", "fp4"):
+        run = make_run(name, [3.0, 2.9, 2.8, 2.7, 2.6], config=f"log_interval: {every}\n")
+        (run / "DONE").write_text(json.dumps({"step": ended}))
+    found = read_runs([tmp_path / "runs" / "bf16", run])[0]
+    lost = f"metrics.jsonl ends at step 5, but the run ended at step {ended}: lines are missing"
+    assert (found.status, found.notes) == (("done", ()) if complete else ("incomplete", (lost,)))
+    command = ["compare", *map(str, (tmp_path / "runs").iterdir()), "--out", str(tmp_path / "out"), "--max-gap", "1"]
+    assert cli.main(command) == (0 if complete else 1)

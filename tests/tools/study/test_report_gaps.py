@@ -102,15 +102,15 @@ def test_a_study_of_which_only_such_a_run_is_finished(tmp_path):
 
 
 def test_the_curve_is_of_shares_of_the_whole_run(tmp_path):
-    """An arm whose last evaluation is missing ends before 1."""
+    """An arm whose last evaluations are missing ends before 1."""
     _, planned, file = synthetic.study(
         tmp_path, arms=dict.fromkeys(["bf16", "fp8"]), blocks=[{"purpose": "estimate", "seeds": [1]}]
     )
     for each in planned:
         directory = synthetic.run(tmp_path / "runs", each, 4.0)
-    line_of(directory, 400, **{"valid/loss": 4.0, "train/loss": 1.0})
-    lines = (directory / "metrics.jsonl").read_text().splitlines()[:250]
-    (directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    kept = [{key: x for key, x in line.items() if key != "valid/loss" or line["step"] <= 250} for line in lines]
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
     curve = report(tmp_path, file)["cells"][0]["arms"][1]["curve"]
     assert [point["share"] for point in curve] == pytest.approx([i / 8 for i in range(1, 6)])
 
@@ -145,6 +145,62 @@ def test_lengths_on_other_seeds_are_worth_no_tokens(tmp_path):
         synthetic.run(tmp_path / "runs", each, loss, steps=steps, valid_unigram_entropy=20.0)
     (row,) = (row for row in report(tmp_path, file)["cells"][0]["arms"] if row["arm"] == "fp8")
     assert row["extra"]["share"] == pytest.approx(2**0.5 - 1)  # 0.1 nat a doubling, from lengths 400 and 100 alone
+
+
+def test_a_length_with_an_unstable_seed_is_worth_no_tokens(tmp_path):
+    """Its mean would be of the seeds that happened to be stable."""
+    blocks = [
+        {"purpose": "estimate", "seeds": [1, 2], "axes": {"steps": [400]}},
+        {"purpose": "estimate", "seeds": [1, 2], "arms": ["bf16"], "axes": {"steps": [100, 200]}},
+    ]
+    _, planned, file = synthetic.study(tmp_path, arms=dict.fromkeys(["bf16", "fp8"]), blocks=blocks)
+    for each in planned:
+        steps = dict(each.setting)["steps"]
+        diverged = (steps, each.seed) == (200, 2)
+        loss = 4 + each.seed + 0.1 * math.log2(400 / steps) + (0.05 if each.arm == "fp8" else 0)
+        loss += 0.02 * (steps == 200)
+        synthetic.run(tmp_path / "runs", each, loss, steps=steps, diverged=diverged, valid_unigram_entropy=20.0)
+    (row,) = (row for row in report(tmp_path, file)["cells"][0]["arms"] if row["arm"] == "fp8")
+    assert row["extra"]["share"] == pytest.approx(2**0.5 - 1)
+
+
+def test_speeds_leave_out_repeats_and_other_devices(tmp_path):
+    blocks = [{"purpose": "estimate", "seeds": [1, 2], "again": ["bf16"]}]
+    arms = dict.fromkeys(["bf16", "fp8", "mxfp4"])
+    _, planned, file = synthetic.study(tmp_path, arms=arms, blocks=blocks)
+    for each in planned:
+        rate = 3000.0 if each.repeat else 1500.0 if each.arm == "fp8" else 1000.0
+        device = "another" if each.arm == "mxfp4" else "one"
+        synthetic.run(tmp_path / "runs", each, 4.0 + 0.01 * each.seed, rate=rate, device=device)
+    rows = {row["arm"]: row["speed"] for row in report(tmp_path, file)["cells"][0]["arms"]}
+    assert rows == {"bf16": pytest.approx(1), "fp8": pytest.approx(1.5, rel=1e-3), "mxfp4": None}
+
+
+def test_evaluations_of_other_tokens_are_no_curve(tmp_path):
+    """The trainer evaluates eval_batches micro-batches."""
+    arms = {"bf16": None, "fp8": None, "large": {"recipe": "fp8", "overrides": ["micro_batch=4"]}}
+    _, planned, file = synthetic.study(tmp_path, arms=arms, blocks=[{"purpose": "estimate", "seeds": [1, 2]}])
+    for each in planned:
+        synthetic.run(tmp_path / "runs", each, 4.0 + 0.01 * each.seed)
+    found = [report(tmp_path, file)]
+    stored = tmp_path / "results.json"
+    stored.write_text((tmp_path / "runs" / "report" / "results.json").read_text())
+    assert cli.main(["study", "report", str(file), "--results", str(stored), "--out", str(tmp_path / "elsewhere")]) == 0
+    found.append(json.loads((tmp_path / "elsewhere" / "report" / "report.json").read_text()))
+    for each in found:
+        assert [len(row["curve"]) for row in each["cells"][0]["arms"]] == [0, 8, 0]
+
+
+def test_a_run_that_lost_metrics_is_an_error(tmp_path, capsys):
+    blocks = [{"purpose": "estimate", "seeds": [1, 2]}]
+    _, planned, file = synthetic.study(tmp_path, arms=dict.fromkeys(["bf16", "fp8"]), blocks=blocks)
+    for each in planned:
+        run = synthetic.run(tmp_path / "runs", each, 4.0 + 0.01 * each.seed)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:200]))
+    assert cli.main(["study", "report", str(file), "--out", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert f"{run}: metrics.jsonl ends at step 200, but the run ended at step 400" in said, said
 
 
 def test_a_mean_that_the_runs_do_not_determine_is_of_the_arms_own_seeds():

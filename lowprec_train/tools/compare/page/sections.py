@@ -56,14 +56,18 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], kind: str = "num
 
 
 def verdict(comparison: Comparison) -> str:
-    """The gate's answer, and whether the runs have learned more than word frequencies."""
+    """The gate's answer, whether the runs have learned more than word frequencies, and why held-out losses are not
+    compared.
+    """
     gate = ""
     if comparison.failures is not None:
         kind = "failed" if comparison.failures else "passed"
         text = report.gate(comparison).split("\n", 1)[0]
         reasons = "".join(f"<li>{escape(each)}</li>" for each in comparison.failures)
         gate = f'<div class="gate {kind}"><p>{escape(text)}</p>{f"<ul>{reasons}</ul>" if reasons else ""}</div>'
-    return f'{gate}<p class="quiet">{escape(report.unigram(comparison))}</p>'
+    held = report.held_out(comparison)
+    warning = f'<p class="warning">{escape(held)}</p>' if held else ""
+    return f'{gate}<p class="quiet">{escape(report.unigram(comparison))}</p>{warning}'
 
 
 def seeds(comparison: Comparison) -> str:
