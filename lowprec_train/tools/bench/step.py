@@ -102,6 +102,7 @@ def _together(
             profiles = {name: taking[name].profile() for name in selected}
         for name, each in times.items():
             rows[name] |= {"ms": statistics.median(each), "times_ms": each}
+            say(f"{name}: {rows[name]['ms']:.1f} ms, median of {len(each)} steps")  # what an early end leaves
     finally:
         for each_turns in taking.values():
             each_turns.close()
