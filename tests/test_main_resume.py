@@ -115,6 +115,15 @@ def test_a_lost_pointer_begins_nothing_again(launch, run, trained):
     assert numbers(run) == numbers(trained / "run") and steps(run) == [4, 8, 12]
 
 
+def test_a_directory_in_place_of_the_pointer_begins_nothing_again(launch, run, trained):
+    (run / "checkpoints" / "latest").unlink()
+    (run / "checkpoints" / "latest").mkdir()
+    status, out, err = launch("name=run", "steps=12")
+    assert (status, err) == (0, "") and out.count("latest: Is a directory; continuing from step-8") == 1
+    assert numbers(run) == numbers(trained / "run") and steps(run) == [4, 8, 12]
+    assert not list((run / "checkpoints").glob("*.partial"))
+
+
 def test_inverted_bytes_lead_to_the_checkpoint_before(launch, run, trained):
     invert(shards(run / "checkpoints" / "step-8")[0])
     status, out, _ = launch("name=run", "steps=12")

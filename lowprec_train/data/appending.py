@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -179,10 +179,15 @@ def write_whole(path: Path, content: bytes, *, shared: bool = False) -> None:
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial" if shared else f"{path.name}.partial")
     with named(path):
-        with open(partial, "wb") as file:
-            file.write(content)
-            to_disk(file)
-        os.replace(partial, path)
+        try:
+            with open(partial, "wb") as file:
+                file.write(content)
+                to_disk(file)
+            os.replace(partial, path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
 
 
 @contextmanager

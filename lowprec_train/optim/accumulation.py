@@ -26,7 +26,9 @@ STORED = ("none", "tensor")  # scalings that need no groups within a row
 def check(codec: StateCodec) -> StateCodec:
     """Return `codec` if it can store sums of gradients. Raises ValueError otherwise."""
     if codec.scaling not in STORED:
-        raise ValueError(f"sums of gradients are stored as BF16, or scaled E4M3, E5M2 or FP16, not as {codec}")
+        raise ValueError(
+            f"optim.grad_accumulation={codec}: sums of gradients are stored as BF16, or scaled E4M3, E5M2 or FP16"
+        )
     return codec
 
 

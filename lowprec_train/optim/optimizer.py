@@ -132,7 +132,12 @@ class CodedOptimizer(torch.optim.Optimizer):
             grad_scale: divisor of gradients, 0-dim FP32 on the device of the parameters. `.grad` may change.
             found_inf: 0-dim FP32 there; 1.0 leaves all bits of parameters and states unchanged.
             observer: called for every state that is rounded.
+
+        Raises:
+            ValueError: found_inf is not one number.
         """
+        if found_inf is not None and found_inf.numel() != 1:
+            raise ValueError(f"found_inf of step is one number, 0-dim, not a tensor of shape {tuple(found_inf.shape)}")
         away = set() if self._host is None else {p for p in self._states if p.grad is not None and p in self._host}
         self.step_only([each for each in self._states if each in away], grad_scale=grad_scale, found_inf=found_inf)
         here = [each for each in self._states if each not in away]

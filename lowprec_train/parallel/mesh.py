@@ -129,9 +129,17 @@ def groups_along(sizes: Sizes, axis: str) -> torch.Tensor:
 
 
 def node_ranks(groups: torch.Tensor, node_size: int) -> int | None:
-    """Return the number of a group's ranks per node, if it is the same for all nodes and groups; else None."""
-    counts = {int(count) for nodes in groups // node_size for count in nodes.unique_consecutive(return_counts=True)[1]}
-    return counts.pop() if len(counts) == 1 else None
+    """Return the number of a group's ranks per node, if it is the same for all nodes and groups; else None.
+
+    groups: [groups, ranks], with a node's ranks next to each other.
+    """
+    nodes = groups // node_size
+    count = int((nodes[0] == nodes[0, 0]).sum())
+    if nodes.shape[1] % count:
+        return None
+    parts = nodes.unflatten(1, (-1, count))
+    within, first = bool((parts == parts[..., :1]).all()), parts[..., 0]
+    return count if within and bool((first[:, 1:] != first[:, :-1]).all()) else None
 
 
 def check_nodes(sizes: Sizes, node_size: int | None) -> None:

@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Report an unknown argument here, where the options of the command are known. A parser with the default `open`
-        returns it instead.
+        returns it instead. argparse also returns what follows an option in a list such as RUN ...: it is appended.
         """
         if self.get_default("open"):
             return super().parse_known_args(args, namespace)
@@ -96,8 +96,18 @@ class Parser(argparse.ArgumentParser):
             self._refuse([first])
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown and not getattr(parsed, "open", False):
-            self._refuse(unknown)
+            self._append(parsed, unknown)
+            unknown = []
         return parsed, unknown
+
+    def _append(self, parsed: argparse.Namespace, unknown: Sequence[str]) -> None:
+        """Append values to the positional argument that takes any number of them."""
+        taken = next((each for each in self._get_positional_actions() if each.nargs in ("*", "+")), None)
+        option = next((place for place, each in enumerate(unknown) if each.startswith("-")), None)
+        if taken is None or option is not None:
+            self._refuse(unknown[option if taken is not None else 0 :])
+        read = taken.type if callable(taken.type) else str
+        setattr(parsed, taken.dest, [*getattr(parsed, taken.dest), *map(read, unknown)])
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         close = get_close_matches(unknown[0].partition("=")[0], self.options, n=1)

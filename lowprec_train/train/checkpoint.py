@@ -269,14 +269,17 @@ class Checkpointer:
         root = _root(error)
         full = isinstance(root, OSError) and root.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
         advice = "\nFree disk space or raise the limit, then start the run again: it resumes." if full else ""
-        latest = self.latest()
-        intact = (
-            f"{folder.path_of(self._directory, latest)} is intact"
-            if latest is not None
-            else "there is no earlier checkpoint"
-        )
         failed = f"checkpoint of step {step} could not be written to {self._directory}"
-        return f"{failed}: {_cause(error)}; {intact}.{advice}"
+        return f"{failed}: {_cause(error)}; {self._intact()}.{advice}"
+
+    def _intact(self) -> str:
+        try:
+            latest = self.latest()
+        except CheckpointError as error:
+            return str(error)
+        if latest is None:
+            return "there is no earlier checkpoint"
+        return f"{folder.path_of(self._directory, latest)} is intact"
 
     def _verify(self, path: Path, flat: Mapping[str, Any], names: list[str], optional: Collection[str]) -> list[str]:
         """Return the names of the parts to load. Raises ValueError if the checkpoint is of another model."""

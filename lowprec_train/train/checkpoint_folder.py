@@ -94,8 +94,11 @@ def to_load(directory: Path, requested: int | None = None) -> tuple[list[int], s
 
 
 def point_to(directory: Path, step: int) -> None:
-    """Make `latest` name a checkpoint that is on disk."""
-    write_whole(directory / POINTER, f"step-{step}\n".encode())
+    """Make `latest` name a checkpoint that is on disk. A directory of this name is kept as `latest.1`."""
+    pointer = directory / POINTER
+    if pointer.is_dir() and not pointer.is_symlink():
+        pointer.rename(aside(pointer))
+    write_whole(pointer, f"step-{step}\n".encode())
     sync(directory)
 
 

@@ -33,7 +33,7 @@ def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, b
     parse_resume(run.resume)
     ranges.check(run)
     _words(run)
-    _batch(run, layout(run, world.processes))
+    batch(run, layout(run, world.processes))
     _profile(run, on := device(run.device, world), world)
     for package in OPTIONAL_PACKAGES:
         if package in run.logger:
@@ -105,15 +105,23 @@ def sequence(run: RunConfig) -> None:
         raise ValueError(f"data.seq_len={seq_len} is longer than model.max_seq_len={run.model.max_seq_len}")
 
 
-def _batch(run: RunConfig, grid: Sizes) -> None:
+def batch(run: RunConfig, grid: Sizes) -> None:
+    """Check data.seq_len, and that a step is a whole number of micro-batches on every process."""
     sequence(run)
+    if uneven := uneven_step(run, grid):
+        raise ValueError(uneven)
+
+
+def uneven_step(run: RunConfig, grid: Sizes) -> str:
+    """Return why a step is not a whole number of micro-batches on every process; "" if it is."""
     seq_len = run.data["seq_len"]
     tokens = run.micro_batch * seq_len * grid.dp
-    if run.tokens_per_step % tokens:
-        raise ValueError(
-            f"tokens_per_step={run.tokens_per_step} is not a multiple of micro_batch * data.seq_len * data-parallel "
-            f"processes = {run.micro_batch} * {seq_len} * {grid.dp} = {tokens}"
-        )
+    if not run.tokens_per_step % tokens:
+        return ""
+    return (
+        f"tokens_per_step={run.tokens_per_step} is not a multiple of micro_batch * data.seq_len * data-parallel "
+        f"processes = {run.micro_batch} * {seq_len} * {grid.dp} = {tokens}"
+    )
 
 
 def device(name: str, world: World = ALONE) -> torch.device:

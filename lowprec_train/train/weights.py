@@ -160,7 +160,8 @@ class ImportedWeights(Weights):
     def __init__(self, path: Path) -> None:
         needs_package("safetensors", extra="hf", what=f"reading {path}")
         model, self._files = model_of(path), weight_files(path)
-        super().__init__(model, path, str(path), stored(self._files), path)
+        there = {name: form for name, form in stored(self._files).items() if name in self._files}
+        super().__init__(model, path, str(path), there, path)
 
     def read(self, name: str) -> Tensor:
         return read_tensor(self._files[name], name)
@@ -276,12 +277,23 @@ def weight_files(path: Path) -> dict[str, Path]:
 
     try:
         if (path / INDEX_FILE).is_file():
-            index = json.loads((path / INDEX_FILE).read_text())["weight_map"]
-            return {name: path / file for name, file in index.items()}
+            return {name: path / file for name, file in _weight_map(path / INDEX_FILE).items()}
         with safe_open(path / "model.safetensors", framework="pt") as file:
             return dict.fromkeys(file.keys(), path / "model.safetensors")
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{path} has no readable weights (model.safetensors or {INDEX_FILE}): {error}") from error
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return tensor name -> file name beside the index."""
+    found = json.loads(index.read_text(encoding="utf-8"))
+    names = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise ValueError(f'{index.name} holds {found!r:.80}, not {{"weight_map": {{name of a tensor: file, ...}}}}')
+    for name, file in names.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise ValueError(f"{index.name} maps {name} to {file!r:.80}, not to the name of a file beside it")
+    return names
 
 
 def stored(files: Mapping[str, Path]) -> dict[str, Form]:

@@ -35,7 +35,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object]):
     return make
 
 
-NORM = "model.norm.weight"
+NORM, INDEX = "model.norm.weight", "model.safetensors.index.json"
 
 
 def file(name: str, content: str | bytes | None):
@@ -108,6 +108,16 @@ CASES = (
     case("import-without-weights", IMPORT, "exported", "safetensors", make=no_weights),
     case("import-weights-cut", IMPORT, ".safetensors", make=cut_weights),
     case("import-weights-garbled", IMPORT, ".safetensors", make=spoil_weights),
+    *(
+        case(f"import-index-{name}", IMPORT, "model.safetensors.index.json", says, make=file(f"exported/{INDEX}", text))
+        for name, says, text in (
+            ("of-a-number", "3", '{"weight_map": 3}'),
+            ("a-list", "[1]", "[1]"),
+            ("empty", "{}", "{}"),
+            ("of-numbers", "7", f'{{"weight_map": {{"{NORM}": 7}}}}'),
+            ("elsewhere", "../x/model.safetensors", f'{{"weight_map": {{"{NORM}": "../x/model.safetensors"}}}}'),
+        )
+    ),
     case("import-tensor-absent", IMPORT, NORM, make=tensors(lambda t: t.pop(NORM))),
     case(
         "import-tensor-too-many",

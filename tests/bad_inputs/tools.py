@@ -88,6 +88,8 @@ COMPARED = (
     case("compare-one", "lowprec compare runs/good", "runs/good"),
     case("compare-one-twice", "lowprec compare runs/good runs/good", "runs/good"),
     case("compare-an-absent-run", "lowprec compare runs/good runs/nowhere", "runs/nowhere"),
+    case("compare-an-absent-run-after-an-option", "lowprec compare runs/good --out x runs/nowhere", "runs/nowhere"),
+    case("compare-an-unknown-option-between", "lowprec compare runs/good --banana runs/fp8", "--banana"),
     case("compare-a-file", "lowprec compare runs/good lines.jsonl", "lines.jsonl"),
     case("compare-a-directory-of-text", "lowprec compare runs/good corpus", "corpus"),
     case("compare-other-text", "lowprec compare runs/good runs/text", "text"),
@@ -271,6 +273,7 @@ DATA = (
 )
 
 SIZES = "lowprec estimate model=llama_tiny"
+PART = '{"bench": "step", "environment": {"gpu": "x"}, "sizes": {}, "tokens_per_step": 1, "rows": [{"name": "fp8"}]}'
 OTHERS = (
     case("estimate-unknown-key", "lowprec estimate banana=3", "banana"),
     case("estimate-typo-of-a-key", "lowprec estimate model.hedas=2", "model.hedas", "did you mean model.heads"),
@@ -283,6 +286,16 @@ OTHERS = (
     case("estimate-gpus-negative", f"{SIZES} --gpus=-8", "-8"),
     case("estimate-gpus-in-words", f"{SIZES} --gpus many", "many"),
     case("estimate-gpus-that-do-not-divide", "lowprec estimate --gpus 6 model=llama_tiny parallel.tp=4", "4", "6"),
+    case("estimate-gpus-too-many", f"{SIZES} --gpus 1000000007", "1000000007", "1,048,576"),
+    case("estimate-grid-too-large", f"{SIZES} parallel.dp_shard=1000000007", "parallel.dp_shard=1000000007"),
+    case("estimate-uneven-step", f"{SIZES} tokens_per_step=4097", "tokens_per_step=4097", "4096"),
+    case("estimate-uneven-step-of-a-table", "lowprec estimate --table tokens_per_step=4097", "tokens_per_step=4097"),
+    case("estimate-unknown-option-between", f"{SIZES} --banana steps=3", "--banana"),
+    case(
+        "estimate-sums-in-groups",
+        f"{SIZES} +optim/moment@optim.grad_accumulation=e4m3_expanded",
+        "optim.grad_accumulation=E4M3 expanded",
+    ),
     case("estimate-heads-that-do-not-divide", f"{SIZES} model.heads=3", "heads 3"),
     case("estimate-steps-zero", f"{SIZES} steps=0", "steps=0"),
     case("estimate-lr-nan", f"{SIZES} optim.lr=nan", "nan"),
@@ -295,6 +308,7 @@ OTHERS = (
     case("bench-report-of-garbage", "lowprec bench report x.json", "x.json", make=a("x.json", "}{")),
     case("bench-report-of-another-file", "lowprec bench report x.json", "x.json", make=a("x.json", '{"a": 1}')),
     case("bench-report-of-a-list", "lowprec bench report x.json", "x.json", make=a("x.json", "[1, 2]")),
+    case("bench-report-of-part", "lowprec bench report x.json", "x.json", "lacks profiles", make=a("x.json", PART)),
     case("bench-step-of-an-unknown-recipe", "lowprec bench step --recipes fp5", "fp5"),
 )
 

@@ -1,6 +1,8 @@
 """Reductions over two nodes of two ranks, over gloo: the simulation's bits, the same on every rank; bytes by link."""
 
+import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from lowprec_train.comm.fsdp import encoded
 from lowprec_train.comm.nodes import links, ring
 from lowprec_train.comm.shared_scale import SharedScaleCodec
 from lowprec_train.numerics.formats import BF16, E4M3, FP32
-from lowprec_train.parallel.mesh import Sizes, check_nodes, groups_along, node_ranks
+from lowprec_train.parallel.mesh import AXES, Sizes, check_nodes, groups_along, node_ranks
 from tests.comm import simulation
 from tests.comm.cases import CASES, RANKS, ranges, row
 from tests.comm.fsdp_cases import CASES as MODELS
@@ -170,3 +172,11 @@ def test_nodes_of_nothing_are_refused():
         encoded(node_size=0)
     with pytest.raises(ValueError, match="nodes of 3 ranks do not divide 8 ranks"):
         links(1, 8, 3)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_ranks_of_a_node_are_counted_group_by_group(axis):
+    for replicate, shard, tp, node in itertools.product((1, 2, 3), (1, 2, 4, 6), (1, 2, 3), (1, 2, 3, 4, 8, 16)):
+        groups = groups_along(Sizes(dp_replicate=replicate, dp_shard=shard, tp=tp), axis)
+        counts = {count for group in groups.tolist() for count in Counter(rank // node for rank in group).values()}
+        assert node_ranks(groups, node) == (counts.pop() if len(counts) == 1 else None)

@@ -95,7 +95,10 @@ def test_a_trainer_keeps_codes_between_micro_batches(codec):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (("+optim/moment@optim.grad_accumulation=e4m3_expanded",), "not as E4M3 expanded in groups of 128"),
+        (
+            ("+optim/moment@optim.grad_accumulation=e4m3_expanded",),
+            "optim.grad_accumulation=E4M3 expanded in groups of 128",
+        ),
         (("+optim/moment@optim.grad_accumulation=bf16", "telemetry_interval=5"), "telemetry_interval=5 reads them"),
         (("+optim.grad_accumulation.format=BF16",), "optim.grad_accumulation"),
     ],

@@ -1,6 +1,7 @@
 """AdamW over coded state: exact updates, bounded drift, skips and checkpoints bit for bit."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -157,6 +158,19 @@ def test_another_count_of_skips_is_refused_before_any_update(offload):
         optimizer.step_only(list(net.parameters()), found_inf=torch.zeros(4))
     assert equal(before, tensors(net, optimizer))
     optimizer.step_only(list(net.parameters()), found_inf=torch.zeros(1))
+    assert not equal(before, tensors(net, optimizer))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("shape", [(5,), (2,), (0,), (5, 1)])
+def test_a_step_of_all_has_one_skip(shape, offload):
+    net, optimizer = system("adamw_coat", offload=offload)
+    fill(net, 0)
+    before = tensors(net, optimizer)
+    with pytest.raises(ValueError, match=rf"found_inf of step .* 0-dim, not a tensor of shape {re.escape(str(shape))}"):
+        optimizer.step(found_inf=torch.zeros(shape))
+    assert equal(before, tensors(net, optimizer))
+    optimizer.step(found_inf=torch.zeros(1))
     assert not equal(before, tensors(net, optimizer))
 
 

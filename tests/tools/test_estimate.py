@@ -264,7 +264,8 @@ def test_flops_are_separated_by_tensor_core():
 
 
 def test_json_has_every_moment(capsys):
-    assert cli.main(["estimate", "model=llama_tiny", "compile='off'", *TINY, "--gpus", "8", "--json"]) == 0
+    run = ("model=llama_tiny", "compile='off'", *TINY, "tokens_per_step=1024")
+    assert cli.main(["estimate", *run, "--gpus", "8", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["sizes"] == {"dp_replicate": 1, "dp_shard": 8, "tp": 1, "gpus": 8}
     blocks = [label for index in (1, 0) for label in (f"block {index}", f"reduction of block {index}")]
@@ -280,7 +281,8 @@ def test_an_option_of_a_group_may_come_first(capsys):
 
 
 def test_text_is_for_people(capsys):
-    assert cli.main(["estimate", "+recipe=fp4", "model=llama_tiny", "compile='off'", *TINY, "parallel.dp_shard=2"]) == 0
+    run = ("+recipe=fp4", "model=llama_tiny", "compile='off'", *TINY, "tokens_per_step=256")
+    assert cli.main(["estimate", *run, "parallel.dp_shard=2"]) == 0
     out = capsys.readouterr().out
     assert "2 GPUs: dp_replicate 1, dp_shard 2, tp 1; 1 micro-batches of 128 tokens" in out
     assert "gradients E4M3[256]" in out and "memory of a GPU, most at: " in out and "gradients scattered" in out

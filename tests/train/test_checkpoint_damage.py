@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lowprec_train.data.appending import write_whole
 from lowprec_train.train import digests
 from lowprec_train.train.checkpoint import Checkpointer, CheckpointError
 from tests.train.damage import DAMAGES, invert, shards, truncate, without_checksums
@@ -173,6 +174,43 @@ def test_a_lost_pointer_leads_to_the_newest(saved, pointer, caplog):
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "latest" in said and said.endswith("continuing from step-12")
     assert (saved / "latest").read_text() == "step-12\n" and keeper(saved).steps() == [4, 8, 12]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_directory_in_place_of_the_pointer_is_kept_aside(saved, inside, caplog):
+    def replace():
+        (saved / "latest").unlink(missing_ok=True)
+        (saved / "latest").mkdir()
+        if inside:
+            (saved / "latest" / "a").write_text("b")
+
+    replace()
+    assert keeper(saved).load(make_trainer().checkpoint_parts()) == 12
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said.endswith("latest: Is a directory; continuing from step-12")
+    assert (saved / "latest").read_text() == "step-12\n" and (saved / "latest.1" / "a").exists() == inside
+    replace()
+    keeper(saved, keep=9).save(make_trainer().checkpoint_parts(), 16)
+    assert (saved / "latest").read_text() == "step-16\n"
+    assert names(saved) == ["latest", "latest.1", "latest.2", *sorted(f"step-{step}" for step in (4, 8, 12, 16))]
+
+
+def test_a_failed_save_is_told_where_the_pointer_is_unreadable(saved, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    (saved / "latest").write_text("nonsense")
+    monkeypatch.setattr(Checkpointer, "_publish", full)
+    with pytest.raises(CheckpointError, match="(?s)step 16 could not be written .*No space left.*, not 'nonsense'"):
+        keeper(saved).save(make_trainer().checkpoint_parts(), 16)
+
+
+def test_nothing_partial_is_left_of_a_file_that_cannot_be_replaced(tmp_path):
+    (tmp_path / "a").mkdir()
+    for shared in (False, True):
+        with pytest.raises(IsADirectoryError, match=f"{tmp_path}/a"):
+            write_whole(tmp_path / "a", b"b", shared=shared)
+    assert names(tmp_path) == ["a"]
 
 
 def test_a_lost_pointer_and_a_damaged_newest(saved):

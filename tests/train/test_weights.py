@@ -17,7 +17,7 @@ from lowprec_train.tools.cli import main
 from lowprec_train.train import build
 from lowprec_train.train.distribute import Distribution
 from lowprec_train.train.packages import needs_package
-from lowprec_train.train.weights import check_sizes, fill_from, open_weights, other_tokenizer
+from lowprec_train.train.weights import check_sizes, fill_from, open_weights, other_tokenizer, weight_files
 from tests.distributed import run_distributed
 from tests.parallel.runs import MICRO, SEQ, TINY, VOCAB, Walks
 from tests.recipes import composed
@@ -100,6 +100,35 @@ def test_what_cannot_be_read_is_refused(gpt, tmp_path):
     refused(r"latest is missing; choose a checkpoint, .*step-N; checkpoints there: \[12\]", gpt)
     (gpt / "checkpoints" / f"step-{STEP}").rename(tmp_path / "elsewhere")
     refused("has no checkpoint yet", gpt)
+
+
+@pytest.mark.parametrize(
+    ("index", "says"),
+    [
+        ({"weight_map": 3}, "{'weight_map': 3}, not"),
+        ([1], r"\[1\], not"),
+        ({}, "{}, not"),
+        ({"weight_map": {}}, "{'weight_map': {}}, not"),
+        ({"weight_map": {"norm.weight": 7}}, "maps norm.weight to 7, not to the name of a file"),
+        ({"weight_map": {"norm.weight": ["a"]}}, r"maps norm.weight to \['a'\], not"),
+        *(
+            ({"weight_map": {"norm.weight": file}}, f"maps norm.weight to '{file}', not")
+            for file in ("../x/model.safetensors", "/x/model.safetensors", "x/model.safetensors", "..", "")
+        ),
+    ],
+)
+def test_an_index_maps_names_to_files_beside_it(index, says, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"{tmp_path} has no readable weights .*model.safetensors.index.json.*{says}"):
+        weight_files(tmp_path)
+
+
+def test_a_tensor_that_the_index_does_not_name_is_missing(tmp_path):
+    imported = save_imported(tmp_path / "in", drawn(MODELS["gpt"]), MODELS["gpt"], torch.float32)
+    names = dict.fromkeys(open_weights(imported).names()[1:], "model.safetensors")
+    (imported / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(ValueError, match="(?s)does not fit the model that it describes.*: missing"):
+        open_weights(imported)
 
 
 @pytest.mark.parametrize("damaged", ["*.distcp", ".metadata", "manifest.json"])

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_train.tools.bench.contestant import Contestant, Entrant, Step, Work
+from lowprec_train.tools.bench.fields import CATEGORIES
 from lowprec_train.tools.bench.result import cause
 from lowprec_train.tools.bench.sharded import Arm
 from lowprec_train.tools.bench.storages import Storages
 from lowprec_train.tools.bench.timing import Interval
 from lowprec_train.train.launch import ALONE
 
-CATEGORIES = ("parameters", "optimizer states", "gradients", "activations", "transient")
 SHARE = 0.9  # of a GPU's memory
 Row = dict[str, Any]
 Mark = dict[str, Any]

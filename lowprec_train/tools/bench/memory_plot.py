@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from lowprec_train.tools.bench.memory import CATEGORIES
+from lowprec_train.tools.bench.fields import CATEGORIES
 from lowprec_train.tools.compare import colours
 from lowprec_train.tools.compare.plot import QUIET, STYLE
 
@@ -48,7 +48,9 @@ def draw(axes: Any, marks: Sequence[Mapping[str, Any]]) -> None:
     series = [[mark[name] / GIB for mark in marks] for name in CATEGORIES]
     palette = [colours.of_run(place)[0] for place in range(len(CATEGORIES))]
     axes.stackplot(x, series, labels=CATEGORIES, colors=palette, step="post", linewidth=0)
-    at = next(place for place, mark in enumerate(marks) if mark["mark"] == "loss")
+    at = next((place for place, mark in enumerate(marks) if mark["mark"] == "loss"), None)
+    if at is None:
+        raise ValueError("marks of a row do not have the loss, where the figure has its line")
     axes.axvline(at, color=QUIET, linewidth=0.8, linestyle=":")
     axes.set_xticks([at, len(marks) - 1], ["loss", "update"])
     axes.margins(x=0)

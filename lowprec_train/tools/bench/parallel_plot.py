@@ -46,7 +46,7 @@ def parts(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the milliseconds of a step by part; their sum is the step. Parts of the profile are limited to the time of
     the step, since recording slows the host.
     """
-    if "exposed_ms" not in row:
+    if row.get("exposed_ms") is None or row.get("idle_ms") is None:
         return {"not profiled": row["ms"]}
     exposed = min(row["exposed_ms"], row["ms"])
     idle = min(row["idle_ms"], row["ms"] - exposed)

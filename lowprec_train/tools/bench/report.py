@@ -202,7 +202,7 @@ def _memory_row(row: Mapping[str, Any]) -> list[object]:
         return [row["name"], row.get("error", ""), *[""] * 9]
     sizes = ("parameters", "optimizer states", "gradients", "activations", "peak")
     gib = [number(row[name] / GIB) for name in sizes]
-    more = [number(row[name] / GIB) if name in row else "" for name in ("reserved", "estimated")]
+    more = [number(row[name] / GIB) if row.get(name) is not None else "" for name in ("reserved", "estimated")]
     rate = number(row.get("tokens_per_s"), 0)
     return [row["name"], *gib, number(row["of_baseline"]), *more, number(row["largest"], 0), rate]
 

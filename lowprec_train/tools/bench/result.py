@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowprec_train.tools.bench import report
+from lowprec_train.tools.bench import fields, report
 from lowprec_train.train import describe
 
 Result = dict[str, Any]
@@ -54,11 +54,13 @@ def save(result: Result, directory: Path, name: str) -> list[Path]:
 
 
 def load(path: Path) -> Result:
-    """Read a result. Raises ValueError for a file that is not a result of `lowprec bench`."""
+    """Read a result. Raises ValueError for a file that is not a whole result of `lowprec bench`."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(result, dict) or result.get("bench") not in report.TABLES:
+    if not isinstance(result, dict) or str(result.get("bench")) not in report.TABLES:
         raise ValueError(f"{path} is not a result of `lowprec bench`")
+    if fault := fields.fault(result):
+        raise ValueError(f"{path} is not a complete result of `lowprec bench {result['bench']}`: {fault}")
     return result

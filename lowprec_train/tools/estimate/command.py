@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from lowprec_train.tools.estimate.device import DEVICES, device_of
 
@@ -34,8 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the estimate. Raises ValueError for bad input."""
-    from lowprec_train.tools.estimate import fit, report, table
-    from lowprec_train.train import ranges
+    from lowprec_train.tools.estimate import fit, report, subject, table
     from lowprec_train.train.compose import composed
 
     device = None if arguments.device is None else device_of(arguments.device)
@@ -44,8 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--table has no times; remove --device {arguments.device}")
         print(table.markdown(arguments.overrides))
         return 0
-    if arguments.gpus is not None and arguments.gpus < 1:
-        raise ValueError(f"--gpus {arguments.gpus} must be at least 1")
     if arguments.fit is not None:
         size = fit.parse_size(arguments.fit)
         asked = (arguments.overrides, size, arguments.gpus, device)
@@ -53,7 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(fit.text(found, size, None if any(each.found for each in found) else fit.shorter(*asked)))
         return 0
     run = composed(*arguments.overrides)
-    ranges.check(run)
+    uneven = subject.check_step(run, arguments.overrides, arguments.gpus)
     estimated = report.estimate(run, arguments.gpus, device)
+    if uneven:
+        tokens = f"{estimated['tokens_per_step']:,} tokens a step"
+        print(f"warning: {uneven}; this estimate is of {tokens}, and a run would be refused", file=sys.stderr)
     print(json.dumps(estimated, indent=1) if arguments.json else report.text(estimated))
     return 0

@@ -19,7 +19,7 @@ from itertools import islice
 from lowprec_train.config import RunConfig
 from lowprec_train.tools.estimate.device import Device
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
-from lowprec_train.tools.estimate.subject import grid
+from lowprec_train.tools.estimate.subject import grid, key
 from lowprec_train.tools.markdown import table
 from lowprec_train.train import checks, ranges
 from lowprec_train.train.compose import composed
@@ -98,11 +98,6 @@ def choices(overrides: Sequence[str]) -> list[tuple[str, ...]]:
     if chosen.master != default.master or chosen.backend == "apex":  # whose masters are FP32
         named.add(key(MASTER))
     return list(dict.fromkeys(tuple(each for each in settings if key(each) not in named) for settings in CHOICES))
-
-
-def key(override: str) -> str:
-    """Return the key of an override: `optim` of `optim=adamw`, `optim.lr` of `++optim.lr=1`."""
-    return override.partition("=")[0].lstrip("+~")
 
 
 def _fit(overrides: Sequence[str], settings: tuple[str, ...], room: float, estimated: Estimates, dp: int) -> Fit:

@@ -6,6 +6,7 @@ Tensor-parallel layers are sharded as in a run, over a group without processes; 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,12 +26,13 @@ from lowprec_train.precision.all_gathered_weight import AllGatheredWeight
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.estimate.meta_group import MetaGroup
-from lowprec_train.train import build, build_optimizer, checks
+from lowprec_train.train import build, build_optimizer, checks, ranges
 from lowprec_train.train.describe import MetaModel
 
 META = torch.device("meta")
 FP32, BF16 = 4, 2
 DTYPES = {FP32: torch.float32, BF16: torch.bfloat16}  # of parameters, by bytes
+MOST_GPUS = 1 << 20  # the ranks of every group are listed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +68,36 @@ class Weight:
 
 
 def grid(parallel: ParallelConfig, gpus: int | None) -> Sizes:
-    """Return the number of processes along each axis. Without a number of GPUs, dp_shard=-1 means 1."""
+    """Return the number of processes along each axis. Without a number of GPUs, dp_shard=-1 means 1. Raises ValueError
+    for a grid that does not fit the GPUs, and for more than `MOST_GPUS`.
+    """
+    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
+        raise ValueError(f"--gpus {gpus} must be at least 1 and at most {MOST_GPUS:,}")
     axes = {"dp_replicate": parallel.dp_replicate, "dp_shard": parallel.dp_shard, "tp": parallel.tp}
     if gpus is None:
         axes["dp_shard"] = 1 if parallel.dp_shard == -1 else parallel.dp_shard
-    return sizes(math.prod(axes.values()) if gpus is None else gpus, **axes)
+    made = sizes(math.prod(axes.values()) if gpus is None else gpus, **axes)
+    if made.processes > MOST_GPUS:
+        settings = ", ".join(f"parallel.{axis}={size}" for axis, size in axes.items())
+        raise ValueError(f"{settings} need {made.processes:,} GPUs, and an estimate is of at most {MOST_GPUS:,}")
+    return made
+
+
+def key(override: str) -> str:
+    """Return the key of an override: `optim` of `optim=adamw`, `optim.lr` of `++optim.lr=1`."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def check_step(run: RunConfig, overrides: Sequence[str], gpus: int | None = None) -> str:
+    """Return why the run's step is not a whole number of micro-batches; "" if it is. So layouts can be tried without a
+    number of tokens. Raises ValueError, as a run does, if an override sets tokens_per_step.
+    """
+    ranges.check(run)
+    over = grid(run.parallel, gpus)
+    if any(key(override) == "tokens_per_step" for override in overrides):
+        checks.batch(run, over)
+    checks.sequence(run)
+    return checks.uneven_step(run, over)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from lowprec_train.config import choices
 from lowprec_train.tools.estimate.memory import SUM, parameters, states
 from lowprec_train.tools.estimate.report import GB, GIB, Estimate, estimate
 from lowprec_train.tools.estimate.saved import Counter
-from lowprec_train.tools.estimate.subject import Subject
+from lowprec_train.tools.estimate.subject import Subject, check_step
 from lowprec_train.tools.markdown import number, table
 from lowprec_train.train import build
 from lowprec_train.train.compose import composed
@@ -32,6 +32,8 @@ KINDS = ("parameters", "gradients", "tensor parallel")  # prefixes of the keys o
 
 def markdown(overrides: Sequence[str] = ()) -> str:
     """Return both tables. overrides: changes to their model and batch."""
+    for axes in LAYOUTS.values():
+        check_step(composed(*WORK, *overrides, *axes), overrides)
     return "\n".join([*_recipes(overrides), "", *_layouts(overrides)])
 
 

@@ -51,6 +51,6 @@ def abort_explained(run: Path, stop: StopRequest) -> Iterator[None]:
         checkpoints = run / "checkpoints"
         latest = checkpoints / "latest"
         state = (
-            f"{checkpoints / latest.read_text().strip()} is intact" if latest.exists() else f"{run} has no checkpoint"
+            f"{checkpoints / latest.read_text().strip()} is intact" if latest.is_file() else f"{run} has no checkpoint"
         )
         raise KeyboardInterrupt(f"; {state}") from again
