@@ -29,7 +29,8 @@ demo:   ## train llama_tiny under bf16, fp8, fp4 and mxfp4 on the same batches a
 	@$(ENV); "$$python" scripts/quickstart.py; scripts/environment.sh --hint
 
 check:  ## what every edit should pass: lint, every recipe for a few steps, one case of every oracle test (90 seconds on 2 cores)
-	@$(ENV); $(MAKE) --no-print-directory --output-sync=target -j 2 lint smoke
+	@$(ENV)
+	@$(MAKE) --no-print-directory --output-sync=target -j 2 lint smoke
 
 smoke:  ## every recipe for a few steps, one case of every oracle test
 	@$(ENV); OMP_NUM_THREADS=1 "$$python" -m pytest -q -m "check and not nightly" tests/test_smoke.py tests/numerics tests/precision

@@ -273,7 +273,7 @@ def test_a_sweep_of_many_processes_is_refused_once(launch, monkeypatch):
 def test_a_diverged_run_is_one_error(launch):
     status, _, err = launch("name=a", "optim.lr=1e30", "steps=20", "max_nonfinite_steps=3")
     assert status == 1 and err.startswith("error: training diverged at step") and "Traceback" not in err
-    assert "3 steps in a row" in err and not Path("runs/a/DONE").exists() and Path("runs/a/DIVERGED").exists()
+    assert "4 steps in a row" in err and not Path("runs/a/DONE").exists() and Path("runs/a/DIVERGED").exists()
     assert Path("runs/a/checkpoints/latest").exists()
 
 
@@ -320,9 +320,14 @@ def test_nan_in_an_activation_is_one_error_and_spoils_nothing(launch, spoiled, r
     """No format may swallow it; and the run goes on from what was saved, once the cause is gone."""
     command = (f"+recipe={recipe}", "name=a", "model.ffn=128", "steps=8", "max_nonfinite_steps=3")
     status, _, err = launch(*command)
-    assert status == 1 and err.startswith("error: training diverged at step 5: loss nan") and "Traceback" not in err
-    assert "3 steps in a row" in err and not Path("runs/a/DONE").exists() and Path("runs/a/DIVERGED").exists()
-    assert [step for step, loss in losses("runs/a").items() if math.isnan(loss)] == [3, 4, 5]
+    assert status == 1 and err.startswith("error: training diverged at step 6: loss nan") and "Traceback" not in err
+    assert "4 steps in a row" in err and not Path("runs/a/DONE").exists() and Path("runs/a/DIVERGED").exists()
+    assert [step for step, loss in losses("runs/a").items() if math.isnan(loss)] == [
+        3,
+        4,
+        5,
+        6,
+    ]  # one more than allowed
     saved = Path("runs/a/checkpoints/latest").read_text().strip()
     spoiled.remove()
     status, out, err = launch(*command)

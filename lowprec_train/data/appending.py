@@ -15,12 +15,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 import numpy as np
 
+from lowprec_train.data.finding import shown
 from lowprec_train.data.indexed import to_disk, write_index
 
 _LONGEST = 2**31 - 1  # tokens of a document: an int32 in the index
@@ -133,10 +135,9 @@ class AppendingWriter:
         state: dict[str, Any] = json.loads(path.read_text())
         differ = [key for key, value in self._identity.items() if state["identity"].get(key) != value]
         if differ:
-            old = {key: state["identity"].get(key) for key in differ}
-            new = {key: self._identity[key] for key in differ}
+            told = [f"{key} {difference(state['identity'].get(key), self._identity[key])}" for key in differ]
             raise ValueError(
-                f"{self._directory} was started with other input: {old}, now {new}; remove it to start again, or give "
+                f"{self._directory} was started with other input: {'; '.join(told)}; remove it to start again, or give "
                 "the same input to continue"
             )
         return state
@@ -145,6 +146,28 @@ class AppendingWriter:
 def unfinished(prefix: Path) -> Path:
     """Return the directory of the dataset of a prefix until it is complete."""
     return prefix.with_name(f"{prefix.name}.unfinished")
+
+
+def difference(old: Any, new: Any) -> str:
+    """Return `old, now new` for an error line. Of two lists it has only the entries that differ, and at most five."""
+    if not (isinstance(old, list) and isinstance(new, list)):
+        return f"{old}, now {new}"
+    before, now = ([_entry(each) for each in entries] for entries in (old, new))
+    lost, found = ([each for each in a if each not in b] for a, b in ((before, {*now}), (now, {*before})))
+    if not lost and not found:
+        return f"{len(old)} in another order"
+    return f"{shown(lost) or 'none'}, now {shown(found) or 'none'}"
+
+
+def _entry(entry: Any) -> str:
+    """Return a file of a list as text: its name and bytes, and its modification time if that is known."""
+    if not (isinstance(entry, list) and len(entry) == 2):
+        return str(entry)
+    name, about = entry
+    if not isinstance(about, list):
+        return f"{name} ({about:,} bytes)"
+    changed = datetime.fromtimestamp(max(time for _, time in about) / 1e9)
+    return f"{name} ({sum(size for size, _ in about):,} bytes of {changed})"
 
 
 def forget(prefix: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowprec_train.data.corpus import VALID_SEED, Corpus
+from lowprec_train.data.corpus import VALID_SEED, Corpus, warn_of_shared
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.loader import Dataset, Stream
 from lowprec_train.data.manifest import Manifest
@@ -60,6 +60,8 @@ def indexed(
         if valid is None
         else _Part("valid", parse_blend(valid, "data.valid"), _WHOLE, 0)
     )
+    if valid is not None:
+        warn_of_shared(training.blend.prefixes, held_out.blend.prefixes)
     prefixes = dict.fromkeys((*training.blend.prefixes, *held_out.blend.prefixes))
     # Missing and invalid files are reported before manifests are read. Each file is mapped once.
     mapped = {prefix: IndexedDataset(prefix) for prefix in prefixes}
@@ -133,7 +135,7 @@ def parse_blend(blend: Blended, key: str = "blend") -> Mixture:
     expanded = [os.path.expanduser(str(prefix)) for prefix in named]
     if not weighted:
         expanded = [prefix for each in expanded for prefix in _datasets(each)]
-    if len(set(expanded)) != len(expanded):
+    if len(set(map(os.path.abspath, expanded))) != len(expanded):
         raise ValueError(f"{key}={items}: names a dataset twice")
     return Mixture(tuple(expanded), Blend([float(weight) for weight in weights]) if weighted else None)
 

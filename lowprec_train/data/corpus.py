@@ -6,7 +6,9 @@ of configs/data names one of them as `_target_`; its other keys are the argument
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from lowprec_train.data.loader import Dataset, Stream
 from lowprec_train.data.prepare import Preparation
 from lowprec_train.data.tokenizer import check_vocabulary, load
 
+_log = logging.getLogger(__name__)
 VALID_SEED = 0  # validation reads the same samples in every run, whatever its seed
 
 
@@ -56,6 +59,13 @@ def stdlib(
     return _corpus(preparation, cache, name, seq_len=seq_len, seed=seed, document_mask=document_mask)
 
 
+def warn_of_shared(train: Iterable[str], valid: Iterable[str]) -> None:
+    """Warn about files or datasets that are for training and for validation."""
+    trained = set(map(os.path.abspath, train))
+    if both := [name for name in valid if os.path.abspath(name) in trained]:
+        _log.warning("warning: data.valid=%s is in data.train too: valid/loss is of training text", ", ".join(both))
+
+
 def text(
     *,
     train: str | Sequence[str],
@@ -88,9 +98,12 @@ def text(
     if model is not None and vocab_size is not None:
         check_vocabulary(tokenizer=model.vocab_size, vocab_size=vocab_size, name=str(tokenizer))
     texts = partial(TextFiles, field=field, skip_bad=skip_bad, remedy="data.skip_bad=true")
+    training, held_out = texts(train), None if valid is None else texts(valid)
+    if held_out is not None:
+        warn_of_shared(training.files, held_out.files)
     preparation = Preparation(
-        train=texts(train),
-        valid=None if valid is None else texts(valid),
+        train=training,
+        valid=held_out,
         valid_fraction=valid_fraction,
         tokenizer=model,
         vocab_size=vocab_size,

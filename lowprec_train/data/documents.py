@@ -117,6 +117,11 @@ class TextFiles:
                     raise ValueError(f"{found.reason}; {self._remedy}")
         self._warned = True
 
+    @property
+    def files(self) -> list[str]:
+        """Paths of the files; of a file in parts, their common path."""
+        return [source.path for source in self._sources]
+
     def digest(self) -> str:
         contents = ((source.name, bytes.fromhex(source.sha256())) for source in self._sources)
         named = [(f"{self._field}/{name}", content) for name, content in contents]

@@ -8,6 +8,7 @@ which describes it. Hidden files and directories are ignored.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -35,11 +36,11 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
     found = [source for path in paths for source in _find(Path(path).expanduser())]
     if not found:
         raise ValueError(f"empty corpus: no files in {[str(path) for path in paths]}")
-    once: dict[Path, Source] = {}
+    once: dict[str, Source] = {}
     for source in found:
-        first, whole = source.paths[0], source.whole
-        if whole in once and once[whole].paths != source.paths:
-            raise ValueError(f"{whole}: exists whole and in parts; name one of the two, or remove it")
+        first, whole = source.paths[0], os.path.abspath(source.whole)
+        if whole in once and _absolute(once[whole].paths) != _absolute(source.paths):
+            raise ValueError(f"{source.whole}: exists whole and in parts; name one of the two, or remove it")
         if whole in once and len(source.paths) == 1:
             raise ValueError(f"{first}: named twice")
         once[whole] = source
@@ -47,12 +48,16 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
     return list(once.values())
 
 
+def _absolute(paths: Iterable[Path]) -> list[str]:
+    return [os.path.abspath(path) for path in paths]
+
+
 def _find(path: Path) -> list[Source]:
     if path.is_dir():
         below = [each for each in sorted(path.rglob("*")) if each.is_file() and not _hidden(each.relative_to(path))]
         inside = [each for each in below if _NAME.fullmatch(each.name)]
         unknown = [each.relative_to(path) for each in below if not _NAME.fullmatch(each.name)]
-        others = f"{len(unknown)} other{'s' if len(unknown) > 1 else ''} ({_shown(unknown)})" if unknown else ""
+        others = f"{len(unknown)} other{'s' if len(unknown) > 1 else ''} ({shown(unknown)})" if unknown else ""
         if not inside:
             found = f", only {others}" if others else ""
             raise ValueError(f"empty corpus: {path} holds no file that ends in {_ENDINGS}{found}")
@@ -72,7 +77,7 @@ def _without_cards(files: list[Path], directory: Path) -> list[Path]:
         return files
     cards = [file for file in files if file.name.lower() == "readme.md"]
     if cards:
-        names = _shown([card.relative_to(directory) for card in cards])
+        names = shown([card.relative_to(directory) for card in cards])
         _log.warning(
             "warning: %s: skipped, because it describes the data: %s; name it to read it too", directory, names
         )
@@ -89,14 +94,15 @@ def _warn_about_shards(sources: Iterable[Source]) -> None:
         if missing := sorted({*range(count)} - numbers):
             _log.warning(
                 "warning: %s: of %d shards of %s %d are missing: %s",
-                *(directory, count, name, len(missing), _shown(missing)),
+                *(directory, count, name, len(missing), shown(missing)),
             )
     names = sorted({name for _, name, _ in shards})
     if {"train"} < {*names} and not {"test", "validation", "valid", "dev"}.isdisjoint(names):
         _log.warning("warning: %s are read as one set; name the files of one to keep them apart", ", ".join(names))
 
 
-def _shown(names: Sequence[Path | int]) -> str:
+def shown(names: Sequence[object]) -> str:
+    """Return at most five names for a message."""
     return ", ".join(map(str, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
 
 

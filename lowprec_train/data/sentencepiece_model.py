@@ -1,4 +1,5 @@
-"""Lossless SentencePiece byte-pair encoding: identity normalisation, byte fallback, newlines kept.
+"""Lossless SentencePiece byte-pair encoding: identity normalisation, byte fallback, newlines kept. Except for
+U+2581, SentencePiece's own mark of a space, which is decoded as a space.
 
 Training is single-threaded and reads its lines in a fixed order, so the same text gives the same model, byte for byte.
 Lines are a sample of the text: every k-th, and k doubles whenever the sample exceeds its limit.

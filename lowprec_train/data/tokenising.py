@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lowprec_train.data import sources
-from lowprec_train.data.appending import AppendingWriter, forget, unfinished
+from lowprec_train.data.appending import AppendingWriter, difference, forget, unfinished
 from lowprec_train.data.cuts import TextSpan
 from lowprec_train.data.indexed import token_dtype
 from lowprec_train.data.manifest import Manifest, hashes
@@ -273,7 +273,7 @@ def _check_same(done: Manifest, job: Job, prefix: Path) -> None:
     for what, (old, new) in pairs.items():
         if old != new:
             raise ValueError(
-                f"{prefix}: is prepared already, with other {what}: {old}, now {new}; choose another output path"
+                f"{prefix}: is prepared already, with other {what}: {difference(old, new)}; choose another output path"
             )
     both = zip(done.inputs, job.inputs, strict=True)
     if changed := [source.name for each, source in both if each["sha256"] != source.sha256()]:

@@ -3,8 +3,8 @@
     p = softmax(logits / temperature);   token ~ p restricted to its nucleus
 
 The nucleus is the smallest set of likeliest tokens whose probabilities sum to top_p or more (arXiv 1904.09751).
-Temperature 0 selects the most likely token. The prompt is processed in one pass; each further token needs a pass over
-one token, with the cached keys and values of earlier ones (`model.cache`).
+Temperature 0, or one below FP32's smallest normal number, selects the most likely token. The prompt is processed in one
+pass; each further token needs a pass over one token, with the cached keys and values of earlier ones (`model.cache`).
 """
 
 from __future__ import annotations
@@ -46,17 +46,20 @@ class Sampling:
         logits_V = logits_V.float().cpu()
         if not logits_V.isfinite().all():
             raise ValueError("the model's logits are not finite: its weights overflow under this recipe")
-        if self.temperature == 0:
+        if self.temperature < torch.finfo(torch.float32).tiny:
             return int(logits_V.argmax())
-        probability_V = nucleus((logits_V / self.temperature).softmax(dim=-1), self.top_p)
+        below_V = logits_V - logits_V.max()  # a small temperature makes these -inf, and would make logits inf
+        probability_V = nucleus((below_V / self.temperature).softmax(dim=-1), self.top_p)
         return int(torch.multinomial(probability_V, 1, generator=generator))
 
 
 def nucleus(probability_V: Tensor, top_p: float) -> Tensor:
     """Set probabilities outside the nucleus to 0, without normalising."""
     ordered_V, words_V = probability_V.sort(descending=True, stable=True)
-    likelier_V = ordered_V.cumsum(dim=-1) - ordered_V  # what comes before each; the first is always in
-    return torch.zeros_like(probability_V).scatter(-1, words_V, ordered_V.where(likelier_V < top_p, 0.0))
+    likelier_V = ordered_V.cumsum(dim=-1) - ordered_V  # what comes before each
+    inside_V = likelier_V < top_p
+    inside_V[..., 0] = True  # also if top_p is 0 in FP32
+    return torch.zeros_like(probability_V).scatter(-1, words_V, ordered_V.where(inside_V, 0.0))
 
 
 def check_length(prompt: int, max_tokens: int, max_seq_len: int) -> None:

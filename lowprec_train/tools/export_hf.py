@@ -22,6 +22,7 @@ from typing import Any
 from lowprec_train.tools import options
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+DECODED_TO_BF16 = ("nvfp4", "mxfp8", "mxfp4")  # by compressed-tensors; other layers in FP32 cannot take their results
 FORMATS = ("fp8-tensor", "fp8-channel", "fp8-block", "nvfp4", "mxfp8", "mxfp4")
 ACTIVATIONS = ("none", "dynamic", "mx", "static")
 
@@ -32,7 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="RUN", type=Path, help="run directory, or one that import-hf made")
     options.weights_directory(parser)
     options.step(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of all tensors (default: the narrowest that is exact)")
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of all tensors that are not quantised (default: the narrowest that is exact; bf16 with --quantized "
+        "nvfp4, mxfp8 or mxfp4, whose layers transformers runs in BF16)",
+    )
     parser.add_argument(
         "--quantized",
         choices=FORMATS,
@@ -75,14 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
     limit = shards.size(arguments.max_shard_size)
     weights = open_weights(arguments.model, arguments.step)
     directory, _ = run_and_step(arguments.model)
-    files, eos = tokenizer.of_model(directory, arguments.tokenizer, max_length=weights.model.max_seq_len)
-    dtype = getattr(torch, DTYPES[arguments.dtype]) if arguments.dtype else None
+    model = weights.model
+    sizes = {"max_length": model.max_seq_len, "vocab_size": model.vocab_size}
+    files, eos = tokenizer.of_model(directory, arguments.tokenizer, **sizes)
+    named = arguments.dtype or ("bf16" if arguments.quantized in DECODED_TO_BF16 else None)
+    dtype = getattr(torch, DTYPES[named]) if named else None
     other = arguments.tokenizer not in (None, tokenizer.NONE)  # its ids are not those that the model came with
     ids = {"eos_token_id": eos, **({} if other else transfer.special_ids(directory))}
     quantization = _quantization(arguments)
     settings = {"max_bytes": limit, "tokenizer": files, "ids": ids, "quantization": quantization}
     written = transfer.export(weights, arguments.out, dtype=dtype, **settings)
-    print(f"{arguments.out}: {weights.model.name} from {weights.source}, {str(written).removeprefix('torch.')}")
+    print(f"{arguments.out}: {model.name} from {weights.source}, {str(written).removeprefix('torch.')}")
     if quantization is not None:
         print(quantization.summary)
     print(f"tokenizer: {', '.join(files)}" if files else "no tokenizer: --tokenizer FILE adds one")

@@ -1,7 +1,7 @@
 """Show the number of documents and tokens, document lengths and decoded samples of a dataset in Megatron's layout.
 
 The tokenizer is that of the manifest from `lowprec prepare-data`. For a dataset without a manifest, give --tokenizer;
-otherwise samples are shown as token ids.
+otherwise samples are shown as token ids. A --tokenizer other than that of the manifest is an error.
 
 exit status:
   0  done
@@ -54,6 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.check and not path:
         raise ValueError(f"{arguments.prefix} has no manifest: --check needs --tokenizer FILE to check its tokens with")
     tokenizer = load(path) if path else None
+    if arguments.tokenizer and manifest and tokenizer and tokenizer.digest != manifest.tokenizer["sha256"]:
+        raise ValueError(
+            f"--tokenizer {path} has SHA-256 {tokenizer.digest[:12]}, but {arguments.prefix} was prepared with "
+            f"{manifest.tokenizer_path(arguments.prefix)} of {manifest.tokenizer['sha256'][:12]}; leave out --tokenizer"
+        )
     print(figures(dataset, manifest))
     for number in arguments.document or spaced(dataset.document_count, arguments.samples):
         print(f"\n{sample(dataset, number, tokenizer, arguments.characters)}")

@@ -36,6 +36,13 @@ def weights_directory(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_directory_above(out: Path) -> None:
+    """Raises ValueError if the directories of an output path cannot be made, because one of them is a file."""
+    nearest = next(path for path in out.absolute().parents if path.exists())
+    if not nearest.is_dir():
+        raise ValueError(f"--out {out}: {nearest} is not a directory")
+
+
 def positive(text: str) -> int:
     """Parse an integer of at least 1."""
     if text.isdecimal() and int(text) > 0:

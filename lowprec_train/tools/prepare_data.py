@@ -31,6 +31,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowprec_train.tools import options
+
 if TYPE_CHECKING:
     from lowprec_train.data.manifest import Manifest
 
@@ -55,7 +57,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=64,
-        help="longest line of .jsonl; one takes some twenty times its size of memory (default: %(default)s)",
+        help="longest line of .jsonl, to within 1 MiB; one takes some twenty times its size of memory "
+        "(default: %(default)s)",
     )
     parser.add_argument("--skip-bad", action="store_true", help="leave out what cannot be read instead of stopping")
 
@@ -68,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.out.is_dir():
         raise ValueError(f"--out {arguments.out} is a directory; name the dataset in it, as {arguments.out / 'train'}")
+    options.check_directory_above(arguments.out)
     if arguments.max_line_mib < 1:
         raise ValueError(f"--max-line-mib {arguments.max_line_mib} must be at least 1")
     workers = len(os.sched_getaffinity(0)) if arguments.workers is None else arguments.workers

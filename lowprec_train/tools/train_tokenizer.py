@@ -1,5 +1,6 @@
-"""Train a SentencePiece byte-pair encoding. Any text is encoded and decoded without loss: newlines are kept, digits are
-single pieces, and rare characters are encoded as bytes. Accepts the same files as `lowprec prepare-data`.
+"""Train a SentencePiece byte-pair encoding. Text is encoded and decoded without loss, except for the character U+2581,
+SentencePiece's own mark of a space, which is decoded as a space. Newlines are kept, digits are single pieces, and rare
+characters are encoded as bytes. Accepts the same files as `lowprec prepare-data`.
 
 The command reads all input and trains on an evenly spaced sample of its lines. The same input gives the same model,
 byte for byte.
@@ -17,6 +18,8 @@ from __future__ import annotations
 import argparse
 from itertools import islice
 from pathlib import Path
+
+from lowprec_train.tools import options
 
 HELP = "train a SentencePiece tokenizer on text files"
 _TRIED = 200  # documents on which the compression is measured
@@ -45,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     from lowprec_train.data.documents import TextFiles
     from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
 
+    options.check_directory_above(arguments.out)
     if arguments.out.exists():
         raise ValueError(f"{arguments.out} exists; choose another name")
     documents = TextFiles(arguments.inputs, arguments.field, skip_bad=arguments.skip_bad)

@@ -42,6 +42,8 @@ class Choices:
         run, rule, sums, clash = self.run, self.rule, self.sums, self._after_backward()
         if run.log_update_rms and not isinstance(rule, AdamWRule):
             raise ValueError(f"log_update_rms=true needs AdamW's second moments, and {rule} has none; set it to false")
+        if run.optim.clip_updates and not (isinstance(rule, AdamWRule) or rule.hidden_matrices_only):
+            raise ValueError(f"optim.clip_updates=true is for AdamW's updates, and {rule} updates all; set it to false")
         if run.optim.in_backward and (reason := clash or self._in_backward(grid)):
             raise ValueError(f"optim.in_backward=true frees gradients during the backward pass: {reason}")
         if sums is not None and clash:

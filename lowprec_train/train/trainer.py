@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -158,17 +158,18 @@ class Trainer:
             begin = pending.end if pending is not None else Instant(self.device)
             metrics = self.step() | consensus.metrics()
             previous, pending = pending, DeferredMetrics(self.steps_done, metrics, begin, self.device)
-            if previous is not None:
-                self._report(previous, sinks, checkpointer, write_rows)
+            failed = None if previous is None else self._report(previous, sinks, write_rows)
             if checkpointer is not None:
                 checkpointer.check()
             last = self.steps_done == self.options.steps
             request = should_stop() or (checkpointer is not None and checkpointer.failed)
             stop = consensus.agree(request, **self._times) and not last
             save = checkpointer is not None and (stop or last or checkpointer.due(self.steps_done))
-            if stop or save or self._evaluation_due():
-                self._report(pending, sinks, checkpointer, write_rows)
+            if failed or stop or save or self._evaluation_due():
+                failed = self._report(pending, sinks, write_rows) or failed
                 pending = None
+            if failed:
+                self._stop(failed, checkpointer)
             if save:
                 self._save(checkpointer, wait=stop or last)
             if stop:
@@ -327,10 +328,11 @@ class Trainer:
         self,
         pending: DeferredMetrics,
         sinks: Sequence[Sink],
-        checkpointer: Checkpointer | None,
         write_rows: Callable[[Sequence[Row]], None],
-    ) -> None:
-        """Read a step's metrics, evaluate if due, log, and stop a run that has diverged."""
+    ) -> dict[str, float] | None:
+        """Read a step's metrics, evaluate if due, and log. Return the metrics if the run has diverged at this step, with
+        `step`, and with the steps skipped in a row as `skipped`.
+        """
         metrics, seconds = pending.read()
         in_row = int(metrics.pop(_IN_ROW))
         metrics["time/step_ms"] = seconds * 1e3
@@ -344,20 +346,25 @@ class Trainer:
         if evaluated or rows or pending.step % self.options.log_interval == 0:
             for sink in sinks:
                 sink.log(pending.step, metrics | aggregates(rows) | evaluated)
-        if in_row >= self.options.max_nonfinite_steps:
-            self._stop(pending.step, metrics, in_row, checkpointer)
+        diverged = in_row >= self.options.max_nonfinite_steps
+        return metrics | {"step": pending.step, "skipped": in_row} if diverged else None
 
-    def _stop(self, step: int, metrics: Mapping[str, float], in_row: int, checkpointer: Checkpointer | None) -> None:
+    def _stop(self, at: Mapping[str, float], checkpointer: Checkpointer | None) -> NoReturn:
+        """Save, and raise with the numbers of the step at which the run has diverged."""
         unsaved = ""
         try:
             self._save(checkpointer, wait=True)
         except CheckpointError as failure:
             unsaved = str(failure)
-        loss, grad_norm, lr = (metrics[f"train/{name}"] for name in ("loss", "grad_norm", "lr"))
         names = [name for name, _ in self.model.named_parameters()]
         bad = self._skips.gradients(names, self.data_parallel.total)
         raise TrainingDiverged(
-            step=step, loss=loss, grad_norm=grad_norm, skipped=in_row, lr=lr, gradients=bad, unsaved=unsaved
+            step=int(at["step"]),
+            skipped=int(at["skipped"]),
+            **{name: at[f"train/{name}"] for name in ("loss", "grad_norm", "lr")},
+            gradients=bad,
+            saved=self.steps_done if checkpointer is not None else None,
+            unsaved=unsaved,
         )
 
     def _save(self, checkpointer: Checkpointer | None, *, wait: bool) -> None:

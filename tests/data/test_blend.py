@@ -1,5 +1,6 @@
 """Megatron's datasets as a corpus: blends, splits, and the hash that names them."""
 
+import os
 import shutil
 from pathlib import Path
 
@@ -51,6 +52,17 @@ def test_split_rounds_like_megatron():
 def test_ways_to_write_a_split(split):
     assert parse_split(split) == pytest.approx((0.949, 0.05, 0.001))
     assert parse_split("9,1") == pytest.approx((0.9, 0.1, 0.0))
+
+
+def test_training_text_as_validation_is_warned_of(prefixes, caplog):
+    held_out = [os.path.join(os.path.dirname(prefixes[1]), ".", os.path.basename(prefixes[1]))]
+    build(prefixes, valid=held_out, split=None)
+    assert caplog.messages == [
+        f"warning: data.valid={held_out[0]} is in data.train too: valid/loss is of training text"
+    ]
+    caplog.clear()
+    build(prefixes[:1], valid=prefixes[1:], split=None)
+    assert not caplog.messages
 
 
 def test_blend_of_both(prefixes):
@@ -167,6 +179,7 @@ def test_large_files_are_hashed_by_samples(tmp_path, monkeypatch):
         ([], r"blend=\[\]: expected a prefix"),
         (["a", "b", 2, "c"], r"expected a weight and a prefix, got 'a', 'b'"),
         (["a", "b", "a"], r"names a dataset twice"),
+        (["a", "./a"], r"names a dataset twice"),
         ([0.5, 0.5], r"expected a weight and a prefix, got 0\.5, 0\.5"),
         ([None, "a"], r"expected a weight and a prefix, got 1\.0, None"),
         ([1, "a", 2, "a"], r"names a dataset twice"),

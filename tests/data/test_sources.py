@@ -212,3 +212,5 @@ def test_names(tmp_path):
     (tmp_path / "b.txt").write_text("b")
     with pytest.raises(ValueError, match=r"b\.txt: named twice"):
         finding.find([tmp_path / "b.txt", tmp_path])
+    with pytest.raises(ValueError, match=r"b\.txt: named twice"):
+        finding.find([tmp_path / "b.txt", tmp_path / ".." / tmp_path.name / "b.txt"])

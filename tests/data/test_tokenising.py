@@ -155,11 +155,28 @@ def test_only_the_same_input_is_gone_on_with(root, place):
     with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
         patched.setattr(tokenising, "_COMMIT_SECONDS", 0)
         prepare(tokenising_job, place, lambda counts: counts.documents > 100 and die(counts))
-    with pytest.raises(ValueError, match=r"all\.unfinished was started with other input: \{'field': 'text'\}"):
+    with pytest.raises(ValueError, match=r"all\.unfinished was started with other input: field text, now body; remove"):
         prepare(job(root, field="body"), place)
     os.utime(root / "text" / "b.jsonl")
-    with pytest.raises(ValueError, match=r"started with other input: \{'inputs': .*; remove it to start again"):
+    file = r"b\.jsonl \([\d,]+ bytes of \d{4}-\d\d-\d\d [\d:.]+\)"
+    with pytest.raises(ValueError, match=f"started with other input: inputs {file}, now {file}; remove it to start"):
         prepare(job(root), place)
+
+
+def test_of_many_files_a_few_are_named(root, place, tmp_path):
+    """Of two lists, those that are in one of them."""
+    lines = (root / "text" / "a.jsonl").read_text().splitlines(keepends=True)
+    for number in range(30):
+        (tmp_path / f"{number:02}.jsonl").write_text(lines[number])
+    every = finding.find([tmp_path])
+    prepare(job(root, inputs=every[:20]), place)
+    size = every[20].size
+    with pytest.raises(ValueError) as error:
+        prepare(job(root, inputs=every), place)
+    assert f"other inputs: none, now 20.jsonl ({size:,} bytes), 21.jsonl (" in (said := str(error.value))
+    assert "24.jsonl (" in said and "25.jsonl" not in said and "19.jsonl" not in said and ", ...; choose" in said
+    with pytest.raises(ValueError, match="other inputs: 20 in another order; choose"):
+        prepare(job(root, inputs=every[19::-1]), place)
 
 
 def test_the_manifest_is_of_the_text_that_was_read(root, tmp_path, place):
@@ -229,7 +246,7 @@ def test_a_full_disk_at_the_end(root, place, written, named):
     (place.parent / written).symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"No space left on device: '{place.parent}/{named}'"):
         prepare(job(root), place)
-    (place.parent / written).unlink()
+    (place.parent / written).unlink(missing_ok=True)
     prepare(job(root), place)
     assert files(place) == files(root / "once" / "all")
 

@@ -90,6 +90,15 @@ def test_choices_have_the_probabilities_of_the_temperature():
 
 
 @pytest.mark.parametrize(
+    "sampling",
+    [{"temperature": 1e-300}, {"temperature": 3e-39}, {"temperature": 1.2e-38}, {"temperature": 1.0, "top_p": 1e-46}],
+)
+def test_tiny_temperatures_and_nuclei_choose_the_likeliest(sampling):
+    logits, generator = torch.tensor([-40.0, 90.0, 3.0, 90.5]), torch.Generator().manual_seed(0)
+    assert {Sampling(**sampling).choose(logits, generator) for _ in range(5)} == {3}
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"temperature": -1.0}, "-1.0"),

@@ -1,13 +1,17 @@
 """Update clipping against StableAdamW's equations (arXiv 2304.13013, algorithm 2) in FP64."""
 
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from lowprec_train.ops.adamw import AdamWRule
-from lowprec_train.ops.updates import Step, root_mean
+from lowprec_train.ops.updates import Rule, Step, root_mean
+from lowprec_train.parallel.mesh import Sizes
+from lowprec_train.train import build
 from tests.optim.cases import adamw
+from tests.recipes import composed
 
 B1, B2, EPS = 0.9, 0.99, 1e-8
 
@@ -125,3 +129,22 @@ def test_each_tensor_has_a_rate_of_its_own():
         optimizer.step()
         step(lone, alone, gradient[1])
     assert torch.equal(calm, lone)
+
+
+def test_update_clipping_needs_adamw():
+    """A rule that updates all parameters takes no clip_updates; Muon leaves vectors and embeddings to AdamW."""
+
+    @dataclass(frozen=True)
+    class Lion(Rule):
+        """Updates all parameters."""
+
+        moments: tuple[str, ...] = ("exp_avg",)
+
+    run = composed("model.layers=2", "optim.clip_updates=true", "max_grad_norm=0")
+    chosen = build.choices(run, build.layout(run))
+    chosen.check_memory(Sizes())
+    other = replace(chosen, rule=Lion())
+    with pytest.raises(ValueError, match="optim.clip_updates=true is for AdamW's updates, and .*Lion.* updates all"):
+        other.check_memory(Sizes())
+    muon = composed("model.layers=2", "optim=muon", "optim.clip_updates=true", "max_grad_norm=0")
+    build.choices(muon, build.layout(muon)).check_memory(Sizes())

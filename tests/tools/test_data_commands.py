@@ -13,6 +13,7 @@ from lowprec_train import main
 from lowprec_train.data import tokenising
 from lowprec_train.data.manifest import sha256
 from lowprec_train.data.tokenising import Counts
+from lowprec_train.data.tokenizer import load
 from lowprec_train.tools import cli, progress
 from tests.data.indexed_files import write_indexed
 
@@ -113,6 +114,28 @@ def test_check_names_what_it_read(prefix, tmp_path, capsys):
         assert ("token -5 is outside the vocabulary of 384" in out) is (status == 1)
 
 
+def test_the_tokenizer_of_a_prepared_set_is_not_replaced(text, prefix, tmp_path, capsys):
+    own, other = prefix.parent / "tokenizer.model", tmp_path / "other.model"
+    assert lowprec("train-tokenizer", text, "--vocab-size", 380, "--out", other) == 0
+    capsys.readouterr()
+    assert lowprec("inspect-data", prefix, "--tokenizer", other) == 2
+    captured = capsys.readouterr()
+    assert not captured.out and len(captured.err.splitlines()) == 1
+    for what in (f"--tokenizer {other} has SHA-256 {sha256(other)[:12]}, ", f"{own} of {sha256(own)[:12]}"):
+        assert what in captured.err
+    assert lowprec("inspect-data", prefix, "--tokenizer", own) == 0
+
+
+def test_the_help_names_what_is_lost_and_what_a_limit_is(text, prefix, capsys):
+    """SentencePiece's own mark of a space is a space when it is decoded; a line's limit is that of reads of 1 MiB."""
+    tokenizer = load(prefix.parent / "tokenizer.model")
+    assert tokenizer.decode(tokenizer.encode(["a\u2581b é\n"])[0]) == "a b é\n"
+    for command, said in (("train-tokenizer", "U+2581"), ("prepare-data", "to within 1 MiB")):
+        with pytest.raises(SystemExit):
+            lowprec(command, "--help")
+        assert said in " ".join(capsys.readouterr().out.split())
+
+
 def test_again_and_interrupted(text, prefix, tmp_path, capsys, monkeypatch):
     command = ["prepare-data", text, "--tokenizer", prefix.parent, "--workers", 0, "--out"]
     before = {path.name: path.stat().st_mtime_ns for path in prefix.parent.iterdir()}
@@ -144,12 +167,18 @@ def test_again_and_interrupted(text, prefix, tmp_path, capsys, monkeypatch):
             "no tokenizer of 99999 pieces can be trained on it",
         ),
         ("inspect-data {here}/none", "none.idx: no such file"),
+        (
+            "prepare-data {text} --tokenizer {model} --out /dev/null/x",
+            "--out /dev/null/x: /dev/null is not a directory",
+        ),
+        ("train-tokenizer {text} --vocab-size 384 --out {text}/a/b", "text.jsonl/a/b: {text} is not a directory"),
     ],
 )
 def test_mistakes(text, prefix, tmp_path, capsys, command, message):
     filled = command.format(text=text, model=prefix.parent / "tokenizer.model", here=tmp_path)
     assert lowprec(*filled.split()) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message.replace("{text}", str(text)) in line
 
 
 def test_a_tokenizer_leaves_out_what_has_no_text(text, tmp_path, capsys):

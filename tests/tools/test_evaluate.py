@@ -203,7 +203,8 @@ def test_progress_is_for_terminals(exact, made):
 
 
 def test_a_set_of_unknown_tokenizer_has_a_perplexity_and_no_bytes(made, evaluate):
-    found, out = evaluate("--data", made.prefix, "--tokenizer", "none", "--recipe", "fp32", "--limit", 5)
+    how = ("--tokenizer", "none", "--start", "none", "--recipe", "fp32", "--limit", 5)
+    found, out = evaluate("--data", made.prefix, *how)
     about = found["text"]
     assert about["bytes"] is None and about["results"]["fp32"]["bits_per_byte"] is None and " - " in out
     stored = documents_of_bin(made.prefix, made.tokenizer.eod)[:5]
@@ -250,6 +251,8 @@ def test_refusals(made, refused, tmp_path):
     assert "--limit 0" in refused("--data", made.raw, "--limit", 0)
     assert "--start 384 must be eod, none or a token id below 384" in refused("--data", made.raw, "--start", 384)
     assert "give one with --tokenizer" in refused("--data", made.raw, "--tokenizer", "none")
+    for start in ((), ("--start", "eod")):
+        assert "--start eod: without a tokenizer" in refused("--data", made.prefix, "--tokenizer", "none", *start)
     assert "no such file" in refused("--data", tmp_path / "absent.txt")
     assert "step-9" in refused("--data", made.raw, "--step", 9)
     assert "neither a run" in refused("--data", made.raw, model=tmp_path)

@@ -126,6 +126,46 @@ def test_writing_stops_where_it_is_reported(made, answering):
     assert written(until=[stop], max_gen_toks=10) == free[: free.index(stop)] == written(until=stop, max_gen_toks=10)
 
 
+def test_an_empty_stop_stops_nothing(answering):
+    def written(**asked):
+        (text,) = answering.generate_until(requests("generate_until", ("loss scale", asked)), disable_tqdm=True)
+        return text
+
+    free = written(max_gen_toks=10)
+    assert written(until="", max_gen_toks=10) == written(until=["", "\0"], max_gen_toks=10) == free
+    assert len(free) > len(written(max_gen_toks=1))
+
+
+def test_answers_leave_room_for_the_prompt(made, answering, caplog):
+    def write(question, **asked):
+        return answering.generate_until(requests("generate_until", (question, asked)), disable_tqdm=True)
+
+    for asked, said in (
+        ({"max_gen_toks": 64}, "64 must"),
+        ({}, r"256 \(the default\)"),
+        ({"max_gen_toks": 0}, "0 must"),
+    ):
+        with pytest.raises(ValueError, match=f"max_gen_toks {said} .* below the model's max_seq_len 64"):
+            write("loss scale", **asked)
+    ids = made.tokenizer.encode(["loss scale"])[0]
+    write("loss scale", max_gen_toks=64 - len(ids))
+    assert not caplog.records
+    write("loss scale", max_gen_toks=65 - len(ids))
+    said = f"1 of 1 prompts lose their beginning: max_gen_toks leaves {len(ids) - 1} of 64 positions to a prompt"
+    assert said in caplog.text
+
+
+def test_answers_without_room_are_refused_before_anything_is_computed(made, files, tmp_path, capsys, no_model):
+    for asked, said in (
+        ("max_gen_toks: 64", "max_gen_toks 64 must"),
+        ("do_sample: false", "max_gen_toks 256 (the def"),
+    ):
+        (tmp_path / "long.yaml").write_text(files[2].read_text().replace("max_gen_toks: 4", asked))
+        assert main(["evaluate", str(made.run), "--device", "cpu", "--tasks", str(tmp_path / "long.yaml")]) == 2
+        (line,) = (each for each in capsys.readouterr().err.splitlines() if "error:" in each)
+        assert f"long.yaml: task writing: {said}" in line and "below the model's max_seq_len 64" in line
+
+
 def test_from_the_command_line(made, files, tmp_path, capsys):
     out = tmp_path / "tasks.json"
     status = main(["evaluate", str(made.run), "--device", "cpu", "--tasks", *map(str, files), "--out", str(out)])

@@ -3,6 +3,7 @@
 import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def exported(learnt, tmp_path_factory):
     """A run whose run.json names a SentencePiece model, exported."""
     root = tmp_path_factory.mktemp("exported")
     path = store(learnt, root)
-    run = save_run(root / "run", drawn(MODELS["llama"]), MODELS["llama"], tokenizer=str(path))
+    model = replace(MODELS["llama"], vocab_size=learnt.vocab_size)
+    run = save_run(root / "run", drawn(model), model, tokenizer=str(path))
     assert main(["export-hf", str(run), "--out", str(root / "out")]) == 0
     return root / "out"
 
@@ -81,7 +83,6 @@ def test_a_prompt_goes_from_tokenizer_to_model(exported):
         each.from_pretrained(exported) for each in (transformers.AutoTokenizer, transformers.AutoModelForCausalLM)
     )
     prompt = opened("a", return_tensors="pt")
-    prompt["input_ids"] %= model.config.vocab_size
     assert model.generate(**prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (
         1,
         3 + prompt["input_ids"].shape[1],
@@ -171,6 +172,10 @@ def test_where_the_tokenizer_lies(tmp_path, learnt):
     assert of_model(tmp_path, Path("none"), max_length=8) == ({}, None)
     named, eos = of_model(tmp_path, store(learnt, tmp_path), max_length=8)
     assert set(named) == {"tokenizer.json", "tokenizer_config.json"} and eos == learnt.eod
+    size = learnt.vocab_size
+    assert of_model(tmp_path, store(learnt, tmp_path), max_length=8, vocab_size=size) == (named, eos)
+    with pytest.raises(ValueError, match=f"vocab_size {size - 1} is smaller than the {size} pieces of the tokenizer"):
+        of_model(tmp_path, store(learnt, tmp_path), max_length=8, vocab_size=size - 1)
     (tmp_path / "run.json").write_text("{}")
     assert of_model(tmp_path, None, max_length=8) == ({}, None)
 

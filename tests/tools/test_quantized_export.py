@@ -84,6 +84,9 @@ def test_codes_are_those_of_the_forward_pass(tmp_path, recipe):
     run = trained(tmp_path / "run", recipe, *TINY)
     tensors, config = exported(run, tmp_path / "out", "--quantized", CODED[recipe])
     told, form = config["quantization_config"], FORMATS[CODED[recipe]]
+    bf16 = CODED[recipe] in export_hf.DECODED_TO_BF16
+    assert config["torch_dtype"] == ("bfloat16" if bf16 else "float32")
+    assert tensors["model.norm.weight"].dtype == (torch.bfloat16 if bf16 else torch.float32)
     ignored, coded = [], 0
     for name, (how, weight) in linears(run).items():
         modules, layout = hf_modules(run, name)
@@ -227,7 +230,7 @@ def test_transformers_computes_the_logits_of_these_codes(tmp_path, recipe):
     of NVFP4 and MXFP4 multiplies in BF16, so its weights are the BF16 rounding of code times scale.
     """
     run = trained(tmp_path / "run", recipe, *TINY)
-    exported(run, tmp_path / "out", "--quantized", CODED[recipe])
+    exported(run, tmp_path / "out", "--quantized", CODED[recipe], "--dtype", "fp32")
     model = Trained(run).model("fp32", device=CPU)
     with torch.no_grad():
         theirs = read_by_transformers(tmp_path / "out")(TOKENS).logits

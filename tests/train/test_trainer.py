@@ -189,14 +189,30 @@ def test_divergence_saves_and_stops_with_the_numbers(tmp_path):
         return False
 
     checkpointer = Checkpointer(tmp_path, interval=100, keep=2)
-    with pytest.raises(TrainingDiverged, match=r"step 9: loss nan, gradient norm nan, 3 steps in a row") as caught:
-        trainer.fit(sinks=[], checkpointer=checkpointer, should_stop=remember)
-    assert (caught.value.step, caught.value.skipped) == (9, 3) and "learning rate" in str(caught.value)
+    sink = Lines()
+    with pytest.raises(TrainingDiverged, match=r"step 10: loss nan, gradient norm nan, 4 steps in a row") as caught:
+        trainer.fit(sinks=[sink], checkpointer=checkpointer, should_stop=remember)
+    assert (caught.value.step, caught.value.skipped) == (10, 4) and "learning rate" in str(caught.value)
+    assert "optimizer states after step 10 are saved" in str(caught.value)
+    assert sink.column("step") == list(range(1, 11))
     restored = make_trainer(steps=30, max_nonfinite_steps=3)
     assert checkpointer.load(restored.checkpoint_parts()) == 10  # found out one step late
     learned = {k: v for k, v in bits(restored).items() if not k.startswith("trainer.")}
     assert same(learned, {k: v for k, v in states[6].items() if not k.startswith("trainer.")})
     assert restored._skipped.item() == 5 and restored._skipped_in_row.item() == 4
+
+
+def test_the_step_after_a_divergence_is_logged_and_kept(tmp_path):
+    """The host finds out when the next step is done: that one may be finite, and the next launch goes on from it."""
+    sink, checkpointer = Lines(), Checkpointer(tmp_path, interval=100, keep=2)
+    trainer = make_trainer(steps=12, poison=[4, 5, 6], max_nonfinite_steps=3)
+    with pytest.raises(TrainingDiverged, match=r"step 7: .* 3 steps in a row") as caught:
+        trainer.fit(sinks=[sink], checkpointer=checkpointer)
+    assert "after step 8 are saved" in str(caught.value) and trainer.steps_done == 8
+    again = make_trainer(steps=12, max_nonfinite_steps=3)
+    assert checkpointer.load(again.checkpoint_parts()) == 8 and again._skipped_in_row.item() == 0
+    assert again.fit(sinks=[sink], checkpointer=checkpointer) == "done"
+    assert sink.column("step") == list(range(1, 13))
 
 
 def test_divergence_without_room_to_save_says_both(tmp_path):

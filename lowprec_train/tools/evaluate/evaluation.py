@@ -59,7 +59,7 @@ class Evaluation:
                 raise ValueError(f"--tasks: {options.model} has no tokenizer; give one with --tokenizer FILE")
             from lowprec_train.tools.evaluate import harness
 
-            harness.check(options.tasks)
+            harness.check(options.tasks, trained.weights.model.max_seq_len)
         source = None
         if options.data is not None:
             source = texts.open_text(options.data, field=options.field, tokenizer=tokenizer, skip_bad=options.skip_bad)
@@ -141,11 +141,19 @@ def tokenizer_of(trained: Trained, file: Path | None) -> Tokenizer | None:
 
 
 def start_token(start: str, tokenizer: Tokenizer | None, vocab_size: int) -> int | None:
-    """The token id that precedes each document, from --start; None for no token. Raises ValueError for a bad id."""
+    """The token id that precedes each document, from --start; None for no token.
+
+    Raises ValueError for a bad id, and for `eod` without a tokenizer.
+    """
     if start == "none":
         return None
     if start == "eod":
-        return None if tokenizer is None else tokenizer.eod
+        if tokenizer is None:
+            raise ValueError(
+                "--start eod: without a tokenizer the end-of-document token is unknown; give --tokenizer FILE, "
+                "--start none or the token's id"
+            )
+        return tokenizer.eod
     if not start.isdecimal() or int(start) >= vocab_size:
         raise ValueError(f"--start {start} must be eod, none or a token id below {vocab_size}")
     return int(start)

@@ -3,7 +3,8 @@
 The harness sends three kinds of requests: the log-likelihood of a continuation after a context, the log-likelihood of
 a text, and generation. Text is tokenised as in the harness's adapter for Hugging Face models, so an exported model
 receives the same tokens there: no special token is added to a context, an empty context is the end-of-document token,
-and a text that is too long is truncated on the left.
+and a text that is too long is truncated on the left. A prompt and its answer share the positions of the model, so a
+prompt is too long if it exceeds `max_seq_len - max_gen_toks`; a warning counts these.
 
 Task files are YAML. The files and their data must be local: nothing is downloaded, and the libraries of the harness are
 set to offline mode, regardless of environment variables.
@@ -38,6 +39,7 @@ OFFLINE = {
     "evaluate.config": "HF_EVALUATE_OFFLINE",
 }
 RESAMPLES = 1000  # bootstrap samples, for standard errors of metrics without a formula
+_log = logging.getLogger(__name__)
 
 
 class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
@@ -72,8 +74,21 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generated text after each context, up to the first stop string of the task."""
-        return [self._answer(*request.args) for request in requests]
+        """Generated text after each context, up to the first stop string of the task.
+
+        Raises ValueError if the task's max_gen_toks leaves no room for a prompt.
+        """
+        rooms = [self.max_length - _answer_limit(request.args[1], self.max_length) for request in requests]
+        prompts = [self.tok_encode(request.args[0]) or [self.eot_token_id] for request in requests]
+        if shortened := sum(len(prompt) > room for prompt, room in zip(prompts, rooms, strict=True)):
+            message = (
+                "warning: %d of %d prompts lose their beginning: max_gen_toks leaves %d of %d positions to a prompt"
+            )
+            _log.warning(message, shortened, len(requests), min(rooms), self.max_length)
+        return [
+            self._answer(prompt[-room:], self.max_length - room, request.args[1])
+            for prompt, room, request in zip(prompts, rooms, requests, strict=True)
+        ]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **unused: Any
@@ -83,10 +98,9 @@ class Answering(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     def _scored(self, windows: Iterable[Window]) -> list[tuple[float, bool]]:
         return [(-each.nll, each.greedy) for each in score_all(self.model, windows, self.batch)]
 
-    def _answer(self, context: str, settings: dict[str, Any]) -> str:
-        stops = [settings["until"]] if isinstance(settings.get("until"), str) else list(settings.get("until") or [])
-        limit = min(int(settings.get("max_gen_toks", LONGEST_ANSWER)), self.max_length - 1)
-        prompt = (self.tok_encode(context) or [self.eot_token_id])[-(self.max_length - limit) :]
+    def _answer(self, prompt: list[int], limit: int, settings: dict[str, Any]) -> str:
+        stops = [settings["until"]] if isinstance(settings.get("until"), str) else settings.get("until") or []
+        stops = [stop for stop in stops if stop]
         temperature = float(settings.get("temperature", 1.0)) if settings.get("do_sample") else 0.0
         sampling = Sampling(temperature=temperature, top_p=float(settings.get("top_p", 1.0)))
         ids: list[int] = []
@@ -111,7 +125,7 @@ def run_tasks(answering: Answering, files: Sequence[Path], limit: int | None) ->
 
     Raises ValueError for an invalid task file (`check`) and for a task that does not fit its data.
     """
-    manager = check(files)
+    manager = check(files, answering.max_length)
     try:
         found = simple_evaluate(
             answering,
@@ -129,18 +143,39 @@ def run_tasks(answering: Answering, files: Sequence[Path], limit: int | None) ->
     return {str(name): _plain(values) for name, values in found["results"].items()}
 
 
-def check(files: Sequence[Path]) -> TaskManager:
-    """Load the task files and their data. Raises ValueError for an invalid task file."""
+def check(files: Sequence[Path], max_seq_len: int) -> TaskManager:
+    """Load the task files and their data. max_seq_len: of the model.
+
+    Raises ValueError for an invalid task file, and for a task whose max_gen_toks leaves no room for a prompt.
+    """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # hides a warning for every default value of a task file
     for module, switch in OFFLINE.items():
         setattr(importlib.import_module(module), switch, True)
     manager = TaskManager(include_defaults=False)
     for file in files:
         try:
-            manager.load([str(file)])
+            tasks = manager.load([str(file)])["tasks"]
         except Exception as error:  # the harness raises many types
             raise ValueError(f"{file} is not a valid task file: {_one_line(error)}") from error
+        for name, task in tasks.items():
+            if task.config.output_type == "generate_until":
+                try:
+                    _answer_limit(task.config.generation_kwargs, max_seq_len)
+                except ValueError as error:
+                    raise ValueError(f"{file}: task {name}: {error}") from error
     return manager
+
+
+def _answer_limit(settings: dict[str, Any], max_seq_len: int) -> int:
+    """The maximum tokens of an answer. Raises ValueError if it leaves no position for the prompt."""
+    asked = settings.get("max_gen_toks")
+    limit, default = (LONGEST_ANSWER, " (the default)") if asked is None else (asked, "")
+    if not (str(limit).isdecimal() and 1 <= int(limit) < max_seq_len):
+        raise ValueError(
+            f"max_gen_toks {limit}{default} must be a number of at least 1 and below the model's max_seq_len "
+            f"{max_seq_len}, which prompt and answer share; set it in generation_kwargs of the task"
+        )
+    return int(limit)
 
 
 def _one_line(error: Exception) -> str:
@@ -161,5 +196,5 @@ def _window(tokens: list[int], scored: int, longest: int) -> Window:
 
 def _before(text: str, stops: Sequence[str]) -> str:
     """The text up to the first stop string."""
-    places = [text.index(stop) for stop in stops if stop and stop in text]
+    places = [text.index(stop) for stop in stops if stop in text]
     return text[: min(places)] if places else text

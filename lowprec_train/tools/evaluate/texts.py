@@ -1,7 +1,9 @@
 """Readers of the evaluated text: text files, or a data set prepared by `lowprec prepare-data` or by Megatron.
 
 Both give documents as token ids without the closing end-of-document token, and the number of UTF-8 bytes of each
-document. A raw file and the data set prepared from it therefore give equal results.
+document. A raw file and the data set prepared from it therefore give equal results, except for bits per byte of text
+that contains U+2581: SentencePiece decodes this character as a space, and the bytes of a data set are those of decoded
+text.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 from lowprec_train.config import read_object
 from lowprec_train.data.endings import NoEnding
 from lowprec_train.data.sentencepiece_model import SentencePieceTokenizer
-from lowprec_train.data.tokenizer import load
+from lowprec_train.data.tokenizer import check_vocabulary, load
 from lowprec_train.tools.huggingface import from_sentencepiece
 from lowprec_train.train.weights import tokenizer_of
 
@@ -40,15 +40,21 @@ def find(directory: Path, requested: Path | None) -> Path | None:
     raise ValueError(f"{directory}: its tokenizer {path} does not exist; pass --tokenizer FILE or --tokenizer none")
 
 
-def of_model(directory: Path, requested: Path | None, *, max_length: int) -> tuple[dict[str, bytes], int | None]:
+def of_model(
+    directory: Path, requested: Path | None, *, max_length: int, vocab_size: int | None = None
+) -> tuple[dict[str, bytes], int | None]:
     """Return tokenizer files by name, and the end-of-document token id; ({}, None) for a model without a tokenizer.
 
-    requested, and errors: as in `find` and `exported`. max_length: of the model's sequences, in tokens.
+    requested, and errors: as in `find` and `exported`. max_length: of the model's sequences, in tokens. vocab_size: of
+    the model. Raises ValueError if the tokenizer has more pieces.
     """
     path = find(directory, requested)
     if path is None:
         return {}, None
     if path != directory:
+        if vocab_size is not None:
+            pieces = load(path).vocab_size
+            check_vocabulary(tokenizer=pieces, vocab_size=vocab_size, name=str(path), setting="the model's vocab_size")
         return exported(path, max_length=max_length)
     try:
         return read_files(path), load(path).eod

@@ -105,6 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
     study, planned, out = _planned(arguments)
     workers = _workers(arguments)
     configured = plan.check(study, planned)
+    _check_folder(study, out)
     purposes = _purposes(study, out)  # before the text, which can take long to prepare
     plan.check_text(study, configured)
     write_whole(out / "seeds.json", f"{json.dumps(purposes, indent=2)}\n".encode())
@@ -155,7 +156,7 @@ def _workers(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from lowprec_train.tools.study import progress
+    from lowprec_train.tools.study import plan, progress
 
     study, planned, out = _planned(arguments)
     if arguments.task is not None:
@@ -163,6 +164,7 @@ def _list(arguments: argparse.Namespace) -> int:
             raise ValueError(f"--task {arguments.task}: study {study.name} has runs 0 to {len(planned) - 1}")
         print(*planned[arguments.task].command(out), sep="\n")
     elif arguments.slurm:
+        plan.check(study, planned)  # here rather than in each job
         print(_array(arguments, planned))
     else:
         found = progress.states(planned, out)
@@ -240,6 +242,15 @@ def _planned(arguments: argparse.Namespace) -> tuple[Study, list[StudyRun], Path
         purpose = f" for --purpose {arguments.purpose}" if arguments.purpose else ""
         raise ValueError(f"study {study.name} has no run{arms}{purpose}")
     return study, wanted, arguments.out or Path("runs") / "study" / study.name
+
+
+def _check_folder(study: Study, out: Path) -> None:
+    """Raise ValueError if the folder has the results of another study: each study writes the same files there."""
+    from lowprec_train.config import read_object
+    from lowprec_train.tools.study import stored_results
+
+    if (name := read_object(out / stored_results.FILE).get("study", study.name)) != study.name:
+        raise ValueError(f"{out} has the results of study {name}, and this is study {study.name}: give another --out")
 
 
 def _purposes(study: Study, out: Path) -> dict[str, Any]:

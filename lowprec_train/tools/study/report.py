@@ -73,8 +73,8 @@ def definitions(measured: Measured) -> dict[str, str]:
         "extra tokens": f"D / D' - 1, where {measured.baseline} trained on D' tokens has this loss, between runs of "
         "their own length in log D that have seeds in common",
         "training gap, last tenth": "the gap of the mean training losses of the last tenth of the steps: a check",
-        "tokens/s": f"median rate over {measured.baseline}'s, of runs that had their device to themselves, on one kind of "
-        "device",
+        "tokens/s": f"median rate over {measured.baseline}'s, of runs that had their device to themselves, all on one "
+        "kind of device",
         "predicted": "an expectation that the file of the study holds",
         "speed at equal loss": "tokens/s / (1 + extra tokens)",
         "may be said": "the end of the one-sided 95 % interval that is on the safe side",

@@ -30,9 +30,9 @@ class Result:
     forward pass. tail: mean training loss of the last tenth of the steps. start: first training loss. Both are NaN if
     no loss was logged. sharpness: with the recipe's forward pass; None if not measured. unstable: the reason, "" for a
     stable run. logged: number of logged training losses. clipped: share of steps; spikes, skipped: counts; of a fork,
-    all after the fork. valid: during training. facts: of run.json, and `held_out`: the number and length of the sequences
-    of `valid`. rate: tokens/s; None if the run shared its device. steps: planned, also of a diverged run.
-    parameters: without embedding and head. start_state: content of fork.json; empty if the run is not a fork.
+    all after the fork. valid: during training. facts: of run.json, and `held_out`: number and length of sequences of
+    `valid`. rate: tokens/s; None if the run shared its device. steps: planned, also of a diverged run. parameters:
+    without embedding and head. start_state: content of fork.json; empty if the run is not a fork.
     """
 
     run: StudyRun

@@ -24,8 +24,9 @@ NAMED = 3  # maximum number of parameters in a message
 class TrainingDiverged(RuntimeError):
     """The loss or the gradient was not finite for too many steps in a row.
 
-    gradients: names of the parameters whose gradients were not finite in the last skipped step. unsaved: why the
-    state before these steps could not be saved.
+    gradients: names of the parameters whose gradients were not finite in the last skipped step. saved: the step after
+    which the state was saved; the host may find out when the device has done one more step. unsaved: why it could not
+    be saved.
     """
 
     def __init__(
@@ -37,17 +38,24 @@ class TrainingDiverged(RuntimeError):
         skipped: int,
         lr: float,
         gradients: Sequence[str] = (),
+        saved: int | None = None,
         unsaved: str = "",
     ) -> None:
         self.step, self.loss, self.grad_norm, self.skipped, self.lr = step, loss, grad_norm, skipped, lr
         self.gradients = tuple(gradients)
         more = f" and {len(gradients) - NAMED} more" if len(gradients) > NAMED else ""
-        saved = "The weights and optimizer states from before these steps are saved."
+        kept = (
+            ""
+            if saved is None
+            else (
+                f"The weights and optimizer states after step {saved} are saved; the skipped steps did not change them."
+            )
+        )
         where = f" (gradients not finite: {', '.join(gradients[:NAMED])}{more})" if gradients else ""
         super().__init__(
             f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
             f"{skipped} steps in a row skipped as not finite{where}, learning rate {lr:.3g}.\n"
-            f"{unsaved or saved} Try a lower peak learning rate or a longer warm-up, a smaller max_grad_norm, one GEMM "
+            f"{unsaved or kept} Try a lower peak learning rate or a longer warm-up, a smaller max_grad_norm, one GEMM "
             "in higher precision (precision.override) to find the one that overflows, or a larger max_nonfinite_steps."
         )
         if unsaved:

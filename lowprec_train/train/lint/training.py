@@ -103,5 +103,5 @@ def lost_updates(plan: RunPlan) -> Iterator[Fault]:
     instead="max_grad_norm=0",
 )
 def two_clips(plan: RunPlan) -> Iterator[Fault]:
-    if plan.run.optim.clip_updates and plan.run.max_grad_norm > 0:
+    if plan.run.optim.clip_updates and not plan.run.optim.rule and plan.run.max_grad_norm > 0:
         yield Fault(what=f"optim.clip_updates=true with max_grad_norm={plan.run.max_grad_norm}")

@@ -217,6 +217,8 @@ def test_a_job_array(tmp_path, capsys):
     assert cli.main(["study", "list", str(file), "--slurm", "--purpose", "estimate", "--set", "micro_batch=2"]) == 0
     told = capsys.readouterr().out.strip()
     assert told == f"sbatch --array=0-7 scripts/slurm/study.sbatch {file} --purpose estimate --set micro_batch=2"
+    assert cli.main(["study", "list", str(file), "--slurm", "--set", "optim.lrr=2"]) == 2  # not in each job
+    assert "optim.lrr" in capsys.readouterr().err
     assert cli.main(["study", "list", str(file), "--task", "1", "--out", "there"]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == ["name=bf16-s101-again", "run_root=there"]
     assert cli.main(["study", "list", str(file), "--task", "10"]) == 2

@@ -223,6 +223,11 @@ def test_results_are_written_as_runs_finish(tmp_path, begun, monkeypatch, capsys
     whole = stored.read_text()
     assert sorted(json.loads(whole)["runs"]) == ["bf16-s2", "fp8-s2", "fp8-s3"]
 
+    stored.write_text(json.dumps({"study": "another", "runs": {}}))
+    assert cli.main(words) == 2 and json.loads(stored.read_text())["study"] == "another"
+    assert f"{tmp_path} has the results of study another, and this is study synthetic" in capsys.readouterr().err
+    stored.write_text(whole)
+
     facts = tmp_path / "fp8-s2" / "run.json"
     facts.write_text(json.dumps(json.loads(facts.read_text()) | {"corpus_hash": "decaf"}))
     capsys.readouterr()
