@@ -330,8 +330,8 @@ class Trainer:
         sinks: Sequence[Sink],
         write_rows: Callable[[Sequence[Row]], None],
     ) -> dict[str, float] | None:
-        """Read a step's metrics, evaluate if due, and log. Return the metrics if the run has diverged at this step, with
-        `step`, and with the steps skipped in a row as `skipped`.
+        """Read a step's metrics, evaluate if due, and log. Return the metrics if the run has diverged at this step, and
+        with them `step`, and the steps skipped in a row as `skipped`.
         """
         metrics, seconds = pending.read()
         in_row = int(metrics.pop(_IN_ROW))
