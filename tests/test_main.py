@@ -195,6 +195,12 @@ def test_recipes_are_explained(launch, argument, says):
         (["model.width=3"], "Could not override 'model.width'"),
         (["data.seqlen=3"], "Could not override 'data.seqlen'"),
         (["+stepz=3"], "Could not add 'stepz': there is no such key; did you mean steps?"),
+        (
+            ["optim/moment@optim.grad_accumulation=e4m3"],
+            "is added with a plus sign: +optim/moment@optim.grad_accumulation=e4m3",
+        ),
+        (["optim/moment@optim.grad_accumulate=e4m3"], "there is no such key"),
+        ([f"seed={1 << 64}"], f"seed={1 << 64} must be at least 0 and below 2**63"),
         (["++model.width=3"], "Could not add 'model.width'"),
         (["steps=many"], "Value 'many' of type 'str' could not be converted to Integer"),
         (["model.bias=7.5"], "Value '7.5' is not a valid bool"),

@@ -31,6 +31,7 @@ SEQUENCE_MULTIPLE = 8
 def configuration(run: RunConfig, world: World = ALONE) -> tuple[torch.device, bool]:
     """Check settings that depend on each other or on this machine. Returns the device and whether to compile."""
     parse_resume(run.resume)
+    _seed(run)
     ranges.check(run)
     _words(run)
     batch(run, layout(run, world.processes))
@@ -77,14 +78,18 @@ def choices(parallel: ParallelConfig) -> None:
             raise ValueError(f"parallel.{key}={value!r} is not one of {', '.join(known)}")
 
 
+def _seed(run: RunConfig) -> None:
+    """Check the seed, before data.seed, which has its value by default."""
+    if not 0 <= run.seed < 1 << 63:
+        raise ValueError(f"seed={run.seed} must be at least 0 and below 2**63")
+
+
 def _words(run: RunConfig) -> None:
     choices(run.parallel)
     if not NAME.fullmatch(run.model.name):
         raise ValueError(
             f"model.name={run.model.name!r} cannot be part of a run's name; use letters, digits, _ . = + -"
         )
-    if not 0 <= run.seed < 1 << 63:
-        raise ValueError(f"seed={run.seed} must be at least 0 and below 2**63")
     if run.weights is not None and not run.weights.strip():
         raise ValueError(f"weights={run.weights!r} is empty; weights=null draws the weights from the seed")
     if not run.run_root.strip():
