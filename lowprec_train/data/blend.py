@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowprec_train.data.corpus import VALID_SEED, Corpus, warn_of_shared
+from lowprec_train.data.finding import location
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.loader import Dataset, Stream
 from lowprec_train.data.manifest import Manifest
@@ -135,7 +136,7 @@ def parse_blend(blend: Blended, key: str = "blend") -> Mixture:
     expanded = [os.path.expanduser(str(prefix)) for prefix in named]
     if not weighted:
         expanded = [prefix for each in expanded for prefix in _datasets(each)]
-    if len(set(map(os.path.abspath, expanded))) != len(expanded):
+    if len(set(map(location, expanded))) != len(expanded):
         raise ValueError(f"{key}={items}: names a dataset twice")
     return Mixture(tuple(expanded), Blend([float(weight) for weight in weights]) if weighted else None)
 

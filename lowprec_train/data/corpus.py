@@ -7,13 +7,13 @@ of configs/data names one of them as `_target_`; its other keys are the argument
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from lowprec_train.data.documents import Documents, PythonSources, TextFiles
+from lowprec_train.data.finding import location
 from lowprec_train.data.indexed import IndexedDataset
 from lowprec_train.data.loader import Dataset, Stream
 from lowprec_train.data.prepare import Preparation
@@ -61,8 +61,8 @@ def stdlib(
 
 def warn_of_shared(train: Iterable[str], valid: Iterable[str]) -> None:
     """Warn about files or datasets that are for training and for validation."""
-    trained = set(map(os.path.abspath, train))
-    if both := [name for name in valid if os.path.abspath(name) in trained]:
+    trained = set(map(location, train))
+    if both := [name for name in valid if location(name) in trained]:
         _log.warning("warning: data.valid=%s is in data.train too: valid/loss is of training text", ", ".join(both))
 
 

@@ -38,8 +38,8 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
         raise ValueError(f"empty corpus: no files in {[str(path) for path in paths]}")
     once: dict[str, Source] = {}
     for source in found:
-        first, whole = source.paths[0], os.path.abspath(source.whole)
-        if whole in once and _absolute(once[whole].paths) != _absolute(source.paths):
+        first, whole = source.paths[0], location(source.whole)
+        if whole in once and [*map(location, once[whole].paths)] != [*map(location, source.paths)]:
             raise ValueError(f"{source.whole}: exists whole and in parts; name one of the two, or remove it")
         if whole in once and len(source.paths) == 1:
             raise ValueError(f"{first}: named twice")
@@ -48,8 +48,10 @@ def find(paths: Sequence[str | Path]) -> list[Source]:
     return list(once.values())
 
 
-def _absolute(paths: Iterable[Path]) -> list[str]:
-    return [os.path.abspath(path) for path in paths]
+def location(path: str | Path) -> str:
+    """Return where a file lies, in one spelling: its own name in the directory that links lead to."""
+    directory, name = os.path.split(path)
+    return os.path.join(os.path.realpath(directory), name)
 
 
 def _find(path: Path) -> list[Source]:

@@ -146,7 +146,7 @@ class Trainer:
         begin_step: called before each step with its number, counted from 1.
 
         Raises:
-            TrainingDiverged: after a checkpoint of the last good state.
+            TrainingDiverged: after a checkpoint, whose state has no skipped step.
             NothingTrained: at the end, as `Skips.judge` describes.
             CheckpointError: a save failed, also in the background, or was refused because a value is not finite.
         """
@@ -159,7 +159,7 @@ class Trainer:
             metrics = self.step() | consensus.metrics()
             previous, pending = pending, DeferredMetrics(self.steps_done, metrics, begin, self.device)
             failed = None if previous is None else self._report(previous, sinks, write_rows)
-            if checkpointer is not None:
+            if checkpointer is not None and not failed:  # a failed run saves, and says why it could not
                 checkpointer.check()
             last = self.steps_done == self.options.steps
             request = should_stop() or (checkpointer is not None and checkpointer.failed)

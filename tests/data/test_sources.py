@@ -214,3 +214,10 @@ def test_names(tmp_path):
         finding.find([tmp_path / "b.txt", tmp_path])
     with pytest.raises(ValueError, match=r"b\.txt: named twice"):
         finding.find([tmp_path / "b.txt", tmp_path / ".." / tmp_path.name / "b.txt"])
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=r"b\.txt: named twice"):
+        finding.find([tmp_path / "b.txt", tmp_path / "link" / "b.txt"])
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "b.txt").write_text("another")
+    (tmp_path / "inside").symlink_to(tmp_path / "elsewhere" / "deep")
+    assert len(finding.find([tmp_path / "b.txt", tmp_path / "inside" / ".." / "b.txt"])) == 2

@@ -97,12 +97,11 @@ def _together(
         _collect(work)
     try:
         with collected_every(rounds + 2):  # never within the rounds and profiles
-            times = _rounds(taking, rows, rounds)
+            for name, each in _rounds(taking, rows, rounds).items():
+                rows[name] |= {"ms": statistics.median(each), "times_ms": each}
+                say(f"{name}: {rows[name]['ms']:.1f} ms, median of {len(each)} steps")  # what an early end leaves
             selected = [name for name in taking if any(part in name for part in profiled)]
             profiles = {name: taking[name].profile() for name in selected}
-        for name, each in times.items():
-            rows[name] |= {"ms": statistics.median(each), "times_ms": each}
-            say(f"{name}: {rows[name]['ms']:.1f} ms, median of {len(each)} steps")  # what an early end leaves
     finally:
         for each_turns in taking.values():
             each_turns.close()

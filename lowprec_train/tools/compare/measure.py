@@ -291,7 +291,9 @@ def failures(reports: Sequence[RunReport], max_gap: float) -> list[str]:
     longest = max(each.last_step for each in reports)
     found = []
     for each in reports:
-        if each.status == INCOMPLETE or (each.status != "done" and each.last_step < longest):
+        if each.status == INCOMPLETE:
+            found.append(f"{each.name}: {each.notes[-1]}")
+        elif each.status != "done" and each.last_step < longest:
             found.append(f"{each.name}: {each.status} at step {each.last_step}, others are at {longest}")
         for matched, value in gaps(each).items():
             if not abs(value) <= max_gap:

@@ -16,7 +16,7 @@ import numpy as np
 
 from lowprec_train.config import is_launch_fact
 from lowprec_train.tools.compare import curves, held_out
-from lowprec_train.tools.compare.runs import VALID, Run
+from lowprec_train.tools.compare.runs import INCOMPLETE, VALID, Run
 
 OF_SEED = ("seed", "data.seed")
 DIVERGED = "diverged"
@@ -66,13 +66,15 @@ def over_seeds(runs: Sequence[Run], baseline: Run, window: int) -> OverSeeds:
 def _estimated(runs: Sequence[Run], arms: Mapping[str, str], base: str, window: int) -> OverSeeds:
     from lowprec_train.tools.study.statistics import BlockFit
 
-    values, what, why = final_losses([run for run in runs if run.status != DIVERGED], window)
+    values, what, why = final_losses([run for run in runs if run.status not in (DIVERGED, INCOMPLETE)], window)
     unfit = {arms[run.label] for run in runs if not np.isfinite(values.get(run.label, np.nan))}
     losses: dict[tuple[str, int], float] = {}
     for run in (each for each in runs if arms[each.label] not in unfit and "seed" in each.config):
         losses.setdefault((arms[run.label], int(run.config["seed"])), values[run.label])
     fit = BlockFit(losses)
-    note = f"diverged or not finite on a seed, so without a gap: {', '.join(sorted(unfit))}" if unfit else ""
+    note = (
+        f"diverged, incomplete or not finite on a seed, so without a gap: {', '.join(sorted(unfit))}" if unfit else ""
+    )
     if base not in fit.arms:
         return OverSeeds(gaps=[], s=None, freedom=0, loss=what, note=note or ONE_SEED)
     gaps = []

@@ -124,8 +124,7 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
     metrics, notes = read_metrics(path / "metrics.jsonl") if logged else ({}, [])
     if LOSS not in metrics and status != "diverged":
         raise ValueError(f"no metrics (no {LOSS} in {path / 'metrics.jsonl'})")
-    config = read_config(path / "config.yaml")
-    if status == "done" and (lost := lost_end(path, metrics[LOSS], config.get("log_interval"))):
+    if status == "done" and (lost := lost_end(path, metrics[LOSS])):
         status, notes = INCOMPLETE, [*notes, lost]
     entropy = info.get("valid_unigram_entropy")
     return Run(
@@ -138,19 +137,18 @@ def read_run(path: Path, info: Mapping[str, Any], label: str) -> Run:
         deviations=tuple(map(str, info.get("deviations") or ())),
         overrides=tuple(map(str, info.get("overrides") or ())),
         device=str(info["device"]) if info.get("device") else None,
-        config=config,
+        config=read_config(path / "config.yaml"),
         metrics=metrics,
         status=status,
         notes=tuple(notes),
     )
 
 
-def lost_end(path: Path, loss: Series, log_interval: Any) -> str | None:
+def lost_end(path: Path, loss: Series) -> str | None:
     """Return that metrics.jsonl ends before the finished run `path`; None if it does not, or DONE has no step."""
     done = path / "DONE"
     ended, last = read_object(done).get("step") if done.stat().st_size else None, int(loss.steps[-1])
-    every = log_interval if isinstance(log_interval, int) else 1
-    if not isinstance(ended, int) or ended - last < every:
+    if not isinstance(ended, int) or last >= ended:  # the last step is always logged
         return None
     return f"metrics.jsonl ends at step {last}, but the run ended at step {ended}: lines are missing"
 

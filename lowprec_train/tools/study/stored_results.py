@@ -70,10 +70,23 @@ def read(files: Sequence[Path], planned: Sequence[StudyRun], study: str) -> list
         for name, stored in content["runs"].items():
             if name not in named:
                 continue
-            if name in found and found[name][1] != stored:
+            if name in found and not _same(found[name][1], stored):
                 raise ValueError(f"{file} and {found[name][0]} hold different results of {name}: give one of them")
-            found[name] = file, stored
+            if name not in found or "held_out" in _facts(stored):
+                found[name] = file, stored
     return [_result(named[name], file, stored) for name, (file, stored) in found.items()]
+
+
+def _facts(stored: Mapping[str, Any]) -> dict[str, Any]:
+    return facts if isinstance(facts := stored.get("facts"), dict) else {}
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two stored results are equal, except that one may be of before `held_out` was stored."""
+    kept = [_facts(each) for each in (one, other)]
+    if not all("held_out" in facts for facts in kept):
+        kept = [{key: value for key, value in facts.items() if key != "held_out"} for facts in kept]
+    return {**one, "facts": kept[0]} == {**other, "facts": kept[1]}
 
 
 def _result(run: StudyRun, file: Path, stored: Mapping[str, Any]) -> Result:

@@ -182,7 +182,7 @@ def test_compare_says_what_the_study_says(tmp_path):
     assert (found.s, found.freedom) == (pytest.approx(cell.s), cell.freedom)
     ends = [getattr(found.gaps[0], end) for end in ("nats", "low", "high")]
     assert ends == pytest.approx([gap.nats, gap.low, gap.high], abs=1e-9)
-    assert found.note == "diverged or not finite on a seed, so without a gap: fp4"
+    assert found.note == "diverged, incomplete or not finite on a seed, so without a gap: fp4"
 
 
 def test_a_diverged_seed_is_never_dropped(tmp_path, capsys):

@@ -65,6 +65,13 @@ def test_what_does_not_belong_together_is_refused(parts, tmp_path, capsys):
         changed.write_text(json.dumps(stored | {"runs": runs}))
         return changed
 
+    facts = stored["runs"]["fp8-s1"]["facts"]
+    before = write(facts={key: value for key, value in facts.items() if key != "held_out"})
+    for files in ([first, before], [before, first]):  # one of before these tokens were stored
+        words = ["study", "report", str(file), "--out", str(tmp_path / "both"), "--results", *map(str, files)]
+        assert cli.main(words) == 0
+        kept = json.loads((tmp_path / "both" / "report" / "results.json").read_text())["runs"]["fp8-s1"]["facts"]
+        assert kept == facts and "held_out" in kept
     assert "no.json: no such file" in refused(capsys, file, tmp_path / "new", "no.json")
     assert "hold different results of fp8-s1" in refused(capsys, file, tmp_path / "new", first, write(loss=5.0))
     assert "the stored loss is 5.0, that of the folder is 4.1" in refused(capsys, file, everything, write(loss=5.0))
