@@ -35,7 +35,12 @@ def _number(run: Run, key: str) -> int | None:
 
 def same_tokens(runs: Iterable[Run]) -> bool:
     """Return whether all runs evaluate the same tokens, as far as their configurations say."""
-    return all(len(set(values) - {None}) < 2 for values in zip(*(astuple(of_run(run)) for run in runs), strict=True))
+    return agree(map(of_run, runs))
+
+
+def agree(evaluated: Iterable[HeldOut]) -> bool:
+    """Return whether these are the same tokens, as far as is known."""
+    return all(len(set(values) - {None}) < 2 for values in zip(*map(astuple, evaluated), strict=True))
 
 
 def notes(runs: Sequence[Run], baseline: Run) -> list[str]:

@@ -21,7 +21,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from lowprec_train.tools.compare import curves
+from lowprec_train.tools.compare import curves, held_out
+from lowprec_train.tools.compare.held_out import HeldOut
 from lowprec_train.tools.study.definition import Study
 from lowprec_train.tools.study.efficiency import Extra, Law, efficiency, extra_tokens, fit_law
 from lowprec_train.tools.study.results import Result, names
@@ -325,8 +326,7 @@ def gap_curve(own: Sequence[Result], base: Sequence[Result]) -> list[Point]:
 
 def same_held_out(each: Result, other: Result) -> bool:
     """Return whether two runs were evaluated on the same tokens during training, as far as their results say."""
-    ours, theirs = (one.facts.get("held_out") or [None, None] for one in (each, other))
-    return all(a == b or None in (a, b) for a, b in zip(ours, theirs, strict=True))
+    return held_out.agree(HeldOut(*one.facts.get("held_out") or (None, None)) for one in (each, other))
 
 
 def gap_words(fit: BlockFit, arm: str, other: str, gap: Estimate | None) -> str:

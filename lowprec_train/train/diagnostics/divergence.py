@@ -44,18 +44,13 @@ class TrainingDiverged(RuntimeError):
         self.step, self.loss, self.grad_norm, self.skipped, self.lr = step, loss, grad_norm, skipped, lr
         self.gradients = tuple(gradients)
         more = f" and {len(gradients) - NAMED} more" if len(gradients) > NAMED else ""
-        kept = (
-            ""
-            if saved is None
-            else (
-                f"The weights and optimizer states after step {saved} are saved; the skipped steps did not change them."
-            )
-        )
+        kept = f"The weights and optimizer states after step {saved} are saved; the skipped steps did not change them. "
+        state = f"{unsaved} " if unsaved else "" if saved is None else kept
         where = f" (gradients not finite: {', '.join(gradients[:NAMED])}{more})" if gradients else ""
         super().__init__(
             f"training diverged at step {step}: loss {loss}, gradient norm {grad_norm}, "
             f"{skipped} steps in a row skipped as not finite{where}, learning rate {lr:.3g}.\n"
-            f"{unsaved or kept} Try a lower peak learning rate or a longer warm-up, a smaller max_grad_norm, one GEMM "
+            f"{state}Try a lower peak learning rate or a longer warm-up, a smaller max_grad_norm, one GEMM "
             "in higher precision (precision.override) to find the one that overflows, or a larger max_nonfinite_steps."
         )
         if unsaved:
