@@ -21,7 +21,7 @@ from lowprec_train.tools.bench import groups, step
 from lowprec_train.tools.bench.contestant import Entrant, Work
 from lowprec_train.tools.bench.sharded import Arm, Sharded
 from lowprec_train.tools.bench.sharded import peers as chosen_peers
-from lowprec_train.tools.bench.turns import InProcess
+from lowprec_train.tools.bench.turns import InProcess, Turn
 from lowprec_train.train import launch
 from lowprec_train.train.launch import World
 
@@ -43,10 +43,10 @@ class OnAllRanks:
             if name in self.facts:
                 self.facts[name] = max(each[name] for each in found)
 
-    def turn(self) -> tuple[float, int]:
+    def turn(self) -> Turn:
         dist.barrier()
-        turns = launch.every(self._here.turn)
-        return max(ms for ms, _ in turns), max(allocations for _, allocations in turns)
+        ms, allocations, host_ms, cpu_ms = zip(*launch.every(self._here.turn), strict=True)
+        return Turn(max(ms), max(allocations), sum(host_ms, ()), sum(cpu_ms, ()))
 
     def profile(self) -> dict[str, Any]:
         return launch.every(self._here.profile)[0]

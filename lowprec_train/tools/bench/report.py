@@ -163,20 +163,22 @@ def parallel(result: Result) -> list[str]:
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
     lines = [
         f"{result['gpus']} GPUs; {sizes}; {result['tokens_per_step']:,} tokens a GPU and step. Contestants took turns "
-        "within a group; medians of the slowest rank. Exposed: communication beside which no kernel runs; idle: no "
-        "kernel runs; both in a profile of rank 0. Limit: the same work without communication.",
+        "within a group; medians of the slowest rank. Host: until the host has launched the step. Exposed: "
+        "communication beside which no kernel runs; idle: no kernel runs; both in a profile of rank 0. Limit: the same "
+        "work without communication.",
         "",
     ]
-    header = ["run", "group", "ms", "tokens/s/GPU", "x BF16 beside it", "of its limit", "exposed ms", "idle ms"]
-    header += ["peak GiB", "estimated", "GB sent", "loss"]
+    header = ["run", "group", "ms", "tokens/s/GPU", "x BF16 beside it", "of its limit", "host ms", "exposed ms"]
+    header += ["idle ms", "peak GiB", "estimated", "GB sent", "loss"]
     return lines + table(header, (_sharded(row) for row in result["rows"])) + _profiles(result)
 
 
 def _sharded(row: Mapping[str, Any]) -> list[object]:
     if "ms" not in row:
-        return [row["name"], row.get("group", ""), row.get("error", ""), *[""] * 9]
+        return [row["name"], row.get("group", ""), row.get("error", ""), *[""] * 10]
     rates = [number(row["ms"], 1), number(row["tokens_per_s"], 0)]
     rates += [number(row.get(name), 3) for name in ("of_group", "of_limit")]
+    rates.append(number(max(row["host_ms"]), 1) if "host_ms" in row else "")
     rest = [number(row.get(name), 1) for name in ("exposed_ms", "idle_ms", "peak_gib", "estimated_gib")]
     loss = " to ".join(f"{value:.2f}" for value in row["loss"])
     return [row["name"], row["group"], *rates, *rest, number(row.get("sent_gb"), 2), loss]

@@ -20,7 +20,7 @@ import torch
 from lowprec_train.tools.bench import groups, turns
 from lowprec_train.tools.bench.contestant import Contestant, Entrant, Work
 from lowprec_train.tools.bench.result import cause
-from lowprec_train.tools.bench.turns import Ready, Turns, error_line
+from lowprec_train.tools.bench.turns import Ready, Turn, Turns, error_line
 from lowprec_train.train.garbage import collected_every
 
 Row = dict[str, Any]
@@ -98,7 +98,7 @@ def _together(
     try:
         with collected_every(rounds + 2):  # never within the rounds and profiles
             for name, each in _rounds(taking, rows, rounds).items():
-                rows[name] |= {"ms": statistics.median(each), "times_ms": each}
+                rows[name] |= _summary(each)
                 say(f"{name}: {rows[name]['ms']:.1f} ms, median of {len(each)} steps")  # what an early end leaves
             selected = [name for name in taking if any(part in name for part in profiled)]
             profiles = {name: taking[name].profile() for name in selected}
@@ -111,25 +111,30 @@ def _together(
     return list(rows.values()), profiles
 
 
-def _rounds(ready: dict[str, Turns], rows: dict[str, Row], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each step, after one untimed round. A contestant that fails is removed.
-
-    Sets `device_allocations` of a row: device memory allocations in the timed steps, which are slow.
-    """
-    times: dict[str, list[float]] = {name: [] for name in ready}
+def _rounds(ready: dict[str, Turns], rows: dict[str, Row], rounds: int) -> dict[str, list[Turn]]:
+    """The turns of each contestant, after one untimed round. A contestant that fails is removed."""
+    taken: dict[str, list[Turn]] = {name: [] for name in ready}
     for number in range(rounds + 1):
         for name in list(ready):
             try:
-                ms, allocations = ready[name].turn()
+                one = ready[name].turn()
             except Exception as error:
                 rows[name]["error"] = error_line(error)
                 ready.pop(name).close()
-                del times[name]
+                del taken[name]
                 continue
             if number:
-                times[name].append(ms)
-                rows[name]["device_allocations"] = rows[name].get("device_allocations", 0) + allocations
-    return times
+                taken[name].append(one)
+    return taken
+
+
+def _summary(taken: Sequence[Turn]) -> Row:
+    """Return what a row says of its timed steps. host_ms, cpu_ms: the median of each process."""
+    times = [each.ms for each in taken]
+    processes = {"host_ms": [each.host_ms for each in taken], "cpu_ms": [each.cpu_ms for each in taken]}
+    medians = {name: [*map(statistics.median, zip(*each, strict=True))] for name, each in processes.items()}
+    allocations = sum(each.allocations for each in taken)  # within timed steps they are slow
+    return {"ms": statistics.median(times), "times_ms": times, "device_allocations": allocations, **medians}
 
 
 def _collect(work: Work) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,13 +30,24 @@ class ChildError(RuntimeError):
     """An error in a child process, in one line."""
 
 
+class Turn(NamedTuple):
+    """One step. allocations: of device memory (cudaMalloc). host_ms, cpu_ms: of each process, until the step is
+    launched, and the CPU time of all its threads until then.
+    """
+
+    ms: float
+    allocations: int
+    host_ms: tuple[float, ...]
+    cpu_ms: tuple[float, ...]
+
+
 class Turns(Protocol):
     """A contestant that is built and warmed up. facts: losses and memory of the warm-up, for its row."""
 
     facts: dict[str, Any]
 
-    def turn(self) -> tuple[float, int]:
-        """Run one step. Returns its milliseconds and its number of device memory allocations (cudaMalloc)."""
+    def turn(self) -> Turn:
+        """Run one step."""
         ...
 
     def profile(self) -> dict[str, Any]:
@@ -67,11 +79,13 @@ class InProcess:
             self.facts["resident_gib"] = (torch.cuda.memory_allocated(work.device) - before) / 2**30
             self.facts["attention"] = attention(self.profile())
 
-    def turn(self) -> tuple[float, int]:
+    def turn(self) -> Turn:
         allocated = self._allocations()
+        begin, cpu = time.perf_counter(), time.process_time()
         with Interval(self._device) as interval:
             self._step()
-        return interval.ms, self._allocations() - allocated
+        host_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.process_time() - cpu) * 1e3
+        return Turn(interval.ms, self._allocations() - allocated, (host_ms,), (cpu_ms,))
 
     def profile(self) -> dict[str, Any]:
         return profile.profile(self._step, self._device)
@@ -102,9 +116,8 @@ class InChildProcess:
             self.close()
             raise
 
-    def turn(self) -> tuple[float, int]:
-        ms, allocations = self._ask("turn")
-        return ms, allocations
+    def turn(self) -> Turn:
+        return Turn(*self._ask("turn"))
 
     def profile(self) -> dict[str, Any]:
         found: dict[str, Any] = self._ask("profile")
