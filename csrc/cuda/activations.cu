@@ -1,4 +1,5 @@
-// quantized_gated_silu, quantized_gelu and their gradients: activations of quantised inputs, whose codes are saved.
+// quantized_gated_silu, quantized_gelu and their gradients: activations of quantised inputs, whose codes are saved. With
+// group_codes, which only makes the codes, and gated_silu_of_codes and gelu_of_codes, which compute from them.
 //
 // A thread block processes a row, for the amax of its outputs; it only synchronises for that.
 //
@@ -61,10 +62,43 @@ __device__ __forceinline__ PairAmax pair_amax(const Vector<In>& a, const Vector<
   }
 }
 
-struct Saved {
-  uint8_t* codes;
-  uint8_t* exponents;
+// Codes of a matrix whose columns are in turn of `ways` others; those of the second follow those of the first. A thread
+// makes a vector of each.
+template <typename In>
+struct Grouping {
+  const In* x;
+  Saved to[2];
+  int64_t vectors;  // of each way
+  int shift;        // log2 of the vectors of a group
 };
+
+template <typename In, Format F, int ways>
+__global__ void __launch_bounds__(256) group_vectors(const Grouping<In> of) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const bool inside = at < of.vectors;
+  Vector<In> held[ways];
+#pragma unroll
+  for (int i = 0; i < ways; ++i) {
+    if (inside) held[i].load(of.x + (ways == 1 ? at : chunk_of(at) + 2 * i) * VECTOR);
+    else held[i].clear();
+  }
+  float v[VECTOR];
+  if constexpr (ways == 1) {
+    const uint32_t amax = group_largest(held[0].largest(), of.shift);
+#pragma unroll
+    for (int j = 0; j < VECTOR; ++j) v[j] = held[0][j];
+    save<F>(v, amax, inside, at, of.shift, of.to[0].codes, of.to[0].exponents);
+  } else {
+    exchange(held[0], held[1]);
+    const PairAmax amax = pair_amax(held[0], held[1], of.shift);
+#pragma unroll
+    for (int way = 0; way < 2; ++way) {
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) v[j] = held[j >> 2][2 * (j & 3) + way];
+      save<F>(v, way ? amax.up : amax.gate, inside, at, of.shift, of.to[way].codes, of.to[way].exponents);
+    }
+  }
+}
 
 template <typename In>
 struct GatedForward {
@@ -118,6 +152,38 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows(const GatedForward
   store_row_maximum(most, scratch, to.amax + blockIdx.x);
 }
 
+// The same from codes, which `to` has.
+template <typename In, Format F>
+__global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows_of_codes(const GatedForward<In> to) {
+  __shared__ uint32_t scratch[MOST_THREADS / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * to.vectors;
+  uint32_t most = 0;
+  for (int base = 0; base < to.vectors; base += EACH * blockDim.x) {
+    SavedVector<F> gates[EACH], ups[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      if (at >= to.vectors) continue;
+      gates[i].load(to.gate, first + at, to.shift);
+      ups[i].load(to.up, first + at, to.shift);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      if (at >= to.vectors) continue;
+      float gate[VECTOR], up[VECTOR];
+      gates[i].values(gate);
+      ups[i].values(up);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) gate[j] = silu(gate[j]) * up[j];
+      const Vector<In> y = round_to_stream<In>(gate);
+      most = larger(most, y.largest());
+      store_vector(to.y + (first + at) * VECTOR, y);
+    }
+  }
+  store_row_maximum(most, scratch, to.amax + blockIdx.x);
+}
+
 template <typename In>
 struct GatedBackward {
   const In* dy;
@@ -134,26 +200,21 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gated_rows_backward(const Gat
   uint32_t most = 0;
   for (int base = 0; base < of.vectors; base += EACH * blockDim.x) {
     Vector<In> held[EACH];
-    SavedCodes<F> gates[EACH], ups[EACH];
-    float gate_scale[EACH], up_scale[EACH];
+    SavedVector<F> gates[EACH], ups[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       const int at = base + i * blockDim.x + threadIdx.x;
-      const int64_t vector = first + at;
       held[i].clear(), gates[i].clear(), ups[i].clear();
-      gate_scale[i] = up_scale[i] = 0.0f;
       if (at >= of.vectors) continue;
-      held[i].load(of.dy + vector * VECTOR);
-      gates[i].load(of.gate.codes + vector * SavedCodes<F>::BYTES);
-      ups[i].load(of.up.codes + vector * SavedCodes<F>::BYTES);
-      gate_scale[i] = saved_multiplier(__ldg(of.gate.exponents + (vector >> of.shift)));
-      up_scale[i] = saved_multiplier(__ldg(of.up.exponents + (vector >> of.shift)));
+      held[i].load(of.dy + (first + at) * VECTOR);
+      gates[i].load(of.gate, first + at, of.shift);
+      ups[i].load(of.up, first + at, of.shift);
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       float g[VECTOR], u[VECTOR];
-      gates[i].decode(g, gate_scale[i]);
-      ups[i].decode(u, up_scale[i]);
+      gates[i].decode(g);
+      ups[i].decode(u);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) {
         const GatedGradients d = gated_silu_gradients(held[i][j], g[j], u[j]);
@@ -218,6 +279,35 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows(const GeluForward<I
   store_row_maximum(most, scratch, to.amax + blockIdx.x);
 }
 
+// The same from codes, which `to` has; `to.x` is not read.
+template <typename In, Format F>
+__global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows_of_codes(const GeluForward<In> to) {
+  __shared__ uint32_t scratch[MOST_THREADS / 32];
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * to.vectors;
+  uint32_t most = 0;
+  for (int base = 0; base < to.vectors; base += EACH * blockDim.x) {
+    SavedVector<F> codes[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      if (at < to.vectors) codes[i].load(to.saved, first + at, to.shift);
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+      const int at = base + i * blockDim.x + threadIdx.x;
+      if (at >= to.vectors) continue;
+      float x[VECTOR];
+      codes[i].values(x);
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) x[j] = tanh_gelu(x[j]);
+      const Vector<In> y = round_to_stream<In>(x);
+      most = larger(most, y.largest());
+      store_vector(to.y + (first + at) * VECTOR, y);
+    }
+  }
+  store_row_maximum(most, scratch, to.amax + blockIdx.x);
+}
+
 template <typename In>
 struct GeluBackward {
   const In* dy;
@@ -234,23 +324,20 @@ __global__ void __launch_bounds__(MOST_THREADS, 2) gelu_rows_backward(const Gelu
   uint32_t most = 0;
   for (int base = 0; base < of.vectors; base += EACH * blockDim.x) {
     Vector<In> held[EACH];
-    SavedCodes<F> codes[EACH];
-    float scale[EACH];
+    SavedVector<F> codes[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       const int at = base + i * blockDim.x + threadIdx.x;
-      const int64_t vector = first + at;
       if (at >= of.vectors) continue;
-      held[i].load(of.dy + vector * VECTOR);
-      codes[i].load(of.saved.codes + vector * SavedCodes<F>::BYTES);
-      scale[i] = saved_multiplier(__ldg(of.saved.exponents + (vector >> of.shift)));
+      held[i].load(of.dy + (first + at) * VECTOR);
+      codes[i].load(of.saved, first + at, of.shift);
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
       const int at = base + i * blockDim.x + threadIdx.x;
       if (at >= of.vectors) continue;
       float x[VECTOR];
-      codes[i].decode(x, scale[i]);
+      codes[i].decode(x);
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) x[j] = tanh_gelu_gradient(held[i][j], x[j]);
       const Vector<In> dx = round_to_stream<In>(x);
@@ -277,12 +364,41 @@ SavedTensors new_saved(const Tensor& x, int64_t columns, Format format, int64_t 
   return {saved_codes(x, rows, columns, format), empty_like_device(x, {rows, columns / group}, ScalarType::Byte)};
 }
 
-// Saved codes for a backward kernel, as [m, columns] of dy.
-SavedTensors read_saved(const Tensor& codes, const Tensor& exponents, const Tensor& dy, Format format, int64_t group) {
-  const int64_t bytes = dy.numel() / (format == Format::E2M1 ? 2 : 1);
-  STD_TORCH_CHECK(codes.numel() == bytes && exponents.numel() == dy.numel() / group,
+// Saved codes for a kernel, of `elements` elements.
+SavedTensors read_saved(const Tensor& codes, const Tensor& exponents, int64_t elements, Format format, int64_t group) {
+  const int64_t bytes = elements / (format == Format::E2M1 ? 2 : 1);
+  STD_TORCH_CHECK(codes.numel() == bytes && exponents.numel() == elements / group,
                   "codes and exponents are those of another matrix");
   return {vectorised(codes), dense(exponents)};
+}
+
+// The second of two equal parts of saved codes of `elements` elements each.
+Saved second_of(const Saved& both, int64_t elements, Format format, int64_t group) {
+  return {both.codes + elements / (format == Format::E2M1 ? 2 : 1), both.exponents + elements / group};
+}
+
+std::tuple<Tensor, Tensor> group_codes(const Tensor& given, std::string format_name, int64_t group, int64_t ways) {
+  STD_TORCH_CHECK(ways == 1 || ways == 2, "ways is 1 or 2, not ", ways);
+  const Tensor x = vectorised(given);
+  const Format format = parse_format(format_name);
+  STD_TORCH_CHECK(x.size(1) % ways == 0, "ways of ", ways, " do not divide ", x.size(1), " columns");
+  const int64_t rows = x.size(0), columns = x.size(1) / ways, elements = rows * columns;
+  const int shift = group_shift(columns, group);
+  const SavedTensors made{saved_codes(x, ways * rows, columns, format),
+                          empty_like_device(x, {ways * rows, columns / group}, ScalarType::Byte)};
+  if (elements == 0) return {made.codes, made.exponents};
+  const Saved first = made.data();
+  with_stream_type(x, [&](auto in) {
+    using In = typename decltype(in)::Type;
+    const Grouping<In> of{data_of<In>(x), {first, second_of(first, elements, format, group)}, elements / VECTOR, shift};
+    with_saved_format(format, [&](auto tag) {
+      constexpr Format F = decltype(tag)::value;
+      auto kernel = ways == 1 ? group_vectors<In, F, 1> : group_vectors<In, F, 2>;
+      kernel<<<ceil_div(of.vectors, 256), 256, 0, stream_of(x)>>>(of);
+    });
+  });
+  check_launch("group_codes");
+  return {made.codes, made.exponents};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantized_gated_silu(const Tensor& given, std::string format_name,
@@ -309,6 +425,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> quantized_gated_silu(
   return {y, amax, gate.codes, gate.exponents, up.codes, up.exponents};
 }
 
+std::tuple<Tensor, Tensor> gated_silu_of_codes(const Tensor& codes, const Tensor& exponents, std::string format_name,
+                                               int64_t group, ScalarType dtype) {
+  const Format format = parse_format(format_name);
+  const int64_t rows = rows_of(codes) / 2, columns = columns_of(codes, format), elements = rows * columns;
+  STD_TORCH_CHECK(codes.size(0) % 2 == 0, "the first half of the rows is of gate, the other of up");
+  const int shift = group_shift(columns, group);
+  const SavedTensors both = read_saved(codes, exponents, 2 * elements, format, group);
+  Tensor y = empty_like_device(codes, {rows, columns}, dtype), amax = empty_like_device(codes, {rows}, ScalarType::Float);
+  if (rows == 0) return {y, amax};
+  with_stream_type(y, [&](auto in) {
+    using In = typename decltype(in)::Type;
+    const Saved gate = both.data();
+    const GatedForward<In> to{nullptr, mutable_data_of<In>(y), mutable_data_of<float>(amax), gate,
+                              second_of(gate, elements, format, group), static_cast<int>(columns / VECTOR), shift};
+    with_saved_format(format, [&](auto tag) {
+      gated_rows_of_codes<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(y)>>>(to);
+    });
+  });
+  check_launch("gated_silu_of_codes");
+  return {y, amax};
+}
+
 std::tuple<Tensor, Tensor> quantized_gated_silu_backward(const Tensor& given, const Tensor& gate_codes,
                                                const Tensor& gate_exponents, const Tensor& up_codes,
                                                const Tensor& up_exponents, std::string format_name, int64_t group) {
@@ -316,8 +454,8 @@ std::tuple<Tensor, Tensor> quantized_gated_silu_backward(const Tensor& given, co
   const Format format = parse_format(format_name);
   const int64_t rows = rows_of(dy), columns = dy.size(1);
   const int shift = group_shift(columns, group);
-  const SavedTensors gate = read_saved(gate_codes, gate_exponents, dy, format, group);
-  const SavedTensors up = read_saved(up_codes, up_exponents, dy, format, group);
+  const SavedTensors gate = read_saved(gate_codes, gate_exponents, dy.numel(), format, group);
+  const SavedTensors up = read_saved(up_codes, up_exponents, dy.numel(), format, group);
   Tensor dgate_up = empty_like_device(dy, {rows, 2 * columns}, dy.scalar_type());
   Tensor amax = empty_like_device(dy, {rows}, ScalarType::Float);
   if (rows == 0) return {dgate_up, amax};
@@ -355,13 +493,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantized_gelu(const Tensor& given, s
   return {y, amax, saved.codes, saved.exponents};
 }
 
+std::tuple<Tensor, Tensor> gelu_of_codes(const Tensor& codes, const Tensor& exponents, std::string format_name,
+                                         int64_t group, ScalarType dtype) {
+  const Format format = parse_format(format_name);
+  const int64_t rows = rows_of(codes), columns = columns_of(codes, format);
+  const int shift = group_shift(columns, group);
+  const SavedTensors saved = read_saved(codes, exponents, rows * columns, format, group);
+  Tensor y = empty_like_device(codes, {rows, columns}, dtype), amax = empty_like_device(codes, {rows}, ScalarType::Float);
+  if (rows == 0) return {y, amax};
+  with_stream_type(y, [&](auto in) {
+    using In = typename decltype(in)::Type;
+    const GeluForward<In> to{nullptr, mutable_data_of<In>(y), mutable_data_of<float>(amax), saved.data(),
+                             static_cast<int>(columns / VECTOR), shift};
+    with_saved_format(format, [&](auto tag) {
+      gelu_rows_of_codes<In, decltype(tag)::value><<<rows, row_threads(to.vectors), 0, stream_of(y)>>>(to);
+    });
+  });
+  check_launch("gelu_of_codes");
+  return {y, amax};
+}
+
 std::tuple<Tensor, Tensor> quantized_gelu_backward(const Tensor& given, const Tensor& codes, const Tensor& exponents,
                                               std::string format_name, int64_t group) {
   const Tensor dy = vectorised(given);
   const Format format = parse_format(format_name);
   const int64_t rows = rows_of(dy), columns = dy.size(1);
   const int shift = group_shift(columns, group);
-  const SavedTensors saved = read_saved(codes, exponents, dy, format, group);
+  const SavedTensors saved = read_saved(codes, exponents, dy.numel(), format, group);
   Tensor dx = empty_like_device(dy, {rows, columns}, dy.scalar_type());
   Tensor amax = empty_like_device(dy, {rows}, ScalarType::Float);
   if (rows == 0) return {dx, amax};
@@ -383,6 +541,9 @@ std::tuple<Tensor, Tensor> quantized_gelu_backward(const Tensor& given, const Te
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
   m.impl("quantized_gated_silu", TORCH_BOX(&lowprec::quantized_gated_silu));
   m.impl("quantized_gated_silu_backward", TORCH_BOX(&lowprec::quantized_gated_silu_backward));
+  m.impl("group_codes", TORCH_BOX(&lowprec::group_codes));
+  m.impl("gated_silu_of_codes", TORCH_BOX(&lowprec::gated_silu_of_codes));
+  m.impl("gelu_of_codes", TORCH_BOX(&lowprec::gelu_of_codes));
   m.impl("quantized_gelu", TORCH_BOX(&lowprec::quantized_gelu));
   m.impl("quantized_gelu_backward", TORCH_BOX(&lowprec::quantized_gelu_backward));
 }

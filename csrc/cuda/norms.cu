@@ -1,4 +1,5 @@
-// quantized_norm and its gradient: RMSNorm or LayerNorm of a quantised input, whose codes are saved.
+// quantized_norm and its gradient: RMSNorm or LayerNorm of a quantised input, whose codes are saved. norm_of_codes
+// computes the same from the codes.
 //
 //   forward    a block per row, in registers: reads x once; writes y, codes and exponents
 //   backward   a fixed number of blocks, each over many rows; loads of the next row overlap the reductions of one; the
@@ -60,33 +61,38 @@ struct Forward {
   bool centered;
   In* y;
   float* amax;
-  uint8_t* codes;
-  uint8_t* exponents;
+  Saved saved;
   int vectors, shift;  // vectors of a row, log2 of the vectors of a group
 };
 
-template <typename In, Format F, int per_thread, int most_threads>
+// of_codes: reads codes and exponents, which it otherwise writes, and not x.
+template <typename In, Format F, bool of_codes, int per_thread, int most_threads>
 __global__ void __launch_bounds__(most_threads, 1024 / most_threads) norm_rows(const Forward<In> to) {
   __shared__ float2 scratch[2][MOST_THREADS / 32];
   __shared__ uint32_t largest[MOST_THREADS / 32];
   BlockSums sums{scratch, 0};
   const int64_t first = static_cast<int64_t>(blockIdx.x) * to.vectors;
   const float share = 1.0f / static_cast<float>(to.vectors * VECTOR);
-  Vector<In> held[per_thread];
+  std::conditional_t<of_codes, SavedVector<F>, Vector<In>> held[per_thread];
 #pragma unroll
   for (int i = 0; i < per_thread; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
-    if (at < to.vectors) held[i].load(to.x + (first + at) * VECTOR);
-    else held[i].clear();
+    if (at >= to.vectors) held[i].clear();
+    else if constexpr (of_codes) held[i].load(to.saved, first + at, to.shift);
+    else held[i].load(to.x + (first + at) * VECTOR);
   }
   float v[per_thread][VECTOR], sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < per_thread; ++i) {
-    const int at = threadIdx.x + i * blockDim.x;
-    const uint32_t amax = group_largest(held[i].largest(), to.shift);
+    if constexpr (of_codes) {
+      held[i].values(v[i]);
+    } else {
+      const int at = threadIdx.x + i * blockDim.x;
+      const uint32_t amax = group_largest(held[i].largest(), to.shift);
 #pragma unroll
-    for (int j = 0; j < VECTOR; ++j) v[i][j] = held[i][j];
-    save<F>(v[i], amax, at < to.vectors, first + at, to.shift, to.codes, to.exponents);
+      for (int j = 0; j < VECTOR; ++j) v[i][j] = held[i][j];
+      save<F>(v[i], amax, at < to.vectors, first + at, to.shift, to.saved.codes, to.saved.exponents);
+    }
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) sum = to.centered ? sum + v[i][j] : __fmaf_rn(v[i][j], v[i][j], sum);
   }
@@ -130,8 +136,7 @@ __global__ void __launch_bounds__(most_threads, 1024 / most_threads) norm_rows(c
 template <typename In>
 struct Backward {
   const In* dy;
-  const uint8_t* codes;
-  const uint8_t* exponents;
+  Saved saved;
   const float* weight;
   float eps;
   bool centered;
@@ -146,19 +151,16 @@ struct Backward {
 template <typename In, Format F>
 struct Read {
   Vector<In> dy;
-  SavedCodes<F> codes;
-  uint32_t scale;  // bits; infinity for a group with Inf or NaN, whose codes are NaN
+  SavedVector<F> saved;
 
   __device__ __forceinline__ void load(const Backward<In>& of, int64_t row, int at) {
     const int64_t vector = row * of.vectors + at;
     dy.load(of.dy + vector * VECTOR);
-    codes.load(of.codes + vector * SavedCodes<F>::BYTES);
-    scale = static_cast<uint32_t>(__ldg(of.exponents + (vector >> of.shift))) << 23;
+    saved.load(of.saved, vector, of.shift);
   }
   __device__ __forceinline__ void clear() {
     dy.clear();
-    codes.clear();
-    scale = 0;
+    saved.clear();
   }
 };
 
@@ -198,7 +200,7 @@ __global__ void __launch_bounds__(MOST_THREADS, per_thread == 1 && sizeof(In) ==
         if constexpr (!holds) now[i].load(of, row, at);
         if constexpr (!holds_weight) load_floats(weight, of.weight + at * VECTOR);
         float x[VECTOR];
-        now[i].codes.decode(x, bits_float(now[i].scale));
+        now[i].saved.decode(x);
         each(i, at, now[i].dy, x);
       }
     };
@@ -287,6 +289,14 @@ void check_width(int64_t columns) {
   STD_TORCH_CHECK(columns <= WIDEST, "a norm that saves codes takes at most ", WIDEST, " columns, not ", columns);
 }
 
+template <typename In, Format F, bool of_codes>
+void launch_rows(const Forward<In>& to, int64_t rows, cudaStream_t stream) {
+  const int64_t vectors = to.vectors;
+  if (vectors <= 512) norm_rows<In, F, of_codes, 2, 256><<<rows, threads_for(vectors, 2), 0, stream>>>(to);
+  else if (vectors <= 1024) norm_rows<In, F, of_codes, 2, 512><<<rows, threads_for(vectors, 2), 0, stream>>>(to);
+  else norm_rows<In, F, of_codes, 4, 512><<<rows, threads_for(vectors, 4), 0, stream>>>(to);
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantized_norm(const Tensor& given, const Tensor& weight_given,
                                                      std::optional<Tensor> bias_given, double eps, bool centered,
                                                      std::string format_name, int64_t group) {
@@ -306,18 +316,38 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantized_norm(const Tensor& given, c
     using In = typename decltype(in)::Type;
     const Forward<In> to{data_of<In>(x), floats_of(weight, columns), bias ? floats_of(*bias, columns) : nullptr,
                          static_cast<float>(eps), centered, mutable_data_of<In>(y), mutable_data_of<float>(amax),
-                         mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(exponents),
+                         {mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(exponents)},
                          static_cast<int>(vectors), shift};
-    with_saved_format(format, [&](auto tag) {
-      constexpr Format F = decltype(tag)::value;
-      const cudaStream_t stream = stream_of(x);
-      if (vectors <= 512) norm_rows<In, F, 2, 256><<<rows, threads_for(vectors, 2), 0, stream>>>(to);
-      else if (vectors <= 1024) norm_rows<In, F, 2, 512><<<rows, threads_for(vectors, 2), 0, stream>>>(to);
-      else norm_rows<In, F, 4, 512><<<rows, threads_for(vectors, 4), 0, stream>>>(to);
-    });
+    with_saved_format(format, [&](auto tag) { launch_rows<In, decltype(tag)::value, false>(to, rows, stream_of(x)); });
   });
   check_launch("quantized_norm");
   return {y, amax, codes, exponents};
+}
+
+std::tuple<Tensor, Tensor> norm_of_codes(const Tensor& codes_given, const Tensor& exponents_given,
+                                         const Tensor& weight_given, std::optional<Tensor> bias_given, double eps,
+                                         bool centered, std::string format_name, int64_t group, ScalarType dtype) {
+  const Tensor codes = vectorised(codes_given), exponents = dense(exponents_given);
+  const Tensor weight = torch::stable::contiguous(weight_given);
+  const Format format = parse_format(format_name);
+  const int64_t rows = rows_of(codes), columns = columns_of(codes, format);
+  const int shift = group_shift(columns, group);
+  check_width(columns);
+  STD_TORCH_CHECK(exponents.numel() == rows * columns / group, "codes and exponents are those of another matrix");
+  Tensor y = empty_like_device(codes, {rows, columns}, dtype), amax = empty_like_device(codes, {rows}, ScalarType::Float);
+  std::optional<Tensor> bias;
+  if (bias_given.has_value()) bias = torch::stable::contiguous(*bias_given);
+  if (rows == 0) return {y, amax};
+  with_stream_type(y, [&](auto in) {
+    using In = typename decltype(in)::Type;
+    const Forward<In> to{nullptr, floats_of(weight, columns), bias ? floats_of(*bias, columns) : nullptr,
+                         static_cast<float>(eps), centered, mutable_data_of<In>(y), mutable_data_of<float>(amax),
+                         {mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(exponents)},
+                         static_cast<int>(columns / VECTOR), shift};
+    with_saved_format(format, [&](auto tag) { launch_rows<In, decltype(tag)::value, true>(to, rows, stream_of(y)); });
+  });
+  check_launch("norm_of_codes");
+  return {y, amax};
 }
 
 template <typename In, Format F, int per_thread>
@@ -350,7 +380,7 @@ std::tuple<Tensor, Tensor, Tensor> quantized_norm_backward(const Tensor& dy_give
   const cudaStream_t stream = stream_of(dy);
   with_stream_type(dy, [&](auto in) {
     using In = typename decltype(in)::Type;
-    const Backward<In> of{data_of<In>(dy), data_of<uint8_t>(codes), data_of<uint8_t>(exponents),
+    const Backward<In> of{data_of<In>(dy), {mutable_data_of<uint8_t>(codes), mutable_data_of<uint8_t>(exponents)},
                           floats_of(weight, columns), static_cast<float>(eps), centered, mutable_data_of<In>(dx), sums,
                           biased ? sums + blocks * columns : nullptr, rows, static_cast<int>(vectors), shift};
     with_saved_format(parse_format(format_name), [&](auto tag) {
@@ -374,5 +404,6 @@ std::tuple<Tensor, Tensor, Tensor> quantized_norm_backward(const Tensor& dy_give
 
 STABLE_TORCH_LIBRARY_IMPL(lowprec, CUDA, m) {
   m.impl("quantized_norm", TORCH_BOX(&lowprec::quantized_norm));
+  m.impl("norm_of_codes", TORCH_BOX(&lowprec::norm_of_codes));
   m.impl("quantized_norm_backward", TORCH_BOX(&lowprec::quantized_norm_backward));
 }

@@ -36,6 +36,12 @@ inline Tensor saved_codes(const Tensor& like, int64_t rows, int64_t columns, For
   return empty_like_device(like, {rows, packed ? columns / 2 : columns}, type);
 }
 
+// Columns of the matrix that saved codes are of.
+inline int64_t columns_of(const Tensor& codes, Format format) {
+  STD_TORCH_CHECK(codes.dim() == 2, "saved codes are those of a matrix");
+  return codes.size(1) * (format == Format::E2M1 ? 2 : 1);
+}
+
 template <typename Body>
 void with_stream_type(const Tensor& x, Body&& body) {
   const ScalarType type = x.scalar_type();
@@ -122,6 +128,35 @@ struct SavedCodes {
   }
 };
 
+// Where the codes of a matrix and the exponents of its groups are.
+struct Saved {
+  uint8_t* codes;
+  uint8_t* exponents;
+};
+
+// A vector of saved codes with its scale.
+template <Format F>
+struct SavedVector {
+  SavedCodes<F> codes;
+  uint32_t exponent;
+
+  __device__ __forceinline__ void clear() {
+    codes.clear();
+    exponent = 0;
+  }
+  // vector: its index in the matrix. shift: log2 of the vectors of a group.
+  __device__ __forceinline__ void load(const Saved& from, int64_t vector, int shift) {
+    codes.load(from.codes + vector * SavedCodes<F>::BYTES);
+    exponent = __ldg(from.exponents + (vector >> shift));
+  }
+  // Values for a derivative. Exponent 255, of a group with Inf or NaN, is a scale of infinity, and the codes are NaN.
+  __device__ __forceinline__ void decode(float (&v)[VECTOR]) const { codes.decode(v, bits_float(exponent << 23)); }
+  // Values as the forward kernel computes with them: all NaN in a group with Inf or NaN, also in E2M1.
+  __device__ __forceinline__ void values(float (&v)[VECTOR]) const {
+    codes.decode(v, bits_float(exponent << 23 | (exponent == 255 ? 1u << 22 : 0u)));
+  }
+};
+
 // Maximum over the group of this lane's vector; all lanes of a warp must call it.
 __device__ __forceinline__ uint32_t group_largest(uint32_t bits, int shift) {
   for (int offset = 1; offset < 1 << shift; offset <<= 1) {
@@ -151,11 +186,6 @@ __device__ __forceinline__ void store_row_maximum(uint32_t bits, uint32_t* scrat
   if (threadIdx.x >= 32) return;
   bits = warp_largest(threadIdx.x < blockDim.x >> 5 ? scratch[threadIdx.x] : 0);
   if (threadIdx.x == 0) *maximum = bits_float(bits);
-}
-
-// Multiplier from a stored exponent; 255, of a group with Inf or NaN, gives infinity, and the codes are NaN.
-__device__ __forceinline__ float saved_multiplier(uint8_t exponent) {
-  return bits_float(static_cast<uint32_t>(exponent) << 23);
 }
 
 template <typename In>

@@ -17,6 +17,7 @@ from lowprec_train.precision.gemm import cast
 
 Tensors = tuple[Tensor, ...]
 WAYS = {"quantized_gated_silu": 2}  # inputs whose columns alternate
+OF_CODES = {"quantized_gated_silu": "gated_silu_of_codes", "quantized_gelu": "gelu_of_codes"}
 
 WithAmax = tuple[Tensor, Tensor]
 """What a layer computes [..., width], and the largest magnitude of each of its rows, a vector in FP32: all that a
@@ -135,27 +136,36 @@ class _Activation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, op, recomputes, x, grad_amax, *how):  # type: ignore[no-untyped-def]
-        codes, x = _saved_codes(x, *how, ways=WAYS.get(op, 1)) if recomputes else ((), x)
-        y, amax, *saved = getattr(torch.ops.lowprec, op)(x, *how)
+        if recomputes:
+            saved = torch.ops.lowprec.group_codes(x, *how, WAYS.get(op, 1))
+            y, amax = getattr(torch.ops.lowprec, OF_CODES[op])(*saved, *how, x.dtype)
+        else:
+            y, amax, *saved = getattr(torch.ops.lowprec, op)(x, *how)
         ctx.op, ctx.how = op, how
-        ctx.save_for_backward(*(codes or saved or (x,)))
+        ctx.save_for_backward(*(saved or (x,)))
         ctx.mark_non_differentiable(amax)
         return y, amax
 
     @staticmethod
     def backward(ctx, dy, _):  # type: ignore[no-untyped-def]
-        op = getattr(torch.ops.lowprec, f"{ctx.op}_backward")
-        dx, amax = op(dy.contiguous(), *ctx.saved_tensors, *ctx.how)
+        op, saved = getattr(torch.ops.lowprec, f"{ctx.op}_backward"), ctx.saved_tensors
+        if len(saved) == 2:  # codes of all inputs, and their exponents
+            parts = (each.chunk(WAYS.get(ctx.op, 1)) for each in saved)
+            saved = tuple(part for pair in zip(*parts, strict=True) for part in pair)
+        dx, amax = op(dy.contiguous(), *saved, *ctx.how)
         return None, None, dx, amax if ctx.needs_input_grad[3] else None, *[None] * len(ctx.how)
 
 
 class _QuantizedNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, recomputes, x, weight, bias, *how):  # type: ignore[no-untyped-def]
-        codes, x = _saved_codes(x, *how[-2:]) if recomputes else ((), x)
-        y, amax, *saved = _norm(x, weight, bias, *how)
+        if recomputes:
+            saved = torch.ops.lowprec.group_codes(x, *how[-2:], 1)
+            y, amax = torch.ops.lowprec.norm_of_codes(*saved, *_floats(weight, bias), *how, x.dtype)
+        else:
+            y, amax, *saved = _norm(x, weight, bias, *how)
         ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
-        ctx.save_for_backward(weight, *(codes or saved))
+        ctx.save_for_backward(weight, *saved)
         ctx.mark_non_differentiable(amax)
         return y, amax
 
@@ -170,16 +180,9 @@ class _QuantizedNorm(torch.autograd.Function):
         return None, dx, cast(dweight, weight.dtype), dbias, *[None] * len(ctx.how)
 
 
-def _saved_codes(x: Tensor, format: str, group: int, ways: int = 1) -> tuple[Tensors, Tensor]:
-    """Return codes and exponents of each of the `ways` columns that alternate in x, and their values in its layout.
-
-    Values are exact in the dtype of x, and rounding them again does not change them.
-    """
-    parts = x.unflatten(1, (-1, ways)).unbind(2)
-    saved = [torch.ops.lowprec.saved_codes(part, format, (1, group), "POW2", 1.0, 0) for part in parts]
-    values = torch.stack([ops.dequantized(codes, exponents, format) for codes, exponents in saved], dim=2)
-    return tuple(part for each in saved for part in each), cast(values.flatten(1), x.dtype)
-
-
 def _norm(x, weight, bias, *how):  # type: ignore[no-untyped-def]
-    return torch.ops.lowprec.quantized_norm(x, weight.float(), None if bias is None else bias.float(), *how)
+    return torch.ops.lowprec.quantized_norm(x, *_floats(weight, bias), *how)
+
+
+def _floats(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return weight.float(), None if bias is None else bias.float()

@@ -50,7 +50,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
-_KEPT = _GEMMS | _ATTENTION | {_ours.saved_codes.default}
+_KEPT = _GEMMS | _ATTENTION | {_ours.saved_codes.default, _ours.group_codes.default}
 _COLLECTIVES = ("_c10d_functional", "lowprec_estimate")  # namespaces: of torch, and without processes
 _REPEATED = ("all_gather_again", "gathered_again")  # of X or its codes: tp times as large as a rank's rows
 _LAST_ROUNDING = torch.ops.prims.convert_element_type.default  # of a product, or of a sum over ranks: `group.rounded`

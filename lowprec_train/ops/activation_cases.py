@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowprec_train.ops import library
@@ -60,12 +61,38 @@ def _saved_codes() -> Cases:
     }
 
 
+def _group_codes() -> Cases:
+    return {
+        "E4M3": (values(5, 256).bfloat16(), "E4M3", 16, 1),
+        "two ways": (values(6, 192).bfloat16(), "E2M1", 32, 2),
+        "FP32, two ways": (values(3, 128), "E5M2", 16, 2),
+    }
+
+
+def _of_codes(op: str) -> Cases:
+    """Return cases of an op that computes from codes, in BF16 and FP32, from the codes of numbers with NaN and Inf."""
+    made: Cases = {}
+    for format, group, dtype in (
+        ("E4M3", 64, torch.bfloat16),
+        ("E2M1", 32, torch.bfloat16),
+        ("E5M2", 16, torch.float32),
+    ):
+        ways = 2 if op == "gated_silu_of_codes" else 1
+        x = values(5, 64 * ways, seed=group)
+        codes = library.EAGER["group_codes"](x, format, group, ways)
+        norm = _norm_arguments(x, None, centered=format == "E5M2", format=format, group=group)[1:5]
+        made[format] = (*codes, *(norm if op == "norm_of_codes" else ()), format, group, dtype)
+    return made
+
+
 def _quantized_gelu() -> Cases:
     return {"E4M3": (normal(5, 256), "E4M3", 128), "E2M1": (normal(6, 96), "E2M1", 32)}
 
 
 BY_OP: dict[str, Callable[[], Cases]] = {
     "saved_codes": _saved_codes,
+    "group_codes": _group_codes,
+    **{op: partial(_of_codes, op) for op in ("norm_of_codes", "gated_silu_of_codes", "gelu_of_codes")},
     "quantized_norm": _quantized_norm,
     "quantized_norm_backward": partial(_backward, "quantized_norm", slice(2, 4)),
     "gated_silu": lambda: {"FP32": (values(5, 24),), "BF16": (values(9, 256).bfloat16(),)},

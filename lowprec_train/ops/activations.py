@@ -16,8 +16,9 @@ The `quantized_` ops round their input and save its codes for the backward pass 
 Scales are powers of two that never saturate (POW2 and E8M0_CEIL are equal here), stored as biased exponents of one
 byte; two E2M1 codes share a byte. The backward pass recomputes statistics and derivatives from the codes.
 
-`saved_codes` (ops/library.py) makes the codes alone. Q(x^) = x^, so a `quantized_` op on dequantised codes recomputes y
-and amax.
+`group_codes` makes the codes alone, and the ops `_of_codes` compute y and amax from them: in two passes the bits of a
+`quantized_` op, in a form that can recompute y from what is saved. `saved_codes` (ops/library.py) makes the codes of
+any quantiser.
 """
 
 from __future__ import annotations
@@ -133,6 +134,20 @@ def gated_silu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return _cast_with_amax(swiglu(*gate_up.float().unflatten(1, (-1, 2)).unbind(2)), gate_up.dtype)
 
 
+def group_codes(x: Tensor, format: str, group: int, ways: int) -> tuple[Tensor, Tensor]:
+    """Return codes and exponents of x [m, ways k], whose columns are in turn of `ways` matrices [m, k], one below the
+    other: [ways m, k] and [ways m, k / group].
+    """
+    parts = [_quantized(part, format, group)[:2] for part in x.unflatten(1, (-1, ways)).unbind(2)]
+    codes, exponents = zip(*parts, strict=True)
+    return torch.cat(codes), torch.cat(exponents)
+
+
+def gated_silu_of_codes(codes, exponents, format, group, dtype):  # type: ignore[no-untyped-def]
+    """Map codes and exponents of gate and up, [2 m, F] and [2 m, F / group], to y [m, F] in `dtype`, and amax [m]."""
+    return _cast_with_amax(swiglu(*dequantized(codes, exponents, format).chunk(2)), dtype)
+
+
 def gated_silu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """Map dy [m, F] to the gradient of `gate_up` [m, 2 F] in the dtype of dy, and amax FP32 [m]."""
     gradients = swiglu_gradients(dy.float(), *gate_up.float().unflatten(1, (-1, 2)).unbind(2))
@@ -143,6 +158,11 @@ def quantized_norm(x, weight, bias, eps, centered, format, group):  # type: igno
     """Map x [m, k], weight and bias [k] FP32 to y [m, k] in x's dtype, amax [m], codes, exponents [m, k / group]."""
     codes, exponents, values = _quantized(x, format, group)
     return *_cast_with_amax(norm(values, weight, bias, eps, centered), x.dtype), codes, exponents
+
+
+def norm_of_codes(codes, exponents, weight, bias, eps, centered, format, group, dtype):  # type: ignore[no-untyped-def]
+    """Map codes and exponents of x [m, k], weight and bias [k] FP32 to y [m, k] in `dtype`, and amax [m]."""
+    return _cast_with_amax(norm(dequantized(codes, exponents, format), weight, bias, eps, centered), dtype)
 
 
 def quantized_norm_backward(dy, codes, exponents, weight, biased, eps, centered, format, group):  # type: ignore[no-untyped-def]
@@ -168,6 +188,11 @@ def quantized_gelu(x, format, group):  # type: ignore[no-untyped-def]
     """Map x [m, k] to y in its dtype, amax [m], codes, exponents [m, k / group]."""
     codes, exponents, values = _quantized(x, format, group)
     return *_cast_with_amax(tanh_gelu(values), x.dtype), codes, exponents
+
+
+def gelu_of_codes(codes, exponents, format, group, dtype):  # type: ignore[no-untyped-def]
+    """Map codes and exponents of x [m, k] to y [m, k] in `dtype`, and amax [m]."""
+    return _cast_with_amax(tanh_gelu(dequantized(codes, exponents, format)), dtype)
 
 
 def quantized_gelu_backward(dy, codes, exponents, format, group):  # type: ignore[no-untyped-def]

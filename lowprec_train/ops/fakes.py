@@ -151,6 +151,29 @@ def _saved_codes(x, format, tile, *_):  # type: ignore[no-untyped-def]
     return _pack_e2m1(codes) if format == "E2M1" else codes, torch.empty_like(scale, dtype=torch.uint8)
 
 
+def _group_codes(x, format, group, ways):  # type: ignore[no-untyped-def]
+    codes, exponents = _codes_and_exponents(x, x.shape[1] // ways, format, group)
+    return tuple(each.new_empty((ways * x.shape[0], each.shape[1])) for each in (codes, exponents))
+
+
+def _of_codes(codes, rows, format, dtype):  # type: ignore[no-untyped-def]
+    """Return y [rows, columns] of a matrix with these codes, and its amax."""
+    y = codes.new_empty((rows, codes.shape[1] * (2 if format == "E2M1" else 1)), dtype=dtype)
+    return y, _row_amax(y)
+
+
+def _norm_of_codes(codes, exponents, weight, bias, eps, centered, format, group, dtype):  # type: ignore[no-untyped-def]
+    return _of_codes(codes, codes.shape[0], format, dtype)
+
+
+def _gated_silu_of_codes(codes, exponents, format, group, dtype):  # type: ignore[no-untyped-def]
+    return _of_codes(codes, codes.shape[0] // 2, format, dtype)
+
+
+def _gelu_of_codes(codes, exponents, format, group, dtype):  # type: ignore[no-untyped-def]
+    return _of_codes(codes, codes.shape[0], format, dtype)
+
+
 def _row_amax(x):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
@@ -237,6 +260,10 @@ FAKES: dict[str, Callable] = {
     "gated_silu": _gated_silu,
     "gated_silu_backward": _gated_silu_backward,
     "saved_codes": _saved_codes,
+    "group_codes": _group_codes,
+    "norm_of_codes": _norm_of_codes,
+    "gated_silu_of_codes": _gated_silu_of_codes,
+    "gelu_of_codes": _gelu_of_codes,
     "quantized_norm": _quantized_norm,
     "quantized_norm_backward": _quantized_norm_backward,
     "quantized_gated_silu": _quantized_gated_silu,

@@ -137,6 +137,17 @@ SCHEMAS = {
         "(Tensor x, str format, int[2] tile, str scale_rule, float headroom, int exponent_span)"
         " -> (Tensor codes, Tensor exponents)"
     ),
+    "group_codes": "(Tensor x, str format, int group, int ways) -> (Tensor codes, Tensor exponents)",
+    "norm_of_codes": (
+        "(Tensor codes, Tensor exponents, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group,"
+        " ScalarType dtype) -> (Tensor y, Tensor amax)"
+    ),
+    "gated_silu_of_codes": (
+        "(Tensor codes, Tensor exponents, str format, int group, ScalarType dtype) -> (Tensor y, Tensor amax)"
+    ),
+    "gelu_of_codes": (
+        "(Tensor codes, Tensor exponents, str format, int group, ScalarType dtype) -> (Tensor y, Tensor amax)"
+    ),
     "quantized_norm": (
         "(Tensor x, Tensor weight, Tensor? bias, float eps, bool centered, str format, int group)"
         " -> (Tensor y, Tensor amax, Tensor codes, Tensor exponents)"

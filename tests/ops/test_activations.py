@@ -198,6 +198,13 @@ def test_shapes_are_those_that_the_schema_says(format: str, biased: bool) -> Non
     dy, saved = x[:, :WIDTH].contiguous(), ops.quantized_gated_silu(x, format, 32)[2:]
     torch.library.opcheck(ops.quantized_gated_silu_backward.default, (dy, *saved, format, 32), test_utils=checks)
 
+    codes, exponents = ops.group_codes(x, format, 32, 2)
+    torch.library.opcheck(ops.group_codes.default, (x, format, 32, 2), test_utils=checks)
+    arguments = (codes, exponents, torch.ones(WIDTH), None, EPS, True, format, 32, torch.bfloat16)
+    torch.library.opcheck(ops.norm_of_codes.default, arguments, test_utils=checks)
+    for op in (ops.gated_silu_of_codes, ops.gelu_of_codes):
+        torch.library.opcheck(op.default, (codes, exponents, format, 32, torch.bfloat16), test_utils=checks)
+
 
 # --- codes by an op of their own ---
 
@@ -247,6 +254,26 @@ def test_y_of_saved_codes_is_that_of_one_op(op: str, name: str, dtype: torch.dty
         results.append([y, amax, x.grad, grad_amax.grad if op != "norm" else weights[0].grad.clone()])
         weights[0].grad = None
     assert all(torch.equal(*each) for each in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", ["E4M3", "E5M2", "E2M1"])
+def test_two_passes_have_the_bits_of_one(format: str, dtype: torch.dtype) -> None:
+    """Codes, exponents, y and amax of odd numbers; also of columns in turn of two matrices."""
+    x, how = odd(dtype), (format, 32)
+    norm = (torch.linspace(0.5, 2, 256), None, EPS, False)
+    codes = ops.group_codes(x, *how, 1)
+    for two, one in (
+        (ops.norm_of_codes(*codes, *norm, *how, dtype), ops.quantized_norm(x, *norm, *how)),
+        (ops.gelu_of_codes(*codes, *how, dtype), ops.quantized_gelu(x, *how)),
+    ):
+        for a, b in zip((*two, *codes), one, strict=True):
+            assert a.dtype is b.dtype and torch.equal(a.float().nan_to_num(7.0), b.float().nan_to_num(7.0))
+    codes = ops.group_codes(x, *how, 2)
+    y, amax, *parts = ops.quantized_gated_silu(x, *how)
+    found = (*ops.gated_silu_of_codes(*codes, *how, dtype), *codes)
+    for a, b in zip(found, (y, amax, torch.cat(parts[::2]), torch.cat(parts[1::2])), strict=True):
+        assert a.dtype is b.dtype and torch.equal(a.float().nan_to_num(7.0), b.float().nan_to_num(7.0))
 
 
 # --- which form a layer takes ---

@@ -227,6 +227,29 @@ def test_what_is_not_finite_shows_in_its_token_alone(format: str, bad: float) ->
     assert not amax[4].isfinite() and not heard[4].isfinite() and amax.isfinite().sum() == 5
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (17, 11008)], ids=str)
+@pytest.mark.parametrize("format, group", GROUPS)
+def test_two_passes_have_the_bits_of_one(format: str, group: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Codes by an op of their own, and y and amax from them; with a NaN and an Inf."""
+    x, how = data(*shape, dtype), (format, group)
+    x[0, 40], x[-1, 200] = math.nan, math.inf
+    weight = 1 + 0.3 * data(1, shape[1], torch.float32, seed=2)[0]
+    codes = ops.group_codes(x, *how, 1)
+    pairs = [((*ops.gelu_of_codes(*codes, *how, dtype), *codes), ops.quantized_gelu(x, *how))]
+    for norm in ((weight, None, EPS, False), (weight, weight.flip(0), EPS, True)):
+        found = (*ops.norm_of_codes(*codes, *norm, *how, dtype), *codes)
+        pairs.append((found, ops.quantized_norm(x, *norm, *how)))
+    both = torch.stack((x, data(*shape, dtype, seed=1)), 2).flatten(1)
+    y, amax, *parts = ops.quantized_gated_silu(both, *how)
+    codes = ops.group_codes(both, *how, 2)
+    found = (*ops.gated_silu_of_codes(*codes, *how, dtype), *codes)
+    pairs.append((found, (y, amax, torch.cat(parts[::2]), torch.cat(parts[1::2]))))
+    for two, one in pairs:
+        for a, b in zip(two, one, strict=True):
+            assert a.dtype is b.dtype and torch.equal(a.float().nan_to_num(7.0), b.float().nan_to_num(7.0))
+
+
 def test_views_and_other_groups() -> None:
     """Rows that do not begin at 16 bytes are copied first; what no kernel serves is refused, not computed wrongly."""
     whole = torch.randn(9, 256).bfloat16().cuda().flatten()

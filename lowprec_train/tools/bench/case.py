@@ -20,6 +20,11 @@ ACTIVATIONS = ("hidden", "ffn", "gate_up")
 WEIGHTS = ("weight",)
 
 
+def values(dtype: torch.dtype = torch.bfloat16) -> Callable[[int, int, torch.device], Inputs]:
+    """Return a function that makes one matrix of normal values."""
+    return lambda m, k, device: (torch.randn(m, k, device=device, dtype=dtype),)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """op: name in the schema. inputs: makes the tensors of an [m, k] problem on a device. call: runs the op on them."""

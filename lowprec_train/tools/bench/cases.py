@@ -15,15 +15,11 @@ import torch
 from torch import Tensor
 
 from lowprec_train.ops import library  # noqa: F401  registers torch.ops.lowprec
-from lowprec_train.tools.bench.case import ACTIVATIONS, WEIGHTS, Case, Inputs
+from lowprec_train.tools.bench.case import ACTIVATIONS, WEIGHTS, Case, Inputs, values
+from lowprec_train.tools.bench.producer_cases import producers
 
 SEED, BLOCK, GROUP, SEGMENTS = 7, 128, 128, 8
-EPS, KEPT = 1e-5, ("E4M3", 16)  # format and group in which norms and activations save their inputs
 ops = torch.ops.lowprec
-
-
-def _values(dtype: torch.dtype = torch.bfloat16) -> Callable[[int, int, torch.device], Inputs]:
-    return lambda m, k, device: (torch.randn(m, k, device=device, dtype=dtype),)
 
 
 def _seed(device: torch.device) -> Tensor:
@@ -140,14 +136,12 @@ def _coded(m: int, k: int, device: torch.device) -> Inputs:
 
 
 def _quantisers() -> Iterator[Case]:
-    yield Case(name="tensor", op="quantize", inputs=_values(), call=_quantize("E4M3", (-1, -1), "POW2"), passes=2)
-    yield Case(name="row", op="quantize", inputs=_values(), call=_quantize("E4M3", (1, -1), "FP32"))
+    yield Case(name="tensor", op="quantize", inputs=values(), call=_quantize("E4M3", (-1, -1), "POW2"), passes=2)
+    yield Case(name="row", op="quantize", inputs=values(), call=_quantize("E4M3", (1, -1), "FP32"))
+    yield Case(name="row E2M1", op="quantize", inputs=values(), call=_quantize("E2M1", (1, -1), "FP32"), shapes=WEIGHTS)
+    yield Case(name="1x128", op="quantize", inputs=values(), call=_quantize("E4M3", (1, BLOCK), "POW2"))
     yield Case(
-        name="row E2M1", op="quantize", inputs=_values(), call=_quantize("E2M1", (1, -1), "FP32"), shapes=WEIGHTS
-    )
-    yield Case(name="1x128", op="quantize", inputs=_values(), call=_quantize("E4M3", (1, BLOCK), "POW2"))
-    yield Case(
-        name="128x128", op="quantize", inputs=_values(), call=_quantize("E4M3", (BLOCK, BLOCK), "POW2"), shapes=WEIGHTS
+        name="128x128", op="quantize", inputs=values(), call=_quantize("E4M3", (BLOCK, BLOCK), "POW2"), shapes=WEIGHTS
     )
     mx = _quantize("E2M1", (1, 32), "E8M0_FLOOR", 0.75, 28)
     yield Case(name="1x32 E2M1 stochastic", op="quantize", inputs=_with_seed, call=mx)
@@ -168,7 +162,7 @@ def _quantisers() -> Iterator[Case]:
     yield Case(
         name="16x16",
         op="quantize_nvfp4",
-        inputs=_values(),
+        inputs=values(),
         call=lambda x: ops.quantize_nvfp4(x, (16, 16), 1.0, "nearest", None, None),
         passes=2,
         shapes=WEIGHTS,
@@ -194,7 +188,7 @@ def _parts() -> Iterator[Case]:
     def four_over_six(x: Tensor, amax: Tensor) -> Any:
         return ops.quantize_four_over_six(x, amax, amax.amax().reshape(1, 1), (1, 16), "mse")
 
-    yield Case(name="row", op="amax", inputs=_values(), call=lambda x: ops.amax(x, (1, -1)))
+    yield Case(name="row", op="amax", inputs=values(), call=lambda x: ops.amax(x, (1, -1)))
     yield Case(name="row", op="quantize_by", inputs=with_amax((1, -1)), call=by_row)
     yield Case(name="1x16", op="quantize_nvfp4_by", inputs=with_amax((1, 16)), call=nvfp4)
     yield Case(name="1x16", op="quantize_four_over_six", inputs=with_amax((1, 16)), call=four_over_six)
@@ -210,18 +204,18 @@ def _parts() -> Iterator[Case]:
 def _pairs() -> Iterator[Case]:
     everywhere, tensor, row, line = ACTIVATIONS + WEIGHTS, (-1, -1), (1, -1), (1, BLOCK)
     whole = _both("E4M3", tensor, tensor, "POW2")
-    yield Case(name="tensor", op="quantize_both", inputs=_values(), call=whole, passes=2, shapes=everywhere)
+    yield Case(name="tensor", op="quantize_both", inputs=values(), call=whole, passes=2, shapes=everywhere)
     yield Case(name="tensor, amax", op="quantize_both", inputs=_with_amax, call=whole, shapes=everywhere)
     rows = _both("E4M3", row, row, "FP32")
-    yield Case(name="row", op="quantize_both", inputs=_values(), call=rows, passes=2, shapes=everywhere)
+    yield Case(name="row", op="quantize_both", inputs=values(), call=rows, passes=2, shapes=everywhere)
     rows = _both("E5M2", row, row, "FP32")
     yield Case(name="row E5M2, folds", op="quantize_both", inputs=_with_folds, call=rows, passes=2)
     transposed = _both("E2M1", row, (-1, 1), "FP32")
-    yield Case(name="row E2M1, transposed", op="quantize_both", inputs=_values(), call=transposed, shapes=WEIGHTS)
+    yield Case(name="row E2M1, transposed", op="quantize_both", inputs=values(), call=transposed, shapes=WEIGHTS)
     lines = _both("E4M3", line, line, "POW2")
-    yield Case(name="1x128", op="quantize_both", inputs=_values(), call=lines)
+    yield Case(name="1x128", op="quantize_both", inputs=values(), call=lines)
     square = _both("E4M3", (BLOCK, BLOCK), (BLOCK, BLOCK), "POW2")
-    yield Case(name="128x128", op="quantize_both", inputs=_values(), call=square, shapes=WEIGHTS)
+    yield Case(name="128x128", op="quantize_both", inputs=values(), call=square, shapes=WEIGHTS)
 
 
 def _codes_alone() -> Iterator[Case]:
@@ -257,22 +251,18 @@ def _lists() -> Iterator[Case]:
     def amaxes(m: int, k: int, device: torch.device) -> Inputs:
         return torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.full((1,), 6.0, device=device)
 
-    yield Case(name="one", op="amax_all", inputs=_values(), call=lambda x: ops.amax_all([x]), shapes=WEIGHTS)
+    yield Case(name="one", op="amax_all", inputs=values(), call=lambda x: ops.amax_all([x]), shapes=WEIGHTS)
     yield Case(name="one", op="quantize_all_by", inputs=amaxes, call=quantised, shapes=WEIGHTS)
     yield Case(name="one, k = 5", op="dge_all", inputs=_gradient, call=corrected, shapes=WEIGHTS)
     yield Case(name="one", op="unpack_e2m1_all", inputs=_packed, call=unpacked, shapes=WEIGHTS)
-    group = (KEPT[0], (1, KEPT[1]), "POW2", 1.0, 0)
-    yield Case(name="E4M3 1x16", op="saved_codes", inputs=_values(), call=lambda x: ops.saved_codes(x, *group))
 
 
 def _methods() -> Iterator[Case]:
     def clipped(x: Tensor) -> int:
         return x.shape[1] // 100
 
-    yield Case(
-        name="1 %", op="quantize_outliers", inputs=_values(), call=lambda x: ops.quantize_outliers(x, clipped(x))
-    )
-    yield Case(name="1 %", op="outlier_bounds", inputs=_values(), call=lambda x: ops.outlier_bounds(x, clipped(x)))
+    yield Case(name="1 %", op="quantize_outliers", inputs=values(), call=lambda x: ops.quantize_outliers(x, clipped(x)))
+    yield Case(name="1 %", op="outlier_bounds", inputs=values(), call=lambda x: ops.outlier_bounds(x, clipped(x)))
     yield Case(name="row", op="quantize_carrier", inputs=_bounded, call=ops.quantize_carrier)
     yield Case(
         name="k = 5", op="dge", inputs=_gradient, call=lambda *a: ops.dge(*a, 5.0, 3.0, torch.bfloat16), shapes=WEIGHTS
@@ -289,7 +279,7 @@ def _methods() -> Iterator[Case]:
     for name, across, rotation in (("rows, plain", False, 0), ("rows", False, 128), ("columns", True, 128)):
         call, op = _rotate_fold_ladder(across, rotation), "rotate_fold_ladder"
         yield Case(name=name, op=op, inputs=_with_seed, call=call, passes=1 + across, shapes=everywhere)
-    rungs = Case(name="1x16", op="quantize_ladder", inputs=_values(), call=_quantize_ladder)
+    rungs = Case(name="1x16", op="quantize_ladder", inputs=values(), call=_quantize_ladder)
     part = Case(name="1x16, rotated, given amax", op="quantize_ladder", inputs=_rotated, call=_quantize_ladder)
     folds = Case(name="1x16", op="fold_ladder", inputs=_laddered, call=lambda _, *of: ops.fold_ladder(*of, None))
     sums = Case(name="1x16", op="row_sums", inputs=_laddered, call=lambda *of: ops.row_sums(*of, 11))
@@ -305,7 +295,7 @@ def _methods() -> Iterator[Case]:
     yield Case(
         name="E4M3",
         op="quantize_expanded",
-        inputs=_values(torch.float32),
+        inputs=values(torch.float32),
         call=lambda x: ops.quantize_expanded(x, *expanded),
         shapes=WEIGHTS,
     )
@@ -318,76 +308,4 @@ def _methods() -> Iterator[Case]:
     )
 
 
-def _kept(op: str, *of_matrix: int) -> Callable[[int, int, torch.device], Inputs]:
-    """Return a function that makes the inputs of a backward op: dy, and its forward op's outputs at `of_matrix`."""
-
-    def made(m: int, k: int, device: torch.device) -> Inputs:
-        doubled = 2 * k if op == "quantized_gated_silu" else k
-        x = torch.randn(m, doubled, device=device, dtype=torch.bfloat16)
-        weight = (torch.ones(k, device=device), None, EPS, False) if op == "quantized_norm" else ()
-        outputs = getattr(ops, op)(x, *weight, *KEPT)
-        return torch.randn_like(outputs[0]), *(outputs[place] for place in of_matrix), *weight[:1]
-
-    return made
-
-
-def _weighted(m: int, k: int, device: torch.device) -> Inputs:
-    return torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.ones(k, device=device)
-
-
-def _half_and_whole(m: int, k: int, device: torch.device) -> Inputs:
-    """dy [m, k] and gate_up [m, 2 k]."""
-    gate_up = torch.randn(m, 2 * k, device=device, dtype=torch.bfloat16)
-    return torch.randn(m, k, device=device, dtype=torch.bfloat16), gate_up
-
-
-def _producers() -> Iterator[Case]:
-    """Yield norms and activations that save codes; they read their input once."""
-    hidden, ffn, gate_up, name = ("hidden",), ("ffn",), ("gate_up",), "E4M3 in 16"
-    yield Case(name="", op="gated_silu", inputs=_values(), call=lambda x: ops.gated_silu(x), shapes=gate_up)
-    yield Case(
-        name="",
-        op="gated_silu_backward",
-        inputs=_half_and_whole,
-        call=lambda dy, x: ops.gated_silu_backward(dy, x),
-        shapes=ffn,
-    )
-
-    def norm(x: Tensor, weight: Tensor) -> Any:
-        return ops.quantized_norm(x, weight, None, EPS, False, *KEPT)
-
-    def norm_backward(dy: Tensor, codes: Tensor, exponents: Tensor, weight: Tensor) -> Any:
-        return ops.quantized_norm_backward(dy, codes, exponents, weight, False, EPS, False, *KEPT)
-
-    yield Case(name=name, op="quantized_norm", inputs=_weighted, call=norm, shapes=hidden)
-    made = _kept("quantized_norm", 2, 3)
-    yield Case(name=name, op="quantized_norm_backward", inputs=made, call=norm_backward, shapes=hidden)
-    yield Case(
-        name=name,
-        op="quantized_gated_silu",
-        inputs=_values(),
-        call=lambda x: ops.quantized_gated_silu(x, *KEPT),
-        shapes=gate_up,
-    )
-    made = _kept("quantized_gated_silu", 2, 3, 4, 5)
-    yield Case(
-        name=name,
-        op="quantized_gated_silu_backward",
-        inputs=made,
-        call=lambda *a: ops.quantized_gated_silu_backward(*a, *KEPT),
-        shapes=ffn,
-    )
-    yield Case(
-        name=name, op="quantized_gelu", inputs=_values(), call=lambda x: ops.quantized_gelu(x, *KEPT), shapes=ffn
-    )
-    made = _kept("quantized_gelu", 2, 3)
-    yield Case(
-        name=name,
-        op="quantized_gelu_backward",
-        inputs=made,
-        call=lambda *a: ops.quantized_gelu_backward(*a, *KEPT),
-        shapes=ffn,
-    )
-
-
-CASES: tuple[Case, ...] = (*_quantisers(), *_parts(), *_pairs(), *_codes_alone(), *_lists(), *_methods(), *_producers())
+CASES: tuple[Case, ...] = (*_quantisers(), *_parts(), *_pairs(), *_codes_alone(), *_lists(), *_methods(), *producers())
