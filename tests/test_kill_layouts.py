@@ -30,7 +30,7 @@ LAYOUTS = {
 RECIPES = ("fp8_lm", "coat", "fp4", "mxfp4", "int8_switchback")
 PAIRS = [(layout, RECIPES[(i + shift) % 5]) for i, layout in enumerate(LAYOUTS) for shift in (0, 2)]
 PAIRS += [("dp 2 x tp 2", "lean coat")]
-LEAN = ("+recipe=coat", "optim/master=bf16", "max_grad_norm=0", "optim.in_backward=true", "optim.offload=true")
+LEAN = ("+recipe=coat", "optim/master=bf16", "max_grad_norm=0.5", "optim.in_backward=true", "optim.offload=true")
 LEAN += ("model.recompute=full", "model.offload=true")
 MOMENTS = ("step", "step", "save", "start")
 VICTIMS = ("rank", "launcher", "all")

@@ -17,6 +17,11 @@ from lowprec_train.group import Group
 from lowprec_train.optim.shard import Shard, local
 
 
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients of this norm, FP32, are divided by so that it is at most max_norm. 0: no clipping."""
+    return ((norm + 1e-6) / (max_norm or float("inf"))).clamp(min=1.0)
+
+
 @torch.no_grad()
 def norm_and_squares(
     parameters: Iterable[nn.Parameter],

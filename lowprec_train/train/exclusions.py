@@ -115,8 +115,6 @@ class Choices:
 
     def _in_backward(self, grid: Sizes) -> str:
         """Return which setting needs the gradients of several parameters or ranks; "" for none."""
-        if norm := self.run.max_grad_norm:
-            return f"max_grad_norm={norm} needs the norm of all gradients; use max_grad_norm=0"
         if grid.dp_shard * grid.tp == 1:
             return ""
         shards = f"all shards (parallel.dp_shard={grid.dp_shard}, tp={grid.tp})"

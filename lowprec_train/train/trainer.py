@@ -32,7 +32,7 @@ from lowprec_train.numerics.draws import SeedTable
 from lowprec_train.ops.codecs import StateCodec
 from lowprec_train.optim.accumulation import GradientSums
 from lowprec_train.optim.in_backward import UpdatesInBackward
-from lowprec_train.optim.norm import norm_and_squares
+from lowprec_train.optim.norm import clip_divisor, norm_and_squares
 from lowprec_train.optim.optimizer import CodedOptimizer
 from lowprec_train.optim.schedule import Schedule
 from lowprec_train.optim.shard import Shard
@@ -66,7 +66,7 @@ class TrainingOptions:
     seed: int  # a checkpoint with another seed is refused
     eval_interval: int  # in steps; an evaluation also follows the last step
     eval_batches: int  # micro-batches of the validation split
-    in_backward: bool = False  # update each parameter when its gradient is complete; needs max_grad_norm=0
+    in_backward: bool = False  # update each parameter when its gradient is complete
     grad_accumulation: StateCodec | None = None  # codec of matrix gradients until the update; None: FP32
     log_update_rms: bool = False  # of matrices and of the embedding, before each update
     log_interval: int = 1  # in steps; evaluations, observed steps and the last step are always logged
@@ -258,6 +258,7 @@ class Trainer:
             "skipped": self._skipped,
             "skipped_in_row": self._skipped_in_row,
             "remembered": json.dumps(self.remembered, sort_keys=True),
+            **self._clipping(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,6 +274,14 @@ class Trainer:
         self._skipped_in_row.copy_(state_dict["skipped_in_row"])
         self.remembered.clear()
         self.remembered.update(json.loads(state_dict["remembered"]))
+        for name, tensor in self._clipping().items():
+            tensor.copy_(state_dict[name])
+
+    def _clipping(self) -> dict[str, Tensor]:
+        """Return the state of clipping in the backward pass: the live norm of the previous step."""
+        if self._in_backward is None or not self.options.max_grad_norm:
+            return {}
+        return {"previous_norm": self._in_backward.norm}
 
     def _gradients(self) -> tuple[GradientSums | None, UpdatesInBackward | None]:
         """Create the consumers of gradients in the backward pass. Sums come first: an update needs the sum."""
@@ -283,8 +292,11 @@ class Trainer:
         sums = None
         if codec is not None:
             sums = GradientSums(matrices, codec, seed=self.options.seed, shards=self.shards, in_backward=in_backward)
-        units, updated = self.data_parallel.reduced_together(), [p for _, p in complete]
-        return sums, UpdatesInBackward(self.optimizer, updated, units) if in_backward else None
+        clips = bool(self.options.max_grad_norm)  # vectors by the norm itself, in any layout
+        units, updated = self.data_parallel.reduced_together(), [p for _, p in (matrices if clips else complete)]
+        if not in_backward:
+            return sums, None
+        return sums, UpdatesInBackward(self.optimizer, updated, units, max_norm=self.options.max_grad_norm)
 
     def _micro_loss(self, micro: Batch, normalizer: Tensor, step: int) -> Tensor:
         part = micro.moved(lambda x: x.to(self.device, non_blocking=True))  # asynchronous from pinned memory
@@ -296,7 +308,7 @@ class Trainer:
         """Clip, update or skip, and count. Returns the gradient norm before clipping and the update's metrics."""
         known = {p: s for each in (self._sums, self._in_backward) if each is not None for p, s in each.squares.items()}
         norm, squares = norm_and_squares(self.model.parameters(), self.shards, known)
-        scale = ((norm + 1e-6) / (self.options.max_grad_norm or float("inf"))).clamp(min=1.0)
+        scale = clip_divisor(norm, self.options.max_grad_norm)
         taken = usable(loss, norm, scale)
         observer = None if record is None else record.state
         found_inf = (~taken).float()
@@ -306,6 +318,8 @@ class Trainer:
             self.optimizer.step_only([parameter], grad_scale=scale, found_inf=found_inf)
         self.optimizer.zero_grad(set_to_none=True)
         self._skips.count(taken, torch.stack(squares))
+        if self._in_backward is not None:
+            self._in_backward.end(norm, taken)
         return norm, watched
 
     def _update_rms(self, scale: Tensor) -> dict[str, Tensor]:

@@ -8,13 +8,14 @@ from lowprec_train.optim.in_backward import UpdatesInBackward
 from lowprec_train.optim.norm import norm_and_squares
 from lowprec_train.parallel.mesh import Sizes
 from lowprec_train.train import build
+from lowprec_train.train.checkpoint import Checkpointer
 from tests.optim.cases import SYSTEMS, equal, system, tensors
 from tests.optim.shards import SHAPES, Cut, along, differences, first_weights, gradients, together
 from tests.optim.shards import optimizer as sharded_optimizer
 from tests.optim.shards import tensors as shard_tensors
 from tests.parallel.runs import built, described
 from tests.recipes import composed
-from tests.train.standins import bits, make_trainer, same
+from tests.train.standins import Lines, bits, make_trainer, same
 
 
 def output(net, step):
@@ -44,6 +45,33 @@ def test_states_and_norms_are_those_of_a_step_after_the_backward_pass(name, clip
         after.step()
         after.zero_grad(set_to_none=True)
     assert equal(tensors(ours, in_backward), tensors(theirs, after))
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
+@pytest.mark.parametrize("name", ["adamw", "adamw_coat"])
+def test_gradients_are_clipped_by_the_norm_before_or_by_their_own(name, together):
+    """Bit for bit those of a step after the pass on gradients that are divided so; in FP64 and by hand."""
+    ours, in_backward = system(name, fused=False)
+    theirs, after = system(name, fused=False)
+    units = [list(ours.parameters())[:3]] if together else []
+    updates, previous, most = UpdatesInBackward(in_backward, ours.parameters(), units, max_norm=0.5), 0.0, []
+    for step in range(4):
+        loss = output(ours, step)
+        updates.begin(loss.detach())
+        loss.backward()
+        output(theirs, step).backward()
+        norm, _ = norm_and_squares(theirs.parameters())
+        for parameter in theirs.parameters():
+            own = float(parameter.grad.double().square().sum().sqrt())
+            most.append(max(own, previous) / 0.5)
+            parameter.grad /= torch.tensor(max(own, previous)).add(1e-6).div(0.5).clamp(min=1.0)
+        after.step()
+        after.zero_grad(set_to_none=True)
+        updates.end(norm, torch.tensor(step != 2))
+        previous = previous if step == 2 else float(norm)
+        assert float(updates.norm) == previous > 0.5
+    assert equal(tensors(ours, in_backward), tensors(theirs, after))
+    assert max(most[1:5]) > 1 and len(set(most[:4])) == 4, "the first step is clipped by each parameter's own norm"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])
@@ -127,6 +155,21 @@ def test_a_trainer_has_the_bits_of_one_that_steps_afterwards(micro_batch):
     assert runs[0][0] == runs[1][0] and same(runs[0][1], runs[1][1])
 
 
+def test_a_resumed_trainer_clips_by_the_same_norm(tmp_path):
+    """Gradients are longer than 0.05 in every step, so each update depends on the norm of the step before."""
+    whole, first, second = (make_trainer(steps=6, max_grad_norm=0.05, in_backward=True) for _ in range(3))
+    checkpointer = Checkpointer(tmp_path, interval=100, keep=2)
+    for _ in range(6):
+        assert float(whole.step()["train/grad_norm"]) > 0.05
+    first.fit(sinks=[Lines()], checkpointer=checkpointer, should_stop=lambda: first.steps_done == 3)
+    assert float(first.state_dict()["previous_norm"]) > 0.05
+    assert checkpointer.load(second.checkpoint_parts()) == 3 and same(bits(first), bits(second))
+    for _ in range(3):
+        second.step()
+    assert same(bits(whole), bits(second))
+    assert "previous_norm" not in make_trainer(max_grad_norm=0.0, in_backward=True).state_dict()
+
+
 def test_recomputed_blocks_are_stepped_after_they_have_been_computed_again():
     """The weights that a block is run again with are those of its forward pass."""
     found = []
@@ -142,7 +185,6 @@ def test_recomputed_blocks_are_stepped_after_they_have_been_computed_again():
 @pytest.mark.parametrize(
     ("overrides", "sizes", "said"),
     [
-        (("max_grad_norm=1.0",), Sizes(), "max_grad_norm=1.0 needs the norm of all gradients"),
         (("telemetry_interval=5",), Sizes(), "telemetry_interval=5 reads them"),
         (("log_update_rms=true",), Sizes(), "log_update_rms=true reads them"),
         (

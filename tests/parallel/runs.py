@@ -54,6 +54,7 @@ CASES |= {
     "each": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "parallel.grad_reduce=every_microbatch"),
     "lean coat": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0", *LEAN),
     "masters in bf16": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim/master=bf16", IN_BACKWARD),
+    "clipped in backward": ("+recipe=coat", *SPLIT, "comm=fp32", "max_grad_norm=0.1", IN_BACKWARD),
     "masters in fp16": ("+recipe=fp8", *SPLIT, "comm=fp32", "max_grad_norm=0", "optim/master=fp16"),
     "loss in chunks": ("+recipe=bf16", *SPLIT, "comm=fp32", "max_grad_norm=0", "model.loss_chunk=48"),
     "gpt loss in chunks": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0", "model.loss_chunk=48"),
@@ -70,7 +71,18 @@ CASES |= {
     "own comm fp4": ("+recipe=fp4", *SPLIT),
     "own comm bf16": ("+recipe=bf16", *SPLIT),
 }
-CUT = ("gpt", "gpt fp8", "clipped", "lean coat", "loss in chunks", "muon", "muon gpt", "in bf16", "qwen 3")
+CUT = (
+    "gpt",
+    "gpt fp8",
+    "clipped",
+    "clipped in backward",
+    "lean coat",
+    "loss in chunks",
+    "muon",
+    "muon gpt",
+    "in bf16",
+    "qwen 3",
+)
 CUT += ("own comm fp4", "pairs")
 """Options that tensor parallel changes: parameters, norms, saved activations or sums that are cut another way."""
 

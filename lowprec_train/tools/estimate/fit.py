@@ -27,7 +27,7 @@ from lowprec_train.train.compose import composed
 Estimates = Callable[[RunConfig], Estimate]
 SHARE = 0.9  # usable fraction of the GPU memory
 UNITS = {"GiB": 2**30, "GB": 10**9}
-FREED = ("optim.in_backward=true", "max_grad_norm=0")
+FREED = ("optim.in_backward=true",)
 OPTIMIZER, MASTER = "optim=adamw_coat", "optim/master=bf16"
 CODED = (OPTIMIZER, MASTER, *FREED)
 RECOMPUTE, OFFLOAD_STATES, OFFLOAD_INPUTS = "model.recompute=full", "optim.offload=true", "model.offload=true"
