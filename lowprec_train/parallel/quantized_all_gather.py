@@ -116,28 +116,29 @@ class QuantizedAllGather:
         """
         weights = list(self.weights.values())
         rounded = dict(zip(weights, cast_all([weight.shard for weight in weights], self._dtype), strict=True))
+        listed: list[_Weight] = []
         if self._coded:
             for unit in self._units:
                 unit.reshard()
             self._memory.clear()
             waiting = [weight for weight in weights if weight.refresh_format()]
-            self._set_amaxes(waiting, rounded)
+            listed = [weight for weight in weights if weight.in_list]
+            self._set_amaxes(waiting, listed, rounded)
             self._all_reduce_amaxes(waiting)
-        listed = [weight for weight in weights if weight.in_list]
         operands = [(weight.quantizer, rounded[weight], weight.amax) for weight in listed]
         codes = dict(zip(listed, quantize_lists(operands), strict=True))
         for weight in weights:
             weight.round(rounded.pop(weight), codes.pop(weight, None))
 
-    def _set_amaxes(self, waiting: list[_Weight], rounded: Mapping[_Weight, Tensor]) -> None:
-        """Compute the amaxes of shards."""
-        listed = [weight for weight in waiting if weight.in_list]
+    def _set_amaxes(self, waiting: list[_Weight], listed: list[_Weight], rounded: Mapping[_Weight, Tensor]) -> None:
+        """Compute the amaxes of the shards of `waiting`, in one launch for those that are `listed`."""
         if listed:
             amaxes = amax_all([rounded[weight] for weight in listed]).view(-1, 1, 1).unbind()
             for weight, amax in zip(listed, amaxes, strict=True):
                 weight.amax = amax
+        together = set(listed)
         for weight in waiting:
-            if not weight.in_list:
+            if weight not in together:
                 weight.amax = weight.local_amax(rounded[weight])
 
     def _all_reduce_amaxes(self, waiting: list[_Weight]) -> None:
@@ -357,7 +358,8 @@ class _Weight:
                 self._plain = self._with_grad_hook(self._values[: self._shape[0]].detach())
             self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=False, tensors=(self._plain,))
             return (self._values, ()) if first else None
-        _read_by_current_stream((*known, self._scales))
+        own = self._sent is not None and known is self._sent.known  # made by `prepare`, on this stream
+        _read_by_current_stream((*(() if own else known), *((self._scales,) if self._format.sends_scales else ())))
         scales = self._scales.view(known[0].dtype) if self._format.sends_scales else known[0]
         codes = self._values.view(self._format.quantizer.format.carrier)
         self.linear.gathered = AllGatheredWeight(leaf=self._leaf, coded=True, tensors=(codes, scales, *known[1:]))
@@ -384,9 +386,11 @@ class _Weight:
 
 def _read_by_current_stream(tensors: Sequence[Tensor]) -> None:
     """Keep the memory of tensors that another stream has made until the current stream has read them."""
-    for tensor in tensors:
-        if tensor.is_cuda:
-            tensor.record_stream(torch.cuda.current_stream())
+    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    stream = torch.cuda.current_stream() if on_gpu else None  # slow: it is asked for once
+    for tensor in on_gpu:
+        assert stream is not None
+        tensor.record_stream(stream)
 
 
 def _bytes(x: Tensor) -> Tensor:
