@@ -3,14 +3,15 @@ arXiv 2306.09782, for any rule and codecs).
 
     backward of a layer -> its gradients -> the optimizer's step of these parameters -> no gradients
 
-The norm of all gradients is not known during the pass. Clipping takes for it the norm of the previous step, or that of
-the parameter's own gradient if it is larger:
+The norm of all gradients is not known during the pass. Clipping takes for it the smaller of the norms of the last two
+steps, or that of the parameter's own gradient if it is larger:
 
-    gradient of p  /=  max(max(previous norm, norm of p's gradient) / max_norm, 1)
+    gradient of p  /=  max(max(min(last norm, last but one), norm of p's gradient) / max_norm, 1)
 
-So the first step, and one whose gradients suddenly grow, are clipped too, though less. Parameters that are updated
-after the pass are clipped by the norm itself. All of these norms have the same bits for any sharding. This form of
-clipping is ours; LOMO runs a second backward pass, or bounds each element.
+So the first step, and one whose gradients suddenly grow, are clipped too, though less, and a single long gradient does
+not shorten those of the next step. Parameters that are updated after the pass are clipped by the norm itself. All of
+these norms have the same bits for any sharding. This form of clipping is ours; LOMO runs a second backward pass, or
+bounds each element.
 
 A step with a non-finite loss changes nothing. If a gradient is not finite, or too large to square, its parameter is not
 updated and all others are. The ranks with shards of a parameter first all-reduce their sums of squares, so that either
@@ -42,7 +43,8 @@ class UpdatesInBackward:
     the last of them is complete, with one collective for the sums of squares of all. A parameter without a unit is
     updated alone.
     squares: sum of squares of each used gradient on this rank, 0-dim FP64, until the next `begin`.
-    norm: of the gradients of the last step that was taken, 0-dim FP32; 0 before the first. Part of a run's state.
+    norms: of the gradients of the last two steps that were taken, FP32 [2]; infinite before these. Part of a run's
+        state.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class UpdatesInBackward:
         self._completed: set[Tensor] = set()
         self.squares: dict[nn.Parameter, Tensor] = {}
         updated = list(parameters)
-        self.norm = torch.zeros((), device=updated[0].device if updated else None)
+        self.norms = torch.full((2,), float("inf"), device=updated[0].device if updated else None)
         self._units: dict[Tensor, tuple[nn.Parameter, ...]] = {parameter: (parameter,) for parameter in updated}
         for unit in units:
             members = tuple(parameter for parameter in unit if parameter in self._units)
@@ -79,7 +81,7 @@ class UpdatesInBackward:
 
     def end(self, norm: Tensor, taken: Tensor) -> None:
         """Call after a step. norm: of all its gradients, 0-dim FP32. taken: whether it was not skipped, 0-dim."""
-        self.norm.copy_(torch.where(taken, norm, self.norm))
+        self.norms.copy_(torch.where(taken, torch.stack((norm, self.norms[0])), self.norms))
 
     def _complete(self, parameter: Tensor) -> None:
         """Update the unit of `parameter`, if all of its gradients are complete."""
@@ -104,7 +106,8 @@ class UpdatesInBackward:
         whole.update(zip((p for p, _ in shared), totals, strict=True))
         sums = torch.stack([whole[parameter] for parameter in unit])
         if self._max_norm:
-            norms = torch.maximum(sums.sqrt().float(), self.norm)
+            known = self.norms.amin()
+            norms = torch.maximum(sums.sqrt().float(), torch.where(known.isinf(), 0.0, known))
             for gradient, divisor in zip(gradients, clip_divisor(norms, self._max_norm).unbind(), strict=True):
                 gradient.div_(divisor)
         skips = self._found_inf | ~(sums <= LARGEST_SQUARES)

@@ -278,10 +278,10 @@ class Trainer:
             tensor.copy_(state_dict[name])
 
     def _clipping(self) -> dict[str, Tensor]:
-        """Return the state of clipping in the backward pass: the live norm of the previous step."""
+        """Return the state of clipping in the backward pass: the live norms of the last two steps."""
         if self._in_backward is None or not self.options.max_grad_norm:
             return {}
-        return {"previous_norm": self._in_backward.norm}
+        return {"last_norms": self._in_backward.norms}
 
     def _gradients(self) -> tuple[GradientSums | None, UpdatesInBackward | None]:
         """Create the consumers of gradients in the backward pass. Sums come first: an update needs the sum."""

@@ -49,13 +49,13 @@ def test_states_and_norms_are_those_of_a_step_after_the_backward_pass(name, clip
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize("name", ["adamw", "adamw_coat"])
-def test_gradients_are_clipped_by_the_norm_before_or_by_their_own(name, together):
+def test_gradients_are_clipped_by_the_norms_before_or_by_their_own(name, together):
     """Bit for bit those of a step after the pass on gradients that are divided so; in FP64 and by hand."""
     ours, in_backward = system(name, fused=False)
     theirs, after = system(name, fused=False)
     units = [list(ours.parameters())[:3]] if together else []
-    updates, previous, most = UpdatesInBackward(in_backward, ours.parameters(), units, max_norm=0.5), 0.0, []
-    for step in range(4):
+    updates, known, first = UpdatesInBackward(in_backward, ours.parameters(), units, max_norm=0.5), [], []
+    for step in range(5):
         loss = output(ours, step)
         updates.begin(loss.detach())
         loss.backward()
@@ -63,15 +63,16 @@ def test_gradients_are_clipped_by_the_norm_before_or_by_their_own(name, together
         norm, _ = norm_and_squares(theirs.parameters())
         for parameter in theirs.parameters():
             own = float(parameter.grad.double().square().sum().sqrt())
-            most.append(max(own, previous) / 0.5)
-            parameter.grad /= torch.tensor(max(own, previous)).add(1e-6).div(0.5).clamp(min=1.0)
+            taken = max(own, min(known[-2:], default=0.0))
+            first += [taken] if step == 0 else []
+            parameter.grad /= torch.tensor(taken).add(1e-6).div(0.5).clamp(min=1.0)
         after.step()
         after.zero_grad(set_to_none=True)
         updates.end(norm, torch.tensor(step != 2))
-        previous = previous if step == 2 else float(norm)
-        assert float(updates.norm) == previous > 0.5
+        known += [] if step == 2 else [float(norm)]
+        assert updates.norms.tolist() == [*reversed(known), float("inf")][:2]
     assert equal(tensors(ours, in_backward), tensors(theirs, after))
-    assert max(most[1:5]) > 1 and len(set(most[:4])) == 4, "the first step is clipped by each parameter's own norm"
+    assert len(set(first)) > 1 and max(first) > 0.5, "the first step is clipped by the norm of each gradient"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])
@@ -162,12 +163,12 @@ def test_a_resumed_trainer_clips_by_the_same_norm(tmp_path):
     for _ in range(6):
         assert float(whole.step()["train/grad_norm"]) > 0.05
     first.fit(sinks=[Lines()], checkpointer=checkpointer, should_stop=lambda: first.steps_done == 3)
-    assert float(first.state_dict()["previous_norm"]) > 0.05
+    assert float(first.state_dict()["last_norms"].amin()) > 0.05
     assert checkpointer.load(second.checkpoint_parts()) == 3 and same(bits(first), bits(second))
     for _ in range(3):
         second.step()
     assert same(bits(whole), bits(second))
-    assert "previous_norm" not in make_trainer(max_grad_norm=0.0, in_backward=True).state_dict()
+    assert "last_norms" not in make_trainer(max_grad_norm=0.0, in_backward=True).state_dict()
 
 
 def test_recomputed_blocks_are_stepped_after_they_have_been_computed_again():
