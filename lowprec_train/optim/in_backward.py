@@ -4,19 +4,19 @@ arXiv 2306.09782, for any rule and codecs).
     backward of a layer -> its gradients -> the optimizer's step of these parameters -> no gradients
 
 The norm of all gradients is not known during the pass. Clipping takes for it the smaller of the norms of the last two
-steps, or that of the parameter's own gradient if it is larger:
+steps, so that a single long gradient does not shorten those of the next step:
 
-    gradient of p  /=  max(max(min(last norm, last but one), norm of p's gradient) / max_norm, 1)
+    gradients  /=  max(min(last norm, last but one) / max_norm, 1)
 
-So the first step, and one whose gradients suddenly grow, are clipped too, though less, and a single long gradient does
-not shorten those of the next step. Parameters that are updated after the pass are clipped by the norm itself. All of
-these norms have the same bits for any sharding. This form of clipping is ours; LOMO runs a second backward pass, or
-bounds each element.
+The first step has no earlier norm: it measures its own and updates nothing. A gradient that is suddenly long is not
+clipped in its own step. Parameters that are updated after the pass are clipped by the norm itself. All of these norms
+have the same bits for any sharding of the same gradients. This form of clipping is ours; LOMO runs a second backward
+pass, or bounds each element.
 
-A step with a non-finite loss changes nothing. If a gradient is not finite, or too large to square, its parameter is not
-updated and all others are. The ranks with shards of a parameter first all-reduce their sums of squares, so that either
-all of them update it or none: one collective for all parameters that are reduced together. Without clipping, the bits
-are those of a step after the backward pass.
+A step with a non-finite loss changes nothing. If a gradient is not finite, or too large to square when it is clipped,
+its parameter is not updated; the others of the pass are. The ranks with shards of a parameter first all-reduce their
+sums of squares, so that either all of them update it or none: one collective for all parameters that are reduced
+together. Without clipping, the bits are those of a step after the backward pass.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class UpdatesInBackward:
 
     max_norm: the norm to which gradients are clipped; 0: they are not.
     units: parameters whose gradients are completed together, because they are reduced together. They are updated when
-    the last of them is complete, with one collective for the sums of squares of all. A parameter without a unit is
-    updated alone.
+    the last of them is complete, with one collective for the sums of squares of all; if one of them has no gradient,
+    after the pass. A parameter without a unit is updated alone.
     squares: sum of squares of each used gradient on this rank, 0-dim FP64, until the next `begin`.
-    norms: of the gradients of the last two steps that were taken, FP32 [2]; infinite before these. Part of a run's
-        state.
+    norms: of the gradients of the last two steps that were not skipped, FP32 [2]; 0 before there are any. Part of a
+        run's state.
+    divisor: of the gradients of this step, 0-dim FP32; 1 without clipping.
     """
 
     def __init__(
@@ -61,7 +62,8 @@ class UpdatesInBackward:
         self._completed: set[Tensor] = set()
         self.squares: dict[nn.Parameter, Tensor] = {}
         updated = list(parameters)
-        self.norms = torch.full((2,), float("inf"), device=updated[0].device if updated else None)
+        self.norms = torch.zeros(2, device=updated[0].device if updated else None)
+        self.divisor = torch.ones_like(self.norms[0])
         self._units: dict[Tensor, tuple[nn.Parameter, ...]] = {parameter: (parameter,) for parameter in updated}
         for unit in units:
             members = tuple(parameter for parameter in unit if parameter in self._units)
@@ -78,6 +80,16 @@ class UpdatesInBackward:
         self._completed.clear()
         if loss is not None:
             self._found_inf = ~loss.isfinite()
+            if self._max_norm:
+                last, before = self.norms.unbind()
+                norm = torch.where(before == 0, last, torch.minimum(last, before))
+                self.divisor = clip_divisor(norm, self._max_norm)
+                self._found_inf |= self.measures
+
+    @property
+    def measures(self) -> Tensor:
+        """Whether the step only measures its norm, because there is none to clip by; 0-dim."""
+        return (self.norms[0] == 0) & bool(self._max_norm)
 
     def end(self, norm: Tensor, taken: Tensor) -> None:
         """Call after a step. norm: of all its gradients, 0-dim FP32. taken: whether it was not skipped, 0-dim."""
@@ -95,8 +107,7 @@ class UpdatesInBackward:
     @torch.no_grad()
     def _update(self, unit: Sequence[nn.Parameter]) -> None:
         """Update the parameters of a unit and free their gradients."""
-        gradients = [_gradient(parameter) for parameter in unit]
-        squares = torch.ops.lowprec.sum_squares([gradient.contiguous() for gradient in gradients])
+        squares = torch.ops.lowprec.sum_squares([_gradient(parameter).contiguous() for parameter in unit])
         self.squares.update(zip(unit, squares.unbind(), strict=True))
         whole = {parameter: self.squares[parameter] for parameter in unit}
         shared = [(p, group) for p in unit if (group := self._optimizer.group_of(p)) is not None]
@@ -105,13 +116,9 @@ class UpdatesInBackward:
         )
         whole.update(zip((p for p, _ in shared), totals, strict=True))
         sums = torch.stack([whole[parameter] for parameter in unit])
-        if self._max_norm:
-            known = self.norms.amin()
-            norms = torch.maximum(sums.sqrt().float(), torch.where(known.isinf(), 0.0, known))
-            for gradient, divisor in zip(gradients, clip_divisor(norms, self._max_norm).unbind(), strict=True):
-                gradient.div_(divisor)
-        skips = self._found_inf | ~(sums <= LARGEST_SQUARES)
-        self._optimizer.step_only(unit, found_inf=skips.float())
+        skips = self._found_inf | ~(sums / self.divisor.double().square() <= LARGEST_SQUARES)
+        grad_scale = self.divisor if self._max_norm else None
+        self._optimizer.step_only(unit, grad_scale=grad_scale, found_inf=skips.float())
         for parameter in unit:
             parameter.grad = None
 

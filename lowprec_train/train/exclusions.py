@@ -114,7 +114,7 @@ class Choices:
         return ""
 
     def _in_backward(self, grid: Sizes) -> str:
-        """Return which setting needs the gradients of several parameters or ranks; "" for none."""
+        """Return which setting needs the gradients of several ranks at once; "" for none."""
         if grid.dp_shard * grid.tp == 1:
             return ""
         shards = f"all shards (parallel.dp_shard={grid.dp_shard}, tp={grid.tp})"

@@ -9,7 +9,8 @@ On a step that telemetry observes, an extra pass runs first and changes nothing 
 
 A NaN costs one step, not the run: the skip is decided, applied and counted on the device. After `max_nonfinite_steps`
 skipped steps in a row the run saves and stops; a run that ends without any update fails. A step depends on its index
-alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and two counters.
+alone (data, draws, learning rate), so the state of a run is the model, the optimizer, the step and two counters; with
+updates in the backward pass also the norms by which these clip (`optim.in_backward`).
 """
 
 from __future__ import annotations
@@ -310,8 +311,11 @@ class Trainer:
         norm, squares = norm_and_squares(self.model.parameters(), self.shards, known)
         scale = clip_divisor(norm, self.options.max_grad_norm)
         taken = usable(loss, norm, scale)
+        if self._in_backward is not None:
+            taken &= usable(loss, norm, self._in_backward.divisor)
         observer = None if record is None else record.state
-        found_inf = (~taken).float()
+        measures = self._in_backward is not None and self._in_backward.measures
+        found_inf = (~taken | measures).float()
         watched = self._update_rms(scale) if self.options.log_update_rms else {}
         self.optimizer.step(grad_scale=scale, found_inf=found_inf, observer=observer)
         for parameter in () if self._sums is None else self._sums.gradients():

@@ -49,30 +49,55 @@ def test_states_and_norms_are_those_of_a_step_after_the_backward_pass(name, clip
 
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize("name", ["adamw", "adamw_coat"])
-def test_gradients_are_clipped_by_the_norms_before_or_by_their_own(name, together):
-    """Bit for bit those of a step after the pass on gradients that are divided so; in FP64 and by hand."""
+def test_gradients_are_clipped_by_the_smaller_norm_of_the_last_two_steps(name, together):
+    """Bit for bit those of a step after the pass with this divisor. The first step changes nothing but the norms; the
+    third is skipped and counts for none.
+    """
     ours, in_backward = system(name, fused=False)
     theirs, after = system(name, fused=False)
     units = [list(ours.parameters())[:3]] if together else []
-    updates, known, first = UpdatesInBackward(in_backward, ours.parameters(), units, max_norm=0.5), [], []
-    for step in range(5):
+    updates, known, start = (
+        UpdatesInBackward(in_backward, ours.parameters(), units, max_norm=0.5),
+        [],
+        tensors(ours, in_backward),
+    )
+    for step in range(6):
         loss = output(ours, step)
         updates.begin(loss.detach())
         loss.backward()
         output(theirs, step).backward()
         norm, _ = norm_and_squares(theirs.parameters())
-        for parameter in theirs.parameters():
-            own = float(parameter.grad.double().square().sum().sqrt())
-            taken = max(own, min(known[-2:], default=0.0))
-            first += [taken] if step == 0 else []
-            parameter.grad /= torch.tensor(taken).add(1e-6).div(0.5).clamp(min=1.0)
-        after.step()
+        if known:
+            after.step(grad_scale=torch.tensor(min(known[-2:])).add(1e-6).div(0.5).clamp(min=1.0))
+        assert equal(tensors(ours, in_backward), tensors(theirs, after) if known else start)
         after.zero_grad(set_to_none=True)
         updates.end(norm, torch.tensor(step != 2))
         known += [] if step == 2 else [float(norm)]
-        assert updates.norms.tolist() == [*reversed(known), float("inf")][:2]
-    assert equal(tensors(ours, in_backward), tensors(theirs, after))
-    assert len(set(first)) > 1 and max(first) > 0.5, "the first step is clipped by the norm of each gradient"
+        assert updates.norms.tolist() == [*reversed(known), 0.0][:2] and min(known) > 0.5
+    assert len(set(known)) == 5 and any(known[i] < known[i + 1] for i in range(4)) and sorted(known) != known
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_run_can_be_saved_after_any_step(tmp_path, steps):
+    """A save of what was trained refuses numbers that are not finite."""
+    first, second = (make_trainer(steps=4, max_grad_norm=0.05, in_backward=True) for _ in range(2))
+    for _ in range(steps):
+        first.step()
+    checkpointer = Checkpointer(tmp_path, interval=100, keep=2)
+    checkpointer.save(first.checkpoint_parts(), steps, wait=True, only_finite=True)
+    assert checkpointer.load(second.checkpoint_parts()) == steps and same(bits(first), bits(second))
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("first", [0, 3])
+def test_gradients_that_stay_too_long_to_square_are_counted(first, clip):
+    """Nothing is updated by them, from step `first` on. With clipping, the first step only measures."""
+    trainer = make_trainer(steps=8, max_grad_norm=clip, in_backward=True)
+    weight = trainer.model.hidden.weight
+    weight.register_hook(lambda gradient: gradient * (1e25 if trainer.steps_done >= first else 1.0))
+    skipped = [float(trainer.step()["train/skipped"]) for _ in range(8)]
+    assert skipped[-1] == 8 - first
+    assert int(trainer.optimizer.state[weight]["step"]) == (max(0, first - 1) if clip else first)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])

@@ -199,7 +199,8 @@ class Gradients:
     def made(self, weights: Sequence[Weight]) -> int:
         """Return the bytes beyond `standing` after the backward pass has computed the gradients of these weights."""
         if self._in_backward:
-            weights = [] if self._sizes.dp == 1 else [w for w in weights if not w.matrix]
+            after = self._sizes.dp > 1 or self._subject.run.max_grad_norm  # vectors are updated after the pass
+            weights = [w for w in weights if not w.matrix] if after else []
         return 0 if self.standing else self._parts(weights)
 
     @property
