@@ -12,8 +12,8 @@ bits.
 There are two forms: any function of rounded inputs, op by op (`through_codes`), and norms and activations in one kernel
 (`model.activations`), which is used if there is a kernel and no observer.
 
-A layer that `recomputes` makes its codes by an op of their own, `saved_codes`, and computes y from them. Selective
-recomputation saves what this op returns, and needs neither the input nor y.
+A layer that `recomputes` makes its codes by an op of their own, `saved_codes` or in the second form `group_codes`, and
+computes y from them. Selective recomputation saves what this op returns, and needs neither the input nor y.
 """
 
 from __future__ import annotations

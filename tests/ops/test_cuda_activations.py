@@ -245,6 +245,9 @@ def test_two_passes_have_the_bits_of_one(format: str, group: int, shape: tuple[i
     codes = ops.group_codes(both, *how, 2)
     found = (*ops.gated_silu_of_codes(*codes, *how, dtype), *codes)
     pairs.append((found, (y, amax, torch.cat(parts[::2]), torch.cat(parts[1::2]))))
+    dy, halves = data(*shape, dtype, seed=3), [half for two in zip(*(c.chunk(2) for c in codes)) for half in two]
+    of_views = ops.quantized_gated_silu_backward(dy, *halves, *how)
+    pairs.append((of_views, ops.quantized_gated_silu_backward(dy, *parts, *how)))
     for two, one in pairs:
         for a, b in zip(two, one, strict=True):
             assert a.dtype is b.dtype and torch.equal(a.float().nan_to_num(7.0), b.float().nan_to_num(7.0))
@@ -276,14 +279,15 @@ LAYERS = {
 }
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_a_layer_in_one_kernel_is_the_layer(name: str, compiled: bool) -> None:
+def test_a_layer_in_one_kernel_is_the_layer(name: str, compiled: bool, recomputes: bool) -> None:
     """An observer takes the other form, op by op: its outputs differ by BF16's last bits."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     layer, results, seen = LAYERS[name]().cuda(), [], []
-    layer.quantizer = quantizer("E4M3", 16)
+    layer.quantizer, layer.recomputes = quantizer("E4M3", 16), recomputes
     for observer in (None, lambda *event: seen.append(event)):
         layer.observer = observer
         layer.zero_grad()

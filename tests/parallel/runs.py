@@ -45,8 +45,8 @@ E4M3_MOMENTUM = "optim/moment@optim.first_moment=e4m3"
 CASES = {name: (f"+recipe={name}", *SPLIT, "comm=fp32", "max_grad_norm=0") for name in SYSTEMS}
 CASES["fp4_mixed"] += (LATER,)
 RECIPES = tuple(name for name in CASES if name not in BY_NIGHT)
-# A recipe of each kind of scale, draw and codec:
-EVERYWHERE = ("bf16", "fp8", "fp8_lm", "coat", "fp4", "mxfp4", "nvfp4")
+# A recipe of each kind of scale, draw and codec, and clipping by norms of earlier steps:
+EVERYWHERE = ("bf16", "fp8", "fp8_lm", "coat", "fp4", "mxfp4", "nvfp4", "clipped in backward")
 CASES |= {
     "gpt": ("+recipe=bf16", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),
     "gpt fp8": ("+recipe=fp8", "model=gpt_tiny", "comm=fp32", "max_grad_norm=0"),

@@ -42,6 +42,7 @@ def test_every_arm_has_a_row_and_the_baseline_is_plain(measured):
     for name in (PLAIN, *ARMS):
         row = rows(measured)[name]
         assert len(row["times_ms"]) == 2 and row["tokens_per_s"] == 128 / row["ms"] * 1e3
+        assert len(row["host_ms"]) == len(row["cpu_ms"]) == 2 and min(row["host_ms"]) > 0  # of each rank
         assert row["of_group"] == rows(measured)[PLAIN]["ms"] / row["ms"]
 
 

@@ -208,6 +208,7 @@ def test_contestants_apart_take_turns_in_processes_of_their_own():
     ids = [row["loss"][0] for row in fine]
     assert ids[0] == os.getpid() and len(set(ids)) == 2 and all(row["loss"][0] == row["loss"][1] for row in fine)
     assert all(len(row["times_ms"]) == 3 and min(row["times_ms"]) > 0 for row in fine)
+    assert all(len(row["host_ms"]) == len(row["cpu_ms"]) == 1 and row["host_ms"][0] > 0 for row in fine)
     assert [row.get("apart") for row in fine] == [None, True] and list(measured["profiles"]) == ["one"]
     assert failed["error"] == "RuntimeError: this one cannot be built"
     about = {"bench": "step", "environment": {"gpu": "cpu", "command": ""}}

@@ -124,7 +124,7 @@ SIZES, SHAPE = Named(ANY), Listed(WHOLE)
 
 STEPS: dict[str, Form] = {"sizes": SIZES, "tokens_per_step": NUMBER, "profiles": Named(_profile)}
 STEP: dict[str, Form] = {"group": ANY, "tokens_per_s": NUMBER, "of_group?": NUMBER, "peak_gib?": NUMBER}
-STEP |= {"loss": Listed(NUMBER), "attention?": TEXT, "host_ms?": Listed(NUMBER, 1)}
+STEP |= {"loss": Listed(NUMBER), "attention?": TEXT, "host_ms?": Listed(NUMBER, 1), "cpu_ms?": Listed(NUMBER, 1)}
 COMMUNICATION = dict.fromkeys(("of_limit?", "exposed_ms?", "idle_ms?", "estimated_gib?", "sent_gb?"), NUMBER)
 MEMORY: dict[str, Form] = {
     **dict.fromkeys(CATEGORIES[:-1], NUMBER),
