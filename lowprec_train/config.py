@@ -160,7 +160,7 @@ class OptimConfig:
     grad_accumulation: `_target_` of the codec that stores gradients of matrices between micro-batches and until the
         update; empty: FP32.
     in_backward: update each parameter during the backward pass, when its gradient is complete, and free the gradient.
-        Clipping is then by the norms of the last steps (`optim.in_backward`).
+        Clipping is then by norms of earlier steps (`optim.in_backward`).
     backend: the implementation of the update: "own", or "apex", NVIDIA's library.
     offload: keep optimizer states of matrices in pinned host memory between updates.
     """

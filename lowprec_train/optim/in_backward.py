@@ -3,15 +3,17 @@ arXiv 2306.09782, for any rule and codecs).
 
     backward of a layer -> its gradients -> the optimizer's step of these parameters -> no gradients
 
-The norm of all gradients is not known during the pass. Clipping takes for it the smaller of the norms of the last two
-steps, so that a single long gradient does not shorten those of the next step:
+The norm of all gradients is not known during the pass. Clipping takes it from the step before, times what the gradient
+of this matrix has grown since:
 
-    gradients  /=  max(min(last norm, last but one) / max_norm, 1)
+    gradient of p  /=  max(n max(|g_p| / n_p, 1) / max_norm, 1)
 
-The first step has no earlier norm: it measures its own and updates nothing. A gradient that is suddenly long is not
-clipped in its own step. Parameters that are updated after the pass are clipped by the norm itself. All of these norms
-have the same bits for any sharding of the same gradients. This form of clipping is ours; LOMO runs a second backward
-pass, or bounds each element.
+n and n_p are the norms of all gradients and of p's, in the last step or in the last but one, whichever is smaller: so a
+single long gradient does not shorten those of the next step. If all gradients grow by one factor, this is clipping by
+their norm. The first step has no norms before it: it measures its own and updates nothing. Parameters that are updated
+after the pass are clipped by the norm itself. All norms have the same bits for any sharding of the same gradients. This
+form of clipping is ours; LOMO runs a second backward pass, or bounds each element, and AdaGC (arXiv 2502.11034) clips
+each tensor by an average of its own norms.
 
 A step with a non-finite loss changes nothing. If a gradient is not finite, or too large to square when it is clipped,
 its parameter is not updated; the others of the pass are. The ranks with shards of a parameter first all-reduce their
@@ -43,9 +45,9 @@ class UpdatesInBackward:
     the last of them is complete, with one collective for the sums of squares of all; if one of them has no gradient,
     after the pass. A parameter without a unit is updated alone.
     squares: sum of squares of each used gradient on this rank, 0-dim FP64, until the next `begin`.
-    norms: of the gradients of the last two steps that were not skipped, FP32 [2]; 0 before there are any. Part of a
-        run's state.
-    divisor: of the gradients of this step, 0-dim FP32; 1 without clipping.
+    norms: of the gradients of the last two steps that were not skipped, of all and of each of `parameters`, FP32
+    [2, 1 + p]; 0 before there are any. Part of a run's state.
+    divisor: of gradients in this step that have not grown, 0-dim FP32; 1 without clipping.
     """
 
     def __init__(
@@ -62,12 +64,19 @@ class UpdatesInBackward:
         self._completed: set[Tensor] = set()
         self.squares: dict[nn.Parameter, Tensor] = {}
         updated = list(parameters)
-        self.norms = torch.zeros(2, device=updated[0].device if updated else None)
-        self.divisor = torch.ones_like(self.norms[0])
+        self.norms = torch.zeros(2, 1 + len(updated), device=updated[0].device if updated else None)
+        self.divisor = torch.ones_like(self.norms[0, 0])
+        self._known = self.norms[0]  # what this step clips by
+        self._places = {parameter: place for place, parameter in enumerate(updated, start=1)}
+        self._own: dict[nn.Parameter, Tensor] = {}  # norms of this step
         self._units: dict[Tensor, tuple[nn.Parameter, ...]] = {parameter: (parameter,) for parameter in updated}
         for unit in units:
             members = tuple(parameter for parameter in unit if parameter in self._units)
             self._units.update(dict.fromkeys(members, members))
+        self._index = {
+            unit: torch.tensor([self._places[parameter] for parameter in unit], device=self.norms.device)
+            for unit in set(self._units.values())
+        }
         for parameter in updated:
             after_gradient(parameter, self._complete)
 
@@ -80,20 +89,25 @@ class UpdatesInBackward:
         self._completed.clear()
         if loss is not None:
             self._found_inf = ~loss.isfinite()
+            self._own.clear()
             if self._max_norm:
                 last, before = self.norms.unbind()
-                norm = torch.where(before == 0, last, torch.minimum(last, before))
-                self.divisor = clip_divisor(norm, self._max_norm)
+                self._known = torch.where(before == 0, last, torch.minimum(last, before))
+                self.divisor = clip_divisor(self._known[0], self._max_norm)
                 self._found_inf |= self.measures
 
     @property
     def measures(self) -> Tensor:
         """Whether the step only measures its norm, because there is none to clip by; 0-dim."""
-        return (self.norms[0] == 0) & bool(self._max_norm)
+        return (self.norms[0, 0] == 0) & bool(self._max_norm)
 
     def end(self, norm: Tensor, taken: Tensor) -> None:
         """Call after a step. norm: of all its gradients, 0-dim FP32. taken: whether it was not skipped, 0-dim."""
-        self.norms.copy_(torch.where(taken, torch.stack((norm, self.norms[0])), self.norms))
+        if not self._max_norm:
+            return
+        own = [self._own.get(parameter, self.norms[0, place]) for parameter, place in self._places.items()]
+        now = torch.stack([norm, *own])
+        self.norms.copy_(torch.where(taken, torch.stack((now, self.norms[0])), self.norms))
 
     def _complete(self, parameter: Tensor) -> None:
         """Update the unit of `parameter`, if all of its gradients are complete."""
@@ -105,7 +119,7 @@ class UpdatesInBackward:
             self._update(unit)
 
     @torch.no_grad()
-    def _update(self, unit: Sequence[nn.Parameter]) -> None:
+    def _update(self, unit: tuple[nn.Parameter, ...]) -> None:
         """Update the parameters of a unit and free their gradients."""
         squares = torch.ops.lowprec.sum_squares([_gradient(parameter).contiguous() for parameter in unit])
         self.squares.update(zip(unit, squares.unbind(), strict=True))
@@ -116,11 +130,25 @@ class UpdatesInBackward:
         )
         whole.update(zip((p for p, _ in shared), totals, strict=True))
         sums = torch.stack([whole[parameter] for parameter in unit])
-        skips = self._found_inf | ~(sums / self.divisor.double().square() <= LARGEST_SQUARES)
-        grad_scale = self.divisor if self._max_norm else None
+        divisors, grad_scale = torch.ones_like(sums), None
+        if self._max_norm:
+            divisors, grad_scale = self._clip(unit, sums.sqrt().float()).double(), self.divisor
+        skips = self._found_inf | ~(sums / divisors.square() <= LARGEST_SQUARES)
         self._optimizer.step_only(unit, grad_scale=grad_scale, found_inf=skips.float())
         for parameter in unit:
             parameter.grad = None
+
+    def _clip(self, unit: tuple[nn.Parameter, ...], norms: Tensor) -> Tensor:
+        """Divide gradients that have grown, so that `divisor` does the rest. Return both divisors' product, FP32 [p].
+        norms: of the gradients over all ranks, FP32 [p].
+        """
+        self._own.update(zip(unit, norms.unbind(), strict=True))
+        known = self._known[self._index[unit]]
+        growth = torch.where(known == 0, 1.0, norms / known).clamp(min=1.0)
+        divisors = clip_divisor(self._known[0] * growth, self._max_norm)
+        for parameter, more in zip(unit, (divisors / self.divisor).unbind(), strict=True):
+            _gradient(parameter).div_(more)
+        return divisors
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -311,8 +311,6 @@ class Trainer:
         norm, squares = norm_and_squares(self.model.parameters(), self.shards, known)
         scale = clip_divisor(norm, self.options.max_grad_norm)
         taken = usable(loss, norm, scale)
-        if self._in_backward is not None:
-            taken &= usable(loss, norm, self._in_backward.divisor)
         observer = None if record is None else record.state
         measures = self._in_backward is not None and self._in_backward.measures
         found_inf = (~taken | measures).float()

@@ -47,34 +47,56 @@ def test_states_and_norms_are_those_of_a_step_after_the_backward_pass(name, clip
     assert equal(tensors(ours, in_backward), tensors(theirs, after))
 
 
+def clip(norm):
+    return ((norm + 1e-6) / 0.5).clamp(min=1.0)
+
+
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "together"])
 @pytest.mark.parametrize("name", ["adamw", "adamw_coat"])
-def test_gradients_are_clipped_by_the_smaller_norm_of_the_last_two_steps(name, together):
-    """Bit for bit those of a step after the pass with this divisor. The first step changes nothing but the norms; the
-    third is skipped and counts for none.
+def test_gradients_are_clipped_by_earlier_norms_times_their_growth(name, together):
+    """Bit for bit a step after the pass with divisors by the formula. The first step changes nothing but the norms; the
+    third is skipped and does not count.
     """
-    ours, in_backward = system(name, fused=False)
-    theirs, after = system(name, fused=False)
+    (ours, in_backward), (theirs, after) = system(name, fused=False), system(name, fused=False)
     units = [list(ours.parameters())[:3]] if together else []
-    updates, known, start = (
-        UpdatesInBackward(in_backward, ours.parameters(), units, max_norm=0.5),
-        [],
-        tensors(ours, in_backward),
-    )
+    updates, rows, grown = UpdatesInBackward(in_backward, ours.parameters(), units, max_norm=0.5), [], []
+    start = tensors(ours, in_backward)
     for step in range(6):
         loss = output(ours, step)
         updates.begin(loss.detach())
         loss.backward()
         output(theirs, step).backward()
-        norm, _ = norm_and_squares(theirs.parameters())
-        if known:
-            after.step(grad_scale=torch.tensor(min(known[-2:])).add(1e-6).div(0.5).clamp(min=1.0))
-        assert equal(tensors(ours, in_backward), tensors(theirs, after) if known else start)
+        norm, squares = norm_and_squares(theirs.parameters())
+        own = torch.stack(squares).sqrt().float()
+        if rows:
+            least = torch.stack(rows[-2:]).amin(0)
+            growth = (own / least[1:]).clamp(min=1.0)
+            grown.append(growth)
+            for parameter, divisor in zip(theirs.parameters(), clip(least[0] * growth) / clip(least[0]), strict=True):
+                parameter.grad /= divisor
+            after.step(grad_scale=clip(least[0]))
+        assert equal(tensors(ours, in_backward), tensors(theirs, after) if rows else start)
         after.zero_grad(set_to_none=True)
         updates.end(norm, torch.tensor(step != 2))
-        known += [] if step == 2 else [float(norm)]
-        assert updates.norms.tolist() == [*reversed(known), 0.0][:2] and min(known) > 0.5
-    assert len(set(known)) == 5 and any(known[i] < known[i + 1] for i in range(4)) and sorted(known) != known
+        rows += [] if step == 2 else [torch.cat((norm[None], own))]
+        assert torch.equal(updates.norms, torch.stack([*rows[::-1], torch.zeros_like(rows[0])])[:2])
+    assert all(float(each.amax()) > 1.0 and float(each.amin()) == 1.0 for each in grown)
+
+
+def test_gradients_that_grow_together_are_clipped_to_the_norm():
+    """All are a thousand times as long in one step: what is added to the moments has the norm of `max_norm`."""
+    net, optimizer = system("adamw", fused=False)
+    updates = UpdatesInBackward(optimizer, net.parameters(), max_norm=0.5)
+    for times in (1.0, 1.0, 1000.0):
+        before = {p: optimizer.state[p]["exp_avg"].clone() for p in net.parameters()}
+        loss = times * output(net, 0)
+        updates.begin(loss.detach())
+        loss.backward()
+        norm = torch.cat([squares.view(1) for squares in updates.squares.values()]).sum().sqrt().float()
+        updates.end(norm, torch.tensor(True))
+    added = [(optimizer.state[p]["exp_avg"] - 0.9 * before[p]) / 0.1 for p in net.parameters()]
+    assert 0.45 < float(torch.cat([x.flatten() for x in added]).norm()) <= 0.5001
+    assert float(norm) > 500
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
@@ -90,14 +112,16 @@ def test_a_run_can_be_saved_after_any_step(tmp_path, steps):
 
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 @pytest.mark.parametrize("first", [0, 3])
-def test_gradients_that_stay_too_long_to_square_are_counted(first, clip):
-    """Nothing is updated by them, from step `first` on. With clipping, the first step only measures."""
+def test_gradients_that_are_too_long_to_square_are_counted_or_clipped(first, clip):
+    """Without clipping nothing is updated by them, from step `first` on. Clipped, they can be squared; only the first
+    step updates nothing.
+    """
     trainer = make_trainer(steps=8, max_grad_norm=clip, in_backward=True)
     weight = trainer.model.hidden.weight
     weight.register_hook(lambda gradient: gradient * (1e25 if trainer.steps_done >= first else 1.0))
     skipped = [float(trainer.step()["train/skipped"]) for _ in range(8)]
-    assert skipped[-1] == 8 - first
-    assert int(trainer.optimizer.state[weight]["step"]) == (max(0, first - 1) if clip else first)
+    assert skipped[-1] == (0 if clip else 8 - first)
+    assert int(trainer.optimizer.state[weight]["step"]) == (7 if clip else first)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e25])

@@ -211,14 +211,17 @@ class Pass:
 
 
 def optimizer(subject: Subject, device: Device) -> float:
-    """Return the seconds to read and write parameters and states, and to read gradients twice: for their norm, too."""
+    """Return the seconds to read and write parameters and states, and to read gradients twice: for their norm, too.
+    Clipping in the backward pass also divides them in place.
+    """
     held = sum(math.prod(w.mine(subject.sizes)) for w in subject.weights)
     stored = sum(math.prod(w.mine(subject.sizes)) * subject.stored_size(w) for w in subject.weights)
     kept = states(subject)
     rate = device.adamw["FP32" if kept >= 2 * FP32 * held * 0.9 else "codes"]
     norm = held * FP32 / device.memory  # logged, also if it does not clip
     cast = held * (BF16 + FP32) / device.memory if subject.sizes.dp == 1 else 0.0  # gradients, as autograd makes them
-    return (2 * (stored + kept) + held * FP32) / rate + norm + cast
+    divided = 2 * norm if subject.run.optim.in_backward and subject.run.max_grad_norm else 0.0
+    return (2 * (stored + kept) + held * FP32) / rate + norm + divided + cast
 
 
 def accumulation(subject: Subject, device: Device) -> float:
