@@ -47,7 +47,6 @@ class UpdatesInBackward:
     squares: sum of squares of each used gradient on this rank, 0-dim FP64, until the next `begin`.
     norms: of the gradients of the last two steps that were not skipped, of all and of each of `parameters`, FP32
     [2, 1 + p]; 0 before there are any. Part of a run's state.
-    divisor: of gradients in this step that have not grown, 0-dim FP32; 1 without clipping.
     """
 
     def __init__(
@@ -65,8 +64,8 @@ class UpdatesInBackward:
         self.squares: dict[nn.Parameter, Tensor] = {}
         updated = list(parameters)
         self.norms = torch.zeros(2, 1 + len(updated), device=updated[0].device if updated else None)
-        self.divisor = torch.ones_like(self.norms[0, 0])
         self._known = self.norms[0]  # what this step clips by
+        self._divisor = torch.ones_like(self._known[0])  # of its gradients that have not grown
         self._places = {parameter: place for place, parameter in enumerate(updated, start=1)}
         self._own: dict[nn.Parameter, Tensor] = {}  # norms of this step
         self._units: dict[Tensor, tuple[nn.Parameter, ...]] = {parameter: (parameter,) for parameter in updated}
@@ -93,7 +92,7 @@ class UpdatesInBackward:
             if self._max_norm:
                 last, before = self.norms.unbind()
                 self._known = torch.where(before == 0, last, torch.minimum(last, before))
-                self.divisor = clip_divisor(self._known[0], self._max_norm)
+                self._divisor = clip_divisor(self._known[0], self._max_norm)
                 self._found_inf |= self.measures
 
     @property
@@ -130,23 +129,23 @@ class UpdatesInBackward:
         )
         whole.update(zip((p for p, _ in shared), totals, strict=True))
         sums = torch.stack([whole[parameter] for parameter in unit])
-        divisors, grad_scale = torch.ones_like(sums), None
+        grad_scale = None
         if self._max_norm:
-            divisors, grad_scale = self._clip(unit, sums.sqrt().float()).double(), self.divisor
-        skips = self._found_inf | ~(sums / divisors.square() <= LARGEST_SQUARES)
+            sums, grad_scale = sums / self._clip(unit, sums.sqrt().float()).double().square(), self._divisor
+        skips = self._found_inf | ~(sums <= LARGEST_SQUARES)
         self._optimizer.step_only(unit, grad_scale=grad_scale, found_inf=skips.float())
         for parameter in unit:
             parameter.grad = None
 
     def _clip(self, unit: tuple[nn.Parameter, ...], norms: Tensor) -> Tensor:
-        """Divide gradients that have grown, so that `divisor` does the rest. Return both divisors' product, FP32 [p].
+        """Divide gradients that have grown, so that `_divisor` does the rest. Return both divisors' product, FP32 [p].
         norms: of the gradients over all ranks, FP32 [p].
         """
         self._own.update(zip(unit, norms.unbind(), strict=True))
         known = self._known[self._index[unit]]
         growth = torch.where(known == 0, 1.0, norms / known).clamp(min=1.0)
         divisors = clip_divisor(self._known[0] * growth, self._max_norm)
-        for parameter, more in zip(unit, (divisors / self.divisor).unbind(), strict=True):
+        for parameter, more in zip(unit, (divisors / self._divisor).unbind(), strict=True):
             _gradient(parameter).div_(more)
         return divisors
 

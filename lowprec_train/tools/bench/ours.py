@@ -18,6 +18,7 @@ from lowprec_train.config import RunConfig, choices
 from lowprec_train.model.layers import Rotary
 from lowprec_train.model.transformer import Transformer
 from lowprec_train.numerics.draws import Draws, SeedTable
+from lowprec_train.optim.norm import clip_divisor
 from lowprec_train.precision.linear import Linear
 from lowprec_train.precision.schedule import PrecisionSchedule
 from lowprec_train.tools.bench.contestant import (
@@ -124,7 +125,7 @@ def own_adamw(run: RunConfig, module: nn.Module) -> Update:
         grad_scale, found_inf = None, None
         if run.max_grad_norm:
             norm = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
-            grad_scale, found_inf = ((norm + 1e-6) / run.max_grad_norm).clamp(min=1.0), (~norm.isfinite()).float()
+            grad_scale, found_inf = clip_divisor(norm, run.max_grad_norm), (~norm.isfinite()).float()
         optimizer.step(grad_scale=grad_scale, found_inf=found_inf)
         optimizer.zero_grad(set_to_none=True)
 
