@@ -386,11 +386,10 @@ class _Weight:
 
 def _read_by_current_stream(tensors: Sequence[Tensor]) -> None:
     """Keep the memory of tensors that another stream has made until the current stream has read them."""
-    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-    stream = torch.cuda.current_stream() if on_gpu else None  # slow: it is asked for once
-    for tensor in on_gpu:
-        assert stream is not None
-        tensor.record_stream(stream)
+    if on_gpu := [tensor for tensor in tensors if tensor.is_cuda]:
+        stream = torch.cuda.current_stream()  # slow: it is asked for once
+        for tensor in on_gpu:
+            tensor.record_stream(stream)
 
 
 def _bytes(x: Tensor) -> Tensor:

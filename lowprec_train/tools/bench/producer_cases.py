@@ -28,6 +28,13 @@ def _kept(op: str, *of_matrix: int) -> Callable[[int, int, torch.device], Inputs
     return made
 
 
+def _backward(name: str, op: str, *of_matrix: int) -> Case:
+    """Return the backward case of an activation; arguments as for `_kept`."""
+    call = getattr(ops, f"{op}_backward")
+    inputs = _kept(op, *of_matrix)
+    return Case(name=name, op=f"{op}_backward", inputs=inputs, call=lambda *a: call(*a, *KEPT), shapes=("ffn",))
+
+
 def _weighted(m: int, k: int, device: torch.device) -> Inputs:
     return torch.randn(m, k, device=device, dtype=torch.bfloat16), torch.ones(k, device=device)
 
@@ -96,21 +103,7 @@ def producers() -> Iterator[Case]:
         call=lambda x: ops.quantized_gated_silu(x, *KEPT),
         shapes=gate_up,
     )
-    yield from _of_codes(name)
-    made = _kept("quantized_gated_silu", 2, 3, 4, 5)
-    yield Case(
-        name=name,
-        op="quantized_gated_silu_backward",
-        inputs=made,
-        call=lambda *a: ops.quantized_gated_silu_backward(*a, *KEPT),
-        shapes=ffn,
-    )
     yield Case(name=name, op="quantized_gelu", inputs=values(), call=lambda x: ops.quantized_gelu(x, *KEPT), shapes=ffn)
-    made = _kept("quantized_gelu", 2, 3)
-    yield Case(
-        name=name,
-        op="quantized_gelu_backward",
-        inputs=made,
-        call=lambda *a: ops.quantized_gelu_backward(*a, *KEPT),
-        shapes=ffn,
-    )
+    yield from _of_codes(name)
+    yield _backward(name, "quantized_gated_silu", 2, 3, 4, 5)
+    yield _backward(name, "quantized_gelu", 2, 3)
