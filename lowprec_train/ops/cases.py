@@ -34,6 +34,7 @@ Cases = dict[str, tuple[Any, ...]]  # name of the case -> arguments of the op
 # Ops of which only the codes are bit-exact (norms and activations).
 BOUNDED = {f"quantized_{op}{way}" for op in ("norm", "gated_silu", "gelu") for way in ("", "_backward")}
 BOUNDED |= {"gated_silu", "gated_silu_backward"}
+BOUNDED |= {f"{op}_of_codes" for op in ("norm", "gated_silu", "gelu")}
 
 
 def _quantize() -> Cases:
